@@ -1,0 +1,72 @@
+"""Files that hold a trained model: the checkpoints of `linrope fit`, and the folders of `save_pretrained`.
+
+Reading is always `weights_only`: tensors and plain values, no code.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linrope.errors import InputError, suggest
+
+CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.pt"
+
+
+def write_folder(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
+    """Write a model's configuration and weights; the folder is made where missing, each file replaced whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    half_written = folder / "half-written.partial"
+    torch.save(weights, half_written)
+    half_written.replace(folder / WEIGHTS_FILE)
+    half_written.write_text(json.dumps(config, indent=2) + "\n")
+    half_written.replace(folder / CONFIG_FILE)
+
+
+def read_model(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(configuration, weights) of a `save_pretrained` folder or a `linrope fit` checkpoint.
+
+    Raises:
+        InputError: nothing there, or something that holds no linrope model.
+    """
+    if (path / CONFIG_FILE).is_file():
+        try:
+            config = json.loads((path / CONFIG_FILE).read_text())
+        except json.JSONDecodeError as error:
+            raise InputError(f"{path / CONFIG_FILE} is not valid JSON: {error}.") from error
+        return config, _load(path / WEIGHTS_FILE)
+    checkpoint = open_checkpoint(path)
+    inside = {name.removeprefix("model."): name for name in checkpoint["state_dict"] if name.startswith("model.")}
+    return checkpoint["linrope"]["config"], {name: checkpoint["state_dict"][full] for name, full in inside.items()}
+
+
+def open_checkpoint(path: str | Path) -> dict[str, Any]:
+    """The contents of a checkpoint that `linrope fit` wrote, its tensors still on disk.
+
+    Raises:
+        InputError: no such file, or a file that is no checkpoint of linrope's.
+    """
+    path = Path(path)
+    if path.is_dir():
+        last = next(iter(sorted(path.rglob("last.ckpt"))), None)
+        hint = f" Did you mean '{last}'?" if last else ""
+        raise InputError(f"checkpoint {str(path)!r} is a folder without {CONFIG_FILE}: name a .ckpt file.{hint}")
+    checkpoint = _load(path)
+    ours = isinstance(checkpoint, dict) and isinstance(checkpoint.get("linrope"), dict) and "state_dict" in checkpoint
+    if not (ours and "config" in checkpoint["linrope"]):
+        raise InputError(f"checkpoint {str(path)!r} was not written by linrope: give a .ckpt file of `linrope fit`.")
+    return checkpoint
+
+
+def _load(path: Path) -> Any:
+    if not path.is_file():
+        siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise InputError(f"checkpoint {str(path)!r} does not exist.{suggest(path.name, siblings)}")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # torch, pickle and zipfile each raise their own for a file that is something else
+        raise InputError(f"checkpoint {str(path)!r} is damaged or no checkpoint: it cannot be read safely.") from error

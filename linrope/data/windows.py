@@ -1,0 +1,136 @@
+"""What training and evaluation see of a corpus: windows of `context` tokens, in an order that needs no memory.
+
+The order is arithmetic, not a stored shuffle: sample `i` of a run follows from the seed and `i` alone. A run can
+start anywhere, ranks and workers need not talk, and a corpus of any size costs nothing to shuffle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+
+from linrope.data.corpus import Corpus
+from linrope.errors import InputError
+
+_UINT64 = (1 << 64) - 1
+_FEISTEL_ROUNDS = 6
+
+
+def _mix(*values: int) -> int:
+    """A 64-bit hash of integers: splitmix64's finalizer (Steele et al., OOPSLA 2014), folded over them."""
+    state = 0
+    for value in values:
+        state = (state + value + 0x9E3779B97F4A7C15) & _UINT64
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _UINT64
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _UINT64
+        state ^= state >> 31
+    return state
+
+
+def permute(index: int, n: int, *key: int) -> int:
+    """Where `index` goes in the permutation of `0 … n-1` that `key` names; all `n` values come once.
+
+    A Feistel network permutes the next power of four; walking its cycle until it comes back below `n` permutes
+    `0 … n-1` (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). On average under four walks.
+    """
+    if not 0 <= index < n:
+        raise IndexError(f"permute({index}, {n}): the index is outside 0 … {n - 1}")
+    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for round_ in range(_FEISTEL_ROUNDS):
+            left, right = right, left ^ (_mix(*key, round_, right) & mask)
+        index = left << half | right
+        if index < n:
+            return index
+
+
+def _window(corpus: Corpus, start: int, context: int) -> dict[str, Tensor]:
+    """`inputs` and `targets`, each int64 (context,): targets are the inputs' next tokens."""
+    tokens = corpus.tokens(start, start + context + 1)
+    return {"inputs": tokens[:-1], "targets": tokens[1:]}
+
+
+def _require_one_window(corpus: Corpus, context: int, split: str) -> None:
+    if context < 1:
+        raise InputError(f"data.context={context} must be at least 1: it is the number of tokens of one sample.")
+    if len(corpus) <= context:
+        raise InputError(
+            f"the {split} split holds {len(corpus):,} tokens, too few for one sample of data.context={context} + 1: "
+            f"lower data.context, raise its share in data.fractions, or give more text "
+            f"(several documents are dealt out whole; a single file is cut by position)."
+        )
+
+
+class TrainingWindows(Dataset[dict[str, Tensor]]):
+    """The endless training samples of a corpus: sample `i` for every `i ≥ 0`.
+
+    Samples come in epochs of `n_windows`. Within an epoch none repeats and none overlaps another (but for the one token
+    that is the last target of one and the first input of the next). Each epoch shuffles anew and shifts all windows by
+    an offset of its own, so that they do not always start at the same places.
+
+    Args:
+        corpus: what to read, at least `context + 1` tokens.
+        context: tokens of one sample.
+        seed: names the order.
+
+    Raises:
+        InputError: the corpus is shorter than one sample.
+    """
+
+    def __init__(self, corpus: Corpus, context: int, seed: int = 0) -> None:
+        _require_one_window(corpus, context, "train")
+        self.corpus, self.context, self.seed = corpus, context, seed
+        # One window fewer than fit, so that there is room to shift them by up to a whole window.
+        self.n_windows = max(1, (len(corpus) - 1) // context - 1)
+        self._max_offset = min(context - 1, len(corpus) - 1 - self.n_windows * context)
+
+    def start_of(self, i: int) -> int:
+        """The first token of sample `i`."""
+        epoch, index = divmod(i, self.n_windows)
+        offset = _mix(self.seed, epoch) % (self._max_offset + 1)
+        return offset + permute(index, self.n_windows, self.seed, epoch) * self.context
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return _window(self.corpus, self.start_of(i), self.context)
+
+
+class EvaluationWindows(Dataset[dict[str, Tensor]]):
+    """The windows that cover a split once, without overlap, for validation and test.
+
+    The order is shuffled but always the same, so that the first batches are an even sample of the whole split. The
+    last `(tokens - 1) mod context` targets, less than one window, are left out.
+
+    Raises:
+        InputError: the corpus is shorter than one sample.
+    """
+
+    def __init__(self, corpus: Corpus, context: int, split: str = "val") -> None:
+        _require_one_window(corpus, context, split)
+        self.corpus, self.context = corpus, context
+        self.n_windows = (len(corpus) - 1) // context
+
+    def __len__(self) -> int:
+        return self.n_windows
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return _window(self.corpus, permute(i, self.n_windows, 0) * self.context, self.context)
+
+
+class TrainingBatches(Sampler[list[int]]):
+    """Endless lists of `batch_size` sample numbers from `first` on, dealt to ranks batch by batch.
+
+    Batch `b` of rank `r` is samples `first + (b · world_size + r) · batch_size` and those after it.
+    """
+
+    def __init__(self, batch_size: int, first: int = 0, rank: int = 0, world_size: int = 1) -> None:
+        self.batch_size, self.first, self.rank, self.world_size = batch_size, first, rank, world_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        start = self.first + self.rank * self.batch_size
+        while True:
+            yield list(range(start, start + self.batch_size))
+            start += self.world_size * self.batch_size

@@ -1,0 +1,284 @@
+"""The language model: configuration, block, model. It reads top to bottom."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from linrope.attention import AttentionState, LinearAttention, SoftmaxAttention
+from linrope.checkpoints import read_model, write_folder
+from linrope.errors import InputError, require_choice, suggest
+from linrope.rotary import RotaryConfig
+
+ATTENTION_KINDS = ("linear", "softmax")
+
+
+@dataclass(frozen=True)
+class LanguageModelConfig:
+    """Everything that decides a model's parameters and what it computes."""
+
+    vocab_size: int = 257
+    """Number of tokens; bytes and a document separator make 257."""
+    d_model: int = 128
+    """Width of the model."""
+    n_layers: int = 4
+    """Number of blocks, each an attention and a gated MLP."""
+    n_heads: int = 4
+    """Attention heads in each layer."""
+    attention: str | list[str] = "linear"
+    """"linear" or "softmax", or a list of them, one for each layer."""
+    rope: RotaryConfig | None = field(default_factory=RotaryConfig)
+    """How queries and keys turn with their position; null for no positions."""
+    feature_map: str = "elu1"
+    """Feature map of linear layers: elu1, relu, exp, identity or softmax."""
+    normalize: str = "plain"
+    """Denominator of linear layers: plain (unrotated), rotary or none."""
+    short_conv: int = 0
+    """Tokens seen by a causal convolution on queries, keys and values (4 is usual); 0 for none."""
+    forget_gate: bool = False
+    """Let linear layers learn to forget, by head and token; softmax layers have no such gate."""
+    output_gate: bool = False
+    """Multiply each attention's output by a SiLU gate."""
+    d_ff: int | None = None
+    """Hidden width of the MLP; null for 8/3 of d_model, rounded up to a multiple of 32."""
+    tie_embeddings: bool = True
+    """Use the token embedding as the output layer too."""
+    dropout: float = 0.0
+    """Dropout on the embeddings and on each block's two outputs."""
+    norm_eps: float = 1e-5
+    """ε of the RMSNorms."""
+
+    def __post_init__(self):
+        for name in ("vocab_size", "d_model", "n_layers", "n_heads"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.d_ff is not None and self.d_ff < 1:
+            raise InputError(f"d_ff={self.d_ff} must be at least 1, or null for 8/3 of d_model.")
+        if not 0 <= self.dropout < 1:
+            raise InputError(f"dropout={self.dropout} must be at least 0 and below 1.")
+        if isinstance(self.attention, str):
+            require_choice("attention", self.attention, ATTENTION_KINDS)
+        elif len(self.attention) != self.n_layers:
+            raise InputError(f"attention={self.attention} must have one kind for each of n_layers={self.n_layers}.")
+        for kind in self.attention_kinds:
+            require_choice("attention", kind, ATTENTION_KINDS)
+
+    @property
+    def attention_kinds(self) -> list[str]:
+        """The kind of each layer's attention."""
+        return [self.attention] * self.n_layers if isinstance(self.attention, str) else list(self.attention)
+
+    @property
+    def mlp_width(self) -> int:
+        """`d_ff`, or what stands in for it."""
+        return self.d_ff if self.d_ff is not None else -(-8 * self.d_model // 3 // 32) * 32
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain scalars, lists and dicts, for JSON and checkpoints."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> LanguageModelConfig:
+        """The inverse of `to_dict`.
+
+        Raises:
+            InputError: a key that no option has, with the nearest right one.
+        """
+        _check_keys(values, cls)
+        if isinstance(values.get("rope"), dict):
+            _check_keys(values["rope"], RotaryConfig)
+            values = {**values, "rope": RotaryConfig(**values["rope"])}
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise InputError(f"a value of the model's configuration is of the wrong kind: {error}.") from error
+
+
+def _check_keys(values: Any, config: type) -> None:
+    """Raise InputError unless `values` is a dictionary whose keys are all fields of `config`."""
+    if not isinstance(values, dict):
+        raise InputError(f"{values!r} is no set of options of {config.__name__}: it must be a dictionary.")
+    known = [f.name for f in fields(config)]
+    for key in values:
+        if key not in known:
+            raise InputError(f"{key!r} is no option of {config.__name__}.{suggest(key, known)}")
+
+
+class GatedMLP(nn.Module):
+    """W_out (silu(W_gate x) ∘ W_up x)  (SwiGLU, arXiv 2002.05202)."""
+
+    def __init__(self, d_model: int, width: int):
+        super().__init__()
+        self.gate_up = nn.Linear(d_model, 2 * width, bias=False)
+        self.out = nn.Linear(width, d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)  # (B, T, width) each
+        return self.out(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: LanguageModelConfig, kind: str):
+        super().__init__()
+        shared = {"rope": config.rope, "short_conv": config.short_conv, "output_gate": config.output_gate}
+        if kind == "linear":
+            self.attention = LinearAttention(
+                config.d_model,
+                config.n_heads,
+                feature_map=config.feature_map,
+                normalize=config.normalize,
+                forget_gate=config.forget_gate,
+                **shared,
+            )
+        else:
+            self.attention = SoftmaxAttention(config.d_model, config.n_heads, **shared)
+        self.mlp = GatedMLP(config.d_model, config.mlp_width)
+        self.attention_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.mlp_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self, x: Tensor, state: AttentionState | None, segment_ids: Tensor | None
+    ) -> tuple[Tensor, AttentionState]:
+        """(B, T, d_model) -> the same, and the attention's state after the last token."""
+        attended, state = self.attention(self.attention_norm(x), state, segment_ids, return_state=True)
+        x = x + self.dropout(attended)
+        return x + self.dropout(self.mlp(self.mlp_norm(x))), state
+
+
+class LanguageModel(nn.Module):
+    """A causal language model: embedding, pre-norm blocks, norm, output layer.
+
+    With linear attention in every layer its state has a fixed size: text is read in pieces, and written, at a cost
+    for each token that does not depend on how much came before.
+    """
+
+    def __init__(self, config: LanguageModelConfig):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config, kind) for kind in config.attention_kinds)
+        self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.output = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self._initialise()
+        if config.tie_embeddings:
+            self.output.weight = self.embedding.weight
+
+    def _initialise(self) -> None:
+        """PyTorch's own for the matrices (deviation (3 · fan-in)^-½, so that width does not matter), less for those
+        that add to the residual stream, whose sum grows with depth; small embeddings, for logits near 0."""
+        for block in self.blocks:
+            for layer in (block.attention.out, block.mlp.out):
+                nn.init.normal_(layer.weight, std=(3 * layer.in_features * 2 * self.config.n_layers) ** -0.5)
+        for weight in (self.embedding.weight, self.output.weight):
+            nn.init.normal_(weight, std=0.02)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        state: tuple[AttentionState, ...] | None = None,
+        segment_ids: Tensor | None = None,
+        return_state: bool = False,
+    ) -> Tensor | tuple[Tensor, tuple[AttentionState, ...]]:
+        """Predict the token after each.
+
+        Args:
+            tokens: (B, T) integers in [0, vocab_size).
+            state: what an earlier call on the same rows returned: these tokens continue them.
+            segment_ids: (B, T) integers: each run of equal numbers is a document of a packed row, read by itself.
+            return_state: also return the state after the last token, one AttentionState a layer.
+
+        Returns:
+            Logits (B, T, vocab_size), or (logits, state).
+
+        Raises:
+            InputError: tokens of another shape or dtype or out of range, a state of another model.
+        """
+        self._check(tokens, state)
+        x = self.dropout(self.embedding(tokens))
+        after = []
+        for block, before in zip(self.blocks, state or [None] * len(self.blocks)):
+            x, layer_state = block(x, before, segment_ids)
+            after.append(layer_state)
+        logits = self.output(self.norm(x))
+        return (logits, tuple(after)) if return_state else logits
+
+    def _check(self, tokens: Tensor, state) -> None:
+        if not isinstance(tokens, Tensor):
+            raise InputError(f"tokens is a {type(tokens).__name__}: pass int64 of shape (B, T).")
+        if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
+            raise InputError(f"tokens is {tuple(tokens.shape)} {tokens.dtype}: pass int64 of shape (B, T).")
+        if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
+            lowest, highest = (bound.item() for bound in tokens.aminmax())  # a GPU asserts this by itself
+            if lowest < 0 or highest >= self.config.vocab_size:
+                raise InputError(f"tokens lie in [{lowest}, {highest}], vocab_size is {self.config.vocab_size}.")
+        if state is None:
+            return
+        if not isinstance(state, (tuple, list)) or len(state) != len(self.blocks):
+            got = f"has {len(state)} layers" if isinstance(state, (tuple, list)) else f"is a {type(state).__name__}"
+            raise InputError(f"state {got}, the model has {len(self.blocks)} layers: pass its own state.")
+
+    @property
+    def n_parameters(self) -> int:
+        """Number of parameters; a tied embedding counts once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def state_bytes(self, context: int, dtype: torch.dtype = torch.float32) -> int:
+        """Bytes of one sequence's state after `context` tokens.
+
+        Args:
+            context: tokens read; only softmax layers' caches depend on it.
+            dtype: that of the activations: caches and convolution tails are kept in it, linear states in float32.
+        """
+        return sum(block.attention.state_bytes(context, dtype) for block in self.blocks)
+
+    def save_pretrained(self, directory: str | os.PathLike) -> None:
+        """Write `config.json` and `model.pt` into the directory, made where missing; each is replaced whole."""
+        write_folder(Path(directory), self.config.to_dict(), self.state_dict())
+
+    @classmethod
+    def from_pretrained(cls, path: str | os.PathLike) -> LanguageModel:
+        """The model that `save_pretrained` wrote into a folder, or that a `linrope fit` checkpoint file holds.
+
+        Weights come onto the CPU, in evaluation mode; only tensors and plain values are unpickled.
+
+        Raises:
+            InputError: nothing there, or something else than a linrope model.
+        """
+        config, weights = read_model(Path(path))
+        model = cls(LanguageModelConfig.from_dict(config))
+        try:
+            model.load_state_dict(weights)
+        except (RuntimeError, TypeError) as error:
+            raise InputError(f"checkpoint {str(path)!r}: weights do not fit its configuration: {error}") from error
+        return model.eval()
+
+    def generate(
+        self,
+        tokens: Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+    ) -> Tensor:
+        """Continue each row: (B, T) -> (B, T + max_new_tokens). See `linrope.generation.stream` for the options."""
+        new = self.stream(tokens, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        return torch.cat([tokens, *(token[:, None] for token in new)], dim=1)
+
+    def stream(self, tokens: Tensor, max_new_tokens: int, **options) -> Iterator[Tensor]:
+        """`linrope.generation.stream` on this model: one (B,) of new tokens at a time."""
+        from linrope.generation import stream
+
+        return stream(self, tokens, max_new_tokens, **options)

@@ -1,0 +1,145 @@
+"""The state of linear attention: all that the past says to the future, and the monoid it forms.
+
+For a run of n tokens, in the frame of its own first token, with `G` the running sum of `log_decay`:
+
+    kv      = Σ_j e^{G_n - G_j} R_j φ(k_j) v_jᵀ          k_sum     = Σ_j e^{G_n - G_j} φ(k_j)
+    length  = n                                          log_decay = G_n
+
+`merge` is associative and `State.zeros` is its identity. Chunked kernels, streaming, decoding and splitting a
+sequence over devices are all prefix sums under it. A document boundary inside a run is `log_decay = -inf`: what came
+before has weight e^{-inf} = 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from linrope.errors import InputError
+from linrope.rotary import RotaryEmbedding, check_positions, rotate, unit_rotations
+
+
+@dataclass(frozen=True)
+class State:
+    """What a run of tokens leaves behind: float32 (float64 for float64 inputs), of a size that does not grow.
+
+    Attributes:
+        kv: (B, H, D, E), decayed sum of rotated keys times values.
+        k_sum: (B, H, D), decayed sum of unrotated keys, for the denominator.
+        length: number of tokens in the run; the next token stands at this position.
+        log_decay: (B, H), the run's total log decay, at most 0; zeros where None is given.
+        k_rotated_sum: (B, H, D), decayed sum of rotated keys: present only with `normalize="rotary"`.
+    """
+
+    kv: Tensor
+    k_sum: Tensor
+    length: int
+    log_decay: Tensor | None = None
+    k_rotated_sum: Tensor | None = None
+
+    def __post_init__(self):
+        if self.log_decay is None:
+            object.__setattr__(self, "log_decay", self.kv.new_zeros(self.kv.shape[:2]))
+
+    @classmethod
+    def zeros(
+        cls,
+        batch: int,
+        n_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        *,
+        normalize: str = "plain",
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> State:
+        """The state of no tokens: the identity of `merge`.
+
+        Args:
+            batch, n_heads, head_dim: B, H and D (the number of features, where φ changes it).
+            value_dim: E; None for `head_dim`.
+            normalize: the operator's; "rotary" carries one sum more.
+            dtype: float32, or float64 for float64 inputs.
+        """
+        value_dim = head_dim if value_dim is None else value_dim
+        kv = torch.zeros(batch, n_heads, head_dim, value_dim, dtype=dtype, device=device)
+        k_sum = kv.new_zeros(batch, n_heads, head_dim)
+        return cls(kv, k_sum, 0, k_rotated_sum=torch.zeros_like(k_sum) if normalize == "rotary" else None)
+
+    def _map(self, change) -> State:
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "length"}
+        return replace(self, **{name: t if t is None else change(t) for name, t in tensors.items()})
+
+    def detach(self) -> State:
+        """The same numbers, cut from the graph that made them."""
+        return self._map(Tensor.detach)
+
+    def to(self, *args, **kwargs) -> State:
+        """The state on another device or in another dtype, as `torch.Tensor.to`."""
+        return self._map(lambda tensor: tensor.to(*args, **kwargs))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by the state's tensors."""
+        tensors = (self.kv, self.k_sum, self.log_decay, self.k_rotated_sum)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def check_rope(rope: RotaryEmbedding | None, features: int) -> None:
+    """Raise InputError unless rope turns vectors of that many features, or is None."""
+    if rope is None:
+        return
+    if not isinstance(rope, RotaryEmbedding):
+        raise InputError(f"rope is a {type(rope).__name__}: pass a linrope.RotaryEmbedding or None.")
+    if rope.dim != features:
+        raise InputError(f"rope has dim={rope.dim}, the features of q and k have {features}: make them equal.")
+
+
+def rotate_rows(kv: Tensor, turn: Tensor | None, interleaved: bool) -> Tensor:
+    """`R kv`: turn the D axis of kv (..., D, E), by one rotation `turn` (R/2,) or None."""
+    return kv if turn is None else rotate(kv.mT, turn, interleaved).mT
+
+
+def merge(left: State, right: State, rope: RotaryEmbedding | None = None) -> State:
+    """The state of the tokens of `left` followed by those of `right`.
+
+        State(e^{g} left.kv + R_{left.length} right.kv,  e^{g} left.k_sum + right.k_sum,  lengths and log_decays added)
+
+    with g = right.log_decay. Associative; `State.zeros` is neutral on both sides; differentiable.
+
+    Args:
+        left, right: states of the same shapes, dtype and device, each in the frame of its own first token.
+        rope: the rotation they were made with; None for linear attention without positions.
+
+    Raises:
+        InputError: states of different shapes, dtypes or devices, or of different `normalize`; a rope of another size;
+            a length beyond 2^53.
+    """
+    check_rope(rope, left.kv.shape[2])
+    for name in ("kv", "k_sum", "log_decay", "k_rotated_sum"):
+        a, b = getattr(left, name), getattr(right, name)
+        if (a is None) != (b is None):
+            raise InputError("left and right come from different normalize: only 'rotary' carries k_rotated_sum.")
+        if a is not None and (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
+            raise InputError(
+                f"left.{name} is {tuple(a.shape)} {a.dtype} on {a.device}, right.{name} {tuple(b.shape)} {b.dtype} on "
+                f"{b.device}: merge takes two states of one shape, dtype and device."
+            )
+    check_positions("left.length", left.length, right.length)
+    decay = right.log_decay.exp()
+    turn, interleaved = None, True
+    if rope is not None:
+        position = torch.full((), left.length, device=left.kv.device)
+        turn, interleaved = unit_rotations(position, rope.frequencies(left.kv.device)), rope.interleaved
+    k_rotated_sum = None
+    if left.k_rotated_sum is not None:
+        k_rotated_sum = decay[..., None] * left.k_rotated_sum + rotate(right.k_rotated_sum, turn, interleaved)
+    return State(
+        kv=decay[..., None, None] * left.kv + rotate_rows(right.kv, turn, interleaved),
+        k_sum=decay[..., None] * left.k_sum + right.k_sum,
+        length=left.length + right.length,
+        log_decay=left.log_decay + right.log_decay,
+        k_rotated_sum=k_rotated_sum,
+    )

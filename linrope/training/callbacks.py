@@ -1,0 +1,391 @@
+"""What happens around training: the table before it, the progress line, checkpoints, Ctrl-C, the sample after it."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from linrope.data import SEPARATOR, SPLITS, TextDecoder, encode_prompt
+from linrope.generation import stream
+from linrope.model import LanguageModel
+from linrope.training.data import TextDataModule
+
+
+def _finished_a_step(trainer: Trainer, batch_idx: int) -> bool:
+    """Whether the batch that just ended was the last of its optimizer step."""
+    return (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+
+
+class Throughput(Callback):
+    """Logs `tokens_per_second`: tokens trained on, over all devices, per second of wall time between optimizer steps.
+
+    It is the mean over the last `window` steps. Loading data counts as time, validation does not.
+    """
+
+    def __init__(self, window: int = 20) -> None:
+        self._steps: deque[tuple[int, float]] = deque(maxlen=window)  # (tokens, seconds)
+        self._tokens, self._began = 0, 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._tokens, self._began = 0, time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._tokens += batch["inputs"].numel() * trainer.world_size
+        if not _finished_a_step(trainer, batch_idx):
+            return
+        now = time.perf_counter()
+        self._steps.append((self._tokens, now - self._began))
+        self._tokens, self._began = 0, now
+        tokens, seconds = map(sum, zip(*self._steps, strict=True))
+        pl_module.log("tokens_per_second", tokens / seconds)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._paused = time.perf_counter()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._began += time.perf_counter() - self._paused
+
+
+class LastCheckpoint(Checkpoint):
+    """Keeps `last.ckpt`: overwritten every `every_n_steps` optimizer steps, and always at the end of training.
+
+    `last_path` is the file once it was written.
+    """
+
+    def __init__(self, folder: str | Path, every_n_steps: int) -> None:
+        self.path, self.every_n_steps = Path(folder) / "last.ckpt", every_n_steps
+        self.last_path: Path | None = None
+        self._saved_at = -1
+
+    def save(self, trainer: Trainer) -> None:
+        """Writes the checkpoint, unless this step's is already there. Every rank must call it."""
+        if self._saved_at != trainer.global_step:
+            trainer.save_checkpoint(self.path)
+            self._saved_at, self.last_path = trainer.global_step, self.path
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        # The last step's is saved here too, not in on_train_end: a longer run that resumes from a checkpoint of the
+        # latter has its logged steps off by one (Lightning counts them apart from its global step).
+        due = trainer.global_step % self.every_n_steps == 0 or trainer.global_step == trainer.max_steps
+        if due and _finished_a_step(trainer, batch_idx):
+            self.save(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.save(trainer)  # max_time or a callback of the user's stopped it early
+
+
+class Interrupted(Exception):
+    """Training was stopped by a signal, after a whole step and with a checkpoint (None before the first step)."""
+
+    def __init__(self, signum: int, step: int, checkpoint: Path | None) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name} after step {step}")
+        self.signum, self.step, self.checkpoint = signum, step, checkpoint
+
+
+class GracefulStop(Callback):
+    """On SIGINT (Ctrl-C) or SIGTERM: finish the step, save `checkpoint`, raise `Interrupted`.
+
+    A validation that is under way is finished too. A second SIGINT aborts at once.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self, checkpoint: LastCheckpoint) -> None:
+        self.checkpoint = checkpoint
+        self._received: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._previous = {signum: signal.signal(signum, self._on_signal) for signum in self.SIGNALS}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Once more: since setup() Lightning has put a SIGTERM handler around ours that exits without saving.
+        for signum in self.SIGNALS:
+            signal.signal(signum, self._on_signal)
+        self._first_step = trainer.global_step
+        self._stop_if_asked(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if _finished_a_step(trainer, batch_idx):
+            self._stop_if_asked(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._restore_handlers()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._restore_handlers()
+
+    def _restore_handlers(self) -> None:
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+        self._previous = {}
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if self._received is not None and signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._received = signum
+        # Not print(): a signal can arrive while the main thread is inside a print of its own.
+        os.write(2, b"\nfinishing this step, then saving a checkpoint (Ctrl-C again aborts at once)\n")
+
+    def _stop_if_asked(self, trainer: Trainer) -> None:
+        if trainer.global_step >= trainer.max_steps:
+            return  # nothing is left to resume: let it end
+        # Ranks may hear of it at different times, and saving needs all of them.
+        if not trainer.strategy.reduce_boolean_decision(self._received is not None, all=False):
+            return
+        stepped = trainer.global_step > self._first_step
+        if stepped:
+            self.checkpoint.save(trainer)
+        raise Interrupted(
+            self._received or signal.SIGTERM, trainer.global_step, self.checkpoint.path if stepped else None
+        )
+
+
+class SaveConfig(Callback):
+    """Writes the run's whole configuration, a YAML text, to `path` before training."""
+
+    def __init__(self, path: Path, config: str) -> None:
+        self.path, self.config = path, config
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit" and trainer.is_global_zero:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(self.config)
+
+
+class RunSummary(Callback):
+    """Prints, before training, what is about to be trained on what."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.is_global_zero:
+            return
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in self._rows(trainer, pl_module):
+            table.add_row(name, escape(value))
+        self.console.print(table)
+
+    def _rows(self, trainer: Trainer, pl_module: LightningModule) -> list[tuple[str, str]]:
+        data: TextDataModule = trainer.datamodule
+        samples = data.batch_size * trainer.accumulate_grad_batches * trainer.world_size
+        skipped = f" ({data.n_skipped:,} files skipped: binary, empty or unreadable)" if data.n_skipped else ""
+        rows = [
+            ("parameters", f"{pl_module.model.n_parameters:,}"),
+            ("decoding state", _state_size(pl_module.model, data.context)),
+            ("corpus", f"{data.origin}{skipped}"),
+        ]
+        for split in SPLITS:
+            corpus = data.corpora[split]
+            rows.append((f"  {split}", f"{_bytes(corpus.n_bytes)} in {_count(len(corpus.documents), 'document')}"))
+        rows += [
+            ("a step", f"{samples} × {data.context:,} = {samples * data.context:,} tokens"),
+            ("steps", f"{trainer.max_steps:,}"),
+            ("device", f"{_device(trainer)}, {trainer.precision}"),
+        ]
+        return rows
+
+
+def _state_size(model: LanguageModel, context: int) -> str:
+    """What one sequence's decoding state takes, and whether it grows with the sequence."""
+    now, later = model.state_bytes(context), model.state_bytes(2 * context)
+    grows = f" at {context:,} tokens, and growing" if later > now else " at any length"
+    return f"{now / 1024:,.0f} KiB{grows}"
+
+
+def _bytes(n: int) -> str:
+    return f"{n / 1e6:,.1f} MB" if n >= 1e5 else f"{n:,} bytes"
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n:,} {noun}" + ("" if n == 1 else "s")
+
+
+def _device(trainer: Trainer) -> str:
+    kind = trainer.strategy.root_device.type
+    return kind if trainer.world_size == 1 else f"{trainer.world_size} × {kind}"
+
+
+class ProgressReport(ProgressBar):
+    """Loss, bits per byte and tokens per second while training: a live bar in a terminal, plain lines in a pipe.
+
+    Args:
+        console: where to; whether it is a terminal decides the form.
+        every_n_steps: steps between two lines in a pipe.
+    """
+
+    def __init__(self, console: Console, every_n_steps: int) -> None:
+        super().__init__()
+        self.console, self.every_n_steps = console, every_n_steps
+        self._enabled = True
+        self._progress: Progress | None = None
+        self._began = (0.0, 0)
+
+    def disable(self) -> None:
+        self._enabled = False  # Lightning calls this on every rank but the first
+
+    def enable(self) -> None:
+        self._enabled = True
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._began = (time.perf_counter(), trainer.global_step)
+        self._open(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not self._enabled or not _finished_a_step(trainer, batch_idx):
+            return
+        step = trainer.global_step
+        if self._progress is not None:
+            self._progress.update(self._train, completed=step, metrics=_train_metrics(trainer))
+        if step == trainer.max_steps or (self._progress is None and step % self.every_n_steps == 0):
+            self._print(f"step {step}/{trainer.max_steps}  {_train_metrics(trainer)}  {self._time_left(trainer)}")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._close()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._start_evaluation(trainer, "val", sum(trainer.num_val_batches))
+
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        self._advance_evaluation()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end_evaluation(trainer, "val")
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._start_evaluation(trainer, "test", sum(trainer.num_test_batches))
+
+    def on_test_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        self._advance_evaluation()
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end_evaluation(trainer, "test")
+
+    def _open(self, trainer: Trainer) -> None:
+        if not (self._enabled and self.console.is_terminal):
+            return
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[metrics]}"),
+            TimeRemainingColumn(compact=True),
+            console=self.console,
+            expand=True,
+            transient=True,
+        )
+        training = trainer.state.fn == "fit"
+        self._train = self._progress.add_task(
+            "train", total=max(1, trainer.max_steps), completed=trainer.global_step, visible=training, metrics=""
+        )
+        self._eval = self._progress.add_task("", visible=False, metrics="")
+        self._progress.start()
+
+    def _close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _start_evaluation(self, trainer: Trainer, split: str, n_batches: int) -> None:
+        if self._progress is None:
+            self._open(trainer)  # `linrope validate` and `test` have no training bar
+        if self._progress is not None:
+            self._progress.reset(self._eval, description=split, total=n_batches, visible=True)
+
+    def _advance_evaluation(self) -> None:
+        if self._progress is not None:
+            self._progress.advance(self._eval)
+
+    def _end_evaluation(self, trainer: Trainer, split: str) -> None:
+        if self._progress is not None:
+            self._progress.update(self._eval, visible=False)
+        if trainer.state.fn != "fit":
+            self._close()
+        if self._enabled:
+            loss, bpb = (trainer.callback_metrics[f"{split}_{name}"].item() for name in ("loss", "bpb"))
+            at = f"step {trainer.global_step}  " if trainer.state.fn == "fit" else ""
+            self._print(f"{at}{split}_loss {loss:.4f}  {split}_bpb {bpb:.4f}")
+
+    def _print(self, line: str) -> None:
+        self.console.print(line, highlight=False, soft_wrap=True)
+
+    def _time_left(self, trainer: Trainer) -> str:
+        began_at, first_step = self._began
+        per_step = (time.perf_counter() - began_at) / max(1, trainer.global_step - first_step)
+        minutes, seconds = divmod(round(per_step * (trainer.max_steps - trainer.global_step)), 60)
+        return f"{minutes}:{seconds:02d} left"
+
+
+def _train_metrics(trainer: Trainer) -> str:
+    metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    loss, bpb = metrics.get("train_loss", math.nan), metrics.get("train_bpb", math.nan)
+    return f"loss {loss:.3f}  bpb {bpb:.3f}  {metrics.get('tokens_per_second', math.nan):,.0f} tok/s"
+
+
+class PrintSample(Callback):
+    """Writes, after training, a text by the model; the arguments are `write_sample`'s."""
+
+    def __init__(self, write: Callable[[str], Any], prompt: str, **options: Any) -> None:
+        self.write, self.prompt, self.options = write, prompt, options
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            self.write("\n")
+            write_sample(self.write, pl_module.model.eval(), self.prompt, **self.options)
+
+
+def write_sample(write: Callable[[str], Any], model: LanguageModel, prompt: str, **options: Any) -> None:
+    """Writes `prompt` and what `model` adds to it, piece by piece as it is made, up to the end of the document.
+
+    Args:
+        write: where the pieces go.
+        model: in evaluation mode.
+        prompt: what the document begins with.
+        options: `max_new_tokens` and the other options of `linrope.generation.stream`.
+    """
+    tokens = encode_prompt(prompt).unsqueeze(0).to(next(model.parameters()).device)
+    decoder = TextDecoder()
+    sampled = stream(model, tokens, **options)
+    write(_printable(prompt))
+    for token in sampled:
+        if token.item() == SEPARATOR:
+            break
+        write(_printable(decoder.feed(token)))
+    write(_printable(decoder.finish()) + "\n")
+
+
+_CONTROL_CHARACTERS = {code: "\ufffd" for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
+
+
+def _printable(text: str) -> str:
+    """`text` with U+FFFD for what would steer a terminal: a model may write any byte."""
+    return text.encode("utf-8", errors="replace").decode("utf-8").translate(_CONTROL_CHARACTERS)

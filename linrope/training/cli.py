@@ -1,0 +1,366 @@
+"""The command line: `linrope fit | validate | test | generate`.
+
+The first three are Lightning's: every option of its Trainer can be set, in YAML or as `--trainer.OPTION`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from jsonargparse import Namespace, set_parsing_settings
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from rich.console import Console
+
+from linrope.checkpoints import open_checkpoint
+from linrope.data import DocumentChanged
+from linrope.errors import InputError, suggest
+from linrope.model import LanguageModel, LanguageModelConfig
+from linrope.training.callbacks import (
+    GracefulStop,
+    Interrupted,
+    LastCheckpoint,
+    PrintSample,
+    ProgressReport,
+    RunSummary,
+    SaveConfig,
+    Throughput,
+    write_sample,
+)
+from linrope.training.checkpoints import require_same_model
+from linrope.training.config import GenerateConfig, RunConfig, SampleConfig
+from linrope.training.data import TextDataModule
+from linrope.training.module import LanguageModelingModule, NonFiniteError, OptimizerConfig
+from linrope.training.usage import PlainParser, TrainingParser
+
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+SECTIONS = ("model", "optimizer", "data", "run", "sample", "trainer")
+
+TRAINER_DEFAULTS = {
+    "max_epochs": -1,  # training is one endless epoch
+    "val_check_interval": 500,
+    "check_val_every_n_epoch": None,
+    "num_sanity_val_steps": 0,
+    "log_every_n_steps": 10,
+    "use_distributed_sampler": False,  # the loaders deal samples to ranks by themselves
+    "enable_model_summary": False,  # RunSummary says what matters
+}
+
+TRAINER_HELP = {
+    "max_steps": "Optimizer steps to train for; must be set.",
+    "accelerator": 'Where to run: "cpu", "gpu" or "auto".',
+    "devices": 'How many devices, a list of their numbers, or "auto" for all.',
+    "precision": 'Number format: "32-true", or "bf16-mixed" on a GPU.',
+    "accumulate_grad_batches": "Batches whose gradients are averaged for one step.",
+    "val_check_interval": "Training batches between two validations.",
+    "limit_val_batches": "Batches of a validation: a number, or a fraction of the split (1.0 is all of it).",
+    "limit_test_batches": "The same for `linrope test`.",
+    "log_every_n_steps": "Steps between two rows of metrics.csv.",
+    "max_time": "Stop after this long, as DD:HH:MM:SS.",
+}
+
+
+class TrainingCLI(LightningCLI):
+    """LightningCLI with the sections model, optimizer, data, run, sample and trainer; runs nothing by itself.
+
+    Args:
+        command: "fit", "validate" or "test".
+        args: the command line after the command.
+    """
+
+    def __init__(self, command: str, args: Sequence[str]) -> None:
+        self.command, self.ckpt_path = command, None
+        self.console = Console(highlight=False)
+        super().__init__(
+            LanguageModelingModule,
+            TextDataModule,
+            save_config_callback=None,  # it refuses to write twice; SaveConfig is ours
+            trainer_defaults=dict(TRAINER_DEFAULTS),
+            seed_everything_default=1,
+            parser_class=TrainingParser,
+            parser_kwargs={
+                "prog": f"linrope {command}",
+                "usage": f"linrope {command} --config FILE [--SECTION.OPTION VALUE ...]",
+                "description": COMMANDS[command].__doc__,
+                "allow_abbrev": False,
+            },
+            args=list(args),
+            run=False,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+        )
+
+    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument("--seed_everything", type=int, default=1, help="Seed of the first weights and of dropout.")
+        what = "resume from" if self.command == "fit" else f"{self.command} (required)"
+        parser.add_argument("--ckpt_path", type=str | None, default=None, help=f"Checkpoint file to {what}.")
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_class_arguments(LanguageModelConfig, "model")
+        parser.add_class_arguments(OptimizerConfig, "optimizer")
+        parser.add_class_arguments(TextDataModule, "data")
+        parser.add_class_arguments(RunConfig, "run")
+        parser.add_class_arguments(SampleConfig, "sample")
+        parser.add_lightning_class_args(self.trainer_class, "trainer")
+        parser.set_defaults({f"trainer.{name}": value for name, value in self.trainer_defaults.items()})
+        parser.groups["trainer"].title = "Lightning's Trainer: these, and every other option it has"
+        for action in parser._actions:
+            section, _, option = action.dest.partition(".")
+            if section == "trainer" and option in TRAINER_HELP:
+                action.help, action.extra_help = TRAINER_HELP[option], str  # str() is "": no lists of classes
+            elif section == "trainer" or (section in SECTIONS and not option):  # not option: a file for one section
+                parser.left_out_of_help.append(action)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        self.config = parser.parse_args(args)
+        # Not part of what config.yaml repeats: a copy of that run starts from scratch.
+        self.ckpt_path = self.config.pop("ckpt_path")
+        for section in SECTIONS:
+            if not isinstance(self.config[section], Namespace):
+                raise InputError(f"{section}: {self.config[section]!r} must be a section of options, not a value.")
+
+    def instantiate_classes(self) -> None:
+        self.config_init = self.parser.instantiate(self.config)
+        self._check_checkpoint(self.config_init.model)
+        self.datamodule = self.config_init.data
+        self.model = LanguageModelingModule(self.config_init.model, self.config_init.optimizer)
+        self.trainer = self.instantiate_trainer()
+
+    def _check_checkpoint(self, model_config: LanguageModelConfig) -> None:
+        """Before anything is built: is there a checkpoint where one is needed, and does it fit?"""
+        if self.ckpt_path is None:
+            if self.command != "fit":
+                raise InputError(f"--ckpt_path is missing: name the checkpoint to {self.command}.")
+            return
+        checkpoint = open_checkpoint(self.ckpt_path)
+        require_same_model(checkpoint, model_config, self.ckpt_path)
+        max_steps, step = self.config.trainer.max_steps, checkpoint["global_step"]
+        if self.command == "fit" and 0 < max_steps <= step:
+            raise InputError(
+                f"trainer.max_steps={max_steps} is already done: {self.ckpt_path} is at step {step}. Raise it."
+            )
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        options = self.config_init.trainer
+        if options.max_epochs not in (None, -1):
+            raise InputError(
+                f"trainer.max_epochs={options.max_epochs} has no meaning here, where training draws from an endless "
+                "stream of samples: set trainer.max_steps."
+            )
+        progress = ProgressReport(self.console, options.log_every_n_steps or 10)
+        if self.command != "fit":
+            self.trainer_defaults["callbacks"] = [progress]
+            return self._make_trainer(logger=False, **kwargs)
+        loggers = self._loggers() if options.logger in (None, True) else options.logger
+        folder = Path(loggers[0].log_dir if isinstance(loggers, list) else options.default_root_dir or ".")
+        self.last_checkpoint = LastCheckpoint(folder / "checkpoints", self.config_init.run.checkpoint_every_n_steps)
+        self.trainer_defaults["callbacks"] = [*self._training_callbacks(folder), progress]
+        return self._make_trainer(logger=loggers, **kwargs)
+
+    def _make_trainer(self, **options: Any) -> Trainer:
+        try:
+            return super().instantiate_trainer(**options)
+        except (ValueError, TypeError) as error:
+            raise InputError(f"section trainer: {error}") from error
+
+    def _loggers(self) -> list[Logger]:
+        run = self.config_init.run
+        csv = CSVLogger(run.folder, run.name, flush_logs_every_n_steps=1)
+        if find_spec("tensorboard") is None:
+            return [csv]
+        return [csv, TensorBoardLogger(run.folder, run.name, version=csv.version)]
+
+    def _training_callbacks(self, folder: Path) -> list[Callback]:
+        sample = self.config_init.sample
+        callbacks = [
+            SaveConfig(folder / "config.yaml", self.parser.dump(self.config)),
+            RunSummary(self.console),
+            Throughput(),
+            self.last_checkpoint,
+            GracefulStop(self.last_checkpoint),
+            ModelCheckpoint(folder / "checkpoints", "best", monitor="val_bpb", enable_version_counter=False),
+        ]
+        if sample.prompt is not None:
+            callbacks.append(PrintSample(_write, sample.prompt, **sample.options))
+        return callbacks
+
+
+def fit(args: Sequence[str]) -> None:
+    """Train a language model."""
+    cli = TrainingCLI("fit", args)
+    try:
+        cli.trainer.fit(cli.model, cli.datamodule, ckpt_path=cli.ckpt_path, weights_only=True)
+    except Interrupted as interrupted:
+        if not cli.trainer.is_global_zero:
+            pass  # the first rank speaks for all
+        elif interrupted.checkpoint is None:
+            _say("stopped before a step was finished: there is nothing to resume.")
+        else:
+            resume = _command_line("fit", _without_option(args, "--ckpt_path"), "--ckpt_path", interrupted.checkpoint)
+            _say(f"stopped after step {interrupted.step}. To go on from there:\n  {resume}")
+        raise
+    if cli.trainer.is_global_zero:
+        path = cli.last_checkpoint.path
+        prompt = cli.config_init.sample.prompt or "import "
+        cli.console.print(
+            f"\ncheckpoint  {path}\nsample      {_command_line('generate', ['--ckpt_path', path, '--prompt', prompt])}",
+            markup=False,
+            soft_wrap=True,
+        )
+
+
+def validate(args: Sequence[str]) -> None:
+    """Measure a checkpoint on the validation split."""
+    cli = TrainingCLI("validate", args)
+    cli.trainer.validate(cli.model, cli.datamodule, ckpt_path=cli.ckpt_path, verbose=False, weights_only=True)
+
+
+def test(args: Sequence[str]) -> None:
+    """Measure a checkpoint on the test split."""
+    cli = TrainingCLI("test", args)
+    cli.trainer.test(cli.model, cli.datamodule, ckpt_path=cli.ckpt_path, verbose=False, weights_only=True)
+
+
+def generate(args: Sequence[str]) -> None:
+    """Write text with a trained model."""
+    parser = PlainParser(prog="linrope generate", usage="linrope generate --ckpt_path FILE --prompt TEXT [options]")
+    parser.description, parser.allow_abbrev = generate.__doc__, False
+    parser.add_class_arguments(GenerateConfig)
+    config = GenerateConfig(**vars(parser.parse_args(args)))
+    model = LanguageModel.from_pretrained(config.ckpt_path).to(_pick_device(config.device)).eval()
+    write_sample(_write, model, _read_prompt(config), **config.options)
+
+
+def _read_prompt(config: GenerateConfig) -> str:
+    if config.prompt_file is None:
+        return config.prompt
+    if config.prompt:
+        raise InputError("--prompt and --prompt_file exclude each other: give one of them.")
+    try:
+        return Path(config.prompt_file).read_bytes().decode("utf-8", errors="surrogateescape")
+    except OSError as error:
+        raise InputError(f"--prompt_file={config.prompt_file!r} cannot be read: {error.strerror}.") from error
+
+
+def _pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    available = {"cpu": True, "cuda": torch.cuda.is_available()}
+    if not available[name]:
+        raise InputError(f"--device={name} is not available on this machine: choose auto or cpu.")
+    return torch.device(name)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "fit": fit,
+    "validate": validate,
+    "test": test,
+    "generate": generate,
+}
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs the command line `args` (without the program's name; by default the process's own).
+
+    Returns:
+        The exit code: 0; 1 where a run failed; 2 for a mistake in what it was given; 128 + N where signal N ended it.
+    """
+    args = list(sys.argv[1:] if args is None else args)
+    _quiet_lightning()
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a model may write what the terminal's encoding lacks
+    try:
+        if not args or args[0] in ("-h", "--help"):
+            print(_help())
+        elif args[0] in COMMANDS:
+            COMMANDS[args[0]](args[1:])
+        else:
+            raise InputError(
+                f"unknown command {args[0]!r}: choose one of {', '.join(COMMANDS)}.{suggest(args[0], COMMANDS)}"
+            )
+    except (InputError, MisconfigurationException) as error:
+        _say(f"error: {error}")
+        return 2
+    except (NonFiniteError, DocumentChanged) as error:
+        _say(f"error: {error}")
+        return 1
+    except Interrupted as interrupted:
+        return 128 + interrupted.signum
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again as it exits
+        return 128 + signal.SIGPIPE  # the reader, `head` perhaps, has enough
+    except KeyboardInterrupt:
+        _say("interrupted.")
+        return 128 + signal.SIGINT
+    except SystemExit as exit_:
+        if isinstance(exit_.__context__, KeyboardInterrupt):  # Lightning turns Ctrl-C into exit code 1
+            return 128 + signal.SIGINT
+        raise
+    return 0
+
+
+def _help() -> str:
+    lines = [
+        "usage: linrope COMMAND [options]\n",
+        "Language models with linear attention and rotary positions: train them and let them write.\n",
+        "commands:",
+        *(f"  {name:<10}{command.__doc__}" for name, command in COMMANDS.items()),
+        "\n`linrope COMMAND --help` lists a command's options.",
+        "A first run: linrope fit --config configs/quickstart.yaml",
+    ]
+    return "\n".join(lines)
+
+
+def _quiet_lightning() -> None:
+    """Keeps Lightning's advice to itself where this program has already acted on it."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for message in (
+        ".*does not have many workers.*",  # reading a window takes microseconds
+        ".*Checkpoint directory .* exists and is not empty.*",
+        ".*The dirpath has changed from.*",  # a resumed run keeps its own best checkpoint
+        ".*GPU available but not used.*",
+        ".*callbacks used to create the checkpoint need to be provided.*",  # not to validate it
+        ".*LeafSpec.*",  # Lightning's use of a class that newer PyTorch renames
+    ):
+        warnings.filterwarnings("ignore", message)
+
+
+def _say(text: str) -> None:
+    print(f"linrope: {text}", file=sys.stderr)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _command_line(command: str, args: Sequence[Any], *more: Any) -> str:
+    return shlex.join(["linrope", command, *map(str, args), *map(str, more)])
+
+
+def _without_option(args: Sequence[str], option: str) -> list[str]:
+    """`args` without `option VALUE` and `option=VALUE`."""
+    kept = [arg for arg in args if not arg.startswith(f"{option}=")]
+    while option in kept:
+        at = kept.index(option)
+        del kept[at : at + 2]
+    return kept
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,247 @@
+"""The language model as Lightning trains it: loss, bits per byte, optimizer, schedule, clipping."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+from linrope.data import SEPARATOR
+from linrope.errors import InputError
+from linrope.model import LanguageModel, LanguageModelConfig
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or the gradient became infinite or NaN; raised before the weights change."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW, a linear warm-up, a cosine down to a fraction of the peak, and clipping by the gradient's norm."""
+
+    lr: float = 1e-3
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates of the gradient's first and second moments."""
+    weight_decay: float = 0.1
+    """Decay of matrices (embeddings and convolution filters among them); vectors, norms and biases have none."""
+    warmup_steps: int = 100
+    """Steps over which the learning rate rises from 0 to its peak."""
+    final_lr_fraction: float = 0.1
+    """The learning rate at the last step, as a fraction of the peak."""
+    clip_norm: float = 1.0
+    """Gradients are scaled down to this norm when theirs is larger; 0 turns clipping off."""
+
+    def __post_init__(self) -> None:
+        at_least_zero = {"lr": self.lr, "weight_decay": self.weight_decay, "clip_norm": self.clip_norm}
+        for name, value in {**at_least_zero, "warmup_steps": self.warmup_steps}.items():
+            if not (math.isfinite(value) and value >= 0):
+                raise InputError(f"optimizer.{name}={value!r} must be 0 or more.")
+        if not 0 <= self.final_lr_fraction <= 1:
+            raise InputError(f"optimizer.final_lr_fraction={self.final_lr_fraction!r} must lie between 0 and 1.")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise InputError(f"optimizer.betas={self.betas!r} must be two numbers from 0 to below 1.")
+
+
+def learning_rate_factor(step: int, *, warmup_steps: int, max_steps: int, final_fraction: float) -> float:
+    """What the peak learning rate is multiplied by for the step after `step` finished ones.
+
+    It rises linearly to 1 at step `warmup_steps`, then follows half a cosine to `final_fraction` at `max_steps`.
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1, max_steps - warmup_steps))
+    return final_fraction + (1 - final_fraction) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """AdamW's two groups: parameters of two or more dimensions decay, the others do not."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy in nats, float32, shape (B, T), of logits (B, T, V) of any dtype against targets (B, T)."""
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+
+
+def bits_per_byte(nats: float, n_bytes: float) -> float:
+    """Bits per byte of text: all the nats of a text, its separators' too, over its bytes alone."""
+    return nats / math.log(2) / n_bytes if n_bytes else math.nan
+
+
+class LanguageModelingModule(LightningModule):
+    """Trains a `LanguageModel` on batches `{"inputs", "targets"}`, each int64 (B, T).
+
+    Logs `train_loss` (nats per token), `train_bpb` (bits per byte), `grad_norm` (before clipping) and `lr` per
+    optimizer step, and `val_loss`, `val_bpb`, `test_loss`, `test_bpb` over a whole evaluation.
+
+    Args:
+        model_config: the model to make.
+        optimizer_config: how to train it.
+
+    Raises:
+        InputError: when training starts, if `trainer.max_steps` is unset or `trainer.gradient_clip_val` is set.
+        NonFiniteError: in training, at the first loss or gradient that is not finite.
+    """
+
+    # No save_hyperparameters(): Lightning's command line would let those in a checkpoint override the user's YAML.
+
+    def __init__(self, model_config: LanguageModelConfig, optimizer_config: OptimizerConfig | None = None) -> None:
+        super().__init__()
+        self.model = LanguageModel(model_config)
+        self.model_config = model_config
+        self.optimizer_config = optimizer_config or OptimizerConfig()
+        self._train_sums, self._train_tokens = torch.zeros(2), 0  # (nats, bytes) and targets since the last step
+        self._eval_sums, self._eval_tokens = [0.0, 0.0], 0  # the same over an evaluation
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits (B, T, vocab_size) of tokens (B, T)."""
+        return self.model(tokens)
+
+    # Training.
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        losses = self._losses(batch)
+        self._train_sums = self._train_sums.to(losses.device) + _sums(losses.detach(), batch["targets"])
+        self._train_tokens += losses.numel()
+        return losses.mean()
+
+    def configure_gradient_clipping(
+        self, optimizer: AdamW, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Refuses a non-finite loss or gradient, logs and clips: Lightning calls it right before the weights change."""
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        # All in one transfer: each waits for the device.
+        nats, n_bytes, grad_norm = torch.cat([self._train_sums, norm.detach().reshape(1)]).tolist()
+        tokens, self._train_tokens, self._train_sums = self._train_tokens, 0, torch.zeros(2)
+        self._require_finite("loss", nats / tokens)
+        if getattr(self.trainer.precision_plugin, "scaler", None) is None:  # GradScaler skips such steps by itself
+            self._require_finite("gradient norm", grad_norm)
+        if clip_norm := self.optimizer_config.clip_norm:
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), clip_norm, norm)
+        self.log_dict(
+            {
+                "train_loss": nats / tokens,
+                "train_bpb": bits_per_byte(nats, n_bytes),
+                "grad_norm": grad_norm,
+                "lr": optimizer.param_groups[0]["lr"],
+            }
+        )
+
+    def _require_finite(self, what: str, value: float) -> None:
+        if math.isfinite(value):
+            return
+        paths = [getattr(callback, "last_path", None) for callback in self.trainer.checkpoint_callbacks]
+        last_good = next(filter(None, paths), self.trainer.ckpt_path)
+        step = self.trainer.global_step + 1
+        restart = (
+            f"Resume from the last good checkpoint, {last_good}," if last_good else "No checkpoint yet: start again"
+        )
+        raise NonFiniteError(
+            f"the {what} is {value} at step {step}; the weights are as the step before left them. {restart} with a "
+            "lower optimizer.lr, a longer optimizer.warmup_steps or a smaller optimizer.clip_norm."
+        )
+
+    # Evaluation.
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self._add_to_evaluation(batch)
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self._add_to_evaluation(batch)
+
+    def on_validation_epoch_start(self) -> None:
+        self._eval_sums, self._eval_tokens = [0.0, 0.0], 0
+
+    def on_test_epoch_start(self) -> None:
+        self._eval_sums, self._eval_tokens = [0.0, 0.0], 0
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_evaluation("val")
+
+    def on_test_epoch_end(self) -> None:
+        self._log_evaluation("test")
+
+    def _add_to_evaluation(self, batch: dict[str, Tensor]) -> None:
+        sums = _sums(self._losses(batch), batch["targets"]).tolist()
+        self._eval_sums = [total + new for total, new in zip(self._eval_sums, sums, strict=True)]
+        self._eval_tokens += batch["targets"].numel()
+
+    def _log_evaluation(self, split: str) -> None:
+        totals = [*self._eval_sums, self._eval_tokens]
+        if self.trainer.world_size > 1:  # sums, not means of means: ranks may have seen unequal numbers of windows
+            on_device = torch.tensor(totals, dtype=torch.float64, device=self.device)
+            totals = self.trainer.strategy.reduce(on_device, reduce_op="sum").tolist()
+        nats, n_bytes, tokens = totals
+        # Every rank holds the sums already, so the logged values need no synchronising.
+        self.log_dict({f"{split}_loss": nats / max(tokens, 1), f"{split}_bpb": bits_per_byte(nats, n_bytes)})
+
+    def _losses(self, batch: dict[str, Tensor]) -> Tensor:
+        return token_losses(self.model(batch["inputs"]), batch["targets"])
+
+    # The optimizer, and what checkpoints hold.
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        config = self.optimizer_config
+        optimizer = AdamW(parameter_groups(self.model, config.weight_decay), lr=config.lr, betas=config.betas)
+        # Lightning steps schedulers per epoch unless told otherwise.
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": LambdaLR(optimizer, self._learning_rate_factor), "interval": "step"},
+        }
+
+    def _learning_rate_factor(self, step: int) -> float:
+        config = self.optimizer_config
+        return learning_rate_factor(
+            step,
+            warmup_steps=config.warmup_steps,
+            max_steps=self.trainer.max_steps,
+            final_fraction=config.final_lr_fraction,
+        )
+
+    def setup(self, stage: str) -> None:
+        if stage != "fit":
+            return
+        trainer = self.trainer
+        if trainer.max_steps < 1:
+            raise InputError(
+                f"trainer.max_steps={trainer.max_steps} must be set to 1 or more: it is the number of optimizer steps, "
+                "and the learning rate follows it."
+            )
+        if trainer.gradient_clip_val:
+            raise InputError(
+                f"trainer.gradient_clip_val={trainer.gradient_clip_val} would clip beside optimizer.clip_norm="
+                f"{self.optimizer_config.clip_norm}: remove it and set optimizer.clip_norm."
+            )
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["linrope"] = {"config": self.model_config.to_dict()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Lets this run's optimizer options win over the checkpoint's, which Lightning would restore silently."""
+        if self._trainer is None:  # load_from_checkpoint: nothing is trained
+            return
+        config, step = self.optimizer_config, checkpoint["global_step"]
+        lr_now = config.lr * self._learning_rate_factor(step) if self.trainer.max_steps > 0 else config.lr
+        for state in checkpoint.get("optimizer_states", []):
+            for group, decay in zip(state["param_groups"], (config.weight_decay, 0.0), strict=True):
+                group.update(lr=lr_now, initial_lr=config.lr, betas=config.betas, weight_decay=decay)
+        for state in checkpoint.get("lr_schedulers", []):
+            state["base_lrs"] = [config.lr] * len(state["base_lrs"])
+
+
+def _sums(losses: Tensor, targets: Tensor) -> Tensor:
+    """The nats of all targets (B, T), and how many of them are bytes: float32 (2,)."""
+    return torch.stack([losses.sum(), (targets != SEPARATOR).sum().float()])

@@ -1,0 +1,86 @@
+"""Command-line parsers whose errors are one readable line, with the nearest right option, instead of a usage dump."""
+
+from __future__ import annotations
+
+import re
+from argparse import SUPPRESS, Action
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jsonargparse import ArgumentParser, Namespace
+from lightning.pytorch.cli import LightningArgumentParser
+
+from linrope.errors import InputError, suggest
+
+# How jsonargparse words an option that it does not know, with the section it stands in where it says so.
+_UNKNOWN_OPTION = (
+    r"unrecognized arguments: --(?P<option>[^\s=]+)",
+    r"Group '(?P<section>[^']+)' does not accept option '(?P<option>[^']+)'",
+    r"Parser key \"(?P<section>[^\"]+)\":[\s\S]*?unknown option '(?P<option>[^']+)'",  # ours, nested
+    r"Parser key \"(?P<section>[^\"]+)\":[\s\S]*?Option '(?P<option>[^']+)' is not accepted",
+    r"Option '(?P<option>[^']+)' is not accepted",
+)
+
+
+class ReadableErrors:
+    """Mixin of a jsonargparse parser: raises InputError where the parser would print its usage and exit."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if missing := re.search(r"File does not exist: '([^']+)'", message):
+            file = Path(missing[1])
+            siblings = [sibling.name for sibling in file.parent.iterdir()] if file.parent.is_dir() else []
+            raise InputError(f"--config {file} does not exist.{suggest(file.name, siblings)}") from ex
+        if key := _unknown_option(message):
+            raise InputError(f"unknown option {key!r}.{self._nearest(key)} `{self.prog} --help` lists all.") from ex
+        raise InputError(message.replace('Parser key "', 'option "')) from ex
+
+    def _nearest(self, key: str) -> str:
+        known = list(_dotted(self.get_defaults()))
+        same_name = [option for option in known if option.split(".")[-1] == key.split(".")[-1]]
+        return f" Did you mean {same_name[0]!r}?" if len(same_name) == 1 else suggest(key, known)
+
+
+class TrainingParser(ReadableErrors, LightningArgumentParser):
+    """Parser of `linrope fit`, `validate` and `test`.
+
+    Options in `left_out_of_help` are accepted and saved like the others; they are too many for a newcomer to read.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.left_out_of_help: list[Action] = []
+
+    def format_help(self) -> str:
+        helps = [action.help for action in self.left_out_of_help]
+        for action in self.left_out_of_help:
+            action.help = SUPPRESS  # only now: jsonargparse would not save an option whose help is suppressed
+        try:
+            return super().format_help()
+        finally:
+            for action, help_ in zip(self.left_out_of_help, helps, strict=True):
+                action.help = help_
+
+
+class PlainParser(ReadableErrors, ArgumentParser):
+    """Parser of a command that has nothing to do with Lightning."""
+
+
+def _unknown_option(message: str) -> str | None:
+    """The dotted name of the option that an error message calls unknown, or None for another error."""
+    for pattern in _UNKNOWN_OPTION:
+        if match := re.search(pattern, message):
+            parts = match.groupdict()
+            return f"{parts['section']}.{parts['option']}" if parts.get("section") else parts["option"]
+    return None
+
+
+def _dotted(section: Namespace, prefix: str = "") -> Iterator[str]:
+    """The dotted names of all options, sections among them."""
+    for name, value in vars(section).items():
+        if name == "init_args":  # how jsonargparse nests a dataclass within a section
+            yield from _dotted(value, prefix)
+        elif name not in ("class_path", "__subclasses_disabled__"):
+            yield prefix + name
+            if isinstance(value, Namespace):
+                yield from _dotted(value, f"{prefix}{name}.")

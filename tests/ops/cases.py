@@ -1,0 +1,180 @@
+"""The one list of cases to which every form of the operator is held, and how one is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from linrope import RotaryEmbedding, State, linear_attention
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: sizes, options, and which of the optional tensors it has."""
+
+    name: str
+    length: int = 130
+    keys: int | None = None
+    head_dim: int = 6
+    value_dim: int = 5
+    rope: dict[str, Any] | None = field(default_factory=lambda: {"trainable": True})
+    decay: float = 0.0  # the strongest log decay; 0 for no forgetting
+    masked: bool = False
+    packed: bool = False
+    past: int | None = None  # the length of the incoming state
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def causal(self) -> bool:
+        return self.options.get("causal", True)
+
+
+def doubled(x: Tensor) -> Tensor:
+    """A feature map that is no key of the table, and that changes the number of features."""
+    return torch.cat((x.exp(), (-x).exp()), dim=-1)
+
+
+CAUSAL = [
+    *[Case(f"T={length}", length) for length in (1, 2, 63, 64, 65, 127, 130, 321)],
+    Case("T=1000", 1000),
+    Case("no positions", rope=None),
+    Case("half-split pairing", rope={"trainable": True, "interleaved": False}),
+    Case("part of the head", rope={"trainable": True, "rotary_dim": 4}),
+    Case("part of the head, half-split", rope={"trainable": True, "rotary_dim": 4, "interleaved": False}),
+    Case("odd head", head_dim=7, rope={"trainable": True, "rotary_dim": 6}),
+    Case("wide values", value_dim=9),
+    Case("forgetting", decay=0.1),
+    Case("forgetting at once", decay=30.0),
+    Case("forgetting slowly", decay=1e-6),
+    Case("forgetting without positions", decay=0.1, rope=None),
+    Case("masked", masked=True),
+    Case("packed", packed=True),
+    Case("packed, long", 321, packed=True),
+    Case("continued", past=77),
+    Case("continued far away", past=10**9),
+    Case("continued, one token", 1, past=10**6),
+    Case("continued, forgetting", past=1000, decay=0.1),
+    Case("everything at once", 321, decay=0.1, masked=True, packed=True, past=77),
+    Case("everything at once, unpacked", 321, decay=0.1, masked=True, past=77),
+    # eps: rotated features can cancel, and a denominator near 0 would magnify the rounding of both sides
+    *[
+        Case(f"normalize={normalize}{name}", options={"normalize": normalize, "eps": 0.1}, **extra)
+        for normalize in ("none", "rotary")
+        for name, extra in {
+            "": {},
+            ", continued": {"past": 77, "decay": 0.1, "masked": True},
+            ", packed": {"packed": True},
+        }.items()
+    ],
+    *[Case(f"phi={name}", options={"feature_map": name}) for name in ("relu", "exp", "softmax")],
+    Case("phi=identity", options={"feature_map": "identity", "normalize": "none"}),
+    Case("phi=callable", rope={"trainable": True}, options={"feature_map": doubled}),
+    Case("large eps", options={"eps": 3.0}),
+]
+NONCAUSAL = [
+    Case(f"noncausal {name}", options={"causal": False, **options}, **extra)
+    for name, options, extra in (
+        ("plain", {}, {}),
+        ("fewer keys", {}, {"length": 65, "keys": 30}),
+        ("more keys", {}, {"length": 3, "keys": 130}),
+        ("no positions", {}, {"rope": None}),
+        ("masked", {}, {"masked": True}),
+        ("packed", {}, {"packed": True}),
+        ("packed, masked, continued", {}, {"packed": True, "masked": True, "past": 77}),
+        ("continued", {}, {"past": 10**9}),
+        ("rotary", {"normalize": "rotary", "eps": 0.1}, {"past": 77, "packed": True}),
+        ("none", {"normalize": "none"}, {}),
+        ("softmax features", {"feature_map": "softmax"}, {}),
+    )
+]
+
+
+def named(cases: list[Case]) -> list:
+    return [pytest.param(case, id=case.name) for case in cases]
+
+
+BATCH, HEADS = 2, 3
+
+
+def run(case: Case, operator: Callable = linear_attention, backend: str = "reference", seed: int = 0):
+    """Outputs, final state and gradients of one case in float64: {name: tensor}.
+
+    `operator` takes what `linear_attention` takes. The loss is a fixed random combination of all outputs.
+    """
+    inputs, call = make(case, seed)
+    o, final = operator(*call.pop("args"), **call, return_state=True, backend=backend)
+    outputs = {"o": o, "kv": final.kv, "k_sum": final.k_sum, "k_rotated_sum": final.k_rotated_sum}
+    if final.log_decay.requires_grad and not case.packed:
+        outputs["log_decay"] = final.log_decay
+    outputs = {name: tensor for name, tensor in outputs.items() if tensor is not None}
+    draw = torch.Generator().manual_seed(seed + 1)
+    weights = [torch.randn(tensor.shape, generator=draw, dtype=tensor.dtype) for tensor in outputs.values()]
+    loss = sum((weight * tensor).sum() for weight, tensor in zip(weights, outputs.values()))
+    gradients = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True)
+    for name, gradient in zip(inputs, gradients):
+        outputs["grad " + name] = torch.zeros(1) if gradient is None else gradient
+    assert final.length == (case.past or 0) + (case.length if case.keys is None else case.keys)
+    return {name: tensor.detach() for name, tensor in outputs.items()}
+
+
+def make(case: Case, seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The case's differentiable inputs by name, and the arguments of the call."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    keys = case.length if case.keys is None else case.keys
+    shape = (BATCH, HEADS, case.length)
+    inputs = {
+        "q": random(*shape, case.head_dim),
+        "k": random(BATCH, HEADS, keys, case.head_dim),
+        # as a projection leaves them: heads inside, strides that are not those of (B, H, T, E)
+        "v": random(BATCH, keys, HEADS, case.value_dim).transpose(1, 2),
+    }
+    features = 2 * case.head_dim if case.options.get("feature_map") is doubled else case.head_dim
+    call: dict[str, Any] = dict(case.options)
+    if case.decay:
+        inputs["log_decay"] = call["log_decay"] = -case.decay * torch.rand(shape, generator=draw, dtype=torch.float64)
+    if case.masked:
+        call["key_mask"] = torch.rand(BATCH, keys, generator=draw) > 0.3
+    if case.packed:
+        call["segment_ids"] = (torch.rand(BATCH, case.length, generator=draw) < 0.03).cumsum(1) % 2  # numbers come back
+    rope = None
+    if case.rope is not None:
+        rope = RotaryEmbedding(features, base=100.0, **case.rope).double()
+        if rope.trainable:
+            inputs["theta"] = rope.theta
+    if case.past is not None:
+        past = {
+            "kv": random(BATCH, HEADS, features, case.value_dim),
+            "k_sum": 10 * random(BATCH, HEADS, features).abs(),
+            "log_decay": -random(BATCH, HEADS).abs(),
+        }
+        if case.options.get("normalize") == "rotary":
+            past["k_rotated_sum"] = random(BATCH, HEADS, features)
+        call["state"] = State(length=case.past, **past)
+        inputs |= {"past " + name: tensor for name, tensor in past.items()}
+    for tensor in inputs.values():
+        tensor.requires_grad_()
+    call["args"] = (inputs["q"], inputs["k"], inputs["v"], rope)
+    return inputs, call
+
+
+def assert_agree(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    """Each tensor within `tolerance` of the expected one, relative to that one's largest entry.
+
+    A gradient that cancels to almost nothing (that of q, where a query sees one key) is measured against a thousandth
+    of the largest gradient of its call instead: its rounding is that of the terms that cancelled.
+    """
+    assert actual.keys() == expected.keys()
+    largest = max(tensor.abs().max().item() for name, tensor in expected.items() if name.startswith("grad"))
+    for name, right in expected.items():
+        scale = max(right.abs().max().item(), 1e-3 * largest if name.startswith("grad") else 0.0)
+        error = (actual[name] - right).abs().max().item()
+        assert error <= tolerance * scale, f"{name}: off by {error:.2e} where the scale is {scale:.2e}"

@@ -1,0 +1,285 @@
+"""Every form of the operator agrees with the definition, outputs and gradients, in float64.
+
+The tolerance of 1e-10 is what the sums of a few hundred float64 terms leave (1e-13), with room for the cancellation
+in gradients and for angles at position 10⁹.
+"""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.utils.checkpoint
+
+from linrope import State, linear_attention, ops
+from linrope.ops import chunked
+from tests.ops.cases import BATCH, CAUSAL, HEADS, NONCAUSAL, assert_agree, make, named, run
+
+TOLERANCE = 1e-10
+
+
+@pytest.fixture(autouse=True)
+def several_blocks(monkeypatch):
+    """Let blocks of two chunks, and a ragged end, appear at lengths the definition can afford."""
+    monkeypatch.setattr(chunked, "MAX_BLOCK", 128)
+
+
+@pytest.fixture(autouse=True)
+def unwritten_is_nan():
+    """An entry of `torch.empty` that is never written shows up as NaN."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("case", named(CAUSAL + NONCAUSAL))
+@pytest.mark.parametrize("backend", [name for name in ops.BACKENDS if name != "reference"])
+def test_backend_agrees_with_the_definition(case, backend):
+    assert_agree(run(case, backend=backend), run(case), TOLERANCE)
+
+
+def in_pieces(cuts):
+    """`linear_attention` run on pieces of the sequence, the state handed from each to the next."""
+
+    def operator(q, k, v, rope, *, log_decay=None, key_mask=None, state=None, return_state, **options):
+        ends = [0, *(cut for cut in cuts(q.shape[2]) if 0 < cut < q.shape[2]), q.shape[2]]
+        outputs = []
+        for start, stop in itertools.pairwise(ends):
+            piece = slice(start, stop)
+            o, state = linear_attention(
+                *(x[:, :, piece] for x in (q, k, v)),
+                rope,
+                log_decay=None if log_decay is None else log_decay[:, :, piece],
+                key_mask=None if key_mask is None else key_mask[:, piece],
+                state=state,
+                return_state=True,
+                **options,
+            )
+            outputs.append(o)
+        return torch.cat(outputs, dim=2), state
+
+    return operator
+
+
+PIECES = {
+    "token by token": in_pieces(lambda length: range(1, length)),
+    "ragged pieces": in_pieces(lambda length: (1, 64, 70, 200)),
+    "long prompt, then tokens": in_pieces(lambda length: range(length - 5, length)),
+}
+
+
+@pytest.mark.parametrize("case", named([case for case in CAUSAL if not case.packed and case.length < 1000]))
+@pytest.mark.parametrize(
+    ("backend", "pieces"), [("reference", "ragged pieces"), *(("chunked", pieces) for pieces in PIECES)]
+)
+def test_any_split_gives_the_whole(case, backend, pieces):
+    assert_agree(run(case, PIECES[pieces], backend), run(case), TOLERANCE)
+
+
+@pytest.mark.parametrize("backend", ops.BACKENDS)
+def test_a_document_boundary_is_a_fresh_start(backend):
+    """A packed row equals its documents run apart; its final state is the last document's, and forgets all before."""
+    case = next(case for case in CAUSAL if case.name == "everything at once")
+    _, call = make(case)
+    q, k, v, rope = call.pop("args")
+    past, mask, decay = call.pop("state"), call.pop("key_mask"), call.pop("log_decay")
+    boundaries = [0, 10, 64, 200, q.shape[2]]
+    ids = torch.zeros(BATCH, q.shape[2], dtype=torch.int64)
+    for start in boundaries[1:-1]:
+        ids[:, start:] += 1
+    whole, final = linear_attention(
+        q, k, v, rope, log_decay=decay, key_mask=mask, segment_ids=ids, state=past, return_state=True, backend=backend
+    )
+    for start, stop in itertools.pairwise(boundaries):
+        piece = slice(start, stop)
+        apart, alone = linear_attention(
+            *(x[:, :, piece] for x in (q, k, v)),
+            rope,
+            log_decay=decay[:, :, piece],
+            key_mask=mask[:, piece],
+            state=past if start == 0 else None,
+            return_state=True,
+        )
+        torch.testing.assert_close(whole[:, :, piece], apart, rtol=1e-10, atol=1e-12)
+    assert (final.log_decay == -torch.inf).all()
+    assert final.length == past.length + q.shape[2]
+    torch.testing.assert_close(final.k_sum, alone.k_sum, rtol=1e-10, atol=1e-12)
+    nothing = State.zeros(BATCH, HEADS, q.shape[3], v.shape[3], dtype=torch.float64)
+    shifted = ops.merge(State(nothing.kv, nothing.k_sum, past.length + boundaries[-2]), alone, rope)
+    torch.testing.assert_close(final.kv, shifted.kv, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "case",
+    named(
+        [
+            case
+            for case in CAUSAL
+            if case.name in ("T=65", "everything at once", "normalize=none", "normalize=rotary", "phi=callable")
+        ]
+    ),
+)
+@pytest.mark.parametrize("backend", ops.BACKENDS)
+def test_later_tokens_change_nothing_earlier(case, backend):
+    """Bit for bit: whatever stands at position t and after it, outputs before t are the same."""
+    _, call = make(case)
+    q, k, v, rope = call.pop("args")
+    before = linear_attention(q, k, v, rope, backend=backend, **call)
+    for t in (1, 30, 63, 64):
+        changed = [x.detach().clone() for x in (q, k, v)]
+        for x in changed:
+            x[:, :, t:] = torch.randn_like(x[:, :, t:]) * 100
+        other = dict(call)
+        if "log_decay" in call:
+            other["log_decay"] = call["log_decay"].detach().clone()
+            other["log_decay"][:, :, t:] *= 50
+        after = linear_attention(*changed, rope, backend=backend, **other)
+        assert torch.equal(before[:, :, :t], after[:, :, :t])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("backend", ops.BACKENDS)
+def test_masked_keys_change_nothing(backend, causal):
+    """Whatever a masked key holds, NaN and infinity included: outputs, state and gradients are those without it."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 150, 4, dtype=torch.float64) for _ in range(3))
+    mask = torch.rand(1, 150) > 0.3
+
+    def outputs_and_gradients(fill):
+        a, b, c = q.clone().requires_grad_(), k.clone(), v.clone()
+        b[:, :, ~mask[0]], c[:, :, ~mask[0]] = fill, fill
+        b.requires_grad_(), c.requires_grad_()
+        o, state = linear_attention(
+            a, b, c, key_mask=mask, causal=causal, return_state=True, backend=backend, feature_map="exp"
+        )
+        return [o, state.kv, state.k_sum, *torch.autograd.grad(o.sum() + state.kv.sum(), [a, b, c])]
+
+    plain = outputs_and_gradients(0.0)
+    for fill in (float("nan"), float("inf"), 1e30):
+        for actual, expected in zip(outputs_and_gradients(fill), plain):
+            assert torch.equal(actual, expected)
+    kept = [x[:, :, mask[0]] for x in (k, v)]
+    expected = linear_attention(q, *kept, causal=False, backend="reference", feature_map="exp")
+    if not causal:
+        torch.testing.assert_close(plain[0], expected, rtol=1e-10, atol=1e-12)
+    assert (plain[4][:, :, ~mask[0]] == 0).all()
+    assert (plain[5][:, :, ~mask[0]] == 0).all()
+
+
+@pytest.mark.parametrize("backend", ops.BACKENDS)
+def test_padding_at_the_end_changes_nothing(backend):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 100, 4) for _ in range(3))
+    padded = [torch.cat((x, torch.randn(2, 2, 37, 4)), dim=2) for x in (q, k, v)]
+    mask = (torch.arange(137) < 100).expand(2, -1)
+    o, state = linear_attention(q, k, v, return_state=True, backend=backend)
+    o_padded, state_padded = linear_attention(*padded, key_mask=mask, return_state=True, backend=backend)
+    torch.testing.assert_close(o_padded[:, :, :100], o, rtol=2e-6, atol=1e-6)  # float32: other chunks, other rounding
+    torch.testing.assert_close(state_padded.k_sum, state.k_sum, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["everything at once, unpacked", "normalize=rotary, continued"])
+def test_gradcheck(name):
+    """Against finite differences, every differentiable input at once, θ and the incoming state among them."""
+    case = next(case for case in CAUSAL if case.name == name)
+    inputs, call = make(replace(case, length=7, head_dim=4, value_dim=2))
+    rope, length = call["args"][3], call["state"].length
+    options = {name: value for name, value in call.items() if name not in ("args", "state", "log_decay")}
+
+    def outputs(*tensors):
+        given = dict(zip(inputs, tensors))
+        rope._parameters["theta"] = given["theta"]  # gradcheck hands in copies
+        past = {name.removeprefix("past "): tensor for name, tensor in given.items() if name.startswith("past ")}
+        o, final = linear_attention(
+            *(given[name] for name in "qkv"),
+            rope,
+            log_decay=given["log_decay"],
+            state=State(length=length, **past),
+            return_state=True,
+            backend="chunked",
+            **options,
+        )
+        return o, final.kv, final.k_sum, final.log_decay
+
+    assert torch.autograd.gradcheck(outputs, tuple(inputs.values()))
+
+
+def test_a_second_derivative_is_refused_clearly():
+    q, k, v = (torch.randn(1, 1, 70, 4, requires_grad=True) for _ in range(3))
+    o = linear_attention(q, k, v, backend="chunked")
+    with pytest.raises(ValueError, match=r"create_graph=True.*backend='reference'"):
+        torch.autograd.grad(o.sum(), q, create_graph=True)
+    (first,) = torch.autograd.grad(linear_attention(q, k, v, backend="reference").sum(), q, create_graph=True)
+    assert torch.autograd.grad(first.sum(), k)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("backend", ops.BACKENDS)
+def test_no_tokens_give_no_output_and_leave_the_state(backend):
+    q, k, v = torch.randn(2, 3, 0, 4), torch.randn(2, 3, 0, 4), torch.randn(2, 3, 0, 5)
+    past = State(torch.randn(2, 3, 4, 5), torch.rand(2, 3, 4), 9, -torch.rand(2, 3))
+    ids = torch.zeros(2, 0, dtype=torch.int64)
+    o, state = linear_attention(
+        q, k, v, log_decay=torch.zeros(2, 3, 0), segment_ids=ids, state=past, return_state=True, backend=backend
+    )
+    assert o.shape == (2, 3, 0, 5)
+    assert state.length == 9
+    for name in ("kv", "k_sum", "log_decay"):
+        assert torch.equal(getattr(state, name), getattr(past, name))
+
+
+@pytest.mark.parametrize("normalize", ops.NORMALIZE)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("backend", ops.BACKENDS)
+def test_an_empty_batch_gives_an_empty_output(backend, causal, normalize):
+    q, ids = torch.randn(0, 2, 70, 4, requires_grad=True), torch.zeros(0, 70, dtype=torch.int64)
+    o = linear_attention(q, q, q, causal=causal, normalize=normalize, segment_ids=ids, backend=backend)
+    assert o.shape == (0, 2, 70, 4)
+    o.sum().backward()
+
+
+@pytest.mark.parametrize("strongest", [-1e3, -1e18, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("backend", ops.BACKENDS)
+def test_forgetting_everything_at_once_is_a_fresh_start(backend, strongest):
+    """However strong one decay, those after it keep their digits."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 150, 4, dtype=torch.float64) for _ in range(3))
+    log_decay = torch.full((1, 2, 150), -0.5, dtype=torch.float64)
+    log_decay[:, :, 70] = strongest
+    rest = [x[:, :, 70:] for x in (q, k, v)]
+    o = linear_attention(q, k, v, log_decay=log_decay, backend=backend)
+    alone = linear_attention(*rest, log_decay=log_decay[:, :, 70:].clamp(min=-1), backend=backend)
+    torch.testing.assert_close(o[:, :, 70:], alone, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_changes_nothing(reentrant):
+    tensors = [torch.randn(1, 2, 150, 4, requires_grad=True) for _ in range(3)]
+    expected = torch.autograd.grad(linear_attention(*tensors).square().sum(), tensors)
+    o = torch.utils.checkpoint.checkpoint(linear_attention, *tensors, use_reentrant=reentrant)
+    o.square().sum().backward()
+    for tensor, gradient in zip(tensors, expected):
+        assert torch.equal(tensor.grad, gradient)
+
+
+def test_frozen_inputs_change_nothing_for_the_others():
+    case = next(case for case in CAUSAL if case.name == "everything at once")
+    _, call = make(case)
+    q, k, v, rope = call.pop("args")
+    o = linear_attention(q, k, v, rope, **call)
+    frozen = linear_attention(q.detach(), k, v.detach(), rope, **call)
+    assert torch.equal(torch.autograd.grad(frozen.sum(), k)[0], torch.autograd.grad(o.sum(), k)[0])
+    with torch.inference_mode():
+        assert torch.equal(linear_attention(q, k, v, rope, **call), o)
+
+
+def test_strided_inputs_give_the_same():
+    """Slices, transposes and expanded tensors are read as they are."""
+    torch.manual_seed(0)
+    wide = torch.randn(2, 150, 3, 3, 8)
+    q, k, v = (wide[:, :, i].transpose(1, 2) for i in range(3))
+    expected = linear_attention(q.contiguous(), k.contiguous(), v.contiguous())
+    assert torch.equal(linear_attention(q, k, v), expected)
+    one = torch.randn(1, 1, 150, 8).expand(2, 3, 150, 8)
+    assert torch.equal(linear_attention(q, k, one), linear_attention(q, k, one.contiguous()))

@@ -1,0 +1,59 @@
+"""Linear in the length: FLOPs, memory, and what is saved for the backward."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from linrope import linear_attention
+from linrope.ops import chunked
+
+
+def flops(length, head_dim=32, backward=False, **options):
+    q, k, v = (torch.randn(1, 2, length, head_dim, requires_grad=backward) for _ in range(3))
+    with FlopCounterMode(display=False) as counter:
+        o = linear_attention(q, k, v, **options)
+        if backward:
+            o.sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_the_noncausal_product_finds_its_linear_order(backend):
+    """(q kᵀ) v for sequences shorter than the head, q (kᵀ v) for longer ones: opt_einsum weighs the sizes."""
+    options = {"normalize": "none", "causal": False, "backend": backend}
+    for length in (8, 16, 1000, 4000):
+        products = 2 * 2 * 2 * length * 32 * min(length, 32)  # two of them, two heads, multiply and add
+        state = 2 * 2 * length * 32 * 32  # kᵀ v for the state that goes with the output
+        assert flops(length, **options) == pytest.approx(products + state, rel=0.05)  # the denominator's are few
+
+
+def saved_bytes(length):
+    """Bytes that autograd keeps for the backward of one call, beyond q, k, v and o."""
+    q, k, v = (torch.randn(1, 2, length, 32).requires_grad_() for _ in range(3))
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        o = linear_attention(q, k, v)
+    own = sum(x.nbytes for x in (q, k, v, o))
+    assert set(kept) >= {x.untyped_storage().data_ptr() for x in (q, k, v, o)}
+    return sum(kept.values()) - own, own
+
+
+def test_the_backward_keeps_q_k_v_o_den_and_a_state_for_each_block():
+    beyond, own = saved_bytes(8 * chunked.MAX_BLOCK)
+    den = 4 * 2 * 8 * chunked.MAX_BLOCK
+    states = 9 * 4 * 2 * (32 * 32 + 32)
+    assert beyond == den + states
+    assert beyond < 0.02 * own
+
+
+def test_flops_and_saved_memory_grow_with_the_length():
+    block = chunked.MAX_BLOCK
+    assert flops(8 * block, backward=True) == 4 * flops(2 * block, backward=True)
+    beyond_2, _ = saved_bytes(2 * block)
+    beyond_8, _ = saved_bytes(8 * block)
+    assert beyond_8 < 4.01 * beyond_2

@@ -1,0 +1,124 @@
+"""How far each precision is from the exact result, at lengths and positions where others lost theirs.
+
+Errors are ‖actual - exact‖ / ‖exact‖ over a whole tensor, against the chunked form in float64 (which test_backends
+holds to the definition). float32 rounds to 6e-8; bounds of 2e-6 leave room for the sums. Half precisions are summed
+in float32 too, so that what is left is the rounding of inputs and outputs: 2^-9 and 2^-12 relative.
+"""
+
+import pytest
+import torch
+
+from linrope import RotaryEmbedding, State, linear_attention
+
+LENGTH = 16_384
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def call(dtype, *, decay=0.0, past=0, scale=1.0, trainable=False, length=LENGTH, grad=True, **options):
+    """{name: tensor} of the output and the gradients, on the same inputs whatever the dtype they are brought to."""
+    exact = options.pop("exact", False)
+    tensors = {name: scale * random(1, 2, length, 32, seed=i).to(dtype) for i, name in enumerate("qkvg")}
+    if decay:
+        tensors["log_decay"] = -decay * random(1, 2, length, seed=5).abs().to(dtype)
+    if exact:
+        tensors = {name: tensor.double() for name, tensor in tensors.items()}
+    rope = RotaryEmbedding(32, trainable=trainable)
+    g = tensors.pop("g")
+    inputs = {name: tensor.requires_grad_(grad) for name, tensor in tensors.items()}
+    state = None
+    if past:
+        kv, k_sum = 30 * random(1, 2, 32, 32, seed=6), 1000 * random(1, 2, 32, seed=7).abs()
+        state = State(kv, k_sum, past).to(torch.float64 if exact else torch.float32)
+    o = linear_attention(
+        *(inputs[name] for name in "qkv"), rope, log_decay=inputs.get("log_decay"), state=state, **options
+    )
+    results = {"o": o.detach()}
+    if trainable:
+        inputs["theta"] = rope.theta
+    if grad:
+        gradients = torch.autograd.grad(o, list(inputs.values()), g.to(o.dtype))
+        results |= {"grad " + name: gradient for name, gradient in zip(inputs, gradients)}
+    return results
+
+
+def assert_close(bound, dtype, **case):
+    exact = call(dtype, exact=True, **case)
+    for name, tensor in call(dtype, **case).items():
+        error = ((tensor.double() - exact[name]).norm() / exact[name].norm()).item()
+        assert error < bound, f"{name}: relative error {error:.1e}"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"past": 10**9},
+        {"scale": 4.0},
+        {"decay": 0.05},
+        {"decay": 1e-6},
+        {"trainable": True},
+        {"feature_map": "softmax"},
+        {"normalize": "none"},
+    ],
+    ids=str,
+)
+def test_float32(case):
+    assert_close(2e-6, torch.float32, **case)
+
+
+def test_float32_forgets_strongly_without_losing_digits():
+    """Running sums of -30 a token reach thousands within a chunk; only their differences may count.
+
+    The gradients of q and k almost cancel then, each query seeing little but its own key, and are not bounded here.
+    """
+    assert_close(2e-6, torch.float32, decay=30.0, grad=False)
+
+
+@pytest.mark.parametrize("case", [{}, {"past": 10**9}, {"decay": 0.05}], ids=str)
+def test_bfloat16(case):
+    assert_close(1e-2, torch.bfloat16, **case)
+
+
+@pytest.mark.parametrize("case", [{}, {"decay": 0.05}], ids=str)
+def test_float16_sums_do_not_overflow(case):
+    """Sums kept in float16 overflow near 5,000 tokens."""
+    assert_close(2e-3, torch.float16, **case)
+
+
+def test_the_denominator_keeps_growing_while_decoding():
+    """A key sum kept in bfloat16 stops growing after about 1,000 tokens."""
+    ones = torch.ones(1, 1, 1, 4, dtype=torch.bfloat16)
+    state = None
+    for _ in range(3000):
+        _, state = linear_attention(ones, ones, ones, state=state, return_state=True)
+    assert state.k_sum.dtype == torch.float32
+    assert (state.k_sum == 6000).all()  # φ(1) = 2, and integers are exact in float32 up to 2^24
+
+
+def test_autocast_takes_the_lower_precision_and_sums_in_float32():
+    q, k, v = (random(1, 2, 700, 16, seed=i) for i in range(3))
+    rope = RotaryEmbedding(16)
+    expected, state = linear_attention(*(x.bfloat16() for x in (q, k, v)), rope, return_state=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        o, final = linear_attention(q, k, v, rope, return_state=True)
+    assert o.dtype == torch.bfloat16
+    assert final.kv.dtype == torch.float32
+    assert torch.equal(o, expected)
+    assert torch.equal(final.kv, state.kv)
+
+
+def test_a_backward_inside_autocast_is_the_same():
+    tensors = [random(1, 2, 150, 8, seed=i).bfloat16().requires_grad_() for i in range(3)]
+    outside = torch.autograd.grad(linear_attention(*tensors).float().square().sum(), tensors)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = torch.autograd.grad(linear_attention(*tensors).float().square().sum(), tensors)
+    assert all(torch.equal(a, b) for a, b in zip(outside, inside))
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_float64_stays_float64(backend):
+    o, state = linear_attention(*(random(1, 1, 70, 4).double() for _ in range(3)), return_state=True, backend=backend)
+    assert (o.dtype, state.kv.dtype, state.log_decay.dtype) == (torch.float64,) * 3

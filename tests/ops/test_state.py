@@ -1,0 +1,124 @@
+"""The state is a monoid: merge is associative, State.zeros is neutral, and a call's state is its tokens' merged."""
+
+import itertools
+
+import pytest
+import torch
+
+from linrope import InputError, RotaryEmbedding, State, linear_attention, merge
+
+FIELDS = ("kv", "k_sum", "log_decay", "k_rotated_sum")
+
+
+def random_state(length, normalize="plain", seed=0):
+    draw = torch.Generator().manual_seed(seed + length)
+    shapes = [(2, 3, 6, 5), (2, 3, 6), (2, 3), (2, 3, 6)]
+    kv, k_sum, log_decay, rotated = (torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes)
+    return State(kv, k_sum.abs(), length, -log_decay.abs(), rotated if normalize == "rotary" else None)
+
+
+def assert_same(a: State, b: State, tolerance: float = 1e-12):
+    assert a.length == b.length
+    for name in FIELDS:
+        if getattr(a, name) is None:
+            assert getattr(b, name) is None
+        else:
+            torch.testing.assert_close(getattr(a, name), getattr(b, name), rtol=tolerance, atol=tolerance)
+
+
+ROPES = {
+    "interleaved": RotaryEmbedding(6, 100.0),
+    "half-split": RotaryEmbedding(6, 100.0, interleaved=False),
+    "partial": RotaryEmbedding(6, 100.0, rotary_dim=4),
+    "none": None,
+}
+
+
+@pytest.mark.parametrize("normalize", ["plain", "rotary"])
+@pytest.mark.parametrize("rope", ROPES)
+def test_merge_is_associative_with_an_identity(rope, normalize):
+    rope = ROPES[rope]
+    a, b, c = (random_state(length, normalize) for length in (7, 10**9, 1000))
+    assert_same(merge(merge(a, b, rope), c, rope), merge(a, merge(b, c, rope), rope))
+    nothing = State.zeros(2, 3, 6, 5, normalize=normalize, dtype=torch.float64)
+    assert nothing.length == 0
+    assert_same(merge(nothing, a, rope), a, 0)
+    assert_same(merge(a, nothing, rope), a, 0)
+
+
+def test_merge_of_a_run_that_forgot_everything_keeps_the_right_one():
+    left, right = random_state(7), random_state(9)
+    cut = State(right.kv, right.k_sum, right.length, torch.full((2, 3), -torch.inf))
+    merged = merge(left, cut.to(torch.float64))
+    assert torch.equal(merged.kv, right.kv)
+    assert torch.equal(merged.k_sum, right.k_sum)
+    assert (merged.log_decay == -torch.inf).all()
+
+
+@pytest.mark.parametrize("normalize", ["plain", "rotary", "none"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_states_of_pieces_merge_into_the_state_of_the_whole(normalize, packed):
+    """Each piece run from nothing: the prefix sum that sequence parallelism computes, boundaries included."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 200, size, dtype=torch.float64) for size in (6, 6, 5))
+    decay = -torch.rand(2, 3, 200, dtype=torch.float64) / 10
+    ids = (torch.arange(200) >= 130).long().expand(2, -1) if packed else None
+    rope = RotaryEmbedding(6, 100.0)
+
+    def state_of(start, stop):
+        piece = slice(start, stop)
+        options = {} if ids is None else {"segment_ids": ids[:, piece]}
+        _, state = linear_attention(
+            *(x[:, :, piece] for x in (q, k, v)),
+            rope,
+            log_decay=decay[:, :, piece],
+            normalize=normalize,
+            return_state=True,
+            **options,
+        )
+        return state
+
+    merged = State.zeros(2, 3, 6, 5, normalize=normalize, dtype=torch.float64)
+    for start, stop in itertools.pairwise((0, 1, 64, 129, 150, 200)):
+        merged = merge(merged, state_of(start, stop), rope)
+    assert_same(merged, state_of(0, 200), 1e-11)
+
+
+def test_merge_differentiates_through_both_states_and_theta():
+    rope = RotaryEmbedding(6, 100.0, trainable=True).double()
+    tensors = [getattr(random_state(length), name).requires_grad_() for length in (3, 5) for name in FIELDS[:3]]
+
+    def merged(*tensors):
+        left, right = State(*tensors[:2], 3, tensors[2]), State(*tensors[3:5], 5, tensors[5])
+        state = merge(left, right, rope)
+        return state.kv, state.k_sum, state.log_decay
+
+    assert torch.autograd.gradcheck(merged, tuple(tensors))
+    (gradient,) = torch.autograd.grad(merged(*tensors)[0].square().sum() / 2, rope.theta)
+    assert gradient.abs().min() > 0
+
+
+def test_zeros_sizes_bytes_and_moves():
+    state = State.zeros(2, 3, 6)
+    assert (state.kv.shape, state.k_sum.shape, state.log_decay.shape) == ((2, 3, 6, 6), (2, 3, 6), (2, 3))
+    assert state.kv.dtype == torch.float32
+    assert state.nbytes == 4 * 2 * 3 * (36 + 6 + 1)
+    assert State.zeros(2, 3, 6, normalize="rotary").nbytes == 4 * 2 * 3 * (36 + 6 + 6 + 1)
+    assert state.to(torch.float64).log_decay.dtype == torch.float64
+    graph = State(state.kv.requires_grad_() * 2, state.k_sum, 0)
+    assert graph.kv.requires_grad
+    assert not graph.detach().kv.requires_grad
+
+
+def test_merge_refuses_states_that_do_not_fit():
+    state = State.zeros(2, 3, 6)
+    with pytest.raises(InputError, match=r"left\.kv is \(2, 3, 6, 6\).*right\.kv \(2, 3, 6, 5\)"):
+        merge(state, State.zeros(2, 3, 6, 5))
+    with pytest.raises(InputError, match="float64"):
+        merge(state, State.zeros(2, 3, 6, dtype=torch.float64))
+    with pytest.raises(InputError, match="normalize"):
+        merge(state, State.zeros(2, 3, 6, normalize="rotary"))
+    with pytest.raises(InputError, match=r"rope has dim=4.*have 6"):
+        merge(state, state, RotaryEmbedding(4))
+    with pytest.raises(InputError, match="2\\^53"):
+        merge(State(state.kv, state.k_sum, 2**53), State(state.kv, state.k_sum, 1))

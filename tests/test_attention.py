@@ -1,0 +1,238 @@
+"""The attention layers: what they compute, their options, and continuing from a state."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from linrope import (
+    AttentionState,
+    InputError,
+    LinearAttention,
+    RotaryConfig,
+    RotaryEmbedding,
+    SoftmaxAttention,
+    linear_attention,
+)
+from linrope.attention import ShortConvolution
+
+D_MODEL, HEADS = 24, 3
+LAYERS = {
+    "linear": lambda **options: LinearAttention(D_MODEL, HEADS, **options).double(),
+    "softmax": lambda **options: SoftmaxAttention(D_MODEL, HEADS, **options).double(),
+}
+OPTIONS = {
+    "plain": {},
+    "short_conv": {"short_conv": 4},
+    "output_gate": {"output_gate": True},
+    "no positions": {"rope": None},
+    "partial rope": {"rope": RotaryConfig(rotary_dim=4, interleaved=False)},
+    "wide heads": {"head_dim": 10},
+    "all": {"short_conv": 3, "output_gate": True, "bias": True},
+}
+LINEAR_OPTIONS = {
+    "forget_gate": {"forget_gate": True},
+    "all of linear": {"forget_gate": True, "short_conv": 4, "output_gate": True},
+    "rotary denominator": {"normalize": "rotary"},
+}
+EVERY = [pytest.param(kind, options, id=f"{kind}-{name}") for kind in LAYERS for name, options in OPTIONS.items()]
+EVERY += [pytest.param("linear", options, id=f"linear-{name}") for name, options in LINEAR_OPTIONS.items()]
+CLOSE = {"rtol": 1e-9, "atol": 1e-11}
+
+
+def layer_and_input(kind, options, length=90):
+    torch.manual_seed(0)
+    layer = LAYERS[kind](**options)
+    for parameter in layer.parameters():  # a gate that starts at 0 would hide what its input does
+        torch.nn.init.normal_(parameter, std=0.3)
+    return layer, torch.randn(2, length, D_MODEL, dtype=torch.float64)
+
+
+def heads(x, weight):
+    return F.linear(x, weight).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+
+def test_the_default_is_the_plain_form():
+    layer, x = layer_and_input("linear", {})
+    q, k, v = (heads(x, weight) for weight in layer.qkv.weight.chunk(3))
+    o = linear_attention(q, k, v, RotaryEmbedding(D_MODEL // HEADS), backend="reference")
+    torch.testing.assert_close(layer(x), F.linear(o.transpose(1, 2).flatten(2), layer.out.weight), **CLOSE)
+    assert {name for name, _ in layer.named_parameters()} == {"qkv.weight", "out.weight"}
+
+
+def test_the_baseline_is_rope_then_softmax():
+    layer, x = layer_and_input("softmax", {})
+    q, k, v = (heads(x, weight) for weight in layer.qkv.weight.chunk(3))
+    rope = RotaryEmbedding(D_MODEL // HEADS)
+    scores = rope.rotate(q) @ rope.rotate(k).mT / (D_MODEL // HEADS) ** 0.5
+    scores = scores.masked_fill(torch.ones(90, 90).triu(1).bool(), -torch.inf)
+    o = scores.softmax(-1) @ v
+    torch.testing.assert_close(layer(x), F.linear(o.transpose(1, 2).flatten(2), layer.out.weight), **CLOSE)
+
+
+def test_one_option_swaps_the_attention_and_nothing_else_changes():
+    """The same weights fit both: the comparison is of attentions, not of parameter counts."""
+    options = {"short_conv": 4, "output_gate": True}
+    linear, softmax = LinearAttention(D_MODEL, HEADS, **options), SoftmaxAttention(D_MODEL, HEADS, **options)
+    softmax.load_state_dict(linear.state_dict())
+
+
+@pytest.mark.parametrize(("kind", "options"), EVERY)
+def test_a_state_continues_the_sequence(kind, options):
+    """Prefill and token by token give what one call gives, gradients through the state included."""
+    layer, x = layer_and_input(kind, options)
+    x.requires_grad_()
+    whole, end = layer(x, return_state=True)
+    pieces, state = [], None
+    for piece in x.split([50, 1, 1, 37, 1], dim=1):
+        y, state = layer(piece, state, return_state=True)
+        pieces.append(y)
+    torch.testing.assert_close(torch.cat(pieces, dim=1), whole, **CLOSE)
+    assert state.past.length == end.past.length == 90
+    weight = torch.randn_like(whole)
+    expected = torch.autograd.grad((whole * weight).sum(), [x, *layer.parameters()])
+    actual = torch.autograd.grad((torch.cat(pieces, dim=1) * weight).sum(), [x, *layer.parameters()])
+    for a, e in zip(actual, expected):
+        torch.testing.assert_close(a, e, **CLOSE)
+
+
+@pytest.mark.parametrize(("kind", "options"), EVERY)
+def test_packed_documents_are_read_apart(kind, options):
+    """One row of three documents equals three rows, whatever the numbers, also when the row is cut anywhere."""
+    layer, x = layer_and_input(kind, options)
+    ids = torch.tensor([5] * 31 + [2] * 33 + [5] * 26).expand(2, -1)  # the third has the first one's number
+    packed = layer(x, segment_ids=ids)
+    apart = torch.cat([layer(piece) for piece in x.split([31, 33, 26], dim=1)], dim=1)
+    torch.testing.assert_close(packed, apart, **CLOSE)
+    for cut in (30, 32, 40, 65):
+        first, state = layer(x[:, :cut], segment_ids=ids[:, :cut], return_state=True)
+        rest = layer(x[:, cut:], state, ids[:, cut:])
+        torch.testing.assert_close(torch.cat((first, rest), dim=1), packed, **CLOSE)
+
+
+@pytest.mark.parametrize(("kind", "options"), EVERY)
+def test_later_inputs_change_nothing_earlier(kind, options):
+    layer, x = layer_and_input(kind, options)
+    changed = x.clone()
+    changed[:, 40:] += 1
+    # a tolerance, for matrix products of another shape may round otherwise
+    torch.testing.assert_close(layer(changed)[:, :40], layer(x)[:, :40], rtol=1e-13, atol=1e-14)
+    assert not torch.allclose(layer(changed)[:, 40:], layer(x)[:, 40:])
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_noncausal_layers_see_everything(kind):
+    layer, x = layer_and_input(kind, {"causal": False})
+    changed = x.clone()
+    changed[:, 80] += 1
+    assert not torch.allclose(layer(changed)[:, 0], layer(x)[:, 0])
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_an_empty_input_gives_an_empty_output(kind):
+    layer, x = layer_and_input(kind, {"short_conv": 4})
+    y, state = layer(x[:, :0], return_state=True)
+    assert y.shape == (2, 0, D_MODEL)
+    _, state = layer(x[:, :9], return_state=True)
+    y, same = layer(x[:, :0], state, torch.zeros(2, 0, dtype=torch.int64), return_state=True)
+    assert y.shape == (2, 0, D_MODEL)
+    torch.testing.assert_close(layer(x[:, 9:12], same), layer(x[:, 9:12], state), rtol=0, atol=0)
+
+
+def test_the_forget_gate_starts_slow_and_forgets():
+    layer = LinearAttention(D_MODEL, HEADS, forget_gate=True)
+    decay = layer._log_decay(torch.randn(2, 7, D_MODEL))
+    torch.testing.assert_close(decay, torch.full((2, HEADS, 7), torch.tensor(4.0).sigmoid().log().item()))
+    half_life = torch.log(torch.tensor(0.5)) / decay[0, 0, 0]
+    assert 37 < half_life < 39  # as the docstring says
+    torch.nn.init.constant_(layer.forget.bias, -100.0)  # forget all but the token itself: it attends to its own value
+    x = torch.randn(2, 7, D_MODEL)
+    v = F.linear(x, layer.qkv.weight.chunk(3)[2])
+    torch.testing.assert_close(layer(x), F.linear(v, layer.out.weight), rtol=1e-4, atol=1e-5)
+
+
+def test_the_forget_gate_is_computed_in_float32_under_autocast():
+    layer, x = LinearAttention(D_MODEL, HEADS, forget_gate=True), torch.randn(2, 7, D_MODEL)
+    torch.nn.init.normal_(layer.forget.weight)
+    expected = layer._log_decay(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(layer._log_decay(x), expected)
+        assert layer(x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("length", "dtype"), [(11, torch.float64), (300, torch.float64), (300, torch.float32)])
+def test_the_short_convolution_is_its_formula(length, dtype):
+    """Short and long, fast or not: Σ_i w_i x_{t - width + 1 + i}, outputs and gradients, and the tail it leaves."""
+    torch.manual_seed(0)
+    conv = ShortConvolution(5, 4).to(dtype)
+    x = torch.randn(2, length, 5, dtype=dtype, requires_grad=True)
+    tail = torch.randn(2, 3, 5, dtype=dtype, requires_grad=True)
+    y, after = conv(x, tail)
+    padded = torch.cat((tail, x), dim=1)
+    expected = F.silu(sum(conv.weight[:, i] * padded[:, i : i + length] for i in range(4)))
+    close = CLOSE if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-5}  # sums of 600 terms in the weights' share
+    torch.testing.assert_close(y, expected, **close)
+    assert torch.equal(after, x[:, -3:])
+    _, short = conv(x[:, :1], tail)
+    assert torch.equal(short, padded[:, 1:4])
+    inputs = [x, tail, conv.weight]
+    pairs = zip(torch.autograd.grad(y.sum(), inputs), torch.autograd.grad(expected.sum(), inputs))
+    for actual, right in pairs:
+        torch.testing.assert_close(actual, right, **close)
+
+
+@pytest.mark.parametrize(("kind", "options"), EVERY)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_size_of_the_state_is_what_is_held(kind, options, dtype):
+    layer = LAYERS[kind](**options).to(dtype)
+    _, state = layer(torch.randn(1, 50, D_MODEL, dtype=dtype), return_state=True)
+    tensors = [*vars(state.past).values(), state.conv_tail]
+    tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    assert layer.state_bytes(50, dtype) == sum(held.values())
+    assert (layer.state_bytes(100, dtype) == layer.state_bytes(50, dtype)) == (kind == "linear")
+
+
+def test_a_feature_map_with_weights_is_part_of_the_layer():
+    phi = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Softplus())
+    layer = LinearAttention(D_MODEL, HEADS, feature_map=phi).to(torch.bfloat16)
+    x = torch.randn(2, 70, D_MODEL, dtype=torch.bfloat16)
+    layer(x).sum().backward()
+    assert layer.feature_map[0].weight.grad.norm() > 0
+    assert "feature_map.0.weight" in layer.state_dict()
+
+
+def test_bad_arguments_are_named():
+    for make, message in [
+        (lambda: LinearAttention(10, 3), "n_heads=3 does not divide d_model=10"),
+        (lambda: LinearAttention(10, 0), "n_heads=0"),
+        (lambda: LinearAttention(12, 4), "dim=3 cannot be split into pairs"),
+        (lambda: LinearAttention(12, 2, feature_map="elu"), "feature_map='elu'"),
+        (lambda: LinearAttention(12, 2, normalize="no"), "normalize='no'"),
+        (lambda: LinearAttention(12, 2, backend="cuda"), "backend='cuda'"),
+        (lambda: LinearAttention(12, 2, short_conv=1), "short_conv=1"),
+        (lambda: LinearAttention(12, 2, short_conv=4, causal=False), "short_conv=4 looks back only"),
+        (lambda: LinearAttention(12, 2, forget_gate=True, causal=False), "forget_gate=True needs causal=True"),
+        (lambda: LinearAttention(12, 2, rope=RotaryConfig(rotary_dim=8)), "rotary_dim=8 is larger than dim=6"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            make()
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_bad_calls_are_named(kind):
+    layer, x = layer_and_input(kind, {"short_conv": 4})
+    other, _ = layer_and_input("softmax" if kind == "linear" else "linear", {"short_conv": 4})
+    _, state = layer(x, return_state=True)
+    for call, message in [
+        (lambda: layer(x[0]), r"x is \(90, 24\)"),
+        (lambda: layer(x[..., :5]), "d_model=24"),
+        (lambda: layer(x.long()), "int64"),
+        (lambda: layer(x, segment_ids=torch.zeros(90, dtype=torch.int64)), r"segment_ids is \(90,\)"),
+        (lambda: layer(x, state.past), "state holds a"),
+        (lambda: other(x, state), "pass the AttentionState that"),
+        (lambda: layer(x[:1], state), r"state.conv_tail is \(2, 3, 72\)"),
+        (lambda: layer(x, AttentionState(state.past)), "state.conv_tail does not fit short_conv"),
+        (lambda: layer(x[:1], AttentionState(state.past, state.conv_tail[:1])), r"state\.(past\.)?k.* \(2, 3"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            call()

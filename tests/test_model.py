@@ -1,0 +1,197 @@
+"""The language model: continuing, packing, saving, and its sampling."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from linrope import InputError, LanguageModel, LanguageModelConfig, RotaryConfig
+
+SMALL = {"vocab_size": 40, "d_model": 16, "n_layers": 2, "n_heads": 2}
+CONFIGS = {
+    "plain": LanguageModelConfig(**SMALL),
+    "recipe": LanguageModelConfig(**SMALL, short_conv=4, forget_gate=True, output_gate=True),
+    "softmax": LanguageModelConfig(**SMALL, attention="softmax", short_conv=4),
+    "hybrid": LanguageModelConfig(**SMALL, attention=["linear", "softmax"], forget_gate=True, tie_embeddings=False),
+    "other rope": LanguageModelConfig(**SMALL, rope=RotaryConfig(base=500.0, rotary_dim=4, interleaved=False)),
+    "no rope": LanguageModelConfig(**SMALL, rope=None, feature_map="softmax", normalize="none"),
+    "trainable rope": LanguageModelConfig(**SMALL, rope=RotaryConfig(trainable=True)),
+}
+
+
+@pytest.fixture(params=CONFIGS)
+def model(request):
+    torch.manual_seed(0)
+    return LanguageModel(CONFIGS[request.param]).double().eval()
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(0, 40, (2, 70), generator=torch.Generator().manual_seed(0))
+
+
+def test_a_state_continues_the_text(model, tokens):
+    whole = model(tokens)
+    assert whole.shape == (2, 70, 40)
+    pieces, state = [], None
+    for piece in tokens.split([40, 1, 28, 1], dim=1):
+        logits, state = model(piece, state, return_state=True)
+        pieces.append(logits)
+    torch.testing.assert_close(torch.cat(pieces, dim=1), whole, rtol=1e-10, atol=1e-12)
+
+
+def test_packed_documents_are_read_apart(model, tokens):
+    ids = (torch.arange(70) >= 33).long().expand(2, -1)
+    apart = torch.cat((model(tokens[:, :33]), model(tokens[:, 33:])), dim=1)
+    torch.testing.assert_close(model(tokens, segment_ids=ids), apart, rtol=1e-10, atol=1e-12)
+
+
+def test_a_new_model_knows_nothing(model, tokens):
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), torch.randint(0, 40, (140,)))
+    assert abs(loss.item() - math.log(40)) < 0.1
+
+
+def test_it_learns_a_repeated_text():
+    torch.manual_seed(0)
+    model = LanguageModel(CONFIGS["recipe"])
+    text = torch.randperm(40)[:9].repeat(2, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        loss = F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.1
+    continued = model.eval().generate(text[:, :18], 20, temperature=0)
+    assert torch.equal(continued, text[:, :38])
+
+
+def test_saving_and_loading_gives_the_same_model(model, tokens, tmp_path):
+    model.save_pretrained(tmp_path / "saved")
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["config.json", "model.pt"]
+    loaded = LanguageModel.from_pretrained(tmp_path / "saved")
+    assert loaded.config == model.config
+    assert not loaded.training
+    torch.testing.assert_close(loaded.double()(tokens), model.float().double()(tokens), rtol=1e-6, atol=1e-6)
+    assert LanguageModelConfig.from_dict(json.loads(json.dumps(model.config.to_dict()))) == model.config
+
+
+def test_loading_what_is_no_model_is_refused(tmp_path):
+    (tmp_path / "text.ckpt").write_text("not a checkpoint")
+    torch.save({"weights": torch.zeros(3)}, tmp_path / "foreign.ckpt")
+    torch.save(LanguageModel(CONFIGS["plain"]), tmp_path / "pickled.ckpt")
+    LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / "other")
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"d_model": 32}))
+    LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / "misspelt")
+    (tmp_path / "misspelt" / "config.json").write_text(json.dumps(config | {"d_modl": 32}))
+    LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / "rope")
+    (tmp_path / "rope" / "config.json").write_text(json.dumps(config | {"rope": {"bse": 3}}))
+    LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / "words")
+    (tmp_path / "words" / "config.json").write_text(json.dumps(config | {"d_model": "wide"}))
+    LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / "list")
+    (tmp_path / "list" / "config.json").write_text("[1]")
+    LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / "cut")
+    (tmp_path / "cut" / "config.json").write_text("{")
+    LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / "tensor")
+    torch.save(torch.zeros(3), tmp_path / "tensor" / "model.pt")
+    torch.save({"linrope": {}, "state_dict": {}}, tmp_path / "empty.ckpt")
+    for name, message in {
+        "rope": "'bse' is no option of RotaryConfig.*Did you mean 'base'",
+        "words": "of the wrong kind",
+        "list": "must be a dictionary",
+        "cut": "is not valid JSON",
+        "tensor": "do not fit its configuration",
+        "empty.ckpt": "not written by linrope",
+        "nowhere": "does not exist",
+        "text.ckpt": "damaged or no checkpoint",
+        "pickled.ckpt": "cannot be read safely",
+        "foreign.ckpt": "not written by linrope",
+        ".": "is a folder without config.json",
+        "other": "do not fit its configuration",
+        "misspelt": "'d_modl' is no option.*Did you mean 'd_model'",
+    }.items():
+        with pytest.raises(InputError, match=message):
+            LanguageModel.from_pretrained(tmp_path / name)
+
+
+def test_tied_embeddings_are_one_parameter():
+    tied, untied = LanguageModel(CONFIGS["plain"]), LanguageModel(CONFIGS["hybrid"])
+    assert tied.output.weight is tied.embedding.weight
+    assert untied.output.weight is not untied.embedding.weight
+    assert tied.n_parameters == sum(parameter.numel() for parameter in tied.parameters())
+
+
+def test_the_state_of_linear_layers_does_not_grow():
+    linear, hybrid = LanguageModel(CONFIGS["recipe"]), LanguageModel(CONFIGS["hybrid"])
+    assert linear.state_bytes(100) == linear.state_bytes(10**6)
+    assert hybrid.state_bytes(200) - hybrid.state_bytes(100) == 100 * 2 * 16 * 4  # keys and values of one layer
+
+
+def test_sampling_follows_the_distribution_and_its_options(tokens):
+    torch.manual_seed(0)
+    model = LanguageModel(CONFIGS["plain"]).eval()
+    torch.nn.init.normal_(model.output.weight, std=0.3)  # a distribution with some shape, and no certainty
+    prompt = tokens[:1].expand(4000, -1)[:, :5]
+    probabilities = model(prompt[:1])[0, -1].softmax(-1)
+    draw = model.generate(prompt, 1, seed=0)[:, -1]
+    frequencies = draw.bincount(minlength=40) / 4000
+    assert (frequencies - probabilities).abs().max() < 4 * (0.25 / 4000) ** 0.5  # four deviations of a frequency
+    order = probabilities.argsort(descending=True)
+    assert set(model.generate(prompt, 1, top_k=3, seed=0)[:, -1].tolist()) == set(order[:3].tolist())
+    enough = int((probabilities[order].cumsum(0) < 0.5).sum()) + 1
+    assert set(model.generate(prompt, 1, top_p=0.5, seed=0)[:, -1].tolist()) == set(order[:enough].tolist())
+    for cold in (0, 1e-40):
+        assert (model.generate(prompt, 1, temperature=cold)[:, -1] == order[0]).all()
+
+
+def test_a_seed_repeats_and_the_stream_is_the_generation(tokens):
+    model = LanguageModel(CONFIGS["recipe"]).eval()
+    once, again, other = (model.generate(tokens, 12, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(once, again)
+    assert not torch.equal(once, other)
+    assert torch.equal(torch.stack(list(model.stream(tokens, 12, seed=1)), dim=1), once[:, 70:])
+    assert torch.equal(model.generate(tokens, 0), tokens)
+
+
+def test_generation_matches_reading_the_whole_text_each_time(model, tokens):
+    expected = tokens
+    for _ in range(8):
+        expected = torch.cat((expected, model(expected)[:, -1:].argmax(-1)), dim=1)
+    assert torch.equal(model.generate(tokens, 8, temperature=0), expected)
+
+
+def test_bad_calls_are_named(tokens):
+    model = LanguageModel(CONFIGS["plain"]).eval()
+    _, state = model(tokens, return_state=True)
+    for call, message in [
+        (lambda: model(tokens[0]), r"tokens is \(70,\)"),
+        (lambda: model(tokens.float()), "float32"),
+        (lambda: model(tokens + 30), "vocab_size is 40"),
+        (lambda: model([[1, 2]]), "tokens is a list"),
+        (lambda: model(tokens, state[:1]), "state has 1 layers, the model has 2"),
+        (lambda: model(tokens, state[0]), "state is a AttentionState"),
+        (lambda: model.generate(tokens[:, :0], 3), "at least one token"),
+        (lambda: model.generate(tokens, -1), "max_new_tokens=-1"),
+        (lambda: model.generate(tokens, 3, temperature=-1.0), "temperature=-1.0"),
+        (lambda: model.generate(tokens, 3, top_k=0), "top_k=0"),
+        (lambda: model.generate(tokens, 3, top_p=1.5), "top_p=1.5"),
+        (lambda: LanguageModelConfig(d_model=0), "d_model=0"),
+        (lambda: LanguageModelConfig(attention="linaer"), "attention='linaer'.*Did you mean 'linear'"),
+        (lambda: LanguageModelConfig(attention=["linear"]), "n_layers=4"),
+        (lambda: LanguageModelConfig(dropout=1.0), "dropout=1.0"),
+        (lambda: LanguageModelConfig(d_ff=0), "d_ff=0"),
+        (lambda: LanguageModelConfig.from_dict({"n_layer": 3}), "'n_layer' is no option.*'n_layers'"),
+        (lambda: LanguageModel(LanguageModelConfig(d_model=20, n_heads=3)), "n_heads=3 does not divide d_model=20"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            call()
+
+
+def test_damaged_weights_stop_the_sampling(tokens):
+    model = LanguageModel(CONFIGS["plain"]).eval()
+    torch.nn.init.constant_(model.norm.weight, float("nan"))
+    with pytest.raises(RuntimeError, match="logits are not finite"):
+        model.generate(tokens, 1)

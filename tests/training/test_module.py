@@ -1,0 +1,68 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from linrope.data import SEPARATOR
+from linrope.errors import InputError
+from linrope.model import LanguageModelConfig
+from linrope.training import LanguageModelingModule, OptimizerConfig, learning_rate_factor
+from linrope.training.module import bits_per_byte, parameter_groups, token_losses
+
+SCHEDULE = {"warmup_steps": 10, "max_steps": 110, "final_fraction": 0.1}
+
+
+def test_the_learning_rate_warms_up_then_follows_a_cosine():
+    factors = [learning_rate_factor(step, **SCHEDULE) for step in range(111)]
+    assert factors[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert factors[10] == 1
+    assert factors[60] == pytest.approx(0.55)  # halfway between 1 and 0.1
+    assert factors[110] == pytest.approx(0.1)
+    assert learning_rate_factor(1000, **SCHEDULE) == pytest.approx(0.1)
+    assert learning_rate_factor(0, warmup_steps=0, max_steps=1, final_fraction=0.1) == 1
+
+
+def test_only_matrices_decay():
+    module = LanguageModelingModule(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2, forget_gate=True))
+    decaying, plain = parameter_groups(module.model, 0.1)
+    assert (decaying["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
+    assert {p.ndim for p in plain["params"]} == {1}
+    assert 1 not in {p.ndim for p in decaying["params"]}
+    assert len(decaying["params"]) + len(plain["params"]) == len(list(module.parameters()))
+
+
+def test_losses_are_float32_cross_entropies():
+    torch.manual_seed(0)
+    logits, targets = torch.randn(2, 3, 257), torch.randint(257, (2, 3))
+    expected = F.cross_entropy(logits.double().transpose(1, 2), targets, reduction="none")
+    torch.testing.assert_close(token_losses(logits, targets).double(), expected)
+    assert token_losses(logits.bfloat16(), targets).dtype == torch.float32
+
+
+def test_separators_cost_bits_but_are_no_bytes():
+    assert bits_per_byte(8 * math.log(2), 4) == pytest.approx(2)
+    assert math.isnan(bits_per_byte(1.0, 0))
+    module = LanguageModelingModule(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2))
+    targets = torch.tensor([[1, 2, SEPARATOR, 3]])
+    module.on_validation_epoch_start()
+    for _ in range(2):
+        module.validation_step({"inputs": torch.tensor([[0, 1, 2, SEPARATOR]]), "targets": targets}, 0)
+    nats, n_bytes = module._eval_sums
+    assert (n_bytes, module._eval_tokens) == (6, 8)
+    assert nats == pytest.approx(8 * math.log(257), rel=0.05)  # an untrained model knows nothing
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, r"optimizer\.lr=-1\.0 must be 0 or more"),
+        ({"lr": math.nan}, r"optimizer\.lr=nan"),
+        ({"warmup_steps": -1}, r"optimizer\.warmup_steps=-1"),
+        ({"final_lr_fraction": 2.0}, r"optimizer\.final_lr_fraction=2\.0 must lie between 0 and 1"),
+        ({"betas": (0.9, 1.0)}, r"optimizer\.betas=\(0\.9, 1\.0\)"),
+    ],
+)
+def test_optimizer_options_out_of_range_are_named(options, message):
+    with pytest.raises(InputError, match=message):
+        OptimizerConfig(**options)
