@@ -22,7 +22,6 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from linrope.errors import InputError
@@ -86,17 +85,20 @@ class _Span:
         return self.start + self.n_chunks * self.chunk
 
     def load(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """The span of x (B, H, T, D) by chunks: (B, H, N, C, D), contiguous."""
-        piece = x[:, :, self.start : self.stop].to(dtype)
-        return rearrange(piece, "b h (n c) d -> b h n c d", c=self.chunk).contiguous()
+        """The span of x (B, H, T, D) by chunks: (B·H·N, C, D), contiguous, in one pass whatever x's strides."""
+        batch, heads, _, width = x.shape
+        piece = torch.empty(batch, heads, self.stop - self.start, width, dtype=dtype, device=x.device)
+        piece.copy_(x[:, :, self.start : self.stop])
+        return piece.view(batch * heads * self.n_chunks, self.chunk, width)
 
     def load_rows(self, x: Tensor) -> Tensor:
         """The span of x (B, H, T) by chunks: (B, H, N, C)."""
-        return rearrange(x[:, :, self.start : self.stop], "b h (n c) -> b h n c", c=self.chunk)
+        return x[:, :, self.start : self.stop].unflatten(2, (self.n_chunks, self.chunk))
 
     def store(self, into: Tensor, chunks: Tensor) -> None:
-        """Write (B, H, N, C, D) into the span of (B, H, T, D), rounding to its dtype."""
-        into[:, :, self.start : self.stop] = rearrange(chunks, "b h n c d -> b h (n c) d")
+        """Write (B·H·N, C, D) into the span of (B, H, T, D), rounding to its dtype."""
+        piece = into[:, :, self.start : self.stop]
+        piece.copy_(chunks.view(piece.shape))
 
 
 def _spans(length: int, block: int) -> list[_Span]:
@@ -113,118 +115,138 @@ def _block_size(batch: int, heads: int, width: int) -> int:
 
 
 @dataclass(frozen=True)
+class _Chain:
+    """How states pass from chunk to chunk of a block: everything a sum over earlier chunks needs.
+
+    Each is (N, ·) without forgetting, and has leading (B, H or 1) with it. The transpose passes gradients back.
+    """
+
+    between: Tensor  # (N, N): from a chunk's own sum to the state before a later chunk
+    enter: Tensor  # (N, 1): from the state before the block to the one before a chunk
+    leave: Tensor  # (1, N): from a chunk's own sum to the state after the block
+    across: Tensor  # (1, 1): from the state before the block to the one after it
+
+    @classmethod
+    def of(cls, weights: Tensor) -> _Chain:
+        """From weights (…, N+1, N+1), row n: what the state at boundary n has of the incoming one and of each chunk."""
+        return cls(weights[..., :-1, 1:], weights[..., :-1, :1], weights[..., -1:, 1:], weights[..., -1:, :1])
+
+    @property
+    def mT(self) -> _Chain:
+        return _Chain(self.between.mT, self.leave.mT, self.enter.mT, self.across)
+
+    def run(self, carry: Tensor, own: Tensor, to_block, from_block) -> tuple[Tensor, Tensor]:
+        """Carry a state (B, H, ...) through the chunks' own sums (B, H, N, ...): (before each chunk, after them all).
+
+        `to_block` and `from_block` turn a state from the sequence's frame into the block's and back. The carry itself
+        is never turned there and back again: rounding would pile up.
+        """
+        sums = own.flatten(3)
+        before = self.between @ sums + self.enter * to_block(carry).flatten(2).unsqueeze(2)
+        total = (self.leave @ sums).view(carry.shape)
+        after = self.across.view(*self.across.shape[:-2], *(1,) * (carry.ndim - 2)) * carry + from_block(total)
+        return before.view(own.shape), after
+
+
+@dataclass(frozen=True)
 class _Decay:
-    """The weights of one block: what is left of the past, between tokens and from chunk to chunk."""
+    """The weights of one block's chunks, G = B·H·N of them: between tokens, and between tokens and states."""
 
-    pairs: Tensor  # M (B, H, N, C, C): from key p' to query p
-    reach: Tensor  # a (B, H, N, C, 1): from the state before the chunk to query p
-    kept: Tensor  # b (B, H, N, C, 1): from key p to the state after the chunk
-    through: Tensor  # e^g (B, H, N): from the state before a chunk to the one after it
-
-
-def _decay(settings: Settings, log_decay: Tensor | None, span: _Span) -> _Decay | None:
-    """The block's weights, or None where nothing is forgotten."""
-    documents = settings.documents
-    if log_decay is None and documents is None:
-        return None
-    if log_decay is None:
-        total = torch.zeros((), dtype=torch.float64, device=documents.device)
-        total = total.expand(documents.shape[0], 1, span.n_chunks, span.chunk)
-    else:
-        # A chunk of strong decays sums to thousands, whose differences near 0 float32 would have lost.
-        total = span.load_rows(log_decay).cumsum(dim=-1, dtype=torch.float64)
-    pairs = total[..., :, None] - total[..., None, :]
-    reach, kept, through = total, total[..., -1:] - total, total[..., -1]
-    hidden = torch.ones(span.chunk, span.chunk, dtype=torch.bool, device=total.device).triu(1)
-    if documents is not None:
-        document = span.load_rows(documents[:, None])
-        first = documents[:, span.start - 1] if span.start else torch.zeros_like(documents[:, 0])
-        before = torch.cat((first[:, None, None], document[:, :, :-1, -1]), dim=-1)  # of the token before each chunk
-        last = document[..., -1]
-        hidden = hidden | (document[..., :, None] != document[..., None, :])
-        reach = reach.masked_fill(document != before[..., None], -math.inf)
-        kept = kept.masked_fill(document != last[..., None], -math.inf)
-        through = through.masked_fill(before != last, -math.inf)
-    dtype = settings.dtype
-    return _Decay(
-        pairs=pairs.to(dtype).masked_fill_(hidden, -math.inf).exp_(),
-        reach=reach.to(dtype).exp()[..., None],
-        kept=kept.to(dtype).exp()[..., None],
-        through=through.to(dtype).exp(),
-    )
+    pairs: Tensor  # M (G, C, C): from key p' to query p
+    reach: Tensor  # a (G, C, 1): from the state before the chunk to query p
+    kept: Tensor  # b (G, C, 1): from key p to the state after the chunk
 
 
-def _scan(increments: Tensor, through: Tensor | None, reverse: bool = False) -> tuple[Tensor, Tensor]:
-    """s ← e^g s + increment along the chunks, from s = 0.
+def _decay(settings: Settings, log_decay: Tensor, span: _Span, heads: int) -> tuple[_Decay, _Chain]:
+    """The weights of a block where something is forgotten: exp of differences of running sums, -inf across documents.
 
     Args:
-        increments: (B, H, N, ...).
-        through: e^g (B, H, N), or None for 1.
-        reverse: go from the last chunk to the first.
-
-    Returns:
-        s before each chunk (B, H, N, ...), and s after the last (B, H, ...).
+        log_decay: (B, H or 1, T); zeros where only documents end.
     """
-    before = torch.empty_like(increments)
-    s = torch.zeros_like(increments[:, :, 0])
-    order = range(increments.shape[2])
-    for n in reversed(order) if reverse else order:
-        before[:, :, n] = s
-        s = increments[:, :, n] + (s if through is None else _over(through[:, :, n], s) * s)
-    return before, s
+    # In float64: a chunk of strong decays sums to thousands, whose differences near 0 float32 would have lost.
+    total = span.load_rows(log_decay).cumsum(dim=-1, dtype=torch.float64)
+    at_boundary = torch.nn.functional.pad(total[..., -1].cumsum(dim=-1), (1, 0))  # G before each chunk, and at the end
+    pairs, reach, kept = total[..., :, None] - total[..., None, :], total, total[..., -1:] - total
+    chain = at_boundary[..., :, None] - at_boundary[..., None, :]
+    later = torch.ones(pairs.shape[-2:], dtype=torch.bool, device=total.device).triu(1)
+    later_chunk = torch.ones(chain.shape[-2:], dtype=torch.bool, device=total.device).triu(1)
+    if settings.documents is not None:
+        document = span.load_rows(settings.documents[:, None])
+        before = settings.documents[:, max(span.start - 1, 0)]  # of the token before the block; the first one's is 0
+        at = torch.cat(
+            (before[:, None, None], document[..., -1]), dim=-1
+        )  # the document that each boundary's state belongs to
+        later = later | (document[..., :, None] != document[..., None, :])
+        later_chunk = later_chunk | (at[..., :, None] != at[..., None, :])
+        reach = reach.masked_fill(document != at[..., :-1, None], -math.inf)
+        kept = kept.masked_fill(document != at[..., 1:, None], -math.inf)
+
+    def weights(exponent: Tensor) -> Tensor:
+        exponent = exponent.to(settings.dtype).exp_()
+        return exponent.expand(-1, heads, *exponent.shape[2:]).flatten(0, 2)
+
+    decay = _Decay(weights(pairs.masked_fill_(later, -math.inf)), weights(reach[..., None]), weights(kept[..., None]))
+    return decay, _Chain.of(chain.masked_fill_(later_chunk, -math.inf).to(settings.dtype).exp_())
 
 
-def _over(weight: Tensor, x: Tensor) -> Tensor:
-    """View weight so that it broadcasts over x, whose first dimensions it has."""
-    return weight.reshape(*weight.shape, *(1,) * (x.ndim - weight.ndim))
-
-
-def _carried(through: Tensor | None, carry: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:
-    """What an incoming carry (B, H, ...) adds before each chunk (B, H, N, ...), and its weight after them all."""
-    if through is None:
-        return carry.unsqueeze(2), torch.ones((), dtype=carry.dtype, device=carry.device)
-    steps = through.flip(-1) if reverse else through
-    products = steps.cumprod(dim=-1)
-    before = torch.cat((torch.ones_like(products[..., :1]), products[..., :-1]), dim=-1)
-    before = before.flip(-1) if reverse else before
-    carry = carry.unsqueeze(2)
-    return _over(before, carry) * carry, _over(products[..., -1], carry[:, :, 0])
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 class _Block:
-    """One block's features and weights, and what both directions compute with them."""
+    """One block's features and weights, by chunks (G, C, ·), and what both directions compute with them."""
 
     def __init__(self, settings: Settings, span: _Span, tensors: _Saved):
         dtype = settings.dtype
         self.span, self.settings = span, settings
+        self.leading = (*tensors.q.shape[:2], span.n_chunks)
         self.q_raw, self.k_raw = span.load(tensors.q, dtype), span.load(tensors.k, dtype)
         self.v = span.load(tensors.v, dtype)
         self.hidden = None
         if settings.key_mask is not None:
-            self.hidden = ~span.load_rows(settings.key_mask[:, None])[..., None]
+            self.hidden = ~span.load_rows(settings.key_mask[:, None]).expand(*self.leading, -1).flatten(0, 2)[..., None]
             self.k_raw, self.v = self.k_raw.masked_fill(self.hidden, 0), self.v.masked_fill(self.hidden, 0)
         phi = settings.feature_map.forward
         self.q, self.k = phi(self.q_raw), phi(self.k_raw)
         if self.hidden is not None:
             self.k = self.k.masked_fill(self.hidden, 0)  # φ(0) is not 0
         self.turn, self.frame = tensors.rotations(span)
-        self.q_rotated = rotate(self.q, self.turn, settings.interleaved)
-        self.k_rotated = rotate(self.k, self.turn, settings.interleaved)
-        self.decay = _decay(settings, tensors.log_decay, span)
+        self.q_rotated, self.k_rotated = self.rotate(self.q), self.rotate(self.k)
+        if tensors.log_decay is None:
+            self.decay, self.chain = None, _Chain.of(self.v.new_ones(span.n_chunks + 1, span.n_chunks + 1).tril())
+        else:
+            self.decay, self.chain = _decay(settings, tensors.log_decay, span, self.leading[1])
+
+    # Rotations: of tokens by their place in the block, and of states into the block's frame and back.
+
+    def rotate(self, x: Tensor) -> Tensor:
+        if self.turn is None:
+            return x
+        return rotate(self.by_chunk(x), self.turn, self.settings.interleaved).view_as(x)
+
+    def rotate_back(self, x: Tensor) -> Tensor:
+        if self.turn is None:
+            return x
+        return rotate(self.by_chunk(x), self.turn.conj(), self.settings.interleaved).view_as(x)
+
+    def to_block(self, kv: Tensor) -> Tensor:
+        return rotate_rows(kv, None if self.frame is None else self.frame.conj(), self.settings.interleaved)
+
+    def from_block(self, kv: Tensor) -> Tensor:
+        return rotate_rows(kv, self.frame, self.settings.interleaved)
 
     # The weights, each skipping the work where nothing is forgotten.
 
     def pair_weights(self, pairs: Tensor) -> Tensor:
-        """M ∘ pairs."""
-        return pairs.tril_() if self.decay is None else pairs * self.decay.pairs
+        """M ∘ pairs, in place."""
+        return pairs.tril_() if self.decay is None else pairs.mul_(self.decay.pairs)
 
-    def running(self, x: Tensor) -> Tensor:
-        """M x: the decayed running sum over the tokens of each chunk."""
-        return x.cumsum(dim=-2) if self.decay is None else self.decay.pairs @ x
-
-    def running_back(self, x: Tensor) -> Tensor:
-        """Mᵀ x: the decayed sum from each token to the end of its chunk."""
-        return x.flip(-2).cumsum(dim=-2).flip(-2) if self.decay is None else self.decay.pairs.mT @ x
+    @property
+    def running(self) -> Tensor:
+        """M (G, C, C) itself, as a factor."""
+        if self.decay is not None:
+            return self.decay.pairs
+        return self.v.new_ones(self.span.chunk, self.span.chunk).tril_().expand(len(self.v), -1, -1)
 
     def reach(self, x: Tensor) -> Tensor:
         """a ∘ x."""
@@ -234,31 +256,25 @@ class _Block:
         """b ∘ x."""
         return x if self.decay is None else x * self.decay.kept
 
-    @property
-    def through(self) -> Tensor | None:
-        return None if self.decay is None else self.decay.through
+    # Sums over chunks.
 
-    # The two prefix sums, kv (turned into the block's frame and back) and k_sum, forward and backward in time.
-
-    def pass_kv(self, carry: Tensor, increments: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:
-        """Carry (B, H, D, E) in the sequence's frame through the block: (before each chunk in the block's, after)."""
-        interleaved = self.settings.interleaved
-        inverse = None if self.frame is None else self.frame.conj()
-        before, total = _scan(increments, self.through, reverse)
-        carried, weight = _carried(self.through, rotate_rows(carry, inverse, interleaved), reverse)
-        return before + carried, weight * carry + rotate_rows(total, self.frame, interleaved)
-
-    def pass_sum(self, carry: Tensor, increments: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:
-        """Carry (B, H, D) through the block: (before each chunk, after)."""
-        before, total = _scan(increments, self.through, reverse)
-        carried, weight = _carried(self.through, carry, reverse)
-        return before + carried, weight * carry + total
+    def by_chunk(self, x: Tensor) -> Tensor:
+        """(G, ...) -> (B, H, N, ...)."""
+        return x.view(*self.leading, *x.shape[1:])
 
     def states(self, kv: Tensor, k_sum: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(kv, k_sum) before each chunk, and after the block."""
-        kv_before, kv = self.pass_kv(kv, self.kept(self.k_rotated).mT @ self.v)
-        k_sum_before, k_sum = self.pass_sum(k_sum, self.kept(self.k).sum(dim=-2))
-        return kv_before, k_sum_before, kv, k_sum
+        """(kv, k_sum) before each chunk, (G, ...), and after the block, (B, H, ...)."""
+        own = self.by_chunk(torch.bmm(self.kept(self.k_rotated).mT, self.v))
+        kv_before, kv = self.chain.run(kv, own, self.to_block, self.from_block)
+        own = self.by_chunk(self.kept(self.k).sum(dim=-2))
+        k_sum_before, k_sum = self.chain.run(k_sum, own, _same, _same)
+        return kv_before.flatten(0, 2), k_sum_before.flatten(0, 2), kv, k_sum
+
+    def keys_seen(self, k_sum_before: Tensor) -> Tensor:
+        """(G, C, D): M φ(k) + a z, the decayed sum of all keys up to each token."""
+        earlier = k_sum_before[:, None, :]
+        earlier = earlier if self.decay is None else self.decay.reach * earlier
+        return torch.baddbmm(earlier, self.running, self.k)
 
 
 @dataclass(frozen=True)
@@ -268,7 +284,7 @@ class _Saved:
     q: Tensor
     k: Tensor
     v: Tensor
-    log_decay: Tensor | None
+    log_decay: Tensor | None  # (B, H or 1, T); None where nothing is forgotten
     theta: Tensor | None
     local: Tensor | None  # (block, R/2) exp(i·p·θ): the same table for every block
     start: int
@@ -279,6 +295,8 @@ class _Saved:
         if theta is not None:
             local = unit_rotations(torch.arange(min(block, q.shape[2]), device=q.device), theta)
             local = local.to(torch.promote_types(settings.dtype, torch.complex64))
+        if log_decay is None and settings.documents is not None:
+            log_decay = q.new_zeros((), dtype=settings.dtype).expand(q.shape[0], 1, q.shape[2])
         return cls(q, k, v, log_decay, theta, local, settings.start)
 
     def rotations(self, span: _Span) -> tuple[Tensor | None, Tensor | None]:
@@ -287,7 +305,7 @@ class _Saved:
             return None, None
         position = torch.full((), self.start + span.start, device=self.q.device)
         frame = unit_rotations(position, self.theta)
-        return rearrange(self.local[: span.stop - span.start], "(n c) m -> n c m", c=span.chunk), frame
+        return self.local[: span.stop - span.start].unflatten(0, (span.n_chunks, span.chunk)), frame
 
 
 # --- the whole sequence ----------------------------------------------------------------------------------------------
@@ -311,12 +329,12 @@ class _Causal(torch.autograd.Function):
             kv_at[n], k_sum_at[n] = kv, k_sum
             b = _Block(settings, span, saved)
             kv_before, k_sum_before, kv, k_sum = b.states(kv, k_sum)
-            num = b.pair_weights(b.q_rotated @ b.k_rotated.mT) @ b.v + b.reach(b.q_rotated @ kv_before)
+            num = torch.bmm(b.pair_weights(torch.bmm(b.q_rotated, b.k_rotated.mT)), b.v)
+            num.baddbmm_(b.reach(b.q_rotated), kv_before)
             if plain:
-                seen = b.running(b.k) + b.reach(k_sum_before[..., None, :])
-                total = (b.q * seen).sum(dim=-1, keepdim=True).add_(settings.eps)
-                num = num / total
-                den[:, :, span.start : span.stop] = rearrange(total, "b h n c 1 -> b h (n c)")
+                total = b.keys_seen(k_sum_before).mul_(b.q).sum(dim=-1, keepdim=True).add_(settings.eps)
+                num.div_(total)
+                span.store(den[..., None], total)
             span.store(o, num)
         kv_at[-1], k_sum_at[-1] = kv, k_sum
         ctx.settings, ctx.block, ctx.spans = settings, block, spans
@@ -367,26 +385,24 @@ class _Backward:
         kv_before, k_sum_before, _, _ = b.states(self.kv_at[n], self.k_sum_at[n])
         d_num, d_den = self.through_division(b)
 
-        pairs = b.pair_weights(b.q_rotated @ b.k_rotated.mT)
-        d_pairs = b.pair_weights(d_num @ b.v.mT)
-        q_reach, d_num_reach = b.reach(b.q_rotated), b.reach(d_num)
-        d_kv_after, self.grad_kv = b.pass_kv(self.grad_kv, q_reach.mT @ d_num, reverse=True)
-        k_kept = b.kept(b.k_rotated)
-        dq_rotated = d_pairs @ b.k_rotated + d_num_reach @ kv_before.mT
-        dk_rotated = d_pairs.mT @ b.q_rotated + b.kept(b.v) @ d_kv_after.mT
-        dv = pairs.mT @ d_num + k_kept @ d_kv_after
+        pairs = b.pair_weights(torch.bmm(b.q_rotated, b.k_rotated.mT))
+        d_pairs = b.pair_weights(torch.bmm(d_num, b.v.mT))
+        own = b.by_chunk(torch.bmm(b.reach(b.q_rotated).mT, d_num))
+        d_kv_after, self.grad_kv = b.chain.mT.run(self.grad_kv, own, b.to_block, b.from_block)
+        d_kv_after = d_kv_after.flatten(0, 2)
+        dq_rotated = torch.bmm(d_pairs, b.k_rotated).baddbmm_(b.reach(d_num), kv_before.mT)
+        dk_rotated = torch.bmm(d_pairs.mT, b.q_rotated).baddbmm_(b.kept(b.v), d_kv_after.mT)
+        dv = torch.bmm(pairs.mT, d_num).baddbmm_(b.kept(b.k_rotated), d_kv_after)
 
-        inverse = None if b.turn is None else b.turn.conj()
-        dq, dk = rotate(dq_rotated, inverse, settings.interleaved), rotate(dk_rotated, inverse, settings.interleaved)
+        dq, dk = b.rotate_back(dq_rotated), b.rotate_back(dk_rotated)
+        weighted = torch.zeros_like(b.q) if d_den is None else d_den * b.q
+        own = b.by_chunk(b.reach(weighted).sum(dim=-2))
+        d_sum_after, self.grad_k_sum = b.chain.mT.run(self.grad_k_sum, own, _same, _same)
+        d_sum_after = d_sum_after.flatten(0, 2)[:, None, :]
+        dk = dk + (d_sum_after if b.decay is None else b.decay.kept * d_sum_after)
         if d_den is not None:
-            dq = dq + d_den * (b.running(b.k) + b.reach(k_sum_before[..., None, :]))
-            weighted = d_den * b.q
-            d_sum_after, self.grad_k_sum = b.pass_sum(self.grad_k_sum, b.reach(weighted).sum(dim=-2), reverse=True)
-            dk = dk + b.running_back(weighted) + b.kept(d_sum_after[..., None, :])
-        else:
-            nothing = torch.zeros_like(k_sum_before)
-            d_sum_after, self.grad_k_sum = b.pass_sum(self.grad_k_sum, nothing, reverse=True)
-            dk = dk + b.kept(d_sum_after[..., None, :])
+            dq = torch.addcmul(dq, d_den, b.keys_seen(k_sum_before))
+            dk.baddbmm_(b.running.mT, weighted)
 
         if self.d_log_decay is not None:
             self.store_log_decay(span, (b.q * dq - b.k * dk).sum(dim=-1), anchor)
@@ -399,9 +415,9 @@ class _Backward:
         grad = b.span.load(self.grad_o, self.settings.dtype)
         if self.den is None:
             return grad, None
-        d_num = grad / b.span.load_rows(self.den)[..., None]
+        d_num = grad.div_(b.span.load(self.den[..., None], grad.dtype))
         o = b.span.load(self.o, self.settings.dtype)
-        return d_num, -(d_num * o).sum(dim=-1, keepdim=True)
+        return d_num, o.mul_(d_num).sum(dim=-1, keepdim=True).neg_()
 
     def store(self, b: _Block, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         if b.hidden is not None:
@@ -419,8 +435,8 @@ class _Backward:
         return (self.kv_at[n] * self.grad_kv).sum(dim=(-2, -1)) + (self.k_sum_at[n] * self.grad_k_sum).sum(dim=-1)
 
     def store_log_decay(self, span: _Span, d_running: Tensor, anchor: Tensor) -> None:
-        d_running = rearrange(d_running, "b h n c -> b h (n c)").flip(-1).cumsum(dim=-1).flip(-1)
-        self.d_log_decay[:, :, span.start : span.stop] = d_running + anchor[..., None]
+        piece = self.d_log_decay[:, :, span.start : span.stop]
+        piece.copy_(d_running.view(piece.shape).flip(-1).cumsum(dim=-1).flip(-1) + anchor[..., None])
 
     # Trainable θ: ∂θ_m = Σ_t t·(q̃_t × ∂q̃_t + k̃_t × ∂k̃_t)_m, in float64 around the middle of the sequence.
 
@@ -431,7 +447,7 @@ class _Backward:
     def add_theta(self, span: _Span, b: _Block, dq_rotated: Tensor, dk_rotated: Tensor) -> None:
         cross = _cross(b.q_rotated, dq_rotated, self.d_theta, self.settings.interleaved)
         cross = cross + _cross(b.k_rotated, dk_rotated, self.d_theta, self.settings.interleaved)
-        cross = rearrange(cross.sum(dim=(0, 1)), "n c m -> (n c) m")
+        cross = b.by_chunk(cross).sum(dim=(0, 1)).flatten(0, 1)
         positions = torch.arange(span.start, span.stop, dtype=torch.float64, device=cross.device) - self.middle
         self.d_theta += (positions[:, None] * cross).sum(dim=0)
 
