@@ -172,10 +172,9 @@ def _decay(settings: Settings, log_decay: Tensor, span: _Span, heads: int) -> tu
     later_chunk = torch.ones(chain.shape[-2:], dtype=torch.bool, device=total.device).triu(1)
     if settings.documents is not None:
         document = span.load_rows(settings.documents[:, None])
-        before = settings.documents[:, max(span.start - 1, 0)]  # of the token before the block; the first one's is 0
-        at = torch.cat(
-            (before[:, None, None], document[..., -1]), dim=-1
-        )  # the document that each boundary's state belongs to
+        # the document that the state at each boundary belongs to; the one before the first token is that token's own
+        before = settings.documents[:, max(span.start - 1, 0)]
+        at = torch.cat((before[:, None, None], document[..., -1]), dim=-1)
         later = later | (document[..., :, None] != document[..., None, :])
         later_chunk = later_chunk | (at[..., :, None] != at[..., None, :])
         reach = reach.masked_fill(document != at[..., :-1, None], -math.inf)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import shutil
 import signal
 import sys
 import warnings
@@ -350,7 +351,9 @@ def _write(text: str) -> None:
 
 
 def _command_line(command: str, args: Sequence[Any], *more: Any) -> str:
-    return shlex.join(["linrope", command, *map(str, args), *map(str, more)])
+    """A line to copy: with the path to this program as it was typed, where its name alone would not be found."""
+    typed = sys.argv[0] if Path(sys.argv[0]).name == "linrope" and shutil.which("linrope") is None else "linrope"
+    return shlex.join([typed, command, *map(str, args), *map(str, more)])
 
 
 def _without_option(args: Sequence[str], option: str) -> list[str]:

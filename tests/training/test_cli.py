@@ -295,6 +295,16 @@ def test_a_reader_that_leaves_early_is_no_error(tiny, run_folder):
     assert process.wait(timeout=60) in (0, 128 + signal.SIGPIPE)  # 0 where it had written all before the pipe closed
 
 
+@pytest.mark.parametrize(("on_path", "program"), [(True, "linrope"), (False, "env/bin/linrope")])
+def test_the_line_to_copy_runs_as_it_stands(tiny, tmp_path, capsys, monkeypatch, on_path, program):
+    """With an environment that is not activated the bare name would not be found."""
+    monkeypatch.setattr(sys, "argv", ["env/bin/linrope"])
+    (tmp_path / "linrope").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path if on_path else tmp_path / "nothing"))
+    assert main(["fit", *tiny]) == 0
+    assert f"sample      {program} generate --ckpt_path" in capsys.readouterr().out
+
+
 def test_a_run_without_a_validation_share_trains(tiny, run_folder):
     assert main(["fit", *tiny, "--data.fractions=[1,0,0]", "--trainer.log_every_n_steps=1"]) == 0
     assert not any(row.get("val_loss") for row in rows(run_folder))
