@@ -76,10 +76,11 @@ def _sample(logits: Tensor, temperature: float, top_k, top_p, generator) -> Tens
         raise RuntimeError("The model's logits are not finite: its weights are damaged, or its training diverged.")
     if temperature == 0:
         return logits.argmax(dim=-1)
-    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature  # at most 0: no temperature can overflow it
+    # at most 0, and in float64: no temperature can overflow it
+    logits = (logits - logits.amax(dim=-1, keepdim=True)).double() / temperature
     if top_k is not None:
-        smallest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-        logits = logits.masked_fill(logits < smallest, -torch.inf)
+        kept = logits.topk(min(top_k, logits.shape[-1]))
+        logits = torch.full_like(logits, -torch.inf).scatter(-1, kept.indices, kept.values)
     probabilities = logits.softmax(dim=-1)
     if top_p is not None:
         probabilities = _nucleus(probabilities, top_p)

@@ -192,6 +192,20 @@ def test_the_size_of_the_state_is_what_is_held(kind, options, dtype):
     assert (layer.state_bytes(100, dtype) == layer.state_bytes(50, dtype)) == (kind == "linear")
 
 
+@pytest.mark.parametrize("options", [{}, {"short_conv": 4, "forget_gate": True, "output_gate": True}], ids=str)
+def test_a_compiled_layer_computes_the_same(options):
+    """Traced by torch.compile, with no code generated: outputs, gradients, and from a state."""
+    layer, x = layer_and_input("linear", options)
+    compiled = torch.compile(layer, backend="aot_eager")
+    y, expected = compiled(x), layer(x)
+    torch.testing.assert_close(y, expected, **CLOSE)
+    pairs = zip(*(torch.autograd.grad(o.square().sum(), layer.parameters()) for o in (y, expected)))
+    for actual, right in pairs:
+        torch.testing.assert_close(actual, right, **CLOSE)
+    _, state = compiled(x[:, :40], return_state=True)
+    torch.testing.assert_close(compiled(x[:, 40:], state), expected[:, 40:], **CLOSE)
+
+
 def test_a_feature_map_with_weights_is_part_of_the_layer():
     phi = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Softplus())
     layer = LinearAttention(D_MODEL, HEADS, feature_map=phi).to(torch.bfloat16)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from linrope import InputError, LanguageModel, LanguageModelConfig, RotaryConfig
+from linrope.generation import _sample
 
 SMALL = {"vocab_size": 40, "d_model": 16, "n_layers": 2, "n_heads": 2}
 CONFIGS = {
@@ -143,7 +144,8 @@ def test_sampling_follows_the_distribution_and_its_options(tokens):
     assert set(model.generate(prompt, 1, top_k=3, seed=0)[:, -1].tolist()) == set(order[:3].tolist())
     enough = int((probabilities[order].cumsum(0) < 0.5).sum()) + 1
     assert set(model.generate(prompt, 1, top_p=0.5, seed=0)[:, -1].tolist()) == set(order[:enough].tolist())
-    for cold in (0, 1e-40):
+    assert len(set(_sample(torch.zeros(500, 5), 1.0, 2, None, None).tolist())) == 2  # ties do not count as one
+    for cold in (0, 1e-40, 1e-300):
         assert (model.generate(prompt, 1, temperature=cold)[:, -1] == order[0]).all()
 
 

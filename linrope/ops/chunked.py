@@ -337,7 +337,7 @@ class _Causal(torch.autograd.Function):
             span.store(o, num)
         kv_at[-1], k_sum_at[-1] = kv, k_sum
         ctx.settings, ctx.block, ctx.spans = settings, block, spans
-        ctx.save_for_backward(q, k, v, log_decay, theta, o, den, kv_at, k_sum_at)
+        ctx.save_for_backward(q, k, v, log_decay, theta, o if plain else None, den, kv_at, k_sum_at)
         ctx.set_materialize_grads(False)
         return o, kv.clone(), k_sum.clone()
 
@@ -360,7 +360,7 @@ class _Backward:
         self.settings, self.spans = ctx.settings, ctx.spans
         q, k, v, log_decay, theta, self.o, self.den, self.kv_at, self.k_sum_at = tensors
         self.saved = _Saved.make(ctx.settings, q, k, v, log_decay, theta, ctx.block)
-        self.grad_o = torch.zeros_like(self.o) if grad_o is None else grad_o
+        self.grad_o = v.new_zeros(*q.shape[:3], v.shape[-1]) if grad_o is None else grad_o
         self.grad_kv = torch.zeros_like(self.kv_at[0]) if grad_kv is None else grad_kv
         self.grad_kv_out = self.grad_kv
         self.grad_k_sum = torch.zeros_like(self.k_sum_at[0]) if grad_k_sum is None else grad_k_sum

@@ -92,14 +92,16 @@ def check_inputs(
     require_choice("normalize", normalize, NORMALIZE)
     if not (isinstance(eps, (int, float)) and 0 <= eps < math.inf):
         raise InputError(f"eps={eps!r} must be a finite number, at least 0: it keeps the denominator away from 0.")
+    key_mask = _check_key_mask(key_mask, k)
     phi = get_feature_map(feature_map)
     working = torch.promote_types(q.dtype, torch.float32)
     if phi.backward is None:
+        if key_mask is not None:  # before φ, through which the gradient of a masked NaN would be NaN
+            k = k.masked_fill(~key_mask[:, None, :, None], 0)
         q, k = _mapped("q", q, phi, working), _mapped("k", k, phi, working)
         v, phi = v.to(working), FEATURE_MAPS["identity"]
     check_rope(rope, q.shape[-1])
     log_decay = _check_log_decay(log_decay, q, causal, working)
-    _check_key_mask(key_mask, k)
     documents = _check_segment_ids(segment_ids, q, k)
     _check_state(state, q, v, normalize, working)
     settings = Settings(
@@ -180,15 +182,16 @@ def _check_log_decay(log_decay: Tensor | None, q: Tensor, causal: bool, working:
     return log_decay.to(working).clamp(min=FORGET_ALL)
 
 
-def _check_key_mask(key_mask: Tensor | None, k: Tensor) -> None:
+def _check_key_mask(key_mask: Tensor | None, k: Tensor) -> Tensor | None:
     if key_mask is None:
-        return
+        return None
     expected = (k.shape[0], k.shape[2])
     if not isinstance(key_mask, Tensor) or key_mask.shape != expected or key_mask.dtype != torch.bool:
         got = f"{tuple(key_mask.shape)} {key_mask.dtype}" if isinstance(key_mask, Tensor) else type(key_mask).__name__
         raise InputError(f"key_mask is {got}: pass booleans of shape (B, S) = {expected}, True where a key counts.")
     if key_mask.device != k.device:
         raise InputError(f"key_mask is on {key_mask.device}, k on {k.device}: bring them to one device.")
+    return key_mask.clone()  # the backward looks at it again, when the caller may have filled it anew
 
 
 def check_segment_ids(segment_ids: Tensor, batch: int, length: int, device: torch.device) -> None:

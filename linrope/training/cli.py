@@ -167,7 +167,8 @@ class TrainingCLI(LightningCLI):
             self.trainer_defaults["callbacks"] = [progress]
             return self._make_trainer(logger=False, **kwargs)
         loggers = self._loggers() if options.logger in (None, True) else options.logger
-        folder = Path(loggers[0].log_dir if isinstance(loggers, list) else options.default_root_dir or ".")
+        logged_to = [logger.log_dir for logger in loggers if logger.log_dir] if isinstance(loggers, list) else []
+        folder = Path((logged_to or [options.default_root_dir or "."])[0])
         self.last_checkpoint = LastCheckpoint(folder / "checkpoints", self.config_init.run.checkpoint_every_n_steps)
         self.trainer_defaults["callbacks"] = [*self._training_callbacks(folder), progress]
         return self._make_trainer(logger=loggers, **kwargs)

@@ -169,6 +169,26 @@ def test_masked_keys_change_nothing(backend, causal):
 
 
 @pytest.mark.parametrize("backend", ops.BACKENDS)
+def test_a_masked_nan_does_not_reach_a_learned_feature_map(backend):
+    phi = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softplus())
+    q, k, v = torch.randn(3, 1, 1, 70, 4).unbind()
+    k[:, :, 5] = float("nan")
+    mask = torch.arange(70)[None] != 5
+    o = linear_attention(q, k, v, key_mask=mask, feature_map=phi, backend=backend)
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(o.sum(), phi.parameters()))
+
+
+@pytest.mark.parametrize("backend", ops.BACKENDS)
+def test_a_mask_filled_anew_before_the_backward_changes_nothing(backend):
+    q, k, v = (torch.randn(1, 1, 70, 4, requires_grad=True) for _ in range(3))
+    mask = torch.arange(70)[None] != 5
+    expected = torch.autograd.grad(linear_attention(q, k, v, key_mask=mask, backend=backend).sum(), (q, k, v))
+    o = linear_attention(q, k, v, key_mask=mask, backend=backend)
+    mask.fill_(True)
+    assert all(map(torch.equal, torch.autograd.grad(o.sum(), (q, k, v)), expected))
+
+
+@pytest.mark.parametrize("backend", ops.BACKENDS)
 def test_padding_at_the_end_changes_nothing(backend):
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 2, 100, 4) for _ in range(3))

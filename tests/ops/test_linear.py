@@ -27,8 +27,8 @@ def test_the_noncausal_product_finds_its_linear_order(backend):
         assert flops(length, **options) == pytest.approx(products + state, rel=0.05)  # the denominator's are few
 
 
-def saved_bytes(length):
-    """Bytes that autograd keeps for the backward of one call, beyond q, k, v and o."""
+def saved_bytes(length, **options):
+    """Bytes that autograd keeps for the backward of one call, beyond q, k, v and o; and those of q, k, v and o."""
     q, k, v = (torch.randn(1, 2, length, 32).requires_grad_() for _ in range(3))
     kept = {}
 
@@ -37,9 +37,9 @@ def saved_bytes(length):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        o = linear_attention(q, k, v)
+        o = linear_attention(q, k, v, **options)
     own = sum(x.nbytes for x in (q, k, v, o))
-    assert set(kept) >= {x.untyped_storage().data_ptr() for x in (q, k, v, o)}
+    assert set(kept) >= {x.untyped_storage().data_ptr() for x in (q, k, v)}
     return sum(kept.values()) - own, own
 
 
@@ -49,6 +49,11 @@ def test_the_backward_keeps_q_k_v_o_den_and_a_state_for_each_block():
     states = 9 * 4 * 2 * (32 * 32 + 32)
     assert beyond == den + states
     assert beyond < 0.02 * own
+
+
+def test_without_a_denominator_the_output_is_not_kept():
+    beyond, own = saved_bytes(2 * chunked.MAX_BLOCK, normalize="none")
+    assert beyond == 3 * 4 * 2 * (32 * 32 + 32) - own // 4
 
 
 def test_flops_and_saved_memory_grow_with_the_length():

@@ -305,6 +305,13 @@ def test_the_line_to_copy_runs_as_it_stands(tiny, tmp_path, capsys, monkeypatch,
     assert f"sample      {program} generate --ckpt_path" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("loggers", ["[]", "false", '[{"class_path": "lightning.pytorch.loggers.logger.DummyLogger"}]'])
+def test_a_run_without_a_log_keeps_its_checkpoint(tiny, tmp_path, loggers):
+    root = tmp_path / "root"
+    assert main(["fit", *tiny, option("trainer.logger", loggers), option("trainer.default_root_dir", root)]) == 0
+    assert (root / "checkpoints" / "last.ckpt").is_file()
+
+
 def test_a_run_without_a_validation_share_trains(tiny, run_folder):
     assert main(["fit", *tiny, "--data.fractions=[1,0,0]", "--trainer.log_every_n_steps=1"]) == 0
     assert not any(row.get("val_loss") for row in rows(run_folder))
