@@ -192,6 +192,10 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
+def _inverse(turn: Tensor | None) -> Tensor | None:
+    return None if turn is None else turn.conj()
+
+
 class _Block:
     """One block's features and weights, by chunks (G, C, ·), and what both directions compute with them."""
 
@@ -219,17 +223,13 @@ class _Block:
     # Rotations: of tokens by their place in the block, and of states into the block's frame and back.
 
     def rotate(self, x: Tensor) -> Tensor:
-        if self.turn is None:
-            return x
         return rotate(self.by_chunk(x), self.turn, self.settings.interleaved).view_as(x)
 
     def rotate_back(self, x: Tensor) -> Tensor:
-        if self.turn is None:
-            return x
-        return rotate(self.by_chunk(x), self.turn.conj(), self.settings.interleaved).view_as(x)
+        return rotate(self.by_chunk(x), _inverse(self.turn), self.settings.interleaved).view_as(x)
 
     def to_block(self, kv: Tensor) -> Tensor:
-        return rotate_rows(kv, None if self.frame is None else self.frame.conj(), self.settings.interleaved)
+        return rotate_rows(kv, _inverse(self.frame), self.settings.interleaved)
 
     def from_block(self, kv: Tensor) -> Tensor:
         return rotate_rows(kv, self.frame, self.settings.interleaved)

@@ -7,7 +7,7 @@ their rows and attended one after the other.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,12 +24,8 @@ def noncausal_attention(inputs: Inputs) -> tuple[Tensor, State]:
     rows = [_documents_apart(row) for row in _rows(inputs)]
     o = torch.cat([o for o, _ in rows])
     finals = [final for _, final in rows]
-    stacked = {
-        name: torch.cat([getattr(final, name) for final in finals])
-        for name in ("kv", "k_sum", "k_rotated_sum")
-        if getattr(finals[0], name) is not None
-    }
-    return o, State(length=finals[0].length, log_decay=inputs.final_log_decay(), **stacked)
+    stacked = {name: torch.cat([final.tensors[name] for final in finals]) for name in finals[0].tensors}
+    return o, State(length=finals[0].length, **{**stacked, "log_decay": inputs.final_log_decay()})
 
 
 def _rows(inputs: Inputs) -> list[Inputs]:
@@ -46,9 +42,8 @@ def _rows(inputs: Inputs) -> list[Inputs]:
 
 
 def _split_state(state: State) -> list[State]:
-    names = [f.name for f in fields(state) if f.name != "length" and getattr(state, f.name) is not None]
-    pieces = zip(*(getattr(state, name).split(1) for name in names))
-    return [State(length=state.length, **dict(zip(names, piece))) for piece in pieces]
+    pieces = zip(*(tensor.split(1) for tensor in state.tensors.values()))
+    return [State(length=state.length, **dict(zip(state.tensors, piece))) for piece in pieces]
 
 
 def _documents_apart(row: Inputs) -> tuple[Tensor, State]:

@@ -68,9 +68,14 @@ class State:
         k_sum = kv.new_zeros(batch, n_heads, head_dim)
         return cls(kv, k_sum, 0, k_rotated_sum=torch.zeros_like(k_sum) if normalize == "rotary" else None)
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The state's tensors by name, without the one that its `normalize` does not carry."""
+        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "length"}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
     def _map(self, change) -> State:
-        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "length"}
-        return replace(self, **{name: t if t is None else change(t) for name, t in tensors.items()})
+        return replace(self, **{name: change(tensor) for name, tensor in self.tensors.items()})
 
     def detach(self) -> State:
         """The same numbers, cut from the graph that made them."""
@@ -83,8 +88,7 @@ class State:
     @property
     def nbytes(self) -> int:
         """Bytes held by the state's tensors."""
-        tensors = (self.kv, self.k_sum, self.log_decay, self.k_rotated_sum)
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 def check_rope(rope: RotaryEmbedding | None, features: int) -> None:
