@@ -70,13 +70,14 @@ def as_pairs(x: Tensor, rotary_dim: int, interleaved: bool) -> Tensor:
     return torch.complex(*(half.contiguous() for half in x.chunk(2, dim=-1)))
 
 
-def rotate(x: Tensor, turn: Tensor | None, interleaved: bool) -> Tensor:
+def rotate(x: Tensor, turn: Tensor | None, interleaved: bool, out: Tensor | None = None) -> Tensor:
     """Multiply the pairs of x by `turn`; dimensions beyond the rotary ones pass through (eq. 34).
 
     Args:
         x: (..., D), float32 or float64.
         turn: (R/2,) or anything that broadcasts to (..., R/2), complex; None leaves x as it is.
         interleaved: pair dimensions (2m, 2m+1), as RoFormer does; False pairs (m, m + R/2), as GPT-NeoX and Llama do.
+        out: (..., D) of x's dtype to write to, not x itself and not differentiable; None for a new tensor.
 
     Returns:
         (..., D) in x's dtype.
@@ -84,10 +85,31 @@ def rotate(x: Tensor, turn: Tensor | None, interleaved: bool) -> Tensor:
     if turn is None:
         return x
     rotary_dim = 2 * turn.shape[-1]
+    if out is not None:
+        return _rotate_into(x, turn, rotary_dim, interleaved, out)
     pairs = as_pairs(x, rotary_dim, interleaved)
     pairs = pairs * turn.to(pairs.dtype)
     turned = torch.view_as_real(pairs).flatten(-2) if interleaved else torch.cat((pairs.real, pairs.imag), dim=-1)
     return turned if rotary_dim == x.shape[-1] else torch.cat((turned, x[..., rotary_dim:]), dim=-1)
+
+
+def _rotate_into(x: Tensor, turn: Tensor, rotary_dim: int, interleaved: bool, out: Tensor) -> Tensor:
+    """One complex product where the pairs lie as complex numbers do, else its four real ones."""
+    if rotary_dim < x.shape[-1]:
+        out[..., rotary_dim:].copy_(x[..., rotary_dim:])
+    if interleaved and x.shape[-1] % 2 == 0:
+        pairs, turned = (torch.view_as_complex(y[..., :rotary_dim].unflatten(-1, (-1, 2))) for y in (x, out))
+        torch.mul(pairs, turn, out=turned)
+        return out
+    (x1, x2), (y1, y2) = (_halves(y[..., :rotary_dim], interleaved) for y in (x, out))
+    torch.mul(x1, turn.real, out=y1).addcmul_(x2, turn.imag, value=-1)
+    torch.mul(x1, turn.imag, out=y2).addcmul_(x2, turn.real)
+    return out
+
+
+def _halves(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """The first and second dimensions of all pairs, as views."""
+    return (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
 
 
 @dataclass(frozen=True)

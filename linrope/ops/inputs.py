@@ -95,7 +95,7 @@ def check_inputs(
     key_mask = _check_key_mask(key_mask, k)
     phi = get_feature_map(feature_map)
     working = torch.promote_types(q.dtype, torch.float32)
-    if phi.backward is None:
+    if phi.load is None:
         if key_mask is not None:  # before φ, through which the gradient of a masked NaN would be NaN
             k = k.masked_fill(~key_mask[:, None, :, None], 0)
         q, k = _mapped("q", q, phi, working), _mapped("k", k, phi, working)

@@ -13,6 +13,7 @@ import torch.utils.checkpoint
 
 from linrope import State, linear_attention, ops
 from linrope.ops import chunked
+from linrope.ops.memory import Pool
 from tests.ops.cases import BATCH, CAUSAL, HEADS, NONCAUSAL, assert_agree, make, named, run
 
 TOLERANCE = 1e-10
@@ -27,6 +28,7 @@ def several_blocks(monkeypatch):
 @pytest.fixture(autouse=True)
 def unwritten_is_nan():
     """An entry of `torch.empty` that is never written shows up as NaN."""
+    Pool.of_thread.__dict__.clear()  # workspace is kept from call to call
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory
     assert torch.empty(3).isnan().all()

@@ -1,0 +1,232 @@
+"""One block of the causal kernel: its buffers, its weights, and its arithmetic in both directions.
+
+A block is some heads' tokens, cut into N chunks of C, so few that its tensors stay in cache; every pass writes into
+buffers that live as long as the call, since memory fetched anew costs more than many of the passes. All buffers have
+the heads first: PyTorch splits a pass among threads along the first dimension, so that each thread finds in its own
+cache what it wrote there.
+
+Inside a chunk all pairs are formed; all earlier tokens are met through the state, which is held transposed, (E, D):
+
+    num = ((q̃ k̃ᵀ) ∘ M) v + a ∘ q̃ Sᵀ        S ← e^g S + vᵀ (b ∘ k̃)
+
+with q̃, k̃ turned by their position within the block, S the state before the chunk in the block's frame, and, with G the
+chunk's running sum of log_decay, M_pp' = e^{G_p - G_p'} for p' ≤ p, a_p = e^{G_p}, b_p = e^{G_C - G_p}, g = G_C. Without
+forgetting M is lower-triangular ones and a, b, e^g are 1; a document boundary is a decay of -inf. The denominator is
+φ(q) times a running sum of φ(k), of the same form at a finer grain: chunks of `SUM_CHUNK`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from linrope.feature_maps import FeatureMap, exp_below_zero
+from linrope.rotary import rotate, unit_rotations
+
+SUM_CHUNK = 16
+"""Running sums are small matrix products, a quarter of the work at 16 tokens of what it is at 64."""
+
+
+# --- what a block reads ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rotations:
+    """The turns that all heads share: of a token within its block, and of a block within the sequence."""
+
+    local: Tensor  # (block, R/2) exp(i·p·θ): one table for every block
+    frames: Tensor  # (number of blocks, R/2) exp(i·t·θ), t the position of the block's first token
+    interleaved: bool
+
+    @classmethod
+    def make(cls, theta: Tensor, interleaved: bool, starts: Tensor, longest: int, dtype: torch.dtype) -> Rotations:
+        """For blocks of up to `longest` tokens that begin at the positions `starts`."""
+        # By the addition of angles: a few exact turns, and one product for each token.
+        coarse, fine = torch.arange(0, longest, 64), torch.arange(min(longest, 64))
+        positions = torch.cat((coarse, fine, starts)).to(theta.device)
+        coarse, fine, frames = unit_rotations(positions, theta).split([len(coarse), len(fine), len(starts)])
+        local = (coarse[:, None] * fine).flatten(0, 1)[:longest]
+        complex_dtype = torch.promote_types(dtype, torch.complex64)
+        return cls(local.to(complex_dtype), frames.to(complex_dtype), interleaved)
+
+    def of_block(self, index: int, length: int) -> tuple[Tensor, Tensor]:
+        """(length, R/2): the turns of one block's tokens by their positions, and back."""
+        turn = self.local[:length] * self.frames[index]
+        return turn, turn.conj_physical()
+
+
+@dataclass(frozen=True)
+class Call:
+    """The tensors of one call, or of some of its rows, and how they are to be read."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None  # (B, H or 1, T); None where nothing is forgotten
+    key_mask: Tensor | None
+    documents: Tensor | None
+    rotations: Rotations | None
+    phi: FeatureMap
+    plain: bool  # whether there is a denominator
+    eps: float
+    dtype: torch.dtype  # of sums
+    product_dtype: torch.dtype  # of what enters matrix products
+
+    def rows(self, batch: slice, heads: slice) -> Call:
+        """The same for some rows of the batch and some heads."""
+
+        def cut(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[batch, heads if x.shape[1] > 1 else slice(None)]
+
+        return replace(
+            self,
+            q=cut(self.q),
+            k=cut(self.k),
+            v=cut(self.v),
+            log_decay=cut(self.log_decay),
+            key_mask=None if self.key_mask is None else self.key_mask[batch],
+            documents=None if self.documents is None else self.documents[batch],
+        )
+
+
+@dataclass(frozen=True)
+class Span:
+    """Block number `index`: tokens `start … stop` of the sequence, in chunks."""
+
+    index: int
+    start: int
+    n_chunks: int
+    chunk: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.n_chunks * self.chunk
+
+    def of(self, x: Tensor) -> Tensor:
+        """The span of x (B, H, T, ...)."""
+        return x.narrow(2, self.start, self.n_chunks * self.chunk)
+
+
+# --- buffers ---------------------------------------------------------------------------------------------------------
+
+
+class Tokens:
+    """A buffer of one block's tokens, seen in the three ways that its passes ask for."""
+
+    def __init__(self, flat: Tensor, n_chunks: int, chunk: int):
+        batch, heads, tokens, width = flat.shape
+        self.rows = flat  # (b, h, t, D)
+        self.chunks = flat.view(batch * heads * n_chunks, chunk, width)  # (G, C, D)
+        self.subs = flat.view(-1, SUM_CHUNK if chunk % SUM_CHUNK == 0 else chunk, width)  # (G', c, D)
+
+    @cached_property
+    def complex(self) -> Tensor:
+        """(b, h, t, D/2): dimensions (2m, 2m+1) as one number."""
+        return torch.view_as_complex(self.rows.unflatten(-1, (-1, 2)))
+
+    def filled(self, other: Tokens) -> Tokens:
+        """This buffer, with the other's values."""
+        self.rows.copy_(other.rows)
+        return self
+
+    def rotated(self, turn: Tensor, interleaved: bool, out: Tokens) -> Tokens:
+        """Turn into `out`: one complex product where all of the head turns."""
+        if interleaved and 2 * turn.shape[-1] == self.rows.shape[-1]:
+            torch.mul(self.complex, turn, out=out.complex)
+        else:
+            rotate(self.rows, turn, interleaved, out=out.rows)
+        return out
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a token or a chunk counts for in a later one: for M chunks of c tokens in all, n of them in each of R heads.
+
+    Without forgetting the optional ones are None, standing for ones, and `pairs` is one triangle for all.
+    """
+
+    pairs: Tensor  # M (M, c, c): from key p' to query p
+    reach: Tensor | None  # a (M, c, 1): from the state before the chunk to query p
+    kept: Tensor | None  # b (M, c, 1): from key p to the state after the chunk
+    between: Tensor  # (R, n, n): from a chunk's own sum to the state before a later chunk
+    enter: Tensor | None  # (R, n, 1): from the state before the block to the one before a chunk
+    leave: Tensor | None  # (R, n, 1): from a chunk's own sum to the state after the block
+    steps: Tensor | None  # (R, n, 1): from the state before a chunk to the one after it
+    last: int = -1  # the chunk whose end is the block's: 0 on the way back
+
+    @classmethod
+    def constant(cls, rows: int, n: int, c: int, dtype: torch.dtype, device: torch.device) -> Weights:
+        """Nothing is forgotten."""
+        ones = torch.ones(max(n, c), max(n, c), dtype=dtype, device=device)
+        pairs, between = ones[:c, :c].tril(), ones[:n, :n].tril(-1)
+        return cls(pairs.expand(rows * n, c, c), None, None, between.expand(rows, n, n), None, None, None)
+
+    @classmethod
+    def forgetting(cls, call: Call, span: Span, n: int, c: int, pairs: Tensor) -> Weights:
+        """exp of differences of running sums, and 0 from one document to another.
+
+        The sums are float64: a chunk of strong decays reaches thousands, where float32 has lost the differences near
+        0. Pairs are too many for that, so they take each sum as a float32 and what that rounded away.
+
+        Args:
+            pairs: (b, H or 1, n, c, c), to be filled.
+        """
+        total = span.of(call.log_decay).unflatten(2, (n, c)).cumsum(dim=-1, dtype=torch.float64)
+        high = total.to(call.dtype)
+        low = (total - high).to(call.dtype)
+        torch.sub(high[..., :, None], high[..., None, :], out=pairs)
+        pairs.add_(low[..., :, None]).sub_(low[..., None, :])
+        exp_below_zero(pairs, out=pairs).tril_()
+        boundary = torch.nn.functional.pad(total[..., -1].cumsum(dim=-1), (1, 0))  # before each chunk, and at the end
+        chain = (boundary[..., :, None] - boundary[..., None, :]).clamp_(max=0).exp_().tril_()
+        reach, kept = total.exp(), (total[..., -1:] - total).exp()
+        if call.documents is not None:
+            document = span.of(call.documents[:, None]).unflatten(2, (n, c))
+            # the document that the state at each boundary belongs to; before the first token it is that token's own
+            before = call.documents[:, max(span.start - 1, 0)]
+            at = torch.cat((before[:, None, None], document[..., -1]), dim=-1)
+            pairs.mul_(document[..., :, None] == document[..., None, :])
+            chain.mul_(at[..., :, None] == at[..., None, :])
+            reach, kept = reach * (document == at[..., :-1, None]), kept * (document == at[..., 1:, None])
+        batch, heads = call.q.shape[:2]
+
+        def for_each_head(x: Tensor, first: int) -> Tensor:
+            """(b, H or 1, ...) -> all dimensions before the given one as one."""
+            return x.to(call.dtype).expand(batch, heads, *x.shape[2:]).flatten(0, first - 1)
+
+        tokens = (for_each_head(x, 3) for x in (pairs, reach[..., None], kept[..., None]))
+        steps = chain.diagonal(-1, dim1=-2, dim2=-1)[..., None]
+        # row i: what the state at boundary i has of the incoming one, and of each chunk's own sum
+        chained = chain[..., :-1, 1:], chain[..., :-1, :1], chain[..., -1:, 1:].mT, steps
+        return cls(*tokens, *(for_each_head(x, 2) for x in chained))
+
+    @cached_property
+    def reversed(self) -> Weights:
+        """The transpose: it passes gradients from later to earlier."""
+        return Weights(
+            self.pairs.mT, self.kept, self.reach, self.between.mT, self.leave, self.enter, self.steps, last=0
+        )
+
+    def before(self, carry: Tensor, own: Tensor, out: Tensor) -> Tensor:
+        """The state before each chunk, (R, n, X), from the one before the block (R, X) and the chunks' own sums."""
+        if self.enter is None:
+            return torch.baddbmm(carry[:, None], self.between, own, out=out)
+        return torch.mul(self.enter, carry[:, None], out=out).baddbmm_(self.between, own)
+
+    def after(self, before: Tensor, own: Tensor, out: Tensor) -> Tensor:
+        """The state after the block, (R, X): that before the last chunk, and the chunk's own."""
+        before, own = before[:, self.last], own[:, self.last]
+        if self.steps is None:
+            return torch.add(before, own, out=out)
+        return torch.addcmul(own, self.steps[:, self.last], before, out=out)
+
+
+def scaled(x: Tensor, weight: Tensor | None, out: Tensor | None) -> Tensor:
+    """weight ∘ x, or x itself where nothing is forgotten."""
+    return x if weight is None else torch.mul(x, weight, out=out)
