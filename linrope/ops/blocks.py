@@ -9,10 +9,10 @@ Inside a chunk all pairs are formed; all earlier tokens are met through the stat
 
     num = ((q̃ k̃ᵀ) ∘ M) v + a ∘ q̃ Sᵀ        S ← e^g S + vᵀ (b ∘ k̃)
 
-with q̃, k̃ turned by their position within the block, S the state before the chunk in the block's frame, and, with G the
-chunk's running sum of log_decay, M_pp' = e^{G_p - G_p'} for p' ≤ p, a_p = e^{G_p}, b_p = e^{G_C - G_p}, g = G_C. Without
-forgetting M is lower-triangular ones and a, b, e^g are 1; a document boundary is a decay of -inf. The denominator is
-φ(q) times a running sum of φ(k), of the same form at a finer grain: chunks of `SUM_CHUNK`.
+with q̃, k̃ turned by their positions, S the state before the chunk and, with G the chunk's running sum of log_decay,
+M_pp' = e^{G_p - G_p'} for p' ≤ p, a_p = e^{G_p}, b_p = e^{G_C - G_p}, g = G_C. Without forgetting M is lower-triangular
+ones and a, b, e^g are 1; a document boundary is a decay of -inf. The denominator is φ(q) times a running sum of φ(k),
+of the same form at a finer grain: chunks of `SUM_CHUNK`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from linrope.feature_maps import FeatureMap, exp_below_zero
+from linrope.ops.theta import ThetaGradient
 from linrope.rotary import rotate, unit_rotations
 
 SUM_CHUNK = 16
@@ -110,6 +111,41 @@ class Span:
         return x.narrow(2, self.start, self.n_chunks * self.chunk)
 
 
+@dataclass(frozen=True)
+class Saved:
+    """What the forward writes and the backward reads. `den` is empty without a denominator."""
+
+    o: Tensor
+    den: Tensor
+    kv_at: Tensor  # (n, b, h, E, D): causal, before each block and at the end; else before and after
+    k_sum_at: Tensor  # (n, b, h, D)
+
+    def rows(self, batch: slice, heads: slice) -> Saved:
+        o, den = (x if x.numel() == 0 else x[batch, heads] for x in (self.o, self.den))
+        return Saved(o, den, self.kv_at[:, batch, heads], self.k_sum_at[:, batch, heads])
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What the backward writes to; `d_kv` and `d_k_sum` come in as the final state's and leave as the first one's."""
+
+    grad_o: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    d_log_decay: Tensor | None
+    d_theta: ThetaGradient | None
+    d_kv: Tensor  # (b, h, E, D)
+    d_k_sum: Tensor  # (b, h, D)
+
+    def rows(self, batch: slice, heads: slice) -> Gradients:
+        grad_o, dq, dk, dv, d_kv, d_k_sum = (
+            x[batch, heads] for x in (self.grad_o, self.dq, self.dk, self.dv, self.d_kv, self.d_k_sum)
+        )
+        d_log_decay = None if self.d_log_decay is None else self.d_log_decay[batch, heads]
+        return Gradients(grad_o, dq, dk, dv, d_log_decay, self.d_theta, d_kv, d_k_sum)
+
+
 # --- buffers ---------------------------------------------------------------------------------------------------------
 
 
@@ -117,7 +153,7 @@ class Tokens:
     """A buffer of one block's tokens, seen in the three ways that its passes ask for."""
 
     def __init__(self, flat: Tensor, n_chunks: int, chunk: int):
-        batch, heads, tokens, width = flat.shape
+        batch, heads, _, width = flat.shape
         self.rows = flat  # (b, h, t, D)
         self.chunks = flat.view(batch * heads * n_chunks, chunk, width)  # (G, C, D)
         self.subs = flat.view(-1, SUM_CHUNK if chunk % SUM_CHUNK == 0 else chunk, width)  # (G', c, D)
@@ -139,6 +175,17 @@ class Tokens:
         else:
             rotate(self.rows, turn, interleaved, out=out.rows)
         return out
+
+
+def load_features(phi: FeatureMap, x: Tensor, into: Tensor, slope: Tensor, hidden: Tensor | None = None) -> None:
+    """φ of x, of any strides and dtype, into a buffer, and its slope into another; `hidden` tokens become φ(0)."""
+    # Read in place only in whole vectors: elsewhere exp may differ in the last bit with the strides.
+    whole = x.dtype == into.dtype and x.stride(-1) == 1 and x.shape[-1] % 64 == 0
+    if hidden is not None or not whole:
+        x = into.copy_(x)
+    if hidden is not None:
+        x.masked_fill_(hidden, 0)  # whatever a hidden key holds: a NaN times 0 would stay
+    phi.load(x, into, slope)
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------

@@ -7,14 +7,30 @@ and one state a block.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from linrope.ops.blocks import SUM_CHUNK, Call, Span, Tokens, Weights, scaled
+from linrope.ops.blocks import SUM_CHUNK, Call, Gradients, Saved, Span, Tokens, Weights, load_features, scaled
 from linrope.ops.memory import Pool
-from linrope.rotary import as_pairs
+
+
+def forward(call: Call, spans: list[Span], saved: Saved, pool: Pool) -> None:
+    """Write o, den and the state after each block, of some rows."""
+    for span in spans:
+        _block(Forward, call, span, pool).run(call, span, saved)
+
+
+def backward(call: Call, spans: list[Span], saved: Saved, grads: Gradients, pool: Pool) -> None:
+    """Write the gradients of some rows."""
+    for span in reversed(spans):
+        _block(Backward, call, span, pool).run(call, span, saved, grads)
+
+
+def _block(kind: type, call: Call, span: Span, pool: Pool) -> Forward | Backward:
+    """The block of that shape: made once, and kept with the memory it uses."""
+    sizes = (*call.q.shape[:2], span.n_chunks, span.chunk, call.q.shape[3], call.v.shape[3])
+    key = (kind, *sizes, call.dtype, call.product_dtype, call.rotations is None, call.log_decay is None)
+    return pool.keep(key, lambda: kind(call, span, pool))
 
 
 class Block:
@@ -75,8 +91,8 @@ class Block:
         if call.key_mask is not None:
             visible = span.of(call.key_mask[:, None])[..., None]
             hidden, self.visible = ~visible, visible.to(self.dtype)
-        self.load_features(call, span.of(call.q), self.q, self.q_slope)
-        self.load_features(call, span.of(call.k), self.k, self.k_slope, hidden)
+        load_features(call.phi, span.of(call.q), self.q.rows, self.q_slope.rows)
+        load_features(call.phi, span.of(call.k), self.k.rows, self.k_slope.rows, hidden)
         self.v.rows.copy_(span.of(call.v))
         if hidden is not None:
             self.k.rows.mul_(self.visible)  # φ(0) is not 0
@@ -88,15 +104,6 @@ class Block:
             self.k.rotated(turn, interleaved, out=self.k_turned)
         self.q_in, self.k_in = self.low(self.q_turned.chunks, "q"), self.low(self.k_turned.chunks, "k")
         self.weights, self.sum_weights = self.weigh(call, span)
-
-    def load_features(self, call: Call, x: Tensor, into: Tokens, slope: Tokens, hidden: Tensor | None = None) -> None:
-        # Read in place only in whole vectors: elsewhere exp may differ in the last bit with the strides.
-        whole = x.dtype == self.dtype and x.stride(-1) == 1 and x.shape[-1] % 64 == 0
-        if hidden is not None or not whole:
-            x = into.rows.copy_(x)
-        if hidden is not None:
-            x.masked_fill_(hidden, 0)  # whatever a hidden key holds: a NaN times 0 would stay
-        call.phi.load(x, into.rows, slope.rows)
 
     def weigh(self, call: Call, span: Span) -> tuple[Weights, Weights]:
         """Of the chunks, and of the finer ones of running sums."""
@@ -130,10 +137,10 @@ class Block:
         return self.low(into, "state" if weights.last else "d_state")
 
     def running_sum(self, x: Tokens, carry: Tensor, weights: Weights, out: Tokens, after: Tensor | None) -> None:
-        """Into out the weighted sum of x (b, h, t, D) up to each token; into after (b, h, D), if given, that at the end.
+        """Into out the weighted sum of x (b, h, t, D) up to each token; into after, if given, that at the end.
 
         Args:
-            carry: (b, h, D), the sum before the block.
+            carry, after: (b, h, D), the sum before the block and where to write that after it.
         """
         own = scaled(x.subs, weights.kept, out.subs).sum(dim=1).view(self.n_rows, -1, self.features)
         before = weights.before(carry.view(self.n_rows, -1), own, out=torch.empty_like(own))
@@ -176,41 +183,6 @@ class Forward(Block):
             span.of(saved.o).copy_(self.num.rows)
 
 
-@dataclass(frozen=True)
-class Saved:
-    """What the forward left for the backward, for some rows. `o` and `den` are empty without a denominator."""
-
-    o: Tensor
-    den: Tensor
-    kv_at: Tensor  # (number of blocks + 1, b, h, E, D)
-    k_sum_at: Tensor  # (number of blocks + 1, b, h, D)
-
-    def rows(self, batch: slice, heads: slice) -> Saved:
-        o, den = (x if x.numel() == 0 else x[batch, heads] for x in (self.o, self.den))
-        return Saved(o, den, self.kv_at[:, batch, heads], self.k_sum_at[:, batch, heads])
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """What the backward writes to; `d_kv` and `d_k_sum` come in as the final state's and leave as the first one's."""
-
-    grad_o: Tensor
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    d_log_decay: Tensor | None
-    d_theta: ThetaGradient | None
-    d_kv: Tensor  # (b, h, E, D)
-    d_k_sum: Tensor  # (b, h, D)
-
-    def rows(self, batch: slice, heads: slice) -> Gradients:
-        grad_o, dq, dk, dv, d_kv, d_k_sum = (
-            x[batch, heads] for x in (self.grad_o, self.dq, self.dk, self.dv, self.d_kv, self.d_k_sum)
-        )
-        d_log_decay = None if self.d_log_decay is None else self.d_log_decay[batch, heads]
-        return Gradients(grad_o, dq, dk, dv, d_log_decay, self.d_theta, d_kv, d_k_sum)
-
-
 class Backward(Block):
     """A block on the way back. With g = ∂L/∂o, ∂num = g / den and ∂den = -(∂numᵀ o):
 
@@ -227,7 +199,9 @@ class Backward(Block):
         products = self.product_dtype
         self.d_num, self.dv = (self.tokens(name, self.width, products) for name in ("d_num", "num"))
         self.dq_turned, self.dk_turned = (self.tokens(name, dtype=products) for name in ("dq", "dk"))
-        self.dq, self.dk = (self.q_turned, self.k_turned) if call.rotations is not None else map(self.tokens, ("dq out", "dk out"))
+        self.dq, self.dk = (
+            (self.q_turned, self.k_turned) if call.rotations is not None else map(self.tokens, ("dq out", "dk out"))
+        )
         self.end = self.pool("end", (self.batch, self.heads, self.width, self.features), self.dtype)
         self.d_state = self.buffer("d_state", self.width, self.features, self.dtype)
         self.later = self.tokens("dq")
@@ -268,9 +242,7 @@ class Backward(Block):
         v_kept, k_kept = scaled(v, weights.kept, self.v_kept), scaled(self.k_in, weights.kept, self.k_kept)
         d_num_reach = scaled(d_num, weights.reach, self.d_num_reach)
         state = self.pass_states(saved.kv_at[span.index], v_kept, self.k_in, weights, self.state, after=self.end)
-        d_state = self.pass_states(
-            grads.d_kv, d_num_reach, self.q_in, weights.reversed, self.d_state, after=grads.d_kv
-        )
+        d_state = self.pass_states(grads.d_kv, d_num_reach, self.q_in, weights.reversed, self.d_state, after=grads.d_kv)
         d_pairs = self.weighted_pairs(d_num, v, self.pairs)
         torch.bmm(d_pairs, self.k_in, out=self.dq_turned.chunks).baddbmm_(d_num_reach, state)
         torch.bmm(d_pairs.mT, self.q_in, out=self.dk_turned.chunks).baddbmm_(v_kept, d_state)
@@ -286,8 +258,8 @@ class Backward(Block):
         if self.product_dtype != self.dtype:
             dq_turned, dk_turned = self.tokens("high dq").filled(dq_turned), self.tokens("high dk").filled(dk_turned)
         if grads.d_theta is not None:
-            crossed = (self.q_turned, dq_turned, self.k_turned, dk_turned)
-            grads.d_theta.add(span.start, *(x.rows for x in crossed))
+            grads.d_theta.add(span.start, self.q_turned.rows, dq_turned.rows)
+            grads.d_theta.add(span.start, self.k_turned.rows, dk_turned.rows)
         if call.rotations is None:
             self.dq.rows.copy_(dq_turned.rows)
             self.dk.rows.copy_(dk_turned.rows)
@@ -319,31 +291,3 @@ def state_times_gradient(saved: Saved, grads: Gradients, boundary: int) -> Tenso
     there with its gradient, which spares a running sum, and its rounding, over the whole sequence."""
     share = (saved.kv_at[boundary] * grads.d_kv).sum(dim=(-2, -1))
     return share + (saved.k_sum_at[boundary] * grads.d_k_sum).sum(dim=-1)
-
-
-class ThetaGradient:
-    """∂θ_m = Σ_t t·(q̃_t × ∂q̃_t + k̃_t × ∂k̃_t)_m, in float64 around the middle of the sequence."""
-
-    def __init__(self, theta: Tensor, length: int, interleaved: bool):
-        self.total = torch.zeros(theta.shape, dtype=torch.float64, device=theta.device)
-        self.middle, self.interleaved = length // 2, interleaved
-
-    def add(self, start: int, *turned_and_gradients: Tensor) -> None:
-        """The share of tokens from `start` on: q̃, ∂q̃, k̃, ∂k̃, each (b, h, t, D)."""
-        q, dq, k, dk = turned_and_gradients
-        for x, dx in ((q, dq), (k, dk)):
-            cross = self.cross(x, dx).sum(dim=(0, 1))
-            positions = torch.arange(start, start + len(cross), dtype=torch.float64, device=cross.device)
-            self.total += ((positions - self.middle)[:, None] * cross).sum(dim=0)
-
-    def add_origin(self, start: int, first: tuple[Tensor, Tensor], last: tuple[Tensor, Tensor]) -> None:
-        """The middle's own position times the whole sum of crosses. To turn all tokens at once is to turn the states at
-        both ends instead, so that sum is read off the states and their gradients: exactly 0 where there are none."""
-        d_turn = self.cross(*last).sum(dim=(0, 1, 2)) - self.cross(*first).sum(dim=(0, 1, 2))
-        self.total += (start + self.middle) * d_turn
-
-    def cross(self, x: Tensor, dx: Tensor) -> Tensor:
-        """x × ∂x of each pair: (..., D) -> (..., R/2), float64."""
-        width = 2 * len(self.total)
-        pairs, d_pairs = as_pairs(x, width, self.interleaved), as_pairs(dx, width, self.interleaved)
-        return (pairs.conj() * d_pairs).imag.to(torch.float64)

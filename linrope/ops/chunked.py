@@ -12,16 +12,18 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from linrope.errors import InputError
 from linrope.feature_maps import FEATURE_MAPS
-from linrope.ops.blocks import Call, Rotations, Span
-from linrope.ops.causal import Backward, Forward, Gradients, Saved, ThetaGradient
+from linrope.ops import causal, noncausal
+from linrope.ops.blocks import Call, Gradients, Rotations, Saved, Span
+from linrope.ops.flops import causal_flops, noncausal_flops
 from linrope.ops.inputs import Inputs
 from linrope.ops.memory import Pool, empty
-from linrope.ops.noncausal import noncausal_attention
 from linrope.ops.reference import guarded, reference_attention
 from linrope.ops.state import State
+from linrope.ops.theta import ThetaGradient
 from linrope.rotary import rotate, unit_rotations
 
 CHUNK = 64
@@ -36,20 +38,21 @@ MAX_BLOCK = 2048
 
 def chunked_attention(inputs: Inputs) -> tuple[Tensor, State]:
     """(o, final state) of one call, in time and memory linear in the length."""
-    if inputs.q.numel() == 0:
+    if inputs.q.numel() == 0 or inputs.k.numel() == 0:
         return reference_attention(inputs)  # no row or no token: nothing to make fast
-    if not inputs.settings.causal:
-        return noncausal_attention(inputs)
     if inputs.settings.normalize == "rotary":
         return _with_rotary_denominator(inputs)
-    if inputs.q.shape[2] == 1:
-        return _one_token(inputs)
-    settings = inputs.settings
+    if not inputs.settings.causal:
+        return noncausal.by_document(inputs, _operator)
+    return _one_token(inputs) if inputs.q.shape[2] == 1 else _operator(inputs)
+
+
+def _operator(inputs: Inputs) -> tuple[Tensor, State]:
+    settings, past = inputs.settings, _past(inputs)
     log_decay = inputs.log_decay
     if log_decay is None and settings.documents is not None:
         log_decay = inputs.q.new_zeros((inputs.q.shape[0], 1, inputs.q.shape[2]), dtype=settings.dtype)
-    past = _past(inputs)
-    o, _, _, _, kv, k_sum = torch.ops.linrope.causal_forward(
+    o, _, _, _, kv, k_sum = torch.ops.linrope.linear_attention(
         inputs.q,
         inputs.k,
         inputs.v,
@@ -64,8 +67,9 @@ def chunked_attention(inputs: Inputs) -> tuple[Tensor, State]:
         settings.normalize == "plain",
         settings.eps,
         settings.interleaved,
+        settings.causal,
     )
-    return o, State(kv, k_sum, settings.start + inputs.q.shape[2], inputs.final_log_decay())
+    return o, State(kv, k_sum, settings.start + inputs.k.shape[2], inputs.final_log_decay())
 
 
 def _past(inputs: Inputs) -> State:
@@ -129,14 +133,23 @@ class Tile:
     @classmethod
     def of(cls, batch: int, heads: int, length: int, width: int) -> Tile:
         """Blocks of about `BLOCK_ELEMENTS`: few heads have long blocks, many heads are worked through in groups."""
-        fit = max(BLOCK_ELEMENTS // max(width, 1), CHUNK)
-        rows = max(fit // max(min(length, BLOCK_TOKENS), CHUNK), 1)
-        group = min(heads, rows)
-        if heads > group:
-            group = -(-heads // -(-heads // group))  # groups of about one size
-        rows_of_batch = max(min(batch, rows // max(group, 1)), 1)
-        tokens = fit // max(rows_of_batch * group, 1) // CHUNK * CHUNK
-        return cls(rows_of_batch, group, min(max(tokens, CHUNK), MAX_BLOCK))
+        rows_of_batch, group = cls._rows(batch, heads, min(length, BLOCK_TOKENS), width)
+        return cls(rows_of_batch, group, cls.tokens_of(batch, heads, width))
+
+    @classmethod
+    def tokens_of(cls, batch: int, heads: int, width: int) -> int:
+        """Tokens of a block; the length has no say in it, so that graphs can leave it open."""
+        rows_of_batch, group = cls._rows(batch, heads, BLOCK_TOKENS, width)
+        tokens = max(BLOCK_ELEMENTS // width, CHUNK) // (rows_of_batch * group) // CHUNK * CHUNK
+        return torch.sym_min(torch.sym_max(tokens, CHUNK), MAX_BLOCK)
+
+    @staticmethod
+    def _rows(batch: int, heads: int, tokens: int, width: int) -> tuple[int, int]:
+        """Rows of the batch and heads whose blocks of so many tokens fit; heads in groups of about one size."""
+        rows = max(BLOCK_ELEMENTS // width // max(tokens, CHUNK), 1)
+        n_groups = -(-heads // rows)
+        group = -(-heads // n_groups)
+        return torch.sym_max(torch.sym_min(batch, rows // group), 1), group
 
     def groups(self, batch: int, heads: int) -> Iterator[tuple[slice, slice]]:
         for b in range(0, batch, self.batch):
@@ -153,22 +166,23 @@ class Tile:
 
 def _tile(q: Tensor, v: Tensor) -> Tile:
     batch, heads, length, features = q.shape
-    return Tile.of(batch, heads, length, max(features, v.shape[-1]))
+    return Tile.of(batch, heads, max(length, v.shape[2]), max(features, v.shape[3]))
 
 
 def _call(
-    tile, spans, q, k, v, log_decay, theta, key_mask, documents, start, feature_map, plain, eps, interleaved, exact=False
+    tile, q, k, v, log_decay, theta, key_mask, documents, start, phi, plain, eps, interleaved, causal, exact=False
 ) -> Call:
     """The operator's arguments as its blocks read them; `exact` keeps bfloat16 out of the products."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     rotations = None
     if theta is not None:
-        block_starts = torch.tensor([start + span.start for span in spans])
-        longest = max(span.stop - span.start for span in spans)
-        rotations = Rotations.make(theta, interleaved, block_starts, longest, dtype)
+        length = max(q.shape[2], k.shape[2])
+        starts = [span.start for span in tile.spans(length)] if causal else range(0, length, tile.tokens)
+        starts = start + torch.tensor(starts)
+        rotations = Rotations.make(theta, interleaved, starts, min(tile.tokens, length), dtype)
     rounded = q.dtype == torch.bfloat16 and not exact and _multiplies_bfloat16(q.device.type)
     products = torch.bfloat16 if rounded else dtype
-    phi = FEATURE_MAPS[feature_map]
+    phi = FEATURE_MAPS[phi]
     return Call(q, k, v, log_decay, key_mask, documents, rotations, phi, plain, eps, dtype, products)
 
 
@@ -178,61 +192,58 @@ def _multiplies_bfloat16(device: str) -> bool:
     return device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def _block(kind: type, call: Call, span: Span, pool: Pool):
-    """The block of that shape: made once, and kept with the memory it uses."""
-    sizes = (*call.q.shape[:2], span.n_chunks, span.chunk, call.q.shape[3], call.v.shape[3])
-    key = (kind, *sizes, call.dtype, call.product_dtype, call.rotations is None, call.log_decay is None)
-    return pool.keep(key, lambda: kind(call, span, pool))
-
-
 def _forward(q, k, v, log_decay, theta, kv, k_sum, *rest):
     """Returns o, den, kv_at, k_sum_at, kv, k_sum: the output, what the backward needs, and the final state."""
-    batch, heads, length = q.shape[:3]
-    tile = _tile(q, v)
-    spans = tile.spans(length)
-    call = _call(tile, spans, q, k, v, log_decay, theta, *rest)
-    o, den, kv_at, k_sum_at, *_ = _outputs(q, v, kv, k_sum, call.plain, len(spans))
+    tile, is_causal = _tile(q, v), rest[-1]
+    spans = tile.spans(q.shape[2])
+    call = _call(tile, q, k, v, log_decay, theta, *rest)
+    o, den, kv_at, k_sum_at, *_ = _outputs(q, v, kv, k_sum, call.plain, is_causal, empty)
+    last = len(spans) if is_causal else 1
     kv_at[0], k_sum_at[0] = kv.mT, k_sum
+    kv_at[last + 1 :], k_sum_at[last + 1 :] = 0, 0
     pool = Pool.on(q.device)
-    for group in tile.groups(batch, heads):
+    for group in tile.groups(*q.shape[:2]):
         part, saved = call.rows(*group), Saved(o, den, kv_at, k_sum_at).rows(*group)
-        for span in spans:
-            _block(Forward, part, span, pool).run(part, span, saved)
-    return o, den, kv_at, k_sum_at, kv_at[-1].mT.contiguous(), k_sum_at[-1].clone()
+        if is_causal:
+            causal.forward(part, spans, saved, pool)
+        else:
+            noncausal.forward(part, tile.tokens, saved, pool)
+    return o, den, kv_at, k_sum_at, kv_at[last].mT.contiguous(), k_sum_at[last].clone()
 
 
-def _outputs(q, v, kv, k_sum, plain: bool, n_blocks: int, make: Callable = empty):
-    batch, heads, length = q.shape[:3]
+def _outputs(q, v, kv, k_sum, plain: bool, is_causal: bool, make: Callable):
+    batch, heads, length, features = q.shape
+    # before each block and at the end; a bound, which says more to a graph with open lengths than the exact number
+    tokens = Tile.tokens_of(batch, heads, max(features, v.shape[3]))
+    n_states = (length - 1) // tokens + 3 if is_causal else 2
     o = make((batch, heads, length, v.shape[-1]), dtype=v.dtype, device=v.device)
     den = kv.new_empty((batch, heads, length) if plain else (0,))
-    kv_at = kv.new_empty(n_blocks + 1, batch, heads, kv.shape[3], kv.shape[2])  # before each block, and at the end
-    k_sum_at = k_sum.new_empty(n_blocks + 1, *k_sum.shape)
+    kv_at = kv.new_empty(n_states, batch, heads, kv.shape[3], kv.shape[2])
+    k_sum_at = k_sum.new_empty(n_states, *k_sum.shape)
     return o, den, kv_at, k_sum_at, torch.empty_like(kv), torch.empty_like(k_sum)
 
 
 def _backward(grad_o, grad_kv, grad_k_sum, o, den, kv_at, k_sum_at, d_decay, d_theta, q, k, v, log_decay, theta, *rest):
     """Returns the gradients of q, k, v, log_decay, theta, kv and k_sum; those not asked for are empty."""
-    batch, heads, length = q.shape[:3]
-    tile = _tile(q, v)
-    spans = tile.spans(length)
+    tile, start, interleaved, is_causal = _tile(q, v), rest[2], rest[-2], rest[-1]
     # ∂log_decay is a small difference of two large sums: products rounded to bfloat16 would cost it its digits
-    call = _call(tile, spans, q, k, v, log_decay, theta, *rest, exact=d_decay)
-    start, interleaved = rest[2], rest[-1]
+    call = _call(tile, q, k, v, log_decay, theta, *rest, exact=d_decay)
     grads = Gradients(
         grad_o,
         *(empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)),
         torch.empty_like(log_decay) if d_decay else None,
-        ThetaGradient(theta, length, interleaved) if d_theta else None,
+        ThetaGradient(theta, q.shape[2], interleaved) if d_theta else None,
         torch.zeros_like(kv_at[-1]) if grad_kv is None else grad_kv.mT.contiguous(),
         torch.zeros_like(k_sum_at[-1]) if grad_k_sum is None else grad_k_sum.clone(),
     )
-    saved = Saved(o, den, kv_at, k_sum_at)
-    last = kv_at[-1], grads.d_kv.clone()
-    pool = Pool.on(q.device)
-    for group in tile.groups(batch, heads):
-        part, saved_part, grads_part = call.rows(*group), saved.rows(*group), grads.rows(*group)
-        for span in reversed(spans):
-            _block(Backward, part, span, pool).run(part, span, saved_part, grads_part)
+    saved, pool, spans = Saved(o, den, kv_at, k_sum_at), Pool.on(q.device), tile.spans(q.shape[2])
+    last = kv_at[len(spans) if is_causal else 1], grads.d_kv.clone()
+    for group in tile.groups(*q.shape[:2]):
+        part = call.rows(*group), saved.rows(*group), grads.rows(*group)
+        if is_causal:
+            causal.backward(part[0], spans, *part[1:], pool)
+        else:
+            noncausal.backward(part[0], tile.tokens, *part[1:], pool)
     nothing = q.new_empty(0)
     if d_theta:
         grads.d_theta.add_origin(start, (kv_at[0], grads.d_kv), last)
@@ -251,9 +262,9 @@ def _backward(grad_o, grad_kv, grad_k_sum, o, den, kv_at, k_sum_at, d_decay, d_t
 
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? theta{past}, Tensor? key_mask, Tensor? documents, "
-    "SymInt start, str feature_map, bool plain, float eps, bool interleaved"
+    "SymInt start, str feature_map, bool plain, float eps, bool interleaved, bool causal"
 )
-_FORWARD, _BACKWARD = "linrope::causal_forward", "linrope::causal_backward"
+_FORWARD, _BACKWARD = "linrope::linear_attention", "linrope::linear_attention_backward"
 torch.library.define(
     _FORWARD,
     f"({_ARGUMENTS.format(past=', Tensor kv, Tensor k_sum')}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -269,14 +280,8 @@ torch.library.impl(_BACKWARD, "default", _backward)
 
 
 @torch.library.register_fake(_FORWARD)
-def _(q, k, v, log_decay, theta, kv, k_sum, key_mask, documents, start, feature_map, plain, eps, interleaved):
-    return _outputs(q, v, kv, k_sum, plain, _n_blocks(q, v), torch.empty)
-
-
-def _n_blocks(q: Tensor, v: Tensor) -> int:
-    """As many as `Tile.spans` gives, without a list of them."""
-    whole, tokens = q.shape[2] // CHUNK * CHUNK, _tile(q, v).tokens
-    return (whole + tokens - 1) // tokens + (q.shape[2] % CHUNK > 0)
+def _(q, k, v, log_decay, theta, kv, k_sum, *rest):
+    return _outputs(q, v, kv, k_sum, rest[4], rest[-1], torch.empty)
 
 
 @torch.library.register_fake(_BACKWARD)
@@ -297,10 +302,8 @@ def _save(ctx, inputs, output) -> None:
     o, den, kv_at, k_sum_at, _, _ = output
     ctx.mark_non_differentiable(den, kv_at, k_sum_at)
     ctx.set_materialize_grads(False)
-    plain = ctx.rest[2]
-    ctx.save_for_backward(
-        o if plain else den, den, kv_at, k_sum_at, q, k, v, log_decay, theta, key_mask, documents
-    )
+    plain = ctx.rest[2]  # without a denominator the output is not looked at again
+    ctx.save_for_backward(o if plain else den, den, kv_at, k_sum_at, q, k, v, log_decay, theta, key_mask, documents)
 
 
 def _differentiate(ctx, grad_o, _den, _kv_at, _k_sum_at, grad_kv, grad_k_sum):
@@ -314,7 +317,7 @@ def _differentiate(ctx, grad_o, _den, _kv_at, _k_sum_at, grad_kv, grad_k_sum):
         grad_o = v.new_zeros(()).expand(*q.shape[:3], v.shape[-1])
     needs = ctx.needs_input_grad
     d_decay, d_theta = needs[3], needs[4]
-    *dqkv, d_log_decay, d_theta_out, d_kv, d_k_sum = torch.ops.linrope.causal_backward(
+    *dqkv, d_log_decay, d_theta_out, d_kv, d_k_sum = torch.ops.linrope.linear_attention_backward(
         grad_o, grad_kv, grad_k_sum, o, den, kv_at, k_sum_at, d_decay, d_theta, q, k, v, *others, *ctx.rest
     )
     optional = d_log_decay if d_decay else None, d_theta_out if d_theta else None
@@ -330,3 +333,22 @@ def _(info, in_dims, *args):
         "torch.vmap does not go through backend='chunked': put the mapped dimension into B, which the operator takes "
         "in one call, or use backend='reference'."
     )
+
+
+@register_flop_formula(torch.ops.linrope.linear_attention)
+def _(q_shape, k_shape, v_shape, *rest, out_shape=None, **_unused) -> int:
+    return _flops(q_shape, v_shape, *rest[-4:], backward=False)
+
+
+@register_flop_formula(torch.ops.linrope.linear_attention_backward)
+def _(*shapes_and_options, out_shape=None, **_unused) -> int:
+    q_shape, _, v_shape, *rest = shapes_and_options[9:]
+    return _flops(q_shape, v_shape, *rest[-4:], backward=True)
+
+
+def _flops(q_shape, v_shape, plain: bool, eps: float, interleaved: bool, causal: bool, *, backward: bool) -> int:
+    (batch, heads, length, features), (_, _, keys, width) = q_shape, v_shape
+    if not causal:
+        return noncausal_flops(batch * heads, length, keys, features, width, backward)
+    spans = Tile.of(batch, heads, length, max(features, width)).spans(length)
+    return causal_flops(batch * heads, spans, features, width, plain, backward)

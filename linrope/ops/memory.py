@@ -70,7 +70,8 @@ class Pool:
         flat = self.flat.get((name, dtype))
         if flat is None or flat.shape[0] < size:
             self.made.clear()
-            flat = self.flat[name, dtype] = self.fetch(size * dtype.itemsize).view(dtype)
+            with torch.inference_mode(False):  # or a later call outside of inference could not write to it
+                flat = self.flat[name, dtype] = self.fetch(size * dtype.itemsize).view(dtype)
         return flat[:size].view(shape)
 
     def keep(self, key: tuple, make: Callable[[], object]) -> object:
@@ -78,14 +79,14 @@ class Pool:
         if key not in self.made:
             if len(self.made) >= MOST_KEPT:
                 self.made.clear()
-            self.made[key] = make()
+            with torch.inference_mode(False):
+                self.made[key] = make()
         return self.made[key]
 
     def fetch(self, size: int) -> Tensor:
         """So many bytes, a multiple of 64 from the start of a slab."""
         padded = -(-size // 64) * 64
         if self.slab.shape[0] < padded:
-            with torch.inference_mode(False):  # or a later call outside of inference could not write to it
-                self.slab = empty((max(padded, SLAB),), dtype=torch.uint8, device=self.device)
+            self.slab = empty((max(padded, SLAB),), dtype=torch.uint8, device=self.device)
         taken, self.slab = self.slab[:size], self.slab[padded:]
         return taken

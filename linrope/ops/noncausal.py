@@ -1,31 +1,42 @@
 """Attention to all keys, earlier and later ones alike, in time and memory linear in the length.
 
-Without a causal order there are no pair weights, so the definition is one free product of q, k and v, and opt_einsum
-orders it as the sizes ask: `q (kᵀ v)` for long sequences, `(q kᵀ) v` for short ones. Packed documents are taken out of
-their rows and attended one after the other.
+Without a causal order there are no pair weights: the state of all keys is summed block by block, then every query reads
+it. For sequences shorter than the head the other order of the same product, `(q kᵀ) v`, costs less; the definition is
+that product, and opt_einsum orders it as the sizes ask. Packed documents are taken out of their rows and attended one
+after the other.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from linrope.ops.blocks import Call, Gradients, Saved, Tokens, load_features
 from linrope.ops.inputs import Inputs
+from linrope.ops.memory import Pool
 from linrope.ops.reference import reference_attention
 from linrope.ops.state import State
 
 
-def noncausal_attention(inputs: Inputs) -> tuple[Tensor, State]:
-    """(o, final state) of one call with `causal=False`."""
-    if inputs.settings.documents is None or inputs.q.shape[0] == 0:
-        return reference_attention(inputs)
-    rows = [_documents_apart(row) for row in _rows(inputs)]
+def by_document(inputs: Inputs, operator: Callable) -> tuple[Tensor, State]:
+    """(o, final state) of one call with `causal=False`; `operator` is what attends to one document of long rows."""
+    if inputs.settings.documents is None:
+        return _one_document(inputs, operator)
+    rows = [_documents_apart(row, operator) for row in _rows(inputs)]
     o = torch.cat([o for o, _ in rows])
     finals = [final for _, final in rows]
     stacked = {name: torch.cat([final.tensors[name] for final in finals]) for name in finals[0].tensors}
     return o, State(length=finals[0].length, **{**stacked, "log_decay": inputs.final_log_decay()})
+
+
+def _one_document(inputs: Inputs, operator: Callable) -> tuple[Tensor, State]:
+    queries, features = inputs.q.shape[2:]
+    keys, width = inputs.v.shape[2:]
+    quadratic_is_less = queries * keys * (features + width) <= (queries + keys) * features * width
+    return reference_attention(inputs) if quadratic_is_less else operator(inputs)
 
 
 def _rows(inputs: Inputs) -> list[Inputs]:
@@ -46,7 +57,7 @@ def _split_state(state: State) -> list[State]:
     return [State(length=state.length, **dict(zip(state.tensors, piece))) for piece in pieces]
 
 
-def _documents_apart(row: Inputs) -> tuple[Tensor, State]:
+def _documents_apart(row: Inputs, operator: Callable) -> tuple[Tensor, State]:
     """One row's documents, each attended by itself at its place in the row; the past belongs to the first."""
     settings = row.settings
     lengths = settings.documents[0].unique_consecutive(return_counts=True)[1].tolist()
@@ -55,7 +66,133 @@ def _documents_apart(row: Inputs) -> tuple[Tensor, State]:
     pieces = zip(*(x.split(lengths, dim=2) for x in (row.q, row.k, row.v)), masks)
     for q, k, v, mask in pieces:
         alone = replace(settings, key_mask=mask, documents=None, start=start)
-        o, final = reference_attention(replace(row, q=q, k=k, v=v, state=state, settings=alone))
+        o, final = _one_document(replace(row, q=q, k=k, v=v, state=state, settings=alone), operator)
         outputs.append(o)
         start, state = final.length, None
     return torch.cat(outputs, dim=2), final
+
+
+# --- block by block --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Side:
+    """The queries, or the keys, of some rows: their features block by block. R = b·h."""
+
+    call: Call
+    pool: Pool
+    name: str
+    tokens: int  # of a block
+
+    def blocks(self, x: Tensor) -> Iterator[tuple[int, slice]]:
+        for index, start in enumerate(range(0, x.shape[2], self.tokens)):
+            yield index, slice(start, min(start + self.tokens, x.shape[2]))
+
+    def buffer(self, name: str, like: Tensor, dtype: torch.dtype | None = None) -> Tokens:
+        return Tokens(self.pool(name, like.shape, dtype or self.call.dtype), 1, like.shape[2])
+
+    def hidden(self, span: slice) -> Tensor | None:
+        mask = self.call.key_mask
+        return None if mask is None or self.name == "q" else ~mask[:, None, span, None]
+
+    def load(self, x: Tensor, index: int, span: slice) -> tuple[Tokens, Tokens, Tokens, Tensor]:
+        """φ(x), its slope, φ(x) turned, and the turned one as it enters products (R, t, D)."""
+        rotations, hidden = self.call.rotations, self.hidden(span)
+        features, slope = self.buffer("features", x), self.buffer("slope", x)
+        load_features(self.call.phi, x, features.rows, slope.rows, hidden)
+        if hidden is not None:
+            features.rows.masked_fill_(hidden, 0)  # φ(0) is not 0
+        turned = features
+        if rotations is not None:
+            turn, _ = rotations.of_block(index, x.shape[2])
+            turned = features.rotated(turn, rotations.interleaved, out=self.buffer("turned", x))
+        return features, slope, turned, self.low(turned, "turned low").chunks
+
+    def low(self, x: Tokens, name: str) -> Tokens:
+        if self.call.product_dtype == self.call.dtype:
+            return x
+        return self.buffer(name, x.rows, self.call.product_dtype).filled(x)
+
+    def values(self, span: slice) -> Tensor:
+        """v (R, t, E) as it enters products."""
+        v, hidden = self.call.v[:, :, span], self.hidden(span)
+        into = self.buffer("v", v, self.call.product_dtype)
+        into.rows.copy_(v)
+        if hidden is not None:
+            into.rows.masked_fill_(hidden, 0)
+        return into.chunks
+
+    def pull(self, grad: Tokens, features: Tokens, slope: Tokens, index: int, shift: Tensor, out: Tensor) -> None:
+        """From the gradient of the turned features, and what is to be added to that of the plain ones, to that of x."""
+        rotations = self.call.rotations
+        plain = self.buffer("plain", grad.rows)
+        if rotations is None:
+            plain.rows.copy_(grad.rows)
+        else:
+            source = self.buffer("high", grad.rows).filled(grad) if grad.rows.dtype != self.call.dtype else grad
+            _, back = rotations.of_block(index, grad.rows.shape[2])
+            source.rotated(back, rotations.interleaved, out=plain)
+        plain.rows.add_(shift)
+        self.call.phi.pull(plain.rows, features.rows, slope.rows, out=out)
+
+
+def forward(call: Call, tokens: int, saved: Saved, pool: Pool) -> None:
+    """Write o, den and the state of some rows, in blocks of so many tokens."""
+    o, den, kv, k_sum = saved.o, saved.den, saved.kv_at[1], saved.k_sum_at[1]
+    kv.copy_(saved.kv_at[0])
+    k_sum.copy_(saved.k_sum_at[0])
+    state, keys, queries = kv.flatten(0, 1), Side(call, pool, "k", tokens), Side(call, pool, "q", tokens)
+    for index, span in keys.blocks(call.k):
+        features, _, _, turned = keys.load(call.k[:, :, span], index, span)
+        state += torch.bmm(keys.values(span).mT, turned)
+        k_sum += features.rows.sum(dim=2)
+    read = state.mT.to(call.product_dtype)
+    for index, span in queries.blocks(call.q):
+        features, _, _, turned = queries.load(call.q[:, :, span], index, span)
+        into = queries.buffer("num", o[:, :, span], call.product_dtype)
+        torch.bmm(turned, read, out=into.chunks)
+        if call.plain:
+            total = den[:, :, span, None]
+            torch.sum(features.rows.mul_(k_sum[:, :, None]), dim=-1, keepdim=True, out=total).add_(call.eps)
+            torch.div(into.rows, total, out=o[:, :, span])
+        else:
+            o[:, :, span].copy_(into.rows)
+
+
+def backward(call: Call, tokens: int, saved: Saved, grads: Gradients, pool: Pool) -> None:
+    """∂num = g / den, ∂den = -(∂numᵀ o); the state's gradient sums over all queries before any key reads it."""
+    o, den, k_sum = saved.o, saved.den, saved.k_sum_at[1]
+    keys, queries = Side(call, pool, "k", tokens), Side(call, pool, "q", tokens)
+    state, d_state = saved.kv_at[1].flatten(0, 1).to(call.product_dtype), grads.d_kv.flatten(0, 1)
+    for index, span in queries.blocks(call.q):
+        features, slope, turned, product = queries.load(call.q[:, :, span], index, span)
+        d_num = queries.buffer("d_num", grads.grad_o[:, :, span], call.product_dtype)
+        shift = features.rows.new_zeros(())
+        if call.plain:
+            torch.div(grads.grad_o[:, :, span], den[:, :, span, None], out=d_num.rows)
+            d_den = (d_num.rows * o[:, :, span]).sum(dim=-1, keepdim=True, dtype=call.dtype).neg_()
+            grads.d_k_sum.add_((features.rows * d_den).sum(dim=2))
+            shift = d_den * k_sum[:, :, None]
+        else:
+            d_num.rows.copy_(grads.grad_o[:, :, span])
+        d_state += torch.bmm(d_num.chunks.mT, product)
+        grad = queries.buffer("grad", call.q[:, :, span], call.product_dtype)
+        torch.bmm(d_num.chunks, state, out=grad.chunks)
+        if grads.d_theta is not None:
+            grads.d_theta.add(span.start, turned.rows, grad.rows.to(call.dtype))
+        queries.pull(grad, features, slope, index, shift, grads.dq[:, :, span])
+    d_read = d_state.to(call.product_dtype)
+    for index, span in keys.blocks(call.k):
+        features, slope, turned, product = keys.load(call.k[:, :, span], index, span)
+        hidden = keys.hidden(span)
+        grad = keys.buffer("grad", call.k[:, :, span], call.product_dtype)
+        torch.bmm(keys.values(span), d_read, out=grad.chunks)
+        dv = keys.buffer("num", call.v[:, :, span], call.product_dtype)
+        torch.bmm(product, d_read.mT, out=dv.chunks)
+        grads.dv[:, :, span].copy_(dv.rows)
+        if grads.d_theta is not None:
+            grads.d_theta.add(span.start, turned.rows, grad.rows.to(call.dtype))
+        keys.pull(grad, features, slope, index, grads.d_k_sum[:, :, None], grads.dk[:, :, span])
+        if hidden is not None:
+            grads.dk[:, :, span].masked_fill_(hidden, 0)
+            grads.dv[:, :, span].masked_fill_(hidden, 0)

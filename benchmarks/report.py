@@ -1,0 +1,201 @@
+"""What a benchmark leaves behind: its machine and versions, numbers as text, CSV, JSON, and a picture."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib.util
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import linrope
+from linrope.errors import suggest
+
+# --- options ---------------------------------------------------------------------------------------------------------
+
+
+def parse_bytes(text: str) -> int:
+    """ "4GiB", "500 MB" or plain bytes, as an argparse type."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", text, re.IGNORECASE)
+    nbytes = 0
+    if match:
+        unit = 1024 if match[3] else 1000
+        nbytes = int(float(match[1]) * unit ** (" KMGT".index(match[2].upper()) if match[2] else 0))
+    if nbytes < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: give one such as 4GiB or 500MB")
+    return nbytes
+
+
+def check_positive(parser: argparse.ArgumentParser, options: argparse.Namespace, *names: str) -> None:
+    """End with an error unless each of these options, or every number of it, is above 0."""
+    for name in names:
+        value = getattr(options, name)
+        for number in value if isinstance(value, list) else [value]:
+            if number <= 0:
+                parser.error(f"--{name} {number}: must be above 0")
+
+
+def check_names(parser: argparse.ArgumentParser, option: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """End with an error unless every name is known."""
+    known = list(known)
+    for name in names:
+        if name not in known:
+            parser.error(f"{option} {name}: unknown.{suggest(name, known)} There are {', '.join(known)}")
+
+
+def check_device(parser: argparse.ArgumentParser, device: str) -> None:
+    """End with an error unless PyTorch can use the device."""
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: PyTorch sees no CUDA device here; use cpu")
+
+
+def make_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
+    """Make the output folder, or end with an error where nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        parser.error(f"--output {folder}: cannot write there ({error.strerror}); give another folder")
+
+
+# --- where it ran ----------------------------------------------------------------------------------------------------
+
+
+def device_name(device: str) -> str:
+    """The processor's or the GPU's own name."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def surroundings(device: str, command: str, args: list[str] | None) -> dict[str, Any]:
+    """All that a reader needs to judge or repeat a run: machine, versions, commit, command."""
+    return {
+        "command": shlex.join(["python", "-m", f"benchmarks.{command}", *(sys.argv[1:] if args is None else args)]),
+        "machine": {
+            "device": device_name(device),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "system": f"{platform.system()} {platform.machine()}",
+        },
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "linrope": linrope.__version__},
+        "commit": commit(),
+    }
+
+
+def commit() -> str | None:
+    """The checkout's commit, with "+" where files differ from it; None outside a checkout."""
+
+    def git(*args: str) -> str:
+        folder = Path(__file__).parent
+        return subprocess.run(["git", *args], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+# --- numbers as text -------------------------------------------------------------------------------------------------
+
+
+def scaled(value: float, units: list[str], base: int) -> str:
+    """The number in the unit that suits, to three digits: 12.3 MiB."""
+    power = 0
+    while value >= 999.5 and power < len(units) - 1:
+        value, power = value / base, power + 1
+    number = f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
+    return f"{number} {units[power]}".strip()
+
+
+def bytes_text(nbytes: float) -> str:
+    return scaled(nbytes, ["B", "KiB", "MiB", "GiB", "TiB"], 1024)
+
+
+def count_text(count: float) -> str:
+    return scaled(count, ["", "k", "M", "G", "T", "P"], 1000).replace(" ", "")
+
+
+def seconds_text(seconds: float) -> str:
+    """Milliseconds, so that a column of times lines up."""
+    milliseconds = 1e3 * seconds
+    return f"{milliseconds:,.{3 if milliseconds < 1 else 2 if milliseconds < 10 else 1}f}"
+
+
+# --- while it runs, and after ----------------------------------------------------------------------------------------
+
+
+def progress_bar(console: Console) -> Progress:
+    """A bar that says what is being measured; it leaves nothing behind."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True)
+
+
+def new_table(title: str, caption: str, text: Iterable[str], numbers: Iterable[str]) -> Table:
+    """An empty table that fits 80 columns: text on the left, numbers on the right."""
+    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    table.caption_justify = "left"
+    for name in text:
+        table.add_column(name, no_wrap=True)
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def say_if_without_pictures(console: Console) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        console.print("matplotlib is not installed: no picture (pip install 'linrope\\[bench]')", highlight=False)
+
+
+def finish(
+    console: Console,
+    folder: Path,
+    stem: str,
+    points: list,
+    details: dict[str, Any],
+    draw: Callable[[Path], None] | None = None,
+) -> int:
+    """Write the results, say where, and give the exit status: 130 where `details["interrupted"]`."""
+    written = write(folder, stem, points, details, draw)
+    console.print("wrote", *map(str, written), soft_wrap=True, highlight=False)
+    if details["interrupted"]:
+        console.print("interrupted: what was measured until then is kept")
+    return 130 if details["interrupted"] else 0
+
+
+def write(
+    folder: Path, stem: str, points: list, details: dict[str, Any], draw: Callable[[Path], None] | None = None
+) -> list[Path]:
+    """`stem`.csv with a row for each point, `stem`.json with them and the details, `stem`.png where it can be drawn."""
+    rows = [asdict(point) for point in points]
+    written = [folder / f"{stem}.csv", folder / f"{stem}.json"]
+    with written[0].open("w", newline="") as file:
+        table = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else ["method", "length"])
+        table.writeheader()
+        table.writerows(rows)
+    written[1].write_text(json.dumps({**details, "points": rows}, indent=2, ensure_ascii=False) + "\n")
+    if draw and rows and importlib.util.find_spec("matplotlib"):
+        written.append(folder / f"{stem}.png")
+        draw(written[-1])
+    return written

@@ -1,0 +1,169 @@
+"""Time, FLOPs, and what the machine itself can do.
+
+Timings are noisy, so calls that are to be compared run in turn, round after round in one process: a slow moment of
+the machine falls on all of them. What is reported is the median of the rounds, and ratios of medians.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+GEMM_SIZE = 2048
+"""Rows and columns of the matrix product whose rate stands for the device's."""
+COPY_ELEMENTS = 2**25
+"""float32 numbers copied to measure the memory's rate: 128 MiB, beyond any cache."""
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Seconds of one call in each round."""
+
+    rounds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.rounds)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """Half of the rounds lie between these."""
+        if len(self.rounds) < 2:
+            return self.rounds[0], self.rounds[0]
+        low, _, high = statistics.quantiles(self.rounds, n=4, method="inclusive")
+        return low, high
+
+    @property
+    def spread(self) -> float:
+        """Interquartile range as a share of the median."""
+        low, high = self.quartiles
+        return (high - low) / self.median
+
+
+@dataclass(frozen=True)
+class Several:
+    """Calls in a row that are timed as one: short ones are lost in the clock and in what comes before them."""
+
+    call: Call
+    count: int
+
+    def __call__(self) -> None:
+        for _ in range(self.count):
+            self.call()
+
+
+def clock(call: Call, device: str = "cpu") -> float:
+    """Wall seconds of one call."""
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+    synchronize()
+    begin = time.perf_counter()
+    call()
+    synchronize()
+    return time.perf_counter() - begin
+
+
+class Alternation:
+    """Calls timed in turn, round after round; the first round is warm-up, in which FLOPs are counted (or not).
+
+    Attributes:
+        seconds: of each call, the rounds so far; they stay when `run` is interrupted.
+        flops: of each call; 0 where nothing in it could be counted.
+        failures: what a call raised; it is left out of the rounds after.
+    """
+
+    def __init__(self, calls: Mapping[str, Call], device: str = "cpu", count: bool = True):
+        self.calls, self.device, self.count = dict(calls), device, count
+        self.seconds: dict[str, list[float]] = {name: [] for name in self.calls}
+        self.flops: dict[str, int] = {}
+        self.failures: dict[str, Exception] = {}
+
+    def run(self, rounds: int, tick: Callable[[str], None] = lambda name: None) -> Alternation:
+        """Run them all `rounds` times and once more; `tick(name)` comes before each call."""
+        for number in range(rounds + 1):
+            for name, call in self.calls.items():
+                tick(name)
+                if name not in self.failures:
+                    self._once(name, call, warm_up=number == 0)
+        return self
+
+    def _once(self, name: str, call: Call, warm_up: bool) -> None:
+        try:
+            if warm_up and self.count:
+                self.flops[name] = count_flops(call)
+            elif warm_up:
+                call()
+            else:
+                self.seconds[name].append(clock(call, self.device))
+        except Exception as error:
+            self.failures[name] = error.with_traceback(None)  # which would keep the call's tensors alive
+
+    @property
+    def samples(self) -> dict[str, Sample]:
+        """Of the calls that ran at least once after the warm-up, without those that failed."""
+        return {
+            name: Sample(tuple(times)) for name, times in self.seconds.items() if times and name not in self.failures
+        }
+
+
+def alternate(calls: Mapping[str, Call], rounds: int, device: str = "cpu", count: bool = True) -> Alternation:
+    """All calls in turn.
+
+    Raises:
+        Exception: whatever a call raised.
+    """
+    alternation = Alternation(calls, device, count).run(rounds)
+    for error in alternation.failures.values():
+        raise error
+    return alternation
+
+
+def _fused_forward(q, k, v, *args, out_shape=None, **kwargs) -> int:
+    return sdpa_flop_count(q, k, v)
+
+
+def _fused_backward(grad, q, k, v, *args, out_shape=None, **kwargs) -> int:
+    return sdpa_backward_flop_count(grad, q, k, v)
+
+
+def _formulas() -> dict:
+    """FLOPs of the fused attention on CPUs, which PyTorch counts on GPUs only: there all pairs, causal or not."""
+    aten = torch.ops.aten
+    fused = {
+        "_scaled_dot_product_flash_attention_for_cpu": _fused_forward,
+        "_scaled_dot_product_flash_attention_for_cpu_backward": _fused_backward,
+    }
+    known = {getattr(aten, name): formula for name, formula in fused.items() if hasattr(aten, name)}
+    return {operator: formula for operator, formula in known.items() if operator not in flop_registry}
+
+
+def count_flops(call: Call) -> int:
+    """FLOPs of the matrix products in one call, as `torch.utils.flop_counter` counts them."""
+    with FlopCounterMode(display=False, custom_mapping=_formulas()) as counter:
+        call()
+    return counter.get_total_flops()
+
+
+def gemm(dtype: torch.dtype, device: str = "cpu") -> tuple[Call, int]:
+    """A square matrix product, and its FLOPs."""
+    a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE, device=device).to(dtype) for _ in range(2))
+    return lambda: torch.mm(a, b), 2 * GEMM_SIZE**3
+
+
+def copy(device: str = "cpu") -> tuple[Call, int]:
+    """A large copy, and the bytes it reads and writes."""
+    source = torch.ones(COPY_ELEMENTS, device=device)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source), 2 * source.nbytes
+
+
+def gemm_rate(dtype: torch.dtype, device: str = "cpu", rounds: int = 5) -> float:
+    """Measured FLOPs per second of a large matrix product."""
+    product, flops = gemm(dtype, device)
+    return flops / alternate({"gemm": product}, rounds, device, count=False).samples["gemm"].median
