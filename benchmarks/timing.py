@@ -1,7 +1,9 @@
 """Time, FLOPs, and what the machine itself can do.
 
 Timings are noisy, so calls that are to be compared run in turn, round after round in one process: a slow moment of
-the machine falls on all of them. What is reported is the median of the rounds, and ratios of medians.
+the machine falls on all of them. A turn is a few calls in a row, of which the first, that meets caches and memory as
+another left them, does not count where there are more. What is reported is the median of the rounds, and ratios of
+medians.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ GEMM_SIZE = 2048
 """Rows and columns of the matrix product whose rate stands for the device's."""
 COPY_ELEMENTS = 2**25
 """float32 numbers copied to measure the memory's rate: 128 MiB, beyond any cache."""
+
+TURN_SECONDS, TURN_CALLS = 0.5, 5
+"""A turn ends after so many seconds or calls, whichever comes first."""
 
 Call = Callable[[], object]
 
@@ -69,6 +74,14 @@ def clock(call: Call, device: str = "cpu") -> float:
     return time.perf_counter() - begin
 
 
+def turn(call: Call, device: str = "cpu") -> float:
+    """Median seconds of a few calls in a row without the first, or of one long call."""
+    times = [clock(call, device)]
+    while len(times) < TURN_CALLS and sum(times) < TURN_SECONDS:
+        times.append(clock(call, device))
+    return statistics.median(times[1:] or times)
+
+
 class Alternation:
     """Calls timed in turn, round after round; the first round is warm-up, in which FLOPs are counted (or not).
 
@@ -100,7 +113,7 @@ class Alternation:
             elif warm_up:
                 call()
             else:
-                self.seconds[name].append(clock(call, self.device))
+                self.seconds[name].append(turn(call, self.device))
         except Exception as error:
             self.failures[name] = error.with_traceback(None)  # which would keep the call's tensors alive
 

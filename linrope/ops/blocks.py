@@ -231,8 +231,9 @@ class Weights:
         pairs.add_(low[..., :, None]).sub_(low[..., None, :])
         exp_below_zero(pairs, out=pairs).tril_()
         boundary = torch.nn.functional.pad(total[..., -1].cumsum(dim=-1), (1, 0))  # before each chunk, and at the end
-        chain = (boundary[..., :, None] - boundary[..., None, :]).clamp_(max=0).exp_().tril_()
-        reach, kept = total.exp(), (total[..., -1:] - total).exp()
+        chain = (boundary[..., :, None] - boundary[..., None, :]).to(call.dtype)
+        exp_below_zero(chain, out=chain).tril_()
+        reach, kept = high.exp(), (total[..., -1:] - total).to(call.dtype).exp()
         if call.documents is not None:
             document = span.of(call.documents[:, None]).unflatten(2, (n, c))
             # the document that the state at each boundary belongs to; before the first token it is that token's own
@@ -245,7 +246,7 @@ class Weights:
 
         def for_each_head(x: Tensor, first: int) -> Tensor:
             """(b, H or 1, ...) -> all dimensions before the given one as one."""
-            return x.to(call.dtype).expand(batch, heads, *x.shape[2:]).flatten(0, first - 1)
+            return x.expand(batch, heads, *x.shape[2:]).flatten(0, first - 1)
 
         tokens = (for_each_head(x, 3) for x in (pairs, reach[..., None], kept[..., None]))
         steps = chain.diagonal(-1, dim1=-2, dim2=-1)[..., None]

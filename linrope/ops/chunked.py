@@ -177,13 +177,25 @@ def _call(
     rotations = None
     if theta is not None:
         length = max(q.shape[2], k.shape[2])
-        starts = [span.start for span in tile.spans(length)] if causal else range(0, length, tile.tokens)
-        starts = start + torch.tensor(starts)
-        rotations = Rotations.make(theta, interleaved, starts, min(tile.tokens, length), dtype)
+        rotations = _rotations(theta.detach(), interleaved, start, length, tile.tokens, causal, dtype)
     rounded = q.dtype == torch.bfloat16 and not exact and _multiplies_bfloat16(q.device.type)
     products = torch.bfloat16 if rounded else dtype
     phi = FEATURE_MAPS[phi]
     return Call(q, k, v, log_decay, key_mask, documents, rotations, phi, plain, eps, dtype, products)
+
+
+def _rotations(theta: Tensor, interleaved: bool, start: int, length: int, tokens: int, causal: bool, dtype):
+    """The turns of a call's tokens; those of a sequence's start, which training asks for again and again, are kept."""
+
+    def make() -> Rotations:
+        whole = length - length % CHUNK
+        cuts = [*range(0, whole, tokens), *([whole] if length > whole else [])] if causal else range(0, length, tokens)
+        return Rotations.make(theta, interleaved, start + torch.tensor(cuts), min(tokens, length), dtype)
+
+    if start != 0 or theta.device.type != "cpu":
+        return make()
+    key = ("rotations", theta.numpy().tobytes(), interleaved, length, tokens, causal, dtype)
+    return Pool.on(theta.device).keep(key, make)
 
 
 @lru_cache

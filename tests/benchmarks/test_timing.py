@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from benchmarks import timing
 from benchmarks.methods import Inputs, Setting, call_of, linear, softmax, softmax_materialised
 from benchmarks.timing import Alternation, Sample, Several, alternate, copy, count_flops, gemm_rate
 
@@ -66,3 +67,12 @@ def test_several_calls_are_one():
     calls = []
     Several(lambda: calls.append(None), 3)()
     assert len(calls) == 3
+
+
+def test_a_turn_is_a_few_short_calls_without_the_first_or_one_long(monkeypatch):
+    monkeypatch.setattr(timing, "TURN_CALLS", 4)
+    seconds = iter([9.0, 0.1, 0.3, 0.2, 0.1, 0.1, 0.1, 0.4])
+    monkeypatch.setattr(timing, "clock", lambda call, device: next(seconds))
+    assert timing.turn(None) == 9.0
+    assert timing.turn(None) == 0.25  # of 0.1, 0.3, 0.2, which are over 0.5 seconds: without the first
+    assert timing.turn(None) == 0.1  # of 0.1, 0.1, 0.1, 0.4, by the number of calls

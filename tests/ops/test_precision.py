@@ -77,6 +77,11 @@ def test_float32_forgets_strongly_without_losing_digits():
     assert_close(2e-6, torch.float32, decay=30.0, grad=False)
 
 
+@pytest.mark.parametrize("decay", [30.0, 1e-6])
+def test_float32_keeps_its_digits_over_a_long_sequence(decay):
+    assert_close(2e-6, torch.float32, decay=decay, length=262_144, grad=decay < 1)
+
+
 @pytest.mark.parametrize("case", [{}, {"past": 10**9}, {"decay": 0.05}], ids=str)
 def test_bfloat16(case):
     assert_close(1e-2, torch.bfloat16, **case)
