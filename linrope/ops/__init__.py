@@ -45,7 +45,7 @@ def linear_attention(
     and the gradients of the whole (cut where a document ends, go on without the state).
 
     The chunked backend is one operator of PyTorch: `torch.compile` and `torch.export` take it without a graph break. It
-    has a first derivative only, and no `torch.func` transforms; "reference" has both. Its matrix products are in bfloat16
+    has a first derivative only, and no `torch.func` transforms; "reference" has both. Its matrix products are bfloat16
     where the inputs are, except on the way back to a `log_decay` that is trained.
 
     Under autocast q, k and v are taken in the autocast dtype, as `scaled_dot_product_attention` takes them.
