@@ -44,9 +44,10 @@ def linear_attention(
     exact at any position, and calls chain through `state`: a sequence cut anywhere gives the outputs, the final state
     and the gradients of the whole (cut where a document ends, go on without the state).
 
-    The chunked backend is one operator of PyTorch: `torch.compile` and `torch.export` take it without a graph break. It
-    has a first derivative only, and no `torch.func` transforms; "reference" has both. Its matrix products are bfloat16
-    where the inputs are, except on the way back to a `log_decay` that is trained.
+    The chunked backend is one operator of PyTorch: `torch.compile` and `torch.export` take it without a graph break
+    (not documents with `causal=False`, whose number decides the work). It has a first derivative only, and no
+    `torch.func` transforms; "reference" has both. Its matrix products are bfloat16 where the inputs are, except on the
+    way back to a `log_decay` or θ that is trained.
 
     Under autocast q, k and v are taken in the autocast dtype, as `scaled_dot_product_attention` takes them.
 

@@ -1,8 +1,8 @@
-"""One block of the causal kernel: its buffers, its weights, and its arithmetic in both directions.
+"""What a block of the kernel is made of: the call it reads, its span, buffers, rotations and weights.
 
 A block is some heads' tokens, cut into N chunks of C, so few that its tensors stay in cache; every pass writes into
-buffers that live as long as the call, since memory fetched anew costs more than many of the passes. All buffers have
-the heads first: PyTorch splits a pass among threads along the first dimension, so that each thread finds in its own
+buffers that outlive the call, since memory fetched anew costs more than many of the passes. All buffers have the heads
+first: PyTorch splits a pass among threads along the first dimension, so that each thread finds in its own
 cache what it wrote there.
 
 Inside a chunk all pairs are formed; all earlier tokens are met through the state, which is held transposed, (E, D):
@@ -46,8 +46,9 @@ class Rotations:
     def make(cls, theta: Tensor, interleaved: bool, starts: Tensor, longest: int, dtype: torch.dtype) -> Rotations:
         """For blocks of up to `longest` tokens that begin at the positions `starts`."""
         # By the addition of angles: a few exact turns, and one product for each token.
-        coarse, fine = torch.arange(0, longest, 64), torch.arange(min(longest, 64))
-        positions = torch.cat((coarse, fine, starts)).to(theta.device)
+        coarse = torch.arange(0, longest, 64, device=theta.device)
+        fine = torch.arange(min(longest, 64), device=theta.device)
+        positions = torch.cat((coarse, fine, starts))
         coarse, fine, frames = unit_rotations(positions, theta).split([len(coarse), len(fine), len(starts)])
         local = (coarse[:, None] * fine).flatten(0, 1)[:longest]
         complex_dtype = torch.promote_types(dtype, torch.complex64)
@@ -137,13 +138,18 @@ class Gradients:
     d_theta: ThetaGradient | None
     d_kv: Tensor  # (b, h, E, D)
     d_k_sum: Tensor  # (b, h, D)
+    reach_sums: bool  # whether any gradient comes through sums of unturned keys
 
     def rows(self, batch: slice, heads: slice) -> Gradients:
-        grad_o, dq, dk, dv, d_kv, d_k_sum = (
-            x[batch, heads] for x in (self.grad_o, self.dq, self.dk, self.dv, self.d_kv, self.d_k_sum)
+        def cut(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[batch, heads]
+
+        return Gradients(
+            *map(cut, (self.grad_o, self.dq, self.dk, self.dv, self.d_log_decay)),
+            self.d_theta,
+            *map(cut, (self.d_kv, self.d_k_sum)),
+            self.reach_sums,
         )
-        d_log_decay = None if self.d_log_decay is None else self.d_log_decay[batch, heads]
-        return Gradients(grad_o, dq, dk, dv, d_log_decay, self.d_theta, d_kv, d_k_sum)
 
 
 # --- buffers ---------------------------------------------------------------------------------------------------------

@@ -29,8 +29,8 @@ def backward(call: Call, spans: list[Span], saved: Saved, grads: Gradients, pool
 def _block(kind: type, call: Call, span: Span, pool: Pool) -> Forward | Backward:
     """The block of that shape: made once, and kept with the memory it uses."""
     sizes = (*call.q.shape[:2], span.n_chunks, span.chunk, call.q.shape[3], call.v.shape[3])
-    key = (kind, *sizes, call.dtype, call.product_dtype, call.rotations is None, call.log_decay is None)
-    return pool.keep(key, lambda: kind(call, span, pool))
+    key = (*sizes, call.dtype, call.product_dtype, call.rotations is None, call.log_decay is None)
+    return pool.keep(kind.__name__, key, lambda: kind(call, span, pool), most=32)
 
 
 class Block:
@@ -57,7 +57,6 @@ class Block:
         self.v = self.tokens("v", self.width, self.product_dtype)
         self.pairs = self.buffer("pairs", self.c, self.c)
         self.own = self.buffer("own", self.width, self.features)
-        self.state = self.buffer("state", self.width, self.features, self.dtype)
         self.sum_chunk = SUM_CHUNK if self.c % SUM_CHUNK == 0 else self.c
         if call.log_decay is None:
             self.constant = tuple(
@@ -124,19 +123,24 @@ class Block:
 
     # Sums over what came before, or in the backward over what comes after.
 
-    def pass_states(self, carry: Tensor, values: Tensor, keys: Tensor, weights: Weights, into: Tensor, after: Tensor):
-        """The state before each chunk, (G, E, D), low; the one after the block goes into `after`.
+    def pass_states(
+        self, name: str, carry: Tensor, values: Tensor, keys: Tensor, weights: Weights, after=None
+    ) -> Tensor:
+        """The state before each chunk, (G, E, D), low; the one after the block goes into `after`, if given.
 
         Args:
+            name: of the buffer.
             carry, after: (b, h, E, D), the state before the block and where to write that after it.
             values, keys: (G, C, E) and (G, C, D), whose products the chunks add.
         """
+        into = self.buffer(name, self.width, self.features, self.dtype)
         own = self.high(torch.bmm(values.mT, keys, out=self.own), "own").view(self.n_rows, self.n, -1)
         state = weights.before(carry.view(self.n_rows, -1), own, out=into.view(own.shape))
-        weights.after(state, own, out=after.view(self.n_rows, -1))
-        return self.low(into, "state" if weights.last else "d_state")
+        if after is not None:
+            weights.after(state, own, out=after.view(self.n_rows, -1))
+        return self.low(into, name)
 
-    def running_sum(self, x: Tokens, carry: Tensor, weights: Weights, out: Tokens, after: Tensor | None) -> None:
+    def running_sum(self, x: Tokens, carry: Tensor, weights: Weights, out: Tokens, after: Tensor | None = None):
         """Into out the weighted sum of x (b, h, t, D) up to each token; into after, if given, that at the end.
 
         Args:
@@ -170,7 +174,7 @@ class Forward(Block):
         weights, now, after = self.weights, span.index, span.index + 1
         kv_at, k_sum_at = saved.kv_at, saved.k_sum_at
         v_kept = scaled(self.v.chunks, weights.kept, self.num.chunks)
-        state = self.pass_states(kv_at[now], v_kept, self.k_in, weights, self.state, after=kv_at[after])
+        state = self.pass_states("state", kv_at[now], v_kept, self.k_in, weights, after=kv_at[after])
         self.running_sum(self.k, k_sum_at[now], self.sum_weights, self.scratch, after=k_sum_at[after])
         pairs = self.weighted_pairs(self.q_in, self.k_in, self.pairs)
         num = torch.bmm(pairs, self.v.chunks, out=self.num.chunks)
@@ -202,8 +206,6 @@ class Backward(Block):
         self.dq, self.dk = (
             (self.q_turned, self.k_turned) if call.rotations is not None else map(self.tokens, ("dq out", "dk out"))
         )
-        self.end = self.pool("end", (self.batch, self.heads, self.width, self.features), self.dtype)
-        self.d_state = self.buffer("d_state", self.width, self.features, self.dtype)
         self.later = self.tokens("dq")
         self.d_num_reach = self.v_kept = self.k_kept = None
         if call.log_decay is not None:
@@ -241,8 +243,8 @@ class Backward(Block):
         weights, d_num, v = self.weights, self.d_num.chunks, self.v.chunks
         v_kept, k_kept = scaled(v, weights.kept, self.v_kept), scaled(self.k_in, weights.kept, self.k_kept)
         d_num_reach = scaled(d_num, weights.reach, self.d_num_reach)
-        state = self.pass_states(saved.kv_at[span.index], v_kept, self.k_in, weights, self.state, after=self.end)
-        d_state = self.pass_states(grads.d_kv, d_num_reach, self.q_in, weights.reversed, self.d_state, after=grads.d_kv)
+        state = self.pass_states("state", saved.kv_at[span.index], v_kept, self.k_in, weights)
+        d_state = self.pass_states("d_state", grads.d_kv, d_num_reach, self.q_in, weights.reversed, after=grads.d_kv)
         d_pairs = self.weighted_pairs(d_num, v, self.pairs)
         torch.bmm(d_pairs, self.k_in, out=self.dq_turned.chunks).baddbmm_(d_num_reach, state)
         torch.bmm(d_pairs.mT, self.q_in, out=self.dk_turned.chunks).baddbmm_(v_kept, d_state)
@@ -273,11 +275,12 @@ class Backward(Block):
         if d_den is None:
             weighted.rows.zero_()
         else:
-            self.running_sum(self.k, saved.k_sum_at[span.index], self.sum_weights, self.scratch, after=None)
+            self.running_sum(self.k, saved.k_sum_at[span.index], self.sum_weights, self.scratch)
             self.dq.rows.addcmul_(self.scratch.rows, d_den)
             torch.mul(self.q.rows, d_den, out=weighted.rows)
-        self.running_sum(weighted, grads.d_k_sum, self.sum_weights.reversed, self.later, after=grads.d_k_sum)
-        self.dk.rows.add_(self.later.rows)
+        if grads.reach_sums:
+            self.running_sum(weighted, grads.d_k_sum, self.sum_weights.reversed, self.later, after=grads.d_k_sum)
+            self.dk.rows.add_(self.later.rows)
 
     def store_log_decay(self, into: Tensor, anchor: Tensor) -> None:
         """∂G_t = φ(q_t)·∂φ(q_t) - φ(k_t)·∂φ(k_t), and ∂log_decay_t is the sum of ∂G from t on."""

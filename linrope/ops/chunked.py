@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from linrope.errors import InputError
@@ -38,8 +40,8 @@ MAX_BLOCK = 2048
 
 def chunked_attention(inputs: Inputs) -> tuple[Tensor, State]:
     """(o, final state) of one call, in time and memory linear in the length."""
-    if inputs.q.numel() == 0 or inputs.k.numel() == 0:
-        return reference_attention(inputs)  # no row or no token: nothing to make fast
+    if 0 in (inputs.q.numel(), inputs.k.numel(), inputs.v.numel()):
+        return reference_attention(inputs)  # nothing to make fast
     if inputs.settings.normalize == "rotary":
         return _with_rotary_denominator(inputs)
     if not inputs.settings.causal:
@@ -49,6 +51,7 @@ def chunked_attention(inputs: Inputs) -> tuple[Tensor, State]:
 
 def _operator(inputs: Inputs) -> tuple[Tensor, State]:
     settings, past = inputs.settings, _past(inputs)
+    _refuse_tangents(inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.theta, past.kv, past.k_sum)
     log_decay = inputs.log_decay
     if log_decay is None and settings.documents is not None:
         log_decay = inputs.q.new_zeros((inputs.q.shape[0], 1, inputs.q.shape[2]), dtype=settings.dtype)
@@ -70,6 +73,14 @@ def _operator(inputs: Inputs) -> tuple[Tensor, State]:
         settings.causal,
     )
     return o, State(kv, k_sum, settings.start + inputs.k.shape[2], inputs.final_log_decay())
+
+
+def _refuse_tangents(*tensors: Tensor | None) -> None:
+    """Forward-mode differentiation would find no rule here and take the tangent for 0."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise InputError("forward-mode differentiation (jvp) does not go through backend='chunked': use 'reference'.")
 
 
 def _past(inputs: Inputs) -> State:
@@ -145,7 +156,10 @@ class Tile:
 
     @staticmethod
     def _rows(batch: int, heads: int, tokens: int, width: int) -> tuple[int, int]:
-        """Rows of the batch and heads whose blocks of so many tokens fit; heads in groups of about one size."""
+        """Rows of the batch and heads whose blocks of so many tokens fit; heads in groups of about one size.
+
+        Several rows go together with all of their heads only, so that states of a group lie in one piece.
+        """
         rows = max(BLOCK_ELEMENTS // width // max(tokens, CHUNK), 1)
         n_groups = -(-heads // rows)
         group = -(-heads // n_groups)
@@ -155,6 +169,10 @@ class Tile:
         for b in range(0, batch, self.batch):
             for h in range(0, heads, self.heads):
                 yield slice(b, b + self.batch), slice(h, h + self.heads)
+
+    def starts(self, length: int, causal: bool) -> list[int]:
+        """The first token of each block."""
+        return [span.start for span in self.spans(length)] if causal else list(range(0, length, self.tokens))
 
     def spans(self, length: int) -> list[Span]:
         """Cover the length; what is left of a chunk at the end is a chunk of its own."""
@@ -169,103 +187,130 @@ def _tile(q: Tensor, v: Tensor) -> Tile:
     return Tile.of(batch, heads, max(length, v.shape[2]), max(features, v.shape[3]))
 
 
-def _call(
-    tile, q, k, v, log_decay, theta, key_mask, documents, start, phi, plain, eps, interleaved, causal, exact=False
-) -> Call:
+class Options(NamedTuple):
+    """What the operators take after their tensors of numbers."""
+
+    key_mask: Tensor | None
+    documents: Tensor | None
+    start: int
+    feature_map: str
+    plain: bool
+    eps: float
+    interleaved: bool
+    causal: bool
+
+
+def _call(tile: Tile, q, k, v, log_decay, theta, options: Options, exact: bool = False) -> Call:
     """The operator's arguments as its blocks read them; `exact` keeps bfloat16 out of the products."""
     dtype = torch.promote_types(q.dtype, torch.float32)
-    rotations = None
-    if theta is not None:
-        length = max(q.shape[2], k.shape[2])
-        rotations = _rotations(theta.detach(), interleaved, start, length, tile.tokens, causal, dtype)
-    rounded = q.dtype == torch.bfloat16 and not exact and _multiplies_bfloat16(q.device.type)
-    products = torch.bfloat16 if rounded else dtype
-    phi = FEATURE_MAPS[phi]
-    return Call(q, k, v, log_decay, key_mask, documents, rotations, phi, plain, eps, dtype, products)
+    rounded = q.dtype == v.dtype == torch.bfloat16 and not exact and _multiplies_bfloat16(q.device.type)
+    return Call(
+        q,
+        k,
+        v,
+        log_decay,
+        options.key_mask,
+        options.documents,
+        None if theta is None else _rotations(theta, tile, max(q.shape[2], k.shape[2]), options, dtype),
+        FEATURE_MAPS[options.feature_map],
+        options.plain,
+        options.eps,
+        dtype,
+        torch.bfloat16 if rounded else dtype,
+    )
 
 
-def _rotations(theta: Tensor, interleaved: bool, start: int, length: int, tokens: int, causal: bool, dtype):
+def _rotations(theta: Tensor, tile: Tile, length: int, options: Options, dtype: torch.dtype) -> Rotations:
     """The turns of a call's tokens; those of a sequence's start, which training asks for again and again, are kept."""
 
     def make() -> Rotations:
-        whole = length - length % CHUNK
-        cuts = [*range(0, whole, tokens), *([whole] if length > whole else [])] if causal else range(0, length, tokens)
-        return Rotations.make(theta, interleaved, start + torch.tensor(cuts), min(tokens, length), dtype)
+        starts = options.start + torch.tensor(tile.starts(length, options.causal), device=theta.device)
+        return Rotations.make(theta.detach(), options.interleaved, starts, min(tile.tokens, length), dtype)
 
-    if start != 0 or theta.device.type != "cpu":
+    if options.start != 0 or theta.requires_grad or theta.device.type != "cpu":
         return make()
-    key = ("rotations", theta.numpy().tobytes(), interleaved, length, tokens, causal, dtype)
-    return Pool.on(theta.device).keep(key, make)
+    key = (theta.numpy().tobytes(), options.interleaved, length, tile.tokens, options.causal, dtype)
+    return Pool.on(theta.device).keep("rotations", key, make, most=8)
 
 
 @lru_cache
 def _multiplies_bfloat16(device: str) -> bool:
     """Whether matrix products of bfloat16 are faster than those of float32: emulated they are many times slower."""
-    return device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if device != "cpu":
+        return True
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def _forward(q, k, v, log_decay, theta, kv, k_sum, *rest):
     """Returns o, den, kv_at, k_sum_at, kv, k_sum: the output, what the backward needs, and the final state."""
-    tile, is_causal = _tile(q, v), rest[-1]
+    tile, options, pool = _tile(q, v), Options(*rest), Pool.on(q.device)
     spans = tile.spans(q.shape[2])
-    call = _call(tile, q, k, v, log_decay, theta, *rest)
-    o, den, kv_at, k_sum_at, *_ = _outputs(q, v, kv, k_sum, call.plain, is_causal, empty)
-    last = len(spans) if is_causal else 1
+    call = _call(tile, q, k, v, log_decay, theta, options)
+    o, den, kv_at, k_sum_at, *_ = _outputs(q, v, kv, k_sum, options, empty)
+    last = len(spans) if options.causal else 1
     kv_at[0], k_sum_at[0] = kv.mT, k_sum
     kv_at[last + 1 :], k_sum_at[last + 1 :] = 0, 0
-    pool = Pool.on(q.device)
-    for group in tile.groups(*q.shape[:2]):
-        part, saved = call.rows(*group), Saved(o, den, kv_at, k_sum_at).rows(*group)
-        if is_causal:
-            causal.forward(part, spans, saved, pool)
-        else:
-            noncausal.forward(part, tile.tokens, saved, pool)
-    return o, den, kv_at, k_sum_at, kv_at[last].mT.contiguous(), k_sum_at[last].clone()
+    with torch.autocast(q.device.type, enabled=False):
+        for group in tile.groups(*q.shape[:2]):
+            part, saved = call.rows(*group), Saved(o, den, kv_at, k_sum_at).rows(*group)
+            if options.causal:
+                causal.forward(part, spans, saved, pool)
+            else:
+                noncausal.forward(part, tile.tokens, saved, pool)
+    return o, den, kv_at, k_sum_at, _own(kv_at[last].mT), _own(k_sum_at[last])
 
 
-def _outputs(q, v, kv, k_sum, plain: bool, is_causal: bool, make: Callable):
+def _own(x: Tensor) -> Tensor:
+    """A contiguous copy, also where `contiguous` would give x itself: what operators return shares no memory."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _outputs(q, v, kv, k_sum, options: Options, make: Callable):
     batch, heads, length, features = q.shape
     # before each block and at the end; a bound, which says more to a graph with open lengths than the exact number
     tokens = Tile.tokens_of(batch, heads, max(features, v.shape[3]))
-    n_states = (length - 1) // tokens + 3 if is_causal else 2
+    n_states = (length - 1) // tokens + 3 if options.causal else 2
     o = make((batch, heads, length, v.shape[-1]), dtype=v.dtype, device=v.device)
-    den = kv.new_empty((batch, heads, length) if plain else (0,))
+    den = kv.new_empty((batch, heads, length) if options.plain else (0,))
     kv_at = kv.new_empty(n_states, batch, heads, kv.shape[3], kv.shape[2])
     k_sum_at = k_sum.new_empty(n_states, *k_sum.shape)
-    return o, den, kv_at, k_sum_at, torch.empty_like(kv), torch.empty_like(k_sum)
+    return o, den, kv_at, k_sum_at, kv.new_empty(kv.shape), k_sum.new_empty(k_sum.shape)
 
 
 def _backward(grad_o, grad_kv, grad_k_sum, o, den, kv_at, k_sum_at, d_decay, d_theta, q, k, v, log_decay, theta, *rest):
     """Returns the gradients of q, k, v, log_decay, theta, kv and k_sum; those not asked for are empty."""
-    tile, start, interleaved, is_causal = _tile(q, v), rest[2], rest[-2], rest[-1]
-    # ∂log_decay is a small difference of two large sums: products rounded to bfloat16 would cost it its digits
-    call = _call(tile, q, k, v, log_decay, theta, *rest, exact=d_decay)
+    tile, options, pool = _tile(q, v), Options(*rest), Pool.on(q.device)
+    spans = tile.spans(q.shape[2])
+    # ∂log_decay and ∂θ are small differences of large sums: products rounded to bfloat16 would cost them their digits
+    call = _call(tile, q, k, v, log_decay, theta, options, exact=d_decay or d_theta)
     grads = Gradients(
         grad_o,
         *(empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)),
         torch.empty_like(log_decay) if d_decay else None,
-        ThetaGradient(theta, q.shape[2], interleaved) if d_theta else None,
-        torch.zeros_like(kv_at[-1]) if grad_kv is None else grad_kv.mT.contiguous(),
-        torch.zeros_like(k_sum_at[-1]) if grad_k_sum is None else grad_k_sum.clone(),
+        ThetaGradient(theta, q.shape[2], options.interleaved) if d_theta else None,
+        torch.zeros_like(kv_at[0]) if grad_kv is None else _own(grad_kv.mT),
+        torch.zeros_like(k_sum_at[0]) if grad_k_sum is None else _own(grad_k_sum),
+        options.plain or grad_k_sum is not None,
     )
-    saved, pool, spans = Saved(o, den, kv_at, k_sum_at), Pool.on(q.device), tile.spans(q.shape[2])
-    last = kv_at[len(spans) if is_causal else 1], grads.d_kv.clone()
-    for group in tile.groups(*q.shape[:2]):
-        part = call.rows(*group), saved.rows(*group), grads.rows(*group)
-        if is_causal:
-            causal.backward(part[0], spans, *part[1:], pool)
-        else:
-            noncausal.backward(part[0], tile.tokens, *part[1:], pool)
+    last = kv_at[len(spans) if options.causal else 1], grads.d_kv.clone()
+    saved = Saved(o, den, kv_at, k_sum_at)
+    with torch.autocast(q.device.type, enabled=False):
+        for group in tile.groups(*q.shape[:2]):
+            part = call.rows(*group), saved.rows(*group), grads.rows(*group)
+            if options.causal:
+                causal.backward(part[0], spans, *part[1:], pool)
+            else:
+                noncausal.backward(part[0], tile.tokens, *part[1:], pool)
     nothing = q.new_empty(0)
     if d_theta:
-        grads.d_theta.add_origin(start, (kv_at[0], grads.d_kv), last)
+        grads.d_theta.add_origin(options.start, (kv_at[0], grads.d_kv), last)
     return (
         grads.dq,
         grads.dk,
         grads.dv,
         grads.d_log_decay if d_decay else nothing,
         grads.d_theta.total if d_theta else nothing.clone(),
-        grads.d_kv.mT.contiguous(),
+        _own(grads.d_kv.mT),
         grads.d_k_sum,
     )
 
@@ -293,7 +338,7 @@ torch.library.impl(_BACKWARD, "default", _backward)
 
 @torch.library.register_fake(_FORWARD)
 def _(q, k, v, log_decay, theta, kv, k_sum, *rest):
-    return _outputs(q, v, kv, k_sum, rest[4], rest[-1], torch.empty)
+    return _outputs(q, v, kv, k_sum, Options(*rest), torch.empty)
 
 
 @torch.library.register_fake(_BACKWARD)
@@ -314,7 +359,7 @@ def _save(ctx, inputs, output) -> None:
     o, den, kv_at, k_sum_at, _, _ = output
     ctx.mark_non_differentiable(den, kv_at, k_sum_at)
     ctx.set_materialize_grads(False)
-    plain = ctx.rest[2]  # without a denominator the output is not looked at again
+    plain = Options(key_mask, documents, *ctx.rest).plain  # else the output is not looked at again
     ctx.save_for_backward(o if plain else den, den, kv_at, k_sum_at, q, k, v, log_decay, theta, key_mask, documents)
 
 
@@ -349,18 +394,20 @@ def _(info, in_dims, *args):
 
 @register_flop_formula(torch.ops.linrope.linear_attention)
 def _(q_shape, k_shape, v_shape, *rest, out_shape=None, **_unused) -> int:
-    return _flops(q_shape, v_shape, *rest[-4:], backward=False)
+    return _flops(q_shape, v_shape, Options(*rest[4:]), n_sums=1, backward=False)
 
 
 @register_flop_formula(torch.ops.linrope.linear_attention_backward)
 def _(*shapes_and_options, out_shape=None, **_unused) -> int:
     q_shape, _, v_shape, *rest = shapes_and_options[9:]
-    return _flops(q_shape, v_shape, *rest[-4:], backward=True)
+    options, grad_k_sum = Options(*rest[2:]), shapes_and_options[2]
+    n_sums = 2 if options.plain else int(grad_k_sum is not None)
+    return _flops(q_shape, v_shape, options, n_sums, backward=True)
 
 
-def _flops(q_shape, v_shape, plain: bool, eps: float, interleaved: bool, causal: bool, *, backward: bool) -> int:
+def _flops(q_shape, v_shape, options: Options, n_sums: int, backward: bool) -> int:
     (batch, heads, length, features), (_, _, keys, width) = q_shape, v_shape
-    if not causal:
+    if not options.causal:
         return noncausal_flops(batch * heads, length, keys, features, width, backward)
     spans = Tile.of(batch, heads, length, max(features, width)).spans(length)
-    return causal_flops(batch * heads, spans, features, width, plain, backward)
+    return causal_flops(batch * heads, spans, features, width, n_sums, backward)

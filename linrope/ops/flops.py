@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from linrope.ops.blocks import SUM_CHUNK, Span
 
 
-def causal_flops(rows: int, spans: Sequence[Span], features: int, width: int, plain: bool, backward: bool) -> int:
+def causal_flops(rows: int, spans: Sequence[Span], features: int, width: int, n_sums: int, backward: bool) -> int:
     """Of one pass over the blocks, each holding some tokens of `rows` heads with D features and E values.
 
     Args:
-        plain: whether there is a denominator.
+        n_sums: how many running sums of features it takes.
         backward: of the pass back instead of the one forward.
     """
     total = 0
@@ -26,9 +26,10 @@ def causal_flops(rows: int, spans: Sequence[Span], features: int, width: int, pl
         fine = SUM_CHUNK if c % SUM_CHUNK == 0 else c
         running_sum = n * c * fine * features + (n * c // fine) ** 2 * features
         if backward:
-            total += 3 * pairs_qk + 2 * pairs_v + 5 * state + 2 * pass_states + (2 if plain else 1) * running_sum
+            total += 3 * pairs_qk + 2 * pairs_v + 5 * state + 2 * pass_states
         else:
-            total += pairs_qk + pairs_v + 2 * state + pass_states + running_sum
+            total += pairs_qk + pairs_v + 2 * state + pass_states
+        total += n_sums * running_sum
     return 2 * rows * total
 
 

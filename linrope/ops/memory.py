@@ -19,8 +19,6 @@ from torch import Tensor
 HUGE_PAGE = 2 * 2**20
 SLAB = 16 * HUGE_PAGE
 """Workspace is fetched in pieces of this size; of what is not written to, nothing is taken."""
-MOST_KEPT = 64
-"""Shapes of blocks whose views are kept: ragged lengths would pile up."""
 
 
 def empty(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -44,8 +42,8 @@ _madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux
 class Pool:
     """Memory by name, cut to the shape of each block that uses it, and kept from call to call.
 
-    A few MiB for each thread that calls, however long the sequence: fetching and returning them would cost a short
-    call a quarter of its time.
+    Some tens of MiB for each thread that calls, whatever the length: fetching and returning them would cost a short
+    call a quarter of its time. What blocks and rotations are built of is kept beside it.
     """
 
     of_thread = threading.local()
@@ -53,7 +51,7 @@ class Pool:
     def __init__(self, device: torch.device):
         self.device = device
         self.flat: dict[tuple[str, torch.dtype], Tensor] = {}
-        self.made: dict[tuple, object] = {}
+        self.made: dict[str, dict[tuple, object]] = {}
         self.slab = torch.empty(0, dtype=torch.uint8, device=device)
 
     @classmethod
@@ -69,19 +67,20 @@ class Pool:
         size = math.prod(shape)
         flat = self.flat.get((name, dtype))
         if flat is None or flat.shape[0] < size:
-            self.made.clear()
+            self.made.clear()  # some of it stands on the smaller piece
             with torch.inference_mode(False):  # or a later call outside of inference could not write to it
                 flat = self.flat[name, dtype] = self.fetch(size * dtype.itemsize).view(dtype)
         return flat[:size].view(shape)
 
-    def keep(self, key: tuple, make: Callable[[], object]) -> object:
-        """What `make` built on this memory for that key, now or in an earlier call."""
-        if key not in self.made:
-            if len(self.made) >= MOST_KEPT:
-                self.made.clear()
+    def keep(self, kind: str, key: tuple, make: Callable[[], object], most: int) -> object:
+        """What `make` made for that key, now or in an earlier call; of a kind so many at most, the oldest go."""
+        made = self.made.setdefault(kind, {})
+        if key not in made:
+            if len(made) >= most:
+                made.pop(next(iter(made)))
             with torch.inference_mode(False):
-                self.made[key] = make()
-        return self.made[key]
+                made[key] = make()
+        return made[key]
 
     def fetch(self, size: int) -> Tensor:
         """So many bytes, a multiple of 64 from the start of a slab."""

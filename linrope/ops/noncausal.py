@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from linrope.errors import InputError
 from linrope.ops.blocks import Call, Gradients, Saved, Tokens, load_features
 from linrope.ops.inputs import Inputs
 from linrope.ops.memory import Pool
@@ -59,6 +60,8 @@ def _split_state(state: State) -> list[State]:
 
 def _documents_apart(row: Inputs, operator: Callable) -> tuple[Tensor, State]:
     """One row's documents, each attended by itself at its place in the row; the past belongs to the first."""
+    if torch.compiler.is_compiling():
+        raise InputError("segment_ids with causal=False decide how much there is to do: call it outside of a graph.")
     settings = row.settings
     lengths = settings.documents[0].unique_consecutive(return_counts=True)[1].tolist()
     masks = [None] * len(lengths) if settings.key_mask is None else settings.key_mask.split(lengths, dim=1)
@@ -141,7 +144,7 @@ def forward(call: Call, tokens: int, saved: Saved, pool: Pool) -> None:
     o, den, kv, k_sum = saved.o, saved.den, saved.kv_at[1], saved.k_sum_at[1]
     kv.copy_(saved.kv_at[0])
     k_sum.copy_(saved.k_sum_at[0])
-    state, keys, queries = kv.flatten(0, 1), Side(call, pool, "k", tokens), Side(call, pool, "q", tokens)
+    state, keys, queries = kv.view(-1, *kv.shape[2:]), Side(call, pool, "k", tokens), Side(call, pool, "q", tokens)
     for index, span in keys.blocks(call.k):
         features, _, _, turned = keys.load(call.k[:, :, span], index, span)
         state += torch.bmm(keys.values(span).mT, turned)
@@ -160,39 +163,51 @@ def forward(call: Call, tokens: int, saved: Saved, pool: Pool) -> None:
 
 
 def backward(call: Call, tokens: int, saved: Saved, grads: Gradients, pool: Pool) -> None:
-    """∂num = g / den, ∂den = -(∂numᵀ o); the state's gradient sums over all queries before any key reads it."""
-    o, den, k_sum = saved.o, saved.den, saved.k_sum_at[1]
-    keys, queries = Side(call, pool, "k", tokens), Side(call, pool, "q", tokens)
-    state, d_state = saved.kv_at[1].flatten(0, 1).to(call.product_dtype), grads.d_kv.flatten(0, 1)
+    """Write the gradients of some rows: the state's sums over all queries before any key reads it."""
+    _through_queries(Side(call, pool, "q", tokens), saved, grads)
+    _through_keys(Side(call, pool, "k", tokens), grads)
+
+
+def _through_queries(queries: Side, saved: Saved, grads: Gradients) -> None:
+    """∂q, and what the queries add to the gradients of the state: ∂num = g / den and ∂den = -(∂numᵀ o)."""
+    call, k_sum = queries.call, saved.k_sum_at[1]
+    state = saved.kv_at[1].flatten(0, 1).to(call.product_dtype)
+    d_state = grads.d_kv.view(state.shape)
     for index, span in queries.blocks(call.q):
+        grad_o = grads.grad_o[:, :, span]
         features, slope, turned, product = queries.load(call.q[:, :, span], index, span)
-        d_num = queries.buffer("d_num", grads.grad_o[:, :, span], call.product_dtype)
+        d_num = queries.buffer("d_num", grad_o, call.product_dtype)
         shift = features.rows.new_zeros(())
         if call.plain:
-            torch.div(grads.grad_o[:, :, span], den[:, :, span, None], out=d_num.rows)
-            d_den = (d_num.rows * o[:, :, span]).sum(dim=-1, keepdim=True, dtype=call.dtype).neg_()
+            torch.div(grad_o, saved.den[:, :, span, None], out=d_num.rows)
+            d_den = (d_num.rows * saved.o[:, :, span]).sum(dim=-1, keepdim=True, dtype=call.dtype).neg_()
             grads.d_k_sum.add_((features.rows * d_den).sum(dim=2))
             shift = d_den * k_sum[:, :, None]
         else:
-            d_num.rows.copy_(grads.grad_o[:, :, span])
+            d_num.rows.copy_(grad_o)
         d_state += torch.bmm(d_num.chunks.mT, product)
         grad = queries.buffer("grad", call.q[:, :, span], call.product_dtype)
         torch.bmm(d_num.chunks, state, out=grad.chunks)
         if grads.d_theta is not None:
             grads.d_theta.add(span.start, turned.rows, grad.rows.to(call.dtype))
         queries.pull(grad, features, slope, index, shift, grads.dq[:, :, span])
-    d_read = d_state.to(call.product_dtype)
+
+
+def _through_keys(keys: Side, grads: Gradients) -> None:
+    """∂k and ∂v, from the state's whole gradient."""
+    call = keys.call
+    d_state = grads.d_kv.flatten(0, 1).to(call.product_dtype)
     for index, span in keys.blocks(call.k):
         features, slope, turned, product = keys.load(call.k[:, :, span], index, span)
-        hidden = keys.hidden(span)
         grad = keys.buffer("grad", call.k[:, :, span], call.product_dtype)
-        torch.bmm(keys.values(span), d_read, out=grad.chunks)
+        torch.bmm(keys.values(span), d_state, out=grad.chunks)
         dv = keys.buffer("num", call.v[:, :, span], call.product_dtype)
-        torch.bmm(product, d_read.mT, out=dv.chunks)
+        torch.bmm(product, d_state.mT, out=dv.chunks)
         grads.dv[:, :, span].copy_(dv.rows)
         if grads.d_theta is not None:
             grads.d_theta.add(span.start, turned.rows, grad.rows.to(call.dtype))
         keys.pull(grad, features, slope, index, grads.d_k_sum[:, :, None], grads.dk[:, :, span])
+        hidden = keys.hidden(span)
         if hidden is not None:
             grads.dk[:, :, span].masked_fill_(hidden, 0)
             grads.dv[:, :, span].masked_fill_(hidden, 0)

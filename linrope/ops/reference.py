@@ -45,7 +45,7 @@ def reference_attention(inputs: Inputs) -> tuple[Tensor, State]:
 
     den = {"plain": den, "rotary": den_rotated, "none": None}[inputs.settings.normalize]
     o = num if den is None else num / guarded(den, inputs.settings.eps, inputs.settings.normalize)[..., None]
-    return o.to(inputs.q.dtype), _final_state(inputs, k, k_rotated, v)
+    return o.to(inputs.v.dtype), _final_state(inputs, k, k_rotated, v)
 
 
 def guarded(den: Tensor, eps: float, normalize: str) -> Tensor:

@@ -48,6 +48,8 @@ CAUSAL = [
     Case("part of the head, half-split", rope={"trainable": True, "rotary_dim": 4, "interleaved": False}),
     Case("odd head", head_dim=7, rope={"trainable": True, "rotary_dim": 6}),
     Case("wide values", value_dim=9),
+    Case("one value", value_dim=1, past=7),
+    Case("one feature", head_dim=1, rope=None, past=7),
     Case("forgetting", decay=0.1),
     Case("forgetting at once", decay=30.0),
     Case("forgetting slowly", decay=1e-6),
@@ -80,6 +82,7 @@ NONCAUSAL = [
     Case(f"noncausal {name}", options={"causal": False, **options}, **extra)
     for name, options, extra in (
         ("plain", {}, {}),
+        ("one value", {}, {"value_dim": 1, "past": 7}),
         ("fewer keys", {}, {"length": 65, "keys": 30}),
         ("more keys", {}, {"length": 3, "keys": 130}),
         ("no positions", {}, {"rope": None}),

@@ -14,12 +14,15 @@ FORWARD = torch.ops.linrope.linear_attention.default
 THETA = RotaryEmbedding(6).frequencies()
 
 
-def arguments(dtype=torch.float32, *, length=130, plain=True, decay=False, mask=False, packed=False, causal=True):
+def arguments(
+    dtype=torch.float32, *, length=130, width=5, plain=True, decay=False, mask=False, packed=False, causal=True
+):
     """What the operator takes, differentiable wherever it differentiates."""
-    q, k, v = (torch.randn(2, 3, length, size, dtype=dtype, requires_grad=True) for size in (6, 6, 5))
+    length = 130
+    q, k, v = (torch.randn(2, 3, length, size, dtype=dtype, requires_grad=True) for size in (6, 6, width))
     log_decay = (-torch.rand(2, 3, length)).requires_grad_() if decay else None
     theta = THETA.clone().requires_grad_()
-    past = torch.randn(2, 3, 6, 5, requires_grad=True), torch.rand(2, 3, 6, requires_grad=True)
+    past = torch.randn(2, 3, width, 6).mT.requires_grad_(), torch.rand(2, 3, 6, requires_grad=True)
     key_mask = torch.rand(2, length) > 0.3 if mask else None
     documents = (torch.arange(length) // 50).expand(2, -1).contiguous() if packed else None
     return q, k, v, log_decay, theta, *past, key_mask, documents, 7, "elu1", plain, 1e-6, True, causal
@@ -33,6 +36,7 @@ def arguments(dtype=torch.float32, *, length=130, plain=True, decay=False, mask=
         {"mask": True, "decay": True, "packed": True},
         {"causal": False, "mask": True},
         {"dtype": torch.bfloat16},
+        {"width": 1},
     ],
     ids=str,
 )
@@ -84,6 +88,27 @@ def test_vmap_is_refused_with_the_mend():
     q = torch.randn(4, 1, 2, 70, 8)
     with pytest.raises(ValueError, match=r"torch.vmap.*put the mapped dimension into B.*backend='reference'"):
         torch.vmap(lambda x: linear_attention(x, x, x))(q)
+
+
+def test_forward_mode_is_refused_with_the_mend():
+    """Without a rule of its own an operator's tangent would be 0, silently."""
+    x = torch.randn(1, 2, 70, 8)
+    with pytest.raises(ValueError, match=r"jvp.*backend='chunked': use 'reference'"):
+        torch.func.jvp(lambda x: linear_attention(x, x, x, backend="chunked"), (x,), (x,))
+    linear_attention(x, x, x)  # without a tangent all is well
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("width", [1, 5])
+def test_gradients_that_arrive_are_left_as_they_are(width, causal):
+    """The gradient of the state may be the caller's own tensor, in any strides."""
+    q, k, v = (torch.randn(2, 3, 130, size, requires_grad=True) for size in (4, 4, width))
+    _, state = linear_attention(q, k, v, causal=causal, return_state=True)
+    grad_kv, grad_k_sum = torch.randn(2, 3, width, 4).mT, torch.randn(3, 2, 4).transpose(0, 1)
+    before = grad_kv.clone(), grad_k_sum.clone()
+    torch.autograd.grad((state.kv, state.k_sum), (q, k, v), (grad_kv, grad_k_sum), allow_unused=True)
+    assert torch.equal(grad_kv, before[0])
+    assert torch.equal(grad_k_sum, before[1])
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -82,7 +82,18 @@ def test_float32_keeps_its_digits_over_a_long_sequence(decay):
     assert_close(2e-6, torch.float32, decay=decay, length=262_144, grad=decay < 1)
 
 
-@pytest.mark.parametrize("case", [{}, {"past": 10**9}, {"decay": 0.05}], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"past": 10**9},
+        {"decay": 0.05},
+        {"causal": False},
+        {"trainable": True},
+        {"normalize": "rotary", "eps": 1.0, "length": 300},
+    ],
+    ids=str,
+)
 def test_bfloat16(case):
     assert_close(1e-2, torch.bfloat16, **case)
 
@@ -115,12 +126,25 @@ def test_autocast_takes_the_lower_precision_and_sums_in_float32():
     assert torch.equal(final.kv, state.kv)
 
 
-def test_a_backward_inside_autocast_is_the_same():
-    tensors = [random(1, 2, 150, 8, seed=i).bfloat16().requires_grad_() for i in range(3)]
-    outside = torch.autograd.grad(linear_attention(*tensors).float().square().sum(), tensors)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_backward_inside_autocast_is_the_same(dtype, causal):
+    tensors = [random(1, 2, 150, 8, seed=i).to(dtype).requires_grad_() for i in range(3)]
+
+    def loss():
+        return linear_attention(*tensors, causal=causal).float().square().sum()
+
+    outside, later = torch.autograd.grad(loss(), tensors), loss()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = torch.autograd.grad(linear_attention(*tensors).float().square().sum(), tensors)
+        inside = torch.autograd.grad(later, tensors)
     assert all(torch.equal(a, b) for a, b in zip(outside, inside))
+
+
+def test_short_rows_in_half_precision_are_rounded_once():
+    """Taken in the other order of the product, numerator and denominator are float32 all the same."""
+    q, v = torch.full((1, 1, 32, 64), 8.0, dtype=torch.float16), torch.ones(1, 1, 32, 64, dtype=torch.float16)
+    o = linear_attention(q, q, v, RotaryEmbedding(64, base=1e9), causal=False, normalize="rotary", eps=0.0)
+    torch.testing.assert_close(o, v, rtol=2e-3, atol=0)
 
 
 @pytest.mark.parametrize("backend", ["reference", "chunked"])
