@@ -31,10 +31,13 @@ from linrope.rotary import rotate, unit_rotations
 CHUNK = 64
 """Tokens whose pairs are all formed: near the head's size, pairs and state cost about the same."""
 BLOCK_ELEMENTS = 2**18
-"""Size of one buffer of a block: 1 MiB in float32, so that the dozen it needs stay in a shared cache. Half of it spends
-more of the time on dispatching, twice as much falls out of the cache (each about a tenth slower)."""
+"""Size of one buffer of a block: 1 MiB in float32, so that the dozen and a half it needs stay in a shared cache."""
 BLOCK_TOKENS = 512
-"""Tokens of a block where there are heads enough to fill it: with more, passing states between chunks costs more."""
+"""Tokens of a block where there are heads enough to fill it: with more, passing states between chunks costs more.
+
+`python -m benchmarks.block_sizes` measures these: half or twice as much is within a tenth, but chunks of 128 tokens cost
+a fifth more.
+"""
 MAX_BLOCK = 2048
 
 
