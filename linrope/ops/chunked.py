@@ -35,8 +35,8 @@ BLOCK_ELEMENTS = 2**18
 BLOCK_TOKENS = 512
 """Tokens of a block where there are heads enough to fill it: with more, passing states between chunks costs more.
 
-`python -m benchmarks.block_sizes` measures these: half or twice as much is within a tenth, but chunks of 128 tokens cost
-a fifth more.
+`python -m benchmarks.block_sizes` measures these: half or twice as much is within a tenth, but chunks of 128 tokens
+cost a fifth more.
 """
 MAX_BLOCK = 2048
 
