@@ -25,7 +25,7 @@ class FeatureMap:
 
     `forward(x) -> y` is the definition, differentiable by autograd.
     `load(x, y, slope)` writes φ(x) into y and what `pull` needs into slope; x may be y itself.
-    `pull(grad, y, slope, out)` writes the vector-Jacobian product into out, and may overwrite grad.
+    `pull(grad, y, slope, out)` writes the vector-Jacobian product into out, and may overwrite grad; out may be grad.
     The two are None for a map that came as a plain callable: it may change the number of features.
     """
 

@@ -182,7 +182,11 @@ class Forward(Block):
         if call.plain:
             total = span.of(saved.den)[..., None]
             torch.sum(self.scratch.rows.mul_(self.q.rows), dim=-1, keepdim=True, out=total).add_(call.eps)
-            torch.div(self.num.rows, total, out=span.of(saved.o))
+            num = self.num.rows
+            if num.dtype == self.dtype:
+                torch.div(num, total, out=span.of(saved.o))
+            else:  # by way of float32: a pass over two dtypes takes several times one over each
+                span.of(saved.o).copy_(self.high(num, "num").div_(total))
         else:
             span.of(saved.o).copy_(self.num.rows)
 
@@ -226,15 +230,19 @@ class Backward(Block):
             self.dk.rows.mul_(self.visible)
         if grads.d_log_decay is not None:
             self.store_log_decay(span.of(grads.d_log_decay), anchor)
-        call.phi.pull(self.dq.rows, self.q.rows, self.q_slope.rows, out=span.of(grads.dq))
-        call.phi.pull(self.dk.rows, self.k.rows, self.k_slope.rows, out=span.of(grads.dk))
+        self.through_features(call, self.dq, self.q, self.q_slope, span.of(grads.dq))
+        self.through_features(call, self.dk, self.k, self.k_slope, span.of(grads.dk))
 
     def through_division(self, call: Call, span: Span, saved: Saved, grads: Gradients) -> Tensor | None:
         """∂num into its buffer; returns ∂den (b, h, t, 1)."""
         if not call.plain:
             self.d_num.rows.copy_(span.of(grads.grad_o))
             return None
-        torch.div(span.of(grads.grad_o), span.of(saved.den)[..., None], out=self.d_num.rows)
+        grad_o, den = span.of(grads.grad_o), span.of(saved.den)[..., None]
+        if grad_o.dtype == self.dtype:
+            torch.div(grad_o, den, out=self.d_num.rows)
+        else:
+            self.d_num.rows.copy_(self.high(grad_o, "grad_o").div_(den))
         product = torch.mul(self.d_num.rows, span.of(saved.o), out=self.dv.rows)
         return product.sum(dim=-1, keepdim=True, dtype=self.dtype).neg_()
 
@@ -281,6 +289,14 @@ class Backward(Block):
         if grads.reach_sums:
             self.running_sum(weighted, grads.d_k_sum, self.sum_weights.reversed, self.later, after=grads.d_k_sum)
             self.dk.rows.add_(self.later.rows)
+
+    def through_features(self, call: Call, grad: Tokens, y: Tokens, slope: Tokens, out: Tensor) -> None:
+        """From ∂φ(x) to ∂x."""
+        if out.dtype == self.dtype:
+            call.phi.pull(grad.rows, y.rows, slope.rows, out=out)
+        else:
+            call.phi.pull(grad.rows, y.rows, slope.rows, out=grad.rows)
+            out.copy_(grad.rows)
 
     def store_log_decay(self, into: Tensor, anchor: Tensor) -> None:
         """∂G_t = φ(q_t)·∂φ(q_t) - φ(k_t)·∂φ(k_t), and ∂log_decay_t is the sum of ∂G from t on."""
