@@ -179,8 +179,7 @@ def parse(args: list[str] | None) -> argparse.Namespace:
     add("--output", type=Path, default=Path("results"), help="folder for CSV, JSON and PNG (default: results)")
     options = parser.parse_args(args)
     report.check_positive(parser, options, "contexts", "batch", "heads", "head_dim", "steps", "repeats")
-    if options.head_dim % 2:
-        parser.error(f"--head_dim {options.head_dim}: RoPE turns pairs, so it must be even")
+    report.check_even(parser, options, "head_dim")
     report.check_device(parser, options.device)
     options.contexts, options.batch = sorted(set(options.contexts)), sorted(set(options.batch))
     report.make_folder(parser, options.output)

@@ -51,6 +51,12 @@ def check_positive(parser: argparse.ArgumentParser, options: argparse.Namespace,
                 parser.error(f"--{name} {number}: must be above 0")
 
 
+def check_even(parser: argparse.ArgumentParser, options: argparse.Namespace, name: str) -> None:
+    """End with an error unless that size can be split into RoPE's pairs."""
+    if getattr(options, name) % 2:
+        parser.error(f"--{name} {getattr(options, name)}: RoPE turns pairs, so it must be even")
+
+
 def check_names(parser: argparse.ArgumentParser, option: str, names: Iterable[str], known: Iterable[str]) -> None:
     """End with an error unless every name is known."""
     known = list(known)

@@ -288,8 +288,7 @@ def parse(args: list[str] | None) -> argparse.Namespace:
     add("--output", type=Path, default=Path("results"), help="folder for CSV, JSON and PNG (default: results)")
     options = parser.parse_args(args)
     report.check_positive(parser, options, "lengths", "batch", "heads", "head_dim", "repeats", "budget")
-    if options.head_dim % 2:
-        parser.error(f"--head_dim {options.head_dim}: RoPE turns pairs, so it must be even")
+    report.check_even(parser, options, "head_dim")
     report.check_device(parser, options.device)
     options.lengths = sorted(set(options.lengths))
     choose_methods(parser, options)
