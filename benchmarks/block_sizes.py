@@ -19,28 +19,19 @@ from rich.table import Table
 from benchmarks.methods import Inputs, Setting, call_of, linear
 from benchmarks.report import check_positive
 from benchmarks.timing import Call, alternate
-from linrope.ops import blocks, causal, chunked
+from linrope.ops import blocks, chunked
 from linrope.ops.memory import Pool
 
-CHANGES = {
-    "CHUNK": (chunked,),
-    "BLOCK_ELEMENTS": (chunked,),
-    "BLOCK_TOKENS": (chunked,),
-    "SUM_CHUNK": (blocks, causal),
-}
-"""The constants, and the modules that hold them."""
+CHANGES = {"CHUNK": chunked, "BLOCK_ELEMENTS": chunked, "BLOCK_TOKENS": chunked, "SUM_CHUNK": blocks}
+"""The constants, and the module that holds each."""
 
 
 @contextmanager
 def changed(name: str, value: int, pool: Pool) -> Iterator[None]:
     """The kernel with another value of one constant, on workspace of its own."""
-    Pool.of_thread.pool = pool
-    with (
-        mock.patch.multiple(CHANGES[name][0], **{name: value}),
-        mock.patch.multiple(CHANGES[name][-1], **{name: value}),
-    ):
+    workspace = mock.patch.object(Pool.of_thread, "pool", pool, create=True)
+    with workspace, mock.patch.object(CHANGES[name], name, value):
         yield
-    del Pool.of_thread.pool
 
 
 def calls(inputs: Inputs) -> dict[tuple[str, int], Call]:
@@ -56,7 +47,7 @@ def calls(inputs: Inputs) -> dict[tuple[str, int], Call]:
 
         return run
 
-    standing = {name: getattr(modules[0], name) for name, modules in CHANGES.items()}
+    standing = {name: getattr(module, name) for name, module in CHANGES.items()}
     settings = [(name, value * factor // 2) for name, value in standing.items() for factor in (2, 1, 4)]
     return {(name, value): with_change(name, value) for name, value in settings}
 
@@ -72,7 +63,7 @@ def main(args: list[str] | None = None) -> None:
         samples = alternate(calls(Inputs.make(Setting(options.length))), options.repeats, count=False).samples
     table = Table("constant", "value", "ms", "×", title=f"{options.length:,} tokens, forward+backward")
     for (name, value), sample in samples.items():
-        standing = samples[name, getattr(CHANGES[name][0], name)].median
+        standing = samples[name, getattr(CHANGES[name], name)].median
         table.add_row(name, f"{value:,}", f"{1e3 * sample.median:.1f}", f"{sample.median / standing:.2f}")
     console.print(table)
 

@@ -202,9 +202,7 @@ def main(args: list[str] | None = None) -> int:
                 bar.update(task, completed=number * total // len(options.batch))
     except KeyboardInterrupt:
         interrupted = True
-    console.print(table_of(points, options))
-    for line in remarks(points):
-        console.print(line, markup=False, highlight=False)
+    report.show(console, table_of(points, options), remarks(points))
     details = {
         **report.surroundings(options.device, "decode", args),
         "settings": {k: v for k, v in vars(options).items() if k != "output"},

@@ -158,9 +158,8 @@ def main(args: list[str] | None = None) -> int:
                 measure_length(length, options, points, lambda what: bar.update(task, description=what, advance=1))
     except KeyboardInterrupt:
         interrupted = True
-    console.print(table_of(points, options))
-    for line in [f"{p.method} at {p.length:,}: {p.status}, {p.detail}" for p in points if p.detail]:
-        console.print(line, markup=False, highlight=False)
+    left_out = (f"{p.method} at {p.length:,}: {p.status}, {p.detail}" for p in points if p.detail)
+    report.show(console, table_of(points, options), left_out)
     details = {
         **report.surroundings(options.device, "model_scaling", args),
         "settings": {k: v for k, v in vars(options).items() if k not in ("output", "config")},

@@ -174,6 +174,13 @@ def say_if_without_pictures(console: Console) -> None:
         console.print("matplotlib is not installed: no picture (pip install 'linrope\\[bench]')", highlight=False)
 
 
+def show(console: Console, table: Table, remarks: Iterable[str]) -> None:
+    """The table, and below it what it does not say."""
+    console.print(table)
+    for line in remarks:
+        console.print(line, markup=False, highlight=False)
+
+
 def finish(
     console: Console,
     folder: Path,

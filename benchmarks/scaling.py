@@ -317,9 +317,7 @@ def main(args: list[str] | None = None) -> int:
     run = Run(options, console)
     run.measure()
     results = run.results
-    console.print(table_of(results, options))
-    for line in remarks(results, options):
-        console.print(line, markup=False, highlight=False)
+    report.show(console, table_of(results, options), remarks(results, options))
     settings = {k: v for k, v in vars(options).items() if k not in ("methods", "left_out", "output")}
     details = {
         **report.surroundings(options.device, "scaling", args),

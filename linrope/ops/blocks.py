@@ -24,11 +24,17 @@ import torch
 from torch import Tensor
 
 from linrope.feature_maps import FeatureMap, exp_below_zero
+from linrope.ops.memory import Pool
 from linrope.ops.theta import ThetaGradient
 from linrope.rotary import rotate, unit_rotations
 
 SUM_CHUNK = 16
 """Running sums are small matrix products, a quarter of the work at 16 tokens of what it is at 64."""
+
+
+def sum_chunk(chunk: int) -> int:
+    """Tokens of a running sum's chunk in a chunk of so many: all of them at a ragged end."""
+    return SUM_CHUNK if chunk % SUM_CHUNK == 0 else chunk
 
 
 # --- what a block reads ----------------------------------------------------------------------------------------------
@@ -54,10 +60,9 @@ class Rotations:
         complex_dtype = torch.promote_types(dtype, torch.complex64)
         return cls(local.to(complex_dtype), frames.to(complex_dtype), interleaved)
 
-    def of_block(self, index: int, length: int) -> tuple[Tensor, Tensor]:
-        """(length, R/2): the turns of one block's tokens by their positions, and back."""
-        turn = self.local[:length] * self.frames[index]
-        return turn, turn.conj_physical()
+    def of_block(self, index: int, length: int) -> Tensor:
+        """(length, R/2): the turns of one block's tokens by their positions; `conj_physical` turns back."""
+        return self.local[:length] * self.frames[index]
 
 
 @dataclass(frozen=True)
@@ -96,16 +101,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Span:
-    """Block number `index`: tokens `start … stop` of the sequence, in chunks."""
+    """Block number `index`: the tokens of the sequence from `start` on, in chunks."""
 
     index: int
     start: int
     n_chunks: int
     chunk: int
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.n_chunks * self.chunk
 
     def of(self, x: Tensor) -> Tensor:
         """The span of x (B, H, T, ...)."""
@@ -162,7 +163,7 @@ class Tokens:
         batch, heads, _, width = flat.shape
         self.rows = flat  # (b, h, t, D)
         self.chunks = flat.view(batch * heads * n_chunks, chunk, width)  # (G, C, D)
-        self.subs = flat.view(-1, SUM_CHUNK if chunk % SUM_CHUNK == 0 else chunk, width)  # (G', c, D)
+        self.subs = flat.view(-1, sum_chunk(chunk), width)  # (G', c, D)
 
     @cached_property
     def complex(self) -> Tensor:
@@ -192,6 +193,23 @@ def load_features(phi: FeatureMap, x: Tensor, into: Tensor, slope: Tensor, hidde
     if hidden is not None:
         x.masked_fill_(hidden, 0)  # whatever a hidden key holds: a NaN times 0 would stay
     phi.load(x, into, slope)
+
+
+def pull_features(phi: FeatureMap, grad: Tensor, y: Tensor, slope: Tensor, out: Tensor) -> None:
+    """From ∂φ(x), which may be overwritten, to ∂x in out."""
+    if out.dtype == grad.dtype:
+        phi.pull(grad, y, slope, out=out)
+    else:  # a pass over two dtypes takes several times one over each
+        phi.pull(grad, y, slope, out=grad)
+        out.copy_(grad)
+
+
+def divide(x: Tensor, by: Tensor, out: Tensor, pool: Pool) -> None:
+    """x / by, in by's dtype, into out."""
+    if x.dtype == by.dtype:
+        torch.div(x, by, out=out)
+    else:
+        out.copy_(pool("divided", x.shape, by.dtype).copy_(x).div_(by))
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linrope.ops.blocks import SUM_CHUNK, Call, Gradients, Saved, Span, Tokens, Weights, load_features, scaled
+from linrope.ops.blocks import (
+    Call,
+    Gradients,
+    Saved,
+    Span,
+    Tokens,
+    Weights,
+    divide,
+    load_features,
+    pull_features,
+    scaled,
+    sum_chunk,
+)
 from linrope.ops.memory import Pool
 
 
@@ -57,21 +69,19 @@ class Block:
         self.v = self.tokens("v", self.width, self.product_dtype)
         self.pairs = self.buffer("pairs", self.c, self.c)
         self.own = self.buffer("own", self.width, self.features)
-        self.sum_chunk = SUM_CHUNK if self.c % SUM_CHUNK == 0 else self.c
         if call.log_decay is None:
             self.constant = tuple(
                 Weights.constant(self.n_rows, self.n * self.c // c, c, self.dtype, pool.device)
-                for c in (self.c, self.sum_chunk)
+                for c in (self.c, sum_chunk(self.c))
             )
 
     def tokens(self, name: str, width: int | None = None, dtype: torch.dtype | None = None) -> Tokens:
         shape = (self.batch, self.heads, self.n * self.c, self.features if width is None else width)
         return Tokens(self.pool(name, shape, dtype or self.dtype), self.n, self.c)
 
-    def buffer(self, name: str, *shape: int | torch.dtype) -> Tensor:
-        """(G, ...), of the dtype of products unless one is given last."""
-        *extents, dtype = shape if isinstance(shape[-1], torch.dtype) else (*shape, self.product_dtype)
-        return self.pool(name, (self.n_rows * self.n, *extents), dtype)
+    def buffer(self, name: str, rows: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
+        """(G, rows, columns), of the dtype of products unless another is given."""
+        return self.pool(name, (self.n_rows * self.n, rows, columns), dtype or self.product_dtype)
 
     def low(self, x: Tensor, name: str) -> Tensor:
         if x.dtype == self.product_dtype:
@@ -98,9 +108,9 @@ class Block:
             self.v.rows.masked_fill_(hidden, 0)
         if call.rotations is not None:
             interleaved = call.rotations.interleaved
-            turn, self.turn_back = call.rotations.of_block(span.index, self.n * self.c)
-            self.q.rotated(turn, interleaved, out=self.q_turned)
-            self.k.rotated(turn, interleaved, out=self.k_turned)
+            self.turn = call.rotations.of_block(span.index, self.n * self.c)
+            self.q.rotated(self.turn, interleaved, out=self.q_turned)
+            self.k.rotated(self.turn, interleaved, out=self.k_turned)
         self.q_in, self.k_in = self.low(self.q_turned.chunks, "q"), self.low(self.k_turned.chunks, "k")
         self.weights, self.sum_weights = self.weigh(call, span)
 
@@ -110,7 +120,7 @@ class Block:
             return self.constant
         heads = call.log_decay.shape[1]
         made = []
-        for name, c in (("weights", self.c), ("sum weights", self.sum_chunk)):
+        for name, c in (("weights", self.c), ("sum weights", sum_chunk(self.c))):
             n = self.n * self.c // c
             pairs = self.pool(name, (self.batch, heads, n, c, c), self.dtype)
             made.append(Weights.forgetting(call, span, n, c, pairs))
@@ -182,11 +192,7 @@ class Forward(Block):
         if call.plain:
             total = span.of(saved.den)[..., None]
             torch.sum(self.scratch.rows.mul_(self.q.rows), dim=-1, keepdim=True, out=total).add_(call.eps)
-            num = self.num.rows
-            if num.dtype == self.dtype:
-                torch.div(num, total, out=span.of(saved.o))
-            else:  # by way of float32: a pass over two dtypes takes several times one over each
-                span.of(saved.o).copy_(self.high(num, "num").div_(total))
+            divide(self.num.rows, total, span.of(saved.o), self.pool)
         else:
             span.of(saved.o).copy_(self.num.rows)
 
@@ -230,19 +236,15 @@ class Backward(Block):
             self.dk.rows.mul_(self.visible)
         if grads.d_log_decay is not None:
             self.store_log_decay(span.of(grads.d_log_decay), anchor)
-        self.through_features(call, self.dq, self.q, self.q_slope, span.of(grads.dq))
-        self.through_features(call, self.dk, self.k, self.k_slope, span.of(grads.dk))
+        pull_features(call.phi, self.dq.rows, self.q.rows, self.q_slope.rows, out=span.of(grads.dq))
+        pull_features(call.phi, self.dk.rows, self.k.rows, self.k_slope.rows, out=span.of(grads.dk))
 
     def through_division(self, call: Call, span: Span, saved: Saved, grads: Gradients) -> Tensor | None:
         """∂num into its buffer; returns ∂den (b, h, t, 1)."""
         if not call.plain:
             self.d_num.rows.copy_(span.of(grads.grad_o))
             return None
-        grad_o, den = span.of(grads.grad_o), span.of(saved.den)[..., None]
-        if grad_o.dtype == self.dtype:
-            torch.div(grad_o, den, out=self.d_num.rows)
-        else:
-            self.d_num.rows.copy_(self.high(grad_o, "grad_o").div_(den))
+        divide(span.of(grads.grad_o), span.of(saved.den)[..., None], self.d_num.rows, self.pool)
         product = torch.mul(self.d_num.rows, span.of(saved.o), out=self.dv.rows)
         return product.sum(dim=-1, keepdim=True, dtype=self.dtype).neg_()
 
@@ -274,8 +276,9 @@ class Backward(Block):
             self.dq.rows.copy_(dq_turned.rows)
             self.dk.rows.copy_(dk_turned.rows)
         else:
-            dq_turned.rotated(self.turn_back, call.rotations.interleaved, out=self.dq)
-            dk_turned.rotated(self.turn_back, call.rotations.interleaved, out=self.dk)
+            back = self.turn.conj_physical()
+            dq_turned.rotated(back, call.rotations.interleaved, out=self.dq)
+            dk_turned.rotated(back, call.rotations.interleaved, out=self.dk)
 
     def through_denominator(self, d_den: Tensor | None, span: Span, saved: Saved, grads: Gradients) -> None:
         """The denominator's share of ∂φ(q) and ∂φ(k), and that of the final sum of keys."""
@@ -289,14 +292,6 @@ class Backward(Block):
         if grads.reach_sums:
             self.running_sum(weighted, grads.d_k_sum, self.sum_weights.reversed, self.later, after=grads.d_k_sum)
             self.dk.rows.add_(self.later.rows)
-
-    def through_features(self, call: Call, grad: Tokens, y: Tokens, slope: Tokens, out: Tensor) -> None:
-        """From ∂φ(x) to ∂x."""
-        if out.dtype == self.dtype:
-            call.phi.pull(grad.rows, y.rows, slope.rows, out=out)
-        else:
-            call.phi.pull(grad.rows, y.rows, slope.rows, out=grad.rows)
-            out.copy_(grad.rows)
 
     def store_log_decay(self, into: Tensor, anchor: Tensor) -> None:
         """∂G_t = φ(q_t)·∂φ(q_t) - φ(k_t)·∂φ(k_t), and ∂log_decay_t is the sum of ∂G from t on."""

@@ -23,7 +23,7 @@ from linrope.ops.blocks import Call, Gradients, Rotations, Saved, Span
 from linrope.ops.flops import causal_flops, noncausal_flops
 from linrope.ops.inputs import Inputs
 from linrope.ops.memory import Pool, empty
-from linrope.ops.reference import guarded, reference_attention
+from linrope.ops.reference import guarded, hide, reference_attention
 from linrope.ops.state import State
 from linrope.ops.theta import ThetaGradient
 from linrope.rotary import rotate, unit_rotations
@@ -112,11 +112,8 @@ def _one_token(inputs: Inputs) -> tuple[Tensor, State]:
     """Decoding: the state takes the token in and is read, two passes over it whatever the position."""
     settings, past = inputs.settings, _past(inputs)
     q, k, v = (x.to(settings.dtype) for x in (inputs.q, inputs.k, inputs.v))
-    hidden = None if settings.key_mask is None else ~settings.key_mask[:, None, :, None]
-    k = k if hidden is None else k.masked_fill(hidden, 0)
-    q, k = settings.feature_map.forward(q), settings.feature_map.forward(k)
-    if hidden is not None:
-        k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
+    q, k = settings.feature_map.forward(q), settings.feature_map.forward(hide(k, settings.key_mask))
+    k, v = hide(k, settings.key_mask), hide(v, settings.key_mask)
     kv, k_sum = past.kv, past.k_sum
     if inputs.log_decay is not None:
         kept = inputs.log_decay.exp()  # (B, H, 1)

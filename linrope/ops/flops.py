@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from linrope.ops.blocks import SUM_CHUNK, Span
+from linrope.ops.blocks import Span, sum_chunk
 
 
 def causal_flops(rows: int, spans: Sequence[Span], features: int, width: int, n_sums: int, backward: bool) -> int:
@@ -23,7 +23,7 @@ def causal_flops(rows: int, spans: Sequence[Span], features: int, width: int, n_
         n, c = span.n_chunks, span.chunk
         pairs_qk, pairs_v, state = n * c * c * features, n * c * c * width, n * c * features * width
         pass_states = n * n * features * width
-        fine = SUM_CHUNK if c % SUM_CHUNK == 0 else c
+        fine = sum_chunk(c)
         running_sum = n * c * fine * features + (n * c // fine) ** 2 * features
         if backward:
             total += 3 * pairs_qk + 2 * pairs_v + 5 * state + 2 * pass_states

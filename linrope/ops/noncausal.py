@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from linrope.errors import InputError
-from linrope.ops.blocks import Call, Gradients, Saved, Tokens, load_features
+from linrope.ops.blocks import Call, Gradients, Saved, Tokens, divide, load_features, pull_features
 from linrope.ops.inputs import Inputs
 from linrope.ops.memory import Pool
 from linrope.ops.reference import reference_attention
@@ -78,6 +79,16 @@ def _documents_apart(row: Inputs, operator: Callable) -> tuple[Tensor, State]:
 # --- block by block --------------------------------------------------------------------------------------------------
 
 
+class Loaded(NamedTuple):
+    """One block of queries or keys."""
+
+    features: Tokens  # φ(x)
+    slope: Tokens
+    turned: Tokens  # φ(x), turned
+    product: Tensor  # (R, t, D): the same as it enters products
+    turn: Tensor | None
+
+
 @dataclass(frozen=True)
 class Side:
     """The queries, or the keys, of some rows: their features block by block. R = b·h."""
@@ -98,18 +109,17 @@ class Side:
         mask = self.call.key_mask
         return None if mask is None or self.name == "q" else ~mask[:, None, span, None]
 
-    def load(self, x: Tensor, index: int, span: slice) -> tuple[Tokens, Tokens, Tokens, Tensor]:
-        """φ(x), its slope, φ(x) turned, and the turned one as it enters products (R, t, D)."""
+    def load(self, x: Tensor, index: int, span: slice) -> Loaded:
         rotations, hidden = self.call.rotations, self.hidden(span)
         features, slope = self.buffer("features", x), self.buffer("slope", x)
         load_features(self.call.phi, x, features.rows, slope.rows, hidden)
         if hidden is not None:
             features.rows.masked_fill_(hidden, 0)  # φ(0) is not 0
-        turned = features
+        turned, turn = features, None
         if rotations is not None:
-            turn, _ = rotations.of_block(index, x.shape[2])
+            turn = rotations.of_block(index, x.shape[2])
             turned = features.rotated(turn, rotations.interleaved, out=self.buffer("turned", x))
-        return features, slope, turned, self.low(turned, "turned low").chunks
+        return Loaded(features, slope, turned, self.low(turned, "turned low").chunks, turn)
 
     def low(self, x: Tokens, name: str) -> Tokens:
         if self.call.product_dtype == self.call.dtype:
@@ -125,18 +135,16 @@ class Side:
             into.rows.masked_fill_(hidden, 0)
         return into.chunks
 
-    def pull(self, grad: Tokens, features: Tokens, slope: Tokens, index: int, shift: Tensor, out: Tensor) -> None:
+    def pull(self, grad: Tokens, x: Loaded, shift: Tensor, out: Tensor) -> None:
         """From the gradient of the turned features, and what is to be added to that of the plain ones, to that of x."""
-        rotations = self.call.rotations
         plain = self.buffer("plain", grad.rows)
-        if rotations is None:
+        if x.turn is None:
             plain.rows.copy_(grad.rows)
         else:
             source = self.buffer("high", grad.rows).filled(grad) if grad.rows.dtype != self.call.dtype else grad
-            _, back = rotations.of_block(index, grad.rows.shape[2])
-            source.rotated(back, rotations.interleaved, out=plain)
+            source.rotated(x.turn.conj_physical(), self.call.rotations.interleaved, out=plain)
         plain.rows.add_(shift)
-        self.call.phi.pull(plain.rows, features.rows, slope.rows, out=out)
+        pull_features(self.call.phi, plain.rows, x.features.rows, x.slope.rows, out=out)
 
 
 def forward(call: Call, tokens: int, saved: Saved, pool: Pool) -> None:
@@ -146,18 +154,18 @@ def forward(call: Call, tokens: int, saved: Saved, pool: Pool) -> None:
     k_sum.copy_(saved.k_sum_at[0])
     state, keys, queries = kv.view(-1, *kv.shape[2:]), Side(call, pool, "k", tokens), Side(call, pool, "q", tokens)
     for index, span in keys.blocks(call.k):
-        features, _, _, turned = keys.load(call.k[:, :, span], index, span)
-        state += torch.bmm(keys.values(span).mT, turned)
-        k_sum += features.rows.sum(dim=2)
+        k = keys.load(call.k[:, :, span], index, span)
+        state += torch.bmm(keys.values(span).mT, k.product)
+        k_sum += k.features.rows.sum(dim=2)
     read = state.mT.to(call.product_dtype)
     for index, span in queries.blocks(call.q):
-        features, _, _, turned = queries.load(call.q[:, :, span], index, span)
+        q = queries.load(call.q[:, :, span], index, span)
         into = queries.buffer("num", o[:, :, span], call.product_dtype)
-        torch.bmm(turned, read, out=into.chunks)
+        torch.bmm(q.product, read, out=into.chunks)
         if call.plain:
             total = den[:, :, span, None]
-            torch.sum(features.rows.mul_(k_sum[:, :, None]), dim=-1, keepdim=True, out=total).add_(call.eps)
-            torch.div(into.rows, total, out=o[:, :, span])
+            torch.sum(q.features.rows.mul_(k_sum[:, :, None]), dim=-1, keepdim=True, out=total).add_(call.eps)
+            divide(into.rows, total, o[:, :, span], pool)
         else:
             o[:, :, span].copy_(into.rows)
 
@@ -175,22 +183,22 @@ def _through_queries(queries: Side, saved: Saved, grads: Gradients) -> None:
     d_state = grads.d_kv.view(state.shape)
     for index, span in queries.blocks(call.q):
         grad_o = grads.grad_o[:, :, span]
-        features, slope, turned, product = queries.load(call.q[:, :, span], index, span)
+        q = queries.load(call.q[:, :, span], index, span)
         d_num = queries.buffer("d_num", grad_o, call.product_dtype)
-        shift = features.rows.new_zeros(())
+        shift = q.features.rows.new_zeros(())
         if call.plain:
-            torch.div(grad_o, saved.den[:, :, span, None], out=d_num.rows)
+            divide(grad_o, saved.den[:, :, span, None], d_num.rows, queries.pool)
             d_den = (d_num.rows * saved.o[:, :, span]).sum(dim=-1, keepdim=True, dtype=call.dtype).neg_()
-            grads.d_k_sum.add_((features.rows * d_den).sum(dim=2))
+            grads.d_k_sum.add_((q.features.rows * d_den).sum(dim=2))
             shift = d_den * k_sum[:, :, None]
         else:
             d_num.rows.copy_(grad_o)
-        d_state += torch.bmm(d_num.chunks.mT, product)
+        d_state += torch.bmm(d_num.chunks.mT, q.product)
         grad = queries.buffer("grad", call.q[:, :, span], call.product_dtype)
         torch.bmm(d_num.chunks, state, out=grad.chunks)
         if grads.d_theta is not None:
-            grads.d_theta.add(span.start, turned.rows, grad.rows.to(call.dtype))
-        queries.pull(grad, features, slope, index, shift, grads.dq[:, :, span])
+            grads.d_theta.add(span.start, q.turned.rows, grad.rows.to(call.dtype))
+        queries.pull(grad, q, shift, grads.dq[:, :, span])
 
 
 def _through_keys(keys: Side, grads: Gradients) -> None:
@@ -198,15 +206,15 @@ def _through_keys(keys: Side, grads: Gradients) -> None:
     call = keys.call
     d_state = grads.d_kv.flatten(0, 1).to(call.product_dtype)
     for index, span in keys.blocks(call.k):
-        features, slope, turned, product = keys.load(call.k[:, :, span], index, span)
+        k = keys.load(call.k[:, :, span], index, span)
         grad = keys.buffer("grad", call.k[:, :, span], call.product_dtype)
         torch.bmm(keys.values(span), d_state, out=grad.chunks)
         dv = keys.buffer("num", call.v[:, :, span], call.product_dtype)
-        torch.bmm(product, d_state.mT, out=dv.chunks)
+        torch.bmm(k.product, d_state.mT, out=dv.chunks)
         grads.dv[:, :, span].copy_(dv.rows)
         if grads.d_theta is not None:
-            grads.d_theta.add(span.start, turned.rows, grad.rows.to(call.dtype))
-        keys.pull(grad, features, slope, index, grads.d_k_sum[:, :, None], grads.dk[:, :, span])
+            grads.d_theta.add(span.start, k.turned.rows, grad.rows.to(call.dtype))
+        keys.pull(grad, k, grads.d_k_sum[:, :, None], grads.dk[:, :, span])
         hidden = keys.hidden(span)
         if hidden is not None:
             grads.dk[:, :, span].masked_fill_(hidden, 0)

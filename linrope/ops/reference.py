@@ -26,9 +26,9 @@ def reference_attention(inputs: Inputs) -> tuple[Tensor, State]:
     """(o, final state) of one call, by the formula; float64 throughout for float64 inputs, float32 for others."""
     dtype = inputs.settings.dtype
     q = inputs.settings.feature_map.forward(inputs.q.to(dtype))
-    k = inputs.settings.feature_map.forward(_hide(inputs.k.to(dtype), inputs.settings.key_mask))
-    k = _hide(k, inputs.settings.key_mask)  # after φ: φ(0) is not 0, so a zero key would still count in the denominator
-    v = _hide(inputs.v.to(dtype), inputs.settings.key_mask)
+    k = inputs.settings.feature_map.forward(hide(inputs.k.to(dtype), inputs.settings.key_mask))
+    k = hide(k, inputs.settings.key_mask)  # after φ: φ(0) is not 0, so a zero key would still count in the denominator
+    v = hide(inputs.v.to(dtype), inputs.settings.key_mask)
     q_rotated, k_rotated = _rotate(q, inputs), _rotate(k, inputs)
 
     weights = _weights(inputs)
@@ -53,7 +53,7 @@ def guarded(den: Tensor, eps: float, normalize: str) -> Tensor:
     return den + (den.new_tensor(eps).copysign(den) if normalize == "rotary" else eps)
 
 
-def _hide(x: Tensor, key_mask: Tensor | None) -> Tensor:
+def hide(x: Tensor, key_mask: Tensor | None) -> Tensor:
     """Zero the masked tokens of x (B, H, S, ·), whatever they hold (a NaN times 0 would stay)."""
     return x if key_mask is None else x.masked_fill(~rearrange(key_mask, "b s -> b 1 s 1"), 0)
 
