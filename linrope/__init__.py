@@ -4,7 +4,7 @@ from linrope.attention import AttentionState, KeyValueCache, LinearAttention, So
 from linrope.errors import InputError
 from linrope.model import LanguageModel, LanguageModelConfig
 from linrope.ops import State, linear_attention, merge
-from linrope.rotary import RotaryConfig, RotaryEmbedding, permute_pairing
+from linrope.rotary import RotaryConfig, RotaryEmbedding, RotaryScaling, permute_pairing
 
 __version__ = "0.1.0"
 
@@ -17,6 +17,7 @@ __all__ = [
     "LinearAttention",
     "RotaryConfig",
     "RotaryEmbedding",
+    "RotaryScaling",
     "SoftmaxAttention",
     "State",
     "linear_attention",

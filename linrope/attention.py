@@ -7,37 +7,22 @@ is a fair comparison. Both map (B, T, d_model) to (B, T, d_model) and hand their
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from linrope.convolution import ShortConvolution
 from linrope.errors import InputError, require_choice
-from linrope.feature_maps import get_feature_map
+from linrope.feature_maps import MapModule, make_feature_map
 from linrope.ops import BACKENDS, NORMALIZE, State, linear_attention
-from linrope.ops.inputs import check_segment_ids, number_documents
+from linrope.ops.inputs import check_segment_ids
 from linrope.rotary import RotaryConfig, RotaryEmbedding
+from linrope.softmax import KeyValueCache, softmax_attention
 
-
-@dataclass(frozen=True)
-class KeyValueCache:
-    """The past of softmax attention: every key and value, so it grows with the length.
-
-    Attributes:
-        k, v: (B, H, S, D) rotated keys, and values.
-        visible: (B, S) False for keys of documents that have ended; None where all are visible.
-    """
-
-    k: Tensor
-    v: Tensor
-    visible: Tensor | None = None
-
-    @property
-    def length(self) -> int:
-        """Number of tokens seen; the next token stands at this position."""
-        return self.k.shape[2]
+__all__ = ["AttentionState", "KeyValueCache", "LinearAttention", "ShortConvolution", "SoftmaxAttention"]
 
 
 @dataclass(frozen=True)
@@ -47,66 +32,44 @@ class AttentionState:
     Attributes:
         past: the operator's `State` (linear) or a `KeyValueCache` (softmax).
         conv_tail: (B, short_conv - 1, channels), the short convolution's last inputs; None without one.
+        document_start: (B,) int64, the position at which each row's open document began; None where all began at 0.
     """
 
     past: State | KeyValueCache
     conv_tail: Tensor | None = None
+    document_start: Tensor | None = None
 
 
-class ShortConvolution(nn.Module):
-    """Depthwise causal convolution over the last few tokens, then SiLU.
+def document_positions(
+    x: Tensor, state: AttentionState | None, segment_ids: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Where the tokens of x (B, T, ...) stand in their own documents, for what depends on more than distances.
 
-        y_t = silu(Σ_i w_i x_{t - width + 1 + i})
+    Returns:
+        (B, T) int64 positions, or None where row and document are one; and the `document_start` after x.
 
-    Args:
-        channels: C, each with its own `width` weights.
-        width: tokens seen, the present one included; at least 2.
+    Raises:
+        InputError: a state of another batch.
     """
-
-    def __init__(self, channels: int, width: int):
-        super().__init__()
-        if width < 2:
-            raise InputError(f"short_conv={width}: a convolution sees at least 2 tokens (0 leaves it out).")
-        self.width = width
-        self.weight = nn.Parameter(torch.empty(channels, width).uniform_(-(width**-0.5), width**-0.5))
-
-    def forward(self, x: Tensor, tail: Tensor | None = None, segment_ids: Tensor | None = None):
-        """(B, T, C) -> (B, T, C) and the tail (B, width - 1, C) to continue from. Documents do not see each other."""
-        if tail is None:
-            tail = x.new_zeros(x.shape[0], self.width - 1, x.shape[2])
-        padded = torch.cat((tail.to(x.dtype), x), dim=1)
-        tail = padded[:, x.shape[1] :].clone()  # a view would keep all of `padded` alive
-        if segment_ids is None or x.shape[1] == 0:
-            # oneDNN's convolution is three times faster on long inputs, and slower on short ones and in float64
-            fast = x.shape[1] >= 256 and x.dtype != torch.float64
-            return F.silu(self._as_image(padded) if fast else self._sum_of_taps(padded)), tail
-        document = F.pad(number_documents(segment_ids), (self.width - 1, 0))  # the tail belongs to the first one
-        still_open = (document == document[:, -1:])[:, x.shape[1] :, None]
-        return F.silu(self._sum_of_taps(padded, document)), tail * still_open
-
-    def _sum_of_taps(self, padded: Tensor, document: Tensor | None = None) -> Tensor:
-        """The formula: (B, width - 1 + T, C) -> (B, T, C), each token seeing those of its own document."""
-        weight, length = self.weight.to(padded.dtype), padded.shape[1] - self.width + 1
-        y = padded[:, self.width - 1 :] * weight[:, -1]
-        for i in range(self.width - 1):
-            seen = padded[:, i : i + length]
-            if document is not None:
-                seen = seen * (document[:, i : i + length] == document[:, self.width - 1 :])[..., None]
-            y = torch.addcmul(y, seen, weight[:, i])
-        return y
-
-    def _as_image(self, padded: Tensor) -> Tensor:
-        """The same as a channels-last conv2d of height 1, for which (B, T, C) needs no copy."""
-        image = padded.mT.unsqueeze(2)
-        weight = self.weight.to(padded.dtype)[:, None, None, :]
-        return F.conv2d(image, weight, groups=weight.shape[0]).squeeze(2).mT
+    start = None if state is None else state.document_start
+    if start is not None and start.shape != x.shape[:1]:
+        raise InputError(f"state.document_start is {tuple(start.shape)}, this call needs ({x.shape[0]},).")
+    if x.shape[1] == 0 or (start is None and segment_ids is None):
+        return None, start
+    offset = 0 if state is None else state.past.length
+    position = torch.arange(offset, offset + x.shape[1], device=x.device)
+    starts = torch.zeros_like(position[:1, None]) if start is None else start[:, None]
+    if segment_ids is not None:
+        is_first = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))
+        starts = torch.where(is_first, position, starts).cummax(dim=1).values
+    return position - starts, starts[:, -1].clone()
 
 
 class _Attention(nn.Module):
     """What both attentions share: q, k and v from x, the way back to d_model, and the options on that way.
 
-    A subclass names its `past_type` and gives `attend(x, q, k, v, past, segment_ids) -> (o, past)`: from queries, keys
-    and values (B, H, T, D) to outputs of that shape, and the past with this call's tokens in it. Its
+    A subclass names its `past_type` and gives `attend(x, q, k, v, past, segment_ids, positions) -> (o, past)`: from
+    queries, keys and values (B, H, T, D) to outputs of that shape, and the past with this call's tokens in it. Its
     `past_bytes(context, dtype)` is the size of that past for one row.
     """
 
@@ -117,26 +80,25 @@ class _Attention(nn.Module):
         d_model: int,
         n_heads: int,
         *,
-        head_dim: int | None,
-        rope: RotaryConfig | None,
+        head_dim: int,
+        rope: RotaryEmbedding | None,
         causal: bool,
         short_conv: int,
+        output_norm: bool,
         output_gate: bool,
         bias: bool,
     ):
         super().__init__()
-        if n_heads < 1 or d_model < 1:
-            raise InputError(f"d_model={d_model} and n_heads={n_heads} must be at least 1.")
-        if head_dim is None and d_model % n_heads:
-            raise InputError(f"n_heads={n_heads} does not divide d_model={d_model}: change one, or give head_dim.")
         if short_conv and not causal:
             raise InputError(f"short_conv={short_conv} looks back only: it needs causal=True.")
-        self.d_model, self.n_heads, self.causal = d_model, n_heads, causal
-        self.head_dim = d_model // n_heads if head_dim is None else head_dim
-        inner = n_heads * self.head_dim
-        self.rope = None if rope is None else RotaryEmbedding.from_config(self.head_dim, rope)
+        if rope is not None:
+            rope.check_heads(n_heads)
+        self.d_model, self.n_heads, self.head_dim, self.causal = d_model, n_heads, head_dim, causal
+        inner = n_heads * head_dim
+        self.rope = rope
         self.qkv = nn.Linear(d_model, 3 * inner, bias=bias)
         self.conv = ShortConvolution(3 * inner, short_conv) if short_conv else None
+        self.norm = nn.RMSNorm(head_dim, eps=1e-5) if output_norm else None
         self.gate = nn.Linear(d_model, inner, bias=bias) if output_gate else None
         self.out = nn.Linear(inner, d_model, bias=bias)
 
@@ -167,12 +129,15 @@ class _Attention(nn.Module):
         if self.conv is not None:
             qkv, tail = self.conv(qkv, tail, segment_ids)
         q, k, v = rearrange(qkv, "b t (three h d) -> three b h t d", three=3, h=self.n_heads)
-        o, past = self.attend(x, q, k, v, None if state is None else state.past, segment_ids)
+        positions, document_start = document_positions(x, state, segment_ids)
+        o, past = self.attend(x, q, k, v, None if state is None else state.past, segment_ids, positions)
+        if self.norm is not None:
+            o = self.norm(o.to(self.norm.weight.dtype))  # in float32 under autocast, as autocast has its norms
         o = rearrange(o, "b h t d -> b t (h d)")
         if self.gate is not None:
             o = o * F.silu(self.gate(x))
         y = self.out(o)
-        return (y, AttentionState(past, tail)) if return_state else y
+        return (y, AttentionState(past, tail, document_start)) if return_state else y
 
     def state_bytes(self, context: int, dtype: torch.dtype = torch.float32) -> int:
         """Bytes of the state of one row after `context` tokens, with activations in `dtype`."""
@@ -199,30 +164,58 @@ class _Attention(nn.Module):
                 raise InputError(f"state.conv_tail is {tuple(state.conv_tail.shape)}, this call needs {expected}.")
 
 
+def _head_dim(d_model: int, n_heads: int, head_dim: int | None) -> int:
+    if n_heads < 1 or d_model < 1:
+        raise InputError(f"d_model={d_model} and n_heads={n_heads} must be at least 1.")
+    if head_dim is None and d_model % n_heads:
+        raise InputError(f"n_heads={n_heads} does not divide d_model={d_model}: change one, or give head_dim.")
+    return d_model // n_heads if head_dim is None else head_dim
+
+
+def _embedding(rope: RotaryConfig | None, head_dim: int, phi: MapModule | None = None) -> RotaryEmbedding | None:
+    """What turns heads, or the features that phi makes of them: an odd number of those all but the last."""
+    if rope is None:
+        return None
+    if phi is None or rope.before_map:
+        return RotaryEmbedding.from_config(head_dim, rope)
+    if rope.rotary_dim is None:
+        rope = replace(rope, rotary_dim=phi.n_features // 2 * 2)
+    return RotaryEmbedding.from_config(phi.n_features, rope)
+
+
 class LinearAttention(_Attention):
     """Linear attention with rotary positions in the numerator only (RoFormer eq. 19), as a layer.
 
     By default the plain form: q, k, v = W x, `linear_attention`, W_o. Its state does not grow with the length.
+
+    Where RoPE stands is one of four: in neither sum (`rope=None`), in the numerator (the default), in both
+    (`normalize="rotary"`), or before φ (`RotaryConfig(before_map=True)`), where both sums see φ of what was turned:
+    weights stay positive, and depend on positions themselves, not on distances alone.
 
     Args:
         d_model: width of the model.
         n_heads: number of heads H.
         head_dim: size of each head; None for d_model / n_heads.
         rope: how queries and keys turn; None for no positions.
-        feature_map: φ, a name of `linrope.feature_maps.FEATURE_MAPS`, or a callable that keeps the head's size (a
-            module is trained and saved with the layer).
+        feature_map: φ, a name of `linrope.feature_maps.FEATURE_MAP_NAMES`, or a callable that keeps the head's size (a
+            module is trained and saved with the layer). "favor", "hedgehog" and "taylor" are modules made for these
+            heads; RoPE turns their features, all or all but the last.
+        temperature: learn a scale for each head inside φ: φ(e^τ x) with τ = 0 at the start, for queries and keys alike.
         normalize: the denominator: "plain", "rotary" or "none" (see `linear_attention`).
         causal: see earlier tokens only; False sees all.
         short_conv: tokens seen by a depthwise causal convolution with SiLU on q, k and v (4 is usual); 0 for none.
         forget_gate: learn a decay for each head and token, `log_decay = logsigmoid(W x + b)`, which starts slow
             (W = 0, b = 4: half is forgotten in 38 tokens).
+        output_norm: RMSNorm (ε = 10⁻⁵, one weight for all heads) over each head's output, before the gate. It undoes
+            the division by the denominator, up to ε: the scale of each o_i is lost.
         output_gate: multiply the heads' output by `silu(W x)`.
         bias: whether the projections have biases.
         eps: ε of the denominator.
         backend: see `linear_attention`.
 
     Raises:
-        InputError: sizes that do not fit, unknown names, `short_conv` or `forget_gate` with `causal=False`.
+        InputError: sizes that do not fit, unknown names, `short_conv` or `forget_gate` with `causal=False`,
+            `rope.before_map` with `normalize="rotary"`.
     """
 
     past_type = State
@@ -235,43 +228,63 @@ class LinearAttention(_Attention):
         head_dim: int | None = None,
         rope: RotaryConfig | None = RotaryConfig(),
         feature_map: str | Callable[[Tensor], Tensor] = "elu1",
+        temperature: bool = False,
         normalize: str = "plain",
         causal: bool = True,
         short_conv: int = 0,
         forget_gate: bool = False,
+        output_norm: bool = False,
         output_gate: bool = False,
         bias: bool = False,
         eps: float = 1e-6,
         backend: str = "auto",
     ):
+        if forget_gate and not causal:
+            raise InputError("forget_gate=True needs causal=True: forgetting is defined for causal attention only.")
+        require_choice("normalize", normalize, NORMALIZE)
+        require_choice("backend", backend, ("auto", *BACKENDS))
+        before_map = rope is not None and rope.before_map
+        if before_map and normalize == "rotary":
+            raise InputError("rope.before_map=True turns nothing after φ, normalize='rotary' sums what is: drop one.")
+        head_dim = _head_dim(d_model, n_heads, head_dim)
+        phi = make_feature_map(feature_map, n_heads, head_dim)
+        learned = phi if isinstance(phi, MapModule) else None
         super().__init__(
             d_model,
             n_heads,
             head_dim=head_dim,
-            rope=rope,
+            rope=_embedding(rope, head_dim, learned),
             causal=causal,
             short_conv=short_conv,
+            output_norm=output_norm,
             output_gate=output_gate,
             bias=bias,
         )
-        if forget_gate and not causal:
-            raise InputError("forget_gate=True needs causal=True: forgetting is defined for causal attention only.")
-        get_feature_map(feature_map)
-        require_choice("normalize", normalize, NORMALIZE)
-        require_choice("backend", backend, ("auto", *BACKENDS))
-        self.feature_map = feature_map  # a module becomes part of this one
+        self.feature_map = phi  # a module becomes part of this one
+        self.n_features = head_dim if learned is None else learned.n_features
+        self.before_map = before_map
         self.options = {"normalize": normalize, "eps": eps, "backend": backend}
+        self.log_scale = nn.Parameter(torch.zeros(n_heads)) if temperature else None
         self.forget = nn.Linear(d_model, n_heads) if forget_gate else None
         if self.forget is not None:
             nn.init.zeros_(self.forget.weight)
             nn.init.constant_(self.forget.bias, 4.0)
 
-    def attend(self, x, q, k, v, past, segment_ids):
+    def attend(self, x, q, k, v, past, segment_ids, positions):
+        if self.log_scale is not None:
+            scale = self.log_scale.exp()[:, None, None]
+            q, k = (q * scale).to(q.dtype), (k * scale).to(k.dtype)
+        if self.before_map:
+            # φ(R_i q)ᵀφ(R_j k) is no function of i - j alone: documents of a packed row each start at 0
+            where = (
+                {"positions": positions} if positions is not None else {"offset": 0 if past is None else past.length}
+            )
+            q, k = self.rope.rotate(q, **where), self.rope.rotate(k, **where)
         return linear_attention(
             q,
             k,
             v,
-            self.rope,
+            None if self.before_map else self.rope,
             log_decay=self._log_decay(x),
             causal=self.causal,
             segment_ids=segment_ids,
@@ -284,7 +297,7 @@ class LinearAttention(_Attention):
     def past_bytes(self, context, dtype):
         sums = 2 if self.options["normalize"] == "rotary" else 1
         working = torch.promote_types(dtype, torch.float32)
-        return self.n_heads * (self.head_dim**2 + sums * self.head_dim + 1) * working.itemsize
+        return self.n_heads * (self.n_features * (self.head_dim + sums) + 1) * working.itemsize
 
     def _log_decay(self, x: Tensor) -> Tensor | None:
         """(B, H, T) in float32 at least: decays live near 0, and sums of bfloat16's three digits drift."""
@@ -299,7 +312,14 @@ class LinearAttention(_Attention):
 class SoftmaxAttention(_Attention):
     """The baseline: RoPE on q and k, then `scaled_dot_product_attention`; a key-value cache for decoding.
 
-    The arguments are those of `LinearAttention`, without the ones that only linear attention has.
+    The arguments are those of `LinearAttention`, without the ones that only linear attention has, and:
+
+    Args:
+        window: see the last `window` tokens only, the present one included, in time and memory linear in the length and
+            with a cache that holds `window - 1`; None sees all.
+
+    Raises:
+        InputError: sizes that do not fit, a window below 1, `short_conv` or a window with `causal=False`.
     """
 
     past_type = KeyValueCache
@@ -311,68 +331,42 @@ class SoftmaxAttention(_Attention):
         *,
         head_dim: int | None = None,
         rope: RotaryConfig | None = RotaryConfig(),
+        window: int | None = None,
         causal: bool = True,
         short_conv: int = 0,
+        output_norm: bool = False,
         output_gate: bool = False,
         bias: bool = False,
     ):
+        if window is not None and window < 1:
+            raise InputError(f"window={window} must be at least 1, the token itself; None sees all.")
+        if window is not None and not causal:
+            raise InputError(f"window={window} looks back only: it needs causal=True.")
+        head_dim = _head_dim(d_model, n_heads, head_dim)
         super().__init__(
             d_model,
             n_heads,
             head_dim=head_dim,
-            rope=rope,
+            rope=_embedding(rope, head_dim),
             causal=causal,
             short_conv=short_conv,
+            output_norm=output_norm,
             output_gate=output_gate,
             bias=bias,
         )
+        self.window = window
 
-    def attend(self, x, q, k, v, past, segment_ids):
+    def attend(self, x, q, k, v, past, segment_ids, positions):
+        scale = None
         if self.rope is not None:
             offset = 0 if past is None else past.length
             q, k = self.rope.rotate(q, offset), self.rope.rotate(k, offset)
-        visible = None
-        if past is not None:
-            if past.k.shape[:2] != k.shape[:2] or past.k.shape[3] != k.shape[3]:
-                raise InputError(f"state.past.k is {tuple(past.k.shape)}, this call's keys are {tuple(k.shape)}.")
-            k, v = torch.cat((past.k.to(k.dtype), k), dim=2), torch.cat((past.v.to(v.dtype), v), dim=2)
-            visible = past.visible
-        mask = self._mask(q.shape[2], k.shape[2], visible, segment_ids, q.device)
-        if q.shape[2] == 0:
-            o = v[:, :, :0]
-        else:
-            whole = self.causal and mask is None and q.shape[2] > 1
-            o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=whole)
-        # k and v may be views of all three projections, which a cache should not keep alive
-        k, v = k.contiguous(), v.contiguous()
-        return o, KeyValueCache(k, v, self._still_visible(q.shape[2], k.shape[2], visible, segment_ids))
+            if self.rope.logit_scale != 1.0:
+                scale = self.rope.logit_scale**2 * self.head_dim**-0.5
+        return softmax_attention(
+            q, k, v, causal=self.causal, window=self.window, segment_ids=segment_ids, cache=past, scale=scale
+        )
 
     def past_bytes(self, context, dtype):
-        return 2 * self.n_heads * self.head_dim * context * dtype.itemsize
-
-    def _mask(self, n_queries: int, n_keys: int, visible, segment_ids, device) -> Tensor | None:
-        """(B or 1, 1, T, S) booleans, or None where causality alone, or nothing, hides a key."""
-        n_past = n_keys - n_queries
-        if visible is None and segment_ids is None and (n_past == 0 or n_queries == 1):
-            return None
-        mask = torch.ones(1, n_queries, n_keys, dtype=torch.bool, device=device)
-        if self.causal:
-            mask = mask.tril(n_past)
-        if segment_ids is not None and n_queries:
-            document = number_documents(segment_ids)
-            of_key = F.pad(document, (n_past, 0))  # the past belongs to the first document
-            mask = mask & (document[:, :, None] == of_key[:, None, :])
-        if visible is not None:
-            mask = mask & F.pad(visible, (0, n_queries), value=True)[:, None, :]
-        return mask[:, None]
-
-    @staticmethod
-    def _still_visible(n_queries: int, n_keys: int, visible, segment_ids) -> Tensor | None:
-        """Which keys the next call may see: those of the last document."""
-        if visible is not None:
-            visible = F.pad(visible, (0, n_queries), value=True)
-        if segment_ids is None or n_queries == 0:
-            return visible
-        document = number_documents(segment_ids)
-        last = F.pad(document, (n_keys - n_queries, 0)) == document[:, -1:]
-        return last if visible is None else last & visible
+        kept = context if self.window is None else min(context, self.window - 1)
+        return 2 * self.n_heads * self.head_dim * kept * dtype.itemsize

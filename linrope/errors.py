@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from dataclasses import MISSING, fields
+from typing import Any
 
 
 class InputError(ValueError):
@@ -22,3 +24,16 @@ def require_choice(argument: str, value: object, choices: Iterable[str]) -> None
     if value not in choices:
         known = ", ".join(repr(choice) for choice in choices)
         raise InputError(f"{argument}={value!r} is unknown: choose one of {known}.{suggest(str(value), choices)}")
+
+
+def check_keys(values: Any, config: type) -> None:
+    """Raise InputError unless `values` is a dictionary of fields of the dataclass `config`, with all it must have."""
+    if not isinstance(values, dict):
+        raise InputError(f"{values!r} is no set of options of {config.__name__}: it must be a dictionary.")
+    known = [f.name for f in fields(config)]
+    for key in values:
+        if key not in known:
+            raise InputError(f"{key!r} is no option of {config.__name__}.{suggest(key, known)}")
+    for f in fields(config):
+        if f.name not in values and f.default is MISSING and f.default_factory is MISSING:
+            raise InputError(f"{config.__name__} {values!r} has no {f.name!r}: give it, there is no default.")

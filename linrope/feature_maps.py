@@ -1,8 +1,11 @@
-"""Feature maps φ: what stands in for the exponential of softmax attention, one table of names.
+"""Feature maps φ: what stands in for the exponential of softmax attention, two tables of names.
 
-Every map in the table acts on the last dimension (the head's) and keeps the shape. Besides its definition each map
-comes as a kernel's pair of passes, writing into buffers the kernel holds: φ and its slope on the way in, the product
-with the slope on the way back. So an operator with a hand-written backward saves raw queries and keys only.
+Every map in `FEATURE_MAPS` acts on the last dimension (the head's) and keeps the shape. Besides its definition each
+map comes as a kernel's pair of passes, writing into buffers the kernel holds: φ and its slope on the way in, the
+product with the slope on the way back. So an operator with a hand-written backward saves raw queries and keys only.
+
+Those in `MAP_MODULES` have weights of their own for each head, and features of another number than the head's size.
+A layer makes one for its heads, and the operator takes it as a callable.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from linrope.errors import InputError, require_choice
 
@@ -115,6 +118,119 @@ FEATURE_MAPS: dict[str, FeatureMap] = {
 }
 
 
+class MapModule(nn.Module):
+    """A feature map that first multiplies by a matrix of each head, its `weight` (H, R, D): (B, H, T, D) -> (..., F).
+
+    Attributes:
+        n_features: F.
+    """
+
+    n_features: int
+    weight: Tensor
+
+    def project(self, x: Tensor) -> Tensor:
+        """(B, H, T, D) -> (B, H, T, R), in float32 at least: what follows is exponential or of second order.
+
+        Raises:
+            InputError: x of another number of heads or head size.
+        """
+        n_heads, _, head_dim = self.weight.shape
+        if x.ndim != 4 or x.shape[1] != n_heads or x.shape[3] != head_dim:
+            name = type(self).__name__
+            raise InputError(f"{name}({n_heads}, {head_dim}) got {tuple(x.shape)}: pass (B, {n_heads}, T, {head_dim}).")
+        x = _widened(x)
+        return x @ self.weight.to(x.dtype).mT
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _orthogonal(n_heads: int, size: int, head_dim: int) -> Tensor:
+    """(H, size, head_dim), size ≤ head_dim: each head's rows orthonormal and uniformly random."""
+    return torch.stack([nn.init.orthogonal_(torch.empty(size, head_dim)) for _ in range(n_heads)])
+
+
+class Favor(MapModule):
+    """Positive random features of the softmax kernel, `E[φ(q)ᵀφ(k)] = exp(qᵀk / √D)` (Performer, arXiv 2009.14794).
+
+        φ(x)_f = (exp(w_fᵀy - |y|² / 2) + 10⁻⁴) / √F        y = x / D^¼,  F = D
+
+    The w_f are drawn once, orthogonal to each other and as long as normal vectors, and saved with the weights.
+    Performer's own code keeps the exponential small by a maximum over all keys, through which later tokens change
+    earlier outputs. Here the exponent has a ceiling instead, `EXP_CEILING`. The 10⁻⁴ is Performer's, which keeps
+    denominators positive where all exponentials vanish.
+
+    Args:
+        n_heads: H, each with directions of its own.
+        head_dim: D.
+    """
+
+    FLOOR = 1e-4
+
+    def __init__(self, n_heads: int, head_dim: int):
+        super().__init__()
+        self.n_features = head_dim
+        lengths = torch.randn(n_heads, head_dim, head_dim).norm(dim=-1, keepdim=True)
+        self.register_buffer("weight", lengths * _orthogonal(n_heads, head_dim, head_dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = _widened(x) * x.shape[-1] ** -0.25
+        exponent = self.project(y) - y.square().sum(dim=-1, keepdim=True) / 2
+        return (exp(exponent) + self.FLOOR) * self.n_features**-0.5
+
+
+class Hedgehog(MapModule):
+    """`softmax([W x ; -W x])`, 2D features, with W learned for each head (Hedgehog, arXiv 2402.04347).
+
+    W starts as the identity. Queries and keys share it: each has a projection of its own before it.
+
+    Args:
+        n_heads: H.
+        head_dim: D.
+    """
+
+    def __init__(self, n_heads: int, head_dim: int):
+        super().__init__()
+        self.n_features = 2 * head_dim
+        self.weight = nn.Parameter(torch.eye(head_dim).repeat(n_heads, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.project(x)
+        return torch.cat((y, -y), dim=-1).softmax(dim=-1)
+
+
+class Taylor(MapModule):
+    """The exponential's series up to the second order, which is positive (Based, arXiv 2402.18668).
+
+        φ(q)ᵀφ(k) = 1 + s + s² / 2        s = (W q)ᵀ(W k) / √R,  F = R + R² + 1,  R = min(D, 16)
+
+    W (R, D) is learned for each head and keeps the features affordable: 273 for R = 16.
+
+    Args:
+        n_heads: H.
+        head_dim: D.
+    """
+
+    SIZE = 16
+
+    def __init__(self, n_heads: int, head_dim: int):
+        super().__init__()
+        size = min(head_dim, self.SIZE)
+        self.n_features = size + size**2 + 1
+        self.weight = nn.Parameter(_orthogonal(n_heads, size, head_dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.project(x) * self.weight.shape[1] ** -0.25
+        products = (y.unsqueeze(-1) * y.unsqueeze(-2)).flatten(-2)
+        # the constant last, where a rope that turns pairs leaves it alone
+        return torch.cat((y, products * 0.5**0.5, torch.ones_like(y[..., :1])), dim=-1)
+
+
+MAP_MODULES: dict[str, type[MapModule]] = {"favor": Favor, "hedgehog": Hedgehog, "taylor": Taylor}
+FEATURE_MAP_NAMES = (*FEATURE_MAPS, *MAP_MODULES)
+
+
 def get_feature_map(feature_map: str | Callable[[Tensor], Tensor]) -> FeatureMap:
     """The feature map of that name, or the given callable as one.
 
@@ -122,11 +238,30 @@ def get_feature_map(feature_map: str | Callable[[Tensor], Tensor]) -> FeatureMap
         feature_map: a key of `FEATURE_MAPS`, or a callable from (..., D) to (..., F), differentiable by autograd.
 
     Raises:
-        InputError: unknown name, or neither a name nor callable.
+        InputError: unknown name, the name of a map that has weights, or neither a name nor callable.
     """
     if callable(feature_map):
-        return FeatureMap(getattr(feature_map, "__name__", "callable"), feature_map)
+        return FeatureMap(getattr(feature_map, "__name__", type(feature_map).__name__), feature_map)
     if not isinstance(feature_map, str):
         raise InputError(f"feature_map={feature_map!r} is neither a name nor a callable: pass one of the two.")
+    if feature_map in MAP_MODULES:
+        module = f"linrope.feature_maps.{MAP_MODULES[feature_map].__name__}(n_heads, head_dim)"
+        raise InputError(f"feature_map={feature_map!r} has weights, which LinearAttention makes: pass {module} here.")
     require_choice("feature_map", feature_map, FEATURE_MAPS)
     return FEATURE_MAPS[feature_map]
+
+
+def make_feature_map(
+    feature_map: str | Callable[[Tensor], Tensor], n_heads: int, head_dim: int
+) -> str | Callable[[Tensor], Tensor]:
+    """What a layer passes to the operator: a new module for a name in `MAP_MODULES`, or else the argument, checked.
+
+    Raises:
+        InputError: unknown name, or neither a name nor callable.
+    """
+    if isinstance(feature_map, str):
+        require_choice("feature_map", feature_map, FEATURE_MAP_NAMES)
+        if feature_map in MAP_MODULES:
+            return MAP_MODULES[feature_map](n_heads, head_dim)
+    get_feature_map(feature_map)
+    return feature_map

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linrope.attention import AttentionState, LinearAttention, SoftmaxAttention
+from linrope.attention import AttentionState, LinearAttention, SoftmaxAttention, document_positions
 from linrope.checkpoints import read_model, write_folder
-from linrope.errors import InputError, require_choice, suggest
-from linrope.rotary import RotaryConfig
+from linrope.errors import InputError, check_keys, require_choice
+from linrope.feature_maps import FEATURE_MAP_NAMES
+from linrope.ops.inputs import check_segment_ids
+from linrope.rotary import RotaryConfig, frequencies, unit_rotations
 
 ATTENTION_KINDS = ("linear", "softmax")
+EMBEDDING_STD = 0.02
+"""Of the token embeddings at the start: small, for logits near 0."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +40,25 @@ class LanguageModelConfig:
     """"linear" or "softmax", or a list of them, one for each layer."""
     rope: RotaryConfig | None = field(default_factory=RotaryConfig)
     """How queries and keys turn with their position; null for no positions."""
+    rope_layers: list[int] | None = None
+    """The layers, counted from 0, whose attention turns by `rope`; null for all."""
+    sinusoidal: bool = False
+    """Add sines and cosines of the position to the token embeddings; `rope: null` makes them the only positions."""
     feature_map: str = "elu1"
-    """Feature map of linear layers: elu1, relu, exp, identity or softmax."""
+    """Feature map of linear layers: elu1, relu, exp, identity or softmax; favor (random), hedgehog or taylor (learned
+    for each head)."""
+    temperature: bool = False
+    """Let linear layers learn a scale for each head inside the feature map; softmax layers have none."""
     normalize: str = "plain"
     """Denominator of linear layers: plain (unrotated), rotary or none."""
     short_conv: int = 0
     """Tokens seen by a causal convolution on queries, keys and values (4 is usual); 0 for none."""
     forget_gate: bool = False
     """Let linear layers learn to forget, by head and token; softmax layers have no such gate."""
+    window: int | None = None
+    """Tokens that softmax layers see, the present one included; null for all. Linear layers always see all."""
+    output_norm: bool = False
+    """RMSNorm over each head's output, before the gate. In linear layers it undoes the division by the denominator."""
     output_gate: bool = False
     """Multiply each attention's output by a SiLU gate."""
     d_ff: int | None = None
@@ -61,6 +76,17 @@ class LanguageModelConfig:
                 raise InputError(f"{name}={getattr(self, name)} must be at least 1.")
         if self.d_ff is not None and self.d_ff < 1:
             raise InputError(f"d_ff={self.d_ff} must be at least 1, or null for 8/3 of d_model.")
+        if self.window is not None and self.window < 1:
+            raise InputError(f"window={self.window} must be at least 1, the token itself, or null for all.")
+        if not all(0 <= layer < self.n_layers for layer in self.rope_layers or []):
+            raise InputError(
+                f"rope_layers={self.rope_layers} must lie in 0 … {self.n_layers - 1}, the layers' numbers."
+            )
+        if self.sinusoidal and self.d_model % 2:
+            raise InputError(
+                f"sinusoidal=True needs an even d_model, not {self.d_model}: a sine and a cosine for each θ."
+            )
+        require_choice("feature_map", self.feature_map, FEATURE_MAP_NAMES)
         if not 0 <= self.dropout < 1:
             raise InputError(f"dropout={self.dropout} must be at least 0 and below 1.")
         if isinstance(self.attention, str):
@@ -91,24 +117,27 @@ class LanguageModelConfig:
         Raises:
             InputError: a key that no option has, with the nearest right one.
         """
-        _check_keys(values, cls)
-        if isinstance(values.get("rope"), dict):
-            _check_keys(values["rope"], RotaryConfig)
-            values = {**values, "rope": RotaryConfig(**values["rope"])}
+        check_keys(values, cls)
         try:
+            if isinstance(values.get("rope"), dict):
+                values = {**values, "rope": RotaryConfig.from_dict(values["rope"])}
             return cls(**values)
         except TypeError as error:
             raise InputError(f"a value of the model's configuration is of the wrong kind: {error}.") from error
 
 
-def _check_keys(values: Any, config: type) -> None:
-    """Raise InputError unless `values` is a dictionary whose keys are all fields of `config`."""
-    if not isinstance(values, dict):
-        raise InputError(f"{values!r} is no set of options of {config.__name__}: it must be a dictionary.")
-    known = [f.name for f in fields(config)]
-    for key in values:
-        if key not in known:
-            raise InputError(f"{key!r} is no option of {config.__name__}.{suggest(key, known)}")
+def sinusoids(positions: Tensor, d_model: int) -> Tensor:
+    """sin(t·θ_m) and cos(t·θ_m) in turn, θ_m = 10000^(-2m / d_model) (arXiv 1706.03762, section 3.5).
+
+    Args:
+        positions: (...) integers t.
+        d_model: even.
+
+    Returns:
+        (..., d_model) float64, exact at any position.
+    """
+    turn = unit_rotations(positions, frequencies(d_model, 10000.0, positions.device))
+    return torch.stack((turn.imag, turn.real), dim=-1).flatten(-2)
 
 
 class GatedMLP(nn.Module):
@@ -127,20 +156,26 @@ class GatedMLP(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: LanguageModelConfig, kind: str):
+    def __init__(self, config: LanguageModelConfig, layer: int):
         super().__init__()
-        shared = {"rope": config.rope, "short_conv": config.short_conv, "output_gate": config.output_gate}
-        if kind == "linear":
+        shared = {
+            "rope": config.rope if config.rope_layers is None or layer in config.rope_layers else None,
+            "short_conv": config.short_conv,
+            "output_norm": config.output_norm,
+            "output_gate": config.output_gate,
+        }
+        if config.attention_kinds[layer] == "linear":
             self.attention = LinearAttention(
                 config.d_model,
                 config.n_heads,
                 feature_map=config.feature_map,
+                temperature=config.temperature,
                 normalize=config.normalize,
                 forget_gate=config.forget_gate,
                 **shared,
             )
         else:
-            self.attention = SoftmaxAttention(config.d_model, config.n_heads, **shared)
+            self.attention = SoftmaxAttention(config.d_model, config.n_heads, window=config.window, **shared)
         self.mlp = GatedMLP(config.d_model, config.mlp_width)
         self.attention_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.mlp_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
@@ -167,7 +202,7 @@ class LanguageModel(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config, kind) for kind in config.attention_kinds)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
         self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.output = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self._initialise()
@@ -181,7 +216,7 @@ class LanguageModel(nn.Module):
             for layer in (block.attention.out, block.mlp.out):
                 nn.init.normal_(layer.weight, std=(3 * layer.in_features * 2 * self.config.n_layers) ** -0.5)
         for weight in (self.embedding.weight, self.output.weight):
-            nn.init.normal_(weight, std=0.02)
+            nn.init.normal_(weight, std=EMBEDDING_STD)
 
     def forward(
         self,
@@ -204,8 +239,11 @@ class LanguageModel(nn.Module):
         Raises:
             InputError: tokens of another shape or dtype or out of range, a state of another model.
         """
-        self._check(tokens, state)
-        x = self.dropout(self.embedding(tokens))
+        self._check(tokens, state, segment_ids)
+        x = self.embedding(tokens)
+        if self.config.sinusoidal:
+            x = x + self._position_embedding(tokens, state, segment_ids).to(x.dtype)
+        x = self.dropout(x)
         after = []
         for block, before in zip(self.blocks, state or [None] * len(self.blocks)):
             x, layer_state = block(x, before, segment_ids)
@@ -213,7 +251,19 @@ class LanguageModel(nn.Module):
         logits = self.output(self.norm(x))
         return (logits, tuple(after)) if return_state else logits
 
-    def _check(self, tokens: Tensor, state) -> None:
+    def _position_embedding(self, tokens: Tensor, state, segment_ids: Tensor | None) -> Tensor:
+        """(T, d_model), or (B, T, d_model) of packed rows, whose documents each start at 0.
+
+        As large as the token embeddings at the start: a sine's mean square is ½.
+        """
+        first = None if state is None else state[0]
+        positions, _ = document_positions(tokens, first, segment_ids)
+        if positions is None:
+            offset = 0 if first is None else first.past.length
+            positions = torch.arange(offset, offset + tokens.shape[1], device=tokens.device)
+        return EMBEDDING_STD * 2**0.5 * sinusoids(positions, self.config.d_model)
+
+    def _check(self, tokens: Tensor, state, segment_ids: Tensor | None) -> None:
         if not isinstance(tokens, Tensor):
             raise InputError(f"tokens is a {type(tokens).__name__}: pass int64 of shape (B, T).")
         if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
@@ -222,11 +272,16 @@ class LanguageModel(nn.Module):
             lowest, highest = (bound.item() for bound in tokens.aminmax())  # a GPU asserts this by itself
             if lowest < 0 or highest >= self.config.vocab_size:
                 raise InputError(f"tokens lie in [{lowest}, {highest}], vocab_size is {self.config.vocab_size}.")
+        if segment_ids is not None:
+            check_segment_ids(segment_ids, *tokens.shape, tokens.device)
         if state is None:
             return
         if not isinstance(state, (tuple, list)) or len(state) != len(self.blocks):
             got = f"has {len(state)} layers" if isinstance(state, (tuple, list)) else f"is a {type(state).__name__}"
             raise InputError(f"state {got}, the model has {len(self.blocks)} layers: pass its own state.")
+        if not all(isinstance(layer, AttentionState) for layer in state):
+            kinds = ", ".join(type(layer).__name__ for layer in state)
+            raise InputError(f"state holds {kinds}: pass the AttentionStates that the model returned.")
 
     @property
     def n_parameters(self) -> int:

@@ -9,21 +9,39 @@ matmul precision say; only the finished `turn` is rounded to the precision of wh
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from linrope.errors import InputError
+from linrope.errors import InputError, check_keys, require_choice
 
 MAX_POSITION = 2**53
 """Positions are exact in float64 up to here, and no further."""
 
 
-def frequencies(rotary_dim: int, base: float, device: torch.device | None = None) -> Tensor:
-    """θ_m = base^(-2m / rotary_dim) for m = 0 … rotary_dim/2 - 1, float64, in radians per position (eq. 15)."""
+Base = float | Sequence[float | None]
+"""One number for all heads, or one for each; None for a head that does not turn."""
+SCALING_RULES = ("linear", "ntk", "yarn")
+YARN_TURNS = 1.0, 32.0
+"""α and β of YaRN: pairs that turn less often than α in the original context slow down wholly, those beyond β not."""
+
+
+def frequencies(rotary_dim: int, base: Base, device: torch.device | None = None) -> Tensor:
+    """θ_m = base^(-2m / rotary_dim) for m = 0 … rotary_dim/2 - 1, float64, in radians per position (eq. 15).
+
+    Returns:
+        (R/2,), or (H, R/2) where `base` has a number for each head; the θ of a base None is 0.
+    """
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / rotary_dim
-    return base**-exponents
+
+    def of_head(base: float | None) -> Tensor:
+        return torch.zeros_like(exponents) if base is None else base**-exponents
+
+    return torch.stack([of_head(one) for one in base]) if isinstance(base, Sequence) else of_head(base)
 
 
 def check_positions(name: str, first: int, count: int) -> None:
@@ -43,13 +61,16 @@ def unit_rotations(positions: Tensor, theta: Tensor) -> Tensor:
 
     Args:
         positions: (...) integers.
-        theta: (R/2,) frequencies in radians per position.
+        theta: (R/2,) frequencies in radians per position, or (H, R/2), those of each head.
 
     Returns:
-        (..., R/2) complex128.
+        (..., R/2) complex128. With θ of each head (H, T, R/2) for positions (T,), (B, H, T, R/2) for (B, 1, T), and
+        (H, 1, R/2) for a single position: what turns vectors (B, H, T, D).
     """
     t = positions.to(torch.float64).unsqueeze(-1)
     theta = theta.to(torch.float64)
+    if theta.ndim > 1:
+        theta = theta.unsqueeze(-2)
     angle = t * theta
     with torch.no_grad():
         t_low = t.fmod(2**26)
@@ -113,17 +134,90 @@ def _halves(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
+class RotaryScaling:
+    """How the frequencies change for a context longer than the one that a model was trained with."""
+
+    rule: str
+    """Which to slow down: linear (all, position interpolation), ntk (the slower the more, by a larger base) or yarn
+    (those that turn less than once in the original context wholly, those that turn over 32 times not at all)."""
+    factor: float
+    """How many times longer the context becomes, at least 1."""
+    original_context: int | None = None
+    """Tokens of the context that the model was trained with; yarn needs it, the other rules ignore it."""
+
+    def check(self, rotary_dim: int) -> None:
+        """Raise InputError unless the frequencies of so many dimensions can be scaled like this."""
+        # not when made: a parser that tries the types of `RotaryScaling | None` in turn would bury the message
+        require_choice("scaling.rule", self.rule, SCALING_RULES)
+        if not (isinstance(self.factor, Real) and 1 <= self.factor < math.inf):
+            raise InputError(f"scaling.factor={self.factor!r} must be a finite number, at least 1.")
+        context = self.original_context
+        if context is None and self.rule == "yarn":
+            raise InputError("scaling.original_context=None, and rule='yarn' counts turns in it: give its tokens.")
+        if context is not None and not (isinstance(context, int) and context >= 1):
+            raise InputError(f"scaling.original_context={context!r} must be a whole number of tokens, at least 1.")
+        if self.rule == "ntk" and rotary_dim < 4:
+            raise InputError(
+                f"scaling.rule='ntk' needs more than rotary_dim={rotary_dim}, whose one θ no base changes."
+            )
+
+    def apply(self, theta: Tensor) -> Tensor:
+        """θ (..., R/2) of the original context, scaled.
+
+        "linear" is θ / factor (position interpolation, arXiv 2306.15595). "ntk" is the θ of base · factor^(R/(R-2)),
+        which leaves the first as it is and divides the last by the factor (arXiv 2309.00071, section 3.1). "yarn" goes
+        from θ / factor to θ while the turns in the original context, original_context · θ / 2π, go from α to β (NTK by
+        parts, section 3.2).
+        """
+        if self.rule == "ntk":
+            # (factor^(R/(R-2)))^(-2m/R) = factor^(-2m/(R-2)), and 2m runs from 0 to R - 2
+            return theta * self.factor ** -torch.linspace(0, 1, theta.shape[-1], dtype=theta.dtype, device=theta.device)
+        if self.rule == "linear":
+            return theta / self.factor
+        fewest, most = YARN_TURNS
+        turns = self.original_context * theta / (2 * math.pi)
+        kept = ((turns - fewest) / (most - fewest)).clamp(0, 1)
+        return kept * theta + (1 - kept) * theta / self.factor
+
+    @property
+    def logit_scale(self) -> float:
+        """See `RotaryEmbedding.logit_scale`."""
+        return 0.1 * math.log(self.factor) + 1 if self.rule == "yarn" else 1.0
+
+
+@dataclass(frozen=True)
 class RotaryConfig:
     """How an attention layer turns its queries and keys."""
 
-    base: float = 10000.0
-    """Wavelengths run from 2π up to 2π·base tokens."""
+    base: float | list[float | None] = 10000.0
+    """Wavelengths run from 2π up to 2π·base tokens; a list has one base for each head, null for one that does not
+    turn."""
     rotary_dim: int | None = None
     """Turn only the first `rotary_dim` dimensions of each head (even); null turns all."""
     interleaved: bool = True
     """Pair dimensions (2m, 2m+1) as RoFormer does; false pairs (m, m + rotary_dim/2) as GPT-NeoX and Llama do."""
     trainable: bool = False
-    """Learn the frequencies, starting from those that `base` gives."""
+    """Learn the frequencies, starting from those that `base` and `scaling` give."""
+    before_map: bool = False
+    """Turn queries and keys before the feature map instead of after it, so that both sums of linear attention see the
+    turned ones; softmax has no map and ignores it."""
+    scaling: RotaryScaling | None = None
+    """Slow the frequencies down for longer contexts than trained with: rule (linear, ntk or yarn), factor and, for
+    yarn, original_context; null leaves them."""
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> RotaryConfig:
+        """The inverse of `dataclasses.asdict`, the nested scaling included.
+
+        Raises:
+            InputError: a key that no option has, with the nearest right one; a scaling without what it must have.
+        """
+        check_keys(values, cls)
+        scaling = values.get("scaling")
+        if scaling is not None and not isinstance(scaling, RotaryScaling):
+            check_keys(scaling, RotaryScaling)
+            values = {**values, "scaling": RotaryScaling(**scaling)}
+        return cls(**values)
 
 
 class RotaryEmbedding(nn.Module):
@@ -134,23 +228,28 @@ class RotaryEmbedding(nn.Module):
 
     Args:
         dim: size D of the vectors to turn.
-        base: the longest wavelength is 2π·base^(1 - 2/rotary_dim) tokens.
+        base: the longest wavelength is 2π·base^(1 - 2/rotary_dim) tokens. A list has one for each head: θ is (H, R/2)
+            then, and each head turns by its own. None in it is θ = 0: a head that does not turn (with `trainable`, not
+            at the start).
         interleaved: pair dimensions (2m, 2m+1) (RoFormer); False pairs (m, m + rotary_dim/2) (GPT-NeoX, Llama).
         trainable: make θ a parameter, float32.
         rotary_dim: turn only the first `rotary_dim` dimensions, an even number ≤ dim; None turns all.
+        scaling: how the frequencies that `base` gives change for longer contexts, before any training.
 
     Raises:
-        InputError: an odd or too large `rotary_dim` (or an odd `dim` without one), a base that is not positive.
+        InputError: an odd or too large `rotary_dim` (or an odd `dim` without one), a base that is not positive or an
+            empty list of them, a scaling with an unknown rule, a factor below 1 or without what its rule needs.
     """
 
     def __init__(
         self,
         dim: int,
-        base: float = 10000.0,
+        base: Base = 10000.0,
         *,
         interleaved: bool = True,
         trainable: bool = False,
         rotary_dim: int | None = None,
+        scaling: RotaryScaling | None = None,
     ):
         super().__init__()
         name, width = ("dim", dim) if rotary_dim is None else ("rotary_dim", rotary_dim)
@@ -158,12 +257,12 @@ class RotaryEmbedding(nn.Module):
             raise InputError(f"{name}={width} cannot be split into pairs: RoPE needs a positive even rotary_dim.")
         if width > dim:
             raise InputError(f"rotary_dim={rotary_dim} is larger than dim={dim}: at most all dimensions can turn.")
-        if not (math.isfinite(base) and base > 0):
-            raise InputError(f"base={base} must be a positive number.")
-        self.dim, self.rotary_dim, self.base, self.interleaved = dim, width, float(base), interleaved
-        self.trainable = trainable
+        if scaling is not None:
+            scaling.check(width)
+        self.dim, self.rotary_dim, self.base, self.interleaved = dim, width, _checked_base(base), interleaved
+        self.trainable, self.scaling = trainable, scaling
         if trainable:
-            self.theta = nn.Parameter(frequencies(width, base).to(torch.float32))
+            self.theta = nn.Parameter(self._initial_frequencies().to(torch.float32))
 
     @classmethod
     def from_config(cls, dim: int, config: RotaryConfig) -> RotaryEmbedding:
@@ -174,7 +273,15 @@ class RotaryEmbedding(nn.Module):
             interleaved=config.interleaved,
             trainable=config.trainable,
             rotary_dim=config.rotary_dim,
+            scaling=config.scaling,
         )
+
+    @property
+    def logit_scale(self) -> float:
+        """What softmax attention multiplies its turned queries and its turned keys by, each: its logits grow by the
+        square. It is YaRN's √(1/t) = 0.1 · ln(factor) + 1 (arXiv 2309.00071), and 1.0 without "yarn" scaling. Linear
+        attention has no softmax to sharpen, and ignores it."""
+        return 1.0 if self.scaling is None else self.scaling.logit_scale
 
     def _apply(self, fn, recurse=True):
         """Move with the module, but never let θ fall below float32: in bfloat16 angles are wrong after a few tokens."""
@@ -186,16 +293,30 @@ class RotaryEmbedding(nn.Module):
         return super()._apply(keep_precision, recurse)
 
     def frequencies(self, device: torch.device | None = None) -> Tensor:
-        """θ in radians per position: (rotary_dim/2,), float64; differentiable where it is trainable."""
+        """θ in radians per position: (rotary_dim/2,), or (H, rotary_dim/2) where `base` has one for each head; float64,
+        differentiable where it is trainable."""
         if self.trainable:
             return self.theta.to(device=device, dtype=torch.float64)
-        return frequencies(self.rotary_dim, self.base, device)
+        return self._initial_frequencies(device)
+
+    def _initial_frequencies(self, device: torch.device | None = None) -> Tensor:
+        theta = frequencies(self.rotary_dim, self.base, device)
+        return theta if self.scaling is None else self.scaling.apply(theta)
+
+    def check_heads(self, heads: int) -> None:
+        """Raise InputError where `base` has one for each head, and not so many."""
+        if isinstance(self.base, tuple) and len(self.base) != heads:
+            raise InputError(
+                f"rope.base has {len(self.base)} entries, the tensors to turn have {heads} heads: "
+                "give one base for each head, or a single number for all."
+            )
 
     def rotate(self, x: Tensor, offset: int = 0, *, positions: Tensor | None = None) -> Tensor:
         """Turn each x[..., t, :] by its position: `R_t x_t` (eq. 34).
 
         Args:
-            x: (..., T, dim), floating; half precisions are turned in float32 and rounded once.
+            x: (..., T, dim), or (..., H, T, dim) where `base` has one for each head, floating; half precisions are
+                turned in float32 and rounded once.
             offset: the position of the first of the T, the others following it.
             positions: given positions instead, integers of shape (T,), or (B, T) for x of shape (B, H, T, dim) or
                 (B, T, dim).
@@ -204,13 +325,14 @@ class RotaryEmbedding(nn.Module):
             The shape and dtype of x.
 
         Raises:
-            InputError: another last dimension than `dim`, integer x, positions of another shape or dtype, both an
-                offset and positions, or a position beyond ±2^53.
+            InputError: another last dimension than `dim`, another number of heads than of bases, integer x, positions
+                of another shape or dtype, both an offset and positions, or a position beyond ±2^53.
         """
         if x.ndim < 2 or x.shape[-1] != self.dim or not x.is_floating_point():
             raise InputError(
                 f"x of shape {tuple(x.shape)} and dtype {x.dtype} cannot be rotated: pass (..., T, {self.dim}) floats."
             )
+        self.check_heads(x.shape[-3] if x.ndim > 2 else 0)
         if positions is None:
             check_positions("offset", offset, x.shape[-2])
             positions = torch.arange(offset, offset + x.shape[-2], device=x.device)
@@ -232,16 +354,28 @@ class RotaryEmbedding(nn.Module):
                 f"positions of shape {tuple(positions.shape)} do not fit x of shape {tuple(x.shape)}: "
                 f"pass (T,) or (B, T) with T={x.shape[-2]}."
             )
-        if positions.numel() and positions.abs().max() > MAX_POSITION:
+        if not torch.compiler.is_compiling() and positions.numel() and positions.abs().max() > MAX_POSITION:
             raise InputError(f"positions reach {int(positions.abs().max())}, beyond ±2^53 where they are not exact.")
         positions = positions.to(x.device)
         return positions.reshape(x.shape[0], *(1,) * (x.ndim - 3), -1) if batched else positions
 
     def extra_repr(self) -> str:
+        base = self.base if isinstance(self.base, tuple) else f"{self.base:g}"
+        scaling = "" if self.scaling is None else f", scaling={self.scaling}"
         return (
-            f"dim={self.dim}, rotary_dim={self.rotary_dim}, base={self.base:g}, interleaved={self.interleaved}, "
-            f"trainable={self.trainable}"
+            f"dim={self.dim}, rotary_dim={self.rotary_dim}, base={base}, interleaved={self.interleaved}, "
+            f"trainable={self.trainable}{scaling}"
         )
+
+
+def _checked_base(base: Base) -> float | tuple[float | None, ...]:
+    """The base in numbers of Python's own, one or one for each head."""
+    per_head = isinstance(base, (list, tuple))
+    numbers = [one for one in base if one is not None] if per_head else [base]
+    fit = all(isinstance(one, Real) and math.isfinite(one) and one > 0 for one in numbers)
+    if not fit or (per_head and not base):
+        raise InputError(f"base={base} must be a positive number, or a list with one, or None, for each head.")
+    return tuple(None if one is None else float(one) for one in base) if per_head else float(base)
 
 
 def permute_pairing(weight: Tensor, n_heads: int, *, to_interleaved: bool, rotary_dim: int | None = None) -> Tensor:

@@ -14,6 +14,8 @@ from linrope import (
     linear_attention,
 )
 from linrope.attention import ShortConvolution
+from linrope.feature_maps import MAP_MODULES, elu1
+from linrope.rotary import RotaryScaling
 
 D_MODEL, HEADS = 24, 3
 LAYERS = {
@@ -27,15 +29,29 @@ OPTIONS = {
     "no positions": {"rope": None},
     "partial rope": {"rope": RotaryConfig(rotary_dim=4, interleaved=False)},
     "wide heads": {"head_dim": 10},
-    "all": {"short_conv": 3, "output_gate": True, "bias": True},
+    "output_norm": {"output_norm": True},
+    "all": {"short_conv": 3, "output_norm": True, "output_gate": True, "bias": True},
 }
 LINEAR_OPTIONS = {
     "forget_gate": {"forget_gate": True},
     "all of linear": {"forget_gate": True, "short_conv": 4, "output_gate": True},
     "rotary denominator": {"normalize": "rotary"},
+    "before map": {"rope": RotaryConfig(before_map=True)},
+    "before map, partly": {"rope": RotaryConfig(before_map=True, rotary_dim=4), "feature_map": "hedgehog"},
+    "temperature": {"temperature": True},
+    "favor": {"feature_map": "favor"},
+    "hedgehog": {"feature_map": "hedgehog"},
+    "taylor": {"feature_map": "taylor", "normalize": "rotary"},
+}
+SOFTMAX_OPTIONS = {
+    "window of 1": {"window": 1},
+    "window of 7": {"window": 7, "short_conv": 3},
+    "window of 40": {"window": 40},
+    "yarn": {"rope": RotaryConfig(scaling=RotaryScaling("yarn", 4.0, 16))},
 }
 EVERY = [pytest.param(kind, options, id=f"{kind}-{name}") for kind in LAYERS for name, options in OPTIONS.items()]
 EVERY += [pytest.param("linear", options, id=f"linear-{name}") for name, options in LINEAR_OPTIONS.items()]
+EVERY += [pytest.param("softmax", options, id=f"softmax-{name}") for name, options in SOFTMAX_OPTIONS.items()]
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 
 
@@ -67,6 +83,71 @@ def test_the_baseline_is_rope_then_softmax():
     scores = scores.masked_fill(torch.ones(90, 90).triu(1).bool(), -torch.inf)
     o = scores.softmax(-1) @ v
     torch.testing.assert_close(layer(x), F.linear(o.transpose(1, 2).flatten(2), layer.out.weight), **CLOSE)
+
+
+def projected(layer, x):
+    return (heads(x, weight) for weight in layer.qkv.weight.chunk(3))
+
+
+def merged(layer, o):
+    return F.linear(o.transpose(1, 2).flatten(2), layer.out.weight)
+
+
+def test_positions_before_the_map_stand_in_both_sums():
+    layer, x = layer_and_input("linear", {"rope": RotaryConfig(before_map=True)})
+    q, k, v = projected(layer, x)
+    rope = RotaryEmbedding(D_MODEL // HEADS)
+    weights = (elu1(rope.rotate(q)) @ elu1(rope.rotate(k)).mT).tril()
+    o = weights @ v / (weights.sum(-1, keepdim=True) + 1e-6)
+    torch.testing.assert_close(layer(x), merged(layer, o), **CLOSE)
+
+
+def test_the_temperature_scales_inside_the_map():
+    layer, x = layer_and_input("linear", {"temperature": True, "rope": None})
+    q, k, v = projected(layer, x)
+    scale = layer.log_scale.exp().view(HEADS, 1, 1)
+    weights = (elu1(scale * q) @ elu1(scale * k).mT).tril()
+    o = weights @ v / (weights.sum(-1, keepdim=True) + 1e-6)
+    torch.testing.assert_close(layer(x), merged(layer, o), **CLOSE)
+    torch.manual_seed(0)
+    plain = LinearAttention(D_MODEL, HEADS)
+    torch.manual_seed(0)
+    assert torch.equal(LinearAttention(D_MODEL, HEADS, temperature=True)(x.float()), plain(x.float()))  # τ = 0
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_the_output_norm_comes_before_the_gate(kind):
+    layer, x = layer_and_input(kind, {"output_norm": True, "output_gate": True})
+    plain, _ = layer_and_input(kind, {"output_gate": True})
+    plain.load_state_dict(layer.state_dict(), strict=False)
+    torch.nn.init.eye_(plain.out.weight)
+    gate = F.silu(plain.gate(x))
+    o = (plain(x) / gate).unflatten(-1, (HEADS, -1))
+    o = o * (o.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * layer.norm.weight
+    torch.testing.assert_close(layer(x), F.linear(o.flatten(2) * gate, layer.out.weight), **CLOSE)
+
+
+@pytest.mark.parametrize("name", MAP_MODULES)
+def test_rope_turns_the_features_of_a_learned_map(name):
+    layer, x = layer_and_input("linear", {"feature_map": name})
+    q, k, v = projected(layer, x)
+    q, k = layer.feature_map(q), layer.feature_map(k)
+    n_features = q.shape[-1]
+    rope = RotaryEmbedding(n_features, rotary_dim=n_features - n_features % 2)
+    num = (rope.rotate(q) @ rope.rotate(k).mT).tril() @ v
+    den = (q @ k.mT).tril().sum(-1, keepdim=True)
+    torch.testing.assert_close(layer(x), merged(layer, num / (den + 1e-6)), **CLOSE)
+
+
+def test_yarn_sharpens_the_softmax():
+    scaling = RotaryScaling("yarn", 4.0, 16)
+    layer, x = layer_and_input("softmax", {"rope": RotaryConfig(scaling=scaling)})
+    q, k, v = projected(layer, x)
+    rope = RotaryEmbedding(D_MODEL // HEADS, scaling=scaling)
+    scores = rope.rotate(q) @ rope.rotate(k).mT * rope.logit_scale**2 / (D_MODEL // HEADS) ** 0.5
+    scores = scores.masked_fill(torch.ones(90, 90).triu(1).bool(), -torch.inf)
+    torch.testing.assert_close(layer(x), merged(layer, scores.softmax(-1) @ v), **CLOSE)
+    assert rope.logit_scale > 1
 
 
 def test_one_option_swaps_the_attention_and_nothing_else_changes():
@@ -189,7 +270,7 @@ def test_the_size_of_the_state_is_what_is_held(kind, options, dtype):
     tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
     held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     assert layer.state_bytes(50, dtype) == sum(held.values())
-    assert (layer.state_bytes(100, dtype) == layer.state_bytes(50, dtype)) == (kind == "linear")
+    assert (layer.state_bytes(100, dtype) == layer.state_bytes(50, dtype)) == (kind == "linear" or "window" in options)
 
 
 @pytest.mark.parametrize("options", [{}, {"short_conv": 4, "forget_gate": True, "output_gate": True}], ids=str)
@@ -215,6 +296,54 @@ def test_a_feature_map_with_weights_is_part_of_the_layer():
     assert "feature_map.0.weight" in layer.state_dict()
 
 
+@pytest.mark.parametrize(("kind", "options"), EVERY)
+def test_gradients_reach_every_parameter(kind, options):
+    layer, x = layer_and_input(kind, options)
+    layer(x).square().sum().backward()
+    for name, parameter in layer.named_parameters():
+        unused = options.get("window") == 1 and name in ("qkv.weight", "qkv.bias", "conv.weight")
+        assert unused or parameter.grad.flatten(1 if parameter.ndim > 1 else 0).norm(dim=-1).min() > 0, name
+
+
+@pytest.mark.parametrize("name", MAP_MODULES)
+def test_a_learned_map_goes_through_autocast(name):
+    torch.manual_seed(0)
+    layer, x = (
+        LinearAttention(D_MODEL, HEADS, feature_map=name, temperature=True, output_norm=True),
+        torch.randn(2, 70, 24),
+    )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), layer(x), rtol=0.1, atol=0.1)  # bfloat16's three digits, after a norm
+
+
+def test_new_options_leave_a_plain_layer_as_it_was():
+    """Their weights come last and start as if they were not there, so that a seed makes the same layer without them."""
+    for options in ({"output_norm": True}, {"temperature": True}):
+        torch.manual_seed(0)
+        more = LinearAttention(D_MODEL, HEADS, **options).state_dict()
+        torch.manual_seed(0)
+        plain = LinearAttention(D_MODEL, HEADS).state_dict()
+        assert all(torch.equal(more[name], plain[name]) for name in plain)
+
+
+def test_a_packed_state_knows_where_its_document_began():
+    """Positions before the map are those in the document: three calls give what each document gives by itself."""
+    layer, x = layer_and_input("linear", {"rope": RotaryConfig(before_map=True)})
+    ids = torch.tensor([[0] * 10 + [1] * 80, [0] * 30 + [1] * 60])
+    _, state = layer(x[:, :40], segment_ids=ids[:, :40], return_state=True)
+    assert state.document_start.tolist() == [10, 30]
+    y, state = layer(x[:, 40:60], state, return_state=True)
+    z, state = layer(x[:, 60:], state, torch.tensor([[4] * 30, [4] * 20 + [5] * 10]), return_state=True)
+    assert state.document_start.tolist() == [10, 80]
+    torch.testing.assert_close(y[0], layer(x[:1, 10:])[0, 30:50], **CLOSE)
+    torch.testing.assert_close(z[0], layer(x[:1, 10:])[0, 50:], **CLOSE)
+    torch.testing.assert_close(z[1, 20:], layer(x[1:, 80:])[0], **CLOSE)
+    with pytest.raises(InputError, match=r"state.document_start is \(2,\), this call needs \(1,\)"):
+        layer(x[:1], state)
+
+
 def test_bad_arguments_are_named():
     for make, message in [
         (lambda: LinearAttention(10, 3), "n_heads=3 does not divide d_model=10"),
@@ -227,6 +356,15 @@ def test_bad_arguments_are_named():
         (lambda: LinearAttention(12, 2, short_conv=4, causal=False), "short_conv=4 looks back only"),
         (lambda: LinearAttention(12, 2, forget_gate=True, causal=False), "forget_gate=True needs causal=True"),
         (lambda: LinearAttention(12, 2, rope=RotaryConfig(rotary_dim=8)), "rotary_dim=8 is larger than dim=6"),
+        (lambda: LinearAttention(12, 2, rope=RotaryConfig(base=[5.0] * 3)), "rope.base has 3 entries"),
+        (
+            lambda: LinearAttention(12, 2, rope=RotaryConfig(before_map=True), normalize="rotary"),
+            "rope.before_map=True turns nothing after φ",
+        ),
+        (lambda: LinearAttention(12, 2, feature_map="hedgehgo"), "'hedgehgo'.*Did you mean 'hedgehog'"),
+        (lambda: LinearAttention(12, 2, feature_map=3), "feature_map=3 is neither"),
+        (lambda: SoftmaxAttention(12, 2, window=0), "window=0 must be at least 1"),
+        (lambda: SoftmaxAttention(12, 2, window=5, causal=False), "window=5 looks back only"),
     ]:
         with pytest.raises(InputError, match=message):
             make()

@@ -3,8 +3,18 @@
 import pytest
 import torch
 
-from linrope import InputError
-from linrope.feature_maps import EXP_CEILING, FEATURE_MAPS, elu1, get_feature_map
+from linrope import InputError, linear_attention
+from linrope.feature_maps import (
+    EXP_CEILING,
+    FEATURE_MAPS,
+    MAP_MODULES,
+    Favor,
+    Hedgehog,
+    Taylor,
+    elu1,
+    get_feature_map,
+    make_feature_map,
+)
 
 
 @pytest.mark.parametrize("name", FEATURE_MAPS)
@@ -64,3 +74,83 @@ def test_names_are_looked_up_and_callables_taken():
         get_feature_map("softmx")
     with pytest.raises(InputError, match="feature_map=3 is neither a name nor a callable"):
         get_feature_map(3)
+
+
+def test_favor_is_the_softmax_kernel_on_average():
+    """4,000 heads are as many draws of the random directions for one pair of vectors."""
+    torch.manual_seed(0)
+    q, k = torch.tensor([[1.0, -0.5, 0.3, 0.8], [0.6, -0.2, -1.0, 0.4]])
+    phi = Favor(4000, 4)
+    weights = (phi(q.expand(1, 4000, 1, 4)) * phi(k.expand(1, 4000, 1, 4))).sum(-1)
+    expected = (q @ k / 2).exp()
+    assert abs(weights.mean() - expected) < 4 * weights.std() / 4000**0.5 + 1e-3  # four deviations, and the floor
+    assert weights.std() > 0.1
+
+
+def test_favors_directions_are_orthogonal_and_saved():
+    torch.manual_seed(0)
+    phi, other = Favor(3, 6), Favor(3, 6)
+    products = phi.weight @ phi.weight.mT
+    torch.testing.assert_close(products, torch.diag_embed(products.diagonal(dim1=1, dim2=2)), rtol=0, atol=1e-5)
+    assert not list(phi.parameters())
+    x = torch.randn(2, 3, 5, 6)
+    assert not torch.equal(phi(x), other(x))
+    other.load_state_dict(phi.state_dict())
+    assert torch.equal(phi(x), other(x))
+
+
+def test_favor_is_bounded_and_positive():
+    phi = Favor(1, 8)
+    longest = phi.weight[0, :1] * 8**0.25  # where an exponent is largest, |w|² / 2
+    features = phi(torch.cat((longest * 5, longest, -longest * 5))[None, None])
+    assert (features > 0).all()
+    assert features.max() <= (torch.tensor(EXP_CEILING).exp() + 1e-4) / 8**0.5 * 1.001
+    assert torch.isfinite(phi(torch.full((1, 1, 1, 8), 1e4))).all()
+
+
+def test_hedgehog_starts_from_the_identity():
+    x = torch.randn(2, 3, 5, 4)
+    phi = Hedgehog(3, 4)
+    torch.testing.assert_close(phi(x), torch.cat((x, -x), dim=-1).softmax(-1))
+    torch.nn.init.normal_(phi.weight)
+    y = torch.einsum("bhtd,hrd->bhtr", x, phi.weight)
+    torch.testing.assert_close(phi(x), torch.cat((y, -y), dim=-1).softmax(-1))
+
+
+@pytest.mark.parametrize("head_dim", [5, 16, 24])
+def test_taylor_is_the_series_of_the_exponential(head_dim):
+    torch.manual_seed(0)
+    phi = Taylor(3, head_dim).double()
+    q, k = torch.randn(2, 2, 3, 5, head_dim, dtype=torch.float64)
+    y, z = (torch.einsum("bhtd,hrd->bhtr", x, phi.weight) for x in (q, k))
+    s = y @ z.mT / min(head_dim, 16) ** 0.5
+    torch.testing.assert_close(phi(q) @ phi(k).mT, 1 + s + s**2 / 2)
+    if head_dim <= 16:  # an orthogonal start changes no inner product
+        torch.testing.assert_close(s, q @ k.mT / head_dim**0.5, rtol=0, atol=1e-5)  # W is of float32
+
+
+@pytest.mark.parametrize("name", MAP_MODULES)
+def test_learned_maps_keep_float32_and_say_their_size(name):
+    phi = MAP_MODULES[name](2, 6).to(torch.bfloat16)
+    for dtype, expected in [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)]:
+        features = phi(torch.randn(1, 2, 7, 6, dtype=dtype))
+        assert features.shape == (1, 2, 7, phi.n_features)
+        assert features.dtype == expected
+        assert (features > 0).all() or name == "taylor"
+    with pytest.raises(InputError, match=rf"{type(phi).__name__}\(2, 6\) got \(1, 3, 7, 6\): pass \(B, 2, T, 6\)"):
+        phi(torch.randn(1, 3, 7, 6))
+
+
+@pytest.mark.parametrize("name", MAP_MODULES)
+def test_the_operator_takes_the_module_and_not_its_name(name):
+    q, k, v = torch.randn(3, 1, 2, 9, 4)
+    with pytest.raises(
+        InputError, match=rf"feature_map='{name}' has weights.*pass linrope.feature_maps.*\(n_heads, head"
+    ):
+        linear_attention(q, k, v, feature_map=name)
+    phi = make_feature_map(name, 2, 4)
+    weights = (phi(q) @ phi(k).mT).tril()
+    expected = weights @ v / (weights.sum(-1, keepdim=True) + 1e-6)
+    torch.testing.assert_close(linear_attention(q, k, v, feature_map=phi), expected, rtol=1e-4, atol=1e-5)
+    assert make_feature_map(elu1, 2, 4) is elu1
+    assert make_feature_map("relu", 2, 4) == "relu"

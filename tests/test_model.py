@@ -8,7 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from linrope import InputError, LanguageModel, LanguageModelConfig, RotaryConfig
+from linrope.feature_maps import MAP_MODULES
 from linrope.generation import _sample
+from linrope.model import sinusoids
+from linrope.rotary import RotaryScaling
 
 SMALL = {"vocab_size": 40, "d_model": 16, "n_layers": 2, "n_heads": 2}
 CONFIGS = {
@@ -19,6 +22,14 @@ CONFIGS = {
     "other rope": LanguageModelConfig(**SMALL, rope=RotaryConfig(base=500.0, rotary_dim=4, interleaved=False)),
     "no rope": LanguageModelConfig(**SMALL, rope=None, feature_map="softmax", normalize="none"),
     "trainable rope": LanguageModelConfig(**SMALL, rope=RotaryConfig(trainable=True)),
+    "scaled rope": LanguageModelConfig(
+        **SMALL, attention=["linear", "softmax"], rope=RotaryConfig(scaling=RotaryScaling("yarn", 2.0, 32))
+    ),
+    "before map": LanguageModelConfig(**SMALL, attention=["linear", "softmax"], rope=RotaryConfig(before_map=True)),
+    "sinusoidal": LanguageModelConfig(**SMALL, rope=None, sinusoidal=True, short_conv=4),
+    "norm": LanguageModelConfig(**SMALL, attention=["linear", "softmax"], output_norm=True, temperature=True),
+    "window": LanguageModelConfig(**SMALL, attention=["softmax", "linear"], window=9, rope_layers=[1]),
+    **{name: LanguageModelConfig(**SMALL, feature_map=name) for name in MAP_MODULES},
 }
 
 
@@ -131,6 +142,59 @@ def test_the_state_of_linear_layers_does_not_grow():
     assert hybrid.state_bytes(200) - hybrid.state_bytes(100) == 100 * 2 * 16 * 4  # keys and values of one layer
 
 
+def test_a_window_bounds_the_cache():
+    model = LanguageModel(CONFIGS["window"])
+    assert model.state_bytes(8) == model.state_bytes(10**6)
+    assert model.state_bytes(8) - model.state_bytes(7) == 2 * 16 * 4
+
+
+def test_rope_turns_the_chosen_layers():
+    model = LanguageModel(LanguageModelConfig(**SMALL, rope_layers=[1]))
+    assert [block.attention.rope is not None for block in model.blocks] == [False, True]
+    none, both = (LanguageModel(LanguageModelConfig(**SMALL, rope_layers=layers)) for layers in ([], None))
+    assert {block.attention.rope is not None for block in none.blocks} == {False}
+    assert {block.attention.rope is not None for block in both.blocks} == {True}
+
+
+def test_sinusoids_are_their_formula_and_exact_far_out():
+    table = sinusoids(torch.arange(50), 6)
+    for t, m in [(0, 0), (7, 1), (49, 2)]:
+        angle = t * 10000 ** (-2 * m / 6)
+        assert table[t, 2 * m : 2 * m + 2].tolist() == pytest.approx([math.sin(angle), math.cos(angle)], abs=1e-14)
+    far = sinusoids(torch.tensor([10**9]), 6)[0, :2]
+    assert far.tolist() == pytest.approx([math.sin(10**9), math.cos(10**9)], abs=1e-12)
+
+
+def test_sinusoids_are_as_large_as_the_tokens_and_move_with_the_state(tokens):
+    torch.manual_seed(0)
+    model = LanguageModel(CONFIGS["sinusoidal"]).eval()
+    added = model._position_embedding(tokens, None, None)
+    assert added.shape == (70, 16)
+    assert added.square().mean().sqrt().item() == pytest.approx(0.02, rel=1e-6)
+    same = tokens[:, :1].expand(-1, 12)
+    _, state = model(tokens, return_state=True)
+    continued = model._position_embedding(same, state, None)
+    torch.testing.assert_close(continued, sinusoids(torch.arange(70, 82), 16) * 0.02 * 2**0.5)
+    assert not torch.allclose(model(same)[:, 5], model(same)[:, 9], rtol=0, atol=1e-4)  # the same token, elsewhere
+    # a row whose second document goes on in the next call, at its own position
+    ids = (torch.arange(70) >= 33).long().expand(2, -1)
+    whole = model(tokens, segment_ids=ids)
+    first, state = model(tokens[:, :50], segment_ids=ids[:, :50], return_state=True)
+    torch.testing.assert_close(torch.cat((first, model(tokens[:, 50:], state)), dim=1), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_a_state_dict_of_before_still_fits():
+    """The names that checkpoints hold; no option adds one unless it is on."""
+    names = set(LanguageModel(CONFIGS["recipe"]).state_dict())
+    block = {
+        *(f"attention.{name}" for name in ("qkv.weight", "conv.weight", "gate.weight", "out.weight")),
+        *("attention.forget.weight", "attention.forget.bias"),
+        *("mlp.gate_up.weight", "mlp.out.weight", "attention_norm.weight", "mlp_norm.weight"),
+    }
+    shared = {"embedding.weight", "norm.weight", "output.weight"}
+    assert names == shared | {f"blocks.{layer}.{name}" for layer in range(2) for name in block}
+
+
 def test_sampling_follows_the_distribution_and_its_options(tokens):
     torch.manual_seed(0)
     model = LanguageModel(CONFIGS["plain"]).eval()
@@ -175,6 +239,8 @@ def test_bad_calls_are_named(tokens):
         (lambda: model([[1, 2]]), "tokens is a list"),
         (lambda: model(tokens, state[:1]), "state has 1 layers, the model has 2"),
         (lambda: model(tokens, state[0]), "state is a AttentionState"),
+        (lambda: model(tokens, [layer.past for layer in state]), "state holds State, State"),
+        (lambda: model(tokens, segment_ids=tokens[:, :3]), r"segment_ids is \(2, 3\)"),
         (lambda: model.generate(tokens[:, :0], 3), "at least one token"),
         (lambda: model.generate(tokens, -1), "max_new_tokens=-1"),
         (lambda: model.generate(tokens, 3, temperature=-1.0), "temperature=-1.0"),
@@ -185,6 +251,12 @@ def test_bad_calls_are_named(tokens):
         (lambda: LanguageModelConfig(attention=["linear"]), "n_layers=4"),
         (lambda: LanguageModelConfig(dropout=1.0), "dropout=1.0"),
         (lambda: LanguageModelConfig(d_ff=0), "d_ff=0"),
+        (lambda: LanguageModelConfig(window=0), "window=0"),
+        (lambda: LanguageModelConfig(rope_layers=[0, 4]), r"rope_layers=\[0, 4\] must lie in 0 … 3"),
+        (lambda: LanguageModelConfig(d_model=9, n_heads=1, sinusoidal=True), "an even d_model, not 9"),
+        (lambda: LanguageModelConfig(feature_map="favour"), "feature_map='favour'.*Did you mean 'favor'"),
+        (lambda: LanguageModelConfig.from_dict({"rope": {"scaling": {"rule": "ntk"}}}), "has no 'factor'"),
+        (lambda: LanguageModelConfig.from_dict({"rope_layers": 3}), "of the wrong kind"),
         (lambda: LanguageModelConfig.from_dict({"n_layer": 3}), "'n_layer' is no option.*'n_layers'"),
         (lambda: LanguageModel(LanguageModelConfig(d_model=20, n_heads=3)), "n_heads=3 does not divide d_model=20"),
     ]:

@@ -1,12 +1,15 @@
 """RoPE: the rotation, its exactness at any position, and the pairings."""
 
+import json
+import math
+from dataclasses import asdict
 from fractions import Fraction
 
 import pytest
 import torch
 
 from linrope import InputError, LinearAttention, RotaryConfig, RotaryEmbedding, linear_attention, permute_pairing
-from linrope.rotary import MAX_POSITION, unit_rotations
+from linrope.rotary import MAX_POSITION, RotaryScaling, unit_rotations
 
 PAIRINGS = {"interleaved": True, "half-split": False}
 
@@ -98,6 +101,137 @@ def test_given_positions():
 
 
 @pytest.mark.parametrize("rotary_dim", [None, 4])
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_a_base_for_each_head_turns_each_head_by_its_own(pairing, rotary_dim):
+    """Against one RotaryEmbedding for each head, within a few roundings; a head without a base stays as it is."""
+    options = {"interleaved": PAIRINGS[pairing], "rotary_dim": rotary_dim}
+    bases = [10.0, None, 10000.0]
+    rope = RotaryEmbedding(6, bases, **options)
+    x, positions = torch.randn(2, 3, 5, 6, dtype=torch.float64), torch.randint(10**9, (2, 5))
+    for turned, where in (
+        (rope.rotate(x, offset=10**6), {"offset": 10**6}),
+        (rope.rotate(x[0], offset=7)[None], {"offset": 7}),
+        (rope.rotate(x, positions=positions), {"positions": positions}),
+    ):
+        for h, base in enumerate(bases):
+            head = x[: len(turned), h]
+            alone = head if base is None else RotaryEmbedding(6, base, **options).rotate(head, **where)
+            torch.testing.assert_close(turned[:, h], alone, rtol=0, atol=4e-15)
+    assert torch.equal(rope.rotate(x)[:, 1], x[:, 1])
+
+
+def test_frequencies_of_each_head():
+    rope = RotaryEmbedding(8, (10.0, None, 10000.0), rotary_dim=4, trainable=True)
+    expected = torch.tensor([[1.0, 10**-0.5], [0.0, 0.0], [1.0, 0.01]], dtype=torch.float64)
+    torch.testing.assert_close(RotaryEmbedding(8, rope.base, rotary_dim=4).frequencies(), expected)
+    assert (rope.theta.shape, rope.theta.dtype) == ((3, 2), torch.float32)
+    torch.testing.assert_close(rope.frequencies(), expected, rtol=1e-7, atol=0)  # rounded to float32
+
+
+def scaled(base=10000.0, rotary_dim=8, **scaling) -> torch.Tensor:
+    return RotaryEmbedding(rotary_dim, base, scaling=RotaryScaling(**scaling)).frequencies()
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        ({"rule": "linear", "factor": 4.0}, [0.25, 0.025, 0.0025, 0.00025]),
+        # base 10⁴ · 4^(8/6) = 63496.042; its powers -1/4, -1/2, -3/4 by hand
+        ({"rule": "ntk", "factor": 4.0}, [1.0, 0.0629960525, 0.00396850263, 0.00025]),
+        # 2048 tokens: 325.9, 32.6, 3.26 and 0.33 turns; the third keeps (3.2594932 - 1) / 31 = 0.07288688 of its θ
+        ({"rule": "yarn", "factor": 4.0, "original_context": 2048}, [1.0, 0.1, 0.00304665159, 0.00025]),
+    ],
+    ids=["linear", "ntk", "yarn"],
+)
+def test_scaling_rules_give_the_numbers_worked_out_by_hand(scaling, expected):
+    theta = torch.tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(scaled(**scaling), theta, rtol=1e-8, atol=0)  # the digits given
+    trained = RotaryEmbedding(8, scaling=RotaryScaling(**scaling), trainable=True)
+    torch.testing.assert_close(trained.theta.detach(), theta.float())  # training starts from the scaled ones
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.5, 32.0])
+@pytest.mark.parametrize("rotary_dim", [4, 64, 128])
+def test_ntk_is_a_larger_base(rotary_dim, factor):
+    larger = 500.0 * factor ** (rotary_dim / (rotary_dim - 2))
+    theta = RotaryEmbedding(rotary_dim, larger).frequencies()
+    torch.testing.assert_close(scaled(500.0, rotary_dim, rule="ntk", factor=factor), theta, rtol=1e-13, atol=0)
+
+
+def test_yarn_leaves_fast_pairs_and_slows_slow_ones_wholly():
+    """Exactly, on both sides of the ramp; in between ever less is kept as the turns become fewer."""
+    theta, context, factor = RotaryEmbedding(128).frequencies(), 4096, 8.0
+    changed = scaled(rotary_dim=128, rule="yarn", factor=factor, original_context=context)
+    turns = context * theta / (2 * math.pi)
+    assert torch.equal(changed[turns >= 32], theta[turns >= 32])
+    assert torch.equal(changed[turns <= 1], theta[turns <= 1] / factor)
+    between = (turns > 1) & (turns < 32)
+    assert min(between.sum(), (turns >= 32).sum(), (turns <= 1).sum()) > 10
+    kept = (changed / theta)[between]
+    assert ((kept < 1) & (kept > 1 / factor)).all()
+    assert (kept.diff() < 0).all()
+
+
+@pytest.mark.parametrize("rule", ["linear", "ntk", "yarn"])
+def test_scaling_by_one_changes_nothing_and_heads_scale_by_themselves(rule):
+    torch.testing.assert_close(
+        scaled(rule=rule, factor=1.0, original_context=500), RotaryEmbedding(8).frequencies(), rtol=1e-15, atol=0
+    )
+    scaling = {"rule": rule, "factor": 3.0, "original_context": 500}
+    heads = scaled([10.0, None, 10000.0], **scaling)
+    assert torch.equal(heads, torch.stack([scaled(10.0, **scaling), torch.zeros(4).double(), scaled(**scaling)]))
+
+
+def test_only_yarn_has_a_temperature():
+    """0.1 ln 32 + 1, for each of q and k."""
+    ropes = {rule: RotaryEmbedding(8, scaling=RotaryScaling(rule, 32.0, 4096)) for rule in ("linear", "ntk", "yarn")}
+    assert ropes["yarn"].logit_scale == pytest.approx(1.3465735903, rel=1e-10)
+    assert (ropes["linear"].logit_scale, ropes["ntk"].logit_scale, RotaryEmbedding(8).logit_scale) == (1.0, 1.0, 1.0)
+
+
+def test_a_configuration_survives_json_and_makes_its_embedding():
+    config = RotaryConfig([10.0, None], 4, trainable=True, before_map=True, scaling=RotaryScaling("yarn", 2.0, 99))
+    assert RotaryConfig.from_dict(json.loads(json.dumps(asdict(config)))) == config
+    assert RotaryConfig.from_dict({}) == RotaryConfig()
+    rope = RotaryEmbedding.from_config(8, config)
+    assert (rope.base, rope.rotary_dim, rope.scaling, rope.trainable) == ((10.0, None), 4, config.scaling, True)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"bass": 10.0}, "'bass' is no option of RotaryConfig. Did you mean 'base'"),
+        ({"scaling": {"rul": "ntk", "factor": 2}}, "'rul' is no option of RotaryScaling. Did you mean 'rule'"),
+        ({"scaling": {"rule": "ntk"}}, "has no 'factor'"),
+        ({"scaling": 2.0}, "2.0 is no set of options of RotaryScaling"),
+        ([], r"\[\] is no set of options of RotaryConfig"),
+    ],
+)
+def test_bad_configurations_are_named(values, message):
+    with pytest.raises(InputError, match=message):
+        RotaryConfig.from_dict(values)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        (RotaryScaling("yarm", 2), "scaling.rule='yarm' is unknown.*Did you mean 'yarn'"),
+        (RotaryScaling("ntk", 0.5), "scaling.factor=0.5 must be a finite number, at least 1"),
+        (RotaryScaling("ntk", math.inf), "scaling.factor=inf"),
+        (RotaryScaling("ntk", "2"), "scaling.factor='2'"),
+        (RotaryScaling("yarn", 2.0), "scaling.original_context=None, and rule='yarn'"),
+        (RotaryScaling("yarn", 2.0, 0), "scaling.original_context=0"),
+        (RotaryScaling("linear", 2.0, 1.5), "scaling.original_context=1.5"),
+        (RotaryScaling("ntk", 2.0), "scaling.rule='ntk' needs more than rotary_dim=2"),
+    ],
+    ids=str,
+)
+def test_bad_scalings_are_named(scaling, message):
+    with pytest.raises(InputError, match=message):
+        RotaryEmbedding(8, rotary_dim=2, scaling=scaling)
+
+
+@pytest.mark.parametrize("rotary_dim", [None, 4])
 def test_permuted_weights_give_the_other_pairing_the_same_attention(rotary_dim):
     torch.manual_seed(0)
     d_model, n_heads, head_dim = 12, 3, 8
@@ -166,6 +300,9 @@ def test_frequencies_are_computed_not_loaded_and_survive_a_cast():
         ({"dim": 8, "rotary_dim": 10}, "rotary_dim=10 is larger than dim=8"),
         ({"dim": 8, "base": 0.0}, "base=0.0 must be a positive number"),
         ({"dim": 8, "base": float("nan")}, "base=nan"),
+        ({"dim": 8, "base": None}, "base=None must be a positive number"),
+        ({"dim": 8, "base": []}, r"base=\[\] must be a positive number, or a list with one, or None, for each head"),
+        ({"dim": 8, "base": [10.0, -1.0]}, r"base=\[10.0, -1.0\]"),
     ],
 )
 def test_bad_sizes_are_named(arguments, message):
@@ -184,6 +321,8 @@ def test_bad_calls_are_named():
         (lambda: rope.rotate(x, positions=torch.arange(5.0)), "must be integers"),
         (lambda: rope.rotate(x, 3, positions=torch.arange(5)), "offset=3 and positions"),
         (lambda: rope.rotate(x, positions=torch.full((5,), 2**60)), "1152921504606846976"),
+        (lambda: RotaryEmbedding(4, [10.0, None]).rotate(x), "rope.base has 2 entries.*3 heads"),
+        (lambda: RotaryEmbedding(4, [10.0, None]).rotate(x[0, 0]), "rope.base has 2 entries.*0 heads"),
         (lambda: permute_pairing(torch.zeros(9, 2), 2, to_interleaved=True), "n_heads=2"),
         (lambda: permute_pairing(torch.zeros(6, 2), 2, to_interleaved=True), "rotary_dim=3"),
     ]:

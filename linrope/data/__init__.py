@@ -1,10 +1,15 @@
-"""Text as tokens: what is read (`corpus`), how bytes become tokens (`tokenizer`), how training sees it (`windows`)."""
+"""Text as tokens: what is read (`corpus`), how bytes become tokens (`tokenizer`), how training sees it (`windows`).
+
+And a synthetic task: associative recall (`recall`).
+"""
 
 from linrope.data.corpus import SPLITS, Corpus, Document, DocumentChanged, Sources, find_sources, split_corpus
-from linrope.data.tokenizer import SEPARATOR, VOCAB_SIZE, TextDecoder, decode, encode, encode_prompt
+from linrope.data.recall import mqar_rows, require_mqar
+from linrope.data.tokenizer import IGNORE, SEPARATOR, VOCAB_SIZE, TextDecoder, decode, encode, encode_prompt
 from linrope.data.windows import EvaluationWindows, TrainingBatches, TrainingWindows, permute
 
 __all__ = [
+    "IGNORE",
     "SEPARATOR",
     "SPLITS",
     "VOCAB_SIZE",
@@ -20,6 +25,8 @@ __all__ = [
     "encode",
     "encode_prompt",
     "find_sources",
+    "mqar_rows",
     "permute",
+    "require_mqar",
     "split_corpus",
 ]

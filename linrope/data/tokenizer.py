@@ -13,6 +13,9 @@ SEPARATOR = 256
 
 VOCAB_SIZE = 257
 
+IGNORE = -100
+"""The target where nothing is asked of a model; no token."""
+
 
 def encode(text: str | bytes) -> Tensor:
     """The bytes of `text` (a str as UTF-8) as int64 tokens (T,)."""

@@ -55,7 +55,8 @@ def linear_attention(
         q: (B, H, T, D) queries: float32, float64, bfloat16 or float16, any strides.
         k: (B, H, S, D) keys; S = T where causal.
         v: (B, H, S, E) values.
-        rope: the rotation, with `rope.dim` equal to D; None for linear attention without positions.
+        rope: the rotation, with `rope.dim` equal to D, and H entries in `rope.base` where each head has its own; None
+            for linear attention without positions.
         log_decay: (B, H, T), each entry finite and ≤ 0: forgetting. Pair (i, j) weighs exp(G_i - G_j) in both sums, G
             being the running sum. Causal only.
         feature_map: φ: "elu1", "relu", "exp" (bounded), "identity", "softmax" (over features), or a differentiable

@@ -42,10 +42,11 @@ def sum_chunk(chunk: int) -> int:
 
 @dataclass(frozen=True)
 class Rotations:
-    """The turns that all heads share: of a token within its block, and of a block within the sequence."""
+    """The turns of a token within its block, and of a block within the sequence; where each head has its own θ they
+    have the heads first."""
 
-    local: Tensor  # (block, R/2) exp(i·p·θ): one table for every block
-    frames: Tensor  # (number of blocks, R/2) exp(i·t·θ), t the position of the block's first token
+    local: Tensor  # (block, R/2) or (H, block, R/2), exp(i·p·θ): one table for every block
+    frames: Tensor  # (number of blocks, R/2) or (H, ...), exp(i·t·θ), t the position of the block's first token
     interleaved: bool
 
     @classmethod
@@ -55,14 +56,20 @@ class Rotations:
         coarse = torch.arange(0, longest, 64, device=theta.device)
         fine = torch.arange(min(longest, 64), device=theta.device)
         positions = torch.cat((coarse, fine, starts))
-        coarse, fine, frames = unit_rotations(positions, theta).split([len(coarse), len(fine), len(starts)])
-        local = (coarse[:, None] * fine).flatten(0, 1)[:longest]
+        coarse, fine, frames = unit_rotations(positions, theta).split([len(coarse), len(fine), len(starts)], dim=-2)
+        local = (coarse.unsqueeze(-2) * fine.unsqueeze(-3)).flatten(-3, -2)[..., :longest, :]
         complex_dtype = torch.promote_types(dtype, torch.complex64)
         return cls(local.to(complex_dtype), frames.to(complex_dtype), interleaved)
 
     def of_block(self, index: int, length: int) -> Tensor:
-        """(length, R/2): the turns of one block's tokens by their positions; `conj_physical` turns back."""
-        return self.local[:length] * self.frames[index]
+        """(length, R/2) or (H, length, R/2): the turns of one block's tokens; `conj_physical` turns back."""
+        return self.local[..., :length, :] * self.frames[..., index, None, :]
+
+    def of_heads(self, heads: slice) -> Rotations:
+        """Those of some heads."""
+        if self.local.ndim == 2:
+            return self
+        return Rotations(self.local[heads], self.frames[heads], self.interleaved)
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,7 @@ class Call:
             log_decay=cut(self.log_decay),
             key_mask=None if self.key_mask is None else self.key_mask[batch],
             documents=None if self.documents is None else self.documents[batch],
+            rotations=None if self.rotations is None else self.rotations.of_heads(heads),
         )
 
 
@@ -147,7 +155,7 @@ class Gradients:
 
         return Gradients(
             *map(cut, (self.grad_o, self.dq, self.dk, self.dv, self.d_log_decay)),
-            self.d_theta,
+            None if self.d_theta is None else self.d_theta.of_heads(heads),
             *map(cut, (self.d_kv, self.d_k_sum)),
             self.reach_sums,
         )

@@ -229,7 +229,7 @@ def _rotations(theta: Tensor, tile: Tile, length: int, options: Options, dtype: 
 
     if options.start != 0 or theta.requires_grad or theta.device.type != "cpu":
         return make()
-    key = (theta.numpy().tobytes(), options.interleaved, length, tile.tokens, options.causal, dtype)
+    key = (theta.numpy().tobytes(), theta.shape, options.interleaved, length, tile.tokens, options.causal, dtype)
     return Pool.on(theta.device).keep("rotations", key, make, most=8)
 
 

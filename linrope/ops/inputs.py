@@ -52,7 +52,7 @@ class Inputs:
     log_decay: Tensor | None
     """(B, H, T) in the working dtype."""
     theta: Tensor | None
-    """(R/2,) float64 frequencies; None without positions."""
+    """(R/2,) float64 frequencies, or (H, R/2), those of each head; None without positions."""
     state: State | None
     settings: Settings
 
@@ -100,7 +100,7 @@ def check_inputs(
             k = k.masked_fill(~key_mask[:, None, :, None], 0)
         q, k = _mapped("q", q, phi, working), _mapped("k", k, phi, working)
         v, phi = v.to(working), FEATURE_MAPS["identity"]
-    check_rope(rope, q.shape[-1])
+    check_rope(rope, q.shape[1], q.shape[3])
     log_decay = _check_log_decay(log_decay, q, causal, working)
     documents = _check_segment_ids(segment_ids, q, k)
     _check_state(state, q, v, normalize, working)

@@ -91,18 +91,19 @@ class State:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-def check_rope(rope: RotaryEmbedding | None, features: int) -> None:
-    """Raise InputError unless rope turns vectors of that many features, or is None."""
+def check_rope(rope: RotaryEmbedding | None, heads: int, features: int) -> None:
+    """Raise InputError unless rope turns so many heads of that many features, or is None."""
     if rope is None:
         return
     if not isinstance(rope, RotaryEmbedding):
         raise InputError(f"rope is a {type(rope).__name__}: pass a linrope.RotaryEmbedding or None.")
     if rope.dim != features:
         raise InputError(f"rope has dim={rope.dim}, the features of q and k have {features}: make them equal.")
+    rope.check_heads(heads)
 
 
 def rotate_rows(kv: Tensor, turn: Tensor | None, interleaved: bool) -> Tensor:
-    """`R kv`: turn the D axis of kv (..., D, E), by one rotation `turn` (R/2,) or None."""
+    """`R kv`: turn the D axis of kv (..., H, D, E), by one rotation `turn`, (R/2,) or (H, 1, R/2), or None."""
     return kv if turn is None else rotate(kv.mT, turn, interleaved).mT
 
 
@@ -121,7 +122,7 @@ def merge(left: State, right: State, rope: RotaryEmbedding | None = None) -> Sta
         InputError: states of different shapes, dtypes or devices, or of different `normalize`; a rope of another size;
             a length beyond 2^53.
     """
-    check_rope(rope, left.kv.shape[2])
+    check_rope(rope, *left.kv.shape[1:3])
     for name in ("kv", "k_sum", "log_decay", "k_rotated_sum"):
         a, b = getattr(left, name), getattr(right, name)
         if (a is None) != (b is None):
@@ -139,7 +140,8 @@ def merge(left: State, right: State, rope: RotaryEmbedding | None = None) -> Sta
         turn, interleaved = unit_rotations(position, rope.frequencies(left.kv.device)), rope.interleaved
     k_rotated_sum = None
     if left.k_rotated_sum is not None:
-        k_rotated_sum = decay[..., None] * left.k_rotated_sum + rotate(right.k_rotated_sum, turn, interleaved)
+        turned = rotate_rows(right.k_rotated_sum[..., None], turn, interleaved)[..., 0]
+        k_rotated_sum = decay[..., None] * left.k_rotated_sum + turned
     return State(
         kv=decay[..., None, None] * left.kv + rotate_rows(right.kv, turn, interleaved),
         k_sum=decay[..., None] * left.k_sum + right.k_sum,

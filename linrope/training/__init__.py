@@ -1,4 +1,7 @@
-"""Training with Lightning: the module, the data module, the callbacks and the command line `linrope`."""
+"""Training with Lightning: the module, the data module, the callbacks and the command line `linrope`.
+
+And associative recall as a task: `RecallModule` on `MQARDataModule`.
+"""
 
 from linrope.training.callbacks import GracefulStop, LastCheckpoint, PrintSample, ProgressReport, RunSummary, Throughput
 from linrope.training.data import TextDataModule
@@ -8,15 +11,19 @@ from linrope.training.module import (
     OptimizerConfig,
     learning_rate_factor,
 )
+from linrope.training.recall import MQARBatches, MQARDataModule, RecallModule
 
 __all__ = [
     "GracefulStop",
     "LanguageModelingModule",
     "LastCheckpoint",
+    "MQARBatches",
+    "MQARDataModule",
     "NonFiniteError",
     "OptimizerConfig",
     "PrintSample",
     "ProgressReport",
+    "RecallModule",
     "RunSummary",
     "TextDataModule",
     "Throughput",

@@ -11,7 +11,8 @@ from linrope.model import LanguageModelConfig
 
 def require_same_model(checkpoint: dict[str, Any], config: LanguageModelConfig, path: str | Path) -> None:
     """Raises InputError, naming the fields that differ, where a checkpoint's model is not the one configured."""
-    saved, wanted = _flat(checkpoint["linrope"]["config"]), _flat(config.to_dict())
+    then = LanguageModelConfig.from_dict(checkpoint["linrope"]["config"])  # an older one lacks newer options
+    saved, wanted = _flat(then.to_dict()), _flat(config.to_dict())
     differing = [
         f"model.{key}: {saved.get(key)!r} in the checkpoint, {wanted.get(key)!r} here"
         for key in sorted(saved.keys() | wanted.keys())

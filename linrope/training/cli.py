@@ -282,7 +282,7 @@ def main(args: Sequence[str] | None = None) -> int:
         The exit code: 0; 1 where a run failed; 2 for a mistake in what it was given; 128 + N where signal N ended it.
     """
     args = list(sys.argv[1:] if args is None else args)
-    _quiet_lightning()
+    quiet_lightning()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a model may write what the terminal's encoding lacks
     try:
@@ -327,7 +327,7 @@ def _help() -> str:
     return "\n".join(lines)
 
 
-def _quiet_lightning() -> None:
+def quiet_lightning() -> None:
     """Keeps Lightning's advice to itself where this program has already acted on it."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)

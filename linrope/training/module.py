@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from linrope.data import SEPARATOR
+from linrope.data import IGNORE, SEPARATOR
 from linrope.errors import InputError
 from linrope.model import LanguageModel, LanguageModelConfig
 
@@ -71,8 +71,12 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy in nats, float32, shape (B, T), of logits (B, T, V) of any dtype against targets (B, T)."""
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+    """Cross entropy in nats, float32, shape (B, T), of logits (B, T, V) of any dtype against targets (B, T).
+
+    It is 0 where a target is IGNORE.
+    """
+    losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none", ignore_index=IGNORE)
+    return losses.view_as(targets)
 
 
 def bits_per_byte(nats: float, n_bytes: float) -> float:
@@ -81,9 +85,9 @@ def bits_per_byte(nats: float, n_bytes: float) -> float:
 
 
 class LanguageModelingModule(LightningModule):
-    """Trains a `LanguageModel` on batches `{"inputs", "targets"}`, each int64 (B, T).
+    """Trains a `LanguageModel` on batches `{"inputs", "targets"}`, each int64 (B, T); targets may be IGNORE.
 
-    Logs `train_loss` (nats per token), `train_bpb` (bits per byte), `grad_norm` (before clipping) and `lr` per
+    Logs `train_loss` (nats per target), `train_bpb` (bits per byte), `grad_norm` (before clipping) and `lr` per
     optimizer step, and `val_loss`, `val_bpb`, `test_loss`, `test_bpb` over a whole evaluation.
 
     Args:
@@ -102,8 +106,8 @@ class LanguageModelingModule(LightningModule):
         self.model = LanguageModel(model_config)
         self.model_config = model_config
         self.optimizer_config = optimizer_config or OptimizerConfig()
-        self._train_sums, self._train_tokens = torch.zeros(2), 0  # (nats, bytes) and targets since the last step
-        self._eval_sums, self._eval_tokens = [0.0, 0.0], 0  # the same over an evaluation
+        self._train_sums = torch.zeros(3)  # nats, bytes and targets since the last step
+        self._start_evaluation()
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits (B, T, vocab_size) of tokens (B, T)."""
@@ -113,9 +117,9 @@ class LanguageModelingModule(LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         losses = self._losses(batch)
-        self._train_sums = self._train_sums.to(losses.device) + _sums(losses.detach(), batch["targets"])
-        self._train_tokens += losses.numel()
-        return losses.mean()
+        sums = _sums(losses.detach(), batch["targets"])
+        self._train_sums = self._train_sums.to(losses.device) + sums
+        return losses.sum() / sums[2].clamp(min=1)  # the mean over targets; 0 where a batch has none
 
     def configure_gradient_clipping(
         self, optimizer: AdamW, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
@@ -124,21 +128,15 @@ class LanguageModelingModule(LightningModule):
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         # All in one transfer: each waits for the device.
-        nats, n_bytes, grad_norm = torch.cat([self._train_sums, norm.detach().reshape(1)]).tolist()
-        tokens, self._train_tokens, self._train_sums = self._train_tokens, 0, torch.zeros(2)
-        self._require_finite("loss", nats / tokens)
+        nats, n_bytes, tokens, grad_norm = torch.cat([self._train_sums, norm.detach().reshape(1)]).tolist()
+        self._train_sums = torch.zeros(3)
+        metrics = self._metrics("train", nats, n_bytes, tokens)
+        self._require_finite("loss", metrics["train_loss"])
         if getattr(self.trainer.precision_plugin, "scaler", None) is None:  # GradScaler skips such steps by itself
             self._require_finite("gradient norm", grad_norm)
         if clip_norm := self.optimizer_config.clip_norm:
             nn.utils.clip_grads_with_norm_(self.model.parameters(), clip_norm, norm)
-        self.log_dict(
-            {
-                "train_loss": nats / tokens,
-                "train_bpb": bits_per_byte(nats, n_bytes),
-                "grad_norm": grad_norm,
-                "lr": optimizer.param_groups[0]["lr"],
-            }
-        )
+        self.log_dict({**metrics, "grad_norm": grad_norm, "lr": optimizer.param_groups[0]["lr"]})
 
     def _require_finite(self, what: str, value: float) -> None:
         if math.isfinite(value):
@@ -163,10 +161,10 @@ class LanguageModelingModule(LightningModule):
         self._add_to_evaluation(batch)
 
     def on_validation_epoch_start(self) -> None:
-        self._eval_sums, self._eval_tokens = [0.0, 0.0], 0
+        self._start_evaluation()
 
     def on_test_epoch_start(self) -> None:
-        self._eval_sums, self._eval_tokens = [0.0, 0.0], 0
+        self._start_evaluation()
 
     def on_validation_epoch_end(self) -> None:
         self._log_evaluation("val")
@@ -174,19 +172,24 @@ class LanguageModelingModule(LightningModule):
     def on_test_epoch_end(self) -> None:
         self._log_evaluation("test")
 
+    def _start_evaluation(self) -> None:
+        self._eval_sums, self._eval_tokens = [0.0, 0.0], 0  # (nats, bytes) and targets
+
     def _add_to_evaluation(self, batch: dict[str, Tensor]) -> None:
-        sums = _sums(self._losses(batch), batch["targets"]).tolist()
+        *sums, tokens = _sums(self._losses(batch), batch["targets"]).tolist()
         self._eval_sums = [total + new for total, new in zip(self._eval_sums, sums, strict=True)]
-        self._eval_tokens += batch["targets"].numel()
+        self._eval_tokens += round(tokens)
 
     def _log_evaluation(self, split: str) -> None:
         totals = [*self._eval_sums, self._eval_tokens]
         if self.trainer.world_size > 1:  # sums, not means of means: ranks may have seen unequal numbers of windows
             on_device = torch.tensor(totals, dtype=torch.float64, device=self.device)
             totals = self.trainer.strategy.reduce(on_device, reduce_op="sum").tolist()
-        nats, n_bytes, tokens = totals
         # Every rank holds the sums already, so the logged values need no synchronising.
-        self.log_dict({f"{split}_loss": nats / max(tokens, 1), f"{split}_bpb": bits_per_byte(nats, n_bytes)})
+        self.log_dict(self._metrics(split, *totals))
+
+    def _metrics(self, split: str, nats: float, n_bytes: float, tokens: float) -> dict[str, float]:
+        return {f"{split}_loss": nats / max(tokens, 1), f"{split}_bpb": bits_per_byte(nats, n_bytes)}
 
     def _losses(self, batch: dict[str, Tensor]) -> Tensor:
         return token_losses(self.model(batch["inputs"]), batch["targets"])
@@ -243,5 +246,6 @@ class LanguageModelingModule(LightningModule):
 
 
 def _sums(losses: Tensor, targets: Tensor) -> Tensor:
-    """The nats of all targets (B, T), and how many of them are bytes: float32 (2,)."""
-    return torch.stack([losses.sum(), (targets != SEPARATOR).sum().float()])
+    """The nats of all targets (B, T), how many of them are bytes and how many there are, IGNORE apart: float32 (3,)."""
+    asked = targets != IGNORE
+    return torch.stack([losses.sum(), (asked & (targets != SEPARATOR)).sum().float(), asked.sum().float()])

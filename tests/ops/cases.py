@@ -39,6 +39,8 @@ def doubled(x: Tensor) -> Tensor:
     return torch.cat((x.exp(), (-x).exp()), dim=-1)
 
 
+PER_HEAD = {"trainable": True, "base": (100.0, None, 7.0)}
+"""A base for each of the heads, one of which starts without turning."""
 CAUSAL = [
     *[Case(f"T={length}", length) for length in (1, 2, 63, 64, 65, 127, 130, 321)],
     Case("T=1000", 1000),
@@ -77,6 +79,12 @@ CAUSAL = [
     Case("phi=identity", options={"feature_map": "identity", "normalize": "none"}),
     Case("phi=callable", rope={"trainable": True}, options={"feature_map": doubled}),
     Case("large eps", options={"eps": 3.0}),
+    Case("a base for each head", rope=PER_HEAD),
+    Case("a base for each head, part, half-split", rope=PER_HEAD | {"rotary_dim": 4, "interleaved": False}),
+    Case("a base for each head, continued far away", rope=PER_HEAD, past=10**9),
+    Case("a base for each head, continued, one token", 1, rope=PER_HEAD, past=10**6),
+    Case("a base for each head, everything", 321, rope=PER_HEAD, decay=0.1, masked=True, packed=True, past=77),
+    Case("a base for each head, rotary", rope=PER_HEAD, past=77, options={"normalize": "rotary", "eps": 0.1}),
 ]
 NONCAUSAL = [
     Case(f"noncausal {name}", options={"causal": False, **options}, **extra)
@@ -93,6 +101,8 @@ NONCAUSAL = [
         ("rotary", {"normalize": "rotary", "eps": 0.1}, {"past": 77, "packed": True}),
         ("none", {"normalize": "none"}, {}),
         ("softmax features", {"feature_map": "softmax"}, {}),
+        ("a base for each head", {}, {"rope": PER_HEAD, "past": 77}),
+        ("a base for each head, packed", {}, {"rope": PER_HEAD, "packed": True, "masked": True, "past": 77}),
     )
 ]
 
@@ -150,7 +160,7 @@ def make(case: Case, seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Any]]:
         call["segment_ids"] = (torch.rand(BATCH, case.length, generator=draw) < 0.03).cumsum(1) % 2  # numbers come back
     rope = None
     if case.rope is not None:
-        rope = RotaryEmbedding(features, base=100.0, **case.rope).double()
+        rope = RotaryEmbedding(features, **{"base": 100.0, **case.rope}).double()
         if rope.trainable:
             inputs["theta"] = rope.theta
     if case.past is not None:

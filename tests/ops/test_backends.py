@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
-from linrope import State, linear_attention, ops
+from linrope import RotaryEmbedding, State, linear_attention, ops
 from linrope.ops import chunked
 from linrope.ops.memory import Pool
 from tests.ops.cases import BATCH, CAUSAL, HEADS, NONCAUSAL, assert_agree, make, named, run
@@ -78,6 +78,36 @@ PIECES = {
 )
 def test_any_split_gives_the_whole(case, backend, pieces):
     assert_agree(run(case, PIECES[pieces], backend), run(case), TOLERANCE)
+
+
+def head_by_head(q, k, v, rope, *, log_decay=None, state=None, return_state, **options):
+    """`linear_attention` run on each head with a RotaryEmbedding of its own, whose θ is that head's."""
+    outputs, states = [], []
+    for h in range(q.shape[1]):
+        head = slice(h, h + 1)
+        alone = RotaryEmbedding(rope.dim, rotary_dim=rope.rotary_dim, interleaved=rope.interleaved, trainable=True)
+        alone._parameters["theta"] = rope.theta[h]  # not a parameter: gradients go on to the one of all heads
+        past = state
+        if state is not None:
+            past = State(length=state.length, **{name: x[:, head] for name, x in state.tensors.items()})
+        o, final = linear_attention(
+            *(x[:, head] for x in (q, k, v)),
+            alone,
+            log_decay=None if log_decay is None else log_decay[:, head],
+            state=past,
+            return_state=True,
+            **options,
+        )
+        outputs.append(o)
+        states.append(final)
+    joined = {name: torch.cat([final.tensors[name] for final in states], dim=1) for name in final.tensors}
+    return torch.cat(outputs, dim=1), State(length=final.length, **joined)
+
+
+@pytest.mark.parametrize("case", named([case for case in CAUSAL + NONCAUSAL if "base" in (case.rope or {})]))
+@pytest.mark.parametrize("backend", ops.BACKENDS)
+def test_a_base_for_each_head_is_each_head_by_itself(case, backend):
+    assert_agree(run(case, backend=backend), run(case, head_by_head, backend), TOLERANCE)
 
 
 @pytest.mark.parametrize("backend", ops.BACKENDS)

@@ -28,6 +28,7 @@ BAD = {
         r"q has length 5 and k has length 6: causal=True.*causal=False",
     ),
     "rope of another size": ({"rope": RotaryEmbedding(8)}, "rope has dim=8.*have 4"),
+    "rope of other heads": ({"rope": RotaryEmbedding(D, [10.0, None])}, r"rope\.base has 2 entries.*3 heads"),
     "rope of another kind": ({"rope": 10000.0}, "rope is a float"),
     "feature map": ({"feature_map": "elu"}, "feature_map='elu' is unknown.*'elu1'"),
     "feature map of integers": ({"feature_map": torch.signbit}, "must return floats"),

@@ -11,17 +11,16 @@ from linrope.ops import chunked
 from tests.ops.cases import CAUSAL, NONCAUSAL, assert_agree, named, run
 
 FORWARD = torch.ops.linrope.linear_attention.default
-THETA = RotaryEmbedding(6).frequencies()
 
 
 def arguments(
-    dtype=torch.float32, *, length=130, width=5, plain=True, decay=False, mask=False, packed=False, causal=True
+    dtype=torch.float32, *, width=5, plain=True, decay=False, mask=False, packed=False, causal=True, base=1e4
 ):
     """What the operator takes, differentiable wherever it differentiates."""
     length = 130
     q, k, v = (torch.randn(2, 3, length, size, dtype=dtype, requires_grad=True) for size in (6, 6, width))
     log_decay = (-torch.rand(2, 3, length)).requires_grad_() if decay else None
-    theta = THETA.clone().requires_grad_()
+    theta = RotaryEmbedding(6, base).frequencies().requires_grad_()
     past = torch.randn(2, 3, width, 6).mT.requires_grad_(), torch.rand(2, 3, 6, requires_grad=True)
     key_mask = torch.rand(2, length) > 0.3 if mask else None
     documents = (torch.arange(length) // 50).expand(2, -1).contiguous() if packed else None
@@ -37,6 +36,8 @@ def arguments(
         {"causal": False, "mask": True},
         {"dtype": torch.bfloat16},
         {"width": 1},
+        {"base": [100.0, None, 7.0]},
+        {"base": [100.0, None, 7.0], "causal": False},
     ],
     ids=str,
 )
@@ -47,6 +48,7 @@ def test_opcheck(options):
 
 @pytest.mark.parametrize("case", named([case for case in CAUSAL + NONCAUSAL if case.name in (
     "T=321", "everything at once", "normalize=rotary, continued", "noncausal masked", "continued, one token",
+    "a base for each head", "a base for each head, continued, one token", "noncausal a base for each head",
 )]))  # fmt: skip
 def test_compiled_in_one_graph(case):
     """No graph break, and the same numbers: outputs, final state and gradients."""
@@ -111,13 +113,12 @@ def test_gradients_that_arrive_are_left_as_they_are(width, causal):
     assert torch.equal(grad_k_sum, before[1])
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("case", named([case for case in CAUSAL + NONCAUSAL if case.name in (
+    "everything at once", "noncausal masked", "a base for each head, everything", "noncausal a base for each head",
+)]))  # fmt: skip
 @pytest.mark.parametrize("rows", [(1, 1), (1, 2), (2, 3)])
-def test_groups_of_rows_give_what_all_rows_give(monkeypatch, rows, causal):
+def test_groups_of_rows_give_what_all_rows_give(monkeypatch, rows, case):
     """Many heads are worked through in groups: any grouping is the same sum."""
-    case = next(
-        case for case in CAUSAL + NONCAUSAL if case.name == ("everything at once" if causal else "noncausal masked")
-    )
     expected = run(case)
     monkeypatch.setattr(chunked, "MAX_BLOCK", 128)
     monkeypatch.setattr(chunked.Tile, "_rows", staticmethod(lambda *sizes: rows))

@@ -30,6 +30,7 @@ ROPES = {
     "interleaved": RotaryEmbedding(6, 100.0),
     "half-split": RotaryEmbedding(6, 100.0, interleaved=False),
     "partial": RotaryEmbedding(6, 100.0, rotary_dim=4),
+    "a base for each head": RotaryEmbedding(6, (100.0, None, 7.0)),
     "none": None,
 }
 
@@ -57,13 +58,14 @@ def test_merge_of_a_run_that_forgot_everything_keeps_the_right_one():
 
 @pytest.mark.parametrize("normalize", ["plain", "rotary", "none"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_states_of_pieces_merge_into_the_state_of_the_whole(normalize, packed):
+@pytest.mark.parametrize("rope", ["interleaved", "a base for each head"])
+def test_states_of_pieces_merge_into_the_state_of_the_whole(rope, normalize, packed):
     """Each piece run from nothing: the prefix sum that sequence parallelism computes, boundaries included."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, 200, size, dtype=torch.float64) for size in (6, 6, 5))
     decay = -torch.rand(2, 3, 200, dtype=torch.float64) / 10
     ids = (torch.arange(200) >= 130).long().expand(2, -1) if packed else None
-    rope = RotaryEmbedding(6, 100.0)
+    rope = ROPES[rope]
 
     def state_of(start, stop):
         piece = slice(start, stop)
@@ -120,5 +122,7 @@ def test_merge_refuses_states_that_do_not_fit():
         merge(state, State.zeros(2, 3, 6, normalize="rotary"))
     with pytest.raises(InputError, match=r"rope has dim=4.*have 6"):
         merge(state, state, RotaryEmbedding(4))
+    with pytest.raises(InputError, match=r"rope\.base has 2 entries.*3 heads"):
+        merge(state, state, RotaryEmbedding(6, [10.0, 100.0]))
     with pytest.raises(InputError, match="2\\^53"):
         merge(State(state.kv, state.k_sum, 2**53), State(state.kv, state.k_sum, 1))

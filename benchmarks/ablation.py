@@ -1,0 +1,281 @@
+"""A grid of training runs, (variant × seed), through the same LightningModule as users' runs.
+
+    python -m benchmarks.ablation --grid benchmarks/grids/placement.yaml
+
+First the training speed of all variants is measured, in turn in one process; then every run is made, one process at a
+time. Stop it whenever you like: the same command goes on where it was, inside a run too, and more seeds or variants may
+be added to the grid. At the end, and with --report at any time, it says what was found: means and 95 % intervals over
+seeds at equal tokens and at equal wall-clock, which differences are noise, stability, loss by position.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections import deque
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks import ablation_report, report
+from benchmarks.grid import Grid, Settings, n_steps, read_grid, settings_of
+from benchmarks.timing import Alternation
+from linrope import LanguageModel
+from linrope.errors import InputError
+from linrope.training import OptimizerConfig
+from linrope.training.module import parameter_groups, token_losses
+
+SPEED_TOKENS = 8192
+"""Tokens of a step whose time is measured, at most: the speed at which long rows are trained needs one row."""
+
+
+class RunFailed(RuntimeError):
+    """A run's process ended without a result; the message holds what it said last."""
+
+
+class Folder:
+    """Where a grid's results lie: `runs/VARIANT-seedN.json`, `speed.json`, and the grid's title."""
+
+    def __init__(self, path: Path, grid: Grid, settings: dict[str, Settings]):
+        self.path, self.grid, self.settings = path, grid, settings
+        self.runs = path / "runs"
+
+    def check(self) -> None:
+        """Raise InputError where the folder holds results of another grid."""
+        for file in sorted(self.runs.glob("*.json")):
+            found = json.loads(file.read_text())
+            variant = found["variant"]
+            if found["title"] != self.grid.title:
+                other = f"those of {found['title']!r}"
+            elif variant in self.settings and not self._matches(found):
+                other = f"runs of {variant!r} with other options ({self._difference(found)})"
+            else:
+                continue
+            raise InputError(
+                f"--output {self.path} holds results of another grid: {other}. Nothing there was changed; "
+                "give another folder, or name the changed variant anew."
+            )
+
+    def _matches(self, found: dict[str, Any]) -> bool:
+        own = self.settings[found["variant"]]
+        return found["fingerprint"] == own.fingerprint and found["budget"] == self.budget
+
+    def _difference(self, found: dict[str, Any]) -> str:
+        if found["budget"] != self.budget:
+            return f"{found['budget']} then, {self.budget} now"
+        then, now = found["settings"], asdict(self.settings[found["variant"]])
+        return ", ".join(f"{name} was {then[name]}" for name in then if then[name] != now[name])
+
+    @property
+    def budget(self) -> dict[str, float | None]:
+        return {"tokens": self.grid.tokens, "minutes": self.grid.minutes}
+
+    def result_of(self, variant: str, seed: int) -> Path:
+        return self.runs / f"{variant}-seed{seed}.json"
+
+    def results(self) -> list[dict[str, Any]]:
+        """Every finished run of the grid."""
+        files = (self.result_of(*run) for run in self.grid.runs)
+        return [json.loads(file.read_text()) for file in files if file.exists()]
+
+    @property
+    def missing(self) -> list[tuple[str, int]]:
+        return [run for run in self.grid.runs if not self.result_of(*run).exists()]
+
+    def identity(self, variant: str, seed: int) -> dict[str, Any]:
+        """What a result says of itself."""
+        own = self.settings[variant]
+        return {
+            "title": self.grid.title,
+            "variant": variant,
+            "seed": seed,
+            "budget": self.budget,
+            "fingerprint": own.fingerprint,
+            "settings": asdict(own),
+            "commit": report.commit(),
+            "torch": torch.__version__,
+        }
+
+    def read_speeds(self) -> dict[str, float]:
+        file = self.path / "speed.json"
+        speeds = json.loads(file.read_text()) if file.exists() else {}
+        return {name: speeds[own.fingerprint] for name, own in self.settings.items() if own.fingerprint in speeds}
+
+    def write_speeds(self, speeds: dict[str, float]) -> None:
+        known = {self.settings[name].fingerprint: speed for name, speed in speeds.items()}
+        (self.path / "speed.json").write_text(json.dumps(known, indent=1) + "\n")
+
+
+# --- speed -----------------------------------------------------------------------------------------------------------
+
+
+def training_step(settings: Settings, rows: int) -> Any:
+    """One optimizer step of the variant's model on `rows` rows; what they hold does not matter to the time."""
+    torch.manual_seed(0)
+    model = LanguageModel(settings.model_config)
+    optimizer_config = OptimizerConfig(**settings.optimizer)
+    optimizer = torch.optim.AdamW(parameter_groups(model, optimizer_config.weight_decay))
+    context = settings.data.get("context", 256)
+    tokens = torch.randint(settings.model_config.vocab_size, (rows, context + 1))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        token_losses(model(tokens[:, :-1]), tokens[:, 1:]).mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def measure_speeds(folder: Folder, rounds: int, bar: Progress) -> dict[str, float]:
+    """Tokens per second of every variant in training, all in turn, by medians. Measured once for a folder, and anew for
+    all when a variant is added, so that no two of them come from different hours."""
+    known = folder.read_speeds()
+    if known.keys() == folder.settings.keys():
+        return known
+    steps, tokens = {}, {}
+    for name, own in folder.settings.items():
+        context = own.data.get("context", 256)
+        rows = max(1, min(own.tokens_per_step, SPEED_TOKENS) // context)
+        steps[name], tokens[name] = training_step(own, rows), rows * context
+    task = bar.add_task("speed", total=(rounds + 1) * len(steps), now="")
+    alternation = Alternation(steps, count=False)
+    alternation.run(rounds, lambda name: bar.update(task, advance=1, now=name))
+    bar.remove_task(task)
+    if alternation.failures:
+        name, error = next(iter(alternation.failures.items()))
+        raise RunFailed(f"{name}: a training step failed: {error}") from error
+    speeds = {name: tokens[name] / sample.median for name, sample in alternation.samples.items()}
+    folder.write_speeds(speeds)
+    return speeds
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+def make_runs(folder: Folder, speeds: dict[str, float], bar: Progress) -> None:
+    """Every run that is missing, one process at a time."""
+    task = bar.add_task("runs", total=len(folder.grid.runs), completed=len(folder.results()), now="")
+    current = bar.add_task("", total=1, now="")
+    for variant, seed in folder.missing:
+        steps = n_steps(folder.grid, folder.settings[variant], speeds[variant])
+        bar.reset(current, total=steps, description=f"{variant}, seed {seed}")
+        make_run(folder, variant, seed, steps, lambda **shown: bar.update(current, **shown))
+        bar.advance(task)
+
+
+def make_run(folder: Folder, variant: str, seed: int, steps: int, show: Any) -> None:
+    """One run in a process of its own; `show(completed=, now=)` follows it."""
+    grid = folder.grid
+    spec = {
+        "identity": folder.identity(variant, seed),
+        "settings": asdict(folder.settings[variant]),
+        "seed": seed,
+        "steps": steps,
+        "evaluation": asdict(grid.evaluate),
+        "validations": grid.validations,
+        "validation_tokens": grid.validation_tokens,
+        "result": str(folder.result_of(variant, seed).resolve()),
+    }
+    spec_file = folder.result_of(variant, seed).with_suffix(".spec")
+    spec_file.write_text(json.dumps(spec))
+    command = [sys.executable, "-m", "benchmarks.training_run", str(spec_file.resolve())]
+    path = [str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    last = deque(maxlen=20)  # lines of what it said besides its progress: a traceback, if it fails
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONPATH": os.pathsep.join(path)},
+    )
+    try:
+        for line in process.stdout:
+            if said := _said(line):
+                show(**said)
+            else:
+                last.append(line.rstrip())
+        status = process.wait()
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait()
+        raise
+    finally:
+        spec_file.unlink(missing_ok=True)
+    if status == 130 or status < 0:
+        raise KeyboardInterrupt
+    if status:
+        raise RunFailed(f"{variant}, seed {seed} failed:\n" + "\n".join(last))
+
+
+def _said(line: str) -> dict[str, Any] | None:
+    """What a run's line of progress shows; None for any other line."""
+    try:
+        values = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    if not isinstance(values, dict):
+        return None
+    if "step" in values:
+        return {"completed": values["step"], "now": f"loss {values['loss']:.3f}"}
+    return {"now": values.get("doing", "")}
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def parse(args: list[str] | None) -> argparse.Namespace:
+    """The options, with the grid and the folder checked before anything runs."""
+    parser = argparse.ArgumentParser("benchmarks.ablation", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--grid", type=Path, required=True, help="a YAML file; benchmarks/grids has some, benchmarks/grid.py the form")
+    add("--output", type=Path, help="folder for results (default: results/ablation/GRID)")
+    add("--rounds", type=int, default=5, help="rounds in which the training speeds are measured")
+    add("--report", action="store_true", help="only report what is there")
+    options = parser.parse_args(args)
+    report.check_positive(parser, options, "rounds")
+    options.output = options.output or Path("results/ablation", options.grid.stem)
+    try:
+        grid = read_grid(options.grid)
+        options.folder = Folder(options.output, grid, settings_of(grid))
+        options.folder.check()
+    except InputError as error:
+        parser.error(str(error))
+    if options.report and not options.folder.results():
+        parser.error(f"--report: {options.output} holds no finished run of {options.grid}; run it without --report")
+    report.make_folder(parser, options.folder.runs)
+    return options
+
+
+def main(args: list[str] | None = None) -> int:
+    options = parse(args)
+    console, folder = Console(), options.folder
+    report.say_if_without_pictures(console)
+    interrupted, failure = False, None
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[now]}"))
+    if not options.report:
+        try:
+            with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
+                make_runs(folder, measure_speeds(folder, options.rounds, bar), bar)
+        except KeyboardInterrupt:
+            interrupted = True
+        except RunFailed as error:
+            failure = str(error)
+    if results := folder.results():
+        ablation_report.finish(console, folder, results, report.surroundings("cpu", "ablation", args))
+    if failure:
+        console.print(failure, markup=False, highlight=False)
+        return 1
+    if interrupted:
+        console.print(f"interrupted: {len(folder.missing)} runs are left; the same command goes on with them")
+    return 130 if interrupted else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,357 @@
+"""What a grid of runs shows: means and intervals over seeds, differences, stability, tables and pictures."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from benchmarks import report
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+"""Student's t at 97.5 % for 1, 2, … degrees of freedom."""
+METRIC = {"text": ("bpb", "bits per byte", -1), "mqar": ("accuracy", "accuracy", 1)}
+"""By task: the metric, how it is called, and whether more (1) or less (-1) of it is better."""
+
+
+def t_95(degrees: int) -> float:
+    """Student's t at 97.5 %; 1.96 where the table ends, at most 9 % too small."""
+    return T_95[degrees - 1] if degrees <= len(T_95) else 1.96
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over seeds and half the width of its 95 % interval (Student's t); NaN for a single seed."""
+
+    mean: float
+    half: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Interval:
+        values = [value for value in values if not math.isnan(value)]
+        if not values:
+            return cls(math.nan, math.nan)
+        if len(values) == 1:
+            return cls(values[0], math.nan)
+        half = t_95(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+        return cls(statistics.fmean(values), half)
+
+
+@dataclass
+class Row:
+    """One variant: a row of the CSV.
+
+    `difference` is to the reference, seed by seed (runs of a seed share their data and their start), as a share of the
+    reference's mean. `verdict` says on which side of it its whole interval lies.
+    """
+
+    variant: str
+    seeds: int
+    diverged: int
+    parameters: int
+    tokens: int
+    mean: float
+    interval: float
+    difference: float
+    difference_interval: float
+    verdict: str
+    at_equal_seconds: float
+    tokens_per_second: float
+    first_eighth: float
+    last_eighth: float
+    grad_norm_median: float
+    grad_norm_peak: float
+    spikes: int
+    smallest_denominator: float | None
+    state_bytes: int
+
+
+def finish(console: Console, folder: Any, results: list[dict[str, Any]], details: dict[str, Any]) -> None:
+    """Print the table and write CSV, JSON and the picture beside the runs."""
+    grid = folder.grid
+    speeds = folder.read_speeds()
+    rows = rows_of(results, grid, speeds)
+    console.print(table_of(rows, grid))
+    for line in remarks(rows, results):
+        console.print(line, markup=False, highlight=False)
+    stem = folder.path / "ablation"
+    with stem.with_suffix(".csv").open("w", newline="") as file:
+        table = csv.DictWriter(file, fieldnames=list(asdict(rows[0])))
+        table.writeheader()
+        table.writerows(asdict(row) for row in rows)
+    everything = {**details, "title": grid.title, "reference": grid.reference, "tokens_per_second": speeds}
+    extrapolation = by_context(results)
+    everything |= {"by_context": extrapolation, "rows": [asdict(row) for row in rows]}
+    stem.with_suffix(".json").write_text(json.dumps(everything, indent=1, ensure_ascii=False) + "\n")
+    written = [stem.with_suffix(".csv"), stem.with_suffix(".json")]
+    if importlib.util.find_spec("matplotlib"):
+        written.append(stem.with_suffix(".png"))
+        draw(written[-1], rows, results, grid)
+    console.print("wrote", *map(str, written), soft_wrap=True, highlight=False)
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def rows_of(results: list[dict[str, Any]], grid: Any, speeds: dict[str, float]) -> list[Row]:
+    """A row for each variant that has a finished run, best mean first; those without any mean come last."""
+    metric, _, better = METRIC[grid.task]
+    by_variant = {name: [r for r in results if r["variant"] == name] for name in grid.variants}
+    reference = {r["seed"]: r["final"][metric] for r in by_variant[grid.reference] if r["diverged"] is None}
+    budget = equal_seconds(by_variant, speeds)
+    rows = [
+        _row(name, runs, metric, better, {} if name == grid.reference else reference, budget, speeds.get(name))
+        for name, runs in by_variant.items()
+        if runs
+    ]
+    return sorted(rows, key=lambda row: (math.isnan(row.mean), -better * row.mean))
+
+
+def _row(name, runs, metric, better, reference, budget, speed) -> Row:
+    good = [r for r in runs if r["diverged"] is None]
+    total = Interval.of([r["final"][metric] for r in good])
+    both = [r for r in good if r["seed"] in reference]
+    base = statistics.fmean(reference[r["seed"]] for r in both) if both else math.nan
+    gap = Interval.of([(r["final"][metric] - reference[r["seed"]]) / base for r in both])
+    positions = [eighths(r) for r in good if eighths(r)]
+    training = [r["training"] for r in runs]
+    denominators = [r["smallest_denominator"] for r in good if r.get("smallest_denominator") is not None]
+    return Row(
+        variant=name,
+        seeds=len(runs),
+        diverged=len(runs) - len(good),
+        parameters=runs[0]["parameters"],
+        tokens=runs[0]["tokens"],
+        mean=total.mean,
+        interval=total.half,
+        difference=gap.mean,
+        difference_interval=gap.half,
+        verdict=verdict(gap, better),
+        at_equal_seconds=_mean(filter(None, (at_tokens(r, metric, speed, budget) for r in good))),
+        tokens_per_second=speed or math.nan,
+        first_eighth=_mean(first for first, _ in positions),
+        last_eighth=_mean(last for _, last in positions),
+        grad_norm_median=statistics.median(t["grad_norm_median"] for t in training),
+        grad_norm_peak=max(t["grad_norm_peak"] for t in training),
+        spikes=sum(len(t["spikes"]) for t in training),
+        smallest_denominator=min(denominators, default=None),
+        state_bytes=runs[0]["state_bytes"],
+    )
+
+
+def _mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return statistics.fmean(values) if values else math.nan
+
+
+def verdict(gap: Interval, better: int) -> str:
+    """Whether the difference's interval excludes 0, and on which side it lies."""
+    if math.isnan(gap.mean):
+        return ""
+    if math.isnan(gap.half):
+        return "one seed"
+    if abs(gap.mean) <= gap.half:
+        return "within noise"
+    return "better" if gap.mean * better > 0 else "worse"
+
+
+def equal_seconds(by_variant: dict[str, list[dict[str, Any]]], speeds: dict[str, float]) -> float:
+    """The seconds that the fastest variant takes for its run: all others are read at that time."""
+    times = [runs[0]["tokens"] / speeds[name] for name, runs in by_variant.items() if runs and name in speeds]
+    return min(times, default=math.nan)
+
+
+def at_tokens(run: dict[str, Any], metric: str, speed: float | None, seconds: float) -> float | None:
+    """The metric after so many seconds at that speed, between two validations by the logarithm of tokens. The learning
+    rate had not come to its end there, so it says a little less than a run of that length would."""
+    if not speed or math.isnan(seconds):
+        return None
+    tokens = seconds * speed
+    if tokens >= run["tokens"] * (1 - 1e-9):
+        return run["final"][metric]
+    curve = [(p["tokens"], p[metric]) for p in run["curve"] if metric in p]
+    for (t0, y0), (t1, y1) in itertools.pairwise(curve):
+        if t0 <= tokens <= t1:
+            share = math.log(tokens / t0) / math.log(t1 / t0)
+            return y0 + share * (y1 - y0)
+    return None
+
+
+def eighths(run: dict[str, Any]) -> tuple[float, float] | None:
+    """Bits per token in the first and in the last eighth of the longest rows that are no longer than in training."""
+    measured = {int(c): found for c, found in run.get("evaluation", {}).items()}
+    trained = run["settings"]["data"].get("context", 1024)
+    fitting = [context for context in measured if context <= trained]
+    if not fitting:
+        return None
+    context = max(fitting)
+    octaves = _by_position(measured[context]["blocks"], context)
+    if len(octaves) < 2:
+        return None
+    eighth = max(1, len(octaves) // 8)
+    return _mean(octaves[:eighth]), _mean(octaves[-eighth:])
+
+
+def _by_position(blocks: list[float], context: int) -> list[float]:
+    """Mean bits per token of each block's place in a row."""
+    per_row = max(1, round(context * len(blocks) / _text_tokens(blocks, context)))
+    return [_mean(blocks[place::per_row]) for place in range(per_row)]
+
+
+def _text_tokens(blocks: list[float], context: int) -> int:
+    from benchmarks.training_run import BLOCK
+
+    return len(blocks) * min(BLOCK, context)
+
+
+def by_context(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By variant and context: bits per byte over seeds, and the same text's with a sixteenth of the context or less.
+
+    `late` compares the last half of the rows with the same tokens read in rows of other lengths: positions 8k–16k of a
+    row of 16k are 1k–2k of rows of 2k, where the text is the same and only what came before it differs.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name in dict.fromkeys(r["variant"] for r in results):
+        runs = [r for r in results if r["variant"] == name and r.get("evaluation")]
+        contexts = sorted({int(c) for r in runs for c in r["evaluation"]})
+        found[name] = {
+            str(context): {
+                **asdict(Interval.of([r["evaluation"][str(context)]["bpb"] for r in runs])),
+                "late": {str(short): asdict(_late(runs, context, short)) for short in contexts if short < context},
+            }
+            for context in contexts
+        }
+    return {name: values for name, values in found.items() if values}
+
+
+def _late(runs: list[dict[str, Any]], context: int, short: int) -> Interval:
+    """Relative change of bits per token from reading with `short` rows to reading with rows of `context`, over tokens
+    that stand in the last half of both."""
+    return Interval.of([_late_change(r["evaluation"], context, short) for r in runs])
+
+
+def _late_change(evaluation: dict[str, Any], context: int, short: int) -> float:
+    long_blocks, short_blocks = evaluation[str(context)]["blocks"], evaluation[str(short)]["blocks"]
+    tokens = _text_tokens(long_blocks, context) // len(long_blocks)
+    if len(long_blocks) != len(short_blocks) or short < 2 * tokens:
+        return math.nan
+    chosen = [
+        block
+        for block in range(len(long_blocks))
+        if block * tokens % context >= context / 2 and block * tokens % short >= short / 2
+    ]
+    return _mean(long_blocks[b] for b in chosen) / _mean(short_blocks[b] for b in chosen) - 1
+
+
+# --- table and picture -----------------------------------------------------------------------------------------------
+
+
+def table_of(rows: list[Row], grid: Any):
+    """A row for each variant, best first."""
+    metric, label, _ = METRIC[grid.task]
+    length = f"{grid.tokens:,} tokens" if grid.tokens else f"{grid.minutes:g} minutes"
+    table = report.new_table(
+        f"{grid.title}\n{label} after {length}, means ± 95 % intervals over seeds",
+        f"vs: to {grid.reference}, seed by seed; ~ is within noise. equal s: in the time that the\n"
+        "fastest variant takes. peak: largest gradient norm after the warm-up, in any seed.",
+        text=["variant"],
+        numbers=[metric, "±", "vs", "±", "", "equal s", "tok/s", "peak", "runs"],
+    )
+    marks = {"better": "[green]+[/green]", "worse": "[red]-[/red]", "within noise": "~", "one seed": "?"}
+    for row in rows:
+        table.add_row(
+            row.variant,
+            f"{row.mean:.3f}",
+            _or_blank("{:.3f}", row.interval),
+            _or_blank("{:+.1%}", row.difference),
+            _or_blank("{:.1%}", row.difference_interval),
+            marks.get(row.verdict, ""),
+            _or_blank("{:.3f}", row.at_equal_seconds),
+            _or_blank("{:,.0f}", row.tokens_per_second),
+            f"{row.grad_norm_peak:.2g}",
+            f"{row.seeds}" + (f" [red]{row.diverged} diverged[/red]" if row.diverged else ""),
+        )
+    return table
+
+
+def _or_blank(form: str, value: float) -> str:
+    return "" if math.isnan(value) else form.format(value)
+
+
+def remarks(rows: list[Row], results: list[dict[str, Any]]) -> list[str]:
+    """What the table does not say: runs that diverged, spikes, unequal sizes."""
+    said = [f"{r['variant']}, seed {r['seed']}: diverged, {r['diverged']}" for r in results if r["diverged"]]
+    said += [f"{row.variant}: {row.spikes} steps with a loss spike" for row in rows if row.spikes]
+    sizes = [row.parameters for row in rows]
+    if max(sizes) > 1.02 * min(sizes):
+        said.append(f"models differ in size: {min(sizes):,} to {max(sizes):,} parameters")
+    return said
+
+
+def draw(path: Path, rows: list[Row], results: list[dict[str, Any]], grid: Any) -> None:
+    """Means with intervals; validation against tokens; training's gradient norms."""
+    from matplotlib.figure import Figure
+
+    shown = [row for row in rows if not math.isnan(row.mean)]
+    metric, label, _ = METRIC[grid.task]
+    contexts = by_context(results)
+    panels = 3 if any(len(values) > 1 for values in contexts.values()) else 2
+    figure = Figure(figsize=(6 * panels, max(4.5, 0.3 * len(shown) + 2)), layout="constrained")
+    figure.suptitle(grid.title, fontsize="medium")
+    axes = figure.subplots(1, panels, squeeze=False)[0]
+    colors = {row.variant: f"C{i % 10}" for i, row in enumerate(shown)}
+    _draw_means(axes[0], shown, results, metric, label, colors)
+    _draw_curves(axes[1], shown, results, metric, label, colors)
+    if panels == 3:
+        _draw_contexts(axes[2], shown, contexts, colors)
+    figure.savefig(path, dpi=110)
+
+
+def _draw_means(axes: Axes, rows: list[Row], results, metric: str, label: str, colors: dict[str, str]) -> None:
+    for height, row in enumerate(reversed(rows)):
+        half = 0 if math.isnan(row.interval) else row.interval
+        axes.errorbar(row.mean, height, xerr=half, fmt="o", color=colors[row.variant], capsize=3)
+        seeds = [r["final"][metric] for r in results if r["variant"] == row.variant and r["diverged"] is None]
+        axes.plot(seeds, [height] * len(seeds), "|", color="black", markersize=7)
+    axes.set_yticks(range(len(rows)), [row.variant for row in reversed(rows)], fontsize="small")
+    axes.set_xlabel(f"{label}: mean, 95 % interval, each seed")
+    axes.grid(alpha=0.3)
+
+
+def _draw_curves(axes: Axes, rows: list[Row], results, metric: str, label: str, colors: dict[str, str]) -> None:
+    for number, row in enumerate(rows):
+        curves = [r["curve"] for r in results if r["variant"] == row.variant and r["diverged"] is None]
+        points = {p["tokens"] for curve in curves for p in curve if metric in p}
+        means = {t: _mean(p[metric] for curve in curves for p in curve if p["tokens"] == t) for t in sorted(points)}
+        style = ("-", "--", ":")[number // 10 % 3]
+        axes.plot(means.keys(), means.values(), style, marker=".", color=colors[row.variant], label=row.variant)
+    axes.set_xlabel("training tokens")
+    axes.set_ylabel(f"{label} in validation")
+    axes.set_xscale("log")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="x-small")
+
+
+def _draw_contexts(axes: Axes, rows: list[Row], contexts: dict[str, Any], colors: dict[str, str]) -> None:
+    for row in rows:
+        found = contexts.get(row.variant, {})
+        lengths = sorted(map(int, found))
+        means = [found[str(length)]["mean"] for length in lengths]
+        halves = [0 if math.isnan(found[str(n)]["half"]) else found[str(n)]["half"] for n in lengths]
+        axes.errorbar(lengths, means, yerr=halves, marker=".", capsize=3, color=colors[row.variant], label=row.variant)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("rows of so many tokens (the same text)")
+    axes.set_ylabel("bits per byte")
+    axes.grid(alpha=0.3)

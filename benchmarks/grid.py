@@ -1,0 +1,255 @@
+"""Grids of training runs: a YAML file with what all runs share, the variants, and the seeds.
+
+    title: Where the rotation stands
+    tokens: 1_000_000               # of each run; or minutes: 10, at each variant's own speed
+    seeds: [0, 1, 2]
+    reference: numerator            # what the others are compared with
+    model: {d_model: 128, short_conv: 4}                    # the sections of `linrope fit`
+    data: {context: 512, batch_size: 4}
+    optimizer: {lr: 1.0e-2, warmup_steps: 50}
+    variants:
+      numerator: {}
+      none: {model.rope: null}      # what differs, by its path
+
+Everything is checked before anything runs: a mistake in the last variant costs no hour.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import math
+import re
+from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from linrope import LanguageModel, LanguageModelConfig
+from linrope.data import find_sources, split_corpus
+from linrope.errors import InputError, require_choice, suggest
+from linrope.training import LanguageModelingModule, MQARDataModule, OptimizerConfig, RecallModule, TextDataModule
+
+SECTIONS = ("model", "data", "optimizer")
+TASKS = {"text": (LanguageModelingModule, TextDataModule), "mqar": (RecallModule, MQARDataModule)}
+TOLERANCE = 0.02
+"""Models count as equally large when their numbers of parameters differ by no more than this share."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is measured of a trained model besides its validation."""
+
+    contexts: list[int] = field(default_factory=list)
+    """The same text is read in rows of each of these lengths, the model starting anew at each row."""
+    tokens: int = 262_144
+    """How much of the validation split that text is, from its beginning."""
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise InputError(f"evaluate.tokens={self.tokens} must be 1 or more.")
+        for context in self.contexts:
+            if context < 1 or self.tokens % context:
+                raise InputError(f"evaluate.contexts: {context} must divide evaluate.tokens={self.tokens}.")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A grid as its file has it; `variants` maps names to what differs."""
+
+    title: str
+    variants: dict[str, dict[str, Any]]
+    reference: str
+    seeds: list[int]
+    tokens: int | None = None
+    minutes: float | None = None
+    task: str = "text"
+    model: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    evaluate: Evaluation = field(default_factory=Evaluation)
+    validations: int = 8
+    """How often a run is validated, for the curves."""
+    validation_tokens: int = 163_840
+    """How much of the validation split is read at the end; a quarter of it for the curves."""
+    match_parameters: bool = True
+    """Widen or narrow the MLPs of variants, so that all models are as large as the reference."""
+
+    def __post_init__(self) -> None:
+        require_choice("task", self.task, TASKS)
+        if not self.variants or not isinstance(self.variants, dict):
+            raise InputError("variants: the grid has none; name at least one.")
+        for name in self.variants:
+            if not re.fullmatch(r"[\w.+-]+", str(name)):
+                raise InputError(f"variants: {name!r} names files too: use letters, digits and . + - _ only.")
+        require_choice("reference", self.reference, self.variants)
+        if len(self.seeds) < 2 or len(set(self.seeds)) != len(self.seeds):
+            raise InputError(f"seeds={self.seeds}: an interval needs two different seeds or more.")
+        if (self.tokens is None) == (self.minutes is None):
+            raise InputError(f"tokens={self.tokens} and minutes={self.minutes}: give one of them, the length of a run.")
+        if not (self.tokens or self.minutes or 0) > 0 or self.validations < 1 or self.validation_tokens < 1:
+            raise InputError("tokens (or minutes), validations and validation_tokens must all be above 0.")
+
+    @property
+    def runs(self) -> list[tuple[str, int]]:
+        """Every (variant, seed), seed by seed: an interrupted grid has whole seeds."""
+        return [(variant, seed) for seed in self.seeds for variant in self.variants]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that decides one variant's runs, but for the seed and the number of steps."""
+
+    task: str
+    model: dict[str, Any]
+    data: dict[str, Any]
+    optimizer: dict[str, Any]
+
+    @property
+    def model_config(self) -> LanguageModelConfig:
+        return LanguageModelConfig.from_dict(self.model)
+
+    @property
+    def tokens_per_step(self) -> int:
+        if self.task == "mqar":
+            return self.option("tokens_per_batch")
+        return self.option("context") * self.option("batch_size")
+
+    def option(self, name: str) -> Any:
+        """An option of the data, given or by default."""
+        parameters = inspect.signature(TASKS[self.task][1]).parameters
+        return self.data.get(name, parameters[name].default)
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for the same settings, whatever else changed."""
+        return hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def read_grid(path: Path) -> Grid:
+    """The grid in a YAML file.
+
+    Raises:
+        InputError: no such file, no YAML, an option that a grid does not have or that does not fit the others.
+    """
+    try:
+        values = yaml.safe_load(path.read_text())
+    except OSError as error:
+        shipped = sorted(file.stem for file in (Path(__file__).parent / "grids").glob("*.yaml"))
+        raise InputError(
+            f"--grid {path}: cannot be read ({error.strerror}). benchmarks/grids has {', '.join(shipped)}."
+        ) from error
+    except yaml.YAMLError as error:
+        raise InputError(f"--grid {path} is no YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise InputError(f"--grid {path} must be a set of options, as benchmarks/grid.py describes.")
+    _check_options(values, [f.name for f in fields(Grid)], "a grid")
+    try:
+        if "evaluate" in values:
+            _check_options(values["evaluate"], [f.name for f in fields(Evaluation)], "evaluate")
+            values = {**values, "evaluate": Evaluation(**values["evaluate"])}
+        return Grid(**values)
+    except TypeError as error:
+        raise InputError(f"--grid {path}: an option is missing or of the wrong kind ({error}).") from error
+
+
+def _check_options(values: Iterable[str], known: Iterable[str], what: str) -> None:
+    for name in values:
+        if name not in known:
+            raise InputError(f"{name!r} is no option of {what}.{suggest(name, known)}")
+
+
+def settings_of(grid: Grid) -> dict[str, Settings]:
+    """The settings of every variant, checked, with models of equal size.
+
+    Raises:
+        InputError: an option that does not exist or does not fit, named with its variant.
+    """
+    settings = {}
+    for name, changes in grid.variants.items():
+        try:
+            settings[name] = _variant(grid, changes or {})
+        except InputError as error:
+            raise InputError(f"variant {name!r}: {error}") from error
+    if not grid.match_parameters:
+        return settings
+    size = n_parameters(settings[grid.reference])
+    return {name: _matched(name, own, size) for name, own in settings.items()}
+
+
+def _variant(grid: Grid, changes: dict[str, Any]) -> Settings:
+    sections = {name: deepcopy(getattr(grid, name)) for name in SECTIONS}
+    for path, value in changes.items():
+        _set(sections, path, value)
+    if sections["optimizer"].get("betas"):
+        sections["optimizer"]["betas"] = tuple(sections["optimizer"]["betas"])
+    settings = Settings(grid.task, **sections)
+    _, data_module = TASKS[grid.task]
+    _check_options(settings.data, inspect.signature(data_module).parameters, "data")
+    _check_options(settings.optimizer, [f.name for f in fields(OptimizerConfig)], "optimizer")
+    OptimizerConfig(**settings.optimizer)
+    data = data_module(**settings.data)
+    if grid.evaluate.contexts:
+        _check_text(grid, data)
+    with torch.device("meta"):
+        LanguageModel(settings.model_config)  # layers check more than the configuration can
+    return settings
+
+
+def _check_text(grid: Grid, data: TextDataModule | MQARDataModule) -> None:
+    """Raise InputError unless there is as much validation text as the evaluation reads."""
+    if not isinstance(data, TextDataModule):
+        raise InputError(f"evaluate.contexts={grid.evaluate.contexts} are rows of text: leave them out of recall tasks.")
+    available = len(split_corpus(find_sources(data.path), data.fractions)["val"])
+    if available <= grid.evaluate.tokens:
+        raise InputError(f"evaluate.tokens={grid.evaluate.tokens} must be less than the {available} for validation.")
+
+
+def _set(sections: dict[str, Any], path: str, value: Any) -> None:
+    """Put a value at a dotted path such as model.rope.base."""
+    *parents, last = str(path).split(".")
+    if not parents or parents[0] not in sections:
+        raise InputError(f"{path!r} must begin with one of {', '.join(f'{name}.' for name in sections)}")
+    place = sections
+    for name in parents:
+        if not isinstance(place.get(name), dict):
+            place[name] = {}
+        place = place[name]
+    place[last] = value
+
+
+def n_parameters(settings: Settings) -> int:
+    """How many parameters the model has, without making them."""
+    with torch.device("meta"):
+        return LanguageModel(settings.model_config).n_parameters
+
+
+def _matched(name: str, settings: Settings, size: int) -> Settings:
+    """The settings with the width of the MLPs at which the model has `size` parameters, as nearly as a width can."""
+    own = n_parameters(settings)
+    if abs(own - size) <= TOLERANCE / 4 * size:
+        return settings  # a temperature or an odd number of heads is no reason for odd widths
+    width = settings.model_config.mlp_width
+
+    def at(new_width: int) -> Settings:
+        return Settings(settings.task, {**settings.model, "d_ff": new_width}, settings.data, settings.optimizer)
+
+    per_unit = n_parameters(at(width + 1)) - n_parameters(at(width))
+    matched = at(max(1, width + round((size - own) / per_unit)))
+    if abs(n_parameters(matched) - size) > TOLERANCE * size:
+        raise InputError(
+            f"variant {name!r} has {own:,} parameters, the reference {size:,}: no width of the MLPs makes them equal. "
+            "Change its size, or set match_parameters: false."
+        )
+    return matched
+
+
+def n_steps(grid: Grid, settings: Settings, tokens_per_second: float) -> int:
+    """Optimizer steps of a run: by tokens, or by the time they take at that speed."""
+    tokens = grid.tokens if grid.tokens is not None else grid.minutes * 60 * tokens_per_second
+    return max(1, math.floor(tokens / settings.tokens_per_step))

@@ -1,0 +1,285 @@
+"""One training run of a grid, in a process of its own: `python -m benchmarks.training_run SPEC.json`.
+
+It trains as `linrope fit` does, keeps a checkpoint beside its result so that an interrupted run goes on where it was,
+prints a line of JSON for each few steps (the parent's progress bar reads them), and writes SPEC's `result`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+from torch import Tensor
+
+import linrope.attention
+from benchmarks.grid import TASKS, Evaluation, Settings
+from linrope import LanguageModel
+from linrope.data import SEPARATOR, Corpus
+from linrope.training import OptimizerConfig, TextDataModule
+from linrope.training.callbacks import LastCheckpoint
+from linrope.training.cli import quiet_lightning
+from linrope.training.module import NonFiniteError, bits_per_byte, token_losses
+
+SAY_EVERY_SECONDS = 0.5
+SAVE_EVERY_SECONDS = 120
+SEGMENT = 4096
+"""Long rows are read in pieces of so many tokens, the state going on from one to the next."""
+BLOCK = 512
+"""Losses are kept by blocks of so many tokens."""
+SPIKE, SPIKE_WINDOW = 1.5, 50
+"""A spike is a step whose loss is so many times the median of so many steps before it."""
+
+
+@dataclass
+class Recorder(Callback):
+    """What happens in a run, as plain values that go into its checkpoints.
+
+    Attributes:
+        losses, grad_norms: of every step, in nats per token and before clipping.
+        curve: (step, validation metrics) at every validation.
+        seconds: spent in training steps.
+    """
+
+    folder: Path
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    curve: list[dict[str, float]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._saver = LastCheckpoint(self.folder, every_n_steps=1)
+        self._said = self._saved = time.monotonic()
+
+    state_key = "Recorder"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("losses", "grad_norms", "curve", "seconds")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self._began = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        self.seconds += time.perf_counter() - self._began
+        self.losses.append(trainer.callback_metrics["train_loss"].item())
+        self.grad_norms.append(trainer.callback_metrics["grad_norm"].item())
+        now = time.monotonic()
+        if now - self._said > SAY_EVERY_SECONDS or trainer.global_step == trainer.max_steps:
+            self._said = now
+            say(step=trainer.global_step, of=trainer.max_steps, loss=self.losses[-1])
+        if now - self._saved > SAVE_EVERY_SECONDS and trainer.global_step < trainer.max_steps:
+            self._saved = now
+            self._saver.save(trainer)
+
+    def on_validation_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self.curve.append({"step": trainer.global_step, **_validation_metrics(trainer)})
+
+
+def _validation_metrics(trainer: Trainer) -> dict[str, float]:
+    return {k.removeprefix("val_"): v.item() for k, v in trainer.callback_metrics.items() if k.startswith("val_")}
+
+
+def say(**values: Any) -> None:
+    print(json.dumps(values), flush=True)
+
+
+def run(settings: Settings, seed: int, steps: int, evaluation: Evaluation, options: dict[str, Any], stem: Path) -> dict:
+    """Train once, and say all that is to be known of it.
+
+    Args:
+        options: `validations` and `validation_tokens`, as a Grid has them.
+        stem: where checkpoints and weights go, without an ending.
+    """
+    seed_everything(seed, verbose=False)
+    make_module, make_data = TASKS[settings.task]
+    module = make_module(settings.model_config, OptimizerConfig(**settings.optimizer))
+    data = make_data(**{**settings.data, "seed": seed})
+    recorder = Recorder(stem.with_name(stem.name + ".unfinished"))
+    checkpoint = recorder.folder / "last.ckpt"
+    few, all_ = validation_batches(settings, options["validation_tokens"])
+    trainer = _trainer(steps, few, max(1, steps // options["validations"]), [recorder])
+    failure = None
+    try:
+        trainer.fit(module, data, ckpt_path=checkpoint if checkpoint.exists() else None, weights_only=True)
+    except NonFiniteError as error:
+        failure = str(error).split(";")[0]
+    result = {
+        "parameters": module.model.n_parameters,
+        "steps": len(recorder.losses),
+        "tokens": len(recorder.losses) * settings.tokens_per_step,
+        "seconds": recorder.seconds,
+        "diverged": failure,
+        "training": training_summary(recorder, settings),
+        "curve": [{**point, "tokens": point["step"] * settings.tokens_per_step} for point in recorder.curve],
+        "state_bytes": module.model.state_bytes(1024),
+    }
+    if failure is None:
+        trainer = _trainer(steps, all_, 1, [])
+        trainer.validate(module, data, verbose=False)
+        result["final"] = _validation_metrics(trainer)
+        if settings.task == "text":
+            model = module.model.eval()
+            result["evaluation"] = evaluate_text(model, data, evaluation)
+            result["smallest_denominator"] = smallest_denominator(model, data)
+        module.model.save_pretrained(stem.with_name(stem.name + ".model"))
+    checkpoint.unlink(missing_ok=True)
+    if recorder.folder.exists():
+        recorder.folder.rmdir()
+    return result
+
+
+def validation_batches(settings: Settings, tokens: int) -> tuple[int, int] | tuple[float, float]:
+    """`limit_val_batches` for the curves and for the end: of recall tasks always the whole, which is small."""
+    if settings.task != "text":
+        return 1.0, 1.0
+    batches = max(1, tokens // settings.tokens_per_step)
+    return max(1, batches // 4), batches
+
+
+def _trainer(steps: int, validation_batches: float, every: int, callbacks: list[Callback]) -> Trainer:
+    return Trainer(
+        max_steps=steps,
+        accelerator="auto",
+        devices=1,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=validation_batches,
+        val_check_interval=every,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+    )
+
+
+def training_summary(recorder: Recorder, settings: Settings) -> dict[str, Any]:
+    """The losses of training in a hundred means, and what its gradients' norms and losses did after the warm-up."""
+    losses, norms = recorder.losses, recorder.grad_norms
+    per_mean = max(1, len(losses) // 100)
+    warm = min(settings.optimizer.get("warmup_steps", 100), max(0, len(norms) - 1))
+    peak = max(range(warm, len(norms)), key=norms.__getitem__, default=None)
+    return {
+        "losses": [round(statistics.fmean(losses[i : i + per_mean]), 4) for i in range(0, len(losses), per_mean)],
+        "grad_norm_median": statistics.median(norms[warm:]) if norms[warm:] else math.nan,
+        "grad_norm_peak": norms[peak] if peak is not None else math.nan,
+        "grad_norm_peak_step": peak,
+        "grad_norm_peak_overall": max(norms, default=math.nan),
+        "spikes": spikes(losses, warm),
+    }
+
+
+def spikes(losses: list[float], warm: int) -> list[int]:
+    """The steps after the warm-up whose loss was `SPIKE` times the median of the `SPIKE_WINDOW` before."""
+    found = []
+    for step in range(max(warm, SPIKE_WINDOW), len(losses)):
+        if losses[step] > SPIKE * statistics.median(losses[step - SPIKE_WINDOW : step]):
+            found.append(step)
+    return found
+
+
+# --- what a trained model does with text -----------------------------------------------------------------------------
+
+
+def evaluate_text(model: LanguageModel, data: TextDataModule, evaluation: Evaluation) -> dict[str, Any]:
+    """Bits per byte of the same text in rows of each length, whole and by blocks of 512 tokens in the text's order."""
+    corpus: Corpus = data.corpora["val"]
+    found = {}
+    for context in evaluation.contexts:
+        text = corpus.tokens(0, evaluation.tokens + 1)
+        losses = row_losses(model, text, context, say_as=f"reading rows of {context:,}").flatten()
+        blocks = losses.view(-1, min(BLOCK, context)).mean(dim=1) / math.log(2)
+        n_bytes = (text[1:] != SEPARATOR).sum().item()
+        found[str(context)] = {
+            "bpb": bits_per_byte(losses.sum().item(), n_bytes),
+            "blocks": [round(value, 4) for value in blocks.tolist()],
+        }
+    return found
+
+
+@torch.no_grad()
+def row_losses(model: LanguageModel, text: Tensor, context: int, say_as: str = "") -> Tensor:
+    """Nats of each token of the text (N + 1,) but its first, read in rows of `context`: float64 (N / context, context).
+
+    Rows are read some at a time and piece by piece, so that memory does not depend on the length.
+    """
+    inputs, targets = text[:-1].view(-1, context), text[1:].view(-1, context)
+    at_once = max(1, SEGMENT * 2 // context)
+    losses = []
+    for first in range(0, len(inputs), at_once):
+        rows, state, pieces = slice(first, first + at_once), None, []
+        for start in range(0, context, SEGMENT):
+            piece = slice(start, min(start + SEGMENT, context))
+            logits, state = model(inputs[rows, piece], state, return_state=True)
+            pieces.append(token_losses(logits, targets[rows, piece]).double())
+            if say_as:
+                say(doing=say_as)
+        losses.append(torch.cat(pieces, dim=1))
+    return torch.cat(losses)
+
+
+@torch.no_grad()
+def smallest_denominator(model: LanguageModel, data: TextDataModule) -> float | None:
+    """The smallest |denominator| of any linear layer, head and token in one row of validation text."""
+    rows = data.corpora["val"].tokens(0, data.context)[None]
+    with watched_denominators() as smallest:
+        model(rows)
+    return min(smallest, default=None)
+
+
+@contextmanager
+def watched_denominators() -> Iterator[list[float]]:
+    """Inside, every call of `linear_attention` by a layer adds its smallest |denominator| to the list."""
+    real, smallest = linrope.attention.linear_attention, []
+
+    def watching(q: Tensor, k: Tensor, v: Tensor, rope=None, **options: Any):
+        normalize = options["normalize"]
+        if normalize != "none":
+            own = {**options, "normalize": "none", "return_state": False, "state": None}
+            turned = rope if normalize == "rotary" else None
+            smallest.append(real(q, k, torch.ones_like(v[..., :1]), turned, **own).abs().min().item())
+        return real(q, k, v, rope, **options)
+
+    linrope.attention.linear_attention = watching
+    try:
+        yield smallest
+    finally:
+        linrope.attention.linear_attention = real
+
+
+# --- the process -----------------------------------------------------------------------------------------------------
+
+
+def main(spec_path: str) -> None:
+    """Run what the file says, and put its result in place as a whole."""
+    spec = json.loads(Path(spec_path).read_text())
+    settings = Settings(**spec["settings"])
+    target = Path(spec["result"])
+    quiet_lightning()
+    evaluation = Evaluation(**spec["evaluation"])
+    found = run(settings, spec["seed"], spec["steps"], evaluation, spec, target.with_suffix(""))
+    unfinished = target.with_suffix(".part")
+    unfinished.write_text(json.dumps({**spec["identity"], **found}) + "\n")
+    os.replace(unfinished, target)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1])
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,268 @@
+"""A grid from end to end, what its report computes, and what it refuses."""
+
+import csv
+import json
+import math
+
+import pytest
+import torch
+import yaml
+
+from benchmarks import ablation, ablation_report
+from benchmarks.ablation_report import Interval, verdict
+from benchmarks.training_run import row_losses, spikes, watched_denominators
+from linrope import LanguageModel, LanguageModelConfig, linear_attention
+from linrope.training.module import token_losses
+
+
+@pytest.fixture
+def grid(tmp_path):
+    """A folder of text, and a grid of two variants, two seeds and few steps on it."""
+    for name in "abcdefgh":
+        (tmp_path / "text").mkdir(exist_ok=True)
+        (tmp_path / "text" / f"{name}.txt").write_text(f"the {name} quick brown fox jumps over it. " * 150)
+    values = {
+        "title": "Small",
+        "tokens": 1280,
+        "seeds": [0, 1],
+        "reference": "linear",
+        "validations": 4,
+        "validation_tokens": 640,
+        "model": {"d_model": 16, "n_layers": 1, "n_heads": 2},
+        "data": {"path": str(tmp_path / "text"), "context": 32, "batch_size": 2, "fractions": [0.6, 0.4, 0.0]},
+        "optimizer": {"lr": 0.01, "warmup_steps": 2},
+        "evaluate": {"contexts": [32, 128], "tokens": 256},
+        "variants": {"linear": {}, "softmax": {"model.attention": "softmax"}},
+    }
+    return Changed(tmp_path, values)
+
+
+class Changed:
+    def __init__(self, folder, values):
+        self.folder, self.values = folder, values
+
+    def run(self, *args, **changes) -> int:
+        self.values.update(changes)
+        path = self.folder / "small.yaml"
+        path.write_text(yaml.safe_dump(self.values))
+        output = self.folder / "results"
+        return ablation.main(["--grid", str(path), "--output", str(output), "--rounds", "1", *args])
+
+    @property
+    def files(self):
+        return {f.name: f.stat().st_mtime_ns for f in (self.folder / "results" / "runs").glob("*.json")}
+
+
+def test_a_grid_end_to_end(grid, capsys):
+    assert grid.run() == 0
+    folder = grid.folder / "results"
+    files = grid.files
+    assert set(files) == {f"{v}-seed{s}.json" for v in ("linear", "softmax") for s in (0, 1)}
+    run = json.loads((folder / "runs" / "linear-seed1.json").read_text())
+    assert (run["steps"], run["tokens"], run["diverged"]) == (20, 1280, None)
+    assert [point["step"] for point in run["curve"]] == [5, 10, 15, 20]
+    assert len(run["training"]["losses"]) == 20
+    assert run["smallest_denominator"] > 0
+    assert set(run["evaluation"]) == {"32", "128"}
+    assert not list((folder / "runs").glob("*.spec")) and not list((folder / "runs").glob("*.unfinished"))
+    # the weights that were kept are those that were measured
+    model = LanguageModel.from_pretrained(folder / "runs" / "linear-seed1.model")
+    assert model.n_parameters == run["parameters"]
+    rows = {row["variant"]: row for row in csv.DictReader((folder / "ablation.csv").open())}
+    finals = [json.loads((folder / "runs" / f"softmax-seed{s}.json").read_text())["final"]["bpb"] for s in (0, 1)]
+    assert float(rows["softmax"]["mean"]) == pytest.approx(sum(finals) / 2)
+    assert rows["softmax"]["verdict"] in ("better", "worse", "within noise")
+    assert "Small" in capsys.readouterr().out
+
+    # again: nothing is run, or measured, anew; one seed more is, and no other
+    assert grid.run() == 0
+    assert grid.files == files
+    assert grid.run(seeds=[0, 1, 2]) == 0
+    assert grid.files.keys() - files.keys() == {"linear-seed2.json", "softmax-seed2.json"}
+    assert files.items() <= grid.files.items()
+
+    # the folder of another grid is left as it is
+    for change, message in (
+        ({"title": "Other"}, "results of another grid: those of 'Small'"),
+        ({"title": "Small", "tokens": 2560}, "results of another grid: runs of 'linear' with other options"),
+        ({"tokens": 1280, "optimizer": {"lr": 0.02, "warmup_steps": 2}}, "optimizer was {'lr': 0.01"),
+    ):
+        before = grid.files
+        with pytest.raises(SystemExit) as exit_:
+            grid.run(**change)
+        assert exit_.value.code == 2
+        assert message in " ".join(capsys.readouterr().err.split())
+        assert grid.files == before
+
+
+def test_an_interrupted_run_goes_on_where_it_was(grid, monkeypatch):
+    """Stopped twice inside runs, the grid ends with the same numbers as one that was never stopped."""
+    from benchmarks import training_run
+    from benchmarks.grid import Evaluation, read_grid, settings_of
+
+    path = grid.folder / "small.yaml"
+    path.write_text(yaml.safe_dump(grid.values))
+    settings = settings_of(read_grid(path))["linear"]
+    options = {"validations": 4, "validation_tokens": 640}
+    whole = training_run.run(settings, 0, 20, Evaluation(), options, grid.folder / "whole")
+
+    class Stop(Exception):
+        """What ends the run in its middle."""
+
+    class Stopping(training_run.Recorder):
+        def on_train_batch_end(self, trainer, *args):
+            super().on_train_batch_end(trainer, *args)
+            if trainer.global_step == 8:
+                raise Stop
+
+    monkeypatch.setattr(training_run, "SAVE_EVERY_SECONDS", 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(training_run, "Recorder", Stopping)
+        with pytest.raises(Stop):
+            training_run.run(settings, 0, 20, Evaluation(), options, grid.folder / "cut")
+    assert (grid.folder / "cut.unfinished" / "last.ckpt").exists()
+    resumed = training_run.run(settings, 0, 20, Evaluation(), options, grid.folder / "cut")
+    assert resumed["training"] == whole["training"]
+    assert resumed["final"] == whole["final"]
+    assert resumed["curve"] == whole["curve"]
+    assert not (grid.folder / "cut.unfinished").exists()
+
+
+def test_ctrl_c_keeps_finished_runs(grid, monkeypatch, capsys):
+    make = ablation.make_run
+
+    def stop_at_the_second(folder, variant, seed, *args):
+        if (variant, seed) == ("softmax", 0):
+            raise KeyboardInterrupt
+        return make(folder, variant, seed, *args)
+
+    monkeypatch.setattr(ablation, "make_run", stop_at_the_second)
+    assert grid.run() == 130
+    assert set(grid.files) == {"linear-seed0.json"}
+    assert "3 runs are left" in capsys.readouterr().out
+
+
+def test_a_run_that_fails_is_told_with_its_reason(grid, capsys, monkeypatch):
+    monkeypatch.setattr(ablation.sys, "executable", "/bin/false")
+    assert grid.run() == 1
+    assert "linear, seed 0 failed" in capsys.readouterr().out
+
+
+def test_too_little_text_to_evaluate_on_is_found_before_anything_runs(grid, capsys):
+    with pytest.raises(SystemExit):
+        grid.run(evaluate={"contexts": [32], "tokens": 32 * 10**6})
+    assert "evaluate.tokens=32000000 must be less than the " in " ".join(capsys.readouterr().err.split())
+
+
+def test_report_of_nothing(grid, capsys):
+    with pytest.raises(SystemExit):
+        grid.run("--report")
+    assert "holds no finished run" in capsys.readouterr().err
+
+
+# --- what is computed ------------------------------------------------------------------------------------------------
+
+
+def test_intervals_and_verdicts():
+    found = Interval.of([1.0, 2.0, 3.0])
+    assert found.mean == 2.0
+    assert found.half == pytest.approx(4.303 / math.sqrt(3))  # Student's t for two degrees; deviation 1
+    assert math.isnan(Interval.of([1.0]).half)
+    assert Interval.of([1.0, math.nan]).mean == 1.0
+    assert verdict(Interval(-0.1, 0.05), better=-1) == "better"
+    assert verdict(Interval(-0.1, 0.05), better=1) == "worse"
+    assert verdict(Interval(0.1, 0.2), better=-1) == "within noise"
+    assert verdict(Interval(0.1, math.nan), better=-1) == "one seed"
+
+
+def run_of(variant: str, seed: int, bpb: float, **more) -> dict:
+    curve = [{"tokens": 100, "bpb": 4.0}, {"tokens": 1000, "bpb": 3.0}]
+    training = {"grad_norm_median": 1.0, "grad_norm_peak": 2.0 + seed, "spikes": []}
+    return {
+        "variant": variant,
+        "seed": seed,
+        "final": {"bpb": bpb},
+        "parameters": 10,
+        "tokens": 1000,
+        "diverged": None,
+        "curve": curve,
+        "training": training,
+        "state_bytes": 1,
+        "settings": {"data": {"context": 1024}},
+        **more,
+    }
+
+
+class TwoVariants:
+    task, reference, variants = "text", "a", {"a": {}, "b": {}}
+
+
+def test_differences_are_taken_seed_by_seed():
+    """Seeds that differ by 1 from each other but by 0.1 ± 0.01 between variants: b is clearly better."""
+    results = [run_of("a", seed, 2.0 + seed) for seed in range(3)]
+    results += [run_of("b", seed, 1.9 + seed + gap) for seed, gap in enumerate((-0.01, 0.0, 0.01))]
+    best, other = ablation_report.rows_of(results, TwoVariants, {"a": 10.0, "b": 5.0})
+    assert (best.variant, other.variant) == ("b", "a")
+    assert best.difference == pytest.approx(-0.1 / 3.0)
+    assert best.difference_interval == pytest.approx(4.303 * 0.01 / math.sqrt(3) / 3.0)
+    assert best.verdict == "better"
+    assert other.verdict == ""
+    assert best.grad_norm_peak == 4.0
+
+
+def test_equal_seconds_reads_the_curve_of_the_slower():
+    """a ends after 100 s; b, half as fast, has seen 500 tokens then: between 100 and 1000 by the logarithm."""
+    rows = ablation_report.rows_of([run_of("a", 0, 2.5), run_of("b", 0, 2.4)], TwoVariants, {"a": 10.0, "b": 5.0})
+    found = {row.variant: row.at_equal_seconds for row in rows}
+    assert found["a"] == 2.5
+    assert found["b"] == pytest.approx(4.0 - math.log(5) / math.log(10))
+
+
+def test_diverged_runs_are_counted_and_not_averaged():
+    results = [run_of("a", 0, 2.0), run_of("a", 1, math.nan, diverged="loss is nan at step 3")]
+    (row,) = ablation_report.rows_of(results, TwoVariants, {})
+    assert (row.seeds, row.diverged, row.mean) == (2, 1, 2.0)
+    assert "seed 1: diverged, loss is nan" in ablation_report.remarks([row], results)[0]
+
+
+def test_late_tokens_are_compared_on_the_same_text():
+    """Blocks of 512: in rows of 4096 the last half is blocks 4-7; of those, blocks 5 and 7 are in the last half of rows
+    of 1024."""
+    long_blocks = [0.0, 0.0, 0.0, 0.0, 9.0, 2.0, 9.0, 4.0]
+    short_blocks = [0.0, 0.0, 0.0, 0.0, 1.0, 4.0, 1.0, 4.0]
+    evaluation = {"4096": {"bpb": 1.0, "blocks": long_blocks}, "1024": {"bpb": 1.0, "blocks": short_blocks}}
+    late = ablation_report.by_context([run_of("a", 0, 2.0, evaluation=evaluation)])["a"]["4096"]["late"]["1024"]
+    assert late["mean"] == pytest.approx(6 / 8 - 1)
+
+
+def test_spikes():
+    losses = [1.0] * 100
+    losses[30] = losses[70] = 1.6  # the first is before a window is full
+    losses[80] = 1.4
+    assert spikes(losses, warm=10) == [70]
+
+
+def test_rows_are_read_in_pieces_as_a_whole(monkeypatch):
+    from benchmarks import training_run
+
+    torch.manual_seed(0)
+    model = LanguageModel(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2, short_conv=4)).eval()
+    text = torch.randint(256, (4 * 60 + 1,))
+    with torch.no_grad():
+        whole = token_losses(model(text[:-1].view(4, 60)), text[1:].view(4, 60)).double()
+    monkeypatch.setattr(training_run, "SEGMENT", 25)
+    # float32 sums in another order
+    torch.testing.assert_close(row_losses(model, text, 60), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_the_smallest_denominator_is_that_of_the_operator():
+    import linrope.attention
+
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 9, 4).unbind()
+    with watched_denominators() as smallest:
+        linrope.attention.linear_attention(q, k, v, None, normalize="plain", feature_map="elu1")
+    features_q, features_k = (torch.nn.functional.elu(x) + 1 for x in (q, k))
+    den = (features_q * features_k.cumsum(dim=2)).sum(dim=-1)
+    assert smallest == [pytest.approx(den.min().item(), rel=1e-5)]
+    assert linrope.attention.linear_attention is linear_attention

@@ -1,0 +1,104 @@
+"""A grid's file is checked whole before anything runs."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from benchmarks.grid import n_parameters, n_steps, read_grid, settings_of
+from linrope.errors import InputError
+
+GRIDS = sorted((Path(__file__).parents[2] / "benchmarks" / "grids").glob("*.yaml"))
+SMALL = {
+    "title": "Small",
+    "tokens": 1000,
+    "seeds": [0, 1],
+    "reference": "linear",
+    "model": {"d_model": 32, "n_layers": 1, "n_heads": 2},
+    "data": {"context": 16, "batch_size": 4},
+    "variants": {"linear": {}, "softmax": {"model.attention": "softmax"}},
+}
+
+
+def grid_of(tmp_path, **changes):
+    path = tmp_path / "grid.yaml"
+    path.write_text(yaml.safe_dump({**SMALL, **changes}))
+    return read_grid(path)
+
+
+@pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
+def test_shipped_grids_are_right(path):
+    grid = read_grid(path)
+    sizes = {name: n_parameters(own) for name, own in settings_of(grid).items()}
+    assert max(sizes.values()) <= 1.02 * min(sizes.values())
+    assert len(grid.seeds) >= 2
+
+
+def test_a_variant_changes_what_its_paths_name(tmp_path):
+    variants = {
+        "linear": {},
+        "far": {"model.rope.base": 500.0, "optimizer.lr": 0.5},
+        "none": {"model.rope": None, "data.context": 32},
+    }
+    settings = settings_of(grid_of(tmp_path, variants=variants))
+    assert settings["far"].model_config.rope.base == 500.0
+    assert settings["far"].optimizer == {"lr": 0.5}
+    assert settings["none"].model_config.rope is None
+    assert settings["none"].tokens_per_step == 128
+    assert settings["linear"].model_config.rope.base == 10000.0
+    assert len({own.fingerprint for own in settings.values()}) == 3
+
+
+def test_models_are_made_equally_large(tmp_path):
+    variants = {"linear": {}, "gated": {"model.output_gate": True}}
+    settings = settings_of(grid_of(tmp_path, variants=variants))
+    reference, gated = (n_parameters(settings[name]) for name in ("linear", "gated"))
+    # one unit of the MLP's width is three vectors of 32
+    assert abs(gated - reference) <= 3 * 32 / 2
+    assert settings["gated"].model_config.mlp_width < settings["linear"].model_config.mlp_width
+    own = settings_of(grid_of(tmp_path, variants=variants, match_parameters=False))["gated"]
+    assert n_parameters(own) == reference + 32 * 32
+
+
+def test_steps_follow_from_tokens_or_from_minutes(tmp_path):
+    grid = grid_of(tmp_path)
+    settings = settings_of(grid)["linear"]
+    assert n_steps(grid, settings, tokens_per_second=1.0) == 1000 // 64
+    by_time = grid_of(tmp_path, tokens=None, minutes=0.5)
+    assert n_steps(by_time, settings, tokens_per_second=640.0) == 300
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"titel": "x"}, "'titel' is no option of a grid. Did you mean 'title'?"),
+        ({"reference": "lineer"}, "reference='lineer' is unknown: choose one of 'linear', 'softmax'."),
+        ({"seeds": [0]}, r"seeds=\[0\]: an interval needs two different seeds or more"),
+        ({"seeds": [1, 1]}, "an interval needs two different seeds"),
+        ({"variants": {}}, "variants: the grid has none"),
+        ({"variants": {"linear": {}, "a/b": {}}}, "'a/b' names files too"),
+        ({"variants": {"linear": {}, "x": {"model.feature_mpa": "exp"}}}, "variant 'x': 'feature_mpa' is no option"),
+        ({"variants": {"linear": {}, "x": {"modle.rope": 1}}}, "variant 'x': 'modle.rope' must begin with one of"),
+        ({"variants": {"linear": {}, "x": {"model.rope.rotary_dim": 7}}}, "variant 'x': rotary_dim=7"),
+        ({"variants": {"linear": {}, "x": {"model.feature_map": "elu"}}}, "variant 'x': feature_map='elu' is unknown"),
+        ({"variants": {"linear": {}, "x": {"data.contxt": 1}}}, "variant 'x': 'contxt' is no option of data"),
+        ({"variants": {"linear": {}, "x": {"optimizer.lr": -1.0}}}, "variant 'x': optimizer.lr=-1.0"),
+        ({"variants": {"linear": {}, "x": {"model.d_model": 64}}}, "no width of the MLPs makes them equal"),
+        ({"minutes": 3}, "tokens=1000 and minutes=3: give one of them"),
+        ({"tokens": 0}, "must all be above 0"),
+        ({"evaluate": {"contexts": [100], "tokens": 1000, "rows": 3}}, "'rows' is no option of evaluate"),
+        ({"evaluate": {"contexts": [300], "tokens": 1000}}, "300 must divide evaluate.tokens=1000"),
+        ({"task": "images"}, "task='images' is unknown"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, changes, message):
+    with pytest.raises(InputError, match=message):
+        settings_of(grid_of(tmp_path, **changes))
+
+
+def test_a_missing_file_and_one_that_is_no_yaml(tmp_path):
+    with pytest.raises(InputError, match="cannot be read .* benchmarks/grids has .*placement"):
+        read_grid(tmp_path / "missing.yaml")
+    (tmp_path / "bad.yaml").write_text("a: [1")
+    with pytest.raises(InputError, match="is no YAML"):
+        read_grid(tmp_path / "bad.yaml")
