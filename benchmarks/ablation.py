@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections import deque
@@ -52,8 +53,8 @@ class Folder:
         for file in sorted(self.runs.glob("*.json")):
             found = json.loads(file.read_text())
             variant = found["variant"]
-            if found["title"] != self.grid.title:
-                other = f"those of {found['title']!r}"
+            if found["measured"]["title"] != self.grid.title:
+                other = f"those of {found['measured']['title']!r}"
             elif variant in self.settings and not self._matches(found):
                 other = f"runs of {variant!r} with other options ({self._difference(found)})"
             else:
@@ -65,17 +66,12 @@ class Folder:
 
     def _matches(self, found: dict[str, Any]) -> bool:
         own = self.settings[found["variant"]]
-        return found["fingerprint"] == own.fingerprint and found["budget"] == self.budget
+        return found["fingerprint"] == own.fingerprint and found["measured"] == self.grid.measured
 
     def _difference(self, found: dict[str, Any]) -> str:
-        if found["budget"] != self.budget:
-            return f"{found['budget']} then, {self.budget} now"
-        then, now = found["settings"], asdict(self.settings[found["variant"]])
-        return ", ".join(f"{name} was {then[name]}" for name in then if then[name] != now[name])
-
-    @property
-    def budget(self) -> dict[str, float | None]:
-        return {"tokens": self.grid.tokens, "minutes": self.grid.minutes}
+        then = {**found["measured"], **found["settings"]}
+        now = {**self.grid.measured, **asdict(self.settings[found["variant"]])}
+        return ", ".join(f"{name} was {then[name]}" for name in then if then[name] != now.get(name))
 
     def result_of(self, variant: str, seed: int) -> Path:
         return self.runs / f"{variant}-seed{seed}.json"
@@ -93,10 +89,9 @@ class Folder:
         """What a result says of itself."""
         own = self.settings[variant]
         return {
-            "title": self.grid.title,
             "variant": variant,
             "seed": seed,
-            "budget": self.budget,
+            "measured": self.grid.measured,
             "fingerprint": own.fingerprint,
             "settings": asdict(own),
             "commit": report.commit(),
@@ -122,8 +117,7 @@ def training_step(settings: Settings, rows: int) -> Any:
     model = LanguageModel(settings.model_config)
     optimizer_config = OptimizerConfig(**settings.optimizer)
     optimizer = torch.optim.AdamW(parameter_groups(model, optimizer_config.weight_decay))
-    context = settings.data.get("context", 256)
-    tokens = torch.randint(settings.model_config.vocab_size, (rows, context + 1))
+    tokens = torch.randint(settings.model_config.vocab_size, (rows, settings.longest_row + 1))
 
     def step() -> None:
         optimizer.zero_grad()
@@ -134,16 +128,18 @@ def training_step(settings: Settings, rows: int) -> Any:
 
 
 def measure_speeds(folder: Folder, rounds: int, bar: Progress) -> dict[str, float]:
-    """Tokens per second of every variant in training, all in turn, by medians. Measured once for a folder, and anew for
-    all when a variant is added, so that no two of them come from different hours."""
+    """Tokens per second of every variant in training, by medians, measured once for a folder: all in turn, and those
+    that are added later in turn with the reference, by whose speed then and now the hours are brought to one."""
     known = folder.read_speeds()
     if known.keys() == folder.settings.keys():
         return known
+    reference = folder.grid.reference
     steps, tokens = {}, {}
-    for name, own in folder.settings.items():
-        context = own.data.get("context", 256)
-        rows = max(1, min(own.tokens_per_step, SPEED_TOKENS) // context)
-        steps[name], tokens[name] = training_step(own, rows), rows * context
+    for name in dict.fromkeys([reference, *folder.settings]):
+        if name not in known or name == reference:
+            own = folder.settings[name]
+            rows = max(1, min(own.tokens_per_step, SPEED_TOKENS) // own.longest_row)
+            steps[name], tokens[name] = training_step(own, rows), rows * own.longest_row
     task = bar.add_task("speed", total=(rounds + 1) * len(steps), now="")
     alternation = Alternation(steps, count=False)
     alternation.run(rounds, lambda name: bar.update(task, advance=1, now=name))
@@ -152,6 +148,9 @@ def measure_speeds(folder: Folder, rounds: int, bar: Progress) -> dict[str, floa
         name, error = next(iter(alternation.failures.items()))
         raise RunFailed(f"{name}: a training step failed: {error}") from error
     speeds = {name: tokens[name] / sample.median for name, sample in alternation.samples.items()}
+    if reference in known:
+        speeds = {name: speed * known[reference] / speeds[reference] for name, speed in speeds.items()}
+    speeds |= known
     folder.write_speeds(speeds)
     return speeds
 
@@ -208,10 +207,11 @@ def make_run(folder: Folder, variant: str, seed: int, steps: int, show: Any) -> 
         raise
     finally:
         spec_file.unlink(missing_ok=True)
-    if status == 130 or status < 0:
+    if status in (130, -signal.SIGINT, -signal.SIGTERM):
         raise KeyboardInterrupt
     if status:
-        raise RunFailed(f"{variant}, seed {seed} failed:\n" + "\n".join(last))
+        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else "failed"
+        raise RunFailed(f"{variant}, seed {seed} {how}:\n" + "\n".join(last))
 
 
 def _said(line: str) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from benchmarks import report
+from benchmarks.grid import BLOCK, TOLERANCE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 """Student's t at 97.5 % for 1, 2, … degrees of freedom."""
 METRIC = {"text": ("bpb", "bits per byte", -1), "mqar": ("accuracy", "accuracy", 1)}
-"""By task: the metric, how it is called, and whether more (1) or less (-1) of it is better."""
+"""By task: the metric, how it is called, and whether more (1) or less (-1) of it is better. Differences in bits per
+byte are shares of the reference's, in accuracy (which may be 0) they are what they are."""
 
 
 def t_95(degrees: int) -> float:
@@ -53,8 +55,9 @@ class Interval:
 class Row:
     """One variant: a row of the CSV.
 
-    `difference` is to the reference, seed by seed (runs of a seed share their data and their start), as a share of the
-    reference's mean. `verdict` says on which side of it its whole interval lies.
+    `difference` is to the reference, seed by seed (runs of a seed share their data and their start), in bits per byte
+    as a share of the reference's mean. `verdict` says on which side of it its whole interval lies. `first_eighth` and
+    `last_eighth` are bits per token there in rows as long as in training; `state_bytes` is at 1,024 tokens.
     """
 
     variant: str
@@ -123,7 +126,7 @@ def _row(name, runs, metric, better, reference, budget, speed) -> Row:
     good = [r for r in runs if r["diverged"] is None]
     total = Interval.of([r["final"][metric] for r in good])
     both = [r for r in good if r["seed"] in reference]
-    base = statistics.fmean(reference[r["seed"]] for r in both) if both else math.nan
+    base = 1.0 if metric == "accuracy" else _mean(reference[r["seed"]] for r in both)
     gap = Interval.of([(r["final"][metric] - reference[r["seed"]]) / base for r in both])
     positions = [eighths(r) for r in good if eighths(r)]
     training = [r["training"] for r in runs]
@@ -133,13 +136,13 @@ def _row(name, runs, metric, better, reference, budget, speed) -> Row:
         seeds=len(runs),
         diverged=len(runs) - len(good),
         parameters=runs[0]["parameters"],
-        tokens=runs[0]["tokens"],
+        tokens=(good or runs)[0]["tokens"],
         mean=total.mean,
         interval=total.half,
         difference=gap.mean,
         difference_interval=gap.half,
         verdict=verdict(gap, better),
-        at_equal_seconds=_mean(filter(None, (at_tokens(r, metric, speed, budget) for r in good))),
+        at_equal_seconds=_mean(at_tokens(r, metric, speed, budget) for r in good),
         tokens_per_second=speed or math.nan,
         first_eighth=_mean(first for first, _ in positions),
         last_eighth=_mean(last for _, last in positions),
@@ -169,55 +172,35 @@ def verdict(gap: Interval, better: int) -> str:
 
 def equal_seconds(by_variant: dict[str, list[dict[str, Any]]], speeds: dict[str, float]) -> float:
     """The seconds that the fastest variant takes for its run: all others are read at that time."""
-    times = [runs[0]["tokens"] / speeds[name] for name, runs in by_variant.items() if runs and name in speeds]
-    return min(times, default=math.nan)
+    ended = {name: [r["tokens"] for r in runs if r["diverged"] is None] for name, runs in by_variant.items()}
+    return min(
+        (tokens[0] / speeds[name] for name, tokens in ended.items() if tokens and name in speeds), default=math.nan
+    )
 
 
-def at_tokens(run: dict[str, Any], metric: str, speed: float | None, seconds: float) -> float | None:
-    """The metric after so many seconds at that speed, between two validations by the logarithm of tokens. The learning
-    rate had not come to its end there, so it says a little less than a run of that length would."""
-    if not speed or math.isnan(seconds):
-        return None
-    tokens = seconds * speed
-    if tokens >= run["tokens"] * (1 - 1e-9):
-        return run["final"][metric]
+def at_tokens(run: dict[str, Any], metric: str, speed: float | None, seconds: float) -> float:
+    """The metric after so many seconds at that speed, between two validations of the curve by the logarithm of tokens;
+    NaN before the first. The learning rate had not come to its end there, so it says a little less than a run of that
+    length would."""
     curve = [(p["tokens"], p[metric]) for p in run["curve"] if metric in p]
+    if not speed or not curve:
+        return math.nan
+    tokens = min(seconds * speed, curve[-1][0])
     for (t0, y0), (t1, y1) in itertools.pairwise(curve):
         if t0 <= tokens <= t1:
             share = math.log(tokens / t0) / math.log(t1 / t0)
             return y0 + share * (y1 - y0)
-    return None
+    return curve[0][1] if tokens == curve[0][0] else math.nan
 
 
 def eighths(run: dict[str, Any]) -> tuple[float, float] | None:
-    """Bits per token in the first and in the last eighth of the longest rows that are no longer than in training."""
-    measured = {int(c): found for c, found in run.get("evaluation", {}).items()}
-    trained = run["settings"]["data"].get("context", 1024)
-    fitting = [context for context in measured if context <= trained]
-    if not fitting:
-        return None
-    context = max(fitting)
-    octaves = _by_position(measured[context]["blocks"], context)
-    if len(octaves) < 2:
-        return None
-    eighth = max(1, len(octaves) // 8)
-    return _mean(octaves[:eighth]), _mean(octaves[-eighth:])
-
-
-def _by_position(blocks: list[float], context: int) -> list[float]:
-    """Mean bits per token of each block's place in a row."""
-    per_row = max(1, round(context * len(blocks) / _text_tokens(blocks, context)))
-    return [_mean(blocks[place::per_row]) for place in range(per_row)]
-
-
-def _text_tokens(blocks: list[float], context: int) -> int:
-    from benchmarks.training_run import BLOCK
-
-    return len(blocks) * min(BLOCK, context)
+    """Bits per token in the first and in the last eighth of rows as long as those of training, where they were read."""
+    found = run.get("evaluation", {}).get(str(run["settings"]["data"].get("context")))
+    return None if found is None else (found["eighths"][0], found["eighths"][-1])
 
 
 def by_context(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By variant and context: bits per byte over seeds, and the same text's with a sixteenth of the context or less.
+    """By variant and context: bits per byte over seeds.
 
     `late` compares the last half of the rows with the same tokens read in rows of other lengths: positions 8k–16k of a
     row of 16k are 1k–2k of rows of 2k, where the text is the same and only what came before it differs.
@@ -243,14 +226,13 @@ def _late(runs: list[dict[str, Any]], context: int, short: int) -> Interval:
 
 
 def _late_change(evaluation: dict[str, Any], context: int, short: int) -> float:
+    if short < 2 * BLOCK:
+        return math.nan  # a block is no part of half a row
     long_blocks, short_blocks = evaluation[str(context)]["blocks"], evaluation[str(short)]["blocks"]
-    tokens = _text_tokens(long_blocks, context) // len(long_blocks)
-    if len(long_blocks) != len(short_blocks) or short < 2 * tokens:
-        return math.nan
     chosen = [
         block
         for block in range(len(long_blocks))
-        if block * tokens % context >= context / 2 and block * tokens % short >= short / 2
+        if block * BLOCK % context >= context / 2 and block * BLOCK % short >= short / 2
     ]
     return _mean(long_blocks[b] for b in chosen) / _mean(short_blocks[b] for b in chosen) - 1
 
@@ -295,7 +277,7 @@ def remarks(rows: list[Row], results: list[dict[str, Any]]) -> list[str]:
     said = [f"{r['variant']}, seed {r['seed']}: diverged, {r['diverged']}" for r in results if r["diverged"]]
     said += [f"{row.variant}: {row.spikes} steps with a loss spike" for row in rows if row.spikes]
     sizes = [row.parameters for row in rows]
-    if max(sizes) > 1.02 * min(sizes):
+    if max(sizes) > (1 + TOLERANCE) * min(sizes):
         said.append(f"models differ in size: {min(sizes):,} to {max(sizes):,} parameters")
     return said
 

@@ -22,12 +22,12 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-import linrope.attention
 from benchmarks import report
-from linrope import LanguageModel
-from linrope.data import find_sources, split_corpus
+from benchmarks.watching import signed_dimensions, watched
+from linrope import LanguageModel, RotaryEmbedding
+from linrope.data import VOCAB_SIZE, Corpus, find_sources, split_corpus
 from linrope.errors import InputError
-from linrope.feature_maps import get_feature_map
+from linrope.feature_maps import after_signed, get_feature_map
 from linrope.rotary import frequencies, unit_rotations
 
 if TYPE_CHECKING:
@@ -55,10 +55,13 @@ def bound(distances: Tensor, head_dim: int = HEAD_DIM, base: float = 10000.0) ->
     return turns.cumsum(dim=-1).abs().mean(dim=-1)
 
 
-def mean_weights(q: Tensor, k: Tensor, rope, log_decay: Tensor | None, longest: int) -> dict[str, Tensor]:
+def mean_weights(
+    q: Tensor, k: Tensor, rope: RotaryEmbedding | None, log_decay: Tensor | None, longest: int, signed: int = 0
+) -> dict[str, Tensor]:
     """Means over rows, heads and queries of the weights of features q and k (B, H, T, D), by distance: (longest + 1,).
 
-    Only queries that see that far are used, so that every distance has the same ones.
+    The first `signed` features have no part in the plain weights, which denominators sum. Only queries that see that
+    far are used, so that every distance has the same ones.
     """
     turned = (q, k) if rope is None else (rope.rotate(q), rope.rotate(k))
     total = None if log_decay is None else log_decay.double().cumsum(dim=-1)
@@ -67,7 +70,8 @@ def mean_weights(q: Tensor, k: Tensor, rope, log_decay: Tensor | None, longest: 
     queries = slice(longest, None)
     for distance in range(longest + 1):
         keys = slice(longest - distance, q.shape[2] - distance)
-        plain, rotated = ((a[:, :, queries] * b[:, :, keys]).sum(-1).double() for a, b in ((q, k), turned))
+        products = ((a[:, :, queries] * b[:, :, keys]).double() for a, b in ((q, k), turned))
+        plain, rotated = next(products)[..., signed:].sum(-1), next(products).sum(-1)
         values = {"plain": plain, "rotated": rotated, "|rotated|": rotated.abs()}
         if total is not None:
             values["rotated × decay"] = rotated * (total[..., queries] - total[..., keys]).exp()
@@ -76,26 +80,26 @@ def mean_weights(q: Tensor, k: Tensor, rope, log_decay: Tensor | None, longest: 
     return {name: mean / means["plain"][0] for name, mean in means.items()}
 
 
+def _validation_text() -> Corpus:
+    return split_corpus(find_sources(None), [0.9, 0.05, 0.05])["val"]
+
+
 @torch.no_grad()
 def measure(model: LanguageModel, longest: int, tick: Callable[[], None]) -> list[Weight]:
     """The weights of every linear layer on validation text of the built-in corpus."""
-    text = split_corpus(find_sources(None), [0.9, 0.05, 0.05])["val"].tokens(0, N_ROWS * 4 * longest)
+    text = _validation_text().tokens(0, N_ROWS * 4 * longest)
+    layers = [layer for layer, kind in enumerate(model.config.attention_kinds) if kind == "linear"]
     found: list[Weight] = []
-    real = linrope.attention.linear_attention
 
-    def watching(q, k, v, rope=None, *, log_decay=None, feature_map, **options):
-        phi = get_feature_map(feature_map).forward
-        layer = found[-1].layer + 1 if found else 0
-        for curve, means in mean_weights(phi(q), phi(k), rope, log_decay, longest).items():
+    def watch(q, k, v, rope=None, *, log_decay=None, feature_map, **options):
+        signed, layer = signed_dimensions(rope), layers.pop(0)
+        phi = after_signed(get_feature_map(feature_map), signed).forward
+        for curve, means in mean_weights(phi(q), phi(k), rope, log_decay, longest, signed).items():
             found.extend(Weight(curve, layer, distance, value) for distance, value in enumerate(means.tolist()))
         tick()
-        return real(q, k, v, rope, log_decay=log_decay, feature_map=feature_map, **options)
 
-    linrope.attention.linear_attention = watching
-    try:
+    with watched(watch):
         model(text.view(N_ROWS, -1))
-    finally:
-        linrope.attention.linear_attention = real
     return found
 
 
@@ -139,6 +143,11 @@ def parse(args: list[str] | None) -> argparse.Namespace:
             parser.error(f"--model: {error}")
         if "linear" not in options.trained.config.attention_kinds:
             parser.error(f"--model {options.model}: none of its layers is linear, so it has no numerators to measure")
+        if options.trained.config.vocab_size < VOCAB_SIZE:
+            parser.error(f"--model {options.model}: it reads no bytes, its vocab_size is under {VOCAB_SIZE}")
+        available = len(_validation_text()) // (4 * N_ROWS)
+        if options.longest > available:
+            parser.error(f"--longest {options.longest}: the text has rows for distances up to {available}; give less")
     report.make_folder(parser, options.output)
     return options
 

@@ -24,6 +24,7 @@ import re
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,15 @@ import torch
 import yaml
 
 from linrope import LanguageModel, LanguageModelConfig
-from linrope.data import find_sources, split_corpus
+from linrope.data import VOCAB_SIZE, find_sources, split_corpus
 from linrope.errors import InputError, require_choice, suggest
 from linrope.training import LanguageModelingModule, MQARDataModule, OptimizerConfig, RecallModule, TextDataModule
 
 SECTIONS = ("model", "data", "optimizer")
+COUNTS = ("context", "batch_size", "tokens_per_batch", "vocab_size")
 TASKS = {"text": (LanguageModelingModule, TextDataModule), "mqar": (RecallModule, MQARDataModule)}
+BLOCK, EIGHTHS = 256, 8
+"""Losses are kept by blocks of so many tokens of a text, and by parts of a row, so many."""
 TOLERANCE = 0.02
 """Models count as equally large when their numbers of parameters differ by no more than this share."""
 
@@ -54,8 +58,13 @@ class Evaluation:
         if self.tokens < 1:
             raise InputError(f"evaluate.tokens={self.tokens} must be 1 or more.")
         for context in self.contexts:
-            if context < 1 or self.tokens % context:
-                raise InputError(f"evaluate.contexts: {context} must divide evaluate.tokens={self.tokens}.")
+            if context < 1 or self.tokens % context or context % EIGHTHS:
+                raise InputError(
+                    f"evaluate.contexts: {context} must be a multiple of {EIGHTHS} that divides "
+                    f"evaluate.tokens={self.tokens}."
+                )
+            if context > BLOCK and context % BLOCK:
+                raise InputError(f"evaluate.contexts: {context} is above {BLOCK} and must be a multiple of it.")
 
 
 @dataclass(frozen=True)
@@ -88,12 +97,20 @@ class Grid:
             if not re.fullmatch(r"[\w.+-]+", str(name)):
                 raise InputError(f"variants: {name!r} names files too: use letters, digits and . + - _ only.")
         require_choice("reference", self.reference, self.variants)
+        if any(type(seed) is not int or seed < 0 for seed in self.seeds):
+            raise InputError(f"seeds={self.seeds} must be whole numbers from 0.")
         if len(self.seeds) < 2 or len(set(self.seeds)) != len(self.seeds):
             raise InputError(f"seeds={self.seeds}: an interval needs two different seeds or more.")
         if (self.tokens is None) == (self.minutes is None):
             raise InputError(f"tokens={self.tokens} and minutes={self.minutes}: give one of them, the length of a run.")
         if not (self.tokens or self.minutes or 0) > 0 or self.validations < 1 or self.validation_tokens < 1:
             raise InputError("tokens (or minutes), validations and validation_tokens must all be above 0.")
+
+    @property
+    def measured(self) -> dict[str, Any]:
+        """What of the grid decides its results, besides the settings of each variant."""
+        names = ("title", "tokens", "minutes", "validations", "validation_tokens")
+        return {**{name: getattr(self, name) for name in names}, "evaluate": asdict(self.evaluate)}
 
     @property
     def runs(self) -> list[tuple[str, int]]:
@@ -123,7 +140,17 @@ class Settings:
     def option(self, name: str) -> Any:
         """An option of the data, given or by default."""
         parameters = inspect.signature(TASKS[self.task][1]).parameters
-        return self.data.get(name, parameters[name].default)
+        value = self.data.get(name, parameters[name].default)
+        if name in COUNTS and type(value) is not int:
+            raise InputError(f"data.{name}={value!r} must be a whole number.")
+        return value
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest row that is trained on."""
+        if self.task == "mqar":
+            return max(length for length, _, _ in self.option("stages"))
+        return self.option("context")
 
     @property
     def fingerprint(self) -> str:
@@ -174,7 +201,7 @@ def settings_of(grid: Grid) -> dict[str, Settings]:
     for name, changes in grid.variants.items():
         try:
             settings[name] = _variant(grid, changes or {})
-        except InputError as error:
+        except (InputError, TypeError, ValueError, AttributeError) as error:  # a value of a kind that nobody foresaw
             raise InputError(f"variant {name!r}: {error}") from error
     if not grid.match_parameters:
         return settings
@@ -183,7 +210,7 @@ def settings_of(grid: Grid) -> dict[str, Settings]:
 
 
 def _variant(grid: Grid, changes: dict[str, Any]) -> Settings:
-    sections = {name: deepcopy(getattr(grid, name)) for name in SECTIONS}
+    sections = {name: deepcopy(getattr(grid, name)) or {} for name in SECTIONS}
     for path, value in changes.items():
         _set(sections, path, value)
     if sections["optimizer"].get("betas"):
@@ -192,22 +219,49 @@ def _variant(grid: Grid, changes: dict[str, Any]) -> Settings:
     _, data_module = TASKS[grid.task]
     _check_options(settings.data, inspect.signature(data_module).parameters, "data")
     _check_options(settings.optimizer, [f.name for f in fields(OptimizerConfig)], "optimizer")
+    if "seed" in settings.data:
+        raise InputError(f"data.seed={settings.data['seed']}: a run's data follow from its seed; give them in `seeds`.")
     OptimizerConfig(**settings.optimizer)
-    data = data_module(**settings.data)
-    if grid.evaluate.contexts:
-        _check_text(grid, data)
+    data_module(**settings.data)
+    if grid.tokens is not None and grid.tokens < settings.tokens_per_step:
+        raise InputError(f"tokens={grid.tokens} is less than one step has, {settings.tokens_per_step}.")
+    _check_text(grid, settings) if grid.task == "text" else _check_recall(grid, settings)
     with torch.device("meta"):
         LanguageModel(settings.model_config)  # layers check more than the configuration can
     return settings
 
 
-def _check_text(grid: Grid, data: TextDataModule | MQARDataModule) -> None:
-    """Raise InputError unless there is as much validation text as the evaluation reads."""
-    if not isinstance(data, TextDataModule):
-        raise InputError(f"evaluate.contexts={grid.evaluate.contexts} are rows of text: leave them out of recall tasks.")
-    available = len(split_corpus(find_sources(data.path), data.fractions)["val"])
-    if available <= grid.evaluate.tokens:
-        raise InputError(f"evaluate.tokens={grid.evaluate.tokens} must be less than the {available} for validation.")
+def _check_text(grid: Grid, settings: Settings) -> None:
+    """Raise InputError unless the model reads bytes and there is as much validation text as is to be read."""
+    if settings.model_config.vocab_size < VOCAB_SIZE:
+        raise InputError(
+            f"model.vocab_size={settings.model_config.vocab_size} must be {VOCAB_SIZE} or more, for bytes."
+        )
+    available = _validation_tokens(settings.option("path"), tuple(settings.option("fractions")))
+    needs = {
+        "data.context": settings.option("context"),
+        "validation_tokens": grid.validation_tokens,
+        "evaluate.tokens": grid.evaluate.tokens if grid.evaluate.contexts else 0,
+    }
+    for name, needed in needs.items():
+        if available <= needed:
+            raise InputError(f"{name}={needed} must be less than the {available} tokens for validation.")
+
+
+@cache
+def _validation_tokens(path: str | None, fractions: tuple[float, ...]) -> int:
+    return len(split_corpus(find_sources(path), fractions)["val"])
+
+
+def _check_recall(grid: Grid, settings: Settings) -> None:
+    """Raise InputError unless the model knows the task's tokens."""
+    own, needed = settings.model_config.vocab_size, settings.option("vocab_size")
+    if own < needed:
+        raise InputError(f"model.vocab_size={own} is less than data.vocab_size={needed}: make it as large.")
+    if grid.evaluate.contexts:
+        raise InputError(
+            f"evaluate.contexts={grid.evaluate.contexts} are rows of text: leave them out of recall tasks."
+        )
 
 
 def _set(sections: dict[str, Any], path: str, value: Any) -> None:
@@ -250,6 +304,8 @@ def _matched(name: str, settings: Settings, size: int) -> Settings:
 
 
 def n_steps(grid: Grid, settings: Settings, tokens_per_second: float) -> int:
-    """Optimizer steps of a run: by tokens, or by the time they take at that speed."""
+    """Optimizer steps of a run: by tokens, or by the time they take at that speed; a multiple of its validations, so
+    that the last comes at the end."""
     tokens = grid.tokens if grid.tokens is not None else grid.minutes * 60 * tokens_per_second
-    return max(1, math.floor(tokens / settings.tokens_per_step))
+    steps = max(1, math.floor(tokens / settings.tokens_per_step))
+    return steps - steps % grid.validations if steps >= grid.validations else steps

@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import statistics
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,9 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import Tensor
 
-import linrope.attention
-from benchmarks.grid import TASKS, Evaluation, Settings
-from linrope import LanguageModel
+from benchmarks.grid import BLOCK, EIGHTHS, TASKS, Evaluation, Settings
+from benchmarks.watching import signed_dimensions, watched
+from linrope import LanguageModel, linear_attention
 from linrope.data import SEPARATOR, Corpus
 from linrope.training import OptimizerConfig, TextDataModule
 from linrope.training.callbacks import LastCheckpoint
@@ -35,8 +34,7 @@ SAY_EVERY_SECONDS = 0.5
 SAVE_EVERY_SECONDS = 120
 SEGMENT = 4096
 """Long rows are read in pieces of so many tokens, the state going on from one to the next."""
-BLOCK = 512
-"""Losses are kept by blocks of so many tokens."""
+UNFINISHED = ".unfinished"
 SPIKE, SPIKE_WINDOW = 1.5, 50
 """A spike is a step whose loss is so many times the median of so many steps before it."""
 
@@ -109,7 +107,8 @@ def run(settings: Settings, seed: int, steps: int, evaluation: Evaluation, optio
     make_module, make_data = TASKS[settings.task]
     module = make_module(settings.model_config, OptimizerConfig(**settings.optimizer))
     data = make_data(**{**settings.data, "seed": seed})
-    recorder = Recorder(stem.with_name(stem.name + ".unfinished"))
+    # named for all that decides the run: what was begun with other options is not gone on with
+    recorder = Recorder(stem.with_name(f"{stem.name}.{settings.fingerprint}-{steps}{UNFINISHED}"))
     checkpoint = recorder.folder / "last.ckpt"
     few, all_ = validation_batches(settings, options["validation_tokens"])
     trainer = _trainer(steps, few, max(1, steps // options["validations"]), [recorder])
@@ -137,9 +136,6 @@ def run(settings: Settings, seed: int, steps: int, evaluation: Evaluation, optio
             result["evaluation"] = evaluate_text(model, data, evaluation)
             result["smallest_denominator"] = smallest_denominator(model, data)
         module.model.save_pretrained(stem.with_name(stem.name + ".model"))
-    checkpoint.unlink(missing_ok=True)
-    if recorder.folder.exists():
-        recorder.folder.rmdir()
     return result
 
 
@@ -169,18 +165,18 @@ def _trainer(steps: int, validation_batches: float, every: int, callbacks: list[
 
 
 def training_summary(recorder: Recorder, settings: Settings) -> dict[str, Any]:
-    """The losses of training in a hundred means, and what its gradients' norms and losses did after the warm-up."""
+    """The losses of training in at most a hundred means, and what gradients and losses did after the warm-up."""
     losses, norms = recorder.losses, recorder.grad_norms
-    per_mean = max(1, len(losses) // 100)
-    warm = min(settings.optimizer.get("warmup_steps", 100), max(0, len(norms) - 1))
+    per_mean = max(1, math.ceil(len(losses) / 100))
+    warm = min(OptimizerConfig(**settings.optimizer).warmup_steps, max(0, len(norms) - 1))
     peak = max(range(warm, len(norms)), key=norms.__getitem__, default=None)
     return {
         "losses": [round(statistics.fmean(losses[i : i + per_mean]), 4) for i in range(0, len(losses), per_mean)],
         "grad_norm_median": statistics.median(norms[warm:]) if norms[warm:] else math.nan,
         "grad_norm_peak": norms[peak] if peak is not None else math.nan,
         "grad_norm_peak_step": peak,
-        "grad_norm_peak_overall": max(norms, default=math.nan),
-        "spikes": spikes(losses, warm),
+        # recall's batches are of several kinds, some hard and some easy
+        "spikes": spikes(losses, warm) if settings.task == "text" else [],
     }
 
 
@@ -197,19 +193,25 @@ def spikes(losses: list[float], warm: int) -> list[int]:
 
 
 def evaluate_text(model: LanguageModel, data: TextDataModule, evaluation: Evaluation) -> dict[str, Any]:
-    """Bits per byte of the same text in rows of each length, whole and by blocks of 512 tokens in the text's order."""
+    """Bits per byte of the same text in rows of each length; bits per token by eighths of a row, over all rows, and by
+    blocks in the text's order."""
     corpus: Corpus = data.corpora["val"]
     found = {}
     for context in evaluation.contexts:
         text = corpus.tokens(0, evaluation.tokens + 1)
-        losses = row_losses(model, text, context, say_as=f"reading rows of {context:,}").flatten()
-        blocks = losses.view(-1, min(BLOCK, context)).mean(dim=1) / math.log(2)
+        losses = row_losses(model, text, context, say_as=f"reading rows of {context:,}")
+        bits = losses / math.log(2)
         n_bytes = (text[1:] != SEPARATOR).sum().item()
         found[str(context)] = {
             "bpb": bits_per_byte(losses.sum().item(), n_bytes),
-            "blocks": [round(value, 4) for value in blocks.tolist()],
+            "eighths": _rounded(bits.unflatten(1, (EIGHTHS, -1)).mean(dim=(0, 2))),
+            "blocks": _rounded(bits.view(-1, min(BLOCK, context)).mean(dim=1)),
         }
     return found
+
+
+def _rounded(values: Tensor) -> list[float]:
+    return [round(value, 4) for value in values.tolist()]
 
 
 @torch.no_grad()
@@ -236,30 +238,18 @@ def row_losses(model: LanguageModel, text: Tensor, context: int, say_as: str = "
 @torch.no_grad()
 def smallest_denominator(model: LanguageModel, data: TextDataModule) -> float | None:
     """The smallest |denominator| of any linear layer, head and token in one row of validation text."""
-    rows = data.corpora["val"].tokens(0, data.context)[None]
-    with watched_denominators() as smallest:
+    rows, smallest = data.corpora["val"].tokens(0, data.context)[None], []
+
+    def watch(q: Tensor, k: Tensor, v: Tensor, rope=None, *, normalize: str, **options: Any) -> None:
+        if normalize != "none":
+            signed, turned = signed_dimensions(rope), rope if normalize == "rotary" else None
+            positive = q[..., signed:], k[..., signed:], torch.ones_like(v[..., :1])
+            options = {**options, "normalize": "none", "return_state": False}
+            smallest.append(linear_attention(*positive, turned, **options).abs().min().item())
+
+    with watched(watch):
         model(rows)
     return min(smallest, default=None)
-
-
-@contextmanager
-def watched_denominators() -> Iterator[list[float]]:
-    """Inside, every call of `linear_attention` by a layer adds its smallest |denominator| to the list."""
-    real, smallest = linrope.attention.linear_attention, []
-
-    def watching(q: Tensor, k: Tensor, v: Tensor, rope=None, **options: Any):
-        normalize = options["normalize"]
-        if normalize != "none":
-            own = {**options, "normalize": "none", "return_state": False, "state": None}
-            turned = rope if normalize == "rotary" else None
-            smallest.append(real(q, k, torch.ones_like(v[..., :1]), turned, **own).abs().min().item())
-        return real(q, k, v, rope, **options)
-
-    linrope.attention.linear_attention = watching
-    try:
-        yield smallest
-    finally:
-        linrope.attention.linear_attention = real
 
 
 # --- the process -----------------------------------------------------------------------------------------------------
@@ -276,6 +266,8 @@ def main(spec_path: str) -> None:
     unfinished = target.with_suffix(".part")
     unfinished.write_text(json.dumps({**spec["identity"], **found}) + "\n")
     os.replace(unfinished, target)
+    for folder in target.parent.glob(f"{target.stem}.*{UNFINISHED}"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from linrope.convolution import ShortConvolution
 from linrope.errors import InputError, require_choice
 from linrope.feature_maps import MapModule, make_feature_map
 from linrope.ops import BACKENDS, NORMALIZE, State, linear_attention
-from linrope.ops.inputs import check_segment_ids
+from linrope.ops.inputs import check_segment_ids, check_signed
 from linrope.rotary import RotaryConfig, RotaryEmbedding
 from linrope.softmax import KeyValueCache, softmax_attention
 
@@ -172,15 +172,25 @@ def _head_dim(d_model: int, n_heads: int, head_dim: int | None) -> int:
     return d_model // n_heads if head_dim is None else head_dim
 
 
-def _embedding(rope: RotaryConfig | None, head_dim: int, phi: MapModule | None = None) -> RotaryEmbedding | None:
-    """What turns heads, or the features that phi makes of them: an odd number of those all but the last."""
+def _embedding(rope: RotaryConfig | None, head_dim: int, n_features: int | None = None) -> RotaryEmbedding | None:
+    """What turns heads, or the features made of them: an odd number of those all but the last."""
     if rope is None:
         return None
-    if phi is None or rope.before_map:
+    if n_features is None or rope.before_map:
         return RotaryEmbedding.from_config(head_dim, rope)
-    if rope.rotary_dim is None:
-        rope = replace(rope, rotary_dim=phi.n_features // 2 * 2)
-    return RotaryEmbedding.from_config(phi.n_features, rope)
+    if rope.rotary_dim is None and n_features != head_dim:
+        rope = replace(rope, rotary_dim=n_features // 2 * 2)
+    return RotaryEmbedding.from_config(n_features, rope)
+
+
+def _signed_dim(rope: RotaryConfig | None, head_dim: int, normalize: str) -> int:
+    """How many dimensions of a head skip the feature map, since they turn with either sign."""
+    if rope is None or not rope.signed:
+        return 0
+    if rope.before_map:
+        raise InputError("rope.before_map=True turns what φ is of, rope.signed=True what it is not of: drop one.")
+    check_signed(rope.rotary_dim or head_dim, head_dim, normalize)
+    return rope.rotary_dim or head_dim
 
 
 class LinearAttention(_Attention):
@@ -188,9 +198,10 @@ class LinearAttention(_Attention):
 
     By default the plain form: q, k, v = W x, `linear_attention`, W_o. Its state does not grow with the length.
 
-    Where RoPE stands is one of four: in neither sum (`rope=None`), in the numerator (the default), in both
-    (`normalize="rotary"`), or before φ (`RotaryConfig(before_map=True)`), where both sums see φ of what was turned:
-    weights stay positive, and depend on positions themselves, not on distances alone.
+    Where RoPE stands is one of five: in neither sum (`rope=None`), in the numerator (the default), in both
+    (`normalize="rotary"`), before φ (`RotaryConfig(before_map=True)`), where both sums see φ of what was turned:
+    weights stay positive, and depend on positions themselves, not on distances alone; or in the numerator with either
+    sign (`RotaryConfig(rotary_dim=8, signed=True)`): the turned dimensions skip φ and the denominator.
 
     Args:
         d_model: width of the model.
@@ -215,7 +226,7 @@ class LinearAttention(_Attention):
 
     Raises:
         InputError: sizes that do not fit, unknown names, `short_conv` or `forget_gate` with `causal=False`,
-            `rope.before_map` with `normalize="rotary"`.
+            `rope.before_map` or `rope.signed` with `normalize="rotary"`, or with each other.
     """
 
     past_type = State
@@ -247,13 +258,14 @@ class LinearAttention(_Attention):
         if before_map and normalize == "rotary":
             raise InputError("rope.before_map=True turns nothing after φ, normalize='rotary' sums what is: drop one.")
         head_dim = _head_dim(d_model, n_heads, head_dim)
-        phi = make_feature_map(feature_map, n_heads, head_dim)
-        learned = phi if isinstance(phi, MapModule) else None
+        signed = _signed_dim(rope, head_dim, normalize)
+        phi = make_feature_map(feature_map, n_heads, head_dim - signed)
+        n_features = signed + phi.n_features if isinstance(phi, MapModule) else head_dim
         super().__init__(
             d_model,
             n_heads,
             head_dim=head_dim,
-            rope=_embedding(rope, head_dim, learned),
+            rope=_embedding(rope, head_dim, n_features),
             causal=causal,
             short_conv=short_conv,
             output_norm=output_norm,
@@ -261,7 +273,7 @@ class LinearAttention(_Attention):
             bias=bias,
         )
         self.feature_map = phi  # a module becomes part of this one
-        self.n_features = head_dim if learned is None else learned.n_features
+        self.n_features = n_features
         self.before_map = before_map
         self.options = {"normalize": normalize, "eps": eps, "backend": backend}
         self.log_scale = nn.Parameter(torch.zeros(n_heads)) if temperature else None

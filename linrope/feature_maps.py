@@ -118,6 +118,25 @@ FEATURE_MAPS: dict[str, FeatureMap] = {
 }
 
 
+def after_signed(phi: FeatureMap, signed: int) -> FeatureMap:
+    """φ of all but the first `signed` dimensions, which stay as they are."""
+    if signed == 0:
+        return phi
+
+    def forward(x: Tensor) -> Tensor:
+        return torch.cat((x[..., :signed], phi.forward(x[..., signed:])), dim=-1)
+
+    def load(x: Tensor, y: Tensor, slope: Tensor) -> None:
+        phi.load(*(part[..., signed:] for part in (x, y, slope)))
+        y[..., :signed].copy_(x[..., :signed])
+
+    def pull(grad: Tensor, y: Tensor, slope: Tensor, out: Tensor) -> None:
+        phi.pull(*(part[..., signed:] for part in (grad, y, slope, out)))
+        out[..., :signed].copy_(grad[..., :signed])
+
+    return FeatureMap(phi.name, forward, *(None, None) if phi.load is None else (load, pull))
+
+
 class MapModule(nn.Module):
     """A feature map that first multiplies by a matrix of each head, its `weight` (H, R, D): (B, H, T, D) -> (..., F).
 

@@ -201,6 +201,9 @@ class RotaryConfig:
     before_map: bool = False
     """Turn queries and keys before the feature map instead of after it, so that both sums of linear attention see the
     turned ones; softmax has no map and ignores it."""
+    signed: bool = False
+    """Let the turned dimensions (rotary_dim of them) skip the feature map and the denominator of linear attention:
+    there queries and keys meet with either sign, which positive features cannot; softmax ignores it."""
     scaling: RotaryScaling | None = None
     """Slow the frequencies down for longer contexts than trained with: rule (linear, ntk or yarn), factor and, for
     yarn, original_context; null leaves them."""
@@ -235,6 +238,8 @@ class RotaryEmbedding(nn.Module):
         trainable: make θ a parameter, float32.
         rotary_dim: turn only the first `rotary_dim` dimensions, an even number ≤ dim; None turns all.
         scaling: how the frequencies that `base` gives change for longer contexts, before any training.
+        signed: in linear attention, leave φ and the denominator to the dimensions that do not turn: see
+            `linear_attention`.
 
     Raises:
         InputError: an odd or too large `rotary_dim` (or an odd `dim` without one), a base that is not positive or an
@@ -250,6 +255,7 @@ class RotaryEmbedding(nn.Module):
         trainable: bool = False,
         rotary_dim: int | None = None,
         scaling: RotaryScaling | None = None,
+        signed: bool = False,
     ):
         super().__init__()
         name, width = ("dim", dim) if rotary_dim is None else ("rotary_dim", rotary_dim)
@@ -260,7 +266,7 @@ class RotaryEmbedding(nn.Module):
         if scaling is not None:
             scaling.check(width)
         self.dim, self.rotary_dim, self.base, self.interleaved = dim, width, _checked_base(base), interleaved
-        self.trainable, self.scaling = trainable, scaling
+        self.trainable, self.scaling, self.signed = trainable, scaling, signed
         if trainable:
             self.theta = nn.Parameter(self._initial_frequencies().to(torch.float32))
 
@@ -274,6 +280,7 @@ class RotaryEmbedding(nn.Module):
             trainable=config.trainable,
             rotary_dim=config.rotary_dim,
             scaling=config.scaling,
+            signed=config.signed,
         )
 
     @property
@@ -364,7 +371,7 @@ class RotaryEmbedding(nn.Module):
         scaling = "" if self.scaling is None else f", scaling={self.scaling}"
         return (
             f"dim={self.dim}, rotary_dim={self.rotary_dim}, base={base}, interleaved={self.interleaved}, "
-            f"trainable={self.trainable}{scaling}"
+            f"trainable={self.trainable}{scaling}{', signed=True' if self.signed else ''}"
         )
 
 

@@ -89,5 +89,6 @@ def _distinct(rng: np.random.Generator, weights: np.ndarray, n_rows: int, n: int
 
     The winners of an exponential race, in the order they arrive (the Gumbel top-k trick, arXiv 1903.06059, after exp).
     """
-    arrivals = rng.standard_exponential((n_rows, len(weights)), dtype=np.float32) / weights.astype(np.float32)
+    arrivals = rng.standard_exponential((n_rows, len(weights)), dtype=np.float32)
+    arrivals /= weights.astype(np.float32)
     return torch.from_numpy(arrivals).topk(n, largest=False).indices

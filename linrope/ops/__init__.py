@@ -40,9 +40,14 @@ def linear_attention(
 
         num_i = Σ_j (R_i φ(q_i))ᵀ(R_j φ(k_j)) v_j      den_i = Σ_j φ(q_i)ᵀ φ(k_j)      o_i = num_i / (den_i + ε)
 
-    over j ≤ i where causal, in time and memory linear in T. Sums are float32 (float64 for float64 inputs), angles are
-    exact at any position, and calls chain through `state`: a sequence cut anywhere gives the outputs, the final state
-    and the gradients of the whole (cut where a document ends, go on without the state).
+    With `rope.signed` the features that turn are q and k themselves, of either sign, and have no part in the
+    denominator. With q' and k' the dimensions after the first `rope.rotary_dim`, and q and k those:
+
+        num_i = Σ_j ((R_i q_i)ᵀ(R_j k_j) + φ(q'_i)ᵀ φ(k'_j)) v_j      den_i = Σ_j φ(q'_i)ᵀ φ(k'_j)
+
+    All run over j ≤ i where causal, in time and memory linear in T. Sums are float32 (float64 for float64 inputs),
+    angles are exact at any position, and calls chain through `state`: a sequence cut anywhere gives the outputs, the
+    final state and the gradients of the whole (cut where a document ends, go on without the state).
 
     The chunked backend is one operator of PyTorch: `torch.compile` and `torch.export` take it without a graph break
     (not documents with `causal=False`, whose number decides the work). It has a first derivative only, and no

@@ -84,6 +84,7 @@ class Call:
     documents: Tensor | None
     rotations: Rotations | None
     phi: FeatureMap
+    signed: int  # the first features so many, which have no part in the denominator
     plain: bool  # whether there is a denominator
     eps: float
     dtype: torch.dtype  # of sums

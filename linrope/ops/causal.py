@@ -111,6 +111,7 @@ class Block:
             self.turn = call.rotations.of_block(span.index, self.n * self.c)
             self.q.rotated(self.turn, interleaved, out=self.q_turned)
             self.k.rotated(self.turn, interleaved, out=self.k_turned)
+        self.positive = slice(call.signed, None)  # the features that denominators sum
         self.q_in, self.k_in = self.low(self.q_turned.chunks, "q"), self.low(self.k_turned.chunks, "k")
         self.weights, self.sum_weights = self.weigh(call, span)
 
@@ -185,13 +186,16 @@ class Forward(Block):
         kv_at, k_sum_at = saved.kv_at, saved.k_sum_at
         v_kept = scaled(self.v.chunks, weights.kept, self.num.chunks)
         state = self.pass_states("state", kv_at[now], v_kept, self.k_in, weights, after=kv_at[after])
+        if call.signed:
+            self.k.rows[..., : call.signed] = 0
         self.running_sum(self.k, k_sum_at[now], self.sum_weights, self.scratch, after=k_sum_at[after])
         pairs = self.weighted_pairs(self.q_in, self.k_in, self.pairs)
         num = torch.bmm(pairs, self.v.chunks, out=self.num.chunks)
         num.baddbmm_(scaled(self.q_in, weights.reach, self.q_reach), state.mT)
         if call.plain:
             total = span.of(saved.den)[..., None]
-            torch.sum(self.scratch.rows.mul_(self.q.rows), dim=-1, keepdim=True, out=total).add_(call.eps)
+            product = self.scratch.rows.mul_(self.q.rows)[..., self.positive]
+            torch.sum(product, dim=-1, keepdim=True, out=total).add_(call.eps)
             divide(self.num.rows, total, span.of(saved.o), self.pool)
         else:
             span.of(saved.o).copy_(self.num.rows)
@@ -287,11 +291,12 @@ class Backward(Block):
             weighted.rows.zero_()
         else:
             self.running_sum(self.k, saved.k_sum_at[span.index], self.sum_weights, self.scratch)
-            self.dq.rows.addcmul_(self.scratch.rows, d_den)
+            self.dq.rows[..., self.positive].addcmul_(self.scratch.rows[..., self.positive], d_den)
             torch.mul(self.q.rows, d_den, out=weighted.rows)
+            weighted.rows[..., : self.positive.start] = 0
         if grads.reach_sums:
             self.running_sum(weighted, grads.d_k_sum, self.sum_weights.reversed, self.later, after=grads.d_k_sum)
-            self.dk.rows.add_(self.later.rows)
+            self.dk.rows[..., self.positive].add_(self.later.rows[..., self.positive])
 
     def store_log_decay(self, into: Tensor, anchor: Tensor) -> None:
         """∂G_t = φ(q_t)·∂φ(q_t) - φ(k_t)·∂φ(k_t), and ∂log_decay_t is the sum of ∂G from t on."""

@@ -17,13 +17,13 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from linrope.errors import InputError
-from linrope.feature_maps import FEATURE_MAPS
+from linrope.feature_maps import FEATURE_MAPS, after_signed
 from linrope.ops import causal, noncausal
 from linrope.ops.blocks import Call, Gradients, Rotations, Saved, Span
 from linrope.ops.flops import causal_flops, noncausal_flops
 from linrope.ops.inputs import Inputs
 from linrope.ops.memory import Pool, empty
-from linrope.ops.reference import guarded, hide, reference_attention
+from linrope.ops.reference import guarded, hide, reference_attention, without_signed
 from linrope.ops.state import State
 from linrope.ops.theta import ThetaGradient
 from linrope.rotary import rotate, unit_rotations
@@ -74,6 +74,7 @@ def _operator(inputs: Inputs) -> tuple[Tensor, State]:
         settings.eps,
         settings.interleaved,
         settings.causal,
+        settings.signed,
     )
     return o, State(kv, k_sum, settings.start + inputs.k.shape[2], inputs.final_log_decay())
 
@@ -123,10 +124,11 @@ def _one_token(inputs: Inputs) -> tuple[Tensor, State]:
         turn = unit_rotations(torch.full((), settings.start, device=q.device), inputs.theta)
     q_turned, k_turned = rotate(q, turn, settings.interleaved), rotate(k, turn, settings.interleaved)
     kv = torch.baddbmm(kv.flatten(0, 1), k_turned.flatten(0, 1).mT, v.flatten(0, 1)).unflatten(0, kv.shape[:2])
-    k_sum = k_sum + k[:, :, 0]
+    k_sum = k_sum + without_signed(k[:, :, 0], settings.signed)
     o = q_turned @ kv
     if settings.normalize == "plain":
-        o = o / ((q[:, :, 0] * k_sum).sum(dim=-1) + settings.eps)[..., None, None]
+        product = q[:, :, 0] * k_sum
+        o = o / (product[..., settings.signed :].sum(dim=-1) + settings.eps)[..., None, None]
     return o.to(inputs.v.dtype), State(kv, k_sum, settings.start + 1, inputs.final_log_decay())
 
 
@@ -198,6 +200,7 @@ class Options(NamedTuple):
     eps: float
     interleaved: bool
     causal: bool
+    signed: int = 0
 
 
 def _call(tile: Tile, q, k, v, log_decay, theta, options: Options, exact: bool = False) -> Call:
@@ -212,7 +215,8 @@ def _call(tile: Tile, q, k, v, log_decay, theta, options: Options, exact: bool =
         options.key_mask,
         options.documents,
         None if theta is None else _rotations(theta, tile, max(q.shape[2], k.shape[2]), options, dtype),
-        FEATURE_MAPS[options.feature_map],
+        after_signed(FEATURE_MAPS[options.feature_map], options.signed),
+        options.signed,
         options.plain,
         options.eps,
         dtype,
@@ -319,7 +323,7 @@ def _backward(grad_o, grad_kv, grad_k_sum, o, den, kv_at, k_sum_at, d_decay, d_t
 
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? theta{past}, Tensor? key_mask, Tensor? documents, "
-    "SymInt start, str feature_map, bool plain, float eps, bool interleaved, bool causal"
+    "SymInt start, str feature_map, bool plain, float eps, bool interleaved, bool causal, int signed=0"
 )
 _FORWARD, _BACKWARD = "linrope::linear_attention", "linrope::linear_attention_backward"
 torch.library.define(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from linrope.errors import InputError, require_choice
-from linrope.feature_maps import FEATURE_MAPS, FeatureMap, get_feature_map
+from linrope.feature_maps import FEATURE_MAPS, FeatureMap, after_signed, get_feature_map
 from linrope.ops.state import State, check_rope
 from linrope.rotary import RotaryEmbedding, check_positions
 
@@ -25,6 +25,8 @@ class Settings:
     """All of a call that no gradient flows to."""
 
     feature_map: FeatureMap
+    signed: int
+    """The first features, which turn, skip φ and the denominator: so many of them."""
     normalize: str
     causal: bool
     eps: float
@@ -93,19 +95,21 @@ def check_inputs(
     if not (isinstance(eps, (int, float)) and 0 <= eps < math.inf):
         raise InputError(f"eps={eps!r} must be a finite number, at least 0: it keeps the denominator away from 0.")
     key_mask = _check_key_mask(key_mask, k)
-    phi = get_feature_map(feature_map)
+    signed = _check_signed(rope, q, normalize)
+    phi = after_signed(get_feature_map(feature_map), signed)
     working = torch.promote_types(q.dtype, torch.float32)
     if phi.load is None:
         if key_mask is not None:  # before φ, through which the gradient of a masked NaN would be NaN
             k = k.masked_fill(~key_mask[:, None, :, None], 0)
         q, k = _mapped("q", q, phi, working), _mapped("k", k, phi, working)
-        v, phi = v.to(working), FEATURE_MAPS["identity"]
+        v, phi = v.to(working), after_signed(FEATURE_MAPS["identity"], signed)
     check_rope(rope, q.shape[1], q.shape[3])
     log_decay = _check_log_decay(log_decay, q, causal, working)
     documents = _check_segment_ids(segment_ids, q, k)
     _check_state(state, q, v, normalize, working)
     settings = Settings(
         feature_map=phi,
+        signed=signed,
         normalize=normalize,
         causal=causal,
         eps=float(eps),
@@ -117,6 +121,27 @@ def check_inputs(
     )
     check_positions("state.length", settings.start, max(q.shape[2], k.shape[2]))
     return Inputs(q, k, v, log_decay, None if rope is None else rope.frequencies(q.device), state, settings)
+
+
+def _check_signed(rope: RotaryEmbedding | None, q: Tensor, normalize: str) -> int:
+    """How many of the first dimensions skip φ and the denominator."""
+    if not getattr(rope, "signed", False):
+        return 0
+    check_signed(rope.rotary_dim, q.shape[-1], normalize)
+    return rope.rotary_dim
+
+
+def check_signed(rotary_dim: int, dim: int, normalize: str) -> None:
+    """Raise InputError unless a denominator is left when `rotary_dim` of `dim` dimensions have no part in it."""
+    if normalize == "rotary":
+        raise InputError(
+            "normalize='rotary' sums turned features, rope.signed=True keeps them out: drop one of the two."
+        )
+    if normalize == "plain" and rotary_dim >= dim:
+        raise InputError(
+            f"rope.signed=True with rotary_dim={rotary_dim} leaves none of the {dim} dimensions to the denominator: "
+            "let fewer turn, a quarter of them for example, or set normalize='none'."
+        )
 
 
 def values_may_be_checked(tensor: Tensor) -> bool:

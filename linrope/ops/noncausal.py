@@ -19,7 +19,7 @@ from linrope.errors import InputError
 from linrope.ops.blocks import Call, Gradients, Saved, Tokens, divide, load_features, pull_features
 from linrope.ops.inputs import Inputs
 from linrope.ops.memory import Pool
-from linrope.ops.reference import reference_attention
+from linrope.ops.reference import reference_attention, without_signed
 from linrope.ops.state import State
 
 
@@ -156,7 +156,7 @@ def forward(call: Call, tokens: int, saved: Saved, pool: Pool) -> None:
     for index, span in keys.blocks(call.k):
         k = keys.load(call.k[:, :, span], index, span)
         state += torch.bmm(keys.values(span).mT, k.product)
-        k_sum += k.features.rows.sum(dim=2)
+        k_sum[..., call.signed :] += k.features.rows[..., call.signed :].sum(dim=2)
     read = state.mT.to(call.product_dtype)
     for index, span in queries.blocks(call.q):
         q = queries.load(call.q[:, :, span], index, span)
@@ -164,7 +164,8 @@ def forward(call: Call, tokens: int, saved: Saved, pool: Pool) -> None:
         torch.bmm(q.product, read, out=into.chunks)
         if call.plain:
             total = den[:, :, span, None]
-            torch.sum(q.features.rows.mul_(k_sum[:, :, None]), dim=-1, keepdim=True, out=total).add_(call.eps)
+            product = q.features.rows.mul_(k_sum[:, :, None])[..., call.signed :]
+            torch.sum(product, dim=-1, keepdim=True, out=total).add_(call.eps)
             divide(into.rows, total, o[:, :, span], pool)
         else:
             o[:, :, span].copy_(into.rows)
@@ -189,8 +190,8 @@ def _through_queries(queries: Side, saved: Saved, grads: Gradients) -> None:
         if call.plain:
             divide(grad_o, saved.den[:, :, span, None], d_num.rows, queries.pool)
             d_den = (d_num.rows * saved.o[:, :, span]).sum(dim=-1, keepdim=True, dtype=call.dtype).neg_()
-            grads.d_k_sum.add_((q.features.rows * d_den).sum(dim=2))
-            shift = d_den * k_sum[:, :, None]
+            grads.d_k_sum[..., call.signed :].add_((q.features.rows[..., call.signed :] * d_den).sum(dim=2))
+            shift = d_den * without_signed(k_sum, call.signed)[:, :, None]
         else:
             d_num.rows.copy_(grad_o)
         d_state += torch.bmm(d_num.chunks.mT, q.product)
@@ -205,6 +206,7 @@ def _through_keys(keys: Side, grads: Gradients) -> None:
     """∂k and ∂v, from the state's whole gradient."""
     call = keys.call
     d_state = grads.d_kv.flatten(0, 1).to(call.product_dtype)
+    d_k_sum = without_signed(grads.d_k_sum, call.signed)[:, :, None]
     for index, span in keys.blocks(call.k):
         k = keys.load(call.k[:, :, span], index, span)
         grad = keys.buffer("grad", call.k[:, :, span], call.product_dtype)
@@ -214,7 +216,7 @@ def _through_keys(keys: Side, grads: Gradients) -> None:
         grads.dv[:, :, span].copy_(dv.rows)
         if grads.d_theta is not None:
             grads.d_theta.add(span.start, k.turned.rows, grad.rows.to(call.dtype))
-        keys.pull(grad, k, grads.d_k_sum[:, :, None], grads.dk[:, :, span])
+        keys.pull(grad, k, d_k_sum, grads.dk[:, :, span])
         hidden = keys.hidden(span)
         if hidden is not None:
             grads.dk[:, :, span].masked_fill_(hidden, 0)

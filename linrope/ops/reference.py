@@ -30,6 +30,7 @@ def reference_attention(inputs: Inputs) -> tuple[Tensor, State]:
     k = hide(k, inputs.settings.key_mask)  # after φ: φ(0) is not 0, so a zero key would still count in the denominator
     v = hide(inputs.v.to(dtype), inputs.settings.key_mask)
     q_rotated, k_rotated = _rotate(q, inputs), _rotate(k, inputs)
+    k = without_signed(k, inputs.settings.signed)
 
     weights = _weights(inputs)
     num = _pair_sum(q_rotated, k_rotated, weights, v)
@@ -39,7 +40,8 @@ def reference_attention(inputs: Inputs) -> tuple[Tensor, State]:
     if past is not None:
         reach = _weight_of_past(inputs)
         num = num + reach[..., None] * contract("bhid,bhde->bhie", q_rotated, past.kv)
-        den = den + reach * contract("bhid,bhd->bhi", q, past.k_sum)
+        k_sum = without_signed(past.k_sum, inputs.settings.signed)
+        den = den + reach * contract("bhid,bhd->bhi", q, k_sum)
         if den_rotated is not None:
             den_rotated = den_rotated + reach * contract("bhid,bhd->bhi", q_rotated, past.k_rotated_sum)
 
@@ -56,6 +58,11 @@ def guarded(den: Tensor, eps: float, normalize: str) -> Tensor:
 def hide(x: Tensor, key_mask: Tensor | None) -> Tensor:
     """Zero the masked tokens of x (B, H, S, ·), whatever they hold (a NaN times 0 would stay)."""
     return x if key_mask is None else x.masked_fill(~rearrange(key_mask, "b s -> b 1 s 1"), 0)
+
+
+def without_signed(k: Tensor, signed: int) -> Tensor:
+    """Features of keys (..., D) as denominators sum them: 0 in the first `signed` dimensions."""
+    return k if signed == 0 else torch.cat((torch.zeros_like(k[..., :signed]), k[..., signed:]), dim=-1)
 
 
 def _rotate(x: Tensor, inputs: Inputs) -> Tensor:

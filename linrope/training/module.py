@@ -62,12 +62,13 @@ def learning_rate_factor(step: int, *, warmup_steps: int, max_steps: int, final_
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """AdamW's two groups: parameters of two or more dimensions decay, the others do not."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    """AdamW's two groups: parameters of two or more dimensions decay; the others, and all frequencies, do not."""
+    decayed, kept = [], []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            decays = parameter.ndim >= 2 and not name.endswith("rope.theta")  # which has a row for each head at times
+            (decayed if decays else kept).append(parameter)
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 import csv
 import json
 import math
+from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -10,8 +12,9 @@ import yaml
 
 from benchmarks import ablation, ablation_report
 from benchmarks.ablation_report import Interval, verdict
-from benchmarks.training_run import row_losses, spikes, watched_denominators
-from linrope import LanguageModel, LanguageModelConfig, linear_attention
+from benchmarks.timing import Sample
+from benchmarks.training_run import row_losses, smallest_denominator, spikes
+from linrope import LanguageModel, LanguageModelConfig, RotaryConfig
 from linrope.training.module import token_losses
 
 
@@ -23,7 +26,7 @@ def grid(tmp_path):
         (tmp_path / "text" / f"{name}.txt").write_text(f"the {name} quick brown fox jumps over it. " * 150)
     values = {
         "title": "Small",
-        "tokens": 1280,
+        "tokens": 1340,  # 20 steps and a little
         "seeds": [0, 1],
         "reference": "linear",
         "validations": 4,
@@ -64,7 +67,7 @@ def test_a_grid_end_to_end(grid, capsys):
     assert len(run["training"]["losses"]) == 20
     assert run["smallest_denominator"] > 0
     assert set(run["evaluation"]) == {"32", "128"}
-    assert not list((folder / "runs").glob("*.spec")) and not list((folder / "runs").glob("*.unfinished"))
+    assert {path.suffix for path in (folder / "runs").iterdir()} == {".json", ".model"}
     # the weights that were kept are those that were measured
     model = LanguageModel.from_pretrained(folder / "runs" / "linear-seed1.model")
     assert model.n_parameters == run["parameters"]
@@ -84,8 +87,12 @@ def test_a_grid_end_to_end(grid, capsys):
     # the folder of another grid is left as it is
     for change, message in (
         ({"title": "Other"}, "results of another grid: those of 'Small'"),
-        ({"title": "Small", "tokens": 2560}, "results of another grid: runs of 'linear' with other options"),
-        ({"tokens": 1280, "optimizer": {"lr": 0.02, "warmup_steps": 2}}, "optimizer was {'lr': 0.01"),
+        (
+            {"title": "Small", "tokens": 2560},
+            "results of another grid: runs of 'linear' with other options (tokens was",
+        ),
+        ({"tokens": 1340, "validation_tokens": 320}, "(validation_tokens was 640)"),
+        ({"validation_tokens": 640, "optimizer": {"lr": 0.02, "warmup_steps": 2}}, "optimizer was {'lr': 0.01"),
     ):
         before = grid.files
         with pytest.raises(SystemExit) as exit_:
@@ -96,7 +103,7 @@ def test_a_grid_end_to_end(grid, capsys):
 
 
 def test_an_interrupted_run_goes_on_where_it_was(grid, monkeypatch):
-    """Stopped twice inside runs, the grid ends with the same numbers as one that was never stopped."""
+    """Stopped inside it, a run ends with the same numbers as one that was never stopped."""
     from benchmarks import training_run
     from benchmarks.grid import Evaluation, read_grid, settings_of
 
@@ -120,12 +127,16 @@ def test_an_interrupted_run_goes_on_where_it_was(grid, monkeypatch):
         patched.setattr(training_run, "Recorder", Stopping)
         with pytest.raises(Stop):
             training_run.run(settings, 0, 20, Evaluation(), options, grid.folder / "cut")
-    assert (grid.folder / "cut.unfinished" / "last.ckpt").exists()
+    (unfinished,) = grid.folder.glob("cut.*.unfinished/last.ckpt")
+    other = replace(settings, optimizer={"lr": 0.02, "warmup_steps": 2})
+    changed = training_run.run(other, 0, 20, Evaluation(), options, grid.folder / "cut")
+    assert changed["steps"] == len(changed["training"]["losses"]) == 20  # begun anew, not from those steps
+    assert changed["training"]["losses"][0] == whole["training"]["losses"][0] != changed["training"]["losses"][-1]
     resumed = training_run.run(settings, 0, 20, Evaluation(), options, grid.folder / "cut")
     assert resumed["training"] == whole["training"]
     assert resumed["final"] == whole["final"]
     assert resumed["curve"] == whole["curve"]
-    assert not (grid.folder / "cut.unfinished").exists()
+    assert unfinished.exists()  # until the result is in its place
 
 
 def test_ctrl_c_keeps_finished_runs(grid, monkeypatch, capsys):
@@ -143,9 +154,15 @@ def test_ctrl_c_keeps_finished_runs(grid, monkeypatch, capsys):
 
 
 def test_a_run_that_fails_is_told_with_its_reason(grid, capsys, monkeypatch):
-    monkeypatch.setattr(ablation.sys, "executable", "/bin/false")
+    script = grid.folder / "python"
+    script.write_text("#!/bin/sh\necho no such thing\nexit 3\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(ablation.sys, "executable", str(script))
     assert grid.run() == 1
-    assert "linear, seed 0 failed" in capsys.readouterr().out
+    assert "linear, seed 0 failed:\nno such thing" in capsys.readouterr().out
+    script.write_text("#!/bin/sh\nkill -9 $$\n")
+    assert grid.run() == 1  # as a machine out of memory does; Ctrl-C it is not
+    assert "linear, seed 0 was ended by SIGKILL" in capsys.readouterr().out
 
 
 def test_too_little_text_to_evaluate_on_is_found_before_anything_runs(grid, capsys):
@@ -214,8 +231,15 @@ def test_equal_seconds_reads_the_curve_of_the_slower():
     """a ends after 100 s; b, half as fast, has seen 500 tokens then: between 100 and 1000 by the logarithm."""
     rows = ablation_report.rows_of([run_of("a", 0, 2.5), run_of("b", 0, 2.4)], TwoVariants, {"a": 10.0, "b": 5.0})
     found = {row.variant: row.at_equal_seconds for row in rows}
-    assert found["a"] == 2.5
+    assert found["a"] == 3.0  # its last validation, which reads the same text as the other's
     assert found["b"] == pytest.approx(4.0 - math.log(5) / math.log(10))
+    slow = ablation_report.rows_of([run_of("a", 0, 2.5), run_of("b", 0, 2.4)], TwoVariants, {"a": 10.0, "b": 0.5})
+    assert math.isnan({row.variant: row.at_equal_seconds for row in slow}["b"])  # before its first validation
+    early = run_of("b", 1, math.nan, diverged="loss is nan at step 3", tokens=110)
+    rows = ablation_report.rows_of(
+        [run_of("a", 0, 2.5), early, run_of("b", 0, 2.4)], TwoVariants, {"a": 10.0, "b": 9.0}
+    )
+    assert {row.variant: (row.at_equal_seconds, row.tokens) for row in rows}["a"] == (3.0, 1000)
 
 
 def test_diverged_runs_are_counted_and_not_averaged():
@@ -226,12 +250,12 @@ def test_diverged_runs_are_counted_and_not_averaged():
 
 
 def test_late_tokens_are_compared_on_the_same_text():
-    """Blocks of 512: in rows of 4096 the last half is blocks 4-7; of those, blocks 5 and 7 are in the last half of rows
-    of 1024."""
+    """Blocks of 256: in rows of 2048 the last half is blocks 4-7; of those, blocks 5 and 7 are in the last half of rows
+    of 512."""
     long_blocks = [0.0, 0.0, 0.0, 0.0, 9.0, 2.0, 9.0, 4.0]
     short_blocks = [0.0, 0.0, 0.0, 0.0, 1.0, 4.0, 1.0, 4.0]
-    evaluation = {"4096": {"bpb": 1.0, "blocks": long_blocks}, "1024": {"bpb": 1.0, "blocks": short_blocks}}
-    late = ablation_report.by_context([run_of("a", 0, 2.0, evaluation=evaluation)])["a"]["4096"]["late"]["1024"]
+    evaluation = {"2048": {"bpb": 1.0, "blocks": long_blocks}, "512": {"bpb": 1.0, "blocks": short_blocks}}
+    late = ablation_report.by_context([run_of("a", 0, 2.0, evaluation=evaluation)])["a"]["2048"]["late"]["512"]
     assert late["mean"] == pytest.approx(6 / 8 - 1)
 
 
@@ -255,14 +279,81 @@ def test_rows_are_read_in_pieces_as_a_whole(monkeypatch):
     torch.testing.assert_close(row_losses(model, text, 60), whole, rtol=1e-5, atol=1e-5)
 
 
-def test_the_smallest_denominator_is_that_of_the_operator():
-    import linrope.attention
+class Rows:
+    """Data of one row."""
 
+    context = 9
+
+    class Text:
+        @staticmethod
+        def tokens(start, stop):
+            return torch.arange(start, stop)
+
+    corpora: ClassVar = {"val": Text}
+
+
+@pytest.mark.parametrize("rope", [RotaryConfig(), RotaryConfig(rotary_dim=4, signed=True)], ids=["plain", "signed"])
+def test_the_smallest_denominator_is_that_of_the_operator(rope):
     torch.manual_seed(0)
-    q, k, v = torch.randn(3, 1, 2, 9, 4).unbind()
-    with watched_denominators() as smallest:
-        linrope.attention.linear_attention(q, k, v, None, normalize="plain", feature_map="elu1")
-    features_q, features_k = (torch.nn.functional.elu(x) + 1 for x in (q, k))
-    den = (features_q * features_k.cumsum(dim=2)).sum(dim=-1)
-    assert smallest == [pytest.approx(den.min().item(), rel=1e-5)]
-    assert linrope.attention.linear_attention is linear_attention
+    model = LanguageModel(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2, rope=rope)).eval()
+    layer = model.blocks[0].attention
+    with torch.no_grad():
+        x = model.blocks[0].attention_norm(model.embedding(torch.arange(9)[None]))
+        q, k, _ = layer.qkv(x).view(1, 9, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        features_q, features_k = (torch.nn.functional.elu(x[..., 4 if rope.signed else 0 :]) + 1 for x in (q, k))
+        den = (features_q * features_k.cumsum(dim=2)).sum(dim=-1)
+    assert smallest_denominator(model, Rows) == pytest.approx(den.min().item(), rel=1e-5)
+
+
+def test_a_recall_grid_reports_accuracy(tmp_path, capsys):
+    values = {
+        "title": "Recall",
+        "task": "mqar",
+        "tokens": 2048,
+        "seeds": [0, 1],
+        "reference": "linear",
+        "validations": 2,
+        "model": {"vocab_size": 32, "d_model": 16, "n_layers": 1, "n_heads": 2},
+        "data": {
+            "vocab_size": 32,
+            "tokens_per_batch": 256,
+            "stages": [[16, 2, 1], [32, 4, 1]],
+            "cases": [[16, 2], [32, 8]],
+            "test_rows": 8,
+        },
+        "variants": {"linear": {}, "softmax": {"model.attention": "softmax"}},
+    }
+    assert Changed(tmp_path, values).run() == 0
+    runs = [json.loads(path.read_text()) for path in (tmp_path / "results" / "runs").glob("*.json")]
+    assert all({"accuracy", "accuracy/16x2", "accuracy/32x8"} <= run["final"].keys() for run in runs)
+    assert all(run["training"]["spikes"] == [] and run["steps"] == 8 for run in runs)
+    rows = {row["variant"]: row for row in csv.DictReader((tmp_path / "results" / "ablation.csv").open())}
+    found = {(run["variant"], run["seed"]): run["final"]["accuracy"] for run in runs}
+    gaps = [found["softmax", seed] - found["linear", seed] for seed in (0, 1)]
+    assert float(rows["softmax"]["difference"]) == pytest.approx(sum(gaps) / 2)
+    assert "accuracy after 2,048 tokens" in capsys.readouterr().out
+
+
+def test_speeds_that_are_added_later_are_brought_to_the_same_hour(grid, monkeypatch):
+    """The reference took 1 s a step then and 2 s now: what takes 4 s now would have taken 2 s."""
+    seconds = {"linear": 1.0, "softmax": 3.0}
+
+    class Timed:
+        failures: ClassVar[dict] = {}
+
+        def __init__(self, steps, count):
+            self.samples = {name: Sample((seconds[name],)) for name in steps}
+
+        def run(self, rounds, tick):
+            return self
+
+    monkeypatch.setattr(ablation, "Alternation", Timed)
+    monkeypatch.setattr(ablation, "make_runs", lambda *args: None)
+    grid.run()
+    path = grid.folder / "results" / "speed.json"
+    first = sorted(json.loads(path.read_text()).values())
+    seconds.update(linear=2.0, half=4.0)
+    grid.run(variants={**grid.values["variants"], "half": {"optimizer.lr": 0.005}})
+    second = sorted(json.loads(path.read_text()).values())
+    assert first == [64 * 2 / 2 / 3.0, 64 * 2 / 2 / 1.0]
+    assert second == [first[0], 64 * 2 / 2 / 2.0, first[1]]

@@ -61,10 +61,12 @@ def test_models_are_made_equally_large(tmp_path):
 
 
 def test_steps_follow_from_tokens_or_from_minutes(tmp_path):
-    grid = grid_of(tmp_path)
+    grid = grid_of(tmp_path, validations=5)
     settings = settings_of(grid)["linear"]
-    assert n_steps(grid, settings, tokens_per_second=1.0) == 1000 // 64
-    by_time = grid_of(tmp_path, tokens=None, minutes=0.5)
+    assert n_steps(grid, settings, tokens_per_second=1.0) == 15  # of 64 tokens
+    assert n_steps(grid_of(tmp_path, validations=4), settings, 1.0) == 12  # so that the last validation is the end's
+    assert n_steps(grid_of(tmp_path, validations=20), settings, 1.0) == 15
+    by_time = grid_of(tmp_path, tokens=None, minutes=0.5, validations=5)
     assert n_steps(by_time, settings, tokens_per_second=640.0) == 300
 
 
@@ -86,8 +88,26 @@ def test_steps_follow_from_tokens_or_from_minutes(tmp_path):
         ({"variants": {"linear": {}, "x": {"model.d_model": 64}}}, "no width of the MLPs makes them equal"),
         ({"minutes": 3}, "tokens=1000 and minutes=3: give one of them"),
         ({"tokens": 0}, "must all be above 0"),
+        ({"tokens": 10}, "variant 'linear': tokens=10 is less than one step has, 64"),
+        ({"seeds": ["a", "b"]}, "must be whole numbers from 0"),
+        ({"seeds": [0, -1]}, "must be whole numbers from 0"),
+        ({"validation_tokens": 10**9}, "validation_tokens=1000000000 must be less than the "),
+        (
+            {"tokens": 10**10, "variants": {"linear": {}, "x": {"data.context": 10**9}}},
+            "variant 'x': data.context=1000000000 must be less",
+        ),
+        ({"variants": {"linear": {}, "x": {"data.context": "16"}}}, "variant 'x': "),
+        ({"variants": {"linear": {}, "x": {"data.batch_size": 2.5}}}, "data.batch_size=2.5 must be a whole number"),
+        ({"variants": {"linear": {}, "x": {"optimizer.lr": "1e-2"}}}, "variant 'x': "),
+        ({"variants": {"linear": {}, "x": {"model.rope": "numerator"}}}, "variant 'x': "),
+        ({"variants": {"linear": {}, "x": ["model.rope"]}}, "variant 'x': "),
+        ({"variants": {"linear": {}, "x": {"data.seed": 3}}}, "variant 'x': data.seed=3: a run's data follow from"),
+        ({"variants": {"linear": {}, "x": {"model.vocab_size": 100}}}, "model.vocab_size=100 must be 257 or more"),
+        ({"task": "mqar", "data": {}, "tokens": 10**5}, "model.vocab_size=257 is less than data.vocab_size=8192"),
+        ({"evaluate": {"contexts": [300], "tokens": 3000}}, "300 must be a multiple of 8"),
+        ({"evaluate": {"contexts": [400], "tokens": 4000}}, "400 is above 256 and must be a multiple of it"),
         ({"evaluate": {"contexts": [100], "tokens": 1000, "rows": 3}}, "'rows' is no option of evaluate"),
-        ({"evaluate": {"contexts": [300], "tokens": 1000}}, "300 must divide evaluate.tokens=1000"),
+        ({"evaluate": {"contexts": [512], "tokens": 1000}}, "multiple of 8 that divides evaluate.tokens=1000"),
         ({"task": "images"}, "task='images' is unknown"),
     ],
 )
@@ -97,7 +117,7 @@ def test_mistakes_are_named(tmp_path, changes, message):
 
 
 def test_a_missing_file_and_one_that_is_no_yaml(tmp_path):
-    with pytest.raises(InputError, match="cannot be read .* benchmarks/grids has .*placement"):
+    with pytest.raises(InputError, match=r"cannot be read .* benchmarks/grids has .*placement"):
         read_grid(tmp_path / "missing.yaml")
     (tmp_path / "bad.yaml").write_text("a: [1")
     with pytest.raises(InputError, match="is no YAML"):

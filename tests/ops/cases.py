@@ -84,6 +84,17 @@ CAUSAL = [
     Case("a base for each head, continued far away", rope=PER_HEAD, past=10**9),
     Case("a base for each head, continued, one token", 1, rope=PER_HEAD, past=10**6),
     Case("a base for each head, everything", 321, rope=PER_HEAD, decay=0.1, masked=True, packed=True, past=77),
+    *[
+        Case(f"signed{name}", rope={"trainable": True, "rotary_dim": 4, "signed": True, **rope}, **extra)
+        for name, rope, extra in (
+            ("", {}, {}),
+            (", half-split, softmax features", {"interleaved": False}, {"options": {"feature_map": "softmax"}}),
+            (", callable", {}, {"options": {"feature_map": doubled}}),
+            (", one token", {}, {"length": 1, "past": 10**6, "decay": 0.1}),
+            (", everything", {}, {"length": 321, "decay": 0.1, "masked": True, "packed": True, "past": 77}),
+            (", no denominator", {"rotary_dim": 6}, {"options": {"normalize": "none"}, "past": 77, "decay": 0.1}),
+        )
+    ],
     Case("a base for each head, rotary", rope=PER_HEAD, past=77, options={"normalize": "rotary", "eps": 0.1}),
 ]
 NONCAUSAL = [
@@ -101,6 +112,7 @@ NONCAUSAL = [
         ("rotary", {"normalize": "rotary", "eps": 0.1}, {"past": 77, "packed": True}),
         ("none", {"normalize": "none"}, {}),
         ("softmax features", {"feature_map": "softmax"}, {}),
+        ("signed", {}, {"rope": {"trainable": True, "rotary_dim": 4, "signed": True}, "past": 77, "masked": True}),
         ("a base for each head", {}, {"rope": PER_HEAD, "past": 77}),
         ("a base for each head, packed", {}, {"rope": PER_HEAD, "packed": True, "masked": True, "past": 77}),
     )
@@ -150,7 +162,9 @@ def make(case: Case, seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Any]]:
         # as a projection leaves them: heads inside, strides that are not those of (B, H, T, E)
         "v": random(BATCH, keys, HEADS, case.value_dim).transpose(1, 2),
     }
-    features = 2 * case.head_dim if case.options.get("feature_map") is doubled else case.head_dim
+    features = case.head_dim
+    if case.options.get("feature_map") is doubled:
+        features += case.head_dim - (case.rope["rotary_dim"] if case.rope and case.rope.get("signed") else 0)
     call: dict[str, Any] = dict(case.options)
     if case.decay:
         inputs["log_decay"] = call["log_decay"] = -case.decay * torch.rand(shape, generator=draw, dtype=torch.float64)
