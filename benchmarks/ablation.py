@@ -258,6 +258,9 @@ def main(args: list[str] | None = None) -> int:
     console, folder = Console(), options.folder
     report.say_if_without_pictures(console)
     interrupted, failure = False, None
+    # also where a shell has told its background processes to ignore Ctrl-C: a run must not outlive this process
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.default_int_handler)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[now]}"))
     if not options.report:
         try:

@@ -37,6 +37,8 @@ LINEAR_OPTIONS = {
     "all of linear": {"forget_gate": True, "short_conv": 4, "output_gate": True},
     "rotary denominator": {"normalize": "rotary"},
     "before map": {"rope": RotaryConfig(before_map=True)},
+    "signed": {"rope": RotaryConfig(rotary_dim=4, signed=True), "forget_gate": True},
+    "signed, learned features": {"rope": RotaryConfig(rotary_dim=2, signed=True), "feature_map": "hedgehog"},
     "before map, partly": {"rope": RotaryConfig(before_map=True, rotary_dim=4), "feature_map": "hedgehog"},
     "temperature": {"temperature": True},
     "favor": {"feature_map": "favor"},
@@ -357,6 +359,14 @@ def test_bad_arguments_are_named():
         (lambda: LinearAttention(12, 2, forget_gate=True, causal=False), "forget_gate=True needs causal=True"),
         (lambda: LinearAttention(12, 2, rope=RotaryConfig(rotary_dim=8)), "rotary_dim=8 is larger than dim=6"),
         (lambda: LinearAttention(12, 2, rope=RotaryConfig(base=[5.0] * 3)), "rope.base has 3 entries"),
+        (
+            lambda: LinearAttention(12, 2, rope=RotaryConfig(before_map=True, signed=True)),
+            "rope.before_map=True turns what φ is of, rope.signed=True what it is not of",
+        ),
+        (
+            lambda: LinearAttention(12, 2, rope=RotaryConfig(signed=True)),
+            "rope.signed=True with rotary_dim=6 leaves none of the 6 dimensions",
+        ),
         (
             lambda: LinearAttention(12, 2, rope=RotaryConfig(before_map=True), normalize="rotary"),
             "rope.before_map=True turns nothing after φ",

@@ -335,3 +335,22 @@ def test_strided_inputs_give_the_same():
     assert torch.equal(linear_attention(q, k, v), expected)
     one = torch.randn(1, 1, 150, 8).expand(2, 3, 150, 8)
     assert torch.equal(linear_attention(q, k, one), linear_attention(q, k, one.contiguous()))
+
+
+@pytest.mark.parametrize("backend", ops.BACKENDS)
+def test_turned_dimensions_with_either_sign_by_their_formula(backend):
+    """num_i = Σ ((R q)ᵀ(R k) + φ(q')ᵀφ(k')) v, den_i = Σ φ(q')ᵀφ(k'), pair by pair."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 9, 6, dtype=torch.float64).unbind()
+    turning = RotaryEmbedding(4)
+    expected = torch.zeros(9, 6, dtype=torch.float64)
+    for i in range(9):
+        num, den = torch.zeros(6, dtype=torch.float64), 0.0
+        for j in range(i + 1):
+            signed = turning.rotate(q[None, i, :4], i) @ turning.rotate(k[None, j, :4], j).mT
+            plain = (torch.nn.functional.elu(q[i, 4:]) + 1) @ (torch.nn.functional.elu(k[j, 4:]) + 1)
+            num, den = num + (signed[0, 0] + plain) * v[j], den + plain
+        expected[i] = num / (den + 1e-6)
+    rope = RotaryEmbedding(6, rotary_dim=4, signed=True)
+    o = linear_attention(*(x[None, None] for x in (q, k, v)), rope, backend=backend)
+    torch.testing.assert_close(o[0, 0], expected, rtol=1e-12, atol=1e-12)

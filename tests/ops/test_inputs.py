@@ -29,6 +29,14 @@ BAD = {
     ),
     "rope of another size": ({"rope": RotaryEmbedding(8)}, "rope has dim=8.*have 4"),
     "rope of other heads": ({"rope": RotaryEmbedding(D, [10.0, None])}, r"rope\.base has 2 entries.*3 heads"),
+    "signed in all dimensions": (
+        {"rope": RotaryEmbedding(D, signed=True)},
+        "leaves none of the 4 dimensions.*let fewer",
+    ),
+    "signed in both sums": (
+        {"rope": RotaryEmbedding(D, rotary_dim=2, signed=True), "normalize": "rotary"},
+        "normalize='rotary' sums turned features, rope.signed=True keeps them out",
+    ),
     "rope of another kind": ({"rope": 10000.0}, "rope is a float"),
     "feature map": ({"feature_map": "elu"}, "feature_map='elu' is unknown.*'elu1'"),
     "feature map of integers": ({"feature_map": torch.signbit}, "must return floats"),

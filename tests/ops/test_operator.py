@@ -14,17 +14,17 @@ FORWARD = torch.ops.linrope.linear_attention.default
 
 
 def arguments(
-    dtype=torch.float32, *, width=5, plain=True, decay=False, mask=False, packed=False, causal=True, base=1e4
+    dtype=torch.float32, *, width=5, plain=True, decay=False, mask=False, packed=False, causal=True, base=1e4, signed=0
 ):
     """What the operator takes, differentiable wherever it differentiates."""
     length = 130
     q, k, v = (torch.randn(2, 3, length, size, dtype=dtype, requires_grad=True) for size in (6, 6, width))
     log_decay = (-torch.rand(2, 3, length)).requires_grad_() if decay else None
-    theta = RotaryEmbedding(6, base).frequencies().requires_grad_()
+    theta = RotaryEmbedding(6, base, rotary_dim=signed or None).frequencies().requires_grad_()
     past = torch.randn(2, 3, width, 6).mT.requires_grad_(), torch.rand(2, 3, 6, requires_grad=True)
     key_mask = torch.rand(2, length) > 0.3 if mask else None
     documents = (torch.arange(length) // 50).expand(2, -1).contiguous() if packed else None
-    return q, k, v, log_decay, theta, *past, key_mask, documents, 7, "elu1", plain, 1e-6, True, causal
+    return q, k, v, log_decay, theta, *past, key_mask, documents, 7, "elu1", plain, 1e-6, True, causal, signed
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,7 @@ def arguments(
         {"width": 1},
         {"base": [100.0, None, 7.0]},
         {"base": [100.0, None, 7.0], "causal": False},
+        {"signed": 4, "decay": True},
     ],
     ids=str,
 )

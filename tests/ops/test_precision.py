@@ -25,7 +25,7 @@ def call(dtype, *, decay=0.0, past=0, scale=1.0, trainable=False, length=LENGTH,
         tensors["log_decay"] = -decay * random(1, 2, length, seed=5).abs().to(dtype)
     if exact:
         tensors = {name: tensor.double() for name, tensor in tensors.items()}
-    rope = RotaryEmbedding(32, trainable=trainable)
+    rope = RotaryEmbedding(32, trainable=trainable, **options.pop("rope", {}))
     g = tensors.pop("g")
     inputs = {name: tensor.requires_grad_(grad) for name, tensor in tensors.items()}
     state = None
@@ -62,6 +62,7 @@ def assert_close(bound, dtype, **case):
         {"trainable": True},
         {"feature_map": "softmax"},
         {"normalize": "none"},
+        {"rope": {"rotary_dim": 16, "signed": True}, "decay": 0.05},
     ],
     ids=str,
 )
@@ -91,6 +92,7 @@ def test_float32_keeps_its_digits_over_a_long_sequence(decay):
         {"causal": False},
         {"trainable": True},
         {"normalize": "rotary", "eps": 1.0, "length": 300},
+        {"rope": {"rotary_dim": 16, "signed": True}, "decay": 0.05},
     ],
     ids=str,
 )
