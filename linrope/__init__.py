@@ -5,6 +5,7 @@ from linrope.errors import InputError
 from linrope.model import LanguageModel, LanguageModelConfig
 from linrope.ops import State, linear_attention, merge
 from linrope.rotary import RotaryConfig, RotaryEmbedding, RotaryScaling, permute_pairing
+from linrope.segments import segmented_loss
 
 __version__ = "0.1.0"
 
@@ -23,4 +24,5 @@ __all__ = [
     "linear_attention",
     "merge",
     "permute_pairing",
+    "segmented_loss",
 ]

@@ -108,6 +108,13 @@ class TrainingCLI(LightningCLI):
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--seed_everything", type=int, default=1, help="Seed of the first weights and of dropout.")
         what = "resume from" if self.command == "fit" else f"{self.command} (required)"
+        parser.add_argument(
+            "--segment_length",
+            type=int | None,
+            default=None,
+            help="Read sequences in segments of so many tokens, with exact gradients, in memory that does not grow "
+            "with data.context; null reads each at once.",
+        )
         parser.add_argument("--ckpt_path", type=str | None, default=None, help=f"Checkpoint file to {what}.")
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -138,7 +145,8 @@ class TrainingCLI(LightningCLI):
         self.config_init = self.parser.instantiate(self.config)
         self._check_checkpoint(self.config_init.model)
         self.datamodule = self.config_init.data
-        self.model = LanguageModelingModule(self.config_init.model, self.config_init.optimizer)
+        config = self.config_init
+        self.model = LanguageModelingModule(config.model, config.optimizer, config.segment_length)
         self.trainer = self.instantiate_trainer()
 
     def _check_checkpoint(self, model_config: LanguageModelConfig) -> None:

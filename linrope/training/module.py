@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from linrope.data import IGNORE, SEPARATOR
 from linrope.errors import InputError
 from linrope.model import LanguageModel, LanguageModelConfig
+from linrope.segments import require_segments, segmented_loss
 
 
 class NonFiniteError(RuntimeError):
@@ -94,18 +95,28 @@ class LanguageModelingModule(LightningModule):
     Args:
         model_config: the model to make.
         optimizer_config: how to train it.
+        segment_length: read sequences in segments of so many tokens, with the gradients of the whole, so that memory
+            does not grow with the length (see `linrope.segments`); None reads each at once.
 
     Raises:
-        InputError: when training starts, if `trainer.max_steps` is unset or `trainer.gradient_clip_val` is set.
+        InputError: a segment length below 1, or one for a model whose past grows; when training starts, if
+            `trainer.max_steps` is unset or `trainer.gradient_clip_val` is set.
         NonFiniteError: in training, at the first loss or gradient that is not finite.
     """
 
     # No save_hyperparameters(): Lightning's command line would let those in a checkpoint override the user's YAML.
 
-    def __init__(self, model_config: LanguageModelConfig, optimizer_config: OptimizerConfig | None = None) -> None:
+    def __init__(
+        self,
+        model_config: LanguageModelConfig,
+        optimizer_config: OptimizerConfig | None = None,
+        segment_length: int | None = None,
+    ) -> None:
         super().__init__()
         self.model = LanguageModel(model_config)
-        self.model_config = model_config
+        if segment_length is not None:
+            require_segments(self.model, segment_length)
+        self.model_config, self.segment_length = model_config, segment_length
         self.optimizer_config = optimizer_config or OptimizerConfig()
         self._train_sums = torch.zeros(3)  # nats, bytes and targets since the last step
         self._start_evaluation()
@@ -117,10 +128,10 @@ class LanguageModelingModule(LightningModule):
     # Training.
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        losses = self._losses(batch)
-        sums = _sums(losses.detach(), batch["targets"])
-        self._train_sums = self._train_sums.to(losses.device) + sums
-        return losses.sum() / sums[2].clamp(min=1)  # the mean over targets; 0 where a batch has none
+        nats = self._nats(batch)
+        sums = _sums(nats.detach(), batch["targets"])
+        self._train_sums = self._train_sums.to(nats.device) + sums
+        return nats / sums[2].clamp(min=1)  # the mean over targets; 0 where a batch has none
 
     def configure_gradient_clipping(
         self, optimizer: AdamW, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
@@ -177,7 +188,7 @@ class LanguageModelingModule(LightningModule):
         self._eval_sums, self._eval_tokens = [0.0, 0.0], 0  # (nats, bytes) and targets
 
     def _add_to_evaluation(self, batch: dict[str, Tensor]) -> None:
-        *sums, tokens = _sums(self._losses(batch), batch["targets"]).tolist()
+        *sums, tokens = _sums(self._nats(batch), batch["targets"]).tolist()
         self._eval_sums = [total + new for total, new in zip(self._eval_sums, sums, strict=True)]
         self._eval_tokens += round(tokens)
 
@@ -192,8 +203,13 @@ class LanguageModelingModule(LightningModule):
     def _metrics(self, split: str, nats: float, n_bytes: float, tokens: float) -> dict[str, float]:
         return {f"{split}_loss": nats / max(tokens, 1), f"{split}_bpb": bits_per_byte(nats, n_bytes)}
 
-    def _losses(self, batch: dict[str, Tensor]) -> Tensor:
-        return token_losses(self.model(batch["inputs"]), batch["targets"])
+    def _nats(self, batch: dict[str, Tensor]) -> Tensor:
+        """The nats of a batch's targets, in all."""
+        inputs, targets, documents = batch["inputs"], batch["targets"], batch.get("segment_ids")
+        if self.segment_length is None:
+            return token_losses(self.model(inputs, segment_ids=documents), targets).sum()
+        nats, _ = segmented_loss(self.model, inputs, targets, self.segment_length, segment_ids=documents)
+        return nats
 
     # The optimizer, and what checkpoints hold.
 
@@ -246,7 +262,7 @@ class LanguageModelingModule(LightningModule):
             state["base_lrs"] = [config.lr] * len(state["base_lrs"])
 
 
-def _sums(losses: Tensor, targets: Tensor) -> Tensor:
-    """The nats of all targets (B, T), how many of them are bytes and how many there are, IGNORE apart: float32 (3,)."""
+def _sums(nats: Tensor, targets: Tensor) -> Tensor:
+    """The nats of targets (B, T), how many of them are bytes and how many there are, IGNORE apart: float32 (3,)."""
     asked = targets != IGNORE
-    return torch.stack([losses.sum(), (asked & (targets != SEPARATOR)).sum().float(), asked.sum().float()])
+    return torch.stack([nats, (asked & (targets != SEPARATOR)).sum().float(), asked.sum().float()])

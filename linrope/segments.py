@@ -1,0 +1,280 @@
+"""Exact gradients of sequences that do not fit in memory.
+
+All that crosses from one segment of a sequence to the next is the model's state, which is small and of fixed size. So
+the forward keeps the states between segments and nothing else; the backward goes through the segments from the last
+to the first, computes each again with autograd, and hands the gradient of the state before it to the segment before:
+
+    forward     s_1 = f(s_0, x_1),  s_2 = f(s_1, x_2),  …               no graph; the s_i are kept
+    backward    (∂s_{i-1}, ∂w) += the vector-Jacobian product of (s_i, loss_i) with (∂s_i, 1)        i = n … 1
+
+The gradient is that of the whole sequence, for one more forward in time, in memory that does not depend on the length
+(but for the tokens, and the states: a few hundred kilobytes for each segment of a small model).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linrope.attention import AttentionState
+from linrope.errors import InputError
+from linrope.model import LanguageModel
+from linrope.ops.state import State
+
+ModelState = tuple[AttentionState, ...]
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Nats of all targets (B, T), in float32 at least, of logits (B, T, V); targets of -100 count nothing."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def segmented_loss(
+    model: LanguageModel,
+    inputs: Tensor,
+    targets: Tensor,
+    segment_length: int,
+    *,
+    loss: Loss = summed_cross_entropy,
+    segment_ids: Tensor | None = None,
+    state: ModelState | None = None,
+    truncated: bool = False,
+) -> tuple[Tensor, ModelState]:
+    """The loss of a sequence, read in segments: `backward()` on it gives the gradients of the whole.
+
+        total, _ = segmented_loss(model, tokens[:, :-1], tokens[:, 1:], 8192)
+        (total / targets.numel()).backward()
+
+    Only parameters get gradients. Dropout draws the same masks in both passes; they differ from those of one call on
+    the whole sequence.
+
+    Args:
+        model: every layer linear, or softmax with a window.
+        inputs: (B, T) tokens.
+        targets: (B, T), or (B, T, ...): what `loss` takes beside the logits of those tokens.
+        segment_length: tokens of a segment, at least 1; the last may be shorter.
+        loss: `loss(logits, targets)` of one segment is a scalar, and that of a sequence the sum over its segments (so
+            divide by a number of tokens afterwards).
+        segment_ids: (B, T) integers, documents of packed rows, as the model takes them.
+        state: what came before, without gradient.
+        truncated: cut the gradient between segments (truncated backpropagation through time): the states go on, each
+            segment's loss reaches its own tokens only.
+
+    Returns:
+        The loss, a scalar to call `backward` on, and the state after the last token, without gradient.
+
+    Raises:
+        InputError: a segment length below 1, no tokens, shapes that do not fit, a softmax layer without a window (its
+            past is all keys, which is what segments are to spare).
+    """
+    _check(model, inputs, targets, segment_length)
+    pieces = _Pieces(model, loss, inputs, targets, segment_ids, segment_length)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not (torch.is_grad_enabled() and parameters):
+        total, states, _ = pieces.forward(state, keep=False)
+        return total, states[-1]
+    kept: dict[str, Any] = {"state": state, "truncated": truncated}
+    total = _SegmentedLoss.apply(pieces, kept, *parameters)
+    return total, kept["final"]
+
+
+def _check(model: LanguageModel, inputs: Tensor, targets: Tensor, segment_length: int) -> None:
+    require_segments(model, segment_length)
+    if inputs.ndim != 2 or inputs.shape[1] == 0 or targets.shape[:2] != inputs.shape:
+        raise InputError(
+            f"inputs {tuple(inputs.shape)} and targets {tuple(targets.shape)}: pass (B, T) with T ≥ 1, and one target "
+            "for each token."
+        )
+
+
+def require_segments(model: LanguageModel, segment_length: int) -> None:
+    """Raise InputError unless sequences can be read in segments of that length, the model's state not growing."""
+    if not (isinstance(segment_length, int) and segment_length >= 1):
+        raise InputError(f"segment_length={segment_length!r} must be a whole number of tokens, at least 1.")
+    for layer, kind in enumerate(model.config.attention_kinds):
+        if kind == "softmax" and model.config.window is None:
+            raise InputError(
+                f"segment_length was given to a model whose layer {layer} is softmax attention without a window: its "
+                "past is all keys and values, so memory would grow all the same. Set model.window, make the layer "
+                "linear, or leave segment_length out."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pieces:
+    """A sequence and what is to be computed on each of its segments."""
+
+    model: LanguageModel
+    loss: Loss
+    inputs: Tensor
+    targets: Tensor
+    segment_ids: Tensor | None
+    length: int
+
+    def slices(self) -> Iterator[slice]:
+        for start in range(0, self.inputs.shape[1], self.length):
+            yield slice(start, min(start + self.length, self.inputs.shape[1]))
+
+    def run(self, piece: slice, state: ModelState | None) -> tuple[Tensor, ModelState]:
+        """The loss of one segment, and the state after it."""
+        ids = None if self.segment_ids is None else self.segment_ids[:, piece]
+        state = self._before(piece, state)
+        logits, state = self.model(self.inputs[:, piece], state, segment_ids=ids, return_state=True)
+        return self.loss(logits, self.targets[:, piece]), state
+
+    def _before(self, piece: slice, state: ModelState | None) -> ModelState | None:
+        """The state that a segment starts from: in rows where a document ended just before it, that of no past."""
+        if self.segment_ids is None or state is None or piece.start == 0:
+            return state
+        ended = self.segment_ids[:, piece.start] != self.segment_ids[:, piece.start - 1]
+        return forget_rows(state, ended)
+
+    @torch.no_grad()
+    def forward(self, state: ModelState | None, keep: bool) -> tuple[Tensor, list[ModelState | None], list]:
+        """The whole loss; the state before each segment (with `keep`) and after the last; the random states."""
+        total, states, draws = 0.0, [], []
+        for piece in self.slices():
+            if keep:
+                states.append(state)
+                draws.append(_random_state(self.inputs.device))
+            value, state = self.run(piece, state)
+            total = total + value
+        return total, [*states, state], draws
+
+
+class _SegmentedLoss(torch.autograd.Function):
+    """One node of autograd: parameters in, the loss out. So a step of any trainer, with accumulation, clipping, scaled
+    losses and one all-reduce over devices, is what it was."""
+
+    @staticmethod
+    def forward(ctx, pieces: _Pieces, kept: dict[str, Any], *parameters: Tensor) -> Tensor:
+        total, states, draws = pieces.forward(kept["state"], keep=True)
+        kept["final"] = states.pop()
+        ctx.pieces, ctx.states, ctx.draws, ctx.truncated = pieces, states, draws, kept["truncated"]
+        ctx.parameters = parameters
+        device = pieces.inputs.device.type
+        ctx.autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        pieces, parameters = ctx.pieces, ctx.parameters
+        device = pieces.inputs.device
+        sums: list[Tensor | None] = [None] * len(parameters)
+        grad_state: list[Tensor | None] = []
+        enabled, dtype = ctx.autocast
+        for piece, state, draw in reversed(list(zip(pieces.slices(), ctx.states, ctx.draws, strict=True))):
+            with torch.enable_grad(), torch.autocast(device.type, dtype, enabled), _drawing_again(draw, device):
+                before = _leaves(state, not ctx.truncated)
+                value, after = pieces.run(piece, before)
+            sources = [*parameters, *([] if ctx.truncated else _tensors(before))]
+            outputs, gradients = [value], [grad.to(value.dtype)]
+            for tensor, gradient in zip(_tensors(after), grad_state):
+                if gradient is not None and tensor.requires_grad:
+                    outputs.append(tensor)
+                    gradients.append(gradient)
+            found = torch.autograd.grad(outputs, sources, gradients, allow_unused=True)
+            for i, gradient in enumerate(found[: len(parameters)]):
+                if gradient is not None:
+                    sums[i] = gradient if sums[i] is None else sums[i].add_(gradient)
+            grad_state = list(found[len(parameters) :])
+            del value, after, before, outputs, found
+        return None, None, *sums
+
+
+# --- states as trees of tensors --------------------------------------------------------------------------------------
+
+
+def map_state(change: Callable[[str, Tensor], Tensor], state: Any) -> Any:
+    """The same state with `change(name, tensor)` in place of each of its tensors."""
+    if isinstance(state, tuple):
+        return tuple(map_state(change, part) for part in state)
+    values = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            values[name] = change(name, value)
+        elif dataclasses.is_dataclass(value):
+            values[name] = map_state(change, value)
+    return type(state)(**values)
+
+
+def _tensors(state: ModelState | None) -> list[Tensor]:
+    """The floating tensors of a state, in a fixed order."""
+    found: list[Tensor] = []
+
+    def note(_: str, tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            found.append(tensor)
+        return tensor
+
+    if state is not None:
+        map_state(note, state)
+    return found
+
+
+def _leaves(state: ModelState | None, differentiable: bool) -> ModelState | None:
+    """The state cut from its graph, its floating tensors ready to receive gradients."""
+    if state is None:
+        return None
+    return map_state(lambda _, x: x.detach().requires_grad_(differentiable and x.is_floating_point()), state)
+
+
+def forget_rows(state: ModelState, ended: Tensor) -> ModelState:
+    """The state with no past in the rows (B,) where `ended` is True: their document is over, another begins.
+
+    Positions go on, as they do inside a packed row.
+    """
+
+    def emptied(part: AttentionState) -> AttentionState:
+        def change(name: str, x: Tensor) -> Tensor:
+            gone = ended.view(-1, *(1,) * (x.ndim - 1))
+            if name == "log_decay":
+                return x.masked_fill(gone, -math.inf)
+            return x.masked_fill(gone, False if x.dtype == torch.bool else 0)
+
+        past, length = part.past, part.past.length
+        if not isinstance(past, State):  # keys of 0 would still be seen
+            seen = past.visible if past.visible is not None else past.k.new_ones(past.k[:, 0, :, 0].shape).bool()
+            past = dataclasses.replace(past, visible=seen)
+        starts = part.document_start if part.document_start is not None else torch.zeros_like(ended, dtype=torch.int64)
+        return AttentionState(
+            map_state(change, past),
+            None if part.conv_tail is None else change("conv_tail", part.conv_tail),
+            torch.where(ended, length, starts),
+        )
+
+    return tuple(emptied(part) for part in state)
+
+
+# --- random numbers --------------------------------------------------------------------------------------------------
+
+
+def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), on_device
+
+
+class _drawing_again:
+    """Inside, random numbers are those that were drawn from a given state on; after it, the draw goes on as before."""
+
+    def __init__(self, draw: tuple[Tensor, Tensor | None], device: torch.device):
+        self.draw, self.device = draw, device
+
+    def __enter__(self) -> None:
+        self.now = _random_state(self.device)
+        self._set(self.draw)
+
+    def __exit__(self, *error: object) -> None:
+        self._set(self.now)
+
+    def _set(self, state: tuple[Tensor, Tensor | None]) -> None:
+        torch.set_rng_state(state[0])
+        if state[1] is not None:
+            torch.cuda.set_rng_state(state[1], self.device)
