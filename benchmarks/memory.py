@@ -120,7 +120,29 @@ def _forget_highest() -> int:
     return _highest()
 
 
-def _limit(nbytes: int | None, device: str) -> None:
+class HighWater:
+    """The most memory in use from the moment this is made."""
+
+    def __init__(self, device: str):
+        self.on_gpu = device == "cuda"
+        if self.on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        self.before = torch.cuda.memory_allocated() if self.on_gpu else _forget_highest()
+
+    def peak_of(self, call: Callable[[], object]) -> Peak:
+        """Of one call, and of what came before it since this was made."""
+        begin = time.perf_counter()
+        kept = call()
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - begin
+        process = torch.cuda.max_memory_allocated() if self.on_gpu else _highest()
+        del kept
+        return Peak(max(0, process - self.before), process, seconds)
+
+
+def limit_to(nbytes: int | None, device: str) -> None:
     """Let this process hold that much more from now on."""
     if nbytes is None:
         return
@@ -137,23 +159,11 @@ def measure(method: Method, setting: Setting, limit: int | None = None) -> Peak:
     """The peak of one call in this process, which can hold `limit` more bytes from then on."""
     warm_up = replace(setting, length=min(setting.length, WARM_UP))
     method.prepare(Inputs.make(warm_up))()
-    _limit(limit, setting.device)
+    limit_to(limit, setting.device)
     inputs = Inputs.make(setting)
-    on_gpu = setting.device == "cuda"
     call = None if setting.mode == "decode" else method.prepare(inputs)
-    if on_gpu:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated() if on_gpu else _forget_highest()
-    call = call or method.prepare(inputs)  # what decoding costs is its past, above all
-    begin = time.perf_counter()
-    kept = call()
-    if on_gpu:
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - begin
-    process = torch.cuda.max_memory_allocated() if on_gpu else _highest()
-    del kept
-    return Peak(max(0, process - before), process, seconds)
+    water = HighWater(setting.device)
+    return water.peak_of(call or method.prepare(inputs))  # what decoding costs is its past, above all
 
 
 # --- processes of their own ------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def leave() -> None:
 
 
 def allocate(nbytes: int, limit: int) -> int:
-    memory._limit(limit, "cpu")
+    memory.limit_to(limit, "cpu")
     return torch.ones(nbytes, dtype=torch.uint8).numel()
 
 
