@@ -78,9 +78,7 @@ def task_of(method: str, length: int, options: argparse.Namespace) -> Task:
     if method == "softmax":
         config = LanguageModelConfig(attention="softmax", **sizes)
     else:
-        half = options.d_model // options.heads // 4 * 2
-        rope = RotaryConfig(rotary_dim=half, signed=True)
-        config = LanguageModelConfig(forget_gate=True, rope=rope, **sizes)
+        config = LanguageModelConfig(forget_gate=True, rope=RotaryConfig(signed=True), **sizes)
     segment = options.segment_length if method == "linear in segments" else None
     return Task(method, length, segment, config, options.device)
 

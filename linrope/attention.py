@@ -19,7 +19,7 @@ from linrope.errors import InputError, require_choice
 from linrope.feature_maps import MapModule, make_feature_map
 from linrope.ops import BACKENDS, NORMALIZE, State, linear_attention
 from linrope.ops.inputs import check_segment_ids, check_signed
-from linrope.rotary import RotaryConfig, RotaryEmbedding
+from linrope.rotary import RotaryConfig, RotaryEmbedding, half_of
 from linrope.softmax import KeyValueCache, softmax_attention
 
 __all__ = ["AttentionState", "KeyValueCache", "LinearAttention", "ShortConvolution", "SoftmaxAttention"]
@@ -179,7 +179,7 @@ def _embedding(rope: RotaryConfig | None, head_dim: int, n_features: int | None 
     if n_features is None or rope.before_map:
         return RotaryEmbedding.from_config(head_dim, rope)
     if rope.rotary_dim is None and n_features != head_dim:
-        rope = replace(rope, rotary_dim=n_features // 2 * 2)
+        rope = replace(rope, rotary_dim=half_of(head_dim) if rope.signed else n_features // 2 * 2)
     return RotaryEmbedding.from_config(n_features, rope)
 
 
@@ -189,8 +189,9 @@ def _signed_dim(rope: RotaryConfig | None, head_dim: int, normalize: str) -> int
         return 0
     if rope.before_map:
         raise InputError("rope.before_map=True turns what φ is of, rope.signed=True what it is not of: drop one.")
-    check_signed(rope.rotary_dim or head_dim, head_dim, normalize)
-    return rope.rotary_dim or head_dim
+    signed = half_of(head_dim) if rope.rotary_dim is None else rope.rotary_dim
+    check_signed(signed, head_dim, normalize)
+    return signed
 
 
 class LinearAttention(_Attention):
@@ -201,7 +202,7 @@ class LinearAttention(_Attention):
     Where RoPE stands is one of five: in neither sum (`rope=None`), in the numerator (the default), in both
     (`normalize="rotary"`), before φ (`RotaryConfig(before_map=True)`), where both sums see φ of what was turned:
     weights stay positive, and depend on positions themselves, not on distances alone; or in the numerator with either
-    sign (`RotaryConfig(rotary_dim=8, signed=True)`): the turned dimensions skip φ and the denominator.
+    sign (`RotaryConfig(signed=True)`): half of the dimensions turn, and skip φ and the denominator.
 
     Args:
         d_model: width of the model.
@@ -359,7 +360,7 @@ class SoftmaxAttention(_Attention):
             d_model,
             n_heads,
             head_dim=head_dim,
-            rope=_embedding(rope, head_dim),
+            rope=_embedding(None if rope is None else replace(rope, signed=False), head_dim),
             causal=causal,
             short_conv=short_conv,
             output_norm=output_norm,

@@ -193,7 +193,7 @@ class RotaryConfig:
     """Wavelengths run from 2π up to 2π·base tokens; a list has one base for each head, null for one that does not
     turn."""
     rotary_dim: int | None = None
-    """Turn only the first `rotary_dim` dimensions of each head (even); null turns all."""
+    """Turn only the first `rotary_dim` dimensions of each head (even); null turns all, or half where signed."""
     interleaved: bool = True
     """Pair dimensions (2m, 2m+1) as RoFormer does; false pairs (m, m + rotary_dim/2) as GPT-NeoX and Llama do."""
     trainable: bool = False
@@ -223,6 +223,11 @@ class RotaryConfig:
         return cls(**values)
 
 
+def half_of(dim: int) -> int:
+    """Half of the dimensions, in whole pairs."""
+    return dim // 4 * 2
+
+
 class RotaryEmbedding(nn.Module):
     """RoPE: turns pair m of a vector at position t by the angle t·θ_m, θ_m = base^(-2m / rotary_dim).
 
@@ -236,7 +241,8 @@ class RotaryEmbedding(nn.Module):
             at the start).
         interleaved: pair dimensions (2m, 2m+1) (RoFormer); False pairs (m, m + rotary_dim/2) (GPT-NeoX, Llama).
         trainable: make θ a parameter, float32.
-        rotary_dim: turn only the first `rotary_dim` dimensions, an even number ≤ dim; None turns all.
+        rotary_dim: turn only the first `rotary_dim` dimensions, an even number ≤ dim; None turns all, or half (rounded
+            down to an even number) where `signed`.
         scaling: how the frequencies that `base` gives change for longer contexts, before any training.
         signed: in linear attention, leave φ and the denominator to the dimensions that do not turn: see
             `linear_attention`.
@@ -258,7 +264,8 @@ class RotaryEmbedding(nn.Module):
         signed: bool = False,
     ):
         super().__init__()
-        name, width = ("dim", dim) if rotary_dim is None else ("rotary_dim", rotary_dim)
+        whole = half_of(dim) if signed else dim
+        name, width = ("dim", whole) if rotary_dim is None else ("rotary_dim", rotary_dim)
         if width % 2 or width < 2:
             raise InputError(f"{name}={width} cannot be split into pairs: RoPE needs a positive even rotary_dim.")
         if width > dim:

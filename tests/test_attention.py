@@ -364,7 +364,7 @@ def test_bad_arguments_are_named():
             "rope.before_map=True turns what φ is of, rope.signed=True what it is not of",
         ),
         (
-            lambda: LinearAttention(12, 2, rope=RotaryConfig(signed=True)),
+            lambda: LinearAttention(12, 2, rope=RotaryConfig(rotary_dim=6, signed=True)),
             "rope.signed=True with rotary_dim=6 leaves none of the 6 dimensions",
         ),
         (
@@ -398,3 +398,12 @@ def test_bad_calls_are_named(kind):
     ]:
         with pytest.raises(InputError, match=message):
             call()
+
+
+def test_signed_is_a_matter_of_linear_layers():
+    """Softmax layers of a hybrid turn all of their dimensions."""
+    config = RotaryConfig(signed=True)
+    assert LinearAttention(32, 2, rope=config).rope.rotary_dim == 8
+    assert LinearAttention(32, 2, rope=config, feature_map="hedgehog").rope.rotary_dim == 8
+    assert LinearAttention(32, 2, rope=config, feature_map="hedgehog").n_features == 8 + 2 * 8
+    assert SoftmaxAttention(32, 2, rope=config).rope.rotary_dim == 16

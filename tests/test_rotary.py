@@ -328,3 +328,11 @@ def test_bad_calls_are_named():
     ]:
         with pytest.raises(InputError, match=message):
             call()
+
+
+def test_where_signed_half_of_the_dimensions_turn():
+    for dim, turned in ((32, 16), (30, 14), (7, 2), (4, 2)):
+        assert RotaryEmbedding(dim, signed=True).rotary_dim == turned
+    assert RotaryEmbedding(32, signed=True, rotary_dim=8).rotary_dim == 8
+    with pytest.raises(InputError, match="dim=0 cannot be split into pairs"):
+        RotaryEmbedding(3, signed=True)

@@ -30,7 +30,7 @@ BAD = {
     "rope of another size": ({"rope": RotaryEmbedding(8)}, "rope has dim=8.*have 4"),
     "rope of other heads": ({"rope": RotaryEmbedding(D, [10.0, None])}, r"rope\.base has 2 entries.*3 heads"),
     "signed in all dimensions": (
-        {"rope": RotaryEmbedding(D, signed=True)},
+        {"rope": RotaryEmbedding(D, rotary_dim=D, signed=True)},
         "leaves none of the 4 dimensions.*let fewer",
     ),
     "signed in both sums": (

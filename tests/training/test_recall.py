@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
+from torch.utils.data import DataLoader
 
 from linrope.data import IGNORE, SEPARATOR
 from linrope.errors import InputError
@@ -131,7 +132,7 @@ def test_ignored_targets_cost_nothing_and_are_no_bytes():
     losses = token_losses(module(inputs), targets)
     assert (losses[targets == IGNORE] == 0).all()
     loss = module.training_step({"inputs": inputs, "targets": targets}, 0)
-    torch.testing.assert_close(loss, losses[targets != IGNORE].mean())
+    torch.testing.assert_close(loss, losses[targets != IGNORE].sum() / 6)  # the step puts it right: see below
     nats, n_bytes, n_targets = module._train_sums.tolist()
     assert (n_bytes, n_targets) == (2, 3)
     assert nats == pytest.approx(losses.sum().item())
@@ -146,6 +147,39 @@ def test_a_batch_without_targets_has_loss_and_gradients_of_zero():
     loss.backward()
     assert loss.item() == 0
     assert all((p.grad == 0).all() for p in module.parameters() if p.grad is not None)
+
+
+def test_a_step_averages_over_the_targets_of_all_its_micro_batches():
+    """One micro-batch with a single target and one with many: each target counts the same."""
+    torch.manual_seed(0)
+    inputs = torch.randint(64, (2, 1, 8))
+    targets = torch.full((2, 1, 8), IGNORE)
+    targets[0, 0, 3] = 5
+    targets[1] = torch.randint(64, (1, 8))
+    batches = [{"inputs": x, "targets": y} for x, y in zip(inputs, targets, strict=True)]
+    module = LanguageModelingModule(MODEL, OptimizerConfig(lr=0.0, clip_norm=0.0))
+    losses = [token_losses(module(batch["inputs"]), batch["targets"]).sum() for batch in batches]
+    expected = torch.autograd.grad(sum(losses) / 9, list(module.parameters()))
+    found = []
+    trainer = Trainer(
+        max_steps=1,
+        accumulate_grad_batches=2,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    clip = module.configure_gradient_clipping
+
+    def remember(*args, **options):
+        clip(*args, **options)
+        found.extend(p.grad.clone() for p in module.parameters())
+
+    module.configure_gradient_clipping = remember
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    for gradient, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(gradient, right, rtol=1e-5, atol=1e-7)  # float32, in another order
 
 
 # The measure.
