@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 """Student's t at 97.5 % for 1, 2, … degrees of freedom."""
+SPIKE, SPIKE_WINDOW = 1.25, 5
 METRIC = {"text": ("bpb", "bits per byte", -1), "mqar": ("accuracy", "accuracy", 1)}
 """By task: the metric, how it is called, and whether more (1) or less (-1) of it is better. Differences in bits per
 byte are shares of the reference's, in accuracy (which may be 0) they are what they are."""
@@ -57,7 +58,8 @@ class Row:
 
     `difference` is to the reference, seed by seed (runs of a seed share their data and their start), in bits per byte
     as a share of the reference's mean. `verdict` says on which side of it its whole interval lies. `first_eighth` and
-    `last_eighth` are bits per token there in rows as long as in training; `state_bytes` is at 1,024 tokens.
+    `last_eighth` are bits per token there in rows as long as in training; `spikes` counts hundredths of runs, see
+    `spikes`; `state_bytes` is at 1,024 tokens.
     """
 
     variant: str
@@ -148,10 +150,17 @@ def _row(name, runs, metric, better, reference, budget, speed) -> Row:
         last_eighth=_mean(last for _, last in positions),
         grad_norm_median=statistics.median(t["grad_norm_median"] for t in training),
         grad_norm_peak=max(t["grad_norm_peak"] for t in training),
-        spikes=sum(len(t["spikes"]) for t in training),
+        spikes=sum(len(spikes(t["losses"])) for t in training) if metric == "bpb" else 0,
         smallest_denominator=min(denominators, default=None),
         state_bytes=runs[0]["state_bytes"],
     )
+
+
+def spikes(losses: list[float]) -> list[int]:
+    """Which hundredths of a run had a mean loss `SPIKE` times the median of the `SPIKE_WINDOW` before. (Single steps
+    say nothing: a batch of two rows may just be hard. Nor does recall, whose batches are of several kinds.)"""
+    found = range(SPIKE_WINDOW, len(losses))
+    return [i for i in found if losses[i] > SPIKE * statistics.median(losses[i - SPIKE_WINDOW : i])]
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -179,9 +188,9 @@ def equal_seconds(by_variant: dict[str, list[dict[str, Any]]], speeds: dict[str,
 
 
 def at_tokens(run: dict[str, Any], metric: str, speed: float | None, seconds: float) -> float:
-    """The metric after so many seconds at that speed, between two validations of the curve by the logarithm of tokens;
-    NaN before the first. The learning rate had not come to its end there, so it says a little less than a run of that
-    length would."""
+    """The final metric, less what the curve still gained after so many seconds at that speed (it reads a part of the
+    text only); NaN before its first point. The learning rate had not come to its end there, so a run of that length
+    would have done a little better."""
     curve = [(p["tokens"], p[metric]) for p in run["curve"] if metric in p]
     if not speed or not curve:
         return math.nan
@@ -189,8 +198,8 @@ def at_tokens(run: dict[str, Any], metric: str, speed: float | None, seconds: fl
     for (t0, y0), (t1, y1) in itertools.pairwise(curve):
         if t0 <= tokens <= t1:
             share = math.log(tokens / t0) / math.log(t1 / t0)
-            return y0 + share * (y1 - y0)
-    return curve[0][1] if tokens == curve[0][0] else math.nan
+            return run["final"][metric] + y0 + share * (y1 - y0) - curve[-1][1]
+    return run["final"][metric] if tokens == curve[-1][0] else math.nan
 
 
 def eighths(run: dict[str, Any]) -> tuple[float, float] | None:
@@ -245,9 +254,9 @@ def table_of(rows: list[Row], grid: Any):
     metric, label, _ = METRIC[grid.task]
     length = f"{grid.tokens:,} tokens" if grid.tokens else f"{grid.minutes:g} minutes"
     table = report.new_table(
-        f"{grid.title}\n{label} after {length}, means ± 95 % intervals over seeds",
-        f"vs: to {grid.reference}, seed by seed; ~ is within noise. equal s: in the time that the\n"
-        "fastest variant takes. peak: largest gradient norm after the warm-up, in any seed.",
+        f"{grid.title}\n{label} after {length}",
+        f"±: 95 % over seeds. vs: to {grid.reference}, seed by seed\n+ better, - worse, ~ within noise, ? one seed\n"
+        "equal s: in the time that the fastest variant takes\npeak: gradient norm after the warm-up, any seed",
         text=["variant"],
         numbers=[metric, "±", "vs", "±", "", "equal s", "tok/s", "peak", "runs"],
     )
@@ -275,7 +284,7 @@ def _or_blank(form: str, value: float) -> str:
 def remarks(rows: list[Row], results: list[dict[str, Any]]) -> list[str]:
     """What the table does not say: runs that diverged, spikes, unequal sizes."""
     said = [f"{r['variant']}, seed {r['seed']}: diverged, {r['diverged']}" for r in results if r["diverged"]]
-    said += [f"{row.variant}: {row.spikes} steps with a loss spike" for row in rows if row.spikes]
+    said += [f"{row.variant}: the loss spiked, in {row.spikes} hundredths of a run" for row in rows if row.spikes]
     sizes = [row.parameters for row in rows]
     if max(sizes) > (1 + TOLERANCE) * min(sizes):
         said.append(f"models differ in size: {min(sizes):,} to {max(sizes):,} parameters")

@@ -35,8 +35,6 @@ SAVE_EVERY_SECONDS = 120
 SEGMENT = 4096
 """Long rows are read in pieces of so many tokens, the state going on from one to the next."""
 UNFINISHED = ".unfinished"
-SPIKE, SPIKE_WINDOW = 1.5, 50
-"""A spike is a step whose loss is so many times the median of so many steps before it."""
 
 
 @dataclass
@@ -175,18 +173,7 @@ def training_summary(recorder: Recorder, settings: Settings) -> dict[str, Any]:
         "grad_norm_median": statistics.median(norms[warm:]) if norms[warm:] else math.nan,
         "grad_norm_peak": norms[peak] if peak is not None else math.nan,
         "grad_norm_peak_step": peak,
-        # recall's batches are of several kinds, some hard and some easy
-        "spikes": spikes(losses, warm) if settings.task == "text" else [],
     }
-
-
-def spikes(losses: list[float], warm: int) -> list[int]:
-    """The steps after the warm-up whose loss was `SPIKE` times the median of the `SPIKE_WINDOW` before."""
-    found = []
-    for step in range(max(warm, SPIKE_WINDOW), len(losses)):
-        if losses[step] > SPIKE * statistics.median(losses[step - SPIKE_WINDOW : step]):
-            found.append(step)
-    return found
 
 
 # --- what a trained model does with text -----------------------------------------------------------------------------
