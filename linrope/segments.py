@@ -14,19 +14,16 @@ The gradient is that of the whole sequence, for one more forward in time, in mem
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from linrope.attention import AttentionState
 from linrope.errors import InputError
 from linrope.model import LanguageModel
-from linrope.ops.state import State
+from linrope.states import ModelState, forget_rows, leaves, tensors_of
 
-ModelState = tuple[AttentionState, ...]
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -172,11 +169,11 @@ class _SegmentedLoss(torch.autograd.Function):
         enabled, dtype = ctx.autocast
         for piece, state, draw in reversed(list(zip(pieces.slices(), ctx.states, ctx.draws, strict=True))):
             with torch.enable_grad(), torch.autocast(device.type, dtype, enabled), _drawing_again(draw, device):
-                before = _leaves(state, not ctx.truncated)
+                before = leaves(state, not ctx.truncated)
                 value, after = pieces.run(piece, before)
-            sources = [*parameters, *([] if ctx.truncated else _tensors(before))]
+            sources = [*parameters, *([] if ctx.truncated else tensors_of(before))]
             outputs, gradients = [value], [grad.to(value.dtype)]
-            for tensor, gradient in zip(_tensors(after), grad_state):
+            for tensor, gradient in zip(tensors_of(after), grad_state):
                 if gradient is not None and tensor.requires_grad:
                     outputs.append(tensor)
                     gradients.append(gradient)
@@ -187,70 +184,6 @@ class _SegmentedLoss(torch.autograd.Function):
             grad_state = list(found[len(parameters) :])
             del value, after, before, outputs, found
         return None, None, *sums
-
-
-# --- states as trees of tensors --------------------------------------------------------------------------------------
-
-
-def map_state(change: Callable[[str, Tensor], Tensor], state: Any) -> Any:
-    """The same state with `change(name, tensor)` in place of each of its tensors."""
-    if isinstance(state, tuple):
-        return tuple(map_state(change, part) for part in state)
-    values = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
-    for name, value in values.items():
-        if isinstance(value, Tensor):
-            values[name] = change(name, value)
-        elif dataclasses.is_dataclass(value):
-            values[name] = map_state(change, value)
-    return type(state)(**values)
-
-
-def _tensors(state: ModelState | None) -> list[Tensor]:
-    """The floating tensors of a state, in a fixed order."""
-    found: list[Tensor] = []
-
-    def note(_: str, tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point():
-            found.append(tensor)
-        return tensor
-
-    if state is not None:
-        map_state(note, state)
-    return found
-
-
-def _leaves(state: ModelState | None, differentiable: bool) -> ModelState | None:
-    """The state cut from its graph, its floating tensors ready to receive gradients."""
-    if state is None:
-        return None
-    return map_state(lambda _, x: x.detach().requires_grad_(differentiable and x.is_floating_point()), state)
-
-
-def forget_rows(state: ModelState, ended: Tensor) -> ModelState:
-    """The state with no past in the rows (B,) where `ended` is True: their document is over, another begins.
-
-    Positions go on, as they do inside a packed row.
-    """
-
-    def emptied(part: AttentionState) -> AttentionState:
-        def change(name: str, x: Tensor) -> Tensor:
-            gone = ended.view(-1, *(1,) * (x.ndim - 1))
-            if name == "log_decay":
-                return x.masked_fill(gone, -math.inf)
-            return x.masked_fill(gone, False if x.dtype == torch.bool else 0)
-
-        past, length = part.past, part.past.length
-        if not isinstance(past, State):  # keys of 0 would still be seen
-            seen = past.visible if past.visible is not None else past.k.new_ones(past.k[:, 0, :, 0].shape).bool()
-            past = dataclasses.replace(past, visible=seen)
-        starts = part.document_start if part.document_start is not None else torch.zeros_like(ended, dtype=torch.int64)
-        return AttentionState(
-            map_state(change, past),
-            None if part.conv_tail is None else change("conv_tail", part.conv_tail),
-            torch.where(ended, length, starts),
-        )
-
-    return tuple(emptied(part) for part in state)
 
 
 # --- random numbers --------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 from linrope import InputError, LanguageModel, LanguageModelConfig, RotaryConfig, segmented_loss
-from linrope.segments import forget_rows, summed_cross_entropy
+from linrope.segments import summed_cross_entropy
+from linrope.states import forget_rows
 
 SMALL = {"d_model": 16, "n_layers": 2, "n_heads": 2}
 MODELS = {
