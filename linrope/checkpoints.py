@@ -6,8 +6,12 @@ Reading is always `weights_only`: tensors and plain values, no code.
 from __future__ import annotations
 
 import json
+import os
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -20,11 +24,41 @@ CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.pt"
 def write_folder(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
     """Write a model's configuration and weights; the folder is made where missing, each file replaced whole."""
     folder.mkdir(parents=True, exist_ok=True)
-    half_written = folder / "half-written.partial"
-    torch.save(weights, half_written)
-    half_written.replace(folder / WEIGHTS_FILE)
-    half_written.write_text(json.dumps(config, indent=2) + "\n")
-    half_written.replace(folder / CONFIG_FILE)
+    with whole_file(folder / WEIGHTS_FILE) as file:
+        torch.save(weights, file)
+    with whole_file(folder / CONFIG_FILE) as file:
+        file.write(f"{json.dumps(config, indent=2)}\n".encode())
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, which takes the place of `path` once all of it is on the disk.
+
+    Whatever goes wrong before that, the process's own end among it, `path` is as it was. What is then left over, a
+    `….partial` beside it, the next attempt overwrites.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with open(partial, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())  # or a crash of the machine could leave the new name with nothing in it
+        partial.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Waits until the names in a folder are on the disk, where its file system can do that."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def read_model(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -67,6 +101,13 @@ def _load(path: Path) -> Any:
         siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
         raise InputError(f"checkpoint {str(path)!r} does not exist.{suggest(path.name, siblings)}")
     try:
+        with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums that torch.save wrote
+            if damaged := archive.testzip():
+                raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch, pickle and zipfile each raise their own for a file that is something else
-        raise InputError(f"checkpoint {str(path)!r} is damaged or no checkpoint: it cannot be read safely.") from error
+        others = sorted(file.name for file in path.parent.glob("*.ckpt") if file.name != path.name)
+        raise InputError(
+            f"checkpoint {str(path)!r} is damaged or no checkpoint: it cannot be read safely. Give another"
+            + (f", perhaps one of those beside it: {', '.join(others)}." if others else ".")
+        ) from error

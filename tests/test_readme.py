@@ -19,7 +19,7 @@ def test_the_code_runs(block, tmp_path):
 
 
 def test_it_shows_the_three_uses():
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 4
     assert "benchmarks.scaling" in README
     assert not re.search(r"[A-Z]+-FIGURES|TODO", README)
 

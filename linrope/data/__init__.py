@@ -1,27 +1,41 @@
 """Text as tokens: what is read (`corpus`), how bytes become tokens (`tokenizer`), how training sees it (`windows`).
 
-And a synthetic task: associative recall (`recall`).
+How long its rows are, step by step (`curriculum`). And a synthetic task: associative recall (`recall`).
 """
 
 from linrope.data.corpus import SPLITS, Corpus, Document, DocumentChanged, Sources, find_sources, split_corpus
+from linrope.data.curriculum import CurriculumStage, PlannedStage, TrainingBatches, TrainingPlan
 from linrope.data.recall import mqar_rows, require_mqar
 from linrope.data.tokenizer import IGNORE, SEPARATOR, VOCAB_SIZE, TextDecoder, decode, encode, encode_prompt
-from linrope.data.windows import EvaluationWindows, TrainingBatches, TrainingWindows, permute
+from linrope.data.windows import (
+    DOCUMENTS,
+    CurriculumWindows,
+    EvaluationWindows,
+    TrainingWindows,
+    document_numbers,
+    permute,
+)
 
 __all__ = [
+    "DOCUMENTS",
     "IGNORE",
     "SEPARATOR",
     "SPLITS",
     "VOCAB_SIZE",
     "Corpus",
+    "CurriculumStage",
+    "CurriculumWindows",
     "Document",
     "DocumentChanged",
     "EvaluationWindows",
+    "PlannedStage",
     "Sources",
     "TextDecoder",
     "TrainingBatches",
+    "TrainingPlan",
     "TrainingWindows",
     "decode",
+    "document_numbers",
     "encode",
     "encode_prompt",
     "find_sources",

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from linrope.data.corpus import Corpus
 from linrope.data.tokenizer import SEPARATOR
-from linrope.data.windows import _mix, document_numbers
+from linrope.data.windows import document_numbers, mix
 from linrope.errors import InputError
 
 
@@ -62,7 +62,7 @@ class Lanes(Dataset[dict[str, Tensor]]):
     def start_of(self, n: int, row: int) -> int:
         """The first token of a row of batch `n`."""
         number, batch = divmod(n, self.batches_per_pass)
-        offset = _mix(self.seed, number) % (self.lane - self.batches_per_pass * self.context + 1)
+        offset = mix(self.seed, number) % (self.lane - self.batches_per_pass * self.context + 1)
         return (self.rank * self.batch_size + row) * self.lane + offset + batch * self.context
 
     def __getitem__(self, n: int) -> dict[str, Tensor]:

@@ -6,19 +6,24 @@ start anywhere, ranks and workers need not talk, and a corpus of any size costs 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 
 from linrope.data.corpus import Corpus
-from linrope.errors import InputError
+from linrope.data.curriculum import Sample
+from linrope.data.tokenizer import SEPARATOR
+from linrope.errors import InputError, require_choice
+
+DOCUMENTS = ("flow", "apart")
+"""How documents stand in a window: as one text, or each by itself."""
 
 _UINT64 = (1 << 64) - 1
 _FEISTEL_ROUNDS = 6
 
 
-def _mix(*values: int) -> int:
+def mix(*values: int) -> int:
     """A 64-bit hash of integers: splitmix64's finalizer (Steele et al., OOPSLA 2014), folded over them."""
     state = 0
     for value in values:
@@ -42,25 +47,35 @@ def permute(index: int, n: int, *key: int) -> int:
     while True:
         left, right = index >> half, index & mask
         for round_ in range(_FEISTEL_ROUNDS):
-            left, right = right, left ^ (_mix(*key, round_, right) & mask)
+            left, right = right, left ^ (mix(*key, round_, right) & mask)
         index = left << half | right
         if index < n:
             return index
 
 
-def _window(corpus: Corpus, start: int, context: int) -> dict[str, Tensor]:
-    """`inputs` and `targets`, each int64 (context,): targets are the inputs' next tokens."""
+def document_numbers(tokens: Tensor) -> Tensor:
+    """The document of each token, int64 of the shape of tokens (..., T): 0 for a row's first, then 1, 2, …
+
+    A separator belongs to the document that it ends.
+    """
+    ends = (tokens == SEPARATOR).long()
+    return ends.cumsum(-1) - ends
+
+
+def _window(corpus: Corpus, start: int, context: int, documents: str) -> dict[str, Tensor]:
+    """`inputs` and `targets`, each int64 (context,): targets are the inputs' next tokens. Apart: `segment_ids` too."""
     tokens = corpus.tokens(start, start + context + 1)
-    return {"inputs": tokens[:-1], "targets": tokens[1:]}
+    window = {"inputs": tokens[:-1], "targets": tokens[1:]}
+    return window if documents == "flow" else {**window, "segment_ids": document_numbers(tokens[:-1])}
 
 
-def _require_one_window(corpus: Corpus, context: int, split: str) -> None:
+def _require_one_window(corpus: Corpus, context: int, split: str, option: str = "data.context") -> None:
     if context < 1:
-        raise InputError(f"data.context={context} must be at least 1: it is the number of tokens of one sample.")
+        raise InputError(f"{option}={context} must be at least 1: it is the number of tokens of one sample.")
     if len(corpus) <= context:
         raise InputError(
-            f"the {split} split holds {len(corpus):,} tokens, too few for one sample of data.context={context} + 1: "
-            f"lower data.context, raise its share in data.fractions, or give more text "
+            f"the {split} split holds {len(corpus):,} tokens, too few for one sample of {option}={context} + 1: "
+            f"lower {option}, raise its share in data.fractions, or give more text "
             f"(several documents are dealt out whole; a single file is cut by position)."
         )
 
@@ -76,14 +91,19 @@ class TrainingWindows(Dataset[dict[str, Tensor]]):
         corpus: what to read, at least `context + 1` tokens.
         context: tokens of one sample.
         seed: names the order.
+        documents: "flow", or "apart" for samples with `segment_ids`, int64 (context,): see `document_numbers`.
+        option: where `context` comes from, for the error message.
 
     Raises:
-        InputError: the corpus is shorter than one sample.
+        InputError: the corpus is shorter than one sample; `documents` is neither.
     """
 
-    def __init__(self, corpus: Corpus, context: int, seed: int = 0) -> None:
-        _require_one_window(corpus, context, "train")
-        self.corpus, self.context, self.seed = corpus, context, seed
+    def __init__(
+        self, corpus: Corpus, context: int, seed: int = 0, documents: str = "flow", option: str = "data.context"
+    ) -> None:
+        _require_one_window(corpus, context, "train", option)
+        require_choice("data.documents", documents, DOCUMENTS)
+        self.corpus, self.context, self.seed, self.documents = corpus, context, seed, documents
         # One window fewer than fit, so that there is room to shift them by up to a whole window.
         self.n_windows = max(1, (len(corpus) - 1) // context - 1)
         self._max_offset = min(context - 1, len(corpus) - 1 - self.n_windows * context)
@@ -91,46 +111,42 @@ class TrainingWindows(Dataset[dict[str, Tensor]]):
     def start_of(self, i: int) -> int:
         """The first token of sample `i`."""
         epoch, index = divmod(i, self.n_windows)
-        offset = _mix(self.seed, epoch) % (self._max_offset + 1)
+        offset = mix(self.seed, epoch) % (self._max_offset + 1)
         return offset + permute(index, self.n_windows, self.seed, epoch) * self.context
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
-        return _window(self.corpus, self.start_of(i), self.context)
+        return _window(self.corpus, self.start_of(i), self.context, self.documents)
+
+
+class CurriculumWindows(Dataset[dict[str, Tensor]]):
+    """The training samples of several lengths: `(seq_len, i)` is sample `i` of the windows of that length."""
+
+    def __init__(self, windows: Iterable[TrainingWindows]) -> None:
+        self._of_length = {each.context: each for each in windows}
+
+    def __getitem__(self, sample: Sample) -> dict[str, Tensor]:
+        seq_len, i = sample
+        return self._of_length[seq_len][i]
 
 
 class EvaluationWindows(Dataset[dict[str, Tensor]]):
     """The windows that cover a split once, without overlap, for validation and test.
 
     The order is shuffled but always the same, so that the first batches are an even sample of the whole split. The
-    last `(tokens - 1) mod context` targets, less than one window, are left out.
+    last `(tokens - 1) mod context` targets, less than one window, are left out. `documents` is `TrainingWindows`'.
 
     Raises:
-        InputError: the corpus is shorter than one sample.
+        InputError: the corpus is shorter than one sample; `documents` is neither.
     """
 
-    def __init__(self, corpus: Corpus, context: int, split: str = "val") -> None:
+    def __init__(self, corpus: Corpus, context: int, split: str = "val", documents: str = "flow") -> None:
         _require_one_window(corpus, context, split)
-        self.corpus, self.context = corpus, context
+        require_choice("data.documents", documents, DOCUMENTS)
+        self.corpus, self.context, self.documents = corpus, context, documents
         self.n_windows = (len(corpus) - 1) // context
 
     def __len__(self) -> int:
         return self.n_windows
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
-        return _window(self.corpus, permute(i, self.n_windows, 0) * self.context, self.context)
-
-
-class TrainingBatches(Sampler[list[int]]):
-    """Endless lists of `batch_size` sample numbers from `first` on, dealt to ranks batch by batch.
-
-    Batch `b` of rank `r` is samples `first + (b · world_size + r) · batch_size` and those after it.
-    """
-
-    def __init__(self, batch_size: int, first: int = 0, rank: int = 0, world_size: int = 1) -> None:
-        self.batch_size, self.first, self.rank, self.world_size = batch_size, first, rank, world_size
-
-    def __iter__(self) -> Iterator[list[int]]:
-        start = self.first + self.rank * self.batch_size
-        while True:
-            yield list(range(start, start + self.batch_size))
-            start += self.world_size * self.batch_size
+        return _window(self.corpus, permute(i, self.n_windows, 0) * self.context, self.context, self.documents)

@@ -4,6 +4,7 @@ And associative recall as a task: `RecallModule` on `MQARDataModule`.
 """
 
 from linrope.training.callbacks import GracefulStop, LastCheckpoint, PrintSample, ProgressReport, RunSummary, Throughput
+from linrope.training.checkpoints import CheckpointError, WholeCheckpointIO
 from linrope.training.data import TextDataModule
 from linrope.training.module import (
     LanguageModelingModule,
@@ -12,8 +13,10 @@ from linrope.training.module import (
     learning_rate_factor,
 )
 from linrope.training.recall import MQARBatches, MQARDataModule, RecallModule
+from linrope.training.trial import TryLargestStages
 
 __all__ = [
+    "CheckpointError",
     "GracefulStop",
     "LanguageModelingModule",
     "LastCheckpoint",
@@ -27,5 +30,7 @@ __all__ = [
     "RunSummary",
     "TextDataModule",
     "Throughput",
+    "TryLargestStages",
+    "WholeCheckpointIO",
     "learning_rate_factor",
 ]

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from linrope.data import SEPARATOR, SPLITS, TextDecoder, encode_prompt
+from linrope.errors import InputError
 from linrope.generation import stream
 from linrope.model import LanguageModel
 from linrope.training.data import TextDataModule
@@ -65,6 +66,7 @@ class Throughput(Callback):
 class LastCheckpoint(Checkpoint):
     """Keeps `last.ckpt`: overwritten every `every_n_steps` optimizer steps, and always at the end of training.
 
+    Where a validation follows the step, it is written once more after it, for a resumed run does not repeat that.
     `last_path` is the file once it was written.
     """
 
@@ -88,6 +90,11 @@ class LastCheckpoint(Checkpoint):
         if due and _finished_a_step(trainer, batch_idx):
             self.save(trainer)
 
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == "fit" and self._saved_at == trainer.global_step:
+            self._saved_at = -1
+            self.save(trainer)
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.save(trainer)  # max_time or a callback of the user's stopped it early
 
@@ -103,7 +110,7 @@ class Interrupted(Exception):
 class GracefulStop(Callback):
     """On SIGINT (Ctrl-C) or SIGTERM: finish the step, save `checkpoint`, raise `Interrupted`.
 
-    A validation that is under way is finished too. A second SIGINT aborts at once.
+    A validation that is under way or due is finished too. A second SIGINT aborts at once.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -124,10 +131,9 @@ class GracefulStop(Callback):
         self._first_step = trainer.global_step
         self._stop_if_asked(trainer)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if _finished_a_step(trainer, batch_idx):
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        # Not where the step before ends: its metrics are logged, and what follows it is validated, only after that.
+        if batch_idx % trainer.accumulate_grad_batches == 0:
             self._stop_if_asked(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -163,15 +169,33 @@ class GracefulStop(Callback):
 
 
 class SaveConfig(Callback):
-    """Writes the run's whole configuration, a YAML text, to `path` before training."""
+    """Writes the run's whole configuration, a YAML text, to `path` before training.
 
-    def __init__(self, path: Path, config: str) -> None:
-        self.path, self.config = path, config
+    Args:
+        path: the file, in the folder of the run.
+        config: what it is to hold.
+        replace: whether the folder may hold a run already, which this one goes on with.
+
+    Raises:
+        InputError: when set up: the file is there and not to be replaced.
+    """
+
+    def __init__(self, path: Path, config: str, replace: bool = False) -> None:
+        self.path, self.config, self.replace = path, config, replace
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit" and trainer.is_global_zero:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(self.config)
+        if stage != "fit" or not trainer.is_global_zero:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(self.path, "w" if self.replace else "x") as file:
+                file.write(self.config)
+        except FileExistsError as error:
+            raise InputError(
+                f"{self.path} exists, and this run would overwrite what lies beside it: choose another folder (set "
+                "trainer.default_root_dir, or the logger's), or resume that run with --ckpt_path. If it has only just "
+                "begun, start this one again."
+            ) from error
 
 
 class RunSummary(Callback):
@@ -192,7 +216,6 @@ class RunSummary(Callback):
 
     def _rows(self, trainer: Trainer, pl_module: LightningModule) -> list[tuple[str, str]]:
         data: TextDataModule = trainer.datamodule
-        samples = data.batch_size * trainer.accumulate_grad_batches * trainer.world_size
         skipped = f" ({data.n_skipped:,} files skipped: binary, empty or unreadable)" if data.n_skipped else ""
         rows = [
             ("parameters", f"{pl_module.model.n_parameters:,}"),
@@ -203,11 +226,27 @@ class RunSummary(Callback):
             corpus = data.corpora[split]
             rows.append((f"  {split}", f"{_bytes(corpus.n_bytes)} in {_count(len(corpus.documents), 'document')}"))
         rows += [
-            ("a step", f"{samples} × {data.context:,} = {samples * data.context:,} tokens"),
+            *_step_rows(data, trainer.max_steps),
             ("steps", f"{trainer.max_steps:,}"),
             ("device", f"{_device(trainer)}, {trainer.precision}"),
         ]
         return rows
+
+
+def _step_rows(data: TextDataModule, max_steps: int) -> list[tuple[str, str]]:
+    """What a step consists of; with a curriculum, stage by stage, the last one up to the end of the run."""
+    stages = data.plan.stages
+    if data.curriculum is None:
+        (stage,) = stages
+        samples, tokens = stage.samples_per_step, stage.tokens_per_step
+        return [("a step", f"{samples} × {stage.seq_len:,} = {tokens:,} tokens")]
+    rows = [("curriculum", _count(len(stages), "stage"))]
+    ends = [*(stage.first_step for stage in stages[1:]), max_steps]
+    for number, (stage, end) in enumerate(zip(stages, ends, strict=True)):
+        n_steps = end - stage.first_step
+        tokens, size = n_steps * stage.tokens_per_step, f"{stage.samples_per_step} × {stage.seq_len:,}"
+        rows.append((f"  [{number}]", f"{tokens:,} tokens: {_count(n_steps, 'step')} of {size}"))
+    return rows
 
 
 def _state_size(model: LanguageModel, context: int) -> str:

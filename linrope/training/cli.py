@@ -5,6 +5,7 @@ The first three are Lightning's: every option of its Trainer can be set, in YAML
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shlex
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from jsonargparse import Namespace, set_parsing_settings
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -41,13 +43,22 @@ from linrope.training.callbacks import (
     Throughput,
     write_sample,
 )
-from linrope.training.checkpoints import require_same_model
+from linrope.training.checkpoints import (
+    CheckpointError,
+    WholeCheckpointIO,
+    find_last,
+    require_same_model,
+    require_training_state,
+)
 from linrope.training.config import GenerateConfig, RunConfig, SampleConfig
 from linrope.training.data import TextDataModule
 from linrope.training.module import LanguageModelingModule, NonFiniteError, OptimizerConfig
+from linrope.training.trial import TryLargestStages
 from linrope.training.usage import PlainParser, TrainingParser
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # for this user, too, and for one file
 
 SECTIONS = ("model", "optimizer", "data", "run", "sample", "trainer")
 
@@ -115,7 +126,9 @@ class TrainingCLI(LightningCLI):
             help="Read sequences in segments of so many tokens, with exact gradients, in memory that does not grow "
             "with data.context; null reads each at once.",
         )
-        parser.add_argument("--ckpt_path", type=str | None, default=None, help=f"Checkpoint file to {what}.")
+        parser.add_argument(
+            "--ckpt_path", type=str | None, default=None, help=f"Checkpoint file to {what}; last: the newest run's."
+        )
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_class_arguments(LanguageModelConfig, "model")
@@ -143,11 +156,20 @@ class TrainingCLI(LightningCLI):
 
     def instantiate_classes(self) -> None:
         self.config_init = self.parser.instantiate(self.config)
+        self._find_checkpoint(self.config_init.run)
         self._check_checkpoint(self.config_init.model)
         self.datamodule = self.config_init.data
         config = self.config_init
-        self.model = LanguageModelingModule(config.model, config.optimizer, config.segment_length)
+        self.model = LanguageModelingModule(
+            config.model, config.optimizer, config.segment_length, config.seed_everything
+        )
         self.trainer = self.instantiate_trainer()
+
+    def _find_checkpoint(self, run: RunConfig) -> None:
+        """Replaces `last` by the file it stands for, and says which."""
+        if self.ckpt_path == "last":
+            self.ckpt_path = str(find_last(Path(run.folder, run.name)))
+            _say(f"--ckpt_path=last is {self.ckpt_path}")
 
     def _check_checkpoint(self, model_config: LanguageModelConfig) -> None:
         """Before anything is built: is there a checkpoint where one is needed, and does it fit?"""
@@ -157,8 +179,11 @@ class TrainingCLI(LightningCLI):
             return
         checkpoint = open_checkpoint(self.ckpt_path)
         require_same_model(checkpoint, model_config, self.ckpt_path)
+        if self.command != "fit":
+            return
+        require_training_state(checkpoint, self.ckpt_path)
         max_steps, step = self.config.trainer.max_steps, checkpoint["global_step"]
-        if self.command == "fit" and 0 < max_steps <= step:
+        if 0 < max_steps <= step:
             raise InputError(
                 f"trainer.max_steps={max_steps} is already done: {self.ckpt_path} is at step {step}. Raise it."
             )
@@ -183,9 +208,12 @@ class TrainingCLI(LightningCLI):
 
     def _make_trainer(self, **options: Any) -> Trainer:
         try:
-            return super().instantiate_trainer(**options)
+            trainer = super().instantiate_trainer(**options)
         except (ValueError, TypeError) as error:
             raise InputError(f"section trainer: {error}") from error
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # neither the user's nor a special strategy's
+            trainer.strategy.checkpoint_io = WholeCheckpointIO()
+        return trainer
 
     def _loggers(self) -> list[Logger]:
         run = self.config_init.run
@@ -197,16 +225,21 @@ class TrainingCLI(LightningCLI):
     def _training_callbacks(self, folder: Path) -> list[Callback]:
         sample = self.config_init.sample
         callbacks = [
-            SaveConfig(folder / "config.yaml", self.parser.dump(self.config)),
+            SaveConfig(folder / "config.yaml", self.parser.dump(self.config), replace=self._goes_on_in(folder)),
             RunSummary(self.console),
+            TryLargestStages(),
             Throughput(),
-            self.last_checkpoint,
             GracefulStop(self.last_checkpoint),
             ModelCheckpoint(folder / "checkpoints", "best", monitor="val_bpb", enable_version_counter=False),
+            self.last_checkpoint,  # after the best, whose score it keeps
         ]
         if sample.prompt is not None:
             callbacks.append(PrintSample(_write, sample.prompt, **sample.options))
         return callbacks
+
+    def _goes_on_in(self, folder: Path) -> bool:
+        """Whether the run to resume is the one in `folder`: only runs without a version of their own share one."""
+        return self.ckpt_path is not None and Path(self.ckpt_path).resolve().is_relative_to(folder.resolve())
 
 
 def fit(args: Sequence[str]) -> None:
@@ -305,7 +338,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except (InputError, MisconfigurationException) as error:
         _say(f"error: {error}")
         return 2
-    except (NonFiniteError, DocumentChanged) as error:
+    except (NonFiniteError, DocumentChanged, CheckpointError) as error:
         _say(f"error: {error}")
         return 1
     except Interrupted as interrupted:
@@ -313,6 +346,11 @@ def main(args: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again as it exits
         return 128 + signal.SIGPIPE  # the reader, `head` perhaps, has enough
+    except OSError as error:
+        if error.errno not in DISK_IS_FULL:
+            raise
+        _say(f"error: {error}. Make room; a training run then resumes with --ckpt_path last.")
+        return 1
     except KeyboardInterrupt:
         _say("interrupted.")
         return 128 + signal.SIGINT

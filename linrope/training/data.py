@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
-from linrope.data import Corpus, EvaluationWindows, TrainingBatches, TrainingWindows, find_sources, split_corpus
-from linrope.errors import InputError
+from linrope.data import (
+    DOCUMENTS,
+    Corpus,
+    CurriculumStage,
+    CurriculumWindows,
+    EvaluationWindows,
+    PlannedStage,
+    TrainingBatches,
+    TrainingPlan,
+    TrainingWindows,
+    find_sources,
+    split_corpus,
+)
+from linrope.errors import InputError, check_keys, require_choice
 
 Batch = dict[str, Tensor]
 
@@ -17,9 +33,9 @@ Batch = dict[str, Tensor]
 class TextDataModule(LightningDataModule):
     """The text to learn from.
 
-    Batches are `{"inputs", "targets"}`, each int64 (batch_size, context). Training has no epochs: sample `i` of a run
-    follows from `seed` and `i`, and a resumed run goes on with the sample after the last that its checkpoint has
-    learned from.
+    Batches are `{"inputs", "targets"}`, each int64 (batch_size, context), and with documents apart `"segment_ids"`, the
+    same: each run of equal numbers is a document. Training has no epochs: sample `i` of a run follows from `seed` and
+    `i`, and a resumed run goes on with the sample after the last that its checkpoint has learned from.
 
     Args:
         path: Your text: a file, a folder or a glob. null is the built-in corpus, the Python standard library's source.
@@ -29,9 +45,16 @@ class TextDataModule(LightningDataModule):
             out whole, by a hash of their names.
         seed: Names the order of the training samples.
         num_workers: Processes that read samples ahead; 0 reads them in the training process.
+        documents: "flow" reads a sample as one text, past the ends of its documents; "apart" reads each document in it
+            by itself.
+        curriculum: Training rows of other lengths, a list of stages {tokens: N, seq_len: N, batch_size: N}: tokens to
+            train on before the next stage begins (the last goes on to the end), tokens of a sample, and samples of a
+            batch per device (left out: as many tokens as context · batch_size). null is context from first to last.
+            Evaluation keeps context.
 
     Raises:
-        InputError: when set up: nothing to read there, fractions that are none, or a split shorter than one sample.
+        InputError: an option out of range, a stage that is none; when set up: nothing to read there, fractions that are
+            none, a split shorter than one sample, or a curriculum longer than `trainer.max_steps`.
     """
 
     def __init__(
@@ -42,6 +65,8 @@ class TextDataModule(LightningDataModule):
         fractions: list[float] = [0.9, 0.05, 0.05],  # noqa: B006 (read only; a list is what YAML and help can show)
         seed: int = 0,
         num_workers: int = 0,
+        documents: str = "flow",
+        curriculum: list[CurriculumStage] | None = None,
     ) -> None:
         super().__init__()
         for name, value, least in (
@@ -51,9 +76,11 @@ class TextDataModule(LightningDataModule):
         ):
             if value < least:
                 raise InputError(f"data.{name}={value} must be {least} or more.")
+        require_choice("data.documents", documents, DOCUMENTS)
         self.path = Path(path) if path is not None else None
         self.context, self.batch_size, self.fractions = context, batch_size, fractions
-        self.seed, self.num_workers = seed, num_workers
+        self.seed, self.num_workers, self.documents = seed, num_workers, documents
+        self.curriculum = None if curriculum is None else _stages(curriculum, context * batch_size)
         self.corpora: dict[str, Corpus] = {}
         self.origin, self.n_skipped = "", 0
 
@@ -64,11 +91,59 @@ class TextDataModule(LightningDataModule):
             self.corpora = split_corpus(sources, self.fractions)
         # Made here, before any work, so that a split that is too short is found at once.
         if stage == "fit":
-            self._train = TrainingWindows(self.corpora["train"], self.context, self.seed)
+            self._train = self._training_windows()
         if stage == "validate" or (stage == "fit" and self._validates):
-            self._val = EvaluationWindows(self.corpora["val"], self.context, "val")
+            self._val = EvaluationWindows(self.corpora["val"], self.context, "val", self.documents)
         if stage == "test":
-            self._test = EvaluationWindows(self.corpora["test"], self.context, "test")
+            self._test = EvaluationWindows(self.corpora["test"], self.context, "test", self.documents)
+
+    def _training_windows(self) -> CurriculumWindows:
+        corpus = self.corpora["train"]
+        if self.curriculum is None:
+            return CurriculumWindows([TrainingWindows(corpus, self.context, self.seed, self.documents)])
+        needed, given = self.plan.n_steps, self.trainer.max_steps
+        if given < needed:
+            raise InputError(
+                f"trainer.max_steps={given} ends before data.curriculum does, which takes {needed:,} optimizer steps: "
+                f"set it to {needed} or more, or lower the stages' tokens."
+            )
+        return CurriculumWindows(
+            TrainingWindows(corpus, stage.seq_len, self.seed, self.documents, f"data.curriculum[{number}].seq_len")
+            for number, stage in enumerate(self.curriculum)
+        )
+
+    @property
+    def plan(self) -> TrainingPlan:
+        """Which samples each optimizer step has; it depends on the trainer's devices and accumulation."""
+        # Without a curriculum the first step's stage goes on for ever.
+        stages = self.curriculum or [CurriculumStage(1, self.context, self.batch_size)]
+        return TrainingPlan(stages, self.trainer.accumulate_grad_batches * self.trainer.world_size)
+
+    def tokens_at(self, step: int) -> int:
+        """Tokens that a run has trained on, over all devices, after `step` optimizer steps."""
+        return self.plan.tokens_at(step)
+
+    def first_batch(self, stage: PlannedStage) -> Batch:
+        """The first training batch of a stage of `plan`, on the CPU; it needs `setup("fit")`."""
+        samples = range(stage.first_sample, stage.first_sample + stage.batch_size)
+        return default_collate([self._train[stage.seq_len, i] for i in samples])
+
+    def order(self) -> dict[str, Any]:
+        """All options that decide which samples follow which, and of what text, as plain values; it needs `setup`.
+
+        Beside it only the batches of an optimizer step count: devices times `trainer.accumulate_grad_batches`.
+        """
+        train = self.corpora["train"]
+        return {
+            "fractions": list(self.fractions),
+            "context": self.context,
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+            "documents": self.documents,
+            "curriculum": None if self.curriculum is None else [asdict(stage) for stage in self.curriculum],
+            "train_tokens": len(train),
+            "train_documents": _fingerprint(train),
+        }
 
     @property
     def _validates(self) -> bool:
@@ -77,13 +152,7 @@ class TextDataModule(LightningDataModule):
     def train_dataloader(self) -> DataLoader[Batch]:
         """An endless loader. Lightning asks for it after it has restored the step that a checkpoint was saved at."""
         trainer = self.trainer
-        samples_per_step = trainer.accumulate_grad_batches * self.batch_size * trainer.world_size
-        batches = TrainingBatches(
-            self.batch_size,
-            first=trainer.global_step * samples_per_step,
-            rank=trainer.global_rank,
-            world_size=trainer.world_size,
-        )
+        batches = TrainingBatches(self.plan, trainer.global_step, trainer.global_rank, trainer.world_size)
         return self._loader(self._train, batch_sampler=batches)
 
     def val_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
@@ -106,3 +175,33 @@ class TextDataModule(LightningDataModule):
             pin_memory=on_gpu,
             **options,
         )
+
+
+def _stages(curriculum: Sequence[CurriculumStage | dict[str, Any]], tokens_per_batch: int) -> list[CurriculumStage]:
+    """The stages, each with its batch size: by default what makes `tokens_per_batch`."""
+    if not curriculum:
+        raise InputError("data.curriculum=[] has no stage: give at least one, or null for data.context throughout.")
+    return [_stage(f"data.curriculum[{n}]", stage, tokens_per_batch) for n, stage in enumerate(curriculum)]
+
+
+def _stage(name: str, stage: CurriculumStage | dict[str, Any], tokens_per_batch: int) -> CurriculumStage:
+    if not isinstance(stage, CurriculumStage):
+        check_keys(stage, CurriculumStage)
+        stage = CurriculumStage(**stage)
+    for option, value in asdict(stage).items():
+        if not (isinstance(value, int) and value >= 1) and (option, value) != ("batch_size", None):
+            raise InputError(f"{name}.{option}={value!r} must be a whole number, 1 or more.")
+    if stage.batch_size is not None:
+        return stage
+    if tokens_per_batch % stage.seq_len:
+        raise InputError(
+            f"{name}.seq_len={stage.seq_len} does not divide data.context · data.batch_size = {tokens_per_batch}, the "
+            "tokens of a batch: give the stage a batch_size, or another seq_len."
+        )
+    return replace(stage, batch_size=tokens_per_batch // stage.seq_len)
+
+
+def _fingerprint(corpus: Corpus) -> str:
+    """A hash of what the corpus consists of: its documents' names, sizes and places; no file is read."""
+    lines = "".join(f"{document.name}\0{document.start}\0{document.size}\n" for document in corpus.documents)
+    return hashlib.blake2b(lines.encode("utf-8", errors="surrogateescape"), digest_size=16).hexdigest()

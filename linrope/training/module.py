@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +15,11 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from linrope.data import IGNORE, SEPARATOR
+from linrope.data.windows import mix
 from linrope.errors import InputError
 from linrope.model import LanguageModel, LanguageModelConfig
 from linrope.segments import require_segments, segmented_loss
+from linrope.training.checkpoints import deals_by_step, require_same_order, rewind_to_step, run_order
 
 
 class NonFiniteError(RuntimeError):
@@ -51,14 +54,23 @@ class OptimizerConfig:
             raise InputError(f"optimizer.betas={self.betas!r} must be two numbers from 0 to below 1.")
 
 
-def learning_rate_factor(step: int, *, warmup_steps: int, max_steps: int, final_fraction: float) -> float:
+def learning_rate_factor(
+    step: int,
+    *,
+    warmup_steps: int,
+    max_steps: int,
+    final_fraction: float,
+    tokens_at: Callable[[int], int] = lambda step: step,
+) -> float:
     """What the peak learning rate is multiplied by for the step after `step` finished ones.
 
-    It rises linearly to 1 at step `warmup_steps`, then follows half a cosine to `final_fraction` at `max_steps`.
+    It rises linearly to 1 at step `warmup_steps`, then follows half a cosine to `final_fraction` at `max_steps`: both
+    in tokens, of which a run has seen `tokens_at(step)`. By default all steps have as many.
     """
+    seen, warm, total = tokens_at(step), tokens_at(warmup_steps), tokens_at(max_steps)
     if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    progress = min(1.0, (step - warmup_steps) / max(1, max_steps - warmup_steps))
+        return tokens_at(step + 1) / warm
+    progress = min(1.0, (seen - warm) / max(1, total - warm))
     return final_fraction + (1 - final_fraction) * (1 + math.cos(math.pi * progress)) / 2
 
 
@@ -97,10 +109,13 @@ class LanguageModelingModule(LightningModule):
         optimizer_config: how to train it.
         segment_length: read sequences in segments of so many tokens, with the gradients of the whole, so that memory
             does not grow with the length (see `linrope.segments`); None reads each at once.
+        seed: names dropout's draws: those of a training batch follow from it and the batch's number alone, so that a
+            resumed run makes those that the run before it would have made.
 
     Raises:
         InputError: a segment length below 1, or one for a model whose past grows; when training starts, if
-            `trainer.max_steps` is unset or `trainer.gradient_clip_val` is set.
+            `trainer.max_steps` is unset or `trainer.gradient_clip_val` is set, or if the run to resume had other data,
+            batches or another seed.
         NonFiniteError: in training, at the first loss or gradient that is not finite.
     """
 
@@ -111,14 +126,17 @@ class LanguageModelingModule(LightningModule):
         model_config: LanguageModelConfig,
         optimizer_config: OptimizerConfig | None = None,
         segment_length: int | None = None,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         self.model = LanguageModel(model_config)
         if segment_length is not None:
             require_segments(self.model, segment_length)
-        self.model_config, self.segment_length = model_config, segment_length
+        self.model_config, self.segment_length, self.seed = model_config, segment_length, seed
         self.optimizer_config = optimizer_config or OptimizerConfig()
         self._train_sums = torch.zeros(3)  # nats, bytes and targets since the last step
+        self._train_places = 0  # the same, of places, with a target or without
+        self._order: dict[str, Any] = {}
         self._start_evaluation()
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -127,17 +145,31 @@ class LanguageModelingModule(LightningModule):
 
     # Training.
 
+    def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Makes every random draw of the batch a function of the seed and the batch's number in the run.
+
+        Batches are counted over all devices, as the data module deals them: two devices draw what one draws in two.
+        """
+        trainer = self.trainer
+        in_step = batch_idx % trainer.accumulate_grad_batches
+        number = trainer.global_step * trainer.accumulate_grad_batches + in_step
+        torch.manual_seed(mix(self.seed, number * trainer.world_size + trainer.global_rank))
+
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         nats = self._nats(batch)
         sums = _sums(nats.detach(), batch["targets"])
         self._train_sums = self._train_sums.to(nats.device) + sums
-        return nats / sums[2].clamp(min=1)  # the mean over targets; 0 where a batch has none
+        self._train_places += batch["targets"].numel()
+        # The trainer takes the mean of these over micro-batches and devices. Those have as many places each, but not
+        # always as many targets: `_average_over_targets` puts that right, once for the whole step.
+        return nats / batch["targets"].numel()
 
     def configure_gradient_clipping(
         self, optimizer: AdamW, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Refuses a non-finite loss or gradient, logs and clips: Lightning calls it right before the weights change."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        self._average_over_targets(gradients)
         norm = nn.utils.get_total_norm(gradients)
         # All in one transfer: each waits for the device.
         nats, n_bytes, tokens, grad_norm = torch.cat([self._train_sums, norm.detach().reshape(1)]).tolist()
@@ -149,6 +181,17 @@ class LanguageModelingModule(LightningModule):
         if clip_norm := self.optimizer_config.clip_norm:
             nn.utils.clip_grads_with_norm_(self.model.parameters(), clip_norm, norm)
         self.log_dict({**metrics, "grad_norm": grad_norm, "lr": optimizer.param_groups[0]["lr"]})
+
+    @torch.no_grad()
+    def _average_over_targets(self, gradients: list[Tensor]) -> None:
+        """From the gradient of the mean over all places of the step to that of the mean over its targets."""
+        counts = torch.stack([self._train_sums[2], self._train_sums.new_tensor(self._train_places)])
+        self._train_places = 0
+        if self.trainer.world_size > 1:
+            counts = self.trainer.strategy.reduce(counts, reduce_op="sum")
+        targets, places = counts.tolist()
+        if 0 < targets < places:
+            torch._foreach_mul_(gradients, places / targets)
 
     def _require_finite(self, what: str, value: float) -> None:
         if math.isfinite(value):
@@ -229,6 +272,8 @@ class LanguageModelingModule(LightningModule):
             warmup_steps=config.warmup_steps,
             max_steps=self.trainer.max_steps,
             final_fraction=config.final_lr_fraction,
+            # Data whose steps may differ in tokens counts them.
+            tokens_at=getattr(self.trainer.datamodule, "tokens_at", lambda step: step),
         )
 
     def setup(self, stage: str) -> None:
@@ -245,14 +290,22 @@ class LanguageModelingModule(LightningModule):
                 f"trainer.gradient_clip_val={trainer.gradient_clip_val} would clip beside optimizer.clip_norm="
                 f"{self.optimizer_config.clip_norm}: remove it and set optimizer.clip_norm."
             )
+        self._order = run_order(trainer, self.seed)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["linrope"] = {"config": self.model_config.to_dict()}
+        checkpoint["linrope"] = {"config": self.model_config.to_dict(), "order": self._order}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Lets this run's optimizer options win over the checkpoint's, which Lightning would restore silently."""
-        if self._trainer is None:  # load_from_checkpoint: nothing is trained
+        """Has training go on right after the checkpoint's last step, on the same data, with this run's own options."""
+        if self._trainer is None or self.trainer.state.fn != "fit":  # nothing is trained
             return
+        require_same_order(checkpoint, self._order, self.trainer.ckpt_path)
+        if deals_by_step(self.trainer.datamodule):
+            rewind_to_step(checkpoint, self.trainer.accumulate_grad_batches)
+        self._take_optimizer_options(checkpoint)
+
+    def _take_optimizer_options(self, checkpoint: dict[str, Any]) -> None:
+        """Lets this run's optimizer options win over the checkpoint's, which Lightning would restore silently."""
         config, step = self.optimizer_config, checkpoint["global_step"]
         lr_now = config.lr * self._learning_rate_factor(step) if self.trainer.max_steps > 0 else config.lr
         for state in checkpoint.get("optimizer_states", []):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import count
+from typing import Any
 
 import numpy as np
 import torch
@@ -116,6 +117,15 @@ class MQARDataModule(LightningDataModule):
         self.stages, self.cases, self.vocab_size = stages, cases, vocab_size
         self.tokens_per_batch, self.test_rows = tokens_per_batch, test_rows
         self.seed, self.num_workers = seed, num_workers
+
+    def order(self) -> dict[str, Any]:
+        """All options that decide which rows follow which, as plain values."""
+        return {
+            "stages": [list(stage) for stage in self.stages],
+            "vocab_size": self.vocab_size,
+            "tokens_per_batch": self.tokens_per_batch,
+            "seed": self.seed,
+        }
 
     def train_dataloader(self) -> DataLoader[Batch]:
         """An endless loader. Lightning asks for it after it has restored the step that a checkpoint was saved at."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from argparse import SUPPRESS, Action
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch.cli import LightningArgumentParser
@@ -33,12 +34,17 @@ class ReadableErrors:
             raise InputError(f"--config {file} does not exist.{suggest(file.name, siblings)}") from ex
         if key := _unknown_option(message):
             raise InputError(f"unknown option {key!r}.{self._nearest(key)} `{self.prog} --help` lists all.") from ex
+        if lacking := re.search(r"Parser key \"([^\"]+)\":[\s\S]*? arguments are required: (.+)", message):
+            raise InputError(f"option {lacking[1]!r} lacks {lacking[2]}: give it, there is no default.") from ex
         raise InputError(message.replace('Parser key "', 'option "')) from ex
 
     def _nearest(self, key: str) -> str:
         known = list(_dotted(self.get_defaults()))
         same_name = [option for option in known if option.split(".")[-1] == key.split(".")[-1]]
-        return f" Did you mean {same_name[0]!r}?" if len(same_name) == 1 else suggest(key, known)
+        if len(same_name) == 1:
+            return f" Did you mean {same_name[0]!r}?"
+        of_entries = [f"{action.dest}.{name}" for action in self._actions for name in _entry_options(action)]
+        return suggest(key, [option for option in known + of_entries if not key.startswith(f"{option}.")])
 
 
 class TrainingParser(ReadableErrors, LightningArgumentParser):
@@ -73,6 +79,16 @@ def _unknown_option(message: str) -> str | None:
             parts = match.groupdict()
             return f"{parts['section']}.{parts['option']}" if parts.get("section") else parts["option"]
     return None
+
+
+def _entry_options(action: Action) -> Iterator[str]:
+    """The options of what an option is a list of: `curriculum` has stages, which have tokens."""
+    hints = [getattr(action, "_typehint", None)]
+    while hints:
+        hint = hints.pop()
+        hints += get_args(hint)
+        if is_dataclass(hint):
+            yield from (field.name for field in fields(hint))
 
 
 def _dotted(section: Namespace, prefix: str = "") -> Iterator[str]:

@@ -66,7 +66,5 @@ def test_documents_apart_begin_anew(corpus):
 
 
 def test_too_short_a_corpus_is_named(corpus):
-    with pytest.raises(
-        InputError, match=r"too few for data.batch_size=50 lanes of data.context=10 on each of 2"
-    ):
+    with pytest.raises(InputError, match=r"too few for data.batch_size=50 lanes of data.context=10 on each of 2"):
         Lanes(corpus, 10, 50, world_size=2)

@@ -3,7 +3,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from linrope.data import Corpus, EvaluationWindows, TrainingBatches, TrainingWindows, find_sources, permute
+from linrope.data import (
+    SEPARATOR,
+    Corpus,
+    CurriculumWindows,
+    EvaluationWindows,
+    TrainingWindows,
+    document_numbers,
+    find_sources,
+    permute,
+)
 from linrope.errors import InputError
 
 
@@ -85,12 +94,29 @@ def test_a_split_that_is_too_short_is_named_with_the_mend(corpus):
         EvaluationWindows(Corpus([]), 10, "test")
 
 
-def test_ranks_share_the_samples_and_a_later_start_continues():
-    def first(n, **options):
-        batches = iter(TrainingBatches(2, **options))
-        return [next(batches) for _ in range(n)]
+def test_a_separator_belongs_to_the_document_that_it_ends():
+    tokens = torch.tensor([[1, 2, SEPARATOR, 3, SEPARATOR, SEPARATOR, 4], [SEPARATOR, 1, 2, 3, 4, 5, SEPARATOR]])
+    assert document_numbers(tokens).tolist() == [[0, 0, 0, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1, 1]]
+    assert document_numbers(tokens[0]).tolist() == [0, 0, 0, 1, 1, 2, 3]
 
-    assert first(4) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert first(2, rank=0, world_size=2) == [[0, 1], [4, 5]]
-    assert first(2, rank=1, world_size=2) == [[2, 3], [6, 7]]
-    assert first(2, first=4) == first(4)[2:]
+
+@pytest.mark.parametrize("kind", [TrainingWindows, EvaluationWindows])
+def test_documents_apart_are_numbered_and_otherwise_the_same_samples(corpus, kind):
+    flow, apart = kind(corpus, 100), kind(corpus, 100, documents="apart")
+    assert set(flow[0]) == {"inputs", "targets"}
+    for name in flow[0]:
+        assert torch.equal(flow[0][name], apart[0][name])
+    ids, inputs = apart[0]["segment_ids"], apart[0]["inputs"]
+    assert (ids.dtype, ids.shape) == (torch.int64, (100,))
+    ends = (inputs == SEPARATOR).nonzero().flatten()
+    assert len(ends) in (1, 2)  # documents have 51 tokens
+    assert (ids[1:] != ids[:-1]).nonzero().flatten().tolist() == [end for end in ends.tolist() if end < 99]
+    with pytest.raises(InputError, match=r"data\.documents='part' is unknown: .* Did you mean 'apart'\?"):
+        kind(corpus, 100, documents="part")
+
+
+def test_samples_of_several_lengths_are_those_of_each(corpus):
+    by_length = {context: TrainingWindows(corpus, context, seed=3) for context in (10, 40)}
+    windows = CurriculumWindows(by_length.values())
+    for context, i in ((10, 0), (40, 0), (10, 57), (40, 9)):
+        assert torch.equal(windows[context, i]["inputs"], by_length[context][i]["inputs"])

@@ -23,6 +23,36 @@ def test_the_learning_rate_warms_up_then_follows_a_cosine():
     assert learning_rate_factor(0, warmup_steps=0, max_steps=1, final_fraction=0.1) == 1
 
 
+# 64 tokens in each of 4 steps, 128 in each of 3, and 64 again: 768 after 9.
+TOKENS = [0, 64, 128, 192, 256, 384, 512, 640, 704, 768, 832]
+
+
+def test_the_learning_rate_follows_tokens():
+    schedule = {"max_steps": 9, "final_fraction": 0.1, "tokens_at": TOKENS.__getitem__}
+    factors = [learning_rate_factor(step, warmup_steps=2, **schedule) for step in range(11)]
+    # After the warm-up's 128 tokens 640 are left: step 4 has seen 0.2 of them, step 5 0.4, step 7 0.8.
+    assert factors[:3] == [0.5, 1.0, 1.0]
+    assert factors[4] == pytest.approx(0.1 + 0.45 * (1 + 0.8090169944))  # cos 36°
+    assert factors[5] == pytest.approx(0.1 + 0.45 * (1 + 0.3090169944))  # cos 72°
+    assert factors[7] == pytest.approx(0.1 + 0.45 * (1 - 0.8090169944))
+    assert factors[9] == factors[10] == pytest.approx(0.1)
+    warming = [learning_rate_factor(step, warmup_steps=6, **schedule) for step in range(6)]
+    assert warming == [64 / 512, 128 / 512, 192 / 512, 256 / 512, 384 / 512, 1.0]
+
+
+@pytest.mark.parametrize(("warmup_steps", "max_steps"), [(0, 7), (10, 110), (7, 1001), (20, 10)])
+def test_with_equal_steps_counting_tokens_changes_no_bit(warmup_steps, max_steps):
+    schedule = {"warmup_steps": warmup_steps, "max_steps": max_steps, "final_fraction": 0.1}
+    for step in range(max_steps + 20):
+        if step < warmup_steps:
+            expected = (step + 1) / warmup_steps
+        else:
+            progress = min(1.0, (step - warmup_steps) / max(1, max_steps - warmup_steps))
+            expected = 0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2
+        assert learning_rate_factor(step, **schedule) == expected
+        assert learning_rate_factor(step, **schedule, tokens_at=lambda step: step * 24576) == expected
+
+
 def test_only_matrices_decay():
     module = LanguageModelingModule(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2, forget_gate=True))
     decaying, plain = parameter_groups(module.model, 0.1)

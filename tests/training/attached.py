@@ -1,0 +1,43 @@
+"""Data modules as a trainer would have them, without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from linrope.training import TextDataModule
+
+
+def attached(
+    path: Path,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    step: int = 0,
+    accumulate: int = 1,
+    max_steps: int = 1000,
+    stage: str = "fit",
+    **options: object,
+) -> TextDataModule:
+    """A data module set up for rank `rank` of a trainer that has finished `step` steps."""
+    data = TextDataModule(str(path), **{"context": 32, "batch_size": 2, **options})
+    data.trainer = SimpleNamespace(
+        global_rank=rank,
+        world_size=world_size,
+        global_step=step,
+        max_steps=max_steps,
+        accumulate_grad_batches=accumulate,
+        limit_val_batches=1.0,
+        state=SimpleNamespace(fn=stage),
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
+    )
+    data.setup(stage)
+    return data
+
+
+def first_batches(data: TextDataModule, n: int) -> list[torch.Tensor]:
+    """The inputs of the next `n` training batches."""
+    loader = iter(data.train_dataloader())
+    return [next(loader)["inputs"] for _ in range(n)]

@@ -1,0 +1,104 @@
+"""`documents: apart`: a packed batch is its documents, each read by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from linrope.data import SEPARATOR
+from linrope.model import LanguageModelConfig
+from linrope.training import LanguageModelingModule
+from tests.training.attached import attached
+
+MODELS = {
+    "linear": {"attention": "linear"},
+    "rotary": {"attention": "linear", "normalize": "rotary"},
+    "mixed": {"attention": ["linear", "softmax"], "window": 6},
+}
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """60 documents of 1 to 40 bytes."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(60):
+        (folder / f"{number:02}.txt").write_bytes(
+            bytes(33 + (number * 7 + i * i) % 90 for i in range(1 + 13 * number % 40))
+        )
+    return folder
+
+
+def batches(texts: Path, stage: str) -> list[dict[str, Tensor]]:
+    options = {"context": 97, "batch_size": 2, "documents": "apart", "fractions": [0.5, 0.5, 0.0]}
+    data = attached(texts, stage=stage, **options)
+    loader = iter(data.train_dataloader() if stage == "fit" else data.val_dataloader())
+    return [next(loader) for _ in range(2)]
+
+
+def module_of(name: str, segment_length: int | None = None) -> LanguageModelingModule:
+    torch.manual_seed(0)
+    config = LanguageModelConfig(d_model=16, n_layers=2, n_heads=2, short_conv=4, forget_gate=True, **MODELS[name])
+    return LanguageModelingModule(config, segment_length=segment_length).double()
+
+
+def documents_of(batch: dict[str, Tensor]) -> list[tuple[int, slice]]:
+    """The row and the place of every document, found by its separator."""
+    found = []
+    for number, row in enumerate(batch["inputs"].tolist()):
+        stops = [i + 1 for i, token in enumerate(row) if token == SEPARATOR and i + 1 < len(row)]
+        found += [(number, slice(*ends)) for ends in zip([0, *stops], [*stops, len(row)])]
+    return found
+
+
+def read_apart(module: LanguageModelingModule, batch: dict[str, Tensor]) -> tuple[list[Tensor], Tensor]:
+    """Each document's logits, and the nats of all."""
+    logits, nats = [], torch.zeros((), dtype=torch.float64)
+    for row, place in documents_of(batch):
+        logits.append(module.model(batch["inputs"][row, place][None])[0])
+        nats = nats + F.cross_entropy(logits[-1], batch["targets"][row, place], reduction="sum")
+    return logits, nats
+
+
+def gradients(module: LanguageModelingModule, nats: Tensor) -> list[Tensor]:
+    module.zero_grad()
+    nats.backward()
+    return [parameter.grad.clone() for parameter in module.parameters()]
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)  # float64: the order of sums is what differs
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_packed_batch_is_its_documents_run_apart(texts, name, stage):
+    module = module_of(name).train(stage == "fit")
+    for batch in batches(texts, stage):
+        assert len(documents_of(batch)) > 6
+        packed = module.model(batch["inputs"], segment_ids=batch["segment_ids"])
+        apart, nats = read_apart(module, batch)
+        assert_same([packed[row, place] for row, place in documents_of(batch)], apart)
+        loss = F.cross_entropy(packed.flatten(0, 1), batch["targets"].flatten(), reduction="sum")
+        assert_same([loss], [nats])
+        assert_same(gradients(module, loss), gradients(module, nats))
+        trained_on = module._nats(batch)  # in float32
+        torch.testing.assert_close(trained_on.double(), nats, rtol=1e-6, atol=0)
+        flowing = module._nats({name: batch[name] for name in ("inputs", "targets")})
+        assert abs(flowing - trained_on) > 1e-5 * trained_on
+
+
+@pytest.mark.parametrize("segment_length", [1, 7, 32, 200])
+@pytest.mark.parametrize("name", MODELS)
+def test_in_segments_too(texts, name, segment_length):
+    module = module_of(name, segment_length)
+    for batch in batches(texts, "fit"):
+        _, nats = read_apart(module, batch)
+        in_segments = module._nats(batch)
+        assert_same([in_segments], [nats])
+        assert_same(gradients(module, in_segments), gradients(module, nats))

@@ -1,0 +1,294 @@
+"""A run that is stopped, however it is stopped, and resumed is bit for bit the run that was not."""
+
+import csv
+import errno
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+
+from linrope.checkpoints import open_checkpoint, whole_file
+from linrope.model import LanguageModelConfig
+from linrope.training.checkpoints import find_last
+from linrope.training.cli import main
+from linrope.training.module import LanguageModelingModule
+
+ROOT = Path(__file__).parents[2]
+TRAINED = ("state_dict", "optimizer_states", "lr_schedulers")
+
+
+def load(run_folder: Path, name: str = "last") -> dict:
+    return torch.load(run_folder / "checkpoints" / f"{name}.ckpt", weights_only=True)
+
+
+def equal(a: object, b: object) -> bool:
+    """Whether two trees of tensors and plain values are the same, bit for bit."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return a == b
+
+
+def losses(run_folder: Path, name: str = "train_loss") -> dict[int, str]:
+    """A loss by the logged step, as metrics.csv writes it."""
+    with open(run_folder / "metrics.csv") as file:
+        return {int(row["step"]): row[name] for row in csv.DictReader(file) if row.get(name)}
+
+
+def version(run_folder: Path, number: int) -> Path:
+    return run_folder.with_name(f"version_{number}")
+
+
+@pytest.fixture
+def exact(tiny) -> list[str]:
+    """Options of a run in which any inexactness shows."""
+    return [*tiny, "--model.dropout=0.2", "--trainer.accumulate_grad_batches=2", "--trainer.log_every_n_steps=1"]
+
+
+def test_a_process_stopped_again_and_again_trains_the_very_weights_of_one_that_was_not(exact, run_folder):
+    n_steps = 120
+    options = [f"--trainer.max_steps={n_steps}", "--run.checkpoint_every_n_steps=3", "--trainer.val_check_interval=7"]
+    assert main(["fit", *exact, *options, "--run.name=whole"]) == 0
+    whole = run_folder.parents[1] / "whole" / "version_0"
+
+    resume: list[str] = []
+    stops = (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL, signal.SIGINT)
+    for stop in stops:
+        command = [sys.executable, "-m", "linrope.training.cli", "fit", *exact, *options, *resume]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        for _ in range(5):  # at least one of these steps leaves a checkpoint
+            next(line for line in process.stdout if line.startswith("step ") and "/" in line)
+        process.send_signal(stop)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == (-stop if stop == signal.SIGKILL else 128 + stop), err
+        resume = ["--ckpt_path=last"]
+    assert main(["fit", *exact, *options, *resume]) == 0
+
+    ended = version(run_folder, len(stops))
+    assert all(equal(load(whole)[key], load(ended)[key]) for key in TRAINED)
+    for name in ("train_loss", "val_loss"):
+        for number in range(len(stops) + 1):
+            logged = losses(version(run_folder, number), name)
+            assert logged.items() <= losses(whole, name).items()
+    assert sorted(losses(ended)) == list(range(min(losses(ended)), n_steps))
+
+
+@pytest.mark.parametrize("name", ["best", "last"])
+def test_a_checkpoint_of_the_middle_of_a_step_goes_on_from_its_beginning(exact, run_folder, monkeypatch, name):
+    exact = [*exact, "--trainer.max_steps=7", "--trainer.val_check_interval=3"]
+    assert main(["fit", *exact]) == 0
+
+    def stopped_early(self, outputs, batch, batch_idx):
+        self.trainer.should_stop = batch_idx == 8  # as max_time does it; 9 batches: a validation, and half a step
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LanguageModelingModule, "on_train_batch_end", stopped_early)
+        assert main(["fit", *exact]) == 0
+    assert load(version(run_folder, 1), name)["global_step"] == 4
+    assert main(["fit", *exact, f"--ckpt_path={version(run_folder, 1)}/checkpoints/{name}.ckpt"]) == 0
+    resumed = version(run_folder, 2)
+    assert all(equal(load(run_folder)[key], load(resumed)[key]) for key in TRAINED)
+    assert losses(resumed).items() <= losses(run_folder).items()
+    assert sorted(losses(resumed)) == [4, 5, 6]
+
+
+def test_a_validation_that_was_due_is_finished_before_the_run_stops(exact, run_folder, monkeypatch):
+    backward = LanguageModelingModule.on_after_backward
+
+    def interrupted(self):
+        if self.trainer.fit_loop.total_batch_idx == 3:  # the last batch of the second step
+            os.kill(os.getpid(), signal.SIGTERM)
+        backward(self)
+
+    exact = [*exact, "--trainer.max_steps=4", "--trainer.val_check_interval=4"]
+    with monkeypatch.context() as patch:
+        patch.setattr(LanguageModelingModule, "on_after_backward", interrupted)
+        assert main(["fit", *exact]) == 128 + signal.SIGTERM
+    assert (sorted(losses(run_folder)), sorted(losses(run_folder, "val_loss"))) == ([0, 1], [1])
+    (best,) = load(run_folder)["callbacks"].values()
+    assert best["best_model_score"] is not None
+    assert main(["fit", *exact, "--ckpt_path=last"]) == 0
+    resumed = version(run_folder, 1)
+    assert (sorted(losses(resumed)), sorted(losses(resumed, "val_loss"))) == ([2, 3], [3])
+
+
+def test_draws_follow_from_the_seed_and_the_number_of_the_batch():
+    module = LanguageModelingModule(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2), seed=3)
+
+    def draw(batch_idx: int, global_step: int, accumulate: int = 1, world_size: int = 1, rank: int = 0) -> float:
+        module._trainer = SimpleNamespace(
+            global_step=global_step, accumulate_grad_batches=accumulate, world_size=world_size, global_rank=rank
+        )
+        module.on_train_batch_start({}, batch_idx)
+        return torch.rand(()).item()
+
+    alone = [draw(i, i // 2, accumulate=2) for i in range(8)]
+    assert len(set(alone)) == 8
+    assert [draw(i, i // 2, accumulate=2) for i in range(8)] == alone
+    assert [draw(i // 2, i // 2, world_size=2, rank=i % 2) for i in range(8)] == alone  # as the data are dealt
+    module.seed = 4
+    assert draw(0, 0, accumulate=2) not in alone
+
+
+# --- what cannot be resumed ------------------------------------------------------------------------------------------
+
+
+def test_what_differs_from_the_run_to_resume_is_said_and_stops_it(exact, run_folder, text_file, capsys):
+    assert main(["fit", *exact]) == 0
+    for changed, said in {
+        "--data.seed=7": "data.seed: 0 in the checkpoint, 7 here",
+        "--data.batch_size=4": "data.batch_size: 2 in the checkpoint, 4 here",
+        "--data.context=16": "data.context: 32 in the checkpoint, 16 here",
+        "--data.fractions=[0.8,0.1,0.1]": "data.fractions: [0.9, 0.05, 0.05] in the checkpoint, [0.8, 0.1, 0.1] here",
+        "--trainer.accumulate_grad_batches=4": "accumulate_grad_batches × devices: 2 in the checkpoint, 4 here",
+        "--seed_everything=5": "seed_everything: 1 in the checkpoint, 5 here",
+    }.items():
+        capsys.readouterr()
+        assert main(["fit", *exact, "--trainer.max_steps=3", "--ckpt_path=last", changed]) == 2
+        err = capsys.readouterr().err
+        assert said in err
+        assert f"pass --config {run_folder / 'config.yaml'}, or make these equal" in err
+        assert "Traceback" not in err
+    text_file.write_text(text_file.read_text() + "one more line\n")
+    assert main(["fit", *exact, "--trainer.max_steps=3", "--ckpt_path=last"]) == 2
+    assert re.search(r"data\.train_tokens: \d+ in the checkpoint, \d+ here", capsys.readouterr().err)
+    assert not list(run_folder.parent.glob("version_[1-9]/checkpoints/*"))
+
+
+def test_a_checkpoint_that_does_not_say_what_its_run_read_is_resumed_with_a_warning(exact, run_folder):
+    assert main(["fit", *exact]) == 0
+    old = load(run_folder)
+    del old["linrope"]["order"]
+    torch.save(old, run_folder / "old.ckpt")
+    with pytest.warns(UserWarning, match=r"old\.ckpt' does not say which data and seed its run had"):
+        assert main(["fit", *exact, "--trainer.max_steps=3", f"--ckpt_path={run_folder / 'old.ckpt'}"]) == 0
+
+
+def test_a_damaged_checkpoint_is_one_clear_message(exact, run_folder, capsys):
+    assert main(["fit", *exact]) == 0
+    good = (run_folder / "checkpoints" / "last.ckpt").read_bytes()
+    weights = load(run_folder)["state_dict"]["model.embedding.weight"].numpy().tobytes()
+    flipped = good.replace(weights, bytes([weights[0] ^ 1]) + weights[1:], 1)
+    assert flipped != good
+    damaged = run_folder / "checkpoints" / "damaged.ckpt"
+    for content in (flipped, *(good[:length] for length in (0, 1, 100, len(good) // 2, len(good) - 1))):
+        damaged.write_bytes(content)
+        capsys.readouterr()
+        assert main(["fit", *exact, "--trainer.max_steps=3", f"--ckpt_path={damaged}"]) == 2
+        assert re.fullmatch(
+            r"linrope: error: checkpoint '.*damaged\.ckpt' is damaged or no checkpoint: it cannot be read safely\. "
+            r"Give another, perhaps one of those beside it: best\.ckpt, last\.ckpt\.\n",
+            capsys.readouterr().err,
+        )
+
+
+def test_weights_alone_can_be_measured_but_not_resumed(exact, run_folder, capsys):
+    assert main(["fit", *exact]) == 0
+    weights = {key: value for key, value in load(run_folder).items() if key in ("state_dict", "linrope")}
+    torch.save(weights, run_folder / "weights.ckpt")
+    assert main(["fit", *exact, "--trainer.max_steps=3", f"--ckpt_path={run_folder / 'weights.ckpt'}"]) == 2
+    assert "cannot be resumed from: it has no global_step, loops, lr_schedulers, optimizer_states" in (
+        capsys.readouterr().err
+    )
+
+
+# --- last ------------------------------------------------------------------------------------------------------------
+
+
+def test_last_is_the_newest_run_that_has_one(tmp_path):
+    for number, name in ((2, "last.ckpt"), (10, "last.ckpt"), (11, "last.ckpt.partial"), (12, "best.ckpt")):
+        (tmp_path / f"version_{number}" / "checkpoints").mkdir(parents=True)
+        (tmp_path / f"version_{number}" / "checkpoints" / name).touch()
+    assert find_last(tmp_path) == tmp_path / "version_10" / "checkpoints" / "last.ckpt"
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test"])
+def test_without_a_last_checkpoint_its_folder_is_named(tiny, run_folder, capsys, command):
+    assert main([command, *tiny, "--ckpt_path=last"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"linrope: error: --ckpt_path=last: no run in '{run_folder.parent}' has left a last.ckpt.")
+
+
+def test_last_serves_the_other_commands(tiny, run_folder, capsys):
+    assert main(["fit", *tiny]) == 0
+    assert main(["validate", *tiny, "--ckpt_path=last"]) == 0
+    assert f"--ckpt_path=last is {run_folder / 'checkpoints' / 'last.ckpt'}\n" in capsys.readouterr().err
+
+
+# --- written whole, and nothing lost ---------------------------------------------------------------------------------
+
+
+def test_a_full_disk_keeps_the_last_good_checkpoint(exact, run_folder, capsys, monkeypatch):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    start = LanguageModelingModule.on_train_batch_start
+
+    def disk_fills_up(self, batch, batch_idx):
+        if self.trainer.global_step == 3:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+        start(self, batch, batch_idx)
+
+    monkeypatch.setattr(LanguageModelingModule, "on_train_batch_start", disk_fills_up)
+    exact = [*exact, "--trainer.max_steps=9", "--trainer.val_check_interval=4", "--run.checkpoint_every_n_steps=2"]
+    try:
+        assert main(["fit", *exact]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    last = run_folder / "checkpoints" / "last.ckpt"
+    err = capsys.readouterr().err
+    assert f"error: checkpoint {last} could not be written: File too large. Make room for it" in err
+    assert f"then resume from {last}, the last that was written whole." in err
+    assert "Traceback" not in err
+    assert open_checkpoint(last)["global_step"] == 2
+    assert not list(run_folder.rglob("*.partial"))
+
+
+def test_a_log_that_cannot_be_written_is_one_clear_message(tiny, capsys, monkeypatch):
+    def no_room(self):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.csv")
+
+    monkeypatch.setattr(CSVLogger, "save", no_room)
+    assert main(["fit", *tiny, "--trainer.log_every_n_steps=1"]) == 1
+    assert capsys.readouterr().err == (
+        "linrope: error: [Errno 28] No space left on device: 'metrics.csv'. Make room; a training run then resumes "
+        "with --ckpt_path last.\n"
+    )
+
+
+def test_a_file_is_replaced_only_by_a_whole_one(tmp_path):
+    path = tmp_path / "file"
+    for failure in (OSError, KeyboardInterrupt, None):
+        path.write_text("before")
+        try:
+            with whole_file(path) as file:
+                file.write(b"af")
+                assert path.read_text() == "before"
+                if failure:
+                    raise failure
+                file.write(b"ter")
+        except (OSError, KeyboardInterrupt):
+            assert path.read_text() == "before"
+        assert list(tmp_path.iterdir()) == [path]
+    assert path.read_text() == "after"
+
+
+def test_a_run_overwrites_no_other(tiny, tmp_path, capsys):
+    root = tmp_path / "root"
+    unlogged = [*tiny, "--trainer.logger=false", f"--trainer.default_root_dir={root}"]
+    assert main(["fit", *unlogged]) == 0
+    before = (root / "checkpoints" / "last.ckpt").read_bytes()
+    capsys.readouterr()
+    assert main(["fit", *unlogged, "--seed_everything=2"]) == 2
+    assert f"{root / 'config.yaml'} exists, and this run would overwrite" in capsys.readouterr().err
+    assert (root / "checkpoints" / "last.ckpt").read_bytes() == before
+    assert main(["fit", *unlogged, "--trainer.max_steps=3", f"--ckpt_path={root / 'checkpoints' / 'last.ckpt'}"]) == 0
