@@ -95,12 +95,17 @@ def require_segments(model: LanguageModel, segment_length: int) -> None:
     """Raise InputError unless sequences can be read in segments of that length, the model's state not growing."""
     if not (isinstance(segment_length, int) and segment_length >= 1):
         raise InputError(f"segment_length={segment_length!r} must be a whole number of tokens, at least 1.")
+    require_fixed_state(model, f"segment_length={segment_length}")
+
+
+def require_fixed_state(model: LanguageModel, option: str) -> None:
+    """Raise InputError, naming the option that asks for it, unless the model's state does not grow with the length."""
     for layer, kind in enumerate(model.config.attention_kinds):
         if kind == "softmax" and model.config.window is None:
             raise InputError(
-                f"segment_length was given to a model whose layer {layer} is softmax attention without a window: its "
-                "past is all keys and values, so memory would grow all the same. Set model.window, make the layer "
-                "linear, or leave segment_length out."
+                f"{option} was given to a model whose layer {layer} is softmax attention without a window: its past is "
+                "all keys and values, so memory would grow all the same. Set model.window, make the layer linear, or "
+                "leave the option out."
             )
 
 

@@ -1,9 +1,12 @@
 """Sequences read in segments have the loss and the gradients of the whole, in memory that does not grow."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import torch.utils.checkpoint
 from torch.nn.parallel import DistributedDataParallel
 
 from linrope import InputError, LanguageModel, LanguageModelConfig, RotaryConfig, segmented_loss
@@ -172,6 +175,15 @@ def test_the_graph_keeps_no_activations():
     with torch.no_grad():
         value, _ = segmented_loss(model, *text(1, 5000), 100)
     assert value.item() == pytest.approx(total.item(), rel=1e-12)
+
+
+def test_activation_checkpointing_of_blocks_changes_nothing():
+    model = model_of(**MODELS["recipe"])
+    inputs, targets = text()
+    expected = gradients(model, segmented_loss(model, inputs, targets, 40)[0])
+    for block in model.blocks:
+        block.forward = functools.partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
+    assert_same(gradients(model, segmented_loss(model, inputs, targets, 40)[0]), expected, 1e-12)
 
 
 def test_parameters_without_a_part_or_frozen_get_no_gradient():

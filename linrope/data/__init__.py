@@ -1,10 +1,12 @@
 """Text as tokens: what is read (`corpus`), how bytes become tokens (`tokenizer`), how training sees it (`windows`).
 
-How long its rows are, step by step (`curriculum`). And a synthetic task: associative recall (`recall`).
+How long its rows are, step by step (`curriculum`), or how each goes on where it ended (`lanes`). And a synthetic task:
+associative recall (`recall`).
 """
 
 from linrope.data.corpus import SPLITS, Corpus, Document, DocumentChanged, Sources, find_sources, split_corpus
 from linrope.data.curriculum import CurriculumStage, PlannedStage, TrainingBatches, TrainingPlan
+from linrope.data.lanes import Lanes
 from linrope.data.recall import mqar_rows, require_mqar
 from linrope.data.tokenizer import IGNORE, SEPARATOR, VOCAB_SIZE, TextDecoder, decode, encode, encode_prompt
 from linrope.data.windows import (
@@ -28,6 +30,7 @@ __all__ = [
     "Document",
     "DocumentChanged",
     "EvaluationWindows",
+    "Lanes",
     "PlannedStage",
     "Sources",
     "TextDecoder",

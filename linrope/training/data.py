@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset, default_collate
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset, default_collate
 
 from linrope.data import (
     DOCUMENTS,
@@ -18,6 +19,7 @@ from linrope.data import (
     CurriculumStage,
     CurriculumWindows,
     EvaluationWindows,
+    Lanes,
     PlannedStage,
     TrainingBatches,
     TrainingPlan,
@@ -34,8 +36,9 @@ class TextDataModule(LightningDataModule):
     """The text to learn from.
 
     Batches are `{"inputs", "targets"}`, each int64 (batch_size, context), and with documents apart `"segment_ids"`, the
-    same: each run of equal numbers is a document. Training has no epochs: sample `i` of a run follows from `seed` and
-    `i`, and a resumed run goes on with the sample after the last that its checkpoint has learned from.
+    same: each run of equal numbers is a document. In lanes there is `"fresh"`, bool (batch_size,): see `Lanes`.
+    Training has no epochs: sample `i` of a run follows from `seed` and `i`, and a resumed run goes on with the sample
+    after the last that its checkpoint has learned from.
 
     Args:
         path: Your text: a file, a folder or a glob. null is the built-in corpus, the Python standard library's source.
@@ -47,6 +50,8 @@ class TextDataModule(LightningDataModule):
         num_workers: Processes that read samples ahead; 0 reads them in the training process.
         documents: "flow" reads a sample as one text, past the ends of its documents; "apart" reads each document in it
             by itself.
+        lanes: Read the training text in order: each row of a batch goes on where that row of the batch before ended,
+            and the model's state is carried over, without gradient. false draws windows at random.
         curriculum: Training rows of other lengths, a list of stages {tokens: N, seq_len: N, batch_size: N}: tokens to
             train on before the next stage begins (the last goes on to the end), tokens of a sample, and samples of a
             batch per device (left out: as many tokens as context · batch_size). null is context from first to last.
@@ -66,6 +71,7 @@ class TextDataModule(LightningDataModule):
         seed: int = 0,
         num_workers: int = 0,
         documents: str = "flow",
+        lanes: bool = False,
         curriculum: list[CurriculumStage] | None = None,
     ) -> None:
         super().__init__()
@@ -79,7 +85,9 @@ class TextDataModule(LightningDataModule):
         require_choice("data.documents", documents, DOCUMENTS)
         self.path = Path(path) if path is not None else None
         self.context, self.batch_size, self.fractions = context, batch_size, fractions
-        self.seed, self.num_workers, self.documents = seed, num_workers, documents
+        if lanes and curriculum is not None:
+            raise InputError("data.lanes=True needs rows of one length, data.curriculum changes it: drop one of them.")
+        self.seed, self.num_workers, self.documents, self.lanes = seed, num_workers, documents, lanes
         self.curriculum = None if curriculum is None else _stages(curriculum, context * batch_size)
         self.corpora: dict[str, Corpus] = {}
         self.origin, self.n_skipped = "", 0
@@ -91,7 +99,7 @@ class TextDataModule(LightningDataModule):
             self.corpora = split_corpus(sources, self.fractions)
         # Made here, before any work, so that a split that is too short is found at once.
         if stage == "fit":
-            self._train = self._training_windows()
+            self._train = self._training_lanes() if self.lanes else self._training_windows()
         if stage == "validate" or (stage == "fit" and self._validates):
             self._val = EvaluationWindows(self.corpora["val"], self.context, "val", self.documents)
         if stage == "test":
@@ -111,6 +119,11 @@ class TextDataModule(LightningDataModule):
             TrainingWindows(corpus, stage.seq_len, self.seed, self.documents, f"data.curriculum[{number}].seq_len")
             for number, stage in enumerate(self.curriculum)
         )
+
+    def _training_lanes(self) -> Lanes:
+        trainer = self.trainer
+        own = trainer.global_rank, trainer.world_size
+        return Lanes(self.corpora["train"], self.context, self.batch_size, self.seed, self.documents, *own)
 
     @property
     def plan(self) -> TrainingPlan:
@@ -140,6 +153,7 @@ class TextDataModule(LightningDataModule):
             "batch_size": self.batch_size,
             "seed": self.seed,
             "documents": self.documents,
+            "lanes × devices": self.batch_size * self.trainer.world_size if self.lanes else None,
             "curriculum": None if self.curriculum is None else [asdict(stage) for stage in self.curriculum],
             "train_tokens": len(train),
             "train_documents": _fingerprint(train),
@@ -152,6 +166,9 @@ class TextDataModule(LightningDataModule):
     def train_dataloader(self) -> DataLoader[Batch]:
         """An endless loader. Lightning asks for it after it has restored the step that a checkpoint was saved at."""
         trainer = self.trainer
+        if self.lanes:
+            first = trainer.global_step * trainer.accumulate_grad_batches
+            return self._loader(self._train, sampler=_From(first), batch_size=None)
         batches = TrainingBatches(self.plan, trainer.global_step, trainer.global_rank, trainer.world_size)
         return self._loader(self._train, batch_sampler=batches)
 
@@ -175,6 +192,16 @@ class TextDataModule(LightningDataModule):
             pin_memory=on_gpu,
             **options,
         )
+
+
+class _From(Sampler[int]):
+    """All whole numbers from `first` on."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def __iter__(self) -> Iterator[int]:
+        return count(self.first)
 
 
 def _stages(curriculum: Sequence[CurriculumStage | dict[str, Any]], tokens_per_batch: int) -> list[CurriculumStage]:

@@ -18,7 +18,8 @@ from linrope.data import IGNORE, SEPARATOR
 from linrope.data.windows import mix
 from linrope.errors import InputError
 from linrope.model import LanguageModel, LanguageModelConfig
-from linrope.segments import require_segments, segmented_loss
+from linrope.segments import require_fixed_state, require_segments, segmented_loss
+from linrope.states import ModelState, forget_rows, from_plain, leaves, map_state, to_plain
 from linrope.training.checkpoints import deals_by_step, require_same_order, rewind_to_step, run_order
 
 
@@ -137,6 +138,8 @@ class LanguageModelingModule(LightningModule):
         self._train_sums = torch.zeros(3)  # nats, bytes and targets since the last step
         self._train_places = 0  # the same, of places, with a target or without
         self._order: dict[str, Any] = {}
+        self._carried: ModelState | None = None  # in lanes: the state after the last batch
+        self._carried_at_step: ModelState | None = None  # and after the last optimizer step, for checkpoints
         self._start_evaluation()
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -144,6 +147,9 @@ class LanguageModelingModule(LightningModule):
         return self.model(tokens)
 
     # Training.
+
+    def on_train_start(self) -> None:
+        self._train_sums, self._train_places = torch.zeros(3), 0  # an earlier run may have stopped within a step
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Makes every random draw of the batch a function of the seed and the batch's number in the run.
@@ -156,13 +162,23 @@ class LanguageModelingModule(LightningModule):
         torch.manual_seed(mix(self.seed, number * trainer.world_size + trainer.global_rank))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        nats = self._nats(batch)
+        nats, after = self._read(batch, self._carried_into(batch))
+        if "fresh" in batch:
+            self._carried = leaves(after)
+            if (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0:
+                self._carried_at_step = self._carried
         sums = _sums(nats.detach(), batch["targets"])
         self._train_sums = self._train_sums.to(nats.device) + sums
         self._train_places += batch["targets"].numel()
         # The trainer takes the mean of these over micro-batches and devices. Those have as many places each, but not
         # always as many targets: `_average_over_targets` puts that right, once for the whole step.
         return nats / batch["targets"].numel()
+
+    def _carried_into(self, batch: dict[str, Tensor]) -> ModelState | None:
+        """In lanes, the state that the rows of a batch go on from: none in those that begin anew."""
+        if self._carried is None or "fresh" not in batch:
+            return None
+        return forget_rows(map_state(lambda _, x: x.to(self.device), self._carried), batch["fresh"])
 
     def configure_gradient_clipping(
         self, optimizer: AdamW, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
@@ -248,11 +264,15 @@ class LanguageModelingModule(LightningModule):
 
     def _nats(self, batch: dict[str, Tensor]) -> Tensor:
         """The nats of a batch's targets, in all."""
-        inputs, targets, documents = batch["inputs"], batch["targets"], batch.get("segment_ids")
-        if self.segment_length is None:
-            return token_losses(self.model(inputs, segment_ids=documents), targets).sum()
-        nats, _ = segmented_loss(self.model, inputs, targets, self.segment_length, segment_ids=documents)
-        return nats
+        return self._read(batch, None)[0]
+
+    def _read(self, batch: dict[str, Tensor], state: ModelState | None) -> tuple[Tensor, ModelState]:
+        """The nats of a batch's targets, in all, where it goes on from a state; and the state after it."""
+        inputs, targets, ids = batch["inputs"], batch["targets"], batch.get("segment_ids")
+        if self.segment_length is not None:
+            return segmented_loss(self.model, inputs, targets, self.segment_length, segment_ids=ids, state=state)
+        logits, after = self.model(inputs, state, segment_ids=ids, return_state=True)
+        return token_losses(logits, targets).sum(), after
 
     # The optimizer, and what checkpoints hold.
 
@@ -290,10 +310,14 @@ class LanguageModelingModule(LightningModule):
                 f"trainer.gradient_clip_val={trainer.gradient_clip_val} would clip beside optimizer.clip_norm="
                 f"{self.optimizer_config.clip_norm}: remove it and set optimizer.clip_norm."
             )
+        if getattr(trainer.datamodule, "lanes", False):
+            require_fixed_state(self.model, "data.lanes=True")
         self._order = run_order(trainer, self.seed)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["linrope"] = {"config": self.model_config.to_dict(), "order": self._order}
+        if self._carried_at_step is not None:
+            checkpoint["linrope"]["carried"] = self._of_all_ranks(to_plain(leaves(self._carried_at_step)))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Has training go on right after the checkpoint's last step, on the same data, with this run's own options."""
@@ -303,6 +327,15 @@ class LanguageModelingModule(LightningModule):
         if deals_by_step(self.trainer.datamodule):
             rewind_to_step(checkpoint, self.trainer.accumulate_grad_batches)
         self._take_optimizer_options(checkpoint)
+        if (carried := checkpoint["linrope"].get("carried")) is not None:
+            self._carried = self._carried_at_step = from_plain(carried[self.trainer.global_rank])
+
+    def _of_all_ranks(self, value: Any) -> list[Any]:
+        """What every rank has; all of them save checkpoints at the same moments."""
+        values = [value] * self.trainer.world_size
+        if self.trainer.world_size > 1:
+            torch.distributed.all_gather_object(values, value)
+        return values
 
     def _take_optimizer_options(self, checkpoint: dict[str, Any]) -> None:
         """Lets this run's optimizer options win over the checkpoint's, which Lightning would restore silently."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 from linrope.data import SEPARATOR
 from linrope.model import LanguageModelConfig
 from linrope.training import LanguageModelingModule
+from linrope.training.cli import main
 from tests.training.attached import attached
 
 MODELS = {
@@ -102,3 +104,21 @@ def test_in_segments_too(texts, name, segment_length):
         in_segments = module._nats(batch)
         assert_same([in_segments], [nats])
         assert_same(gradients(module, in_segments), gradients(module, nats))
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-5), ("bf16-mixed", 2e-2)])
+def test_a_run_in_segments_trains_as_one_at_once(tiny, run_folder, precision, tolerance):
+    """Over steps of two micro-batches, clipped: the same losses and gradient norms, but for sums in another order, and
+    in bfloat16 for logits of three digits."""
+    options = ["--model.short_conv=3", "--model.forget_gate=true", "--trainer.accumulate_grad_batches=2"]
+    options += ["--optimizer.clip_norm=0.1", "--optimizer.lr=0.01", "--optimizer.warmup_steps=1"]
+    options += ["--trainer.max_steps=4", f"--trainer.precision={precision}", "--trainer.log_every_n_steps=1"]
+    found = []
+    for number, segments in enumerate(([], ["--segment_length=11"])):
+        assert main(["fit", *tiny, *options, *segments]) == 0
+        with open(run_folder.with_name(f"version_{number}") / "metrics.csv") as file:
+            rows = [row for row in csv.DictReader(file) if row["train_loss"]]
+        found.append([float(row[name]) for row in rows for name in ("train_loss", "grad_norm")])
+    assert len(found[0]) == 8
+    assert found[1] == pytest.approx(found[0], rel=tolerance)
+    assert found[0][0] > found[0][-2] + 0.1  # it has learned, so that later steps depend on the weights
