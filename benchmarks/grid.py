@@ -75,6 +75,8 @@ class Grid:
     variants: dict[str, dict[str, Any]]
     reference: str
     seeds: list[int]
+    more_seeds: dict[str, list[int]] = field(default_factory=dict)
+    """Further seeds of some variants, for a difference as small as that between seeds."""
     tokens: int | None = None
     minutes: float | None = None
     task: str = "text"
@@ -97,10 +99,13 @@ class Grid:
             if not re.fullmatch(r"[\w.+-]+", str(name)):
                 raise InputError(f"variants: {name!r} names files too: use letters, digits and . + - _ only.")
         require_choice("reference", self.reference, self.variants)
-        if any(type(seed) is not int or seed < 0 for seed in self.seeds):
-            raise InputError(f"seeds={self.seeds} must be whole numbers from 0.")
-        if len(self.seeds) < 2 or len(set(self.seeds)) != len(self.seeds):
-            raise InputError(f"seeds={self.seeds}: an interval needs two different seeds or more.")
+        for name in self.more_seeds:
+            require_choice("more_seeds", name, self.variants)
+        for seeds in (self.seeds, *(self.seeds + more for more in self.more_seeds.values())):
+            if any(type(seed) is not int or seed < 0 for seed in seeds) or len(set(seeds)) != len(seeds):
+                raise InputError(f"seeds={seeds} must be different whole numbers from 0.")
+        if len(self.seeds) < 2:
+            raise InputError(f"seeds={self.seeds}: an interval needs two seeds or more.")
         if (self.tokens is None) == (self.minutes is None):
             raise InputError(f"tokens={self.tokens} and minutes={self.minutes}: give one of them, the length of a run.")
         if not (self.tokens or self.minutes or 0) > 0 or self.validations < 1 or self.validation_tokens < 1:
@@ -114,8 +119,10 @@ class Grid:
 
     @property
     def runs(self) -> list[tuple[str, int]]:
-        """Every (variant, seed), seed by seed: an interrupted grid has whole seeds."""
-        return [(variant, seed) for seed in self.seeds for variant in self.variants]
+        """Every (variant, seed), seed by seed: an interrupted grid has whole seeds. Further seeds come last."""
+        more = sorted((seed, variant) for variant, seeds in self.more_seeds.items() for seed in seeds)
+        runs = [(variant, seed) for seed in self.seeds for variant in self.variants]
+        return runs + [(variant, seed) for seed, variant in more]
 
 
 @dataclass(frozen=True)

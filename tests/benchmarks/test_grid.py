@@ -49,6 +49,12 @@ def test_a_variant_changes_what_its_paths_name(tmp_path):
     assert len({own.fingerprint for own in settings.values()}) == 3
 
 
+def test_runs_go_seed_by_seed_and_further_seeds_come_last(tmp_path):
+    runs = grid_of(tmp_path, more_seeds={"softmax": [7, 5], "linear": [5]}).runs
+    assert runs[:4] == [("linear", 0), ("softmax", 0), ("linear", 1), ("softmax", 1)]
+    assert runs[4:] == [("linear", 5), ("softmax", 5), ("softmax", 7)]
+
+
 def test_models_are_made_equally_large(tmp_path):
     variants = {"linear": {}, "gated": {"model.output_gate": True}}
     settings = settings_of(grid_of(tmp_path, variants=variants))
@@ -75,8 +81,10 @@ def test_steps_follow_from_tokens_or_from_minutes(tmp_path):
     [
         ({"titel": "x"}, "'titel' is no option of a grid. Did you mean 'title'?"),
         ({"reference": "lineer"}, "reference='lineer' is unknown: choose one of 'linear', 'softmax'."),
-        ({"seeds": [0]}, r"seeds=\[0\]: an interval needs two different seeds or more"),
-        ({"seeds": [1, 1]}, "an interval needs two different seeds"),
+        ({"seeds": [0]}, r"seeds=\[0\]: an interval needs two seeds or more"),
+        ({"seeds": [1, 1]}, r"seeds=\[1, 1\] must be different whole numbers"),
+        ({"more_seeds": {"linear": [1]}}, r"seeds=\[0, 1, 1\] must be different whole numbers"),
+        ({"more_seeds": {"linaer": [7]}}, "more_seeds='linaer' is unknown"),
         ({"variants": {}}, "variants: the grid has none"),
         ({"variants": {"linear": {}, "a/b": {}}}, "'a/b' names files too"),
         ({"variants": {"linear": {}, "x": {"model.feature_mpa": "exp"}}}, "variant 'x': 'feature_mpa' is no option"),
@@ -89,8 +97,8 @@ def test_steps_follow_from_tokens_or_from_minutes(tmp_path):
         ({"minutes": 3}, "tokens=1000 and minutes=3: give one of them"),
         ({"tokens": 0}, "must all be above 0"),
         ({"tokens": 10}, "variant 'linear': tokens=10 is less than one step has, 64"),
-        ({"seeds": ["a", "b"]}, "must be whole numbers from 0"),
-        ({"seeds": [0, -1]}, "must be whole numbers from 0"),
+        ({"seeds": ["a", "b"]}, "must be different whole numbers from 0"),
+        ({"seeds": [0, -1]}, "must be different whole numbers from 0"),
         ({"validation_tokens": 10**9}, "validation_tokens=1000000000 must be less than the "),
         (
             {"tokens": 10**10, "variants": {"linear": {}, "x": {"data.context": 10**9}}},
