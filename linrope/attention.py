@@ -212,7 +212,8 @@ class LinearAttention(_Attention):
         feature_map: φ, a name of `linrope.feature_maps.FEATURE_MAP_NAMES`, or a callable that keeps the head's size (a
             module is trained and saved with the layer). "favor", "hedgehog" and "taylor" are modules made for these
             heads; RoPE turns their features, all or all but the last.
-        temperature: learn a scale for each head inside φ: φ(e^τ x) with τ = 0 at the start, for queries and keys alike.
+        temperature: learn a scale for each head inside φ: φ(e^τ x) with τ = 0 at the start, for queries and keys alike
+            (and for dimensions that skip φ).
         normalize: the denominator: "plain", "rotary" or "none" (see `linear_attention`).
         causal: see earlier tokens only; False sees all.
         short_conv: tokens seen by a depthwise causal convolution with SiLU on q, k and v (4 is usual); 0 for none.

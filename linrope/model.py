@@ -239,7 +239,7 @@ class LanguageModel(nn.Module):
         Raises:
             InputError: tokens of another shape or dtype or out of range, a state of another model.
         """
-        self._check(tokens, state, segment_ids)
+        self.check(tokens, state, segment_ids)
         x = self.embedding(tokens)
         if self.config.sinusoidal:
             x = x + self._position_embedding(tokens, state, segment_ids).to(x.dtype)
@@ -263,7 +263,8 @@ class LanguageModel(nn.Module):
             positions = torch.arange(offset, offset + tokens.shape[1], device=tokens.device)
         return EMBEDDING_STD * 2**0.5 * sinusoids(positions, self.config.d_model)
 
-    def _check(self, tokens: Tensor, state, segment_ids: Tensor | None) -> None:
+    def check(self, tokens: Tensor, state=None, segment_ids: Tensor | None = None) -> None:
+        """Raise InputError unless these fit the model, as its arguments."""
         if not isinstance(tokens, Tensor):
             raise InputError(f"tokens is a {type(tokens).__name__}: pass int64 of shape (B, T).")
         if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):

@@ -400,6 +400,12 @@ def test_bad_calls_are_named(kind):
             call()
 
 
+def test_signed_beside_a_module_in_half_precision():
+    phi = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Softplus())
+    layer = LinearAttention(32, 2, feature_map=phi, rope=RotaryConfig(signed=True)).bfloat16()
+    assert layer(torch.randn(1, 5, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
 def test_signed_is_a_matter_of_linear_layers():
     """Softmax layers of a hybrid turn all of their dimensions."""
     config = RotaryConfig(signed=True)

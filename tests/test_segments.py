@@ -1,6 +1,7 @@
 """Sequences read in segments have the loss and the gradients of the whole, in memory that does not grow."""
 
 import functools
+import weakref
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from linrope import InputError, LanguageModel, LanguageModelConfig, RotaryConfig, segmented_loss
 from linrope.segments import summed_cross_entropy
-from linrope.states import forget_rows
+from linrope.states import forget_rows, map_state
 
 SMALL = {"d_model": 16, "n_layers": 2, "n_heads": 2}
 MODELS = {
@@ -21,7 +22,7 @@ MODELS = {
     "frequencies trained by head": {"rope": RotaryConfig(base=[10.0, 100.0], trainable=True), "forget_gate": True},
     "before the map, learned map": {"rope": RotaryConfig(before_map=True), "feature_map": "hedgehog"},
     "sinusoids": {"rope": None, "sinusoidal": True, "short_conv": 4},
-    "window": {"attention": ["linear", "softmax"], "window": 9, "short_conv": 3},
+    "window": {"attention": ["linear", "softmax"], "window": 6, "short_conv": 3},
 }
 T = 101
 
@@ -114,14 +115,16 @@ def test_states_go_in_and_out():
     for own, other in zip(state + last, after + final, strict=True):
         torch.testing.assert_close(own.past.kv, other.past.kv, rtol=1e-10, atol=1e-12)
         assert not own.past.kv.requires_grad
-    torch.autograd.backward(rest)
+    fixed = map_state(lambda _, x: x.detach(), after)
+    expected = summed_cross_entropy(model(inputs[:, 50:], fixed), targets[:, 50:])
+    assert_same(gradients(model, rest), gradients(model, expected), 1e-10)
 
 
 def test_truncated_backpropagation_stops_at_each_segment():
     model = model_of(**MODELS["recipe"])
     inputs, targets = text()
     total, _ = segmented_loss(model, inputs, targets, 40, truncated=True)
-    expected, state = [0.0] * len(list(model.parameters())), None
+    expected = [0.0] * len(list(model.parameters()))
     for start in range(0, T, 40):
         with torch.no_grad():
             fixed = None if start == 0 else model(inputs[:, :start], return_state=True)[1]
@@ -132,7 +135,6 @@ def test_truncated_backpropagation_stops_at_each_segment():
     exact, _ = segmented_loss(model, inputs, targets, 40)
     assert exact.item() == pytest.approx(total.item(), rel=1e-12)
     assert not torch.allclose(gradients(model, exact)[1], expected[1])
-    assert state is None
 
 
 def test_dropout_draws_the_same_masks_in_both_passes():
@@ -164,17 +166,47 @@ def test_dropout_draws_the_same_masks_in_both_passes():
     assert torch.equal(torch.get_rng_state(), before)  # what is drawn next does not depend on the backward
 
 
-def test_the_graph_keeps_no_activations():
+def test_no_activations_are_kept_between_segments():
+    """The logits of a segment are gone when the next one's are made, in both passes."""
     model = model_of()
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.nbytes) or x, lambda x: x):
-        total, _ = segmented_loss(model, *text(1, 5000), 100)
-    assert sum(kept) == 0
+    made: list[weakref.ref] = []
+
+    def loss(logits, targets):
+        made.append(weakref.ref(logits))
+        alive = [logits() for logits in made[:-1]]
+        assert all(logits is None for logits in alive)
+        return summed_cross_entropy(logits, targets)
+
+    total, _ = segmented_loss(model, *text(1, 1000), 100, loss=loss)
+    assert len(made) == 10
+    assert made[-1]() is None
     total.backward()
-    # and nothing at all is kept where no gradient is asked for
+    assert len(made) == 20
     with torch.no_grad():
-        value, _ = segmented_loss(model, *text(1, 5000), 100)
+        value, _ = segmented_loss(model, *text(1, 1000), 100, loss=loss)
     assert value.item() == pytest.approx(total.item(), rel=1e-12)
+
+
+def test_gradients_of_half_precision_are_summed_in_float32():
+    """Of a bfloat16 model: many segments are no further from float32 than the whole is."""
+    model = model_of(torch.bfloat16, **MODELS["recipe"])
+    inputs, targets = text(1, 2048)
+    exact = model_of(torch.float32, **MODELS["recipe"])
+    exact.load_state_dict(model.state_dict())
+    right = torch.cat([g.flatten() for g in gradients(exact, summed_cross_entropy(exact(inputs), targets))])
+    errors = []
+    for length in (2048, 16):
+        found = gradients(model, segmented_loss(model, inputs, targets, length)[0])
+        assert all(g.dtype == torch.bfloat16 for g in found)
+        errors.append(((torch.cat([g.flatten().float() for g in found]) - right).norm() / right.norm()).item())
+    assert errors[1] < 1.3 * errors[0]
+
+
+def test_second_derivatives_are_refused():
+    model = model_of()
+    total, _ = segmented_loss(model, *text(), 30)
+    with pytest.raises(InputError, match="create_graph=True asks for a second derivative"):
+        torch.autograd.grad(total, model.embedding.weight, create_graph=True)
 
 
 def test_activation_checkpointing_of_blocks_changes_nothing():
@@ -215,6 +247,10 @@ def test_forgotten_rows_are_as_if_nothing_came_before():
         ({}, {"segment_length": 0}, "segment_length=0 must be a whole number of tokens, at least 1"),
         ({}, {"segment_length": 2.5}, "segment_length=2.5 must be a whole number"),
         ({"attention": ["linear", "softmax"]}, {}, "layer 1 is softmax attention without a window.*Set model.window"),
+        ({"attention": ["linear", "softmax"], "window": 21}, {}, "segment_length=20 is less than model.window=21"),
+        ({}, {"segment_ids": torch.zeros(3, T + 9, dtype=torch.int64)}, r"segment_ids is \(3, 110\)"),
+        ({}, {"inputs": torch.full((3, T), 300)}, r"tokens lie in \[300, 300\]"),
+        ({"rope": RotaryConfig(trainable=True)}, {"truncated": True}, "truncated=True cuts the gradient of the state"),
         ({}, {"targets": torch.zeros(3, 5)}, r"inputs \(3, 101\) and targets \(3, 5\)"),
         ({}, {"inputs": torch.zeros(3, 0, dtype=torch.int64), "targets": torch.zeros(3, 0)}, "pass .B, T. with T ≥ 1"),
     ],

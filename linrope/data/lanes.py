@@ -52,7 +52,9 @@ class Lanes(Dataset[dict[str, Tensor]]):
         self.seed, self.documents, self.rank = seed, documents, rank
         n_lanes = batch_size * world_size
         self.lane = (len(corpus) - 1) // n_lanes
-        self.batches_per_pass = self.lane // context
+        # One batch fewer than fit, so that there is room to shift them by up to a whole row.
+        self.batches_per_pass = max(min(1, self.lane // context), self.lane // context - 1)
+        self._max_offset = min(context - 1, self.lane - self.batches_per_pass * context)
         if self.batches_per_pass < 1:
             raise InputError(
                 f"the train split holds {len(corpus):,} tokens, too few for data.batch_size={batch_size} lanes of "
@@ -62,7 +64,7 @@ class Lanes(Dataset[dict[str, Tensor]]):
     def start_of(self, n: int, row: int) -> int:
         """The first token of a row of batch `n`."""
         number, batch = divmod(n, self.batches_per_pass)
-        offset = mix(self.seed, number) % (self.lane - self.batches_per_pass * self.context + 1)
+        offset = mix(self.seed, number) % (self._max_offset + 1)
         return (self.rank * self.batch_size + row) * self.lane + offset + batch * self.context
 
     def __getitem__(self, n: int) -> dict[str, Tensor]:

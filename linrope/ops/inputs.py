@@ -101,7 +101,7 @@ def check_inputs(
     if phi.load is None:
         if key_mask is not None:  # before φ, through which the gradient of a masked NaN would be NaN
             k = k.masked_fill(~key_mask[:, None, :, None], 0)
-        q, k = _mapped("q", q, phi, working), _mapped("k", k, phi, working)
+        q, k = (_mapped(name, x, phi, feature_map, working) for name, x in (("q", q), ("k", k)))
         v, phi = v.to(working), after_signed(FEATURE_MAPS["identity"], signed)
     check_rope(rope, q.shape[1], q.shape[3])
     log_decay = _check_log_decay(log_decay, q, causal, working)
@@ -175,8 +175,9 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
         )
 
 
-def _mapped(name: str, x: Tensor, phi: FeatureMap, working: torch.dtype) -> Tensor:
-    own = next(phi.forward.parameters(), None) if isinstance(phi.forward, torch.nn.Module) else None
+def _mapped(name: str, x: Tensor, phi: FeatureMap, given: Callable[[Tensor], Tensor], working: torch.dtype) -> Tensor:
+    """φ of x, in the precision that a given module's own weights have."""
+    own = next(given.parameters(), None) if isinstance(given, torch.nn.Module) else None
     features = phi.forward(x.to(working if own is None else own.dtype))
     if not isinstance(features, Tensor) or features.shape[:-1] != x.shape[:-1] or not features.is_floating_point():
         got = f"{tuple(features.shape)} {features.dtype}" if isinstance(features, Tensor) else type(features).__name__

@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from linrope.checkpoints import whole_file
 from linrope.data import SEPARATOR, SPLITS, TextDecoder, encode_prompt
 from linrope.errors import InputError
 from linrope.generation import stream
@@ -187,15 +188,14 @@ class SaveConfig(Callback):
         if stage != "fit" or not trainer.is_global_zero:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(self.path, "w" if self.replace else "x") as file:
-                file.write(self.config)
-        except FileExistsError as error:
+        if self.path.exists() and not self.replace:
             raise InputError(
                 f"{self.path} exists, and this run would overwrite what lies beside it: choose another folder (set "
                 "trainer.default_root_dir, or the logger's), or resume that run with --ckpt_path. If it has only just "
                 "begun, start this one again."
-            ) from error
+            )
+        with whole_file(self.path) as file:
+            file.write(self.config.encode())
 
 
 class RunSummary(Callback):

@@ -251,7 +251,8 @@ def fit(args: Sequence[str]) -> None:
         if not cli.trainer.is_global_zero:
             pass  # the first rank speaks for all
         elif interrupted.checkpoint is None:
-            _say("stopped before a step was finished: there is nothing to resume.")
+            again = f"resume from {cli.ckpt_path} again" if cli.ckpt_path else "there is nothing to resume"
+            _say(f"stopped before a step was finished: {again}.")
         else:
             resume = _command_line("fit", _without_option(args, "--ckpt_path"), "--ckpt_path", interrupted.checkpoint)
             _say(f"stopped after step {interrupted.step}. To go on from there:\n  {resume}")

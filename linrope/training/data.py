@@ -97,6 +97,7 @@ class TextDataModule(LightningDataModule):
             sources = find_sources(self.path)
             self.origin, self.n_skipped = sources.origin, sources.n_skipped
             self.corpora = split_corpus(sources, self.fractions)
+        self._check_trainer(stage)
         # Made here, before any work, so that a split that is too short is found at once.
         if stage == "fit":
             self._train = self._training_lanes() if self.lanes else self._training_windows()
@@ -104,6 +105,22 @@ class TextDataModule(LightningDataModule):
             self._val = EvaluationWindows(self.corpora["val"], self.context, "val", self.documents)
         if stage == "test":
             self._test = EvaluationWindows(self.corpora["test"], self.context, "test", self.documents)
+
+    def _check_trainer(self, stage: str) -> None:
+        """Raise InputError where the trainer would deal samples in another way than these loaders do."""
+        trainer = self.trainer
+        if stage == "fit" and (trainer.limit_train_batches not in (None, 1.0) or trainer.overfit_batches):
+            raise InputError(
+                f"trainer.limit_train_batches={trainer.limit_train_batches} and overfit_batches="
+                f"{trainer.overfit_batches} would train on the same first samples again and again, where training "
+                "draws from an endless stream: set trainer.max_steps, and leave them out."
+            )
+        connector = getattr(trainer, "_accelerator_connector", None)
+        if trainer.world_size > 1 and getattr(connector, "use_distributed_sampler", False):
+            raise InputError(
+                "trainer.use_distributed_sampler=True would deal out samples that these loaders have dealt to devices "
+                "already: set it to False."
+            )
 
     def _training_windows(self) -> CurriculumWindows:
         corpus = self.corpora["train"]

@@ -18,7 +18,13 @@ from linrope.data import IGNORE, SEPARATOR
 from linrope.data.windows import mix
 from linrope.errors import InputError
 from linrope.model import LanguageModel, LanguageModelConfig
-from linrope.segments import require_fixed_state, require_segments, segmented_loss
+from linrope.segments import (
+    require_fixed_frequencies,
+    require_fixed_state,
+    require_segments,
+    segmented_loss,
+    summed_cross_entropy,
+)
 from linrope.states import ModelState, forget_rows, from_plain, leaves, map_state, to_plain
 from linrope.training.checkpoints import deals_by_step, require_same_order, rewind_to_step, run_order
 
@@ -101,6 +107,9 @@ def bits_per_byte(nats: float, n_bytes: float) -> float:
 
 class LanguageModelingModule(LightningModule):
     """Trains a `LanguageModel` on batches `{"inputs", "targets"}`, each int64 (B, T); targets may be IGNORE.
+
+    Batches may have `"segment_ids"`, documents as the model takes them, and `"fresh"`, bool (B,): then rows go on from
+    the state after the batch before, but for those that are fresh.
 
     Logs `train_loss` (nats per target), `train_bpb` (bits per byte), `grad_norm` (before clipping) and `lr` per
     optimizer step, and `val_loss`, `val_bpb`, `test_loss`, `test_bpb` over a whole evaluation.
@@ -272,7 +281,7 @@ class LanguageModelingModule(LightningModule):
         if self.segment_length is not None:
             return segmented_loss(self.model, inputs, targets, self.segment_length, segment_ids=ids, state=state)
         logits, after = self.model(inputs, state, segment_ids=ids, return_state=True)
-        return token_losses(logits, targets).sum(), after
+        return summed_cross_entropy(logits, targets), after
 
     # The optimizer, and what checkpoints hold.
 
@@ -310,14 +319,17 @@ class LanguageModelingModule(LightningModule):
                 f"trainer.gradient_clip_val={trainer.gradient_clip_val} would clip beside optimizer.clip_norm="
                 f"{self.optimizer_config.clip_norm}: remove it and set optimizer.clip_norm."
             )
+        self._carried = self._carried_at_step = None  # an earlier run's; a checkpoint is loaded after this
         if getattr(trainer.datamodule, "lanes", False):
             require_fixed_state(self.model, "data.lanes=True")
+            require_fixed_frequencies(self.model, "data.lanes=True")
         self._order = run_order(trainer, self.seed)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["linrope"] = {"config": self.model_config.to_dict(), "order": self._order}
         if self._carried_at_step is not None:
-            checkpoint["linrope"]["carried"] = self._of_all_ranks(to_plain(leaves(self._carried_at_step)))
+            on_cpu = map_state(lambda _, x: x.cpu(), self._carried_at_step)
+            checkpoint["linrope"]["carried"] = self._of_all_ranks(to_plain(on_cpu))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Has training go on right after the checkpoint's last step, on the same data, with this run's own options."""

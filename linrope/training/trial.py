@@ -27,7 +27,9 @@ class TryLargestStages(Callback):
             batch = trainer.strategy.batch_to_device(data.first_batch(stage))
             try:
                 _try_batch(trainer, pl_module, batch)
-            except (RuntimeError, MemoryError) as error:  # out of memory is the former on every device
+            except (RuntimeError, MemoryError) as error:
+                if not _is_out_of_memory(error):
+                    raise
                 raise InputError(
                     f"data.curriculum[{number}] does not fit: a batch of {stage.batch_size} × {stage.seq_len:,} "
                     f"tokens, tried before training, failed with {_first_line(error)!r}. Lower the stage's batch_size "
@@ -40,16 +42,22 @@ def _try_batch(trainer: Trainer, module: LanguageModelingModule, batch: Batch) -
     device = module.device
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     fresh = not any(optimizer.state for optimizer in trainer.optimizers)
-    moments = [torch.empty_like(parameter) for parameter in parameters for _ in range(2)] if fresh else []
+    # AdamW's moments come with its first step; gradients lie there already while later micro-batches run
+    n_beside = 2 * fresh + (trainer.accumulate_grad_batches > 1)
+    beside = [torch.empty_like(parameter) for parameter in parameters for _ in range(n_beside)]
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             with trainer.precision_plugin.train_step_context():
                 nats = module._nats(batch)
             nats.backward()
     finally:
-        moments.clear()
+        beside.clear()
         for parameter in parameters:
             parameter.grad = None
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "memory" in str(error).lower()
 
 
 def _first_line(error: BaseException) -> str:

@@ -17,7 +17,7 @@ def corpus(tmp_path):
 
 def test_rows_go_on_where_they_ended(corpus):
     lanes = Lanes(corpus, context=10, batch_size=3, seed=4)
-    assert lanes.batches_per_pass == (len(corpus) - 1) // 3 // 10
+    assert lanes.batches_per_pass == (len(corpus) - 1) // 3 // 10 - 1  # so that passes can be shifted
     for number in range(2 * lanes.batches_per_pass):
         batch = lanes[number]
         assert batch["inputs"].shape == (3, 10)
@@ -68,3 +68,4 @@ def test_documents_apart_begin_anew(corpus):
 def test_too_short_a_corpus_is_named(corpus):
     with pytest.raises(InputError, match=r"too few for data.batch_size=50 lanes of data.context=10 on each of 2"):
         Lanes(corpus, 10, 50, world_size=2)
+    assert Lanes(corpus, 300, 1).batches_per_pass == 1  # a single one is not taken away

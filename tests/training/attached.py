@@ -30,6 +30,8 @@ def attached(
         max_steps=max_steps,
         accumulate_grad_batches=accumulate,
         limit_val_batches=1.0,
+        limit_train_batches=1.0,
+        overfit_batches=0.0,
         state=SimpleNamespace(fn=stage),
         strategy=SimpleNamespace(root_device=torch.device("cpu")),
     )

@@ -155,6 +155,7 @@ def test_the_order_names_all_that_decides_it_in_plain_values(text_file, tmp_path
         "batch_size": 2,
         "seed": 7,
         "documents": "apart",
+        "lanes × devices": None,
         "curriculum": [
             {"tokens": 200, "seq_len": 16, "batch_size": 4},
             {"tokens": 300, "seq_len": 128, "batch_size": 1},
@@ -186,3 +187,11 @@ def test_the_orders_fingerprint_follows_names_and_sizes(tmp_path):
     others = [fingerprint(a=101, b=199), fingerprint(a=100, c=200), fingerprint(a=301)]
     assert all(one != other for one, other in pairwise([first, *others, first]))
     assert len({first, *others}) == 4
+
+
+@pytest.mark.parametrize("option", ["--trainer.limit_train_batches=3", "--trainer.overfit_batches=2"])
+def test_a_trainer_that_would_repeat_samples_is_refused(tiny, option, capsys):
+    from linrope.training.cli import main
+
+    assert main(["fit", *tiny, option]) == 2
+    assert "would train on the same first samples again and again" in capsys.readouterr().err

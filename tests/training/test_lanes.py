@@ -84,8 +84,18 @@ def test_a_resumed_run_goes_on_from_the_carried_state(tiny, run_folder, tmp_path
     assert not equal(whole["state_dict"], load(version(run_folder, 3))["state_dict"])
 
 
+def test_a_second_fit_of_a_module_begins_anew(text_file):
+    module = LanguageModelingModule(model_of().config, OptimizerConfig(lr=0.0))
+    for batch_size in (2, 3):
+        data = TextDataModule(str(text_file), 16, batch_size, lanes=True)
+        Trainer(max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False).fit(module, data)
+    assert module._carried[0].past.kv.shape[0] == 3
+
+
 def test_lanes_need_a_state_that_does_not_grow_and_rows_of_one_length(tiny, capsys):
     assert main(["fit", *tiny, "--data.lanes=true", "--model.attention=softmax"]) == 2
     assert "data.lanes=True was given to a model whose layer 0 is softmax" in capsys.readouterr().err
+    assert main(["fit", *tiny, "--data.lanes=true", "--model.rope.trainable=true"]) == 2
+    assert "data.lanes=True cuts the gradient of the state" in capsys.readouterr().err
     with pytest.raises(InputError, match=r"data\.lanes=True needs rows of one length, data\.curriculum changes it"):
         TextDataModule(lanes=True, curriculum=[{"tokens": 10, "seq_len": 5}])
