@@ -23,8 +23,10 @@ from torch import Tensor
 
 from linrope.errors import InputError
 from linrope.model import LanguageModel
+from linrope.ops.memory import give_back
 from linrope.states import ModelState, forget_rows, leaves, tensors_of
 
+SEGMENTS_BETWEEN = 8
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -162,11 +164,17 @@ class _Pieces:
         ended = self.segment_ids[:, piece.start] != self.segment_ids[:, piece.start - 1]
         return forget_rows(state, ended)
 
+    def give_back_at(self, number: int) -> None:
+        """After every few segments: it costs as much as writing the memory that the next one needs anew."""
+        if number % SEGMENTS_BETWEEN == SEGMENTS_BETWEEN - 1 and self.inputs.device.type == "cpu":
+            give_back()
+
     @torch.no_grad()
     def forward(self, state: ModelState | None, keep: bool) -> tuple[Tensor, list[ModelState | None], list]:
         """The whole loss; the state before each segment (with `keep`) and after the last; the random states."""
         total, states, draws = 0.0, [], []
-        for piece in self.slices():
+        for number, piece in enumerate(self.slices()):
+            self.give_back_at(number)
             if keep:
                 states.append(state)
                 draws.append(_random_state(self.inputs.device))
@@ -198,10 +206,14 @@ class _SegmentedLoss(torch.autograd.Function):
             )
         pieces, parameters = ctx.pieces, ctx.parameters
         device = pieces.inputs.device
-        sums: list[Tensor | None] = [None] * len(parameters)
+        # summed in float32 at least (there may be hundreds of segments), in memory that is there from the start: small
+        # tensors made between large ones would keep the allocator from giving those back
+        sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
+        used = [False] * len(parameters)
         grad_state: list[Tensor | None] = []
         enabled, dtype = ctx.autocast
-        for piece, state, draw in reversed(list(zip(pieces.slices(), ctx.states, ctx.draws, strict=True))):
+        steps = list(zip(pieces.slices(), ctx.states, ctx.draws, strict=True))
+        for number, (piece, state, draw) in enumerate(reversed(steps)):
             with torch.enable_grad(), torch.autocast(device.type, dtype, enabled), _drawing_again(draw, device):
                 before = leaves(state, not ctx.truncated)
                 value, after = pieces.run(piece, before)
@@ -213,13 +225,14 @@ class _SegmentedLoss(torch.autograd.Function):
                     gradients.append(gradient)
             found = torch.autograd.grad(outputs, sources, gradients, allow_unused=True)
             for i, gradient in enumerate(found[: len(parameters)]):
-                if gradient is not None:  # summed in float32 at least: there may be hundreds of segments
-                    gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-                    sums[i] = gradient if sums[i] is None else sums[i] + gradient
+                if gradient is not None:
+                    used[i] = True
+                    sums[i] += gradient
             grad_state = list(found[len(parameters) :])
             del value, after, before, outputs, found
-        rounded = (total if total is None else total.to(p.dtype) for total, p in zip(sums, parameters, strict=True))
-        return None, None, *rounded
+            pieces.give_back_at(number)
+        rounded = (total.to(p.dtype) for total, p in zip(sums, parameters, strict=True))
+        return None, None, *(total if has else None for total, has in zip(rounded, used, strict=True))
 
 
 # --- random numbers --------------------------------------------------------------------------------------------------

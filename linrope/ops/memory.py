@@ -7,6 +7,7 @@ to "never".
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import sys
@@ -89,3 +90,10 @@ class Pool:
             self.slab = empty((max(padded, SLAB),), dtype=torch.uint8, device=self.device)
         taken, self.slab = self.slab[:size], self.slab[padded:]
         return taken
+
+
+def give_back() -> None:
+    """Return freed memory to the system, where the C library can: between small tensors that live long it keeps what
+    large ones have left, and hundreds of segments of a sequence would leave gigabytes of that."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
