@@ -171,15 +171,9 @@ def make_runs(folder: Folder, speeds: dict[str, float], bar: Progress) -> None:
 
 def make_run(folder: Folder, variant: str, seed: int, steps: int, show: Any) -> None:
     """One run in a process of its own; `show(completed=, now=)` follows it."""
-    grid = folder.grid
     spec = {
         "identity": folder.identity(variant, seed),
-        "settings": asdict(folder.settings[variant]),
-        "seed": seed,
         "steps": steps,
-        "evaluation": asdict(grid.evaluate),
-        "validations": grid.validations,
-        "validation_tokens": grid.validation_tokens,
         "result": str(folder.result_of(variant, seed).resolve()),
     }
     spec_file = folder.result_of(variant, seed).with_suffix(".spec")

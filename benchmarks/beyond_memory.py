@@ -154,9 +154,7 @@ def parse(args: list[str] | None) -> argparse.Namespace:
     add("--d_model", type=int, default=128)
     add("--heads", type=int, default=4)
     add("--device", choices=["cpu", "cuda"], default="cpu")
-    add(
-        "--memory", type=report.parse_bytes, help="what a step may take beyond the bare process (default: what is free)"
-    )
+    add("--memory", type=report.parse_bytes, help="what the whole process may take (default: what is free)")
     add("--seconds", type=float, default=900, help="the longest step that is tried (default: 900)")
     add(
         "--cost", type=int, default=32768, help="length at which segments are timed against the whole; 0 for not at all"

@@ -8,7 +8,6 @@ limited, so that running out is an error in it rather than the end of some proce
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import re
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.methods import Inputs, Method, Setting
+from linrope.ops.memory import give_back
 
 WARM_UP = 128
 """Length of the call that comes first, for what a process has once and keeps: threads, code pages, workspaces."""
@@ -105,15 +105,9 @@ def _highest() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def _give_back() -> None:
-    """Return freed memory to the system: what glibc keeps of it would hide as much of what comes."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 def _forget_highest() -> int:
     """Start a new high-water mark where the system can, and return the bytes that it starts from."""
-    _give_back()
+    give_back()  # what the C library keeps of freed memory would hide as much of what comes
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
         return _status("VmRSS") or _highest()
@@ -146,7 +140,7 @@ def limit_to(nbytes: int | None, device: str) -> None:
     """Let this process hold that much more from now on."""
     if nbytes is None:
         return
-    _give_back()
+    give_back()
     if device == "cuda":
         torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / torch.cuda.mem_get_info()[1]))
     elif (used := _status("VmData")) is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import statistics
 import sys
@@ -24,6 +23,7 @@ from torch import Tensor
 from benchmarks.grid import BLOCK, EIGHTHS, TASKS, Evaluation, Settings
 from benchmarks.watching import signed_dimensions, watched
 from linrope import LanguageModel, linear_attention
+from linrope.checkpoints import whole_file
 from linrope.data import SEPARATOR, Corpus
 from linrope.training import OptimizerConfig, TextDataModule
 from linrope.training.callbacks import LastCheckpoint
@@ -245,14 +245,13 @@ def smallest_denominator(model: LanguageModel, data: TextDataModule) -> float | 
 def main(spec_path: str) -> None:
     """Run what the file says, and put its result in place as a whole."""
     spec = json.loads(Path(spec_path).read_text())
-    settings = Settings(**spec["settings"])
-    target = Path(spec["result"])
+    identity, target = spec["identity"], Path(spec["result"])
+    settings, measured = Settings(**identity["settings"]), identity["measured"]
     quiet_lightning()
-    evaluation = Evaluation(**spec["evaluation"])
-    found = run(settings, spec["seed"], spec["steps"], evaluation, spec, target.with_suffix(""))
-    unfinished = target.with_suffix(".part")
-    unfinished.write_text(json.dumps({**spec["identity"], **found}) + "\n")
-    os.replace(unfinished, target)
+    evaluation = Evaluation(**measured["evaluate"])
+    found = run(settings, identity["seed"], spec["steps"], evaluation, measured, target.with_suffix(""))
+    with whole_file(target) as file:
+        file.write((json.dumps({**identity, **found}) + "\n").encode())
     for folder in target.parent.glob(f"{target.stem}.*{UNFINISHED}"):
         shutil.rmtree(folder, ignore_errors=True)
 

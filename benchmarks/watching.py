@@ -28,4 +28,4 @@ def watched(watch: Callable[..., None]) -> Iterator[None]:
 
 def signed_dimensions(rope: RotaryEmbedding | None) -> int:
     """How many of the first dimensions skip the feature map and the denominator."""
-    return rope.rotary_dim if rope is not None and rope.signed else 0
+    return 0 if rope is None else rope.signed_dim

@@ -291,6 +291,11 @@ class RotaryEmbedding(nn.Module):
         )
 
     @property
+    def signed_dim(self) -> int:
+        """How many of the first dimensions skip the feature map and the denominator of linear attention."""
+        return self.rotary_dim if self.signed else 0
+
+    @property
     def logit_scale(self) -> float:
         """What softmax attention multiplies its turned queries and its turned keys by, each: its logits grow by the
         square. It is YaRN's √(1/t) = 0.1 · ln(factor) + 1 (arXiv 2309.00071), and 1.0 without "yarn" scaling. Linear

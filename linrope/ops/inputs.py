@@ -125,10 +125,10 @@ def check_inputs(
 
 def _check_signed(rope: RotaryEmbedding | None, q: Tensor, normalize: str) -> int:
     """How many of the first dimensions skip φ and the denominator."""
-    if not getattr(rope, "signed", False):
-        return 0
-    check_signed(rope.rotary_dim, q.shape[-1], normalize)
-    return rope.rotary_dim
+    signed = getattr(rope, "signed_dim", 0)  # what is no rope at all is refused later
+    if signed:
+        check_signed(signed, q.shape[-1], normalize)
+    return signed
 
 
 def check_signed(rotary_dim: int, dim: int, normalize: str) -> None:
