@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from linrope.errors import require_choice
-from linrope.ops.chunked import chunked_attention
-from linrope.ops.inputs import NORMALIZE, check_inputs
+from linrope.ops import triton
+from linrope.ops.inputs import NORMALIZE, Inputs, check_inputs
+from linrope.ops.operator import chunked_attention, triton_attention
 from linrope.ops.reference import reference_attention
 from linrope.ops.state import State, merge
 from linrope.rotary import RotaryEmbedding
 
 __all__ = ["BACKENDS", "NORMALIZE", "State", "linear_attention", "merge"]
 
-BACKENDS = {"reference": reference_attention, "chunked": chunked_attention}
+BACKENDS = {"reference": reference_attention, "chunked": chunked_attention, "triton": triton_attention}
 
 
 def linear_attention(
@@ -76,7 +79,8 @@ def linear_attention(
         state: what came before, from an earlier call on the same rows.
         return_state: also return the state after the last token. A non-causal call adds all its keys to the past.
         eps: ε ≥ 0, in the denominator. With 0 a query that sees no key divides by 0.
-        backend: "auto" (the fastest for the device), "reference" (the quadratic definition) or "chunked" (linear).
+        backend: "auto" (the fastest for the device), "reference" (the quadratic definition), "chunked" (linear, on any
+            device) or "triton" (linear, fused for NVIDIA GPUs).
 
     Returns:
         o: (B, H, T, E) in v's dtype, or (o, State) with `return_state`.
@@ -92,9 +96,24 @@ def linear_attention(
         inputs = check_inputs(
             q, k, v, rope, log_decay, feature_map, normalize, causal, key_mask, segment_ids, state, eps
         )
-        o, final = BACKENDS["chunked" if backend == "auto" else backend](inputs)
+        o, final = BACKENDS[_pick(inputs) if backend == "auto" else backend](inputs)
     o = o.to(v.dtype)
     return (o, final) if return_state else o
+
+
+def _pick(inputs: Inputs) -> str:
+    """The fastest backend for the device; one warning where a GPU must do without the one that was made for it."""
+    if inputs.q.device.type != "cuda":
+        return "chunked"
+    if reason := triton.why_not(inputs.q, inputs.v):
+        _warn_once(f"linrope takes its slower backend 'chunked' on this GPU: {reason}.")
+        return "chunked"
+    return "triton"
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=4)
 
 
 def _autocast(x: Tensor, dtype: torch.dtype) -> Tensor:

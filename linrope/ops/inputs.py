@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +40,34 @@ class Settings:
     """The position of the first token."""
     dtype: torch.dtype
     """What is summed in: float64 for float64 inputs, float32 for all others."""
+
+
+class Options(NamedTuple):
+    """The settings in the form and order that the operators of PyTorch take them in, after their tensors of numbers."""
+
+    key_mask: Tensor | None
+    documents: Tensor | None
+    start: int
+    feature_map: str
+    plain: bool
+    eps: float
+    interleaved: bool
+    causal: bool
+    signed: int = 0
+
+    @classmethod
+    def of(cls, settings: Settings) -> Options:
+        return cls(
+            settings.key_mask,
+            settings.documents,
+            settings.start,
+            settings.feature_map.name,
+            settings.normalize == "plain",
+            settings.eps,
+            settings.interleaved,
+            settings.causal,
+            settings.signed,
+        )
 
 
 @dataclass(frozen=True)

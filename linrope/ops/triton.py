@@ -1,0 +1,471 @@
+"""The CUDA backend: launches of the kernels in `triton_kernels.py`, and what they cover.
+
+One causal call reads (r) and writes (w), in tensors as large as q, and in states, one for each stretch of tokens:
+
+    forward                                        backward
+    write_angles   w two small tables              write_angles, write_weights, as forward
+    write_weights  r log_decay, w 4 numbers a      write_d_den        r ∂o, o
+                   token; where something is       stretch_sums       r k, v                  w states
+                   forgotten                       scan               r states                w states
+    stretch_sums   r k, v            w states      attend             r q, k, v, ∂o, states   w ∂q
+    scan           r states          w states      stretch_sums       r q, ∂o                 w states
+    attend         r q, k, v, states w o           scan               r states                w states
+                                                   attend             r q, k, v, ∂o, states   w ∂k, ∂v
+                                                   finish_log_decay   r, w numbers a token, where it is trained
+
+The states are summed again on the way back, and their gradient then takes their place in memory (a trained `log_decay`
+needs both). A step of decoding is one launch.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linrope.ops.inputs import Inputs, Options
+from linrope.ops.state import State
+from linrope.ops.theta import ThetaGradient
+
+MAX_WIDTH = 256
+"""The largest D and E."""
+STRETCH = 256
+"""Tokens from one state to the next. All pairs within are formed: with heads of 128 that costs as many operations as
+reading and writing the states does, which take as much memory as a bfloat16 q. Shorter stretches would double the
+memory, longer ones the operations."""
+BLOCK = 64
+"""Tokens that one program takes; half as many where its tiles would not fit into registers."""
+KEEPS_STATES = False
+"""What `forward` returns of them is empty: `backward` starts again from the past."""
+SPAN = 1024
+"""Numbers of a state that one program of a scan takes."""
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels, on CPU tensors: TRITON_INTERPRET=1 in the environment."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def why_not(q: Tensor, v: Tensor) -> str | None:
+    """What keeps a call from the kernels, for people to read; None where nothing does."""
+    if find_spec("triton") is None:
+        return "Triton is not installed: pip install triton"
+    if q.device.type != "cuda" and not interpreted():
+        return f"the tensors are on {q.device.type}, the kernels run on CUDA (or anywhere with TRITON_INTERPRET=1, slowly)"
+    if q.dtype == torch.float64 and not interpreted():
+        return "the tensors are float64, the kernels take float32, bfloat16 and float16"
+    if max(q.shape[-1], v.shape[-1]) > MAX_WIDTH:
+        return f"q has {q.shape[-1]} features and v {v.shape[-1]} values, the kernels take at most {MAX_WIDTH} of each"
+    return None
+
+
+@functools.cache
+def _kernels() -> Any:
+    from linrope.ops import triton_kernels  # Triton is needed from here on, and not before
+
+    return triton_kernels
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+class Launch:
+    """The kernels, with the sizes and options of one call.
+
+    Args:
+        exact: keep bfloat16 out of the products.
+    """
+
+    def __init__(self, q, k, v, log_decay, theta, options: Options, exact: bool = False):
+        import triton.language as tl
+
+        self.q, self.k, self.v, self.log_decay, self.theta, self.options = q, k, v, log_decay, theta, options
+        self.batch, self.heads, _, self.features = q.shape
+        self.width = v.shape[-1]
+        self.dtype = torch.promote_types(q.dtype, torch.float32)
+        low = q.dtype == v.dtype == torch.bfloat16 and not exact
+        acc = tl.float64 if self.dtype == torch.float64 else tl.float32
+        widest, limit = max(self.features, self.width), 128 if low else 64
+        pairs = max(16, _power_of_two(_cdiv(self.features, 2)))
+        self.block = BLOCK // 2 if widest > limit else BLOCK
+        self.tile = max(16, min(_power_of_two(self.width), limit))
+        self.tiles = _cdiv(self.width, self.tile)
+        self.decay, self.documents = log_decay is not None, options.documents is not None
+        self.weighted = self.decay or self.documents
+        self.heads_of_weights = self.heads if self.decay else 1
+        self.turned = 0 if theta is None else 2 * theta.shape[-1]
+        self.heads_of_theta = 1 if theta is None or theta.ndim == 1 else self.heads
+        self.shape = {"D": self.features, "R": self.turned, "P": pairs, "INTERLEAVED": options.interleaved}
+        self.phi = {"SIGNED": options.signed, "PHI": options.feature_map}
+        self.sizes = {"E": self.width, "E_TILE": self.tile, "STRETCH": STRETCH, "BLOCK": self.block}
+        self.products = {
+            "LOW": tl.bfloat16 if low else acc,
+            "ACC": acc,
+            "PRECISION": self._precision(),
+            "EMULATED": low and interpreted(),
+        }
+        self.acc = acc
+        self.angles, self.sines = self._angles()
+        self.weights, self.between = self._weights()
+
+    def _precision(self) -> str:
+        """Products of float32 are exact unless PyTorch is told otherwise; TF32 has all of float16's digits."""
+        exact = self.q.dtype == torch.float64 or (
+            self.q.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+        )
+        return "ieee" if exact else "tf32"
+
+    def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.q.device)
+
+    @staticmethod
+    def stretches(x: Tensor) -> int:
+        return _cdiv(x.shape[2], STRETCH)
+
+    def _angles(self) -> tuple[Tensor | None, int]:
+        """Turns within a stretch and of each stretch's start, cosines then sines, and how far apart those lie."""
+        if self.theta is None:
+            return None, 0
+        rows = STRETCH + max(self.stretches(self.q), self.stretches(self.k))
+        angles = self._empty(2, self.heads_of_theta, rows, self.turned // 2)
+        sines, block = angles[0].numel(), 32
+        _kernels().write_angles[(self.heads_of_theta * _cdiv(rows, block),)](
+            self.theta.contiguous(),
+            angles,
+            self.options.start,
+            rows,
+            sines,
+            R=self.turned,
+            P=self.shape["P"],
+            STRETCH=STRETCH,
+            BLOCK=block,
+        )
+        return angles, sines
+
+    def _weights(self) -> tuple[Tensor | None, Tensor | None]:
+        """What tokens count for, (4, B, H or 1, T), and what a stretch leaves of the past, (B, H or 1, N)."""
+        if not self.weighted:
+            return None, None
+        length, n, heads = self.q.shape[2], self.stretches(self.q), self.heads_of_weights
+        weights, between = self._empty(4, self.batch, heads, length), self._empty(self.batch, heads, n)
+        _kernels().write_weights[(self.batch * heads * n,)](
+            self.log_decay,
+            self.options.documents,
+            weights,
+            between,
+            heads,
+            length,
+            n,
+            *((0, 0, 0) if self.log_decay is None else self.log_decay.stride()),
+            weights[0].numel(),
+            STRETCH=STRETCH,
+            DECAY=self.decay,
+            DOCUMENTS=self.documents,
+        )
+        return weights, between
+
+    @property
+    def n_weights(self) -> int:
+        return 0 if self.weights is None else self.weights[0].numel()
+
+    def d_den(self, grad_o: Tensor, o: Tensor, den: Tensor) -> Tensor:
+        """∂den (B, H, T)."""
+        d_den, length = torch.empty_like(den), self.q.shape[2]
+        _kernels().write_d_den[(self.batch * self.heads * _cdiv(length, BLOCK),)](
+            grad_o,
+            o,
+            den,
+            d_den,
+            self.heads,
+            length,
+            *grad_o.stride(),
+            E=self.width,
+            E_TILE=self.tile,
+            BLOCK=BLOCK,
+            ACC=self.acc,
+        )
+        return d_den
+
+    def states(self, x, u, first, den=None, d_den=None, later=False, out=None) -> tuple[Tensor, Tensor, Tensor]:
+        """The state before each stretch and after the last, and the last one's kv and k_sum; `later`, the gradient of
+        those from the end, and the first one's.
+
+        Args:
+            x, u: keys and values; or queries and ∂o, with `den` and `d_den` where there is a denominator.
+            first: kv (B, H, D, E) and k_sum (B, H, D) to begin with, or None for 0.
+            out: memory for them.
+        """
+        n, kv, whole = self.stretches(x), self.features * self.width, self.features * (self.width + 1)
+        if out is None or out.shape[1] != n + 1:
+            out = self._empty(self.batch * self.heads, n + 1, whole)
+        mask = None if later else self.options.key_mask
+        _kernels().stretch_sums[(self.batch * self.heads * n * self.tiles,)](
+            x,
+            u,
+            den,
+            d_den,
+            out,
+            self.angles,
+            self.weights,
+            mask,
+            self.heads,
+            x.shape[2],
+            n,
+            *x.stride(),
+            *u.stride(),
+            self.sines,
+            self.heads_of_theta,
+            self.heads_of_weights,
+            self.n_weights,
+            **self.shape,
+            **self.phi,
+            **self.sizes,
+            LATER=later,
+            PLAIN=self.options.plain,
+            WEIGHTED=self.weighted,
+            MASKED=mask is not None,
+            **self.products,
+        )
+        last_kv = self._empty(self.batch, self.heads, self.features, self.width)
+        last_k_sum = self._empty(self.batch, self.heads, self.features)
+        first_kv, first_k_sum = (None if x is None else x.contiguous() for x in first)
+        _kernels().scan[(self.batch * self.heads * _cdiv(whole, SPAN),)](
+            out,
+            first_kv,
+            first_k_sum,
+            last_kv,
+            last_k_sum,
+            self.between,
+            self.heads,
+            n,
+            self.heads_of_weights,
+            KV=kv,
+            X=whole,
+            SPAN=SPAN,
+            LATER=later,
+            WEIGHTED=self.weighted,
+            GIVEN_KV=first_kv is not None,
+            GIVEN_SUM=first_k_sum is not None,
+            ACC=self.acc,
+        )
+        return out, last_kv, last_k_sum
+
+    def attend(
+        self,
+        own: tuple[Tensor, Tensor],
+        other: tuple[Tensor, Tensor],
+        state: Tensor,
+        *,
+        values: Tensor | None = None,
+        features: Tensor | None = None,
+        den: Tensor | None = None,
+        d_den: Tensor | None = None,
+        d_theta: Tensor | None = None,
+        d_running: Tensor | None = None,
+        later: bool = False,
+        sums: bool = False,
+    ) -> None:
+        """Write values, or features, or both, of `own` (features, values) rows that look at `other` ones."""
+        (x, u), (y, w) = own, other
+        length, n = x.shape[2], state.shape[1] - 1
+        programs = self.batch * self.heads * _cdiv(length, self.block) * (1 if features is not None else self.tiles)
+        _kernels().attend[(programs,)](
+            x,
+            y,
+            u,
+            w,
+            values,
+            features,
+            den,
+            d_den,
+            state,
+            self.angles,
+            self.weights,
+            self.options.documents,
+            self.options.key_mask,
+            d_theta,
+            d_running,
+            self.options.eps,
+            self.heads,
+            length,
+            n,
+            0 if later else n,
+            *x.stride(),
+            *y.stride(),
+            *u.stride(),
+            *w.stride(),
+            self.sines,
+            self.heads_of_theta,
+            self.heads_of_weights,
+            self.n_weights,
+            **self.shape,
+            **self.phi,
+            **self.sizes,
+            LATER=later,
+            VALUES=values is not None,
+            FEATURES=features is not None,
+            CAUSAL=self.options.causal,
+            PLAIN=self.options.plain,
+            SUMS=sums,
+            DECAY=self.decay,
+            DOCUMENTS=self.documents,
+            MASKED=self.options.key_mask is not None,
+            D_THETA=d_theta is not None,
+            D_DECAY=d_running is not None,
+            **self.products,
+        )
+
+
+def outputs(q, v, kv, k_sum, options: Options) -> tuple[Tensor, ...]:
+    """Room for what `forward` returns. It keeps no states."""
+    o = torch.empty((*q.shape[:3], v.shape[-1]), dtype=v.dtype, device=v.device)
+    den = kv.new_empty(q.shape[:3] if options.plain else (0,))
+    return o, den, kv.new_empty(0), kv.new_empty(0), kv.new_empty(kv.shape), k_sum.new_empty(k_sum.shape)
+
+
+def forward(q, k, v, log_decay, theta, kv, k_sum, options: Options) -> tuple[Tensor, ...]:
+    """Returns o, den, two empty tensors, kv and k_sum: the output, what the backward needs, and the final state."""
+    o, den, nothing, nothing_more, _, _ = outputs(q, v, kv, k_sum, options)
+    launch = Launch(q, k, v, log_decay, theta, options)
+    state, last_kv, last_k_sum = launch.states(k, v, (kv, k_sum))
+    launch.attend((q, v), (k, v), state, values=o, den=den, sums=options.plain)
+    return o, den, nothing, nothing_more, last_kv, last_k_sum
+
+
+def backward(
+    grad_o, grad_kv, grad_k_sum, o, den, kv, k_sum, d_decay, d_theta, q, k, v, log_decay, theta, options: Options
+) -> tuple[Tensor, ...]:
+    """Returns the gradients of q, k, v, log_decay, theta, kv and k_sum; those not asked for are empty."""
+    launch = Launch(q, k, v, log_decay, theta, options, exact=d_decay or d_theta)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    d_den = launch.d_den(grad_o, o, den) if options.plain else None
+    common = {"den": den, "d_den": d_den}
+    running = [launch._empty(*q.shape[:3]) if d_decay else None for _ in range(2)]
+    shares = [_theta_shares(launch, x) if d_theta else None for x in (q, k)]
+
+    state, last_kv, _ = launch.states(k, v, (kv, k_sum))
+    to_queries = {"d_theta": shares[0], "d_running": running[0], "sums": options.plain}
+    launch.attend((q, grad_o), (k, v), state, features=dq, **common, **to_queries)
+    room = None if d_decay else state
+    d_state, d_kv, d_k_sum = launch.states(q, grad_o, (grad_kv, grad_k_sum), **common, later=True, out=room)
+    to_keys = {"d_theta": shares[1], "d_running": running[1], "sums": options.plain or grad_k_sum is not None}
+    keys, queries = (k, v), (q, grad_o)
+    if launch.tiles == 1:
+        launch.attend(keys, queries, d_state, values=dv, features=dk, later=True, **common, **to_keys)
+    else:
+        launch.attend(keys, queries, d_state, values=dv, later=True, **common)
+        launch.attend(keys, queries, d_state, features=dk, later=True, **common, **to_keys)
+
+    nothing = q.new_empty(0)
+    d_log_decay = _finish_log_decay(launch, *running, state, d_state) if d_decay else nothing
+    total = _finish_theta(launch, *shares, (kv, d_kv), (last_kv, grad_kv)) if d_theta else nothing.clone()
+    return dq, dk, dv, d_log_decay, total, d_kv, d_k_sum
+
+
+def _theta_shares(launch: Launch, x: Tensor) -> Tensor:
+    """Room for each block's share of ∂θ."""
+    return launch._empty(launch.batch, launch.heads, _cdiv(x.shape[2], launch.block), 2, launch.turned // 2)
+
+
+def _finish_theta(launch: Launch, of_queries: Tensor, of_keys: Tensor, first, last) -> Tensor:
+    """∂θ from the shares of all blocks, in float64 around the middle of the sequence."""
+    options = launch.options
+    gradient = ThetaGradient(launch.theta, launch.q.shape[2], options.interleaved)
+    for share in (of_queries, of_keys):
+        crosses, placed = share.to(torch.float64).unbind(dim=3)
+        blocks = torch.arange(share.shape[2], device=share.device)
+        starts = blocks * launch.block // STRETCH * STRETCH - gradient.middle
+        total = placed.sum(dim=2) + (starts.to(torch.float64)[:, None] * crosses).sum(dim=2)
+        gradient.total += total.sum(dim=gradient.sharing)
+    d_last = torch.zeros_like(last[0]) if last[1] is None else last[1]
+    gradient.add_origin(options.start, (first[0].mT, first[1].mT), (last[0].mT, d_last.mT))
+    return gradient.total
+
+
+def _finish_log_decay(launch: Launch, of_queries, of_keys, state: Tensor, d_state: Tensor) -> Tensor:
+    """∂log_decay (B, H, T)."""
+    out = torch.empty_like(of_queries)
+    length, n = launch.q.shape[2], launch.stretches(launch.q)
+    _kernels().finish_log_decay[(launch.batch * launch.heads * n,)](
+        of_queries,
+        of_keys,
+        out,
+        state,
+        d_state,
+        length,
+        n,
+        state.shape[2],
+        STRETCH=STRETCH,
+        SPAN=SPAN,
+        ACC=launch.acc,
+    )
+    return out.to(launch.log_decay.dtype)
+
+
+def one_token(inputs: Inputs, past: State) -> tuple[Tensor, State]:
+    """A step of decoding, in one launch; it has no gradient."""
+    settings = inputs.settings
+    q, k, v = inputs.q, inputs.k, inputs.v
+    options = Options.of(settings)
+    log_decay = None if inputs.log_decay is None else inputs.log_decay.contiguous()
+    kv, k_sum = past.kv.contiguous(), past.k_sum.contiguous()
+    new_kv, new_k_sum = torch.empty_like(kv), torch.empty_like(k_sum)
+    o = torch.empty((*q.shape[:3], v.shape[-1]), dtype=v.dtype, device=v.device)
+    batch, heads, _, features = q.shape
+    width, theta = v.shape[-1], inputs.theta
+    tile = min(32, max(16, _power_of_two(width)))
+    import triton.language as tl
+
+    _kernels().decode[(batch * heads * _cdiv(width, tile),)](
+        q,
+        k,
+        v,
+        o,
+        kv,
+        k_sum,
+        new_kv,
+        new_k_sum,
+        log_decay,
+        None if theta is None else theta.contiguous(),
+        options.key_mask,
+        settings.start,
+        options.eps,
+        heads,
+        *(x.stride(d) for x in (q, k, v) for d in (0, 1, 3)),
+        1 if theta is None or theta.ndim == 1 else heads,
+        D=features,
+        E=width,
+        R=0 if theta is None else 2 * theta.shape[-1],
+        SIGNED=options.signed,
+        P=max(16, _power_of_two(_cdiv(features, 2))),
+        E_TILE=tile,
+        PHI=options.feature_map,
+        INTERLEAVED=options.interleaved,
+        PLAIN=options.plain,
+        DECAY=log_decay is not None,
+        MASKED=options.key_mask is not None,
+        ACC=tl.float64 if settings.dtype == torch.float64 else tl.float32,
+    )
+    return o, State(new_kv, new_k_sum, settings.start + 1, inputs.final_log_decay())
+
+
+def flops(q_shape, v_shape, options: Options, backward: bool, sums_asked: bool = False) -> int:
+    """Multiplications and additions of the matrix products of one call; those of running sums, which only a decay or
+    documents need, are left out."""
+    (batch, heads, length, features), (_, _, keys, width) = q_shape, v_shape
+    state, pairs = features * width, 0
+    if options.causal:
+        whole, rest = divmod(length, STRETCH)
+        blocks = [STRETCH // BLOCK] * whole + [_cdiv(rest, BLOCK)]
+        pairs = sum(n * (n + 1) // 2 for n in blocks) * BLOCK**2 * (features + width)
+    products = 3 * (pairs + keys * state) + 2 * length * state if backward else pairs + (keys + length) * state
+    return 2 * batch * heads * products
