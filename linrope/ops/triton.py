@@ -55,11 +55,11 @@ def why_not(q: Tensor, v: Tensor) -> str | None:
     if find_spec("triton") is None:
         return "Triton is not installed: pip install triton"
     if q.device.type != "cuda" and not interpreted():
-        return f"the tensors are on {q.device.type}, the kernels run on CUDA (or anywhere with TRITON_INTERPRET=1, slowly)"
+        return f"the tensors are on {q.device.type}, and it runs on CUDA (with TRITON_INTERPRET=1 anywhere, slowly)"
     if q.dtype == torch.float64 and not interpreted():
-        return "the tensors are float64, the kernels take float32, bfloat16 and float16"
+        return "the tensors are float64, and it takes float32, bfloat16 and float16"
     if max(q.shape[-1], v.shape[-1]) > MAX_WIDTH:
-        return f"q has {q.shape[-1]} features and v {v.shape[-1]} values, the kernels take at most {MAX_WIDTH} of each"
+        return f"q has {q.shape[-1]} features and v {v.shape[-1]} values, and it takes at most {MAX_WIDTH}"
     return None
 
 
@@ -137,7 +137,7 @@ class Launch:
             return None, 0
         rows = STRETCH + max(self.stretches(self.q), self.stretches(self.k))
         angles = self._empty(2, self.heads_of_theta, rows, self.turned // 2)
-        sines, block = angles[0].numel(), 32
+        sines, block = angles[0].numel(), 4
         _kernels().write_angles[(self.heads_of_theta * _cdiv(rows, block),)](
             self.theta.contiguous(),
             angles,
@@ -234,6 +234,7 @@ class Launch:
             WEIGHTED=self.weighted,
             MASKED=mask is not None,
             **self.products,
+            num_warps=8 if self.shape["P"] * self.tile >= 64 * 128 else 4,
         )
         last_kv = self._empty(self.batch, self.heads, self.features, self.width)
         last_k_sum = self._empty(self.batch, self.heads, self.features)
@@ -321,6 +322,7 @@ class Launch:
             MASKED=self.options.key_mask is not None,
             D_THETA=d_theta is not None,
             D_DECAY=d_running is not None,
+            SUM_TILE=min(self.tile, 64),
             **self.products,
         )
 
@@ -345,7 +347,8 @@ def backward(
     grad_o, grad_kv, grad_k_sum, o, den, kv, k_sum, d_decay, d_theta, q, k, v, log_decay, theta, options: Options
 ) -> tuple[Tensor, ...]:
     """Returns the gradients of q, k, v, log_decay, theta, kv and k_sum; those not asked for are empty."""
-    launch = Launch(q, k, v, log_decay, theta, options, exact=d_decay or d_theta)
+    # ∂θ is a small difference of large sums: products of bfloat16 would cost it its digits
+    launch = Launch(q, k, v, log_decay, theta, options, exact=d_theta)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     d_den = launch.d_den(grad_o, o, den) if options.plain else None
     common = {"den": den, "d_den": d_den}
@@ -359,7 +362,7 @@ def backward(
     d_state, d_kv, d_k_sum = launch.states(q, grad_o, (grad_kv, grad_k_sum), **common, later=True, out=room)
     to_keys = {"d_theta": shares[1], "d_running": running[1], "sums": options.plain or grad_k_sum is not None}
     keys, queries = (k, v), (q, grad_o)
-    if launch.tiles == 1:
+    if max(launch.features, launch.width) <= 64:  # the accumulators of both fit into registers
         launch.attend(keys, queries, d_state, values=dv, features=dk, later=True, **common, **to_keys)
     else:
         launch.attend(keys, queries, d_state, values=dv, later=True, **common)

@@ -1,22 +1,20 @@
 """The kernels of the CUDA backend, in Triton.
 
-The features of a token are held as two tiles, the first and the second half of each pair that RoPE turns, whatever the
-pairing: turning is then elementwise, and every product of features is the sum of two products of halves. φ and the
-rotation happen on load and are never written to memory.
+φ and the rotation happen on load and are never written to memory; `triton_tiles.py` has both.
 
-The sequence is cut into stretches of `STRETCH` tokens and these into blocks of `BLOCK`. Of each stretch `stretch_sums`
-forms Σ k̃ vᵀ and Σ φ(k), `scan` turns those into the state before each stretch, and `attend` gives each block its output:
-from the state, and from all pairs within the stretch, as flash attention walks over them. The backward pass is the same
-three with other operands:
+The sequence is cut into stretches of `STRETCH` tokens and these into blocks of `BLOCK`. `stretch_sums` forms Σ k̃ vᵀ
+and Σ φ(k) of each stretch, `scan` turns those into the state before each stretch, and `attend` gives each block its
+output: from the state, and from all pairs within the stretch, over which it walks as flash attention does. The backward
+pass is the same three with other operands:
 
     own, other      values of own                           features of own
     queries, keys   num = (M ∘ q̃ k̃ᵀ) v + a ∘ q̃ S            ∂q̃ = (M ∘ ∂num vᵀ) k̃ + a ∘ ∂num Sᵀ
     keys, queries   ∂v  = (M ∘ q̃ k̃ᵀ)ᵀ ∂num + b ∘ k̃ ∂S       ∂k̃ = (M ∘ ∂num vᵀ)ᵀ q̃ + b ∘ v ∂Sᵀ
 
-so each kernel is written once, for `own` rows that look at `other` rows: earlier ones, or later ones where `LATER`. With
-G the running sum of log_decay from a stretch's start, M_ij = e^{G_i - G_j} for j ≤ i of one document and 0 elsewhere,
-a_i = e^{G_i}, and b_j = e^{G_end - G_j}. The denominator's Σ φ(k) is a running sum in float32, without a product where
-nothing is forgotten.
+so each kernel is written once, for `own` rows that look at `other` rows: earlier ones, or later ones where `LATER`.
+With G the running sum of log_decay from a stretch's start, M_ij = e^{G_i - G_j} for j ≤ i of one document and 0
+elsewhere, a_i = e^{G_i}, and b_j = e^{G_end - G_j}. The denominator's Σ φ(k) is a running sum in float32, without a
+product where nothing is forgotten.
 
 Within a stretch tokens turn by their place in it, from one small table for all stretches; a state is turned by the
 exact angle of the stretch's first position when it is written, and back when it is read.
@@ -24,188 +22,30 @@ exact angle of the stretch's first position when it is written, and back when it
 
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
 
-# --- tiles of features -----------------------------------------------------------------------------------------------
+from linrope.ops.triton_tiles import (
+    exact_turn,
+    features,
+    halves,
+    is_mapped,
+    load_halves,
+    load_turns,
+    product,
+    pull_features,
+    store_halves,
+    summed,
+    turn,
+)
 
-
-@triton.jit
-def halves(R: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """(P,) and (P,): the dimensions that are the first and the second of pair m; beyond the turned ones, neighbours."""
-    m = tl.arange(0, P)
-    if INTERLEAVED:
-        return 2 * m, 2 * m + 1
-    else:
-        return tl.where(m < R // 2, m, 2 * m), tl.where(m < R // 2, m + R // 2, 2 * m + 1)
-
-
-@triton.jit
-def load_halves(
-    ptr, t, valid, stride_t, stride_d, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr
-):
-    """Two (C, P) tiles of rows t, 0 beyond D and where not valid; neighbours are loaded together and split."""
-    if INTERLEAVED:
-        d = tl.arange(0, 2 * P)
-        mask = valid[:, None] & (d < D)[None, :]
-        x = tl.load(ptr + t[:, None] * stride_t + d[None, :] * stride_d, mask=mask, other=0.0)
-        return tl.split(tl.reshape(x, (x.shape[0], P, 2)))
-    else:
-        a, b = halves(R, P, INTERLEAVED)
-        row = ptr + t[:, None] * stride_t
-        xa = tl.load(row + a[None, :] * stride_d, mask=valid[:, None] & (a < D)[None, :], other=0.0)
-        xb = tl.load(row + b[None, :] * stride_d, mask=valid[:, None] & (b < D)[None, :], other=0.0)
-        return xa, xb
-
-
-@triton.jit
-def store_halves(
-    ptr, t, inside, xa, xb, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr
-):
-    """Into rows t of a contiguous (T, D)."""
-    if INTERLEAVED:
-        d = tl.arange(0, 2 * P)
-        x = tl.reshape(tl.join(xa, xb), (xa.shape[0], 2 * P))
-        tl.store(ptr + t[:, None] * D + d[None, :], x, mask=inside[:, None] & (d < D)[None, :])
-    else:
-        a, b = halves(R, P, INTERLEAVED)
-        tl.store(ptr + t[:, None] * D + a[None, :], xa, mask=inside[:, None] & (a < D)[None, :])
-        tl.store(ptr + t[:, None] * D + b[None, :], xb, mask=inside[:, None] & (b < D)[None, :])
-
-
-@triton.jit
-def is_mapped(d, D: tl.constexpr, SIGNED: tl.constexpr):
-    """Which dimensions φ and the denominator take: not the first SIGNED."""
-    return ((d >= SIGNED) & (d < D))[None, :]
-
-
-@triton.jit
-def phi(x, PHI: tl.constexpr):
-    """The elementwise maps; comparisons are such that a NaN stays one."""
-    if PHI == "elu1":
-        return tl.where(x > 0, x + 1, tl.exp(x))
-    elif PHI == "relu":
-        return tl.where(x < 0, 0.0, x)
-    elif PHI == "exp":
-        return tl.exp(tl.where(x > 10, 10.0, x))  # feature_maps.EXP_CEILING
-    else:
-        return x
-
-
-@triton.jit
-def features(
-    xa,
-    xb,
-    valid,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    P: tl.constexpr,
-    SIGNED: tl.constexpr,
-    PHI: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
-    """φ of both halves; 0 beyond D and in rows that are not valid, where φ(0) need not be 0."""
-    a, b = halves(R, P, INTERLEAVED)
-    mapped_a, mapped_b = is_mapped(a, D, SIGNED), is_mapped(b, D, SIGNED)
-    if PHI == "softmax":
-        low = float("-inf")
-        top = tl.maximum(
-            tl.max(tl.where(mapped_a, xa, low), axis=1), tl.max(tl.where(mapped_b, xb, low), axis=1)
-        )[:, None]
-        ea = tl.where(mapped_a, tl.exp(xa - top), 0.0)
-        eb = tl.where(mapped_b, tl.exp(xb - top), 0.0)
-        total = (tl.sum(ea, axis=1) + tl.sum(eb, axis=1))[:, None]
-        fa, fb = ea / total, eb / total
-    else:
-        fa, fb = phi(xa, PHI), phi(xb, PHI)
-    if SIGNED > 0:
-        fa, fb = tl.where(mapped_a, fa, xa), tl.where(mapped_b, fb, xb)
-    rows = valid[:, None]
-    return tl.where(rows & (a < D)[None, :], fa, 0.0), tl.where(rows & (b < D)[None, :], fb, 0.0)
-
-
-@triton.jit
-def slope_times(x, f, df, PHI: tl.constexpr):
-    """φ'(x) ∂f for the elementwise maps."""
-    if PHI == "elu1":
-        return df * tl.where(x > 0, 1.0, f)
-    elif PHI == "relu":
-        return tl.where(x > 0, df, 0.0)
-    elif PHI == "exp":
-        return tl.where(x > 10, 0.0, df * f)
-    else:
-        return df
-
-
-@triton.jit
-def pull_features(
-    xa,
-    xb,
-    fa,
-    fb,
-    da,
-    db,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    P: tl.constexpr,
-    SIGNED: tl.constexpr,
-    PHI: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
-    """From the gradient of both halves of φ(x) to that of x."""
-    a, b = halves(R, P, INTERLEAVED)
-    mapped_a, mapped_b = is_mapped(a, D, SIGNED), is_mapped(b, D, SIGNED)
-    if PHI == "softmax":
-        wa, w_b = tl.where(mapped_a, fa * da, 0.0), tl.where(mapped_b, fb * db, 0.0)
-        total = (tl.sum(wa, axis=1) + tl.sum(w_b, axis=1))[:, None]
-        ga, gb = wa - fa * total, w_b - fb * total
-    else:
-        ga, gb = slope_times(xa, fa, da, PHI), slope_times(xb, fb, db, PHI)
-    return tl.where(mapped_a, ga, da), tl.where(mapped_b, gb, db)
-
-
-# --- angles and products ---------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def load_turns(angles, row, sines, R: tl.constexpr, P: tl.constexpr):
-    """cos and sin, (rows, P), of some rows of a table (·, R/2); `sines` further on lie the sines."""
-    m = tl.arange(0, P)
-    at = angles + row[:, None] * (R // 2) + m[None, :]
-    turned = (m < R // 2)[None, :]
-    return tl.load(at, mask=turned, other=1.0), tl.load(at + sines, mask=turned, other=0.0)
-
-
-@triton.jit
-def turn(a, b, cos, sin):
-    return a * cos - b * sin, a * sin + b * cos
-
-
-@triton.jit
-def product(x, y, LOW: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, EMULATED: tl.constexpr):
-    """x @ y of operands rounded to LOW, summed in ACC. Triton's interpreter multiplies no bfloat16: emulated there."""
-    x, y = x.to(LOW), y.to(LOW)
-    if EMULATED:
-        x, y = x.to(ACC), y.to(ACC)
-    return tl.dot(x, y, input_precision=PRECISION, out_dtype=ACC)
-
-
-@triton.jit
-def exact_turn(t, theta):
-    """cos and sin of t·θ in float64 for 0 ≤ t < 2^53.
-
-    Both factors are cut into two halves whose four products are exact, so that nothing is rounded before a sine; θ is
-    cut by its bits, which no compiler's contraction of products and sums can undo.
-    """
-    t_low = t & ((1 << 26) - 1)
-    t_high = (t - t_low).to(tl.float64)
-    theta_high = (theta.to(tl.int64, bitcast=True) & -(1 << 27)).to(tl.float64, bitcast=True)
-    theta_low = theta - theta_high
-    t_low = t_low.to(tl.float64)
-    cos, sin = tl.cos(t_high * theta_high), tl.sin(t_high * theta_high)
-    cos, sin = turn(cos, sin, tl.cos(t_low * theta_high), tl.sin(t_low * theta_high))
-    cos, sin = turn(cos, sin, tl.cos(t_high * theta_low), tl.sin(t_high * theta_low))
-    return turn(cos, sin, tl.cos(t_low * theta_low), tl.sin(t_low * theta_low))
+CONFIGS = [triton.Config({}, num_warps=warps, num_stages=2) for warps in (4, 8)]
+if os.environ.get("TRITON_INTERPRET") == "1":  # nothing to time
+    CONFIGS = CONFIGS[:1]
+TUNED_BY = ["D", "E", "PHI", "LATER", "VALUES", "FEATURES", "CAUSAL", "PLAIN", "DECAY", "DOCUMENTS", "PRECISION"]
+"""What a choice among them is kept for, with the tensors' dtypes, on disk too; the length is not among them."""
 
 
 @triton.jit
@@ -232,23 +72,13 @@ def write_angles(
 # --- forgetting ------------------------------------------------------------------------------------------------------
 
 
+# fmt: off
 @triton.jit
 def write_weights(
-    log_decay,
-    documents,
-    out,
-    between,
-    H,
-    T,
-    N,
-    stride_b,
-    stride_h,
-    stride_t,
-    n_weights,
-    STRETCH: tl.constexpr,
-    DECAY: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
+    log_decay, documents, out, between, H, T, N, stride_b, stride_h, stride_t, n_weights,
+    STRETCH: tl.constexpr, DECAY: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):
+    # fmt: on
     """What each token keeps of the state before its stretch, and what of it is kept to the stretch's end.
 
     G is summed in float64 and stored as a float32 and what that rounded away: strong decays reach thousands, where
@@ -286,20 +116,13 @@ def write_weights(
     tl.store(between + bh * N + s, passed)
 
 
+# fmt: off
 @triton.jit
 def finish_log_decay(
-    from_queries,
-    from_keys,
-    out,
-    state,
-    d_state,
-    T,
-    N,
-    X,
-    STRETCH: tl.constexpr,
-    SPAN: tl.constexpr,
-    ACC: tl.constexpr,
+    from_queries, from_keys, out, state, d_state, T, N, X,
+    STRETCH: tl.constexpr, SPAN: tl.constexpr, ACC: tl.constexpr,
 ):
+    # fmt: on
     """∂log_decay, the sum from each token on of ∂G = φ(q)·∂φ(q) - φ(k)·∂φ(k).
 
     What all tokens after a stretch sum to is the product of the state there with its gradient, which spares a sum, and
@@ -325,23 +148,13 @@ def finish_log_decay(
 # --- the three passes ------------------------------------------------------------------------------------------------
 
 
+# fmt: off
 @triton.jit
 def write_d_den(
-    grad_o,
-    o,
-    den,
-    d_den,
-    H,
-    T,
-    stride_b,
-    stride_h,
-    stride_t,
-    stride_e,
-    E: tl.constexpr,
-    E_TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ACC: tl.constexpr,
+    grad_o, o, den, d_den, H, T, stride_b, stride_h, stride_t, stride_e,
+    E: tl.constexpr, E_TILE: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
 ):
+    # fmt: on
     """∂den = -(∂numᵀ o), ∂num = ∂o / den: (B, H, T). o is contiguous. Grid: B × H × blocks."""
     n_blocks = tl.cdiv(T, BLOCK)
     bh = (tl.program_id(0) // n_blocks).to(tl.int64)
@@ -358,50 +171,17 @@ def write_d_den(
     tl.store(d_den + bh * T + i, -total / divisor, mask=inside)
 
 
+# fmt: off
 @triton.jit
 def stretch_sums(
-    x,
-    u,
-    den,
-    d_den,
-    state,
-    angles,
-    weights,
-    key_mask,
-    H,
-    T,
-    N,
-    x_b,
-    x_h,
-    x_t,
-    x_d,
-    u_b,
-    u_h,
-    u_t,
-    u_e,
-    sines,
-    heads_of_theta,
-    heads_of_weights,
-    n_weights,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    R: tl.constexpr,
-    SIGNED: tl.constexpr,
-    P: tl.constexpr,
-    E_TILE: tl.constexpr,
-    STRETCH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PHI: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    LATER: tl.constexpr,
-    PLAIN: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    MASKED: tl.constexpr,
-    LOW: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EMULATED: tl.constexpr,
+    x, u, den, d_den, state, angles, weights, key_mask, H, T, N, x_b, x_h, x_t, x_d, u_b, u_h, u_t, u_e, sines,
+    heads_of_theta, heads_of_weights, n_weights,
+    D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, SIGNED: tl.constexpr, P: tl.constexpr, E_TILE: tl.constexpr,
+    STRETCH: tl.constexpr, BLOCK: tl.constexpr, PHI: tl.constexpr, INTERLEAVED: tl.constexpr, LATER: tl.constexpr,
+    PLAIN: tl.constexpr, WEIGHTED: tl.constexpr, MASKED: tl.constexpr, LOW: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr, EMULATED: tl.constexpr,
 ):
+    # fmt: on
     """What a stretch adds to the state: Σ b k̃ vᵀ and Σ b φ(k), into the slot after it; or, where LATER, what it adds to
     the state's gradient, Σ a q̃ ∂numᵀ and Σ a ∂den φ(q), into the slot before it.
 
@@ -432,9 +212,9 @@ def stretch_sums(
             valid = inside & (tl.load(key_mask + b * T + i, mask=inside, other=0) != 0)
         xa, xb = load_halves(x, i, valid, x_t, x_d, D, R, P, INTERLEAVED)
         fa, fb = features(xa.to(ACC), xb.to(ACC), valid, D, R, P, SIGNED, PHI, INTERLEAVED)
-        values = tl.load(
-            u + i[:, None] * u_t + e[None, :] * u_e, mask=valid[:, None] & (e < E)[None, :], other=0.0
-        ).to(ACC)
+        values = tl.load(u + i[:, None] * u_t + e[None, :] * u_e, mask=valid[:, None] & (e < E)[None, :], other=0.0).to(
+            ACC
+        )
         weight = tl.full((BLOCK,), 1.0, dtype=ACC)
         if WEIGHTED:
             row = (b * heads_of_weights + h % heads_of_weights) * T
@@ -467,26 +247,14 @@ def stretch_sums(
         tl.store(slot + D * E + b_dims, tl.where(b_dims < SIGNED, 0.0, sum_b), mask=b_dims < D)
 
 
+# fmt: off
 @triton.jit
 def scan(
-    state,
-    first_kv,
-    first_k_sum,
-    last_kv,
-    last_k_sum,
-    between,
-    H,
-    N,
-    heads_of_weights,
-    KV: tl.constexpr,
-    X: tl.constexpr,
-    SPAN: tl.constexpr,
-    LATER: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    GIVEN_KV: tl.constexpr,
-    GIVEN_SUM: tl.constexpr,
-    ACC: tl.constexpr,
+    state, first_kv, first_k_sum, last_kv, last_k_sum, between, H, N, heads_of_weights,
+    KV: tl.constexpr, X: tl.constexpr, SPAN: tl.constexpr, LATER: tl.constexpr, WEIGHTED: tl.constexpr,
+    GIVEN_KV: tl.constexpr, GIVEN_SUM: tl.constexpr, ACC: tl.constexpr,
 ):
+    # fmt: on
     """From what stretches add to the state before each and after the last, in place, from `first` to `last`; or, where
     LATER, the state's gradient from the end to the start. Grid: B × H × pieces of the state."""
     n_spans = tl.cdiv(X, SPAN)
@@ -515,75 +283,23 @@ def scan(
     tl.store(last_k_sum + bh * (X - KV) + x - KV, carry, mask=in_sum)
 
 
+# fmt: off
+@triton.autotune(CONFIGS, key=TUNED_BY, cache_results=True)
 @triton.jit
 def attend(
-    x,
-    y,
-    u,
-    w,
-    out_values,
-    out_features,
-    den,
-    d_den,
-    state,
-    angles,
-    weights,
-    documents,
-    key_mask,
-    d_theta,
-    d_running,
-    eps,
-    H,
-    T,
-    N,
-    slot_of_all,
-    x_b,
-    x_h,
-    x_t,
-    x_d,
-    y_b,
-    y_h,
-    y_t,
-    y_d,
-    u_b,
-    u_h,
-    u_t,
-    u_e,
-    w_b,
-    w_h,
-    w_t,
-    w_e,
-    sines,
-    heads_of_theta,
-    heads_of_weights,
-    n_weights,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    R: tl.constexpr,
-    SIGNED: tl.constexpr,
-    P: tl.constexpr,
-    E_TILE: tl.constexpr,
-    STRETCH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PHI: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    LATER: tl.constexpr,
-    VALUES: tl.constexpr,
-    FEATURES: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    PLAIN: tl.constexpr,
-    SUMS: tl.constexpr,
-    DECAY: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    MASKED: tl.constexpr,
-    D_THETA: tl.constexpr,
-    D_DECAY: tl.constexpr,
-    LOW: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EMULATED: tl.constexpr,
+    x, y, u, w, out_values, out_features, den, d_den, state, angles, weights, documents, key_mask, d_theta,
+    d_running, eps, H, T, N, slot_of_all, x_b, x_h, x_t, x_d, y_b, y_h, y_t, y_d, u_b, u_h, u_t, u_e, w_b, w_h, w_t,
+    w_e, sines, heads_of_theta, heads_of_weights, n_weights,
+    D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, SIGNED: tl.constexpr, P: tl.constexpr, E_TILE: tl.constexpr,
+    SUM_TILE: tl.constexpr, STRETCH: tl.constexpr, BLOCK: tl.constexpr, PHI: tl.constexpr, INTERLEAVED: tl.constexpr,
+    LATER: tl.constexpr, VALUES: tl.constexpr, FEATURES: tl.constexpr, CAUSAL: tl.constexpr, PLAIN: tl.constexpr,
+    SUMS: tl.constexpr, DECAY: tl.constexpr, DOCUMENTS: tl.constexpr, MASKED: tl.constexpr, D_THETA: tl.constexpr,
+    D_DECAY: tl.constexpr, LOW: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, EMULATED: tl.constexpr,
 ):
-    """A block's values, or its features, or both: the table above. Grid: B × H × blocks (× tiles of E for values alone).
+    # fmt: on
+    """A block's values, or its features, or both: the table above.
+
+    Grid: B × H × blocks, times tiles of E for values alone.
 
     Args:
         x, y: (B, H, T, D) raw queries or keys, own and other; u, w: (B, H, T, E) values or ∂o, own and other.
@@ -597,6 +313,7 @@ def attend(
     TILES: tl.constexpr = (E + E_TILE - 1) // E_TILE
     SPLIT: tl.constexpr = 1 if FEATURES else TILES  # programs that share a block's values
     WEIGHTED: tl.constexpr = DECAY or DOCUMENTS
+    SUMMED: tl.constexpr = (E + SUM_TILE - 1) // SUM_TILE  # steps of a sum over E
     n_blocks = tl.cdiv(T, BLOCK)
     tile = tl.program_id(0) % SPLIT
     block = tl.program_id(0) // SPLIT % n_blocks
@@ -618,144 +335,181 @@ def attend(
     valid = inside
     if MASKED and LATER:
         valid = inside & (tl.load(key_mask + b * T + i, mask=inside, other=0) != 0)
-    xa, xb = load_halves(x, i, valid, x_t, x_d, D, R, P, INTERLEAVED)
-    xa, xb = xa.to(ACC), xb.to(ACC)
-    fa, fb = features(xa, xb, valid, D, R, P, SIGNED, PHI, INTERLEAVED)
-    ta, tb = fa, fb
-    if R > 0:
-        cos, sin = load_turns(angles, place, sines, R, P)
-        ta, tb = turn(fa, fb, cos, sin)
+    if VALUES:
+        xa, xb = load_halves(x, i, valid, x_t, x_d, D, R, P, INTERLEAVED)
+        fa, fb = features(xa.to(ACC), xb.to(ACC), valid, D, R, P, SIGNED, PHI, INTERLEAVED)
+        ta, tb = fa, fb
+        if R > 0:
+            cos, sin = load_turns(angles, place, sines, R, P)
+            ta, tb = turn(fa, fb, cos, sin)
     scale = tl.full((BLOCK,), 1.0, dtype=ACC)  # of own values
     if FEATURES and PLAIN and not LATER:
         scale = 1.0 / tl.load(den + bh * T + i, mask=inside, other=1.0)
+    reach = tl.full((BLOCK,), 1.0, dtype=ACC)
+    if WEIGHTED:
+        reach = tl.load(weights + (3 if LATER else 2) * n_weights + row + i, mask=inside, other=0.0)
     if DECAY:
         own_high = tl.load(weights + row + i, mask=inside, other=0.0)
         own_low = tl.load(weights + n_weights + row + i, mask=inside, other=0.0)
     if DOCUMENTS:
         own_document = tl.load(documents + b * T + i, mask=inside, other=-1)
     columns = tile * E_TILE + tl.arange(0, E_TILE)
+    a_dims, b_dims = halves(R, P, INTERLEAVED)
+    mapped_a, mapped_b = is_mapped(a_dims, D, SIGNED), is_mapped(b_dims, D, SIGNED)
 
-    values = tl.zeros((BLOCK, E_TILE), dtype=ACC)
-    out_a = tl.zeros((BLOCK, P), dtype=ACC)
-    out_b = tl.zeros((BLOCK, P), dtype=ACC)
-    running_a = tl.zeros((BLOCK, P), dtype=ACC)
-    running_b = tl.zeros((BLOCK, P), dtype=ACC)
-
-    # All pairs within the stretch.
-    if CAUSAL:
-        first = block if LATER else s * (STRETCH // BLOCK)
-        last = tl.minimum((s + 1) * (STRETCH // BLOCK), n_blocks) if LATER else block + 1
-        for other in range(first, last):
-            j = (other * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-            j_inside = j < T
-            j_valid = j_inside
-            if MASKED and not LATER:
-                j_valid = j_inside & (tl.load(key_mask + b * T + j, mask=j_inside, other=0) != 0)
-            ya, yb = load_halves(y, j, j_valid, y_t, y_d, D, R, P, INTERLEAVED)
-            ga, gb = features(ya.to(ACC), yb.to(ACC), j_valid, D, R, P, SIGNED, PHI, INTERLEAVED)
-            visible = (i[:, None] <= j[None, :]) if LATER else (i[:, None] >= j[None, :])
-            if DOCUMENTS:
-                other_document = tl.load(documents + b * T + j, mask=j_inside, other=-2)
-                visible = visible & (own_document[:, None] == other_document[None, :])
-            weight = visible.to(ACC)
-            if DECAY:
-                other_high = tl.load(weights + row + j, mask=j_inside, other=0.0)
-                other_low = tl.load(weights + n_weights + row + j, mask=j_inside, other=0.0)
-                lasting = (own_high[:, None] - other_high[None, :]) + (own_low[:, None] - other_low[None, :])
-                if LATER:
-                    lasting = -lasting
-                weight = tl.where(visible, tl.exp(tl.minimum(lasting, 0.0)), 0.0)
-            if PLAIN and SUMS:
-                sa, sb = ga, gb
-                if LATER:
-                    share = tl.load(d_den + bh * T + j, mask=j_inside, other=0.0)[:, None]
-                    sa, sb = ga * share, gb * share
-                if WEIGHTED:
-                    running_a += product(weight, sa, LOW, ACC, PRECISION, EMULATED)
-                    running_b += product(weight, sb, LOW, ACC, PRECISION, EMULATED)
-                elif other == block:
-                    total_a, total_b = tl.cumsum(sa, axis=0), tl.cumsum(sb, axis=0)
-                    if LATER:  # sums from the end
-                        total_a = tl.sum(sa, axis=0)[None, :] - total_a + sa
-                        total_b = tl.sum(sb, axis=0)[None, :] - total_b + sb
-                    running_a += total_a
-                    running_b += total_b
-                else:
-                    running_a += tl.sum(sa, axis=0)[None, :]
-                    running_b += tl.sum(sb, axis=0)[None, :]
-            if R > 0:
-                j_cos, j_sin = load_turns(angles, (j - s * STRETCH).to(tl.int32), sines, R, P)
-                ga, gb = turn(ga, gb, j_cos, j_sin)
-            j_scale = tl.full((BLOCK,), 1.0, dtype=ACC)
-            if LATER and PLAIN:
-                j_scale = 1.0 / tl.load(den + bh * T + j, mask=j_inside, other=1.0)
-            if FEATURES:
-                pairs = tl.zeros((BLOCK, BLOCK), dtype=ACC)
-                for k in tl.static_range(TILES):
-                    e = k * E_TILE + tl.arange(0, E_TILE)
-                    in_e = (e < E)[None, :]
-                    own = tl.load(u + i[:, None] * u_t + e[None, :] * u_e, mask=valid[:, None] & in_e, other=0.0)
-                    theirs = tl.load(w + j[:, None] * w_t + e[None, :] * w_e, mask=j_valid[:, None] & in_e, other=0.0)
-                    own, theirs = own.to(ACC) * scale[:, None], theirs.to(ACC) * j_scale[:, None]
-                    pairs += product(own, tl.trans(theirs), LOW, ACC, PRECISION, EMULATED)
-                pairs = pairs * weight
-                out_a += product(pairs, ga, LOW, ACC, PRECISION, EMULATED)
-                out_b += product(pairs, gb, LOW, ACC, PRECISION, EMULATED)
-            if VALUES:
-                pairs = product(ta, tl.trans(ga), LOW, ACC, PRECISION, EMULATED)
-                pairs += product(tb, tl.trans(gb), LOW, ACC, PRECISION, EMULATED)
-                mask = j_valid[:, None] & (columns < E)[None, :]
-                theirs = tl.load(w + j[:, None] * w_t + columns[None, :] * w_e, mask=mask, other=0.0)
-                theirs = theirs.to(ACC) * j_scale[:, None]
-                values += product(pairs * weight, theirs, LOW, ACC, PRECISION, EMULATED)
-
-    # The state.
-    reach = tl.full((BLOCK,), 1.0, dtype=ACC)
-    if WEIGHTED:
-        reach = tl.load(weights + (3 if LATER else 2) * n_weights + row + i, mask=inside, other=0.0)
+    # The state, in the frame of the sequence's start: what meets it is turned by the stretch's angle, or back.
     slot = slot_of_all
     if CAUSAL:
         slot = s + (1 if LATER else 0)
     state += (bh * (N + 1) + slot) * (D * E + D)
-    a_dims, b_dims = halves(R, P, INTERLEAVED)
     if R > 0:
-        at_cos, at_sin = load_turns(angles, STRETCH + s + tl.zeros((1,), dtype=tl.int32), sines, R, P)
-        at_cos, at_sin = tl.trans(at_cos), tl.trans(at_sin)
-    for k in tl.static_range(TILES if FEATURES else 1):
-        e = (k if FEATURES else tile) * E_TILE + tl.arange(0, E_TILE)
-        in_e = (e < E)[None, :]
-        state_a = tl.load(state + a_dims[:, None] * E + e[None, :], mask=(a_dims < D)[:, None] & in_e, other=0.0)
-        state_b = tl.load(state + b_dims[:, None] * E + e[None, :], mask=(b_dims < D)[:, None] & in_e, other=0.0)
+        far_cos, far_sin = load_turns(angles, STRETCH + s + tl.zeros((1,), dtype=tl.int32), sines, R, P)
+    values = tl.zeros((BLOCK, E_TILE), dtype=ACC)
+    out_a = tl.zeros((BLOCK, P), dtype=ACC)
+    out_b = tl.zeros((BLOCK, P), dtype=ACC)
+    in_columns = (columns < E)[None, :]
+    if VALUES:
+        far_a, far_b = ta, tb
         if R > 0:
-            state_a, state_b = turn(state_a, state_b, at_cos, -at_sin)
-        if FEATURES:
-            own = tl.load(u + i[:, None] * u_t + e[None, :] * u_e, mask=valid[:, None] & in_e, other=0.0)
+            far_a, far_b = turn(ta, tb, far_cos, far_sin)
+        at = state + a_dims[:, None] * E + columns[None, :]
+        half = tl.load(at, mask=(a_dims < D)[:, None] & in_columns, other=0.0)
+        values += product(far_a * reach[:, None], half, LOW, ACC, PRECISION, EMULATED)
+        at = state + b_dims[:, None] * E + columns[None, :]
+        half = tl.load(at, mask=(b_dims < D)[:, None] & in_columns, other=0.0)
+        values += product(far_b * reach[:, None], half, LOW, ACC, PRECISION, EMULATED)
+    if FEATURES:
+        for k in tl.static_range(SUMMED):
+            e = k * SUM_TILE + tl.arange(0, SUM_TILE)
+            down_e = (e < E)[:, None]
+            own = tl.load(u + i[:, None] * u_t + e[None, :] * u_e, mask=valid[:, None] & (e < E)[None, :], other=0.0)
             own = own.to(ACC) * (scale * reach)[:, None]
-            out_a += product(own, tl.trans(state_a), LOW, ACC, PRECISION, EMULATED)
-            out_b += product(own, tl.trans(state_b), LOW, ACC, PRECISION, EMULATED)
-        if VALUES:
-            values += product(ta * reach[:, None], state_a, LOW, ACC, PRECISION, EMULATED)
-            values += product(tb * reach[:, None], state_b, LOW, ACC, PRECISION, EMULATED)
+            half = tl.load(state + a_dims[None, :] * E + e[:, None], mask=(a_dims < D)[None, :] & down_e, other=0.0)
+            out_a += product(own, half, LOW, ACC, PRECISION, EMULATED)
+            half = tl.load(state + b_dims[None, :] * E + e[:, None], mask=(b_dims < D)[None, :] & down_e, other=0.0)
+            out_b += product(own, half, LOW, ACC, PRECISION, EMULATED)
+        if R > 0:
+            out_a, out_b = turn(out_a, out_b, far_cos, -far_sin)
+
+    # The sums that the denominator takes: of whole stretches before, then of blocks before, then within the block.
+    before_a = tl.zeros((P,), dtype=ACC)
+    before_b = tl.zeros((P,), dtype=ACC)
+    running_a = tl.zeros((BLOCK, P), dtype=ACC)
+    running_b = tl.zeros((BLOCK, P), dtype=ACC)
+    total = tl.zeros((BLOCK,), dtype=ACC)
     if SUMS:
-        before_a = tl.load(state + D * E + a_dims, mask=a_dims < D, other=0.0)
-        before_b = tl.load(state + D * E + b_dims, mask=b_dims < D, other=0.0)
-        running_a += reach[:, None] * before_a[None, :]
-        running_b += reach[:, None] * before_b[None, :]
-        running_a = tl.where(is_mapped(a_dims, D, SIGNED), running_a, 0.0)
-        running_b = tl.where(is_mapped(b_dims, D, SIGNED), running_b, 0.0)
+        before_a += tl.load(state + D * E + a_dims, mask=a_dims < D, other=0.0)
+        before_b += tl.load(state + D * E + b_dims, mask=b_dims < D, other=0.0)
+        if FEATURES and (WEIGHTED or not CAUSAL or not PLAIN):
+            running_a = reach[:, None] * before_a[None, :]
+            running_b = reach[:, None] * before_b[None, :]
+        elif not FEATURES and (WEIGHTED or not CAUSAL):
+            total = reach * (summed(fa * before_a[None, :], mapped_a) + summed(fb * before_b[None, :], mapped_b))
+
+    # All pairs within the stretch: the other blocks first, then, in the second phase, the block itself.
+    if CAUSAL:
+        for phase in tl.static_range(2):
+            first = s * (STRETCH // BLOCK)
+            last = block
+            if LATER:
+                first = block + 1
+                last = tl.minimum((s + 1) * (STRETCH // BLOCK), n_blocks)
+            if phase == 1:
+                first = block
+                last = block + 1
+            for other in range(first, last):
+                j = (other * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+                j_inside = j < T
+                j_valid = j_inside
+                if MASKED and not LATER:
+                    j_valid = j_inside & (tl.load(key_mask + b * T + j, mask=j_inside, other=0) != 0)
+                ya, yb = load_halves(y, j, j_valid, y_t, y_d, D, R, P, INTERLEAVED)
+                ga, gb = features(ya.to(ACC), yb.to(ACC), j_valid, D, R, P, SIGNED, PHI, INTERLEAVED)
+                visible = (i[:, None] <= j[None, :]) if LATER else (i[:, None] >= j[None, :])
+                if DOCUMENTS:
+                    other_document = tl.load(documents + b * T + j, mask=j_inside, other=-2)
+                    visible = visible & (own_document[:, None] == other_document[None, :])
+                weight = visible.to(ACC)
+                if DECAY:
+                    other_high = tl.load(weights + row + j, mask=j_inside, other=0.0)
+                    other_low = tl.load(weights + n_weights + row + j, mask=j_inside, other=0.0)
+                    lasting = (own_high[:, None] - other_high[None, :]) + (own_low[:, None] - other_low[None, :])
+                    if LATER:
+                        lasting = -lasting
+                    weight = tl.where(visible, tl.exp(tl.minimum(lasting, 0.0)), 0.0)
+                if PLAIN and SUMS:
+                    sa, sb = ga, gb
+                    if LATER:
+                        share = tl.load(d_den + bh * T + j, mask=j_inside, other=0.0)[:, None]
+                        sa, sb = ga * share, gb * share
+                    if WEIGHTED and FEATURES:
+                        running_a += product(weight, sa, LOW, ACC, PRECISION, EMULATED)
+                        running_b += product(weight, sb, LOW, ACC, PRECISION, EMULATED)
+                    elif WEIGHTED:
+                        sa, sb = tl.where(mapped_a, sa, 0.0), tl.where(mapped_b, sb, 0.0)
+                        plain = product(fa, tl.trans(sa), LOW, ACC, PRECISION, EMULATED)
+                        plain += product(fb, tl.trans(sb), LOW, ACC, PRECISION, EMULATED)
+                        total += tl.sum(plain * weight, axis=1)
+                    elif phase == 0:
+                        before_a += tl.sum(sa, axis=0)
+                        before_b += tl.sum(sb, axis=0)
+                    else:
+                        until_a, until_b = tl.cumsum(sa, axis=0), tl.cumsum(sb, axis=0)
+                        if LATER:  # sums from the end
+                            until_a = tl.sum(sa, axis=0)[None, :] - until_a + sa
+                            until_b = tl.sum(sb, axis=0)[None, :] - until_b + sb
+                        until_a += before_a[None, :]
+                        until_b += before_b[None, :]
+                        if FEATURES:
+                            running_a = running_a + until_a
+                            running_b = running_b + until_b
+                        else:
+                            total += summed(fa * until_a, mapped_a) + summed(fb * until_b, mapped_b)
+                if R > 0:
+                    j_cos, j_sin = load_turns(angles, (j - s * STRETCH).to(tl.int32), sines, R, P)
+                    ga, gb = turn(ga, gb, j_cos, j_sin)
+                j_scale = tl.full((BLOCK,), 1.0, dtype=ACC)
+                if LATER and PLAIN:
+                    j_scale = 1.0 / tl.load(den + bh * T + j, mask=j_inside, other=1.0)
+                if FEATURES:
+                    pairs = tl.zeros((BLOCK, BLOCK), dtype=ACC)
+                    for k in tl.static_range(SUMMED):
+                        e = k * SUM_TILE + tl.arange(0, SUM_TILE)
+                        in_e = (e < E)[None, :]
+                        own = tl.load(u + i[:, None] * u_t + e[None, :] * u_e, mask=valid[:, None] & in_e, other=0.0)
+                        mask = j_valid[:, None] & in_e
+                        theirs = tl.load(w + j[:, None] * w_t + e[None, :] * w_e, mask=mask, other=0.0)
+                        own, theirs = own.to(ACC) * scale[:, None], theirs.to(ACC) * j_scale[:, None]
+                        pairs += product(own, tl.trans(theirs), LOW, ACC, PRECISION, EMULATED)
+                    pairs = pairs * weight
+                    out_a += product(pairs, ga, LOW, ACC, PRECISION, EMULATED)
+                    out_b += product(pairs, gb, LOW, ACC, PRECISION, EMULATED)
+                if VALUES:
+                    pairs = product(ta, tl.trans(ga), LOW, ACC, PRECISION, EMULATED)
+                    pairs += product(tb, tl.trans(gb), LOW, ACC, PRECISION, EMULATED)
+                    seen = j_valid[:, None] & in_columns
+                    across = tl.load(w + j[:, None] * w_t + columns[None, :] * w_e, mask=seen, other=0.0)
+                    across = across.to(ACC) * j_scale[:, None]
+                    values += product(pairs * weight, across, LOW, ACC, PRECISION, EMULATED)
 
     # Out.
     if VALUES:
         if PLAIN and not LATER:
-            total = tl.sum(fa * running_a, axis=1) + tl.sum(fb * running_b, axis=1) + eps
+            total += eps
             values = values / total[:, None]
             if tile == 0:
                 tl.store(den + bh * T + i, total, mask=inside)
         values = tl.where(valid[:, None], values, 0.0)
         mask = inside[:, None] & (columns < E)[None, :]
         tl.store(out_values + (bh * T + i)[:, None] * E + columns[None, :], values, mask=mask)
-    if FEATURES:
+    if FEATURES:  # own features are read here, so as not to hold registers until now
+        xa, xb = load_halves(x, i, valid, x_t, x_d, D, R, P, INTERLEAVED)
+        xa, xb = xa.to(ACC), xb.to(ACC)
+        fa, fb = features(xa, xb, valid, D, R, P, SIGNED, PHI, INTERLEAVED)
+        if R > 0:
+            cos, sin = load_turns(angles, place, sines, R, P)
         if D_THETA:
+            ta, tb = turn(fa, fb, cos, sin)
             cross = ta * out_b - tb * out_a
             m = tl.arange(0, P)
             at = d_theta + (bh * n_blocks + block) * 2 * (R // 2) + m
@@ -767,11 +521,11 @@ def attend(
             share = tl.full((BLOCK,), 1.0, dtype=ACC)
             if not LATER:
                 share = tl.load(d_den + bh * T + i, mask=inside, other=0.0)
-            out_a += share[:, None] * running_a
-            out_b += share[:, None] * running_b
+            out_a += tl.where(mapped_a, share[:, None] * running_a, 0.0)
+            out_b += tl.where(mapped_b, share[:, None] * running_b, 0.0)
         if D_DECAY:
-            total = tl.sum(fa * out_a, axis=1) + tl.sum(fb * out_b, axis=1)
-            tl.store(d_running + bh * T + i, total, mask=inside)
+            d_total = tl.sum(fa * out_a, axis=1) + tl.sum(fb * out_b, axis=1)
+            tl.store(d_running + bh * T + i, d_total, mask=inside)
         out_a, out_b = pull_features(xa, xb, fa, fb, out_a, out_b, D, R, P, SIGNED, PHI, INTERLEAVED)
         out_a, out_b = tl.where(valid[:, None], out_a, 0.0), tl.where(valid[:, None], out_b, 0.0)
         size = out_features.dtype.element_ty
@@ -781,45 +535,16 @@ def attend(
 # --- decoding --------------------------------------------------------------------------------------------------------
 
 
+# fmt: off
 @triton.jit
 def decode(
-    q,
-    k,
-    v,
-    o,
-    kv,
-    k_sum,
-    new_kv,
-    new_k_sum,
-    log_decay,
-    theta,
-    key_mask,
-    position,
-    eps,
-    H,
-    qb,
-    qh,
-    qd,
-    kb,
-    kh,
-    kd,
-    vb,
-    vh,
-    ve,
-    heads_of_theta,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    R: tl.constexpr,
-    SIGNED: tl.constexpr,
-    P: tl.constexpr,
-    E_TILE: tl.constexpr,
-    PHI: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    PLAIN: tl.constexpr,
-    DECAY: tl.constexpr,
-    MASKED: tl.constexpr,
+    q, k, v, o, kv, k_sum, new_kv, new_k_sum, log_decay, theta, key_mask, position, eps, H, qb, qh, qd, kb, kh, kd,
+    vb, vh, ve, heads_of_theta,
+    D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, SIGNED: tl.constexpr, P: tl.constexpr, E_TILE: tl.constexpr,
+    PHI: tl.constexpr, INTERLEAVED: tl.constexpr, PLAIN: tl.constexpr, DECAY: tl.constexpr, MASKED: tl.constexpr,
     ACC: tl.constexpr,
 ):
+    # fmt: on
     """One token: the state takes it in and is read, each of its numbers read once and written once.
 
     Grid: B × H × tiles of E.

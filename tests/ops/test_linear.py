@@ -6,6 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode, baddbmm_flop
 
 from linrope import linear_attention
 from linrope.ops import chunked
+from linrope.ops.inputs import Options
 
 IN_PLACE = {torch.ops.aten.baddbmm_: lambda *shapes, **_: baddbmm_flop(*shapes)}
 """What PyTorch counts for `baddbmm` but not for its in-place form."""
@@ -70,18 +71,18 @@ def test_the_flops_reported_are_those_of_the_products_computed(length, features,
     q, k, v = (torch.randn(2, 3, length, size) for size in (features, features, width))
     log_decay = -torch.rand(2, 3, length) if decay else None
     past = torch.zeros(2, 3, features, width), torch.zeros(2, 3, features)
-    rest = (None, None, 0, "elu1", plain, 1e-6, True, causal)
-    forward = (q, k, v, log_decay, None, *past, *rest)
-    saved = chunked._forward(*forward)[:4]
-    backward = (torch.randn_like(v), None, None, *saved, False, False, q, k, v, log_decay, None, *rest)
+    options = Options(None, None, 0, "elu1", plain, 1e-6, True, causal)
+    forward = (q, k, v, log_decay, None, *past)
+    saved = chunked.forward(*forward, options)[:4]
+    backward = (torch.randn_like(v), None, None, *saved, False, False, q, k, v, log_decay, None)
     for operator, inside, arguments in (
-        (torch.ops.linrope.linear_attention, chunked._forward, forward),
-        (torch.ops.linrope.linear_attention_backward, chunked._backward, backward),
+        (torch.ops.linrope.linear_attention, chunked.forward, forward),
+        (torch.ops.linrope.linear_attention_backward, chunked.backward, backward),
     ):
         with FlopCounterMode(display=False) as reported:
-            operator(*arguments)
+            operator(*arguments, *options)
         with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as computed:
-            inside(*arguments)
+            inside(*arguments, options)
         assert reported.get_total_flops() == computed.get_total_flops() > 0
 
 

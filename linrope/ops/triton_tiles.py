@@ -1,0 +1,186 @@
+"""What the kernels of the CUDA backend are written in: tiles of features, their maps and turns, and products.
+
+The features of C tokens are two tiles (C, P), the first and the second half of each pair that RoPE turns, whatever the
+pairing: turning is then elementwise, and a product of features is the sum of two products of halves.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def halves(R: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """(P,) and (P,): the dimensions that are the first and the second of pair m; beyond the turned ones, neighbours."""
+    m = tl.arange(0, P)
+    if INTERLEAVED:
+        return 2 * m, 2 * m + 1
+    else:
+        return tl.where(m < R // 2, m, 2 * m), tl.where(m < R // 2, m + R // 2, 2 * m + 1)
+
+
+@triton.jit
+def load_halves(
+    ptr, t, valid, stride_t, stride_d, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    """Two (C, P) tiles of rows t, 0 beyond D and where not valid; neighbours are loaded together and split."""
+    a, b = halves(R, P, INTERLEAVED)
+    row = ptr + t[:, None] * stride_t
+    xa = tl.load(row + a[None, :] * stride_d, mask=valid[:, None] & (a < D)[None, :], other=0.0)
+    xb = tl.load(row + b[None, :] * stride_d, mask=valid[:, None] & (b < D)[None, :], other=0.0)
+    return xa, xb
+
+
+@triton.jit
+def store_halves(ptr, t, inside, xa, xb, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Into rows t of a contiguous (T, D)."""
+    a, b = halves(R, P, INTERLEAVED)
+    tl.store(ptr + t[:, None] * D + a[None, :], xa, mask=inside[:, None] & (a < D)[None, :])
+    tl.store(ptr + t[:, None] * D + b[None, :], xb, mask=inside[:, None] & (b < D)[None, :])
+
+
+@triton.jit
+def is_mapped(d, D: tl.constexpr, SIGNED: tl.constexpr):
+    """Which dimensions φ and the denominator take: not the first SIGNED."""
+    return ((d >= SIGNED) & (d < D))[None, :]
+
+
+@triton.jit
+def summed(x, where):
+    """(C, P) -> (C,): the sum of each row, where told."""
+    return tl.sum(tl.where(where, x, 0.0), axis=1)
+
+
+@triton.jit
+def phi(x, PHI: tl.constexpr):
+    """The elementwise maps; comparisons are such that a NaN stays one."""
+    if PHI == "elu1":
+        return tl.where(x > 0, x + 1, tl.exp(x))
+    elif PHI == "relu":
+        return tl.where(x < 0, 0.0, x)
+    elif PHI == "exp":
+        return tl.exp(tl.where(x > 10, 10.0, x))  # feature_maps.EXP_CEILING
+    else:
+        return x
+
+
+@triton.jit
+def features(
+    xa,
+    xb,
+    valid,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    P: tl.constexpr,
+    SIGNED: tl.constexpr,
+    PHI: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """φ of both halves; 0 beyond D and in rows that are not valid, where φ(0) need not be 0."""
+    a, b = halves(R, P, INTERLEAVED)
+    mapped_a, mapped_b = is_mapped(a, D, SIGNED), is_mapped(b, D, SIGNED)
+    if PHI == "softmax":
+        low = float("-inf")
+        top = tl.maximum(tl.max(tl.where(mapped_a, xa, low), axis=1), tl.max(tl.where(mapped_b, xb, low), axis=1))[
+            :, None
+        ]
+        ea = tl.where(mapped_a, tl.exp(xa - top), 0.0)
+        eb = tl.where(mapped_b, tl.exp(xb - top), 0.0)
+        total = (tl.sum(ea, axis=1) + tl.sum(eb, axis=1))[:, None]
+        fa, fb = ea / total, eb / total
+    else:
+        fa, fb = phi(xa, PHI), phi(xb, PHI)
+    if SIGNED > 0:
+        fa, fb = tl.where(mapped_a, fa, xa), tl.where(mapped_b, fb, xb)
+    rows = valid[:, None]
+    return tl.where(rows & (a < D)[None, :], fa, 0.0), tl.where(rows & (b < D)[None, :], fb, 0.0)
+
+
+@triton.jit
+def slope_times(x, f, df, PHI: tl.constexpr):
+    """φ'(x) ∂f for the elementwise maps."""
+    if PHI == "elu1":
+        return df * tl.where(x > 0, 1.0, f)
+    elif PHI == "relu":
+        return tl.where(x > 0, df, 0.0)
+    elif PHI == "exp":
+        return tl.where(x > 10, 0.0, df * f)
+    else:
+        return df
+
+
+@triton.jit
+def pull_features(
+    xa,
+    xb,
+    fa,
+    fb,
+    da,
+    db,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    P: tl.constexpr,
+    SIGNED: tl.constexpr,
+    PHI: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """From the gradient of both halves of φ(x) to that of x."""
+    a, b = halves(R, P, INTERLEAVED)
+    mapped_a, mapped_b = is_mapped(a, D, SIGNED), is_mapped(b, D, SIGNED)
+    if PHI == "softmax":
+        wa, w_b = tl.where(mapped_a, fa * da, 0.0), tl.where(mapped_b, fb * db, 0.0)
+        total = (tl.sum(wa, axis=1) + tl.sum(w_b, axis=1))[:, None]
+        ga, gb = wa - fa * total, w_b - fb * total
+    else:
+        ga, gb = slope_times(xa, fa, da, PHI), slope_times(xb, fb, db, PHI)
+    return tl.where(mapped_a, ga, da), tl.where(mapped_b, gb, db)
+
+
+@triton.jit
+def load_turns(angles, row, sines, R: tl.constexpr, P: tl.constexpr):
+    """cos and sin, (rows, P), of some rows of a table (·, R/2); `sines` further on lie the sines."""
+    m = tl.arange(0, P)
+    at = angles + row[:, None] * (R // 2) + m[None, :]
+    turned = (m < R // 2)[None, :]
+    return tl.load(at, mask=turned, other=1.0), tl.load(at + sines, mask=turned, other=0.0)
+
+
+@triton.jit
+def turn(a, b, cos, sin):
+    return a * cos - b * sin, a * sin + b * cos
+
+
+@triton.jit
+def to_bfloat16(x):
+    """float32 rounded to the nearest bfloat16, by its bits, and still float32."""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -(1 << 16)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def product(x, y, LOW: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, EMULATED: tl.constexpr):
+    """x @ y of operands rounded to LOW, summed in ACC. Triton's interpreter multiplies no bfloat16: emulated there."""
+    if EMULATED:
+        x, y = to_bfloat16(x), to_bfloat16(y)
+    else:
+        x, y = x.to(LOW), y.to(LOW)
+    return tl.dot(x, y, input_precision=PRECISION, out_dtype=ACC)
+
+
+@triton.jit
+def exact_turn(t, theta):
+    """cos and sin of t·θ in float64 for 0 ≤ t < 2^53.
+
+    Both factors are cut into two halves whose four products are exact, so that nothing is rounded before a sine; θ is
+    cut by its bits, which no compiler's contraction of products and sums can undo.
+    """
+    t_low = t & ((1 << 26) - 1)
+    t_high = (t - t_low).to(tl.float64)
+    theta_high = (theta.to(tl.int64, bitcast=True) & -(1 << 27)).to(tl.float64, bitcast=True)
+    theta_low = theta - theta_high
+    t_low = t_low.to(tl.float64)
+    cos, sin = tl.cos(t_high * theta_high), tl.sin(t_high * theta_high)
+    cos, sin = turn(cos, sin, tl.cos(t_low * theta_high), tl.sin(t_low * theta_high))
+    cos, sin = turn(cos, sin, tl.cos(t_high * theta_low), tl.sin(t_high * theta_low))
+    return turn(cos, sin, tl.cos(t_low * theta_low), tl.sin(t_low * theta_low))
