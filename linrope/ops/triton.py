@@ -33,10 +33,10 @@ from linrope.ops.theta import ThetaGradient
 
 MAX_WIDTH = 256
 """The largest D and E."""
-STRETCH = 256
-"""Tokens from one state to the next. All pairs within are formed: with heads of 128 that costs as many operations as
-reading and writing the states does, which take as much memory as a bfloat16 q. Shorter stretches would double the
-memory, longer ones the operations."""
+SHORTEST, LONGEST = 128, 512
+"""Tokens from one state to the next: see `stretch_of`."""
+PROGRAMS = 256
+"""About two for each multiprocessor of a large GPU."""
 BLOCK = 64
 """Tokens that one program takes; half as many where its tiles would not fit into registers."""
 KEEPS_STATES = False
@@ -78,6 +78,19 @@ def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def stretch_of(rows: int, length: int, width: int, itemsize: int) -> int:
+    """How many tokens lie between two states, for B·H rows of so many tokens.
+
+    A state costs memory and its traffic, a longer stretch costs products, as all its pairs are formed. So many tokens
+    that the states take half of q's memory keep both below what reading and writing q, k, v and o takes; fewer where
+    there would not be programs enough to fill a GPU.
+    """
+    stretch = min(max(_power_of_two(8 * width // itemsize), SHORTEST), LONGEST)
+    while stretch > SHORTEST and rows * length < PROGRAMS * stretch:
+        stretch //= 2
+    return stretch
+
+
 class Launch:
     """The kernels, with the sizes and options of one call.
 
@@ -99,6 +112,8 @@ class Launch:
         self.block = BLOCK // 2 if widest > limit else BLOCK
         self.tile = max(16, min(_power_of_two(self.width), limit))
         self.tiles = _cdiv(self.width, self.tile)
+        longest = max(q.shape[2], k.shape[2])
+        self.stretch = stretch_of(self.batch * self.heads, longest, self.width, q.itemsize)
         self.decay, self.documents = log_decay is not None, options.documents is not None
         self.weighted = self.decay or self.documents
         self.heads_of_weights = self.heads if self.decay else 1
@@ -106,7 +121,7 @@ class Launch:
         self.heads_of_theta = 1 if theta is None or theta.ndim == 1 else self.heads
         self.shape = {"D": self.features, "R": self.turned, "P": pairs, "INTERLEAVED": options.interleaved}
         self.phi = {"SIGNED": options.signed, "PHI": options.feature_map}
-        self.sizes = {"E": self.width, "E_TILE": self.tile, "STRETCH": STRETCH, "BLOCK": self.block}
+        self.sizes = {"E": self.width, "E_TILE": self.tile, "STRETCH": self.stretch, "BLOCK": self.block}
         self.products = {
             "LOW": tl.bfloat16 if low else acc,
             "ACC": acc,
@@ -127,15 +142,14 @@ class Launch:
     def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.q.device)
 
-    @staticmethod
-    def stretches(x: Tensor) -> int:
-        return _cdiv(x.shape[2], STRETCH)
+    def stretches(self, x: Tensor) -> int:
+        return _cdiv(x.shape[2], self.stretch)
 
     def _angles(self) -> tuple[Tensor | None, int]:
         """Turns within a stretch and of each stretch's start, cosines then sines, and how far apart those lie."""
         if self.theta is None:
             return None, 0
-        rows = STRETCH + max(self.stretches(self.q), self.stretches(self.k))
+        rows = self.stretch + max(self.stretches(self.q), self.stretches(self.k))
         angles = self._empty(2, self.heads_of_theta, rows, self.turned // 2)
         sines, block = angles[0].numel(), 4
         _kernels().write_angles[(self.heads_of_theta * _cdiv(rows, block),)](
@@ -146,7 +160,7 @@ class Launch:
             sines,
             R=self.turned,
             P=self.shape["P"],
-            STRETCH=STRETCH,
+            STRETCH=self.stretch,
             BLOCK=block,
         )
         return angles, sines
@@ -167,7 +181,7 @@ class Launch:
             n,
             *((0, 0, 0) if self.log_decay is None else self.log_decay.stride()),
             weights[0].numel(),
-            STRETCH=STRETCH,
+            STRETCH=self.stretch,
             DECAY=self.decay,
             DOCUMENTS=self.documents,
         )
@@ -386,7 +400,7 @@ def _finish_theta(launch: Launch, of_queries: Tensor, of_keys: Tensor, first, la
     for share in (of_queries, of_keys):
         crosses, placed = share.to(torch.float64).unbind(dim=3)
         blocks = torch.arange(share.shape[2], device=share.device)
-        starts = blocks * launch.block // STRETCH * STRETCH - gradient.middle
+        starts = blocks * launch.block // launch.stretch * launch.stretch - gradient.middle
         total = placed.sum(dim=2) + (starts.to(torch.float64)[:, None] * crosses).sum(dim=2)
         gradient.total += total.sum(dim=gradient.sharing)
     d_last = torch.zeros_like(last[0]) if last[1] is None else last[1]
@@ -407,7 +421,7 @@ def _finish_log_decay(launch: Launch, of_queries, of_keys, state: Tensor, d_stat
         length,
         n,
         state.shape[2],
-        STRETCH=STRETCH,
+        STRETCH=launch.stretch,
         SPAN=SPAN,
         ACC=launch.acc,
     )
@@ -463,12 +477,13 @@ def one_token(inputs: Inputs, past: State) -> tuple[Tensor, State]:
 
 def flops(q_shape, v_shape, options: Options, backward: bool, sums_asked: bool = False) -> int:
     """Multiplications and additions of the matrix products of one call; those of running sums, which only a decay or
-    documents need, are left out."""
+    documents need, are left out. Stretches are taken to be those of bfloat16."""
     (batch, heads, length, features), (_, _, keys, width) = q_shape, v_shape
     state, pairs = features * width, 0
     if options.causal:
-        whole, rest = divmod(length, STRETCH)
-        blocks = [STRETCH // BLOCK] * whole + [_cdiv(rest, BLOCK)]
+        stretch = stretch_of(batch * heads, length, width, itemsize=2)
+        whole, rest = divmod(length, stretch)
+        blocks = [stretch // BLOCK] * whole + [_cdiv(rest, BLOCK)]
         pairs = sum(n * (n + 1) // 2 for n in blocks) * BLOCK**2 * (features + width)
     products = 3 * (pairs + keys * state) + 2 * length * state if backward else pairs + (keys + length) * state
     return 2 * batch * heads * products

@@ -41,7 +41,7 @@ from linrope.ops.triton_tiles import (
     turn,
 )
 
-CONFIGS = [triton.Config({}, num_warps=warps, num_stages=2) for warps in (4, 8)]
+CONFIGS = [triton.Config({}, num_warps=warps, num_stages=stages) for warps, stages in ((4, 2), (8, 2), (8, 1))]
 if os.environ.get("TRITON_INTERPRET") == "1":  # nothing to time
     CONFIGS = CONFIGS[:1]
 TUNED_BY = ["D", "E", "PHI", "LATER", "VALUES", "FEATURES", "CAUSAL", "PLAIN", "DECAY", "DOCUMENTS", "PRECISION"]

@@ -10,7 +10,7 @@ def interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter runs the CUDA kernels on CPU tensors, with sizes that let two stretches, two blocks of one
     and a ragged end appear at lengths the definition can afford."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(triton, "STRETCH", 128)
+    monkeypatch.setattr(triton, "stretch_of", lambda *sizes: 128)
     monkeypatch.setattr(triton, "BLOCK", 64)
     monkeypatch.setattr(triton, "SPAN", 64)
     if find_spec("triton") is not None:
