@@ -26,8 +26,8 @@ def write_folder(
 ) -> None:
     """Write a model's configuration, weights and tokenizer; the folder is made where missing, each file replaced whole.
 
-    `tokenizer` is a plain form of `linrope.data.tokenizer`: its kind is told in the configuration, a tokenizer.json lies
-    beside it.
+    `tokenizer` is one of `linrope.data.tokenizer` in its plain form: the configuration tells its kind, a tokenizer.json
+    lies beside it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if tokenizer is not None:
@@ -73,7 +73,9 @@ def _sync_folder(folder: Path) -> None:
 
 
 def read_model(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, str] | None]:
-    """(configuration, weights, plain form of the tokenizer where it is told) of a `save_pretrained` folder or a `linrope fit` checkpoint.
+    """(configuration, weights, tokenizer) of a `save_pretrained` folder or a `linrope fit` checkpoint.
+
+    The tokenizer is one of `linrope.data.tokenizer` in its plain form, or None where nothing is said of it.
 
     Raises:
         InputError: nothing there, or something that holds no linrope model.

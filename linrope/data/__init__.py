@@ -31,9 +31,9 @@ from linrope.data.tokenizer import (
     decode,
     encode,
     encode_prompt,
-    from_plain,
     open_tokenizer,
-    to_plain,
+    tokenizer_from_plain,
+    tokenizer_to_plain,
 )
 from linrope.data.windows import (
     DOCUMENTS,
@@ -75,7 +75,6 @@ __all__ = [
     "encode",
     "encode_prompt",
     "find_sources",
-    "from_plain",
     "mqar_rows",
     "open_text",
     "open_tokenizer",
@@ -83,5 +82,6 @@ __all__ = [
     "prepare",
     "require_mqar",
     "split_corpus",
-    "to_plain",
+    "tokenizer_from_plain",
+    "tokenizer_to_plain",
 ]

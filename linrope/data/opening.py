@@ -118,7 +118,7 @@ def _prepared_files(folder: Path, manifest: Manifest) -> tuple[np.ndarray, Numbe
     whole = documents.shape == (manifest.n_documents, 4) and documents[:, 1].sum() == manifest.n_tokens
     if not (whole and tokens.n == expected and (text_bytes is None or text_bytes.n == expected)):
         raise InputError(
-            f"data.path={str(folder)!r} is damaged: its files hold {tokens.n:,} tokens and {len(documents):,} documents "
+            f"data.path={str(folder)!r} is damaged: it holds {tokens.n:,} tokens and {len(documents):,} documents, "
             f"where {MANIFEST} says {expected:,} and {manifest.n_documents:,}. Prepare it again."
         )
     return documents, tokens, text_bytes

@@ -30,7 +30,7 @@ import numpy as np
 from linrope.checkpoints import whole_file
 from linrope.data.corpus import name_hash
 from linrope.data.jsonlines import BadLine
-from linrope.data.tokenizer import Tokenizer, from_plain, open_tokenizer
+from linrope.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_from_plain
 from linrope.data.units import DatasetShard, Piece, Reading, Span, Unit, dataset_units, file_units, read_unit
 from linrope.errors import InputError
 
@@ -291,7 +291,7 @@ def _start_worker(tokenizer: dict[str, str], config: PrepareConfig, read: Any) -
         with read.get_lock():
             read.value += n
 
-    _worker.update(tokenizer=from_plain(tokenizer), config=config, count=count)
+    _worker.update(tokenizer=tokenizer_from_plain(tokenizer), config=config, count=count)
 
 
 def _end_with_parent() -> None:

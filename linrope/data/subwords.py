@@ -20,8 +20,8 @@ END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 class SubwordTokenizer:
     """A `tokenizer.json` as a `Tokenizer` of `linrope.data.tokenizer`.
 
-    Its separator is the special token that ends a document, by one of the usual names, or, where it has none, a token of
-    our own after all others. A special token's name within a text is text: no document can end itself. What the file
+    Its separator is the special token that ends a document, by one of the usual names, or, where it has none, one of
+    our own after all tokens. A special token's name within a text is text: no document can end itself. What the file
     says about truncating, padding and tokens to be put around each text is not done.
 
     Args:

@@ -1,6 +1,6 @@
 """How text becomes tokens and back: by default bytes, where 0 … 255 are those of UTF-8 text and 256 ends a document.
 
-A `Tokenizer` is carried in checkpoints and prepared corpora as a dictionary of plain strings (`to_plain`, `from_plain`).
+In checkpoints a `Tokenizer` is a dictionary of strings, its plain form (`tokenizer_to_plain`, `tokenizer_from_plain`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Tokenizer(Protocol):
         """How many bytes of text each token stands for, int64 (vocab_size,), in the text that tokens decode to."""
 
     def to_plain(self) -> dict[str, str]:
-        """What `from_plain` makes this tokenizer of."""
+        """What `tokenizer_from_plain` makes this tokenizer of."""
 
 
 def encode(text: str | bytes) -> Tensor:
@@ -144,11 +144,11 @@ def open_tokenizer(name: str, option: str) -> Tokenizer:
             f"{option}={name!r} cannot be read ({reason}): give the path of a tokenizer.json, or 'bytes'."
             + suggest(path.name, ["bytes", *siblings])
         ) from error
-    return from_plain({"kind": "tokenizers", "json": text}, f"{option}={name!r}")
+    return tokenizer_from_plain({"kind": "tokenizers", "json": text}, f"{option}={name!r}")
 
 
-def from_plain(plain: dict[str, str] | None, where: str = "the tokenizer") -> Tokenizer | None:
-    """The tokenizer that `to_plain` wrote down: bytes for None (models from before there were others), None for UNKNOWN.
+def tokenizer_from_plain(plain: dict[str, str] | None, where: str = "the tokenizer") -> Tokenizer | None:
+    """The tokenizer of a plain form: bytes for None (of models from before there were others), None for UNKNOWN.
 
     Args:
         where: it comes from, for error messages.
@@ -168,6 +168,6 @@ def from_plain(plain: dict[str, str] | None, where: str = "the tokenizer") -> To
     raise InputError(f"{where} is of kind {kind!r}, which this version of linrope does not know: update linrope.")
 
 
-def to_plain(tokenizer: Tokenizer | None) -> dict[str, str]:
-    """The inverse of `from_plain`."""
+def tokenizer_to_plain(tokenizer: Tokenizer | None) -> dict[str, str]:
+    """The inverse of `tokenizer_from_plain`."""
     return dict(UNKNOWN) if tokenizer is None else tokenizer.to_plain()

@@ -80,7 +80,7 @@ def require_documents(corpus: TokenSequence, documents: str) -> None:
     require_choice("data.documents", documents, DOCUMENTS)
     if documents == "apart" and corpus.separator is None:
         raise InputError(
-            "data.documents='apart' needs to know which token ends a document: set data.tokenizer to that of the tokens."
+            "data.documents='apart' needs to know which token ends a document: set data.tokenizer to the tokens' own."
         )
 
 

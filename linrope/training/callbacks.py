@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from linrope.checkpoints import whole_file
-from linrope.data import SPLITS, Tokenizer, TokenSequence, from_plain
+from linrope.data import SPLITS, Tokenizer, TokenSequence, tokenizer_from_plain
 from linrope.errors import InputError
 from linrope.generation import stream
 from linrope.model import LanguageModel
@@ -444,7 +444,7 @@ def write_sample(write: Callable[[str], Any], model: LanguageModel, prompt: str,
 
 def require_tokenizer(model: LanguageModel, option: str) -> Tokenizer:
     """The tokenizer that a model was trained with; InputError, for what `option` asks, where nobody has told."""
-    if (tokenizer := from_plain(model.tokenizer, "the model's tokenizer")) is None:
+    if (tokenizer := tokenizer_from_plain(model.tokenizer, "the model's tokenizer")) is None:
         raise InputError(
             f"{option} needs a tokenizer, and the model was trained on tokens without one: train it with "
             "data.tokenizer set, or leave the prompt out."

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from linrope.checkpoints import whole_file
-from linrope.data import Tokenizer, from_plain
+from linrope.data import Tokenizer, tokenizer_from_plain
 from linrope.errors import InputError
 from linrope.model import LanguageModelConfig
 
@@ -95,13 +95,14 @@ def require_same_tokenizer(checkpoint: dict[str, Any], plain: dict[str, str], pa
 
     One that was trained on tokens of an unknown tokenizer takes any.
     """
-    theirs, ours = from_plain(checkpoint["linrope"].get("tokenizer"), f"checkpoint {str(path)!r}"), from_plain(plain)
+    theirs = tokenizer_from_plain(checkpoint["linrope"].get("tokenizer"), f"checkpoint {str(path)!r}")
+    ours = tokenizer_from_plain(plain)
     if theirs is None or (ours is not None and theirs.fingerprint == ours.fingerprint):
         return
     here = "tokens of an unknown tokenizer" if ours is None else f"those of {_told_apart(ours)}"
     raise InputError(
-        f"checkpoint {str(path)!r} was trained with the tokenizer {_told_apart(theirs)}, and the data holds {here}: give "
-        "data that was prepared with the checkpoint's tokenizer, or for a .bin file set data.tokenizer to it."
+        f"checkpoint {str(path)!r} was trained with the tokenizer {_told_apart(theirs)}, and the data holds {here}: "
+        "give data that was prepared with the checkpoint's tokenizer, or for a .bin file set data.tokenizer to it."
     )
 
 

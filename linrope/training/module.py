@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from linrope.data import IGNORE, SEPARATOR, to_plain
+from linrope.data import IGNORE, SEPARATOR, tokenizer_to_plain
 from linrope.data.windows import mix
 from linrope.errors import InputError
 from linrope.model import LanguageModel, LanguageModelConfig
@@ -318,7 +318,7 @@ class LanguageModelingModule(LightningModule):
         datamodule = self.trainer.datamodule
         if hasattr(datamodule, "require_vocabulary"):  # text of ours
             datamodule.require_vocabulary(self.model_config.vocab_size)
-            self.model.tokenizer = to_plain(datamodule.tokenizer)
+            self.model.tokenizer = tokenizer_to_plain(datamodule.tokenizer)
         if stage != "fit":
             return
         trainer = self.trainer
@@ -383,7 +383,7 @@ class LanguageModelingModule(LightningModule):
 
 
 def _sums(nats: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """The nats of a batch's targets, how many bytes they stand for and how many there are, IGNORE apart: float32 (3,)."""
+    """The nats of a batch's targets, the bytes they stand for and how many they are, IGNORE apart: float32 (3,)."""
     asked = batch["targets"] != IGNORE
     n_bytes = batch["n_bytes"] if "n_bytes" in batch else asked & (batch["targets"] != SEPARATOR)
     return torch.stack([nats, n_bytes.sum().float(), asked.sum().float()])
