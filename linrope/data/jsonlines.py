@@ -1,4 +1,4 @@
-"""JSON lines, plain or compressed (`.jsonl`, `.jsonl.gz`, `.jsonl.zst`): a document is the text in a field of a line."""
+"""JSON lines, plain or compressed (`.jsonl`, `.jsonl.gz`, `.jsonl.zst`): each line's text field is a document."""
 
 from __future__ import annotations
 

@@ -259,6 +259,7 @@ def _in_processes(
     progress: Progress,
 ) -> None:
     context = multiprocessing.get_context("forkserver")  # a fork of this process would lack the threads that it has
+    context.set_forkserver_preload(["__main__", __name__])  # workers are forks of a process that has them imported
     read = context.Value("q", 0)
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(n_workers, context, _start_worker, (tokenizer.to_plain(), config, read))

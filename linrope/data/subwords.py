@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -50,7 +51,7 @@ class SubwordTokenizer:
 
     def encode_document(self, data: bytes) -> tuple[np.ndarray, np.ndarray]:
         """See `Tokenizer`. A token stands for the bytes up to its end that no token before it reaches; the last one for
-        all that are left. So they sum to `len(data)`, whatever the tokenizer leaves out or changes.
+        all that are left. So they sum to `len(data)`, whatever the tokenizer leaves out or changes, if there are any.
 
         Raises:
             UnicodeDecodeError: not UTF-8.
@@ -84,7 +85,8 @@ class SubwordTokenizer:
 
     def token_bytes(self) -> np.ndarray:
         """See `Tokenizer`: within a text, that is, after another token."""
-        byte_level = '"ByteLevel"' in json.dumps(json.loads(self._text).get("decoder"))
+        decoder = json.dumps(json.loads(self._text).get("decoder"))
+        byte_level, byte_fallback = '"ByteLevel"' in decoder, '"ByteFallback"' in decoder
         added = self._tokenizer.get_added_tokens_decoder()
         anchor = next((i for i in range(self.vocab_size) if self._decoded(i).isalpha()), self.separator)
         n_bytes = np.zeros(self.vocab_size, dtype=np.int64)
@@ -94,8 +96,8 @@ class SubwordTokenizer:
                 continue
             if byte_level and number not in added:
                 n_bytes[number] = len(token)  # its alphabet has a character for each byte
-            elif len(token) == 6 and token.startswith("<0x") and number not in added:
-                n_bytes[number] = 1  # a byte that a character falls back to
+            elif byte_fallback and re.fullmatch(r"<0x[0-9A-F]{2}>", token):
+                n_bytes[number] = 1
             else:
                 n_bytes[number] = len(self._decoded(anchor, number).encode()) - len(self._decoded(anchor).encode())
         return n_bytes
