@@ -47,7 +47,7 @@ def test_each_token_stands_for_its_own_bytes():
 
 def test_bytes_that_a_tokenizer_drops_or_changes_count():
     tokenizer = SubwordTokenizer(wordpiece())
-    tokens, n_bytes = tokenizer.encode_document("  the   dog  ".encode())
+    tokens, n_bytes = tokenizer.encode_document(b"  the   dog  ")
     assert tokenizer.decoder().feed(tokens.tolist()) == "the dog"
     assert n_bytes.sum() == 13
     assert n_bytes[0] >= 3  # the two spaces before it, and at least "t"
@@ -146,7 +146,9 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path, monkeypatch):
     file = write_tokenizer(tmp_path, '{"model": 3}')
     with pytest.raises(InputError, match=r"--tokenizer='.*tokenizer\.json' is no tokenizer\.json of Hugging Face"):
         open_tokenizer(str(file), "--tokenizer")
-    with pytest.raises(InputError, match=r"--tokenizer='.*' cannot be read \(No such file.*Did you mean 'tokenizer\.js"):
+    with pytest.raises(
+        InputError, match=r"--tokenizer='.*' cannot be read \(No such file.*Did you mean 'tokenizer\.js"
+    ):
         open_tokenizer(str(tmp_path / "tokeniser.json"), "--tokenizer")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(InputError, match=r"needs the package tokenizers, .* pip install 'linrope\[text\]'"):
