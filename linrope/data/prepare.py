@@ -233,7 +233,7 @@ def _tokenize(
     missing = [number for number, part in enumerate(parts) if not _record(part).is_file()]
     before = sum(sizes) - sum(sizes[number] for number in missing)
     total = None if config.dataset is not None else sum(sizes)
-    n_workers = min(config.workers or len(os.sched_getaffinity(0)), len(missing))
+    n_workers = min(config.workers or os.cpu_count() or 1, len(missing))
     progress(before, total)
     if n_workers > 1:
         _in_processes(n_workers, [(units[n], parts[n]) for n in missing], tokenizer, config, before, total, progress)
@@ -356,6 +356,11 @@ def _record(part: Path) -> Path:
     return part.with_suffix(".npz")
 
 
+def _read_record(part: Path) -> dict[str, np.ndarray]:
+    with np.load(_record(part), allow_pickle=False) as record:
+        return dict(record)
+
+
 # --- all parts in one -------------------------------------------------------------------------------------------------
 
 
@@ -363,7 +368,7 @@ def _assemble(
     folder: Path, parts: list[Path], tokenizer: Tokenizer, origin: str, n_skipped_files: int, plan: dict[str, Any]
 ) -> Manifest:
     """Lays the parts end to end and writes the manifest, last."""
-    records = [np.load(_record(part), allow_pickle=False) for part in parts]
+    records = [_read_record(part) for part in parts]
     documents = _whole_documents(np.concatenate([record["documents"] for record in records]))
     kept = documents[documents[:, 1] > 0]
     most_bytes = max(int(record["most_bytes"]) for record in records)

@@ -15,7 +15,7 @@ from linrope.data.corpus import JSON_LINES, DocumentChanged, find_files, no_text
 from linrope.data.jsonlines import BadLine, line_number, read_lines, text_of_line, text_of_row
 from linrope.errors import InputError
 
-UNIT_BYTES = 1 << 24
+UNIT_BYTES = 1 << 23
 """Bytes of a unit, about: small files are taken together, large ones in spans."""
 PIECE_BYTES = 1 << 20
 """A document longer than this is tokenized in pieces of about so many bytes, cut after a line."""

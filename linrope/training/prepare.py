@@ -33,9 +33,13 @@ def run_prepare(args: Sequence[str], description: str) -> None:
     config = PrepareConfig(**vars(parser.parse_args(args)))
     console = Console(highlight=False)
     columns = TextColumn("reading"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
-        manifest = prepare(config, lambda done, total: bar.update(task, completed=done, total=total))
+    try:
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("", total=None)
+            manifest = prepare(config, lambda done, total: bar.update(task, completed=done, total=total))
+    except KeyboardInterrupt:
+        console.print("stopped: the same line goes on from here.")
+        raise
     console.print(_summary(manifest))
     console.print(_histogram(document_sizes(config.output)))
     vocab = "" if manifest.tokenizer == "bytes" else f" --model.vocab_size {manifest.vocab_size}"

@@ -118,9 +118,8 @@ def test_a_bad_line_is_named_or_counted(source, tmp_path, name, line, message, s
 @pytest.mark.parametrize("name", ["c.jsonl.gz", "c.jsonl.zst"])
 def test_an_archive_that_is_cut_short_or_damaged_is_an_error_even_where_bad_lines_are_not(source, tmp_path, name):
     data = json_lines(*(f"document {number} {number**7}" for number in range(2000)))
-    archive = (
-        gzip.compress(data) if name.endswith("gz") else zstandard.ZstdCompressor(write_checksum=True).compress(data)
-    )
+    zst = zstandard.ZstdCompressor(write_checksum=True)
+    archive = gzip.compress(data) if name.endswith("gz") else zst.compress(data)
     (source / name).write_bytes(archive[: len(archive) // 2])
     with pytest.raises(InputError, match=rf"{name} line \d+ cannot be read: the compressed file ends in the middle"):
         run(tmp_path, skip_bad_lines=True)
@@ -171,9 +170,7 @@ def test_a_tokenizers_tokens_and_the_bytes_they_stand_for(source, tmp_path):
 def test_text_that_is_not_utf8_is_named_where_the_tokenizer_needs_it(source, tmp_path):
     (source / "latin.txt").write_bytes("naïve".encode("latin-1"))
     assert flat(run(tmp_path)[0]) == [*"naïve".encode("latin-1"), 256]
-    with pytest.raises(
-        InputError, match=r"latin\.txt from byte 0 is not UTF-8 \(byte 2 from there\), which --tokenizer"
-    ):
+    with pytest.raises(InputError, match=r"latin\.txt from byte 0 is not UTF-8 \(byte 2 from there\)"):
         run(tmp_path, "other", tokenizer=str(write_tokenizer(tmp_path)))
 
 
@@ -267,9 +264,7 @@ def test_an_output_that_holds_something_else_is_refused_and_kept(many, tmp_path)
         ({"tokenizer": str(write_tokenizer(tmp_path))}, "another tokenizer"),
         ({"text_field": "body"}, "another text_field"),
     ):
-        with pytest.raises(
-            InputError, match=rf"--output='.*out' holds a corpus that was prepared with {differing}: name"
-        ):
+        with pytest.raises(InputError, match=rf"--output='.*out' holds a corpus .* prepared with {differing}: name"):
             run(tmp_path, **options)
     (many / "12.txt").write_text("new")
     with pytest.raises(InputError, match="prepared with another sources: name another folder, or remove it"):

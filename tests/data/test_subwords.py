@@ -146,9 +146,7 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path, monkeypatch):
     file = write_tokenizer(tmp_path, '{"model": 3}')
     with pytest.raises(InputError, match=r"--tokenizer='.*tokenizer\.json' is no tokenizer\.json of Hugging Face"):
         open_tokenizer(str(file), "--tokenizer")
-    with pytest.raises(
-        InputError, match=r"--tokenizer='.*' cannot be read \(No such file.*Did you mean 'tokenizer\.js"
-    ):
+    with pytest.raises(InputError, match=r"--tokenizer='.*' cannot be read \(No such .*Did you mean 'tokenizer\.js"):
         open_tokenizer(str(tmp_path / "tokeniser.json"), "--tokenizer")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(InputError, match=r"needs the package tokenizers, .* pip install 'linrope\[text\]'"):
