@@ -1,6 +1,6 @@
 """Text as tokens: what is read (`corpus`), how text becomes tokens (`tokenizer`), how training sees it (`windows`).
 
-Text tokenized once (`prepare`), tokens in files (`token_files`), and what a path names (`opening`).
+Text tokenized once (`preparation`), tokens in files (`token_files`), and what a path names (`opening`).
 
 How long its rows are, step by step (`curriculum`), or how each goes on where it ended (`lanes`). And a synthetic task:
 associative recall (`recall`).
@@ -19,7 +19,7 @@ from linrope.data.corpus import (
 from linrope.data.curriculum import CurriculumStage, PlannedStage, TrainingBatches, TrainingPlan
 from linrope.data.lanes import Lanes
 from linrope.data.opening import OpenedText, open_text
-from linrope.data.prepare import Manifest, PrepareConfig, document_sizes, prepare
+from linrope.data.preparation import Manifest, PrepareConfig, document_sizes, prepare
 from linrope.data.recall import mqar_rows, require_mqar
 from linrope.data.tokenizer import (
     IGNORE,

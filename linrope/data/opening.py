@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from linrope.data.corpus import SPLITS, TokenSequence, cut_by_position, find_sources, split_bounds, split_corpus
-from linrope.data.prepare import (
+from linrope.data.preparation import (
     DOCUMENTS,
     MANIFEST,
     PARTS,

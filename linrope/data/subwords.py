@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,7 @@ class SubwordTokenizer:
         self.separator = next((special[name] for name in END_OF_DOCUMENT if name in special), n_tokens)
         self.vocab_size = max(n_tokens, self.separator + 1)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """A hash of all that decides tokens; how the file is indented does not."""
         decisive = {key: value for key, value in json.loads(self._text).items() if key not in ("truncation", "padding")}

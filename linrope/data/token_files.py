@@ -19,6 +19,8 @@ from linrope.data.tokenizer import Tokenizer
 from linrope.errors import InputError
 
 TOKEN_DTYPES = ("uint16", "uint32")
+HIGH_HALF = 16
+"""The upper two bytes of a token of four are less, in vocabularies of up to a million."""
 CHUNK = 1 << 22
 """Numbers looked at in one go where a whole file is read."""
 
@@ -183,9 +185,9 @@ def survey(file: NumberFile) -> Survey:
         odd = max(odd, int(tokens[1::2].max(initial=0)))
         if tokens.max() > highest:
             highest, position = int(tokens.max()), first + int(tokens.argmax())
-    if file.dtype == "uint16" and file.n > 1 and highest > 0 and not odd:
+    if file.dtype == "uint16" and file.n > 1 and odd < HIGH_HALF <= highest:
         raise InputError(
-            f"{file.path} holds 0 at every other position, as uint32 tokens read as uint16 do: set "
+            f"{file.path} holds less than {HIGH_HALF} at every other position, as uint32 tokens read as uint16 do: set "
             "data.token_dtype=uint32."
         )
     return Survey(digest.hexdigest(), highest, position)

@@ -57,7 +57,6 @@ class Piece:
     name: str
     """The document's; its hash decides the split."""
     data: bytes
-    begins: bool
     ends: bool
     where: str
     """It comes from, for error messages."""
@@ -206,8 +205,7 @@ def _text(span: Span, reading: Reading) -> Iterator[Piece]:
         file.seek(span.start)
         data = file.read(span.stop - span.start)
     reading.count(len(data))
-    whole = span.start == 0, span.stop == span.size
-    yield from _pieces(span.name, data, str(span.path), span.start, *whole)
+    yield from _pieces(span.name, data, str(span.path), span.start, ends=span.stop == span.size)
 
 
 def _lines(span: Span, reading: Reading) -> Iterator[Piece]:
@@ -247,15 +245,13 @@ def _read_rows(rows: Any, shard: DatasetShard) -> Iterator[Any]:
         ) from error
 
 
-def _pieces(
-    name: str, data: bytes, where: str, offset: int = 0, begins: bool = True, ends: bool = True
-) -> Iterator[Piece]:
+def _pieces(name: str, data: bytes, where: str, offset: int = 0, ends: bool = True) -> Iterator[Piece]:
     """Text in pieces of about PIECE_BYTES; `offset` is where it begins in its source."""
     start = 0
     while True:
         stop = cut(data, start + PIECE_BYTES) if len(data) - start > PIECE_BYTES else len(data)
         last = stop == len(data)
-        yield Piece(name, data[start:stop], begins and start == 0, ends and last, f"{where} from byte {offset + start}")
+        yield Piece(name, data[start:stop], ends and last, f"{where} from byte {offset + start}")
         if last:
             return
         start = stop

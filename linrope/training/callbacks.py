@@ -447,7 +447,7 @@ def require_tokenizer(model: LanguageModel, option: str) -> Tokenizer:
     if (tokenizer := tokenizer_from_plain(model.tokenizer, "the model's tokenizer")) is None:
         raise InputError(
             f"{option} needs a tokenizer, and the model was trained on tokens without one: train it with "
-            "data.tokenizer set, or leave the prompt out."
+            "data.tokenizer set (sample.prompt=null trains without)."
         )
     if model.config.vocab_size < tokenizer.vocab_size:
         raise InputError(

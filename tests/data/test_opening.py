@@ -93,20 +93,12 @@ def test_samples_of_a_tokenizer_say_how_many_bytes_their_targets_stand_for(texts
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        (
-            "tokens.bin",
-            lambda data: data[:-2],
-            r"is damaged: it holds 1,219 tokens and 40 documents, where corpus\.json says 1,220",
-        ),
+        ("tokens.bin", lambda data: data[:-2], r"is damaged: it holds 1,219 tokens and 40 documents, .* says 1,220"),
         ("tokens.bin", lambda data: data[:-1], r"is damaged \(.*tokens\.bin is damaged .* is no multiple of 2"),
         ("documents.npy", lambda data: data[: len(data) // 2], r"is damaged \(.*: prepare it again"),
-        ("corpus.json", lambda data: data[:50], r"corpus\.json is damaged"),
-        (
-            "corpus.json",
-            lambda data: data.replace(b'"format": 1', b'"format": 2'),
-            r"is of format 2, this linrope reads 1",
-        ),
-        ("corpus.json", lambda data: data.replace(b'"n_bytes"', b'"nbytes"'), r"corpus\.json is damaged"),
+        ("linrope-corpus.json", lambda data: data[:50], r"corpus\.json is damaged"),
+        ("linrope-corpus.json", lambda data: data.replace(b'"format": 1', b'"format": 2'), r"is of format 2, this"),
+        ("linrope-corpus.json", lambda data: data.replace(b'"n_bytes"', b'"nbytes"'), r"corpus\.json is damaged"),
     ],
 )
 def test_a_damaged_folder_is_named(texts, name, change, message):
@@ -118,10 +110,7 @@ def test_a_damaged_folder_is_named(texts, name, change, message):
 
 def test_a_missing_file_of_a_folder_is_named(texts, tmp_path):
     folder = prepared(texts, tokenizer=str(write_tokenizer(tmp_path)))
-    for name, message in (
-        ("text_bytes.bin", r"is damaged \(.*text_bytes"),
-        ("tokenizer.json", r"cannot be read \(No su"),
-    ):
+    for name, message in (("text_bytes.bin", r"is damaged \(.*text_bytes"), ("tokenizer.json", r"cannot be read \(No")):
         (folder / name).unlink()
         with pytest.raises(InputError, match=message):
             open_text(folder, FRACTIONS)
@@ -133,10 +122,9 @@ def test_a_token_beyond_the_vocabulary_is_named_with_its_position(texts):
     tokens[123] = 999
     tokens.tofile(folder / "tokens.bin")
     train = open_text(folder, [1.0, 0.0, 0.0]).corpora["train"]
-    message = (
-        r"tokens\.bin is damaged or of another vocabulary: it holds 999 at position 123, where tokens are below 257"
-    )
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(
+        InputError, match=r"tokens\.bin is .*: it holds 999 at position 123, where tokens are below 257"
+    ):
         train.tokens(0, len(train))
 
 
@@ -194,10 +182,12 @@ def test_a_flat_file_that_cannot_be_is_named(tmp_path):
     write_flat(file, [1, 2, 299, 300, 301])
     with pytest.raises(InputError, match=r"it holds 300 at position 3, where tokens are below 300"):
         open_text(file, FRACTIONS, str(write_tokenizer(tmp_path)))
-    write_flat(file, [1, 50256, 7], "<u4")
-    with pytest.raises(InputError, match=r"0 at every other position, .*: set data\.token_dtype=uint32"):
-        open_text(file, FRACTIONS)
-    assert open_text(file, FRACTIONS, token_dtype="uint32").vocab_size == 50257
+    for highest in (50256, 128_000):
+        write_flat(file, [1, highest, 7], "<u4")
+        with pytest.raises(InputError, match=r"less than 16 at every other position, .*: set data\.token_dtype=uint32"):
+            open_text(file, FRACTIONS)
+        assert open_text(file, FRACTIONS, token_dtype="uint32").vocab_size == highest + 1
+    assert open_text(write_flat(file, [1, 0, 15, 0]), FRACTIONS).vocab_size == 16  # a small vocabulary is none
 
 
 # --- what must be prepared, and with which tokenizer ---------------------------------------------------------------
@@ -207,18 +197,14 @@ def test_a_flat_file_that_cannot_be_is_named(tmp_path):
 def test_json_lines_are_to_be_prepared(texts, name):
     (texts / name).write_text(json.dumps({"text": "a"}))
     for path in (texts, texts / name, texts / "c*"):
-        with pytest.raises(
-            InputError, match=rf"holds JSON lines \({name}\).*: linrope prepare --path .* --output FOLDER"
-        ):
+        with pytest.raises(InputError, match=rf"holds JSON lines \({name}\).*: linrope prepare --path .* --output"):
             open_text(path, FRACTIONS)
     assert len(open_text(texts / "*.txt", FRACTIONS).corpora) == 3
 
 
 def test_text_for_a_tokenizer_is_to_be_prepared(texts, tmp_path):
     file = write_tokenizer(tmp_path)
-    with pytest.raises(
-        InputError, match=rf"tokenizes text once.*: linrope prepare --path {texts} --tokenizer {file} --out"
-    ):
+    with pytest.raises(InputError, match=rf"text once, .*: linrope prepare --path {texts} --tokenizer {file} --out"):
         open_text(texts, FRACTIONS, str(file))
     assert open_text(texts, FRACTIONS, "bytes").tokenizer.name == "bytes"
 

@@ -65,7 +65,7 @@ def test_the_documents_of_a_folder_in_order_each_followed_by_a_separator(source,
     (source / "image.png").write_bytes(b"\0\1")
     out, manifest = run(tmp_path)
     assert flat(out) == with_separators("cé", "text of b", *LINES)
-    assert sorted(files_of(out)) == ["corpus.json", "documents.npy", "tokens.bin"]
+    assert sorted(files_of(out)) == ["documents.npy", "linrope-corpus.json", "tokens.bin"]
     n_bytes = sum(len(text.encode()) for text in ("cé", "text of b", *LINES))
     assert (manifest.n_documents, manifest.n_tokens, manifest.n_bytes) == (6, n_bytes, n_bytes)
     assert (manifest.n_skipped_files, manifest.n_skipped_lines, manifest.n_empty) == (2, 0, 0)
@@ -109,7 +109,7 @@ def test_a_bad_line_is_named_or_counted(source, tmp_path, name, line, message, s
     (source / name).write_bytes(compressed(name, json_lines(*LINES) + line + b"\n" + json_lines("last")))
     with pytest.raises(InputError, match=rf"{name} line 5 {message}.*\. Mend it, or .* --skip_bad_lines\."):
         run(tmp_path)
-    assert not (tmp_path / "out" / "corpus.json").exists()
+    assert not (tmp_path / "out" / "linrope-corpus.json").exists()
     out, manifest = run(tmp_path, "skipped", skip_bad_lines=True)
     assert flat(out) == with_separators(*LINES, "last")
     assert manifest.n_skipped_lines == 1
@@ -217,7 +217,7 @@ def test_a_preparation_that_was_interrupted_goes_on_where_it_stopped(many, tmp_p
     config = PrepareConfig(path=str(many), output=str(tmp_path / "out"), workers=1)
     with pytest.raises(KeyboardInterrupt):
         prepare(config, stop)
-    assert not (tmp_path / "out" / "corpus.json").exists()
+    assert not (tmp_path / "out" / "linrope-corpus.json").exists()
     with pytest.raises(InputError, match=r"data\.path='.*out' is not prepared to its end: run the same"):
         open_text(tmp_path / "out", ALL)
     finished = {file: file.stat().st_mtime_ns for file in parts.glob("*.npz")}
@@ -308,6 +308,10 @@ def test_options_that_are_none_are_named(tmp_path):
     with pytest.raises(InputError, match=r"--path='.*nowhere' does not exist"):
         run(tmp_path, path=str(tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("a")
+    with pytest.raises(InputError, match=r"--output='.*texts/out' lies within --path='.*texts': name a folder"):
+        run(tmp_path, "texts/out", path=str(tmp_path / "texts"))
     with pytest.raises(InputError, match=r"--path='.*empty' holds no text"):
         run(tmp_path, path=str(tmp_path / "empty"))
     assert not (tmp_path / "out").exists()

@@ -7,15 +7,21 @@ import csv
 import json
 import math
 import re
+import subprocess
+import sys
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from torch.nn import functional as F
 
 from linrope import LanguageModel, LanguageModelConfig
 from linrope.data import CurriculumStage, PrepareConfig, open_text, prepare
+from linrope.data.preparation import write_part
 from linrope.data.subwords import SubwordTokenizer
 from linrope.errors import InputError
 from linrope.training import LanguageModelingModule
@@ -24,6 +30,7 @@ from tests.data.subword_files import byte_level, write_tokenizer
 from tests.training.attached import attached
 from tests.training.conftest import LINE
 
+ROOT = Path(__file__).parents[2]
 VOCAB = 300  # of byte_level()
 
 
@@ -78,7 +85,7 @@ def test_prepare_says_what_it_found(tmp_path, capsys):
     assert [len(bar) for *_, bar in rows] == [-(-40 * n // 3) for *_, n in found]
     assert f"train on it with --data.path {tmp_path / 'skipped'}\n" in out
     assert main([*args, f"--output={tmp_path / 'skipped'}", "--text_field=body", "--skip_bad_lines=true"]) == 0
-    assert "the same corpus" not in out
+    assert capsys.readouterr().out == out
     assert "another skip_bad_lines" in fails(
         capsys, *args, f"--output={tmp_path / 'skipped'}", "--text_field=body", "--skip_bad_lines=false"
     )
@@ -95,6 +102,42 @@ def test_bytes_per_token_are_those_of_the_text(texts, subwords, tmp_path, capsys
     assert re.search(rf"^tokens +{n_tokens:,},", out, re.M)
     assert re.search(rf"^bytes per token +{n_bytes / n_tokens:.3f} ", out, re.M)
     assert f"--data.path {subwords} --model.vocab_size {VOCAB}" in out
+
+
+def test_prepare_shows_how_far_it_is_and_stops_on_ctrl_c(texts, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("linrope.training.prepare.Console", partial(Console, force_terminal=True, width=100))
+    monkeypatch.setattr("linrope.data.units.UNIT_BYTES", 1000)
+    args = ["prepare", f"--path={texts}", f"--output={tmp_path / 'out'}", "--workers=1"]
+
+    def interrupted(unit, part, *options):
+        if part.name == "000005":
+            raise KeyboardInterrupt
+        write_part(unit, part, *options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("linrope.data.preparation.write_part", interrupted)
+        assert main(args) == 130
+    out = capsys.readouterr().out
+    total = sum(file.stat().st_size for file in texts.iterdir()) / 1000
+    shown = [float(size) for size in re.findall(rf"reading.* (\d+\.\d)/{total:.1f} kB", out)]
+    assert 0 < shown[-1] < total
+    assert "stopped: the same line goes on from here." in out
+    assert main(args) == 0
+    assert open_text(tmp_path / "out", [1.0, 0.0, 0.0]).corpora["train"].n_documents == 60
+
+
+def test_the_readmes_lines_have_options_that_there_are():
+    lines = re.findall(r"^linrope prepare (.*)$", (ROOT / "README.md").read_text(), re.M)
+    assert len(lines) == 3
+    assert {option for line in lines for option in re.findall(r"--(\w+)", line)} <= {
+        f.name for f in fields(PrepareConfig)
+    }
+
+
+def test_optional_packages_are_imported_where_they_are_used():
+    code = "import sys, linrope.data; print({'tokenizers', 'zstandard', 'datasets', 'rich'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
 
 
 # --- the same batches -------------------------------------------------------------------------------------------------

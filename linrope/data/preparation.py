@@ -2,8 +2,8 @@
 
 The folder holds `tokens.bin`, flat uint16 or uint32 tokens, each document's followed by the separator (nanoGPT's
 format), `documents.npy`, what is known of each, for tokens that are no bytes `text_bytes.bin`, how many bytes each
-token stands for, and `tokenizer.json`; and `corpus.json`, which is written last. Until then `parts/` holds what each
-unit came to, written whole, so that an interrupted preparation goes on with the units that are missing.
+token stands for, and `tokenizer.json`; and `linrope-corpus.json`, which is written last. Until then `parts/` holds what
+each unit came to, written whole, so that an interrupted preparation goes on with the units that are missing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from linrope.data.units import DatasetShard, Piece, Reading, Span, Unit, dataset
 from linrope.errors import InputError
 
 FORMAT = 1
-MANIFEST, PARTS, PLAN = "corpus.json", "parts", "plan.json"
+MANIFEST, PARTS, PLAN = "linrope-corpus.json", "parts", "linrope-plan.json"
 TOKENS, TEXT_BYTES, DOCUMENTS, TOKENIZER = "tokens.bin", "text_bytes.bin", "documents.npy", "tokenizer.json"
 PROGRESS_SECONDS = 0.2
 
@@ -73,7 +73,7 @@ class PrepareConfig:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What `corpus.json` says."""
+    """What `linrope-corpus.json` says."""
 
     format: int
     origin: str
@@ -122,6 +122,8 @@ def prepare(config: PrepareConfig, progress: Progress = lambda done, total: None
         units, n_skipped = dataset_units(config.dataset, config.dataset_config, config.dataset_split), 0
         origin = f"dataset {config.dataset} ({config.dataset_split})"
     folder, plan = Path(config.output).expanduser(), _plan(config, tokenizer, units)
+    if config.path is not None and folder.resolve().is_relative_to(Path(config.path).expanduser().resolve()):
+        raise InputError(f"--output={config.output!r} lies within --path={config.path!r}: name a folder elsewhere.")
     if (finished := _finished(folder, plan)) is not None:
         return finished
     with _claimed(folder, plan):
