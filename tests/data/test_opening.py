@@ -122,9 +122,7 @@ def test_a_token_beyond_the_vocabulary_is_named_with_its_position(texts):
     tokens[123] = 999
     tokens.tofile(folder / "tokens.bin")
     train = open_text(folder, [1.0, 0.0, 0.0]).corpora["train"]
-    with pytest.raises(
-        InputError, match=r"tokens\.bin is .*: it holds 999 at position 123, where tokens are below 257"
-    ):
+    with pytest.raises(InputError, match=r"tokens\.bin is .* holds 999 at position 123, where tokens are below 257"):
         train.tokens(0, len(train))
 
 

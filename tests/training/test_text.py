@@ -117,7 +117,7 @@ def test_prepare_shows_how_far_it_is_and_stops_on_ctrl_c(texts, tmp_path, capsys
     with monkeypatch.context() as patch:
         patch.setattr("linrope.data.preparation.write_part", interrupted)
         assert main(args) == 130
-    out = capsys.readouterr().out
+    out = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", capsys.readouterr().out)
     total = sum(file.stat().st_size for file in texts.iterdir()) / 1000
     shown = [float(size) for size in re.findall(rf"reading.* (\d+\.\d)/{total:.1f} kB", out)]
     assert 0 < shown[-1] < total
