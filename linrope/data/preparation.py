@@ -50,7 +50,8 @@ class PrepareConfig:
     """A file, a folder or a glob of text and of JSON lines (.jsonl, .jsonl.gz, .jsonl.zst). Without it and --dataset:
     the built-in corpus."""
     dataset: str | None = None
-    """A dataset of Hugging Face's `datasets` instead, by its name or folder; it is read as a stream."""
+    """A dataset of Hugging Face's `datasets` instead, by its name or folder; it is read as a stream. Whether it has
+    changed since, another run does not notice."""
     dataset_config: str | None = None
     """Which configuration of the dataset, where it has several."""
     dataset_split: str = "train"
@@ -160,6 +161,7 @@ def _finished(folder: Path, plan: dict[str, Any]) -> Manifest | None:
     if (folder / MANIFEST).is_file():
         manifest = read_manifest(folder)
         _require_same_plan(folder, manifest.plan, plan)
+        shutil.rmtree(folder / PARTS, ignore_errors=True)  # of one that was stopped at the very end
         return manifest
     if (folder / PARTS / PLAN).is_file():
         _require_same_plan(folder, _read_json(folder / PARTS / PLAN), plan)
@@ -174,8 +176,8 @@ def _finished(folder: Path, plan: dict[str, Any]) -> Manifest | None:
 def _require_same_plan(folder: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
     if differing := sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name)):
         raise InputError(
-            f"--output={str(folder)!r} holds a corpus that was prepared with another {', another '.join(differing)}: "
-            "name another folder, or remove it."
+            f"--output={str(folder)!r} holds a corpus that was prepared otherwise (not the same: "
+            f"{', '.join(differing)}): name another folder, or remove it."
         )
 
 

@@ -5,6 +5,7 @@ Which documents there are, and how they are cut, follows from the sources alone,
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -91,8 +92,7 @@ def file_units(path: str | None) -> tuple[list[Unit], str, int]:
     for file in found.files:
         if not file.is_file():
             continue
-        is_lines = file.name.endswith(JSON_LINES)
-        if size := file.stat().st_size if is_lines else text_size(file):
+        if size := _size(file):
             name = file.relative_to(found.root).as_posix()
             spans.append(Span(name, file, size, file.stat().st_mtime_ns, 0, size))
         else:
@@ -101,6 +101,13 @@ def file_units(path: str | None) -> tuple[list[Unit], str, int]:
         raise no_text("--path", found.origin, n_skipped)
     spans.sort(key=lambda span: span.name)
     return list(_grouped(part for span in spans for part in _parts(span))), found.origin, n_skipped
+
+
+def _size(file: Path) -> int:
+    """Bytes of a file with text; 0 for one to leave out."""
+    if not file.name.endswith(JSON_LINES):
+        return text_size(file)
+    return file.stat().st_size if os.access(file, os.R_OK) else 0
 
 
 def _parts(span: Span) -> Iterator[Span]:
@@ -192,8 +199,8 @@ def read_unit(unit: Unit, reading: Reading) -> Iterator[Piece]:
 
 
 def _require_unchanged(span: Span) -> None:
-    status = span.path.stat()
-    if (status.st_size, status.st_mtime_ns) != (span.size, span.modified):
+    status = span.path.stat() if span.path.exists() else None
+    if status is None or (status.st_size, status.st_mtime_ns) != (span.size, span.modified):
         raise DocumentChanged(
             f"{span.path} changed while the corpus was being prepared: remove the output, leave the sources as they "
             "are, and prepare it again."

@@ -261,13 +261,13 @@ def test_an_output_that_holds_something_else_is_refused_and_kept(many, tmp_path)
     out, _ = run(tmp_path)
     before = files_of(out)
     for options, differing in (
-        ({"tokenizer": str(write_tokenizer(tmp_path))}, "another tokenizer"),
-        ({"text_field": "body"}, "another text_field"),
+        ({"tokenizer": str(write_tokenizer(tmp_path))}, "tokenizer"),
+        ({"text_field": "body"}, "text_field"),
     ):
-        with pytest.raises(InputError, match=rf"--output='.*out' holds a corpus .* prepared with {differing}: name"):
+        with pytest.raises(InputError, match=rf"--output='.*out' holds a corpus .*\(not the same: {differing}\): name"):
             run(tmp_path, **options)
     (many / "12.txt").write_text("new")
-    with pytest.raises(InputError, match="prepared with another sources: name another folder, or remove it"):
+    with pytest.raises(InputError, match=r"\(not the same: sources\): name another folder, or remove it"):
         run(tmp_path)
     assert files_of(out) == before
 
@@ -299,6 +299,12 @@ def test_a_source_that_changes_meanwhile_is_named(many, tmp_path):
     with pytest.raises(DocumentChanged, match=r"05\.txt changed while the corpus was being prepared: remove"):
         prepare(PrepareConfig(path=str(many), output=str(tmp_path / "out"), workers=1), change)
 
+    def remove(done: int, total: int | None) -> None:
+        (many / "07.txt").unlink(missing_ok=True)
+
+    with pytest.raises(DocumentChanged, match=r"07\.txt changed"):
+        prepare(PrepareConfig(path=str(many), output=str(tmp_path / "other"), workers=1), remove)
+
 
 def test_options_that_are_none_are_named(tmp_path):
     with pytest.raises(InputError, match=r"--workers=0 must be 1 or more"):
@@ -315,3 +321,6 @@ def test_options_that_are_none_are_named(tmp_path):
     with pytest.raises(InputError, match=r"--path='.*empty' holds no text"):
         run(tmp_path, path=str(tmp_path / "empty"))
     assert not (tmp_path / "out").exists()
+    (tmp_path / "blank.jsonl").write_bytes(json_lines("", ""))
+    with pytest.raises(InputError, match=r"blank\.jsonl holds no text: there is nothing to prepare"):
+        run(tmp_path, path=str(tmp_path / "blank.jsonl"))

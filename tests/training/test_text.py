@@ -86,7 +86,7 @@ def test_prepare_says_what_it_found(tmp_path, capsys):
     assert f"train on it with --data.path {tmp_path / 'skipped'}\n" in out
     assert main([*args, f"--output={tmp_path / 'skipped'}", "--text_field=body", "--skip_bad_lines=true"]) == 0
     assert capsys.readouterr().out == out
-    assert "another skip_bad_lines" in fails(
+    assert "(not the same: skip_bad_lines)" in fails(
         capsys, *args, f"--output={tmp_path / 'skipped'}", "--text_field=body", "--skip_bad_lines=false"
     )
 
