@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from jsonargparse import ActionYesNo
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -22,14 +21,9 @@ def run_prepare(args: Sequence[str], description: str) -> None:
     """Runs `linrope prepare` with the command line `args`."""
     usage = "linrope prepare --path FILE|FOLDER|GLOB --output FOLDER [options]"
     parser = PlainParser(prog="linrope prepare", usage=usage, description=description, allow_abbrev=False)
-    parser.add_class_arguments(PrepareConfig, skip={"skip_bad_lines"})
-    parser.add_argument(
-        "--skip_bad_lines",
-        action=ActionYesNo(yes_prefix="", no_prefix="no_"),
-        nargs="?",
-        default=False,
-        help="Leave out lines that hold no text where they should, and count them; without it they are an error.",
-    )
+    parser.add_class_arguments(PrepareConfig)
+    flag = next(action for action in parser._actions if action.dest == "skip_bad_lines")
+    flag.nargs, flag.const = "?", True  # its name alone will do
     config = PrepareConfig(**vars(parser.parse_args(args)))
     console = Console(highlight=False)
     columns = TextColumn("reading"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
