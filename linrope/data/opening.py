@@ -11,9 +11,9 @@ import numpy as np
 from linrope.data.corpus import SPLITS, TokenSequence, cut_by_position, find_sources, split_bounds, split_corpus
 from linrope.data.preparation import (
     DOCUMENTS,
+    LOCK,
     MANIFEST,
     PARTS,
-    PLAN,
     TEXT_BYTES,
     TOKENIZER,
     TOKENS,
@@ -61,7 +61,7 @@ def open_text(
     folder = None if path is None else Path(path).expanduser()
     if folder is not None and (folder / MANIFEST).is_file():
         return _open_prepared(folder, fractions, given)
-    if folder is not None and (folder / PARTS / PLAN).is_file():
+    if folder is not None and (folder / PARTS / LOCK).is_file():
         raise InputError(
             f"data.path={str(folder)!r} is not prepared to its end: run the same `linrope prepare` again, which goes "
             "on where it stopped."

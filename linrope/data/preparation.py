@@ -3,7 +3,8 @@
 The folder holds `tokens.bin`, flat uint16 or uint32 tokens, each document's followed by the separator (nanoGPT's
 format), `documents.npy`, what is known of each, for tokens that are no bytes `text_bytes.bin`, how many bytes each
 token stands for, and `tokenizer.json`; and `linrope-corpus.json`, which is written last. Until then `parts/` holds what
-each unit came to, written whole, so that an interrupted preparation goes on with the units that are missing.
+each unit came to, written whole and named by what it was made of, so that an interrupted preparation goes on with the
+units that are missing or have changed.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ from linrope.checkpoints import whole_file
 from linrope.data.corpus import name_hash
 from linrope.data.jsonlines import BadLine
 from linrope.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_from_plain
-from linrope.data.units import DatasetShard, Piece, Reading, Span, Unit, dataset_units, file_units, read_unit
+from linrope.data.units import Piece, Reading, Span, Unit, dataset_units, file_units, read_unit
 from linrope.errors import InputError
 
 FORMAT = 1
-MANIFEST, PARTS, PLAN = "linrope-corpus.json", "parts", "linrope-plan.json"
+MANIFEST, PARTS, LOCK = "linrope-corpus.json", "parts", "linrope-lock"
 TOKENS, TEXT_BYTES, DOCUMENTS, TOKENIZER = "tokens.bin", "text_bytes.bin", "documents.npy", "tokenizer.json"
+RECORD = ".npz"
 PROGRESS_SECONDS = 0.2
 
 
@@ -125,46 +127,56 @@ def prepare(config: PrepareConfig, progress: Progress = lambda done, total: None
     folder, plan = Path(config.output).expanduser(), _plan(config, tokenizer, units)
     if config.path is not None and folder.resolve().is_relative_to(Path(config.path).expanduser().resolve()):
         raise InputError(f"--output={config.output!r} lies within --path={config.path!r}: name a folder elsewhere.")
-    if (finished := _finished(folder, plan)) is not None:
-        return finished
-    with _claimed(folder, plan):
-        parts = [folder / PARTS / f"{number:06}" for number in range(len(units))]
-        _tokenize(units, parts, tokenizer, config, progress)
-        manifest = _assemble(folder, parts, tokenizer, origin, n_skipped, plan)
-    shutil.rmtree(folder / PARTS)
+    parts = [folder / PARTS / _digest(plan["tokenizer"], plan["text_field"], _identity(unit)) for unit in units]
+    if (manifest := _finished(folder, plan, parts)) is None:
+        with _claimed(folder):
+            _tokenize(units, parts, tokenizer, config, progress)
+            manifest = _assemble(folder, parts, tokenizer, origin, n_skipped, plan)
+    shutil.rmtree(folder / PARTS, ignore_errors=True)
+    if manifest.n_skipped_lines and not config.skip_bad_lines:
+        raise InputError(
+            f"--output={config.output!r} was prepared with --skip_bad_lines, and {manifest.n_skipped_lines:,} were "
+            "left out: say so again, or name another folder."
+        )
     return manifest
 
 
 def _plan(config: PrepareConfig, tokenizer: Tokenizer, units: list[Unit]) -> dict[str, Any]:
     """All that decides the result, as plain values by the names of their options."""
-    lines = "".join(f"{_identity(part)}\n" for unit in units for part in unit)
     return {
-        "format": FORMAT,
-        "sources": hashlib.blake2b(lines.encode("utf-8", errors="surrogateescape"), digest_size=16).hexdigest(),
+        "sources": _digest(*map(_identity, units)),
         "tokenizer": tokenizer.fingerprint or tokenizer.name,
         "text_field": config.text_field,
-        "skip_bad_lines": config.skip_bad_lines,
     }
 
 
-def _identity(part: Span | DatasetShard) -> str:
-    return repr([getattr(part, field.name) for field in fields(part) if field.name != "path"])
+def _identity(unit: Unit) -> str:
+    """What a unit is: all of it but where its files lie."""
+    return repr([[getattr(part, field.name) for field in fields(part) if field.name != "path"] for part in unit])
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.blake2b("\n".join(texts).encode("utf-8", errors="surrogateescape"), digest_size=16).hexdigest()
 
 
 # --- the folder -------------------------------------------------------------------------------------------------------
 
 
-def _finished(folder: Path, plan: dict[str, Any]) -> Manifest | None:
+def _finished(folder: Path, plan: dict[str, Any], parts: list[Path]) -> Manifest | None:
     """What a folder holds, where it is this very preparation, complete. InputError where it holds something else."""
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--output={str(folder)!r} is a file: name a folder.")
     if (folder / MANIFEST).is_file():
         manifest = read_manifest(folder)
         _require_same_plan(folder, manifest.plan, plan)
-        shutil.rmtree(folder / PARTS, ignore_errors=True)  # of one that was stopped at the very end
         return manifest
-    if (folder / PARTS / PLAN).is_file():
-        _require_same_plan(folder, _read_json(folder / PARTS / PLAN), plan)
+    if (folder / PARTS / LOCK).is_file():
+        begun = {file.stem for file in (folder / PARTS).glob(f"*{RECORD}")}
+        if begun and begun.isdisjoint(part.name for part in parts):
+            raise InputError(
+                f"--output={str(folder)!r} holds an unfinished preparation of something else, or with another "
+                "tokenizer or text_field: name another folder, or remove it."
+            )
     elif folder.is_dir() and any(folder.iterdir()):
         raise InputError(
             f"--output={str(folder)!r} exists and holds other files, which would lie beside the corpus: name another "
@@ -182,19 +194,16 @@ def _require_same_plan(folder: Path, then: dict[str, Any], now: dict[str, Any]) 
 
 
 @contextmanager
-def _claimed(folder: Path, plan: dict[str, Any]) -> Iterator[None]:
-    """Makes the folder and its plan, and keeps other processes from preparing into it."""
+def _claimed(folder: Path) -> Iterator[None]:
+    """Makes the folder, and keeps other processes from preparing into it."""
     (folder / PARTS).mkdir(parents=True, exist_ok=True)
-    with open(folder / PARTS / "lock", "w") as lock:
+    with open(folder / PARTS / LOCK, "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise InputError(
                 f"--output={str(folder)!r} is being prepared by another process: wait for it, or name another folder."
             ) from error
-        if not (folder / PARTS / PLAN).is_file():
-            with whole_file(folder / PARTS / PLAN) as file:
-                file.write(json.dumps(plan).encode())
         yield
 
 
@@ -357,7 +366,7 @@ def _token_dtype(tokenizer: Tokenizer) -> str:
 
 
 def _record(part: Path) -> Path:
-    return part.with_suffix(".npz")
+    return part.with_suffix(RECORD)
 
 
 def _read_record(part: Path) -> dict[str, np.ndarray]:

@@ -110,9 +110,11 @@ def test_a_bad_line_is_named_or_counted(source, tmp_path, name, line, message, s
     with pytest.raises(InputError, match=rf"{name} line 5 {message}.*\. Mend it, or .* --skip_bad_lines\."):
         run(tmp_path)
     assert not (tmp_path / "out" / "linrope-corpus.json").exists()
-    out, manifest = run(tmp_path, "skipped", skip_bad_lines=True)
+    out, manifest = run(tmp_path, skip_bad_lines=True)  # which goes on from there
     assert flat(out) == with_separators(*LINES, "last")
     assert manifest.n_skipped_lines == 1
+    with pytest.raises(InputError, match=r"was prepared with --skip_bad_lines, and 1 were left out: say so again"):
+        run(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["c.jsonl.gz", "c.jsonl.zst"])
@@ -248,6 +250,34 @@ def test_a_process_that_is_killed_leaves_what_another_finishes(many, tmp_path):
     total = sum(file.stat().st_size for file in many.iterdir())
     assert done.stdout.splitlines()[-1] == f"{total} {total}"
     assert files_of(tmp_path / "out") == files_of(whole)
+
+
+def test_a_source_that_was_mended_is_read_again_and_only_that(source, tmp_path, small_units):
+    for name, line in (("a", json_lines("x" * 90)), ("b", b"[]\n" + b" " * 90), ("c", json_lines("z" * 90))):
+        (source / f"{name}.jsonl").write_bytes(line)
+    with pytest.raises(InputError, match=r"b\.jsonl line 1 holds a list"):
+        run(tmp_path)
+    (record,) = (tmp_path / "out" / "parts").glob("*.npz")
+    kept = record.stat().st_mtime_ns
+    (source / "b.jsonl").write_bytes(json_lines("mended" * 20))
+    seen = []
+    config = PrepareConfig(path=str(source), output=str(tmp_path / "out"), workers=1)
+    prepare(config, lambda done, total: seen.append(record.stat().st_mtime_ns))
+    assert set(seen) == {kept}
+    assert flat(tmp_path / "out") == with_separators("x" * 90, "mended" * 20, "z" * 90)
+
+
+def test_something_else_is_not_prepared_into_an_unfinished_folder(source, tmp_path, small_units):
+    (source / "a.txt").write_text("x" * 99)
+    (source / "b.jsonl").write_bytes(b"[]\n" + b" " * 90)
+    with pytest.raises(InputError, match=r"b\.jsonl line 1 holds a list"):
+        run(tmp_path)
+    before = files_of(tmp_path / "out")
+    (tmp_path / "other.txt").write_text("other")
+    for options in ({"path": str(tmp_path / "other.txt")}, {"tokenizer": str(write_tokenizer(tmp_path))}):
+        with pytest.raises(InputError, match=r"holds an unfinished preparation of something else, .*: name another"):
+            run(tmp_path, **options)
+    assert files_of(tmp_path / "out") == before
 
 
 def test_what_is_prepared_already_is_left_as_it_is(many, tmp_path):

@@ -86,7 +86,7 @@ def test_prepare_says_what_it_found(tmp_path, capsys):
     assert f"train on it with --data.path {tmp_path / 'skipped'}\n" in out
     assert main([*args, f"--output={tmp_path / 'skipped'}", "--text_field=body", "--skip_bad_lines=true"]) == 0
     assert capsys.readouterr().out == out
-    assert "(not the same: skip_bad_lines)" in fails(
+    assert "was prepared with --skip_bad_lines, and 1 were left out" in fails(
         capsys, *args, f"--output={tmp_path / 'skipped'}", "--text_field=body", "--skip_bad_lines=false"
     )
 
@@ -110,7 +110,7 @@ def test_prepare_shows_how_far_it_is_and_stops_on_ctrl_c(texts, tmp_path, capsys
     args = ["prepare", f"--path={texts}", f"--output={tmp_path / 'out'}", "--workers=1"]
 
     def interrupted(unit, part, *options):
-        if part.name == "000005":
+        if len(list(part.parent.glob("*.npz"))) == 5:
             raise KeyboardInterrupt
         write_part(unit, part, *options)
 
