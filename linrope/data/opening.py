@@ -81,7 +81,7 @@ def open_text(
 def _open_prepared(folder: Path, fractions: Sequence[float], given: Tokenizer | None) -> OpenedText:
     manifest, bounds = read_manifest(folder), split_bounds(fractions)
     own = open_tokenizer("bytes" if manifest.tokenizer == "bytes" else str(folder / TOKENIZER), f"{folder}: tokenizer")
-    if (own.vocab_size, own.separator) != (manifest.vocab_size, manifest.separator):
+    if (own.fingerprint or own.name) != manifest.plan.get("tokenizer"):
         raise InputError(f"{folder / TOKENIZER} is not the one that {folder} was prepared with: prepare it again.")
     if given is not None and given.fingerprint != own.fingerprint:
         raise InputError(
