@@ -18,12 +18,23 @@ from torch import Tensor
 
 from linrope.errors import InputError, suggest
 
-CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.pt"
+CONFIG_FILE, WEIGHTS_FILE, TOKENIZER_FILE = "config.json", "model.pt", "tokenizer.json"
 
 
-def write_folder(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
-    """Write a model's configuration and weights; the folder is made where missing, each file replaced whole."""
+def write_folder(
+    folder: Path, config: dict[str, Any], weights: dict[str, Tensor], tokenizer: dict[str, str] | None = None
+) -> None:
+    """Write a model's configuration, weights and tokenizer; the folder is made where missing, each file replaced whole.
+
+    `tokenizer` is one of `linrope.data.tokenizer` in its plain form: the configuration tells its kind, a tokenizer.json
+    lies beside it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    if tokenizer is not None:
+        config = {**config, "tokenizer": tokenizer["kind"]}
+        if "json" in tokenizer:
+            with whole_file(folder / TOKENIZER_FILE) as file:
+                file.write(tokenizer["json"].encode())
     with whole_file(folder / WEIGHTS_FILE) as file:
         torch.save(weights, file)
     with whole_file(folder / CONFIG_FILE) as file:
@@ -61,8 +72,10 @@ def _sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def read_model(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(configuration, weights) of a `save_pretrained` folder or a `linrope fit` checkpoint.
+def read_model(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, str] | None]:
+    """(configuration, weights, tokenizer) of a `save_pretrained` folder or a `linrope fit` checkpoint.
+
+    The tokenizer is one of `linrope.data.tokenizer` in its plain form, or None where nothing is said of it.
 
     Raises:
         InputError: nothing there, or something that holds no linrope model.
@@ -72,10 +85,25 @@ def read_model(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             config = json.loads((path / CONFIG_FILE).read_text())
         except json.JSONDecodeError as error:
             raise InputError(f"{path / CONFIG_FILE} is not valid JSON: {error}.") from error
-        return config, _load(path / WEIGHTS_FILE)
+        return config, _load(path / WEIGHTS_FILE), _take_tokenizer(path, config)
     checkpoint = open_checkpoint(path)
     inside = {name.removeprefix("model."): name for name in checkpoint["state_dict"] if name.startswith("model.")}
-    return checkpoint["linrope"]["config"], {name: checkpoint["state_dict"][full] for name, full in inside.items()}
+    weights = {name: checkpoint["state_dict"][full] for name, full in inside.items()}
+    return checkpoint["linrope"]["config"], weights, checkpoint["linrope"].get("tokenizer")
+
+
+def _take_tokenizer(folder: Path, config: Any) -> dict[str, str] | None:
+    """The plain form of a folder's tokenizer; what its configuration says of it is taken out."""
+    if not isinstance(config, dict) or (kind := config.pop("tokenizer", None)) is None:
+        return None
+    if kind != "tokenizers":
+        return {"kind": kind}
+    try:
+        return {"kind": kind, "json": (folder / TOKENIZER_FILE).read_text(encoding="utf-8")}
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"{folder / TOKENIZER_FILE} cannot be read ({error}): save the model again, or copy it there."
+        ) from error
 
 
 def open_checkpoint(path: str | Path) -> dict[str, Any]:

@@ -200,6 +200,7 @@ class LanguageModel(nn.Module):
     def __init__(self, config: LanguageModelConfig):
         super().__init__()
         self.config = config
+        self.tokenizer: dict[str, str] | None = None  # carried along for those who read and write text
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
@@ -299,8 +300,11 @@ class LanguageModel(nn.Module):
         return sum(block.attention.state_bytes(context, dtype) for block in self.blocks)
 
     def save_pretrained(self, directory: str | os.PathLike) -> None:
-        """Write `config.json` and `model.pt` into the directory, made where missing; each is replaced whole."""
-        write_folder(Path(directory), self.config.to_dict(), self.state_dict())
+        """Write `config.json`, `model.pt` and, where it has one, `tokenizer.json` into the directory.
+
+        The directory is made where missing; each file is replaced whole.
+        """
+        write_folder(Path(directory), self.config.to_dict(), self.state_dict(), self.tokenizer)
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike) -> LanguageModel:
@@ -311,12 +315,13 @@ class LanguageModel(nn.Module):
         Raises:
             InputError: nothing there, or something else than a linrope model.
         """
-        config, weights = read_model(Path(path))
+        config, weights, tokenizer = read_model(Path(path))
         model = cls(LanguageModelConfig.from_dict(config))
         try:
             model.load_state_dict(weights)
         except (RuntimeError, TypeError) as error:
             raise InputError(f"checkpoint {str(path)!r}: weights do not fit its configuration: {error}") from error
+        model.tokenizer = tokenizer
         return model.eval()
 
     def generate(

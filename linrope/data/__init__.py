@@ -1,14 +1,40 @@
-"""Text as tokens: what is read (`corpus`), how bytes become tokens (`tokenizer`), how training sees it (`windows`).
+"""Text as tokens: what is read (`corpus`), how text becomes tokens (`tokenizer`), how training sees it (`windows`).
+
+Text tokenized once (`preparation`), tokens in files (`token_files`), and what a path names (`opening`).
 
 How long its rows are, step by step (`curriculum`), or how each goes on where it ended (`lanes`). And a synthetic task:
 associative recall (`recall`).
 """
 
-from linrope.data.corpus import SPLITS, Corpus, Document, DocumentChanged, Sources, find_sources, split_corpus
+from linrope.data.corpus import (
+    SPLITS,
+    Corpus,
+    Document,
+    DocumentChanged,
+    Sources,
+    TokenSequence,
+    find_sources,
+    split_corpus,
+)
 from linrope.data.curriculum import CurriculumStage, PlannedStage, TrainingBatches, TrainingPlan
 from linrope.data.lanes import Lanes
+from linrope.data.opening import OpenedText, open_text
+from linrope.data.preparation import Manifest, PrepareConfig, document_sizes, prepare
 from linrope.data.recall import mqar_rows, require_mqar
-from linrope.data.tokenizer import IGNORE, SEPARATOR, VOCAB_SIZE, TextDecoder, decode, encode, encode_prompt
+from linrope.data.tokenizer import (
+    IGNORE,
+    SEPARATOR,
+    VOCAB_SIZE,
+    ByteTokenizer,
+    TextDecoder,
+    Tokenizer,
+    decode,
+    encode,
+    encode_prompt,
+    open_tokenizer,
+    tokenizer_from_plain,
+    tokenizer_to_plain,
+)
 from linrope.data.windows import (
     DOCUMENTS,
     CurriculumWindows,
@@ -24,6 +50,7 @@ __all__ = [
     "SEPARATOR",
     "SPLITS",
     "VOCAB_SIZE",
+    "ByteTokenizer",
     "Corpus",
     "CurriculumStage",
     "CurriculumWindows",
@@ -31,19 +58,30 @@ __all__ = [
     "DocumentChanged",
     "EvaluationWindows",
     "Lanes",
+    "Manifest",
+    "OpenedText",
     "PlannedStage",
+    "PrepareConfig",
     "Sources",
     "TextDecoder",
+    "TokenSequence",
+    "Tokenizer",
     "TrainingBatches",
     "TrainingPlan",
     "TrainingWindows",
     "decode",
     "document_numbers",
+    "document_sizes",
     "encode",
     "encode_prompt",
     "find_sources",
     "mqar_rows",
+    "open_text",
+    "open_tokenizer",
     "permute",
+    "prepare",
     "require_mqar",
     "split_corpus",
+    "tokenizer_from_plain",
+    "tokenizer_to_plain",
 ]

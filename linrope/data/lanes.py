@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from linrope.data.corpus import Corpus
-from linrope.data.tokenizer import SEPARATOR
-from linrope.data.windows import document_numbers, mix
+from linrope.data.corpus import TokenSequence
+from linrope.data.windows import document_numbers, mix, require_documents
 from linrope.errors import InputError
 
 
@@ -24,7 +23,8 @@ class Lanes(Dataset[dict[str, Tensor]]):
 
     Batches are `inputs` and `targets`, int64 (batch_size, context), and `fresh`, bool (batch_size,): the rows that go
     on from nothing. These are all rows where a pass begins and, where documents are apart, those whose first token is
-    the first of a document. Apart, there are `segment_ids` too: see `document_numbers`.
+    the first of a document. Where tokens are no bytes, `n_bytes`, int64 (batch_size,), says how many the targets stand
+    for. Apart, there are `segment_ids` too: see `document_numbers`.
 
     Args:
         corpus: what to read.
@@ -40,7 +40,7 @@ class Lanes(Dataset[dict[str, Tensor]]):
 
     def __init__(
         self,
-        corpus: Corpus,
+        corpus: TokenSequence,
         context: int,
         batch_size: int,
         seed: int = 0,
@@ -48,6 +48,7 @@ class Lanes(Dataset[dict[str, Tensor]]):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
+        require_documents(corpus, documents)
         self.corpus, self.context, self.batch_size = corpus, context, batch_size
         self.seed, self.documents, self.rank = seed, documents, rank
         n_lanes = batch_size * world_size
@@ -71,8 +72,16 @@ class Lanes(Dataset[dict[str, Tensor]]):
         starts = [self.start_of(n, row) for row in range(self.batch_size)]
         tokens = torch.stack([self.corpus.tokens(start, start + self.context + 1) for start in starts])
         batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+        n_bytes = [self.corpus.text_bytes(start + 1, start + self.context + 1) for start in starts]
+        if None not in n_bytes:
+            batch["n_bytes"] = torch.tensor(n_bytes)
         begins = n % self.batches_per_pass == 0
         if self.documents == "flow":
             return {**batch, "fresh": torch.full((self.batch_size,), begins)}
-        ended = [start == 0 or self.corpus.tokens(start - 1, start).item() == SEPARATOR for start in starts]
-        return {**batch, "segment_ids": document_numbers(batch["inputs"]), "fresh": torch.tensor(ended) | begins}
+        separator = self.corpus.separator
+        ended = [start == 0 or self.corpus.tokens(start - 1, start).item() == separator for start in starts]
+        return {
+            **batch,
+            "segment_ids": document_numbers(batch["inputs"], separator),
+            "fresh": torch.tensor(ended) | begins,
+        }

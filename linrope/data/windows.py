@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from linrope.data.corpus import Corpus
+from linrope.data.corpus import TokenSequence
 from linrope.data.curriculum import Sample
 from linrope.data.tokenizer import SEPARATOR
 from linrope.errors import InputError, require_choice
@@ -53,23 +54,37 @@ def permute(index: int, n: int, *key: int) -> int:
             return index
 
 
-def document_numbers(tokens: Tensor) -> Tensor:
+def document_numbers(tokens: Tensor, separator: int = SEPARATOR) -> Tensor:
     """The document of each token, int64 of the shape of tokens (..., T): 0 for a row's first, then 1, 2, …
 
     A separator belongs to the document that it ends.
     """
-    ends = (tokens == SEPARATOR).long()
+    ends = (tokens == separator).long()
     return ends.cumsum(-1) - ends
 
 
-def _window(corpus: Corpus, start: int, context: int, documents: str) -> dict[str, Tensor]:
-    """`inputs` and `targets`, each int64 (context,): targets are the inputs' next tokens. Apart: `segment_ids` too."""
+def _window(corpus: TokenSequence, start: int, context: int, documents: str) -> dict[str, Tensor]:
+    """`inputs` and `targets`, each int64 (context,): targets are the inputs' next tokens. Apart: `segment_ids` too.
+
+    Where tokens are no bytes, `n_bytes`, int64 (): how many the targets stand for.
+    """
     tokens = corpus.tokens(start, start + context + 1)
     window = {"inputs": tokens[:-1], "targets": tokens[1:]}
-    return window if documents == "flow" else {**window, "segment_ids": document_numbers(tokens[:-1])}
+    if (n_bytes := corpus.text_bytes(start + 1, start + context + 1)) is not None:
+        window["n_bytes"] = torch.tensor(n_bytes)
+    return window if documents == "flow" else {**window, "segment_ids": document_numbers(tokens[:-1], corpus.separator)}
 
 
-def _require_one_window(corpus: Corpus, context: int, split: str, option: str = "data.context") -> None:
+def require_documents(corpus: TokenSequence, documents: str) -> None:
+    """Raise InputError unless `documents` is one of DOCUMENTS, and the corpus knows where documents end if need be."""
+    require_choice("data.documents", documents, DOCUMENTS)
+    if documents == "apart" and corpus.separator is None:
+        raise InputError(
+            "data.documents='apart' needs to know which token ends a document: set data.tokenizer to the tokens' own."
+        )
+
+
+def _require_one_window(corpus: TokenSequence, context: int, split: str, option: str = "data.context") -> None:
     if context < 1:
         raise InputError(f"{option}={context} must be at least 1: it is the number of tokens of one sample.")
     if len(corpus) <= context:
@@ -99,10 +114,10 @@ class TrainingWindows(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(
-        self, corpus: Corpus, context: int, seed: int = 0, documents: str = "flow", option: str = "data.context"
+        self, corpus: TokenSequence, context: int, seed: int = 0, documents: str = "flow", option: str = "data.context"
     ) -> None:
         _require_one_window(corpus, context, "train", option)
-        require_choice("data.documents", documents, DOCUMENTS)
+        require_documents(corpus, documents)
         self.corpus, self.context, self.seed, self.documents = corpus, context, seed, documents
         # One window fewer than fit, so that there is room to shift them by up to a whole window.
         self.n_windows = max(1, (len(corpus) - 1) // context - 1)
@@ -139,9 +154,9 @@ class EvaluationWindows(Dataset[dict[str, Tensor]]):
         InputError: the corpus is shorter than one sample; `documents` is neither.
     """
 
-    def __init__(self, corpus: Corpus, context: int, split: str = "val", documents: str = "flow") -> None:
+    def __init__(self, corpus: TokenSequence, context: int, split: str = "val", documents: str = "flow") -> None:
         _require_one_window(corpus, context, split)
-        require_choice("data.documents", documents, DOCUMENTS)
+        require_documents(corpus, documents)
         self.corpus, self.context, self.documents = corpus, context, documents
         self.n_windows = (len(corpus) - 1) // context
 

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from linrope.checkpoints import whole_file
-from linrope.data import SEPARATOR, SPLITS, TextDecoder, encode_prompt
+from linrope.data import SPLITS, Tokenizer, TokenSequence, tokenizer_from_plain
 from linrope.errors import InputError
 from linrope.generation import stream
 from linrope.model import LanguageModel
@@ -222,9 +222,12 @@ class RunSummary(Callback):
             ("decoding state", _state_size(pl_module.model, data.context)),
             ("corpus", f"{data.origin}{skipped}"),
         ]
+        if data.tokenizer is None or data.tokenizer.fingerprint:
+            named = "unknown" if data.tokenizer is None else data.tokenizer.name
+            rows.append(("tokenizer", named))
         for split in SPLITS:
             corpus = data.corpora[split]
-            rows.append((f"  {split}", f"{_bytes(corpus.n_bytes)} in {_count(len(corpus.documents), 'document')}"))
+            rows.append((f"  {split}", _corpus_size(corpus, data.tokenizer)))
         rows += [
             *_step_rows(data, trainer.max_steps),
             ("steps", f"{trainer.max_steps:,}"),
@@ -254,6 +257,14 @@ def _state_size(model: LanguageModel, context: int) -> str:
     now, later = model.state_bytes(context), model.state_bytes(2 * context)
     grows = f" at {context:,} tokens, and growing" if later > now else " at any length"
     return f"{now / 1024:,.0f} KiB{grows}"
+
+
+def _corpus_size(corpus: TokenSequence, tokenizer: Tokenizer | None) -> str:
+    """How much text a corpus is, as far as it is known."""
+    tokens = [f"{len(corpus):,} tokens"] if tokenizer is None or tokenizer.fingerprint else []
+    text = [_bytes(corpus.n_bytes)] if corpus.n_bytes is not None else []
+    documents = f" in {_count(corpus.n_documents, 'document')}" if corpus.n_documents is not None else ""
+    return ", ".join(tokens + text) + documents
 
 
 def _bytes(n: int) -> str:
@@ -370,9 +381,12 @@ class ProgressReport(ProgressBar):
         if trainer.state.fn != "fit":
             self._close()
         if self._enabled:
-            loss, bpb = (trainer.callback_metrics[f"{split}_{name}"].item() for name in ("loss", "bpb"))
+            metrics = [f"{split}_{name}" for name in ("loss", "bpb")]
+            values = "  ".join(
+                f"{name} {trainer.callback_metrics[name]:.4f}" for name in metrics if name in trainer.callback_metrics
+            )
             at = f"step {trainer.global_step}  " if trainer.state.fn == "fit" else ""
-            self._print(f"{at}{split}_loss {loss:.4f}  {split}_bpb {bpb:.4f}")
+            self._print(f"{at}{values}")
 
     def _print(self, line: str) -> None:
         self.console.print(line, highlight=False, soft_wrap=True)
@@ -386,8 +400,10 @@ class ProgressReport(ProgressBar):
 
 def _train_metrics(trainer: Trainer) -> str:
     metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
-    loss, bpb = metrics.get("train_loss", math.nan), metrics.get("train_bpb", math.nan)
-    return f"loss {loss:.3f}  bpb {bpb:.3f}  {metrics.get('tokens_per_second', math.nan):,.0f} tok/s"
+    bpb = f"  bpb {metrics['train_bpb']:.3f}" if "train_bpb" in metrics else ""  # tokens may stand for unknown bytes
+    return (
+        f"loss {metrics.get('train_loss', math.nan):.3f}{bpb}  {metrics.get('tokens_per_second', math.nan):,.0f} tok/s"
+    )
 
 
 class PrintSample(Callback):
@@ -395,6 +411,9 @@ class PrintSample(Callback):
 
     def __init__(self, write: Callable[[str], Any], prompt: str, **options: Any) -> None:
         self.write, self.prompt, self.options = write, prompt, options
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        require_tokenizer(pl_module.model, "sample.prompt")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
@@ -411,15 +430,31 @@ def write_sample(write: Callable[[str], Any], model: LanguageModel, prompt: str,
         prompt: what the document begins with.
         options: `max_new_tokens` and the other options of `linrope.generation.stream`.
     """
-    tokens = encode_prompt(prompt).unsqueeze(0).to(next(model.parameters()).device)
-    decoder = TextDecoder()
+    tokenizer = require_tokenizer(model, "prompt")
+    tokens = tokenizer.encode_prompt(prompt).unsqueeze(0).to(next(model.parameters()).device)
+    decoder = tokenizer.decoder()
     sampled = stream(model, tokens, **options)
     write(_printable(prompt))
     for token in sampled:
-        if token.item() == SEPARATOR:
+        if token.item() == tokenizer.separator:
             break
         write(_printable(decoder.feed(token)))
     write(_printable(decoder.finish()) + "\n")
+
+
+def require_tokenizer(model: LanguageModel, option: str) -> Tokenizer:
+    """The tokenizer that a model was trained with; InputError, for what `option` asks, where nobody has told."""
+    if (tokenizer := tokenizer_from_plain(model.tokenizer, "the model's tokenizer")) is None:
+        raise InputError(
+            f"{option} needs a tokenizer, and the model was trained on tokens without one: train it with "
+            "data.tokenizer set (sample.prompt=null trains without)."
+        )
+    if model.config.vocab_size < tokenizer.vocab_size:
+        raise InputError(
+            f"{option} needs a model of text: this one knows {model.config.vocab_size:,} tokens, the tokenizer "
+            f"{tokenizer.name} has {tokenizer.vocab_size:,}."
+        )
+    return tokenizer
 
 
 _CONTROL_CHARACTERS = {code: "\ufffd" for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}

@@ -12,6 +12,7 @@ from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from linrope.checkpoints import whole_file
+from linrope.data import Tokenizer, tokenizer_from_plain
 from linrope.errors import InputError
 from linrope.model import LanguageModelConfig
 
@@ -87,6 +88,27 @@ def require_same_model(checkpoint: dict[str, Any], config: LanguageModelConfig, 
             f"checkpoint {str(path)!r} holds another model than the one configured; {_mend(path)}:\n  "
             + "\n  ".join(differing)
         )
+
+
+def require_same_tokenizer(checkpoint: dict[str, Any], plain: dict[str, str], path: str | Path) -> None:
+    """Raises InputError where a checkpoint's model knows the tokens of another tokenizer than the data's, `plain`.
+
+    One that was trained on tokens of an unknown tokenizer takes any.
+    """
+    theirs = tokenizer_from_plain(checkpoint["linrope"].get("tokenizer"), f"checkpoint {str(path)!r}")
+    ours = tokenizer_from_plain(plain)
+    if theirs is None or (ours is not None and theirs.fingerprint == ours.fingerprint):
+        return
+    here = "tokens of an unknown tokenizer" if ours is None else f"those of {_told_apart(ours)}"
+    raise InputError(
+        f"checkpoint {str(path)!r} was trained with the tokenizer {_told_apart(theirs)}, and the data holds {here}: "
+        "give data that was prepared with the checkpoint's tokenizer, or for a .bin file set data.tokenizer to it."
+    )
+
+
+def _told_apart(tokenizer: Tokenizer) -> str:
+    fingerprint = f", fingerprint {tokenizer.fingerprint[:8]}" if tokenizer.fingerprint else ""
+    return f"{tokenizer.name} ({tokenizer.vocab_size:,} tokens{fingerprint})"
 
 
 def require_training_state(checkpoint: dict[str, Any], path: str | Path) -> None:

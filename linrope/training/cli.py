@@ -1,4 +1,4 @@
-"""The command line: `linrope fit | validate | test | generate`.
+"""The command line: `linrope fit | validate | test | generate | prepare`.
 
 The first three are Lightning's: every option of its Trainer can be set, in YAML or as `--trainer.OPTION`.
 """
@@ -53,6 +53,7 @@ from linrope.training.checkpoints import (
 from linrope.training.config import GenerateConfig, RunConfig, SampleConfig
 from linrope.training.data import TextDataModule
 from linrope.training.module import LanguageModelingModule, NonFiniteError, OptimizerConfig
+from linrope.training.prepare import run_prepare
 from linrope.training.trial import TryLargestStages
 from linrope.training.usage import PlainParser, TrainingParser
 
@@ -230,7 +231,7 @@ class TrainingCLI(LightningCLI):
             TryLargestStages(),
             Throughput(),
             GracefulStop(self.last_checkpoint),
-            ModelCheckpoint(folder / "checkpoints", "best", monitor="val_bpb", enable_version_counter=False),
+            ModelCheckpoint(folder / "checkpoints", "best", monitor="val_loss", enable_version_counter=False),
             self.last_checkpoint,  # after the best, whose score it keeps
         ]
         if sample.prompt is not None:
@@ -289,6 +290,11 @@ def generate(args: Sequence[str]) -> None:
     write_sample(_write, model, _read_prompt(config), **config.options)
 
 
+def prepare(args: Sequence[str]) -> None:
+    """Tokenize text once, into a folder to train from."""
+    run_prepare(args, prepare.__doc__)
+
+
 def _read_prompt(config: GenerateConfig) -> str:
     if config.prompt_file is None:
         return config.prompt
@@ -314,6 +320,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "validate": validate,
     "test": test,
     "generate": generate,
+    "prepare": prepare,
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import count
@@ -15,18 +14,19 @@ from torch.utils.data import DataLoader, Dataset, Sampler, Subset, default_colla
 
 from linrope.data import (
     DOCUMENTS,
-    Corpus,
     CurriculumStage,
     CurriculumWindows,
     EvaluationWindows,
     Lanes,
     PlannedStage,
+    Tokenizer,
+    TokenSequence,
     TrainingBatches,
     TrainingPlan,
     TrainingWindows,
-    find_sources,
-    split_corpus,
+    open_text,
 )
+from linrope.data.token_files import TOKEN_DTYPES
 from linrope.errors import InputError, check_keys, require_choice
 
 Batch = dict[str, Tensor]
@@ -36,13 +36,15 @@ class TextDataModule(LightningDataModule):
     """The text to learn from.
 
     Batches are `{"inputs", "targets"}`, each int64 (batch_size, context), and with documents apart `"segment_ids"`, the
-    same: each run of equal numbers is a document. In lanes there is `"fresh"`, bool (batch_size,): see `Lanes`.
+    same: each run of equal numbers is a document. In lanes there is `"fresh"`, bool (batch_size,): see `Lanes`. Where
+    tokens are no bytes, `"n_bytes"`, int64 (batch_size,), says how many bytes of text a row's targets stand for, or 0.
     Training has no epochs: sample `i` of a run follows from `seed` and `i`, and a resumed run goes on with the sample
     after the last that its checkpoint has learned from.
 
     Args:
-        path: Your text: a file, a folder or a glob. null is the built-in corpus, the Python standard library's source.
-        context: Tokens (bytes) of one sample.
+        path: Your text: a file, a folder or a glob; a folder that `linrope prepare` wrote; or a flat file of tokens
+            (.bin, nanoGPT's format). null is the built-in corpus, the Python standard library's source.
+        context: Tokens (bytes, by default) of one sample.
         batch_size: Samples of one batch, per device.
         fractions: Shares of train, val and test. A single file is cut by position, in this order; several are dealt
             out whole, by a hash of their names.
@@ -56,6 +58,9 @@ class TextDataModule(LightningDataModule):
             train on before the next stage begins (the last goes on to the end), tokens of a sample, and samples of a
             batch per device (left out: as many tokens as context · batch_size). null is context from first to last.
             Evaluation keeps context.
+        tokenizer: Whose tokens a .bin file holds: "bytes" or the path of a tokenizer.json. null reads text as bytes and
+            a prepared folder with its own; of a .bin file it leaves bits per byte and text unknown.
+        token_dtype: Numbers of a .bin file: uint16 or uint32.
 
     Raises:
         InputError: an option out of range, a stage that is none; when set up: nothing to read there, fractions that are
@@ -73,6 +78,8 @@ class TextDataModule(LightningDataModule):
         documents: str = "flow",
         lanes: bool = False,
         curriculum: list[CurriculumStage] | None = None,
+        tokenizer: str | None = None,
+        token_dtype: str = "uint16",
     ) -> None:
         super().__init__()
         for name, value, least in (
@@ -83,20 +90,21 @@ class TextDataModule(LightningDataModule):
             if value < least:
                 raise InputError(f"data.{name}={value} must be {least} or more.")
         require_choice("data.documents", documents, DOCUMENTS)
+        require_choice("data.token_dtype", token_dtype, TOKEN_DTYPES)
         self.path = Path(path) if path is not None else None
         self.context, self.batch_size, self.fractions = context, batch_size, fractions
         if lanes and curriculum is not None:
             raise InputError("data.lanes=True needs rows of one length, data.curriculum changes it: drop one of them.")
         self.seed, self.num_workers, self.documents, self.lanes = seed, num_workers, documents, lanes
         self.curriculum = None if curriculum is None else _stages(curriculum, context * batch_size)
-        self.corpora: dict[str, Corpus] = {}
-        self.origin, self.n_skipped = "", 0
+        self._tokenizer_name, self.token_dtype = tokenizer, token_dtype
+        self.corpora: dict[str, TokenSequence] = {}
 
     def setup(self, stage: str) -> None:
         if not self.corpora:
-            sources = find_sources(self.path)
-            self.origin, self.n_skipped = sources.origin, sources.n_skipped
-            self.corpora = split_corpus(sources, self.fractions)
+            self._opened = open_text(self.path, self.fractions, self._tokenizer_name, self.token_dtype)
+            self.origin, self.n_skipped = self._opened.origin, self._opened.n_skipped
+            self.corpora = self._opened.corpora
         self._check_trainer(stage)
         # Made here, before any work, so that a split that is too short is found at once.
         if stage == "fit":
@@ -105,6 +113,19 @@ class TextDataModule(LightningDataModule):
             self._val = EvaluationWindows(self.corpora["val"], self.context, "val", self.documents)
         if stage == "test":
             self._test = EvaluationWindows(self.corpora["test"], self.context, "test", self.documents)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """How the tokens are text, None where nobody has told; it needs `setup`."""
+        return self._opened.tokenizer
+
+    def require_vocabulary(self, vocab_size: int) -> None:
+        """Raise InputError where a model of `vocab_size` tokens does not know all of this text's; it needs `setup`."""
+        if vocab_size < self._opened.vocab_size:
+            raise InputError(
+                f"model.vocab_size={vocab_size} is too small for the text ({self._opened.reason}): set it to "
+                f"{self._opened.vocab_size} or more."
+            )
 
     def _check_trainer(self, stage: str) -> None:
         """Raise InputError where the trainer would deal samples in another way than these loaders do."""
@@ -173,7 +194,8 @@ class TextDataModule(LightningDataModule):
             "lanes × devices": self.batch_size * self.trainer.world_size if self.lanes else None,
             "curriculum": None if self.curriculum is None else [asdict(stage) for stage in self.curriculum],
             "train_tokens": len(train),
-            "train_documents": _fingerprint(train),
+            "train_documents": train.fingerprint(),
+            "tokenizer": None if self.tokenizer is None else self.tokenizer.fingerprint,
         }
 
     @property
@@ -243,9 +265,3 @@ def _stage(name: str, stage: CurriculumStage | dict[str, Any], tokens_per_batch:
             "tokens of a batch: give the stage a batch_size, or another seq_len."
         )
     return replace(stage, batch_size=tokens_per_batch // stage.seq_len)
-
-
-def _fingerprint(corpus: Corpus) -> str:
-    """A hash of what the corpus consists of: its documents' names, sizes and places; no file is read."""
-    lines = "".join(f"{document.name}\0{document.start}\0{document.size}\n" for document in corpus.documents)
-    return hashlib.blake2b(lines.encode("utf-8", errors="surrogateescape"), digest_size=16).hexdigest()

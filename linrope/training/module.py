@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from linrope.data import IGNORE, SEPARATOR
+from linrope.data import IGNORE, SEPARATOR, tokenizer_to_plain
 from linrope.data.windows import mix
 from linrope.errors import InputError
 from linrope.model import LanguageModel, LanguageModelConfig
@@ -26,7 +26,13 @@ from linrope.segments import (
     summed_cross_entropy,
 )
 from linrope.states import ModelState, forget_rows, from_plain, leaves, map_state, to_plain
-from linrope.training.checkpoints import deals_by_step, require_same_order, rewind_to_step, run_order
+from linrope.training.checkpoints import (
+    deals_by_step,
+    require_same_order,
+    require_same_tokenizer,
+    rewind_to_step,
+    run_order,
+)
 
 
 class NonFiniteError(RuntimeError):
@@ -108,11 +114,13 @@ def bits_per_byte(nats: float, n_bytes: float) -> float:
 class LanguageModelingModule(LightningModule):
     """Trains a `LanguageModel` on batches `{"inputs", "targets"}`, each int64 (B, T); targets may be IGNORE.
 
+    Targets are bytes and separators unless `"n_bytes"`, int64 (B,), says how many bytes those of each row stand for.
     Batches may have `"segment_ids"`, documents as the model takes them, and `"fresh"`, bool (B,): then rows go on from
     the state after the batch before, but for those that are fresh.
 
     Logs `train_loss` (nats per target), `train_bpb` (bits per byte), `grad_norm` (before clipping) and `lr` per
-    optimizer step, and `val_loss`, `val_bpb`, `test_loss`, `test_bpb` over a whole evaluation.
+    optimizer step, and `val_loss`, `val_bpb`, `test_loss`, `test_bpb` over a whole evaluation. Bits per byte are left
+    out where the targets stand for no byte, or for nobody knows how many.
 
     Args:
         model_config: the model to make.
@@ -176,7 +184,7 @@ class LanguageModelingModule(LightningModule):
             self._carried = leaves(after)
             if (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0:
                 self._carried_at_step = self._carried
-        sums = _sums(nats.detach(), batch["targets"])
+        sums = _sums(nats.detach(), batch)
         self._train_sums = self._train_sums.to(nats.device) + sums
         self._train_places += batch["targets"].numel()
         # The trainer takes the mean of these over micro-batches and devices. Those have as many places each, but not
@@ -256,7 +264,7 @@ class LanguageModelingModule(LightningModule):
         self._eval_sums, self._eval_tokens = [0.0, 0.0], 0  # (nats, bytes) and targets
 
     def _add_to_evaluation(self, batch: dict[str, Tensor]) -> None:
-        *sums, tokens = _sums(self._nats(batch), batch["targets"]).tolist()
+        *sums, tokens = _sums(self._nats(batch), batch).tolist()
         self._eval_sums = [total + new for total, new in zip(self._eval_sums, sums, strict=True)]
         self._eval_tokens += round(tokens)
 
@@ -269,7 +277,8 @@ class LanguageModelingModule(LightningModule):
         self.log_dict(self._metrics(split, *totals))
 
     def _metrics(self, split: str, nats: float, n_bytes: float, tokens: float) -> dict[str, float]:
-        return {f"{split}_loss": nats / max(tokens, 1), f"{split}_bpb": bits_per_byte(nats, n_bytes)}
+        loss = {f"{split}_loss": nats / max(tokens, 1)}
+        return {**loss, f"{split}_bpb": bits_per_byte(nats, n_bytes)} if n_bytes else loss
 
     def _nats(self, batch: dict[str, Tensor]) -> Tensor:
         """The nats of a batch's targets, in all."""
@@ -306,6 +315,10 @@ class LanguageModelingModule(LightningModule):
         )
 
     def setup(self, stage: str) -> None:
+        datamodule = self.trainer.datamodule
+        if hasattr(datamodule, "require_vocabulary"):  # text of ours
+            datamodule.require_vocabulary(self.model_config.vocab_size)
+            self.model.tokenizer = tokenizer_to_plain(datamodule.tokenizer)
         if stage != "fit":
             return
         trainer = self.trainer
@@ -326,14 +339,23 @@ class LanguageModelingModule(LightningModule):
         self._order = run_order(trainer, self.seed)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["linrope"] = {"config": self.model_config.to_dict(), "order": self._order}
+        checkpoint["linrope"] = {
+            "config": self.model_config.to_dict(),
+            "order": self._order,
+            "tokenizer": self.model.tokenizer,
+        }
         if self._carried_at_step is not None:
             on_cpu = map_state(lambda _, x: x.cpu(), self._carried_at_step)
             checkpoint["linrope"]["carried"] = self._of_all_ranks(to_plain(on_cpu))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Has training go on right after the checkpoint's last step, on the same data, with this run's own options."""
-        if self._trainer is None or self.trainer.state.fn != "fit":  # nothing is trained
+        if self._trainer is None:  # it is only loaded
+            self.model.tokenizer = checkpoint["linrope"].get("tokenizer")
+            return
+        if self.model.tokenizer is not None:
+            require_same_tokenizer(checkpoint, self.model.tokenizer, self.trainer.ckpt_path)
+        if self.trainer.state.fn != "fit":  # nothing is trained
             return
         require_same_order(checkpoint, self._order, self.trainer.ckpt_path)
         if deals_by_step(self.trainer.datamodule):
@@ -360,7 +382,8 @@ class LanguageModelingModule(LightningModule):
             state["base_lrs"] = [config.lr] * len(state["base_lrs"])
 
 
-def _sums(nats: Tensor, targets: Tensor) -> Tensor:
-    """The nats of targets (B, T), how many of them are bytes and how many there are, IGNORE apart: float32 (3,)."""
-    asked = targets != IGNORE
-    return torch.stack([nats, (asked & (targets != SEPARATOR)).sum().float(), asked.sum().float()])
+def _sums(nats: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """The nats of a batch's targets, the bytes they stand for and how many they are, IGNORE apart: float32 (3,)."""
+    asked = batch["targets"] != IGNORE
+    n_bytes = batch["n_bytes"] if "n_bytes" in batch else asked & (batch["targets"] != SEPARATOR)
+    return torch.stack([nats, n_bytes.sum().float(), asked.sum().float()])

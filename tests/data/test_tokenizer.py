@@ -18,6 +18,7 @@ def test_a_prompt_begins_a_document():
 
 def test_decoding_leaves_out_separators_and_marks_invalid_bytes():
     assert decode([0x61, SEPARATOR, 0xFF, 0x62]) == "a\ufffdb"
+    assert decode([0x61, 257, 1000, 0x62]) == "a\ufffd\ufffdb"  # of a model that knows more tokens than bytes
 
 
 def test_pieces_decode_to_the_same_text_as_the_whole():

@@ -77,7 +77,7 @@ def test_metrics_checkpoint_and_config_of_a_run_serve_the_other_commands(tiny, r
 
 def test_help_is_short_and_names_every_command(capsys):
     assert main(["--help"]) == 0
-    assert re.findall(r"^  (\w+)", capsys.readouterr().out, re.M) == ["fit", "validate", "test", "generate"]
+    assert re.findall(r"^  (\w+)", capsys.readouterr().out, re.M) == ["fit", "validate", "test", "generate", "prepare"]
     for command in ("fit", "generate"):
         with pytest.raises(SystemExit, match="0"):
             main([command, "--help"])

@@ -161,6 +161,7 @@ def test_the_order_names_all_that_decides_it_in_plain_values(text_file, tmp_path
             {"tokens": 300, "seq_len": 128, "batch_size": 1},
         ],
         "train_tokens": len(attached(text_file).corpora["train"]),
+        "tokenizer": None,
     }
     assert attached(text_file, **{**options, "curriculum": order["curriculum"]}).order() == {
         **order,
