@@ -18,7 +18,7 @@ from torch import Tensor
 
 from linrope.errors import InputError, suggest
 
-CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.pt"
+CONFIG_FILE, WEIGHTS_FILE, SAFETENSORS_FILE = "config.json", "model.pt", "model.safetensors"
 
 
 def write_folder(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
@@ -28,6 +28,7 @@ def write_folder(folder: Path, config: dict[str, Any], weights: dict[str, Tensor
         torch.save(weights, file)
     with whole_file(folder / CONFIG_FILE) as file:
         file.write(f"{json.dumps(config, indent=2)}\n".encode())
+    (folder / SAFETENSORS_FILE).unlink(missing_ok=True)  # those of a model that lay there before
 
 
 @contextmanager
@@ -51,6 +52,15 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     _sync_folder(path.parent)
 
 
+def require_new(path: Path, option: str, overwrite: bool) -> None:
+    """Raise InputError, naming the option, unless a file may be written there."""
+    if not path.parent.is_dir():
+        raise InputError(f"{option}={str(path)!r} lies in a folder that does not exist: make it, or choose another.")
+    if path.is_dir() or (path.exists() and not overwrite):
+        what = "is a folder" if path.is_dir() else "exists"
+        raise InputError(f"{option}={str(path)!r} {what}: choose another name, or replace a file with --overwrite.")
+
+
 def _sync_folder(folder: Path) -> None:
     """Waits until the names in a folder are on the disk, where its file system can do that."""
     with suppress(OSError):
@@ -62,7 +72,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def read_model(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(configuration, weights) of a `save_pretrained` folder or a `linrope fit` checkpoint.
+    """(configuration, weights) of a folder of `save_pretrained` or `linrope export`, or of a `linrope fit` checkpoint.
 
     Raises:
         InputError: nothing there, or something that holds no linrope model.
@@ -72,10 +82,34 @@ def read_model(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             config = json.loads((path / CONFIG_FILE).read_text())
         except json.JSONDecodeError as error:
             raise InputError(f"{path / CONFIG_FILE} is not valid JSON: {error}.") from error
-        return config, _load(path / WEIGHTS_FILE)
+        weights = _weights_in(path)
+        if isinstance(config, dict) and config.get("model_type") == "linrope":  # of transformers, ours within it
+            return config["linrope"], _of_model(weights)
+        return config, weights
     checkpoint = open_checkpoint(path)
-    inside = {name.removeprefix("model."): name for name in checkpoint["state_dict"] if name.startswith("model.")}
-    return checkpoint["linrope"]["config"], {name: checkpoint["state_dict"][full] for name, full in inside.items()}
+    return checkpoint["linrope"]["config"], _of_model(checkpoint["state_dict"])
+
+
+def _of_model(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those of the model within a LightningModule or a model of transformers, by its own names."""
+    return {name.removeprefix("model."): tensor for name, tensor in weights.items() if name.startswith("model.")}
+
+
+def _weights_in(folder: Path) -> dict[str, Tensor]:
+    plain, safe = folder / WEIGHTS_FILE, folder / SAFETENSORS_FILE
+    if plain.is_file() and safe.is_file():
+        raise InputError(f"{str(folder)!r} holds both {plain.name} and {safe.name}: remove the one that is old.")
+    if not safe.is_file():
+        return load_plain(plain)
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+    except ImportError as error:
+        raise InputError(f'{str(safe)!r} needs safetensors to be read: pip install "linrope[hf]".') from error
+    try:
+        return load_file(safe)
+    except SafetensorError as error:
+        raise InputError(f"{str(safe)!r} is damaged or no safetensors file ({error}): export it again.") from error
 
 
 def open_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -89,25 +123,30 @@ def open_checkpoint(path: str | Path) -> dict[str, Any]:
         last = next(iter(sorted(path.rglob("last.ckpt"))), None)
         hint = f" Did you mean '{last}'?" if last else ""
         raise InputError(f"checkpoint {str(path)!r} is a folder without {CONFIG_FILE}: name a .ckpt file.{hint}")
-    checkpoint = _load(path)
+    checkpoint = load_plain(path)
     ours = isinstance(checkpoint, dict) and isinstance(checkpoint.get("linrope"), dict) and "state_dict" in checkpoint
     if not (ours and "config" in checkpoint["linrope"]):
         raise InputError(f"checkpoint {str(path)!r} was not written by linrope: give a .ckpt file of `linrope fit`.")
     return checkpoint
 
 
-def _load(path: Path) -> Any:
+def load_plain(path: Path, what: str = "checkpoint") -> Any:
+    """Tensors and plain values that `torch.save` wrote, the tensors still on disk.
+
+    Raises:
+        InputError: no such file, or a damaged one; the message calls it `what`.
+    """
     if not path.is_file():
         siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise InputError(f"checkpoint {str(path)!r} does not exist.{suggest(path.name, siblings)}")
+        raise InputError(f"{what} {str(path)!r} does not exist.{suggest(path.name, siblings)}")
     try:
         with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums that torch.save wrote
             if damaged := archive.testzip():
                 raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch, pickle and zipfile each raise their own for a file that is something else
-        others = sorted(file.name for file in path.parent.glob("*.ckpt") if file.name != path.name)
+        others = sorted(file.name for file in path.parent.glob(f"*{path.suffix}") if file.name != path.name)
         raise InputError(
-            f"checkpoint {str(path)!r} is damaged or no checkpoint: it cannot be read safely. Give another"
+            f"{what} {str(path)!r} is damaged or no {what}: it cannot be read safely. Give another"
             + (f", perhaps one of those beside it: {', '.join(others)}." if others else ".")
         ) from error

@@ -8,6 +8,7 @@ from linrope.data.corpus import SPLITS, Corpus, Document, DocumentChanged, Sourc
 from linrope.data.curriculum import CurriculumStage, PlannedStage, TrainingBatches, TrainingPlan
 from linrope.data.lanes import Lanes
 from linrope.data.recall import mqar_rows, require_mqar
+from linrope.data.stops import StopStrings
 from linrope.data.tokenizer import IGNORE, SEPARATOR, VOCAB_SIZE, TextDecoder, decode, encode, encode_prompt
 from linrope.data.windows import (
     DOCUMENTS,
@@ -33,6 +34,7 @@ __all__ = [
     "Lanes",
     "PlannedStage",
     "Sources",
+    "StopStrings",
     "TextDecoder",
     "TrainingBatches",
     "TrainingPlan",

@@ -20,11 +20,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from linrope.checkpoints import whole_file
-from linrope.data import SEPARATOR, SPLITS, TextDecoder, encode_prompt
+from linrope.data import SPLITS
 from linrope.errors import InputError
-from linrope.generation import stream
 from linrope.model import LanguageModel
 from linrope.training.data import TextDataModule
+from linrope.training.writing import write_sample
 
 
 def _finished_a_step(trainer: Trainer, batch_idx: int) -> bool:
@@ -400,31 +400,3 @@ class PrintSample(Callback):
         if trainer.is_global_zero:
             self.write("\n")
             write_sample(self.write, pl_module.model.eval(), self.prompt, **self.options)
-
-
-def write_sample(write: Callable[[str], Any], model: LanguageModel, prompt: str, **options: Any) -> None:
-    """Writes `prompt` and what `model` adds to it, piece by piece as it is made, up to the end of the document.
-
-    Args:
-        write: where the pieces go.
-        model: in evaluation mode.
-        prompt: what the document begins with.
-        options: `max_new_tokens` and the other options of `linrope.generation.stream`.
-    """
-    tokens = encode_prompt(prompt).unsqueeze(0).to(next(model.parameters()).device)
-    decoder = TextDecoder()
-    sampled = stream(model, tokens, **options)
-    write(_printable(prompt))
-    for token in sampled:
-        if token.item() == SEPARATOR:
-            break
-        write(_printable(decoder.feed(token)))
-    write(_printable(decoder.finish()) + "\n")
-
-
-_CONTROL_CHARACTERS = {code: "\ufffd" for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
-
-
-def _printable(text: str) -> str:
-    """`text` with U+FFFD for what would steer a terminal: a model may write any byte."""
-    return text.encode("utf-8", errors="replace").decode("utf-8").translate(_CONTROL_CHARACTERS)

@@ -1,0 +1,287 @@
+"""`linrope generate` below its options: prompts read piece by piece, text written as it comes, conversations."""
+
+from __future__ import annotations
+
+import codecs
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from linrope.checkpoints import require_new
+from linrope.context import Context, load_context, save_context
+from linrope.data import SEPARATOR, StopStrings, TextDecoder, encode, encode_prompt
+from linrope.errors import InputError
+from linrope.generation import SEGMENT_LENGTH, Sampler, Sampling, read, require_memory
+from linrope.model import LanguageModel
+from linrope.training.config import GenerateConfig
+
+ECHO = 2000
+"""Characters of the prompt that are shown again before what the model adds: its last ones."""
+
+Write = Callable[[str], Any]
+
+
+class TextWriter:
+    """A text under way: `context` is what the model has read of it, what it wrote itself among that.
+
+    It is whole after every token, so that writing may be broken off anywhere.
+
+    Args:
+        model: in evaluation mode.
+        write: where text goes, piece by piece as it is made.
+        context: a text to go on with; None begins a document.
+        segment_length: tokens of a prompt that are read at once.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        write: Write,
+        context: Context | None = None,
+        segment_length: int = SEGMENT_LENGTH,
+    ) -> None:
+        self.model, self.write, self.context, self.segment_length = model, write, context, segment_length
+        self.device = next(model.parameters()).device
+        self.speed = Speed()
+
+    def read(self, text: str) -> None:
+        """Read on."""
+        tokens = encode_prompt(text) if self.context is None else encode(text)
+        if len(tokens) == 0:
+            return
+        with self.speed.of("read", len(tokens)):
+            tokens = tokens[None].to(self.device)
+            self.context = read(self.model, tokens, self.context, segment_length=self.segment_length)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+
+    def continue_text(self, max_new_tokens: int, sampler: Sampler, stops: Sequence[str] = ()) -> str:
+        """Write until the document ends, a stop string comes, or so many tokens are there; returns what was written.
+
+        The token that ends a document is not read: what is read next goes on in the same one.
+        """
+        decoder, until = TextDecoder(), StopStrings(stops)
+        written = ""
+
+        def show(text: str) -> None:
+            nonlocal written
+            written += text
+            self.write(printable(text))
+
+        for _ in range(max_new_tokens):
+            with self.speed.of("written", 1):
+                token = sampler.draw(self.context)
+                if token.item() == SEPARATOR:
+                    break
+                show(until.feed(decoder.feed(token)))
+                self.context = read(self.model, token[:, None], self.context)
+            if until.found is not None:
+                break
+        show(until.finish(decoder.finish()))
+        return written
+
+
+class Speed:
+    """Tokens and seconds by what was done with them."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, tuple[int, float]] = {}
+
+    @contextmanager
+    def of(self, what: str, tokens: int) -> Iterator[None]:
+        """The time inside counts for so many tokens, unless it ends with an exception."""
+        began = time.perf_counter()
+        yield
+        before, seconds = self.spent.get(what, (0, 0.0))
+        self.spent[what] = before + tokens, seconds + time.perf_counter() - began
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{tokens:,} tokens {what} ({tokens / seconds:,.0f} per second)"
+            for what, (tokens, seconds) in self.spent.items()
+        )
+
+
+def write_sample(write: Write, model: LanguageModel, prompt: str, *, max_new_tokens: int, **sampling: Any) -> None:
+    """Writes `prompt` and what `model` adds to it, piece by piece as it is made, up to the end of the document.
+
+    Args:
+        write: where the pieces go.
+        model: in evaluation mode.
+        prompt: what the document begins with.
+        max_new_tokens: how many to write at most.
+        sampling: the fields of `linrope.generation.Sampling`.
+    """
+    writer = TextWriter(model, write)
+    write(printable(prompt))
+    writer.read(prompt)
+    writer.continue_text(max_new_tokens, Sampler(Sampling(**sampling)))
+    write("\n")
+
+
+_CONTROL_CHARACTERS = {code: "\ufffd" for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
+
+
+def printable(text: str) -> str:
+    """`text` with U+FFFD for what would steer a terminal: a model may write any byte."""
+    return text.encode("utf-8", errors="replace").decode("utf-8").translate(_CONTROL_CHARACTERS)
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def run_generate(config: GenerateConfig, model: LanguageModel, write: Write, console: Console) -> None:
+    """What `linrope generate` does with a model: all but parsing its options and finding the model.
+
+    Args:
+        config: the options.
+        model: in evaluation mode, on its device.
+        write: where text goes.
+        console: where the progress bar and the speed go; not where the text goes.
+
+    Raises:
+        InputError: before any work: a file that is there or cannot be read, a prompt that is not UTF-8, a state of
+            another model, a text whose keys and values do not fit.
+    """
+    if config.save_state is not None:
+        require_new(Path(config.save_state), "--save_state", config.overwrite)
+    context = None if config.load_state is None else load_context(config.load_state, model)
+    prompt = Prompt(config)
+    StopStrings(config.stop)  # now, and not after the prompt was read
+    n_before = 0 if context is None else context.length
+    require_memory(model, n_before + prompt.n_bytes + config.max_new_tokens)
+    writer = TextWriter(model, write, context, config.segment_length)
+    write(printable(_read_prompt(writer, prompt, console)))
+    if config.interactive:
+        converse(writer, config, sys.stdin.buffer.readline, console)
+    if config.save_state is not None:
+        save_context(config.save_state, model, writer.context)
+    if not config.interactive:
+        _write_continuations(writer, config)
+    console.print(str(writer.speed), highlight=False, soft_wrap=True)
+
+
+def _write_continuations(writer: TextWriter, config: GenerateConfig) -> None:
+    """All of them from what was read, by the draws of rows 0, 1, … of a batch."""
+    context = writer.context
+    for row in range(config.n_continuations):
+        if config.n_continuations > 1:
+            writer.write(f"\n--- continuation {row + 1} ---\n")
+        writer.context = context
+        writer.continue_text(config.max_new_tokens, Sampler(config, first_row=row), config.stop)
+        writer.write("\n")
+
+
+def converse(writer: TextWriter, config: GenerateConfig, readline: Callable[[], bytes], console: Console) -> None:
+    """Turn by turn: a line is read, an answer written, all of it one text. Ctrl-C ends an answer, the end of the input
+    (Ctrl-D) the conversation, and so does Ctrl-C where no answer is being written.
+
+    A line that is not UTF-8 is refused, and asked for again.
+    """
+    sampler, line_is_open = Sampler(config), False
+    while True:
+        if console.is_terminal:
+            console.file.write("> ")
+            console.file.flush()
+        try:
+            line = readline()
+        except KeyboardInterrupt:
+            return
+        if not line:
+            return
+        try:
+            text = line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            console.print(f"that line is not UTF-8 ({error.reason} at byte {error.start}): type it again", markup=False)
+            continue
+        try:
+            writer.read(f"\n{text}" if line_is_open else text)
+            line_is_open = False  # an interrupted answer shows none
+            answer = writer.continue_text(config.max_new_tokens, sampler, config.stop)
+            line_is_open = not answer.endswith("\n")
+        except KeyboardInterrupt:
+            line_is_open = True
+        writer.write("\n" if line_is_open else "")
+
+
+class Prompt:
+    """The text that `--prompt` or `--prompt_file` gives, in pieces of about a segment.
+
+    A file (no pipe) is looked through once before, so that a mistake in its last byte does not cost the reading of the
+    others.
+
+    Raises:
+        InputError: both are given, a file cannot be read, a text is not UTF-8.
+    """
+
+    def __init__(self, config: GenerateConfig) -> None:
+        self.text, self.piece = config.prompt, config.segment_length
+        self.file = None if config.prompt_file is None else Path(config.prompt_file)
+        if self.file is not None and self.text:
+            raise InputError("--prompt and --prompt_file exclude each other: give one of them.")
+        if self.file is None:
+            try:
+                self.n_bytes = len(self.text.encode("utf-8"))
+            except UnicodeEncodeError as error:
+                raise InputError(
+                    f"--prompt is not UTF-8 from character {error.start} on: type it in a terminal that uses UTF-8."
+                ) from error
+            return
+        try:
+            self.n_bytes = self.file.stat().st_size
+            if not self.file.is_fifo() and not self.file.is_char_device():
+                for _ in self.pieces(2**20):
+                    pass
+        except OSError as error:
+            raise InputError(f"--prompt_file={str(self.file)!r} cannot be read: {error.strerror}.") from error
+
+    def pieces(self, size: int | None = None) -> Iterator[str]:
+        """The text, piece by piece of so many bytes; None takes about a segment."""
+        if self.file is None:
+            yield self.text
+            return
+        decoder, place = codecs.getincrementaldecoder("utf-8")(), 0
+        with open(self.file, "rb") as file:
+            while block := file.read(size or self.piece):
+                yield self._decoded(decoder, block, place)
+                place += len(block)
+        yield self._decoded(decoder, b"", place)
+
+    def _decoded(self, decoder: codecs.IncrementalDecoder, block: bytes, place: int) -> str:
+        waiting = len(decoder.getstate()[0])
+        try:
+            return decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            raise InputError(
+                f"--prompt_file={str(self.file)!r} is not UTF-8: {error.reason} at byte "
+                f"{place - waiting + error.start:,}. Convert it first, with iconv -t UTF-8 for example."
+            ) from error
+
+
+def _read_prompt(writer: TextWriter, prompt: Prompt, console: Console) -> str:
+    """Reads it under a bar; returns its end, to be shown."""
+    shown = ""
+    for piece in _with_bar(prompt.pieces(), prompt.n_bytes, console):
+        writer.read(piece)
+        shown = (shown + piece)[-ECHO - 1 :]
+    return shown if len(shown) <= ECHO else f"…{shown[1:]}"
+
+
+def _with_bar(pieces: Iterable[str], n_bytes: int, console: Console) -> Iterator[str]:
+    """The pieces, under a bar that counts their bytes; in a pipe there is none."""
+    columns = TextColumn("prompt"), BarColumn(bar_width=None), TaskProgressColumn(), DownloadColumn()
+    progress = Progress(
+        *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal, transient=True
+    )
+    with progress:
+        task = progress.add_task("", total=n_bytes or None)
+        for piece in pieces:
+            yield piece
+            progress.advance(task, len(piece.encode()))
