@@ -1,4 +1,4 @@
-"""linrope models in `transformers`: `generate`, `pipeline`, the Trainer and lm-evaluation-harness take them.
+"""linrope models in `transformers`: `generate`, `pipeline` and lm-evaluation-harness take them.
 
 Importing this module registers them with the Auto classes:
 
@@ -253,7 +253,7 @@ def export(model: LanguageModel, folder: str | os.PathLike, *, overwrite: bool =
         for old in (
             CONFIG_FILE,
             WEIGHTS_FILE,
-        ):  # no folder holds the configuration of one model, the weights of another
+        ):  # no configuration beside another model's weights
             (folder / old).unlink(missing_ok=True)
         for file in sorted(Path(partial).iterdir(), key=lambda file: file.name == CONFIG_FILE):  # it comes last
             file.replace(folder / file.name)

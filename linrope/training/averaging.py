@@ -38,10 +38,9 @@ def require_same_averaging(checkpoint: dict[str, Any], ema_decay: float | None, 
     would not be those that training had."""
     averaged = "averaging_state" in checkpoint
     if averaged and ema_decay is None:
-        raise InputError(
-            f"checkpoint {path!r} is of a run with an average of its weights: set run.ema_decay to resume."
-        )
+        raise InputError(f"checkpoint {path!r} averages the weights of its run: set run.ema_decay to resume from it.")
     if not averaged and ema_decay is not None:
         raise InputError(
-            f"run.ema_decay={ema_decay}: checkpoint {path!r} has no average of its run's weights: leave it out to resume."
+            f"run.ema_decay={ema_decay}, but checkpoint {path!r} has no average of its run's weights: leave it out "
+            "to resume."
         )
