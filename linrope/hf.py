@@ -125,7 +125,8 @@ class LinropeForCausalLM(PreTrainedModel, GenerationMixin):
     @classmethod
     def of(cls, model: LanguageModel) -> LinropeForCausalLM:
         """A model of ours, its weights not copied."""
-        wrapped = cls(LinropeConfig(linrope=model.config.to_dict()))
+        with torch.device("meta"):
+            wrapped = cls(LinropeConfig(linrope=model.config.to_dict()))
         wrapped.model = model
         wrapped.config.dtype = next(model.parameters()).dtype
         if model.config.vocab_size == VOCAB_SIZE:
@@ -165,12 +166,16 @@ class LinropeForCausalLM(PreTrainedModel, GenerationMixin):
             labels: (B, T), the input_ids again, -100 where nothing is asked.
             use_cache: whether to return the state; None does, outside of training.
             logits_to_keep: make those of the last so many tokens only; 0 makes all.
-            options: `position_ids` and what else transformers hands around, which has no meaning here; and what its
-                loss function takes.
+            options: what else transformers hands around. Positions follow from the mask and the state, so
+                `position_ids` may say nothing else.
+
+        Raises:
+            InputError: a mask that hides tokens after the first call, position_ids of packed rows, inputs_embeds.
         """
         if options.get("inputs_embeds") is not None:
             raise InputError("inputs_embeds are not taken: pass input_ids.")
         use_cache = not self.training if use_cache is None else use_cache
+        _check_positions(options.get("position_ids"), attention_mask)
         past = None if past_key_values is None else past_key_values.state
         logits, state = self.model(
             input_ids,
@@ -202,6 +207,17 @@ def _documents(mask: Tensor | None, input_ids: Tensor, continues: bool) -> Tenso
     if continues:
         raise InputError("attention_mask hides tokens after past_key_values: padding may stand before a text only.")
     return mask.long()
+
+
+def _check_positions(position_ids: Tensor | None, mask: Tensor | None) -> None:
+    if position_ids is None or position_ids.shape[-1] < 2:
+        return
+    jumps = position_ids.diff(dim=-1) != 1
+    if mask is not None:  # padding has none
+        seen = mask[:, mask.shape[1] - position_ids.shape[-1] :].bool()
+        jumps = jumps & seen[:, 1:] & seen[:, :-1]
+    if jumps.any():
+        raise InputError("position_ids jump, as in packed rows: pass each document as a row of its own.")
 
 
 AutoConfig.register("linrope", LinropeConfig, exist_ok=True)

@@ -187,6 +187,7 @@ def test_what_is_not_taken_is_refused(loaded):
         (lambda: loaded(tokens, inputs_embeds=torch.zeros(1)), "inputs_embeds are not taken"),
         (lambda: loaded(tokens, attention_mask=mask[:, :3]), r"attention_mask is \(1, 3\)"),
         (lambda: loaded(tokens, attention_mask=mask, past_key_values=cache), "hides tokens after past_key_values"),
+        (lambda: loaded(tokens, position_ids=torch.arange(len(tokens[0]))[None] % 9), "position_ids jump"),
         (lambda: cache.crop(3), "cannot forget its last tokens"),
     ]:
         with pytest.raises(InputError, match=message):

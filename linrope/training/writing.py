@@ -165,7 +165,8 @@ def run_generate(config: GenerateConfig, model: LanguageModel, write: Write, con
         save_context(config.save_state, model, writer.context)
     if not config.interactive:
         _write_continuations(writer, config)
-    console.print(str(writer.speed), highlight=False, soft_wrap=True)
+    if writer.speed.spent:
+        console.print(str(writer.speed), highlight=False, soft_wrap=True)
 
 
 def _write_continuations(writer: TextWriter, config: GenerateConfig) -> None:

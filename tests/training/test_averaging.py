@@ -21,7 +21,7 @@ def averaged(tiny) -> list[str]:
     return [*tiny, *options, "--trainer.max_steps=5", "--trainer.val_check_interval=5"]
 
 
-def test_checkpoints_and_validation_have_the_moving_average(averaged, run_folder, capsys, monkeypatch):
+def test_checkpoints_and_validation_have_the_moving_average(averaged, run_folder, tmp_path, capsys, monkeypatch):
     seen = []
 
     def note(self, outputs, batch, batch_idx):
@@ -38,6 +38,9 @@ def test_checkpoints_and_validation_have_the_moving_average(averaged, run_folder
     for name, weight in model.named_parameters():
         # float32: each of five steps rounds a weight of at most 1 or so by 6e-8
         torch.testing.assert_close(weight.double(), average[name], rtol=1e-5, atol=1e-6)
+    assert main(["export", f"--ckpt_path={checkpoint}", f"--output={tmp_path / 'exported'}"]) == 0
+    exported = LanguageModel.from_pretrained(tmp_path / "exported")
+    assert equal(exported.state_dict(), model.state_dict())
     last = load(run_folder)["current_model_state"]
     assert torch.equal(last["model.embedding.weight"].double(), seen[-1]["embedding.weight"])
     assert not torch.allclose(last["model.embedding.weight"], model.embedding.weight, atol=1e-2)
