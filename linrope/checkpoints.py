@@ -22,13 +22,18 @@ CONFIG_FILE, WEIGHTS_FILE, SAFETENSORS_FILE = "config.json", "model.pt", "model.
 
 
 def write_folder(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
-    """Write a model's configuration and weights; the folder is made where missing, each file replaced whole."""
+    """Write a model's configuration and weights; the folder is made where missing, each file replaced whole.
+
+    Raises:
+        InputError: the folder holds weights in the other format, which would lie beside a configuration not theirs.
+    """
+    if (folder / SAFETENSORS_FILE).exists():
+        raise InputError(f"{str(folder)!r} holds an exported model ({SAFETENSORS_FILE}): choose another folder.")
     folder.mkdir(parents=True, exist_ok=True)
     with whole_file(folder / WEIGHTS_FILE) as file:
         torch.save(weights, file)
     with whole_file(folder / CONFIG_FILE) as file:
         file.write(f"{json.dumps(config, indent=2)}\n".encode())
-    (folder / SAFETENSORS_FILE).unlink(missing_ok=True)  # those of a model that lay there before
 
 
 @contextmanager
@@ -80,11 +85,11 @@ def read_model(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if (path / CONFIG_FILE).is_file():
         try:
             config = json.loads((path / CONFIG_FILE).read_text())
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise InputError(f"{path / CONFIG_FILE} is not valid JSON: {error}.") from error
         weights = _weights_in(path)
         if isinstance(config, dict) and config.get("model_type") == "linrope":  # of transformers, ours within it
-            return config["linrope"], _of_model(weights)
+            return config.get("linrope"), _of_model(weights)
         return config, weights
     checkpoint = open_checkpoint(path)
     return checkpoint["linrope"]["config"], _of_model(checkpoint["state_dict"])
@@ -145,7 +150,7 @@ def load_plain(path: Path, what: str = "checkpoint") -> Any:
                 raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch, pickle and zipfile each raise their own for a file that is something else
-        others = sorted(file.name for file in path.parent.glob(f"*{path.suffix}") if file.name != path.name)
+        others = sorted(file.name for file in path.parent.glob(f"*{path.suffix or '.ckpt'}") if file.name != path.name)
         raise InputError(
             f"{what} {str(path)!r} is damaged or no {what}: it cannot be read safely. Give another"
             + (f", perhaps one of those beside it: {', '.join(others)}." if others else ".")

@@ -271,7 +271,9 @@ def export(model: LanguageModel, folder: str | os.PathLike, *, overwrite: bool =
             WEIGHTS_FILE,
         ):  # no configuration beside another model's weights
             (folder / old).unlink(missing_ok=True)
+        mode = Path(partial, CONFIG_FILE).stat().st_mode  # safetensors lets nobody else read its file
         for file in sorted(Path(partial).iterdir(), key=lambda file: file.name == CONFIG_FILE):  # it comes last
+            file.chmod(mode)
             file.replace(folder / file.name)
 
 

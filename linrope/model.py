@@ -251,6 +251,8 @@ class LanguageModel(nn.Module):
             x, layer_state = block(x, before, segment_ids)
             after.append(layer_state)
         if logits_to_keep is not None:
+            if logits_to_keep < 1:
+                raise InputError(f"logits_to_keep={logits_to_keep} must be at least 1, or None for all.")
             x = x[:, -logits_to_keep:]
         logits = self.output(self.norm(x))
         return (logits, tuple(after)) if return_state else logits
@@ -303,7 +305,11 @@ class LanguageModel(nn.Module):
         return sum(block.attention.state_bytes(context, dtype) for block in self.blocks)
 
     def save_pretrained(self, directory: str | os.PathLike) -> None:
-        """Write `config.json` and `model.pt` into the directory, made where missing; each is replaced whole."""
+        """Write `config.json` and `model.pt` into the directory, made where missing; each is replaced whole.
+
+        Raises:
+            InputError: a directory of `linrope export`, whose weights have another name and would stay.
+        """
         write_folder(Path(directory), self.config.to_dict(), self.state_dict())
 
     @classmethod

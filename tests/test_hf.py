@@ -68,6 +68,7 @@ def test_auto_classes_take_the_folder_and_logits_are_ours(trained, loaded, folde
 
 def test_from_pretrained_of_ours_takes_it_without_transformers(trained, folder, tmp_path):
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in folder.iterdir()}
+    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1  # whoever may read one may read all
     code = "import sys, torch, linrope; model = linrope.LanguageModel.from_pretrained(sys.argv[1]); "
     code += "print(model.training, sorted({'transformers', 'lightning', 'yaml'} & set(sys.modules))); "
     code += "torch.save(model(torch.arange(9)[None]), sys.argv[2])"
@@ -224,12 +225,16 @@ def test_the_command_exports_and_overwrites_only_when_asked(trained, tmp_path, c
 def test_one_folder_holds_one_model(trained, tmp_path):
     linrope.hf.export(trained, tmp_path / "model")
     other = LanguageModel(dataclasses.replace(trained.config, short_conv=0)).eval()
-    other.save_pretrained(tmp_path / "model")
-    tokens = encode_prompt(TEXT)[None]
-    assert torch.equal(LanguageModel.from_pretrained(tmp_path / "model")(tokens), other(tokens))
-    (tmp_path / "model" / "model.safetensors").touch()
+    before = {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
+    with pytest.raises(InputError, match=r"holds an exported model \(model\.safetensors\): choose another folder"):
+        other.save_pretrained(tmp_path / "model")
+    assert {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()} == before
+    torch.save(other.state_dict(), tmp_path / "model" / "model.pt")
     with pytest.raises(InputError, match=r"holds both model\.pt and model\.safetensors"):
         LanguageModel.from_pretrained(tmp_path / "model")
+    linrope.hf.export(other, tmp_path / "model", overwrite=True)
+    tokens = encode_prompt(TEXT)[None]
+    assert torch.equal(LanguageModel.from_pretrained(tmp_path / "model")(tokens), other(tokens))
 
 
 def test_damaged_or_missing_weights_are_refused(trained, tmp_path):
@@ -245,6 +250,12 @@ def test_damaged_or_missing_weights_are_refused(trained, tmp_path):
         LanguageModel.from_pretrained(tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     file.write_bytes(content)
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "linrope"}))
+    with pytest.raises(InputError, match="None is no set of options of LanguageModelConfig"):
+        LanguageModel.from_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_bytes(b'{"\xff": 3}')
+    with pytest.raises(InputError, match="is not valid JSON"):
+        LanguageModel.from_pretrained(tmp_path / "model")
     config["linrope"]["d_modle"] = 3
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match=r"'d_modle' is no option.*Did you mean 'd_model'"):

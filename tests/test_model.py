@@ -241,6 +241,7 @@ def test_bad_calls_are_named(tokens):
         (lambda: model(tokens, state[0]), "state is a AttentionState"),
         (lambda: model(tokens, [layer.past for layer in state]), "state holds State, State"),
         (lambda: model(tokens, segment_ids=tokens[:, :3]), r"segment_ids is \(2, 3\)"),
+        (lambda: model(tokens, logits_to_keep=0), "logits_to_keep=0 must be at least 1"),
         (lambda: model.generate(tokens[:, :0], 3), "at least one token"),
         (lambda: model.generate(tokens, -1), "max_new_tokens=-1"),
         (lambda: model.generate(tokens, 3, temperature=-1.0), "temperature=-1.0"),

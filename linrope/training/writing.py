@@ -65,7 +65,7 @@ class TextWriter:
     def continue_text(self, max_new_tokens: int, sampler: Sampler, stops: Sequence[str] = ()) -> str:
         """Write until the document ends, a stop string comes, or so many tokens are there; returns what was written.
 
-        The token that ends a document is not read: what is read next goes on in the same one.
+        The token that ends a document counts as written, but is not read: what is read next goes on in the same one.
         """
         decoder, until = TextDecoder(), StopStrings(stops)
         written = ""
@@ -194,8 +194,10 @@ def converse(writer: TextWriter, config: GenerateConfig, readline: Callable[[], 
         try:
             line = readline()
         except KeyboardInterrupt:
-            return
+            line = b""
         if not line:
+            if console.is_terminal:
+                console.print()
             return
         try:
             text = line.decode("utf-8")

@@ -1,10 +1,12 @@
 """`linrope generate`: prompts from options and files, states, continuations, stops, conversations."""
 
 import io
+import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import tracemalloc
 from pathlib import Path
 
@@ -72,6 +74,22 @@ def test_a_file_is_read_in_pieces_as_the_whole_text_is(model, folder, tmp_path, 
     assert main([*options, f"--prompt_file={tmp_path / 'prompt.txt'}"]) == 0
     out = capsys.readouterr().out
     assert out == "…" + (text * 5)[-2000:] + written(model, text * 5, 20) + "\n"
+
+
+@pytest.mark.parametrize("content", ["a pipe ü".encode(), b"\xff"])
+def test_a_pipe_is_read_once(model, folder, tmp_path, capsys, content):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    thread = threading.Thread(target=pipe.write_bytes, args=(content,))
+    thread.start()
+    code = main(["generate", folder, "--temperature=0", "--max_new_tokens=9", f"--prompt_file={pipe}"])
+    thread.join()
+    out, err = capsys.readouterr()
+    if content == b"\xff":
+        assert (code, out) == (2, "")
+        assert "invalid start byte at byte 0" in err
+    else:
+        assert (code, out) == (0, "a pipe ü" + written(model, "a pipe ü", 9) + "\n")
 
 
 def test_a_gigabyte_is_looked_through_and_read_piece_by_piece(tmp_path):
