@@ -62,17 +62,20 @@ class TextWriter:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
 
-    def continue_text(self, max_new_tokens: int, sampler: Sampler, stops: Sequence[str] = ()) -> str:
-        """Write until the document ends, a stop string comes, or so many tokens are there; returns what was written.
+    def continue_text(self, max_new_tokens: int, sampler: Sampler, stops: Sequence[str] = ()) -> tuple[str, str]:
+        """Write until the document ends, a stop string comes, or so many tokens are there.
 
         The token that ends a document counts as written, but is not read: what is read next goes on in the same one.
+
+        Returns:
+            The text that was shown, and that which was read: a stop string is in the latter only.
         """
         decoder, until = TextDecoder(), StopStrings(stops)
-        written = ""
+        shown: list[str] = []
+        kept: list[str] = []
 
         def show(text: str) -> None:
-            nonlocal written
-            written += text
+            shown.append(text)
             self.write(printable(text))
 
         for _ in range(max_new_tokens):
@@ -80,12 +83,14 @@ class TextWriter:
                 token = sampler.draw(self.context)
                 if token.item() == SEPARATOR:
                     break
-                show(until.feed(decoder.feed(token)))
+                kept.append(decoder.feed(token))
+                show(until.feed(kept[-1]))
                 self.context = read(self.model, token[:, None], self.context)
             if until.found is not None:
                 break
-        show(until.finish(decoder.finish()))
-        return written
+        kept.append(decoder.finish())
+        show(until.finish(kept[-1]))
+        return "".join(shown), "".join(kept)
 
 
 class Speed:
@@ -186,7 +191,7 @@ def converse(writer: TextWriter, config: GenerateConfig, readline: Callable[[], 
 
     A line that is not UTF-8 is refused, and asked for again.
     """
-    sampler, line_is_open = Sampler(config), False
+    sampler, line_is_open = Sampler(config), False  # whether the text that was read ends within a line
     while True:
         if console.is_terminal:
             console.file.write("> ")
@@ -206,12 +211,11 @@ def converse(writer: TextWriter, config: GenerateConfig, readline: Callable[[], 
             continue
         try:
             writer.read(f"\n{text}" if line_is_open else text)
-            line_is_open = False  # an interrupted answer shows none
-            answer = writer.continue_text(config.max_new_tokens, sampler, config.stop)
-            line_is_open = not answer.endswith("\n")
+            shown, kept = writer.continue_text(config.max_new_tokens, sampler, config.stop)
         except KeyboardInterrupt:
-            line_is_open = True
-        writer.write("\n" if line_is_open else "")
+            shown = kept = "…"  # broken off, perhaps within a line
+        line_is_open = bool(kept) and not kept.endswith("\n")
+        writer.write("" if shown.endswith("\n") else "\n")
 
 
 class Prompt:

@@ -135,13 +135,13 @@ def test_a_mistake_in_the_yaml_is_named(yaml, message, tmp_path, capsys):
     assert re.match("linrope: error: .*" + message, capsys.readouterr().err, re.S)
 
 
-@pytest.mark.parametrize("command", ["fit", "validate", "test", "generate", "export"])
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "generate", "export --output=out"])
 def test_a_file_that_is_no_checkpoint_is_named(command, tmp_path, capsys):
     (tmp_path / "text.ckpt").write_text("not a checkpoint")
     torch.save({"weights": torch.zeros(3)}, tmp_path / "foreign.ckpt")
     (tmp_path / "folder").mkdir()
     for name in ("text.ckpt", "foreign.ckpt", "folder", "missing.ckpt"):
-        assert main([command, option("ckpt_path", tmp_path / name)]) == 2
+        assert main([*command.split(), option("ckpt_path", tmp_path / name)]) == 2
         assert re.match(rf"linrope: error: checkpoint '.*{name}' ", capsys.readouterr().err)
 
 

@@ -263,6 +263,20 @@ def test_a_conversation_is_one_text_whose_state_is_kept(model):
     assert same(writer, f"one\n{first}{joint}twö\n{second}".encode())
 
 
+def test_a_stop_string_was_read_though_it_is_not_shown(model):
+    stop = written(model, "one\n", 9)[4]
+    for end in ("\n", stop):
+        shown = []
+        writer = talk(model, [b"one\n", b"two\n"], shown.append, stop=[end])
+        text = "one\n"
+        for line in ("two\n", ""):
+            answer = written(model, text, 9)
+            text += answer[: answer.index(end) + 1] if end in answer else answer
+            text += ("" if text.endswith("\n") or not line else "\n") + line
+        assert same(writer, text.encode())
+        assert end == "\n" or end not in "".join(shown)
+
+
 def test_a_line_that_is_not_utf8_costs_that_line_only(model):
     shown = []
     writer = talk(model, [b"\xff\n", b"one\n"], shown.append)
