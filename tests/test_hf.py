@@ -179,6 +179,18 @@ def test_every_kind_of_model_comes_back_from_both_sides(name, tmp_path):
     assert torch.equal(LanguageModel.from_pretrained(tmp_path / "model")(tokens), model(tokens))
 
 
+def test_half_precision_leaves_trained_frequencies_as_they_are(tmp_path):
+    model = LanguageModel(CONFIGS["trainable rope"]).eval()
+    linrope.hf.export(model, tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    assert loaded.model.embedding.weight.dtype == torch.bfloat16
+    theta = loaded.model.blocks[0].attention.rope.theta
+    assert theta.dtype == torch.float32
+    assert torch.equal(theta, model.blocks[0].attention.rope.theta)
+    tokens = torch.randint(0, 40, (2, 30))
+    assert torch.equal(loaded(tokens).logits, model.to(torch.bfloat16)(tokens))
+
+
 def test_what_is_not_taken_is_refused(loaded):
     tokens = encode_prompt(TEXT)[None]
     cache = loaded(tokens, use_cache=True).past_key_values
