@@ -18,7 +18,9 @@ from torch import Tensor
 
 from linrope.errors import InputError, suggest
 
-CONFIG_FILE, WEIGHTS_FILE, TOKENIZER_FILE = "config.json", "model.pt", "tokenizer.json"
+CONFIG_FILE, WEIGHTS_FILE, SAFETENSORS_FILE = "config.json", "model.pt", "model.safetensors"
+TOKENIZER_FILE, EXPORTED_TOKENIZER_FILE = "tokenizer.json", "linrope_tokenizer.json"
+"""A model's tokenizer as it was trained with; an export's tokenizer.json is made for transformers."""
 
 
 def write_folder(
@@ -28,7 +30,12 @@ def write_folder(
 
     `tokenizer` is one of `linrope.data.tokenizer` in its plain form: the configuration tells its kind, a tokenizer.json
     lies beside it.
+
+    Raises:
+        InputError: the folder holds weights in the other format, which would lie beside a configuration not theirs.
     """
+    if (folder / SAFETENSORS_FILE).exists():
+        raise InputError(f"{str(folder)!r} holds an exported model ({SAFETENSORS_FILE}): choose another folder.")
     folder.mkdir(parents=True, exist_ok=True)
     if tokenizer is not None:
         config = {**config, "tokenizer": tokenizer["kind"]}
@@ -62,6 +69,15 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     _sync_folder(path.parent)
 
 
+def require_new(path: Path, option: str, overwrite: bool) -> None:
+    """Raise InputError, naming the option, unless a file may be written there."""
+    if not path.parent.is_dir():
+        raise InputError(f"{option}={str(path)!r} lies in a folder that does not exist: make it, or choose another.")
+    if path.is_dir() or (path.exists() and not overwrite):
+        what = "is a folder" if path.is_dir() else "exists"
+        raise InputError(f"{option}={str(path)!r} {what}: choose another name, or replace a file with --overwrite.")
+
+
 def _sync_folder(folder: Path) -> None:
     """Waits until the names in a folder are on the disk, where its file system can do that."""
     with suppress(OSError):
@@ -73,7 +89,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def read_model(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, str] | None]:
-    """(configuration, weights, tokenizer) of a `save_pretrained` folder or a `linrope fit` checkpoint.
+    """(configuration, weights, tokenizer) of a folder of `save_pretrained` or `linrope export`, or of a checkpoint.
 
     The tokenizer is one of `linrope.data.tokenizer` in its plain form, or None where nothing is said of it.
 
@@ -83,27 +99,51 @@ def read_model(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str,
     if (path / CONFIG_FILE).is_file():
         try:
             config = json.loads((path / CONFIG_FILE).read_text())
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise InputError(f"{path / CONFIG_FILE} is not valid JSON: {error}.") from error
-        return config, _load(path / WEIGHTS_FILE), _take_tokenizer(path, config)
+        weights = _weights_in(path)
+        if not isinstance(config, dict):
+            return config, weights, None
+        if config.get("model_type") == "linrope":  # of transformers, ours within it
+            kind = config.get("linrope_tokenizer")
+            return config.get("linrope"), _of_model(weights), _tokenizer_in(path / EXPORTED_TOKENIZER_FILE, kind)
+        kind = config.pop("tokenizer", None)
+        return config, weights, _tokenizer_in(path / TOKENIZER_FILE, kind)
     checkpoint = open_checkpoint(path)
-    inside = {name.removeprefix("model."): name for name in checkpoint["state_dict"] if name.startswith("model.")}
-    weights = {name: checkpoint["state_dict"][full] for name, full in inside.items()}
-    return checkpoint["linrope"]["config"], weights, checkpoint["linrope"].get("tokenizer")
+    ours = checkpoint["linrope"]
+    return ours["config"], _of_model(checkpoint["state_dict"]), ours.get("tokenizer")
 
 
-def _take_tokenizer(folder: Path, config: Any) -> dict[str, str] | None:
-    """The plain form of a folder's tokenizer; what its configuration says of it is taken out."""
-    if not isinstance(config, dict) or (kind := config.pop("tokenizer", None)) is None:
-        return None
+def _tokenizer_in(file: Path, kind: str | None) -> dict[str, str] | None:
+    """The plain form of a folder's tokenizer, of the kind that its configuration tells."""
     if kind != "tokenizers":
-        return {"kind": kind}
+        return None if kind is None else {"kind": kind}
     try:
-        return {"kind": kind, "json": (folder / TOKENIZER_FILE).read_text(encoding="utf-8")}
+        return {"kind": kind, "json": file.read_text(encoding="utf-8")}
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"{folder / TOKENIZER_FILE} cannot be read ({error}): save the model again, or copy it there."
-        ) from error
+        raise InputError(f"{file} cannot be read ({error}): save the model again, or copy it there.") from error
+
+
+def _of_model(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those of the model within a LightningModule or a model of transformers, by its own names."""
+    return {name.removeprefix("model."): tensor for name, tensor in weights.items() if name.startswith("model.")}
+
+
+def _weights_in(folder: Path) -> dict[str, Tensor]:
+    plain, safe = folder / WEIGHTS_FILE, folder / SAFETENSORS_FILE
+    if plain.is_file() and safe.is_file():
+        raise InputError(f"{str(folder)!r} holds both {plain.name} and {safe.name}: remove the one that is old.")
+    if not safe.is_file():
+        return load_plain(plain)
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+    except ImportError as error:
+        raise InputError(f'{str(safe)!r} needs safetensors to be read: pip install "linrope[hf]".') from error
+    try:
+        return load_file(safe)
+    except SafetensorError as error:
+        raise InputError(f"{str(safe)!r} is damaged or no safetensors file ({error}): export it again.") from error
 
 
 def open_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -117,25 +157,30 @@ def open_checkpoint(path: str | Path) -> dict[str, Any]:
         last = next(iter(sorted(path.rglob("last.ckpt"))), None)
         hint = f" Did you mean '{last}'?" if last else ""
         raise InputError(f"checkpoint {str(path)!r} is a folder without {CONFIG_FILE}: name a .ckpt file.{hint}")
-    checkpoint = _load(path)
+    checkpoint = load_plain(path)
     ours = isinstance(checkpoint, dict) and isinstance(checkpoint.get("linrope"), dict) and "state_dict" in checkpoint
     if not (ours and "config" in checkpoint["linrope"]):
         raise InputError(f"checkpoint {str(path)!r} was not written by linrope: give a .ckpt file of `linrope fit`.")
     return checkpoint
 
 
-def _load(path: Path) -> Any:
+def load_plain(path: Path, what: str = "checkpoint") -> Any:
+    """Tensors and plain values that `torch.save` wrote, the tensors still on disk.
+
+    Raises:
+        InputError: no such file, or a damaged one; the message calls it `what`.
+    """
     if not path.is_file():
         siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise InputError(f"checkpoint {str(path)!r} does not exist.{suggest(path.name, siblings)}")
+        raise InputError(f"{what} {str(path)!r} does not exist.{suggest(path.name, siblings)}")
     try:
         with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums that torch.save wrote
             if damaged := archive.testzip():
                 raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch, pickle and zipfile each raise their own for a file that is something else
-        others = sorted(file.name for file in path.parent.glob("*.ckpt") if file.name != path.name)
+        others = sorted(file.name for file in path.parent.glob(f"*{path.suffix or '.ckpt'}") if file.name != path.name)
         raise InputError(
-            f"checkpoint {str(path)!r} is damaged or no checkpoint: it cannot be read safely. Give another"
+            f"{what} {str(path)!r} is damaged or no {what}: it cannot be read safely. Give another"
             + (f", perhaps one of those beside it: {', '.join(others)}." if others else ".")
         ) from error

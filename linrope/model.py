@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -225,6 +225,7 @@ class LanguageModel(nn.Module):
         state: tuple[AttentionState, ...] | None = None,
         segment_ids: Tensor | None = None,
         return_state: bool = False,
+        logits_to_keep: int | None = None,
     ) -> Tensor | tuple[Tensor, tuple[AttentionState, ...]]:
         """Predict the token after each.
 
@@ -233,6 +234,7 @@ class LanguageModel(nn.Module):
             state: what an earlier call on the same rows returned: these tokens continue them.
             segment_ids: (B, T) integers: each run of equal numbers is a document of a packed row, read by itself.
             return_state: also return the state after the last token, one AttentionState a layer.
+            logits_to_keep: make the logits of the last so many tokens only, at least 1; None makes all.
 
         Returns:
             Logits (B, T, vocab_size), or (logits, state).
@@ -249,6 +251,10 @@ class LanguageModel(nn.Module):
         for block, before in zip(self.blocks, state or [None] * len(self.blocks)):
             x, layer_state = block(x, before, segment_ids)
             after.append(layer_state)
+        if logits_to_keep is not None:
+            if logits_to_keep < 1:
+                raise InputError(f"logits_to_keep={logits_to_keep} must be at least 1, or None for all.")
+            x = x[:, -logits_to_keep:]
         logits = self.output(self.norm(x))
         return (logits, tuple(after)) if return_state else logits
 
@@ -303,12 +309,16 @@ class LanguageModel(nn.Module):
         """Write `config.json`, `model.pt` and, where it has one, `tokenizer.json` into the directory.
 
         The directory is made where missing; each file is replaced whole.
+
+        Raises:
+            InputError: a directory of `linrope export`, whose weights have another name and would stay.
         """
         write_folder(Path(directory), self.config.to_dict(), self.state_dict(), self.tokenizer)
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike) -> LanguageModel:
-        """The model that `save_pretrained` wrote into a folder, or that a `linrope fit` checkpoint file holds.
+        """The model that `save_pretrained` or `linrope export` wrote into a folder, or that a `linrope fit` checkpoint
+        file holds.
 
         Weights come onto the CPU, in evaluation mode; only tensors and plain values are unpickled.
 
@@ -317,6 +327,8 @@ class LanguageModel(nn.Module):
         """
         config, weights, tokenizer = read_model(Path(path))
         model = cls(LanguageModelConfig.from_dict(config))
+        if model.config.tie_embeddings and isinstance(weights, dict) and "embedding.weight" in weights:
+            weights = {"output.weight": weights["embedding.weight"], **weights}  # safetensors holds a tensor once
         try:
             model.load_state_dict(weights)
         except (RuntimeError, TypeError) as error:
@@ -324,21 +336,14 @@ class LanguageModel(nn.Module):
         model.tokenizer = tokenizer
         return model.eval()
 
-    def generate(
-        self,
-        tokens: Tensor,
-        max_new_tokens: int,
-        *,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
-    ) -> Tensor:
-        """Continue each row: (B, T) -> (B, T + max_new_tokens). See `linrope.generation.stream` for the options."""
-        new = self.stream(tokens, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-        return torch.cat([tokens, *(token[:, None] for token in new)], dim=1)
+    def generate(self, tokens: Tensor | Sequence[Tensor], max_new_tokens: int, **options) -> Tensor | list[Tensor]:
+        """Continue each prompt: (B, T) -> (B, T + max_new_tokens), or a list of (T_b,) -> a list, each longer by that
+        many. See `linrope.generation.stream` for the options."""
+        from linrope.generation import generate
 
-    def stream(self, tokens: Tensor, max_new_tokens: int, **options) -> Iterator[Tensor]:
+        return generate(self, tokens, max_new_tokens, **options)
+
+    def stream(self, tokens: Tensor | Sequence[Tensor], max_new_tokens: int, **options) -> Iterator[Tensor]:
         """`linrope.generation.stream` on this model: one (B,) of new tokens at a time."""
         from linrope.generation import stream
 

@@ -21,6 +21,7 @@ from linrope.data.lanes import Lanes
 from linrope.data.opening import OpenedText, open_text
 from linrope.data.preparation import Manifest, PrepareConfig, document_sizes, prepare
 from linrope.data.recall import mqar_rows, require_mqar
+from linrope.data.stops import StopStrings
 from linrope.data.tokenizer import (
     IGNORE,
     SEPARATOR,
@@ -63,6 +64,7 @@ __all__ = [
     "PlannedStage",
     "PrepareConfig",
     "Sources",
+    "StopStrings",
     "TextDecoder",
     "TokenSequence",
     "Tokenizer",

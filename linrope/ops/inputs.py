@@ -303,5 +303,5 @@ def _check_state(state: State | None, q: Tensor, v: Tensor, normalize: str, work
             raise InputError(f"state.{name} is {tensor.dtype}, {q.dtype} inputs need {working}: state.to({working}).")
         if tensor.device != q.device:
             raise InputError(f"state.{name} is on {tensor.device}, q on {q.device}: state.to({str(q.device)!r}).")
-    if not isinstance(state.length, int) or state.length < 0:
+    if not isinstance(state.length, (int, torch.SymInt)) or state.length < 0:  # symbolic in a graph that leaves it open
         raise InputError(f"state.length={state.length!r} must be a whole number of tokens, at least 0.")

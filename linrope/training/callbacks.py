@@ -20,11 +20,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from linrope.checkpoints import whole_file
-from linrope.data import SPLITS, Tokenizer, TokenSequence, tokenizer_from_plain
+from linrope.data import SPLITS, Tokenizer, TokenSequence
 from linrope.errors import InputError
-from linrope.generation import stream
 from linrope.model import LanguageModel
 from linrope.training.data import TextDataModule
+from linrope.training.writing import require_tokenizer, write_sample
 
 
 def _finished_a_step(trainer: Trainer, batch_idx: int) -> bool:
@@ -419,47 +419,3 @@ class PrintSample(Callback):
         if trainer.is_global_zero:
             self.write("\n")
             write_sample(self.write, pl_module.model.eval(), self.prompt, **self.options)
-
-
-def write_sample(write: Callable[[str], Any], model: LanguageModel, prompt: str, **options: Any) -> None:
-    """Writes `prompt` and what `model` adds to it, piece by piece as it is made, up to the end of the document.
-
-    Args:
-        write: where the pieces go.
-        model: in evaluation mode.
-        prompt: what the document begins with.
-        options: `max_new_tokens` and the other options of `linrope.generation.stream`.
-    """
-    tokenizer = require_tokenizer(model, "prompt")
-    tokens = tokenizer.encode_prompt(prompt).unsqueeze(0).to(next(model.parameters()).device)
-    decoder = tokenizer.decoder()
-    sampled = stream(model, tokens, **options)
-    write(_printable(prompt))
-    for token in sampled:
-        if token.item() == tokenizer.separator:
-            break
-        write(_printable(decoder.feed(token)))
-    write(_printable(decoder.finish()) + "\n")
-
-
-def require_tokenizer(model: LanguageModel, option: str) -> Tokenizer:
-    """The tokenizer that a model was trained with; InputError, for what `option` asks, where nobody has told."""
-    if (tokenizer := tokenizer_from_plain(model.tokenizer, "the model's tokenizer")) is None:
-        raise InputError(
-            f"{option} needs a tokenizer, and the model was trained on tokens without one: train it with "
-            "data.tokenizer set (sample.prompt=null trains without)."
-        )
-    if model.config.vocab_size < tokenizer.vocab_size:
-        raise InputError(
-            f"{option} needs a model of text: this one knows {model.config.vocab_size:,} tokens, the tokenizer "
-            f"{tokenizer.name} has {tokenizer.vocab_size:,}."
-        )
-    return tokenizer
-
-
-_CONTROL_CHARACTERS = {code: "\ufffd" for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
-
-
-def _printable(text: str) -> str:
-    """`text` with U+FFFD for what would steer a terminal: a model may write any byte."""
-    return text.encode("utf-8", errors="replace").decode("utf-8").translate(_CONTROL_CHARACTERS)

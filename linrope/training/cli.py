@@ -1,4 +1,4 @@
-"""The command line: `linrope fit | validate | test | generate | prepare`.
+"""The command line: `linrope fit | validate | test | generate | prepare | export`.
 
 The first three are Lightning's: every option of its Trainer can be set, in YAML or as `--trainer.OPTION`.
 """
@@ -32,6 +32,7 @@ from linrope.checkpoints import open_checkpoint
 from linrope.data import DocumentChanged
 from linrope.errors import InputError, suggest
 from linrope.model import LanguageModel, LanguageModelConfig
+from linrope.training.averaging import AverageWeights, require_same_averaging
 from linrope.training.callbacks import (
     GracefulStop,
     Interrupted,
@@ -41,7 +42,6 @@ from linrope.training.callbacks import (
     RunSummary,
     SaveConfig,
     Throughput,
-    write_sample,
 )
 from linrope.training.checkpoints import (
     CheckpointError,
@@ -50,14 +50,17 @@ from linrope.training.checkpoints import (
     require_same_model,
     require_training_state,
 )
-from linrope.training.config import GenerateConfig, RunConfig, SampleConfig
+from linrope.training.config import ExportConfig, GenerateConfig, RunConfig, SampleConfig
 from linrope.training.data import TextDataModule
 from linrope.training.module import LanguageModelingModule, NonFiniteError, OptimizerConfig
 from linrope.training.prepare import run_prepare
 from linrope.training.trial import TryLargestStages
 from linrope.training.usage import PlainParser, TrainingParser
+from linrope.training.writing import run_generate
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+STOP_HELP = "End the text where this string comes, which is left out; may be given several times."
 
 DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # for this user, too, and for one file
 
@@ -158,7 +161,7 @@ class TrainingCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         self.config_init = self.parser.instantiate(self.config)
         self._find_checkpoint(self.config_init.run)
-        self._check_checkpoint(self.config_init.model)
+        self._check_checkpoint(self.config_init.model, self.config_init.run)
         self.datamodule = self.config_init.data
         config = self.config_init
         self.model = LanguageModelingModule(
@@ -172,7 +175,7 @@ class TrainingCLI(LightningCLI):
             self.ckpt_path = str(find_last(Path(run.folder, run.name)))
             _say(f"--ckpt_path=last is {self.ckpt_path}")
 
-    def _check_checkpoint(self, model_config: LanguageModelConfig) -> None:
+    def _check_checkpoint(self, model_config: LanguageModelConfig, run: RunConfig) -> None:
         """Before anything is built: is there a checkpoint where one is needed, and does it fit?"""
         if self.ckpt_path is None:
             if self.command != "fit":
@@ -183,6 +186,7 @@ class TrainingCLI(LightningCLI):
         if self.command != "fit":
             return
         require_training_state(checkpoint, self.ckpt_path)
+        require_same_averaging(checkpoint, run.ema_decay, self.ckpt_path)
         max_steps, step = self.config.trainer.max_steps, checkpoint["global_step"]
         if 0 < max_steps <= step:
             raise InputError(
@@ -224,8 +228,9 @@ class TrainingCLI(LightningCLI):
         return [csv, TensorBoardLogger(run.folder, run.name, version=csv.version)]
 
     def _training_callbacks(self, folder: Path) -> list[Callback]:
-        sample = self.config_init.sample
+        sample, decay = self.config_init.sample, self.config_init.run.ema_decay
         callbacks = [
+            *([] if decay is None else [AverageWeights(decay)]),  # before what saves or samples
             SaveConfig(folder / "config.yaml", self.parser.dump(self.config), replace=self._goes_on_in(folder)),
             RunSummary(self.console),
             TryLargestStages(),
@@ -284,10 +289,11 @@ def generate(args: Sequence[str]) -> None:
     """Write text with a trained model."""
     parser = PlainParser(prog="linrope generate", usage="linrope generate --ckpt_path FILE --prompt TEXT [options]")
     parser.description, parser.allow_abbrev = generate.__doc__, False
-    parser.add_class_arguments(GenerateConfig)
+    parser.add_class_arguments(GenerateConfig, skip={"stop"})
+    parser.add_argument("--stop", action="append", default=[], help=STOP_HELP)
     config = GenerateConfig(**vars(parser.parse_args(args)))
     model = LanguageModel.from_pretrained(config.ckpt_path).to(_pick_device(config.device)).eval()
-    write_sample(_write, model, _read_prompt(config), **config.options)
+    run_generate(config, model, _write, Console(stderr=True))
 
 
 def prepare(args: Sequence[str]) -> None:
@@ -295,15 +301,17 @@ def prepare(args: Sequence[str]) -> None:
     run_prepare(args, prepare.__doc__)
 
 
-def _read_prompt(config: GenerateConfig) -> str:
-    if config.prompt_file is None:
-        return config.prompt
-    if config.prompt:
-        raise InputError("--prompt and --prompt_file exclude each other: give one of them.")
-    try:
-        return Path(config.prompt_file).read_bytes().decode("utf-8", errors="surrogateescape")
-    except OSError as error:
-        raise InputError(f"--prompt_file={config.prompt_file!r} cannot be read: {error.strerror}.") from error
+def export(args: Sequence[str]) -> None:
+    """Write a trained model for transformers: safetensors, config.json, tokenizer."""
+    parser = PlainParser(prog="linrope export", usage="linrope export --ckpt_path FILE --output FOLDER [--overwrite]")
+    parser.description, parser.allow_abbrev = export.__doc__, False
+    parser.add_class_arguments(ExportConfig)
+    config = ExportConfig(**vars(parser.parse_args(args)))
+    from linrope import hf  # an extra
+
+    hf.require_free(Path(config.output), config.overwrite)
+    hf.export(LanguageModel.from_pretrained(config.ckpt_path), config.output, overwrite=config.overwrite)
+    _say(f"wrote {config.output}")
 
 
 def _pick_device(name: str) -> torch.device:
@@ -321,6 +329,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "test": test,
     "generate": generate,
     "prepare": prepare,
+    "export": export,
 }
 
 

@@ -69,7 +69,14 @@ class TrainingParser(ReadableErrors, LightningArgumentParser):
 
 
 class PlainParser(ReadableErrors, ArgumentParser):
-    """Parser of a command that has nothing to do with Lightning."""
+    """Parser of a command that has nothing to do with Lightning; its booleans are flags, which need no value."""
+
+    def add_class_arguments(self, *args: Any, **kwargs: Any) -> list[str]:
+        added = super().add_class_arguments(*args, **kwargs)
+        for action in self._actions:
+            if getattr(action, "_typehint", None) is bool:
+                action.nargs, action.const = "?", True
+        return added
 
 
 def _unknown_option(message: str) -> str | None:
