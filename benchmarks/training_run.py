@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,11 @@ from linrope.data import SEPARATOR, Corpus
 from linrope.training import OptimizerConfig, TextDataModule
 from linrope.training.callbacks import LastCheckpoint
 from linrope.training.cli import quiet_lightning
-from linrope.training.module import NonFiniteError, bits_per_byte, token_losses
+from linrope.training.module import NonFiniteError
+from linrope.training.reading import bits_per_byte, row_losses
 
 SAY_EVERY_SECONDS = 0.5
 SAVE_EVERY_SECONDS = 120
-SEGMENT = 4096
-"""Long rows are read in pieces of so many tokens, the state going on from one to the next."""
 UNFINISHED = ".unfinished"
 
 
@@ -186,7 +186,7 @@ def evaluate_text(model: LanguageModel, data: TextDataModule, evaluation: Evalua
     found = {}
     for context in evaluation.contexts:
         text = corpus.tokens(0, evaluation.tokens + 1)
-        losses = row_losses(model, text, context, say_as=f"reading rows of {context:,}")
+        losses = row_losses(model, text, context, partial(say, doing=f"reading rows of {context:,}"))
         bits = losses / math.log(2)
         n_bytes = (text[1:] != SEPARATOR).sum().item()
         found[str(context)] = {
@@ -199,27 +199,6 @@ def evaluate_text(model: LanguageModel, data: TextDataModule, evaluation: Evalua
 
 def _rounded(values: Tensor) -> list[float]:
     return [round(value, 4) for value in values.tolist()]
-
-
-@torch.no_grad()
-def row_losses(model: LanguageModel, text: Tensor, context: int, say_as: str = "") -> Tensor:
-    """Nats of each token of the text (N + 1,) but its first, read in rows of `context`: float64 (N / context, context).
-
-    Rows are read some at a time and piece by piece, so that memory does not depend on the length.
-    """
-    inputs, targets = text[:-1].view(-1, context), text[1:].view(-1, context)
-    at_once = max(1, SEGMENT * 2 // context)
-    losses = []
-    for first in range(0, len(inputs), at_once):
-        rows, state, pieces = slice(first, first + at_once), None, []
-        for start in range(0, context, SEGMENT):
-            piece = slice(start, min(start + SEGMENT, context))
-            logits, state = model(inputs[rows, piece], state, return_state=True)
-            pieces.append(token_losses(logits, targets[rows, piece]).double())
-            if say_as:
-                say(doing=say_as)
-        losses.append(torch.cat(pieces, dim=1))
-    return torch.cat(losses)
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
-from linrope.checkpoints import open_checkpoint
+from linrope.checkpoints import CONFIG_FILE, open_checkpoint, read_model
 from linrope.data import DocumentChanged
 from linrope.errors import InputError, suggest
 from linrope.model import LanguageModel, LanguageModelConfig
@@ -50,9 +51,14 @@ from linrope.training.checkpoints import (
     require_same_model,
     require_training_state,
 )
-from linrope.training.config import GenerateConfig, RunConfig, SampleConfig
+from linrope.training.config import GenerateConfig, ReportConfig, RunConfig, SampleConfig, add_report_options
 from linrope.training.data import TextDataModule
+from linrope.training.extrapolation import read_lengths
+from linrope.training.extrapolation import show as show_lengths
+from linrope.training.extrapolation import write as write_lengths
 from linrope.training.module import LanguageModelingModule, NonFiniteError, OptimizerConfig
+from linrope.training.reading import LengthReading
+from linrope.training.reports import WITHOUT_PICTURES, can_draw
 from linrope.training.trial import TryLargestStages
 from linrope.training.usage import PlainParser, TrainingParser
 
@@ -118,7 +124,7 @@ class TrainingCLI(LightningCLI):
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--seed_everything", type=int, default=1, help="Seed of the first weights and of dropout.")
-        what = "resume from" if self.command == "fit" else f"{self.command} (required)"
+        what = "resume from" if self.command == "fit" else f"{self.command} (required), or a save_pretrained folder"
         parser.add_argument(
             "--segment_length",
             type=int | None,
@@ -129,6 +135,8 @@ class TrainingCLI(LightningCLI):
         parser.add_argument(
             "--ckpt_path", type=str | None, default=None, help=f"Checkpoint file to {what}; last: the newest run's."
         )
+        if self.command == "validate":
+            add_report_options(parser)
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_class_arguments(LanguageModelConfig, "model")
@@ -150,6 +158,7 @@ class TrainingCLI(LightningCLI):
         self.config = parser.parse_args(args)
         # Not part of what config.yaml repeats: a copy of that run starts from scratch.
         self.ckpt_path = self.config.pop("ckpt_path")
+        self.report = ReportConfig(**{f.name: self.config.pop(f.name, f.default) for f in fields(ReportConfig)})
         for section in SECTIONS:
             if not isinstance(self.config[section], Namespace):
                 raise InputError(f"{section}: {self.config[section]!r} must be a section of options, not a value.")
@@ -157,12 +166,16 @@ class TrainingCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         self.config_init = self.parser.instantiate(self.config)
         self._find_checkpoint(self.config_init.run)
+        self.checkpoint_given = self.ckpt_path
         self._check_checkpoint(self.config_init.model)
         self.datamodule = self.config_init.data
         config = self.config_init
         self.model = LanguageModelingModule(
             config.model, config.optimizer, config.segment_length, config.seed_everything
         )
+        if self.pretrained is not None:
+            self.model.model.load_state_dict(self.pretrained)
+            self.ckpt_path = None
         self.trainer = self.instantiate_trainer()
 
     def _find_checkpoint(self, run: RunConfig) -> None:
@@ -173,10 +186,14 @@ class TrainingCLI(LightningCLI):
 
     def _check_checkpoint(self, model_config: LanguageModelConfig) -> None:
         """Before anything is built: is there a checkpoint where one is needed, and does it fit?"""
+        self.pretrained = None  # the weights of a folder that save_pretrained wrote
         if self.ckpt_path is None:
             if self.command != "fit":
                 raise InputError(f"--ckpt_path is missing: name the checkpoint to {self.command}.")
             return
+        if self.command != "fit" and Path(self.ckpt_path, CONFIG_FILE).is_file():
+            saved, self.pretrained = read_model(Path(self.ckpt_path))
+            return require_same_model({"linrope": {"config": saved}}, model_config, self.ckpt_path)
         checkpoint = open_checkpoint(self.ckpt_path)
         require_same_model(checkpoint, model_config, self.ckpt_path)
         if self.command != "fit":
@@ -268,9 +285,23 @@ def fit(args: Sequence[str]) -> None:
 
 
 def validate(args: Sequence[str]) -> None:
-    """Measure a checkpoint on the validation split."""
+    """Measure a checkpoint on the validation split: by position in the row, and in longer rows (--lengths)."""
     cli = TrainingCLI("validate", args)
-    cli.trainer.validate(cli.model, cli.datamodule, ckpt_path=cli.ckpt_path, verbose=False, weights_only=True)
+    data, checkpoint = cli.datamodule, cli.checkpoint_given
+    folder = cli.report.prepare(data.context, cli.trainer.world_size)
+    cli.trainer.validate(cli.model, data, ckpt_path=cli.ckpt_path, verbose=False, weights_only=True)
+    if not cli.trainer.is_global_zero:
+        return
+    readings = [LengthReading.of_rows(data.context, cli.model.loss_by_position)]
+    if cli.report.lengths:
+        with cli.trainer.precision_plugin.val_step_context():
+            model = cli.model.model.to(cli.trainer.strategy.root_device)
+            readings = read_lengths(cli.console, model, data.corpora["val"], cli.report, data.context)
+    show_lengths(cli.console, readings, data.context, at_lengths=bool(cli.report.lengths))
+    if folder is not None:
+        details = {"command": _command_line("validate", args), "checkpoint": checkpoint, "context": data.context}
+        written = write_lengths(folder, readings, details, f"{Path(checkpoint).stem}, trained at {data.context:,}")
+        _say_written(cli.console, written)
 
 
 def test(args: Sequence[str]) -> None:
@@ -287,6 +318,12 @@ def generate(args: Sequence[str]) -> None:
     config = GenerateConfig(**vars(parser.parse_args(args)))
     model = LanguageModel.from_pretrained(config.ckpt_path).to(_pick_device(config.device)).eval()
     write_sample(_write, model, _read_prompt(config), **config.options)
+
+
+def _say_written(console: Console, written: Sequence[Path]) -> None:
+    console.print("wrote", *map(str, written), soft_wrap=True, highlight=False)
+    if not can_draw():
+        console.print(WITHOUT_PICTURES, markup=False, highlight=False)
 
 
 def _read_prompt(config: GenerateConfig) -> str:

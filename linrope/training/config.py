@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
+
+from jsonargparse import ArgumentParser
 
 from linrope.errors import InputError
 from linrope.generation import check_sampling
+from linrope.training.reading import parse_lengths
+from linrope.training.reports import make_folder
 
 
 @dataclass(frozen=True)
@@ -69,3 +74,50 @@ class GenerateConfig(SamplingConfig):
     """A file to take the prompt from, instead of --prompt."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; auto takes a CUDA GPU if there is one."""
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    """What `linrope validate` measures beside rows of `data.context`, and where it leaves what it found."""
+
+    lengths: list[str] | None = None
+    report: str | None = None
+    report_tokens: int = 262_144
+
+    def prepare(self, context: int, world_size: int) -> Path | None:
+        """The folder of the report, made now.
+
+        Raises:
+            InputError: an option that cannot be served.
+        """
+        if self.report_tokens < 1:
+            raise InputError(f"--report_tokens={self.report_tokens} must be 1 or more.")
+        if self.lengths:
+            parse_lengths(self.lengths, context)
+            if world_size > 1:
+                raise InputError(f"--lengths reads on one device, not on {world_size}: set trainer.devices=1.")
+        return None if self.report is None else make_folder("--report", self.report)
+
+
+def add_report_options(parser: ArgumentParser) -> None:
+    """The options of `ReportConfig`; lengths as words one after the other, which a dataclass's would not be."""
+    parser.add_argument(
+        "--lengths",
+        nargs="+",
+        type=str,
+        default=None,
+        help="Read the beginning of the validation split in rows of these lengths too, in tokens or as multiples of "
+        "data.context: 1x 4x 16x 64x. Rows are read in pieces, so any length fits in memory.",
+    )
+    parser.add_argument(
+        "--report",
+        type=str | None,
+        default=None,
+        help="Folder for the tables as CSV and JSON and, with matplotlib, a picture.",
+    )
+    parser.add_argument(
+        "--report_tokens",
+        type=int,
+        default=ReportConfig.report_tokens,
+        help="How much text --lengths reads, the longest length at least.",
+    )

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -27,6 +26,7 @@ from linrope.segments import (
 )
 from linrope.states import ModelState, forget_rows, from_plain, leaves, map_state, to_plain
 from linrope.training.checkpoints import deals_by_step, require_same_order, rewind_to_step, run_order
+from linrope.training.reading import LossByPosition, bits_per_byte, token_losses
 
 
 class NonFiniteError(RuntimeError):
@@ -91,20 +91,6 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
 
 
-def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy in nats, float32, shape (B, T), of logits (B, T, V) of any dtype against targets (B, T).
-
-    It is 0 where a target is IGNORE.
-    """
-    losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none", ignore_index=IGNORE)
-    return losses.view_as(targets)
-
-
-def bits_per_byte(nats: float, n_bytes: float) -> float:
-    """Bits per byte of text: all the nats of a text, its separators' too, over its bytes alone."""
-    return nats / math.log(2) / n_bytes if n_bytes else math.nan
-
-
 class LanguageModelingModule(LightningModule):
     """Trains a `LanguageModel` on batches `{"inputs", "targets"}`, each int64 (B, T); targets may be IGNORE.
 
@@ -112,7 +98,8 @@ class LanguageModelingModule(LightningModule):
     the state after the batch before, but for those that are fresh.
 
     Logs `train_loss` (nats per target), `train_bpb` (bits per byte), `grad_norm` (before clipping) and `lr` per
-    optimizer step, and `val_loss`, `val_bpb`, `test_loss`, `test_bpb` over a whole evaluation.
+    optimizer step, and `val_loss`, `val_bpb`, `test_loss`, `test_bpb` over a whole evaluation. `loss_by_position` holds
+    the losses of the last evaluation by where in the row they fell.
 
     Args:
         model_config: the model to make.
@@ -253,23 +240,35 @@ class LanguageModelingModule(LightningModule):
         self._log_evaluation("test")
 
     def _start_evaluation(self) -> None:
-        self._eval_sums, self._eval_tokens = [0.0, 0.0], 0  # (nats, bytes) and targets
+        self.loss_by_position = LossByPosition()
 
     def _add_to_evaluation(self, batch: dict[str, Tensor]) -> None:
-        *sums, tokens = _sums(self._nats(batch), batch["targets"]).tolist()
-        self._eval_sums = [total + new for total, new in zip(self._eval_sums, sums, strict=True)]
-        self._eval_tokens += round(tokens)
+        self.loss_by_position.add(self._token_losses(batch), batch["targets"])
 
     def _log_evaluation(self, split: str) -> None:
-        totals = [*self._eval_sums, self._eval_tokens]
         if self.trainer.world_size > 1:  # sums, not means of means: ranks may have seen unequal numbers of windows
-            on_device = torch.tensor(totals, dtype=torch.float64, device=self.device)
-            totals = self.trainer.strategy.reduce(on_device, reduce_op="sum").tolist()
+            sums = self.loss_by_position.sums.to(self.device)
+            self.loss_by_position.sums = self.trainer.strategy.reduce(sums, reduce_op="sum").cpu()
         # Every rank holds the sums already, so the logged values need no synchronising.
-        self.log_dict(self._metrics(split, *totals))
+        self.log_dict(self._metrics(split, *self.loss_by_position.totals.tolist()))
 
     def _metrics(self, split: str, nats: float, n_bytes: float, tokens: float) -> dict[str, float]:
         return {f"{split}_loss": nats / max(tokens, 1), f"{split}_bpb": bits_per_byte(nats, n_bytes)}
+
+    def _token_losses(self, batch: dict[str, Tensor]) -> Tensor:
+        """The nats of each target of a batch, (B, T)."""
+        inputs, targets, ids = batch["inputs"], batch["targets"], batch.get("segment_ids")
+        if self.segment_length is None:
+            return token_losses(self.model(inputs, segment_ids=ids), targets)
+        pieces: list[Tensor] = []
+
+        def loss(logits: Tensor, targets: Tensor) -> Tensor:
+            pieces.append(token_losses(logits, targets))
+            return pieces[-1].sum()
+
+        with torch.no_grad():  # segments then come once each, in order
+            segmented_loss(self.model, inputs, targets, self.segment_length, loss=loss, segment_ids=ids)
+        return torch.cat(pieces, dim=1)
 
     def _nats(self, batch: dict[str, Tensor]) -> Tensor:
         """The nats of a batch's targets, in all."""

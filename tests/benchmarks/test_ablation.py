@@ -13,9 +13,9 @@ import yaml
 from benchmarks import ablation, ablation_report
 from benchmarks.ablation_report import Interval, verdict
 from benchmarks.timing import Sample
-from benchmarks.training_run import row_losses, smallest_denominator
+from benchmarks.training_run import smallest_denominator
 from linrope import LanguageModel, LanguageModelConfig, RotaryConfig
-from linrope.training.module import token_losses
+from linrope.training.reading import row_losses, token_losses
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ from linrope.data import SEPARATOR
 from linrope.errors import InputError
 from linrope.model import LanguageModelConfig
 from linrope.training import LanguageModelingModule, OptimizerConfig, learning_rate_factor
-from linrope.training.module import bits_per_byte, parameter_groups, token_losses
+from linrope.training.module import parameter_groups
+from linrope.training.reading import bits_per_byte, token_losses
 
 SCHEDULE = {"warmup_steps": 10, "max_steps": 110, "final_fraction": 0.1}
 

@@ -1,0 +1,206 @@
+"""Losses of text read in rows of any length, and where in a row they fall.
+
+Rows are read piece by piece, the model's state going on from one to the next, so that memory depends on the length only
+as the state does: with linear attention not at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from linrope.data import IGNORE, SEPARATOR, Corpus
+from linrope.errors import InputError
+from linrope.model import LanguageModel
+
+SEGMENT = 4096
+"""Long rows are read in pieces of so many tokens, short rows so many together that they hold twice as many."""
+FIRST_BUCKET = 16
+"""Positions are counted in buckets: the first 16, the next 16, then each bucket twice as long as the one before."""
+N_BUCKETS = 48  # rows of 10¹⁵ tokens
+
+
+def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy in nats, float32, shape (B, T), of logits (B, T, V) of any dtype against targets (B, T).
+
+    It is 0 where a target is IGNORE.
+    """
+    losses = torch.nn.functional.cross_entropy(
+        logits.float().flatten(0, 1), targets.flatten(), reduction="none", ignore_index=IGNORE
+    )
+    return losses.view_as(targets)
+
+
+def bits_per_byte(nats: float, n_bytes: float) -> float:
+    """Bits per byte of text: all the nats of a text, its separators' too, over its bytes alone."""
+    return nats / math.log(2) / n_bytes if n_bytes else math.nan
+
+
+def in_pieces(rows: Tensor) -> Iterator[tuple[slice, slice]]:
+    """How to read rows (B, T) that may be long: some of them at a time, each from its first piece to its last."""
+    n_rows, length = rows.shape
+    at_once = max(1, 2 * SEGMENT // length)
+    for first in range(0, n_rows, at_once):
+        for start in range(0, length, SEGMENT):
+            yield slice(first, min(first + at_once, n_rows)), slice(start, min(start + SEGMENT, length))
+
+
+@torch.no_grad()
+def piece_logits(model: LanguageModel, rows: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+    """(rows, places, logits of them) for each piece of rows (B, T), on the model's device."""
+    device = next(model.parameters()).device
+    state = None
+    for these, places in in_pieces(rows):
+        logits, state = model(rows[these, places].to(device), state if places.start else None, return_state=True)
+        yield these, places, logits
+
+
+def row_losses(model: LanguageModel, text: Tensor, context: int, tick: Callable[[], None] = lambda: None) -> Tensor:
+    """Nats of each token of the text (N + 1,) but its first, read in rows of `context`: float64 (N / context, context).
+
+    `tick` is called after each piece.
+    """
+    inputs, targets = text[:-1].view(-1, context), text[1:].view(-1, context)
+    losses = torch.empty(inputs.shape, dtype=torch.float64)
+    for rows, places, logits in piece_logits(model, inputs):
+        losses[rows, places] = token_losses(logits, targets[rows, places].to(logits.device)).double().cpu()
+        tick()
+    return losses
+
+
+# --- by position -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Positions `first` … `last` of rows, counted from 1, and what their targets cost."""
+
+    first: int
+    last: int
+    tokens: int
+    bits_per_byte: float
+
+
+class LossByPosition:
+    """Sums of losses by position in the row, in buckets whose edges double.
+
+    Attributes:
+        sums: (N_BUCKETS, 3) float64: nats, bytes and targets.
+        longest: positions seen.
+    """
+
+    def __init__(self) -> None:
+        self.sums = torch.zeros(N_BUCKETS, 3, dtype=torch.float64)
+        self.longest = 0
+
+    def add(self, losses: Tensor, targets: Tensor, start: int = 0) -> None:
+        """Losses in nats of targets, both (B, T), which stand at the positions `start` … of their rows."""
+        asked = targets != IGNORE
+        is_byte = asked & (targets != SEPARATOR)
+        of_position = torch.stack([losses.float().sum(0), is_byte.sum(0).float(), asked.sum(0).float()], dim=1)
+        end = start + targets.shape[1]
+        self.sums.index_add_(0, bucket_of(torch.arange(start, end)), of_position.cpu().double())
+        self.longest = max(self.longest, end)
+
+    @property
+    def totals(self) -> Tensor:
+        """(3,) float64: nats, bytes and targets of all positions."""
+        return self.sums.sum(0)
+
+    @property
+    def bits_per_byte(self) -> float:
+        nats, n_bytes, _ = self.totals.tolist()
+        return bits_per_byte(nats, n_bytes)
+
+    def buckets(self) -> list[Bucket]:
+        """Those that hold a byte, in order."""
+        found, first = [], 0
+        for number, (nats, n_bytes, tokens) in enumerate(self.sums.tolist()):
+            last = FIRST_BUCKET << number
+            if n_bytes:
+                found.append(Bucket(first + 1, min(last, self.longest), int(tokens), bits_per_byte(nats, n_bytes)))
+            first = last
+        return found
+
+
+def bucket_of(positions: Tensor) -> Tensor:
+    """The number of the bucket of each position, counted from 0."""
+    doublings = (positions // FIRST_BUCKET).clamp(min=1).double().log2().floor().long() + 1
+    return torch.where(positions < FIRST_BUCKET, 0, doublings)
+
+
+# --- at other lengths ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LengthReading:
+    """What a text costs when it is read in rows of one length, the model starting anew at each."""
+
+    length: int
+    multiple: float
+    """Of the length that the model was trained at."""
+    rows: int
+    by_position: LossByPosition
+
+    @classmethod
+    def of_rows(cls, context: int, by_position: LossByPosition) -> LengthReading:
+        """A validation in rows of the training length, each with a target at every place."""
+        return cls(context, 1.0, round(by_position.totals[2].item() / context), by_position)
+
+
+def parse_lengths(lengths: list[str], context: int) -> list[int]:
+    """Lengths in tokens of "4x", which is four times the context, and of numbers, sorted.
+
+    Raises:
+        InputError: neither, or one that does not divide the longest: all are to read the same text.
+    """
+    found = set()
+    for text in map(str, lengths):
+        number = text.removesuffix("x")
+        if not number.isdecimal() or int(number) < 1:
+            raise InputError(
+                f"--lengths {text}: give numbers of tokens, or multiples of data.context={context} such as 4x."
+            )
+        found.add(int(number) * (context if text.endswith("x") else 1))
+    longest = max(found)
+    for length in sorted(found):
+        if longest % length:
+            raise InputError(
+                f"--lengths: {length} does not divide the longest, {longest}, so they could not read the same text: "
+                "give lengths that do, 1x 4x 16x for example."
+            )
+    return sorted(found)
+
+
+def text_for(corpus: Corpus, lengths: list[int], tokens: int) -> Tensor:
+    """The beginning of a corpus, (N + 1,): about `tokens`, N a multiple of the longest length and no less.
+
+    Raises:
+        InputError: there is not text enough for one row.
+    """
+    longest = max(lengths)
+    if len(corpus) <= longest:
+        raise InputError(
+            f"--lengths: {longest} tokens are more than the validation split has, {len(corpus) - 1:,} with a target "
+            "each: leave the longest out, or give more text."
+        )
+    n = min(max(tokens, longest), len(corpus) - 1) // longest * longest
+    return corpus.tokens(0, n + 1)
+
+
+def read_at_lengths(
+    model: LanguageModel, text: Tensor, lengths: list[int], context: int, tick: Callable[[int], None] = lambda _: None
+) -> Iterator[LengthReading]:
+    """The same text (N + 1,) in rows of each length; `tick` is called with the tokens read, piece by piece."""
+    for length in lengths:
+        inputs, targets = text[:-1].view(-1, length), text[1:].view(-1, length)
+        by_position = LossByPosition()
+        for rows, places, logits in piece_logits(model, inputs):
+            asked = targets[rows, places].to(logits.device)
+            by_position.add(token_losses(logits, asked), asked, places.start)
+            tick(asked.numel())
+        yield LengthReading(length, length / context, len(inputs), by_position)
