@@ -22,7 +22,6 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import Tensor
 
 from benchmarks.grid import BLOCK, EIGHTHS, TASKS, Evaluation, Settings
-from benchmarks.watching import signed_dimensions, watched
 from linrope import LanguageModel, linear_attention
 from linrope.checkpoints import whole_file
 from linrope.data import SEPARATOR, Corpus
@@ -31,6 +30,7 @@ from linrope.training.callbacks import LastCheckpoint
 from linrope.training.cli import quiet_lightning
 from linrope.training.module import NonFiniteError
 from linrope.training.reading import bits_per_byte, row_losses
+from linrope.watching import Seen, watched
 
 SAY_EVERY_SECONDS = 0.5
 SAVE_EVERY_SECONDS = 120
@@ -206,14 +206,15 @@ def smallest_denominator(model: LanguageModel, data: TextDataModule) -> float | 
     """The smallest |denominator| of any linear layer, head and token in one row of validation text."""
     rows, smallest = data.corpora["val"].tokens(0, data.context)[None], []
 
-    def watch(q: Tensor, k: Tensor, v: Tensor, rope=None, *, normalize: str, **options: Any) -> None:
+    def watch(seen: Seen) -> None:
+        rope, normalize = seen.options["rope"], seen.options["normalize"]
         if normalize != "none":
-            signed, turned = signed_dimensions(rope), rope if normalize == "rotary" else None
-            positive = q[..., signed:], k[..., signed:], torch.ones_like(v[..., :1])
-            options = {**options, "normalize": "none", "return_state": False}
-            smallest.append(linear_attention(*positive, turned, **options).abs().min().item())
+            signed, turned = 0 if rope is None else rope.signed_dim, rope if normalize == "rotary" else None
+            positive = seen.q[..., signed:], seen.k[..., signed:], torch.ones_like(seen.v[..., :1])
+            options = {**seen.options, "rope": turned, "normalize": "none"}
+            smallest.append(linear_attention(*positive, **options).abs().min().item())
 
-    with watched(watch):
+    with watched(model, watch):
         model(rows)
     return min(smallest, default=None)
 

@@ -56,6 +56,7 @@ from linrope.training.data import TextDataModule
 from linrope.training.extrapolation import read_lengths
 from linrope.training.extrapolation import show as show_lengths
 from linrope.training.extrapolation import write as write_lengths
+from linrope.training.health import HealthMonitor, SpikeWarning
 from linrope.training.module import LanguageModelingModule, NonFiniteError, OptimizerConfig
 from linrope.training.reading import LengthReading
 from linrope.training.reports import WITHOUT_PICTURES, can_draw
@@ -250,6 +251,10 @@ class TrainingCLI(LightningCLI):
             ModelCheckpoint(folder / "checkpoints", "best", monitor="val_bpb", enable_version_counter=False),
             self.last_checkpoint,  # after the best, whose score it keeps
         ]
+        if self.config_init.run.health_every_n_steps:
+            callbacks.append(HealthMonitor(self.config_init.run.health_every_n_steps))
+        if self.config_init.run.spike_factor:
+            callbacks.append(SpikeWarning(self.console, self.config_init.run.spike_factor))
         if sample.prompt is not None:
             callbacks.append(PrintSample(_write, sample.prompt, **sample.options))
         return callbacks

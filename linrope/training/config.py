@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,10 +25,19 @@ class RunConfig:
     """Folder of all runs."""
     checkpoint_every_n_steps: int = 500
     """Steps between two checkpoints (last.ckpt; it is also written at the end and on Ctrl-C)."""
+    health_every_n_steps: int = 100
+    """Steps between two looks at the health of linear attention (columns health/… of metrics.csv); 0 for none."""
+    spike_factor: float = 3.0
+    """Say where the loss or the gradient's norm is more than so many times the median of the 100 steps before, with the
+    samples of that step; 0 says nothing."""
 
     def __post_init__(self) -> None:
         if self.checkpoint_every_n_steps < 1:
             raise InputError(f"run.checkpoint_every_n_steps={self.checkpoint_every_n_steps} must be 1 or more.")
+        if self.health_every_n_steps < 0:
+            raise InputError(f"run.health_every_n_steps={self.health_every_n_steps} must be 0 (never) or more.")
+        if self.spike_factor != 0 and not 1 < self.spike_factor < math.inf:
+            raise InputError(f"run.spike_factor={self.spike_factor} must be above 1, or 0 to say nothing.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -153,6 +153,15 @@ class TextDataModule(LightningDataModule):
         """Tokens that a run has trained on, over all devices, after `step` optimizer steps."""
         return self.plan.tokens_at(step)
 
+    def samples_of(self, step: int) -> str:
+        """The training samples of the optimizer step after `step` finished ones, for people to read."""
+        if self.lanes:
+            per_step = self.trainer.accumulate_grad_batches
+            return f"batches {step * per_step} … {(step + 1) * per_step - 1} of the lanes"
+        stage = self.plan.stage_at(step)
+        first = stage.first_sample + (step - stage.first_step) * stage.samples_per_step
+        return f"samples {first} … {first + stage.samples_per_step - 1} of length {stage.seq_len}"
+
     def first_batch(self, stage: PlannedStage) -> Batch:
         """The first training batch of a stage of `plan`, on the CPU; it needs `setup("fit")`."""
         samples = range(stage.first_sample, stage.first_sample + stage.batch_size)

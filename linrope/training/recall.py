@@ -223,6 +223,11 @@ class RecallDataModule(LightningDataModule):
             "seed": self.seed,
         }
 
+    def samples_of(self, step: int) -> str:
+        """The training batches of the optimizer step after `step` finished ones, for people to read."""
+        per_step = self.trainer.accumulate_grad_batches
+        return f"batches {step * per_step} … {(step + 1) * per_step - 1}"
+
     def task_of(self, split: str) -> Task:
         """What makes the rows of a split: "train", "val" or "test"."""
         return self.task
