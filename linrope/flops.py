@@ -1,8 +1,8 @@
 """How many floating-point operations a training step takes, by formula: multiplications and additions of its products.
 
-Counted are matrix products and convolutions, as PyTorch's own counter (`torch.utils.flop_counter`) counts them: of softmax
-attention all pairs, those that causality hides among them; of the linear kernel the products that it computes, the
-backward's recomputation included. Activations, norms and sums are left out.
+Counted are matrix products and convolutions, as PyTorch's own counter (`torch.utils.flop_counter`) counts them: of
+softmax attention all pairs, those that causality hides among them; of the linear kernel the products that it computes,
+the backward's recomputation included. Activations, norms and sums are left out.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def step_flops(model: LanguageModel, batch_size: int, length: int, segment_lengt
     """Of a training step on rows of `length` tokens, at once or in segments, which are read forward twice."""
     total = 0
     for past, n in _pieces(length, segment_length):
-        flops = _piece_flops(model, batch_size, n, past)
+        flops = _piece_flops(model, batch_size, n, past, followed=past + n < length)
         total += flops.forward * (1 if segment_length is None else 2) + flops.backward
     return total
 
 
 def forward_flops(model: LanguageModel, batch_size: int, length: int) -> int:
     """Of reading rows of `length` tokens without learning."""
-    return _piece_flops(model, batch_size, length, past=0).forward
+    return _piece_flops(model, batch_size, length, past=0, followed=False).forward
 
 
 def _pieces(length: int, segment_length: int | None) -> Iterator[tuple[int, int]]:
@@ -56,7 +56,7 @@ def _pieces(length: int, segment_length: int | None) -> Iterator[tuple[int, int]
         yield start, min(size, length - start)
 
 
-def _piece_flops(model: LanguageModel, batch: int, n: int, past: int) -> Flops:
+def _piece_flops(model: LanguageModel, batch: int, n: int, past: int, followed: bool) -> Flops:
     total = Flops()
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -66,7 +66,7 @@ def _piece_flops(model: LanguageModel, batch: int, n: int, past: int) -> Flops:
         if attention.conv is not None:
             total += Flops.of_product(2 * batch * n * attention.conv.weight.numel())
         if isinstance(attention, LinearAttention):
-            total += _feature_map_flops(attention, batch, n) + _linear_flops(attention, batch, n)
+            total += _feature_map_flops(attention, batch, n) + _linear_flops(attention, batch, n, followed)
         else:
             total += _softmax_flops(attention, batch, n, past)
     return total
@@ -81,13 +81,13 @@ def _feature_map_flops(attention: LinearAttention, batch: int, n: int) -> Flops:
     return Flops.of_product(forward, factors=1 if isinstance(phi, Favor) else 2)  # FAVOR's matrix is not trained
 
 
-def _linear_flops(attention: LinearAttention, batch: int, n: int) -> Flops:
+def _linear_flops(attention: LinearAttention, batch: int, n: int, followed: bool) -> Flops:
     rows, features, width = batch * attention.n_heads, attention.n_features, attention.head_dim
     normalize = attention.options["normalize"]
     if normalize == "rotary":  # its denominator is one more column of values
         width += 1
     spans = Tile.of(batch, attention.n_heads, n, max(features, width)).spans(n)
-    sums = 2 if normalize == "plain" else 0
+    sums = 2 if normalize == "plain" else int(followed)  # a later segment hands back a gradient of the sum of keys
     forward = causal_flops(rows, spans, features, width, 1, backward=False)
     return Flops(forward, causal_flops(rows, spans, features, width, sums, backward=True))
 

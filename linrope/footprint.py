@@ -20,20 +20,29 @@ from linrope.segments import segmented_loss, summed_cross_entropy
 
 WORKSPACE = 56 * 2**20
 """What the kernel works on its blocks in, and what PyTorch's libraries and threads keep, at any length."""
-HELD = {"cpu": 1.27, "cuda": 1.1}
-"""What the process holds for each byte of activations: allocators keep gaps between tensors of many sizes. On a CPU it is
-glibc's malloc, measured on ten shapes of training steps (1.23 to 1.35); on a GPU it is a guess, not measured."""
+MMAP_THRESHOLD = 32 * 2**20
+"""What is larger, glibc's malloc takes from the system and gives back to it; of smaller tensors it keeps the gaps."""
+GAPS = {"cpu": 1.28, "cuda": 1.1}
+"""What a process holds for each byte of tensors between which there are gaps. On a CPU measured on training steps of
+several shapes (1.23 to 1.35); on a GPU, where the gaps are those of PyTorch's allocator, a guess and not measured."""
+LEFT_BETWEEN_SEGMENTS = 24 * 2**20
+"""What freed segments still hold on a CPU until it is given back, which happens every few of them."""
 SEGMENTS_RUN = 4
 """Of a sequence in segments so many are run; each further one adds what is kept between two."""
 
 
 class _Meter(TorchDispatchMode):
-    """Counts the bytes of all storages alive, and the most there were."""
+    """Counts the bytes that all storages alive hold on a device, and the most there were."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
         super().__init__()
+        self.device = device
         self.live = self.peak = 0
         self._known: set[int] = set()
+
+    def held(self, nbytes: int) -> int:
+        """Of one storage, with its share of the gaps."""
+        return nbytes if self.device == "cpu" and nbytes >= MMAP_THRESHOLD else round(GAPS[self.device] * nbytes)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -49,13 +58,14 @@ class _Meter(TorchDispatchMode):
         if id(storage) in self._known:
             return
         self._known.add(id(storage))
-        self.live += storage.nbytes()
+        held = self.held(storage.nbytes())
+        self.live += held
         self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._freed, id(storage), storage.nbytes())
+        weakref.finalize(storage, self._freed, id(storage), held)
 
-    def _freed(self, key: int, nbytes: int) -> None:
+    def _freed(self, key: int, held: int) -> None:
         self._known.discard(key)
-        self.live -= nbytes
+        self.live -= held
 
 
 @dataclass(frozen=True)
@@ -64,17 +74,15 @@ class Footprint:
 
     Attributes:
         weights: parameters, their gradients and AdamW's two moments.
-        activations: all other tensors at the moment when they are most, the row's tokens among them.
-        device: "cpu" or "cuda".
+        activations: all other tensors, and the gaps between them, at the moment when they are most.
     """
 
     weights: int
     activations: int
-    device: str
 
     @property
     def total(self) -> int:
-        return self.weights + round(HELD[self.device] * self.activations) + WORKSPACE
+        return self.weights + self.activations + WORKSPACE
 
 
 def training_footprint(
@@ -96,25 +104,30 @@ def training_footprint(
         device: whose allocator holds it.
     """
     n_run = length if segment_length is None else min(length, SEGMENTS_RUN * segment_length)
-    rng = torch.get_rng_state()
-    with FakeTensorMode(), _Meter() as meter:
+    with torch.random.fork_rng([]), FakeTensorMode(), _Meter(device) as meter:
         model = LanguageModel(config)
         tokens = torch.zeros(batch_size, n_run + 1, dtype=torch.int64)
         ids = torch.zeros(batch_size, n_run, dtype=torch.int64) if apart else None
-        parameters = meter.peak = meter.live
+        before = meter.peak = meter.live  # parameters and tokens
         with torch.autocast("cpu", autocast, enabled=autocast is not None):
             loss = _loss(model, tokens, ids, segment_length)
-        kept = meter.live - parameters
+        kept = meter.live - before
         loss.backward()
-        peak = meter.peak
-    torch.set_rng_state(rng)
     of_parameters = sum(p.numel() * p.element_size() for p in model.parameters())
-    activations = peak - of_parameters  # some gradients are there by then, or not: they are counted with the weights
+    activations = meter.peak - before
+    if segment_length is not None and device == "cpu":
+        activations += LEFT_BETWEEN_SEGMENTS
     if n_run < length:
         n_segments = -(-n_run // segment_length)
         further = -(-(length - n_run) // segment_length)
         activations += further * kept // n_segments + batch_size * (length - n_run) * tokens.element_size()
-    return Footprint(4 * of_parameters, activations, device)
+    return Footprint(4 * of_parameters, activations)
+
+
+def shapes_only(config: LanguageModelConfig) -> LanguageModel:
+    """A model whose weights have shapes and no memory: to count its parameters, its state and its operations."""
+    with torch.random.fork_rng([]), FakeTensorMode():
+        return LanguageModel(config)
 
 
 def _loss(model: LanguageModel, tokens: Tensor, ids: Tensor | None, segment_length: int | None) -> Tensor:

@@ -3,7 +3,7 @@
 And recall as a task: `RecallModule` on `MQARDataModule`, `CopyDataModule`, `InductionDataModule`, `PasskeyDataModule`.
 """
 
-from linrope.training.callbacks import GracefulStop, LastCheckpoint, PrintSample, ProgressReport, RunSummary, Throughput
+from linrope.training.callbacks import GracefulStop, LastCheckpoint, PrintSample, ProgressReport, RunSummary
 from linrope.training.checkpoints import CheckpointError, WholeCheckpointIO
 from linrope.training.data import TextDataModule
 from linrope.training.module import (
@@ -21,6 +21,7 @@ from linrope.training.recall import (
     RecallDataModule,
     RecallModule,
 )
+from linrope.training.throughput import Throughput
 from linrope.training.trial import TryLargestStages
 
 __all__ = [

@@ -1,6 +1,7 @@
-"""The command line: `linrope fit | validate | test | generate`.
+"""The command line: `linrope fit | validate | test | plan | recall | generate`.
 
-The first three are Lightning's: every option of its Trainer can be set, in YAML or as `--trainer.OPTION`.
+The first three are Lightning's: every option of its Trainer can be set, in YAML or as `--trainer.OPTION`. `plan` takes
+the same options, and runs nothing.
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
 
 from linrope.checkpoints import CONFIG_FILE, open_checkpoint, read_model
 from linrope.data import DocumentChanged
 from linrope.errors import InputError, suggest
+from linrope.footprint import shapes_only
 from linrope.model import LanguageModel, LanguageModelConfig
+from linrope.segments import require_segments
 from linrope.training.callbacks import (
     GracefulStop,
     Interrupted,
@@ -41,7 +45,6 @@ from linrope.training.callbacks import (
     ProgressReport,
     RunSummary,
     SaveConfig,
-    Throughput,
     write_sample,
 )
 from linrope.training.checkpoints import (
@@ -51,17 +54,32 @@ from linrope.training.checkpoints import (
     require_same_model,
     require_training_state,
 )
-from linrope.training.config import GenerateConfig, ReportConfig, RunConfig, SampleConfig, add_report_options
+from linrope.training.config import (
+    GenerateConfig,
+    PlanConfig,
+    RecallConfig,
+    ReportConfig,
+    RunConfig,
+    SampleConfig,
+    add_case_options,
+    add_report_options,
+)
 from linrope.training.data import TextDataModule
 from linrope.training.extrapolation import read_lengths
 from linrope.training.extrapolation import show as show_lengths
 from linrope.training.extrapolation import write as write_lengths
 from linrope.training.health import HealthMonitor, SpikeWarning
 from linrope.training.module import LanguageModelingModule, NonFiniteError, OptimizerConfig
+from linrope.training.plan import Setting, measure_rate
+from linrope.training.plan import show as show_plan
 from linrope.training.reading import LengthReading
-from linrope.training.reports import WITHOUT_PICTURES, can_draw
+from linrope.training.recall_map import recall_by_depth, require_cases, table_of
+from linrope.training.recall_map import write as write_recall
+from linrope.training.reports import WITHOUT_PICTURES, can_draw, make_folder
+from linrope.training.throughput import Throughput
 from linrope.training.trial import TryLargestStages
 from linrope.training.usage import PlainParser, TrainingParser
+from linrope.units import parse_bytes
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -125,7 +143,7 @@ class TrainingCLI(LightningCLI):
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--seed_everything", type=int, default=1, help="Seed of the first weights and of dropout.")
-        what = "resume from" if self.command == "fit" else f"{self.command} (required), or a save_pretrained folder"
+        what = "resume from" if self.command in ("fit", "plan") else f"{self.command}, or a save_pretrained folder"
         parser.add_argument(
             "--segment_length",
             type=int | None,
@@ -138,6 +156,8 @@ class TrainingCLI(LightningCLI):
         )
         if self.command == "validate":
             add_report_options(parser)
+        if self.command == "plan":
+            parser.add_class_arguments(PlanConfig)
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_class_arguments(LanguageModelConfig, "model")
@@ -159,13 +179,18 @@ class TrainingCLI(LightningCLI):
         self.config = parser.parse_args(args)
         # Not part of what config.yaml repeats: a copy of that run starts from scratch.
         self.ckpt_path = self.config.pop("ckpt_path")
-        self.report = ReportConfig(**{f.name: self.config.pop(f.name, f.default) for f in fields(ReportConfig)})
+        self.report, self.plan = (
+            config(**{f.name: self.config.pop(f.name, f.default) for f in fields(config)})
+            for config in (ReportConfig, PlanConfig)
+        )
         for section in SECTIONS:
             if not isinstance(self.config[section], Namespace):
                 raise InputError(f"{section}: {self.config[section]!r} must be a section of options, not a value.")
 
     def instantiate_classes(self) -> None:
         self.config_init = self.parser.instantiate(self.config)
+        if self.command == "plan":
+            return
         self._find_checkpoint(self.config_init.run)
         self.checkpoint_given = self.ckpt_path
         self._check_checkpoint(self.config_init.model)
@@ -315,6 +340,61 @@ def test(args: Sequence[str]) -> None:
     cli.trainer.test(cli.model, cli.datamodule, ckpt_path=cli.ckpt_path, verbose=False, weights_only=True)
 
 
+def plan(args: Sequence[str]) -> None:
+    """Say what a run will take before it runs: memory against length, operations, time."""
+    cli = TrainingCLI("plan", args)
+    config, wanted = cli.config_init, cli.plan
+    memory = None if wanted.memory is None else parse_bytes(wanted.memory)
+    if config.segment_length is not None:
+        require_segments(shapes_only(config.model), config.segment_length)
+    setting = planned(config)
+    rate = measure_rate(setting) if wanted.measure else wanted.tokens_per_second
+    show_plan(cli.console, setting, memory, rate)
+
+
+def planned(config: Namespace) -> Setting:
+    """What a run's costs follow from, of its configuration. One device where it does not say how many."""
+    data, trainer = config.data, config.trainer
+    gpu = trainer.accelerator in ("gpu", "cuda") or (trainer.accelerator == "auto" and torch.cuda.is_available())
+    devices = trainer.devices if isinstance(trainer.devices, int) and trainer.devices > 0 else 1
+    per_step = data.context * data.batch_size * trainer.accumulate_grad_batches * devices
+    return Setting(
+        model=config.model,
+        context=data.context,
+        batch_size=data.batch_size,
+        tokens_per_step=per_step,
+        max_steps=trainer.max_steps,
+        segment_length=config.segment_length,
+        apart=data.documents == "apart",
+        precision=str(trainer.precision or "32-true"),
+        device="cuda" if gpu else "cpu",
+    )
+
+
+def recall(args: Sequence[str]) -> None:
+    """Measure what a model recalls, by length and depth: a pass key in text, or an induction step."""
+    parser = PlainParser(prog="linrope recall", usage="linrope recall --ckpt_path FILE [--lengths N N ...] [options]")
+    parser.description, parser.allow_abbrev = recall.__doc__, False
+    parser.add_class_arguments(RecallConfig, skip={"lengths", "depths"})
+    add_case_options(parser)
+    config = RecallConfig(**vars(parser.parse_args(args)))
+    console = Console(highlight=False)
+    folder = None if config.report is None else make_folder("--report", config.report)
+    model = LanguageModel.from_pretrained(config.ckpt_path).to(_pick_device(config.device)).eval()
+    task = config.make_task(model.config.vocab_size)
+    require_cases(task, config.lengths, config.depths, config.rows)
+    bar = Progress(TextColumn("asking"), BarColumn(), console=console, transient=True, disable=not console.is_terminal)
+    with bar:
+        number = bar.add_task("", total=len(config.lengths) * len(config.depths))
+        cases = config.lengths, config.depths, config.rows, config.seed
+        found = list(recall_by_depth(model, task, *cases, tick=lambda: bar.advance(number)))
+    title = f"{config.task}: rows answered, {Path(config.ckpt_path).stem}"
+    console.print(table_of(found, title))
+    if folder is not None:
+        details = {"command": _command_line("recall", args)}
+        _say_written(console, write_recall(folder, found, details, title))
+
+
 def generate(args: Sequence[str]) -> None:
     """Write text with a trained model."""
     parser = PlainParser(prog="linrope generate", usage="linrope generate --ckpt_path FILE --prompt TEXT [options]")
@@ -355,6 +435,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "fit": fit,
     "validate": validate,
     "test": test,
+    "plan": plan,
+    "recall": recall,
     "generate": generate,
 }
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from jsonargparse import ArgumentParser
 
+from linrope.data import VOCAB_SIZE, find_sources, split_corpus
 from linrope.errors import InputError
 from linrope.generation import check_sampling
+from linrope.training.passkey import Passkey
 from linrope.training.reading import parse_lengths
+from linrope.training.recall import Induction, Task
 from linrope.training.reports import make_folder
 
 
@@ -130,4 +133,74 @@ def add_report_options(parser: ArgumentParser) -> None:
         type=int,
         default=ReportConfig.report_tokens,
         help="How much text --lengths reads, the longest length at least.",
+    )
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """What `linrope plan` is to compare the run with."""
+
+    memory: str | None = None
+    """A device's memory, 24GiB for example: say which length of rows fits."""
+    tokens_per_second: float | None = None
+    """A rate known from elsewhere: say how long the run takes."""
+    measure: bool = False
+    """Measure the rate in a few training steps here."""
+
+    def __post_init__(self) -> None:
+        if self.tokens_per_second is not None and not 0 < self.tokens_per_second < math.inf:
+            raise InputError(f"--tokens_per_second={self.tokens_per_second} must be above 0.")
+        if self.measure and self.tokens_per_second is not None:
+            raise InputError("--measure and --tokens_per_second exclude each other: give one of them.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecallConfig:
+    """Which model is asked what."""
+
+    ckpt_path: str
+    """Checkpoint file, or a folder that save_pretrained wrote."""
+    task: Literal["passkey", "induction"] = "passkey"
+    """passkey: five digits told in real text; induction: which token followed a mark, in random tokens."""
+    lengths: list[int]
+    depths: list[int]
+    rows: int = 20
+    """Rows of each length and depth."""
+    text: str | None = None
+    """Text around pass keys: a file, a folder or a glob; null is the built-in corpus."""
+    fractions: list[float] = field(default_factory=lambda: [0.9, 0.05, 0.05])
+    """Shares of the text for train, val and test, of which val is used: give those the model was trained with."""
+    seed: int = 0
+    """Names the rows."""
+    report: str | None = None
+    """Folder for the table as CSV and JSON and, with matplotlib, a heat map."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run; auto takes a CUDA GPU if there is one."""
+
+    def make_task(self, vocab_size: int) -> Task:
+        """The task, for a model of so many tokens.
+
+        Raises:
+            InputError: a model that does not read bytes, for pass keys.
+        """
+        if self.task == "induction":
+            return Induction(vocab_size)
+        if vocab_size != VOCAB_SIZE:
+            raise InputError(
+                f"--ckpt_path: its model has vocab_size={vocab_size}, pass keys are written in bytes ({VOCAB_SIZE})."
+            )
+        return Passkey(split_corpus(find_sources(self.text), self.fractions)["val"])
+
+
+def add_case_options(parser: ArgumentParser) -> None:
+    """The lengths and depths of `RecallConfig`, as numbers one after the other."""
+    parser.add_argument(
+        "--lengths", nargs="+", type=int, default=[256, 512, 1024, 2048, 4096], help="Tokens of the rows."
+    )
+    parser.add_argument(
+        "--depths",
+        nargs="+",
+        type=int,
+        default=[0, 25, 50, 75, 100],
+        help="Where it is told, in percent of the row: 0 at its start, 100 right before it is asked.",
     )

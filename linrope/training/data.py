@@ -28,6 +28,7 @@ from linrope.data import (
     split_corpus,
 )
 from linrope.errors import InputError, check_keys, require_choice
+from linrope.training.loading import TimedLoader
 
 Batch = dict[str, Tensor]
 
@@ -211,7 +212,7 @@ class TextDataModule(LightningDataModule):
 
     def _loader(self, dataset: Dataset[Batch], **options: object) -> DataLoader[Batch]:
         on_gpu = self.trainer.strategy.root_device.type == "cuda"
-        return DataLoader(
+        return TimedLoader(
             dataset,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,

@@ -26,6 +26,7 @@ from linrope.data import (
     require_mqar,
 )
 from linrope.errors import InputError
+from linrope.training.loading import TimedLoader
 from linrope.training.module import LanguageModelingModule
 from linrope.training.reading import token_losses
 
@@ -266,7 +267,7 @@ class RecallDataModule(LightningDataModule):
 
     def _loader(self, batches: IterableDataset[Batch] | list[Batch], **options: object) -> DataLoader[Batch]:
         on_gpu = self.trainer.strategy.root_device.type == "cuda"
-        return DataLoader(batches, batch_size=None, pin_memory=on_gpu, **options)
+        return TimedLoader(batches, batch_size=None, pin_memory=on_gpu, **options)
 
 
 class MQARDataModule(RecallDataModule):

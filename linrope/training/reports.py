@@ -72,8 +72,9 @@ WITHOUT_PICTURES = "matplotlib is not installed: no picture (pip install 'linrop
 
 
 def new_table(title: str, *columns: str) -> Table:
-    """An empty table of numbers."""
+    """An empty table of numbers, as wide as its title where that fits a terminal."""
     table = Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, title_justify="left", padding=(0, 1, 0, 0))
+    table.min_width = min(78, len(title))
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     return table
