@@ -353,10 +353,10 @@ def plan(args: Sequence[str]) -> None:
 
 
 def planned(config: Namespace) -> Setting:
-    """What a run's costs follow from, of its configuration. One device where it does not say how many."""
+    """What a run's costs follow from, of its configuration."""
     data, trainer = config.data, config.trainer
     gpu = trainer.accelerator in ("gpu", "cuda") or (trainer.accelerator == "auto" and torch.cuda.is_available())
-    devices = trainer.devices if isinstance(trainer.devices, int) and trainer.devices > 0 else 1
+    devices = _n_devices(trainer.devices, gpu)
     per_step = data.context * data.batch_size * trainer.accumulate_grad_batches * devices
     return Setting(
         model=config.model,
@@ -369,6 +369,15 @@ def planned(config: Namespace) -> Setting:
         precision=str(trainer.precision or "32-true"),
         device="cuda" if gpu else "cpu",
     )
+
+
+def _n_devices(devices: int | str | list[int], gpu: bool) -> int:
+    """How many a run would have; where it takes all there are, those of this machine."""
+    if isinstance(devices, list):
+        return len(devices)
+    if str(devices).isdecimal():
+        return int(devices)
+    return max(1, torch.cuda.device_count()) if gpu else 1
 
 
 def recall(args: Sequence[str]) -> None:

@@ -110,10 +110,10 @@ def figure_of(readings: list[LengthReading], title: str) -> Figure:
         buckets = reading.by_position.buckets()
         middles = [(bucket.first * bucket.last) ** 0.5 for bucket in buckets]
         bits = [bucket.bits_per_byte for bucket in buckets]
-        right.plot(middles, bits, marker=".", label=f"{reading.length:,}", linewidth=1.2)
+        right.plot(middles, bits, marker=".", label=f"{reading.length:,} ({reading.rows})", linewidth=1.2)
     _dress(right, "position in the row (tokens)", [])
     right.set_ylabel("bits per byte, by position")
-    right.legend(title="rows of", fontsize="small")
+    right.legend(title="rows of (how many)", fontsize="small")
     figure.suptitle(title, fontsize="medium")
     return figure
 

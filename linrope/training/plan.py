@@ -184,8 +184,7 @@ def _table(console: Console, setting: Setting, found: list[Way]) -> Table:
 
 
 def _caption(setting: Setting) -> str:
+    segments = "" if setting.segment_length is not None else f"Segments are of {DEFAULT_SEGMENT:,} tokens. "
     if setting.device == "cpu":
-        return "Memory is beside that of a bare process with PyTorch in it; measured runs took within 15 % of it."
-    return (
-        "Memory of tensors on the GPU and a tenth for its allocator, which is a guess; the CUDA context is not in it."
-    )
+        return f"{segments}Memory is beside that of a bare process with PyTorch in it; runs took within 15 % of it."
+    return f"{segments}Memory is of tensors, and a guessed tenth for the GPU's allocator, without the CUDA context."
