@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from linrope.checkpoints import CONFIG_FILE, open_checkpoint, read_model
-from linrope.data import DocumentChanged
+from linrope.data import DocumentChanged, find_sources, split_corpus
 from linrope.errors import InputError, suggest
 from linrope.footprint import shapes_only
 from linrope.model import LanguageModel, LanguageModelConfig
@@ -62,6 +62,7 @@ from linrope.training.config import (
     RunConfig,
     SampleConfig,
     add_case_options,
+    add_plan_options,
     add_report_options,
 )
 from linrope.training.data import TextDataModule
@@ -143,7 +144,7 @@ class TrainingCLI(LightningCLI):
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--seed_everything", type=int, default=1, help="Seed of the first weights and of dropout.")
-        what = "resume from" if self.command in ("fit", "plan") else f"{self.command}, or a save_pretrained folder"
+        what = "resume from" if self.command == "fit" else f"{self.command}, or a save_pretrained folder"
         parser.add_argument(
             "--segment_length",
             type=int | None,
@@ -151,13 +152,13 @@ class TrainingCLI(LightningCLI):
             help="Read sequences in segments of so many tokens, with exact gradients, in memory that does not grow "
             "with data.context; null reads each at once.",
         )
+        if self.command == "plan":
+            return add_plan_options(parser)
         parser.add_argument(
             "--ckpt_path", type=str | None, default=None, help=f"Checkpoint file to {what}; last: the newest run's."
         )
         if self.command == "validate":
             add_report_options(parser)
-        if self.command == "plan":
-            parser.add_class_arguments(PlanConfig)
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_class_arguments(LanguageModelConfig, "model")
@@ -178,7 +179,7 @@ class TrainingCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         self.config = parser.parse_args(args)
         # Not part of what config.yaml repeats: a copy of that run starts from scratch.
-        self.ckpt_path = self.config.pop("ckpt_path")
+        self.ckpt_path = self.config.pop("ckpt_path", None)
         self.report, self.plan = (
             config(**{f.name: self.config.pop(f.name, f.default) for f in fields(config)})
             for config in (ReportConfig, PlanConfig)
@@ -318,7 +319,10 @@ def validate(args: Sequence[str]) -> None:
     """Measure a checkpoint on the validation split: by position in the row, and in longer rows (--lengths)."""
     cli = TrainingCLI("validate", args)
     data, checkpoint = cli.datamodule, cli.checkpoint_given
-    folder = cli.report.prepare(data.context, cli.trainer.world_size)
+    folder = None if cli.report.report is None else make_folder("--report", cli.report.report)
+    if cli.report.lengths:  # now, so that a mistake costs no validation
+        corpus = split_corpus(find_sources(data.path), data.fractions)["val"]
+        lengths, text = cli.report.text_of(corpus, data.context, cli.trainer.world_size)
     cli.trainer.validate(cli.model, data, ckpt_path=cli.ckpt_path, verbose=False, weights_only=True)
     if not cli.trainer.is_global_zero:
         return
@@ -326,7 +330,7 @@ def validate(args: Sequence[str]) -> None:
     if cli.report.lengths:
         with cli.trainer.precision_plugin.val_step_context():
             model = cli.model.model.to(cli.trainer.strategy.root_device)
-            readings = read_lengths(cli.console, model, data.corpora["val"], cli.report, data.context)
+            readings = read_lengths(cli.console, model, text, lengths, data.context)
     show_lengths(cli.console, readings, data.context, at_lengths=bool(cli.report.lengths))
     if folder is not None:
         details = {"command": _command_line("validate", args), "checkpoint": checkpoint, "context": data.context}

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from jsonargparse import ArgumentParser
+from torch import Tensor
 
-from linrope.data import VOCAB_SIZE, find_sources, split_corpus
+from linrope.data import VOCAB_SIZE, Corpus, find_sources, split_corpus
 from linrope.errors import InputError
 from linrope.generation import check_sampling
 from linrope.training.passkey import Passkey
-from linrope.training.reading import parse_lengths
+from linrope.training.reading import parse_lengths, text_for
 from linrope.training.recall import Induction, Task
-from linrope.training.reports import make_folder
 
 
 @dataclass(frozen=True)
@@ -97,19 +96,20 @@ class ReportConfig:
     report: str | None = None
     report_tokens: int = 262_144
 
-    def prepare(self, context: int, world_size: int) -> Path | None:
-        """The folder of the report, made now.
-
-        Raises:
-            InputError: an option that cannot be served.
-        """
+    def __post_init__(self) -> None:
         if self.report_tokens < 1:
             raise InputError(f"--report_tokens={self.report_tokens} must be 1 or more.")
-        if self.lengths:
-            parse_lengths(self.lengths, context)
-            if world_size > 1:
-                raise InputError(f"--lengths reads on one device, not on {world_size}: set trainer.devices=1.")
-        return None if self.report is None else make_folder("--report", self.report)
+
+    def text_of(self, corpus: Corpus, context: int, world_size: int) -> tuple[list[int], Tensor]:
+        """The lengths in tokens, and the text to read in rows of each.
+
+        Raises:
+            InputError: lengths that are none or longer than the corpus, or more devices than one.
+        """
+        lengths = parse_lengths(self.lengths, context)
+        if world_size > 1:
+            raise InputError(f"--lengths reads on one device, not on {world_size}: set trainer.devices=1.")
+        return lengths, text_for(corpus, lengths, self.report_tokens)
 
 
 def add_report_options(parser: ArgumentParser) -> None:
@@ -141,17 +141,33 @@ class PlanConfig:
     """What `linrope plan` is to compare the run with."""
 
     memory: str | None = None
-    """A device's memory, 24GiB for example: say which length of rows fits."""
     tokens_per_second: float | None = None
-    """A rate known from elsewhere: say how long the run takes."""
     measure: bool = False
-    """Measure the rate in a few training steps here."""
 
     def __post_init__(self) -> None:
         if self.tokens_per_second is not None and not 0 < self.tokens_per_second < math.inf:
             raise InputError(f"--tokens_per_second={self.tokens_per_second} must be above 0.")
         if self.measure and self.tokens_per_second is not None:
             raise InputError("--measure and --tokens_per_second exclude each other: give one of them.")
+
+
+def add_plan_options(parser: ArgumentParser) -> None:
+    """The options of `PlanConfig`, `--measure` as a flag."""
+    parser.add_argument(
+        "--memory",
+        type=str | None,
+        default=None,
+        help="A device's memory, 24GiB for example: say which length of rows fits.",
+    )
+    parser.add_argument(
+        "--tokens_per_second",
+        type=float | None,
+        default=None,
+        help="A rate known from elsewhere: say how long the run takes.",
+    )
+    parser.add_argument(
+        "--measure", action="store_true", help="Measure the rate in a few training steps here, on random tokens."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,15 +6,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from torch import Tensor
 
-from linrope.data import Corpus
 from linrope.model import LanguageModel
-from linrope.training.config import ReportConfig
-from linrope.training.reading import LengthReading, parse_lengths, read_at_lengths, text_for
+from linrope.training.reading import LengthReading, read_at_lengths
 from linrope.training.reports import new_table, write_csv, write_json, write_picture
 
 if TYPE_CHECKING:
@@ -23,21 +21,13 @@ if TYPE_CHECKING:
 
 
 def read_lengths(
-    console: Console, model: LanguageModel, corpus: Corpus, report: ReportConfig, context: int
+    console: Console, model: LanguageModel, text: Tensor, lengths: list[int], context: int
 ) -> list[LengthReading]:
-    """The beginning of a corpus in rows of each length, with a bar in a terminal.
-
-    Raises:
-        InputError: lengths that are none, or longer than the corpus, before anything is read.
-    """
-    parsed = parse_lengths(report.lengths, context)
-    text = text_for(corpus, parsed, report.report_tokens)
+    """A text (N + 1,) in rows of each length, with a bar in a terminal."""
     columns = TextColumn("reading rows of each length"), BarColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=len(parsed) * (len(text) - 1))
-        with torch.inference_mode():
-            readings = read_at_lengths(model.eval(), text, parsed, context, lambda n: bar.advance(task, n))
-            return list(readings)
+        task = bar.add_task("", total=len(lengths) * (len(text) - 1))
+        return list(read_at_lengths(model.eval(), text, lengths, context, lambda n: bar.advance(task, n)))
 
 
 def show(console: Console, readings: list[LengthReading], context: int, at_lengths: bool) -> None:

@@ -58,7 +58,7 @@ def test_a_plan_needs_no_gpu_and_no_text(capsys, monkeypatch):
 
 def test_a_measured_rate_is_of_real_steps(tiny, capsys, monkeypatch):
     monkeypatch.setattr(plan, "MULTIPLES", (1,))
-    assert main(["plan", *tiny, "--measure=true"]) == 0
+    assert main(["plan", *tiny, "--measure"]) == 0
     assert re.search(r"2 steps, 128 tokens: .* at [\d,]+ tokens per second", capsys.readouterr().out)
 
 
@@ -92,7 +92,7 @@ def test_durations_are_in_two_units():
     [
         (["--memory=much"], "'much' is no size: give one such as 4GiB"),
         (["--tokens_per_second=0"], r"--tokens_per_second=0\.0 must be above 0"),
-        (["--tokens_per_second=5", "--measure=true"], "exclude each other"),
+        (["--tokens_per_second=5", "--measure"], "exclude each other"),
         (["--trainer.precision=64-true"], r"trainer\.precision='64-true' is none that `linrope plan` knows"),
         (["--segment_length=0"], "segment_length=0 must be a whole number"),
         (["--segment_length=8", "--model.attention=softmax"], "softmax attention without a window"),
