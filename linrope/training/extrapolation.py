@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from rich.table import Table
 from torch import Tensor
 
 from linrope.model import LanguageModel
-from linrope.training.reading import LengthReading, read_at_lengths
+from linrope.training.reading import LengthReading, LossByPosition, read_at_lengths
 from linrope.training.reports import new_table, write_csv, write_json, write_picture
 
 if TYPE_CHECKING:
@@ -72,7 +71,9 @@ def write(folder: Path, readings: list[LengthReading], details: dict[str, Any], 
         for reading in readings
     ]
     by_position = [
-        {"length": reading.length, **vars(bucket)} for reading in readings for bucket in reading.by_position.buckets()
+        {"length": reading.length, **vars(bucket), "in_rows_of_the_shortest": same.bits_per_byte}
+        for reading in readings
+        for bucket, same in zip(reading.by_position.buckets(), reading.shortest.buckets(), strict=True)
     ]
     contents = {**details, "lengths": by_length, "positions": by_position}
     return [
@@ -84,35 +85,50 @@ def write(folder: Path, readings: list[LengthReading], details: dict[str, Any], 
 
 
 def figure_of(readings: list[LengthReading], title: str) -> Figure:
-    """Bits per byte against the rows' length, where there are several, and against the position."""
+    """Bits per byte by position in the shortest rows and, where there are others: against the rows' length, and what
+    each position of longer rows has less or more than the same text has in the shortest."""
     from matplotlib.figure import Figure
 
     several = len(readings) > 1
-    figure = Figure(figsize=(5 + 4 * several, 4), layout="constrained")
-    *left, right = figure.subplots(1, 1 + several, squeeze=False, sharey=True)[0]
-    for axes in left:
-        lengths = [reading.length for reading in readings]
-        axes.plot(lengths, [reading.by_position.bits_per_byte for reading in readings], marker="o", color="black")
-        _dress(axes, "length of the rows (tokens)", lengths)
-        axes.set_xticks(lengths, [f"{reading.length:,}\n{reading.multiple:g}×" for reading in readings], fontsize=7)
-        axes.set_ylabel("bits per byte, whole rows")
-    for reading in readings:
-        buckets = reading.by_position.buckets()
-        middles = [(bucket.first * bucket.last) ** 0.5 for bucket in buckets]
-        bits = [bucket.bits_per_byte for bucket in buckets]
-        right.plot(middles, bits, marker=".", label=f"{reading.length:,} ({reading.rows})", linewidth=1.2)
-    _dress(right, "position in the row (tokens)", [])
-    right.set_ylabel("bits per byte, by position")
-    right.legend(title="rows of (how many)", fontsize="small")
+    figure = Figure(figsize=(13 if several else 6, 4), layout="constrained")
+    all_axes = figure.subplots(1, 3 if several else 1, squeeze=False)[0]
+    shortest = readings[0]
+    _curve(all_axes[-1 - several], shortest.by_position, [b.bits_per_byte for b in shortest.by_position.buckets()], "")
+    all_axes[-1 - several].set_ylabel(f"bits per byte in rows of {shortest.length:,}, by position")
+    if several:
+        _draw_lengths(all_axes[0], readings)
+        for number, reading in enumerate(readings[1:], start=1):
+            pairs = zip(reading.by_position.buckets(), reading.shortest.buckets())
+            changes = [bucket.bits_per_byte - same.bits_per_byte for bucket, same in pairs]
+            label = f"{reading.length:,} ({reading.rows})"
+            _curve(all_axes[2], reading.by_position, changes, label, color=f"C{number}")
+        all_axes[2].axhline(0, color="black", linewidth=0.8)
+        all_axes[2].set_ylabel(f"change against the same text in rows of {shortest.length:,}")
+        all_axes[2].legend(title="rows of (how many)", fontsize="small")
     figure.suptitle(title, fontsize="medium")
     return figure
 
 
-def _dress(axes: Axes, label: str, ticks: Iterable[int]) -> None:
+def _draw_lengths(axes: Axes, readings: list[LengthReading]) -> None:
+    lengths = [reading.length for reading in readings]
+    axes.plot(lengths, [reading.by_position.bits_per_byte for reading in readings], marker="o", color="black")
     axes.set_xscale("log", base=2)
-    if not ticks:
-        from matplotlib.ticker import FuncFormatter
+    axes.set_xticks(lengths, [f"{reading.length:,}\n{reading.multiple:g}×" for reading in readings], fontsize=7)
+    axes.set_xlabel("length of the rows (tokens)")
+    axes.set_ylabel("bits per byte, whole rows")
+    low, high = axes.get_ylim()
+    if high - low < 0.1:  # a flat line is to look flat
+        axes.set_ylim((low + high) / 2 - 0.05, (low + high) / 2 + 0.05)
+    axes.grid(alpha=0.3)
 
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda position, _: f"{position:,.0f}"))
-    axes.set_xlabel(label)
+
+def _curve(axes: Axes, positions: LossByPosition, values: list[float], label: str, color: str = "C0") -> None:
+    """Values of the buckets of positions, at their middles."""
+    from matplotlib.ticker import FuncFormatter
+
+    middles = [(bucket.first * bucket.last) ** 0.5 for bucket in positions.buckets()]
+    axes.plot(middles, values, marker=".", label=label, linewidth=1.2, color=color)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda position, _: f"{position:,.0f}"))
+    axes.set_xlabel("position in the row (tokens)")
     axes.grid(alpha=0.3)

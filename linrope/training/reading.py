@@ -101,9 +101,9 @@ class LossByPosition:
         """Losses in nats of targets, both (B, T), which stand at the positions `start` … of their rows."""
         asked = targets != IGNORE
         is_byte = asked & (targets != SEPARATOR)
-        of_position = torch.stack([losses.float().sum(0), is_byte.sum(0).float(), asked.sum(0).float()], dim=1)
+        of_position = torch.stack([losses.sum(0).cpu(), is_byte.sum(0).cpu(), asked.sum(0).cpu()], dim=1)
         end = start + targets.shape[1]
-        self.sums.index_add_(0, bucket_of(torch.arange(start, end)), of_position.cpu().double())
+        self.sums.index_add_(0, bucket_of(torch.arange(start, end)), of_position.double())
         self.longest = max(self.longest, end)
 
     @property
@@ -145,11 +145,14 @@ class LengthReading:
     """Of the length that the model was trained at."""
     rows: int
     by_position: LossByPosition
+    shortest: LossByPosition
+    """The same tokens, at the same positions of these rows, as they cost in rows of the shortest length: so that what
+    text stands where is not taken for what its position costs."""
 
     @classmethod
     def of_rows(cls, context: int, by_position: LossByPosition) -> LengthReading:
         """A validation in rows of the training length, each with a target at every place."""
-        return cls(context, 1.0, round(by_position.totals[2].item() / context), by_position)
+        return cls(context, 1.0, round(by_position.totals[2].item() / context), by_position, by_position)
 
 
 def parse_lengths(lengths: list[str], context: int) -> list[int]:
@@ -195,12 +198,17 @@ def text_for(corpus: Corpus, lengths: list[int], tokens: int) -> Tensor:
 def read_at_lengths(
     model: LanguageModel, text: Tensor, lengths: list[int], context: int, tick: Callable[[int], None] = lambda _: None
 ) -> Iterator[LengthReading]:
-    """The same text (N + 1,) in rows of each length; `tick` is called with the tokens read, piece by piece."""
-    for length in lengths:
+    """The same text (N + 1,) in rows of each length, the shortest first; `tick` is told of the tokens of each piece."""
+    losses = torch.empty(2, len(text) - 1)  # in rows of the shortest length, and of this one
+    for number, length in enumerate(sorted(lengths)):
         inputs, targets = text[:-1].view(-1, length), text[1:].view(-1, length)
-        by_position = LossByPosition()
+        now = losses[1].view(-1, length)
         for rows, places, logits in piece_logits(model, inputs):
-            asked = targets[rows, places].to(logits.device)
-            by_position.add(token_losses(logits, asked), asked, places.start)
-            tick(asked.numel())
-        yield LengthReading(length, length / context, len(inputs), by_position)
+            now[rows, places] = token_losses(logits, targets[rows, places].to(logits.device)).cpu()
+            tick(targets[rows, places].numel())
+        if number == 0:
+            losses[0] = losses[1]
+        by_position, shortest = LossByPosition(), LossByPosition()
+        by_position.add(now, targets)
+        shortest.add(losses[0].view(-1, length), targets)
+        yield LengthReading(length, length / context, len(inputs), by_position, shortest)

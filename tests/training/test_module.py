@@ -79,8 +79,8 @@ def test_separators_cost_bits_but_are_no_bytes():
     module.on_validation_epoch_start()
     for _ in range(2):
         module.validation_step({"inputs": torch.tensor([[0, 1, 2, SEPARATOR]]), "targets": targets}, 0)
-    nats, n_bytes = module._eval_sums
-    assert (n_bytes, module._eval_tokens) == (6, 8)
+    nats, n_bytes, n_targets = module.loss_by_position.totals.tolist()
+    assert (n_bytes, n_targets) == (6, 8)
     assert nats == pytest.approx(8 * math.log(257), rel=0.05)  # an untrained model knows nothing
 
 

@@ -70,6 +70,13 @@ def test_the_same_text_is_read_at_each_length(monkeypatch):
         bits = cross_entropy(logits.flatten(0, 1), text[1:]).item() / math.log(2)
         # float32 sums in another order; no separator among these tokens, so bits per token are bits per byte
         assert found.by_position.bits_per_byte == pytest.approx(bits, rel=1e-5)
+        assert found.shortest.bits_per_byte == pytest.approx(readings[0].by_position.bits_per_byte, rel=1e-6)
+    # the same tokens at the same places: positions 65 … 128 of the long row are the third and the fourth short one
+    last = readings[1].shortest.buckets()[-1]
+    with torch.no_grad():
+        bits = cross_entropy(model(text[64:-1].view(2, 32)).flatten(0, 1), text[65:]).item() / math.log(2)
+    assert (last.first, last.last) == (65, 128)
+    assert last.bits_per_byte == pytest.approx(bits, rel=1e-5)
 
 
 def test_lengths_are_tokens_or_multiples_of_the_context():
