@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -91,10 +92,9 @@ def ways(setting: Setting) -> list[Way]:
 
 def longest_that_fits(total: Callable[[int], int], memory: int, unit: int = 1024) -> int:
     """The longest length, `unit` times a power of two, whose `total` is no more than `memory`; 0 where none is."""
-    longest, length = 0, unit
-    while length <= LONGEST and total(length) <= memory:
-        longest, length = length, 2 * length
-    return longest
+    doublings = range((LONGEST // unit).bit_length())
+    n_fit = bisect_left(doublings, True, key=lambda n: total(unit << n) > memory)
+    return unit << (n_fit - 1) if n_fit else 0
 
 
 def measure_rate(setting: Setting, steps: int = 3) -> float:
@@ -167,7 +167,7 @@ def _table(console: Console, setting: Setting, found: list[Way]) -> Table:
     table = new_table("a training step on one device, by the length of its rows", "length", "rows")
     for way in found:
         table.add_column(f"{way.name}\nmemory", justify="right", no_wrap=True)
-        table.add_column("FLOP\na token", justify="right", no_wrap=True)
+        table.add_column("FLOP/\ntoken", justify="right", no_wrap=True)
     columns = TextColumn("running shapes"), BarColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=len(MULTIPLES) * len(found))
