@@ -31,7 +31,8 @@ from benchmarks.timing import Alternation
 from linrope import LanguageModel
 from linrope.errors import InputError
 from linrope.training import OptimizerConfig
-from linrope.training.module import parameter_groups, token_losses
+from linrope.training.module import parameter_groups
+from linrope.training.reading import token_losses
 
 SPEED_TOKENS = 8192
 """Tokens of a step whose time is measured, at most: the speed at which long rows are trained needs one row."""

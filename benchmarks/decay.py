@@ -23,12 +23,12 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks import report
-from benchmarks.watching import signed_dimensions, watched
 from linrope import LanguageModel, RotaryEmbedding
 from linrope.data import VOCAB_SIZE, Corpus, find_sources, split_corpus
 from linrope.errors import InputError
 from linrope.feature_maps import after_signed, get_feature_map
 from linrope.rotary import frequencies, unit_rotations
+from linrope.watching import Seen, watched
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -88,17 +88,17 @@ def _validation_text() -> Corpus:
 def measure(model: LanguageModel, longest: int, tick: Callable[[], None]) -> list[Weight]:
     """The weights of every linear layer on validation text of the built-in corpus."""
     text = _validation_text().tokens(0, N_ROWS * 4 * longest)
-    layers = [layer for layer, kind in enumerate(model.config.attention_kinds) if kind == "linear"]
     found: list[Weight] = []
 
-    def watch(q, k, v, rope=None, *, log_decay=None, feature_map, **options):
-        signed, layer = signed_dimensions(rope), layers.pop(0)
-        phi = after_signed(get_feature_map(feature_map), signed).forward
-        for curve, means in mean_weights(phi(q), phi(k), rope, log_decay, longest, signed).items():
-            found.extend(Weight(curve, layer, distance, value) for distance, value in enumerate(means.tolist()))
+    def watch(seen: Seen) -> None:
+        rope, log_decay = seen.options["rope"], seen.options["log_decay"]
+        signed = 0 if rope is None else rope.signed_dim
+        phi = after_signed(get_feature_map(seen.options["feature_map"]), signed).forward
+        for curve, means in mean_weights(phi(seen.q), phi(seen.k), rope, log_decay, longest, signed).items():
+            found.extend(Weight(curve, seen.layer, distance, value) for distance, value in enumerate(means.tolist()))
         tick()
 
-    with watched(watch):
+    with watched(model, watch):
         model(text.view(N_ROWS, -1))
     return found
 

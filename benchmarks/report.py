@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import platform
-import re
 import shlex
 import subprocess
 import sys
@@ -25,21 +24,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import linrope
-from linrope.errors import suggest
+from linrope import units
+from linrope.errors import InputError, suggest
+from linrope.units import bytes_text as bytes_text
+from linrope.units import count_text as count_text
+from linrope.units import scaled as scaled
 
 # --- options ---------------------------------------------------------------------------------------------------------
 
 
 def parse_bytes(text: str) -> int:
     """ "4GiB", "500 MB" or plain bytes, as an argparse type."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", text, re.IGNORECASE)
-    nbytes = 0
-    if match:
-        unit = 1024 if match[3] else 1000
-        nbytes = int(float(match[1]) * unit ** (" KMGT".index(match[2].upper()) if match[2] else 0))
-    if nbytes < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: give one such as 4GiB or 500MB")
-    return nbytes
+    try:
+        return units.parse_bytes(text)
+    except InputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def check_positive(parser: argparse.ArgumentParser, options: argparse.Namespace, *names: str) -> None:
@@ -124,23 +123,6 @@ def commit() -> str | None:
 
 
 # --- numbers as text -------------------------------------------------------------------------------------------------
-
-
-def scaled(value: float, units: list[str], base: int) -> str:
-    """The number in the unit that suits, to three digits: 12.3 MiB."""
-    power = 0
-    while value >= 999.5 and power < len(units) - 1:
-        value, power = value / base, power + 1
-    number = f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
-    return f"{number} {units[power]}".strip()
-
-
-def bytes_text(nbytes: float) -> str:
-    return scaled(nbytes, ["B", "KiB", "MiB", "GiB", "TiB"], 1024)
-
-
-def count_text(count: float) -> str:
-    return scaled(count, ["", "k", "M", "G", "T", "P"], 1000).replace(" ", "")
 
 
 def seconds_text(seconds: float) -> str:

@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +22,18 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import Tensor
 
 from benchmarks.grid import BLOCK, EIGHTHS, TASKS, Evaluation, Settings
-from benchmarks.watching import signed_dimensions, watched
 from linrope import LanguageModel, linear_attention
 from linrope.checkpoints import whole_file
 from linrope.data import SEPARATOR, Corpus
 from linrope.training import OptimizerConfig, TextDataModule
 from linrope.training.callbacks import LastCheckpoint
 from linrope.training.cli import quiet_lightning
-from linrope.training.module import NonFiniteError, bits_per_byte, token_losses
+from linrope.training.module import NonFiniteError
+from linrope.training.reading import bits_per_byte, row_losses
+from linrope.watching import Seen, watched
 
 SAY_EVERY_SECONDS = 0.5
 SAVE_EVERY_SECONDS = 120
-SEGMENT = 4096
-"""Long rows are read in pieces of so many tokens, the state going on from one to the next."""
 UNFINISHED = ".unfinished"
 
 
@@ -186,7 +186,7 @@ def evaluate_text(model: LanguageModel, data: TextDataModule, evaluation: Evalua
     found = {}
     for context in evaluation.contexts:
         text = corpus.tokens(0, evaluation.tokens + 1)
-        losses = row_losses(model, text, context, say_as=f"reading rows of {context:,}")
+        losses = row_losses(model, text, context, partial(say, doing=f"reading rows of {context:,}"))
         bits = losses / math.log(2)
         n_bytes = (text[1:] != SEPARATOR).sum().item()
         found[str(context)] = {
@@ -202,39 +202,19 @@ def _rounded(values: Tensor) -> list[float]:
 
 
 @torch.no_grad()
-def row_losses(model: LanguageModel, text: Tensor, context: int, say_as: str = "") -> Tensor:
-    """Nats of each token of the text (N + 1,) but its first, read in rows of `context`: float64 (N / context, context).
-
-    Rows are read some at a time and piece by piece, so that memory does not depend on the length.
-    """
-    inputs, targets = text[:-1].view(-1, context), text[1:].view(-1, context)
-    at_once = max(1, SEGMENT * 2 // context)
-    losses = []
-    for first in range(0, len(inputs), at_once):
-        rows, state, pieces = slice(first, first + at_once), None, []
-        for start in range(0, context, SEGMENT):
-            piece = slice(start, min(start + SEGMENT, context))
-            logits, state = model(inputs[rows, piece], state, return_state=True)
-            pieces.append(token_losses(logits, targets[rows, piece]).double())
-            if say_as:
-                say(doing=say_as)
-        losses.append(torch.cat(pieces, dim=1))
-    return torch.cat(losses)
-
-
-@torch.no_grad()
 def smallest_denominator(model: LanguageModel, data: TextDataModule) -> float | None:
     """The smallest |denominator| of any linear layer, head and token in one row of validation text."""
     rows, smallest = data.corpora["val"].tokens(0, data.context)[None], []
 
-    def watch(q: Tensor, k: Tensor, v: Tensor, rope=None, *, normalize: str, **options: Any) -> None:
+    def watch(seen: Seen) -> None:
+        rope, normalize = seen.options["rope"], seen.options["normalize"]
         if normalize != "none":
-            signed, turned = signed_dimensions(rope), rope if normalize == "rotary" else None
-            positive = q[..., signed:], k[..., signed:], torch.ones_like(v[..., :1])
-            options = {**options, "normalize": "none", "return_state": False}
-            smallest.append(linear_attention(*positive, turned, **options).abs().min().item())
+            signed, turned = 0 if rope is None else rope.signed_dim, rope if normalize == "rotary" else None
+            positive = seen.q[..., signed:], seen.k[..., signed:], torch.ones_like(seen.v[..., :1])
+            options = {**seen.options, "rope": turned, "normalize": "none"}
+            smallest.append(linear_attention(*positive, **options).abs().min().item())
 
-    with watched(watch):
+    with watched(model, watch):
         model(rows)
     return min(smallest, default=None)
 

@@ -278,6 +278,7 @@ class LinearAttention(_Attention):
         self.n_features = n_features
         self.before_map = before_map
         self.options = {"normalize": normalize, "eps": eps, "backend": backend}
+        self.watch: Callable[..., None] | None = None  # see linrope.watching
         self.log_scale = nn.Parameter(torch.zeros(n_heads)) if temperature else None
         self.forget = nn.Linear(d_model, n_heads) if forget_gate else None
         if self.forget is not None:
@@ -294,19 +295,19 @@ class LinearAttention(_Attention):
                 {"positions": positions} if positions is not None else {"offset": 0 if past is None else past.length}
             )
             q, k = self.rope.rotate(q, **where), self.rope.rotate(k, **where)
-        return linear_attention(
-            q,
-            k,
-            v,
-            None if self.before_map else self.rope,
-            log_decay=self._log_decay(x),
-            causal=self.causal,
-            segment_ids=segment_ids,
-            state=past,
-            return_state=True,
-            feature_map=self.feature_map,
+        options = {
+            "rope": None if self.before_map else self.rope,
+            "log_decay": self._log_decay(x),
+            "causal": self.causal,
+            "segment_ids": segment_ids,
+            "state": past,
+            "feature_map": self.feature_map,
             **self.options,
-        )
+        }
+        o, final = linear_attention(q, k, v, **options, return_state=True)
+        if self.watch is not None:
+            self.watch(q, k, v, options, o, final)
+        return o, final
 
     def past_bytes(self, context, dtype):
         sums = 2 if self.options["normalize"] == "rotary" else 1

@@ -14,7 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeli
 import linrope.hf
 from linrope import InputError, LanguageModel, LanguageModelConfig
 from linrope.data import SEPARATOR, encode_prompt
+from linrope.data.subwords import SubwordTokenizer
 from linrope.training.cli import main
+from tests.data.subword_files import byte_level
 from tests.test_model import CONFIGS
 
 ROOT = Path(__file__).parent.parent
@@ -139,6 +141,26 @@ def test_the_tokenizer_is_ours(tokenizer):
         assert ids == encode_prompt(text).tolist()
         assert tokenizer.decode(ids, skip_special_tokens=True) == text
     assert tokenizer.eos_token_id == tokenizer.bos_token_id == tokenizer.pad_token_id == SEPARATOR
+
+
+@pytest.mark.parametrize("special", [("<|endoftext|>",), ()])
+def test_a_model_of_subwords_takes_its_tokenizer_along(special, tmp_path):
+    """The ids are those of training, the separator among them, whether the tokenizer has one or it is our own."""
+    ours = SubwordTokenizer(byte_level(special))
+    model = LanguageModel(LanguageModelConfig(vocab_size=ours.vocab_size, d_model=16, n_layers=1, n_heads=2)).eval()
+    model.tokenizer = ours.to_plain()
+    linrope.hf.export(model, tmp_path / "exported")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    text = "def naïve(x):\n    return x"
+    tokens = ours.encode_prompt(text)
+    assert theirs(text)["input_ids"] == tokens.tolist()
+    assert (theirs.eos_token_id, theirs.bos_token_id) == (ours.separator, ours.separator)
+    assert theirs.decode(tokens[1:]) == text
+    back = LanguageModel.from_pretrained(tmp_path / "exported")
+    assert back.tokenizer == model.tokenizer
+    assert torch.equal(back(tokens[None]), model(tokens[None]))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert loaded.generation_config.eos_token_id == ours.separator
 
 
 def test_the_folder_serves_programs_that_import_nothing_of_ours(folder, trained, tmp_path):

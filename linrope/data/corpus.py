@@ -104,8 +104,9 @@ class TokenSequence(ABC):
     @abstractmethod
     def _tokens(self, start: int, stop: int) -> np.ndarray: ...
 
-    def text_bytes(self, start: int, stop: int) -> int | None:
-        """How many bytes of text tokens `start … stop` stand for, 0 where nobody knows; None where tokens are bytes."""
+    def text_bytes(self, start: int, stop: int) -> Tensor | None:
+        """How many bytes of text each token `start … stop` stands for, int64 (stop - start,); 0 where nobody knows, and
+        None where tokens are bytes."""
         return None
 
     @abstractmethod

@@ -23,8 +23,8 @@ class Lanes(Dataset[dict[str, Tensor]]):
 
     Batches are `inputs` and `targets`, int64 (batch_size, context), and `fresh`, bool (batch_size,): the rows that go
     on from nothing. These are all rows where a pass begins and, where documents are apart, those whose first token is
-    the first of a document. Where tokens are no bytes, `n_bytes`, int64 (batch_size,), says how many the targets stand
-    for. Apart, there are `segment_ids` too: see `document_numbers`.
+    the first of a document. Where tokens are no bytes, `n_bytes`, int64 (batch_size, context), says how many each
+    target stands for. Apart, there are `segment_ids` too: see `document_numbers`.
 
     Args:
         corpus: what to read.
@@ -73,8 +73,8 @@ class Lanes(Dataset[dict[str, Tensor]]):
         tokens = torch.stack([self.corpus.tokens(start, start + self.context + 1) for start in starts])
         batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
         n_bytes = [self.corpus.text_bytes(start + 1, start + self.context + 1) for start in starts]
-        if None not in n_bytes:
-            batch["n_bytes"] = torch.tensor(n_bytes)
+        if n_bytes[0] is not None:
+            batch["n_bytes"] = torch.stack(n_bytes)
         begins = n % self.batches_per_pass == 0
         if self.documents == "flow":
             return {**batch, "fresh": torch.full((self.batch_size,), begins)}

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from linrope.data.corpus import HASH_BITS, DocumentChanged, DocumentSequence, TokenSequence
 from linrope.data.tokenizer import Tokenizer
@@ -111,7 +113,7 @@ class PreparedCorpus(DocumentSequence):
         start = int(self._starts[document])
         return self._file.read(start + first, start + last)
 
-    def text_bytes(self, start: int, stop: int) -> int | None:
+    def text_bytes(self, start: int, stop: int) -> Tensor | None:
         if self._n_text_bytes is None:
             return None
 
@@ -119,7 +121,7 @@ class PreparedCorpus(DocumentSequence):
             begin = int(self._starts[document])
             return self._n_text_bytes.read(begin + first, begin + last)
 
-        return int(self._gather(start, stop, read, 0).sum())
+        return torch.from_numpy(self._gather(start, stop, read, 0))
 
     def fingerprint(self) -> str:
         """A hash of the folder's fingerprint, which follows from all its tokens, and of the documents' places."""
@@ -153,9 +155,11 @@ class TokenRun(TokenSequence):
     def _tokens(self, start: int, stop: int) -> np.ndarray:
         return self._file.read(self._first + start, self._first + stop).astype(np.int64)
 
-    def text_bytes(self, start: int, stop: int) -> int:
+    def text_bytes(self, start: int, stop: int) -> Tensor:
         """See `TokenSequence`: by the tokenizer's `token_bytes`."""
-        return 0 if self._bytes_of is None else int(self._bytes_of[self._tokens(start, stop)].sum())
+        if self._bytes_of is None:
+            return torch.zeros(stop - start, dtype=torch.int64)
+        return torch.from_numpy(self._bytes_of[self._tokens(start, stop)])
 
     def fingerprint(self) -> str:
         """A hash of the whole file's contents and of the place in it."""

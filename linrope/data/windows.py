@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -66,12 +65,12 @@ def document_numbers(tokens: Tensor, separator: int = SEPARATOR) -> Tensor:
 def _window(corpus: TokenSequence, start: int, context: int, documents: str) -> dict[str, Tensor]:
     """`inputs` and `targets`, each int64 (context,): targets are the inputs' next tokens. Apart: `segment_ids` too.
 
-    Where tokens are no bytes, `n_bytes`, int64 (): how many the targets stand for.
+    Where tokens are no bytes, `n_bytes`, int64 (context,): how many each target stands for.
     """
     tokens = corpus.tokens(start, start + context + 1)
     window = {"inputs": tokens[:-1], "targets": tokens[1:]}
     if (n_bytes := corpus.text_bytes(start + 1, start + context + 1)) is not None:
-        window["n_bytes"] = torch.tensor(n_bytes)
+        window["n_bytes"] = n_bytes
     return window if documents == "flow" else {**window, "segment_ids": document_numbers(tokens[:-1], corpus.separator)}
 
 

@@ -1,9 +1,9 @@
 """Training with Lightning: the module, the data module, the callbacks and the command line `linrope`.
 
-And associative recall as a task: `RecallModule` on `MQARDataModule`.
+And recall as a task: `RecallModule` on `MQARDataModule`, `CopyDataModule`, `InductionDataModule`, `PasskeyDataModule`.
 """
 
-from linrope.training.callbacks import GracefulStop, LastCheckpoint, PrintSample, ProgressReport, RunSummary, Throughput
+from linrope.training.callbacks import GracefulStop, LastCheckpoint, PrintSample, ProgressReport, RunSummary
 from linrope.training.checkpoints import CheckpointError, WholeCheckpointIO
 from linrope.training.data import TextDataModule
 from linrope.training.module import (
@@ -12,20 +12,33 @@ from linrope.training.module import (
     OptimizerConfig,
     learning_rate_factor,
 )
-from linrope.training.recall import MQARBatches, MQARDataModule, RecallModule
+from linrope.training.passkey import PasskeyDataModule
+from linrope.training.recall import (
+    CopyDataModule,
+    InductionDataModule,
+    MQARDataModule,
+    RecallBatches,
+    RecallDataModule,
+    RecallModule,
+)
+from linrope.training.throughput import Throughput
 from linrope.training.trial import TryLargestStages
 
 __all__ = [
     "CheckpointError",
+    "CopyDataModule",
     "GracefulStop",
+    "InductionDataModule",
     "LanguageModelingModule",
     "LastCheckpoint",
-    "MQARBatches",
     "MQARDataModule",
     "NonFiniteError",
     "OptimizerConfig",
+    "PasskeyDataModule",
     "PrintSample",
     "ProgressReport",
+    "RecallBatches",
+    "RecallDataModule",
     "RecallModule",
     "RunSummary",
     "TextDataModule",

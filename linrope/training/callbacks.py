@@ -6,7 +6,6 @@ import math
 import os
 import signal
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -27,41 +26,9 @@ from linrope.training.data import TextDataModule
 from linrope.training.writing import require_tokenizer, write_sample
 
 
-def _finished_a_step(trainer: Trainer, batch_idx: int) -> bool:
+def finished_a_step(trainer: Trainer, batch_idx: int) -> bool:
     """Whether the batch that just ended was the last of its optimizer step."""
     return (batch_idx + 1) % trainer.accumulate_grad_batches == 0
-
-
-class Throughput(Callback):
-    """Logs `tokens_per_second`: tokens trained on, over all devices, per second of wall time between optimizer steps.
-
-    It is the mean over the last `window` steps. Loading data counts as time, validation does not.
-    """
-
-    def __init__(self, window: int = 20) -> None:
-        self._steps: deque[tuple[int, float]] = deque(maxlen=window)  # (tokens, seconds)
-        self._tokens, self._began = 0, 0.0
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._tokens, self._began = 0, time.perf_counter()
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self._tokens += batch["inputs"].numel() * trainer.world_size
-        if not _finished_a_step(trainer, batch_idx):
-            return
-        now = time.perf_counter()
-        self._steps.append((self._tokens, now - self._began))
-        self._tokens, self._began = 0, now
-        tokens, seconds = map(sum, zip(*self._steps, strict=True))
-        pl_module.log("tokens_per_second", tokens / seconds)
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._paused = time.perf_counter()
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._began += time.perf_counter() - self._paused
 
 
 class LastCheckpoint(Checkpoint):
@@ -88,7 +55,7 @@ class LastCheckpoint(Checkpoint):
         # The last step's is saved here too, not in on_train_end: a longer run that resumes from a checkpoint of the
         # latter has its logged steps off by one (Lightning counts them apart from its global step).
         due = trainer.global_step % self.every_n_steps == 0 or trainer.global_step == trainer.max_steps
-        if due and _finished_a_step(trainer, batch_idx):
+        if due and finished_a_step(trainer, batch_idx):
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -308,7 +275,7 @@ class ProgressReport(ProgressBar):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not self._enabled or not _finished_a_step(trainer, batch_idx):
+        if not self._enabled or not finished_a_step(trainer, batch_idx):
             return
         step = trainer.global_step
         if self._progress is not None:

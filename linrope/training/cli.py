@@ -1,6 +1,7 @@
-"""The command line: `linrope fit | validate | test | generate | prepare | export`.
+"""The command line: `linrope fit | validate | test | plan | recall | generate | prepare | export`.
 
-The first three are Lightning's: every option of its Trainer can be set, in YAML or as `--trainer.OPTION`.
+The first three are Lightning's: every option of its Trainer can be set, in YAML or as `--trainer.OPTION`. `plan` takes
+the same options, and runs nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,11 +29,14 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
 
-from linrope.checkpoints import open_checkpoint
+from linrope.checkpoints import CONFIG_FILE, open_checkpoint, read_model
 from linrope.data import DocumentChanged
 from linrope.errors import InputError, suggest
+from linrope.footprint import shapes_only
 from linrope.model import LanguageModel, LanguageModelConfig
+from linrope.segments import require_segments
 from linrope.training.averaging import AverageWeights, require_same_averaging
 from linrope.training.callbacks import (
     GracefulStop,
@@ -41,7 +46,6 @@ from linrope.training.callbacks import (
     ProgressReport,
     RunSummary,
     SaveConfig,
-    Throughput,
 )
 from linrope.training.checkpoints import (
     CheckpointError,
@@ -50,13 +54,36 @@ from linrope.training.checkpoints import (
     require_same_model,
     require_training_state,
 )
-from linrope.training.config import ExportConfig, GenerateConfig, RunConfig, SampleConfig
+from linrope.training.config import (
+    ExportConfig,
+    GenerateConfig,
+    PlanConfig,
+    RecallConfig,
+    ReportConfig,
+    RunConfig,
+    SampleConfig,
+    add_case_options,
+    add_plan_options,
+    add_report_options,
+)
 from linrope.training.data import TextDataModule
+from linrope.training.extrapolation import read_lengths
+from linrope.training.extrapolation import show as show_lengths
+from linrope.training.extrapolation import write as write_lengths
+from linrope.training.health import HealthMonitor, SpikeWarning
 from linrope.training.module import LanguageModelingModule, NonFiniteError, OptimizerConfig
+from linrope.training.plan import Setting, measure_rate
+from linrope.training.plan import show as show_plan
 from linrope.training.prepare import run_prepare
+from linrope.training.reading import LengthReading
+from linrope.training.recall_map import recall_by_depth, require_cases, table_of
+from linrope.training.recall_map import write as write_recall
+from linrope.training.reports import WITHOUT_PICTURES, can_draw, make_folder
+from linrope.training.throughput import Throughput
 from linrope.training.trial import TryLargestStages
 from linrope.training.usage import PlainParser, TrainingParser
 from linrope.training.writing import run_generate
+from linrope.units import parse_bytes
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -122,7 +149,7 @@ class TrainingCLI(LightningCLI):
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--seed_everything", type=int, default=1, help="Seed of the first weights and of dropout.")
-        what = "resume from" if self.command == "fit" else f"{self.command} (required)"
+        what = "resume from" if self.command == "fit" else f"{self.command}, or a save_pretrained folder"
         parser.add_argument(
             "--segment_length",
             type=int | None,
@@ -130,9 +157,13 @@ class TrainingCLI(LightningCLI):
             help="Read sequences in segments of so many tokens, with exact gradients, in memory that does not grow "
             "with data.context; null reads each at once.",
         )
+        if self.command == "plan":
+            return add_plan_options(parser)
         parser.add_argument(
             "--ckpt_path", type=str | None, default=None, help=f"Checkpoint file to {what}; last: the newest run's."
         )
+        if self.command == "validate":
+            add_report_options(parser)
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_class_arguments(LanguageModelConfig, "model")
@@ -153,20 +184,31 @@ class TrainingCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         self.config = parser.parse_args(args)
         # Not part of what config.yaml repeats: a copy of that run starts from scratch.
-        self.ckpt_path = self.config.pop("ckpt_path")
+        self.ckpt_path = self.config.pop("ckpt_path", None)
+        self.report, self.plan = (
+            config(**{f.name: self.config.pop(f.name, f.default) for f in fields(config)})
+            for config in (ReportConfig, PlanConfig)
+        )
         for section in SECTIONS:
             if not isinstance(self.config[section], Namespace):
                 raise InputError(f"{section}: {self.config[section]!r} must be a section of options, not a value.")
 
     def instantiate_classes(self) -> None:
         self.config_init = self.parser.instantiate(self.config)
+        if self.command == "plan":
+            return
         self._find_checkpoint(self.config_init.run)
+        self.checkpoint_given = self.ckpt_path
         self._check_checkpoint(self.config_init.model, self.config_init.run)
         self.datamodule = self.config_init.data
         config = self.config_init
         self.model = LanguageModelingModule(
             config.model, config.optimizer, config.segment_length, config.seed_everything
         )
+        if self.pretrained is not None:
+            self.model.model.load_state_dict(self.pretrained)
+            self.model.model.tokenizer = self.tokenizer
+            self.ckpt_path = None
         self.trainer = self.instantiate_trainer()
 
     def _find_checkpoint(self, run: RunConfig) -> None:
@@ -177,10 +219,14 @@ class TrainingCLI(LightningCLI):
 
     def _check_checkpoint(self, model_config: LanguageModelConfig, run: RunConfig) -> None:
         """Before anything is built: is there a checkpoint where one is needed, and does it fit?"""
+        self.pretrained = None  # the weights of a folder that save_pretrained wrote
         if self.ckpt_path is None:
             if self.command != "fit":
                 raise InputError(f"--ckpt_path is missing: name the checkpoint to {self.command}.")
             return
+        if self.command != "fit" and Path(self.ckpt_path, CONFIG_FILE).is_file():
+            saved, self.pretrained, self.tokenizer = read_model(Path(self.ckpt_path))
+            return require_same_model({"linrope": {"config": saved}}, model_config, self.ckpt_path)
         checkpoint = open_checkpoint(self.ckpt_path)
         require_same_model(checkpoint, model_config, self.ckpt_path)
         if self.command != "fit":
@@ -239,6 +285,10 @@ class TrainingCLI(LightningCLI):
             ModelCheckpoint(folder / "checkpoints", "best", monitor="val_loss", enable_version_counter=False),
             self.last_checkpoint,  # after the best, whose score it keeps
         ]
+        if self.config_init.run.health_every_n_steps:
+            callbacks.append(HealthMonitor(self.config_init.run.health_every_n_steps))
+        if self.config_init.run.spike_factor:
+            callbacks.append(SpikeWarning(self.console, self.config_init.run.spike_factor))
         if sample.prompt is not None:
             callbacks.append(PrintSample(_write, sample.prompt, **sample.options))
         return callbacks
@@ -274,15 +324,96 @@ def fit(args: Sequence[str]) -> None:
 
 
 def validate(args: Sequence[str]) -> None:
-    """Measure a checkpoint on the validation split."""
+    """Measure a checkpoint on the validation split: by position in the row, and in longer rows (--lengths)."""
     cli = TrainingCLI("validate", args)
-    cli.trainer.validate(cli.model, cli.datamodule, ckpt_path=cli.ckpt_path, verbose=False, weights_only=True)
+    data, checkpoint = cli.datamodule, cli.checkpoint_given
+    folder = None if cli.report.report is None else make_folder("--report", cli.report.report)
+    if cli.report.lengths:  # now, so that a mistake costs no validation
+        corpus = data.open()["val"]
+        lengths, text = cli.report.text_of(corpus, data.context, cli.trainer.world_size)
+    cli.trainer.validate(cli.model, data, ckpt_path=cli.ckpt_path, verbose=False, weights_only=True)
+    if not cli.trainer.is_global_zero:
+        return
+    readings = [LengthReading.of_rows(data.context, cli.model.loss_by_position)]
+    if cli.report.lengths:
+        with cli.trainer.precision_plugin.val_step_context():
+            model = cli.model.model.to(cli.trainer.strategy.root_device)
+            readings = read_lengths(cli.console, model, text, lengths, data.context)
+    show_lengths(cli.console, readings, data.context, at_lengths=bool(cli.report.lengths))
+    if folder is not None:
+        details = {"command": _command_line("validate", args), "checkpoint": checkpoint, "context": data.context}
+        written = write_lengths(folder, readings, details, f"{Path(checkpoint).stem}, trained at {data.context:,}")
+        _say_written(cli.console, written)
 
 
 def test(args: Sequence[str]) -> None:
     """Measure a checkpoint on the test split."""
     cli = TrainingCLI("test", args)
     cli.trainer.test(cli.model, cli.datamodule, ckpt_path=cli.ckpt_path, verbose=False, weights_only=True)
+
+
+def plan(args: Sequence[str]) -> None:
+    """Say what a run will take before it runs: memory against length, operations, time."""
+    cli = TrainingCLI("plan", args)
+    config, wanted = cli.config_init, cli.plan
+    memory = None if wanted.memory is None else parse_bytes(wanted.memory)
+    if config.segment_length is not None:
+        require_segments(shapes_only(config.model), config.segment_length)
+    setting = planned(config)
+    rate = measure_rate(setting) if wanted.measure else wanted.tokens_per_second
+    show_plan(cli.console, setting, memory, rate)
+
+
+def planned(config: Namespace) -> Setting:
+    """What a run's costs follow from, of its configuration."""
+    data, trainer = config.data, config.trainer
+    gpu = trainer.accelerator in ("gpu", "cuda") or (trainer.accelerator == "auto" and torch.cuda.is_available())
+    devices = _n_devices(trainer.devices, gpu)
+    per_step = data.context * data.batch_size * trainer.accumulate_grad_batches * devices
+    return Setting(
+        model=config.model,
+        context=data.context,
+        batch_size=data.batch_size,
+        tokens_per_step=per_step,
+        max_steps=trainer.max_steps,
+        segment_length=config.segment_length,
+        apart=data.documents == "apart",
+        precision=str(trainer.precision or "32-true"),
+        device="cuda" if gpu else "cpu",
+    )
+
+
+def _n_devices(devices: int | str | list[int], gpu: bool) -> int:
+    """How many a run would have; where it takes all there are, those of this machine."""
+    if isinstance(devices, list):
+        return len(devices)
+    if str(devices).isdecimal():
+        return int(devices)
+    return max(1, torch.cuda.device_count()) if gpu else 1
+
+
+def recall(args: Sequence[str]) -> None:
+    """Measure what a model recalls, by length and depth: a pass key in text, or an induction step."""
+    parser = PlainParser(prog="linrope recall", usage="linrope recall --ckpt_path FILE [--lengths N N ...] [options]")
+    parser.description, parser.allow_abbrev = recall.__doc__, False
+    parser.add_class_arguments(RecallConfig, skip={"lengths", "depths"})
+    add_case_options(parser)
+    config = RecallConfig(**vars(parser.parse_args(args)))
+    console = Console(highlight=False)
+    folder = None if config.report is None else make_folder("--report", config.report)
+    model = LanguageModel.from_pretrained(config.ckpt_path).to(_pick_device(config.device)).eval()
+    task = config.make_task(model.config.vocab_size)
+    require_cases(task, config.lengths, config.depths, config.rows)
+    bar = Progress(TextColumn("asking"), BarColumn(), console=console, transient=True, disable=not console.is_terminal)
+    with bar:
+        number = bar.add_task("", total=len(config.lengths) * len(config.depths))
+        cases = config.lengths, config.depths, config.rows, config.seed
+        found = list(recall_by_depth(model, task, *cases, tick=lambda: bar.advance(number)))
+    title = f"{config.task}: rows answered, {Path(config.ckpt_path).stem}"
+    console.print(table_of(found, title))
+    if folder is not None:
+        details = {"command": _command_line("recall", args)}
+        _say_written(console, write_recall(folder, found, details, title))
 
 
 def generate(args: Sequence[str]) -> None:
@@ -314,6 +445,12 @@ def export(args: Sequence[str]) -> None:
     _say(f"wrote {config.output}")
 
 
+def _say_written(console: Console, written: Sequence[Path]) -> None:
+    console.print("wrote", *map(str, written), soft_wrap=True, highlight=False)
+    if not can_draw():
+        console.print(WITHOUT_PICTURES, markup=False, highlight=False)
+
+
 def _pick_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -327,6 +464,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "fit": fit,
     "validate": validate,
     "test": test,
+    "plan": plan,
+    "recall": recall,
     "generate": generate,
     "prepare": prepare,
     "export": export,

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from jsonargparse import ArgumentParser
+
+from linrope.data import VOCAB_SIZE, TokenSequence, find_sources, split_corpus
 from linrope.errors import InputError
 from linrope.generation import SEGMENT_LENGTH, Sampling, check_max_new_tokens
+from linrope.training.passkey import Passkey
+from linrope.training.reading import Excerpt, excerpt_for, parse_lengths
+from linrope.training.recall import Induction, Task
 
 
 @dataclass(frozen=True)
@@ -22,12 +29,21 @@ class RunConfig:
     ema_decay: float | None = None
     """Keep an exponential moving average of the weights with this decay, 0.999 for example, and validate, sample and
     save it in the place of the last weights; null for none."""
+    health_every_n_steps: int = 100
+    """Steps between two looks at the health of linear attention (columns health/… of metrics.csv); 0 for none."""
+    spike_factor: float = 3.0
+    """Say where the loss or the gradient's norm is more than so many times the median of the 100 steps before, with the
+    samples of that step; 0 says nothing."""
 
     def __post_init__(self) -> None:
         if self.checkpoint_every_n_steps < 1:
             raise InputError(f"run.checkpoint_every_n_steps={self.checkpoint_every_n_steps} must be 1 or more.")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise InputError(f"run.ema_decay={self.ema_decay} must lie between 0 and 1, or be null for no average.")
+        if self.health_every_n_steps < 0:
+            raise InputError(f"run.health_every_n_steps={self.health_every_n_steps} must be 0 (never) or more.")
+        if self.spike_factor != 0 and not 1 < self.spike_factor < math.inf:
+            raise InputError(f"run.spike_factor={self.spike_factor} must be above 1, or 0 to say nothing.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,3 +120,137 @@ class ExportConfig:
     """Folder to write, made where missing."""
     overwrite: bool = False
     """Replace a model that the folder holds."""
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    """What `linrope validate` measures beside rows of `data.context`, and where it leaves what it found."""
+
+    lengths: list[str] | None = None
+    report: str | None = None
+    report_tokens: int = 262_144
+
+    def __post_init__(self) -> None:
+        if self.report_tokens < 1:
+            raise InputError(f"--report_tokens={self.report_tokens} must be 1 or more.")
+
+    def text_of(self, corpus: TokenSequence, context: int, world_size: int) -> tuple[list[int], Excerpt]:
+        """The lengths in tokens, and the text to read in rows of each.
+
+        Raises:
+            InputError: lengths that are none or longer than the corpus, or more devices than one.
+        """
+        lengths = parse_lengths(self.lengths, context)
+        if world_size > 1:
+            raise InputError(f"--lengths reads on one device, not on {world_size}: set trainer.devices=1.")
+        return lengths, excerpt_for(corpus, lengths, self.report_tokens)
+
+
+def add_report_options(parser: ArgumentParser) -> None:
+    """The options of `ReportConfig`; lengths as words one after the other, which a dataclass's would not be."""
+    parser.add_argument(
+        "--lengths",
+        nargs="+",
+        type=str,
+        default=None,
+        help="Read the beginning of the validation split in rows of these lengths too, in tokens or as multiples of "
+        "data.context: 1x 4x 16x 64x. Rows are read in pieces, so any length fits in memory.",
+    )
+    parser.add_argument(
+        "--report",
+        type=str | None,
+        default=None,
+        help="Folder for the tables as CSV and JSON and, with matplotlib, a picture.",
+    )
+    parser.add_argument(
+        "--report_tokens",
+        type=int,
+        default=ReportConfig.report_tokens,
+        help="How much text --lengths reads, the longest length at least.",
+    )
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """What `linrope plan` is to compare the run with."""
+
+    memory: str | None = None
+    tokens_per_second: float | None = None
+    measure: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tokens_per_second is not None and not 0 < self.tokens_per_second < math.inf:
+            raise InputError(f"--tokens_per_second={self.tokens_per_second} must be above 0.")
+        if self.measure and self.tokens_per_second is not None:
+            raise InputError("--measure and --tokens_per_second exclude each other: give one of them.")
+
+
+def add_plan_options(parser: ArgumentParser) -> None:
+    """The options of `PlanConfig`, `--measure` as a flag."""
+    parser.add_argument(
+        "--memory",
+        type=str | None,
+        default=None,
+        help="A device's memory, 24GiB for example: say which length of rows fits.",
+    )
+    parser.add_argument(
+        "--tokens_per_second",
+        type=float | None,
+        default=None,
+        help="A rate known from elsewhere: say how long the run takes.",
+    )
+    parser.add_argument(
+        "--measure", action="store_true", help="Measure the rate in a few training steps here, on random tokens."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecallConfig:
+    """Which model is asked what."""
+
+    ckpt_path: str
+    """Checkpoint file, or a folder that save_pretrained wrote."""
+    task: Literal["passkey", "induction"] = "passkey"
+    """passkey: five digits told in real text; induction: which token followed a mark, in random tokens."""
+    lengths: list[int]
+    depths: list[int]
+    rows: int = 20
+    """Rows of each length and depth."""
+    text: str | None = None
+    """Text around pass keys: a file, a folder or a glob; null is the built-in corpus."""
+    fractions: list[float] = field(default_factory=lambda: [0.9, 0.05, 0.05])
+    """Shares of the text for train, val and test, of which val is used: give those the model was trained with."""
+    seed: int = 0
+    """Names the rows."""
+    report: str | None = None
+    """Folder for the table as CSV and JSON and, with matplotlib, a heat map."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run; auto takes a CUDA GPU if there is one."""
+
+    def make_task(self, vocab_size: int) -> Task:
+        """The task, for a model of so many tokens.
+
+        Raises:
+            InputError: a model that does not read bytes, for pass keys.
+        """
+        if self.task == "induction":
+            return Induction(vocab_size)
+        if vocab_size != VOCAB_SIZE:
+            raise InputError(
+                f"--ckpt_path: its model has vocab_size={vocab_size}, pass keys are written in bytes ({VOCAB_SIZE})."
+            )
+        return Passkey(split_corpus(find_sources(self.text), self.fractions)["val"])
+
+
+def add_case_options(parser: ArgumentParser) -> None:
+    """The lengths and depths of `RecallConfig`, as numbers one after the other."""
+    parser.add_argument(
+        "--lengths", nargs="+", type=int, default=[256, 512, 1024, 2048, 4096], help="Tokens of the rows."
+    )
+    parser.add_argument(
+        "--depths",
+        nargs="+",
+        type=int,
+        default=[0, 25, 50, 75, 100],
+        help="Where it is told, in percent of the row: 0 at its start, 100 right before it is asked.",
+    )

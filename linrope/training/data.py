@@ -28,6 +28,7 @@ from linrope.data import (
 )
 from linrope.data.token_files import TOKEN_DTYPES
 from linrope.errors import InputError, check_keys, require_choice
+from linrope.training.loading import TimedLoader
 
 Batch = dict[str, Tensor]
 
@@ -100,11 +101,16 @@ class TextDataModule(LightningDataModule):
         self._tokenizer_name, self.token_dtype = tokenizer, token_dtype
         self.corpora: dict[str, TokenSequence] = {}
 
-    def setup(self, stage: str) -> None:
+    def open(self) -> dict[str, TokenSequence]:
+        """The corpora by split: opened at the first call, by `setup` if by nobody before."""
         if not self.corpora:
             self._opened = open_text(self.path, self.fractions, self._tokenizer_name, self.token_dtype)
             self.origin, self.n_skipped = self._opened.origin, self._opened.n_skipped
             self.corpora = self._opened.corpora
+        return self.corpora
+
+    def setup(self, stage: str) -> None:
+        self.open()
         self._check_trainer(stage)
         # Made here, before any work, so that a split that is too short is found at once.
         if stage == "fit":
@@ -174,6 +180,15 @@ class TextDataModule(LightningDataModule):
         """Tokens that a run has trained on, over all devices, after `step` optimizer steps."""
         return self.plan.tokens_at(step)
 
+    def samples_of(self, step: int) -> str:
+        """The training samples of the optimizer step after `step` finished ones, for people to read."""
+        if self.lanes:
+            per_step = self.trainer.accumulate_grad_batches
+            return f"batches {step * per_step} … {(step + 1) * per_step - 1} of the lanes"
+        stage = self.plan.stage_at(step)
+        first = stage.first_sample + (step - stage.first_step) * stage.samples_per_step
+        return f"samples {first} … {first + stage.samples_per_step - 1} of length {stage.seq_len}"
+
     def first_batch(self, stage: PlannedStage) -> Batch:
         """The first training batch of a stage of `plan`, on the CPU; it needs `setup("fit")`."""
         samples = range(stage.first_sample, stage.first_sample + stage.batch_size)
@@ -224,7 +239,7 @@ class TextDataModule(LightningDataModule):
 
     def _loader(self, dataset: Dataset[Batch], **options: object) -> DataLoader[Batch]:
         on_gpu = self.trainer.strategy.root_device.type == "cuda"
-        return DataLoader(
+        return TimedLoader(
             dataset,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,

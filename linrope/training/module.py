@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -33,6 +32,7 @@ from linrope.training.checkpoints import (
     rewind_to_step,
     run_order,
 )
+from linrope.training.reading import LossByPosition, bits_per_byte, token_losses
 
 
 class NonFiniteError(RuntimeError):
@@ -97,30 +97,17 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
 
 
-def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy in nats, float32, shape (B, T), of logits (B, T, V) of any dtype against targets (B, T).
-
-    It is 0 where a target is IGNORE.
-    """
-    losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none", ignore_index=IGNORE)
-    return losses.view_as(targets)
-
-
-def bits_per_byte(nats: float, n_bytes: float) -> float:
-    """Bits per byte of text: all the nats of a text, its separators' too, over its bytes alone."""
-    return nats / math.log(2) / n_bytes if n_bytes else math.nan
-
-
 class LanguageModelingModule(LightningModule):
     """Trains a `LanguageModel` on batches `{"inputs", "targets"}`, each int64 (B, T); targets may be IGNORE.
 
-    Targets are bytes and separators unless `"n_bytes"`, int64 (B,), says how many bytes those of each row stand for.
+    Targets are bytes and separators unless `"n_bytes"`, int64 (B, T), says how many bytes each stands for.
     Batches may have `"segment_ids"`, documents as the model takes them, and `"fresh"`, bool (B,): then rows go on from
     the state after the batch before, but for those that are fresh.
 
     Logs `train_loss` (nats per target), `train_bpb` (bits per byte), `grad_norm` (before clipping) and `lr` per
     optimizer step, and `val_loss`, `val_bpb`, `test_loss`, `test_bpb` over a whole evaluation. Bits per byte are left
     out where the targets stand for no byte, or for nobody knows how many.
+    `loss_by_position` holds the losses of the last evaluation by where in the row they fell.
 
     Args:
         model_config: the model to make.
@@ -261,24 +248,36 @@ class LanguageModelingModule(LightningModule):
         self._log_evaluation("test")
 
     def _start_evaluation(self) -> None:
-        self._eval_sums, self._eval_tokens = [0.0, 0.0], 0  # (nats, bytes) and targets
+        self.loss_by_position = LossByPosition()
 
     def _add_to_evaluation(self, batch: dict[str, Tensor]) -> None:
-        *sums, tokens = _sums(self._nats(batch), batch).tolist()
-        self._eval_sums = [total + new for total, new in zip(self._eval_sums, sums, strict=True)]
-        self._eval_tokens += round(tokens)
+        self.loss_by_position.add(self._token_losses(batch), batch["targets"], batch.get("n_bytes"))
 
     def _log_evaluation(self, split: str) -> None:
-        totals = [*self._eval_sums, self._eval_tokens]
         if self.trainer.world_size > 1:  # sums, not means of means: ranks may have seen unequal numbers of windows
-            on_device = torch.tensor(totals, dtype=torch.float64, device=self.device)
-            totals = self.trainer.strategy.reduce(on_device, reduce_op="sum").tolist()
+            sums = self.loss_by_position.sums.to(self.device)
+            self.loss_by_position.sums = self.trainer.strategy.reduce(sums, reduce_op="sum").cpu()
         # Every rank holds the sums already, so the logged values need no synchronising.
-        self.log_dict(self._metrics(split, *totals))
+        self.log_dict(self._metrics(split, *self.loss_by_position.totals.tolist()))
 
     def _metrics(self, split: str, nats: float, n_bytes: float, tokens: float) -> dict[str, float]:
         loss = {f"{split}_loss": nats / max(tokens, 1)}
         return {**loss, f"{split}_bpb": bits_per_byte(nats, n_bytes)} if n_bytes else loss
+
+    def _token_losses(self, batch: dict[str, Tensor]) -> Tensor:
+        """The nats of each target of a batch, (B, T)."""
+        inputs, targets, ids = batch["inputs"], batch["targets"], batch.get("segment_ids")
+        if self.segment_length is None:
+            return token_losses(self.model(inputs, segment_ids=ids), targets)
+        pieces: list[Tensor] = []
+
+        def loss(logits: Tensor, targets: Tensor) -> Tensor:
+            pieces.append(token_losses(logits, targets))
+            return pieces[-1].sum()
+
+        with torch.no_grad():  # segments then come once each, in order
+            segmented_loss(self.model, inputs, targets, self.segment_length, loss=loss, segment_ids=ids)
+        return torch.cat(pieces, dim=1)
 
     def _nats(self, batch: dict[str, Tensor]) -> Tensor:
         """The nats of a batch's targets, in all."""
@@ -318,7 +317,10 @@ class LanguageModelingModule(LightningModule):
         datamodule = self.trainer.datamodule
         if hasattr(datamodule, "require_vocabulary"):  # text of ours
             datamodule.require_vocabulary(self.model_config.vocab_size)
-            self.model.tokenizer = tokenizer_to_plain(datamodule.tokenizer)
+            ours = tokenizer_to_plain(datamodule.tokenizer)
+            if self.model.tokenizer is not None:  # of a trained model
+                require_same_tokenizer({"linrope": {"tokenizer": self.model.tokenizer}}, ours, "of the model")
+            self.model.tokenizer = ours
         if stage != "fit":
             return
         trainer = self.trainer

@@ -1,10 +1,14 @@
-"""Multi-query associative recall for the Lightning trainer: an endless mixture to learn from, cases to measure."""
+"""Recall tasks for the Lightning trainer: an endless mixture to learn from, cases to measure.
+
+Multi-query associative recall, copying and induction of random tokens; a pass key in real text is in `passkey`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -12,13 +16,25 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from linrope.data import IGNORE, mqar_rows, require_mqar
+from linrope.data import (
+    IGNORE,
+    copy_rows,
+    induction_rows,
+    mqar_rows,
+    require_copying,
+    require_induction,
+    require_mqar,
+)
 from linrope.errors import InputError
-from linrope.training.module import LanguageModelingModule, token_losses
+from linrope.training.loading import TimedLoader
+from linrope.training.module import LanguageModelingModule
+from linrope.training.reading import token_losses
 
-Batch = dict[str, Tensor]
-Stage = tuple[int, int, int]
-Case = tuple[int, int]
+Batch = dict[str, Any]
+Case = tuple[int, ...]
+"""What a row is like: its length, and what else the task has; all whole numbers."""
+Stage = tuple[int, ...]
+"""A case, and its share of all rows."""
 
 # As in Zoology's experiments (arXiv 2312.04927): what it learns from, in thousands of rows, and what it is asked.
 STAGES: tuple[Stage, ...] = ((64, 4, 100), (128, 8, 20), (256, 16, 20), (256, 32, 20), (256, 64, 20))
@@ -28,32 +44,98 @@ CASES: tuple[Case, ...] = ((64, 4), (64, 8), (64, 16), (128, 32), (256, 64), (51
 _CHOICE, _TRAIN, _VAL, _TEST = range(4)
 
 
-class MQARBatches(IterableDataset[Batch]):
+class Task(Protocol):
+    """A way of making rows; a frozen dataclass of plain values, so that workers can have it."""
+
+    def rows(self, n_rows: int, case: Case, seed: int | Sequence[int]) -> tuple[Tensor, Tensor]:
+        """(inputs, targets), each int64 (n_rows, case[0])."""
+
+    def require(self, case: Case) -> None:
+        """Raise InputError unless there are such rows."""
+
+    def name(self, case: Case) -> str:
+        """The case as metrics call it."""
+
+
+@dataclass(frozen=True)
+class MQAR:
+    """Multi-query associative recall, cases (length, n_pairs): see `linrope.data.mqar_rows`."""
+
+    vocab_size: int
+
+    def rows(self, n_rows: int, case: Case, seed: int | Sequence[int]) -> tuple[Tensor, Tensor]:
+        return mqar_rows(n_rows, *case, self.vocab_size, seed)
+
+    def require(self, case: Case) -> None:
+        require_mqar(*case, self.vocab_size)
+
+    def name(self, case: Case) -> str:
+        return "{}x{}".format(*case)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Copying, cases (length,): see `linrope.data.copy_rows`."""
+
+    vocab_size: int
+
+    def rows(self, n_rows: int, case: Case, seed: int | Sequence[int]) -> tuple[Tensor, Tensor]:
+        return copy_rows(n_rows, *case, self.vocab_size, seed)
+
+    def require(self, case: Case) -> None:
+        require_copying(*case, self.vocab_size)
+
+    def name(self, case: Case) -> str:
+        return str(case[0])
+
+
+@dataclass(frozen=True)
+class Induction:
+    """One induction step, cases (length,) or (length, depth in percent): see `linrope.data.induction_rows`."""
+
+    vocab_size: int
+
+    def rows(self, n_rows: int, case: Case, seed: int | Sequence[int]) -> tuple[Tensor, Tensor]:
+        return induction_rows(n_rows, case[0], self.vocab_size, seed, *case[1:])
+
+    def require(self, case: Case) -> None:
+        require_induction(case[0], self.vocab_size, *case[1:])
+
+    def name(self, case: Case) -> str:
+        return at_depth(case)
+
+
+def at_depth(case: Case) -> str:
+    """A case (length,) or (length, depth) as metrics call it: "1024" or "1024@50%"."""
+    return "@".join((str(case[0]), *(f"{depth}%" for depth in case[1:])))
+
+
+class RecallBatches(IterableDataset[Batch]):
     """The endless training batches of one rank, from number `first` on.
 
     A batch has rows of one stage, which follows from (seed, number) alone, so that all ranks do the same work at the
     same time; its rows follow from (seed, number, rank).
 
     Args:
-        stages: (length, n_pairs, rows) each; a stage's share of all rows is in proportion to its `rows`.
+        task: makes the rows.
+        stages: cases with their shares of all rows, in proportion to the last number of each.
         tokens_per_batch: tokens of a batch, rounded down to whole rows.
-        vocab_size: number of tokens.
         seed, rank: name the order.
         first: number of the first batch.
     """
 
     def __init__(
         self,
+        task: Task,
         stages: Sequence[Stage],
         tokens_per_batch: int,
-        vocab_size: int,
         seed: int = 0,
         rank: int = 0,
         first: int = 0,
     ) -> None:
-        self.stages, self.tokens_per_batch, self.vocab_size = stages, tokens_per_batch, vocab_size
+        self.task, self.stages, self.tokens_per_batch = task, stages, tokens_per_batch
         self.seed, self.rank, self.first = seed, rank, first
-        batches = np.array([rows / self._n_rows(length) for length, _, rows in stages])
+        batches = np.array([rows / self._n_rows(length) for length, *_, rows in stages])
         self._shares = batches / batches.sum()  # of batches: those of long rows have fewer of them
 
     def _n_rows(self, length: int) -> int:
@@ -62,9 +144,8 @@ class MQARBatches(IterableDataset[Batch]):
     def __getitem__(self, number: int) -> Batch:
         """Batch `number ≥ 0`."""
         stage = np.random.default_rng((_CHOICE, self.seed, number)).choice(len(self.stages), p=self._shares)
-        length, n_pairs, _ = self.stages[stage]
-        seed = (_TRAIN, self.seed, number, self.rank)
-        inputs, targets = mqar_rows(self._n_rows(length), length, n_pairs, self.vocab_size, seed)
+        case = tuple(self.stages[stage][:-1])
+        inputs, targets = self.task.rows(self._n_rows(case[0]), case, (_TRAIN, self.seed, number, self.rank))
         return {"inputs": inputs, "targets": targets}
 
     def __iter__(self) -> Iterator[Batch]:
@@ -73,27 +154,130 @@ class MQARBatches(IterableDataset[Batch]):
         return map(self.__getitem__, mine)
 
 
-class MQARDataModule(LightningDataModule):
-    """Multi-query associative recall: see `linrope.data.mqar_rows`.
+class RecallDataModule(LightningDataModule):
+    """What the recall tasks share: batches from a task's rows.
 
-    Batches are `{"inputs", "targets"}`, each int64 (rows, length), of one length and number of pairs; targets are
-    IGNORE where nothing is asked. Training has no epochs: batch `i` of a run follows from `seed` and `i`, and a resumed
-    run goes on with the batch after the last that its checkpoint has learned from. Validation and test have rows of
-    their own, the same for every seed. On several devices set `trainer.use_distributed_sampler` to False: the loaders
-    deal rows to ranks by themselves.
+    Batches are `{"inputs", "targets"}`, each int64 (rows, length), of one case; targets are IGNORE where nothing is
+    asked. Those of validation and test have `"case"` too, its name. Training has no epochs: batch `i` of a run follows
+    from `seed` and `i`, and a resumed run goes on with the batch after the last that its checkpoint has learned from.
+    Validation and test have rows of their own, the same for every seed. On several devices set
+    `trainer.use_distributed_sampler` to False: the loaders deal rows to ranks by themselves.
 
     Args:
-        stages: What to learn from: (length, n_pairs, rows) each, where `rows` is a share of all rows.
-        cases: What to measure: (length, n_pairs) each.
-        vocab_size: Number of tokens; the model's must be as large.
+        task: makes the rows.
+        stages: What to learn from: cases, each with a last number more, its share of all rows.
+        cases: What to measure.
         tokens_per_batch: Tokens of one batch, per device; it has as many whole rows as fit.
         test_rows: Rows of each case, in validation and again in test.
         seed: Names the training rows and their order.
         num_workers: Processes that make batches ahead; 0 makes them in the training process.
 
     Raises:
-        InputError: no stage or case, one that does not fit its length, its batch or the vocabulary, or a number out of
+        InputError: no stage or case, one that the task cannot serve or that does not fit a batch, or a number out of
             range.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        stages: Sequence[Stage],
+        cases: Sequence[Case],
+        tokens_per_batch: int,
+        test_rows: int,
+        seed: int,
+        num_workers: int,
+    ) -> None:
+        super().__init__()
+        for name, value, least in (("test_rows", test_rows, 1), ("seed", seed, 0), ("num_workers", num_workers, 0)):
+            if value < least:
+                raise InputError(f"data.{name}={value} must be {least} or more.")
+        self.task = task
+        self.stages, self.cases = stages, cases
+        self.tokens_per_batch, self.test_rows = tokens_per_batch, test_rows
+        self.seed, self.num_workers = seed, num_workers
+        self._check("stages", [tuple(stage[:-1]) for stage in stages])
+        self._check("cases", cases)
+        if min(rows for *_, rows in stages) <= 0:
+            raise InputError(f"data.stages={stages}: the last number of each, its share of rows, must be above 0.")
+
+    def _check(self, name: str, cases: Sequence[Case]) -> None:
+        """Raise InputError unless there are `cases`, and each fits the task and a batch."""
+        if not cases:
+            raise InputError(f"data.{name} is empty: give at least one.")
+        for case in cases:
+            try:
+                self.task.require(tuple(case))
+            except InputError as error:
+                raise InputError(f"data.{name}: {error}") from error
+            if case[0] > self.tokens_per_batch:
+                raise InputError(
+                    f"data.tokens_per_batch={self.tokens_per_batch} has no room for a row of length={case[0]} of "
+                    f"data.{name}: raise it to {case[0]} or more."
+                )
+
+    def order(self) -> dict[str, Any]:
+        """All options that decide which rows follow which, as plain values."""
+        return {
+            "stages": [list(stage) for stage in self.stages],
+            **asdict(self.task),
+            "tokens_per_batch": self.tokens_per_batch,
+            "seed": self.seed,
+        }
+
+    def samples_of(self, step: int) -> str:
+        """The training batches of the optimizer step after `step` finished ones, for people to read."""
+        per_step = self.trainer.accumulate_grad_batches
+        return f"batches {step * per_step} … {(step + 1) * per_step - 1}"
+
+    def task_of(self, split: str) -> Task:
+        """What makes the rows of a split: "train", "val" or "test"."""
+        return self.task
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        """An endless loader. Lightning asks for it after it has restored the step that a checkpoint was saved at."""
+        trainer = self.trainer
+        batches = RecallBatches(
+            self.task_of("train"),
+            self.stages,
+            self.tokens_per_batch,
+            self.seed,
+            rank=trainer.global_rank,
+            first=trainer.global_step * trainer.accumulate_grad_batches,
+        )
+        return self._loader(batches, num_workers=self.num_workers, persistent_workers=self.num_workers > 0)
+
+    def val_dataloader(self) -> DataLoader[Batch]:
+        return self._loader(self._evaluation_batches("val", _VAL))
+
+    def test_dataloader(self) -> DataLoader[Batch]:
+        return self._loader(self._evaluation_batches("test", _TEST))
+
+    def _evaluation_batches(self, split: str, number: int) -> list[Batch]:
+        """All cases in order. Every rank takes every `world_size`-th row; none is seen twice."""
+        mine = slice(self.trainer.global_rank, None, self.trainer.world_size)
+        task, batches = self.task_of(split), []
+        for case in map(tuple, self.cases):
+            inputs, targets = (tokens[mine] for tokens in task.rows(self.test_rows, case, (number, *case)))
+            n = self.tokens_per_batch // case[0]
+            batches += [
+                {"inputs": inputs[start : start + n], "targets": targets[start : start + n], "case": task.name(case)}
+                for start in range(0, len(inputs), n)
+            ]
+        return batches
+
+    def _loader(self, batches: IterableDataset[Batch] | list[Batch], **options: object) -> DataLoader[Batch]:
+        on_gpu = self.trainer.strategy.root_device.type == "cuda"
+        return TimedLoader(batches, batch_size=None, pin_memory=on_gpu, **options)
+
+
+class MQARDataModule(RecallDataModule):
+    """Multi-query associative recall: see `linrope.data.mqar_rows` and `RecallDataModule`.
+
+    Args:
+        stages: What to learn from: (length, n_pairs, rows) each, where `rows` is a share of all rows.
+        cases: What to measure: (length, n_pairs) each.
+        vocab_size: Number of tokens; the model's must be as large.
+        tokens_per_batch, test_rows, seed, num_workers: As in `RecallDataModule`.
     """
 
     def __init__(
@@ -106,118 +290,87 @@ class MQARDataModule(LightningDataModule):
         seed: int = 0,
         num_workers: int = 0,
     ) -> None:
-        super().__init__()
-        for name, value, least in (("test_rows", test_rows, 1), ("seed", seed, 0), ("num_workers", num_workers, 0)):
-            if value < least:
-                raise InputError(f"data.{name}={value} must be {least} or more.")
-        _check("stages", [(length, n_pairs) for length, n_pairs, _ in stages], vocab_size, tokens_per_batch)
-        _check("cases", cases, vocab_size, tokens_per_batch)
-        if min(rows for _, _, rows in stages) <= 0:
-            raise InputError(f"data.stages={stages}: the last number of each, its share of rows, must be above 0.")
-        self.stages, self.cases, self.vocab_size = stages, cases, vocab_size
-        self.tokens_per_batch, self.test_rows = tokens_per_batch, test_rows
-        self.seed, self.num_workers = seed, num_workers
-
-    def order(self) -> dict[str, Any]:
-        """All options that decide which rows follow which, as plain values."""
-        return {
-            "stages": [list(stage) for stage in self.stages],
-            "vocab_size": self.vocab_size,
-            "tokens_per_batch": self.tokens_per_batch,
-            "seed": self.seed,
-        }
-
-    def train_dataloader(self) -> DataLoader[Batch]:
-        """An endless loader. Lightning asks for it after it has restored the step that a checkpoint was saved at."""
-        trainer = self.trainer
-        batches = MQARBatches(
-            self.stages,
-            self.tokens_per_batch,
-            self.vocab_size,
-            self.seed,
-            rank=trainer.global_rank,
-            first=trainer.global_step * trainer.accumulate_grad_batches,
-        )
-        return self._loader(batches, num_workers=self.num_workers, persistent_workers=self.num_workers > 0)
-
-    def val_dataloader(self) -> DataLoader[Batch]:
-        return self._loader(self._evaluation_batches(_VAL))
-
-    def test_dataloader(self) -> DataLoader[Batch]:
-        return self._loader(self._evaluation_batches(_TEST))
-
-    def _evaluation_batches(self, split: int) -> list[Batch]:
-        """All cases in order. Every rank takes every `world_size`-th row; none is seen twice."""
-        mine = slice(self.trainer.global_rank, None, self.trainer.world_size)
-        batches = []
-        for length, n_pairs in self.cases:
-            rows = mqar_rows(self.test_rows, length, n_pairs, self.vocab_size, (split, length, n_pairs))
-            inputs, targets = (tokens[mine] for tokens in rows)
-            n = self.tokens_per_batch // length
-            batches += [
-                {"inputs": inputs[start : start + n], "targets": targets[start : start + n]}
-                for start in range(0, len(inputs), n)
-            ]
-        return batches
-
-    def _loader(self, batches: IterableDataset[Batch] | list[Batch], **options: object) -> DataLoader[Batch]:
-        on_gpu = self.trainer.strategy.root_device.type == "cuda"
-        return DataLoader(batches, batch_size=None, pin_memory=on_gpu, **options)
+        super().__init__(MQAR(vocab_size), stages, cases, tokens_per_batch, test_rows, seed, num_workers)
 
 
-def _check(name: str, cases: Sequence[Case], vocab_size: int, tokens_per_batch: int) -> None:
-    """Raise InputError unless there are `cases`, and each fits the vocabulary and a batch."""
-    if not cases:
-        raise InputError(f"data.{name} is empty: give at least one.")
-    for length, n_pairs in cases:
-        try:
-            require_mqar(length, n_pairs, vocab_size)
-        except InputError as error:
-            raise InputError(f"data.{name}: {error}") from error
-        if length > tokens_per_batch:
-            raise InputError(
-                f"data.tokens_per_batch={tokens_per_batch} has no room for a row of length={length} of data.{name}: "
-                f"raise it to {length} or more."
-            )
+class CopyDataModule(RecallDataModule):
+    """Copying rows of random tokens: see `linrope.data.copy_rows` and `RecallDataModule`.
+
+    Args:
+        stages: What to learn from: (length, rows) each, where `rows` is a share of all rows.
+        cases: What to measure: (length,) each.
+        vocab_size: Number of tokens, the mark among them; the model's must be as large.
+        tokens_per_batch, test_rows, seed, num_workers: As in `RecallDataModule`.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage] = ((32, 1), (64, 1), (128, 1)),
+        cases: Sequence[Case] = ((64,), (128,), (256,), (512,)),
+        vocab_size: int = 32,
+        tokens_per_batch: int = 4096,
+        test_rows: int = 200,
+        seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__(Copy(vocab_size), stages, cases, tokens_per_batch, test_rows, seed, num_workers)
+
+
+class InductionDataModule(RecallDataModule):
+    """One induction step in rows of random tokens: see `linrope.data.induction_rows` and `RecallDataModule`.
+
+    Args:
+        stages: What to learn from: (length, rows) each, where `rows` is a share of all rows; the mark stands anywhere.
+        cases: What to measure: (length,) each, or (length, depth in percent).
+        vocab_size: Number of tokens, the mark among them; the model's must be as large.
+        tokens_per_batch, test_rows, seed, num_workers: As in `RecallDataModule`.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage] = ((64, 1), (128, 1), (256, 1)),
+        cases: Sequence[Case] = ((64,), (256,), (1024,), (4096,)),
+        vocab_size: int = 16,
+        tokens_per_batch: int = 4096,
+        test_rows: int = 200,
+        seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__(Induction(vocab_size), stages, cases, tokens_per_batch, test_rows, seed, num_workers)
 
 
 class RecallModule(LanguageModelingModule):
-    """Trains a `LanguageModel` on `MQARDataModule`'s batches and measures how much it recalls.
+    """Trains a `LanguageModel` on the batches of a `RecallDataModule` and measures how much it recalls.
 
     Logs `train_loss` (nats per question), `grad_norm` and `lr` per optimizer step, and over a whole evaluation
-    `val_loss`, `val_accuracy/{length}x{pairs}` (the share of a case's questions whose value has the highest logit) and
-    `val_accuracy` (the mean over cases); in a test the same as `test_…`. Arguments and errors are those of
+    `val_loss`, `val_accuracy/{case}` (the share of a case's questions, each of one token, whose answer has the highest
+    logit) and `val_accuracy` (the mean over cases); in a test the same as `test_…`. Arguments and errors are those of
     `LanguageModelingModule`.
     """
 
     def _start_evaluation(self) -> None:
-        self._cases: dict[Case, np.ndarray] = {}  # (length, pairs): (nats, right answers, questions)
+        self._cases: dict[str, np.ndarray] = {}  # by name: (nats, right answers, questions)
 
-    def _add_to_evaluation(self, batch: dict[str, Tensor]) -> None:
+    def _add_to_evaluation(self, batch: Batch) -> None:
         logits, targets = self.model(batch["inputs"]), batch["targets"]
         losses, right, asked = token_losses(logits, targets), logits.argmax(-1) == targets, targets != IGNORE
         sums = np.array(torch.stack([losses.sum(), right.sum(), asked.sum()]).tolist())  # one transfer
-        n_rows, length = targets.shape
-        case = length, round(sums[2] / n_rows)
-        self._cases[case] = self._cases.get(case, 0) + sums
+        self._cases[batch["case"]] = self._cases.get(batch["case"], 0) + sums
 
     def _log_evaluation(self, split: str) -> None:
-        cases: dict[Case, np.ndarray] = {}
+        cases: dict[str, np.ndarray] = {}
         for of_rank in self._cases_of_all_ranks():
             for case, sums in of_rank.items():
                 cases[case] = cases.get(case, 0) + sums
-        accuracies = {
-            f"{split}_accuracy/{length}x{n_pairs}": right / asked
-            for (length, n_pairs), (_, right, asked) in sorted(cases.items())
-        }
+        accuracies = {f"{split}_accuracy/{name}": right / asked for name, (_, right, asked) in cases.items()}
         nats, _, asked = sum(cases.values())
         mean = sum(accuracies.values()) / len(accuracies)
         self.log_dict({**self._metrics(split, nats, 0, asked), f"{split}_accuracy": mean, **accuracies})
 
-    def _cases_of_all_ranks(self) -> list[dict[Case, np.ndarray]]:
+    def _cases_of_all_ranks(self) -> list[dict[str, np.ndarray]]:
         if self.trainer.world_size == 1:
             return [self._cases]
-        gathered: list[dict[Case, np.ndarray]] = [{}] * self.trainer.world_size
+        gathered: list[dict[str, np.ndarray]] = [{}] * self.trainer.world_size
         torch.distributed.all_gather_object(gathered, self._cases)  # ranks may not have seen the same cases
         return gathered
 

@@ -13,9 +13,8 @@ import yaml
 from benchmarks import ablation, ablation_report
 from benchmarks.ablation_report import Interval, verdict
 from benchmarks.timing import Sample
-from benchmarks.training_run import row_losses, smallest_denominator
+from benchmarks.training_run import smallest_denominator
 from linrope import LanguageModel, LanguageModelConfig, RotaryConfig
-from linrope.training.module import token_losses
 
 
 @pytest.fixture
@@ -265,19 +264,6 @@ def test_spikes():
     losses[3] = losses[70] = 1.3  # the first is before a window is full
     losses[80] = 1.2
     assert ablation_report.spikes(losses) == [70]
-
-
-def test_rows_are_read_in_pieces_as_a_whole(monkeypatch):
-    from benchmarks import training_run
-
-    torch.manual_seed(0)
-    model = LanguageModel(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2, short_conv=4)).eval()
-    text = torch.randint(256, (4 * 60 + 1,))
-    with torch.no_grad():
-        whole = token_losses(model(text[:-1].view(4, 60)), text[1:].view(4, 60)).double()
-    monkeypatch.setattr(training_run, "SEGMENT", 25)
-    # float32 sums in another order
-    torch.testing.assert_close(row_losses(model, text, 60), whole, rtol=1e-5, atol=1e-5)
 
 
 class Rows:

@@ -164,9 +164,9 @@ def test_a_tokenizers_tokens_and_the_bytes_they_stand_for(source, tmp_path):
     assert opened.vocab_size == opened.tokenizer.vocab_size == tokenizer.vocab_size
     train = opened.corpora["train"]
     assert train.tokens(0, len(train)).tolist() == flat(out)[:-1]  # the document without a token is left out
-    assert train.text_bytes(0, len(train)) == train.n_bytes == manifest.n_bytes
-    assert train.text_bytes(len(tokens[0]), len(train)) == 6
-    assert sum(train.text_bytes(i, i + 1) for i in range(len(train))) == manifest.n_bytes
+    assert train.text_bytes(0, len(train)).sum() == train.n_bytes == manifest.n_bytes
+    assert train.text_bytes(len(tokens[0]), len(train)).sum() == 6
+    assert [train.text_bytes(i, i + 1).item() for i in range(len(train))] == train.text_bytes(0, len(train)).tolist()
 
 
 def test_text_that_is_not_utf8_is_named_where_the_tokenizer_needs_it(source, tmp_path):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from linrope import LanguageModel, LanguageModelConfig
 from linrope.training import LanguageModelingModule, Throughput, TryLargestStages, trial
 from linrope.training.cli import main
 
@@ -164,12 +165,15 @@ def test_a_run_that_was_stopped_in_any_stage_resumes_with_the_batches_that_are_l
 
 
 def test_throughput_counts_the_tokens_of_each_step():
-    throughput, module = Throughput(), SimpleNamespace(log=lambda name, value: None)
-    trainer = SimpleNamespace(world_size=2, accumulate_grad_batches=2)
+    model = LanguageModel(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2))
+    module = SimpleNamespace(model=model, segment_length=None, log_dict=lambda metrics: None)
+    cpu = SimpleNamespace(root_device=torch.device("cpu"))
+    trainer = SimpleNamespace(world_size=2, accumulate_grad_batches=2, strategy=cpu, train_dataloader=None)
+    throughput = Throughput()
     throughput.on_train_start(trainer, module)
     for number, (rows, length) in enumerate(shape for shape in [(4, 16), (1, 128), (4, 16)] for _ in range(2)):
         throughput.on_train_batch_end(trainer, module, None, {"inputs": torch.zeros(rows, length)}, number)
-    assert [tokens for tokens, _ in throughput._steps] == [256, 512, 256]
+    assert [step.tokens for step in throughput._steps] == [256, 512, 256]
 
 
 @pytest.mark.parametrize(

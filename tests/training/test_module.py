@@ -8,7 +8,8 @@ from linrope.data import SEPARATOR
 from linrope.errors import InputError
 from linrope.model import LanguageModelConfig
 from linrope.training import LanguageModelingModule, OptimizerConfig, learning_rate_factor
-from linrope.training.module import bits_per_byte, parameter_groups, token_losses
+from linrope.training.module import parameter_groups
+from linrope.training.reading import bits_per_byte, token_losses
 
 SCHEDULE = {"warmup_steps": 10, "max_steps": 110, "final_fraction": 0.1}
 
@@ -78,8 +79,8 @@ def test_separators_cost_bits_but_are_no_bytes():
     module.on_validation_epoch_start()
     for _ in range(2):
         module.validation_step({"inputs": torch.tensor([[0, 1, 2, SEPARATOR]]), "targets": targets}, 0)
-    nats, n_bytes = module._eval_sums
-    assert (n_bytes, module._eval_tokens) == (6, 8)
+    nats, n_bytes, n_targets = module.loss_by_position.totals.tolist()
+    assert (n_bytes, n_targets) == (6, 8)
     assert nats == pytest.approx(8 * math.log(257), rel=0.05)  # an untrained model knows nothing
 
 

@@ -10,8 +10,9 @@ from torch.utils.data import DataLoader
 from linrope.data import IGNORE, SEPARATOR
 from linrope.errors import InputError
 from linrope.model import LanguageModelConfig
-from linrope.training import LanguageModelingModule, MQARBatches, MQARDataModule, OptimizerConfig, RecallModule
-from linrope.training.module import token_losses
+from linrope.training import LanguageModelingModule, MQARDataModule, OptimizerConfig, RecallBatches, RecallModule
+from linrope.training.reading import token_losses
+from linrope.training.recall import MQAR
 
 STAGES = ((16, 2, 3), (32, 4, 1))
 SMALL = {"stages": STAGES, "cases": ((16, 2), (32, 4)), "vocab_size": 64, "tokens_per_batch": 128, "test_rows": 11}
@@ -45,7 +46,7 @@ def small_trainer(**options) -> Trainer:
 
 
 def test_a_batch_holds_rows_of_one_stage_and_as_many_as_fit():
-    batches = MQARBatches(STAGES, tokens_per_batch=100, vocab_size=64)
+    batches = RecallBatches(MQAR(64), STAGES, tokens_per_batch=100)
     shapes = set()
     for number in range(20):
         targets = batches[number]["targets"]
@@ -57,7 +58,7 @@ def test_a_batch_holds_rows_of_one_stage_and_as_many_as_fit():
 
 def test_stages_have_their_shares_of_all_rows():
     rows, n = Counter(), 2000
-    batches = MQARBatches(STAGES, tokens_per_batch=96, vocab_size=64)
+    batches = RecallBatches(MQAR(64), STAGES, tokens_per_batch=96)
     for number in range(n):
         n_rows, length = batches[number]["inputs"].shape
         rows[length] += n_rows
@@ -99,7 +100,7 @@ def test_the_defaults_are_zoologys():
         (64, 4), (128, 8), (256, 16), (256, 32), (256, 64)
     ]  # fmt: skip
     assert (1024, 256) in data.cases
-    assert MQARBatches(data.stages, data.tokens_per_batch, data.vocab_size)[0]["inputs"].numel() == 16384
+    assert RecallBatches(data.task, data.stages, data.tokens_per_batch)[0]["inputs"].numel() == 16384
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,7 @@ def test_ignored_targets_cost_nothing_and_are_no_bytes():
     assert (n_bytes, n_targets) == (2, 3)
     assert nats == pytest.approx(losses.sum().item())
     module.validation_step({"inputs": inputs, "targets": targets}, 0)
-    assert (module._eval_sums[1], module._eval_tokens) == (2, 3)
+    assert module.loss_by_position.totals[1:].tolist() == [2, 3]
 
 
 def test_a_batch_without_targets_has_loss_and_gradients_of_zero():

@@ -17,6 +17,7 @@ from rich.console import Console
 from linrope import LanguageModel, LanguageModelConfig
 from linrope.data import SEPARATOR, decode, encode_prompt
 from linrope.generation import Sampler, Sampling, read
+from linrope.training import writing
 from linrope.training.cli import main
 from linrope.training.config import GenerateConfig
 from linrope.training.writing import Prompt, TextWriter, converse, printable, run_generate
@@ -342,3 +343,8 @@ def test_a_real_process_talks_through_a_pipe_is_interrupted_and_saves_its_state(
     assert state.is_file()
     again = GenerateConfig(ckpt_path="", load_state=str(state), max_new_tokens=5)
     run_generate(again, model, lambda text: None, Console(file=io.StringIO()))
+
+
+def test_prompts_of_subwords_are_cut_after_lines(monkeypatch):
+    monkeypatch.setattr(writing, "LARGEST_PIECE", 6)
+    assert list(writing._after_lines(["ab", "c\nd", "e\n\nf", "ghijklm", "n"])) == ["abc\n", "de\n\n", "fghijklm", "n"]

@@ -1,0 +1,79 @@
+"""A pass key in real text for the Lightning trainer, told at any depth of rows of any length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from linrope.data import SPLITS, Corpus, find_sources, passkey_rows, require_passkey, split_corpus
+from linrope.errors import InputError
+from linrope.training.recall import Case, RecallDataModule, Stage, at_depth
+
+
+@dataclass(frozen=True)
+class Passkey:
+    """A pass key in text, cases (length,) or (length, depth in percent): see `linrope.data.passkey_rows`."""
+
+    text: Corpus
+
+    def rows(self, n_rows: int, case: Case, seed: int | Sequence[int]) -> tuple[Tensor, Tensor]:
+        return passkey_rows(n_rows, case[0], self.text, seed, *case[1:])
+
+    def require(self, case: Case) -> None:
+        require_passkey(case[0], len(self.text), *case[1:])
+
+    def name(self, case: Case) -> str:
+        return at_depth(case)
+
+
+class PasskeyDataModule(RecallDataModule):
+    """A pass key in real text: see `linrope.data.passkey_rows` and `RecallDataModule`.
+
+    Args:
+        path: Text around the keys: a file, a folder or a glob. null is the built-in corpus.
+        stages: What to learn from: (length, rows) each, where `rows` is a share of all rows; keys stand at any depth.
+        cases: What to measure: (length,) each, or (length, depth in percent).
+        fractions: Shares of the text for train, val and test, as `TextDataModule` has them.
+        tokens_per_batch, test_rows, seed, num_workers: As in `RecallDataModule`.
+
+    Raises:
+        InputError: as in `RecallDataModule`, and nothing to read at `path`, or less than a row in one of the splits.
+    """
+
+    def __init__(
+        self,
+        path: str | None = None,
+        stages: Sequence[Stage] = ((128, 4), (256, 2), (512, 1)),
+        cases: Sequence[Case] = ((128,), (512,), (2048,)),
+        fractions: Sequence[float] = (0.9, 0.05, 0.05),
+        tokens_per_batch: int = 4096,
+        test_rows: int = 100,
+        seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        sources = find_sources(None if path is None else Path(path))
+        self.tasks = {split: Passkey(corpus) for split, corpus in split_corpus(sources, fractions).items()}
+        self.origin, self.fractions = sources.origin, list(fractions)
+        super().__init__(self.tasks["train"], stages, cases, tokens_per_batch, test_rows, seed, num_workers)
+        for split in SPLITS[1:]:
+            for case in map(tuple, cases):
+                try:
+                    self.tasks[split].require(case)
+                except InputError as error:
+                    raise InputError(f"data.cases in the {split} split: {error}") from error
+
+    def task_of(self, split: str) -> Passkey:
+        return self.tasks[split]
+
+    def order(self) -> dict[str, Any]:
+        return {
+            "stages": [list(stage) for stage in self.stages],
+            "fractions": self.fractions,
+            "train_tokens": len(self.tasks["train"].text),
+            "tokens_per_batch": self.tokens_per_batch,
+            "seed": self.seed,
+        }

@@ -1,0 +1,228 @@
+"""Losses of text read in rows of any length, and where in a row they fall.
+
+Rows are read piece by piece, the model's state going on from one to the next, so that memory depends on the length only
+as the state does: with linear attention not at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from linrope.data import IGNORE, SEPARATOR, TokenSequence
+from linrope.errors import InputError
+from linrope.model import LanguageModel
+
+SEGMENT = 4096
+"""Long rows are read in pieces of so many tokens, short rows so many together that they hold twice as many."""
+FIRST_BUCKET = 16
+"""Positions are counted in buckets: the first 16, the next 16, then each bucket twice as long as the one before."""
+N_BUCKETS = 48  # rows of 10¹⁵ tokens
+
+
+def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy in nats, float32, shape (B, T), of logits (B, T, V) of any dtype against targets (B, T).
+
+    It is 0 where a target is IGNORE.
+    """
+    losses = torch.nn.functional.cross_entropy(
+        logits.float().flatten(0, 1), targets.flatten(), reduction="none", ignore_index=IGNORE
+    )
+    return losses.view_as(targets)
+
+
+def bits_per_byte(nats: float, n_bytes: float) -> float:
+    """Bits per byte of text: all the nats of a text, its separators' too, over its bytes alone."""
+    return nats / math.log(2) / n_bytes if n_bytes else math.nan
+
+
+def in_pieces(rows: Tensor) -> Iterator[tuple[slice, slice]]:
+    """How to read rows (B, T) that may be long: some of them at a time, each from its first piece to its last."""
+    n_rows, length = rows.shape
+    at_once = max(1, 2 * SEGMENT // length)
+    for first in range(0, n_rows, at_once):
+        for start in range(0, length, SEGMENT):
+            yield slice(first, min(first + at_once, n_rows)), slice(start, min(start + SEGMENT, length))
+
+
+@torch.no_grad()
+def piece_logits(model: LanguageModel, rows: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+    """(rows, places, logits of them) for each piece of rows (B, T), on the model's device."""
+    device = next(model.parameters()).device
+    state = None
+    for these, places in in_pieces(rows):
+        logits, state = model(rows[these, places].to(device), state if places.start else None, return_state=True)
+        yield these, places, logits
+
+
+def row_losses(model: LanguageModel, text: Tensor, context: int, tick: Callable[[], None] = lambda: None) -> Tensor:
+    """Nats of each token of the text (N + 1,) but its first, read in rows of `context`: float64 (N / context, context).
+
+    `tick` is called after each piece.
+    """
+    inputs, targets = text[:-1].view(-1, context), text[1:].view(-1, context)
+    losses = torch.empty(inputs.shape, dtype=torch.float64)
+    for rows, places, logits in piece_logits(model, inputs):
+        losses[rows, places] = token_losses(logits, targets[rows, places].to(logits.device)).double().cpu()
+        tick()
+    return losses
+
+
+# --- by position -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Positions `first` … `last` of rows, counted from 1, and what their targets cost."""
+
+    first: int
+    last: int
+    tokens: int
+    bits_per_byte: float
+
+
+class LossByPosition:
+    """Sums of losses by position in the row, in buckets whose edges double.
+
+    Attributes:
+        sums: (N_BUCKETS, 3) float64: nats, bytes and targets.
+        longest: positions seen.
+    """
+
+    def __init__(self) -> None:
+        self.sums = torch.zeros(N_BUCKETS, 3, dtype=torch.float64)
+        self.longest = 0
+
+    def add(self, losses: Tensor, targets: Tensor, n_bytes: Tensor | None = None) -> None:
+        """Losses in nats of targets, and how many bytes each stands for, all (B, T); None where they are bytes."""
+        asked = targets != IGNORE
+        n_bytes = asked & (targets != SEPARATOR) if n_bytes is None else n_bytes
+        of_position = torch.stack([losses.sum(0).cpu(), n_bytes.sum(0).cpu(), asked.sum(0).cpu()], dim=1)
+        self.sums.index_add_(0, bucket_of(torch.arange(targets.shape[1])), of_position.double())
+        self.longest = max(self.longest, targets.shape[1])
+
+    @property
+    def totals(self) -> Tensor:
+        """(3,) float64: nats, bytes and targets of all positions."""
+        return self.sums.sum(0)
+
+    @property
+    def bits_per_byte(self) -> float:
+        nats, n_bytes, _ = self.totals.tolist()
+        return bits_per_byte(nats, n_bytes)
+
+    def buckets(self) -> list[Bucket]:
+        """Those that hold a byte, in order."""
+        found, first = [], 0
+        for number, (nats, n_bytes, tokens) in enumerate(self.sums.tolist()):
+            last = FIRST_BUCKET << number
+            if n_bytes:
+                found.append(Bucket(first + 1, min(last, self.longest), int(tokens), bits_per_byte(nats, n_bytes)))
+            first = last
+        return found
+
+
+def bucket_of(positions: Tensor) -> Tensor:
+    """The number of the bucket of each position, counted from 0."""
+    doublings = (positions // FIRST_BUCKET).clamp(min=1).double().log2().floor().long() + 1
+    return torch.where(positions < FIRST_BUCKET, 0, doublings)
+
+
+# --- at other lengths ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LengthReading:
+    """What a text costs when it is read in rows of one length, the model starting anew at each."""
+
+    length: int
+    multiple: float
+    """Of the length that the model was trained at."""
+    rows: int
+    by_position: LossByPosition
+    shortest: LossByPosition
+    """The same tokens, at the same positions of these rows, as they cost in rows of the shortest length: so that what
+    text stands where is not taken for what its position costs."""
+
+    @classmethod
+    def of_rows(cls, context: int, by_position: LossByPosition) -> LengthReading:
+        """A validation in rows of the training length, each with a target at every place."""
+        return cls(context, 1.0, round(by_position.totals[2].item() / context), by_position, by_position)
+
+
+def parse_lengths(lengths: list[str], context: int) -> list[int]:
+    """Lengths in tokens of "4x", which is four times the context, and of numbers, sorted.
+
+    Raises:
+        InputError: neither, or one that does not divide the longest: all are to read the same text.
+    """
+    found = set()
+    for text in map(str, lengths):
+        number = text.removesuffix("x")
+        if not number.isdecimal() or int(number) < 1:
+            raise InputError(
+                f"--lengths {text}: give numbers of tokens, or multiples of data.context={context} such as 4x."
+            )
+        found.add(int(number) * (context if text.endswith("x") else 1))
+    longest = max(found)
+    for length in sorted(found):
+        if longest % length:
+            raise InputError(
+                f"--lengths: {length} does not divide the longest, {longest}, so they could not read the same text: "
+                "give lengths that do, 1x 4x 16x for example."
+            )
+    return sorted(found)
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """Text to read in rows of several lengths."""
+
+    tokens: Tensor
+    """int64 (N + 1,)"""
+    n_bytes: Tensor | None
+    """int64 (N,), how many bytes each token but the first stands for; None where tokens are bytes."""
+
+    def rows(self, length: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Inputs, targets and the targets' bytes, each (N / length, length)."""
+        n_bytes = None if self.n_bytes is None else self.n_bytes.view(-1, length)
+        return self.tokens[:-1].view(-1, length), self.tokens[1:].view(-1, length), n_bytes
+
+
+def excerpt_for(corpus: TokenSequence, lengths: list[int], tokens: int) -> Excerpt:
+    """The beginning of a corpus: about `tokens`, a multiple of the longest length and no less.
+
+    Raises:
+        InputError: there is not text enough for one row.
+    """
+    longest = max(lengths)
+    if len(corpus) <= longest:
+        raise InputError(
+            f"--lengths: {longest} tokens are more than the validation split has, {len(corpus) - 1:,} with a target "
+            "each: leave the longest out, or give more text."
+        )
+    n = min(max(tokens, longest), len(corpus) - 1) // longest * longest
+    return Excerpt(corpus.tokens(0, n + 1), corpus.text_bytes(1, n + 1))
+
+
+def read_at_lengths(
+    model: LanguageModel, text: Excerpt, lengths: list[int], context: int, tick: Callable[[int], None] = lambda _: None
+) -> Iterator[LengthReading]:
+    """The same text in rows of each length, the shortest first; `tick` is told of the tokens of each piece."""
+    losses = torch.empty(2, len(text.tokens) - 1)  # in rows of the shortest length, and of this one
+    for number, length in enumerate(sorted(lengths)):
+        inputs, targets, n_bytes = text.rows(length)
+        now = losses[1].view(-1, length)
+        for rows, places, logits in piece_logits(model, inputs):
+            now[rows, places] = token_losses(logits, targets[rows, places].to(logits.device)).cpu()
+            tick(targets[rows, places].numel())
+        if number == 0:
+            losses[0] = losses[1]
+        by_position, shortest = LossByPosition(), LossByPosition()
+        by_position.add(now, targets, n_bytes)
+        shortest.add(losses[0].view(-1, length), targets, n_bytes)
+        yield LengthReading(length, length / context, len(inputs), by_position, shortest)

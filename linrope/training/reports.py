@@ -1,0 +1,84 @@
+"""What a command leaves behind beside its words: tables as CSV, all of it as JSON with the command, a picture."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import io
+import json
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.table import Table
+
+from linrope.checkpoints import whole_file
+from linrope.errors import InputError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def make_folder(option: str, folder: str) -> Path:
+    """The folder, made where missing; called before any work.
+
+    Raises:
+        InputError: nothing can be written there.
+    """
+    path = Path(folder).expanduser()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise InputError(f"{option}={folder!r}: cannot write there ({error.strerror}). Give another folder.") from error
+    return path
+
+
+def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    """Rows of the same keys, at least one; numbers that are not finite are left empty."""
+    text = io.StringIO(newline="")
+    table = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+    table.writeheader()
+    table.writerows({key: _finite(value) for key, value in row.items()} for row in rows)
+    with whole_file(path) as file:
+        file.write(text.getvalue().encode())
+    return path
+
+
+def write_json(path: Path, contents: dict[str, Any]) -> Path:
+    with whole_file(path) as file:
+        file.write(f"{json.dumps(contents, indent=1, ensure_ascii=False, allow_nan=False)}\n".encode())
+    return path
+
+
+def write_picture(path: Path, draw: Callable[[], Figure]) -> list[Path]:
+    """The picture, where matplotlib is there to draw it."""
+    if not can_draw():
+        return []
+    with whole_file(path) as file:
+        draw().savefig(file, dpi=120, format="png")
+    return [path]
+
+
+def can_draw() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+WITHOUT_PICTURES = "matplotlib is not installed: no picture (pip install 'linrope[bench]')"
+
+
+def new_table(title: str, *columns: str) -> Table:
+    """An empty table of numbers, as wide as its title where that fits a terminal."""
+    table = Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, title_justify="left", padding=(0, 1, 0, 0))
+    table.min_width = min(78, len(title))
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _finite(value: Any) -> Any:
+    return "" if isinstance(value, float) and not math.isfinite(value) else value

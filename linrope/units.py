@@ -1,0 +1,49 @@
+"""Numbers as people write and read them."""
+
+from __future__ import annotations
+
+import re
+
+from linrope.errors import InputError
+
+
+def parse_bytes(text: str) -> int:
+    """ "4GiB", "500 MB" or plain bytes.
+
+    Raises:
+        InputError: no size, or none above 0.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", text, re.IGNORECASE)
+    nbytes = 0
+    if match:
+        unit = 1024 if match[3] else 1000
+        nbytes = int(float(match[1]) * unit ** (" KMGT".index(match[2].upper()) if match[2] else 0))
+    if nbytes < 1:
+        raise InputError(f"{text!r} is no size: give one such as 4GiB or 500MB")
+    return nbytes
+
+
+def scaled(value: float, units: list[str], base: int) -> str:
+    """The number in the unit that suits, to three digits: 12.3 MiB."""
+    power = 0
+    while value >= 999.5 and power < len(units) - 1:
+        value, power = value / base, power + 1
+    number = f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
+    return f"{number} {units[power]}".strip()
+
+
+def bytes_text(nbytes: float) -> str:
+    return scaled(nbytes, ["B", "KiB", "MiB", "GiB", "TiB"], 1024)
+
+
+def count_text(count: float) -> str:
+    return scaled(count, ["", "k", "M", "G", "T", "P"], 1000).replace(" ", "")
+
+
+def duration_text(seconds: float) -> str:
+    """ "3 h 20 min", in the two units that matter."""
+    for name, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if seconds >= size:
+            whole, rest = divmod(round(seconds / part), size // part)
+            return f"{whole:,} {name} {rest} {smaller}"
+    return f"{seconds:.2g} s"

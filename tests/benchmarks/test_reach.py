@@ -1,0 +1,48 @@
+"""How far each head sees, against a gate whose decays are known; and the pass key benchmark from end to end."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from benchmarks import passkey, reach
+from linrope import LanguageModel, LanguageModelConfig
+
+
+def test_reach_is_that_of_the_gates(tmp_path, capsys):
+    model = LanguageModel(LanguageModelConfig(d_model=16, n_layers=2, n_heads=2, forget_gate=True))
+    for block, biases in zip(model.blocks, ([4.0, 0.0], [2.0, -3.0])):
+        block.attention.forget.bias.data = torch.tensor(biases)  # its matrix is 0 at the start: the same at each token
+    model.save_pretrained(tmp_path / "some.model")
+    args = ["--model", str(tmp_path / "some.model"), "--context", "8", "--rows", "2", "--output", str(tmp_path)]
+    assert reach.main(args) == 0
+    found = json.loads((tmp_path / "reach.json").read_text())["points"]
+    assert [(head["layer"], head["head"]) for head in found] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    for head, bias in zip(found, (4.0, 0.0, 2.0, -3.0)):
+        expected = 1 / math.log1p(math.exp(-bias))  # -1 / logsigmoid
+        for name in ("tokens", "low", "high"):
+            assert head[name] == pytest.approx(expected, rel=1e-5)  # a gate in float32
+    assert (tmp_path / "reach.png").stat().st_size > 10_000
+
+
+def test_models_without_a_gate_are_named(tmp_path, capsys):
+    LanguageModel(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2)).save_pretrained(tmp_path)
+    with pytest.raises(SystemExit):
+        reach.main(["--model", str(tmp_path), "--output", str(tmp_path)])
+    assert "linear layers with a forget gate" in capsys.readouterr().err
+
+
+def test_a_model_learns_and_is_asked(tmp_path, capsys):
+    sizes = ["--steps", "2", "--d_model", "16", "--layers", "1", "--heads", "2"]
+    asked = ["--lengths", "128", "1024", "--depths", "0", "100", "--rows", "2"]
+    assert passkey.main([*sizes, *asked, "--output", str(tmp_path)]) == 0
+    contents = json.loads((tmp_path / "recall.json").read_text())
+    assert [(case["length"], case["depth"]) for case in contents["cases"]] == [
+        (128, 0), (128, 100), (1024, 0), (1024, 100)
+    ]  # fmt: skip
+    assert contents["trained_to"] == 512
+    assert len(contents["train_losses"]) == 2
+    assert contents["command"].startswith("python -m benchmarks.passkey --steps 2")
+    assert LanguageModel.from_pretrained(tmp_path / "passkey.model").config.d_model == 16
+    assert (tmp_path / "recall.png").stat().st_size > 10_000
