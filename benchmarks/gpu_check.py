@@ -16,8 +16,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,8 @@ OVER_LIMIT = {FORWARD: 2.0, BOTH: 2.5}
 TENSORS = {FORWARD: 4, BOTH: 8}
 """Read or written once: q, k, v and o; with the gradients of all four."""
 EXTRA_MEMORY = 0.15
+PACKAGES = ("triton", "flash-linear-attention", "fla-core")
+"""What a run depends on beside PyTorch; only the first has to be there."""
 
 
 @dataclass(frozen=True)
@@ -356,7 +360,11 @@ def parse(args: list[str] | None) -> argparse.Namespace:
 
 def main(args: list[str] | None = None) -> int:
     options = parse(args)
-    run = Run(options.output, options.seconds, report.surroundings("cuda", "gpu_check", args), Console())
+    details = report.surroundings("cuda", "gpu_check", args)
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            details["versions"][name] = version(name)
+    run = Run(options.output, options.seconds, details, Console(width=max(120, Console().width)))
     shapes, lengths = (SHAPES[::3], LENGTHS[:2]) if options.quick else (SHAPES, LENGTHS)
     sizes = [Size(length, *shape) for length in lengths for shape in shapes]
     interrupted = False

@@ -154,7 +154,7 @@ def test_errors_are_of_norms_and_of_the_same_tensors():
 
 def test_the_list_covers_what_it_should():
     cases = gpu_correctness.all_cases()
-    assert gpu_correctness.all_cases(quick=True).items() <= cases.items()
+    assert all(cases[name] == case for name, case in gpu_correctness.all_cases(quick=True).items())
     for dtype, precision in (
         ("bfloat16", "highest"),
         ("float16", "highest"),
