@@ -246,7 +246,7 @@ def measure_all(run: Run, sizes: list[Size]) -> None:
 
 
 def profile(call: Call, device: str = "cuda") -> str:
-    """A line for each kernel of one call: how often it ran, and its microseconds in all."""
+    """A line for each kernel of one call: how often it ran, and its microseconds in all; below them, their sum."""
     call()
     with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, device.upper())]) as seen:
         call()
@@ -256,7 +256,8 @@ def profile(call: Call, device: str = "cuda") -> str:
     spent = "self_cpu_time_total" if device == "cpu" else "self_device_time_total"
     kernels = [(getattr(event, spent), event) for event in seen.key_averages() if event.device_type == of_device]
     lines = [f"{event.count:>6} {spent:>12,.1f}  {event.key}" for spent, event in sorted(kernels, key=lambda k: -k[0])]
-    return "\n".join([f"{'calls':>6} {'µs':>12}  kernel", *lines])
+    total = sum(spent for spent, _ in kernels)
+    return "\n".join([f"{'calls':>6} {'µs':>12}  kernel", *lines, f"{'':>6} {total:>12,.1f}  all"])
 
 
 def profile_all(run: Run, sizes: list[Size]) -> None:
@@ -370,10 +371,10 @@ def main(args: list[str] | None = None) -> int:
     interrupted = False
     try:
         work = gpu_correctness.checks(options.quick)
-        with tempfile.TemporaryDirectory() as cache:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
             check_all(run, work, gpu_correctness.in_processes(work, SHARE_OF_CHECKS * run.left, cache))
         measure_all(run, sizes)
-        profile_all(run, [size for size in sizes if size.length == LONG][:2])
+        profile_all(run, sizes[:1] + [size for size in sizes if size.length == LONG][:2])
     except KeyboardInterrupt:
         interrupted = True
     return finish(run, sizes, interrupted)

@@ -75,7 +75,7 @@ def test_everything_runs_in_order_and_is_finished(monkeypatch, tmp_path, quick, 
     monkeypatch.setattr(gpu_check, "profile_all", lambda run, sizes: handed.update(profiled=sizes))
     assert gpu_check.main([]) == 0
     assert len(handed["sizes"]) == n_sizes
-    assert {size.length for size in handed["profiled"]} == {65_536}
+    assert [size.length for size in handed["profiled"]] == [4096, 65_536, 65_536]
     contents = json.loads((tmp_path / "gpu_check.json").read_text())
     assert len(contents["checks"]) == len(gpu_correctness.checks(quick))
     assert {row["result"] for row in contents["goals"]} == {"skipped: not measured"}
@@ -272,6 +272,8 @@ def test_a_profile_names_what_ran():
     lines = gpu_check.profile(lambda: torch.ones(8, 8) @ torch.ones(8, 8), "cpu").splitlines()
     assert lines[0].split() == ["calls", "µs", "kernel"]
     assert [line.split()[0] for line in lines if line.endswith("aten::mm")] == ["1"]
+    parts = [float(line.split()[1].replace(",", "")) for line in lines[1:-1]]
+    assert float(lines[-1].split()[0].replace(",", "")) == pytest.approx(sum(parts), abs=0.1 * len(parts))  # as printed
 
 
 # --- the goals -------------------------------------------------------------------------------------------------------
