@@ -1,7 +1,7 @@
 """What the CUDA backend is measured against: attention as others would write it, at its best.
 
 Their tables of angles exist before the call, and what they do element by element is compiled, so that nothing but
-their own kernels and the traffic between these is timed. Both turn halves of the head, the cheaper pairing.
+their own kernels and the traffic between these is timed. Both pair dimension m with m + D/2, as they do by default.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.methods import EPS, Inputs, Method, _missing, linear
+from benchmarks.methods import EPS, Inputs, Method, linear, missing
 from linrope.feature_maps import elu1
 from linrope.rotary import unit_rotations
 
@@ -61,7 +61,7 @@ def flash_linear_attention(x: Inputs) -> Tensor:
     """Numerator-only RoPE with the plain denominator on the chunked kernel and the rotary embedding of fla.
 
     They take (B, T, H, D), and so are the inputs read here: (B, H, T, D) of other numbers, without a copy. The
-    denominator is the same kernel's, of values that are one: quicker there than a running sum over the length.
+    denominator is the same kernel's, of values that are one, so that no running sum of features is written.
     """
     from fla.modules.rotary import rotary_embedding
     from fla.ops.simple_gla import chunk_simple_gla
@@ -76,12 +76,12 @@ def flash_linear_attention(x: Inputs) -> Tensor:
 
 def forms() -> dict[str, Method]:
     """By name, ours first; a package that is not there is absent with the reason."""
-    missing = _missing("fla.modules.rotary") or _missing("fla.ops.simple_gla")
+    absent = missing("fla.modules.rotary") or missing("fla.ops.simple_gla")
     return {
         form.name: form
         for form in (
             Method(LINEAR, functools.partial(linear, backend="triton")),
             Method(SOFTMAX, softmax_flash, quadratic=True),
-            Method(FLA, flash_linear_attention, absent=missing),
+            Method(FLA, flash_linear_attention, absent=absent),
         )
     }

@@ -61,6 +61,19 @@ def test_help_and_options(capsys):
     assert "--seconds 0.0: must be above 0" in capsys.readouterr().err
 
 
+def test_on_a_gpu_results_go_to_its_name(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_check.report, "device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(gpu_check.report, "make_folder", lambda parser, folder: None)
+    options = gpu_check.parse([])
+    assert options.output.parts[-3:] == ("benchmarks", "results", "nvidia-h200")
+    assert options.seconds < 9 * 60
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(SystemExit):
+        gpu_check.parse([])
+    assert "TRITON_INTERPRET=1 is set, which runs no kernel on the GPU: unset it" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("quick", "n_sizes"), [(False, 12), (True, 4)])
 def test_everything_runs_in_order_and_is_finished(monkeypatch, tmp_path, quick, n_sizes):
     """All but the GPU: what the command hands on, and its exit status where nothing could be measured."""
