@@ -311,10 +311,10 @@ def measured_text(row: Row) -> tuple[str, str]:
     return f"{row.value:.3g}", "" if row.low is None else f"{row.low:.3g} – {row.high:.3g}"
 
 
-def table_of(rows: list[Row]) -> Table:
+def table_of(rows: list[Row], title: str = "") -> Table:
     """A row for each goal; what is being measured has a wheel that turns."""
     table = report.new_table(
-        f"{report.device_name('cpu')}, {torch.get_num_threads()} threads",
+        title or f"{report.device_name('cpu')}, {torch.get_num_threads()} threads",
         "quartiles: of the ratio, from round to round",
         text=["goal"],
         numbers=["measured", "quartiles", "bound"],

@@ -251,12 +251,12 @@ def catalogue(device: str, dtype: str) -> dict[str, Method]:
         Method(
             "fast-transformers",
             fast_transformers,
-            absent=_missing("fast_transformers.causal_product") or ("float32 only" if dtype != "float32" else ""),
+            absent=missing("fast_transformers.causal_product") or ("float32 only" if dtype != "float32" else ""),
         ),
         Method(
             "flash-linear-attention",
             flash_linear_attention,
-            absent=_missing("fla.ops.simple_gla") or ("needs CUDA" if device != "cuda" else ""),
+            absent=missing("fla.ops.simple_gla") or ("needs CUDA" if device != "cuda" else ""),
         ),
     ]
     return {method.name: method for method in methods}
@@ -275,7 +275,7 @@ def _unfit(backend: str, device: str) -> str:
     return ""
 
 
-def _missing(module: str) -> str:
+def missing(module: str) -> str:
     """Why a peer cannot be imported, or ""."""
     try:
         importlib.import_module(module)
