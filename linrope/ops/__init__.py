@@ -55,7 +55,8 @@ def linear_attention(
     The chunked backend is one operator of PyTorch: `torch.compile` and `torch.export` take it without a graph break
     (not documents with `causal=False`, whose number decides the work). It has a first derivative only, and no
     `torch.func` transforms; "reference" has both. Its matrix products are bfloat16 where the inputs are, except on the
-    way back to a `log_decay` or θ that is trained.
+    way back to a `log_decay` or θ that is trained. All of that holds for the Triton backend too, but that only θ makes
+    an exception, of TF32 products, which float16 inputs have always, and float32 ones where PyTorch allows them.
 
     Under autocast q, k and v are taken in the autocast dtype, as `scaled_dot_product_attention` takes them.
 
@@ -105,7 +106,7 @@ def _pick(inputs: Inputs) -> str:
     """The fastest backend for the device; one warning where a GPU must do without the one that was made for it."""
     if inputs.q.device.type != "cuda":
         return "chunked"
-    if reason := triton.why_not(inputs.q, inputs.v):
+    if reason := triton.why_not(inputs.q, inputs.v, inputs.settings.normalize):
         _warn_once(f"linrope takes its slower backend 'chunked' on this GPU: {reason}.")
         return "chunked"
     return "triton"

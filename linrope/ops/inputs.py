@@ -227,7 +227,9 @@ def _check_log_decay(log_decay: Tensor | None, q: Tensor, causal: bool, working:
         raise InputError(f"log_decay is {shape}: pass floats of shape (B, H, T) = {tuple(q.shape[:3])}.")
     if log_decay.device != q.device:
         raise InputError(f"log_decay is on {log_decay.device}, q on {q.device}: bring them to one device.")
-    if values_may_be_checked(log_decay) and log_decay.numel():
+    if log_decay.is_cuda:  # to look at values would have the GPU wait: it looks for itself, and stops the program
+        torch._assert_async(((log_decay <= 0) & log_decay.isfinite()).all(), "log_decay must be finite and at most 0")
+    elif values_may_be_checked(log_decay) and log_decay.numel():
         lowest, highest = (bound.item() for bound in log_decay.detach().aminmax())
         if not (math.isfinite(lowest) and highest <= 0):
             raise InputError(

@@ -33,7 +33,7 @@ def triton_attention(inputs: Inputs) -> tuple[Tensor, State]:
     Raises:
         InputError: something that the kernels do not cover.
     """
-    if reason := triton.why_not(inputs.q, inputs.v):
+    if reason := triton.why_not(inputs.q, inputs.v, inputs.settings.normalize):
         raise InputError(f"backend='triton' cannot take this call: {reason}; choose 'auto' or 'chunked'.")
     return _attention(inputs, "triton")
 
@@ -135,7 +135,7 @@ def _split(rest: tuple) -> tuple[Options, ModuleType]:
 def _forward(q, k, v, log_decay, theta, kv, k_sum, *rest):
     """Returns o, den, kv_at, k_sum_at, kv, k_sum: the output, what the backward needs, and the final state."""
     options, kernel = _split(rest)
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(q.device.type, enabled=False), torch.cuda.device_of(q):
         return kernel.forward(q, k, v, log_decay, theta, kv, k_sum, options)
 
 
@@ -143,7 +143,7 @@ def _backward(grad_o, grad_kv, grad_k_sum, o, den, kv_at, k_sum_at, d_decay, d_t
     """Returns the gradients of q, k, v, log_decay, theta, kv and k_sum; those not asked for are empty."""
     options, kernel = _split(rest)
     saved = o, den, kv_at, k_sum_at
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(q.device.type, enabled=False), torch.cuda.device_of(q):
         return kernel.backward(
             grad_o, grad_kv, grad_k_sum, *saved, d_decay, d_theta, q, k, v, log_decay, theta, options
         )

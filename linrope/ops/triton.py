@@ -50,16 +50,19 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def why_not(q: Tensor, v: Tensor) -> str | None:
+def why_not(q: Tensor, v: Tensor, normalize: str = "plain") -> str | None:
     """What keeps a call from the kernels, for people to read; None where nothing does."""
+    width = v.shape[-1] + (normalize == "rotary")  # whose denominator is one more value
     if find_spec("triton") is None:
         return "Triton is not installed: pip install triton"
     if q.device.type != "cuda" and not interpreted():
         return f"the tensors are on {q.device.type}, and it runs on CUDA (with TRITON_INTERPRET=1 anywhere, slowly)"
     if q.dtype == torch.float64 and not interpreted():
         return "the tensors are float64, and it takes float32, bfloat16 and float16"
-    if max(q.shape[-1], v.shape[-1]) > MAX_WIDTH:
-        return f"q has {q.shape[-1]} features and v {v.shape[-1]} values, and it takes at most {MAX_WIDTH}"
+    if max(q.shape[-1], width) > MAX_WIDTH:
+        return f"q has {q.shape[-1]} features and v {width} values, and it takes at most {MAX_WIDTH}"
+    if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < (8, 0):
+        return f"{torch.cuda.get_device_name(q.device)} is older than what it is made for, compute capability 8.0"
     return None
 
 
@@ -442,36 +445,37 @@ def one_token(inputs: Inputs, past: State) -> tuple[Tensor, State]:
     tile = min(32, max(16, _power_of_two(width)))
     import triton.language as tl
 
-    _kernels().decode[(batch * heads * _cdiv(width, tile),)](
-        q,
-        k,
-        v,
-        o,
-        kv,
-        k_sum,
-        new_kv,
-        new_k_sum,
-        log_decay,
-        None if theta is None else theta.contiguous(),
-        options.key_mask,
-        settings.start,
-        options.eps,
-        heads,
-        *(x.stride(d) for x in (q, k, v) for d in (0, 1, 3)),
-        1 if theta is None or theta.ndim == 1 else heads,
-        D=features,
-        E=width,
-        R=0 if theta is None else 2 * theta.shape[-1],
-        SIGNED=options.signed,
-        P=max(16, _power_of_two(_cdiv(features, 2))),
-        E_TILE=tile,
-        PHI=options.feature_map,
-        INTERLEAVED=options.interleaved,
-        PLAIN=options.plain,
-        DECAY=log_decay is not None,
-        MASKED=options.key_mask is not None,
-        ACC=tl.float64 if settings.dtype == torch.float64 else tl.float32,
-    )
+    with torch.cuda.device_of(q):
+        _kernels().decode[(batch * heads * _cdiv(width, tile),)](
+            q,
+            k,
+            v,
+            o,
+            kv,
+            k_sum,
+            new_kv,
+            new_k_sum,
+            log_decay,
+            None if theta is None else theta.contiguous(),
+            options.key_mask,
+            settings.start,
+            options.eps,
+            heads,
+            *(x.stride(d) for x in (q, k, v) for d in (0, 1, 3)),
+            1 if theta is None or theta.ndim == 1 else heads,
+            D=features,
+            E=width,
+            R=0 if theta is None else 2 * theta.shape[-1],
+            SIGNED=options.signed,
+            P=max(16, _power_of_two(_cdiv(features, 2))),
+            E_TILE=tile,
+            PHI=options.feature_map,
+            INTERLEAVED=options.interleaved,
+            PLAIN=options.plain,
+            DECAY=log_decay is not None,
+            MASKED=options.key_mask is not None,
+            ACC=tl.float64 if settings.dtype == torch.float64 else tl.float32,
+        )
     return o, State(new_kv, new_k_sum, settings.start + 1, inputs.final_log_decay())
 
 

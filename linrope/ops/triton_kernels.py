@@ -90,7 +90,7 @@ def write_weights(
     s = tl.program_id(0) % N
     bh = (tl.program_id(0) // N).to(tl.int64)
     b, h = bh // H, bh % H
-    i = s * STRETCH + tl.arange(0, STRETCH)
+    i = (s * STRETCH + tl.arange(0, STRETCH)).to(tl.int64)
     inside = i < T
     if DECAY:
         own = tl.load(log_decay + b * stride_b + h * stride_h + i * stride_t, mask=inside, other=0.0).to(tl.float64)
@@ -436,7 +436,7 @@ def attend(
                     lasting = (own_high[:, None] - other_high[None, :]) + (own_low[:, None] - other_low[None, :])
                     if LATER:
                         lasting = -lasting
-                    weight = tl.where(visible, tl.exp(tl.minimum(lasting, 0.0)), 0.0)
+                    weight = tl.where(visible, tl.exp(tl.where(lasting > 0, 0.0, lasting)), 0.0)
                 if PLAIN and SUMS:
                     sa, sb = ga, gb
                     if LATER:

@@ -202,20 +202,40 @@ def test_heads_that_are_too_wide_are_refused():
     q = torch.randn(1, 1, 4, 257)
     with pytest.raises(InputError, match=r"q has 257 features and v 257 values, and it takes at most 256"):
         linear_attention(q, q, q, backend="triton")
+    q = torch.randn(1, 1, 4, 256)
+    with pytest.raises(InputError, match=r"v 257 values"):  # one more for the denominator
+        linear_attention(q, q, q, normalize="rotary", backend="triton")
+
+
+def test_a_nan_is_carried_on_and_hidden_by_nothing():
+    for name in ("q", "k", "v", "log_decay"):
+        inputs = {name: torch.randn(1, 1, 70, 4) for name in "qkv"} | {"log_decay": -torch.rand(1, 1, 70)}
+        inputs[name][0, 0, 40] = torch.nan
+        log_decay = inputs.pop("log_decay")
+        options = triton.Options(None, None, 0, "elu1", True, 1e-6, True, True)
+        past = torch.zeros(1, 1, 4, 4), torch.zeros(1, 1, 4)
+        o = triton.forward(*inputs.values(), log_decay, None, *past, options)[0]
+        later = o[0, 0, 40 if name == "q" else 41 :]
+        assert (later[0] if name == "q" else later).isnan().all()
 
 
 def test_on_a_gpu_it_is_the_default_and_does_without_with_one_warning(monkeypatch):
     def inputs(width):
         q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 1, 4, width))
-        return SimpleNamespace(q=q, v=q)
+        return SimpleNamespace(q=q, v=q, settings=SimpleNamespace(normalize="plain"))
 
     ops._warn_once.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert ops._pick(inputs(64)) == "triton"
     with pytest.warns(UserWarning, match=r"slower backend 'chunked' on this GPU: q has 300 features"):
         assert ops._pick(inputs(300)) == "chunked"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert ops._pick(inputs(300)) == "chunked"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "T4")
+    with pytest.warns(UserWarning, match=r"T4 is older than what it is made for, compute capability 8\.0"):
+        assert ops._pick(inputs(64)) == "chunked"
     monkeypatch.setattr(triton, "find_spec", lambda name: None)
     with pytest.warns(UserWarning, match="Triton is not installed: pip install triton"):
         assert ops._pick(inputs(64)) == "chunked"
