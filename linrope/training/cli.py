@@ -25,6 +25,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
@@ -53,6 +54,7 @@ from linrope.training.checkpoints import (
 from linrope.training.config import GenerateConfig, RunConfig, SampleConfig
 from linrope.training.data import TextDataModule
 from linrope.training.module import LanguageModelingModule, NonFiniteError, OptimizerConfig
+from linrope.training.ranks import first_rank_speaks, is_first_rank
 from linrope.training.trial import TryLargestStages
 from linrope.training.usage import PlainParser, TrainingParser
 
@@ -169,7 +171,8 @@ class TrainingCLI(LightningCLI):
         """Replaces `last` by the file it stands for, and says which."""
         if self.ckpt_path == "last":
             self.ckpt_path = str(find_last(Path(run.folder, run.name)))
-            _say(f"--ckpt_path=last is {self.ckpt_path}")
+            if is_first_rank():
+                _say(f"--ckpt_path=last is {self.ckpt_path}")
 
     def _check_checkpoint(self, model_config: LanguageModelConfig) -> None:
         """Before anything is built: is there a checkpoint where one is needed, and does it fit?"""
@@ -331,7 +334,8 @@ def main(args: Sequence[str] | None = None) -> int:
         if not args or args[0] in ("-h", "--help"):
             print(_help())
         elif args[0] in COMMANDS:
-            COMMANDS[args[0]](args[1:])
+            with first_rank_speaks():
+                COMMANDS[args[0]](args[1:])
         else:
             raise InputError(
                 f"unknown command {args[0]!r}: choose one of {', '.join(COMMANDS)}.{suggest(args[0], COMMANDS)}"
@@ -385,12 +389,14 @@ def quiet_lightning() -> None:
         ".*GPU available but not used.*",
         ".*callbacks used to create the checkpoint need to be provided.*",  # not to validate it
         ".*LeafSpec.*",  # Lightning's use of a class that newer PyTorch renames
+        ".*sync_dist=True.*",  # what is logged are sums over all ranks already
     ):
         warnings.filterwarnings("ignore", message)
 
 
 def _say(text: str) -> None:
-    print(f"linrope: {text}", file=sys.stderr)
+    rank = "" if is_first_rank() else f"rank {rank_zero_only.rank}: "
+    print(f"linrope: {rank}{text}", file=sys.stderr)
 
 
 def _write(text: str) -> None:

@@ -1,0 +1,153 @@
+"""`linrope fit` on two devices trains what it trains on one, says it once, and resumes to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from linrope.errors import InputError
+from linrope.training import ranks
+from linrope.training.cli import main
+from linrope.training.module import LanguageModelingModule
+from linrope.training.ranks import first_rank_speaks, rank_zero_only
+from tests.training.attached import attached
+from tests.training.several_runs import ask_for_some
+from tests.training.test_resume import ROOT, TRAINED, equal, load, losses, version
+
+TWO = ["--trainer.devices=2", "--trainer.strategy=ddp"]
+MODEL = ["--model.d_model=16", "--model.n_heads=2", "--model.short_conv=3", "--model.forget_gate=true"]
+# The learning rate does not depend on the last step, so that a longer run repeats a shorter one.
+CONSTANT = ["--optimizer.lr=0.01", "--optimizer.warmup_steps=2", "--optimizer.final_lr_fraction=1"]
+
+PLAIN = ["--model.dropout=0.2", "--trainer.max_steps=6", "--data.context=24"]
+PACKED = ["--data.documents=apart", "--trainer.precision=64-true", "--trainer.max_steps=6"]
+LANES = ["--data.lanes=true", "--data.documents=apart", "--trainer.accumulate_grad_batches=2"]
+LANES_EXACT = [*LANES, "--trainer.precision=64-true", "--trainer.max_steps=8"]
+RESUMED = [*LANES, "--model.dropout=0.2", "--segment_length=11", "--trainer.max_steps=60"]
+RESUMED += ["--run.checkpoint_every_n_steps=3", "--trainer.val_check_interval=14", "--trainer.limit_val_batches=2"]
+
+
+def curriculum(batch_size: int) -> str:
+    """Rows of 8 tokens, then half as many of 32: with 32 rows in a step three steps of those, then three of these."""
+    stages = [(3 * 32 * 8, 8, batch_size), (1, 32, batch_size // 2)]
+    return "--data.curriculum=" + json.dumps([dict(zip(("tokens", "seq_len", "batch_size"), one)) for one in stages])
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> list[str]:
+    """Options of all runs: a small model on 80 documents of 1 to 199 bytes."""
+    folder = tmp_path_factory.mktemp("ddp")
+    (folder / "texts").mkdir()
+    for number in range(80):
+        text = bytes(33 + (number * 7 + i * i) % 90 for i in range(1 + 37 * number % 199))
+        (folder / "texts" / f"{number:02}.txt").write_bytes(text)
+    options = [f"--data.path={folder / 'texts'}", "--data.context=32", "--data.batch_size=2", f"--run.folder={folder}"]
+    options += ["--data.fractions=[0.7, 0.2, 0.1]", "--trainer.accelerator=cpu", "--trainer.log_every_n_steps=1"]
+    return ["fit", *MODEL, *CONSTANT, *options]
+
+
+def base_option(base: list[str], name: str) -> Path:
+    return Path(next(option.partition("=")[2] for option in base if option.startswith(f"--{name}=")))
+
+
+def folder_of(base: list[str], name: str) -> Path:
+    """Where the first run of that name leaves its logs and checkpoints."""
+    return base_option(base, "run.folder") / name / "version_0"
+
+
+def start(command: list[str]) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, "-m", *command], **pipes, text=True, cwd=ROOT, env=environment)
+
+
+@pytest.fixture(scope="module")
+def two(base, tmp_path_factory) -> dict[str, object]:
+    """What all the whole runs of two processes print, and what each rank has exchanged in that of packed rows."""
+    file = tmp_path_factory.mktemp("runs") / "runs.json"
+    runs = {
+        "plain": [*PLAIN, "--trainer.val_check_interval=6"],
+        "packed": [*PACKED, curriculum(8), "--segment_length=11", "--trainer.accumulate_grad_batches=2"],
+        "lanes": LANES_EXACT,
+        "resumed": RESUMED,
+    }
+    described = [
+        {"args": [*base, *TWO, *options, f"--run.name={name}"], "observed": name == "packed"}
+        for name, options in runs.items()
+    ]
+    file.write_text(json.dumps(described))
+    process = start(["tests.training.several_runs", str(file)])
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    exchanged = [json.loads(file.with_name(f"{file.name}.{rank}").read_text()) for rank in range(2)]
+    return {"out": out, "err": err, "exchanged": exchanged}
+
+
+# --- the same training -----------------------------------------------------------------------------------------------
+
+
+def test_two_processes_train_to_the_bit_what_one_does_with_two_micro_batches(two, base):
+    """With dropout: a sum of two halves has one value, whoever adds them, and draws go by the number of the batch."""
+    in_one = [*base, *PLAIN, "--trainer.val_check_interval=12", "--trainer.accumulate_grad_batches=2"]
+    assert main([*in_one, "--run.name=one"]) == 0
+    ours, alone = folder_of(base, "plain"), folder_of(base, "one")
+    assert all(equal(load(ours)[key], load(alone)[key]) for key in TRAINED)
+    for name in ("train_loss", "train_bpb", "grad_norm", "lr"):
+        assert len(losses(ours, name)) == 6
+        assert losses(ours, name) == losses(alone, name)
+    assert float(losses(ours)[5]) < float(losses(ours)[0]) - 0.1  # it has learned
+
+    # So a run of two devices may go on with one, where that has as many batches in a step.
+    longer = [*in_one, "--trainer.max_steps=8"]
+    assert main([*longer, f"--ckpt_path={ours / 'checkpoints' / 'last.ckpt'}", "--run.name=moved"]) == 0
+    assert main([*longer, "--run.name=longer"]) == 0
+    moved, longer = folder_of(base, "moved"), folder_of(base, "longer")
+    assert all(equal(load(moved)[key], load(longer)[key]) for key in TRAINED)
+
+
+def test_validation_is_over_all_windows_of_both_ranks(two, base):
+    """One rank has more batches than the other."""
+    texts = base_option(base, "data.path")
+    dealt = [
+        attached(texts, rank=rank, world_size=2, context=24, stage="validate", fractions=[0.7, 0.2, 0.1])
+        for rank in range(2)
+    ]
+    assert [len(data.val_dataloader()) for data in dealt] == [15, 14]
+    ours, alone = (losses(folder_of(base, name), "val_loss") for name in ("plain", "one"))
+    assert list(ours) == list(alone) == [5]
+    assert float(ours[5]) == pytest.approx(float(alone[5]), rel=1e-6)  # float32 sums over other batches
+
+
+@pytest.mark.parametrize("name", ["packed", "lanes"])
+def test_a_step_is_that_of_all_its_rows_at_once(two, base, monkeypatch, name):
+    """The loss is the mean over the targets of the step, however they lie among devices and micro-batches: some have
+    none. In float64, so that nothing but a wrong weight of a batch shows."""
+    whole = {"packed": [*PACKED, curriculum(32)], "lanes": [*LANES_EXACT, "--data.batch_size=4"]}
+    if name == "packed":
+        monkeypatch.setattr(LanguageModelingModule, "on_after_batch_transfer", ask_for_some)
+    assert main([*base, *whole[name], f"--run.name={name}-at-once"]) == 0
+    ours, at_once = folder_of(base, name), folder_of(base, f"{name}-at-once")
+    for column in ("train_loss", "train_bpb", "grad_norm"):
+        found, expected = (list(map(float, losses(run, column).values())) for run in (ours, at_once))
+        assert len(found) > 5
+        assert found == pytest.approx(expected, rel=1e-6)  # logged as float32
+    for key, weights in load(at_once)["state_dict"].items():
+        torch.testing.assert_close(load(ours)["state_dict"][key], weights, rtol=1e-9, atol=1e-9)
+
+
+def test_gradients_are_exchanged_once_a_step_whatever_the_segments_and_micro_batches(two, base):
+    n_parameters = sum(weights.numel() for weights in load(folder_of(base, "packed"))["state_dict"].values())
+    for exchanged in two["exchanged"]:
+        numbers: dict[int, int] = {}
+        for step, micro_batch, n in exchanged:
+            assert micro_batch % 2 == 1  # the last of its step
+            numbers[step] = numbers.get(step, 0) + n
+        assert numbers == {step: n_parameters for step in range(6)}
