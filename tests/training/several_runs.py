@@ -8,27 +8,28 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 import torch
-from pytest import MonkeyPatch
 from torch import Tensor
 
 from linrope.data import IGNORE
 from linrope.training.cli import main
+from linrope.training.data import TextDataModule
 from linrope.training.module import LanguageModelingModule
 
 
-def ask_for_some(self: LanguageModelingModule, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:
+def ask_for_some(self: TextDataModule, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:
     """Leaves out all targets of every row whose tokens sum to an odd number, and some of each other row."""
     odd = batch["inputs"].sum(1, keepdim=True) % 2 == 1
     return {**batch, "targets": batch["targets"].masked_fill(odd | (batch["inputs"] % 5 == 0), IGNORE)}
 
 
-def exchanges(patch: MonkeyPatch) -> list[tuple[int, int, int]]:
+def exchanges(patch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     """Of every bucket of gradients that the run to come exchanges: (optimizer steps before, micro-batch, numbers)."""
     found: list[tuple[int, int, int]] = []
 
     def on_train_start(self: LanguageModelingModule) -> None:
-        def exchange(_, bucket):
+        def exchange(_, bucket):  # torch refuses all but its own annotations, spelt its own way
             found.append((self.trainer.global_step, self.trainer.fit_loop.batch_idx, bucket.buffer().numel()))
             done = torch.distributed.all_reduce(bucket.buffer().div_(2), async_op=True).get_future()
             return done.then(lambda future: future.value()[0])
@@ -45,9 +46,9 @@ def run_all(file: Path) -> int:
     """The highest exit code."""
     codes = []
     for run in json.loads(file.read_text()):
-        with MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch:
             if run["observed"]:
-                patch.setattr(LanguageModelingModule, "on_after_batch_transfer", ask_for_some)
+                patch.setattr(TextDataModule, "on_after_batch_transfer", ask_for_some)
                 found = exchanges(patch)
             codes.append(main(run["args"]))
         if run["observed"]:

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from linrope import LanguageModel
 from linrope.errors import InputError
 from linrope.training import ranks
 from linrope.training.cli import main
-from linrope.training.module import LanguageModelingModule
+from linrope.training.data import TextDataModule
 from linrope.training.ranks import first_rank_speaks, rank_zero_only
 from tests.training.attached import attached
 from tests.training.several_runs import ask_for_some
@@ -31,8 +32,8 @@ PLAIN = ["--model.dropout=0.2", "--trainer.max_steps=6", "--data.context=24"]
 PACKED = ["--data.documents=apart", "--trainer.precision=64-true", "--trainer.max_steps=6"]
 LANES = ["--data.lanes=true", "--data.documents=apart", "--trainer.accumulate_grad_batches=2"]
 LANES_EXACT = [*LANES, "--trainer.precision=64-true", "--trainer.max_steps=8"]
-RESUMED = [*LANES, "--model.dropout=0.2", "--segment_length=11", "--trainer.max_steps=60"]
-RESUMED += ["--run.checkpoint_every_n_steps=3", "--trainer.val_check_interval=14", "--trainer.limit_val_batches=2"]
+RESUMED = [*LANES, "--model.dropout=0.2", "--segment_length=20", "--trainer.max_steps=36"]
+RESUMED += ["--run.checkpoint_every_n_steps=2", "--trainer.val_check_interval=14", "--trainer.limit_val_batches=2"]
 
 
 def curriculum(batch_size: int) -> str:
@@ -61,6 +62,10 @@ def base_option(base: list[str], name: str) -> Path:
 def folder_of(base: list[str], name: str) -> Path:
     """Where the first run of that name leaves its logs and checkpoints."""
     return base_option(base, "run.folder") / name / "version_0"
+
+
+def last(run_folder: Path) -> Path:
+    return run_folder / "checkpoints" / "last.ckpt"
 
 
 def start(command: list[str]) -> subprocess.Popen[str]:
@@ -107,7 +112,7 @@ def test_two_processes_train_to_the_bit_what_one_does_with_two_micro_batches(two
 
     # So a run of two devices may go on with one, where that has as many batches in a step.
     longer = [*in_one, "--trainer.max_steps=8"]
-    assert main([*longer, f"--ckpt_path={ours / 'checkpoints' / 'last.ckpt'}", "--run.name=moved"]) == 0
+    assert main([*longer, f"--ckpt_path={last(ours)}", "--run.name=moved"]) == 0
     assert main([*longer, "--run.name=longer"]) == 0
     moved, longer = folder_of(base, "moved"), folder_of(base, "longer")
     assert all(equal(load(moved)[key], load(longer)[key]) for key in TRAINED)
@@ -120,7 +125,7 @@ def test_validation_is_over_all_windows_of_both_ranks(two, base):
         attached(texts, rank=rank, world_size=2, context=24, stage="validate", fractions=[0.7, 0.2, 0.1])
         for rank in range(2)
     ]
-    assert [len(data.val_dataloader()) for data in dealt] == [15, 14]
+    assert len(dealt[0].val_dataloader()) == len(dealt[1].val_dataloader()) + 1
     ours, alone = (losses(folder_of(base, name), "val_loss") for name in ("plain", "one"))
     assert list(ours) == list(alone) == [5]
     assert float(ours[5]) == pytest.approx(float(alone[5]), rel=1e-6)  # float32 sums over other batches
@@ -132,7 +137,7 @@ def test_a_step_is_that_of_all_its_rows_at_once(two, base, monkeypatch, name):
     none. In float64, so that nothing but a wrong weight of a batch shows."""
     whole = {"packed": [*PACKED, curriculum(32)], "lanes": [*LANES_EXACT, "--data.batch_size=4"]}
     if name == "packed":
-        monkeypatch.setattr(LanguageModelingModule, "on_after_batch_transfer", ask_for_some)
+        monkeypatch.setattr(TextDataModule, "on_after_batch_transfer", ask_for_some)
     assert main([*base, *whole[name], f"--run.name={name}-at-once"]) == 0
     ours, at_once = folder_of(base, name), folder_of(base, f"{name}-at-once")
     for column in ("train_loss", "train_bpb", "grad_norm"):
@@ -144,10 +149,135 @@ def test_a_step_is_that_of_all_its_rows_at_once(two, base, monkeypatch, name):
 
 
 def test_gradients_are_exchanged_once_a_step_whatever_the_segments_and_micro_batches(two, base):
-    n_parameters = sum(weights.numel() for weights in load(folder_of(base, "packed"))["state_dict"].values())
+    n_parameters = LanguageModel.from_pretrained(last(folder_of(base, "packed"))).n_parameters
     for exchanged in two["exchanged"]:
         numbers: dict[int, int] = {}
         for step, micro_batch, n in exchanged:
             assert micro_batch % 2 == 1  # the last of its step
             numbers[step] = numbers.get(step, 0) + n
-        assert numbers == {step: n_parameters for step in range(6)}
+        assert numbers == dict.fromkeys(range(6), n_parameters)
+
+
+# --- stopped and resumed ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stopped(two, base) -> list[tuple[str, str]]:
+    """What the processes of a run print that is killed, resumed, asked to stop, and resumed to its end."""
+    printed, resume = [], []
+    for stop in (signal.SIGKILL, signal.SIGTERM, None):
+        process = start(["linrope.training.cli", *base, *TWO, *RESUMED, "--run.name=stopped", *resume])
+        resume = ["--ckpt_path=last"]
+        lines = []
+        if stop is not None:
+            while len(lines) < 4:  # at least one of these steps leaves a checkpoint
+                lines += [line for line in [process.stdout.readline()] if re.match(r"step \d+/36 ", line) or not line]
+            process.send_signal(stop)
+        # The other process holds the pipes too: they end only with it.
+        out, err = process.communicate(timeout=120)
+        printed.append(("".join(lines) + out, err))
+        assert process.returncode == {signal.SIGKILL: -9, signal.SIGTERM: 143, None: 0}[stop], err
+    return printed
+
+
+def test_two_processes_stopped_and_resumed_end_with_the_weights_of_two_that_were_not(two, stopped, base):
+    """In lanes, so with the state that each rank carries; with dropout, micro-batches, segments and documents apart."""
+    whole, first = load(folder_of(base, "resumed")), folder_of(base, "stopped")
+    ended = load(version(first, 2))
+    assert all(equal(whole[key], ended[key]) for key in TRAINED)
+    carried = whole["linrope"]["carried"]
+    assert equal(carried, ended["linrope"]["carried"])
+    assert len(carried) == 2
+    assert not equal(carried[0], carried[1])
+    for number in range(3):
+        logged = losses(version(first, number))
+        assert len(logged) >= 3  # of four that were printed, the last perhaps not yet written
+        assert logged.items() <= losses(folder_of(base, "resumed")).items()
+    assert max(logged) == 35
+
+
+def test_only_the_first_rank_writes_and_prints(two, stopped, base):
+    assert two["err"].count("linrope:") == 0
+    assert two["out"].count("step 6/6 ") == 2  # one of each of the two runs of six steps
+    assert two["out"].count("\ncheckpoint  ") == 4  # one of each run
+    (_, killed), (out, asked), (rest, ended) = stopped
+    assert "Traceback" not in killed + asked + ended
+    assert "linrope:" not in killed
+    assert asked.count("--ckpt_path=last is") == ended.count("--ckpt_path=last is") == 1
+    assert asked.count("finishing this step") == asked.count("stopped after step") == 1
+    assert "rank 1" not in asked + ended
+    steps = re.findall(r"^step (\d+)/36 ", out + rest, re.M)
+    assert len(steps) == len(set(steps))
+    runs = folder_of(base, "stopped").parent
+    # neither best.ckpt, which the killed run was too short for, nor what it may have been writing
+    files = {str(file.relative_to(runs)) for file in runs.rglob("*") if file.suffix in (".yaml", ".csv", ".ckpt")}
+    own = ("config.yaml", "metrics.csv", "checkpoints/last.ckpt")
+    assert {file for file in files if Path(file).name != "best.ckpt"} == {
+        f"version_{number}/{name}" for number in range(3) for name in own
+    }
+
+
+# --- what cannot be trained ------------------------------------------------------------------------------------------
+
+
+def test_a_run_with_carried_states_goes_on_with_as_many_devices_only(two, base, capsys):
+    checkpoint = last(folder_of(base, "lanes"))
+    before = checkpoint.read_bytes()
+    assert main([*base, *LANES_EXACT, "--trainer.max_steps=9", f"--ckpt_path={checkpoint}", "--run.name=fewer"]) == 2
+    err = capsys.readouterr().err
+    assert "data.lanes × devices: 4 in the checkpoint, 2 here" in err
+    assert "trainer.accumulate_grad_batches × devices: 4 in the checkpoint, 2 here" in err
+    assert "Traceback" not in err
+    assert checkpoint.read_bytes() == before
+    assert not list(folder_of(base, "fewer").rglob("*.ckpt"))
+    # the same lanes and batches in a step, but not on the same device
+    as_many = ["--data.batch_size=4", "--trainer.accumulate_grad_batches=4", "--trainer.max_steps=9"]
+    assert main([*base, *LANES_EXACT, *as_many, f"--ckpt_path={checkpoint}", "--run.name=fewer"]) == 2
+    assert "data.batch_size: 2 in the checkpoint, 4 here" in capsys.readouterr().err
+
+
+def test_what_the_first_rank_refuses_stops_all_and_is_said_once(two, base, tmp_path):
+    (tmp_path / "config.yaml").write_text("of a run before")
+    unlogged = ["--trainer.logger=false", f"--trainer.default_root_dir={tmp_path}"]
+    process = start(["linrope.training.cli", *base, *TWO, *PLAIN, *unlogged])
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert re.fullmatch(r"linrope: error: \S+config\.yaml exists, and this run would overwrite [^\n]+\n", err)
+    assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
+    assert (tmp_path / "config.yaml").read_text() == "of a run before"
+
+
+@pytest.mark.parametrize(("stage", "split"), [("fit", "val"), ("validate", "val"), ("test", "test")])
+def test_a_split_with_fewer_samples_than_devices_is_refused(base, stage, split):
+    texts, options = base_option(base, "data.path"), {"context": 300, "fractions": [0.7, 0.2, 0.1]}
+    n = len(attached(texts, stage=stage, **options)._evaluation_windows(split))
+    attached(texts, stage=stage, world_size=n, **options)
+    with pytest.raises(
+        InputError, match=rf"the {split} split holds {n} × data\.context=300 tokens, but {n + 1} devices"
+    ):
+        attached(texts, stage=stage, world_size=n + 1, **options)
+
+
+# --- who speaks ------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_of_another_rank_is_silent_only_where_the_first_ends_too(monkeypatch):
+    monkeypatch.setattr(ranks, "PATIENCE", 0.2)
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    with pytest.raises(InputError, match="its own"), first_rank_speaks():
+        raise InputError("its own")
+    parents = iter([10, 10, 10])  # then it has another: the first rank is gone
+    monkeypatch.setattr(os, "getppid", lambda: next(parents, 1))
+    with pytest.raises(SystemExit, match="1"), first_rank_speaks():
+        raise InputError("of all ranks")
+    assert next(parents, None) is None
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
+    with pytest.raises(InputError, match="of all ranks"), first_rank_speaks():
+        raise InputError("of all ranks")
+
+
+def test_what_another_rank_says_has_its_number(monkeypatch, capsys):
+    monkeypatch.setattr(ranks, "PATIENCE", 0.0)
+    monkeypatch.setattr(rank_zero_only, "rank", 3)
+    assert main(["fit", "--model.d_modle=3"]) == 2
+    assert capsys.readouterr().err.startswith("linrope: rank 3: error: unknown option 'model.d_modle'.")
