@@ -59,7 +59,8 @@ class TextDataModule(LightningDataModule):
 
     Raises:
         InputError: an option out of range, a stage that is none; when set up: nothing to read there, fractions that are
-            none, a split shorter than one sample, or a curriculum longer than `trainer.max_steps`.
+            none, a split shorter than one sample (to evaluate on, than one for each device), or a curriculum longer
+            than `trainer.max_steps`.
     """
 
     def __init__(

@@ -111,8 +111,9 @@ class LanguageModelingModule(LightningModule):
     Batches may have `"segment_ids"`, documents as the model takes them, and `"fresh"`, bool (B,): then rows go on from
     the state after the batch before, but for those that are fresh.
 
-    Logs `train_loss` (nats per target), `train_bpb` (bits per byte), `grad_norm` (before clipping) and `lr` per
-    optimizer step, and `val_loss`, `val_bpb`, `test_loss`, `test_bpb` over a whole evaluation.
+    Logs `train_loss` (nats per target), `train_bpb` (bits per byte), `grad_norm` (before clipping) and `lr` of each
+    optimizer step, over all its micro-batches and devices, and `val_loss`, `val_bpb`, `test_loss`, `test_bpb` over a
+    whole evaluation.
 
     Args:
         model_config: the model to make.

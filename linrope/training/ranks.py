@@ -23,13 +23,13 @@ def first_rank_speaks() -> Iterator[None]:
     """Within it an error ends any other rank than the first in silence if the first one ends as well.
 
     It does where all ranks meet the same error, which it says, or where the error is that it is gone. Where it does not
-    end within `PATIENCE`, waiting for this rank perhaps, the error is this one's own and goes on. Until then nobody
-    learns of it: Lightning kills a first rank as soon as another has failed, before it could speak or save.
+    end within `PATIENCE`, waiting for this rank perhaps, the error is this one's own and goes on. Not before, for
+    Lightning kills a first rank once another has failed, and this one would not have spoken yet.
     """
     first = os.getppid()  # it has started the others; where something else did, that goes on and all ranks speak
     try:
         yield
-    except BaseException as error:
+    except Exception as error:
         if not is_first_rank() and _ends(first):
             raise SystemExit(1) from error
         raise
