@@ -29,6 +29,7 @@ MODEL = ["--model.d_model=16", "--model.n_heads=2", "--model.short_conv=3", "--m
 CONSTANT = ["--optimizer.lr=0.01", "--optimizer.warmup_steps=2", "--optimizer.final_lr_fraction=1"]
 
 PLAIN = ["--model.dropout=0.2", "--trainer.max_steps=6", "--data.context=24"]
+ALONE = [*PLAIN, "--trainer.val_check_interval=12", "--trainer.accumulate_grad_batches=2"]
 PACKED = ["--data.documents=apart", "--trainer.precision=64-true", "--trainer.max_steps=6"]
 LANES = ["--data.lanes=true", "--data.documents=apart", "--trainer.accumulate_grad_batches=2"]
 LANES_EXACT = [*LANES, "--trainer.precision=64-true", "--trainer.max_steps=8"]
@@ -96,14 +97,22 @@ def two(base, tmp_path_factory) -> dict[str, object]:
     return {"out": out, "err": err, "exchanged": exchanged}
 
 
+@pytest.fixture(scope="module")
+def alone(base) -> Path:
+    """The folder of the run of one process that the plain one of two is to be."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert main([*base, *ALONE, "--run.name=alone"]) == 0
+    torch.set_num_threads(threads)
+    return folder_of(base, "alone")
+
+
 # --- the same training -----------------------------------------------------------------------------------------------
 
 
-def test_two_processes_train_to_the_bit_what_one_does_with_two_micro_batches(two, base):
+def test_two_processes_train_to_the_bit_what_one_does_with_two_micro_batches(two, alone, base):
     """With dropout: a sum of two halves has one value, whoever adds them, and draws go by the number of the batch."""
-    in_one = [*base, *PLAIN, "--trainer.val_check_interval=12", "--trainer.accumulate_grad_batches=2"]
-    assert main([*in_one, "--run.name=one"]) == 0
-    ours, alone = folder_of(base, "plain"), folder_of(base, "one")
+    ours = folder_of(base, "plain")
     assert all(equal(load(ours)[key], load(alone)[key]) for key in TRAINED)
     for name in ("train_loss", "train_bpb", "grad_norm", "lr"):
         assert len(losses(ours, name)) == 6
@@ -111,14 +120,14 @@ def test_two_processes_train_to_the_bit_what_one_does_with_two_micro_batches(two
     assert float(losses(ours)[5]) < float(losses(ours)[0]) - 0.1  # it has learned
 
     # So a run of two devices may go on with one, where that has as many batches in a step.
-    longer = [*in_one, "--trainer.max_steps=8"]
+    longer = [*base, *ALONE, "--trainer.max_steps=8"]
     assert main([*longer, f"--ckpt_path={last(ours)}", "--run.name=moved"]) == 0
     assert main([*longer, "--run.name=longer"]) == 0
     moved, longer = folder_of(base, "moved"), folder_of(base, "longer")
     assert all(equal(load(moved)[key], load(longer)[key]) for key in TRAINED)
 
 
-def test_validation_is_over_all_windows_of_both_ranks(two, base):
+def test_validation_is_over_all_windows_of_both_ranks(two, alone, base):
     """One rank has more batches than the other."""
     texts = base_option(base, "data.path")
     dealt = [
@@ -126,15 +135,15 @@ def test_validation_is_over_all_windows_of_both_ranks(two, base):
         for rank in range(2)
     ]
     assert len(dealt[0].val_dataloader()) == len(dealt[1].val_dataloader()) + 1
-    ours, alone = (losses(folder_of(base, name), "val_loss") for name in ("plain", "one"))
-    assert list(ours) == list(alone) == [5]
-    assert float(ours[5]) == pytest.approx(float(alone[5]), rel=1e-6)  # float32 sums over other batches
+    ours, whole = (losses(folder, "val_loss") for folder in (folder_of(base, "plain"), alone))
+    assert list(ours) == list(whole) == [5]
+    assert float(ours[5]) == pytest.approx(float(whole[5]), rel=1e-6)  # float32 sums over other batches
 
 
 @pytest.mark.parametrize("name", ["packed", "lanes"])
 def test_a_step_is_that_of_all_its_rows_at_once(two, base, monkeypatch, name):
-    """The loss is the mean over the targets of the step, however they lie among devices and micro-batches: some have
-    none. In float64, so that nothing but a wrong weight of a batch shows."""
+    """The loss is the mean over the targets of the step, however they lie among devices and micro-batches: some
+    rows have none. In float64, so that nothing but a wrong weight of a batch shows."""
     whole = {"packed": [*PACKED, curriculum(32)], "lanes": [*LANES_EXACT, "--data.batch_size=4"]}
     if name == "packed":
         monkeypatch.setattr(TextDataModule, "on_after_batch_transfer", ask_for_some)
