@@ -87,8 +87,10 @@ class GracefulStop(Callback):
         self.checkpoint = checkpoint
         self._received: int | None = None
         self._previous: dict[int, Any] = {}
+        self._speaks = True
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._speaks = trainer.is_global_zero
         if stage == "fit":
             self._previous = {signum: signal.signal(signum, self._on_signal) for signum in self.SIGNALS}
 
@@ -119,8 +121,8 @@ class GracefulStop(Callback):
         if self._received is not None and signum == signal.SIGINT:
             raise KeyboardInterrupt
         self._received = signum
-        # Not print(): a signal can arrive while the main thread is inside a print of its own.
-        os.write(2, b"\nfinishing this step, then saving a checkpoint (Ctrl-C again aborts at once)\n")
+        if self._speaks:  # not print(): a signal can arrive while the main thread is inside a print of its own
+            os.write(2, b"\nfinishing this step, then saving a checkpoint (Ctrl-C again aborts at once)\n")
 
     def _stop_if_asked(self, trainer: Trainer) -> None:
         if trainer.global_step >= trainer.max_steps:
@@ -152,17 +154,19 @@ class SaveConfig(Callback):
         self.path, self.config, self.replace = path, config, replace
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage != "fit" or not trainer.is_global_zero:
+        if stage != "fit":
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists() and not self.replace:
+        # What the first rank finds holds for all: none is to wait for one that has stopped.
+        if trainer.strategy.broadcast(self.path.exists() and not self.replace):
             raise InputError(
                 f"{self.path} exists, and this run would overwrite what lies beside it: choose another folder (set "
                 "trainer.default_root_dir, or the logger's), or resume that run with --ckpt_path. If it has only just "
                 "begun, start this one again."
             )
-        with whole_file(self.path) as file:
-            file.write(self.config.encode())
+        if trainer.is_global_zero:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with whole_file(self.path) as file:
+                file.write(self.config.encode())
 
 
 class RunSummary(Callback):

@@ -27,6 +27,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -75,6 +76,7 @@ from linrope.training.module import LanguageModelingModule, NonFiniteError, Opti
 from linrope.training.plan import Setting, measure_rate
 from linrope.training.plan import show as show_plan
 from linrope.training.prepare import run_prepare
+from linrope.training.ranks import first_rank_speaks, is_first_rank
 from linrope.training.reading import LengthReading
 from linrope.training.recall_map import recall_by_depth, require_cases, table_of
 from linrope.training.recall_map import write as write_recall
@@ -215,7 +217,8 @@ class TrainingCLI(LightningCLI):
         """Replaces `last` by the file it stands for, and says which."""
         if self.ckpt_path == "last":
             self.ckpt_path = str(find_last(Path(run.folder, run.name)))
-            _say(f"--ckpt_path=last is {self.ckpt_path}")
+            if is_first_rank():
+                _say(f"--ckpt_path=last is {self.ckpt_path}")
 
     def _check_checkpoint(self, model_config: LanguageModelConfig, run: RunConfig) -> None:
         """Before anything is built: is there a checkpoint where one is needed, and does it fit?"""
@@ -486,7 +489,8 @@ def main(args: Sequence[str] | None = None) -> int:
         if not args or args[0] in ("-h", "--help"):
             print(_help())
         elif args[0] in COMMANDS:
-            COMMANDS[args[0]](args[1:])
+            with first_rank_speaks():
+                COMMANDS[args[0]](args[1:])
         else:
             raise InputError(
                 f"unknown command {args[0]!r}: choose one of {', '.join(COMMANDS)}.{suggest(args[0], COMMANDS)}"
@@ -540,12 +544,14 @@ def quiet_lightning() -> None:
         ".*GPU available but not used.*",
         ".*callbacks used to create the checkpoint need to be provided.*",  # not to validate it
         ".*LeafSpec.*",  # Lightning's use of a class that newer PyTorch renames
+        ".*sync_dist=True.*",  # what is logged are sums over all ranks already
     ):
         warnings.filterwarnings("ignore", message)
 
 
 def _say(text: str) -> None:
-    print(f"linrope: {text}", file=sys.stderr)
+    rank = "" if is_first_rank() else f"rank {rank_zero_only.rank}: "
+    print(f"linrope: {rank}{text}", file=sys.stderr)
 
 
 def _write(text: str) -> None:

@@ -65,7 +65,8 @@ class TextDataModule(LightningDataModule):
 
     Raises:
         InputError: an option out of range, a stage that is none; when set up: nothing to read there, fractions that are
-            none, a split shorter than one sample, or a curriculum longer than `trainer.max_steps`.
+            none, a split shorter than one sample (to evaluate on, than one for each device), or a curriculum longer
+            than `trainer.max_steps`.
     """
 
     def __init__(
@@ -116,9 +117,9 @@ class TextDataModule(LightningDataModule):
         if stage == "fit":
             self._train = self._training_lanes() if self.lanes else self._training_windows()
         if stage == "validate" or (stage == "fit" and self._validates):
-            self._val = EvaluationWindows(self.corpora["val"], self.context, "val", self.documents)
+            self._val = self._evaluation_windows("val")
         if stage == "test":
-            self._test = EvaluationWindows(self.corpora["test"], self.context, "test", self.documents)
+            self._test = self._evaluation_windows("test")
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -168,6 +169,16 @@ class TextDataModule(LightningDataModule):
         trainer = self.trainer
         own = trainer.global_rank, trainer.world_size
         return Lanes(self.corpora["train"], self.context, self.batch_size, self.seed, self.documents, *own)
+
+    def _evaluation_windows(self, split: str) -> EvaluationWindows:
+        windows = EvaluationWindows(self.corpora[split], self.context, split, self.documents)
+        if len(windows) < (world_size := self.trainer.world_size):  # one without any would not join in the sums
+            raise InputError(
+                f"the {split} split holds {len(windows)} × data.context={self.context} tokens, but {world_size} "
+                "devices need a sample each: lower data.context, raise its share in data.fractions, or set fewer "
+                "trainer.devices."
+            )
+        return windows
 
     @property
     def plan(self) -> TrainingPlan:

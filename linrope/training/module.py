@@ -104,9 +104,9 @@ class LanguageModelingModule(LightningModule):
     Batches may have `"segment_ids"`, documents as the model takes them, and `"fresh"`, bool (B,): then rows go on from
     the state after the batch before, but for those that are fresh.
 
-    Logs `train_loss` (nats per target), `train_bpb` (bits per byte), `grad_norm` (before clipping) and `lr` per
-    optimizer step, and `val_loss`, `val_bpb`, `test_loss`, `test_bpb` over a whole evaluation. Bits per byte are left
-    out where the targets stand for no byte, or for nobody knows how many.
+    Logs `train_loss` (nats per target), `train_bpb` (bits per byte), `grad_norm` (before clipping) and `lr` of each
+    optimizer step, over all its micro-batches and devices, and `val_loss`, `val_bpb`, `test_loss`, `test_bpb` over a
+    whole evaluation. Bits per byte are left out where the targets stand for no byte, or for nobody knows how many.
     `loss_by_position` holds the losses of the last evaluation by where in the row they fell.
 
     Args:
@@ -175,7 +175,7 @@ class LanguageModelingModule(LightningModule):
         self._train_sums = self._train_sums.to(nats.device) + sums
         self._train_places += batch["targets"].numel()
         # The trainer takes the mean of these over micro-batches and devices. Those have as many places each, but not
-        # always as many targets: `_average_over_targets` puts that right, once for the whole step.
+        # always as many targets: `configure_gradient_clipping` puts that right, once for the whole step.
         return nats / batch["targets"].numel()
 
     def _carried_into(self, batch: dict[str, Tensor]) -> ModelState | None:
@@ -188,30 +188,27 @@ class LanguageModelingModule(LightningModule):
         self, optimizer: AdamW, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Refuses a non-finite loss or gradient, logs and clips: Lightning calls it right before the weights change."""
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        self._average_over_targets(gradients)
-        norm = nn.utils.get_total_norm(gradients)
-        # All in one transfer: each waits for the device.
-        nats, n_bytes, tokens, grad_norm = torch.cat([self._train_sums, norm.detach().reshape(1)]).tolist()
-        self._train_sums = torch.zeros(3)
-        metrics = self._metrics("train", nats, n_bytes, tokens)
+        nats, n_bytes, targets, places = self._sums_of_step()
+        metrics = self._metrics("train", nats, n_bytes, targets)
         self._require_finite("loss", metrics["train_loss"])
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        if 0 < targets < places:  # from the gradient of the mean over all places to that of the mean over targets
+            torch._foreach_mul_(gradients, places / targets)
+        norm = nn.utils.get_total_norm(gradients)
+        grad_norm = norm.item()
         if getattr(self.trainer.precision_plugin, "scaler", None) is None:  # GradScaler skips such steps by itself
             self._require_finite("gradient norm", grad_norm)
         if clip_norm := self.optimizer_config.clip_norm:
             nn.utils.clip_grads_with_norm_(self.model.parameters(), clip_norm, norm)
         self.log_dict({**metrics, "grad_norm": grad_norm, "lr": optimizer.param_groups[0]["lr"]})
 
-    @torch.no_grad()
-    def _average_over_targets(self, gradients: list[Tensor]) -> None:
-        """From the gradient of the mean over all places of the step to that of the mean over its targets."""
-        counts = torch.stack([self._train_sums[2], self._train_sums.new_tensor(self._train_places)])
-        self._train_places = 0
+    def _sums_of_step(self) -> list[float]:
+        """Nats, bytes, targets and places of the whole step: all its micro-batches, on all devices."""
+        sums = torch.cat([self._train_sums, self._train_sums.new_tensor([self._train_places])])
+        self._train_sums, self._train_places = torch.zeros(3), 0
         if self.trainer.world_size > 1:
-            counts = self.trainer.strategy.reduce(counts, reduce_op="sum")
-        targets, places = counts.tolist()
-        if 0 < targets < places:
-            torch._foreach_mul_(gradients, places / targets)
+            sums = self.trainer.strategy.reduce(sums, reduce_op="sum")
+        return sums.tolist()
 
     def _require_finite(self, what: str, value: float) -> None:
         if math.isfinite(value):

@@ -1,0 +1,292 @@
+"""`linrope fit` on two devices trains what it trains on one, says it once, and resumes to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from linrope import LanguageModel
+from linrope.errors import InputError
+from linrope.training import ranks
+from linrope.training.cli import main
+from linrope.training.data import TextDataModule
+from linrope.training.ranks import first_rank_speaks, rank_zero_only
+from tests.training.attached import attached
+from tests.training.several_runs import ask_for_some
+from tests.training.test_resume import ROOT, TRAINED, equal, load, losses, version
+
+TWO = ["--trainer.devices=2", "--trainer.strategy=ddp"]
+MODEL = ["--model.d_model=16", "--model.n_heads=2", "--model.short_conv=3", "--model.forget_gate=true"]
+# The learning rate does not depend on the last step, so that a longer run repeats a shorter one.
+CONSTANT = ["--optimizer.lr=0.01", "--optimizer.warmup_steps=2", "--optimizer.final_lr_fraction=1"]
+
+PLAIN = ["--model.dropout=0.2", "--trainer.max_steps=6", "--data.context=24"]
+ALONE = [*PLAIN, "--trainer.val_check_interval=12", "--trainer.accumulate_grad_batches=2"]
+PACKED = ["--data.documents=apart", "--trainer.precision=64-true", "--trainer.max_steps=6"]
+LANES = ["--data.lanes=true", "--data.documents=apart", "--trainer.accumulate_grad_batches=2"]
+LANES_EXACT = [*LANES, "--trainer.precision=64-true", "--trainer.max_steps=8"]
+RESUMED = [*LANES, "--model.dropout=0.2", "--segment_length=20", "--trainer.max_steps=36"]
+RESUMED += ["--run.checkpoint_every_n_steps=2", "--trainer.val_check_interval=14", "--trainer.limit_val_batches=2"]
+
+
+def curriculum(batch_size: int) -> str:
+    """Rows of 8 tokens, then half as many of 32: with 32 rows in a step three steps of those, then three of these."""
+    stages = [(3 * 32 * 8, 8, batch_size), (1, 32, batch_size // 2)]
+    return "--data.curriculum=" + json.dumps([dict(zip(("tokens", "seq_len", "batch_size"), one)) for one in stages])
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> list[str]:
+    """Options of all runs: a small model on 80 documents of 1 to 199 bytes."""
+    folder = tmp_path_factory.mktemp("ddp")
+    (folder / "texts").mkdir()
+    for number in range(80):
+        text = bytes(33 + (number * 7 + i * i) % 90 for i in range(1 + 37 * number % 199))
+        (folder / "texts" / f"{number:02}.txt").write_bytes(text)
+    options = [f"--data.path={folder / 'texts'}", "--data.context=32", "--data.batch_size=2", f"--run.folder={folder}"]
+    options += ["--data.fractions=[0.7, 0.2, 0.1]", "--trainer.accelerator=cpu", "--trainer.log_every_n_steps=1"]
+    return ["fit", *MODEL, *CONSTANT, *options]
+
+
+def base_option(base: list[str], name: str) -> Path:
+    return Path(next(option.partition("=")[2] for option in base if option.startswith(f"--{name}=")))
+
+
+def folder_of(base: list[str], name: str) -> Path:
+    """Where the first run of that name leaves its logs and checkpoints."""
+    return base_option(base, "run.folder") / name / "version_0"
+
+
+def last(run_folder: Path) -> Path:
+    return run_folder / "checkpoints" / "last.ckpt"
+
+
+def start(command: list[str]) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, "-m", *command], **pipes, text=True, cwd=ROOT, env=environment)
+
+
+@pytest.fixture(scope="module")
+def two(base, tmp_path_factory) -> dict[str, object]:
+    """What all the whole runs of two processes print, and what each rank has exchanged in that of packed rows."""
+    file = tmp_path_factory.mktemp("runs") / "runs.json"
+    runs = {
+        "plain": [*PLAIN, "--trainer.val_check_interval=6"],
+        "packed": [*PACKED, curriculum(8), "--segment_length=11", "--trainer.accumulate_grad_batches=2"],
+        "lanes": LANES_EXACT,
+        "resumed": RESUMED,
+    }
+    described = [
+        {"args": [*base, *TWO, *options, f"--run.name={name}"], "observed": name == "packed"}
+        for name, options in runs.items()
+    ]
+    file.write_text(json.dumps(described))
+    process = start(["tests.training.several_runs", str(file)])
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    exchanged = [json.loads(file.with_name(f"{file.name}.{rank}").read_text()) for rank in range(2)]
+    return {"out": out, "err": err, "exchanged": exchanged}
+
+
+@pytest.fixture(scope="module")
+def alone(base) -> Path:
+    """The folder of the run of one process that the plain one of two is to be."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert main([*base, *ALONE, "--run.name=alone"]) == 0
+    torch.set_num_threads(threads)
+    return folder_of(base, "alone")
+
+
+# --- the same training -----------------------------------------------------------------------------------------------
+
+
+def test_two_processes_train_to_the_bit_what_one_does_with_two_micro_batches(two, alone, base):
+    """With dropout: a sum of two halves has one value, whoever adds them, and draws go by the number of the batch."""
+    ours = folder_of(base, "plain")
+    assert all(equal(load(ours)[key], load(alone)[key]) for key in TRAINED)
+    for name in ("train_loss", "train_bpb", "grad_norm", "lr"):
+        assert len(losses(ours, name)) == 6
+        assert losses(ours, name) == losses(alone, name)
+    assert float(losses(ours)[5]) < float(losses(ours)[0]) - 0.1  # it has learned
+
+    # So a run of two devices may go on with one, where that has as many batches in a step.
+    longer = [*base, *ALONE, "--trainer.max_steps=8"]
+    assert main([*longer, f"--ckpt_path={last(ours)}", "--run.name=moved"]) == 0
+    assert main([*longer, "--run.name=longer"]) == 0
+    moved, longer = folder_of(base, "moved"), folder_of(base, "longer")
+    assert all(equal(load(moved)[key], load(longer)[key]) for key in TRAINED)
+
+
+def test_validation_is_over_all_windows_of_both_ranks(two, alone, base):
+    """One rank has more batches than the other."""
+    texts = base_option(base, "data.path")
+    dealt = [
+        attached(texts, rank=rank, world_size=2, context=24, stage="validate", fractions=[0.7, 0.2, 0.1])
+        for rank in range(2)
+    ]
+    assert len(dealt[0].val_dataloader()) == len(dealt[1].val_dataloader()) + 1
+    ours, whole = (losses(folder, "val_loss") for folder in (folder_of(base, "plain"), alone))
+    assert list(ours) == list(whole) == [5]
+    assert float(ours[5]) == pytest.approx(float(whole[5]), rel=1e-6)  # float32 sums over other batches
+
+
+@pytest.mark.parametrize("name", ["packed", "lanes"])
+def test_a_step_is_that_of_all_its_rows_at_once(two, base, monkeypatch, name):
+    """The loss is the mean over the targets of the step, however they lie among devices and micro-batches: some
+    rows have none. In float64, so that nothing but a wrong weight of a batch shows."""
+    whole = {"packed": [*PACKED, curriculum(32)], "lanes": [*LANES_EXACT, "--data.batch_size=4"]}
+    if name == "packed":
+        monkeypatch.setattr(TextDataModule, "on_after_batch_transfer", ask_for_some)
+    assert main([*base, *whole[name], f"--run.name={name}-at-once"]) == 0
+    ours, at_once = folder_of(base, name), folder_of(base, f"{name}-at-once")
+    for column in ("train_loss", "train_bpb", "grad_norm"):
+        found, expected = (list(map(float, losses(run, column).values())) for run in (ours, at_once))
+        assert len(found) > 5
+        assert found == pytest.approx(expected, rel=1e-6)  # logged as float32
+    for key, weights in load(at_once)["state_dict"].items():
+        torch.testing.assert_close(load(ours)["state_dict"][key], weights, rtol=1e-9, atol=1e-9)
+
+
+def test_gradients_are_exchanged_once_a_step_whatever_the_segments_and_micro_batches(two, base):
+    n_parameters = LanguageModel.from_pretrained(last(folder_of(base, "packed"))).n_parameters
+    for exchanged in two["exchanged"]:
+        numbers: dict[int, int] = {}
+        for step, micro_batch, n in exchanged:
+            assert micro_batch % 2 == 1  # the last of its step
+            numbers[step] = numbers.get(step, 0) + n
+        assert numbers == dict.fromkeys(range(6), n_parameters)
+
+
+# --- stopped and resumed ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stopped(two, base) -> list[tuple[str, str]]:
+    """What the processes of a run print that is killed, resumed, asked to stop, and resumed to its end."""
+    printed, resume = [], []
+    for stop in (signal.SIGKILL, signal.SIGTERM, None):
+        process = start(["linrope.training.cli", *base, *TWO, *RESUMED, "--run.name=stopped", *resume])
+        resume = ["--ckpt_path=last"]
+        lines = []
+        if stop is not None:
+            while len(lines) < 4:  # at least one of these steps leaves a checkpoint
+                lines += [line for line in [process.stdout.readline()] if re.match(r"step \d+/36 ", line) or not line]
+            process.send_signal(stop)
+        # The other process holds the pipes too: they end only with it.
+        out, err = process.communicate(timeout=120)
+        printed.append(("".join(lines) + out, err))
+        assert process.returncode == {signal.SIGKILL: -9, signal.SIGTERM: 143, None: 0}[stop], err
+    return printed
+
+
+def test_two_processes_stopped_and_resumed_end_with_the_weights_of_two_that_were_not(two, stopped, base):
+    """In lanes, so with the state that each rank carries; with dropout, micro-batches, segments and documents apart."""
+    whole, first = load(folder_of(base, "resumed")), folder_of(base, "stopped")
+    ended = load(version(first, 2))
+    assert all(equal(whole[key], ended[key]) for key in TRAINED)
+    carried = whole["linrope"]["carried"]
+    assert equal(carried, ended["linrope"]["carried"])
+    assert len(carried) == 2
+    assert not equal(carried[0], carried[1])
+    for number in range(3):
+        logged = losses(version(first, number))
+        assert len(logged) >= 3  # of four that were printed, the last perhaps not yet written
+        assert logged.items() <= losses(folder_of(base, "resumed")).items()
+    assert max(logged) == 35
+
+
+def test_only_the_first_rank_writes_and_prints(two, stopped, base):
+    assert two["err"].count("linrope:") == 0
+    assert two["out"].count("step 6/6 ") == 2  # one of each of the two runs of six steps
+    assert two["out"].count("\ncheckpoint  ") == 4  # one of each run
+    (_, killed), (out, asked), (rest, ended) = stopped
+    assert "Traceback" not in killed + asked + ended
+    assert "linrope:" not in killed
+    assert asked.count("--ckpt_path=last is") == ended.count("--ckpt_path=last is") == 1
+    assert asked.count("finishing this step") == asked.count("stopped after step") == 1
+    assert "rank 1" not in asked + ended
+    steps = re.findall(r"^step (\d+)/36 ", out + rest, re.M)
+    assert len(steps) == len(set(steps))
+    runs = folder_of(base, "stopped").parent
+    # neither best.ckpt, which the killed run was too short for, nor what it may have been writing
+    files = {str(file.relative_to(runs)) for file in runs.rglob("*") if file.suffix in (".yaml", ".csv", ".ckpt")}
+    own = ("config.yaml", "metrics.csv", "checkpoints/last.ckpt")
+    assert {file for file in files if Path(file).name != "best.ckpt"} == {
+        f"version_{number}/{name}" for number in range(3) for name in own
+    }
+
+
+# --- what cannot be trained ------------------------------------------------------------------------------------------
+
+
+def test_a_run_with_carried_states_goes_on_with_as_many_devices_only(two, base, capsys):
+    checkpoint = last(folder_of(base, "lanes"))
+    before = checkpoint.read_bytes()
+    assert main([*base, *LANES_EXACT, "--trainer.max_steps=9", f"--ckpt_path={checkpoint}", "--run.name=fewer"]) == 2
+    err = capsys.readouterr().err
+    assert "data.lanes × devices: 4 in the checkpoint, 2 here" in err
+    assert "trainer.accumulate_grad_batches × devices: 4 in the checkpoint, 2 here" in err
+    assert "Traceback" not in err
+    assert checkpoint.read_bytes() == before
+    assert not list(folder_of(base, "fewer").rglob("*.ckpt"))
+    # the same lanes and batches in a step, but not on the same device
+    as_many = ["--data.batch_size=4", "--trainer.accumulate_grad_batches=4", "--trainer.max_steps=9"]
+    assert main([*base, *LANES_EXACT, *as_many, f"--ckpt_path={checkpoint}", "--run.name=fewer"]) == 2
+    assert "data.batch_size: 2 in the checkpoint, 4 here" in capsys.readouterr().err
+
+
+def test_what_the_first_rank_refuses_stops_all_and_is_said_once(two, base, tmp_path):
+    (tmp_path / "config.yaml").write_text("of a run before")
+    unlogged = ["--trainer.logger=false", f"--trainer.default_root_dir={tmp_path}"]
+    process = start(["linrope.training.cli", *base, *TWO, *PLAIN, *unlogged])
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert re.fullmatch(r"linrope: error: \S+config\.yaml exists, and this run would overwrite [^\n]+\n", err)
+    assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
+    assert (tmp_path / "config.yaml").read_text() == "of a run before"
+
+
+@pytest.mark.parametrize(("stage", "split"), [("fit", "val"), ("validate", "val"), ("test", "test")])
+def test_a_split_with_fewer_samples_than_devices_is_refused(base, stage, split):
+    texts, options = base_option(base, "data.path"), {"context": 300, "fractions": [0.7, 0.2, 0.1]}
+    n = len(attached(texts, stage=stage, **options)._evaluation_windows(split))
+    attached(texts, stage=stage, world_size=n, **options)
+    with pytest.raises(
+        InputError, match=rf"the {split} split holds {n} × data\.context=300 tokens, but {n + 1} devices"
+    ):
+        attached(texts, stage=stage, world_size=n + 1, **options)
+
+
+# --- who speaks ------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_of_another_rank_is_silent_only_where_the_first_ends_too(monkeypatch):
+    monkeypatch.setattr(ranks, "PATIENCE", 0.2)
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    with pytest.raises(InputError, match="its own"), first_rank_speaks():
+        raise InputError("its own")
+    parents = iter([10, 10, 10])  # then it has another: the first rank is gone
+    monkeypatch.setattr(os, "getppid", lambda: next(parents, 1))
+    with pytest.raises(SystemExit, match="1"), first_rank_speaks():
+        raise InputError("of all ranks")
+    assert next(parents, None) is None
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
+    with pytest.raises(InputError, match="of all ranks"), first_rank_speaks():
+        raise InputError("of all ranks")
+
+
+def test_what_another_rank_says_has_its_number(monkeypatch, capsys):
+    monkeypatch.setattr(ranks, "PATIENCE", 0.0)
+    monkeypatch.setattr(rank_zero_only, "rank", 3)
+    assert main(["fit", "--model.d_modle=3"]) == 2
+    assert capsys.readouterr().err.startswith("linrope: rank 3: error: unknown option 'model.d_modle'.")
