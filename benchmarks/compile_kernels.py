@@ -62,6 +62,9 @@ CASES = {
     "64, signed, float16, decay": Case(dtype=torch.float16, rope={"signed": True}, decay=True),
     "64, float32": Case(dtype=torch.float32),
     "128, float32": Case(128, 128, torch.float32),
+    "256, float32, everything": Case(256, 256, torch.float32, **EVERYTHING),
+    "256, float16": Case(256, 256, torch.float16),
+    "256, trained θ": Case(256, 256, rope={"trainable": True}),
     "64, no positions, no denominator": Case(rope=None, options={"normalize": "none"}),
     "64, not causal": Case(options={"causal": False}),
     "64, one token": Case(decay=True, length=1),
@@ -104,7 +107,8 @@ def launches_of(case: Case) -> list[Recorded]:
         inputs = inputs_of(case)
         past = State.zeros(*inputs.q.shape[:2], case.dim, case.width)
         if case.length == 1:
-            triton.one_token(inputs, past)
+            numbers = inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.theta, past.kv, past.k_sum
+            triton.one_token(*numbers, Options.of(inputs.settings))
         else:
             _forward_and_backward(inputs, past)
     finally:
@@ -159,8 +163,9 @@ def compile_launch(launch: Recorded, capability: int, warps: int, stages: int) -
     function = getattr(kernel, "fn", kernel) if type(kernel).__name__ == "Autotuner" else kernel
     constants = {name: value for name, value in launch.constants.items() if name in function.arg_names}
     signature, attributes = dict.fromkeys(constants, "constexpr"), {}
+    unspecialised = {parameter.name for parameter in function.params if parameter.do_not_specialize}
     for index, (name, value) in enumerate(zip(function.arg_names, launch.args, strict=False)):
-        kind, divisible = kind_of(value)
+        kind, divisible = kind_of(value, name not in unspecialised)
         signature[name] = kind
         if kind == "constexpr":
             constants[name] = value
@@ -168,7 +173,7 @@ def compile_launch(launch: Recorded, capability: int, warps: int, stages: int) -
             attributes[(index,)] = [["tt.divisibility", 16]]
     signature = {name: signature[name] for name in function.arg_names}
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": launch.constants.get("num_warps", warps), "num_stages": stages}
+    options = {"num_warps": warps, "num_stages": stages}
     made = compile_source(source, target=GPUTarget("cuda", capability, 32), options=options)
     return Compiled(*usage_of(made.asm["cubin"]), made.metadata.shared)
 
@@ -183,14 +188,14 @@ TYPES = {
 }
 
 
-def kind_of(value: Any) -> tuple[str, bool]:
+def kind_of(value: Any, specialised: bool = True) -> tuple[str, bool]:
     """An argument's type for the compiler, and whether it is known to be a multiple of 16."""
     if isinstance(value, torch.Tensor):
         return f"*{TYPES[value.dtype]}", value.data_ptr() % 16 == 0
-    if value is None or (isinstance(value, int) and value == 1):
+    if value is None or (specialised and isinstance(value, int) and value == 1):
         return "constexpr", False
     if isinstance(value, int):
-        return ("i32" if abs(value) < 2**31 else "i64"), value % 16 == 0
+        return ("i32" if abs(value) < 2**31 else "i64"), specialised and value % 16 == 0
     return "fp32", False
 
 
@@ -212,7 +217,8 @@ def configurations(launch: Recorded) -> list[tuple[int, int]]:
     from linrope.ops import triton_kernels
 
     tried = getattr(getattr(triton_kernels, launch.kernel), "configs", None)
-    return [(one.num_warps, one.num_stages) for one in tried] if tried else [(launch.constants.get("num_warps", 4), 3)]
+    own = launch.constants.get("num_warps", 4), launch.constants.get("num_stages", 3)
+    return [(one.num_warps, one.num_stages) for one in tried] if tried else [own]
 
 
 def role_of(launch: Recorded) -> str:

@@ -208,7 +208,7 @@ def backward(
     grads = Gradients(
         grad_o,
         *(empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)),
-        torch.empty_like(log_decay) if d_decay else None,
+        torch.empty_like(log_decay, memory_format=torch.contiguous_format) if d_decay else None,
         ThetaGradient(theta, q.shape[2], options.interleaved) if d_theta else None,
         torch.zeros_like(kv_at[0]) if grad_kv is None else _own(grad_kv.mT),
         torch.zeros_like(k_sum_at[0]) if grad_k_sum is None else _own(grad_k_sum),

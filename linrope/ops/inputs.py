@@ -248,7 +248,8 @@ def _check_key_mask(key_mask: Tensor | None, k: Tensor) -> Tensor | None:
         raise InputError(f"key_mask is {got}: pass booleans of shape (B, S) = {expected}, True where a key counts.")
     if key_mask.device != k.device:
         raise InputError(f"key_mask is on {key_mask.device}, k on {k.device}: bring them to one device.")
-    return key_mask.clone()  # the backward looks at it again, when the caller may have filled it anew
+    # the backward looks at it again, when the caller may have filled it anew
+    return key_mask.clone(memory_format=torch.contiguous_format)
 
 
 def check_segment_ids(segment_ids: Tensor, batch: int, length: int, device: torch.device) -> None:

@@ -45,8 +45,10 @@ def _attention(inputs: Inputs, kernel: str) -> tuple[Tensor, State]:
         return _with_rotary_denominator(inputs, kernel)
     if not inputs.settings.causal:
         return noncausal.by_document(inputs, lambda one: _operator(one, kernel))
-    if inputs.q.shape[2] == 1 and (kernel == "chunked" or not _needs_gradient(inputs)):
-        return KERNELS[kernel].one_token(inputs, _past(inputs))
+    if inputs.q.shape[2] == 1 and kernel == "chunked":
+        return chunked.one_token(inputs, _past(inputs))
+    if inputs.q.shape[2] == 1 and not _needs_gradient(inputs):
+        return _token_operator(inputs)
     return _operator(inputs, kernel)
 
 
@@ -74,6 +76,14 @@ def _operator(inputs: Inputs, kernel: str) -> tuple[Tensor, State]:
         kernel,
     )
     return o, State(kv, k_sum, settings.start + inputs.k.shape[2], inputs.final_log_decay())
+
+
+def _token_operator(inputs: Inputs) -> tuple[Tensor, State]:
+    """A step of decoding by the kernel made for it, which has no gradient."""
+    settings, past = inputs.settings, _past(inputs)
+    numbers = inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.theta, past.kv, past.k_sum
+    o, kv, k_sum = torch.ops.linrope.one_token(*numbers, *Options.of(settings), "triton")
+    return o, State(kv, k_sum, settings.start + 1, inputs.final_log_decay())
 
 
 def _refuse_tangents(kernel: str, *tensors: Tensor | None) -> None:
@@ -111,13 +121,15 @@ def _with_rotary_denominator(inputs: Inputs, kernel: str) -> tuple[Tensor, State
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? theta{past}, Tensor? key_mask, Tensor? documents, "
     "SymInt start, str feature_map, bool plain, float eps, bool interleaved, bool causal, int signed=0, "
-    "str kernel='chunked'"
+    "str backend='chunked'"  # not `kernel`, a name that Inductor needs
 )
 _FORWARD, _BACKWARD = "linrope::linear_attention", "linrope::linear_attention_backward"
+_ONE_TOKEN = "linrope::one_token"
 torch.library.define(
     _FORWARD,
     f"({_ARGUMENTS.format(past=', Tensor kv, Tensor k_sum')}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
+torch.library.define(_ONE_TOKEN, f"({_ARGUMENTS.format(past=', Tensor kv, Tensor k_sum')}) -> (Tensor, Tensor, Tensor)")
 torch.library.define(
     _BACKWARD,
     "(Tensor grad_o, Tensor? grad_kv, Tensor? grad_k_sum, Tensor o, Tensor den, Tensor kv_at, Tensor k_sum_at, "
@@ -153,6 +165,19 @@ torch.library.impl(_FORWARD, "default", _forward)
 torch.library.impl(_BACKWARD, "default", _backward)
 
 
+@torch.library.impl(_ONE_TOKEN, "default")
+def _(q, k, v, log_decay, theta, kv, k_sum, *rest):
+    """Returns o, kv and k_sum."""
+    with torch.cuda.device_of(q):
+        return triton.one_token(q, k, v, log_decay, theta, kv, k_sum, _split(rest)[0])
+
+
+@torch.library.register_fake(_ONE_TOKEN)
+def _(q, k, v, log_decay, theta, kv, k_sum, *rest):
+    o = torch.empty((*q.shape[:3], v.shape[-1]), dtype=v.dtype, device=v.device)
+    return o, kv.new_empty(kv.shape), k_sum.new_empty(k_sum.shape)
+
+
 @torch.library.register_fake(_FORWARD)
 def _(q, k, v, log_decay, theta, kv, k_sum, *rest):
     options, kernel = _split(rest)
@@ -166,7 +191,7 @@ def _(grad_o, grad_kv, grad_k_sum, o, den, kv_at, k_sum_at, d_decay, d_theta, q,
     batch, heads, _, features = q.shape
     return (
         *like,
-        torch.empty_like(log_decay) if d_decay else nothing,
+        torch.empty_like(log_decay, memory_format=torch.contiguous_format) if d_decay else nothing,
         torch.empty_like(theta) if d_theta else nothing.clone(),
         kv_at.new_empty(batch, heads, features, v.shape[-1]),
         k_sum_at.new_empty(batch, heads, features),

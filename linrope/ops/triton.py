@@ -14,7 +14,10 @@ One causal call reads (r) and writes (w), in tensors as large as q, and in state
                                                    finish_log_decay   r, w numbers a token, where it is trained
 
 The states are summed again on the way back, and their gradient then takes their place in memory (a trained `log_decay`
-needs both). A step of decoding is one launch.
+needs both). Heads wider than 64 take ∂k and ∂v in two launches. A step of decoding is one launch.
+
+The first call of a kind compiles its kernels and times a few configurations: inside a CUDA graph call forward and
+backward once before the capture.
 """
 
 from __future__ import annotations
@@ -27,8 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linrope.ops.inputs import Inputs, Options
-from linrope.ops.state import State
+from linrope.ops.inputs import Options
 from linrope.ops.theta import ThetaGradient
 
 MAX_WIDTH = 256
@@ -57,6 +59,8 @@ def why_not(q: Tensor, v: Tensor, normalize: str = "plain") -> str | None:
         return "Triton is not installed: pip install triton"
     if q.device.type != "cuda" and not interpreted():
         return f"the tensors are on {q.device.type}, and it runs on CUDA (with TRITON_INTERPRET=1 anywhere, slowly)"
+    if torch.version.hip is not None:
+        return "it is made for NVIDIA GPUs"
     if q.dtype == torch.float64 and not interpreted():
         return "the tensors are float64, and it takes float32, bfloat16 and float16"
     if max(q.shape[-1], width) > MAX_WIDTH:
@@ -112,7 +116,8 @@ class Launch:
         acc = tl.float64 if self.dtype == torch.float64 else tl.float32
         widest, limit = max(self.features, self.width), 128 if low else 64
         pairs = max(16, _power_of_two(_cdiv(self.features, 2)))
-        self.block = BLOCK // 2 if widest > limit else BLOCK
+        # so that tiles stay in registers and in the 99 KiB that small GPUs give a program
+        self.block = BLOCK if widest <= limit else BLOCK // 2 if widest <= 128 or low else BLOCK // 4
         self.tile = max(16, min(_power_of_two(self.width), limit))
         self.tiles = _cdiv(self.width, self.tile)
         longest = max(q.shape[2], k.shape[2])
@@ -128,19 +133,20 @@ class Launch:
         self.products = {
             "LOW": tl.bfloat16 if low else acc,
             "ACC": acc,
-            "PRECISION": self._precision(),
+            "PRECISION": self._precision(exact),
             "EMULATED": low and interpreted(),
         }
         self.acc = acc
         self.angles, self.sines = self._angles()
         self.weights, self.between = self._weights()
 
-    def _precision(self) -> str:
-        """Products of float32 are exact unless PyTorch is told otherwise; TF32 has all of float16's digits."""
-        exact = self.q.dtype == torch.float64 or (
-            self.q.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-        )
-        return "ieee" if exact else "tf32"
+    def _precision(self, exact: bool) -> str:
+        """Products of float32 are exact unless PyTorch is told otherwise; TF32 has all of float16's digits. Those of
+        bfloat16 inputs that are to be exact take three products of TF32."""
+        if self.q.dtype == torch.bfloat16 and exact:
+            return "tf32x3"
+        allowed = self.q.dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32"
+        return "tf32" if allowed and self.q.dtype != torch.float64 else "ieee"
 
     def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.q.device)
@@ -252,6 +258,7 @@ class Launch:
             MASKED=mask is not None,
             **self.products,
             num_warps=8 if self.shape["P"] * self.tile >= 64 * 128 else 4,
+            num_stages=2 if self.block == BLOCK else 1,
         )
         last_kv = self._empty(self.batch, self.heads, self.features, self.width)
         last_k_sum = self._empty(self.batch, self.heads, self.features)
@@ -431,52 +438,48 @@ def _finish_log_decay(launch: Launch, of_queries, of_keys, state: Tensor, d_stat
     return out.to(launch.log_decay.dtype)
 
 
-def one_token(inputs: Inputs, past: State) -> tuple[Tensor, State]:
-    """A step of decoding, in one launch; it has no gradient."""
-    settings = inputs.settings
-    q, k, v = inputs.q, inputs.k, inputs.v
-    options = Options.of(settings)
-    log_decay = None if inputs.log_decay is None else inputs.log_decay.contiguous()
-    kv, k_sum = past.kv.contiguous(), past.k_sum.contiguous()
+def one_token(q, k, v, log_decay, theta, kv, k_sum, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+    """o, and the new kv and k_sum, of a step of decoding: one launch, without a gradient. The given state is not
+    overwritten: it may be gone on from more than once."""
+    import triton.language as tl
+
+    kv, k_sum = kv.contiguous(), k_sum.contiguous()
     new_kv, new_k_sum = torch.empty_like(kv), torch.empty_like(k_sum)
     o = torch.empty((*q.shape[:3], v.shape[-1]), dtype=v.dtype, device=v.device)
     batch, heads, _, features = q.shape
-    width, theta = v.shape[-1], inputs.theta
+    width = v.shape[-1]
     tile = min(32, max(16, _power_of_two(width)))
-    import triton.language as tl
-
-    with torch.cuda.device_of(q):
-        _kernels().decode[(batch * heads * _cdiv(width, tile),)](
-            q,
-            k,
-            v,
-            o,
-            kv,
-            k_sum,
-            new_kv,
-            new_k_sum,
-            log_decay,
-            None if theta is None else theta.contiguous(),
-            options.key_mask,
-            settings.start,
-            options.eps,
-            heads,
-            *(x.stride(d) for x in (q, k, v) for d in (0, 1, 3)),
-            1 if theta is None or theta.ndim == 1 else heads,
-            D=features,
-            E=width,
-            R=0 if theta is None else 2 * theta.shape[-1],
-            SIGNED=options.signed,
-            P=max(16, _power_of_two(_cdiv(features, 2))),
-            E_TILE=tile,
-            PHI=options.feature_map,
-            INTERLEAVED=options.interleaved,
-            PLAIN=options.plain,
-            DECAY=log_decay is not None,
-            MASKED=options.key_mask is not None,
-            ACC=tl.float64 if settings.dtype == torch.float64 else tl.float32,
-        )
-    return o, State(new_kv, new_k_sum, settings.start + 1, inputs.final_log_decay())
+    _kernels().decode[(batch * heads * _cdiv(width, tile),)](
+        q,
+        k,
+        v,
+        o,
+        kv,
+        k_sum,
+        new_kv,
+        new_k_sum,
+        None if log_decay is None else log_decay.contiguous(),
+        None if theta is None else theta.contiguous(),
+        options.key_mask,
+        options.start,
+        options.eps,
+        heads,
+        *(x.stride(d) for x in (q, k, v) for d in (0, 1, 3)),
+        1 if theta is None or theta.ndim == 1 else heads,
+        D=features,
+        E=width,
+        R=0 if theta is None else 2 * theta.shape[-1],
+        SIGNED=options.signed,
+        P=max(16, _power_of_two(_cdiv(features, 2))),
+        E_TILE=tile,
+        PHI=options.feature_map,
+        INTERLEAVED=options.interleaved,
+        PLAIN=options.plain,
+        DECAY=log_decay is not None,
+        MASKED=options.key_mask is not None,
+        ACC=tl.float64 if kv.dtype == torch.float64 else tl.float32,
+    )
+    return o, new_kv, new_k_sum
 
 
 def flops(q_shape, v_shape, options: Options, backward: bool, sums_asked: bool = False) -> int:

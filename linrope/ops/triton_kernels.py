@@ -1,6 +1,4 @@
-"""The kernels of the CUDA backend, in Triton.
-
-φ and the rotation happen on load and are never written to memory; `triton_tiles.py` has both.
+"""The kernels of the CUDA backend, in Triton. φ and the rotation (`triton_tiles.py`) happen on load, never in memory.
 
 The sequence is cut into stretches of `STRETCH` tokens and these into blocks of `BLOCK`. `stretch_sums` forms Σ k̃ vᵀ
 and Σ φ(k) of each stretch, `scan` turns those into the state before each stretch, and `attend` gives each block its
@@ -41,14 +39,16 @@ from linrope.ops.triton_tiles import (
     turn,
 )
 
-CONFIGS = [triton.Config({}, num_warps=warps, num_stages=stages) for warps, stages in ((4, 2), (8, 2), (8, 1))]
-if os.environ.get("TRITON_INTERPRET") == "1":  # nothing to time
-    CONFIGS = CONFIGS[:1]
-TUNED_BY = ["D", "E", "PHI", "LATER", "VALUES", "FEATURES", "CAUSAL", "PLAIN", "DECAY", "DOCUMENTS", "PRECISION"]
-"""What a choice among them is kept for, with the tensors' dtypes, on disk too; the length is not among them."""
+TRIED = ((4, 2),) if os.environ.get("TRITON_INTERPRET") == "1" else ((4, 2), (8, 2), (8, 1))
+CONFIGS = [triton.Config({}, num_warps=warps, num_stages=stages) for warps, stages in TRIED]
+TUNED_BY = ["D", "E", "BLOCK", "E_TILE", "PHI", "LATER", "VALUES", "FEATURES", "CAUSAL", "PLAIN", "DECAY", "DOCUMENTS"]
+TUNED_BY += ["MASKED", "PRECISION"]
+"""What a choice among them is kept for, with the tensors' dtypes, on disk too. Another GPU may choose otherwise."""
+OPEN = ["T", "N", "rows", "start", "position", "slot_of_all", "n_weights", "sines"]
+"""Numbers that follow the length: nothing is compiled anew for some of their values."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OPEN)
 def write_angles(
     theta, out, start, rows, sines, R: tl.constexpr, P: tl.constexpr, STRETCH: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -73,7 +73,7 @@ def write_angles(
 
 
 # fmt: off
-@triton.jit
+@triton.jit(do_not_specialize=OPEN)
 def write_weights(
     log_decay, documents, out, between, H, T, N, stride_b, stride_h, stride_t, n_weights,
     STRETCH: tl.constexpr, DECAY: tl.constexpr, DOCUMENTS: tl.constexpr,
@@ -110,14 +110,15 @@ def write_weights(
     high = total.to(size)
     at = out + bh * T + i
     tl.store(at, high, mask=inside)
-    tl.store(at + n_weights, total - high.to(tl.float64), mask=inside)
-    tl.store(at + 2 * n_weights, reach, mask=inside)
-    tl.store(at + 3 * n_weights, kept, mask=inside)
+    wide = tl.cast(n_weights, tl.int64)
+    tl.store(at + wide, total - high.to(tl.float64), mask=inside)
+    tl.store(at + 2 * wide, reach, mask=inside)
+    tl.store(at + 3 * wide, kept, mask=inside)
     tl.store(between + bh * N + s, passed)
 
 
 # fmt: off
-@triton.jit
+@triton.jit(do_not_specialize=OPEN)
 def finish_log_decay(
     from_queries, from_keys, out, state, d_state, T, N, X,
     STRETCH: tl.constexpr, SPAN: tl.constexpr, ACC: tl.constexpr,
@@ -149,7 +150,7 @@ def finish_log_decay(
 
 
 # fmt: off
-@triton.jit
+@triton.jit(do_not_specialize=OPEN)
 def write_d_den(
     grad_o, o, den, d_den, H, T, stride_b, stride_h, stride_t, stride_e,
     E: tl.constexpr, E_TILE: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
@@ -172,7 +173,7 @@ def write_d_den(
 
 
 # fmt: off
-@triton.jit
+@triton.jit(do_not_specialize=OPEN)
 def stretch_sums(
     x, u, den, d_den, state, angles, weights, key_mask, H, T, N, x_b, x_h, x_t, x_d, u_b, u_h, u_t, u_e, sines,
     heads_of_theta, heads_of_weights, n_weights,
@@ -185,7 +186,7 @@ def stretch_sums(
     """What a stretch adds to the state: Σ b k̃ vᵀ and Σ b φ(k), into the slot after it; or, where LATER, what it adds to
     the state's gradient, Σ a q̃ ∂numᵀ and Σ a ∂den φ(q), into the slot before it.
 
-    state: (B, H, N + 1, D·E + D). Reads x and u once. Grid: B × H × N × tiles of E.
+    state: (B, H, N + 1, D·E + D). Reads u once, and x once for each tile of E. Grid: B × H × N × tiles of E.
     """
     TILES: tl.constexpr = (E + E_TILE - 1) // E_TILE
     tile = tl.program_id(0) % TILES
@@ -195,7 +196,7 @@ def stretch_sums(
     x += b * x_b + h * x_h
     u += b * u_b + h * u_h
     a_dims, b_dims = halves(R, P, INTERLEAVED)
-    e = tile * E_TILE + tl.arange(0, E_TILE)
+    e = (tile * E_TILE + tl.arange(0, E_TILE)).to(tl.int64)
     if R > 0:
         angles += (h % heads_of_theta) * (sines // heads_of_theta)
 
@@ -217,8 +218,8 @@ def stretch_sums(
         )
         weight = tl.full((BLOCK,), 1.0, dtype=ACC)
         if WEIGHTED:
-            row = (b * heads_of_weights + h % heads_of_weights) * T
-            weight = tl.load(weights + (2 if LATER else 3) * n_weights + row + i, mask=inside, other=0.0)
+            row, wide = (b * heads_of_weights + h % heads_of_weights) * T, tl.cast(n_weights, tl.int64)
+            weight = tl.load(weights + (2 if LATER else 3) * wide + row + i, mask=inside, other=0.0)
         share = weight
         if LATER:
             if PLAIN:
@@ -248,7 +249,7 @@ def stretch_sums(
 
 
 # fmt: off
-@triton.jit
+@triton.jit(do_not_specialize=OPEN)
 def scan(
     state, first_kv, first_k_sum, last_kv, last_k_sum, between, H, N, heads_of_weights,
     KV: tl.constexpr, X: tl.constexpr, SPAN: tl.constexpr, LATER: tl.constexpr, WEIGHTED: tl.constexpr,
@@ -285,7 +286,7 @@ def scan(
 
 # fmt: off
 @triton.autotune(CONFIGS, key=TUNED_BY, cache_results=True)
-@triton.jit
+@triton.jit(do_not_specialize=OPEN)
 def attend(
     x, y, u, w, out_values, out_features, den, d_den, state, angles, weights, documents, key_mask, d_theta,
     d_running, eps, H, T, N, slot_of_all, x_b, x_h, x_t, x_d, y_b, y_h, y_t, y_d, u_b, u_h, u_t, u_e, w_b, w_h, w_t,
@@ -326,7 +327,7 @@ def attend(
     w += b * w_b + h * w_h
     if R > 0:
         angles += (h % heads_of_theta) * (sines // heads_of_theta)
-    row = (b * heads_of_weights + h % heads_of_weights) * T
+    row, wide = (b * heads_of_weights + h % heads_of_weights) * T, tl.cast(n_weights, tl.int64)
 
     # What this block has of its own.
     i = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
@@ -347,13 +348,13 @@ def attend(
         scale = 1.0 / tl.load(den + bh * T + i, mask=inside, other=1.0)
     reach = tl.full((BLOCK,), 1.0, dtype=ACC)
     if WEIGHTED:
-        reach = tl.load(weights + (3 if LATER else 2) * n_weights + row + i, mask=inside, other=0.0)
+        reach = tl.load(weights + (3 if LATER else 2) * wide + row + i, mask=inside, other=0.0)
     if DECAY:
         own_high = tl.load(weights + row + i, mask=inside, other=0.0)
-        own_low = tl.load(weights + n_weights + row + i, mask=inside, other=0.0)
+        own_low = tl.load(weights + wide + row + i, mask=inside, other=0.0)
     if DOCUMENTS:
         own_document = tl.load(documents + b * T + i, mask=inside, other=-1)
-    columns = tile * E_TILE + tl.arange(0, E_TILE)
+    columns = (tile * E_TILE + tl.arange(0, E_TILE)).to(tl.int64)
     a_dims, b_dims = halves(R, P, INTERLEAVED)
     mapped_a, mapped_b = is_mapped(a_dims, D, SIGNED), is_mapped(b_dims, D, SIGNED)
 
@@ -380,7 +381,7 @@ def attend(
         values += product(far_b * reach[:, None], half, LOW, ACC, PRECISION, EMULATED)
     if FEATURES:
         for k in tl.static_range(SUMMED):
-            e = k * SUM_TILE + tl.arange(0, SUM_TILE)
+            e = (k * SUM_TILE + tl.arange(0, SUM_TILE)).to(tl.int64)
             down_e = (e < E)[:, None]
             own = tl.load(u + i[:, None] * u_t + e[None, :] * u_e, mask=valid[:, None] & (e < E)[None, :], other=0.0)
             own = own.to(ACC) * (scale * reach)[:, None]
@@ -432,7 +433,7 @@ def attend(
                 weight = visible.to(ACC)
                 if DECAY:
                     other_high = tl.load(weights + row + j, mask=j_inside, other=0.0)
-                    other_low = tl.load(weights + n_weights + row + j, mask=j_inside, other=0.0)
+                    other_low = tl.load(weights + wide + row + j, mask=j_inside, other=0.0)
                     lasting = (own_high[:, None] - other_high[None, :]) + (own_low[:, None] - other_low[None, :])
                     if LATER:
                         lasting = -lasting
@@ -474,7 +475,7 @@ def attend(
                 if FEATURES:
                     pairs = tl.zeros((BLOCK, BLOCK), dtype=ACC)
                     for k in tl.static_range(SUMMED):
-                        e = k * SUM_TILE + tl.arange(0, SUM_TILE)
+                        e = (k * SUM_TILE + tl.arange(0, SUM_TILE)).to(tl.int64)
                         in_e = (e < E)[None, :]
                         own = tl.load(u + i[:, None] * u_t + e[None, :] * u_e, mask=valid[:, None] & in_e, other=0.0)
                         mask = j_valid[:, None] & in_e
@@ -536,7 +537,7 @@ def attend(
 
 
 # fmt: off
-@triton.jit
+@triton.jit(do_not_specialize=OPEN)
 def decode(
     q, k, v, o, kv, k_sum, new_kv, new_k_sum, log_decay, theta, key_mask, position, eps, H, qb, qh, qd, kb, kh, kd,
     vb, vh, ve, heads_of_theta,

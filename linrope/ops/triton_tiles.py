@@ -24,8 +24,9 @@ def halves(R: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr):
 def load_halves(
     ptr, t, valid, stride_t, stride_d, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
-    """Two (C, P) tiles of rows t, 0 beyond D and where not valid; neighbours are loaded together and split."""
+    """Two (C, P) tiles of rows t, 0 beyond D and where not valid."""
     a, b = halves(R, P, INTERLEAVED)
+    a, b = a.to(tl.int64), b.to(tl.int64)
     row = ptr + t[:, None] * stride_t
     xa = tl.load(row + a[None, :] * stride_d, mask=valid[:, None] & (a < D)[None, :], other=0.0)
     xb = tl.load(row + b[None, :] * stride_d, mask=valid[:, None] & (b < D)[None, :], other=0.0)
@@ -155,7 +156,15 @@ def turn(a, b, cos, sin):
 def to_bfloat16(x):
     """float32 rounded to the nearest bfloat16, by its bits, and still float32."""
     bits = x.to(tl.int32, bitcast=True)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -(1 << 16)).to(tl.float32, bitcast=True)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -(1 << 16)).to(tl.float32, bitcast=True)
+    return tl.where(x == x, rounded, x)  # a NaN's bits may run over
+
+
+@triton.jit
+def to_tf32(x):
+    """float32 rounded to the nearest TF32, and still float32: tensor cores cut the other digits off."""
+    rounded = ((x.to(tl.int32, bitcast=True) + 0x1000) & -(1 << 13)).to(tl.float32, bitcast=True)
+    return tl.where(x == x, rounded, x)  # a NaN's bits may run over
 
 
 @triton.jit
@@ -165,12 +174,14 @@ def product(x, y, LOW: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
         x, y = to_bfloat16(x), to_bfloat16(y)
     else:
         x, y = x.to(LOW), y.to(LOW)
+    if PRECISION == "tf32" and tl.float32 == LOW:
+        x, y = to_tf32(x), to_tf32(y)
     return tl.dot(x, y, input_precision=PRECISION, out_dtype=ACC)
 
 
 @triton.jit
 def exact_turn(t, theta):
-    """cos and sin of t·θ in float64 for 0 ≤ t < 2^53.
+    """cos and sin of t·θ in float64 for 0 ≤ t < 2^52 (for twice that with an error of 10⁻⁸).
 
     Both factors are cut into two halves whose four products are exact, so that nothing is rounded before a sine; θ is
     cut by its bits, which no compiler's contraction of products and sums can undo.

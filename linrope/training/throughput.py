@@ -50,7 +50,7 @@ class Throughput(Callback):
         device = trainer.strategy.root_device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-            tf32 = torch.get_float32_matmul_precision() != "highest"
+            tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
             self._peak = peak_flops(torch.cuda.get_device_name(device), trainer.precision, tf32)
 
     def on_train_batch_end(

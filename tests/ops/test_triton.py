@@ -1,5 +1,6 @@
 """The CUDA backend where there is no GPU: in Triton's interpreter. `test_backends.py` holds it to the definition."""
 
+import shutil
 import subprocess
 import sys
 import warnings
@@ -10,7 +11,7 @@ import torch
 
 from benchmarks.compile_kernels import Case as Compilable
 from benchmarks.compile_kernels import Recorder, inputs_of
-from linrope import RotaryEmbedding, State, linear_attention, ops
+from linrope import RotaryEmbedding, linear_attention, ops
 from linrope.errors import InputError
 from linrope.ops import triton
 from tests.ops.cases import CAUSAL, assert_agree, make, named, run
@@ -121,6 +122,51 @@ def test_compiled_in_one_graph(case):
     assert_agree(run(case, compiled, "triton"), run(case, backend="triton"), 1e-12)
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on the CPU")
+def test_compiled_by_inductor_with_a_decay_as_the_model_lays_it_out():
+    """PyTorch's own compiler, which looks at strides and at names of arguments; both backends, forward and backward."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 70, 8, generator=draw).unbind()
+    gate = torch.randn(1, 70, 2, generator=draw)
+    for backend in ("chunked", "triton"):
+
+        def gradients(gate, operator=linear_attention, backend=backend):
+            x = gate.clone().requires_grad_()
+            o = operator(q, k, v, log_decay=torch.nn.functional.logsigmoid(x).transpose(1, 2), backend=backend)
+            return o.detach(), torch.autograd.grad(o.sum(), x)[0]
+
+        torch._dynamo.reset()
+        compiled = gradients(gate, torch.compile(linear_attention, fullgraph=True))
+        for actual, expected in zip(compiled, gradients(gate)):
+            torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)  # float32, fused elementwise passes
+
+
+def test_a_mask_of_any_strides():
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 2, 1, 70, 8, generator=draw).double().unbind()
+    mask = (torch.rand(70, 2, generator=draw) > 0.4).T
+    expected = linear_attention(q, k, v, key_mask=mask, backend="reference")
+    torch.testing.assert_close(linear_attention(q, k, v, key_mask=mask, backend="triton"), expected)
+
+
+@pytest.mark.parametrize("switch", ["high", "tf32"])
+def test_float32_takes_tf32_where_pytorch_allows_it(switch, monkeypatch):
+    """By either of PyTorch's switches; operands are then rounded to the nearest of 10 binary digits."""
+    options = {"features": 32, "width": 32, "rope": RotaryEmbedding(32)}
+    exact = gradients_and_output(torch.float64, "chunked", **options)
+    matmul, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
+    if switch == "high":
+        torch.set_float32_matmul_precision("high")
+    else:
+        matmul.fp32_precision = "tf32"
+    try:
+        found = errors(gradients_and_output(torch.float32, "triton", **options), exact)
+    finally:
+        torch.set_float32_matmul_precision("highest") if switch == "high" else setattr(matmul, "fp32_precision", before)
+    assert 1e-5 < max(found) < 2**-9
+    assert max(errors(gradients_and_output(torch.float32, "triton", **options), exact)) < 2e-6
+
+
 def test_opcheck():
     """PyTorch's own checks of the operator: schema, autograd registration, shapes without data."""
     q, k, v = (torch.randn(1, 2, 70, size, requires_grad=True) for size in (6, 6, 5))
@@ -146,9 +192,8 @@ def recorded(case: Compilable, monkeypatch) -> tuple[list[str], Recorder]:
 
 def linear_attention_launches(case: Compilable) -> None:
     inputs = inputs_of(case)
-    shape = (*inputs.q.shape[:2], case.dim, case.width)
     with torch.no_grad():
-        ops.BACKENDS["triton"](inputs) if case.length > 1 else triton.one_token(inputs, State.zeros(*shape))
+        ops.BACKENDS["triton"](inputs)
 
 
 def test_a_forward_is_four_launches_and_a_token_one(monkeypatch):
