@@ -27,6 +27,7 @@ class Case:
     masked: bool = False
     packed: bool = False
     past: int | None = None  # the length of the incoming state
+    batch: int = 2
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -123,7 +124,7 @@ def named(cases: list[Case]) -> list:
     return [pytest.param(case, id=case.name) for case in cases]
 
 
-BATCH, HEADS = 2, 3
+HEADS = 3
 
 
 def run(case: Case, operator: Callable = linear_attention, backend: str = "reference", seed: int = 0):
@@ -155,12 +156,12 @@ def make(case: Case, seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return torch.randn(*shape, generator=draw, dtype=torch.float64)
 
     keys = case.length if case.keys is None else case.keys
-    shape = (BATCH, HEADS, case.length)
+    shape = (case.batch, HEADS, case.length)
     inputs = {
         "q": random(*shape, case.head_dim),
-        "k": random(BATCH, HEADS, keys, case.head_dim),
+        "k": random(case.batch, HEADS, keys, case.head_dim),
         # as a projection leaves them: heads inside, strides that are not those of (B, H, T, E)
-        "v": random(BATCH, keys, HEADS, case.value_dim).transpose(1, 2),
+        "v": random(case.batch, keys, HEADS, case.value_dim).transpose(1, 2),
     }
     features = case.head_dim
     if case.options.get("feature_map") is doubled:
@@ -169,9 +170,10 @@ def make(case: Case, seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if case.decay:
         inputs["log_decay"] = call["log_decay"] = -case.decay * torch.rand(shape, generator=draw, dtype=torch.float64)
     if case.masked:
-        call["key_mask"] = torch.rand(BATCH, keys, generator=draw) > 0.3
+        call["key_mask"] = torch.rand(case.batch, keys, generator=draw) > 0.3
     if case.packed:
-        call["segment_ids"] = (torch.rand(BATCH, case.length, generator=draw) < 0.03).cumsum(1) % 2  # numbers come back
+        starts = torch.rand(case.batch, case.length, generator=draw) < 0.03
+        call["segment_ids"] = starts.cumsum(1) % 2  # numbers come back
     rope = None
     if case.rope is not None:
         rope = RotaryEmbedding(features, **{"base": 100.0, **case.rope}).double()
@@ -179,12 +181,12 @@ def make(case: Case, seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Any]]:
             inputs["theta"] = rope.theta
     if case.past is not None:
         past = {
-            "kv": random(BATCH, HEADS, features, case.value_dim),
-            "k_sum": 10 * random(BATCH, HEADS, features).abs(),
-            "log_decay": -random(BATCH, HEADS).abs(),
+            "kv": random(case.batch, HEADS, features, case.value_dim),
+            "k_sum": 10 * random(case.batch, HEADS, features).abs(),
+            "log_decay": -random(case.batch, HEADS).abs(),
         }
         if case.options.get("normalize") == "rotary":
-            past["k_rotated_sum"] = random(BATCH, HEADS, features)
+            past["k_rotated_sum"] = random(case.batch, HEADS, features)
         call["state"] = State(length=case.past, **past)
         inputs |= {"past " + name: tensor for name, tensor in past.items()}
     for tensor in inputs.values():

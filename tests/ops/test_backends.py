@@ -14,7 +14,7 @@ import torch.utils.checkpoint
 from linrope import RotaryEmbedding, State, linear_attention, ops
 from linrope.ops import chunked
 from linrope.ops.memory import Pool
-from tests.ops.cases import BATCH, CAUSAL, HEADS, NONCAUSAL, assert_agree, make, named, run
+from tests.ops.cases import CAUSAL, HEADS, NONCAUSAL, assert_agree, make, named, run
 
 TOLERANCE = 1e-10
 
@@ -39,6 +39,8 @@ def unwritten_is_nan():
 @pytest.mark.parametrize("case", named(CAUSAL + NONCAUSAL))
 @pytest.mark.parametrize("backend", [name for name in ops.BACKENDS if name != "reference"])
 def test_backend_agrees_with_the_definition(case, backend):
+    if backend == "triton" and not (case.masked or case.packed or case.length == 1):  # as rows differ in those
+        case = replace(case, batch=1)  # the interpreter takes its time
     assert_agree(run(case, backend=backend), run(case), TOLERANCE)
 
 
@@ -118,7 +120,7 @@ def test_a_document_boundary_is_a_fresh_start(backend):
     q, k, v, rope = call.pop("args")
     past, mask, decay = call.pop("state"), call.pop("key_mask"), call.pop("log_decay")
     boundaries = [0, 10, 64, 200, q.shape[2]]
-    ids = torch.zeros(BATCH, q.shape[2], dtype=torch.int64)
+    ids = torch.zeros(case.batch, q.shape[2], dtype=torch.int64)
     for start in boundaries[1:-1]:
         ids[:, start:] += 1
     whole, final = linear_attention(
@@ -138,7 +140,7 @@ def test_a_document_boundary_is_a_fresh_start(backend):
     assert (final.log_decay == -torch.inf).all()
     assert final.length == past.length + q.shape[2]
     torch.testing.assert_close(final.k_sum, alone.k_sum, rtol=1e-10, atol=1e-12)
-    nothing = State.zeros(BATCH, HEADS, q.shape[3], v.shape[3], dtype=torch.float64)
+    nothing = State.zeros(case.batch, HEADS, q.shape[3], v.shape[3], dtype=torch.float64)
     shifted = ops.merge(State(nothing.kv, nothing.k_sum, past.length + boundaries[-2]), alone, rope)
     torch.testing.assert_close(final.kv, shifted.kv, rtol=1e-10, atol=1e-12)
 
