@@ -328,9 +328,9 @@ def test_a_real_process_talks_through_a_pipe_is_interrupted_and_saves_its_state(
     state = tmp_path / "state.pt"
     command = [sys.executable, "-m", "linrope.training.cli", "generate", folder, "--interactive", "--temperature=0"]
     command += ["--max_new_tokens=100000000", f"--save_state={state}"]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, text=True
-    )
+    # pytest-xdist's workers ignore Ctrl-C, and what they start inherits that
+    pipes, heed = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE), (signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, **pipes, cwd=ROOT, text=True, preexec_fn=lambda: signal.signal(*heed))
     process.stdin.write("one\n")
     process.stdin.flush()
     answer = process.stdout.read(50)
