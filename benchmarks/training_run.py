@@ -24,12 +24,12 @@ from torch import Tensor
 from benchmarks.grid import BLOCK, EIGHTHS, TASKS, Evaluation, Settings
 from linrope import LanguageModel, linear_attention
 from linrope.checkpoints import whole_file
-from linrope.data import SEPARATOR, Corpus
+from linrope.data import Corpus
 from linrope.training import OptimizerConfig, TextDataModule
 from linrope.training.callbacks import LastCheckpoint
 from linrope.training.cli import quiet_lightning
 from linrope.training.module import NonFiniteError
-from linrope.training.reading import bits_per_byte, row_losses
+from linrope.training.reading import bits_per_byte, bytes_of, row_losses
 from linrope.watching import Seen, watched
 
 SAY_EVERY_SECONDS = 0.5
@@ -188,7 +188,7 @@ def evaluate_text(model: LanguageModel, data: TextDataModule, evaluation: Evalua
         text = corpus.tokens(0, evaluation.tokens + 1)
         losses = row_losses(model, text, context, partial(say, doing=f"reading rows of {context:,}"))
         bits = losses / math.log(2)
-        n_bytes = (text[1:] != SEPARATOR).sum().item()
+        n_bytes = bytes_of(text[1:]).sum().item()
         found[str(context)] = {
             "bpb": bits_per_byte(losses.sum().item(), n_bytes),
             "eighths": _rounded(bits.unflatten(1, (EIGHTHS, -1)).mean(dim=(0, 2))),

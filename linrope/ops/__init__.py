@@ -56,7 +56,7 @@ def linear_attention(
     (not documents with `causal=False`, whose number decides the work). It has a first derivative only, and no
     `torch.func` transforms; "reference" has both. Its matrix products are bfloat16 where the inputs are, except on the
     way back to a `log_decay` or θ that is trained. All of that holds for the Triton backend too, but that only θ makes
-    an exception, of TF32 products, which float16 inputs have always, and float32 ones where PyTorch allows them.
+    an exception. There float16 inputs have TF32 products, and float32 ones too where PyTorch allows them.
 
     Under autocast q, k and v are taken in the autocast dtype, as `scaled_dot_product_attention` takes them.
 

@@ -122,6 +122,8 @@ def _tile(q: Tensor, v: Tensor) -> Tile:
 def _call(tile: Tile, q, k, v, log_decay, theta, options: Options, exact: bool = False) -> Call:
     """The operator's arguments as its blocks read them; `exact` keeps bfloat16 out of the products."""
     dtype = torch.promote_types(q.dtype, torch.float32)
+    if log_decay is None and options.documents is not None:  # a boundary is a decay of -inf
+        log_decay = q.new_zeros((q.shape[0], 1, q.shape[2]), dtype=dtype)
     rounded = q.dtype == v.dtype == torch.bfloat16 and not exact and _multiplies_bfloat16(q.device.type)
     return Call(
         q,

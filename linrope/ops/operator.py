@@ -60,21 +60,9 @@ def _needs_gradient(inputs: Inputs) -> bool:
 
 def _operator(inputs: Inputs, kernel: str) -> tuple[Tensor, State]:
     settings, past = inputs.settings, _past(inputs)
-    _refuse_tangents(kernel, inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.theta, past.kv, past.k_sum)
-    log_decay = inputs.log_decay
-    if log_decay is None and settings.documents is not None and kernel == "chunked":
-        log_decay = inputs.q.new_zeros((inputs.q.shape[0], 1, inputs.q.shape[2]), dtype=settings.dtype)
-    o, _, _, _, kv, k_sum = torch.ops.linrope.linear_attention(
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        log_decay,
-        inputs.theta,
-        past.kv,
-        past.k_sum,
-        *Options.of(settings),
-        kernel,
-    )
+    numbers = inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.theta, past.kv, past.k_sum
+    _refuse_tangents(kernel, *numbers)
+    o, _, _, _, kv, k_sum = torch.ops.linrope.linear_attention(*numbers, *Options.of(settings), kernel)
     return o, State(kv, k_sum, settings.start + inputs.k.shape[2], inputs.final_log_decay())
 
 

@@ -137,8 +137,6 @@ class Launch:
             "EMULATED": low and interpreted(),
         }
         self.acc = acc
-        self.angles, self.sines = self._angles()
-        self.weights, self.between = self._weights()
 
     def _precision(self, exact: bool) -> str:
         """Products of float32 are exact unless PyTorch is told otherwise; TF32 has all of float16's digits. Those of
@@ -154,26 +152,27 @@ class Launch:
     def stretches(self, x: Tensor) -> int:
         return _cdiv(x.shape[2], self.stretch)
 
-    def _angles(self) -> tuple[Tensor | None, int]:
-        """Turns within a stretch and of each stretch's start, cosines then sines, and how far apart those lie."""
+    @functools.cached_property
+    def angles(self) -> Tensor | None:
+        """Turns within a stretch and of each stretch's start, cosines then sines."""
         if self.theta is None:
-            return None, 0
+            return None
         rows = self.stretch + max(self.stretches(self.q), self.stretches(self.k))
-        angles = self._empty(2, self.heads_of_theta, rows, self.turned // 2)
-        sines, block = angles[0].numel(), 4
+        angles, block = self._empty(2, self.heads_of_theta, rows, self.turned // 2), 4
         _kernels().write_angles[(self.heads_of_theta * _cdiv(rows, block),)](
             self.theta.contiguous(),
             angles,
             self.options.start,
             rows,
-            sines,
+            angles[0].numel(),
             R=self.turned,
             P=self.shape["P"],
             STRETCH=self.stretch,
             BLOCK=block,
         )
-        return angles, sines
+        return angles
 
+    @functools.cached_property
     def _weights(self) -> tuple[Tensor | None, Tensor | None]:
         """What tokens count for, (4, B, H or 1, T), and what a stretch leaves of the past, (B, H or 1, N)."""
         if not self.weighted:
@@ -197,8 +196,18 @@ class Launch:
         return weights, between
 
     @property
-    def n_weights(self) -> int:
-        return 0 if self.weights is None else self.weights[0].numel()
+    def weights(self) -> Tensor | None:
+        return self._weights[0]
+
+    @property
+    def between(self) -> Tensor | None:
+        return self._weights[1]
+
+    @property
+    def tables(self) -> tuple[int, ...]:
+        """How far apart the sines lie from the cosines, and the kinds of weights, and how many heads have their own."""
+        sines, weights = (0 if x is None else x[0].numel() for x in (self.angles, self.weights))
+        return sines, self.heads_of_theta, self.heads_of_weights, weights
 
     def d_den(self, grad_o: Tensor, o: Tensor, den: Tensor) -> Tensor:
         """∂den (B, H, T)."""
@@ -245,10 +254,7 @@ class Launch:
             n,
             *x.stride(),
             *u.stride(),
-            self.sines,
-            self.heads_of_theta,
-            self.heads_of_weights,
-            self.n_weights,
+            *self.tables,
             **self.shape,
             **self.phi,
             **self.sizes,
@@ -328,10 +334,7 @@ class Launch:
             *y.stride(),
             *u.stride(),
             *w.stride(),
-            self.sines,
-            self.heads_of_theta,
-            self.heads_of_weights,
-            self.n_weights,
+            *self.tables,
             **self.shape,
             **self.phi,
             **self.sizes,
@@ -353,18 +356,22 @@ class Launch:
 
 def outputs(q, v, kv, k_sum, options: Options) -> tuple[Tensor, ...]:
     """Room for what `forward` returns. It keeps no states."""
+    return *_room(q, v, kv, options), kv.new_empty(kv.shape), k_sum.new_empty(k_sum.shape)
+
+
+def _room(q, v, kv, options: Options) -> tuple[Tensor, ...]:
+    """For o and den, and for no states."""
     o = torch.empty((*q.shape[:3], v.shape[-1]), dtype=v.dtype, device=v.device)
-    den = kv.new_empty(q.shape[:3] if options.plain else (0,))
-    return o, den, kv.new_empty(0), kv.new_empty(0), kv.new_empty(kv.shape), k_sum.new_empty(k_sum.shape)
+    return o, kv.new_empty(q.shape[:3] if options.plain else (0,)), kv.new_empty(0), kv.new_empty(0)
 
 
 def forward(q, k, v, log_decay, theta, kv, k_sum, options: Options) -> tuple[Tensor, ...]:
     """Returns o, den, two empty tensors, kv and k_sum: the output, what the backward needs, and the final state."""
-    o, den, nothing, nothing_more, _, _ = outputs(q, v, kv, k_sum, options)
+    o, den, *nothing = _room(q, v, kv, options)
     launch = Launch(q, k, v, log_decay, theta, options)
     state, last_kv, last_k_sum = launch.states(k, v, (kv, k_sum))
     launch.attend((q, v), (k, v), state, values=o, den=den, sums=options.plain)
-    return o, den, nothing, nothing_more, last_kv, last_k_sum
+    return o, den, *nothing, last_kv, last_k_sum
 
 
 def backward(
@@ -441,15 +448,13 @@ def _finish_log_decay(launch: Launch, of_queries, of_keys, state: Tensor, d_stat
 def one_token(q, k, v, log_decay, theta, kv, k_sum, options: Options) -> tuple[Tensor, Tensor, Tensor]:
     """o, and the new kv and k_sum, of a step of decoding: one launch, without a gradient. The given state is not
     overwritten: it may be gone on from more than once."""
-    import triton.language as tl
-
+    launch = Launch(q, k, v, log_decay, theta, options)
     kv, k_sum = kv.contiguous(), k_sum.contiguous()
     new_kv, new_k_sum = torch.empty_like(kv), torch.empty_like(k_sum)
-    o = torch.empty((*q.shape[:3], v.shape[-1]), dtype=v.dtype, device=v.device)
-    batch, heads, _, features = q.shape
-    width = v.shape[-1]
+    o = torch.empty((*q.shape[:3], launch.width), dtype=v.dtype, device=v.device)
+    width = launch.width
     tile = min(32, max(16, _power_of_two(width)))
-    _kernels().decode[(batch * heads * _cdiv(width, tile),)](
+    _kernels().decode[(launch.batch * launch.heads * _cdiv(width, tile),)](
         q,
         k,
         v,
@@ -463,21 +468,17 @@ def one_token(q, k, v, log_decay, theta, kv, k_sum, options: Options) -> tuple[T
         options.key_mask,
         options.start,
         options.eps,
-        heads,
+        launch.heads,
         *(x.stride(d) for x in (q, k, v) for d in (0, 1, 3)),
-        1 if theta is None or theta.ndim == 1 else heads,
-        D=features,
+        launch.heads_of_theta,
+        **launch.shape,
+        **launch.phi,
         E=width,
-        R=0 if theta is None else 2 * theta.shape[-1],
-        SIGNED=options.signed,
-        P=max(16, _power_of_two(_cdiv(features, 2))),
         E_TILE=tile,
-        PHI=options.feature_map,
-        INTERLEAVED=options.interleaved,
         PLAIN=options.plain,
-        DECAY=log_decay is not None,
+        DECAY=launch.decay,
         MASKED=options.key_mask is not None,
-        ACC=tl.float64 if kv.dtype == torch.float64 else tl.float32,
+        ACC=launch.acc,
     )
     return o, new_kv, new_k_sum
 

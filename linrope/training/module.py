@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from linrope.data import IGNORE, SEPARATOR, tokenizer_to_plain
+from linrope.data import IGNORE, tokenizer_to_plain
 from linrope.data.windows import mix
 from linrope.errors import InputError
 from linrope.model import LanguageModel, LanguageModelConfig
@@ -32,7 +32,7 @@ from linrope.training.checkpoints import (
     rewind_to_step,
     run_order,
 )
-from linrope.training.reading import LossByPosition, bits_per_byte, token_losses
+from linrope.training.reading import LossByPosition, bits_per_byte, bytes_of, token_losses
 
 
 class NonFiniteError(RuntimeError):
@@ -383,6 +383,6 @@ class LanguageModelingModule(LightningModule):
 
 def _sums(nats: Tensor, batch: dict[str, Tensor]) -> Tensor:
     """The nats of a batch's targets, the bytes they stand for and how many they are, IGNORE apart: float32 (3,)."""
-    asked = batch["targets"] != IGNORE
-    n_bytes = batch["n_bytes"] if "n_bytes" in batch else asked & (batch["targets"] != SEPARATOR)
-    return torch.stack([nats, n_bytes.sum().float(), asked.sum().float()])
+    targets = batch["targets"]
+    n_bytes = bytes_of(targets, batch.get("n_bytes"))
+    return torch.stack([nats, n_bytes.sum().float(), (targets != IGNORE).sum().float()])

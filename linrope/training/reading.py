@@ -40,6 +40,11 @@ def bits_per_byte(nats: float, n_bytes: float) -> float:
     return nats / math.log(2) / n_bytes if n_bytes else math.nan
 
 
+def bytes_of(targets: Tensor, n_bytes: Tensor | None = None) -> Tensor:
+    """How many bytes each target stands for: `n_bytes` where given; else targets are bytes, separators and IGNORE."""
+    return (targets != IGNORE) & (targets != SEPARATOR) if n_bytes is None else n_bytes
+
+
 def in_pieces(rows: Tensor) -> Iterator[tuple[slice, slice]]:
     """How to read rows (B, T) that may be long: some of them at a time, each from its first piece to its last."""
     n_rows, length = rows.shape
@@ -99,8 +104,7 @@ class LossByPosition:
 
     def add(self, losses: Tensor, targets: Tensor, n_bytes: Tensor | None = None) -> None:
         """Losses in nats of targets, and how many bytes each stands for, all (B, T); None where they are bytes."""
-        asked = targets != IGNORE
-        n_bytes = asked & (targets != SEPARATOR) if n_bytes is None else n_bytes
+        n_bytes, asked = bytes_of(targets, n_bytes), targets != IGNORE
         of_position = torch.stack([losses.sum(0).cpu(), n_bytes.sum(0).cpu(), asked.sum(0).cpu()], dim=1)
         self.sums.index_add_(0, bucket_of(torch.arange(targets.shape[1])), of_position.double())
         self.longest = max(self.longest, targets.shape[1])
