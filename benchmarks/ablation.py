@@ -4,8 +4,9 @@
 
 First the training speed of all variants is measured, in turn in one process; then every run is made, one process at a
 time. Stop it whenever you like: the same command goes on where it was, inside a run too, and more seeds or variants may
-be added to the grid. At the end, and with --report at any time, it says what was found: means and 95 % intervals over
-seeds at equal tokens and at equal wall-clock, which differences are noise, stability, loss by position.
+be added to the grid; --only makes the runs of some variants first. At the end, and with --report at any time, it says
+what was found: means and 95 % intervals over seeds at equal tokens and at equal wall-clock, which differences are
+noise, stability, loss by position.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from benchmarks import ablation_report, report
 from benchmarks.grid import Grid, Settings, n_steps, read_grid, settings_of
 from benchmarks.timing import Alternation
 from linrope import LanguageModel
-from linrope.errors import InputError
+from linrope.errors import InputError, require_choice
 from linrope.training import OptimizerConfig
 from linrope.training.module import parameter_groups
 from linrope.training.reading import token_losses
@@ -159,11 +161,13 @@ def measure_speeds(folder: Folder, rounds: int, bar: Progress) -> dict[str, floa
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
-def make_runs(folder: Folder, speeds: dict[str, float], bar: Progress) -> None:
-    """Every run that is missing, one process at a time."""
+def make_runs(folder: Folder, speeds: dict[str, float], only: Collection[str], bar: Progress) -> None:
+    """Every run that is missing of the variants named, one process at a time."""
     task = bar.add_task("runs", total=len(folder.grid.runs), completed=len(folder.results()), now="")
     current = bar.add_task("", total=1, now="")
     for variant, seed in folder.missing:
+        if variant not in only:
+            continue
         steps = n_steps(folder.grid, folder.settings[variant], speeds[variant])
         bar.reset(current, total=steps, description=f"{variant}, seed {seed}")
         make_run(folder, variant, seed, steps, lambda **shown: bar.update(current, **shown))
@@ -231,6 +235,7 @@ def parse(args: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--grid", type=Path, required=True, help="a YAML file; benchmarks/grids has some, benchmarks/grid.py the form")
     add("--output", type=Path, help="folder for results (default: results/ablation/GRID)")
+    add("--only", nargs="+", metavar="VARIANT", help="run these alone, every seed of them (default: all)")
     add("--rounds", type=int, default=5, help="rounds in which the training speeds are measured")
     add("--report", action="store_true", help="only report what is there")
     options = parser.parse_args(args)
@@ -240,6 +245,9 @@ def parse(args: list[str] | None) -> argparse.Namespace:
         grid = read_grid(options.grid)
         options.folder = Folder(options.output, grid, settings_of(grid))
         options.folder.check()
+        options.only = options.only or list(grid.variants)
+        for variant in options.only:
+            require_choice("--only", variant, grid.variants)
     except InputError as error:
         parser.error(str(error))
     if options.report and not options.folder.results():
@@ -260,7 +268,7 @@ def main(args: list[str] | None = None) -> int:
     if not options.report:
         try:
             with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
-                make_runs(folder, measure_speeds(folder, options.rounds, bar), bar)
+                make_runs(folder, measure_speeds(folder, options.rounds, bar), options.only, bar)
         except KeyboardInterrupt:
             interrupted = True
         except RunFailed as error:

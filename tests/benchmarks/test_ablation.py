@@ -170,6 +170,15 @@ def test_too_little_text_to_evaluate_on_is_found_before_anything_runs(grid, caps
     assert "evaluate.tokens=32000000 must be less than the " in " ".join(capsys.readouterr().err.split())
 
 
+def test_some_variants_alone(grid, capsys):
+    assert grid.run("--only", "softmax") == 0  # not even the one that the others are compared with
+    assert set(grid.files) == {"softmax-seed0.json", "softmax-seed1.json"}
+    assert "softmax" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        grid.run("--only", "softmx")
+    assert "--only='softmx'" in capsys.readouterr().err
+
+
 def test_report_of_nothing(grid, capsys):
     with pytest.raises(SystemExit):
         grid.run("--report")
