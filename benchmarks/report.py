@@ -141,11 +141,11 @@ def progress_bar(console: Console) -> Progress:
 
 
 def new_table(title: str, caption: str, text: Iterable[str], numbers: Iterable[str]) -> Table:
-    """An empty table that fits 80 columns: text on the left, numbers on the right."""
+    """An empty table that fits 80 columns: text on the left, folded where it must be, numbers on the right."""
     table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     table.caption_justify = "left"
     for name in text:
-        table.add_column(name, no_wrap=True)
+        table.add_column(name, overflow="fold")
     for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)
     return table

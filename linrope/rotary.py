@@ -108,10 +108,23 @@ def rotate(x: Tensor, turn: Tensor | None, interleaved: bool, out: Tensor | None
     rotary_dim = 2 * turn.shape[-1]
     if out is not None:
         return _rotate_into(x, turn, rotary_dim, interleaved, out)
-    pairs = as_pairs(x, rotary_dim, interleaved)
-    pairs = pairs * turn.to(pairs.dtype)
-    turned = torch.view_as_real(pairs).flatten(-2) if interleaved else torch.cat((pairs.real, pairs.imag), dim=-1)
+    turn_pairs = _turned_by_parts if torch.compiler.is_compiling() else _turned
+    turned = turn_pairs(x[..., :rotary_dim], turn, interleaved)
     return turned if rotary_dim == x.shape[-1] else torch.cat((turned, x[..., rotary_dim:]), dim=-1)
+
+
+def _turned(x: Tensor, turn: Tensor, interleaved: bool) -> Tensor:
+    """All pairs of x (..., R), by one complex product."""
+    pairs = as_pairs(x, x.shape[-1], interleaved)
+    pairs = pairs * turn.to(pairs.dtype)
+    return torch.view_as_real(pairs).flatten(-2) if interleaved else torch.cat((pairs.real, pairs.imag), dim=-1)
+
+
+def _turned_by_parts(x: Tensor, turn: Tensor, interleaved: bool) -> Tensor:
+    """The same in real numbers: compilers fuse no others, and PyTorch 2.10's fails on the gradients of one token."""
+    (x1, x2), cos, sin = _halves(x, interleaved), turn.real.to(x.dtype), turn.imag.to(x.dtype)
+    halves = x1 * cos - x2 * sin, x1 * sin + x2 * cos
+    return torch.stack(halves, dim=-1).flatten(-2) if interleaved else torch.cat(halves, dim=-1)
 
 
 def _rotate_into(x: Tensor, turn: Tensor, rotary_dim: int, interleaved: bool, out: Tensor) -> Tensor:

@@ -36,6 +36,24 @@ def test_the_elementwise_form_is_the_block_diagonal_matrix(pairing, rotary_dim):
         torch.testing.assert_close(turned[:, :, t], expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("length", [1, 7])
+@pytest.mark.parametrize("rotary_dim", [None, 4])
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_compiled_it_is_the_same_with_its_gradients(pairing, rotary_dim, length):
+    torch._dynamo.reset()
+    rope = RotaryEmbedding(8, rotary_dim=rotary_dim, interleaved=PAIRINGS[pairing], trainable=True).double()
+    x = torch.randn(2, 3, length, 8, dtype=torch.float64, requires_grad=True)
+    inputs, weight = (x, *rope.parameters()), torch.randn(2, 3, length, 8, dtype=torch.float64)
+
+    def turned_and_gradients(rotate):
+        y = rotate(x, offset=5)
+        return y, *torch.autograd.grad((y * weight).sum(), inputs)
+
+    compiled = torch.compile(rope.rotate, backend="aot_eager", fullgraph=True)
+    for found, expected in zip(turned_and_gradients(compiled), turned_and_gradients(rope.rotate)):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)  # float64, four products a pair
+
+
 @pytest.mark.parametrize("pairing", PAIRINGS)
 def test_inner_products_depend_on_the_difference_of_positions_and_norms_stay(pairing):
     """(R_m q)ᵀ(R_n k) = qᵀ R_{n-m} k (eq. 16)."""

@@ -33,6 +33,7 @@ from torch import Tensor
 from linrope.ops.inputs import Options
 from linrope.ops.theta import ThetaGradient
 
+INSTALLED = find_spec("triton") is not None  # asked here: a compiled graph cannot ask on every release of PyTorch
 MAX_WIDTH = 256
 """The largest D and E."""
 SHORTEST, LONGEST = 128, 512
@@ -55,7 +56,7 @@ def interpreted() -> bool:
 def why_not(q: Tensor, v: Tensor, normalize: str = "plain") -> str | None:
     """What keeps a call from the kernels, for people to read; None where nothing does."""
     width = v.shape[-1] + (normalize == "rotary")  # whose denominator is one more value
-    if find_spec("triton") is None:
+    if not INSTALLED:
         return "Triton is not installed: pip install triton"
     if q.device.type != "cuda" and not interpreted():
         return f"the tensors are on {q.device.type}, and it runs on CUDA (with TRITON_INTERPRET=1 anywhere, slowly)"
