@@ -31,7 +31,7 @@ from benchmarks import ablation_report, report
 from benchmarks.grid import Grid, Settings, n_steps, read_grid, settings_of
 from benchmarks.timing import Alternation
 from linrope import LanguageModel
-from linrope.errors import InputError, require_choice
+from linrope.errors import InputError
 from linrope.training import OptimizerConfig
 from linrope.training.module import parameter_groups
 from linrope.training.reading import token_losses
@@ -245,11 +245,10 @@ def parse(args: list[str] | None) -> argparse.Namespace:
         grid = read_grid(options.grid)
         options.folder = Folder(options.output, grid, settings_of(grid))
         options.folder.check()
-        options.only = options.only or list(grid.variants)
-        for variant in options.only:
-            require_choice("--only", variant, grid.variants)
     except InputError as error:
         parser.error(str(error))
+    options.only = options.only or list(grid.variants)
+    report.check_names(parser, "--only", options.only, grid.variants)
     if options.report and not options.folder.results():
         parser.error(f"--report: {options.output} holds no finished run of {options.grid}; run it without --report")
     report.make_folder(parser, options.folder.runs)

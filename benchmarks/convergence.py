@@ -16,6 +16,7 @@ import math
 import statistics
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,16 @@ from rich.console import Console
 
 from benchmarks import report
 
-PANELS = {"softmax": "softmax{}", "linear": "{}", "linear, with convolution and gate": "gate+{}"}
-POSITIONS = {"RoPE": ("", "numerator"), "sinusoids": (".sinusoidal", "sinusoidal"), "none": (".none", "none")}
+PANELS = {
+    "softmax": {"RoPE": "softmax", "sinusoids": "softmax.sinusoidal", "none": "softmax.none"},
+    "linear": {"RoPE": "numerator", "sinusoids": "sinusoidal", "none": "none"},
+    "linear, with convolution and gate": {
+        "RoPE": "gate+numerator",
+        "sinusoids": "gate+sinusoidal",
+        "none": "gate+none",
+    },
+}
+"""By attention and positions, the variant of placement.yaml."""
 POINTS = 20
 
 
@@ -42,12 +51,6 @@ class Loss:
     high: float
 
 
-def variant_of(attention: str, positions: str) -> str:
-    """The name in placement.yaml."""
-    beside_softmax, alone = POSITIONS[positions]
-    return PANELS[attention].format(beside_softmax if attention == "softmax" else alone)
-
-
 def curve_of(run: dict[str, Any]) -> list[tuple[int, float]]:
     """(tokens, bits per byte) of a run; each of its recorded means is of as many steps, the last of what was left."""
     losses = run["training"]["losses"]
@@ -62,34 +65,36 @@ def curve_of(run: dict[str, Any]) -> list[tuple[int, float]]:
     return curve
 
 
-def curves(runs: list[dict[str, Any]]) -> list[Loss]:
-    """Of every attention and kind of positions that has finished runs."""
+def curves(runs: list[dict[str, Any]]) -> dict[str, dict[str, list[Loss]]]:
+    """By attention and positions, of those that have finished runs."""
     by_variant = defaultdict(list)
     for run in runs:
         by_variant[run["variant"]].append(curve_of(run))
-    found = []
-    for attention in PANELS:
-        for positions in POSITIONS:
-            own = by_variant[variant_of(attention, positions)]
-            for points in zip(*own):
-                bits = [bits for _, bits in points]
-                mean = statistics.fmean(bits)
-                found.append(Loss(attention, positions, len(own), points[0][0], mean, min(bits), max(bits)))
+    found = defaultdict(dict)
+    for attention, variants in PANELS.items():
+        for positions, variant in variants.items():
+            if own := by_variant[variant]:
+                found[attention][positions] = [mean_of(attention, positions, points) for points in zip(*own)]
     return found
 
 
-def draw(path: Path, losses: list[Loss]) -> None:
+def mean_of(attention: str, positions: str, points: Sequence[tuple[int, float]]) -> Loss:
+    """One point of a curve, from that of each seed."""
+    bits = [bits for _, bits in points]
+    return Loss(attention, positions, len(bits), points[0][0], statistics.fmean(bits), min(bits), max(bits))
+
+
+def draw(path: Path, found: dict[str, dict[str, list[Loss]]]) -> None:
     """A panel for each attention, a line for each kind of positions, and between its seeds a band."""
     from matplotlib.figure import Figure
 
-    shown = [attention for attention in PANELS if any(loss.attention == attention for loss in losses)]
-    figure = Figure(figsize=(4.4 * len(shown), 4), layout="constrained")
-    for axes, attention in zip(figure.subplots(1, len(shown), sharey=True, squeeze=False)[0], shown):
-        for number, positions in enumerate(POSITIONS):
-            own = [loss for loss in losses if (loss.attention, loss.positions) == (attention, positions)]
-            tokens = [loss.tokens for loss in own]
-            axes.plot(tokens, [loss.mean for loss in own], color=f"C{number}", label=positions)
-            axes.fill_between(tokens, [x.low for x in own], [x.high for x in own], color=f"C{number}", alpha=0.2)
+    figure = Figure(figsize=(4.4 * len(found), 4), layout="constrained")
+    colors = {positions: f"C{number}" for number, positions in enumerate(PANELS["linear"])}
+    for axes, (attention, lines) in zip(figure.subplots(1, len(found), sharey=True, squeeze=False)[0], found.items()):
+        for positions, line in lines.items():
+            tokens, color = [loss.tokens for loss in line], colors[positions]
+            axes.plot(tokens, [loss.mean for loss in line], color=color, label=positions)
+            axes.fill_between(tokens, [x.low for x in line], [x.high for x in line], color=color, alpha=0.2)
         axes.set_title(attention, fontsize="medium")
         axes.set_xlabel("training tokens")
         axes.xaxis.set_major_formatter(lambda tokens, _: report.count_text(tokens))
@@ -106,9 +111,9 @@ def parse(args: list[str] | None) -> argparse.Namespace:
     add("--output", type=Path, help="folder for CSV, JSON and PNG (default: that of --runs)")
     options = parser.parse_args(args)
     options.output = options.output or options.runs
-    options.losses = curves([json.loads(file.read_text()) for file in sorted(options.runs.glob("runs/*.json"))])
-    if not options.losses:
-        parser.error(f"--runs {options.runs}: holds no finished run of {variant_of('linear', 'RoPE')!r} or its likes")
+    options.found = curves([json.loads(file.read_text()) for file in sorted(options.runs.glob("runs/*.json"))])
+    if not options.found:
+        parser.error(f"--runs {options.runs}: holds no finished run of {PANELS['linear']['RoPE']!r} or its likes")
     report.make_folder(parser, options.output)
     return options
 
@@ -123,16 +128,15 @@ def main(args: list[str] | None = None) -> int:
         text=["attention", "positions"],
         numbers=["a quarter", "half", "the end", "seeds"],
     )
-    for attention in PANELS:
-        for positions in POSITIONS:
-            own = [loss for loss in options.losses if (loss.attention, loss.positions) == (attention, positions)]
-            if own:
-                marks = (own[max(0, len(own) * share // 4 - 1)].mean for share in (1, 2, 4))
-                table.add_row(attention, positions, *(f"{bits:.3f}" for bits in marks), str(own[0].seeds))
+    lines = [line for attention in options.found.values() for line in attention.values()]
+    for line in lines:
+        marks = (line[max(0, len(line) * share // 4 - 1)].mean for share in (1, 2, 4))
+        table.add_row(line[0].attention, line[0].positions, *(f"{bits:.3f}" for bits in marks), str(line[0].seeds))
     report.show(console, table, [])
     details = {**report.surroundings("cpu", "convergence", args), "interrupted": False}
+    losses = [loss for line in lines for loss in line]
     return report.finish(
-        console, options.output, "convergence", options.losses, details, lambda path: draw(path, options.losses)
+        console, options.output, "convergence", losses, details, lambda path: draw(path, options.found)
     )
 
 
