@@ -102,13 +102,17 @@ class Folder:
         }
 
     def read_speeds(self) -> dict[str, float]:
-        file = self.path / "speed.json"
-        speeds = json.loads(file.read_text()) if file.exists() else {}
+        speeds = self._known_speeds()
         return {name: speeds[own.fingerprint] for name, own in self.settings.items() if own.fingerprint in speeds}
 
     def write_speeds(self, speeds: dict[str, float]) -> None:
-        known = {self.settings[name].fingerprint: speed for name, speed in speeds.items()}
+        """Keep them beside those of variants that this grid does not have: another that shares the folder may."""
+        known = self._known_speeds() | {self.settings[name].fingerprint: speed for name, speed in speeds.items()}
         (self.path / "speed.json").write_text(json.dumps(known, indent=1) + "\n")
+
+    def _known_speeds(self) -> dict[str, float]:
+        file = self.path / "speed.json"
+        return json.loads(file.read_text()) if file.exists() else {}
 
 
 # --- speed -----------------------------------------------------------------------------------------------------------

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import importlib.util
 import itertools
-import json
 import math
 import statistics
 from collections.abc import Iterable
@@ -91,19 +88,9 @@ def finish(console: Console, folder: Any, results: list[dict[str, Any]], details
     console.print(table_of(rows, grid))
     for line in remarks(rows, results):
         console.print(line, markup=False, highlight=False)
-    stem = folder.path / "ablation"
-    with stem.with_suffix(".csv").open("w", newline="") as file:
-        table = csv.DictWriter(file, fieldnames=list(asdict(rows[0])))
-        table.writeheader()
-        table.writerows(asdict(row) for row in rows)
-    everything = {**details, "title": grid.title, "reference": grid.reference, "tokens_per_second": speeds}
-    extrapolation = by_context(results)
-    everything |= {"by_context": extrapolation, "rows": [asdict(row) for row in rows]}
-    stem.with_suffix(".json").write_text(json.dumps(everything, indent=1, ensure_ascii=False) + "\n")
-    written = [stem.with_suffix(".csv"), stem.with_suffix(".json")]
-    if importlib.util.find_spec("matplotlib"):
-        written.append(stem.with_suffix(".png"))
-        draw(written[-1], rows, results, grid)
+    details = {**details, "title": grid.title, "reference": grid.reference, "tokens_per_second": speeds}
+    details["by_context"] = by_context(results)
+    written = report.write(folder.path, "ablation", rows, details, lambda path: draw(path, rows, results, grid))
     console.print("wrote", *map(str, written), soft_wrap=True, highlight=False)
 
 
@@ -285,6 +272,12 @@ def remarks(rows: list[Row], results: list[dict[str, Any]]) -> list[str]:
     """What the table does not say: runs that diverged, spikes, unequal sizes."""
     said = [f"{r['variant']}, seed {r['seed']}: diverged, {r['diverged']}" for r in results if r["diverged"]]
     said += [f"{row.variant}: the loss spiked, in {row.spikes} hundredths of a run" for row in rows if row.spikes]
+    for row in rows:
+        lengths = {r["steps"] for r in results if r["variant"] == row.variant and not r["diverged"]}
+        if len(lengths) > 1:
+            said.append(
+                f"{row.variant}: its runs have {' and '.join(map(str, sorted(lengths)))} steps, not as many each"
+            )
     sizes = [row.parameters for row in rows]
     if max(sizes) > (1 + TOLERANCE) * min(sizes):
         said.append(f"models differ in size: {min(sizes):,} to {max(sizes):,} parameters")

@@ -24,7 +24,9 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks import report
+from benchmarks.grid import read_grid
 
+GRID = Path(__file__).parent / "grids" / "placement.yaml"
 PANELS = {
     "softmax": {"RoPE": "softmax", "sinusoids": "softmax.sinusoidal", "none": "softmax.none"},
     "linear": {"RoPE": "numerator", "sinusoids": "sinusoidal", "none": "none"},
@@ -34,7 +36,7 @@ PANELS = {
         "none": "gate+none",
     },
 }
-"""By attention and positions, the variant of placement.yaml."""
+"""By attention and positions, the variant of GRID."""
 POINTS = 20
 
 
@@ -56,9 +58,9 @@ def curve_of(run: dict[str, Any]) -> list[tuple[int, float]]:
     losses = run["training"]["losses"]
     steps_each = math.ceil(run["steps"] / len(losses))
     weights = [min(steps_each, run["steps"] - i * steps_each) for i in range(len(losses))]
-    curve = []
-    for point in range(min(POINTS, len(losses))):
-        own = range(len(losses) * point // POINTS, len(losses) * (point + 1) // POINTS)
+    curve, points = [], min(POINTS, len(losses))
+    for point in range(points):
+        own = range(len(losses) * point // points, len(losses) * (point + 1) // points)
         nats = sum(weights[i] * losses[i] for i in own) / sum(weights[i] for i in own)
         steps = own[0] * steps_each + sum(weights[i] for i in own) / 2
         curve.append((round(steps * run["tokens"] / run["steps"]), nats / math.log(2)))
@@ -66,10 +68,11 @@ def curve_of(run: dict[str, Any]) -> list[tuple[int, float]]:
 
 
 def curves(runs: list[dict[str, Any]]) -> dict[str, dict[str, list[Loss]]]:
-    """By attention and positions, of those that have finished runs."""
+    """By attention and positions, of those that have finished runs. A run that diverged has no curve to average."""
     by_variant = defaultdict(list)
     for run in runs:
-        by_variant[run["variant"]].append(curve_of(run))
+        if run["diverged"] is None:
+            by_variant[run["variant"]].append(curve_of(run))
     found = defaultdict(dict)
     for attention, variants in PANELS.items():
         for positions, variant in variants.items():
@@ -111,7 +114,10 @@ def parse(args: list[str] | None) -> argparse.Namespace:
     add("--output", type=Path, help="folder for CSV, JSON and PNG (default: that of --runs)")
     options = parser.parse_args(args)
     options.output = options.output or options.runs
-    options.found = curves([json.loads(file.read_text()) for file in sorted(options.runs.glob("runs/*.json"))])
+    runs = [json.loads(file.read_text()) for file in sorted(options.runs.glob("runs/*.json"))]
+    for other in {run["measured"]["title"] for run in runs} - {read_grid(GRID).title}:
+        parser.error(f"--runs {options.runs}: holds results of {other!r}, whose variants mean something else")
+    options.found = curves(runs)
     if not options.found:
         parser.error(f"--runs {options.runs}: holds no finished run of {PANELS['linear']['RoPE']!r} or its likes")
     report.make_folder(parser, options.output)

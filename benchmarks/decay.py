@@ -23,8 +23,9 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks import report
+from benchmarks.grid import held_out
 from linrope import LanguageModel, RotaryEmbedding
-from linrope.data import VOCAB_SIZE, Corpus, find_sources, split_corpus
+from linrope.data import VOCAB_SIZE
 from linrope.errors import InputError
 from linrope.feature_maps import after_signed, get_feature_map
 from linrope.rotary import frequencies, unit_rotations
@@ -80,14 +81,10 @@ def mean_weights(
     return {name: mean / means["plain"][0] for name, mean in means.items()}
 
 
-def _validation_text() -> Corpus:
-    return split_corpus(find_sources(None), [0.9, 0.05, 0.05])["val"]
-
-
 @torch.no_grad()
 def measure(model: LanguageModel, longest: int, tick: Callable[[], None]) -> list[Weight]:
-    """The weights of every linear layer on validation text of the built-in corpus."""
-    text = _validation_text().tokens(0, N_ROWS * 4 * longest)
+    """The weights of every linear layer on text of the built-in corpus that the grids hold out."""
+    text = held_out().tokens(0, N_ROWS * 4 * longest)
     found: list[Weight] = []
 
     def watch(seen: Seen) -> None:
@@ -145,7 +142,7 @@ def parse(args: list[str] | None) -> argparse.Namespace:
             parser.error(f"--model {options.model}: none of its layers is linear, so it has no numerators to measure")
         if options.trained.config.vocab_size < VOCAB_SIZE:
             parser.error(f"--model {options.model}: it reads no bytes, its vocab_size is under {VOCAB_SIZE}")
-        available = len(_validation_text()) // (4 * N_ROWS)
+        available = len(held_out()) // (4 * N_ROWS)
         if options.longest > available:
             parser.error(f"--longest {options.longest}: the text has rows for distances up to {available}; give less")
     report.make_folder(parser, options.output)

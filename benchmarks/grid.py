@@ -32,7 +32,7 @@ import torch
 import yaml
 
 from linrope import LanguageModel, LanguageModelConfig
-from linrope.data import VOCAB_SIZE, find_sources, split_corpus
+from linrope.data import VOCAB_SIZE, Corpus, find_sources, split_corpus
 from linrope.errors import InputError, require_choice, suggest
 from linrope.training import LanguageModelingModule, MQARDataModule, OptimizerConfig, RecallModule, TextDataModule
 
@@ -41,6 +41,8 @@ COUNTS = ("context", "batch_size", "tokens_per_batch", "vocab_size")
 TASKS = {"text": (LanguageModelingModule, TextDataModule), "mqar": (RecallModule, MQARDataModule)}
 BLOCK, EIGHTHS = 256, 8
 """Losses are kept by blocks of so many tokens of a text, and by parts of a row, so many."""
+HELD_OUT = (0.95, 0.05, 0.0)
+"""The `data.fractions` of the shipped grids. (Three fifths of the default's validation text are one file of prose.)"""
 TOLERANCE = 0.02
 """Models count as equally large when their numbers of parameters differ by no more than this share."""
 
@@ -253,6 +255,11 @@ def _check_text(grid: Grid, settings: Settings) -> None:
     for name, needed in needs.items():
         if available <= needed:
             raise InputError(f"{name}={needed} must be less than the {available} tokens for validation.")
+
+
+def held_out() -> Corpus:
+    """The text that the grids for text in benchmarks/grids are validated on, none of which they train on."""
+    return split_corpus(find_sources(None), HELD_OUT)["val"]
 
 
 @cache

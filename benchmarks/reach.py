@@ -1,10 +1,11 @@
-"""How far each head of a trained model sees: its mean decay on text, head by head.
+"""How far each head of a trained model sees: how long what it wrote lives on text, head by head.
 
     python -m benchmarks.reach --model benchmarks/results/cpu/ablation/recipe/runs/recipe-seed0.model
 
 A head with a forget gate multiplies what it remembers by e^log_decay at every token, a number it learns from the token.
-Its reach is -1 / mean log_decay: the tokens over which a weight falls to 1/e. Beside it the tenth and the ninetieth
-percentile of -1 / log_decay over single tokens: where a head clears its memory, and where it keeps it.
+What it wrote at a token lives until that has made 1/e of it: so many tokens. Shown are the median over tokens, and the
+tenth and the ninetieth percentile, of the first half of each row; what lives on to the row's end is given the row's
+length.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import torch
 from rich.console import Console
 
 from benchmarks import report
+from benchmarks.grid import held_out
 from linrope import LanguageModel
-from linrope.data import VOCAB_SIZE, find_sources, split_corpus
+from linrope.data import VOCAB_SIZE
 from linrope.errors import InputError
 from linrope.watching import Seen, watched
 
@@ -35,6 +37,16 @@ class Reach:
     high: float
 
 
+def lifetimes(log_decay: torch.Tensor) -> torch.Tensor:
+    """Tokens until decays (..., T) have made 1/e, or less, of what was written: (..., T/2), for the row's first half.
+    T where the row ends before."""
+    length = log_decay.shape[-1]
+    lost = -log_decay.double().cumsum(dim=-1)
+    written = torch.arange(length // 2, device=lost.device)
+    gone = torch.searchsorted(lost, lost[..., : length // 2] + 1)
+    return torch.where(gone < length, gone - written, length)
+
+
 @torch.no_grad()
 def measure(model: LanguageModel, rows: torch.Tensor) -> list[Reach]:
     """Of every head of every layer that forgets, on rows of text (B, T)."""
@@ -43,9 +55,11 @@ def measure(model: LanguageModel, rows: torch.Tensor) -> list[Reach]:
     def watch(seen: Seen) -> None:
         if (log_decay := seen.options["log_decay"]) is None:
             return
-        for head, decays in enumerate(log_decay.double().transpose(0, 1).flatten(1)):  # (H, B · T)
-            low, high = torch.quantile(-1 / decays, torch.tensor([0.1, 0.9], dtype=torch.float64)).tolist()
-            found.append(Reach(seen.layer + 1, head + 1, -1 / decays.mean().item(), low, high))
+        for head, lives in enumerate(lifetimes(log_decay).transpose(0, 1).flatten(1)):  # (H, B · T/2)
+            low, median, high = torch.quantile(
+                lives.double(), torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+            ).tolist()
+            found.append(Reach(seen.layer + 1, head + 1, median, low, high))
 
     with watched(model, watch):
         model(rows)
@@ -72,7 +86,7 @@ def draw(path: Path, heads: list[Reach], title: str, context: int) -> None:
     axes.axhline(context, color="black", linestyle=":", linewidth=1, label=f"rows of {context:,} tokens")
     axes.set_yscale("log")
     axes.set_xticks(ticks, [f"layer {layer}" for layer in ticks])
-    axes.set_ylabel("reach (tokens); bars: single tokens, 10 to 90 %")
+    axes.set_ylabel("reach (tokens): median, 10 to 90 %")
     axes.grid(axis="y", alpha=0.3)
     axes.legend(fontsize="small")
     figure.suptitle(title, fontsize="medium")
@@ -95,6 +109,11 @@ def parse(args: list[str] | None) -> argparse.Namespace:
     config = options.trained.config
     if not config.forget_gate or "linear" not in config.attention_kinds or config.vocab_size < VOCAB_SIZE:
         parser.error(f"--model {options.model}: it needs linear layers with a forget gate, and to read bytes")
+    available = len(held_out())
+    if options.rows * options.context > available:
+        parser.error(
+            f"--rows {options.rows} of --context {options.context}: the text has {available} tokens; give less"
+        )
     report.make_folder(parser, options.output)
     return options
 
@@ -103,10 +122,15 @@ def main(args: list[str] | None = None) -> int:
     options = parse(args)
     console = Console()
     report.say_if_without_pictures(console)
-    corpus = split_corpus(find_sources(None), [0.95, 0.05, 0.0])["val"]  # as benchmarks/grids have it
-    heads = measure(options.trained, corpus.tokens(0, options.rows * options.context).view(options.rows, -1))
+    text = held_out().tokens(0, options.rows * options.context)
+    heads = measure(options.trained, text.view(options.rows, -1))
     title = f"How far each head sees: {options.model.stem}"
-    table = report.new_table(title, "tokens over which a weight falls to 1/e", text=[], numbers=["layer", "head"])
+    table = report.new_table(
+        title,
+        "tokens over which what was written falls to 1/e:\nmedian, 10 and 90 %",
+        text=[],
+        numbers=["layer", "head"],
+    )
     for name in ("reach", "10 %", "90 %"):
         table.add_column(name, justify="right")
     for head in heads:

@@ -77,13 +77,18 @@ class Recorder(Callback):
         if now - self._said > SAY_EVERY_SECONDS or trainer.global_step == trainer.max_steps:
             self._said = now
             say(step=trainer.global_step, of=trainer.max_steps, loss=self.losses[-1])
-        if now - self._saved > SAVE_EVERY_SECONDS and trainer.global_step < trainer.max_steps:
-            self._saved = now
-            self._saver.save(trainer)
+        validates = trainer.global_step % trainer.val_check_interval == 0  # which a resumed run would not do again
+        if now - self._saved > SAVE_EVERY_SECONDS and not validates:
+            self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, *args: Any) -> None:
-        if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self.curve.append({"step": trainer.global_step, **_validation_metrics(trainer)})
+        self.curve.append({"step": trainer.global_step, **_validation_metrics(trainer)})
+        self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        if trainer.global_step < trainer.max_steps:
+            self._saved = time.monotonic()
+            self._saver.save(trainer)
 
 
 def _validation_metrics(trainer: Trainer) -> dict[str, float]:
@@ -106,7 +111,8 @@ def run(settings: Settings, seed: int, steps: int, evaluation: Evaluation, optio
     module = make_module(settings.model_config, OptimizerConfig(**settings.optimizer))
     data = make_data(**{**settings.data, "seed": seed})
     # named for all that decides the run: what was begun with other options is not gone on with
-    recorder = Recorder(stem.with_name(f"{stem.name}.{settings.fingerprint}-{steps}{UNFINISHED}"))
+    decides = (settings.fingerprint, steps, options["validations"], options["validation_tokens"])
+    recorder = Recorder(stem.with_name(f"{stem.name}.{'-'.join(map(str, decides))}{UNFINISHED}"))
     checkpoint = recorder.folder / "last.ckpt"
     few, all_ = validation_batches(settings, options["validation_tokens"])
     trainer = _trainer(steps, few, max(1, steps // options["validations"]), [recorder])

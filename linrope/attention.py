@@ -6,7 +6,7 @@ is a fair comparison. Both map (B, T, d_model) to (B, T, d_model) and hand their
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from linrope.convolution import ShortConvolution
 from linrope.errors import InputError, require_choice
 from linrope.feature_maps import MapModule, make_feature_map
+from linrope.forgetting import ForgetGate
 from linrope.ops import BACKENDS, NORMALIZE, State, linear_attention
 from linrope.ops.inputs import check_segment_ids, check_signed
 from linrope.rotary import RotaryConfig, RotaryEmbedding, half_of
@@ -219,6 +220,8 @@ class LinearAttention(_Attention):
         short_conv: tokens seen by a depthwise causal convolution with SiLU on q, k and v (4 is usual); 0 for none.
         forget_gate: learn a decay for each head and token, `log_decay = logsigmoid(W x + b)`, which starts slow
             (W = 0, b = 4: half is forgotten in 38 tokens).
+        gate_normalizer: r ≥ 1 that divides the forget gate's log decay, a number for all heads (16 in GLA, arXiv
+            2312.06635) or one for each: the larger, the longer a head remembers (see `linrope.forgetting`).
         output_norm: RMSNorm (ε = 10⁻⁵, one weight for all heads) over each head's output, before the gate. It undoes
             the division by the denominator, up to ε: the scale of each o_i is lost.
         output_gate: multiply the heads' output by `silu(W x)`.
@@ -246,6 +249,7 @@ class LinearAttention(_Attention):
         causal: bool = True,
         short_conv: int = 0,
         forget_gate: bool = False,
+        gate_normalizer: float | Sequence[float] = 1.0,
         output_norm: bool = False,
         output_gate: bool = False,
         bias: bool = False,
@@ -254,6 +258,8 @@ class LinearAttention(_Attention):
     ):
         if forget_gate and not causal:
             raise InputError("forget_gate=True needs causal=True: forgetting is defined for causal attention only.")
+        if gate_normalizer != 1 and not forget_gate:
+            raise InputError(f"gate_normalizer={gate_normalizer} divides the forget gate's log decay: set forget_gate.")
         require_choice("normalize", normalize, NORMALIZE)
         require_choice("backend", backend, ("auto", *BACKENDS))
         before_map = rope is not None and rope.before_map
@@ -280,10 +286,7 @@ class LinearAttention(_Attention):
         self.options = {"normalize": normalize, "eps": eps, "backend": backend}
         self.watch: Callable[..., None] | None = None  # see linrope.watching
         self.log_scale = nn.Parameter(torch.zeros(n_heads)) if temperature else None
-        self.forget = nn.Linear(d_model, n_heads) if forget_gate else None
-        if self.forget is not None:
-            nn.init.zeros_(self.forget.weight)
-            nn.init.constant_(self.forget.bias, 4.0)
+        self.forget = ForgetGate(d_model, n_heads, gate_normalizer) if forget_gate else None
 
     def attend(self, x, q, k, v, past, segment_ids, positions):
         if self.log_scale is not None:
@@ -297,7 +300,7 @@ class LinearAttention(_Attention):
             q, k = self.rope.rotate(q, **where), self.rope.rotate(k, **where)
         options = {
             "rope": None if self.before_map else self.rope,
-            "log_decay": self._log_decay(x),
+            "log_decay": None if self.forget is None else self.forget(x),
             "causal": self.causal,
             "segment_ids": segment_ids,
             "state": past,
@@ -313,15 +316,6 @@ class LinearAttention(_Attention):
         sums = 2 if self.options["normalize"] == "rotary" else 1
         working = torch.promote_types(dtype, torch.float32)
         return self.n_heads * (self.n_features * (self.head_dim + sums) + 1) * working.itemsize
-
-    def _log_decay(self, x: Tensor) -> Tensor | None:
-        """(B, H, T) in float32 at least: decays live near 0, and sums of bfloat16's three digits drift."""
-        if self.forget is None:
-            return None
-        with torch.autocast(x.device.type, enabled=False):
-            dtype = torch.promote_types(x.dtype, torch.float32)
-            logits = F.linear(x.to(dtype), self.forget.weight.to(dtype), self.forget.bias.to(dtype))
-            return rearrange(F.logsigmoid(logits), "b t h -> b h t")
 
 
 class SoftmaxAttention(_Attention):

@@ -55,6 +55,8 @@ class LanguageModelConfig:
     """Tokens seen by a causal convolution on queries, keys and values (4 is usual); 0 for none."""
     forget_gate: bool = False
     """Let linear layers learn to forget, by head and token; softmax layers have no such gate."""
+    gate_normalizer: float | list[float] = 1.0
+    """What the forget gate's log decay is divided by, for all heads or one for each: larger for longer memories."""
     window: int | None = None
     """Tokens that softmax layers see, the present one included; null for all. Linear layers always see all."""
     output_norm: bool = False
@@ -172,6 +174,7 @@ class Block(nn.Module):
                 temperature=config.temperature,
                 normalize=config.normalize,
                 forget_gate=config.forget_gate,
+                gate_normalizer=config.gate_normalizer,
                 **shared,
             )
         else:

@@ -15,6 +15,7 @@ from linrope import (
 )
 from linrope.attention import ShortConvolution
 from linrope.feature_maps import MAP_MODULES, elu1
+from linrope.forgetting import ForgetGate
 from linrope.rotary import RotaryScaling
 
 D_MODEL, HEADS = 24, 3
@@ -34,6 +35,7 @@ OPTIONS = {
 }
 LINEAR_OPTIONS = {
     "forget_gate": {"forget_gate": True},
+    "gate_normalizer": {"forget_gate": True, "gate_normalizer": [1, 8, 64]},
     "all of linear": {"forget_gate": True, "short_conv": 4, "output_gate": True},
     "rotary denominator": {"normalize": "rotary"},
     "before map": {"rope": RotaryConfig(before_map=True)},
@@ -223,7 +225,7 @@ def test_an_empty_input_gives_an_empty_output(kind):
 
 def test_the_forget_gate_starts_slow_and_forgets():
     layer = LinearAttention(D_MODEL, HEADS, forget_gate=True)
-    decay = layer._log_decay(torch.randn(2, 7, D_MODEL))
+    decay = layer.forget(torch.randn(2, 7, D_MODEL))
     torch.testing.assert_close(decay, torch.full((2, HEADS, 7), torch.tensor(4.0).sigmoid().log().item()))
     half_life = torch.log(torch.tensor(0.5)) / decay[0, 0, 0]
     assert 37 < half_life < 39  # as the docstring says
@@ -233,12 +235,32 @@ def test_the_forget_gate_starts_slow_and_forgets():
     torch.testing.assert_close(layer(x), F.linear(v, layer.out.weight), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("normalizer", [16.0, [1.0, 8.0, 64.0]], ids=str)
+def test_the_gate_normalizer_divides_the_log_decay(normalizer):
+    """By its definition, with any weights; and every head starts with √r times the memory it has without one."""
+    torch.manual_seed(0)
+    gate, plain = ForgetGate(D_MODEL, HEADS, normalizer), ForgetGate(D_MODEL, HEADS)
+    x = torch.randn(2, 7, D_MODEL)
+    divisors = torch.tensor(normalizer).expand(HEADS)
+    torch.testing.assert_close(gate(x), plain(x) / divisors.sqrt()[:, None], rtol=1e-5, atol=0)
+    assert torch.equal(plain.bias, torch.full((HEADS,), 4.0))  # models trained before the option
+    torch.nn.init.normal_(gate.weight)
+    expected = torch.log(torch.sigmoid(x @ gate.weight.T + gate.bias)) / divisors
+    torch.testing.assert_close(gate(x), expected.transpose(1, 2), rtol=1e-4, atol=1e-7)  # log near 0 loses digits
+    assert torch.isfinite(ForgetGate(D_MODEL, HEADS, 1e9).bias).all()
+    with torch.device("meta"):  # as grids and plans count parameters
+        assert ForgetGate(D_MODEL, HEADS, normalizer).bias.shape == (HEADS,)
+    again = ForgetGate(D_MODEL, HEADS, [3.0, 5.0, 1.0])
+    again.load_state_dict(gate.state_dict())
+    assert torch.equal(again(x), gate(x))
+
+
 def test_the_forget_gate_is_computed_in_float32_under_autocast():
     layer, x = LinearAttention(D_MODEL, HEADS, forget_gate=True), torch.randn(2, 7, D_MODEL)
     torch.nn.init.normal_(layer.forget.weight)
-    expected = layer._log_decay(x)
+    expected = layer.forget(x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(layer._log_decay(x), expected)
+        assert torch.equal(layer.forget(x), expected)
         assert layer(x).dtype == torch.bfloat16
 
 
@@ -357,6 +379,14 @@ def test_bad_arguments_are_named():
         (lambda: LinearAttention(12, 2, short_conv=1), "short_conv=1"),
         (lambda: LinearAttention(12, 2, short_conv=4, causal=False), "short_conv=4 looks back only"),
         (lambda: LinearAttention(12, 2, forget_gate=True, causal=False), "forget_gate=True needs causal=True"),
+        (lambda: LinearAttention(12, 2, gate_normalizer=16), "gate_normalizer=16 .* set forget_gate"),
+        (lambda: LinearAttention(12, 2, forget_gate=True, gate_normalizer=0.5), "gate_normalizer=0.5 .* at least 1"),
+        (lambda: LinearAttention(12, 2, forget_gate=True, gate_normalizer=[1, "8"]), "must be finite numbers"),
+        (
+            lambda: LinearAttention(12, 2, forget_gate=True, gate_normalizer="16"),
+            "='16' must be a number",
+        ),
+        (lambda: LinearAttention(12, 2, forget_gate=True, gate_normalizer=[1] * 3), "has 3 entries for n_heads=2"),
         (lambda: LinearAttention(12, 2, rope=RotaryConfig(rotary_dim=8)), "rotary_dim=8 is larger than dim=6"),
         (lambda: LinearAttention(12, 2, rope=RotaryConfig(base=[5.0] * 3)), "rope.base has 3 entries"),
         (

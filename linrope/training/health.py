@@ -123,7 +123,8 @@ class HealthMonitor(Callback):
 
     - `health/smallest_denominator`: over layers, heads and 16 places of a row; near ε outputs are noise.
     - `health/negative_weights`: the share of numerator weights below 0, between 16 queries and 256 keys.
-    - `health/reach/layerL/headH`: -1 / mean log_decay, the tokens over which a weight falls to 1/e (with a gate).
+    - `health/reach/layerL/headH`: -1 / mean log_decay, the tokens over which a gate that forgot evenly would
+      let a weight fall to 1/e.
     - `health/output/layerL`: mean |o|, before norm and gate; it should not grow or fade with depth.
     - `health/state_norm/layerL`: the norm of the state at the end of the row.
 

@@ -101,7 +101,8 @@ def test_a_grid_end_to_end(grid, capsys):
         assert grid.files == before
 
 
-def test_an_interrupted_run_goes_on_where_it_was(grid, monkeypatch):
+@pytest.mark.parametrize("step", [8, 10], ids=["between validations", "before a validation"])
+def test_an_interrupted_run_goes_on_where_it_was(grid, monkeypatch, step):
     """Stopped inside it, a run ends with the same numbers as one that was never stopped."""
     from benchmarks import training_run
     from benchmarks.grid import Evaluation, read_grid, settings_of
@@ -118,7 +119,7 @@ def test_an_interrupted_run_goes_on_where_it_was(grid, monkeypatch):
     class Stopping(training_run.Recorder):
         def on_train_batch_end(self, trainer, *args):
             super().on_train_batch_end(trainer, *args)
-            if trainer.global_step == 8:
+            if trainer.global_step == step:
                 raise Stop
 
     monkeypatch.setattr(training_run, "SAVE_EVERY_SECONDS", 0)
@@ -209,6 +210,7 @@ def run_of(variant: str, seed: int, bpb: float, **more) -> dict:
         "final": {"bpb": bpb},
         "parameters": 10,
         "tokens": 1000,
+        "steps": 10,
         "diverged": None,
         "curve": curve,
         "training": training,
@@ -256,6 +258,12 @@ def test_diverged_runs_are_counted_and_not_averaged():
     (row,) = ablation_report.rows_of(results, TwoVariants, {})
     assert (row.seeds, row.diverged, row.mean) == (2, 1, 2.0)
     assert "seed 1: diverged, loss is nan" in ablation_report.remarks([row], results)[0]
+
+
+def test_runs_of_unequal_length_are_named():
+    results = [run_of("a", 0, 2.0), run_of("a", 1, 2.0, steps=8)]
+    rows = ablation_report.rows_of(results, TwoVariants, {})
+    assert "a: its runs have 8 and 10 steps" in ablation_report.remarks(rows, results)[0]
 
 
 def test_late_tokens_are_compared_on_the_same_text():
@@ -353,3 +361,6 @@ def test_speeds_that_are_added_later_are_brought_to_the_same_hour(grid, monkeypa
     second = sorted(json.loads(path.read_text()).values())
     assert first == [64 * 2 / 2 / 3.0, 64 * 2 / 2 / 1.0]
     assert second == [first[0], 64 * 2 / 2 / 2.0, first[1]]
+    seconds["faster"] = 1.0
+    grid.run(variants={"linear": {}, "faster": {"optimizer.lr": 0.02}})  # a grid of fewer variants forgets none
+    assert sorted(json.loads(path.read_text()).values()) == sorted([*second, 2 * first[1]])

@@ -15,15 +15,31 @@ def test_reach_is_that_of_the_gates(tmp_path, capsys):
     for block, biases in zip(model.blocks, ([4.0, 0.0], [2.0, -3.0])):
         block.attention.forget.bias.data = torch.tensor(biases)  # its matrix is 0 at the start: the same at each token
     model.save_pretrained(tmp_path / "some.model")
-    args = ["--model", str(tmp_path / "some.model"), "--context", "8", "--rows", "2", "--output", str(tmp_path)]
+    args = ["--model", str(tmp_path / "some.model"), "--context", "128", "--rows", "2", "--output", str(tmp_path)]
     assert reach.main(args) == 0
     found = json.loads((tmp_path / "reach.json").read_text())["points"]
     assert [(head["layer"], head["head"]) for head in found] == [(1, 1), (1, 2), (2, 1), (2, 2)]
     for head, bias in zip(found, (4.0, 0.0, 2.0, -3.0)):
-        expected = 1 / math.log1p(math.exp(-bias))  # -1 / logsigmoid
-        for name in ("tokens", "low", "high"):
-            assert head[name] == pytest.approx(expected, rel=1e-5)  # a gate in float32
+        expected = math.ceil(1 / math.log1p(math.exp(-bias)))  # -1 / logsigmoid, in whole tokens
+        assert head["tokens"] == head["low"] == head["high"] == expected
     assert (tmp_path / "reach.png").stat().st_size > 10_000
+
+
+def test_a_gate_that_clears_at_times_has_the_lifetimes_of_what_it_cleared():
+    log_decay = torch.zeros(3, 100)
+    log_decay[0, 30] = -5.0  # what was written before is gone at token 30, what was written since stays
+    log_decay[1] = -1 / 7.5
+    log_decay[2, 90] = -0.5
+    expected = [[30 - t if t < 30 else 100 for t in range(50)], [8] * 50, [100] * 50]
+    assert reach.lifetimes(log_decay).tolist() == expected
+
+
+def test_bad_input_is_named(tmp_path, capsys):
+    model = LanguageModel(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2, forget_gate=True))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(SystemExit):
+        reach.main(["--model", str(tmp_path), "--context", "65536", "--output", str(tmp_path)])
+    assert "--rows 16 of --context 65536: the text has" in " ".join(capsys.readouterr().err.split())
 
 
 def test_models_without_a_gate_are_named(tmp_path, capsys):
