@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,8 +49,8 @@ def lifetimes(log_decay: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def measure(model: LanguageModel, rows: torch.Tensor) -> list[Reach]:
-    """Of every head of every layer that forgets, on rows of text (B, T)."""
+def measure(model: LanguageModel, rows: torch.Tensor, tick: Callable[[], None]) -> list[Reach]:
+    """Of every head of every layer that forgets, on rows of text (B, T); `tick` is called after each layer."""
     found: list[Reach] = []
 
     def watch(seen: Seen) -> None:
@@ -60,6 +61,7 @@ def measure(model: LanguageModel, rows: torch.Tensor) -> list[Reach]:
                 lives.double(), torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
             ).tolist()
             found.append(Reach(seen.layer + 1, head + 1, median, low, high))
+        tick()
 
     with watched(model, watch):
         model(rows)
@@ -123,7 +125,9 @@ def main(args: list[str] | None = None) -> int:
     console = Console()
     report.say_if_without_pictures(console)
     text = held_out().tokens(0, options.rows * options.context)
-    heads = measure(options.trained, text.view(options.rows, -1))
+    with report.progress_bar(console) as bar:
+        task = bar.add_task("layers", total=options.trained.config.attention_kinds.count("linear"))
+        heads = measure(options.trained, text.view(options.rows, -1), lambda: bar.advance(task))
     title = f"How far each head sees: {options.model.stem}"
     table = report.new_table(
         title,
