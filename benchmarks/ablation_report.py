@@ -85,9 +85,7 @@ def finish(console: Console, folder: Any, results: list[dict[str, Any]], details
     grid = folder.grid
     speeds = folder.read_speeds()
     rows = rows_of(results, grid, speeds)
-    console.print(table_of(rows, grid))
-    for line in remarks(rows, results):
-        console.print(line, markup=False, highlight=False)
+    report.show(console, table_of(rows, grid), remarks(rows, results))
     details = {**details, "title": grid.title, "reference": grid.reference, "tokens_per_second": speeds}
     details["by_context"] = by_context(results)
     written = report.write(folder.path, "ablation", rows, details, lambda path: draw(path, rows, results, grid))

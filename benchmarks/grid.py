@@ -257,6 +257,7 @@ def _check_text(grid: Grid, settings: Settings) -> None:
             raise InputError(f"{name}={needed} must be less than the {available} tokens for validation.")
 
 
+@cache
 def held_out() -> Corpus:
     """The text that the grids for text in benchmarks/grids are validated on, none of which they train on."""
     return split_corpus(find_sources(None), HELD_OUT)["val"]
