@@ -18,13 +18,14 @@ class ShortConvolution(nn.Module):
     Args:
         channels: C, each with its own `width` weights.
         width: tokens seen, the present one included; at least 2.
+        without_silu: how many of the first channels go without SiLU, which hardly lets any fall below 0.
     """
 
-    def __init__(self, channels: int, width: int):
+    def __init__(self, channels: int, width: int, without_silu: int = 0):
         super().__init__()
         if width < 2:
             raise InputError(f"short_conv={width}: a convolution sees at least 2 tokens (0 leaves it out).")
-        self.width = width
+        self.width, self.without_silu = width, without_silu
         self.weight = nn.Parameter(torch.empty(channels, width).uniform_(-(width**-0.5), width**-0.5))
 
     def forward(self, x: Tensor, tail: Tensor | None = None, segment_ids: Tensor | None = None):
@@ -36,10 +37,15 @@ class ShortConvolution(nn.Module):
         if segment_ids is None or x.shape[1] == 0:
             # oneDNN's convolution is three times faster on long inputs, and slower on short ones and in float64
             fast = x.shape[1] >= 256 and x.dtype != torch.float64
-            return F.silu(self._as_image(padded) if fast else self._sum_of_taps(padded)), tail
+            return self._activated(self._as_image(padded) if fast else self._sum_of_taps(padded)), tail
         document = F.pad(number_documents(segment_ids), (self.width - 1, 0))  # the tail belongs to the first one
         still_open = (document == document[:, -1:])[:, x.shape[1] :, None]
-        return F.silu(self._sum_of_taps(padded, document)), tail * still_open
+        return self._activated(self._sum_of_taps(padded, document)), tail * still_open
+
+    def _activated(self, y: Tensor) -> Tensor:
+        if not self.without_silu:
+            return F.silu(y)
+        return torch.cat((y[..., : self.without_silu], F.silu(y[..., self.without_silu :])), dim=-1)
 
     def _sum_of_taps(self, padded: Tensor, document: Tensor | None = None) -> Tensor:
         """The formula: (B, width - 1 + T, C) -> (B, T, C), each token seeing those of its own document."""

@@ -22,6 +22,8 @@ from linrope.rotary import RotaryConfig, frequencies, unit_rotations
 ATTENTION_KINDS = ("linear", "softmax")
 EMBEDDING_STD = 0.02
 """Of the token embeddings at the start: small, for logits near 0."""
+OUTPUT_NORM_START = 0.1
+"""Weight of the norms of heads at the start: at 1, what attention adds is ten times the embeddings (in four layers)."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class LanguageModelConfig:
     """Denominator of linear layers: plain (unrotated), rotary or none."""
     short_conv: int = 0
     """Tokens seen by a causal convolution on queries, keys and values (4 is usual); 0 for none."""
+    conv_silu: str = "qkv"
+    """Where SiLU follows that convolution: qkv, or v alone, so that queries and keys take either sign."""
     forget_gate: bool = False
     """Let linear layers learn to forget, by head and token; softmax layers have no such gate."""
     gate_normalizer: float | list[float] = 1.0
@@ -60,7 +64,8 @@ class LanguageModelConfig:
     window: int | None = None
     """Tokens that softmax layers see, the present one included; null for all. Linear layers always see all."""
     output_norm: bool = False
-    """RMSNorm over each head's output, before the gate. In linear layers it undoes the division by the denominator."""
+    """RMSNorm over each head's output, before the gate, its weights 0.1 at the start. In linear layers it undoes the
+    division by the denominator."""
     output_gate: bool = False
     """Multiply each attention's output by a SiLU gate."""
     d_ff: int | None = None
@@ -163,6 +168,7 @@ class Block(nn.Module):
         shared = {
             "rope": config.rope if config.rope_layers is None or layer in config.rope_layers else None,
             "short_conv": config.short_conv,
+            "conv_silu": config.conv_silu,
             "output_norm": config.output_norm,
             "output_gate": config.output_gate,
         }
@@ -215,8 +221,11 @@ class LanguageModel(nn.Module):
 
     def _initialise(self) -> None:
         """PyTorch's own for the matrices (deviation (3 · fan-in)^-½, so that width does not matter), less for those
-        that add to the residual stream, whose sum grows with depth; small embeddings, for logits near 0."""
+        that add to the residual stream, whose sum grows with depth; small embeddings, for logits near 0, and norms of
+        heads that do not drown them."""
         for block in self.blocks:
+            if block.attention.norm is not None:
+                nn.init.constant_(block.attention.norm.weight, OUTPUT_NORM_START)
             for layer in (block.attention.out, block.mlp.out):
                 nn.init.normal_(layer.weight, std=(3 * layer.in_features * 2 * self.config.n_layers) ** -0.5)
         for weight in (self.embedding.weight, self.output.weight):

@@ -26,6 +26,7 @@ LAYERS = {
 OPTIONS = {
     "plain": {},
     "short_conv": {"short_conv": 4},
+    "conv_silu": {"short_conv": 4, "conv_silu": "v"},
     "output_gate": {"output_gate": True},
     "no positions": {"rope": None},
     "partial rope": {"rope": RotaryConfig(rotary_dim=4, interleaved=False)},
@@ -264,16 +265,18 @@ def test_the_forget_gate_is_computed_in_float32_under_autocast():
         assert layer(x).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("without_silu", [0, 3])
 @pytest.mark.parametrize(("length", "dtype"), [(11, torch.float64), (300, torch.float64), (300, torch.float32)])
-def test_the_short_convolution_is_its_formula(length, dtype):
+def test_the_short_convolution_is_its_formula(length, dtype, without_silu):
     """Short and long, fast or not: Σ_i w_i x_{t - width + 1 + i}, outputs and gradients, and the tail it leaves."""
     torch.manual_seed(0)
-    conv = ShortConvolution(5, 4).to(dtype)
+    conv = ShortConvolution(5, 4, without_silu).to(dtype)
     x = torch.randn(2, length, 5, dtype=dtype, requires_grad=True)
     tail = torch.randn(2, 3, 5, dtype=dtype, requires_grad=True)
     y, after = conv(x, tail)
     padded = torch.cat((tail, x), dim=1)
-    expected = F.silu(sum(conv.weight[:, i] * padded[:, i : i + length] for i in range(4)))
+    expected = sum(conv.weight[:, i] * padded[:, i : i + length] for i in range(4))
+    expected = torch.where(torch.arange(5) < without_silu, expected, F.silu(expected))
     close = CLOSE if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-5}  # sums of 600 terms in the weights' share
     torch.testing.assert_close(y, expected, **close)
     assert torch.equal(after, x[:, -3:])
@@ -283,6 +286,20 @@ def test_the_short_convolution_is_its_formula(length, dtype):
     pairs = zip(torch.autograd.grad(y.sum(), inputs), torch.autograd.grad(expected.sum(), inputs))
     for actual, right in pairs:
         torch.testing.assert_close(actual, right, **close)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_silu_on_the_values_alone_leaves_queries_and_keys_their_sign(kind):
+    """The layer's own convolution without SiLU on what becomes q and k, and with it on what becomes v."""
+    layer, x = layer_and_input(kind, {"short_conv": 4, "conv_silu": "v"})
+    qkv, _ = layer.conv(layer.qkv(x))
+    q, k, v = qkv.chunk(3, dim=-1)
+    everywhere, _ = layer_and_input(kind, {"short_conv": 4})
+    everywhere.load_state_dict(layer.state_dict())
+    activated, _ = everywhere.conv(layer.qkv(x))
+    torch.testing.assert_close(torch.cat((F.silu(q), F.silu(k), v), dim=-1), activated, **CLOSE)
+    assert max(q.min(), k.min()) < -0.3
+    assert v.min() > -0.279  # the least that silu takes
 
 
 @pytest.mark.parametrize(("kind", "options"), EVERY)
@@ -378,6 +395,8 @@ def test_bad_arguments_are_named():
         (lambda: LinearAttention(12, 2, backend="cuda"), "backend='cuda'"),
         (lambda: LinearAttention(12, 2, short_conv=1), "short_conv=1"),
         (lambda: LinearAttention(12, 2, short_conv=4, causal=False), "short_conv=4 looks back only"),
+        (lambda: LinearAttention(12, 2, short_conv=4, conv_silu="q"), "conv_silu='q'"),
+        (lambda: SoftmaxAttention(12, 2, conv_silu="v"), "conv_silu='v' .* set short_conv"),
         (lambda: LinearAttention(12, 2, forget_gate=True, causal=False), "forget_gate=True needs causal=True"),
         (lambda: LinearAttention(12, 2, gate_normalizer=16), "gate_normalizer=16 .* set forget_gate"),
         (lambda: LinearAttention(12, 2, forget_gate=True, gate_normalizer=0.5), "gate_normalizer=0.5 .* at least 1"),

@@ -65,6 +65,15 @@ def test_a_new_model_knows_nothing(model, tokens):
     assert abs(loss.item() - math.log(40)) < 0.1
 
 
+def test_normed_heads_start_as_small_as_the_embeddings():
+    """Heads of RMS 0.1 through W_o of deviation (3 · 64 · 2 · 4)^-½: 0.1 / √24 = 0.020, and embeddings have 0.02."""
+    torch.manual_seed(0)
+    model = LanguageModel(LanguageModelConfig(d_model=64, n_layers=4, output_norm=True))
+    added = torch.stack([block.attention(torch.randn(4, 50, 64)) for block in model.blocks])
+    assert abs(added.std() / (0.1 / 24**0.5) - 1) < 0.1  # 4 W_o of 4,096 numbers: 1 % each; v's share of it is less
+    assert abs(model.embedding.weight.std() / 0.02 - 1) < 0.05
+
+
 def test_it_learns_a_repeated_text():
     torch.manual_seed(0)
     model = LanguageModel(CONFIGS["recipe"])
