@@ -23,9 +23,9 @@ from linrope.ops.inputs import check_segment_ids, check_signed
 from linrope.rotary import RotaryConfig, RotaryEmbedding, half_of
 from linrope.softmax import KeyValueCache, softmax_attention
 
-CONV_SILU = ("qkv", "v")
-
 __all__ = ["AttentionState", "KeyValueCache", "LinearAttention", "ShortConvolution", "SoftmaxAttention"]
+
+CONV_SILU = ("qkv", "v")
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ class LinearAttention(_Attention):
         causal: see earlier tokens only; False sees all.
         short_conv: tokens seen by a depthwise causal convolution with SiLU on q, k and v (4 is usual); 0 for none.
         conv_silu: where SiLU follows that convolution: "qkv", or "v" alone, so that q and k take either sign. After
-            SiLU they are at least -0.28, φ of them at least 0.76, and hardly any weight differs from the others.
+            SiLU they are at least -0.28 and elu + 1 of them at least 0.75: no feature comes near 0.
         forget_gate: learn a decay for each head and token, `log_decay = logsigmoid(W x + b)`, which starts slow
             (W = 0, b = 4: half is forgotten in 38 tokens).
         gate_normalizer: r ≥ 1 that divides the forget gate's log decay, a number for all heads (16 in GLA, arXiv
