@@ -73,7 +73,7 @@ def peak_of(task: Task, limit: int) -> memory.Peak:
 
 
 def task_of(method: str, length: int, options: argparse.Namespace) -> Task:
-    """The models have the same sizes; the linear ones are the recipe of configs/lm-recipe.yaml."""
+    """The models have the same sizes; the linear ones are `recipe` of benchmarks/grids/recipe.yaml."""
     sizes = {"d_model": options.d_model, "n_layers": options.layers, "n_heads": options.heads, "short_conv": 4}
     if method == "softmax":
         config = LanguageModelConfig(attention="softmax", **sizes)

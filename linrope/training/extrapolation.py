@@ -105,7 +105,7 @@ def figure_of(readings: list[LengthReading], title: str) -> Figure:
             label = f"{reading.length:,} ({reading.rows})"
             _curve(all_axes[2], reading.by_position, changes, label, color=f"C{number}")
         all_axes[2].axhline(0, color="black", linewidth=0.8)
-        all_axes[2].set_ylabel(f"change against the same text in rows of {shortest.length:,}")
+        all_axes[2].set_ylabel(f"change against rows of {shortest.length:,}")
         all_axes[2].legend(title="rows of (how many)", fontsize="small")
     figure.suptitle(title, fontsize="medium")
     return figure
@@ -132,5 +132,6 @@ def _curve(axes: Axes, positions: LossByPosition, values: list[float], label: st
     axes.plot(middles, values, marker=".", label=label, linewidth=1.2, color=color)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda position, _: f"{position:,.0f}"))
+    axes.tick_params(axis="x", labelsize=7)
     axes.set_xlabel("position in the row (tokens)")
     axes.grid(alpha=0.3)
