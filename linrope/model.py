@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ class LanguageModelConfig:
     n_heads: int = 4
     """Attention heads in each layer."""
     attention: str | list[str] = "linear"
-    """"linear" or "softmax", or a list of them, one for each layer."""
+    """"linear" or "softmax", or a list of them: the layers' kinds in turn, from its first again where it ends."""
     rope: RotaryConfig | None = field(default_factory=RotaryConfig)
     """How queries and keys turn with their position; null for no positions."""
     rope_layers: list[int] | None = None
@@ -96,17 +97,19 @@ class LanguageModelConfig:
         require_choice("feature_map", self.feature_map, FEATURE_MAP_NAMES)
         if not 0 <= self.dropout < 1:
             raise InputError(f"dropout={self.dropout} must be at least 0 and below 1.")
-        if isinstance(self.attention, str):
-            require_choice("attention", self.attention, ATTENTION_KINDS)
-        elif len(self.attention) != self.n_layers:
-            raise InputError(f"attention={self.attention} must have one kind for each of n_layers={self.n_layers}.")
-        for kind in self.attention_kinds:
+        kinds = [self.attention] if isinstance(self.attention, str) else self.attention
+        if not 1 <= len(kinds) <= self.n_layers:
+            raise InputError(
+                f"attention={kinds} must have 1 to n_layers={self.n_layers} kinds: it repeats over the layers."
+            )
+        for kind in kinds:
             require_choice("attention", kind, ATTENTION_KINDS)
 
     @property
     def attention_kinds(self) -> list[str]:
         """The kind of each layer's attention."""
-        return [self.attention] * self.n_layers if isinstance(self.attention, str) else list(self.attention)
+        kinds = [self.attention] if isinstance(self.attention, str) else self.attention
+        return list(islice(cycle(kinds), self.n_layers))
 
     @property
     def mlp_width(self) -> int:

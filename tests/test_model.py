@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from linrope import InputError, LanguageModel, LanguageModelConfig, RotaryConfig
+from linrope import InputError, LanguageModel, LanguageModelConfig, RotaryConfig, SoftmaxAttention
 from linrope.feature_maps import MAP_MODULES
 from linrope.generation import Sampling, probabilities_of
 from linrope.model import sinusoids
@@ -165,6 +165,15 @@ def test_rope_turns_the_chosen_layers():
     assert {block.attention.rope is not None for block in both.blocks} == {True}
 
 
+def test_a_list_of_kinds_repeats_over_the_layers():
+    pattern = ["linear", "linear", "softmax"]
+    for n_layers, kinds in [(3, pattern), (6, 2 * pattern), (7, [*pattern, *pattern, "linear"])]:
+        config = LanguageModelConfig(d_model=16, n_heads=2, n_layers=n_layers, attention=pattern)
+        assert config.attention_kinds == kinds
+        softmax = [isinstance(block.attention, SoftmaxAttention) for block in LanguageModel(config).blocks]
+        assert softmax == [kind == "softmax" for kind in kinds]
+
+
 def test_sinusoids_are_their_formula_and_exact_far_out():
     table = sinusoids(torch.arange(50), 6)
     for t, m in [(0, 0), (7, 1), (49, 2)]:
@@ -258,7 +267,9 @@ def test_bad_calls_are_named(tokens):
         (lambda: model.generate(tokens, 3, top_p=1.5), "top_p=1.5"),
         (lambda: LanguageModelConfig(d_model=0), "d_model=0"),
         (lambda: LanguageModelConfig(attention="linaer"), "attention='linaer'.*Did you mean 'linear'"),
-        (lambda: LanguageModelConfig(attention=["linear"]), "n_layers=4"),
+        (lambda: LanguageModelConfig(attention=["linear"] * 5), "must have 1 to n_layers=4 kinds"),
+        (lambda: LanguageModelConfig(attention=[]), r"attention=\[\] must have 1 to n_layers=4 kinds"),
+        (lambda: LanguageModelConfig(attention=["linear", "sofmax"]), "attention='sofmax'.*Did you mean 'softmax'"),
         (lambda: LanguageModelConfig(dropout=1.0), "dropout=1.0"),
         (lambda: LanguageModelConfig(d_ff=0), "d_ff=0"),
         (lambda: LanguageModelConfig(window=0), "window=0"),
