@@ -23,8 +23,6 @@ from rich.console import Console
 from benchmarks import report
 from benchmarks.grid import held_out
 from linrope import LanguageModel
-from linrope.data import VOCAB_SIZE
-from linrope.errors import InputError
 
 
 @dataclass
@@ -53,12 +51,14 @@ def measure_all(
 ) -> list[Copying]:
     """Every model on the same pieces, spread over the held-out text; `tick` is called after each length."""
     text = held_out()
+    pieces = {}
+    for length in lengths:
+        starts = range(0, len(text) - length, (len(text) - length) // n_pieces)[:n_pieces]
+        pieces[length] = torch.stack([text.tokens(start, start + length) for start in starts])
     found = []
     for name, model in models.items():
         for length in lengths:
-            starts = range(0, len(text) - length, (len(text) - length) // n_pieces)
-            pieces = torch.stack([text.tokens(start, start + length) for start in list(starts)[:n_pieces]])
-            found.append(Copying(name, length, *measure(model, pieces)))
+            found.append(Copying(name, length, *measure(model, pieces[length])))
             tick()
     return found
 
@@ -95,17 +95,9 @@ def parse(args: list[str] | None) -> argparse.Namespace:
     add("--output", type=Path, default=Path("results"), help="folder for CSV, JSON and PNG (default: results)")
     options = parser.parse_args(args)
     report.check_positive(parser, options, "lengths", "pieces")
-    options.trained = {}
     stems = [path.stem for path in options.model]
-    for path in options.model:
-        try:
-            model = LanguageModel.from_pretrained(path)
-        except InputError as error:
-            parser.error(f"--model: {error}")
-        if model.config.vocab_size < VOCAB_SIZE:
-            parser.error(f"--model {path}: it needs to read bytes, with a vocabulary of {VOCAB_SIZE} or more")
-        name = path.stem if stems.count(path.stem) == 1 else str(path)
-        options.trained[name] = model.eval()
+    names = [path.stem if stems.count(path.stem) == 1 else str(path) for path in options.model]
+    options.trained = {name: report.read_byte_model(parser, path) for name, path in zip(names, options.model)}
     available = len(held_out())
     for length in options.lengths:
         if length < 4:

@@ -25,8 +25,6 @@ from torch import Tensor
 from benchmarks import report
 from benchmarks.grid import held_out
 from linrope import LanguageModel, RotaryEmbedding
-from linrope.data import VOCAB_SIZE
-from linrope.errors import InputError
 from linrope.feature_maps import after_signed, get_feature_map
 from linrope.rotary import frequencies, unit_rotations
 from linrope.watching import Seen, watched
@@ -134,14 +132,9 @@ def parse(args: list[str] | None) -> argparse.Namespace:
     report.check_positive(parser, options, "longest")
     options.trained = None
     if options.model:
-        try:
-            options.trained = LanguageModel.from_pretrained(options.model)
-        except InputError as error:
-            parser.error(f"--model: {error}")
+        options.trained = report.read_byte_model(parser, options.model)
         if "linear" not in options.trained.config.attention_kinds:
             parser.error(f"--model {options.model}: none of its layers is linear, so it has no numerators to measure")
-        if options.trained.config.vocab_size < VOCAB_SIZE:
-            parser.error(f"--model {options.model}: it reads no bytes, its vocab_size is under {VOCAB_SIZE}")
         available = len(held_out()) // (4 * N_ROWS)
         if options.longest > available:
             parser.error(f"--longest {options.longest}: the text has rows for distances up to {available}; give less")

@@ -22,8 +22,6 @@ from rich.console import Console
 from benchmarks import report
 from benchmarks.grid import held_out
 from linrope import LanguageModel
-from linrope.data import VOCAB_SIZE
-from linrope.errors import InputError
 from linrope.watching import Seen, watched
 
 
@@ -104,13 +102,10 @@ def parse(args: list[str] | None) -> argparse.Namespace:
     add("--output", type=Path, default=Path("results"), help="folder for CSV, JSON and PNG (default: results)")
     options = parser.parse_args(args)
     report.check_positive(parser, options, "context", "rows")
-    try:
-        options.trained = LanguageModel.from_pretrained(options.model)
-    except InputError as error:
-        parser.error(f"--model: {error}")
+    options.trained = report.read_byte_model(parser, options.model)
     config = options.trained.config
-    if not config.forget_gate or "linear" not in config.attention_kinds or config.vocab_size < VOCAB_SIZE:
-        parser.error(f"--model {options.model}: it needs linear layers with a forget gate, and to read bytes")
+    if not config.forget_gate or "linear" not in config.attention_kinds:
+        parser.error(f"--model {options.model}: it needs linear layers with a forget gate")
     available = len(held_out())
     if options.rows * options.context > available:
         parser.error(

@@ -24,7 +24,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import linrope
-from linrope import units
+from linrope import LanguageModel, units
+from linrope.data import VOCAB_SIZE
 from linrope.errors import InputError, suggest
 from linrope.units import bytes_text as bytes_text
 from linrope.units import count_text as count_text
@@ -68,6 +69,17 @@ def check_device(parser: argparse.ArgumentParser, device: str) -> None:
     """End with an error unless PyTorch can use the device."""
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch sees no CUDA device here; use cpu")
+
+
+def read_byte_model(parser: argparse.ArgumentParser, path: Path) -> LanguageModel:
+    """The trained model of `--model path`, or end with an error where there is none, or none that reads bytes."""
+    try:
+        model = LanguageModel.from_pretrained(path)
+    except InputError as error:
+        parser.error(f"--model: {error}")
+    if model.config.vocab_size < VOCAB_SIZE:
+        parser.error(f"--model {path}: it needs to read bytes, with a vocabulary of {VOCAB_SIZE} or more")
+    return model
 
 
 def make_folder(parser: argparse.ArgumentParser, folder: Path) -> None:

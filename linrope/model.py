@@ -97,12 +97,11 @@ class LanguageModelConfig:
         require_choice("feature_map", self.feature_map, FEATURE_MAP_NAMES)
         if not 0 <= self.dropout < 1:
             raise InputError(f"dropout={self.dropout} must be at least 0 and below 1.")
-        kinds = [self.attention] if isinstance(self.attention, str) else self.attention
-        if not 1 <= len(kinds) <= self.n_layers:
+        if not (isinstance(self.attention, str) or 1 <= len(self.attention) <= self.n_layers):
             raise InputError(
-                f"attention={kinds} must have 1 to n_layers={self.n_layers} kinds: it repeats over the layers."
+                f"attention={self.attention} must have 1 to n_layers={self.n_layers} kinds: it repeats over the layers."
             )
-        for kind in kinds:
+        for kind in self.attention_kinds:
             require_choice("attention", kind, ATTENTION_KINDS)
 
     @property
