@@ -19,7 +19,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Collection
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +28,27 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import ablation_report, report
-from benchmarks.grid import Grid, Settings, n_steps, read_grid, settings_of
+from benchmarks.grid import Grid, Settings, longest_context, n_steps, read_grid, settings_of, text_fingerprint
 from benchmarks.timing import Alternation
+from benchmarks.training_run import INTERRUPTED
 from linrope import LanguageModel
+from linrope.checkpoints import whole_file
 from linrope.errors import InputError
 from linrope.training import OptimizerConfig
 from linrope.training.module import parameter_groups
 from linrope.training.reading import token_losses
 
-SPEED_TOKENS = 8192
-"""Tokens of a step whose time is measured, at most: the speed at which long rows are trained needs one row."""
+DRIFT = 0.1
+"""A reference whose speed differs by more from what it was is worth a word."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of a variant in training, by the median of some rounds."""
+
+    tokens_per_second: float
+    spread: float | None = None
+    """Between which half of the rounds lie, as a share of the median."""
 
 
 class RunFailed(RuntimeError):
@@ -45,14 +56,15 @@ class RunFailed(RuntimeError):
 
 
 class Folder:
-    """Where a grid's results lie: `runs/VARIANT-seedN.json`, `speed.json`, and the grid's title."""
+    """Where a grid's results lie: `runs/VARIANT-seedN.json`, and `speed.json` of the device that they are made on."""
 
-    def __init__(self, path: Path, grid: Grid, settings: dict[str, Settings]):
-        self.path, self.grid, self.settings = path, grid, settings
+    def __init__(self, path: Path, grid: Grid, settings: dict[str, Settings], device: str = "cpu"):
+        self.path, self.grid, self.settings, self.device = path, grid, settings, device
         self.runs = path / "runs"
+        self.longest_context = longest_context(settings.values())
 
-    def check(self) -> None:
-        """Raise InputError where the folder holds results of another grid."""
+    def check(self, runs_follow: bool) -> None:
+        """Raise InputError where the folder holds results of another grid, or of another text where `runs_follow`."""
         for file in sorted(self.runs.glob("*.json")):
             found = json.loads(file.read_text())
             variant = found["variant"]
@@ -60,6 +72,8 @@ class Folder:
                 other = f"those of {found['measured']['title']!r}"
             elif variant in self.settings and not self._matches(found):
                 other = f"runs of {variant!r} with other options ({self._difference(found)})"
+            elif runs_follow and variant in self.settings and not self._same_text(found):
+                other = f"runs of {variant!r} on another text (another version of Python has another standard library)"
             else:
                 continue
             raise InputError(
@@ -69,11 +83,20 @@ class Folder:
 
     def _matches(self, found: dict[str, Any]) -> bool:
         own = self.settings[found["variant"]]
-        return found["fingerprint"] == own.fingerprint and found["measured"] == self.grid.measured
+        measured = found["measured"] == self.grid.measured and self._validated_on(found) == self.longest_context
+        return measured and found["fingerprint"] == own.fingerprint
+
+    def _validated_on(self, found: dict[str, Any]) -> int | None:
+        """Of which length the windows were; runs that do not say it had windows of their own."""
+        return found.get("longest_context", longest_context([Settings(**found["settings"])]))
+
+    def _same_text(self, found: dict[str, Any]) -> bool:
+        return found.get("text") in (None, text_fingerprint(self.settings[found["variant"]]))
 
     def _difference(self, found: dict[str, Any]) -> str:
-        then = {**found["measured"], **found["settings"]}
-        now = {**self.grid.measured, **asdict(self.settings[found["variant"]])}
+        then = {**found["measured"], **found["settings"], "longest context": self._validated_on(found)}
+        own = asdict(self.settings[found["variant"]])
+        now = {**self.grid.measured, **own, "longest context": self.longest_context}
         return ", ".join(f"{name} was {then[name]}" for name in then if then[name] != now.get(name))
 
     def result_of(self, variant: str, seed: int) -> Path:
@@ -97,20 +120,28 @@ class Folder:
             "measured": self.grid.measured,
             "fingerprint": own.fingerprint,
             "settings": asdict(own),
+            "text": text_fingerprint(own),
+            "longest_context": self.longest_context,
+            "device": self.device,
             "commit": report.commit(),
             "torch": torch.__version__,
         }
 
-    def read_speeds(self) -> dict[str, float]:
-        speeds = self._known_speeds()
-        return {name: speeds[own.fingerprint] for name, own in self.settings.items() if own.fingerprint in speeds}
+    def read_speeds(self) -> dict[str, Speed]:
+        speeds, keys = self._known_speeds(), self._speed_keys()
+        return {name: Speed(**speeds[key]) for name, key in keys.items() if key in speeds}
 
-    def write_speeds(self, speeds: dict[str, float]) -> None:
+    def write_speeds(self, speeds: dict[str, Speed]) -> None:
         """Keep them beside those of variants that this grid does not have: another that shares the folder may."""
-        known = self._known_speeds() | {self.settings[name].fingerprint: speed for name, speed in speeds.items()}
-        (self.path / "speed.json").write_text(json.dumps(known, indent=1) + "\n")
+        keys = self._speed_keys()
+        known = self._known_speeds() | {keys[name]: asdict(speed) for name, speed in speeds.items()}
+        with whole_file(self.path / "speed.json") as file:
+            file.write((json.dumps(known, indent=1) + "\n").encode())
 
-    def _known_speeds(self) -> dict[str, float]:
+    def _speed_keys(self) -> dict[str, str]:
+        return {name: own.speed_key(self.device) for name, own in self.settings.items()}
+
+    def _known_speeds(self) -> dict[str, dict[str, Any]]:
         file = self.path / "speed.json"
         return json.loads(file.read_text()) if file.exists() else {}
 
@@ -118,13 +149,14 @@ class Folder:
 # --- speed -----------------------------------------------------------------------------------------------------------
 
 
-def training_step(settings: Settings, rows: int) -> Any:
-    """One optimizer step of the variant's model on `rows` rows; what they hold does not matter to the time."""
+def training_step(settings: Settings, device: str) -> Any:
+    """One optimizer step of the variant's model; what its rows hold does not matter to the time."""
     torch.manual_seed(0)
-    model = LanguageModel(settings.model_config)
+    model = LanguageModel(settings.model_config).to(device)
     optimizer_config = OptimizerConfig(**settings.optimizer)
     optimizer = torch.optim.AdamW(parameter_groups(model, optimizer_config.weight_decay))
-    tokens = torch.randint(settings.model_config.vocab_size, (rows, settings.longest_row + 1))
+    shape = settings.timed_rows, settings.longest_row + 1
+    tokens = torch.randint(settings.model_config.vocab_size, shape, device=device)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -134,45 +166,58 @@ def training_step(settings: Settings, rows: int) -> Any:
     return step
 
 
-def measure_speeds(folder: Folder, rounds: int, bar: Progress) -> dict[str, float]:
-    """Tokens per second of every variant in training, by medians, measured once for a folder: all in turn, and those
-    that are added later in turn with the reference, by whose speed then and now the hours are brought to one."""
+def measure_speeds(folder: Folder, rounds: int, bar: Progress) -> dict[str, Speed]:
+    """How fast every variant trains, measured once for a folder: all in turn, and those that are added later in turn
+    with the reference, by whose speed then and now the hours are brought to one."""
     known = folder.read_speeds()
     if known.keys() == folder.settings.keys():
         return known
     reference = folder.grid.reference
-    steps, tokens = {}, {}
-    for name in dict.fromkeys([reference, *folder.settings]):
-        if name not in known or name == reference:
-            own = folder.settings[name]
-            rows = max(1, min(own.tokens_per_step, SPEED_TOKENS) // own.longest_row)
-            steps[name], tokens[name] = training_step(own, rows), rows * own.longest_row
-    task = bar.add_task("speed", total=(rounds + 1) * len(steps), now="")
-    alternation = Alternation(steps, count=False)
+    found = time_steps(folder, [reference, *(name for name in folder.settings if name not in known)], rounds, bar)
+    if reference in known:
+        drift = found[reference].tokens_per_second / known[reference].tokens_per_second
+        if abs(drift - 1) > DRIFT:
+            bar.console.print(
+                f"{reference} trains at {drift:.2f} times its speed when the other variants were measured: the new "
+                "ones are counted as if it had not changed",
+                highlight=False,
+            )
+        for name, speed in found.items():
+            found[name] = replace(speed, tokens_per_second=speed.tokens_per_second / drift)
+    folder.write_speeds(found | known)
+    return folder.read_speeds()
+
+
+def time_steps(folder: Folder, names: list[str], rounds: int, bar: Progress) -> dict[str, Speed]:
+    """The speeds of the variants named, steps that are the same measured once, by the first that has them."""
+    settings = {}
+    for name in names:
+        key = folder.settings[name].speed_key(folder.device)
+        settings.setdefault(key, (name, folder.settings[name]))
+    settings = dict(settings.values())
+    task = bar.add_task("speed", total=(rounds + 1) * len(settings), now="")
+    steps = {name: training_step(own, folder.device) for name, own in settings.items()}
+    alternation = Alternation(steps, folder.device, count=False)
     alternation.run(rounds, lambda name: bar.update(task, advance=1, now=name))
     bar.remove_task(task)
     if alternation.failures:
         name, error = next(iter(alternation.failures.items()))
         raise RunFailed(f"{name}: a training step failed: {error}") from error
-    speeds = {name: tokens[name] / sample.median for name, sample in alternation.samples.items()}
-    if reference in known:
-        speeds = {name: speed * known[reference] / speeds[reference] for name, speed in speeds.items()}
-    speeds |= known
-    folder.write_speeds(speeds)
-    return speeds
+    tokens = {name: own.timed_rows * own.longest_row for name, own in settings.items()}
+    return {name: Speed(tokens[name] / s.median, s.spread) for name, s in alternation.samples.items()}
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
-def make_runs(folder: Folder, speeds: dict[str, float], only: Collection[str], bar: Progress) -> None:
+def make_runs(folder: Folder, speeds: dict[str, Speed], only: Collection[str], bar: Progress) -> None:
     """Every run that is missing of the variants named, one process at a time."""
     task = bar.add_task("runs", total=len(folder.grid.runs), completed=len(folder.results()), now="")
     current = bar.add_task("", total=1, now="")
     for variant, seed in folder.missing:
         if variant not in only:
             continue
-        steps = n_steps(folder.grid, folder.settings[variant], speeds[variant])
+        steps = n_steps(folder.grid, folder.settings[variant], speeds[variant].tokens_per_second)
         bar.reset(current, total=steps, description=f"{variant}, seed {seed}")
         make_run(folder, variant, seed, steps, lambda **shown: bar.update(current, **shown))
         bar.advance(task)
@@ -210,9 +255,9 @@ def make_run(folder: Folder, variant: str, seed: int, steps: int, show: Any) -> 
         raise
     finally:
         spec_file.unlink(missing_ok=True)
-    if status in (130, -signal.SIGINT, -signal.SIGTERM):
+    if status in (INTERRUPTED, -signal.SIGINT, -signal.SIGTERM):
         raise KeyboardInterrupt
-    if status:
+    if status or not folder.result_of(variant, seed).exists():
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else "failed"
         raise RunFailed(f"{variant}, seed {seed} {how}:\n" + "\n".join(last))
 
@@ -241,14 +286,16 @@ def parse(args: list[str] | None) -> argparse.Namespace:
     add("--output", type=Path, help="folder for results (default: results/ablation/GRID)")
     add("--only", nargs="+", metavar="VARIANT", help="run these alone, every seed of them (default: all)")
     add("--rounds", type=int, default=5, help="rounds in which the training speeds are measured")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="where models are trained and speeds measured")
     add("--report", action="store_true", help="only report what is there")
     options = parser.parse_args(args)
     report.check_positive(parser, options, "rounds")
+    report.check_device(parser, options.device)
     options.output = options.output or Path("results/ablation", options.grid.stem)
     try:
         grid = read_grid(options.grid)
-        options.folder = Folder(options.output, grid, settings_of(grid))
-        options.folder.check()
+        options.folder = Folder(options.output, grid, settings_of(grid), options.device)
+        options.folder.check(runs_follow=not options.report)
     except InputError as error:
         parser.error(str(error))
     options.only = options.only or list(grid.variants)
@@ -277,7 +324,7 @@ def main(args: list[str] | None = None) -> int:
         except RunFailed as error:
             failure = str(error)
     if results := folder.results():
-        ablation_report.finish(console, folder, results, report.surroundings("cpu", "ablation", args))
+        ablation_report.finish(console, folder, results, report.surroundings(options.device, "ablation", args))
     if failure:
         console.print(failure, markup=False, highlight=False)
         return 1

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from benchmarks import report
-from benchmarks.grid import BLOCK, TOLERANCE
+from benchmarks.grid import BLOCK, TOLERANCE, Settings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,10 +53,11 @@ class Interval:
 class Row:
     """One variant: a row of the CSV.
 
-    `difference` is to the reference, seed by seed (runs of a seed share their data and their start), in bits per byte
-    as a share of the reference's mean. `verdict` says on which side of it its whole interval lies. `first_eighth` and
-    `last_eighth` are bits per token there in rows as long as in training; `spikes` counts hundredths of runs, see
-    `spikes`; `state_bytes` is at 1,024 tokens.
+    `difference` is to the reference, seed by seed, in bits per byte as a share of the reference's mean: runs of a seed
+    share the order of their data where their rows are as long, and their first weights where their modules are the
+    same. `verdict` says on which side of it its whole interval lies. `first_eighth` and `last_eighth` are bits per
+    token there in rows as long as in training; `spikes` counts hundredths of runs, see `spikes`; `state_bytes` is at
+    1,024 tokens.
     """
 
     variant: str
@@ -83,11 +84,13 @@ class Row:
 def finish(console: Console, folder: Any, results: list[dict[str, Any]], details: dict[str, Any]) -> None:
     """Print the table and write CSV, JSON and the picture beside the runs."""
     grid = folder.grid
-    speeds = folder.read_speeds()
+    measured = folder.read_speeds()
+    speeds = {name: speed.tokens_per_second for name, speed in measured.items()}
+    spreads = {name: speed.spread for name, speed in measured.items() if speed.spread is not None}
     rows = rows_of(results, grid, speeds)
-    report.show(console, table_of(rows, grid), remarks(rows, results))
-    details = {**details, "title": grid.title, "reference": grid.reference, "tokens_per_second": speeds}
-    details["by_context"] = by_context(results)
+    report.show(console, table_of(rows, grid), [*remarks(rows, results), *remarks_on_speeds(spreads)])
+    details = {**details, "title": grid.title, "reference": grid.reference, "by_context": by_context(results)}
+    details |= {"tokens_per_second": speeds, "spread_of_tokens_per_second": spreads}
     written = report.write(folder.path, "ablation", rows, details, lambda path: draw(path, rows, results, grid))
     console.print("wrote", *map(str, written), soft_wrap=True, highlight=False)
 
@@ -189,7 +192,9 @@ def at_tokens(run: dict[str, Any], metric: str, speed: float | None, seconds: fl
 
 def eighths(run: dict[str, Any]) -> tuple[float, float] | None:
     """Bits per token in the first and in the last eighth of rows as long as those of training, where they were read."""
-    found = run.get("evaluation", {}).get(str(run["settings"]["data"].get("context")))
+    if not run.get("evaluation"):  # recall tasks have no text
+        return None
+    found = run["evaluation"].get(str(Settings(**run["settings"]).option("context")))
     return None if found is None else (found["eighths"][0], found["eighths"][-1])
 
 
@@ -279,7 +284,18 @@ def remarks(rows: list[Row], results: list[dict[str, Any]]) -> list[str]:
     sizes = [row.parameters for row in rows]
     if max(sizes) > (1 + TOLERANCE) * min(sizes):
         said.append(f"models differ in size: {min(sizes):,} to {max(sizes):,} parameters")
+    for name, what in (("text", "texts"), ("device", "devices"), ("torch", "versions of PyTorch")):
+        if len(found := {r[name] for r in results if r.get(name)}) > 1:
+            said.append(f"the runs were made on different {what}: {', '.join(sorted(found))}")
     return said
+
+
+def remarks_on_speeds(spreads: dict[str, float]) -> list[str]:
+    """How well speeds are known: the widest spread over the rounds that they were measured in."""
+    if not spreads:
+        return []
+    name = max(spreads, key=spreads.__getitem__)
+    return [f"tok/s are medians: half of the rounds lie within {spreads[name]:.0%} of each other ({name}) or less"]
 
 
 def draw(path: Path, rows: list[Row], results: list[dict[str, Any]], grid: Any) -> None:

@@ -34,15 +34,18 @@ import yaml
 from linrope import LanguageModel, LanguageModelConfig
 from linrope.data import VOCAB_SIZE, Corpus, find_sources, split_corpus
 from linrope.errors import InputError, require_choice, suggest
-from linrope.training import LanguageModelingModule, MQARDataModule, OptimizerConfig, RecallModule, TextDataModule
+from linrope.training import MQARDataModule, OptimizerConfig, TextDataModule
 
 SECTIONS = ("model", "data", "optimizer")
 COUNTS = ("context", "batch_size", "tokens_per_batch", "vocab_size")
-TASKS = {"text": (LanguageModelingModule, TextDataModule), "mqar": (RecallModule, MQARDataModule)}
+DATA_MODULES = {"text": TextDataModule, "mqar": MQARDataModule}
+"""By task."""
 BLOCK, EIGHTHS = 256, 8
 """Losses are kept by blocks of so many tokens of a text, and by parts of a row, so many."""
 HELD_OUT = (0.95, 0.05, 0.0)
 """The `data.fractions` of the shipped grids. (Three fifths of the default's validation text are one file of prose.)"""
+SPEED_TOKENS = 8192
+"""Tokens of a step whose time is measured, at most: the speed at which long rows are trained needs one row."""
 TOLERANCE = 0.02
 """Models count as equally large when their numbers of parameters differ by no more than this share."""
 
@@ -94,7 +97,7 @@ class Grid:
     """Widen or narrow the MLPs of variants, so that all models are as large as the reference."""
 
     def __post_init__(self) -> None:
-        require_choice("task", self.task, TASKS)
+        require_choice("task", self.task, DATA_MODULES)
         if not self.variants or not isinstance(self.variants, dict):
             raise InputError("variants: the grid has none; name at least one.")
         for name in self.variants:
@@ -148,7 +151,7 @@ class Settings:
 
     def option(self, name: str) -> Any:
         """An option of the data, given or by default."""
-        parameters = inspect.signature(TASKS[self.task][1]).parameters
+        parameters = inspect.signature(DATA_MODULES[self.task]).parameters
         value = self.data.get(name, parameters[name].default)
         if name in COUNTS and type(value) is not int:
             raise InputError(f"data.{name}={value!r} must be a whole number.")
@@ -162,9 +165,22 @@ class Settings:
         return self.option("context")
 
     @property
+    def timed_rows(self) -> int:
+        """Rows of the training step whose time is measured."""
+        return max(1, min(self.tokens_per_step, SPEED_TOKENS) // self.longest_row)
+
+    @property
     def fingerprint(self) -> str:
         """The same for the same settings, whatever else changed."""
-        return hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=8).hexdigest()
+        return _hash(asdict(self))
+
+    def speed_key(self, device: str) -> str:
+        """The same for the same training step on the same kind of device: a learning rate takes no time."""
+        return _hash([self.task, self.model, self.timed_rows, self.longest_row, device])
+
+
+def _hash(values: Any) -> str:
+    return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def read_grid(path: Path) -> Grid:
@@ -212,6 +228,7 @@ def settings_of(grid: Grid) -> dict[str, Settings]:
             settings[name] = _variant(grid, changes or {})
         except (InputError, TypeError, ValueError, AttributeError) as error:  # a value of a kind that nobody foresaw
             raise InputError(f"variant {name!r}: {error}") from error
+    _check_same_text(settings)
     if not grid.match_parameters:
         return settings
     size = n_parameters(settings[grid.reference])
@@ -225,7 +242,7 @@ def _variant(grid: Grid, changes: dict[str, Any]) -> Settings:
     if sections["optimizer"].get("betas"):
         sections["optimizer"]["betas"] = tuple(sections["optimizer"]["betas"])
     settings = Settings(grid.task, **sections)
-    _, data_module = TASKS[grid.task]
+    data_module = DATA_MODULES[grid.task]
     _check_options(settings.data, inspect.signature(data_module).parameters, "data")
     _check_options(settings.optimizer, [f.name for f in fields(OptimizerConfig)], "optimizer")
     if "seed" in settings.data:
@@ -240,13 +257,30 @@ def _variant(grid: Grid, changes: dict[str, Any]) -> Settings:
     return settings
 
 
+def longest_context(settings: Iterable[Settings]) -> int | None:
+    """The longest `data.context` of variants that read text: all are validated on windows of so many tokens, each in
+    rows of its own."""
+    return max((own.option("context") for own in settings if own.task == "text"), default=None)
+
+
+def _check_same_text(settings: dict[str, Settings]) -> None:
+    """Raise InputError unless the windows of the longest rows can be cut into those of every variant."""
+    longest = longest_context(settings.values())
+    for name, own in settings.items():
+        if longest is not None and longest % own.option("context"):
+            raise InputError(
+                f"variant {name!r}: data.context={own.option('context')} does not divide the grid's longest, "
+                f"{longest}, so the two could not be judged on the same text."
+            )
+
+
 def _check_text(grid: Grid, settings: Settings) -> None:
     """Raise InputError unless the model reads bytes and there is as much validation text as is to be read."""
     if settings.model_config.vocab_size < VOCAB_SIZE:
         raise InputError(
             f"model.vocab_size={settings.model_config.vocab_size} must be {VOCAB_SIZE} or more, for bytes."
         )
-    available = _validation_tokens(settings.option("path"), tuple(settings.option("fractions")))
+    available = len(splits_of(settings)["val"])
     needs = {
         "data.context": settings.option("context"),
         "validation_tokens": grid.validation_tokens,
@@ -260,12 +294,24 @@ def _check_text(grid: Grid, settings: Settings) -> None:
 @cache
 def held_out() -> Corpus:
     """The text that the grids for text in benchmarks/grids are validated on, none of which they train on."""
-    return split_corpus(find_sources(None), HELD_OUT)["val"]
+    return _splits(None, HELD_OUT)["val"]
+
+
+def splits_of(settings: Settings) -> dict[str, Corpus]:
+    """The text of a variant that reads text, by split."""
+    return _splits(settings.option("path"), tuple(settings.option("fractions")))
 
 
 @cache
-def _validation_tokens(path: str | None, fractions: tuple[float, ...]) -> int:
-    return len(split_corpus(find_sources(path), fractions)["val"])
+def _splits(path: str | None, fractions: tuple[float, ...]) -> dict[str, Corpus]:
+    return split_corpus(find_sources(path), fractions)
+
+
+def text_fingerprint(settings: Settings) -> str | None:
+    """The same for the same files in the same splits; None where the task makes its own rows."""
+    if settings.task != "text":
+        return None
+    return _hash({name: corpus.fingerprint() for name, corpus in splits_of(settings).items()})
 
 
 def _check_recall(grid: Grid, settings: Settings) -> None:

@@ -1,6 +1,6 @@
 """How far each head of a trained model sees: how long what it wrote lives on text, head by head.
 
-    python -m benchmarks.reach --model benchmarks/results/cpu/ablation/recipe/runs/recipe-seed0.model
+    python -m benchmarks.reach --model results/ablation/recipe/runs/recipe-seed0.model
 
 A head with a forget gate multiplies what it remembers by e^log_decay at every token, a number it learns from the token.
 What it wrote at a token lives until that has made 1/e of it: so many tokens. Shown are the median over tokens, and the

@@ -6,6 +6,7 @@ import argparse
 import csv
 import importlib.util
 import json
+import math
 import os
 import platform
 import shlex
@@ -201,8 +202,18 @@ def write(
         table = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else ["method", "length"])
         table.writeheader()
         table.writerows(rows)
-    written[1].write_text(json.dumps({**details, "points": rows}, indent=2, ensure_ascii=False) + "\n")
+    contents = _finite({**details, "points": rows})
+    written[1].write_text(json.dumps(contents, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     if draw and rows and importlib.util.find_spec("matplotlib"):
         written.append(folder / f"{stem}.png")
         draw(written[-1])
     return written
+
+
+def _finite(value: Any) -> Any:
+    """The same with None for numbers that are not finite, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -20,20 +20,23 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import Tensor
+from torch.utils.data import Dataset
 
-from benchmarks.grid import BLOCK, EIGHTHS, TASKS, Evaluation, Settings
+from benchmarks.grid import BLOCK, EIGHTHS, Evaluation, Settings
 from linrope import LanguageModel, linear_attention
 from linrope.checkpoints import whole_file
-from linrope.data import Corpus
-from linrope.training import OptimizerConfig, TextDataModule
+from linrope.data import Corpus, EvaluationWindows
+from linrope.errors import NonFiniteError
+from linrope.training import LanguageModelingModule, MQARDataModule, OptimizerConfig, RecallModule, TextDataModule
 from linrope.training.callbacks import LastCheckpoint
 from linrope.training.cli import quiet_lightning
-from linrope.training.module import NonFiniteError
 from linrope.training.reading import bits_per_byte, bytes_of, row_losses
 from linrope.watching import Seen, watched
 
 SAY_EVERY_SECONDS = 0.5
 SAVE_EVERY_SECONDS = 120
+INTERRUPTED = 130
+"""The exit status of a run that Ctrl-C or SIGTERM ended."""
 UNFINISHED = ".unfinished"
 
 
@@ -99,23 +102,67 @@ def say(**values: Any) -> None:
     print(json.dumps(values), flush=True)
 
 
-def run(settings: Settings, seed: int, steps: int, evaluation: Evaluation, options: dict[str, Any], stem: Path) -> dict:
+class PiecesOfWindows(Dataset[dict[str, Tensor]]):
+    """Windows, each cut into rows of `context` tokens."""
+
+    def __init__(self, windows: EvaluationWindows, context: int) -> None:
+        self.windows, self.context = windows, context
+        self.per_window = windows.context // context
+
+    def __len__(self) -> int:
+        return len(self.windows) * self.per_window
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        number, piece = divmod(i, self.per_window)
+        place = slice(piece * self.context, (piece + 1) * self.context)
+        return {name: tokens[place] for name, tokens in self.windows[number].items()}
+
+
+class GridText(TextDataModule):
+    """Text as users train on it, but validated on windows of a grid's longest rows, cut into the variant's own: which
+    windows come first depends on their length, and all variants are to be judged on the same text."""
+
+    def __init__(self, longest_context: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.longest_context = longest_context
+
+    def evaluation_windows(self, split: str) -> PiecesOfWindows:
+        windows = EvaluationWindows(self.corpora[split], self.longest_context, split, self.documents)
+        return PiecesOfWindows(windows, self.context)
+
+
+def run(
+    settings: Settings,
+    seed: int,
+    steps: int,
+    evaluation: Evaluation,
+    options: dict[str, Any],
+    stem: Path,
+    longest_context: int | None = None,
+    device: str = "cpu",
+) -> dict:
     """Train once, and say all that is to be known of it.
 
     Args:
         options: `validations` and `validation_tokens`, as a Grid has them.
         stem: where checkpoints and weights go, without an ending.
+        longest_context: of the grid's variants that read text; None for this variant's own.
+        device: cpu or cuda.
     """
     seed_everything(seed, verbose=False)
-    make_module, make_data = TASKS[settings.task]
-    module = make_module(settings.model_config, OptimizerConfig(**settings.optimizer))
-    data = make_data(**{**settings.data, "seed": seed})
+    optimizer_config = OptimizerConfig(**settings.optimizer)
+    if settings.task == "text":
+        longest_context = longest_context or settings.option("context")
+        module = LanguageModelingModule(settings.model_config, optimizer_config)
+        data = GridText(longest_context, **settings.data, seed=seed)
+    else:
+        module, data = RecallModule(settings.model_config, optimizer_config), MQARDataModule(**settings.data, seed=seed)
     # named for all that decides the run: what was begun with other options is not gone on with
     decides = (settings.fingerprint, steps, options["validations"], options["validation_tokens"])
     recorder = Recorder(stem.with_name(f"{stem.name}.{'-'.join(map(str, decides))}{UNFINISHED}"))
     checkpoint = recorder.folder / "last.ckpt"
-    few, all_ = validation_batches(settings, options["validation_tokens"])
-    trainer = _trainer(steps, few, max(1, steps // options["validations"]), [recorder])
+    few, all_ = validation_batches(settings, options["validation_tokens"], longest_context)
+    trainer = _trainer(device, steps, few, max(1, steps // options["validations"]), [recorder])
     failure = None
     try:
         trainer.fit(module, data, ckpt_path=checkpoint if checkpoint.exists() else None, weights_only=True)
@@ -132,29 +179,31 @@ def run(settings: Settings, seed: int, steps: int, evaluation: Evaluation, optio
         "state_bytes": module.model.state_bytes(1024),
     }
     if failure is None:
-        trainer = _trainer(steps, all_, 1, [])
+        trainer = _trainer(device, steps, all_, 1, [])
         trainer.validate(module, data, verbose=False)
         result["final"] = _validation_metrics(trainer)
         if settings.task == "text":
-            model = module.model.eval()
+            model = module.model.to(device).eval()  # the trainer has left it on the CPU
             result["evaluation"] = evaluate_text(model, data, evaluation)
             result["smallest_denominator"] = smallest_denominator(model, data)
         module.model.save_pretrained(stem.with_name(stem.name + ".model"))
     return result
 
 
-def validation_batches(settings: Settings, tokens: int) -> tuple[int, int] | tuple[float, float]:
-    """`limit_val_batches` for the curves and for the end: of recall tasks always the whole, which is small."""
+def validation_batches(settings: Settings, tokens: int, window: int | None) -> tuple[int, int] | tuple[float, float]:
+    """`limit_val_batches` for the curves, which see a quarter, and for the end: whole windows of so many tokens. Recall
+    tasks are always measured on all of their rows, which are few."""
     if settings.task != "text":
         return 1.0, 1.0
-    batches = max(1, tokens // settings.tokens_per_step)
-    return max(1, batches // 4), batches
+    windows = max(1, tokens // 4 // window), max(1, tokens // window)
+    few, all_ = (max(1, n * window // settings.tokens_per_step) for n in windows)
+    return few, all_
 
 
-def _trainer(steps: int, validation_batches: float, every: int, callbacks: list[Callback]) -> Trainer:
+def _trainer(device: str, steps: int, validation_batches: float, every: int, callbacks: list[Callback]) -> Trainer:
     return Trainer(
         max_steps=steps,
-        accelerator="auto",
+        accelerator="gpu" if device == "cuda" else "cpu",
         devices=1,
         callbacks=callbacks,
         logger=False,
@@ -210,7 +259,8 @@ def _rounded(values: Tensor) -> list[float]:
 @torch.no_grad()
 def smallest_denominator(model: LanguageModel, data: TextDataModule) -> float | None:
     """The smallest |denominator| of any linear layer, head and token in one row of validation text."""
-    rows, smallest = data.corpora["val"].tokens(0, data.context)[None], []
+    device = next(model.parameters()).device
+    rows, smallest = data.corpora["val"].tokens(0, data.context)[None].to(device), []
 
     def watch(seen: Seen) -> None:
         rope, normalize = seen.options["rope"], seen.options["normalize"]
@@ -235,7 +285,8 @@ def main(spec_path: str) -> None:
     settings, measured = Settings(**identity["settings"]), identity["measured"]
     quiet_lightning()
     evaluation = Evaluation(**measured["evaluate"])
-    found = run(settings, identity["seed"], spec["steps"], evaluation, measured, target.with_suffix(""))
+    where = identity["longest_context"], identity["device"]
+    found = run(settings, identity["seed"], spec["steps"], evaluation, measured, target.with_suffix(""), *where)
     with whole_file(target) as file:
         file.write((json.dumps({**identity, **found}) + "\n").encode())
     for folder in target.parent.glob(f"{target.stem}.*{UNFINISHED}"):
@@ -245,5 +296,5 @@ def main(spec_path: str) -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv[1])
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except (KeyboardInterrupt, SystemExit):  # Lightning turns signals into exits, some of which look like success
+        sys.exit(INTERRUPTED)

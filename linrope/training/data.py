@@ -38,7 +38,7 @@ class TextDataModule(LightningDataModule):
 
     Batches are `{"inputs", "targets"}`, each int64 (batch_size, context), and with documents apart `"segment_ids"`, the
     same: each run of equal numbers is a document. In lanes there is `"fresh"`, bool (batch_size,): see `Lanes`. Where
-    tokens are no bytes, `"n_bytes"`, int64 (batch_size,), says how many bytes of text a row's targets stand for, or 0.
+    tokens are no bytes, `"n_bytes"`, the same, says how many bytes of text each target stands for, or 0.
     Training has no epochs: sample `i` of a run follows from `seed` and `i`, and a resumed run goes on with the sample
     after the last that its checkpoint has learned from.
 
@@ -117,9 +117,9 @@ class TextDataModule(LightningDataModule):
         if stage == "fit":
             self._train = self._training_lanes() if self.lanes else self._training_windows()
         if stage == "validate" or (stage == "fit" and self._validates):
-            self._val = self._evaluation_windows("val")
+            self._val = self.evaluation_windows("val")
         if stage == "test":
-            self._test = self._evaluation_windows("test")
+            self._test = self.evaluation_windows("test")
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -154,12 +154,7 @@ class TextDataModule(LightningDataModule):
         corpus = self.corpora["train"]
         if self.curriculum is None:
             return CurriculumWindows([TrainingWindows(corpus, self.context, self.seed, self.documents)])
-        needed, given = self.plan.n_steps, self.trainer.max_steps
-        if given < needed:
-            raise InputError(
-                f"trainer.max_steps={given} ends before data.curriculum does, which takes {needed:,} optimizer steps: "
-                f"set it to {needed} or more, or lower the stages' tokens."
-            )
+        self.require_steps(self.plan, self.trainer.max_steps)
         return CurriculumWindows(
             TrainingWindows(corpus, stage.seq_len, self.seed, self.documents, f"data.curriculum[{number}].seq_len")
             for number, stage in enumerate(self.curriculum)
@@ -170,7 +165,8 @@ class TextDataModule(LightningDataModule):
         own = trainer.global_rank, trainer.world_size
         return Lanes(self.corpora["train"], self.context, self.batch_size, self.seed, self.documents, *own)
 
-    def _evaluation_windows(self, split: str) -> EvaluationWindows:
+    def evaluation_windows(self, split: str) -> EvaluationWindows:
+        """What validation or test reads; it needs `open`."""
         windows = EvaluationWindows(self.corpora[split], self.context, split, self.documents)
         if len(windows) < (world_size := self.trainer.world_size):  # one without any would not join in the sums
             raise InputError(
@@ -183,9 +179,21 @@ class TextDataModule(LightningDataModule):
     @property
     def plan(self) -> TrainingPlan:
         """Which samples each optimizer step has; it depends on the trainer's devices and accumulation."""
+        return self.plan_for(self.trainer.accumulate_grad_batches * self.trainer.world_size)
+
+    def plan_for(self, batches_per_step: int) -> TrainingPlan:
+        """The same, with so many batches in an optimizer step, over all devices."""
         # Without a curriculum the first step's stage goes on for ever.
         stages = self.curriculum or [CurriculumStage(1, self.context, self.batch_size)]
-        return TrainingPlan(stages, self.trainer.accumulate_grad_batches * self.trainer.world_size)
+        return TrainingPlan(stages, batches_per_step)
+
+    def require_steps(self, plan: TrainingPlan, max_steps: int) -> None:
+        """Raise InputError where a run of so many steps would end before its curriculum."""
+        if self.curriculum is not None and max_steps < plan.n_steps:
+            raise InputError(
+                f"trainer.max_steps={max_steps} ends before data.curriculum does, which takes {plan.n_steps:,} "
+                f"optimizer steps: set it to {plan.n_steps} or more, or lower the stages' tokens."
+            )
 
     def tokens_at(self, step: int) -> int:
         """Tokens that a run has trained on, over all devices, after `step` optimizer steps."""

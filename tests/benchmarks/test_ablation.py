@@ -12,8 +12,9 @@ import yaml
 
 from benchmarks import ablation, ablation_report
 from benchmarks.ablation_report import Interval, verdict
+from benchmarks.grid import read_grid, settings_of
 from benchmarks.timing import Sample
-from benchmarks.training_run import smallest_denominator
+from benchmarks.training_run import GridText, smallest_denominator, validation_batches
 from linrope import LanguageModel, LanguageModelConfig, RotaryConfig
 
 
@@ -55,6 +56,11 @@ class Changed:
         return {f.name: f.stat().st_mtime_ns for f in (self.folder / "results" / "runs").glob("*.json")}
 
 
+def said(capsys) -> str:
+    """What was printed, in one line."""
+    return " ".join(capsys.readouterr().out.split())
+
+
 def test_a_grid_end_to_end(grid, capsys):
     assert grid.run() == 0
     folder = grid.folder / "results"
@@ -70,6 +76,7 @@ def test_a_grid_end_to_end(grid, capsys):
     # the weights that were kept are those that were measured
     model = LanguageModel.from_pretrained(folder / "runs" / "linear-seed1.model")
     assert model.n_parameters == run["parameters"]
+    assert "NaN" not in (folder / "ablation.json").read_text()  # which is no JSON
     rows = {row["variant"]: row for row in csv.DictReader((folder / "ablation.csv").open())}
     finals = [json.loads((folder / "runs" / f"softmax-seed{s}.json").read_text())["final"]["bpb"] for s in (0, 1)]
     assert float(rows["softmax"]["mean"]) == pytest.approx(sum(finals) / 2)
@@ -100,12 +107,43 @@ def test_a_grid_end_to_end(grid, capsys):
         assert message in " ".join(capsys.readouterr().err.split())
         assert grid.files == before
 
+    # nor do runs on another text join it, though what was found can be read without that text
+    grid.values["optimizer"]["lr"] = 0.01
+    run_file = folder / "runs" / "linear-seed1.json"
+    run_file.write_text(json.dumps({**run, "text": "that of another day"}))
+    with pytest.raises(SystemExit):
+        grid.run()
+    assert "runs of 'linear' on another text" in " ".join(capsys.readouterr().err.split())
+    assert grid.run("--report") == 0
+    assert "the runs were made on different texts: " in said(capsys)
+
+
+def test_rows_of_all_lengths_are_validated_on_the_same_text(grid):
+    options = {**grid.values["data"], "batch_size": 1, "seed": 0}
+    short, long = GridText(128, **{**options, "context": 32}), GridText(128, **{**options, "context": 128})
+    for data in (short, long):
+        data.open()
+    for split in ("val", "train"):
+        rows, windows = short.evaluation_windows(split), long.evaluation_windows(split)
+        assert len(rows) == 4 * len(windows) > 8
+        for name in ("inputs", "targets"):
+            pieces = torch.stack([rows[i][name] for i in range(len(rows))])
+            assert torch.equal(pieces.view(-1, 128), torch.stack([windows[i][name] for i in range(len(windows))]))
+    # so many batches are read of them
+    grid.values["variants"]["long"] = {"data.context": 128, "data.batch_size": 1}
+    grid.folder.joinpath("small.yaml").write_text(yaml.safe_dump(grid.values))
+    settings = settings_of(read_grid(grid.folder / "small.yaml"))
+    read = {
+        name: [n * own.tokens_per_step for n in validation_batches(own, 2560, 128)] for name, own in settings.items()
+    }
+    assert read == {name: [640, 2560] for name in settings}
+
 
 @pytest.mark.parametrize("step", [8, 10], ids=["between validations", "before a validation"])
 def test_an_interrupted_run_goes_on_where_it_was(grid, monkeypatch, step):
     """Stopped inside it, a run ends with the same numbers as one that was never stopped."""
     from benchmarks import training_run
-    from benchmarks.grid import Evaluation, read_grid, settings_of
+    from benchmarks.grid import Evaluation
 
     path = grid.folder / "small.yaml"
     path.write_text(yaml.safe_dump(grid.values))
@@ -151,6 +189,29 @@ def test_ctrl_c_keeps_finished_runs(grid, monkeypatch, capsys):
     assert grid.run() == 130
     assert set(grid.files) == {"linear-seed0.json"}
     assert "3 runs are left" in capsys.readouterr().out
+
+
+def test_a_run_that_sigterm_ends_is_interrupted_not_done(grid, monkeypatch, capsys):
+    """Lightning turns SIGTERM into an exit that looks like success."""
+    make, processes = ablation.make_run, []
+
+    class Popen(ablation.subprocess.Popen):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            processes.append(self)
+
+    def terminate_at_the_first_step(folder, variant, seed, steps, show):
+        def ended(completed=None, **shown):
+            if completed:
+                processes[-1].terminate()
+
+        make(folder, variant, seed, steps, ended)
+
+    monkeypatch.setattr(ablation.subprocess, "Popen", Popen)
+    monkeypatch.setattr(ablation, "make_run", terminate_at_the_first_step)
+    assert grid.run(tokens=64 * 10**5) == 130
+    assert processes[-1].returncode == 130
+    assert not grid.files
 
 
 def test_a_run_that_fails_is_told_with_its_reason(grid, capsys, monkeypatch):
@@ -215,7 +276,7 @@ def run_of(variant: str, seed: int, bpb: float, **more) -> dict:
         "curve": curve,
         "training": training,
         "state_bytes": 1,
-        "settings": {"data": {"context": 1024}},
+        "settings": {"task": "text", "model": {}, "data": {}, "optimizer": {}},
         **more,
     }
 
@@ -338,14 +399,14 @@ def test_a_recall_grid_reports_accuracy(tmp_path, capsys):
     assert "accuracy after 2,048 tokens" in capsys.readouterr().out
 
 
-def test_speeds_that_are_added_later_are_brought_to_the_same_hour(grid, monkeypatch):
+def test_speeds_that_are_added_later_are_brought_to_the_same_hour(grid, monkeypatch, capsys):
     """The reference took 1 s a step then and 2 s now: what takes 4 s now would have taken 2 s."""
     seconds = {"linear": 1.0, "softmax": 3.0}
 
     class Timed:
         failures: ClassVar[dict] = {}
 
-        def __init__(self, steps, count):
+        def __init__(self, steps, device, count):
             self.samples = {name: Sample((seconds[name],)) for name in steps}
 
         def run(self, rounds, tick):
@@ -354,13 +415,29 @@ def test_speeds_that_are_added_later_are_brought_to_the_same_hour(grid, monkeypa
     monkeypatch.setattr(ablation, "Alternation", Timed)
     monkeypatch.setattr(ablation, "make_runs", lambda *args: None)
     grid.run()
-    path = grid.folder / "results" / "speed.json"
-    first = sorted(json.loads(path.read_text()).values())
-    seconds.update(linear=2.0, half=4.0)
-    grid.run(variants={**grid.values["variants"], "half": {"optimizer.lr": 0.005}})
-    second = sorted(json.loads(path.read_text()).values())
+
+    def speeds() -> list[float]:
+        found = json.loads((grid.folder / "results" / "speed.json").read_text()).values()
+        return sorted(speed["tokens_per_second"] for speed in found)
+
+    first = speeds()
+    seconds.update(linear=2.0, none=4.0)
+    grid.run(variants={**grid.values["variants"], "none": {"model.rope": None}})
+    assert "linear trains at 0.50 times its speed when the other variants were measured" in said(capsys)
+    second = speeds()
     assert first == [64 * 2 / 2 / 3.0, 64 * 2 / 2 / 1.0]
     assert second == [first[0], 64 * 2 / 2 / 2.0, first[1]]
-    seconds["faster"] = 1.0
-    grid.run(variants={"linear": {}, "faster": {"optimizer.lr": 0.02}})  # a grid of fewer variants forgets none
-    assert sorted(json.loads(path.read_text()).values()) == sorted([*second, 2 * first[1]])
+    seconds["far"] = 1.0
+    grid.run(variants={"linear": {}, "far": {"model.rope.base": 500.0}})  # a grid of fewer variants forgets none
+    assert speeds() == sorted([*second, 2 * first[1]])
+
+
+def test_steps_that_are_the_same_are_measured_once(grid, monkeypatch):
+    monkeypatch.setattr(ablation, "make_runs", lambda *args: None)
+    grid.run(variants={"linear": {}, "slow": {"optimizer.lr": 0.005}, "softmax": {"model.attention": "softmax"}})
+    assert len(json.loads((grid.folder / "results" / "speed.json").read_text())) == 2
+    folder = ablation.parse(
+        ["--grid", str(grid.folder / "small.yaml"), "--output", str(grid.folder / "results")]
+    ).folder
+    found = folder.read_speeds()
+    assert found["slow"] == found["linear"] != found["softmax"]

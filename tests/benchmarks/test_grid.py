@@ -49,6 +49,11 @@ def test_a_variant_changes_what_its_paths_name(tmp_path):
     assert len({own.fingerprint for own in settings.values()}) == 3
 
 
+def test_rows_must_be_cut_from_the_longest(tmp_path):
+    with pytest.raises(InputError, match=r"variant 'odd': data\.context=24 does not divide the grid's longest, 32"):
+        settings_of(grid_of(tmp_path, variants={"linear": {"data.context": 32}, "odd": {"data.context": 24}}))
+
+
 def test_runs_go_seed_by_seed_and_further_seeds_come_last(tmp_path):
     runs = grid_of(tmp_path, more_seeds={"softmax": [7, 5], "linear": [5]}).runs
     assert runs[:4] == [("linear", 0), ("softmax", 0), ("linear", 1), ("softmax", 1)]

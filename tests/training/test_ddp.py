@@ -259,7 +259,7 @@ def test_what_the_first_rank_refuses_stops_all_and_is_said_once(two, base, tmp_p
 @pytest.mark.parametrize(("stage", "split"), [("fit", "val"), ("validate", "val"), ("test", "test")])
 def test_a_split_with_fewer_samples_than_devices_is_refused(base, stage, split):
     texts, options = base_option(base, "data.path"), {"context": 300, "fractions": [0.7, 0.2, 0.1]}
-    n = len(attached(texts, stage=stage, **options)._evaluation_windows(split))
+    n = len(attached(texts, stage=stage, **options).evaluation_windows(split))
     attached(texts, stage=stage, world_size=n, **options)
     with pytest.raises(
         InputError, match=rf"the {split} split holds {n} × data\.context=300 tokens, but {n + 1} devices"
