@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -69,6 +70,18 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     _sync_folder(path.parent)
 
 
+def require_writable(folder: Path, option: str) -> None:
+    """Raise InputError, naming the option, unless files can be made in a folder, or the folder in one that exists."""
+    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise InputError(
+            f"{option}={str(folder)!r}: cannot write there ({error.strerror}). Give another folder."
+        ) from error
+
+
 def require_new(path: Path, option: str, overwrite: bool) -> None:
     """Raise InputError, naming the option, unless a file may be written there."""
     if not path.parent.is_dir():
@@ -76,6 +89,7 @@ def require_new(path: Path, option: str, overwrite: bool) -> None:
     if path.is_dir() or (path.exists() and not overwrite):
         what = "is a folder" if path.is_dir() else "exists"
         raise InputError(f"{option}={str(path)!r} {what}: choose another name, or replace a file with --overwrite.")
+    require_writable(path.parent, option)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -86,7 +86,9 @@ def load_context(path: str | Path, model: LanguageModel) -> Context:
     content = load_plain(Path(path), "state file")
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InputError(f"state file {str(path)!r} is none of this version ({FORMAT}): save it with --save_state.")
-    _require_same(content["model"], fingerprint(model), path)
+    saved = content["model"]
+    saved["config"] = model.config.from_dict(saved["config"]).to_dict()  # files do not know of options that came later
+    _require_same(saved, fingerprint(model), path)
     device = next(model.parameters()).device
     state = from_plain(content["state"], device)
     return Context(state, content["logits"].to(device), content["recent"].to(device))

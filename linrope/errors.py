@@ -12,6 +12,10 @@ class InputError(ValueError):
     """An argument that cannot be served. The message names the argument, its value and the mend."""
 
 
+class NonFiniteError(RuntimeError):
+    """A loss, a gradient (raised before the weights change) or a logit is infinite or NaN."""
+
+
 def suggest(name: str, choices: Iterable[str]) -> str:
     """`" Did you mean 'x'?"` for the choice closest to `name`, or `""` where nothing is close."""
     nearest = difflib.get_close_matches(str(name), list(choices), n=1)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from linrope.context import Context
-from linrope.errors import InputError
+from linrope.errors import InputError, NonFiniteError
 from linrope.states import forget_rows
 
 if TYPE_CHECKING:
@@ -177,9 +177,12 @@ def _steps(model: LanguageModel, context: Context, max_new_tokens: int, sampler:
             context = read(model, token[:, None], context)
 
 
-def generate(model: LanguageModel, tokens: Prompts, max_new_tokens: int, **options) -> Tensor | list[Tensor]:
-    """The prompts (B, T), or a list of (T_b,), each with the tokens that `stream` adds to it."""
+def generate(model: LanguageModel, tokens: Prompts | Context, max_new_tokens: int, **options) -> Tensor | list[Tensor]:
+    """The prompts (B, T), or a list of (T_b,), each with the tokens that `stream` adds to it; these alone, (B,
+    max_new_tokens), after a context."""
     new = list(stream(model, tokens, max_new_tokens, **options))
+    if isinstance(tokens, Context):
+        tokens = tokens.recent[:, :0]
     if isinstance(tokens, Tensor):
         return torch.cat([tokens, *(token[:, None] for token in new)], dim=1)
     return [torch.cat([prompt, *(token[row, None] for token in new)]) for row, prompt in enumerate(tokens)]
@@ -206,11 +209,14 @@ class Sampler:
         """(B,) int64.
 
         Raises:
-            RuntimeError: logits that are not finite.
+            NonFiniteError: logits that are not finite.
         """
         sampling, logits = self.sampling, context.logits.float()
         if not torch.isfinite(logits).all():
-            raise RuntimeError("The model's logits are not finite: its weights are damaged, or its training diverged.")
+            raise NonFiniteError(
+                "the model's logits are not finite: its weights are damaged, or its training diverged. Give another "
+                "checkpoint."
+            )
         if sampling.repetition_penalty != 1:
             logits = _penalised(logits, context.recent, sampling.repetition_penalty)
         if sampling.temperature == 0:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linrope.checkpoints import CONFIG_FILE, EXPORTED_TOKENIZER_FILE, WEIGHTS_FILE
+from linrope.checkpoints import CONFIG_FILE, EXPORTED_TOKENIZER_FILE, WEIGHTS_FILE, require_writable
 from linrope.data.tokenizer import ByteTokenizer, tokenizer_from_plain
 from linrope.data.tokenizer import Tokenizer as TextTokenizer
 from linrope.errors import InputError
@@ -297,6 +297,7 @@ def require_free(folder: Path, overwrite: bool) -> None:
         raise InputError(f"--output={str(folder)!r} is a file: choose a folder.")
     if not overwrite and folder.is_dir() and any(folder.iterdir()):
         raise InputError(f"--output={str(folder)!r} exists and is not empty: choose another, or pass --overwrite.")
+    require_writable(folder, "--output")
 
 
 def _write(model: LanguageModel, folder: Path) -> None:

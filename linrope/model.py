@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,9 @@ from linrope.errors import InputError, check_keys, require_choice
 from linrope.feature_maps import FEATURE_MAP_NAMES
 from linrope.ops.inputs import check_segment_ids
 from linrope.rotary import RotaryConfig, frequencies, unit_rotations
+
+if TYPE_CHECKING:
+    from linrope.context import Context
 
 ATTENTION_KINDS = ("linear", "softmax")
 EMBEDDING_STD = 0.02
@@ -76,7 +80,7 @@ class LanguageModelConfig:
     dropout: float = 0.0
     """Dropout on the embeddings and on each block's two outputs."""
     norm_eps: float = 1e-5
-    """ε of the RMSNorms."""
+    """ε of the blocks' RMSNorms; `output_norm` has 1e-5."""
 
     def __post_init__(self):
         for name in ("vocab_size", "d_model", "n_layers", "n_heads"):
@@ -117,7 +121,7 @@ class LanguageModelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain scalars, lists and dicts, for JSON and checkpoints."""
-        return asdict(self)
+        return json.loads(json.dumps(asdict(self)))  # a tuple, where a list was meant, is a list
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LanguageModelConfig:
@@ -350,14 +354,16 @@ class LanguageModel(nn.Module):
         model.tokenizer = tokenizer
         return model.eval()
 
-    def generate(self, tokens: Tensor | Sequence[Tensor], max_new_tokens: int, **options) -> Tensor | list[Tensor]:
+    def generate(
+        self, tokens: Tensor | Sequence[Tensor] | Context, max_new_tokens: int, **options
+    ) -> Tensor | list[Tensor]:
         """Continue each prompt: (B, T) -> (B, T + max_new_tokens), or a list of (T_b,) -> a list, each longer by that
-        many. See `linrope.generation.stream` for the options."""
+        many; or a context -> (B, max_new_tokens). See `linrope.generation.stream` for the options."""
         from linrope.generation import generate
 
         return generate(self, tokens, max_new_tokens, **options)
 
-    def stream(self, tokens: Tensor | Sequence[Tensor], max_new_tokens: int, **options) -> Iterator[Tensor]:
+    def stream(self, tokens: Tensor | Sequence[Tensor] | Context, max_new_tokens: int, **options) -> Iterator[Tensor]:
         """`linrope.generation.stream` on this model: one (B,) of new tokens at a time."""
         from linrope.generation import stream
 

@@ -8,6 +8,7 @@ import torch
 
 from linrope import InputError, LanguageModel, LanguageModelConfig
 from linrope.context import Context, load_context, save_context
+from linrope.errors import NonFiniteError
 from linrope.generation import (
     REPETITION_WINDOW,
     Sampler,
@@ -86,6 +87,13 @@ def test_a_fork_goes_several_ways_from_one_reading(model, prompts):
     assert len({tuple(way.tolist()) for way in ways}) == 6
     with pytest.raises(InputError, match="n=0 must be at least 1"):
         two.fork(0)
+
+
+def test_what_follows_a_context_is_the_new_tokens_alone(recipe, prompts):
+    two = torch.stack(prompts[3:5])
+    new = recipe.generate(read(recipe, two), 5, temperature=0)
+    assert torch.equal(torch.cat((two, new), dim=1), recipe.generate(two, 5, temperature=0))
+    assert recipe.generate(read(recipe, two), 0).shape == (2, 0)
 
 
 def test_a_context_is_not_changed_by_going_on(recipe, prompts):
@@ -171,6 +179,21 @@ def test_a_state_of_another_model_is_refused_with_what_differs(recipe, prompts, 
         load_context(path, recipe)
 
 
+def test_a_state_of_before_an_option_was_there_serves_its_model(recipe, prompts, tmp_path):
+    """And one of a model that a tuple was given where its file has a list."""
+    path, context = tmp_path / "state.pt", read(recipe, prompts[1][None])
+    save_context(path, recipe, context)
+    content = torch.load(path, weights_only=True)
+    assert content["model"]["config"].pop("conv_silu") == "qkv"  # the default
+    torch.save(content, path)
+    assert torch.equal(load_context(path, recipe).logits, context.logits)
+    of_tuple = LanguageModel(dataclasses.replace(recipe.config, attention=("linear",)))
+    of_list = LanguageModel(dataclasses.replace(recipe.config, attention=["linear"]))
+    of_list.load_state_dict(of_tuple.state_dict())
+    save_context(path, of_tuple, context)
+    assert torch.equal(load_context(path, of_list).logits, context.logits)
+
+
 def test_a_damaged_state_file_or_none_is_refused(recipe, prompts, tmp_path):
     path = tmp_path / "state.pt"
     save_context(path, recipe, read(recipe, prompts[1][None]))
@@ -209,7 +232,7 @@ def test_bad_calls_are_named(recipe, prompts):
 def test_logits_that_are_not_finite_are_never_drawn_from(recipe, prompts):
     context = read(recipe, prompts[1][None])
     broken = Context(context.state, context.logits.index_fill(1, torch.tensor([3]), torch.inf), context.recent)
-    with pytest.raises(RuntimeError, match="not finite"):
+    with pytest.raises(NonFiniteError, match="logits are not finite"):
         Sampler(Sampling(temperature=0)).draw(broken)
 
 

@@ -254,6 +254,8 @@ def test_the_command_exports_and_overwrites_only_when_asked(trained, tmp_path, c
     (tmp_path / "file").touch()
     assert main([*command[:2], f"--output={tmp_path / 'file'}"]) == 2
     assert "is a file: choose a folder" in capsys.readouterr().err
+    assert main([*command[:2], f"--output={tmp_path / 'file' / 'below'}"]) == 2
+    assert "cannot write there (Not a directory). Give another folder" in capsys.readouterr().err
 
 
 def test_one_folder_holds_one_model(trained, tmp_path):

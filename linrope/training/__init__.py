@@ -3,12 +3,12 @@
 And recall as a task: `RecallModule` on `MQARDataModule`, `CopyDataModule`, `InductionDataModule`, `PasskeyDataModule`.
 """
 
+from linrope.errors import NonFiniteError
 from linrope.training.callbacks import GracefulStop, LastCheckpoint, PrintSample, ProgressReport, RunSummary
 from linrope.training.checkpoints import CheckpointError, WholeCheckpointIO
 from linrope.training.data import TextDataModule
 from linrope.training.module import (
     LanguageModelingModule,
-    NonFiniteError,
     OptimizerConfig,
     learning_rate_factor,
 )

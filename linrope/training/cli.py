@@ -32,9 +32,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from linrope.checkpoints import CONFIG_FILE, open_checkpoint, read_model
+from linrope.checkpoints import CONFIG_FILE, open_checkpoint, read_model, require_writable
 from linrope.data import DocumentChanged
-from linrope.errors import InputError, suggest
+from linrope.errors import InputError, NonFiniteError, suggest
 from linrope.footprint import shapes_only
 from linrope.model import LanguageModel, LanguageModelConfig
 from linrope.segments import require_segments
@@ -72,7 +72,7 @@ from linrope.training.extrapolation import read_lengths
 from linrope.training.extrapolation import show as show_lengths
 from linrope.training.extrapolation import write as write_lengths
 from linrope.training.health import HealthMonitor, SpikeWarning
-from linrope.training.module import LanguageModelingModule, NonFiniteError, OptimizerConfig
+from linrope.training.module import LanguageModelingModule, OptimizerConfig
 from linrope.training.plan import Setting, measure_rate
 from linrope.training.plan import show as show_plan
 from linrope.training.prepare import run_prepare
@@ -230,6 +230,11 @@ class TrainingCLI(LightningCLI):
         if self.command != "fit" and Path(self.ckpt_path, CONFIG_FILE).is_file():
             saved, self.pretrained, self.tokenizer = read_model(Path(self.ckpt_path))
             return require_same_model({"linrope": {"config": saved}}, model_config, self.ckpt_path)
+        if Path(self.ckpt_path, CONFIG_FILE).is_file():
+            raise InputError(
+                f"--ckpt_path={self.ckpt_path!r} holds weights and no training state to go on from: name a .ckpt file "
+                "of `linrope fit`."
+            )
         checkpoint = open_checkpoint(self.ckpt_path)
         require_same_model(checkpoint, model_config, self.ckpt_path)
         if self.command != "fit":
@@ -271,6 +276,7 @@ class TrainingCLI(LightningCLI):
 
     def _loggers(self) -> list[Logger]:
         run = self.config_init.run
+        require_writable(Path(run.folder), "run.folder")
         csv = CSVLogger(run.folder, run.name, flush_logs_every_n_steps=1)
         if find_spec("tensorboard") is None:
             return [csv]
@@ -333,7 +339,7 @@ def validate(args: Sequence[str]) -> None:
     folder = None if cli.report.report is None else make_folder("--report", cli.report.report)
     if cli.report.lengths:  # now, so that a mistake costs no validation
         corpus = data.open()["val"]
-        lengths, text = cli.report.text_of(corpus, data.context, cli.trainer.world_size)
+        lengths, text = cli.report.text_of(corpus, data.context, data.documents, cli.trainer.world_size)
     cli.trainer.validate(cli.model, data, ckpt_path=cli.ckpt_path, verbose=False, weights_only=True)
     if not cli.trainer.is_global_zero:
         return
@@ -363,7 +369,11 @@ def plan(args: Sequence[str]) -> None:
     if config.segment_length is not None:
         require_segments(shapes_only(config.model), config.segment_length)
     setting = planned(config)
-    rate = measure_rate(setting) if wanted.measure else wanted.tokens_per_second
+    rate = wanted.tokens_per_second
+    if wanted.measure:
+        rate = measure_rate(setting) * setting.devices
+        if setting.devices > 1:
+            cli.console.print(f"measured on one device, and counted {setting.devices} times")
     show_plan(cli.console, setting, memory, rate)
 
 
@@ -371,13 +381,14 @@ def planned(config: Namespace) -> Setting:
     """What a run's costs follow from, of its configuration."""
     data, trainer = config.data, config.trainer
     gpu = trainer.accelerator in ("gpu", "cuda") or (trainer.accelerator == "auto" and torch.cuda.is_available())
-    devices = _n_devices(trainer.devices, gpu)
-    per_step = data.context * data.batch_size * trainer.accumulate_grad_batches * devices
+    devices = _n_devices(trainer.devices, gpu) * trainer.num_nodes
+    plan = data.plan_for(trainer.accumulate_grad_batches * devices)
+    if trainer.max_steps >= 1:
+        data.require_steps(plan, trainer.max_steps)
     return Setting(
         model=config.model,
-        context=data.context,
-        batch_size=data.batch_size,
-        tokens_per_step=per_step,
+        plan=plan,
+        devices=devices,
         max_steps=trainer.max_steps,
         segment_length=config.segment_length,
         apart=data.documents == "apart",

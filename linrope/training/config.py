@@ -134,8 +134,10 @@ class ReportConfig:
         if self.report_tokens < 1:
             raise InputError(f"--report_tokens={self.report_tokens} must be 1 or more.")
 
-    def text_of(self, corpus: TokenSequence, context: int, world_size: int) -> tuple[list[int], Excerpt]:
-        """The lengths in tokens, and the text to read in rows of each.
+    def text_of(
+        self, corpus: TokenSequence, context: int, documents: str, world_size: int
+    ) -> tuple[list[int], Excerpt]:
+        """The lengths in tokens, and the text to read in rows of each, its documents as validation reads them.
 
         Raises:
             InputError: lengths that are none or longer than the corpus, or more devices than one.
@@ -143,7 +145,7 @@ class ReportConfig:
         lengths = parse_lengths(self.lengths, context)
         if world_size > 1:
             raise InputError(f"--lengths reads on one device, not on {world_size}: set trainer.devices=1.")
-        return lengths, excerpt_for(corpus, lengths, self.report_tokens)
+        return lengths, excerpt_for(corpus, lengths, self.report_tokens, documents)
 
 
 def add_report_options(parser: ArgumentParser) -> None:

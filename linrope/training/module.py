@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from linrope.data import IGNORE, tokenizer_to_plain
 from linrope.data.windows import mix
-from linrope.errors import InputError
+from linrope.errors import InputError, NonFiniteError
 from linrope.model import LanguageModel, LanguageModelConfig
 from linrope.segments import (
     require_fixed_frequencies,
@@ -33,10 +33,6 @@ from linrope.training.checkpoints import (
     run_order,
 )
 from linrope.training.reading import LossByPosition, bits_per_byte, bytes_of, token_losses
-
-
-class NonFiniteError(RuntimeError):
-    """The loss or the gradient became infinite or NaN; raised before the weights change."""
 
 
 @dataclass(frozen=True)

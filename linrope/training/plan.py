@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
+from linrope.data import PlannedStage, TrainingPlan
 from linrope.errors import InputError
 from linrope.flops import step_flops
 from linrope.footprint import shapes_only, training_footprint
@@ -32,9 +33,8 @@ class Setting:
     """Of a run, what its costs follow from."""
 
     model: LanguageModelConfig
-    context: int
-    batch_size: int
-    tokens_per_step: int
+    plan: TrainingPlan
+    devices: int
     max_steps: int
     segment_length: int | None
     apart: bool
@@ -47,6 +47,21 @@ class Setting:
                 f"trainer.precision={self.precision!r} is none that `linrope plan` knows the memory of: it is for "
                 f"{', '.join(AUTOCAST)}."
             )
+
+    @property
+    def largest(self) -> PlannedStage:
+        """The stage whose batches take the most."""
+        return max(self.plan.stages, key=lambda stage: (stage.batch_size * stage.seq_len, stage.seq_len))
+
+    @property
+    def context(self) -> int:
+        """Tokens of the largest stage's rows."""
+        return self.largest.seq_len
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the largest stage's batches, on one device."""
+        return self.largest.batch_size
 
     def rows_of(self, length: int) -> int:
         """Rows of a batch: as many tokens as the run's own has, and one row at least."""
@@ -85,7 +100,7 @@ def ways(setting: Setting) -> list[Way]:
         return [*found, Way("at once", setting.model)]
     try:
         require_segments(shapes_only(setting.model), DEFAULT_SEGMENT)
-    except InputError:  # its state grows with the length
+    except InputError:  # its state grows with the length, or its window is longer than a segment
         return found
     return [*found, Way("in segments", setting.model, DEFAULT_SEGMENT)]
 
@@ -98,7 +113,8 @@ def longest_that_fits(total: Callable[[int], int], memory: int, unit: int = 1024
 
 
 def measure_rate(setting: Setting, steps: int = 3) -> float:
-    """Tokens per second of a few training steps on random bytes, without loading, logging or validation."""
+    """Tokens per second on one device, of a few steps on the largest stage's rows: random bytes, without loading,
+    logging or validation."""
     device = torch.device(setting.device)
     model = LanguageModel(setting.model).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -132,7 +148,7 @@ def show(console: Console, setting: Setting, memory: int | None, rate: float | N
     for name, value in (
         ("parameters", f"{model.n_parameters:,}"),
         ("decoding state", f"{bytes_text(model.state_bytes(setting.context))} at {setting.context:,} tokens"),
-        ("a step", f"{setting.tokens_per_step:,} tokens, {_step_flops_text(setting)}"),
+        *_stage_texts(setting),
         ("the run", _run_text(setting, rate)),
     ):
         console.print(f"{name:<16}{value}", highlight=False, markup=False, soft_wrap=True)
@@ -148,15 +164,27 @@ def show(console: Console, setting: Setting, memory: int | None, rate: float | N
             console.print(f"fits {bytes_text(memory)}: {way.name}: {text}", highlight=False, soft_wrap=True)
 
 
-def _step_flops_text(setting: Setting) -> str:
-    flops = Way("", setting.model, setting.segment_length).flops(setting.context, 1) / setting.context
-    return f"{count_text(flops * setting.tokens_per_step)}FLOP ({count_text(flops)}FLOP a token)"
+def _stage_texts(setting: Setting) -> list[tuple[str, str]]:
+    """What a step is: one line, or one for each stage of a curriculum."""
+    stages = setting.plan.stages
+    if len(stages) == 1:
+        return [("a step", _step_text(setting, stages[0]))]
+    return [
+        (f"from step {stage.first_step:,}", f"rows of {stage.seq_len:,}: {_step_text(setting, stage)}")
+        for stage in stages
+    ]
+
+
+def _step_text(setting: Setting, stage: PlannedStage) -> str:
+    flops = Way("", setting.model, setting.segment_length).flops(stage.seq_len, 1) / stage.seq_len
+    of_step = f"{count_text(flops * stage.tokens_per_step)}FLOP ({count_text(flops)}FLOP a token)"
+    return f"{stage.tokens_per_step:,} tokens, {of_step}"
 
 
 def _run_text(setting: Setting, rate: float | None) -> str:
     if setting.max_steps < 1:
         return "trainer.max_steps is not set"
-    tokens = setting.max_steps * setting.tokens_per_step
+    tokens = setting.plan.tokens_at(setting.max_steps)
     text = f"{setting.max_steps:,} steps, {count_text(tokens)} tokens"
     if rate is None:
         return f"{text}; how long it takes is said with --tokens_per_second N, or with --measure"

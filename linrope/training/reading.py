@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linrope.data import IGNORE, SEPARATOR, TokenSequence
+from linrope.data import IGNORE, SEPARATOR, TokenSequence, document_numbers
 from linrope.errors import InputError
 from linrope.model import LanguageModel
+from linrope.states import forget_rows
 
 SEGMENT = 4096
 """Long rows are read in pieces of so many tokens, short rows so many together that they hold twice as many."""
@@ -55,12 +56,24 @@ def in_pieces(rows: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 @torch.no_grad()
-def piece_logits(model: LanguageModel, rows: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-    """(rows, places, logits of them) for each piece of rows (B, T), on the model's device."""
+def piece_logits(
+    model: LanguageModel, rows: Tensor, segment_ids: Tensor | None = None
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """(rows, places, logits of them) for each piece of rows (B, T), on the model's device.
+
+    With `segment_ids` (B, T) each run of equal numbers is a document that is read by itself.
+    """
     device = next(model.parameters()).device
-    state = None
+    state = of_piece = None
     for these, places in in_pieces(rows):
-        logits, state = model(rows[these, places].to(device), state if places.start else None, return_state=True)
+        first = places.start
+        if first == 0:
+            state = None
+        if segment_ids is not None:
+            of_piece = segment_ids[these, places].to(device)
+            if first > 0:
+                state = forget_rows(state, of_piece[:, 0] != segment_ids[these, first - 1].to(device))
+        logits, state = model(rows[these, places].to(device), state, of_piece, return_state=True)
         yield these, places, logits
 
 
@@ -190,6 +203,8 @@ class Excerpt:
     """int64 (N + 1,)"""
     n_bytes: Tensor | None
     """int64 (N,), how many bytes each token but the first stands for; None where tokens are bytes."""
+    separator: int | None = None
+    """The token that ends a document, where each is to be read by itself."""
 
     def rows(self, length: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Inputs, targets and the targets' bytes, each (N / length, length)."""
@@ -197,8 +212,11 @@ class Excerpt:
         return self.tokens[:-1].view(-1, length), self.tokens[1:].view(-1, length), n_bytes
 
 
-def excerpt_for(corpus: TokenSequence, lengths: list[int], tokens: int) -> Excerpt:
+def excerpt_for(corpus: TokenSequence, lengths: list[int], tokens: int, documents: str = "flow") -> Excerpt:
     """The beginning of a corpus: about `tokens`, a multiple of the longest length and no less.
+
+    Args:
+        documents: "flow", or "apart" to read each by itself.
 
     Raises:
         InputError: there is not text enough for one row.
@@ -210,7 +228,8 @@ def excerpt_for(corpus: TokenSequence, lengths: list[int], tokens: int) -> Excer
             "each: leave the longest out, or give more text."
         )
     n = min(max(tokens, longest), len(corpus) - 1) // longest * longest
-    return Excerpt(corpus.tokens(0, n + 1), corpus.text_bytes(1, n + 1))
+    separator = corpus.separator if documents == "apart" else None
+    return Excerpt(corpus.tokens(0, n + 1), corpus.text_bytes(1, n + 1), separator)
 
 
 def read_at_lengths(
@@ -221,7 +240,8 @@ def read_at_lengths(
     for number, length in enumerate(sorted(lengths)):
         inputs, targets, n_bytes = text.rows(length)
         now = losses[1].view(-1, length)
-        for rows, places, logits in piece_logits(model, inputs):
+        ids = None if text.separator is None else document_numbers(inputs, text.separator)
+        for rows, places, logits in piece_logits(model, inputs, ids):
             now[rows, places] = token_losses(logits, targets[rows, places].to(logits.device)).cpu()
             tick(targets[rows, places].numel())
         if number == 0:

@@ -7,7 +7,6 @@ import importlib.util
 import io
 import json
 import math
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich import box
 from rich.table import Table
 
-from linrope.checkpoints import whole_file
-from linrope.errors import InputError
+from linrope.checkpoints import require_writable, whole_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,12 +27,8 @@ def make_folder(option: str, folder: str) -> Path:
         InputError: nothing can be written there.
     """
     path = Path(folder).expanduser()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise InputError(f"{option}={folder!r}: cannot write there ({error.strerror}). Give another folder.") from error
+    require_writable(path, option)
+    path.mkdir(parents=True, exist_ok=True)
     return path
 
 

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from linrope import LanguageModel, LanguageModelConfig
+from linrope.data import CurriculumStage, TrainingPlan
 from linrope.errors import InputError
 from linrope.flops import step_flops
 from linrope.training import plan
@@ -16,7 +17,7 @@ SMALL = LanguageModelConfig(d_model=16, n_layers=1, n_heads=2, forget_gate=True)
 
 
 def setting(**options) -> Setting:
-    values = {"model": SMALL, "context": 64, "batch_size": 8, "tokens_per_step": 512, "max_steps": 100}
+    values = {"model": SMALL, "plan": TrainingPlan([CurriculumStage(1, 64, 8)]), "devices": 1, "max_steps": 100}
     others = {"segment_length": None, "apart": False, "precision": "32-true", "device": "cpu"}
     return Setting(**{**values, **others, **options})
 
@@ -60,6 +61,30 @@ def test_a_measured_rate_is_of_real_steps(tiny, capsys, monkeypatch):
     monkeypatch.setattr(plan, "MULTIPLES", (1,))
     assert main(["plan", *tiny, "--measure"]) == 0
     assert re.search(r"2 steps, 128 tokens: .* at [\d,]+ tokens per second", capsys.readouterr().out)
+
+
+def test_several_devices_are_as_fast_as_their_sum(tiny, capsys, monkeypatch):
+    monkeypatch.setattr(plan, "MULTIPLES", (1,))
+    monkeypatch.setattr("linrope.training.cli.measure_rate", lambda setting: 64.0)
+    assert main(["plan", *tiny, "--measure", "--trainer.devices=2", "--trainer.num_nodes=3"]) == 0
+    out = capsys.readouterr().out
+    assert "measured on one device, and counted 6 times" in out
+    assert re.search(r"2 steps, 768 tokens: 2 s at 384 tokens per second", out)  # 64 · 6
+
+
+def test_a_curriculum_is_planned_stage_by_stage(tiny, capsys, monkeypatch):
+    """8 steps of 2 · 64 tokens hold 1,000, then 92 of 8 · 512."""
+    monkeypatch.setattr(plan, "MULTIPLES", (1,))
+    stages = "[{tokens: 1000, seq_len: 64, batch_size: 2}, {tokens: 1000, seq_len: 512, batch_size: 8}]"
+    args = ["plan", *tiny, "--data.context=64", "--data.batch_size=2", f"--data.curriculum={stages}"]
+    assert main([*args, "--trainer.max_steps=100", "--tokens_per_second=1000"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^from step 0 +rows of 64: 128 tokens, ", out, re.M)
+    assert re.search(r"^from step 8 +rows of 512: 4,096 tokens, ", out, re.M)
+    assert "100 steps, 378k tokens: 6 min 18 s" in out
+    assert re.search(r"^ +512 +8 ", out, re.M)  # the table is of the largest batches
+    assert main([*args, "--trainer.max_steps=5"]) == 2
+    assert "trainer.max_steps=5 ends before data.curriculum does" in capsys.readouterr().err
 
 
 def test_what_is_compared_follows_from_the_model():

@@ -1,6 +1,7 @@
 """Losses by position, and of the same text in rows of other lengths."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -90,6 +91,23 @@ def test_the_same_text_is_read_at_each_length(monkeypatch):
     assert last.bits_per_byte == pytest.approx(bits, rel=1e-5)
 
 
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+def test_documents_apart_are_read_by_themselves(monkeypatch, attention):
+    """Pieces of 24 end within documents, at their ends, and hold several."""
+    monkeypatch.setattr(reading, "SEGMENT", 24)
+    model, text = small(attention=attention), torch.randint(256, (129,))
+    text[[5, 23, 60, 71, 79]] = SEPARATOR
+    (found,) = read_at_lengths(model, Excerpt(text, None, SEPARATOR), [128], 32)
+    edges = [0, 6, 24, 61, 72, 80, 128]
+    with torch.no_grad():
+        logits = torch.cat([model(text[None, a:b])[0] for a, b in pairwise(edges)])
+    n_bytes = (text[1:] != SEPARATOR).sum().item()
+    bits = cross_entropy(logits, text[1:], reduction="sum").item() / math.log(2) / n_bytes
+    assert found.by_position.bits_per_byte == pytest.approx(bits, rel=1e-5)  # float32 sums in another order
+    (flowing,) = read_at_lengths(model, Excerpt(text, None), [128], 32)
+    assert flowing.by_position.bits_per_byte != pytest.approx(bits, rel=1e-4)  # ten times as much
+
+
 def test_lengths_are_tokens_or_multiples_of_the_context():
     assert parse_lengths(["4x", "1x", "256", "16x"], 64) == [64, 256, 1024]
 
@@ -118,6 +136,8 @@ class Text:
     def __len__(self) -> int:
         return self.n
 
+    separator = 7
+
     def tokens(self, start: int, stop: int) -> torch.Tensor:
         return torch.arange(self.n)[start:stop]
 
@@ -129,5 +149,6 @@ def test_a_text_holds_whole_rows_of_the_longest_length():
     assert len(excerpt_for(Text(1000), [64, 256], 600).tokens) == 2 * 256 + 1
     assert len(excerpt_for(Text(1000), [64, 256], 10).tokens) == 256 + 1
     assert len(excerpt_for(Text(1000), [64, 256], 10_000).tokens) == 3 * 256 + 1
+    assert [excerpt_for(Text(1000), [64], 64, documents).separator for documents in ("flow", "apart")] == [None, 7]
     with pytest.raises(InputError, match="1024 tokens are more than the validation split has, 999 with a target"):
         excerpt_for(Text(1000), [1024], 600)

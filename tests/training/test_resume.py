@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 
 from linrope.checkpoints import open_checkpoint, whole_file
-from linrope.model import LanguageModelConfig
+from linrope.model import LanguageModel, LanguageModelConfig
 from linrope.training.checkpoints import find_last
 from linrope.training.cli import main
 from linrope.training.module import LanguageModelingModule
@@ -201,6 +201,19 @@ def test_weights_alone_can_be_measured_but_not_resumed(exact, run_folder, capsys
     assert "cannot be resumed from: it has no global_step, loops, lr_schedulers, optimizer_states" in (
         capsys.readouterr().err
     )
+
+
+def test_a_folder_of_save_pretrained_is_no_run_to_resume(exact, tmp_path, capsys):
+    LanguageModel(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2)).save_pretrained(tmp_path / "saved")
+    assert main(["fit", *exact, f"--ckpt_path={tmp_path / 'saved'}"]) == 2
+    assert "saved' holds weights and no training state to go on from: name a .ckpt" in capsys.readouterr().err
+
+
+def test_a_run_folder_that_could_not_be_written_is_refused(exact, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main(["fit", *exact, f"--run.folder={tmp_path / 'file' / 'runs'}"]) == 2
+    assert "run.folder='" in (err := capsys.readouterr().err)
+    assert "cannot write there (Not a directory). Give another folder" in err
 
 
 # --- last ------------------------------------------------------------------------------------------------------------

@@ -164,6 +164,25 @@ def test_a_state_file_is_not_overwritten_without_being_asked(folder, tmp_path, c
     assert "lies in a folder that does not exist" in capsys.readouterr().err
 
 
+def test_a_state_that_could_not_be_written_is_refused_before_the_reading(folder, tmp_path, capsys, monkeypatch):
+    def refuse(dir):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("linrope.checkpoints.tempfile.TemporaryFile", refuse)
+    assert main(["generate", folder, "--prompt=a", f"--save_state={tmp_path}/state.pt"]) == 2
+    captured = capsys.readouterr()
+    assert f"--save_state='{tmp_path}': cannot write there (Permission denied). Give another folder" in captured.err
+    assert captured.out == ""
+
+
+def test_damaged_weights_end_with_a_sentence(model, tmp_path, capsys):
+    with torch.no_grad():
+        model.norm.weight[0] = torch.nan
+    model.save_pretrained(tmp_path / "damaged")
+    assert main(["generate", f"--ckpt_path={tmp_path / 'damaged'}", "--prompt=a"]) == 1
+    assert "error: the model's logits are not finite: its weights are damaged" in capsys.readouterr().err
+
+
 def test_a_state_of_another_model_is_refused(model, folder, tmp_path, capsys):
     state = tmp_path / "state.pt"
     assert main(["generate", folder, "--prompt=a", "--max_new_tokens=0", f"--save_state={state}"]) == 0
