@@ -25,7 +25,7 @@ class Remembers(torch.nn.Module):
         super().__init__()
         self.reach, self.weight = reach, torch.nn.Parameter(torch.zeros(1))
 
-    def forward(self, tokens, state=None, return_state=False):
+    def forward(self, tokens, state=None, segment_ids=None, return_state=False):
         seen = tokens if state is None else torch.cat((state, tokens), dim=1)
         logits = torch.zeros(*seen.shape, 9)
         for row, scores in zip(seen, logits):
