@@ -25,15 +25,23 @@ def copier(distance: int):
 
 def test_a_copier_pays_for_the_first_reading_only():
     pieces = torch.stack([torch.randperm(WORDS)[:LENGTH] for _ in range(3)])
-    first, again = copying.measure(copier(LENGTH), pieces)
+    first, again = copying.measure(copier(LENGTH), pieces, LENGTH)
     assert first == pytest.approx(math.log2(WORDS))
     assert again == 0
+
+
+def test_a_copier_reaches_over_a_gap_or_does_not():
+    """Nine tokens stand twice, twelve others between."""
+    texts = torch.stack([torch.randperm(WORDS)[:LENGTH] for _ in range(3)])
+    assert copying.measure(copier(LENGTH), texts, 9) == (pytest.approx(math.log2(WORDS)), 0)
+    _, short_of_it = copying.measure(copier(9), texts, 9)
+    assert short_of_it > 100  # sure of another token
 
 
 def test_a_model_that_knows_no_more_pays_the_same_again():
     pieces = torch.randint(WORDS, (3, LENGTH))
     table = torch.randn(WORDS, WORDS)  # the next token by the present one: what stands further back changes nothing
-    first, again = copying.measure(lambda tokens: table[tokens], pieces)
+    first, again = copying.measure(lambda tokens: table[tokens], pieces, LENGTH)
     bits = -table.log_softmax(-1)[pieces[:, :-1], pieces[:, 1:]] / math.log(2)
     assert first == pytest.approx(bits[:, LENGTH // 2 - 1 :].mean().item(), rel=1e-5)  # float32 sums
     assert again == pytest.approx(first, rel=1e-5)
@@ -54,6 +62,11 @@ def test_models_are_shown_side_by_side(tmp_path, capsys):
         assert one["first"] == pytest.approx(8.0, abs=0.2)
         assert one["again"] == pytest.approx(8.0, abs=0.2)
     assert (tmp_path / "copying.png").stat().st_size > 10_000
+    assert "Text that was just read" in capsys.readouterr().out
+    args = ["--lengths", "8", "--gap", "23", "--pieces", "2", "--output", str(tmp_path / "gap")]
+    assert copying.main([*named, *args]) == 0
+    assert "Text that was read 23 tokens ago" in capsys.readouterr().out
+    assert json.loads((tmp_path / "gap" / "copying.json").read_text())["gap"] == 23
 
 
 @pytest.mark.parametrize(
@@ -61,6 +74,8 @@ def test_models_are_shown_side_by_side(tmp_path, capsys):
     [
         (["--lengths", "3"], "--lengths 3: half a piece is judged; give 4 or more"),
         (["--lengths", "9000000"], "--lengths 9000000: 64 pieces need more than the text's"),
+        (["--lengths", "8", "--gap", "9000000"], "--lengths 8 with --gap 9000000: 64 pieces need more than"),
+        (["--gap", "-1"], "--gap -1: must be 0 or more"),
         (["--pieces", "0"], "--pieces 0: must be above 0"),
         (["--model", "nowhere"], "--model: checkpoint 'nowhere' does not exist"),
     ],
