@@ -49,6 +49,8 @@ class Speed:
     tokens_per_second: float
     spread: float | None = None
     """Between which half of the rounds lie, as a share of the median."""
+    machine: str | None = None
+    """The processor or GPU that it was measured on: what is faster there may be slower elsewhere."""
 
 
 class RunFailed(RuntimeError):
@@ -204,7 +206,8 @@ def time_steps(folder: Folder, names: list[str], rounds: int, bar: Progress) -> 
         name, error = next(iter(alternation.failures.items()))
         raise RunFailed(f"{name}: a training step failed: {error}") from error
     tokens = {name: own.timed_rows * own.longest_row for name, own in settings.items()}
-    return {name: Speed(tokens[name] / s.median, s.spread) for name, s in alternation.samples.items()}
+    machine = report.device_name(folder.device)
+    return {name: Speed(tokens[name] / s.median, s.spread, machine) for name, s in alternation.samples.items()}
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------

@@ -87,8 +87,9 @@ def finish(console: Console, folder: Any, results: list[dict[str, Any]], details
     measured = folder.read_speeds()
     speeds = {name: speed.tokens_per_second for name, speed in measured.items()}
     spreads = {name: speed.spread for name, speed in measured.items() if speed.spread is not None}
+    machines = {speed.machine for speed in measured.values() if speed.machine is not None}
     rows = rows_of(results, grid, speeds)
-    report.show(console, table_of(rows, grid), [*remarks(rows, results), *remarks_on_speeds(spreads)])
+    report.show(console, table_of(rows, grid), [*remarks(rows, results), *remarks_on_speeds(spreads, machines)])
     details = {**details, "title": grid.title, "reference": grid.reference, "by_context": by_context(results)}
     details |= {"tokens_per_second": speeds, "spread_of_tokens_per_second": spreads}
     written = report.write(folder.path, "ablation", rows, details, lambda path: draw(path, rows, results, grid))
@@ -290,12 +291,15 @@ def remarks(rows: list[Row], results: list[dict[str, Any]]) -> list[str]:
     return said
 
 
-def remarks_on_speeds(spreads: dict[str, float]) -> list[str]:
-    """How well speeds are known: the widest spread over the rounds that they were measured in."""
-    if not spreads:
-        return []
-    name = max(spreads, key=spreads.__getitem__)
-    return [f"tok/s are medians: half of the rounds lie within {spreads[name]:.0%} of each other ({name}) or less"]
+def remarks_on_speeds(spreads: dict[str, float], machines: set[str]) -> list[str]:
+    """How well speeds are known: the widest spread over the rounds that they were measured in, and where."""
+    said = []
+    if spreads:
+        name = max(spreads, key=spreads.__getitem__)
+        said.append(f"tok/s are medians: half of the rounds lie within {spreads[name]:.0%} of each other ({name})")
+    if len(machines) > 1:
+        said.append(f"tok/s were measured on different machines, so equal s is a guess: {', '.join(sorted(machines))}")
+    return said
 
 
 def draw(path: Path, rows: list[Row], results: list[dict[str, Any]], grid: Any) -> None:

@@ -432,6 +432,13 @@ def test_speeds_that_are_added_later_are_brought_to_the_same_hour(grid, monkeypa
     assert speeds() == sorted([*second, 2 * first[1]])
 
 
+def test_what_is_not_known_of_speeds_is_said():
+    said = ablation_report.remarks_on_speeds({"a": 0.1, "b": 0.25}, {"one", "two"})
+    assert "within 25% of each other (b)" in said[0]
+    assert "on different machines, so equal s is a guess: one, two" in said[1]
+    assert ablation_report.remarks_on_speeds({}, {"one"}) == []
+
+
 def test_steps_that_are_the_same_are_measured_once(grid, monkeypatch):
     monkeypatch.setattr(ablation, "make_runs", lambda *args: None)
     grid.run(variants={"linear": {}, "slow": {"optimizer.lr": 0.005}, "softmax": {"model.attention": "softmax"}})
