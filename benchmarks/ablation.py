@@ -192,11 +192,8 @@ def measure_speeds(folder: Folder, rounds: int, bar: Progress) -> dict[str, Spee
 
 def time_steps(folder: Folder, names: list[str], rounds: int, bar: Progress) -> dict[str, Speed]:
     """The speeds of the variants named, steps that are the same measured once, by the first that has them."""
-    settings = {}
-    for name in names:
-        key = folder.settings[name].speed_key(folder.device)
-        settings.setdefault(key, (name, folder.settings[name]))
-    settings = dict(settings.values())
+    first = {folder.settings[name].speed_key(folder.device): name for name in reversed(names)}
+    settings = {name: folder.settings[name] for name in names if name in first.values()}
     task = bar.add_task("speed", total=(rounds + 1) * len(settings), now="")
     steps = {name: training_step(own, folder.device) for name, own in settings.items()}
     alternation = Alternation(steps, folder.device, count=False)

@@ -12,7 +12,6 @@ import platform
 import shlex
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +25,7 @@ from rich.table import Table
 
 import linrope
 from linrope import LanguageModel, units
+from linrope.checkpoints import require_writable
 from linrope.data import VOCAB_SIZE
 from linrope.errors import InputError, suggest
 from linrope.units import bytes_text as bytes_text
@@ -86,11 +86,10 @@ def read_byte_model(parser: argparse.ArgumentParser, path: Path) -> LanguageMode
 def make_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
     """Make the output folder, or end with an error where nothing can be written there."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        parser.error(f"--output {folder}: cannot write there ({error.strerror}); give another folder")
+        require_writable(folder, "--output")
+    except InputError as error:
+        parser.error(str(error))
+    folder.mkdir(parents=True, exist_ok=True)
 
 
 # --- where it ran ----------------------------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ def run(
     else:
         module, data = RecallModule(settings.model_config, optimizer_config), MQARDataModule(**settings.data, seed=seed)
     # named for all that decides the run: what was begun with other options is not gone on with
-    decides = (settings.fingerprint, steps, options["validations"], options["validation_tokens"])
+    decides = (settings.fingerprint, steps, options["validations"], options["validation_tokens"], longest_context)
     recorder = Recorder(stem.with_name(f"{stem.name}.{'-'.join(map(str, decides))}{UNFINISHED}"))
     checkpoint = recorder.folder / "last.ckpt"
     few, all_ = validation_batches(settings, options["validation_tokens"], longest_context)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from linrope.context import Context
 from linrope.errors import InputError, NonFiniteError
-from linrope.states import forget_rows
+from linrope.states import state_before
 
 if TYPE_CHECKING:
     from linrope.model import LanguageModel
@@ -91,8 +91,7 @@ def read(
     for start in range(0, tokens.shape[1], segment_length):
         piece = slice(start, start + segment_length)
         of_piece = None if ids is None else ids[:, piece]
-        if ids is not None and start > 0:
-            state = forget_rows(state, ids[:, start] != ids[:, start - 1])
+        state = state_before(start, ids, state)
         logits, state = model(tokens[:, piece], state, of_piece, return_state=True, logits_to_keep=1)
     recent = tokens[:, -REPETITION_WINDOW:].long()
     if ids is not None:

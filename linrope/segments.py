@@ -24,7 +24,7 @@ from torch import Tensor
 from linrope.errors import InputError
 from linrope.model import LanguageModel
 from linrope.ops.memory import give_back
-from linrope.states import ModelState, forget_rows, leaves, tensors_of
+from linrope.states import ModelState, leaves, state_before, tensors_of
 
 SEGMENTS_BETWEEN = 8
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -153,16 +153,9 @@ class _Pieces:
     def run(self, piece: slice, state: ModelState | None) -> tuple[Tensor, ModelState]:
         """The loss of one segment, and the state after it."""
         ids = None if self.segment_ids is None else self.segment_ids[:, piece]
-        state = self._before(piece, state)
+        state = state_before(piece.start, self.segment_ids, state)
         logits, state = self.model(self.inputs[:, piece], state, segment_ids=ids, return_state=True)
         return self.loss(logits, self.targets[:, piece]), state
-
-    def _before(self, piece: slice, state: ModelState | None) -> ModelState | None:
-        """The state that a segment starts from: in rows where a document ended just before it, that of no past."""
-        if self.segment_ids is None or state is None or piece.start == 0:
-            return state
-        ended = self.segment_ids[:, piece.start] != self.segment_ids[:, piece.start - 1]
-        return forget_rows(state, ended)
 
     def give_back_at(self, number: int) -> None:
         """After every few segments: it costs as much as writing the memory that the next one needs anew."""

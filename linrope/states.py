@@ -80,6 +80,18 @@ def forget_rows(state: ModelState, ended: Tensor) -> ModelState:
     return tuple(emptied(part) for part in state)
 
 
+def state_before(start: int, segment_ids: Tensor | None, state: ModelState | None) -> ModelState | None:
+    """What rows that are read piece by piece begin the piece at token `start` with: the state after the piece before,
+    or no past in the rows where a document ended there.
+
+    Args:
+        segment_ids: (B, T) of the whole rows, each run of equal numbers a document; None for rows of one.
+    """
+    if state is None or segment_ids is None or start == 0:
+        return state
+    return forget_rows(state, segment_ids[:, start] != segment_ids[:, start - 1])
+
+
 def to_plain(state: ModelState) -> list[dict[str, Any]]:
     """The state as lists, dictionaries, tensors and numbers, which `torch.save` writes and a load with `weights_only`
     reads."""

@@ -227,14 +227,14 @@ class TrainingCLI(LightningCLI):
             if self.command != "fit":
                 raise InputError(f"--ckpt_path is missing: name the checkpoint to {self.command}.")
             return
-        if self.command != "fit" and Path(self.ckpt_path, CONFIG_FILE).is_file():
+        if Path(self.ckpt_path, CONFIG_FILE).is_file():
+            if self.command == "fit":
+                raise InputError(
+                    f"--ckpt_path={self.ckpt_path!r} holds weights and no training state to go on from: name a .ckpt "
+                    "file of `linrope fit`."
+                )
             saved, self.pretrained, self.tokenizer = read_model(Path(self.ckpt_path))
             return require_same_model({"linrope": {"config": saved}}, model_config, self.ckpt_path)
-        if Path(self.ckpt_path, CONFIG_FILE).is_file():
-            raise InputError(
-                f"--ckpt_path={self.ckpt_path!r} holds weights and no training state to go on from: name a .ckpt file "
-                "of `linrope fit`."
-            )
         checkpoint = open_checkpoint(self.ckpt_path)
         require_same_model(checkpoint, model_config, self.ckpt_path)
         if self.command != "fit":

@@ -16,7 +16,7 @@ from torch import Tensor
 from linrope.data import IGNORE, SEPARATOR, TokenSequence, document_numbers
 from linrope.errors import InputError
 from linrope.model import LanguageModel
-from linrope.states import forget_rows
+from linrope.states import state_before
 
 SEGMENT = 4096
 """Long rows are read in pieces of so many tokens, short rows so many together that they hold twice as many."""
@@ -64,15 +64,12 @@ def piece_logits(
     With `segment_ids` (B, T) each run of equal numbers is a document that is read by itself.
     """
     device = next(model.parameters()).device
-    state = of_piece = None
+    segment_ids = None if segment_ids is None else segment_ids.to(device)
+    state = None
     for these, places in in_pieces(rows):
-        first = places.start
-        if first == 0:
-            state = None
-        if segment_ids is not None:
-            of_piece = segment_ids[these, places].to(device)
-            if first > 0:
-                state = forget_rows(state, of_piece[:, 0] != segment_ids[these, first - 1].to(device))
+        ids = None if segment_ids is None else segment_ids[these]
+        state = state_before(places.start, ids, state if places.start else None)
+        of_piece = None if ids is None else ids[:, places]
         logits, state = model(rows[these, places].to(device), state, of_piece, return_state=True)
         yield these, places, logits
 
