@@ -23,7 +23,7 @@ from rich.table import Table
 from benchmarks import memory, report
 from benchmarks.pictures import Panel, draw
 from benchmarks.sweep import INTERRUPTED, MEASURED, Budget, Point
-from benchmarks.timing import Alternation
+from benchmarks.timing import alternate
 from linrope import LanguageModel, LanguageModelConfig, RotaryConfig, segmented_loss
 from linrope.segments import summed_cross_entropy
 
@@ -103,7 +103,7 @@ def measure(method: str, length: int, options: argparse.Namespace, earlier: list
 def cost_ratio(options: argparse.Namespace) -> float:
     """Time of a step in segments over that of a step at once, medians of turns, at `--cost` tokens."""
     steps = {method: task_of(method, options.cost, options).make() for method in METHODS[1:]}
-    samples = Alternation(steps, options.device, count=False).run(options.repeats).samples
+    samples = alternate(steps, options.repeats, options.device, count=False).samples
     return samples["linear in segments"].median / samples["linear"].median
 
 
@@ -180,7 +180,7 @@ def main(args: list[str] | None = None) -> int:
     console = Console()
     report.say_if_without_pictures(console)
     points: list[Point] = []
-    ratio, interrupted = None, False
+    ratio, failure, interrupted = None, None, False
     try:
         with report.progress_bar(console) as bar:
             task = bar.add_task("", total=len(options.lengths) * len(METHODS) + bool(options.cost))
@@ -193,17 +193,21 @@ def main(args: list[str] | None = None) -> int:
                     bar.advance(task)
             if options.cost:
                 bar.update(task, description=f"cost at {options.cost:,}")
-                ratio = cost_ratio(options)
+                try:
+                    ratio = cost_ratio(options)
+                except Exception as error:  # what was measured before is kept
+                    failure = f"cost at {options.cost:,}: {memory.describe(error)}"
     except KeyboardInterrupt:
         interrupted = True
     remarks = [f"{p.method} at {p.length:,}: {p.status}, {p.detail}" for p in points if p.detail]
     if ratio is not None:
         remarks.append(f"a step in segments takes {ratio:.2f} times that of one at once, at {options.cost:,} tokens")
-    report.show(console, table_of(points, options), remarks)
+    report.show(console, table_of(points, options), [*remarks, *filter(None, [failure])])
     details = {
         **report.surroundings(options.device, "beyond_memory", args),
         "settings": {k: v for k, v in vars(options).items() if k != "output"},
         "cost_ratio": ratio,
+        "cost_failure": failure,
         "interrupted": interrupted,
     }
     return report.finish(

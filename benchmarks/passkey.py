@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks import report
-from linrope import LanguageModelConfig, RotaryConfig
+from linrope import InputError, LanguageModelConfig, RotaryConfig
+from linrope.footprint import shapes_only
 from linrope.training import OptimizerConfig, PasskeyDataModule, RecallModule
 from linrope.training.cli import quiet_lightning
 from linrope.training.recall_map import recall_by_depth, require_cases, table_of, write
@@ -45,9 +46,8 @@ class Watch(Callback):
         return [round(sum(losses) / len(losses), 4) for losses in stretches]
 
 
-def train(options: argparse.Namespace, data: PasskeyDataModule, bar: Progress) -> tuple[RecallModule, list[float]]:
-    seed_everything(options.seed, verbose=False)
-    config = LanguageModelConfig(
+def config_of(options: argparse.Namespace) -> LanguageModelConfig:
+    return LanguageModelConfig(
         d_model=options.d_model,
         n_layers=options.layers,
         n_heads=options.heads,
@@ -55,7 +55,11 @@ def train(options: argparse.Namespace, data: PasskeyDataModule, bar: Progress) -
         forget_gate=True,
         rope=RotaryConfig(signed=True),
     )
-    module = RecallModule(config, OptimizerConfig(lr=options.lr))
+
+
+def train(options: argparse.Namespace, data: PasskeyDataModule, bar: Progress) -> tuple[RecallModule, list[float]]:
+    seed_everything(options.seed, verbose=False)
+    module = RecallModule(config_of(options), OptimizerConfig(lr=options.lr))
     watch = Watch(bar, bar.add_task("training", total=options.steps))
     trainer = Trainer(
         max_steps=options.steps,
@@ -87,6 +91,12 @@ def parse(args: list[str] | None) -> argparse.Namespace:
     add("--output", type=Path, default=Path("results"), help="folder for CSV, JSON, PNG and model (default: results)")
     options = parser.parse_args(args)
     report.check_positive(parser, options, "steps", "layers", "d_model", "heads", "lr", "lengths", "rows")
+    try:
+        options.data = PasskeyDataModule(stages=STAGES, tokens_per_batch=TOKENS_PER_BATCH, seed=options.seed)
+        require_cases(options.data.task_of("val"), options.lengths, options.depths, options.rows)
+        shapes_only(config_of(options))
+    except InputError as error:
+        parser.error(str(error))
     report.make_folder(parser, options.output)
     return options
 
@@ -95,8 +105,7 @@ def main(args: list[str] | None = None) -> int:
     options = parse(args)
     quiet_lightning()
     console = Console()
-    data = PasskeyDataModule(stages=STAGES, tokens_per_batch=TOKENS_PER_BATCH, seed=options.seed)
-    require_cases(data.task_of("val"), options.lengths, options.depths, options.rows)
+    data = options.data
     with report.progress_bar(console) as bar:
         module, losses = train(options, data, bar)
         module.model.save_pretrained(options.output / "passkey.model")
@@ -107,7 +116,7 @@ def main(args: list[str] | None = None) -> int:
     console.print(table_of(found, title))
     details = {
         **report.surroundings("cpu", "passkey", args),
-        "settings": {name: value for name, value in vars(options).items() if name != "output"},
+        "settings": {name: value for name, value in vars(options).items() if name not in ("output", "data")},
         "stages": STAGES,
         "trained_to": STAGES[-1][0],
         "train_losses": losses,

@@ -102,6 +102,8 @@ def parse(args: list[str] | None) -> argparse.Namespace:
     add("--output", type=Path, default=Path("results"), help="folder for CSV, JSON and PNG (default: results)")
     options = parser.parse_args(args)
     report.check_positive(parser, options, "context", "rows")
+    if options.context < 2:
+        parser.error(f"--context {options.context}: must be 2 or more, for a first half and what follows it")
     options.trained = report.read_byte_model(parser, options.model)
     config = options.trained.config
     if not config.forget_gate or "linear" not in config.attention_kinds:

@@ -26,7 +26,7 @@ from rich.table import Table
 import linrope
 from linrope import LanguageModel, units
 from linrope.checkpoints import require_writable
-from linrope.data import VOCAB_SIZE
+from linrope.data import VOCAB_SIZE, ByteTokenizer, tokenizer_from_plain
 from linrope.errors import InputError, suggest
 from linrope.units import bytes_text as bytes_text
 from linrope.units import count_text as count_text
@@ -78,7 +78,7 @@ def read_byte_model(parser: argparse.ArgumentParser, path: Path) -> LanguageMode
         model = LanguageModel.from_pretrained(path)
     except InputError as error:
         parser.error(f"--model: {error}")
-    if model.config.vocab_size < VOCAB_SIZE:
+    if model.config.vocab_size < VOCAB_SIZE or not isinstance(tokenizer_from_plain(model.tokenizer), ByteTokenizer):
         parser.error(f"--model {path}: it needs to read bytes, with a vocabulary of {VOCAB_SIZE} or more")
     return model
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.grid import BLOCK, EIGHTHS, Evaluation, Settings
 from linrope import LanguageModel, linear_attention
@@ -119,8 +119,8 @@ class PiecesOfWindows(Dataset[dict[str, Tensor]]):
 
 
 class GridText(TextDataModule):
-    """Text as users train on it, but validated on windows of a grid's longest rows, cut into the variant's own: which
-    windows come first depends on their length, and all variants are to be judged on the same text."""
+    """Text as users train on it, but validated on windows of a grid's longest rows, one a batch, cut into the variant's
+    own: which windows come first depends on their length, and all variants are to be judged on the same text."""
 
     def __init__(self, longest_context: int, **options: Any) -> None:
         super().__init__(**options)
@@ -129,6 +129,10 @@ class GridText(TextDataModule):
     def evaluation_windows(self, split: str) -> PiecesOfWindows:
         windows = EvaluationWindows(self.corpora[split], self.longest_context, split, self.documents)
         return PiecesOfWindows(windows, self.context)
+
+    def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        rows = self.evaluation_windows("val")
+        return DataLoader(rows, batch_size=rows.per_window)
 
 
 def run(
@@ -161,7 +165,7 @@ def run(
     decides = (settings.fingerprint, steps, options["validations"], options["validation_tokens"], longest_context)
     recorder = Recorder(stem.with_name(f"{stem.name}.{'-'.join(map(str, decides))}{UNFINISHED}"))
     checkpoint = recorder.folder / "last.ckpt"
-    few, all_ = validation_batches(settings, options["validation_tokens"], longest_context)
+    few, all_ = validation_batches(settings.task, options["validation_tokens"], longest_context)
     trainer = _trainer(device, steps, few, max(1, steps // options["validations"]), [recorder])
     failure = None
     try:
@@ -190,14 +194,10 @@ def run(
     return result
 
 
-def validation_batches(settings: Settings, tokens: int, window: int | None) -> tuple[int, int] | tuple[float, float]:
+def validation_batches(task: str, tokens: int, window: int | None) -> tuple[int, int] | tuple[float, float]:
     """`limit_val_batches` for the curves, which see a quarter, and for the end: whole windows of so many tokens. Recall
     tasks are always measured on all of their rows, which are few."""
-    if settings.task != "text":
-        return 1.0, 1.0
-    windows = max(1, tokens // 4 // window), max(1, tokens // window)
-    few, all_ = (max(1, n * window // settings.tokens_per_step) for n in windows)
-    return few, all_
+    return (1.0, 1.0) if task != "text" else (max(1, tokens // 4 // window), max(1, tokens // window))
 
 
 def _trainer(device: str, steps: int, validation_batches: float, every: int, callbacks: list[Callback]) -> Trainer:

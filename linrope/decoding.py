@@ -5,7 +5,7 @@
 
 A step takes a token, its position and the state's tensors, and gives logits and the tensors after it:
 
-    tensors = tensors_of(initial_state(model))  # or those of a prompt: tensors_of(context.state)
+    tensors = tensors_of(initial_state(model))  # or those of prompts of one length: tensors_of(context.state)
     logits, tensors = program.module()(token, position, tensors)
 
 The position is an integer that the graph leaves open: angles are as exact as elsewhere, at any length.
@@ -19,9 +19,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from linrope import states
 from linrope.errors import InputError
 from linrope.model import LanguageModel
-from linrope.states import ModelState, map_state, tensors_of
+from linrope.states import ModelState, map_state
 
 __all__ = ["DecodingStep", "export_decoding_step", "initial_state", "tensors_of"]
 
@@ -43,7 +44,22 @@ class DecodingStep(nn.Module):
         given = iter(tensors)
         state = _at_position(map_state(lambda name, x: next(given), self.like), position)
         logits, state = self.model(token[:, None], state, return_state=True)
-        return logits[:, 0], tensors_of(state)
+        return logits[:, 0], states.tensors_of(state)
+
+
+def tensors_of(state: ModelState) -> list[Tensor]:
+    """The state's tensors, as a step takes and gives them.
+
+    Raises:
+        InputError: rows whose documents began at other positions, as those of prompts of unequal lengths did: a step
+            counts all rows from one.
+    """
+    if any(layer.document_start is not None and layer.document_start.any() for layer in state):
+        raise InputError(
+            "state is that of prompts of unequal lengths, or of rows that forgot: the decoding step has one position "
+            "for all its rows. Read prompts of unequal lengths one by one."
+        )
+    return states.tensors_of(state)
 
 
 def _at_position(state: ModelState, position: int) -> ModelState:
@@ -73,7 +89,7 @@ def export_decoding_step(model: LanguageModel, batch: int = 1) -> torch.export.E
             "have a fixed size."
         )
     like = initial_state(model, batch)
-    tensors = tensors_of(like)
+    tensors = states.tensors_of(like)
     token = torch.zeros(batch, dtype=torch.int64, device=tensors[0].device)
     # the example's position is none that export would take for a constant, as it does 0 and 1
     return torch.export.export(

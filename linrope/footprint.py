@@ -73,7 +73,7 @@ class Footprint:
     """Bytes that a training step takes on one device, beside what a process takes in which PyTorch is imported.
 
     Attributes:
-        weights: parameters, their gradients and AdamW's two moments.
+        weights: parameters, their gradients, AdamW's two moments and, where there is one, the moving average.
         activations: all other tensors, and the gaps between them, at the moment when they are most.
     """
 
@@ -93,6 +93,7 @@ def training_footprint(
     *,
     apart: bool = False,
     autocast: torch.dtype | None = None,
+    averaged: bool = False,
     device: str = "cpu",
 ) -> Footprint:
     """The memory of one step, forward, backward and AdamW, on `batch_size` rows of `length` tokens.
@@ -101,6 +102,7 @@ def training_footprint(
         segment_length: the rows are read in segments of so many tokens; None reads each at once.
         apart: rows are packed with documents.
         autocast: the dtype of mixed precision, or None for none.
+        averaged: a moving average of the weights is kept.
         device: whose allocator holds it.
     """
     n_run = length if segment_length is None else min(length, SEGMENTS_RUN * segment_length)
@@ -121,7 +123,8 @@ def training_footprint(
         n_segments = -(-n_run // segment_length)
         further = -(-(length - n_run) // segment_length)
         activations += further * kept // n_segments + batch_size * (length - n_run) * tokens.element_size()
-    return Footprint(4 * of_parameters, activations)
+    copies = 5 if averaged else 4  # the weights, their gradients, AdamW's two moments
+    return Footprint(copies * of_parameters, activations)
 
 
 def shapes_only(config: LanguageModelConfig) -> LanguageModel:

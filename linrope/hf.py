@@ -46,6 +46,7 @@ except ImportError as error:
 
 DOCUMENT = "<|document|>"
 """The separator, as text of the tokenizer."""
+TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 CODE_FILE = "modeling_linrope.py"
 CODE = "from linrope.hf import LinropeConfig, LinropeForCausalLM\n"
 
@@ -162,7 +163,8 @@ class LinropeForCausalLM(PreTrainedModel, GenerationMixin):
 
         Args:
             input_ids: (B, T), those that `past_key_values` has not seen.
-            attention_mask: (B, tokens so far), 0 for padding, which may stand before a row's text or after it.
+            attention_mask: (B, tokens so far), 0 for padding, which may stand before a row's text, or after it where no
+                more of the row follows.
             past_key_values: what an earlier call returned.
             labels: (B, T), the input_ids again, -100 where nothing is asked.
             use_cache: whether to return the state; None does, outside of training.
@@ -171,17 +173,19 @@ class LinropeForCausalLM(PreTrainedModel, GenerationMixin):
                 `position_ids` may say nothing else.
 
         Raises:
-            InputError: a mask that hides tokens after the first call, position_ids of packed rows, inputs_embeds.
+            InputError: a mask of another shape, with holes, or that hides tokens after the first call; text that would
+                go on after padding, position_ids of packed rows, inputs_embeds.
         """
         if options.get("inputs_embeds") is not None:
             raise InputError("inputs_embeds are not taken: pass input_ids.")
         use_cache = not self.training if use_cache is None else use_cache
         _check_positions(options.get("position_ids"), attention_mask)
         past = None if past_key_values is None else past_key_values.state
+        n_read = 0 if past_key_values is None else past_key_values.get_seq_length()
         logits, state = self.model(
             input_ids,
             past,
-            _documents(attention_mask, input_ids, past is not None),
+            None if attention_mask is None else _documents(attention_mask, input_ids, n_read),
             return_state=True,
             logits_to_keep=logits_to_keep or None,
         )
@@ -194,19 +198,28 @@ class LinropeForCausalLM(PreTrainedModel, GenerationMixin):
         )
 
 
-def _documents(mask: Tensor | None, input_ids: Tensor, continues: bool) -> Tensor | None:
-    """Padding as documents of its own, which the text does not see; None where there is none."""
-    if mask is None:
-        return None
-    if mask.ndim != 2 or mask.shape[0] != len(input_ids) or mask.shape[1] < input_ids.shape[1]:
+def _documents(mask: Tensor, input_ids: Tensor, n_read: int) -> Tensor | None:
+    """Padding as documents of its own, which the text does not see; None where none is among the input_ids."""
+    n_rows, n_new = input_ids.shape
+    if mask.shape != (n_rows, n_read + n_new):
         raise InputError(
-            f"attention_mask is {tuple(mask.shape)} for input_ids {tuple(input_ids.shape)}: pass (B, tokens so far)."
+            f"attention_mask is {tuple(mask.shape)} for input_ids {(n_rows, n_new)} after {n_read} tokens of "
+            f"past_key_values: pass {(n_rows, n_read + n_new)}, the mask of all tokens so far."
         )
-    mask = mask[:, mask.shape[1] - input_ids.shape[1] :].bool()
-    if mask.all():
+    mask = mask.bool()
+    if mask[:, max(n_read - 1, 0) :].all():
         return None
-    if continues:
-        raise InputError("attention_mask hides tokens after past_key_values: padding may stand before a text only.")
+    if n_read:
+        hidden = "hides tokens after past_key_values" if mask[:, n_read - 1].all() else "ends in padding there"
+        raise InputError(
+            f"attention_mask {hidden}: a row goes on after its text only. Pad on the left, and pass the padding "
+            "together with the first of every row's text."
+        )
+    if (mask.long().diff(dim=1, prepend=torch.zeros_like(mask[:, :1]).long()) > 0).sum(dim=1).max() > 1:
+        raise InputError(
+            "attention_mask has a hole: the text after it would not see the text before it. Pass each row's text in "
+            "one piece, padding before or after it."
+        )
     return mask.long()
 
 
@@ -283,7 +296,7 @@ def export(model: LanguageModel, folder: str | os.PathLike, *, overwrite: bool =
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.partial-") as partial:
         _write(model, Path(partial))
         folder.mkdir(exist_ok=True)
-        for old in (CONFIG_FILE, WEIGHTS_FILE, EXPORTED_TOKENIZER_FILE):  # nothing of another model beside the weights
+        for old in (CONFIG_FILE, WEIGHTS_FILE, EXPORTED_TOKENIZER_FILE, *TOKENIZER_FILES):  # none of another model's
             (folder / old).unlink(missing_ok=True)
         mode = Path(partial, CONFIG_FILE).stat().st_mode  # safetensors lets nobody else read its file
         for file in sorted(Path(partial).iterdir(), key=lambda file: file.name == CONFIG_FILE):  # it comes last

@@ -8,6 +8,7 @@ import torch
 
 from linrope import InputError, LanguageModel, LanguageModelConfig, RotaryConfig
 from linrope.decoding import export_decoding_step, initial_state, tensors_of
+from linrope.generation import read
 from linrope.states import map_state
 from tests.test_model import CONFIGS, SMALL
 
@@ -56,6 +57,15 @@ def test_the_initial_state_is_that_of_no_tokens():
     tokens = torch.randint(0, 40, (3, 9))
     state = map_state(lambda _, x: x, initial_state(model, 3))
     torch.testing.assert_close(model(tokens, state), model(tokens), rtol=1e-12, atol=1e-12)
+
+
+@torch.no_grad()
+def test_prompts_of_unequal_lengths_have_no_step_in_common():
+    model = LanguageModel(LINEAR["sinusoidal"]).eval()
+    prompts = [torch.randint(0, 40, (n,)) for n in (5, 12)]
+    with pytest.raises(InputError, match="state is that of prompts of unequal lengths"):
+        tensors_of(read(model, prompts).state)
+    assert len(tensors_of(read(model, [prompts[1], prompts[1]]).state)) == len(tensors_of(initial_state(model, 2)))
 
 
 def test_what_has_no_step_is_refused():

@@ -59,7 +59,9 @@ def test_weights_are_parameters_gradients_and_two_moments_and_nothing_is_allocat
     config = LanguageModelConfig(d_model=4096, n_layers=32, n_heads=32)  # 26 GB in float32
     model = shapes_only(config)
     assert model.n_parameters == 32 * (4 * 4096**2 + 3 * 4096 * 10944 + 2 * 4096) + 257 * 4096 + 4096
-    assert training_footprint(MODELS["linear"], 1, 64).weights == 16 * LanguageModel(MODELS["linear"]).n_parameters
+    n_parameters = LanguageModel(MODELS["linear"]).n_parameters
+    assert training_footprint(MODELS["linear"], 1, 64).weights == 16 * n_parameters
+    assert training_footprint(MODELS["linear"], 1, 64, averaged=True).weights == 20 * n_parameters
 
 
 def test_further_segments_add_their_states_and_tokens_alone():

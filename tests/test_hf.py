@@ -129,6 +129,24 @@ def test_padding_after_the_text_does_not_change_its_logits(trained, loaded):
     torch.testing.assert_close(logits, trained(tokens), **CLOSE)
 
 
+def test_text_does_not_go_on_after_padding(loaded):
+    """The state of a row that ends in padding has forgotten the text before it."""
+    tokens = encode_prompt(TEXT)[None]
+    n, one = tokens.shape[1], torch.ones_like(tokens)
+    after, before = F.pad(one, (0, 3)), F.pad(one, (3, 0))
+    right = loaded(F.pad(tokens, (0, 3)), attention_mask=after).past_key_values
+    left = loaded(tokens[:, :3], attention_mask=before[:, :3]).past_key_values
+    for cache, mask, more in ((right, F.pad(after, (0, 1), value=1), tokens[:, :1]), (left, before, tokens)):
+        with pytest.raises(InputError, match=r"attention_mask ends in padding there: .* Pad on the left"):
+            loaded(more, attention_mask=mask, past_key_values=cache)
+    with pytest.raises(InputError, match=rf"is \(1, 4\) for .* after {n + 3} tokens .* pass \(1, {n + 7}\)"):
+        loaded(tokens[:, :4], attention_mask=one[:, :4], past_key_values=right)
+    hole = one.clone()
+    hole[:, 5:8] = 0
+    with pytest.raises(InputError, match="attention_mask has a hole"):
+        loaded(tokens, attention_mask=hole)
+
+
 def test_a_pipeline_writes_text(folder, loaded, tokenizer):
     for options in ({"model": str(folder)}, {"model": loaded, "tokenizer": tokenizer}):
         write = pipeline("text-generation", **options)
@@ -271,6 +289,15 @@ def test_one_folder_holds_one_model(trained, tmp_path):
     linrope.hf.export(other, tmp_path / "model", overwrite=True)
     tokens = encode_prompt(TEXT)[None]
     assert torch.equal(LanguageModel.from_pretrained(tmp_path / "model")(tokens), other(tokens))
+
+
+def test_an_overwritten_folder_has_no_tokenizer_of_the_model_before(trained, tmp_path):
+    linrope.hf.export(trained, tmp_path / "model")
+    silent = LanguageModel(dataclasses.replace(trained.config, vocab_size=40))  # its tokens are no bytes
+    linrope.hf.export(silent, tmp_path / "fresh")
+    linrope.hf.export(silent, tmp_path / "model", overwrite=True)
+    names = [sorted(path.name for path in (tmp_path / folder).iterdir()) for folder in ("fresh", "model")]
+    assert names[0] == names[1]
 
 
 def test_damaged_or_missing_weights_are_refused(trained, tmp_path):

@@ -113,8 +113,8 @@ def text_of_line(line: bytes, field: str) -> bytes | None:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise BadLine(f"is not UTF-8 (byte {error.start + 1} of the line)") from error
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise BadLine(f"is not JSON ({error})") from error
+    except (ValueError, RecursionError) as error:  # among them a number of more digits than Python reads
+        raise BadLine(f"is not JSON that can be read ({error})") from error
     return text_of_row(row, field)
 
 

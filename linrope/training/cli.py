@@ -323,21 +323,22 @@ def fit(args: Sequence[str]) -> None:
             _say(f"stopped after step {interrupted.step}. To go on from there:\n  {resume}")
         raise
     if cli.trainer.is_global_zero:
-        path = cli.last_checkpoint.path
-        prompt = cli.config_init.sample.prompt or "import "
-        cli.console.print(
-            f"\ncheckpoint  {path}\nsample      {_command_line('generate', ['--ckpt_path', path, '--prompt', prompt])}",
-            markup=False,
-            soft_wrap=True,
-        )
+        lines = [f"\ncheckpoint  {(path := cli.last_checkpoint.path)}"]
+        if cli.datamodule.tokenizer is not None:  # tokens that nobody can read are not written
+            prompt = cli.config_init.sample.prompt or "import "
+            lines.append(f"sample      {_command_line('generate', ['--ckpt_path', path, '--prompt', prompt])}")
+        cli.console.print(*lines, sep="\n", markup=False, soft_wrap=True)
 
 
 def validate(args: Sequence[str]) -> None:
     """Measure a checkpoint on the validation split: by position in the row, and in longer rows (--lengths)."""
     cli = TrainingCLI("validate", args)
     data, checkpoint = cli.datamodule, cli.checkpoint_given
+    if cli.report.report is not None or cli.report.lengths:  # now, so that a mistake costs no validation
+        data.open()
+        cli.report.require_bytes(data.tokenizer)
     folder = None if cli.report.report is None else make_folder("--report", cli.report.report)
-    if cli.report.lengths:  # now, so that a mistake costs no validation
+    if cli.report.lengths:
         corpus = data.open()["val"]
         lengths, text = cli.report.text_of(corpus, data.context, data.documents, cli.trainer.world_size)
     cli.trainer.validate(cli.model, data, ckpt_path=cli.ckpt_path, verbose=False, weights_only=True)
@@ -393,6 +394,7 @@ def planned(config: Namespace) -> Setting:
         segment_length=config.segment_length,
         apart=data.documents == "apart",
         precision=str(trainer.precision or "32-true"),
+        averaged=config.run.ema_decay is not None,
         device="cuda" if gpu else "cpu",
     )
 

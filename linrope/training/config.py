@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from jsonargparse import ArgumentParser
 
-from linrope.data import VOCAB_SIZE, TokenSequence, find_sources, split_corpus
+from linrope.data import VOCAB_SIZE, Tokenizer, TokenSequence, find_sources, split_corpus
 from linrope.errors import InputError
 from linrope.generation import SEGMENT_LENGTH, Sampling, check_max_new_tokens
 from linrope.training.passkey import Passkey
@@ -133,6 +133,14 @@ class ReportConfig:
     def __post_init__(self) -> None:
         if self.report_tokens < 1:
             raise InputError(f"--report_tokens={self.report_tokens} must be 1 or more.")
+
+    def require_bytes(self, tokenizer: Tokenizer | None) -> None:
+        """Raise InputError where nobody has told how many bytes tokens stand for."""
+        if tokenizer is None:
+            option = "--lengths" if self.lengths else "--report"
+            raise InputError(
+                f"{option} counts bits per byte, and how many bytes tokens stand for is unknown: set data.tokenizer."
+            )
 
     def text_of(
         self, corpus: TokenSequence, context: int, documents: str, world_size: int

@@ -28,7 +28,7 @@ from linrope.data import (
 )
 from linrope.data.token_files import TOKEN_DTYPES
 from linrope.errors import InputError, check_keys, require_choice
-from linrope.training.loading import TimedLoader
+from linrope.training.loading import Place, TimedLoader, require_own_order
 
 Batch = dict[str, Tensor]
 
@@ -40,7 +40,8 @@ class TextDataModule(LightningDataModule):
     same: each run of equal numbers is a document. In lanes there is `"fresh"`, bool (batch_size,): see `Lanes`. Where
     tokens are no bytes, `"n_bytes"`, the same, says how many bytes of text each target stands for, or 0.
     Training has no epochs: sample `i` of a run follows from `seed` and `i`, and a resumed run goes on with the sample
-    after the last that its checkpoint has learned from.
+    after the last that its checkpoint has learned from. Without a Trainer, `setup("fit")` and `train_dataloader()` give
+    the batches of one process from the first on.
 
     Args:
         path: Your text: a file, a folder or a glob; a folder that `linrope prepare` wrote; or a flat file of tokens
@@ -101,6 +102,7 @@ class TextDataModule(LightningDataModule):
         self.curriculum = None if curriculum is None else _stages(curriculum, context * batch_size)
         self._tokenizer_name, self.token_dtype = tokenizer, token_dtype
         self.corpora: dict[str, TokenSequence] = {}
+        self._windows: dict[str, Any] = {}
 
     def open(self) -> dict[str, TokenSequence]:
         """The corpora by split: opened at the first call, by `setup` if by nobody before."""
@@ -112,14 +114,14 @@ class TextDataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         self.open()
-        self._check_trainer(stage)
+        require_own_order(self.trainer, stage)
         # Made here, before any work, so that a split that is too short is found at once.
         if stage == "fit":
-            self._train = self._training_lanes() if self.lanes else self._training_windows()
-        if stage == "validate" or (stage == "fit" and self._validates):
-            self._val = self.evaluation_windows("val")
-        if stage == "test":
-            self._test = self.evaluation_windows("test")
+            self._windows["train"] = self._training_lanes() if self.lanes else self._training_windows()
+            self._windows["val"] = self.evaluation_windows("val") if self._validates else None
+        if stage in ("validate", "test"):
+            split = "val" if stage == "validate" else "test"
+            self._windows[split] = self.evaluation_windows(split)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -134,41 +136,30 @@ class TextDataModule(LightningDataModule):
                 f"{self._opened.vocab_size} or more."
             )
 
-    def _check_trainer(self, stage: str) -> None:
-        """Raise InputError where the trainer would deal samples in another way than these loaders do."""
-        trainer = self.trainer
-        if stage == "fit" and (trainer.limit_train_batches not in (None, 1.0) or trainer.overfit_batches):
-            raise InputError(
-                f"trainer.limit_train_batches={trainer.limit_train_batches} and overfit_batches="
-                f"{trainer.overfit_batches} would train on the same first samples again and again, where training "
-                "draws from an endless stream: set trainer.max_steps, and leave them out."
-            )
-        connector = getattr(trainer, "_accelerator_connector", None)
-        if trainer.world_size > 1 and getattr(connector, "use_distributed_sampler", False):
-            raise InputError(
-                "trainer.use_distributed_sampler=True would deal out samples that these loaders have dealt to devices "
-                "already: set it to False."
-            )
+    @property
+    def place(self) -> Place:
+        """Whom the loaders deal to."""
+        return Place.of(self.trainer)
 
     def _training_windows(self) -> CurriculumWindows:
         corpus = self.corpora["train"]
         if self.curriculum is None:
             return CurriculumWindows([TrainingWindows(corpus, self.context, self.seed, self.documents)])
-        self.require_steps(self.plan, self.trainer.max_steps)
+        if self.trainer is not None:
+            self.require_steps(self.plan, self.trainer.max_steps)
         return CurriculumWindows(
             TrainingWindows(corpus, stage.seq_len, self.seed, self.documents, f"data.curriculum[{number}].seq_len")
             for number, stage in enumerate(self.curriculum)
         )
 
     def _training_lanes(self) -> Lanes:
-        trainer = self.trainer
-        own = trainer.global_rank, trainer.world_size
-        return Lanes(self.corpora["train"], self.context, self.batch_size, self.seed, self.documents, *own)
+        options = self.context, self.batch_size, self.seed, self.documents
+        return Lanes(self.corpora["train"], *options, self.place.rank, self.place.world_size)
 
     def evaluation_windows(self, split: str) -> EvaluationWindows:
         """What validation or test reads; it needs `open`."""
         windows = EvaluationWindows(self.corpora[split], self.context, split, self.documents)
-        if len(windows) < (world_size := self.trainer.world_size):  # one without any would not join in the sums
+        if len(windows) < (world_size := self.place.world_size):  # one without any would not join in the sums
             raise InputError(
                 f"the {split} split holds {len(windows)} × data.context={self.context} tokens, but {world_size} "
                 "devices need a sample each: lower data.context, raise its share in data.fractions, or set fewer "
@@ -179,7 +170,7 @@ class TextDataModule(LightningDataModule):
     @property
     def plan(self) -> TrainingPlan:
         """Which samples each optimizer step has; it depends on the trainer's devices and accumulation."""
-        return self.plan_for(self.trainer.accumulate_grad_batches * self.trainer.world_size)
+        return self.plan_for(self.place.batches_per_step * self.place.world_size)
 
     def plan_for(self, batches_per_step: int) -> TrainingPlan:
         """The same, with so many batches in an optimizer step, over all devices."""
@@ -202,7 +193,7 @@ class TextDataModule(LightningDataModule):
     def samples_of(self, step: int) -> str:
         """The training samples of the optimizer step after `step` finished ones, for people to read."""
         if self.lanes:
-            per_step = self.trainer.accumulate_grad_batches
+            per_step = self.place.batches_per_step
             return f"batches {step * per_step} … {(step + 1) * per_step - 1} of the lanes"
         stage = self.plan.stage_at(step)
         first = stage.first_sample + (step - stage.first_step) * stage.samples_per_step
@@ -211,7 +202,7 @@ class TextDataModule(LightningDataModule):
     def first_batch(self, stage: PlannedStage) -> Batch:
         """The first training batch of a stage of `plan`, on the CPU; it needs `setup("fit")`."""
         samples = range(stage.first_sample, stage.first_sample + stage.batch_size)
-        return default_collate([self._train[stage.seq_len, i] for i in samples])
+        return default_collate([self._ready("train")[stage.seq_len, i] for i in samples])
 
     def order(self) -> dict[str, Any]:
         """All options that decide which samples follow which, and of what text, as plain values; it needs `setup`.
@@ -225,7 +216,7 @@ class TextDataModule(LightningDataModule):
             "batch_size": self.batch_size,
             "seed": self.seed,
             "documents": self.documents,
-            "lanes × devices": self.batch_size * self.trainer.world_size if self.lanes else None,
+            "lanes × devices": self.batch_size * self.place.world_size if self.lanes else None,
             "curriculum": None if self.curriculum is None else [asdict(stage) for stage in self.curriculum],
             "train_tokens": len(train),
             "train_documents": train.fingerprint(),
@@ -234,35 +225,41 @@ class TextDataModule(LightningDataModule):
 
     @property
     def _validates(self) -> bool:
-        return self.fractions[1] > 0 and self.trainer.limit_val_batches > 0
+        return self.fractions[1] > 0 and (self.trainer is None or self.trainer.limit_val_batches > 0)
+
+    def _ready(self, split: str) -> Any:
+        """The windows of a split, None where it is not read."""
+        if split not in self._windows:
+            stage = {"train": "fit", "val": "validate", "test": "test"}[split]
+            raise InputError(f'the {split} split is not set up: call setup("{stage}") before {split}_dataloader().')
+        return self._windows[split]
 
     def train_dataloader(self) -> DataLoader[Batch]:
         """An endless loader. Lightning asks for it after it has restored the step that a checkpoint was saved at."""
-        trainer = self.trainer
+        windows, place = self._ready("train"), self.place
         if self.lanes:
-            first = trainer.global_step * trainer.accumulate_grad_batches
-            return self._loader(self._train, sampler=_From(first), batch_size=None)
-        batches = TrainingBatches(self.plan, trainer.global_step, trainer.global_rank, trainer.world_size)
-        return self._loader(self._train, batch_sampler=batches)
+            return self._loader(windows, sampler=_From(place.batches_done), batch_size=None)
+        batches = TrainingBatches(self.plan, place.step, place.rank, place.world_size)
+        return self._loader(windows, batch_sampler=batches)
 
     def val_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
-        return self._evaluation_loader(self._val) if self._validates or self.trainer.state.fn == "validate" else []
+        windows = self._ready("val")
+        return [] if windows is None else self._evaluation_loader(windows)
 
     def test_dataloader(self) -> DataLoader[Batch]:
-        return self._evaluation_loader(self._test)
+        return self._evaluation_loader(self._ready("test"))
 
     def _evaluation_loader(self, windows: EvaluationWindows) -> DataLoader[Batch]:
         """Every rank takes every `world_size`-th window; none is seen twice, so the last batches may be unequal."""
-        mine = Subset(windows, range(self.trainer.global_rank, len(windows), self.trainer.world_size))
+        mine = Subset(windows, range(self.place.rank, len(windows), self.place.world_size))
         return self._loader(mine, batch_size=self.batch_size)
 
     def _loader(self, dataset: Dataset[Batch], **options: object) -> DataLoader[Batch]:
-        on_gpu = self.trainer.strategy.root_device.type == "cuda"
         return TimedLoader(
             dataset,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
-            pin_memory=on_gpu,
+            pin_memory=self.place.on_gpu,
             **options,
         )
 

@@ -1,12 +1,61 @@
-"""Loaders that know how long they were waited for."""
+"""Loaders that know how long they were waited for, and whom they deal to."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
+
+from linrope.errors import InputError
+
+
+@dataclass(frozen=True)
+class Place:
+    """Whom loaders deal to: a process of a run, and how far the run has come. By default the only one, at the start."""
+
+    rank: int = 0
+    world_size: int = 1
+    batches_per_step: int = 1
+    """Batches that a process learns from in one optimizer step."""
+    step: int = 0
+    """Optimizer steps that are done."""
+    on_gpu: bool = False
+
+    @classmethod
+    def of(cls, trainer: Trainer | None) -> Place:
+        """The place of `trainer`'s own process; without one, that of a training loop of somebody's own."""
+        if trainer is None:
+            return cls()
+        on_gpu = trainer.strategy.root_device.type == "cuda"
+        steps = trainer.accumulate_grad_batches, trainer.global_step
+        return cls(trainer.global_rank, trainer.world_size, *steps, on_gpu)
+
+    @property
+    def batches_done(self) -> int:
+        """Batches that each process has learned from."""
+        return self.step * self.batches_per_step
+
+
+def require_own_order(trainer: Trainer | None, stage: str) -> None:
+    """Raise InputError where the trainer would deal samples in another way than loaders do that deal by `Place`."""
+    if trainer is None:
+        return
+    if stage == "fit" and (trainer.limit_train_batches not in (None, 1.0) or trainer.overfit_batches):
+        raise InputError(
+            f"trainer.limit_train_batches={trainer.limit_train_batches} and overfit_batches={trainer.overfit_batches} "
+            "would train on the same first samples again and again, where training draws from an endless stream: set "
+            "trainer.max_steps, and leave them out."
+        )
+    connector = getattr(trainer, "_accelerator_connector", None)
+    if trainer.world_size > 1 and getattr(connector, "use_distributed_sampler", False):
+        raise InputError(
+            "trainer.use_distributed_sampler=True would deal out samples that these loaders have dealt to devices "
+            "already: set it to False."
+        )
 
 
 class TimedLoader(DataLoader[Any]):

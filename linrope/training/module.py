@@ -308,7 +308,7 @@ class LanguageModelingModule(LightningModule):
 
     def setup(self, stage: str) -> None:
         datamodule = self.trainer.datamodule
-        if hasattr(datamodule, "require_vocabulary"):  # text of ours
+        if hasattr(datamodule, "require_vocabulary"):  # data of ours
             datamodule.require_vocabulary(self.model_config.vocab_size)
             ours = tokenizer_to_plain(datamodule.tokenizer)
             if self.model.tokenizer is not None:  # of a trained model

@@ -9,7 +9,16 @@ from typing import Any
 
 from torch import Tensor
 
-from linrope.data import SPLITS, Corpus, find_sources, passkey_rows, require_passkey, split_corpus
+from linrope.data import (
+    SPLITS,
+    VOCAB_SIZE,
+    ByteTokenizer,
+    Corpus,
+    find_sources,
+    passkey_rows,
+    require_passkey,
+    split_corpus,
+)
 from linrope.errors import InputError
 from linrope.training.recall import Case, RecallDataModule, Stage, at_depth
 
@@ -19,6 +28,10 @@ class Passkey:
     """A pass key in text, cases (length,) or (length, depth in percent): see `linrope.data.passkey_rows`."""
 
     text: Corpus
+
+    @property
+    def vocab_size(self) -> int:
+        return VOCAB_SIZE
 
     def rows(self, n_rows: int, case: Case, seed: int | Sequence[int]) -> tuple[Tensor, Tensor]:
         return passkey_rows(n_rows, case[0], self.text, seed, *case[1:])
@@ -66,6 +79,10 @@ class PasskeyDataModule(RecallDataModule):
                 except InputError as error:
                     raise InputError(f"data.cases in the {split} split: {error}") from error
 
+    @property
+    def tokenizer(self) -> ByteTokenizer:
+        return ByteTokenizer()
+
     def task_of(self, split: str) -> Passkey:
         return self.tasks[split]
 
@@ -74,6 +91,7 @@ class PasskeyDataModule(RecallDataModule):
             "stages": [list(stage) for stage in self.stages],
             "fractions": self.fractions,
             "train_tokens": len(self.tasks["train"].text),
+            "train_documents": self.tasks["train"].text.fingerprint(),
             "tokens_per_batch": self.tokens_per_batch,
             "seed": self.seed,
         }

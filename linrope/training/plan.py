@@ -39,6 +39,7 @@ class Setting:
     segment_length: int | None
     apart: bool
     precision: str
+    averaged: bool
     device: str
 
     def __post_init__(self) -> None:
@@ -85,6 +86,7 @@ class Way:
             self.segment_length,
             apart=setting.apart,
             autocast=AUTOCAST[setting.precision],
+            averaged=setting.averaged,
             device=setting.device,
         ).total
 

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from linrope.data import (
     IGNORE,
+    Tokenizer,
     copy_rows,
     induction_rows,
     mqar_rows,
@@ -26,7 +27,7 @@ from linrope.data import (
     require_mqar,
 )
 from linrope.errors import InputError
-from linrope.training.loading import TimedLoader
+from linrope.training.loading import Place, TimedLoader, require_own_order
 from linrope.training.module import LanguageModelingModule
 from linrope.training.reading import token_losses
 
@@ -46,6 +47,10 @@ _CHOICE, _TRAIN, _VAL, _TEST = range(4)
 
 class Task(Protocol):
     """A way of making rows; a frozen dataclass of plain values, so that workers can have it."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens in the rows."""
 
     def rows(self, n_rows: int, case: Case, seed: int | Sequence[int]) -> tuple[Tensor, Tensor]:
         """(inputs, targets), each int64 (n_rows, case[0])."""
@@ -161,7 +166,8 @@ class RecallDataModule(LightningDataModule):
     asked. Those of validation and test have `"case"` too, its name. Training has no epochs: batch `i` of a run follows
     from `seed` and `i`, and a resumed run goes on with the batch after the last that its checkpoint has learned from.
     Validation and test have rows of their own, the same for every seed. On several devices set
-    `trainer.use_distributed_sampler` to False: the loaders deal rows to ranks by themselves.
+    `trainer.use_distributed_sampler` to False: the loaders deal rows to ranks by themselves. A model must know the
+    task's tokens; they are no text, but for pass keys.
 
     Args:
         task: makes the rows.
@@ -174,8 +180,10 @@ class RecallDataModule(LightningDataModule):
 
     Raises:
         InputError: no stage or case, one that the task cannot serve or that does not fit a batch, or a number out of
-            range.
+            range; when set up: a trainer that limits or deals out training batches by itself.
     """
+
+    tokenizer: Tokenizer | None = None
 
     def __init__(
         self,
@@ -215,6 +223,17 @@ class RecallDataModule(LightningDataModule):
                     f"data.{name}: raise it to {case[0]} or more."
                 )
 
+    def setup(self, stage: str) -> None:
+        require_own_order(self.trainer, stage)
+
+    def require_vocabulary(self, vocab_size: int) -> None:
+        """Raise InputError where a model of `vocab_size` tokens does not know all of the task's."""
+        if vocab_size < self.task.vocab_size:
+            raise InputError(
+                f"model.vocab_size={vocab_size} is too small for the rows, whose tokens are {self.task.vocab_size}: "
+                f"set it to {self.task.vocab_size} or more."
+            )
+
     def order(self) -> dict[str, Any]:
         """All options that decide which rows follow which, as plain values."""
         return {
@@ -226,7 +245,7 @@ class RecallDataModule(LightningDataModule):
 
     def samples_of(self, step: int) -> str:
         """The training batches of the optimizer step after `step` finished ones, for people to read."""
-        per_step = self.trainer.accumulate_grad_batches
+        per_step = Place.of(self.trainer).batches_per_step
         return f"batches {step * per_step} … {(step + 1) * per_step - 1}"
 
     def task_of(self, split: str) -> Task:
@@ -235,14 +254,14 @@ class RecallDataModule(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Batch]:
         """An endless loader. Lightning asks for it after it has restored the step that a checkpoint was saved at."""
-        trainer = self.trainer
+        place = Place.of(self.trainer)
         batches = RecallBatches(
             self.task_of("train"),
             self.stages,
             self.tokens_per_batch,
             self.seed,
-            rank=trainer.global_rank,
-            first=trainer.global_step * trainer.accumulate_grad_batches,
+            rank=place.rank,
+            first=place.batches_done,
         )
         return self._loader(batches, num_workers=self.num_workers, persistent_workers=self.num_workers > 0)
 
@@ -254,7 +273,8 @@ class RecallDataModule(LightningDataModule):
 
     def _evaluation_batches(self, split: str, number: int) -> list[Batch]:
         """All cases in order. Every rank takes every `world_size`-th row; none is seen twice."""
-        mine = slice(self.trainer.global_rank, None, self.trainer.world_size)
+        place = Place.of(self.trainer)
+        mine = slice(place.rank, None, place.world_size)
         task, batches = self.task_of(split), []
         for case in map(tuple, self.cases):
             inputs, targets = (tokens[mine] for tokens in task.rows(self.test_rows, case, (number, *case)))
@@ -266,8 +286,7 @@ class RecallDataModule(LightningDataModule):
         return batches
 
     def _loader(self, batches: IterableDataset[Batch] | list[Batch], **options: object) -> DataLoader[Batch]:
-        on_gpu = self.trainer.strategy.root_device.type == "cuda"
-        return TimedLoader(batches, batch_size=None, pin_memory=on_gpu, **options)
+        return TimedLoader(batches, batch_size=None, pin_memory=Place.of(self.trainer).on_gpu, **options)
 
 
 class MQARDataModule(RecallDataModule):

@@ -39,6 +39,20 @@ def test_what_does_not_fit_is_left_out_and_drawn_as_dashes(tmp_path):
     assert contents["cost_ratio"] > 0
 
 
+def test_a_cost_that_cannot_be_measured_costs_nothing_that_was(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(beyond_memory, "segmented_loss", fail)
+    status, points, contents = run(tmp_path, "--lengths", "256", "--cost", "512", "--repeats", "1")
+    assert status == 0
+    assert points["linear", 256]["status"] == "measured"
+    assert contents["cost_ratio"] is None
+    assert contents["cost_failure"] == "cost at 512: RuntimeError: no room"
+    assert "cost at 512: RuntimeError: no room" in capsys.readouterr().out
+
+
+def fail(*args, **options):
+    raise RuntimeError("no room")
+
+
 def test_all_models_have_the_same_sizes():
     options = beyond_memory.parse(["--output", "/tmp"])
     sizes = {m: task_of(m, 8, options).config for m in beyond_memory.METHODS}

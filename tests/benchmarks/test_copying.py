@@ -87,8 +87,11 @@ def test_bad_input_is_named(args, message, tmp_path, capsys):
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_models_of_another_vocabulary_are_named(tmp_path, capsys):
-    LanguageModel(LanguageModelConfig(vocab_size=100, d_model=16, n_layers=1, n_heads=2)).save_pretrained(tmp_path)
+@pytest.mark.parametrize(("vocab_size", "tokenizer"), [(100, None), (300, {"kind": "unknown"})])
+def test_models_that_read_no_bytes_are_named(vocab_size, tokenizer, tmp_path, capsys):
+    model = LanguageModel(LanguageModelConfig(vocab_size=vocab_size, d_model=16, n_layers=1, n_heads=2))
+    model.tokenizer = tokenizer
+    model.save_pretrained(tmp_path)
     with pytest.raises(SystemExit):
         copying.main(["--model", str(tmp_path), "--output", str(tmp_path)])
     assert "it needs to read bytes, with a vocabulary of 257 or more" in " ".join(capsys.readouterr().err.split())

@@ -95,6 +95,7 @@ def test_json_lines_plain_and_compressed(source, tmp_path, name, small_units):
 
 BAD_LINES = [
     (b'{"text": "a', r"is not JSON"),
+    (b'{"id": ' + b"7" * 5000 + b"}", r"is not JSON that can be read"),  # Python reads 4,300 digits
     (b'["a"]', r"holds a list where an object with the field 'text' was expected"),
     (b'{"id": 1, "body": "b"}', r"has no field 'text' \(set --text_field to one it has: 'id', 'body'\)"),
     (b'{"text": null}', r"has a NoneType in the field 'text', where text was expected"),

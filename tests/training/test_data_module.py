@@ -24,6 +24,22 @@ def test_batches_have_inputs_and_targets(text_file):
     assert torch.equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
 
 
+@pytest.mark.parametrize("options", [{}, {"lanes": True}, {"curriculum": UP_AND_DOWN}])
+def test_a_training_loop_without_a_trainer_gets_the_batches_of_one_process(text_file, options):
+    data = TextDataModule(str(text_file), context=32, batch_size=2, **options)
+    data.setup("fit")
+    assert all(map(torch.equal, first_batches(data, 12), first_batches(attached(text_file, **options), 12)))
+    windows = [row for batch in data.val_dataloader() for row in batch["targets"]]
+    assert len(windows) == (len(data.corpora["val"]) - 1) // 32
+
+
+def test_loaders_that_are_not_set_up_say_so(text_file):
+    data = TextDataModule(str(text_file))
+    for split, stage in (("train", "fit"), ("val", "validate"), ("test", "test")):
+        with pytest.raises(InputError, match=rf'the {split} split is not set up: call setup\("{stage}"\)'):
+            getattr(data, f"{split}_dataloader")()
+
+
 def test_two_ranks_see_between_them_what_one_sees(text_file):
     alone = first_batches(attached(text_file), 6)
     ranks = [first_batches(attached(text_file, rank=rank, world_size=2), 3) for rank in range(2)]

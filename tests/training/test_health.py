@@ -202,7 +202,7 @@ def test_a_real_spike_names_the_very_samples(tiny, run_folder, capsys, monkeypat
     )
     path = next(option.split("=")[1] for option in tiny if option.startswith("--data.path"))
     data: TextDataModule = attached(path)
-    rows = [data._train[32, i]["inputs"] for i in range(int(line[1]), int(line[2]) + 1)]
+    rows = [data.train_dataloader().dataset[32, i]["inputs"] for i in range(int(line[1]), int(line[2]) + 1)]
     assert torch.equal(torch.stack(rows), batches[30])
 
 

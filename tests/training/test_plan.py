@@ -18,7 +18,7 @@ SMALL = LanguageModelConfig(d_model=16, n_layers=1, n_heads=2, forget_gate=True)
 
 def setting(**options) -> Setting:
     values = {"model": SMALL, "plan": TrainingPlan([CurriculumStage(1, 64, 8)]), "devices": 1, "max_steps": 100}
-    others = {"segment_length": None, "apart": False, "precision": "32-true", "device": "cpu"}
+    others = {"segment_length": None, "apart": False, "precision": "32-true", "averaged": False, "device": "cpu"}
     return Setting(**{**values, **others, **options})
 
 
@@ -55,6 +55,18 @@ def test_a_plan_needs_no_gpu_and_no_text(capsys, monkeypatch):
     assert "32,768 tokens" in out  # 1024 · 8 rows on each of four devices
     assert "trainer.max_steps is not set" in out
     assert "the GPU's allocator" in out
+
+
+def test_a_moving_average_is_a_copy_of_the_weights_more(tiny, capsys, monkeypatch):
+    monkeypatch.setattr(plan, "MULTIPLES", (1,))
+    n_bytes = 4 * LanguageModel(SMALL).n_parameters
+    way = Way("", SMALL)
+    assert way.memory(setting(averaged=True), 64, 1) == way.memory(setting(), 64, 1) + n_bytes
+    found = []
+    monkeypatch.setattr("linrope.training.cli.show_plan", lambda console, setting, *_: found.append(setting.averaged))
+    for options in ([], ["--run.ema_decay=0.9"]):
+        assert main(["plan", *tiny, *options]) == 0
+    assert found == [False, True]
 
 
 def test_a_measured_rate_is_of_real_steps(tiny, capsys, monkeypatch):

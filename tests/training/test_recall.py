@@ -7,9 +7,9 @@ import torch
 from lightning.pytorch import Trainer, seed_everything
 from torch.utils.data import DataLoader
 
-from linrope.data import IGNORE, SEPARATOR
+from linrope.data import IGNORE, SEPARATOR, tokenizer_from_plain
 from linrope.errors import InputError
-from linrope.model import LanguageModelConfig
+from linrope.model import LanguageModel, LanguageModelConfig
 from linrope.training import LanguageModelingModule, MQARDataModule, OptimizerConfig, RecallBatches, RecallModule
 from linrope.training.reading import token_losses
 from linrope.training.recall import MQAR
@@ -75,6 +75,12 @@ def test_a_resumed_loader_starts_after_what_its_step_has_seen(num_workers):
     assert not torch.equal(first_batches(attached(seed=1), 1)[0][:4], alone[0][:4])
 
 
+def test_without_a_trainer_the_batches_are_those_of_one_process():
+    data = MQARDataModule(**SMALL)
+    assert all(map(torch.equal, first_batches(data, 5), first_batches(attached(), 5)))
+    assert len(data.val_dataloader().dataset) == len(attached().val_dataloader().dataset)
+
+
 def test_ranks_train_on_different_rows_of_the_same_stages():
     ranks = [first_batches(attached(rank=rank, world_size=2), 8) for rank in range(2)]
     assert [batch.shape for batch in ranks[0]] == [batch.shape for batch in ranks[1]]
@@ -120,6 +126,34 @@ def test_the_defaults_are_zoologys():
 def test_options_out_of_range_are_named(options, message):
     with pytest.raises(InputError, match=message):
         MQARDataModule(**options)
+
+
+@pytest.mark.parametrize("limit", [{"limit_train_batches": 5}, {"overfit_batches": 3}])
+def test_a_trainer_that_would_repeat_the_first_batches_is_refused(limit):
+    with pytest.raises(InputError, match=r"would train on the same first samples again and again"):
+        small_trainer(max_steps=6, **limit).fit(RecallModule(MODEL), MQARDataModule(**SMALL))
+
+
+def test_rows_are_not_dealt_out_twice():
+    data = attached(world_size=2)
+    data.setup("validate")
+    data.trainer._accelerator_connector = SimpleNamespace(use_distributed_sampler=True)
+    with pytest.raises(InputError, match=r"trainer\.use_distributed_sampler=True .*: set it to False"):
+        data.setup("validate")
+
+
+def test_a_model_that_lacks_tokens_of_the_task_is_refused_before_the_first_batch():
+    data = MQARDataModule(**{**SMALL, "vocab_size": 65})
+    with pytest.raises(InputError, match=r"model\.vocab_size=64 is too small .* set it to 65 or more"):
+        small_trainer(max_steps=1).fit(RecallModule(MODEL), data)
+
+
+def test_tokens_of_no_text_have_no_tokenizer(tmp_path):
+    module = RecallModule(MODEL)
+    trainer = small_trainer(max_steps=1, limit_val_batches=0)
+    trainer.fit(module, MQARDataModule(**SMALL))
+    module.model.save_pretrained(tmp_path / "model")
+    assert tokenizer_from_plain(LanguageModel.from_pretrained(tmp_path / "model").tokenizer) is None
 
 
 # Targets that are not there.
@@ -189,6 +223,8 @@ def test_a_step_averages_over_the_targets_of_all_its_micro_batches():
 
 class Recaller(torch.nn.Module):
     """A model that says the value of every key it has seen, but for questions of rows longer than `reach`."""
+
+    tokenizer = None
 
     def __init__(self, reach: int):
         super().__init__()

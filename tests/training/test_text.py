@@ -294,6 +294,7 @@ def test_a_flat_file_trains_without_a_tokenizer_and_then_has_no_text(flat, tiny,
     assert re.search(r"^step 2/2  loss \d\.\d+  [\d,]+ tok/s", out, re.M)
     assert re.search(r"^step 2  val_loss \d\.\d+$", out, re.M)
     assert "bpb" not in out + (run_folder / "metrics.csv").read_text()
+    assert "linrope generate" not in out
     assert "nan" not in (run_folder / "metrics.csv").read_text()
     assert (run_folder / "checkpoints" / "best.ckpt").is_file()
     LanguageModel.from_pretrained(last(run_folder)).save_pretrained(tmp_path / "saved")
@@ -309,6 +310,11 @@ def test_a_flat_file_trains_without_a_tokenizer_and_then_has_no_text(flat, tiny,
     assert re.match(r"val_loss (\S+)  val_bpb (\S+)\n", capsys.readouterr().out)
     assert main(["validate", *options, f"--ckpt_path={last(run_folder)}"]) == 0
     assert "how many bytes tokens stand for is unknown: set data.tokenizer" in capsys.readouterr().out
+    report = f"--report={tmp_path / 'report'}"
+    for option, asked in (("--report", [report]), ("--lengths", [report, "--lengths", "2x"])):
+        err = fails(capsys, "validate", *options, f"--ckpt_path={last(run_folder)}", *asked)
+        assert f"{option} counts bits per byte" in err
+    assert not (tmp_path / "report").exists()
 
 
 def test_a_flat_files_token_beyond_the_model_is_named_with_its_position(flat, tiny, tmp_path, capsys):
