@@ -35,8 +35,9 @@ class ShortConvolution(nn.Module):
         padded = torch.cat((tail.to(x.dtype), x), dim=1)
         tail = padded[:, x.shape[1] :].clone()  # a view would keep all of `padded` alive
         if segment_ids is None or x.shape[1] == 0:
-            # oneDNN's convolution is three times faster on long inputs, and slower on short ones and in float64
-            fast = x.shape[1] >= 256 and x.dtype != torch.float64
+            # oneDNN is three times faster on long inputs, and slower on short ones and in float64; the convolution of
+            # cuDNN would take TF32 for float32, so that pieces of a text would not be what it is as a whole
+            fast = x.device.type == "cpu" and x.shape[1] >= 256 and x.dtype != torch.float64
             return self._activated(self._as_image(padded) if fast else self._sum_of_taps(padded)), tail
         document = F.pad(number_documents(segment_ids), (self.width - 1, 0))  # the tail belongs to the first one
         still_open = (document == document[:, -1:])[:, x.shape[1] :, None]

@@ -288,6 +288,13 @@ def test_the_short_convolution_is_its_formula(length, dtype, without_silu):
         torch.testing.assert_close(actual, right, **close)
 
 
+def test_other_devices_than_cpus_take_the_sum_of_taps(monkeypatch):
+    """cuDNN's convolution, which would take TF32 for float32, is not asked; "meta" stands for them here."""
+    monkeypatch.setattr(F, "conv2d", lambda *args, **options: pytest.fail("conv2d was called"))
+    y, tail = ShortConvolution(5, 4).to("meta")(torch.empty(2, 300, 5, device="meta"))
+    assert (y.shape, tail.shape) == ((2, 300, 5), (2, 3, 5))
+
+
 @pytest.mark.parametrize("kind", LAYERS)
 def test_silu_on_the_values_alone_leaves_queries_and_keys_their_sign(kind):
     """The layer's own convolution without SiLU on what becomes q and k, and with it on what becomes v."""
