@@ -41,9 +41,8 @@ def measure_batch(batch: int, options: argparse.Namespace, limit: int, points: l
         for context in options.contexts
     }
     samplers, found = {}, {}
-    linear, softmax = linear_steps(settings, options.steps), softmax_steps(settings, options.steps, limit)
-    for kind, steps in ((LINEAR, linear), (SOFTMAX, softmax)):
-        for context, (sampler, point) in steps.items():
+    for kind in (LINEAR, SOFTMAX):
+        for context, (sampler, point) in steps_of(kind, settings, options.steps, limit).items():
             points.append(point)
             if sampler:
                 samplers[kind, context], found[kind, context] = sampler, point
@@ -54,8 +53,24 @@ def measure_batch(batch: int, options: argparse.Namespace, limit: int, points: l
         for key, sample in alternation.samples.items():
             per_token = Sample(tuple(seconds / samplers[key].count for seconds in sample.rounds))
             found[key].record(per_token, batch)
-    for error in alternation.failures.values():
-        raise error
+    for key, error in alternation.failures.items():
+        found[key].record_failure(error)
+
+
+def steps_of(
+    kind: str, settings: dict[int, Setting], count: int, limit: int
+) -> dict[int, tuple[Several | None, Point]]:
+    """A sample at each context; none where its tensors cannot be made, which the point then says."""
+    try:
+        return linear_steps(settings, count) if kind == LINEAR else softmax_steps(settings, count, limit)
+    except Exception as error:  # out of memory, for one: what was measured before is kept
+        points = {
+            context: Point(name_of(kind, setting.batch), context, setting.batch, INTERRUPTED)
+            for context, setting in settings.items()
+        }
+        for point in points.values():
+            point.record_failure(error)
+        return {context: (None, point) for context, point in points.items()}
 
 
 def linear_steps(settings: dict[int, Setting], count: int) -> dict[int, tuple[Several, Point]]:
@@ -128,7 +143,7 @@ def table_of(points: list[Point], options: argparse.Namespace) -> Table:
 
 
 def cells(point: Point) -> list[str]:
-    past = report.bytes_text(point.memory_bytes)
+    past = "" if point.memory_bytes is None else report.bytes_text(point.memory_bytes)
     if point.status != MEASURED:
         return [f"[yellow]{point.status}[/yellow]", "", "", past]
     return [report.seconds_text(point.seconds), f"{point.spread:.0%}", f"{point.tokens_per_second:,.0f}", past]

@@ -32,7 +32,7 @@ import torch
 import yaml
 
 from linrope import LanguageModel, LanguageModelConfig
-from linrope.data import VOCAB_SIZE, Corpus, find_sources, split_corpus
+from linrope.data import VOCAB_SIZE, ByteTokenizer, Corpus, OpenedText, open_text
 from linrope.errors import InputError, require_choice, suggest
 from linrope.training import MQARDataModule, OptimizerConfig, TextDataModule
 
@@ -247,6 +247,8 @@ def _variant(grid: Grid, changes: dict[str, Any]) -> Settings:
     _check_options(settings.optimizer, [f.name for f in fields(OptimizerConfig)], "optimizer")
     if "seed" in settings.data:
         raise InputError(f"data.seed={settings.data['seed']}: a run's data follow from its seed; give them in `seeds`.")
+    if settings.data.get("curriculum") is not None:
+        raise InputError("data.curriculum changes the tokens of a step, which a grid counts as equal: leave it out.")
     OptimizerConfig(**settings.optimizer)
     data_module(**settings.data)
     if grid.tokens is not None and grid.tokens < settings.tokens_per_step:
@@ -280,6 +282,11 @@ def _check_text(grid: Grid, settings: Settings) -> None:
         raise InputError(
             f"model.vocab_size={settings.model_config.vocab_size} must be {VOCAB_SIZE} or more, for bytes."
         )
+    if not isinstance(_opened(settings).tokenizer, ByteTokenizer):
+        raise InputError(
+            f"data.path={settings.option('path')!r} holds tokens that are no bytes, and a grid measures bits per byte "
+            "of text: give text files."
+        )
     available = len(splits_of(settings)["val"])
     needs = {
         "data.context": settings.option("context"),
@@ -294,17 +301,20 @@ def _check_text(grid: Grid, settings: Settings) -> None:
 @cache
 def held_out() -> Corpus:
     """The text that the grids for text in benchmarks/grids are validated on, none of which they train on."""
-    return _splits(None, HELD_OUT)["val"]
+    return open_text(None, HELD_OUT).corpora["val"]
 
 
 def splits_of(settings: Settings) -> dict[str, Corpus]:
     """The text of a variant that reads text, by split."""
-    return _splits(settings.option("path"), tuple(settings.option("fractions")))
+    return _opened(settings).corpora
 
 
-@cache
-def _splits(path: str | None, fractions: tuple[float, ...]) -> dict[str, Corpus]:
-    return split_corpus(find_sources(path), fractions)
+def _opened(settings: Settings) -> OpenedText:
+    path, *options = map(settings.option, ("path", "tokenizer", "token_dtype"))
+    return _open_text(path, tuple(settings.option("fractions")), *options)
+
+
+_open_text = cache(open_text)
 
 
 def text_fingerprint(settings: Settings) -> str | None:

@@ -55,8 +55,12 @@ class Sampling:
             raise InputError(f"top_k={self.top_k} must be at least 1, or None for all tokens.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise InputError(f"top_p={self.top_p} must be above 0 and at most 1, or None for all tokens.")
-        if not 0 < self.repetition_penalty < float("inf"):
-            raise InputError(f"repetition_penalty={self.repetition_penalty} must be a number above 0 (1 is none).")
+        if not 1e-6 <= self.repetition_penalty <= 1e6:  # beyond, float32 logits may overflow
+            raise InputError(
+                f"repetition_penalty={self.repetition_penalty} must be a number from 1e-6 to 1e6 (1 is none)."
+            )
+        if self.seed is not None and not abs(self.seed) < 2**63:
+            raise InputError(f"seed={self.seed} must be a number of at most 63 bits, or None for a new draw each time.")
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

@@ -222,7 +222,7 @@ def test_bad_calls_are_named(recipe, prompts):
         (lambda: read(recipe, prompts[:2], context), "which only a new context can hold"),
         (lambda: read(recipe, prompts[1][None].expand(2, -1), context), "state.*this call needs"),
         (lambda: read(recipe, prompts[1][None], segment_length=0), "segment_length=0"),
-        (lambda: recipe.stream(context, 3, repetition_penalty=0), "repetition_penalty=0 must be a number above 0"),
+        (lambda: recipe.stream(context, 3, repetition_penalty=0), "repetition_penalty=0 must be a number from 1e-6"),
         (lambda: recipe.stream(context, -3), "max_new_tokens=-3"),
     ]:
         with pytest.raises(InputError, match=message):

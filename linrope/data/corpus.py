@@ -16,7 +16,7 @@ import os
 import shlex
 import sysconfig
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -201,7 +201,7 @@ def find_files(path: str | Path | None, option: str = "data.path") -> FoundFiles
     if path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
         origin = "the Python standard library's source"
-        return FoundFiles(list(_walk(root, suffix=".py", excluded=NOT_STANDARD_LIBRARY)), root, origin)
+        return FoundFiles(list(_standard_library(root)), root, origin)
     path = Path(path).expanduser()
     if path.is_dir():
         return FoundFiles(list(_walk(path)), path, str(path))
@@ -267,11 +267,21 @@ def name_hash(name: str) -> int:
     return int.from_bytes(digest, "big")
 
 
-def _walk(root: Path, suffix: str = "", excluded: Iterable[str] = ()) -> Iterator[Path]:
-    """The files below `root` whose names end in `suffix`, hidden ones and `excluded` folders left out."""
+def _walk(root: Path, above: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """The files below `root` but hidden ones. Links to folders are followed, but not back to one of those `above`."""
+    above |= {os.path.realpath(root)}
+    folder, subfolders, files = next(os.walk(root), (root, [], []))
+    yield from (Path(folder, name) for name in files if not name.startswith("."))
+    for name in subfolders:
+        if not name.startswith(".") and os.path.realpath(inner := Path(folder, name)) not in above:
+            yield from _walk(inner, above)
+
+
+def _standard_library(root: Path) -> Iterator[Path]:
+    """The modules below `root`, without what others put there."""
     for folder, subfolders, files in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in excluded and not name.startswith(".")]
-        yield from (Path(folder, name) for name in files if name.endswith(suffix) and not name.startswith("."))
+        subfolders[:] = [name for name in subfolders if name not in NOT_STANDARD_LIBRARY and not name.startswith(".")]
+        yield from (Path(folder, name) for name in files if name.endswith(".py") and not name.startswith("."))
 
 
 def _sources_of(found: FoundFiles) -> Sources:

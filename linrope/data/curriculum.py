@@ -14,6 +14,8 @@ from itertools import count
 
 from torch.utils.data import Sampler
 
+from linrope.errors import InputError
+
 Sample = tuple[int, int]
 """(seq_len, i): sample `i` of that length."""
 
@@ -61,6 +63,11 @@ class TrainingPlan:
     """
 
     def __init__(self, stages: Sequence[CurriculumStage], batches_per_step: int = 1) -> None:
+        if batches_per_step < 1:
+            raise InputError(
+                f"trainer.accumulate_grad_batches × devices = {batches_per_step}: a step needs at least one batch. Set "
+                "trainer.accumulate_grad_batches to 1 or more."
+            )
         self.batches_per_step = batches_per_step
         self.stages: list[PlannedStage] = []
         self.n_steps = 0  # that the stages ask for

@@ -194,6 +194,8 @@ class TrainingCLI(LightningCLI):
         for section in SECTIONS:
             if not isinstance(self.config[section], Namespace):
                 raise InputError(f"{section}: {self.config[section]!r} must be a section of options, not a value.")
+        if not 0 <= (seed := self.config.seed_everything) < 2**32:
+            raise InputError(f"--seed_everything={seed} must be a number from 0 to {2**32 - 1}.")
 
     def instantiate_classes(self) -> None:
         self.config_init = self.parser.instantiate(self.config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,9 +42,12 @@ class Place:
 
 
 def require_own_order(trainer: Trainer | None, stage: str) -> None:
-    """Raise InputError where the trainer would deal samples in another way than loaders do that deal by `Place`."""
+    """Raise InputError where the trainer would deal samples in another way than loaders do that deal by `Place`, or
+    never end a step."""
     if trainer is None:
         return
+    if trainer.accumulate_grad_batches < 1:
+        raise InputError(f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} must be 1 or more.")
     if stage == "fit" and (trainer.limit_train_batches not in (None, 1.0) or trainer.overfit_batches):
         raise InputError(
             f"trainer.limit_train_batches={trainer.limit_train_batches} and overfit_batches={trainer.overfit_batches} "
@@ -58,10 +62,21 @@ def require_own_order(trainer: Trainer | None, stage: str) -> None:
         )
 
 
+def leave_signals_to_the_run(worker: int) -> None:
+    """What a worker does first. Ctrl-C, and SIGTERM of a scheduler, reach all processes of a run: the main one finishes
+    its step and saves, for which it needs batches. Workers end when it does."""
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+
+
 class TimedLoader(DataLoader[Any]):
-    """A DataLoader that keeps count, in `waited`, of the seconds in which somebody waited for its batches."""
+    """A DataLoader that keeps count, in `waited`, of the seconds in which somebody waited for its batches; its workers
+    heed no signals."""
 
     waited = 0.0
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, worker_init_fn=leave_signals_to_the_run, **options)
 
     def __iter__(self) -> Iterator[Any]:
         batches = super().__iter__()

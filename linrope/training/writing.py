@@ -295,16 +295,15 @@ class Prompt:
 
 
 def _after_lines(pieces: Iterable[str]) -> Iterator[str]:
-    """The same text, cut after lines: subwords seldom reach over them, and they are what `linrope prepare` cuts at."""
+    """The same text, a long one cut after lines, as `linrope prepare` cuts it; what is short, or empty, as a whole."""
     waiting = ""
     for piece in pieces:
         waiting += piece
-        end = waiting.rfind("\n") + 1 or len(waiting) * (len(waiting) >= LARGEST_PIECE)
-        if end:
+        if len(waiting) >= LARGEST_PIECE:
+            end = waiting.rfind("\n") + 1 or len(waiting)
             yield waiting[:end]
             waiting = waiting[end:]
-    if waiting:
-        yield waiting
+    yield waiting
 
 
 def _read_prompt(writer: TextWriter, pieces: Iterable[str], n_bytes: int, console: Console) -> str:

@@ -39,6 +39,25 @@ def test_a_cache_over_the_budget_is_not_made(tmp_path, capsys):
     assert "over budget, the cache takes 61 MiB of 977 KiB" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize(("part", "at"), [("__init__", 0), ("__call__", 3)])
+def test_a_failure_keeps_what_was_measured(part, at, tmp_path, monkeypatch, capsys):
+    """Where tensors cannot be made, and in the middle of the samples."""
+    calls, real = [], getattr(decode.SoftmaxDecoding, part)
+
+    def failing(self, *args):
+        calls.append(None)
+        if len(calls) > at:
+            raise RuntimeError("can't allocate memory")
+        return real(self, *args)
+
+    monkeypatch.setattr(decode.SoftmaxDecoding, part, failing)
+    status, points, _ = run(tmp_path, "--contexts", "10", "--batch", "1")
+    assert status == 0
+    assert points["linear-rope, batch 1", 10]["status"] == "measured"
+    assert points["softmax-rope, batch 1", 10]["status"] == "out of memory"
+    assert "softmax-rope, batch 1 at 10: out of memory, " in " ".join(capsys.readouterr().out.split())
+
+
 def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch):
     calls = []
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -115,6 +116,10 @@ def test_steps_follow_from_tokens_or_from_minutes(tmp_path):
         ({"variants": {"linear": {}, "x": {"model.rope": "numerator"}}}, "variant 'x': "),
         ({"variants": {"linear": {}, "x": ["model.rope"]}}, "variant 'x': "),
         ({"variants": {"linear": {}, "x": {"data.seed": 3}}}, "variant 'x': data.seed=3: a run's data follow from"),
+        (
+            {"variants": {"linear": {}, "x": {"data.curriculum": [{"tokens": 100, "seq_len": 16}]}}},
+            "variant 'x': data.curriculum changes the tokens of a step",
+        ),
         ({"variants": {"linear": {}, "x": {"model.vocab_size": 100}}}, "model.vocab_size=100 must be 257 or more"),
         ({"task": "mqar", "data": {}, "tokens": 10**5}, "model.vocab_size=257 is less than data.vocab_size=8192"),
         ({"evaluate": {"contexts": [300], "tokens": 3000}}, "300 must be a multiple of 8"),
@@ -127,6 +132,13 @@ def test_steps_follow_from_tokens_or_from_minutes(tmp_path):
 def test_mistakes_are_named(tmp_path, changes, message):
     with pytest.raises(InputError, match=message):
         settings_of(grid_of(tmp_path, **changes))
+
+
+def test_tokens_that_are_no_bytes_are_refused(tmp_path):
+    """A grid measures bits per byte of text; one byte a token is what it counts."""
+    np.zeros(300_000, dtype="<u2").tofile(tmp_path / "flat.bin")
+    with pytest.raises(InputError, match=r"data\.path='.*flat\.bin' holds tokens that are no bytes"):
+        settings_of(grid_of(tmp_path, variants={"linear": {"data.path": str(tmp_path / "flat.bin")}, "softmax": {}}))
 
 
 def test_a_missing_file_and_one_that_is_no_yaml(tmp_path):

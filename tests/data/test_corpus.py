@@ -34,6 +34,13 @@ def test_a_folder_yields_its_text_files_in_order_and_counts_the_rest(folder):
     assert find_sources(folder).n_skipped == 2  # the empty and the binary one; hidden ones are not looked at
 
 
+def test_links_to_folders_are_followed_but_not_in_a_circle(folder):
+    (folder / "sub" / "up").symlink_to(folder)
+    (folder / "sub" / "here").symlink_to(folder / "sub")
+    (folder / "again").symlink_to(folder / "sub")
+    assert names(folder) == ["a.txt", "again/c.txt", "b.txt", "sub/c.txt"]
+
+
 def test_a_glob_and_a_file(folder):
     assert names(folder / "*.txt") == ["a.txt", "b.txt"]
     assert names(folder / "**" / "*.txt") == ["a.txt", "b.txt", "sub/c.txt"]

@@ -84,6 +84,22 @@ def test_a_process_stopped_again_and_again_trains_the_very_weights_of_one_that_w
     assert sorted(losses(ended)) == list(range(min(losses(ended)), n_steps))
 
 
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_processes_of_a_run_leaves_it_the_batches_of_its_step(tiny, run_folder, stop):
+    """As a terminal's Ctrl-C and a scheduler send them; the loader's workers must not end before the run does."""
+    command = [sys.executable, "-m", "linrope.training.cli", "fit", *tiny, "--trainer.max_steps=100000"]
+    command += ["--data.num_workers=2", "--trainer.log_every_n_steps=1"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, **pipes, cwd=ROOT, start_new_session=True)
+    for _ in range(3):
+        next(line for line in process.stdout if line.startswith("step ") and "/" in line)
+    os.killpg(process.pid, stop)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + stop, err
+    assert err.count("finishing this step") == 1
+    assert load(run_folder)["global_step"] >= 3
+
+
 @pytest.mark.parametrize("name", ["best", "last"])
 def test_a_checkpoint_of_the_middle_of_a_step_goes_on_from_its_beginning(exact, run_folder, monkeypatch, name):
     exact = [*exact, "--trainer.max_steps=7", "--trainer.val_check_interval=3"]

@@ -216,6 +216,8 @@ def test_a_tokenizers_run_from_text_to_text(subwords, tiny, run_folder, tmp_path
     assert (tmp_path / "saved" / "tokenizer.json").read_text() == (tmp_path / "tokenizer.json").read_text()
     written = []
     for path in (last(run_folder), tmp_path / "saved"):
+        assert main(["generate", f"--ckpt_path={path}", "--max_new_tokens=1"]) == 0  # of no prompt at all
+        capsys.readouterr()
         assert main(["generate", f"--ckpt_path={path}", "--prompt=the naïve", "--max_new_tokens=9", "--seed=1"]) == 0
         written.append(capsys.readouterr().out)
     prompt = tokenizer.encode_prompt("the naïve")[None]

@@ -222,7 +222,8 @@ def test_mistakes_are_named(folder, tmp_path, capsys):
         (["--interactive", "--n_continuations=2"], "--n_continuations=2 and --interactive exclude each other"),
         (["--n_continuations=0"], "--n_continuations=0 must be at least 1"),
         (["--segment_length=0"], "--segment_length=0 must be at least 1"),
-        (["--repetition_penalty=0"], "repetition_penalty=0.0 must be a number above 0"),
+        (["--repetition_penalty=0"], "repetition_penalty=0.0 must be a number from 1e-6 to 1e6"),
+        (["--seed=9999999999999999999"], "seed=9999999999999999999 must be a number of at most 63 bits"),
         (["--max_new_tokens=-1"], "max_new_tokens=-1 must be at least 0"),
         (["--load_state=nowhere.pt"], "state file 'nowhere.pt' does not exist"),
     ]:
@@ -364,6 +365,8 @@ def test_a_real_process_talks_through_a_pipe_is_interrupted_and_saves_its_state(
     run_generate(again, model, lambda text: None, Console(file=io.StringIO()))
 
 
-def test_prompts_of_subwords_are_cut_after_lines(monkeypatch):
+def test_long_prompts_of_subwords_are_cut_after_lines_and_short_ones_nowhere(monkeypatch):
+    assert list(writing._after_lines(["def f():\n  ", "  return"])) == ["def f():\n    return"]
+    assert list(writing._after_lines([])) == list(writing._after_lines([""])) == [""]
     monkeypatch.setattr(writing, "LARGEST_PIECE", 6)
-    assert list(writing._after_lines(["ab", "c\nd", "e\n\nf", "ghijklm", "n"])) == ["abc\n", "de\n\n", "fghijklm", "n"]
+    assert list(writing._after_lines(["ab", "c\nd", "e\n\nf", "ghijklm", "n"])) == ["abc\nde\n\n", "fghijklm", "n"]
