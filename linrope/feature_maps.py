@@ -276,11 +276,16 @@ def make_feature_map(
     """What a layer passes to the operator: a new module for a name in `MAP_MODULES`, or else the argument, checked.
 
     Raises:
-        InputError: unknown name, or neither a name nor callable.
+        InputError: unknown name, or neither a name nor callable; a module for heads of no dimension.
     """
     if isinstance(feature_map, str):
         require_choice("feature_map", feature_map, FEATURE_MAP_NAMES)
         if feature_map in MAP_MODULES:
+            if head_dim < 1:
+                raise InputError(
+                    f"feature_map={feature_map!r} has no dimension to work on, where rope.signed=True takes all of a "
+                    "head past it: lower rope.rotary_dim."
+                )
             return MAP_MODULES[feature_map](n_heads, head_dim)
     get_feature_map(feature_map)
     return feature_map

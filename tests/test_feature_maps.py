@@ -152,5 +152,7 @@ def test_the_operator_takes_the_module_and_not_its_name(name):
     weights = (phi(q) @ phi(k).mT).tril()
     expected = weights @ v / (weights.sum(-1, keepdim=True) + 1e-6)
     torch.testing.assert_close(linear_attention(q, k, v, feature_map=phi), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(InputError, match=rf"feature_map='{name}' has no dimension to work on"):
+        make_feature_map(name, 2, 0)
     assert make_feature_map(elu1, 2, 4) is elu1
     assert make_feature_map("relu", 2, 4) == "relu"
