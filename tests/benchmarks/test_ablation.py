@@ -63,9 +63,14 @@ def said(capsys) -> str:
 
 
 def test_a_grid_end_to_end(grid, capsys):
+    assert grid.run("--only", "softmax") == 0  # not even the one that the others are compared with
+    alone = grid.files
+    assert set(alone) == {"softmax-seed0.json", "softmax-seed1.json"}
+    assert "softmax" in capsys.readouterr().out
     assert grid.run() == 0
     folder = grid.folder / "results"
     files = grid.files
+    assert alone.items() <= files.items()
     assert set(files) == {f"{v}-seed{s}.json" for v in ("linear", "softmax") for s in (0, 1)}
     run = json.loads((folder / "runs" / "linear-seed1.json").read_text())
     assert (run["steps"], run["tokens"], run["diverged"]) == (20, 1280, None)
@@ -87,8 +92,8 @@ def test_a_grid_end_to_end(grid, capsys):
     # again: nothing is run, or measured, anew; one seed more is, and no other
     assert grid.run() == 0
     assert grid.files == files
-    assert grid.run(seeds=[0, 1, 2]) == 0
-    assert grid.files.keys() - files.keys() == {"linear-seed2.json", "softmax-seed2.json"}
+    assert grid.run(more_seeds={"linear": [2]}) == 0
+    assert grid.files.keys() - files.keys() == {"linear-seed2.json"}
     assert files.items() <= grid.files.items()
 
     # the folder of another grid is left as it is
@@ -232,10 +237,7 @@ def test_too_little_text_to_evaluate_on_is_found_before_anything_runs(grid, caps
     assert "evaluate.tokens=32000000 must be less than the " in " ".join(capsys.readouterr().err.split())
 
 
-def test_some_variants_alone(grid, capsys):
-    assert grid.run("--only", "softmax") == 0  # not even the one that the others are compared with
-    assert set(grid.files) == {"softmax-seed0.json", "softmax-seed1.json"}
-    assert "softmax" in capsys.readouterr().out
+def test_variants_that_are_asked_for_alone_and_unknown(grid, capsys):
     with pytest.raises(SystemExit):
         grid.run("--only", "softmx")
     assert "--only softmx: unknown. Did you mean" in capsys.readouterr().err
@@ -386,16 +388,14 @@ def test_a_recall_grid_reports_accuracy(tmp_path, capsys):
             "cases": [[16, 2], [32, 8]],
             "test_rows": 8,
         },
-        "variants": {"linear": {}, "softmax": {"model.attention": "softmax"}},
+        "variants": {"linear": {}},
     }
     assert Changed(tmp_path, values).run() == 0
     runs = [json.loads(path.read_text()) for path in (tmp_path / "results" / "runs").glob("*.json")]
     assert all({"accuracy", "accuracy/16x2", "accuracy/32x8"} <= run["final"].keys() for run in runs)
     assert all(run["steps"] == 8 for run in runs)
     rows = {row["variant"]: row for row in csv.DictReader((tmp_path / "results" / "ablation.csv").open())}
-    found = {(run["variant"], run["seed"]): run["final"]["accuracy"] for run in runs}
-    gaps = [found["softmax", seed] - found["linear", seed] for seed in (0, 1)]
-    assert float(rows["softmax"]["difference"]) == pytest.approx(sum(gaps) / 2)
+    assert float(rows["linear"]["mean"]) == pytest.approx(sum(run["final"]["accuracy"] for run in runs) / 2)
     assert "accuracy after 2,048 tokens" in capsys.readouterr().out
 
 
