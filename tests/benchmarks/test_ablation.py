@@ -237,7 +237,7 @@ def test_too_little_text_to_evaluate_on_is_found_before_anything_runs(grid, caps
     assert "evaluate.tokens=32000000 must be less than the " in " ".join(capsys.readouterr().err.split())
 
 
-def test_variants_that_are_asked_for_alone_and_unknown(grid, capsys):
+def test_an_unknown_variant_that_is_asked_for_alone_is_named(grid, capsys):
     with pytest.raises(SystemExit):
         grid.run("--only", "softmx")
     assert "--only softmx: unknown. Did you mean" in capsys.readouterr().err
@@ -388,14 +388,16 @@ def test_a_recall_grid_reports_accuracy(tmp_path, capsys):
             "cases": [[16, 2], [32, 8]],
             "test_rows": 8,
         },
-        "variants": {"linear": {}},
+        "variants": {"linear": {}, "softmax": {"model.attention": "softmax"}},
     }
     assert Changed(tmp_path, values).run() == 0
     runs = [json.loads(path.read_text()) for path in (tmp_path / "results" / "runs").glob("*.json")]
     assert all({"accuracy", "accuracy/16x2", "accuracy/32x8"} <= run["final"].keys() for run in runs)
     assert all(run["steps"] == 8 for run in runs)
     rows = {row["variant"]: row for row in csv.DictReader((tmp_path / "results" / "ablation.csv").open())}
-    assert float(rows["linear"]["mean"]) == pytest.approx(sum(run["final"]["accuracy"] for run in runs) / 2)
+    found = {(run["variant"], run["seed"]): run["final"]["accuracy"] for run in runs}
+    gaps = [found["softmax", seed] - found["linear", seed] for seed in (0, 1)]
+    assert float(rows["softmax"]["difference"]) == pytest.approx(sum(gaps) / 2)
     assert "accuracy after 2,048 tokens" in capsys.readouterr().out
 
 

@@ -63,7 +63,7 @@ def test_a_process_stopped_again_and_again_trains_the_very_weights_of_one_that_w
     whole = run_folder.parents[1] / "whole" / "version_0"
 
     resume: list[str] = []
-    stops = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT)
+    stops = (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL, signal.SIGINT)
     for stop in stops:
         command = [sys.executable, "-m", "linrope.training.cli", "fit", *exact, *options, *resume]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
