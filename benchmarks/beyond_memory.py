@@ -202,7 +202,9 @@ def main(args: list[str] | None = None) -> int:
     remarks = [f"{p.method} at {p.length:,}: {p.status}, {p.detail}" for p in points if p.detail]
     if ratio is not None:
         remarks.append(f"a step in segments takes {ratio:.2f} times that of one at once, at {options.cost:,} tokens")
-    report.show(console, table_of(points, options), [*remarks, *filter(None, [failure])])
+    if failure is not None:
+        remarks.append(failure)
+    report.show(console, table_of(points, options), remarks)
     details = {
         **report.surroundings(options.device, "beyond_memory", args),
         "settings": {k: v for k, v in vars(options).items() if k != "output"},

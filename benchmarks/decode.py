@@ -64,13 +64,11 @@ def steps_of(
     try:
         return linear_steps(settings, count) if kind == LINEAR else softmax_steps(settings, count, limit)
     except Exception as error:  # out of memory, for one: what was measured before is kept
-        points = {
-            context: Point(name_of(kind, setting.batch), context, setting.batch, INTERRUPTED)
-            for context, setting in settings.items()
-        }
-        for point in points.values():
+        found = {}
+        for context, setting in settings.items():
+            found[context] = None, (point := Point(name_of(kind, setting.batch), context, setting.batch))
             point.record_failure(error)
-        return {context: (None, point) for context, point in points.items()}
+        return found
 
 
 def linear_steps(settings: dict[int, Setting], count: int) -> dict[int, tuple[Several, Point]]:

@@ -8,7 +8,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, default_collate
 
@@ -28,12 +27,12 @@ from linrope.data import (
 )
 from linrope.data.token_files import TOKEN_DTYPES
 from linrope.errors import InputError, check_keys, require_choice
-from linrope.training.loading import Place, TimedLoader, require_own_order
+from linrope.training.loading import PlacedDataModule, TimedLoader, require_own_order
 
 Batch = dict[str, Tensor]
 
 
-class TextDataModule(LightningDataModule):
+class TextDataModule(PlacedDataModule):
     """The text to learn from.
 
     Batches are `{"inputs", "targets"}`, each int64 (batch_size, context), and with documents apart `"segment_ids"`, the
@@ -135,11 +134,6 @@ class TextDataModule(LightningDataModule):
                 f"model.vocab_size={vocab_size} is too small for the text ({self._opened.reason}): set it to "
                 f"{self._opened.vocab_size} or more."
             )
-
-    @property
-    def place(self) -> Place:
-        """Whom the loaders deal to."""
-        return Place.of(self.trainer)
 
     def _training_windows(self) -> CurriculumWindows:
         corpus = self.corpora["train"]

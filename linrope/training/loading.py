@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningDataModule, Trainer
 from torch.utils.data import DataLoader
 
 from linrope.errors import InputError
@@ -39,6 +39,15 @@ class Place:
     def batches_done(self) -> int:
         """Batches that each process has learned from."""
         return self.step * self.batches_per_step
+
+
+class PlacedDataModule(LightningDataModule):
+    """A data module whose loaders deal by `place`, with a Trainer or without."""
+
+    @property
+    def place(self) -> Place:
+        """Whom the loaders deal to."""
+        return Place.of(self.trainer)
 
 
 def require_own_order(trainer: Trainer | None, stage: str) -> None:

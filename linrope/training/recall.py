@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -27,7 +26,7 @@ from linrope.data import (
     require_mqar,
 )
 from linrope.errors import InputError
-from linrope.training.loading import Place, TimedLoader, require_own_order
+from linrope.training.loading import PlacedDataModule, TimedLoader, require_own_order
 from linrope.training.module import LanguageModelingModule
 from linrope.training.reading import token_losses
 
@@ -159,7 +158,7 @@ class RecallBatches(IterableDataset[Batch]):
         return map(self.__getitem__, mine)
 
 
-class RecallDataModule(LightningDataModule):
+class RecallDataModule(PlacedDataModule):
     """What the recall tasks share: batches from a task's rows.
 
     Batches are `{"inputs", "targets"}`, each int64 (rows, length), of one case; targets are IGNORE where nothing is
@@ -245,7 +244,7 @@ class RecallDataModule(LightningDataModule):
 
     def samples_of(self, step: int) -> str:
         """The training batches of the optimizer step after `step` finished ones, for people to read."""
-        per_step = Place.of(self.trainer).batches_per_step
+        per_step = self.place.batches_per_step
         return f"batches {step * per_step} … {(step + 1) * per_step - 1}"
 
     def task_of(self, split: str) -> Task:
@@ -254,14 +253,13 @@ class RecallDataModule(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Batch]:
         """An endless loader. Lightning asks for it after it has restored the step that a checkpoint was saved at."""
-        place = Place.of(self.trainer)
         batches = RecallBatches(
             self.task_of("train"),
             self.stages,
             self.tokens_per_batch,
             self.seed,
-            rank=place.rank,
-            first=place.batches_done,
+            rank=self.place.rank,
+            first=self.place.batches_done,
         )
         return self._loader(batches, num_workers=self.num_workers, persistent_workers=self.num_workers > 0)
 
@@ -273,8 +271,7 @@ class RecallDataModule(LightningDataModule):
 
     def _evaluation_batches(self, split: str, number: int) -> list[Batch]:
         """All cases in order. Every rank takes every `world_size`-th row; none is seen twice."""
-        place = Place.of(self.trainer)
-        mine = slice(place.rank, None, place.world_size)
+        mine = slice(self.place.rank, None, self.place.world_size)
         task, batches = self.task_of(split), []
         for case in map(tuple, self.cases):
             inputs, targets = (tokens[mine] for tokens in task.rows(self.test_rows, case, (number, *case)))
@@ -286,7 +283,7 @@ class RecallDataModule(LightningDataModule):
         return batches
 
     def _loader(self, batches: IterableDataset[Batch] | list[Batch], **options: object) -> DataLoader[Batch]:
-        return TimedLoader(batches, batch_size=None, pin_memory=Place.of(self.trainer).on_gpu, **options)
+        return TimedLoader(batches, batch_size=None, pin_memory=self.place.on_gpu, **options)
 
 
 class MQARDataModule(RecallDataModule):
