@@ -140,8 +140,14 @@ class Folder:
         with whole_file(self.path / "speed.json") as file:
             file.write((json.dumps(known, indent=1) + "\n").encode())
 
+    @property
+    def timed(self) -> Collection[str]:
+        """The variants whose steps all take the same time; those of a curriculum do not."""
+        return self._speed_keys().keys()
+
     def _speed_keys(self) -> dict[str, str]:
-        return {name: own.speed_key(self.device) for name, own in self.settings.items()}
+        timed = {name: own for name, own in self.settings.items() if own.curriculum is None}
+        return {name: own.speed_key(self.device) for name, own in timed.items()}
 
     def _known_speeds(self) -> dict[str, dict[str, Any]]:
         file = self.path / "speed.json"
@@ -170,12 +176,19 @@ def training_step(settings: Settings, device: str) -> Any:
 
 def measure_speeds(folder: Folder, rounds: int, bar: Progress) -> dict[str, Speed]:
     """How fast every variant trains, measured once for a folder: all in turn, and those that are added later in turn
-    with the reference, by whose speed then and now the hours are brought to one."""
+    with the reference, by whose speed then and now the hours are brought to one. A curriculum has no one speed:
+    its variants are left out."""
     known = folder.read_speeds()
-    if known.keys() == folder.settings.keys():
-        return known
-    reference = folder.grid.reference
-    found = time_steps(folder, [reference, *(name for name in folder.settings if name not in known)], rounds, bar)
+    if missing := [name for name in folder.timed if name not in known]:
+        # where the reference has a curriculum, what was measured before is the clock
+        clocks = [folder.grid.reference, *known, *missing]
+        _measure_missing(folder, next(name for name in clocks if name in folder.timed), missing, rounds, bar)
+    return folder.read_speeds()
+
+
+def _measure_missing(folder: Folder, reference: str, missing: list[str], rounds: int, bar: Progress) -> None:
+    known = folder.read_speeds()
+    found = time_steps(folder, [reference, *missing], rounds, bar)
     if reference in known:
         drift = found[reference].tokens_per_second / known[reference].tokens_per_second
         if abs(drift - 1) > DRIFT:
@@ -187,7 +200,6 @@ def measure_speeds(folder: Folder, rounds: int, bar: Progress) -> dict[str, Spee
         for name, speed in found.items():
             found[name] = replace(speed, tokens_per_second=speed.tokens_per_second / drift)
     folder.write_speeds(found | known)
-    return folder.read_speeds()
 
 
 def time_steps(folder: Folder, names: list[str], rounds: int, bar: Progress) -> dict[str, Speed]:
@@ -217,7 +229,8 @@ def make_runs(folder: Folder, speeds: dict[str, Speed], only: Collection[str], b
     for variant, seed in folder.missing:
         if variant not in only:
             continue
-        steps = n_steps(folder.grid, folder.settings[variant], speeds[variant].tokens_per_second)
+        speed = speeds[variant].tokens_per_second if variant in speeds else None  # a curriculum counts tokens
+        steps = n_steps(folder.grid, folder.settings[variant], speed)
         bar.reset(current, total=steps, description=f"{variant}, seed {seed}")
         make_run(folder, variant, seed, steps, lambda **shown: bar.update(current, **shown))
         bar.advance(task)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import math
 import re
 from collections.abc import Iterable
 from copy import deepcopy
@@ -32,12 +31,20 @@ import torch
 import yaml
 
 from linrope import LanguageModel, LanguageModelConfig
-from linrope.data import VOCAB_SIZE, ByteTokenizer, Corpus, OpenedText, open_text
+from linrope.data import (
+    VOCAB_SIZE,
+    ByteTokenizer,
+    Corpus,
+    CurriculumStage,
+    OpenedText,
+    TrainingPlan,
+    open_text,
+)
 from linrope.errors import InputError, require_choice, suggest
 from linrope.training import MQARDataModule, OptimizerConfig, TextDataModule
 
 SECTIONS = ("model", "data", "optimizer")
-COUNTS = ("context", "batch_size", "tokens_per_batch", "vocab_size")
+COUNTS = {"context", "batch_size", "tokens_per_batch", "vocab_size"}
 DATA_MODULES = {"text": TextDataModule, "mqar": MQARDataModule}
 """By task."""
 BLOCK, EIGHTHS = 256, 8
@@ -144,10 +151,15 @@ class Settings:
         return LanguageModelConfig.from_dict(self.model)
 
     @property
-    def tokens_per_step(self) -> int:
-        if self.task == "mqar":
-            return self.option("tokens_per_batch")
-        return self.option("context") * self.option("batch_size")
+    def curriculum(self) -> list[dict[str, Any]] | None:
+        return self.data.get("curriculum")
+
+    @property
+    def plan(self) -> TrainingPlan:
+        """Which rows each step has; one without a curriculum, of rows of text or not, has a single stage."""
+        if self.task == "text":
+            return TextDataModule(**self.data).plan_for(batches_per_step=1)
+        return TrainingPlan([CurriculumStage(1, self.option("tokens_per_batch"), batch_size=1)])
 
     def option(self, name: str) -> Any:
         """An option of the data, given or by default."""
@@ -162,12 +174,12 @@ class Settings:
         """Tokens of the longest row that is trained on."""
         if self.task == "mqar":
             return max(length for length, _, _ in self.option("stages"))
-        return self.option("context")
+        return max(stage.seq_len for stage in self.plan.stages)
 
     @property
     def timed_rows(self) -> int:
         """Rows of the training step whose time is measured."""
-        return max(1, min(self.tokens_per_step, SPEED_TOKENS) // self.longest_row)
+        return max(1, min(self.plan.tokens_at(1), SPEED_TOKENS) // self.longest_row)
 
     @property
     def fingerprint(self) -> str:
@@ -247,12 +259,14 @@ def _variant(grid: Grid, changes: dict[str, Any]) -> Settings:
     _check_options(settings.optimizer, [f.name for f in fields(OptimizerConfig)], "optimizer")
     if "seed" in settings.data:
         raise InputError(f"data.seed={settings.data['seed']}: a run's data follow from its seed; give them in `seeds`.")
-    if settings.data.get("curriculum") is not None:
-        raise InputError("data.curriculum changes the tokens of a step, which a grid counts as equal: leave it out.")
     OptimizerConfig(**settings.optimizer)
+    for name in COUNTS & inspect.signature(data_module).parameters.keys():
+        settings.option(name)
     data_module(**settings.data)
-    if grid.tokens is not None and grid.tokens < settings.tokens_per_step:
-        raise InputError(f"tokens={grid.tokens} is less than one step has, {settings.tokens_per_step}.")
+    if grid.tokens is not None and grid.tokens < (tokens := settings.plan.tokens_at(1)):
+        raise InputError(f"tokens={grid.tokens} is less than one step has, {tokens}.")
+    if settings.curriculum is not None:
+        _check_curriculum(grid, settings)
     _check_text(grid, settings) if grid.task == "text" else _check_recall(grid, settings)
     with torch.device("meta"):
         LanguageModel(settings.model_config)  # layers check more than the configuration can
@@ -276,6 +290,21 @@ def _check_same_text(settings: dict[str, Settings]) -> None:
             )
 
 
+def _check_curriculum(grid: Grid, settings: Settings) -> None:
+    """Raise InputError where a run's length does not follow from tokens, or is too short for all stages."""
+    if grid.tokens is None:
+        raise InputError(
+            "data.curriculum has steps of different speeds, so what a run reads in so many minutes is not known: give "
+            "the grid tokens instead of minutes, or leave it out."
+        )
+    planned, steps = settings.plan, n_steps(grid, settings)
+    if steps < planned.n_steps:
+        raise InputError(
+            f"data.curriculum takes {planned.n_steps:,} steps, tokens={grid.tokens} in {grid.validations} parts of "
+            f"equal length {steps:,}: lower the stages' tokens (the last stage goes on to the end)."
+        )
+
+
 def _check_text(grid: Grid, settings: Settings) -> None:
     """Raise InputError unless the model reads bytes and there is as much validation text as is to be read."""
     if settings.model_config.vocab_size < VOCAB_SIZE:
@@ -287,7 +316,7 @@ def _check_text(grid: Grid, settings: Settings) -> None:
             f"data.path={settings.option('path')!r} holds tokens that are no bytes, and a grid measures bits per byte "
             "of text: give text files."
         )
-    available = len(splits_of(settings)["val"])
+    trained_on, available = (len(splits_of(settings)[split]) for split in ("train", "val"))
     needs = {
         "data.context": settings.option("context"),
         "validation_tokens": grid.validation_tokens,
@@ -296,6 +325,12 @@ def _check_text(grid: Grid, settings: Settings) -> None:
     for name, needed in needs.items():
         if available <= needed:
             raise InputError(f"{name}={needed} must be less than the {available} tokens for validation.")
+    if trained_on <= settings.longest_row:
+        name = "context" if settings.curriculum is None else "curriculum"
+        raise InputError(
+            f"data.{name} has rows of {settings.longest_row} tokens, and the text to train on {trained_on}: shorten "
+            "the rows."
+        )
 
 
 @cache
@@ -374,9 +409,9 @@ def _matched(name: str, settings: Settings, size: int) -> Settings:
     return matched
 
 
-def n_steps(grid: Grid, settings: Settings, tokens_per_second: float) -> int:
+def n_steps(grid: Grid, settings: Settings, tokens_per_second: float | None = None) -> int:
     """Optimizer steps of a run: by tokens, or by the time they take at that speed; a multiple of its validations, so
     that the last comes at the end."""
     tokens = grid.tokens if grid.tokens is not None else grid.minutes * 60 * tokens_per_second
-    steps = max(1, math.floor(tokens / settings.tokens_per_step))
+    steps = max(1, settings.plan.steps_within(tokens))
     return steps - steps % grid.validations if steps >= grid.validations else steps

@@ -175,11 +175,11 @@ def run(
     result = {
         "parameters": module.model.n_parameters,
         "steps": len(recorder.losses),
-        "tokens": len(recorder.losses) * settings.tokens_per_step,
+        "tokens": settings.plan.tokens_at(len(recorder.losses)),
         "seconds": recorder.seconds,
         "diverged": failure,
         "training": training_summary(recorder, settings),
-        "curve": [{**point, "tokens": point["step"] * settings.tokens_per_step} for point in recorder.curve],
+        "curve": [{**point, "tokens": settings.plan.tokens_at(point["step"])} for point in recorder.curve],
         "state_bytes": module.model.state_bytes(1024),
     }
     if failure is None:

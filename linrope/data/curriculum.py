@@ -96,6 +96,12 @@ class TrainingPlan:
         finished = sum(stage.n_steps * stage.tokens_per_step for stage in self.stages[:now])
         return finished + (step - self.stages[now].first_step) * self.stages[now].tokens_per_step
 
+    def steps_within(self, tokens: float) -> int:
+        """The most optimizer steps that train on no more than so many tokens."""
+        now = bisect_right([self.tokens_at(first) for first in self._first_steps], tokens) - 1
+        stage = self.stages[now]
+        return stage.first_step + int((tokens - self.tokens_at(stage.first_step)) // stage.tokens_per_step)
+
     def larger_later(self, step: int) -> list[int]:
         """The stages after that of `step` which may need more memory than any other from there on.
 

@@ -182,6 +182,25 @@ def test_an_interrupted_run_goes_on_where_it_was(grid, monkeypatch, step):
     assert unfinished.exists()  # until the result is in its place
 
 
+def test_a_curriculum_counts_the_tokens_of_its_steps_and_has_no_one_speed(grid, monkeypatch):
+    from benchmarks import training_run
+    from benchmarks.grid import Evaluation, n_steps
+
+    stages = [{"tokens": 512, "seq_len": 32, "batch_size": 2}, {"tokens": 128, "seq_len": 128, "batch_size": 1}]
+    longer = {"data.curriculum": stages, "data.context": 128}
+    monkeypatch.setattr(ablation, "make_runs", lambda *args: None)
+    grid.run(variants={"longer": longer, "linear": {}}, reference="longer")
+    path = grid.folder / "small.yaml"
+    folder = ablation.parse(["--grid", str(path), "--output", str(grid.folder / "results")]).folder
+    assert folder.read_speeds().keys() == {"linear"}
+    settings = folder.settings["longer"]
+    steps = n_steps(folder.grid, settings)
+    assert steps == 12  # 8 of 64 tokens and 6 of 128 are 1,280 of 1,340; four validations at equal distances leave 12
+    found = training_run.run(settings, 0, steps, Evaluation(), folder.grid.measured, grid.folder / "longer")
+    assert found["tokens"] == 8 * 64 + 4 * 128
+    assert [point["tokens"] for point in found["curve"]] == [3 * 64, 6 * 64, 8 * 64 + 128, 8 * 64 + 4 * 128]
+
+
 def test_ctrl_c_keeps_finished_runs(grid, monkeypatch, capsys):
     make = ablation.make_run
 

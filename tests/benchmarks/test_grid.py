@@ -45,7 +45,7 @@ def test_a_variant_changes_what_its_paths_name(tmp_path):
     assert settings["far"].model_config.rope.base == 500.0
     assert settings["far"].optimizer == {"lr": 0.5}
     assert settings["none"].model_config.rope is None
-    assert settings["none"].tokens_per_step == 128
+    assert settings["none"].plan.tokens_at(1) == 128
     assert settings["linear"].model_config.rope.base == 10000.0
     assert len({own.fingerprint for own in settings.values()}) == 3
 
@@ -117,8 +117,26 @@ def test_steps_follow_from_tokens_or_from_minutes(tmp_path):
         ({"variants": {"linear": {}, "x": ["model.rope"]}}, "variant 'x': "),
         ({"variants": {"linear": {}, "x": {"data.seed": 3}}}, "variant 'x': data.seed=3: a run's data follow from"),
         (
-            {"variants": {"linear": {}, "x": {"data.curriculum": [{"tokens": 100, "seq_len": 16}]}}},
-            "variant 'x': data.curriculum changes the tokens of a step",
+            {"variants": {"linear": {}, "x": {"data.curriculum": [{"tokens": 985, "seq_len": 16}]}}},
+            "variant 'x': data.curriculum takes 16 steps, tokens=1000 in 8 parts of equal length 8: lower",
+        ),
+        (
+            {
+                "tokens": 10**10,
+                "variants": {
+                    "linear": {},
+                    "x": {"data.curriculum": [{"tokens": 1, "seq_len": 10**9, "batch_size": 1}]},
+                },
+            },
+            "variant 'x': data.curriculum has rows of 1000000000 tokens, and the text to train on",
+        ),
+        (
+            {
+                "tokens": None,
+                "minutes": 1,
+                "variants": {"linear": {}, "x": {"data.curriculum": [{"tokens": 64, "seq_len": 16}]}},
+            },
+            "variant 'x': data.curriculum has steps of different speeds",
         ),
         ({"variants": {"linear": {}, "x": {"model.vocab_size": 100}}}, "model.vocab_size=100 must be 257 or more"),
         ({"task": "mqar", "data": {}, "tokens": 10**5}, "model.vocab_size=257 is less than data.vocab_size=8192"),

@@ -32,6 +32,13 @@ def test_tokens_are_counted_by_stage_and_the_last_goes_on():
     assert [TrainingPlan(UP_AND_DOWN, 4).tokens_at(step) for step in range(5)] == [0, 256, 768, 1024, 1280]
 
 
+def test_steps_within_a_number_of_tokens_are_the_most_that_train_on_no_more():
+    plan = TrainingPlan(UP_AND_DOWN)
+    for tokens in range(1500):
+        steps = plan.steps_within(tokens)
+        assert plan.tokens_at(steps) <= tokens < plan.tokens_at(steps + 1)
+
+
 def test_samples_go_on_counting_within_a_length():
     batches = samples(TrainingPlan(UP_AND_DOWN), 10)
     assert batches[0] == [(16, 0), (16, 1), (16, 2), (16, 3)]
