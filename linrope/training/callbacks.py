@@ -170,10 +170,14 @@ class SaveConfig(Callback):
 
 
 class RunSummary(Callback):
-    """Prints, before training, what is about to be trained on what."""
+    """Prints, before training, what is about to be trained on what.
 
-    def __init__(self, console: Console) -> None:
-        self.console = console
+    Args:
+        start: the model whose weights it begins with, and in what it differs from that; None for random weights.
+    """
+
+    def __init__(self, console: Console, start: str | None = None) -> None:
+        self.console, self.start = console, start
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero:
@@ -190,6 +194,7 @@ class RunSummary(Callback):
         skipped = f" ({data.n_skipped:,} files skipped: binary, empty or unreadable)" if data.n_skipped else ""
         rows = [
             ("parameters", f"{pl_module.model.n_parameters:,}"),
+            *([] if self.start is None else [("weights of", self.start)]),
             ("decoding state", _state_size(pl_module.model, data.context)),
             ("corpus", f"{data.origin}{skipped}"),
         ]

@@ -10,11 +10,12 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 
 from linrope.checkpoints import whole_file
 from linrope.data import Tokenizer, tokenizer_from_plain
 from linrope.errors import InputError
-from linrope.model import LanguageModelConfig
+from linrope.model import LanguageModel, LanguageModelConfig
 
 TRAINING_STATE = ("global_step", "loops", "lr_schedulers", "optimizer_states")
 
@@ -88,6 +89,33 @@ def require_same_model(checkpoint: dict[str, Any], config: LanguageModelConfig, 
             f"checkpoint {str(path)!r} holds another model than the one configured; {_mend(path)}:\n  "
             + "\n  ".join(differing)
         )
+
+
+def start_from(model: LanguageModel, path: str) -> list[str]:
+    """Gives a new run's model the weights of a trained one, and its tokenizer; says in what else the two differ.
+
+    Raises:
+        InputError: nothing there, or weights of other names or shapes.
+    """
+    try:
+        source = LanguageModel.from_pretrained(path)
+    except InputError as error:
+        raise InputError(f"run.start_from: {error}") from error
+    differing = list(_differences(_flat(source.config.to_dict(), "model."), _flat(model.config.to_dict(), "model.")))
+    theirs, ours = _weights_of(source), _weights_of(model)
+    if {name: weight.shape for name, weight in theirs.items()} != {name: weight.shape for name, weight in ours.items()}:
+        raise InputError(
+            f"run.start_from={path!r} holds a model whose weights do not fit the one configured; {_mend(path)}, at "
+            "least where that changes weights:\n  " + "\n  ".join(differing)
+        )
+    model.load_state_dict({**model.state_dict(), **theirs})
+    model.tokenizer = source.tokenizer
+    return differing
+
+
+def _weights_of(model: LanguageModel) -> dict[str, Tensor]:
+    """All that training or chance has made, not what follows from an option (`gate_normalizer`)."""
+    return {name: weight for name, weight in model.state_dict().items() if not name.endswith("forget.normalizer")}
 
 
 def require_same_tokenizer(checkpoint: dict[str, Any], plain: dict[str, str], path: str | Path) -> None:

@@ -54,6 +54,7 @@ from linrope.training.checkpoints import (
     find_last,
     require_same_model,
     require_training_state,
+    start_from,
 )
 from linrope.training.config import (
     ExportConfig,
@@ -213,6 +214,9 @@ class TrainingCLI(LightningCLI):
             self.model.model.load_state_dict(self.pretrained)
             self.model.model.tokenizer = self.tokenizer
             self.ckpt_path = None
+        self.start = None
+        if self.command == "fit" and self.ckpt_path is None and (path := config.run.start_from) is not None:
+            self.start = ", ".join([path, *start_from(self.model.model, path)])
         self.trainer = self.instantiate_trainer()
 
     def _find_checkpoint(self, run: RunConfig) -> None:
@@ -233,7 +237,7 @@ class TrainingCLI(LightningCLI):
             if self.command == "fit":
                 raise InputError(
                     f"--ckpt_path={self.ckpt_path!r} holds weights and no training state to go on from: name a .ckpt "
-                    "file of `linrope fit`."
+                    "file of `linrope fit`, or begin a new run with these weights, with --run.start_from."
                 )
             saved, self.pretrained, self.tokenizer = read_model(Path(self.ckpt_path))
             return require_same_model({"linrope": {"config": saved}}, model_config, self.ckpt_path)
@@ -289,7 +293,7 @@ class TrainingCLI(LightningCLI):
         callbacks = [
             *([] if decay is None else [AverageWeights(decay)]),  # before what saves or samples
             SaveConfig(folder / "config.yaml", self.parser.dump(self.config), replace=self._goes_on_in(folder)),
-            RunSummary(self.console),
+            RunSummary(self.console, self.start),
             TryLargestStages(),
             Throughput(),
             GracefulStop(self.last_checkpoint),

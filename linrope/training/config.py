@@ -24,6 +24,10 @@ class RunConfig:
     """Name of the run."""
     folder: str = "runs"
     """Folder of all runs."""
+    start_from: str | None = None
+    """Begin with the weights of this checkpoint file or save_pretrained folder, a new run from step 0 whose model may
+    differ in what has no weights (window, rope.scaling, dropout): rows can be made longer that way. null begins with
+    random weights; a run that is resumed does not look at it."""
     checkpoint_every_n_steps: int = 500
     """Steps between two checkpoints (last.ckpt; it is also written at the end and on Ctrl-C)."""
     ema_decay: float | None = None

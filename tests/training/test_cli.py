@@ -30,8 +30,8 @@ def option(name: str, value: object) -> str:
 
 @pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_shipped_config_trains_two_steps(config, tiny, run_folder, capsys):
-    # room for the configs' kinds of layers and their rotary_dim; a curriculum wants more steps than two
-    sizes = ["--model.n_layers=4", "--model.d_model=64", "--model.n_heads=1", "--data.curriculum=null"]
+    # room for the configs' kinds of layers and their rotary_dim; lm-long goes on from a trained model
+    sizes = ["--model.n_layers=4", "--model.d_model=64", "--model.n_heads=1", "--run.start_from=null"]
     assert main(["fit", f"--config={config}", *tiny, *sizes]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^decoding state +\d+ KiB", out, re.M)

@@ -5,6 +5,7 @@ import errno
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from linrope.checkpoints import open_checkpoint, whole_file
 from linrope.model import LanguageModel, LanguageModelConfig
-from linrope.training.checkpoints import find_last
+from linrope.training.checkpoints import find_last, start_from
 from linrope.training.cli import main
 from linrope.training.module import LanguageModelingModule
 
@@ -223,6 +224,58 @@ def test_a_folder_of_save_pretrained_is_no_run_to_resume(exact, tmp_path, capsys
     LanguageModel(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2)).save_pretrained(tmp_path / "saved")
     assert main(["fit", *exact, f"--ckpt_path={tmp_path / 'saved'}"]) == 2
     assert "saved' holds weights and no training state to go on from: name a .ckpt" in capsys.readouterr().err
+
+
+def test_a_new_run_starts_from_the_weights_of_a_model_with_a_shorter_window(tiny, tmp_path, run_folder, capsys):
+    source = LanguageModel(LanguageModelConfig(attention="softmax", window=8, d_model=16, n_layers=1, n_heads=2))
+    source.save_pretrained(tmp_path / "saved")
+    longer = [*tiny, "--model.attention=softmax", "--model.window=16", "--optimizer.lr=1e-9", "--trainer.max_steps=1"]
+    assert main(["fit", *longer, f"--run.start_from={tmp_path / 'saved'}"]) == 0
+    told = "".join(capsys.readouterr().out.split())  # lines are folded anywhere
+    assert f"weightsof{tmp_path / 'saved'},model.window:8inthecheckpoint,16here" in told
+    shutil.rmtree(tmp_path / "saved")
+    last = run_folder / "checkpoints" / "last.ckpt"
+    resume = [f"--config={run_folder / 'config.yaml'}", "--trainer.max_steps=2", f"--ckpt_path={last}"]
+    assert main(["fit", *resume]) == 0  # the folder is not looked for again
+    assert main(["fit", *longer, f"--run.start_from={version(run_folder, 1) / 'checkpoints' / 'last.ckpt'}"]) == 0
+    for number, step in enumerate((1, 2, 1)):
+        checkpoint = load(version(run_folder, number))
+        assert checkpoint["global_step"] == step
+        assert checkpoint["linrope"]["config"]["window"] == 16
+        for name, weight in source.state_dict().items():  # Adam moves a weight by about the learning rate at most
+            assert torch.allclose(checkpoint["state_dict"][f"model.{name}"], weight, rtol=0, atol=1e-7), name
+
+
+@pytest.mark.parametrize("normalizer", [1.0, [1.0, 4.0]], ids=["without", "of other values"])
+def test_what_follows_from_an_option_is_not_taken_from_the_model_to_start_from(normalizer, tmp_path):
+    options = {"d_model": 16, "n_layers": 1, "n_heads": 2, "forget_gate": True}
+    source, model = (
+        LanguageModel(LanguageModelConfig(**options, gate_normalizer=value)) for value in (normalizer, [1.0, 64.0])
+    )
+    source.save_pretrained(tmp_path / "saved")
+    differing = start_from(model, str(tmp_path / "saved"))
+    assert differing == [f"model.gate_normalizer: {normalizer!r} in the checkpoint, [1.0, 64.0] here"]
+    (block,), (theirs,) = model.blocks, source.blocks
+    assert block.attention.forget.normalizer.tolist() == [1.0, 64.0]
+    assert torch.equal(block.attention.forget.bias, theirs.attention.forget.bias)
+
+
+def test_weights_that_a_run_cannot_start_from_are_refused(tiny, tmp_path, capsys):
+    start = f"--run.start_from={tmp_path / 'saved'}"
+    assert main(["fit", *tiny, start]) == 2
+    assert "linrope: error: run.start_from: checkpoint '" in capsys.readouterr().err
+    LanguageModel(LanguageModelConfig(d_model=32, n_layers=1, n_heads=2)).save_pretrained(tmp_path / "saved")
+    assert main(["fit", *tiny, start]) == 2
+    told = capsys.readouterr().err
+    assert "holds a model whose weights do not fit the one configured" in told
+    assert "model.d_model: 32 in the checkpoint, 16 here" in told
+    source = LanguageModel(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2))
+    source.tokenizer = {"kind": "bytes"}
+    source.save_pretrained(tmp_path / "saved")
+    torch.arange(4000, dtype=torch.int16).remainder(256).numpy().tofile(tmp_path / "tokens.bin")
+    assert main(["fit", *tiny, start, f"--data.path={tmp_path / 'tokens.bin'}"]) == 2
+    assert "was trained with the tokenizer bytes" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.ckpt"))
 
 
 def test_a_run_folder_that_could_not_be_written_is_refused(exact, tmp_path, capsys):
