@@ -178,16 +178,13 @@ def measure_speeds(folder: Folder, rounds: int, bar: Progress) -> dict[str, Spee
     """How fast every variant trains, measured once for a folder: all in turn, and those that are added later in turn
     with the reference, by whose speed then and now the hours are brought to one. A curriculum has no one speed:
     its variants are left out."""
-    known = folder.read_speeds()
-    if missing := [name for name in folder.timed if name not in known]:
-        # where the reference has a curriculum, what was measured before is the clock
-        clocks = [folder.grid.reference, *known, *missing]
-        _measure_missing(folder, next(name for name in clocks if name in folder.timed), missing, rounds, bar)
-    return folder.read_speeds()
-
-
-def _measure_missing(folder: Folder, reference: str, missing: list[str], rounds: int, bar: Progress) -> None:
-    known = folder.read_speeds()
+    known, timed = folder.read_speeds(), folder.timed
+    missing = [name for name in timed if name not in known]
+    if not missing:
+        return known
+    reference = folder.grid.reference
+    if reference not in timed:
+        reference = [*known, *missing][0]  # what was measured before is the clock then
     found = time_steps(folder, [reference, *missing], rounds, bar)
     if reference in known:
         drift = found[reference].tokens_per_second / known[reference].tokens_per_second
@@ -200,6 +197,7 @@ def _measure_missing(folder: Folder, reference: str, missing: list[str], rounds:
         for name, speed in found.items():
             found[name] = replace(speed, tokens_per_second=speed.tokens_per_second / drift)
     folder.write_speeds(found | known)
+    return folder.read_speeds()
 
 
 def time_steps(folder: Folder, names: list[str], rounds: int, bar: Progress) -> dict[str, Speed]:

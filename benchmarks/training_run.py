@@ -172,14 +172,15 @@ def run(
         trainer.fit(module, data, ckpt_path=checkpoint if checkpoint.exists() else None, weights_only=True)
     except NonFiniteError as error:
         failure = str(error).split(";")[0]
+    plan = settings.plan
     result = {
         "parameters": module.model.n_parameters,
         "steps": len(recorder.losses),
-        "tokens": settings.plan.tokens_at(len(recorder.losses)),
+        "tokens": plan.tokens_at(len(recorder.losses)),
         "seconds": recorder.seconds,
         "diverged": failure,
         "training": training_summary(recorder, settings),
-        "curve": [{**point, "tokens": settings.plan.tokens_at(point["step"])} for point in recorder.curve],
+        "curve": [{**point, "tokens": plan.tokens_at(point["step"])} for point in recorder.curve],
         "state_bytes": module.model.state_bytes(1024),
     }
     if failure is None:
