@@ -32,7 +32,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from linrope.checkpoints import CONFIG_FILE, open_checkpoint, read_model, require_writable
+from linrope.checkpoints import CONFIG_FILE, open_checkpoint, require_writable
 from linrope.data import DocumentChanged
 from linrope.errors import InputError, NonFiniteError, suggest
 from linrope.footprint import shapes_only
@@ -239,8 +239,9 @@ class TrainingCLI(LightningCLI):
                     f"--ckpt_path={self.ckpt_path!r} holds weights and no training state to go on from: name a .ckpt "
                     "file of `linrope fit`, or begin a new run with these weights, with --run.start_from."
                 )
-            saved, self.pretrained, self.tokenizer = read_model(Path(self.ckpt_path))
-            return require_same_model({"linrope": {"config": saved}}, model_config, self.ckpt_path)
+            source = LanguageModel.from_pretrained(self.ckpt_path)
+            self.pretrained, self.tokenizer = source.state_dict(), source.tokenizer
+            return require_same_model({"linrope": {"config": source.config.to_dict()}}, model_config, self.ckpt_path)
         checkpoint = open_checkpoint(self.ckpt_path)
         require_same_model(checkpoint, model_config, self.ckpt_path)
         if self.command != "fit":

@@ -47,9 +47,10 @@ def test_checkpoints_and_validation_have_the_moving_average(averaged, run_folder
 
     capsys.readouterr()
     config = f"--config={run_folder / 'config.yaml'}"
-    assert main(["validate", config, f"--ckpt_path={checkpoint}"]) == 0
-    loss = float(re.match(r"val_loss (\S+)", capsys.readouterr().out)[1])
-    assert loss == pytest.approx(float(losses(run_folder, "val_loss")[4]), abs=1e-4)  # printed with four digits
+    for path in (checkpoint, tmp_path / "exported"):
+        assert main(["validate", config, f"--ckpt_path={path}"]) == 0
+        loss = float(re.match(r"val_loss (\S+)", capsys.readouterr().out)[1])
+        assert loss == pytest.approx(float(losses(run_folder, "val_loss")[4]), abs=1e-4)  # printed with four digits
 
 
 def test_a_resumed_run_is_the_one_that_was_not_stopped(averaged, run_folder, monkeypatch):
