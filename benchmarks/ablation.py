@@ -2,11 +2,11 @@
 
     python -m benchmarks.ablation --grid benchmarks/grids/placement.yaml
 
-First the training speed of all variants is measured, in turn in one process; then every run is made, one process at a
-time. Stop it whenever you like: the same command goes on where it was, inside a run too, and more seeds or variants may
-be added to the grid; --only makes the runs of some variants first. At the end, and with --report at any time, it says
-what was found: means and 95 % intervals over seeds at equal tokens and at equal wall-clock, which differences are
-noise, stability, loss by position.
+First the training speed of all variants is measured, in turn in one process (but not of those with a curriculum, whose
+steps have no one speed); then every run is made, one process at a time. Stop it whenever you like: the same command
+goes on where it was, inside a run too, and more seeds or variants may be added to the grid; --only makes the runs of
+some variants first. At the end, and with --report at any time, it says what was found: means and 95 % intervals over
+seeds at equal tokens and at equal wall-clock, which differences are noise, stability, loss by position.
 """
 
 from __future__ import annotations

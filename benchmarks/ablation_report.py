@@ -89,7 +89,7 @@ def finish(console: Console, folder: Any, results: list[dict[str, Any]], details
     spreads = {name: speed.spread for name, speed in measured.items() if speed.spread is not None}
     machines = {speed.machine for speed in measured.values() if speed.machine is not None}
     rows = rows_of(results, grid, speeds)
-    report.show(console, table_of(rows, grid), [*remarks(rows, results), *remarks_on_speeds(spreads, machines)])
+    report.show(console, table_of(rows, grid), [*remarks(rows, results, grid), *remarks_on_speeds(spreads, machines)])
     details = {**details, "title": grid.title, "reference": grid.reference, "by_context": by_context(results)}
     details |= {"tokens_per_second": speeds, "spread_of_tokens_per_second": spreads}
     written = report.write(folder.path, "ablation", rows, details, lambda path: draw(path, rows, results, grid))
@@ -272,7 +272,7 @@ def _or_blank(form: str, value: float) -> str:
     return "" if math.isnan(value) else form.format(value)
 
 
-def remarks(rows: list[Row], results: list[dict[str, Any]]) -> list[str]:
+def remarks(rows: list[Row], results: list[dict[str, Any]], grid: Any) -> list[str]:
     """What the table does not say: runs that diverged, spikes, unequal sizes."""
     said = [f"{r['variant']}, seed {r['seed']}: diverged, {r['diverged']}" for r in results if r["diverged"]]
     said += [f"{row.variant}: the loss spiked, in {row.spikes} hundredths of a run" for row in rows if row.spikes]
@@ -282,6 +282,9 @@ def remarks(rows: list[Row], results: list[dict[str, Any]]) -> list[str]:
             said.append(
                 f"{row.variant}: its runs have {' and '.join(map(str, sorted(lengths)))} steps, not as many each"
             )
+    read = [row.tokens for row in rows if row.diverged < row.seeds]
+    if read and grid.tokens is not None and max(read) > (1 + TOLERANCE) * min(read):
+        said.append(f"steps of unequal sizes: runs read {min(read):,} to {max(read):,} tokens, not as many each")
     sizes = [row.parameters for row in rows]
     if max(sizes) > (1 + TOLERANCE) * min(sizes):
         said.append(f"models differ in size: {min(sizes):,} to {max(sizes):,} parameters")

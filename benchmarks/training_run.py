@@ -31,6 +31,7 @@ from linrope.training import LanguageModelingModule, MQARDataModule, OptimizerCo
 from linrope.training.callbacks import LastCheckpoint
 from linrope.training.cli import quiet_lightning
 from linrope.training.reading import bits_per_byte, bytes_of, row_losses
+from linrope.training.trial import TryLargestStages
 from linrope.watching import Seen, watched
 
 SAY_EVERY_SECONDS = 0.5
@@ -166,7 +167,8 @@ def run(
     recorder = Recorder(stem.with_name(f"{stem.name}.{'-'.join(map(str, decides))}{UNFINISHED}"))
     checkpoint = recorder.folder / "last.ckpt"
     few, all_ = validation_batches(settings.task, options["validation_tokens"], longest_context)
-    trainer = _trainer(device, steps, few, max(1, steps // options["validations"]), [recorder])
+    callbacks = [recorder, TryLargestStages()] if settings.task == "text" else [recorder]
+    trainer = _trainer(device, steps, few, max(1, steps // options["validations"]), callbacks)
     failure = None
     try:
         trainer.fit(module, data, ckpt_path=checkpoint if checkpoint.exists() else None, weights_only=True)

@@ -147,8 +147,10 @@ def _weights_in(folder: Path) -> dict[str, Tensor]:
     plain, safe = folder / WEIGHTS_FILE, folder / SAFETENSORS_FILE
     if plain.is_file() and safe.is_file():
         raise InputError(f"{str(folder)!r} holds both {plain.name} and {safe.name}: remove the one that is old.")
-    if not safe.is_file():
+    if plain.is_file():
         return load_plain(plain)
+    if not safe.is_file():
+        raise InputError(f"checkpoint {str(folder)!r} has no weights, {plain.name} or {safe.name}: save it again.")
     try:
         from safetensors import SafetensorError
         from safetensors.torch import load_file

@@ -344,7 +344,10 @@ class LanguageModel(nn.Module):
             InputError: nothing there, or something else than a linrope model.
         """
         config, weights, tokenizer = read_model(Path(path))
-        model = cls(LanguageModelConfig.from_dict(config))
+        try:
+            model = cls(LanguageModelConfig.from_dict(config))
+        except InputError as error:
+            raise InputError(f"checkpoint {str(path)!r}: {error}") from error
         if model.config.tie_embeddings and isinstance(weights, dict) and "embedding.weight" in weights:
             weights = {"output.weight": weights["embedding.weight"], **weights}  # safetensors holds a tensor once
         try:

@@ -118,6 +118,10 @@ def test_loading_what_is_no_model_is_refused(tmp_path):
     (tmp_path / "cut" / "config.json").write_text("{")
     LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / "tensor")
     torch.save(torch.zeros(3), tmp_path / "tensor" / "model.pt")
+    LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / "bare")
+    (tmp_path / "bare" / "model.pt").unlink()
+    LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / "llama")
+    (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama"}')
     torch.save({"linrope": {}, "state_dict": {}}, tmp_path / "empty.ckpt")
     for name, message in {
         "rope": "'bse' is no option of RotaryConfig.*Did you mean 'base'",
@@ -125,6 +129,8 @@ def test_loading_what_is_no_model_is_refused(tmp_path):
         "list": "must be a dictionary",
         "cut": "is not valid JSON",
         "tensor": "do not fit its configuration",
+        "bare": "bare' has no weights, model.pt or model.safetensors",
+        "llama": "checkpoint '.*llama': 'model_type' is no option of LanguageModelConfig",
         "empty.ckpt": "not written by linrope",
         "nowhere": "does not exist",
         "text.ckpt": "damaged or no checkpoint",

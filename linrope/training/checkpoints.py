@@ -10,14 +10,16 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
 
-from linrope.checkpoints import whole_file
+from linrope.checkpoints import open_checkpoint, whole_file
 from linrope.data import Tokenizer, tokenizer_from_plain
 from linrope.errors import InputError
 from linrope.model import LanguageModel, LanguageModelConfig
 
 TRAINING_STATE = ("global_step", "loops", "lr_schedulers", "optimizer_states")
+WITHOUT_WEIGHTS = ("model.window", "model.dropout", "model.gate_normalizer")
+THETA = ("model.rope.base", "model.rope.scaling")
+"""What a new run may set anew on trained weights, the latter where they are no weights themselves."""
 
 
 class CheckpointError(RuntimeError):
@@ -83,7 +85,7 @@ def find_last(folder: Path) -> Path:
 def require_same_model(checkpoint: dict[str, Any], config: LanguageModelConfig, path: str | Path) -> None:
     """Raises InputError, naming the fields that differ, where a checkpoint's model is not the one configured."""
     then = LanguageModelConfig.from_dict(checkpoint["linrope"]["config"])  # an older one lacks newer options
-    saved, wanted = _flat(then.to_dict(), "model."), _flat(config.to_dict(), "model.")
+    saved, wanted = _flat(then.to_dict()), _flat(config.to_dict())
     if differing := list(_differences(saved, wanted)):
         raise InputError(
             f"checkpoint {str(path)!r} holds another model than the one configured; {_mend(path)}:\n  "
@@ -91,46 +93,69 @@ def require_same_model(checkpoint: dict[str, Any], config: LanguageModelConfig, 
         )
 
 
-def start_from(model: LanguageModel, path: str) -> list[str]:
-    """Gives a new run's model the weights of a trained one, and its tokenizer; says in what else the two differ.
+def start_from(model: LanguageModel, path: str, fractions: list[float]) -> list[str]:
+    """Gives a new run's model the weights of a trained one, and its tokenizer; says in which options the two differ.
+
+    Args:
+        fractions: those of the new run's data: what the trained model has learned must not be held out now.
 
     Raises:
-        InputError: nothing there, or weights of other names or shapes.
+        InputError: nothing there, or a model that differs in more than what has no weights.
     """
     try:
         source = LanguageModel.from_pretrained(path)
     except InputError as error:
-        raise InputError(f"run.start_from: {error}") from error
-    differing = list(_differences(_flat(source.config.to_dict(), "model."), _flat(model.config.to_dict(), "model.")))
-    theirs, ours = _weights_of(source), _weights_of(model)
-    if {name: weight.shape for name, weight in theirs.items()} != {name: weight.shape for name, weight in ours.items()}:
         raise InputError(
-            f"run.start_from={path!r} holds a model whose weights do not fit the one configured; {_mend(path)}, at "
-            "least where that changes weights:\n  " + "\n  ".join(differing)
+            f"run.start_from={path!r}: {error} Name a .ckpt file or a folder with a model, or give null to begin with "
+            "random weights."
+        ) from error
+    may_differ = [*WITHOUT_WEIGHTS]
+    if model.config.rope is not None and not model.config.rope.trainable:  # θ has no weights either
+        may_differ += THETA
+    theirs, ours = _flat(source.config.to_dict()), _flat(model.config.to_dict())
+    fixed = [_without(options, may_differ) for options in (theirs, ours)]
+    if differing := list(_differences(*fixed)):
+        raise InputError(
+            f"run.start_from={path!r} holds a model that differs in more than {', '.join(may_differ)}; {_mend(path)}:"
+            + "".join(f"\n  {difference}" for difference in differing)
         )
-    model.load_state_dict({**model.state_dict(), **theirs})
+    made = {name: weight for name, weight in source.state_dict().items() if not name.endswith("forget.normalizer")}
+    model.load_state_dict({**model.state_dict(), **made})  # the normalizer follows from an option, gate_normalizer
     model.tokenizer = source.tokenizer
-    return differing
+    if Path(path).is_file():
+        warn_of_other_split(open_checkpoint(path), fractions, path)
+    return list(_differences(theirs, ours))
 
 
-def _weights_of(model: LanguageModel) -> dict[str, Tensor]:
-    """All that training or chance has made, not what follows from an option (`gate_normalizer`)."""
-    return {name: weight for name, weight in model.state_dict().items() if not name.endswith("forget.normalizer")}
+def _without(options: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """All but these and those nested in them."""
+    return {key: value for key, value in options.items() if not f"{key}.".startswith(tuple(f"{n}." for n in names))}
 
 
-def require_same_tokenizer(checkpoint: dict[str, Any], plain: dict[str, str], path: str | Path) -> None:
-    """Raises InputError where a checkpoint's model knows the tokens of another tokenizer than the data's, `plain`.
+def warn_of_other_split(checkpoint: dict[str, Any], fractions: list[float], path: str | Path) -> None:
+    """Says where a text's shares are not those that a checkpoint was trained with: what it learned may be held out."""
+    then = (checkpoint["linrope"].get("order") or {}).get("data.fractions")
+    if then is not None and then != fractions:
+        rank_zero_warn(
+            f"checkpoint {str(path)!r} was trained with data.fractions={then}, and here they are {fractions}: where "
+            "the text is the same, it has learned some that is held out here, so that losses on it mean little. Give "
+            "the same data.fractions."
+        )
 
-    One that was trained on tokens of an unknown tokenizer takes any.
+
+def require_same_tokenizer(trained: dict[str, str] | None, plain: dict[str, str], source: str) -> None:
+    """Raises InputError where a model knows the tokens of another tokenizer, `trained`, than the data's, `plain`.
+
+    One that was trained on tokens of an unknown tokenizer takes any. `source` says whose it is, in messages.
     """
-    theirs = tokenizer_from_plain(checkpoint["linrope"].get("tokenizer"), f"checkpoint {str(path)!r}")
+    theirs = tokenizer_from_plain(trained, source)
     ours = tokenizer_from_plain(plain)
     if theirs is None or (ours is not None and theirs.fingerprint == ours.fingerprint):
         return
     here = "tokens of an unknown tokenizer" if ours is None else f"those of {_told_apart(ours)}"
     raise InputError(
-        f"checkpoint {str(path)!r} was trained with the tokenizer {_told_apart(theirs)}, and the data holds {here}: "
-        "give data that was prepared with the checkpoint's tokenizer, or for a .bin file set data.tokenizer to it."
+        f"{source} was trained with the tokenizer {_told_apart(theirs)}, and the data holds {here}: give data that was "
+        "prepared with that tokenizer, or for a .bin file set data.tokenizer to it."
     )
 
 
@@ -195,7 +220,8 @@ def _mend(path: str | Path) -> str:
     return f"pass {mend}, or make these equal"
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(tree: dict[str, Any], prefix: str = "model.") -> dict[str, Any]:
+    """A model's options, nested ones too, by their names in a run's configuration."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}

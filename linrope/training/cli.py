@@ -152,7 +152,8 @@ class TrainingCLI(LightningCLI):
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--seed_everything", type=int, default=1, help="Seed of the first weights and of dropout.")
-        what = "resume from" if self.command == "fit" else f"{self.command}, or a save_pretrained folder"
+        folder = "or a folder of save_pretrained or `linrope export`"
+        what = "resume from" if self.command == "fit" else f"{self.command}, {folder}"
         parser.add_argument(
             "--segment_length",
             type=int | None,
@@ -216,7 +217,7 @@ class TrainingCLI(LightningCLI):
             self.ckpt_path = None
         self.start = None
         if self.command == "fit" and self.ckpt_path is None and (path := config.run.start_from) is not None:
-            self.start = ", ".join([path, *start_from(self.model.model, path)])
+            self.start = ", ".join([path, *start_from(self.model.model, path, self.datamodule.fractions)])
         self.trainer = self.instantiate_trainer()
 
     def _find_checkpoint(self, run: RunConfig) -> None:

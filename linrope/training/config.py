@@ -25,8 +25,9 @@ class RunConfig:
     folder: str = "runs"
     """Folder of all runs."""
     start_from: str | None = None
-    """Begin with the weights of this checkpoint file or save_pretrained folder, a new run from step 0 whose model may
-    differ in what has no weights (window, rope.scaling, dropout): rows can be made longer that way. null begins with
+    """Begin with the weights of this checkpoint file or folder of save_pretrained or `linrope export`: a new run from
+    step 0, whose model may differ in what has no weights (window, dropout, gate_normalizer, rope.base, rope.scaling),
+    so that rows can be made longer. Keep data.fractions, or it is validated on what it has learned. null begins with
     random weights; a run that is resumed does not look at it."""
     checkpoint_every_n_steps: int = 500
     """Steps between two checkpoints (last.ckpt; it is also written at the end and on Ctrl-C)."""

@@ -270,6 +270,8 @@ class _From(Sampler[int]):
 
 def _stages(curriculum: Sequence[CurriculumStage | dict[str, Any]], tokens_per_batch: int) -> list[CurriculumStage]:
     """The stages, each with its batch size: by default what makes `tokens_per_batch`."""
+    if not isinstance(curriculum, list | tuple):
+        raise InputError(f"data.curriculum={curriculum!r} must be a list of stages, or null for none.")
     if not curriculum:
         raise InputError("data.curriculum=[] has no stage: give at least one, or null for data.context throughout.")
     return [_stage(f"data.curriculum[{n}]", stage, tokens_per_batch) for n, stage in enumerate(curriculum)]
@@ -277,7 +279,10 @@ def _stages(curriculum: Sequence[CurriculumStage | dict[str, Any]], tokens_per_b
 
 def _stage(name: str, stage: CurriculumStage | dict[str, Any], tokens_per_batch: int) -> CurriculumStage:
     if not isinstance(stage, CurriculumStage):
-        check_keys(stage, CurriculumStage)
+        try:
+            check_keys(stage, CurriculumStage)
+        except InputError as error:
+            raise InputError(f"{name}: {error}") from error
         stage = CurriculumStage(**stage)
     for option, value in asdict(stage).items():
         if not (isinstance(value, int) and value >= 1) and (option, value) != ("batch_size", None):

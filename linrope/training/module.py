@@ -31,6 +31,7 @@ from linrope.training.checkpoints import (
     require_same_tokenizer,
     rewind_to_step,
     run_order,
+    warn_of_other_split,
 )
 from linrope.training.reading import LossByPosition, bits_per_byte, bytes_of, token_losses
 
@@ -312,7 +313,7 @@ class LanguageModelingModule(LightningModule):
             datamodule.require_vocabulary(self.model_config.vocab_size)
             ours = tokenizer_to_plain(datamodule.tokenizer)
             if self.model.tokenizer is not None:  # of a trained model
-                require_same_tokenizer({"linrope": {"tokenizer": self.model.tokenizer}}, ours, "of the model")
+                require_same_tokenizer(self.model.tokenizer, ours, "the model that was loaded")
             self.model.tokenizer = ours
         if stage != "fit":
             return
@@ -349,8 +350,11 @@ class LanguageModelingModule(LightningModule):
             self.model.tokenizer = checkpoint["linrope"].get("tokenizer")
             return
         if self.model.tokenizer is not None:
-            require_same_tokenizer(checkpoint, self.model.tokenizer, self.trainer.ckpt_path)
+            theirs = checkpoint["linrope"].get("tokenizer")
+            require_same_tokenizer(theirs, self.model.tokenizer, f"checkpoint {str(self.trainer.ckpt_path)!r}")
         if self.trainer.state.fn != "fit":  # nothing is trained
+            if (fractions := getattr(self.trainer.datamodule, "fractions", None)) is not None:
+                warn_of_other_split(checkpoint, fractions, self.trainer.ckpt_path)
             return
         require_same_order(checkpoint, self._order, self.trainer.ckpt_path)
         if deals_by_step(self.trainer.datamodule):

@@ -303,7 +303,7 @@ def run_of(variant: str, seed: int, bpb: float, **more) -> dict:
 
 
 class TwoVariants:
-    task, reference, variants = "text", "a", {"a": {}, "b": {}}
+    task, reference, variants, tokens = "text", "a", {"a": {}, "b": {}}, 1000
 
 
 def test_differences_are_taken_seed_by_seed():
@@ -339,13 +339,20 @@ def test_diverged_runs_are_counted_and_not_averaged():
     results = [run_of("a", 0, 2.0), run_of("a", 1, math.nan, diverged="loss is nan at step 3")]
     (row,) = ablation_report.rows_of(results, TwoVariants, {})
     assert (row.seeds, row.diverged, row.mean) == (2, 1, 2.0)
-    assert "seed 1: diverged, loss is nan" in ablation_report.remarks([row], results)[0]
+    assert "seed 1: diverged, loss is nan" in ablation_report.remarks([row], results, TwoVariants)[0]
 
 
 def test_runs_of_unequal_length_are_named():
     results = [run_of("a", 0, 2.0), run_of("a", 1, 2.0, steps=8)]
     rows = ablation_report.rows_of(results, TwoVariants, {})
-    assert "a: its runs have 8 and 10 steps" in ablation_report.remarks(rows, results)[0]
+    assert "a: its runs have 8 and 10 steps" in ablation_report.remarks(rows, results, TwoVariants)[0]
+
+
+@pytest.mark.parametrize(("tokens", "told"), [(1000, []), (1010, []), (800, ["800 to 1,000"])])
+def test_variants_that_read_unequal_amounts_are_named(tokens, told):
+    results = [run_of("a", 0, 2.0), run_of("b", 0, 2.1, tokens=tokens)]
+    said = ablation_report.remarks(ablation_report.rows_of(results, TwoVariants, {}), results, TwoVariants)
+    assert [text in remark for text, remark in zip(told, said, strict=True)] == [True] * len(told)
 
 
 def test_late_tokens_are_compared_on_the_same_text():

@@ -33,6 +33,20 @@ def test_a_training_loop_without_a_trainer_gets_the_batches_of_one_process(text_
     assert len(windows) == (len(data.corpora["val"]) - 1) // 32
 
 
+@pytest.mark.parametrize(
+    ("curriculum", "message"),
+    [
+        (5, r"data\.curriculum=5 must be a list of stages"),
+        ({"tokens": 64, "seq_len": 16}, r"data\.curriculum=\{'tokens.* must be a list of stages"),
+        ([{"tokens": 64, "seq_length": 16}], r"data\.curriculum\[0\]: 'seq_length' is no option"),
+        ([5], r"data\.curriculum\[0\]: 5 is no set of options"),
+    ],
+)
+def test_a_curriculum_that_is_none_is_refused(text_file, curriculum, message):
+    with pytest.raises(InputError, match=message):
+        TextDataModule(str(text_file), curriculum=curriculum)
+
+
 def test_loaders_that_are_not_set_up_say_so(text_file):
     data = TextDataModule(str(text_file))
     for split, stage in (("train", "fit"), ("val", "validate"), ("test", "test")):

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 
 from linrope.checkpoints import open_checkpoint, whole_file
+from linrope.errors import InputError
 from linrope.model import LanguageModel, LanguageModelConfig
 from linrope.training.checkpoints import find_last, start_from
 from linrope.training.cli import main
@@ -253,7 +255,7 @@ def test_what_follows_from_an_option_is_not_taken_from_the_model_to_start_from(n
         LanguageModel(LanguageModelConfig(**options, gate_normalizer=value)) for value in (normalizer, [1.0, 64.0])
     )
     source.save_pretrained(tmp_path / "saved")
-    differing = start_from(model, str(tmp_path / "saved"))
+    differing = start_from(model, str(tmp_path / "saved"), [0.9, 0.1, 0.0])
     assert differing == [f"model.gate_normalizer: {normalizer!r} in the checkpoint, [1.0, 64.0] here"]
     (block,), (theirs,) = model.blocks, source.blocks
     assert block.attention.forget.normalizer.tolist() == [1.0, 64.0]
@@ -263,12 +265,8 @@ def test_what_follows_from_an_option_is_not_taken_from_the_model_to_start_from(n
 def test_weights_that_a_run_cannot_start_from_are_refused(tiny, tmp_path, capsys):
     start = f"--run.start_from={tmp_path / 'saved'}"
     assert main(["fit", *tiny, start]) == 2
-    assert "linrope: error: run.start_from: checkpoint '" in capsys.readouterr().err
-    LanguageModel(LanguageModelConfig(d_model=32, n_layers=1, n_heads=2)).save_pretrained(tmp_path / "saved")
-    assert main(["fit", *tiny, start]) == 2
     told = capsys.readouterr().err
-    assert "holds a model whose weights do not fit the one configured" in told
-    assert "model.d_model: 32 in the checkpoint, 16 here" in told
+    assert re.search(r"error: run\.start_from='.*/saved': checkpoint .* does not exist\. Name a \.ckpt file or", told)
     source = LanguageModel(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2))
     source.tokenizer = {"kind": "bytes"}
     source.save_pretrained(tmp_path / "saved")
@@ -276,6 +274,68 @@ def test_weights_that_a_run_cannot_start_from_are_refused(tiny, tmp_path, capsys
     assert main(["fit", *tiny, start, f"--data.path={tmp_path / 'tokens.bin'}"]) == 2
     assert "was trained with the tokenizer bytes" in capsys.readouterr().err
     assert not list(tmp_path.rglob("*.ckpt"))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "told"),
+    [
+        ({"d_model": 32}, {}, "model.d_model: 32 in the checkpoint, 16 here"),
+        ({"n_heads": 4}, {}, "model.n_heads: 4 in the checkpoint, 2 here"),  # the same shapes
+        ({"tie_embeddings": False}, {}, "model.tie_embeddings: False in the checkpoint, True here"),  # two into one
+        ({"rope": {"trainable": True}}, {}, "model.rope.trainable: True in the checkpoint, False here"),
+        (
+            {"rope": {"trainable": True}},
+            {"rope": {"trainable": True, "base": 500.0}},
+            "model.rope.base: 10000.0 in the checkpoint, 500.0 here",
+        ),
+        (
+            {"rope": {"trainable": True}},
+            {"rope": {"trainable": True, "scaling": {"rule": "linear", "factor": 4.0}}},
+            "model.rope.scaling.factor: None in the checkpoint, 4.0 here",
+        ),
+    ],
+    ids=["shapes", "heads", "untied", "trained θ", "trained θ, base", "trained θ, scaling"],
+)
+def test_a_model_whose_weights_mean_something_else_is_no_start(theirs, ours, told, tmp_path):
+    source, model = (
+        LanguageModel(LanguageModelConfig.from_dict({"d_model": 16, "n_layers": 1, "n_heads": 2, **options}))
+        for options in (theirs, ours)
+    )
+    source.save_pretrained(tmp_path / "saved")
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with pytest.raises(InputError, match=r"differs in more than model\.window, model\.dropout") as raised:
+        start_from(model, str(tmp_path / "saved"), [0.9, 0.1, 0.0])
+    assert told in str(raised.value)
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+def test_frequencies_that_are_not_learned_may_be_slower_in_a_new_run(tmp_path):
+    options = {"d_model": 16, "n_layers": 1, "n_heads": 2}
+    slower = {"base": 500_000.0, "scaling": {"rule": "linear", "factor": 4.0}}
+    source, model = (LanguageModel(LanguageModelConfig.from_dict({**options, "rope": r})) for r in ({}, slower))
+    source.save_pretrained(tmp_path / "saved")
+    assert start_from(model, str(tmp_path / "saved"), [0.9, 0.1, 0.0]) == [
+        "model.rope.base: 10000.0 in the checkpoint, 500000.0 here",
+        "model.rope.scaling.factor: None in the checkpoint, 4.0 here",
+        "model.rope.scaling.rule: None in the checkpoint, 'linear' here",
+    ]
+    assert all(torch.equal(weight, model.state_dict()[name]) for name, weight in source.state_dict().items())
+
+
+def test_text_that_a_checkpoint_may_have_learned_is_not_held_out_in_silence(tiny, run_folder, capsys):
+    split = "--data.fractions=[0.5, 0.25, 0.25]"
+    assert main(["fit", *tiny, "--trainer.max_steps=1", split]) == 0
+    last = run_folder / "checkpoints" / "last.ckpt"
+    told = "trained with data.fractions=[0.5, 0.25, 0.25], and here they are [0.9, 0.05, 0.05]"
+    for command in (
+        ["fit", *tiny, "--trainer.max_steps=1", f"--run.start_from={last}"],
+        ["validate", *tiny, f"--ckpt_path={last}"],
+    ):
+        with pytest.warns(UserWarning, match=re.escape(told)):
+            assert main([*command, "--data.fractions=[0.9, 0.05, 0.05]"]) == 0
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*data.fractions")
+            assert main([*command, split]) == 0
 
 
 def test_a_run_folder_that_could_not_be_written_is_refused(exact, tmp_path, capsys):
