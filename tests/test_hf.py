@@ -309,7 +309,7 @@ def test_damaged_or_missing_weights_are_refused(trained, tmp_path):
         with pytest.raises(InputError, match="is damaged or no safetensors file"):
             LanguageModel.from_pretrained(tmp_path / "model")
     file.unlink()
-    with pytest.raises(InputError, match="has no weights, model.pt or model.safetensors"):
+    with pytest.raises(InputError, match=r"has no weights, model\.pt or model\.safetensors"):
         LanguageModel.from_pretrained(tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     file.write_bytes(content)
