@@ -336,7 +336,7 @@ def _draw_means(axes: Axes, rows: list[Row], results, metric: str, label: str, c
 
 
 def _draw_curves(axes: Axes, rows: list[Row], results, metric: str, label: str, colors: dict[str, str]) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     for number, row in enumerate(rows):
         curves = [r["curve"] for r in results if r["variant"] == row.variant and r["diverged"] is None]
@@ -348,7 +348,7 @@ def _draw_curves(axes: Axes, rows: list[Row], results, metric: str, label: str, 
     axes.set_ylabel(f"{label} in validation")
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: report.count_text(tokens)))
+    axes.xaxis.set_major_formatter(lambda tokens, _: report.count_text(tokens))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.grid(alpha=0.3)
     axes.legend(fontsize="x-small")
@@ -362,9 +362,8 @@ def _draw_contexts(axes: Axes, rows: list[Row], contexts: dict[str, Any], colors
         halves = [0 if math.isnan(found[str(n)]["half"]) else found[str(n)]["half"] for n in lengths]
         axes.errorbar(lengths, means, yerr=halves, marker=".", capsize=3, color=colors[row.variant], label=row.variant)
     lengths = sorted({int(length) for row in rows for length in contexts.get(row.variant, {})})
-    axes.set_xscale("log")
+    axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-    axes.set_xticks([], minor=True)
     axes.set_xlabel("rows of so many tokens (the same text)")
     axes.set_ylabel("bits per byte")
     axes.grid(alpha=0.3)

@@ -19,7 +19,7 @@ from linrope.model import LanguageModel, LanguageModelConfig
 TRAINING_STATE = ("global_step", "loops", "lr_schedulers", "optimizer_states")
 WITHOUT_WEIGHTS = ("model.window", "model.dropout", "model.gate_normalizer")
 THETA = ("model.rope.base", "model.rope.scaling")
-"""What a new run may set anew on trained weights, the latter where they are no weights themselves."""
+"""What a new run may set anew on trained weights; what θ follows from, only where θ is not learned."""
 
 
 class CheckpointError(RuntimeError):
@@ -82,11 +82,9 @@ def find_last(folder: Path) -> Path:
 # --- does it fit the run? --------------------------------------------------------------------------------------------
 
 
-def require_same_model(checkpoint: dict[str, Any], config: LanguageModelConfig, path: str | Path) -> None:
+def require_same_model(trained: LanguageModelConfig, config: LanguageModelConfig, path: str | Path) -> None:
     """Raises InputError, naming the fields that differ, where a checkpoint's model is not the one configured."""
-    then = LanguageModelConfig.from_dict(checkpoint["linrope"]["config"])  # an older one lacks newer options
-    saved, wanted = _flat(then.to_dict()), _flat(config.to_dict())
-    if differing := list(_differences(saved, wanted)):
+    if differing := list(_differences(_flat(trained.to_dict()), _flat(config.to_dict()))):
         raise InputError(
             f"checkpoint {str(path)!r} holds another model than the one configured; {_mend(path)}:\n  "
             + "\n  ".join(differing)
@@ -109,9 +107,8 @@ def start_from(model: LanguageModel, path: str, fractions: list[float]) -> list[
             f"run.start_from={path!r}: {error} Name a .ckpt file or a folder with a model, or give null to begin with "
             "random weights."
         ) from error
-    may_differ = [*WITHOUT_WEIGHTS]
-    if model.config.rope is not None and not model.config.rope.trainable:  # θ has no weights either
-        may_differ += THETA
+    rope = model.config.rope
+    may_differ = WITHOUT_WEIGHTS + (() if rope is None or rope.trainable else THETA)
     theirs, ours = _flat(source.config.to_dict()), _flat(model.config.to_dict())
     fixed = [_without(options, may_differ) for options in (theirs, ours)]
     if differing := list(_differences(*fixed)):
@@ -127,7 +124,7 @@ def start_from(model: LanguageModel, path: str, fractions: list[float]) -> list[
     return list(_differences(theirs, ours))
 
 
-def _without(options: dict[str, Any], names: list[str]) -> dict[str, Any]:
+def _without(options: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     """All but these and those nested in them."""
     return {key: value for key, value in options.items() if not f"{key}.".startswith(tuple(f"{n}." for n in names))}
 

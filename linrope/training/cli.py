@@ -212,8 +212,7 @@ class TrainingCLI(LightningCLI):
             config.model, config.optimizer, config.segment_length, config.seed_everything
         )
         if self.pretrained is not None:
-            self.model.model.load_state_dict(self.pretrained)
-            self.model.model.tokenizer = self.tokenizer
+            self.model.model = self.pretrained
             self.ckpt_path = None
         self.start = None
         if self.command == "fit" and self.ckpt_path is None and (path := config.run.start_from) is not None:
@@ -229,7 +228,7 @@ class TrainingCLI(LightningCLI):
 
     def _check_checkpoint(self, model_config: LanguageModelConfig, run: RunConfig) -> None:
         """Before anything is built: is there a checkpoint where one is needed, and does it fit?"""
-        self.pretrained = None  # the weights of a folder that save_pretrained wrote
+        self.pretrained = None  # the model of a folder, which has no state of a trainer
         if self.ckpt_path is None:
             if self.command != "fit":
                 raise InputError(f"--ckpt_path is missing: name the checkpoint to {self.command}.")
@@ -240,11 +239,11 @@ class TrainingCLI(LightningCLI):
                     f"--ckpt_path={self.ckpt_path!r} holds weights and no training state to go on from: name a .ckpt "
                     "file of `linrope fit`, or begin a new run with these weights, with --run.start_from."
                 )
-            source = LanguageModel.from_pretrained(self.ckpt_path)
-            self.pretrained, self.tokenizer = source.state_dict(), source.tokenizer
-            return require_same_model({"linrope": {"config": source.config.to_dict()}}, model_config, self.ckpt_path)
+            self.pretrained = LanguageModel.from_pretrained(self.ckpt_path)
+            return require_same_model(self.pretrained.config, model_config, self.ckpt_path)
         checkpoint = open_checkpoint(self.ckpt_path)
-        require_same_model(checkpoint, model_config, self.ckpt_path)
+        trained = LanguageModelConfig.from_dict(checkpoint["linrope"]["config"])  # an older one lacks newer options
+        require_same_model(trained, model_config, self.ckpt_path)
         if self.command != "fit":
             return
         require_training_state(checkpoint, self.ckpt_path)
