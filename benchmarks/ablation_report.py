@@ -306,7 +306,7 @@ def remarks_on_speeds(spreads: dict[str, float], machines: set[str]) -> list[str
 
 
 def draw(path: Path, rows: list[Row], results: list[dict[str, Any]], grid: Any) -> None:
-    """Means with intervals; validation against tokens; training's gradient norms."""
+    """Means with intervals; validation against tokens; by the length of the rows, where they were read in several."""
     from matplotlib.figure import Figure
 
     shown = [row for row in rows if not math.isnan(row.mean)]
@@ -318,7 +318,8 @@ def draw(path: Path, rows: list[Row], results: list[dict[str, Any]], grid: Any) 
     axes = figure.subplots(1, panels, squeeze=False)[0]
     colors = {row.variant: f"C{i % 10}" for i, row in enumerate(shown)}
     _draw_means(axes[0], shown, results, metric, label, colors)
-    _draw_curves(axes[1], shown, results, metric, label, colors)
+    read = "validation" if grid.task != "text" else "a quarter of the validation text"  # as `validation_batches` has it
+    _draw_curves(axes[1], shown, results, metric, f"{label} in {read}", colors)
     if panels == 3:
         _draw_contexts(axes[2], shown, contexts, colors)
     figure.savefig(path, dpi=110)
@@ -345,7 +346,7 @@ def _draw_curves(axes: Axes, rows: list[Row], results, metric: str, label: str, 
         style = ("-", "--", ":")[number // 10 % 3]
         axes.plot(means.keys(), means.values(), style, marker=".", color=colors[row.variant], label=row.variant)
     axes.set_xlabel("training tokens")
-    axes.set_ylabel(f"{label} in validation")
+    axes.set_ylabel(label)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(lambda tokens, _: report.count_text(tokens))
