@@ -318,8 +318,8 @@ def draw(path: Path, rows: list[Row], results: list[dict[str, Any]], grid: Any) 
     axes = figure.subplots(1, panels, squeeze=False)[0]
     colors = {row.variant: f"C{i % 10}" for i, row in enumerate(shown)}
     _draw_means(axes[0], shown, results, metric, label, colors)
-    read = "validation" if grid.task != "text" else "a quarter of the validation text"  # as `validation_batches` has it
-    _draw_curves(axes[1], shown, results, metric, f"{label} in {read}", colors)
+    read = "on a quarter of the validation text" if grid.task == "text" else "in validation"  # see validation_batches
+    _draw_curves(axes[1], shown, results, metric, f"{label} {read}", colors)
     if panels == 3:
         _draw_contexts(axes[2], shown, contexts, colors)
     figure.savefig(path, dpi=110)
