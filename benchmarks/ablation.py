@@ -243,9 +243,22 @@ def make_run(folder: Folder, variant: str, seed: int, steps: int, show: Any) -> 
     }
     spec_file = folder.result_of(variant, seed).with_suffix(".spec")
     spec_file.write_text(json.dumps(spec))
-    command = [sys.executable, "-m", "benchmarks.training_run", str(spec_file.resolve())]
+    try:
+        status, last = run_process(spec_file.resolve(), show)
+    finally:
+        spec_file.unlink(missing_ok=True)
+    if status in (INTERRUPTED, -signal.SIGINT, -signal.SIGTERM):
+        raise KeyboardInterrupt
+    if status or not folder.result_of(variant, seed).exists():
+        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else "failed"
+        raise RunFailed(f"{variant}, seed {seed} {how}:\n" + "\n".join(last))
+
+
+def run_process(spec_file: Path, show: Any) -> tuple[int, Collection[str]]:
+    """The exit status of `benchmarks.training_run`, and the last lines that were no progress: a traceback, if any."""
+    command = [sys.executable, "-m", "benchmarks.training_run", str(spec_file)]
     path = [str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    last = deque(maxlen=20)  # lines of what it said besides its progress: a traceback, if it fails
+    last = deque(maxlen=20)
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -259,18 +272,11 @@ def make_run(folder: Folder, variant: str, seed: int, steps: int, show: Any) -> 
                 show(**said)
             else:
                 last.append(line.rstrip())
-        status = process.wait()
+        return process.wait(), last
     except KeyboardInterrupt:
         process.terminate()
         process.wait()
         raise
-    finally:
-        spec_file.unlink(missing_ok=True)
-    if status in (INTERRUPTED, -signal.SIGINT, -signal.SIGTERM):
-        raise KeyboardInterrupt
-    if status or not folder.result_of(variant, seed).exists():
-        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else "failed"
-        raise RunFailed(f"{variant}, seed {seed} {how}:\n" + "\n".join(last))
 
 
 def _said(line: str) -> dict[str, Any] | None:

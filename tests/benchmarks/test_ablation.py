@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from benchmarks import ablation, ablation_report
+from benchmarks import ablation, ablation_report, training_run
 from benchmarks.ablation_report import Interval, verdict
 from benchmarks.grid import read_grid, settings_of
 from benchmarks.timing import Sample
@@ -147,7 +147,6 @@ def test_rows_of_all_lengths_are_validated_on_the_same_text(grid):
 @pytest.mark.parametrize("step", [8, 10], ids=["between validations", "before a validation"])
 def test_an_interrupted_run_goes_on_where_it_was(grid, monkeypatch, step):
     """Stopped inside it, a run ends with the same numbers as one that was never stopped."""
-    from benchmarks import training_run
     from benchmarks.grid import Evaluation
 
     path = grid.folder / "small.yaml"
@@ -183,7 +182,6 @@ def test_an_interrupted_run_goes_on_where_it_was(grid, monkeypatch, step):
 
 
 def test_a_curriculum_counts_the_tokens_of_its_steps_and_has_no_one_speed(grid, monkeypatch):
-    from benchmarks import training_run
     from benchmarks.grid import Evaluation, n_steps
 
     stages = [{"tokens": 512, "seq_len": 32, "batch_size": 2}, {"tokens": 128, "seq_len": 128, "batch_size": 1}]
@@ -398,7 +396,9 @@ def test_the_smallest_denominator_is_that_of_the_operator(rope):
     assert smallest_denominator(model, Rows) == pytest.approx(den.min().item(), rel=1e-5)
 
 
-def test_a_recall_grid_reports_accuracy(tmp_path, capsys):
+def test_a_recall_grid_reports_accuracy(tmp_path, monkeypatch, capsys):
+    # in this process: a new one takes seconds to start
+    monkeypatch.setattr(ablation, "run_process", lambda spec_file, show: (training_run.main(str(spec_file)) or 0, []))
     values = {
         "title": "Recall",
         "task": "mqar",
