@@ -41,6 +41,7 @@ from linrope.data import (
     open_text,
 )
 from linrope.errors import InputError, require_choice, suggest
+from linrope.segments import require_carried_state
 from linrope.training import MQARDataModule, OptimizerConfig, TextDataModule
 
 SECTIONS = ("model", "data", "optimizer")
@@ -269,7 +270,9 @@ def _variant(grid: Grid, changes: dict[str, Any]) -> Settings:
         _check_curriculum(grid, settings)
     _check_text(grid, settings) if grid.task == "text" else _check_recall(grid, settings)
     with torch.device("meta"):
-        LanguageModel(settings.model_config)  # layers check more than the configuration can
+        model = LanguageModel(settings.model_config)  # layers check more than the configuration can
+    if settings.data.get("lanes"):
+        require_carried_state(model, "data.lanes=True")
     return settings
 
 

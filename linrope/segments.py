@@ -121,6 +121,13 @@ def require_fixed_state(model: LanguageModel, option: str) -> None:
             )
 
 
+def require_carried_state(model: LanguageModel, option: str) -> None:
+    """Raise InputError, naming the option that carries states, cut from their graph, from batch to batch, unless the
+    model has such: of a fixed size, and of frequencies that are not trained."""
+    require_fixed_state(model, option)
+    require_fixed_frequencies(model, option)
+
+
 def require_fixed_frequencies(model: LanguageModel, option: str) -> None:
     """Raise InputError, naming the option that cuts states from their graph, where frequencies are trained.
 

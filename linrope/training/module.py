@@ -17,13 +17,7 @@ from linrope.data import IGNORE, tokenizer_to_plain
 from linrope.data.windows import mix
 from linrope.errors import InputError, NonFiniteError
 from linrope.model import LanguageModel, LanguageModelConfig
-from linrope.segments import (
-    require_fixed_frequencies,
-    require_fixed_state,
-    require_segments,
-    segmented_loss,
-    summed_cross_entropy,
-)
+from linrope.segments import require_carried_state, require_segments, segmented_loss, summed_cross_entropy
 from linrope.states import ModelState, forget_rows, from_plain, leaves, map_state, to_plain
 from linrope.training.checkpoints import (
     deals_by_step,
@@ -330,8 +324,7 @@ class LanguageModelingModule(LightningModule):
             )
         self._carried = self._carried_at_step = None  # an earlier run's; a checkpoint is loaded after this
         if getattr(trainer.datamodule, "lanes", False):
-            require_fixed_state(self.model, "data.lanes=True")
-            require_fixed_frequencies(self.model, "data.lanes=True")
+            require_carried_state(self.model, "data.lanes=True")
         self._order = run_order(trainer, self.seed)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -100,6 +100,14 @@ def test_steps_follow_from_tokens_or_from_minutes(tmp_path):
         ({"variants": {"linear": {}, "x": {"data.contxt": 1}}}, "variant 'x': 'contxt' is no option of data"),
         ({"variants": {"linear": {}, "x": {"optimizer.lr": -1.0}}}, "variant 'x': optimizer.lr=-1.0"),
         ({"variants": {"linear": {}, "x": {"model.d_model": 64}}}, "no width of the MLPs makes them equal"),
+        (
+            {"variants": {"linear": {}, "x": {"data.lanes": True, "model.attention": "softmax"}}},
+            "variant 'x': data.lanes=True was given to a model whose layer 0 is softmax attention without a window",
+        ),
+        (
+            {"variants": {"linear": {"data.lanes": True}, "x": {"data.lanes": True, "model.rope.trainable": True}}},
+            "variant 'x': data.lanes=True cuts the gradient of the state",
+        ),
         ({"minutes": 3}, "tokens=1000 and minutes=3: give one of them"),
         ({"tokens": 0}, "must all be above 0"),
         ({"tokens": 10}, "variant 'linear': tokens=10 is less than one step has, 64"),
