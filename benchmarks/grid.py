@@ -364,9 +364,7 @@ def text_fingerprint(settings: Settings) -> str | None:
 
 def _check_recall(grid: Grid, settings: Settings) -> None:
     """Raise InputError unless the model knows the task's tokens."""
-    own, needed = settings.model_config.vocab_size, settings.option("vocab_size")
-    if own < needed:
-        raise InputError(f"model.vocab_size={own} is less than data.vocab_size={needed}: make it as large.")
+    MQARDataModule(**settings.data).require_vocabulary(settings.model_config.vocab_size)
     if grid.evaluate.contexts:
         raise InputError(
             f"evaluate.contexts={grid.evaluate.contexts} are rows of text: leave them out of recall tasks."
