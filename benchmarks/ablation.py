@@ -5,20 +5,23 @@
 First the training speed of all variants is measured, in turn in one process (but not of those with a curriculum, whose
 steps have no one speed); then every run is made, one process at a time. Stop it whenever you like: the same command
 goes on where it was, inside a run too, and more seeds or variants may be added to the grid; --only makes the runs of
-some variants first. At the end, and with --report at any time, it says what was found: means and 95 % intervals over
-seeds at equal tokens and at equal wall-clock, which differences are noise, stability, loss by position.
+some variants first. Two commands on one folder share the runs out between them. At the end, and with --report at any
+time, it says what was found: means and 95 % intervals over seeds at equal tokens and at equal wall-clock, which
+differences are noise, stability, loss by position.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -69,6 +72,8 @@ class Folder:
         """Raise InputError where the folder holds results of another grid, or of another text where `runs_follow`."""
         for file in sorted(self.runs.glob("*.json")):
             found = json.loads(file.read_text())
+            if not isinstance(found, dict) or not {"variant", "measured", "fingerprint", "settings"} <= found.keys():
+                raise InputError(f"--output {self.path}: {file} is no result of a grid. Give another folder.")
             variant = found["variant"]
             if found["measured"]["title"] != self.grid.title:
                 other = f"those of {found['measured']['title']!r}"
@@ -93,7 +98,7 @@ class Folder:
         return found.get("longest_context", longest_context([Settings(**found["settings"])]))
 
     def _same_text(self, found: dict[str, Any]) -> bool:
-        return found.get("text") in (None, text_fingerprint(self.settings[found["variant"]]))
+        return found.get("text") == text_fingerprint(self.settings[found["variant"]])
 
     def _difference(self, found: dict[str, Any]) -> str:
         then = {**found["measured"], **found["settings"], "longest context": self._validated_on(found)}
@@ -230,23 +235,42 @@ def make_runs(folder: Folder, speeds: dict[str, Speed], only: Collection[str], b
         speed = speeds[variant].tokens_per_second if variant in speeds else None  # a curriculum counts tokens
         steps = n_steps(folder.grid, folder.settings[variant], speed)
         bar.reset(current, total=steps, description=f"{variant}, seed {seed}")
-        make_run(folder, variant, seed, steps, lambda **shown: bar.update(current, **shown))
-        bar.advance(task)
+        with claimed(folder.result_of(variant, seed).with_suffix(".spec")) as spec_file:
+            if spec_file is None:
+                told = "is being made by another process, and left to it"
+            elif folder.result_of(variant, seed).exists():
+                told = "was made by another process meanwhile"
+            else:
+                make_run(folder, variant, seed, steps, lambda **shown: bar.update(current, **shown), spec_file)
+                told = ablation_report.in_a_line(json.loads(folder.result_of(variant, seed).read_text()))
+        bar.console.print(f"{variant}, seed {seed}: {told}", markup=False, highlight=False)
+        bar.update(task, completed=len(folder.results()))
 
 
-def make_run(folder: Folder, variant: str, seed: int, steps: int, show: Any) -> None:
-    """One run in a process of its own; `show(completed=, now=)` follows it."""
+@contextmanager
+def claimed(file: Path) -> Iterator[Path | None]:
+    """The file, made and held until the end, and then removed; None where another process holds it."""
+    with file.open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield None
+            return
+        try:
+            yield file
+        finally:
+            file.unlink(missing_ok=True)
+
+
+def make_run(folder: Folder, variant: str, seed: int, steps: int, show: Any, spec_file: Path) -> None:
+    """One run in a process of its own, told in `spec_file` what to do; `show(completed=, now=)` follows it."""
     spec = {
         "identity": folder.identity(variant, seed),
         "steps": steps,
         "result": str(folder.result_of(variant, seed).resolve()),
     }
-    spec_file = folder.result_of(variant, seed).with_suffix(".spec")
     spec_file.write_text(json.dumps(spec))
-    try:
-        status, last = run_process(spec_file.resolve(), show)
-    finally:
-        spec_file.unlink(missing_ok=True)
+    status, last = run_process(spec_file.resolve(), show)
     if status in (INTERRUPTED, -signal.SIGINT, -signal.SIGTERM):
         raise KeyboardInterrupt
     if status or not folder.result_of(variant, seed).exists():

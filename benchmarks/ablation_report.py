@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 """Student's t at 97.5 % for 1, 2, … degrees of freedom."""
 SPIKE, SPIKE_WINDOW = 1.25, 5
+CASE = "accuracy/"
+STYLES = ("-", "--", ":")
 METRIC = {"text": ("bpb", "bits per byte", -1), "mqar": ("accuracy", "accuracy", 1)}
 """By task: the metric, how it is called, and whether more (1) or less (-1) of it is better. Differences in bits per
 byte are shares of the reference's, in accuracy (which may be 0) they are what they are."""
@@ -33,15 +35,16 @@ def t_95(degrees: int) -> float:
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over seeds and half the width of its 95 % interval (Student's t); NaN for a single seed."""
+    """A mean over seeds and half the width of its 95 % interval (Student's t); NaN for a single seed. What is not known
+    of one seed is not known of their mean: a NaN among the values is not left out."""
 
     mean: float
     half: float
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Interval:
-        values = [value for value in values if not math.isnan(value)]
-        if not values:
+        values = list(values)
+        if not values or any(map(math.isnan, values)):
             return cls(math.nan, math.nan)
         if len(values) == 1:
             return cls(values[0], math.nan)
@@ -55,9 +58,9 @@ class Row:
 
     `difference` is to the reference, seed by seed, in bits per byte as a share of the reference's mean: runs of a seed
     share the order of their data where their rows are as long, and their first weights where their modules are the
-    same. `verdict` says on which side of it its whole interval lies. `first_eighth` and `last_eighth` are bits per
-    token there in rows as long as in training; `spikes` counts hundredths of runs, see `spikes`; `state_bytes` is at
-    1,024 tokens.
+    same. `verdict` says on which side of it its whole interval lies. The three `…_at_equal_seconds` are the same at
+    equal wall-clock. `first_eighth` and `last_eighth` are bits per token there in rows as long as in training; `spikes`
+    counts hundredths of runs, see `spikes`; `state_bytes` is at 1,024 tokens.
     """
 
     variant: str
@@ -71,6 +74,10 @@ class Row:
     difference_interval: float
     verdict: str
     at_equal_seconds: float
+    interval_at_equal_seconds: float
+    difference_at_equal_seconds: float
+    difference_interval_at_equal_seconds: float
+    verdict_at_equal_seconds: str
     tokens_per_second: float
     first_eighth: float
     last_eighth: float
@@ -89,8 +96,11 @@ def finish(console: Console, folder: Any, results: list[dict[str, Any]], details
     spreads = {name: speed.spread for name, speed in measured.items() if speed.spread is not None}
     machines = {speed.machine for speed in measured.values() if speed.machine is not None}
     rows = rows_of(results, grid, speeds)
-    report.show(console, table_of(rows, grid), [*remarks(rows, results, grid), *remarks_on_speeds(spreads, machines)])
-    details = {**details, "title": grid.title, "reference": grid.reference, "by_context": by_context(results)}
+    report.show(console, table_of(rows, grid), remarks(rows, results, grid))
+    if (in_time := table_at_equal_seconds(rows, grid)) is not None:
+        report.show(console, in_time, remarks_on_speeds(spreads, machines))
+    details = {**details, "title": grid.title, "reference": grid.reference}
+    details |= {"by_context": by_context(results), "by_eighth": by_eighth(results), "by_case": by_case(results)}
     details |= {"tokens_per_second": speeds, "spread_of_tokens_per_second": spreads}
     written = report.write(folder.path, "ablation", rows, details, lambda path: draw(path, rows, results, grid))
     console.print("wrote", *map(str, written), soft_wrap=True, highlight=False)
@@ -103,23 +113,42 @@ def rows_of(results: list[dict[str, Any]], grid: Any, speeds: dict[str, float]) 
     """A row for each variant that has a finished run, best mean first; those without any mean come last."""
     metric, _, better = METRIC[grid.task]
     by_variant = {name: [r for r in results if r["variant"] == name] for name in grid.variants}
-    reference = {r["seed"]: r["final"][metric] for r in by_variant[grid.reference] if r["diverged"] is None}
     budget = equal_seconds(by_variant, speeds)
+    at_end, in_time = {}, {}
+    for name, runs in by_variant.items():
+        good = [r for r in runs if r["diverged"] is None]
+        at_end[name] = {r["seed"]: r["final"][metric] for r in good}
+        in_time[name] = {r["seed"]: at_tokens(r, metric, speeds.get(name), budget) for r in good}
     rows = [
-        _row(name, runs, metric, better, {} if name == grid.reference else reference, budget, speeds.get(name))
+        _row(name, runs, metric, Compared.of(at_end, name, grid), Compared.of(in_time, name, grid), speeds.get(name))
         for name, runs in by_variant.items()
         if runs
     ]
     return sorted(rows, key=lambda row: (math.isnan(row.mean), -better * row.mean))
 
 
-def _row(name, runs, metric, better, reference, budget, speed) -> Row:
+@dataclass(frozen=True)
+class Compared:
+    """A variant's metric over seeds, and how far it is from the reference's, seed by seed."""
+
+    total: Interval
+    gap: Interval
+    verdict: str
+
+    @classmethod
+    def of(cls, values: dict[str, dict[int, float]], name: str, grid: Any) -> Compared:
+        """From every variant's values by seed; the reference is not compared with itself."""
+        metric, _, better = METRIC[grid.task]
+        own, reference = values[name], {} if name == grid.reference else values[grid.reference]
+        both = [seed for seed in own if seed in reference]
+        base = 1.0 if metric == "accuracy" else _mean(reference[seed] for seed in both)
+        gap = Interval.of([(own[seed] - reference[seed]) / base for seed in both])
+        return cls(Interval.of(own.values()), gap, verdict(gap, better))
+
+
+def _row(name, runs, metric, at_end: Compared, in_time: Compared, speed) -> Row:
     good = [r for r in runs if r["diverged"] is None]
-    total = Interval.of([r["final"][metric] for r in good])
-    both = [r for r in good if r["seed"] in reference]
-    base = 1.0 if metric == "accuracy" else _mean(reference[r["seed"]] for r in both)
-    gap = Interval.of([(r["final"][metric] - reference[r["seed"]]) / base for r in both])
-    positions = [eighths(r) for r in good if eighths(r)]
+    positions = [parts for r in good if (parts := eighths(r))]
     training = [r["training"] for r in runs]
     denominators = [r["smallest_denominator"] for r in good if r.get("smallest_denominator") is not None]
     return Row(
@@ -128,15 +157,19 @@ def _row(name, runs, metric, better, reference, budget, speed) -> Row:
         diverged=len(runs) - len(good),
         parameters=runs[0]["parameters"],
         tokens=(good or runs)[0]["tokens"],
-        mean=total.mean,
-        interval=total.half,
-        difference=gap.mean,
-        difference_interval=gap.half,
-        verdict=verdict(gap, better),
-        at_equal_seconds=_mean(at_tokens(r, metric, speed, budget) for r in good),
+        mean=at_end.total.mean,
+        interval=at_end.total.half,
+        difference=at_end.gap.mean,
+        difference_interval=at_end.gap.half,
+        verdict=at_end.verdict,
+        at_equal_seconds=in_time.total.mean,
+        interval_at_equal_seconds=in_time.total.half,
+        difference_at_equal_seconds=in_time.gap.mean,
+        difference_interval_at_equal_seconds=in_time.gap.half,
+        verdict_at_equal_seconds=in_time.verdict,
         tokens_per_second=speed or math.nan,
-        first_eighth=_mean(first for first, _ in positions),
-        last_eighth=_mean(last for _, last in positions),
+        first_eighth=_mean(parts[0] for parts in positions),
+        last_eighth=_mean(parts[-1] for parts in positions),
         grad_norm_median=statistics.median(t["grad_norm_median"] for t in training),
         grad_norm_peak=max(t["grad_norm_peak"] for t in training),
         spikes=sum(len(spikes(t["losses"])) for t in training) if metric == "bpb" else 0,
@@ -191,12 +224,40 @@ def at_tokens(run: dict[str, Any], metric: str, speed: float | None, seconds: fl
     return run["final"][metric] if tokens == curve[-1][0] else math.nan
 
 
-def eighths(run: dict[str, Any]) -> tuple[float, float] | None:
-    """Bits per token in the first and in the last eighth of rows as long as those of training, where they were read."""
+def by_eighth(results: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """By variant: bits per token in each eighth of rows as long as those of training, the mean over seeds."""
+    found = {name: [e for r in runs if (e := eighths(r))] for name, runs in _by_variant(results).items()}
+    return {name: [_mean(one) for one in zip(*of_runs, strict=True)] for name, of_runs in found.items() if of_runs}
+
+
+def by_case(results: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
+    """By variant and case of a recall task, such as 256x16 (length x pairs): accuracy over seeds."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for name, runs in _by_variant(results).items():
+        cases = [key for key in runs[0]["final"] if key.startswith(CASE)]
+        if cases:
+            found[name] = {c.removeprefix(CASE): asdict(Interval.of(r["final"][c] for r in runs)) for c in cases}
+    return found
+
+
+def _by_variant(results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The runs that came to an end, by variant."""
+    ended = [r for r in results if r["diverged"] is None]
+    return {name: [r for r in ended if r["variant"] == name] for name in dict.fromkeys(r["variant"] for r in ended)}
+
+
+def in_a_line(run: dict[str, Any]) -> str:
+    """What one run came to."""
+    metric, label, _ = METRIC[run["settings"]["task"]]
+    return f"diverged, {run['diverged']}" if run["diverged"] else f"{run['final'][metric]:.3f} {label}"
+
+
+def eighths(run: dict[str, Any]) -> list[float] | None:
+    """Bits per token in each eighth of rows as long as those of training, where they were read."""
     if not run.get("evaluation"):  # recall tasks have no text
         return None
     found = run["evaluation"].get(str(Settings(**run["settings"]).option("context")))
-    return None if found is None else (found["eighths"][0], found["eighths"][-1])
+    return None if found is None else found["eighths"]
 
 
 def by_context(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -247,25 +308,51 @@ def table_of(rows: list[Row], grid: Any):
     table = report.new_table(
         f"{grid.title}\n{label} after {length}",
         f"±: 95 % over seeds. vs: to {grid.reference}, seed by seed\n+ better, - worse, ~ within noise, ? one seed\n"
-        "equal s: in the time that the fastest variant takes\npeak: gradient norm after the warm-up, any seed",
+        "1st, 8th: bits per token in that eighth of a row\npeak: gradient norm after the warm-up, any seed",
         text=["variant"],
-        numbers=[metric, "±", "vs", "±", "", "equal s", "tok/s", "peak", "runs"],
+        numbers=[metric, "±", "vs", "±", "", "1st", "8th", "peak", "runs"],
     )
-    marks = {"better": "[green]+[/green]", "worse": "[red]-[/red]", "within noise": "~", "one seed": "?"}
     for row in rows:
         table.add_row(
             row.variant,
-            f"{row.mean:.3f}",
-            _or_blank("{:.3f}", row.interval),
-            _or_blank("{:+.1%}", row.difference),
-            _or_blank("{:.1%}", row.difference_interval),
-            marks.get(row.verdict, ""),
-            _or_blank("{:.3f}", row.at_equal_seconds),
-            _or_blank("{:,.0f}", row.tokens_per_second),
+            *_compared(row.mean, row.interval, row.difference, row.difference_interval, row.verdict),
+            _or_blank("{:.3f}", row.first_eighth),
+            _or_blank("{:.3f}", row.last_eighth),
             f"{row.grad_norm_peak:.2g}",
             f"{row.seeds}" + (f" [red]{row.diverged} diverged[/red]" if row.diverged else ""),
         )
     return table
+
+
+def table_at_equal_seconds(rows: list[Row], grid: Any):
+    """The same rows at equal wall-clock; None where no speed is known, or the runs themselves have equal time."""
+    known = [row for row in rows if not math.isnan(row.at_equal_seconds)]
+    if grid.minutes or not known:
+        return None
+    metric, label, _ = METRIC[grid.task]
+    table = report.new_table(
+        f"{grid.title}\n{label} at equal wall-clock",
+        "in the time of the fastest: of slower ones from\ntheir curve, in the middle of their schedule",
+        text=["variant"],
+        numbers=[metric, "±", "vs", "±", "", "tok/s"],
+    )
+    for row in sorted(known, key=lambda row: -METRIC[grid.task][2] * row.at_equal_seconds):
+        found = (
+            row.at_equal_seconds,
+            row.interval_at_equal_seconds,
+            row.difference_at_equal_seconds,
+            row.difference_interval_at_equal_seconds,
+            row.verdict_at_equal_seconds,
+        )
+        table.add_row(row.variant, *_compared(*found), f"{row.tokens_per_second:,.0f}")
+    return table
+
+
+def _compared(mean: float, half: float, gap: float, gap_half: float, verdict: str) -> list[str]:
+    """A mean and a difference, as cells of a table."""
+    marks = {"better": "[green]+[/green]", "worse": "[red]-[/red]", "within noise": "~", "one seed": "?"}
+    forms = {"{:.3f}": half, "{:+.1%}": gap, "{:.1%}": gap_half}
+    return [f"{mean:.3f}", *(_or_blank(form, value) for form, value in forms.items()), marks.get(verdict, "")]
 
 
 def _or_blank(form: str, value: float) -> str:
@@ -306,65 +393,86 @@ def remarks_on_speeds(spreads: dict[str, float], machines: set[str]) -> list[str
 
 
 def draw(path: Path, rows: list[Row], results: list[dict[str, Any]], grid: Any) -> None:
-    """Means with intervals; validation against tokens; by the length of the rows, where they were read in several."""
+    """Means with intervals; validation against tokens; by position; by the length of the rows; recall by case."""
     from matplotlib.figure import Figure
 
     shown = [row for row in rows if not math.isnan(row.mean)]
-    metric, label, _ = METRIC[grid.task]
-    contexts = by_context(results)
-    panels = 3 if any(len(values) > 1 for values in contexts.values()) else 2
-    figure = Figure(figsize=(6 * panels, max(4.5, 0.3 * len(shown) + 2)), layout="constrained")
+    contexts, parts, cases = by_context(results), by_eighth(results), by_case(results)
+    looks = {row.variant: {"color": f"C{i % 10}", "linestyle": STYLES[i // 10 % 3]} for i, row in enumerate(shown)}
+    panels = [
+        lambda axes: _draw_means(axes, shown, results, grid, looks),
+        lambda axes: _draw_curves(axes, shown, results, grid, looks),
+    ]
+    if parts:
+        panels.append(lambda axes: _draw_eighths(axes, parts, looks))
+    if any(len(values) > 1 for values in contexts.values()):
+        panels.append(lambda axes: _draw_contexts(axes, contexts, looks))
+    if cases:
+        panels.append(lambda axes: _draw_cases(axes, cases, looks))
+    figure = Figure(figsize=(5.2 * len(panels), max(4.5, 0.3 * len(shown) + 2)), layout="constrained")
     figure.suptitle(grid.title, fontsize="medium")
-    axes = figure.subplots(1, panels, squeeze=False)[0]
-    colors = {row.variant: f"C{i % 10}" for i, row in enumerate(shown)}
-    _draw_means(axes[0], shown, results, metric, label, colors)
-    read = "on a quarter of the validation text" if grid.task == "text" else "in validation"  # see validation_batches
-    _draw_curves(axes[1], shown, results, metric, f"{label} {read}", colors)
-    if panels == 3:
-        _draw_contexts(axes[2], shown, contexts, colors)
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        panel(axes)
+        axes.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
 
 
-def _draw_means(axes: Axes, rows: list[Row], results, metric: str, label: str, colors: dict[str, str]) -> None:
+def _draw_means(axes: Axes, rows: list[Row], results, grid: Any, looks: dict[str, Any]) -> None:
+    metric, label, _ = METRIC[grid.task]
     for height, row in enumerate(reversed(rows)):
         half = 0 if math.isnan(row.interval) else row.interval
-        axes.errorbar(row.mean, height, xerr=half, fmt="o", color=colors[row.variant], capsize=3)
+        axes.errorbar(row.mean, height, xerr=half, fmt="o", color=looks[row.variant]["color"], capsize=3)
         seeds = [r["final"][metric] for r in results if r["variant"] == row.variant and r["diverged"] is None]
         axes.plot(seeds, [height] * len(seeds), "|", color="black", markersize=7)
     axes.set_yticks(range(len(rows)), [row.variant for row in reversed(rows)], fontsize="small")
     axes.set_xlabel(f"{label}: mean, 95 % interval, each seed")
-    axes.grid(alpha=0.3)
 
 
-def _draw_curves(axes: Axes, rows: list[Row], results, metric: str, label: str, colors: dict[str, str]) -> None:
+def _draw_curves(axes: Axes, rows: list[Row], results, grid: Any, looks: dict[str, Any]) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    for number, row in enumerate(rows):
+    metric, label, _ = METRIC[grid.task]
+    for row in rows:
         curves = [r["curve"] for r in results if r["variant"] == row.variant and r["diverged"] is None]
         points = {p["tokens"] for curve in curves for p in curve if metric in p}
         means = {t: _mean(p[metric] for curve in curves for p in curve if p["tokens"] == t) for t in sorted(points)}
-        style = ("-", "--", ":")[number // 10 % 3]
-        axes.plot(means.keys(), means.values(), style, marker=".", color=colors[row.variant], label=row.variant)
+        axes.plot(means.keys(), means.values(), marker=".", label=row.variant, **looks[row.variant])
     axes.set_xlabel("training tokens")
-    axes.set_ylabel(label)
+    # see training_run.validation_batches
+    axes.set_ylabel(f"{label} on part of the validation text" if grid.task == "text" else f"{label} in validation")
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(lambda tokens, _: report.count_text(tokens))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="x-small")
+    # beside the curves where there are many, lest it cover one of them
+    place = {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if len(rows) > 6 else {}
+    axes.legend(fontsize="x-small", **place)
 
 
-def _draw_contexts(axes: Axes, rows: list[Row], contexts: dict[str, Any], colors: dict[str, str]) -> None:
-    for row in rows:
-        found = contexts.get(row.variant, {})
-        lengths = sorted(map(int, found))
-        means = [found[str(length)]["mean"] for length in lengths]
-        halves = [0 if math.isnan(found[str(n)]["half"]) else found[str(n)]["half"] for n in lengths]
-        axes.errorbar(lengths, means, yerr=halves, marker=".", capsize=3, color=colors[row.variant], label=row.variant)
-    lengths = sorted({int(length) for row in rows for length in contexts.get(row.variant, {})})
+def _draw_eighths(axes: Axes, parts: dict[str, list[float]], looks: dict[str, Any]) -> None:
+    for name in filter(parts.__contains__, looks):
+        axes.plot(range(1, len(parts[name]) + 1), parts[name], marker=".", **looks[name])
+    axes.set_xlabel("eighths of a row as long as in training")
+    axes.set_ylabel("bits per token")
+
+
+def _draw_contexts(axes: Axes, contexts: dict[str, Any], looks: dict[str, Any]) -> None:
+    lengths = sorted({int(length) for found in contexts.values() for length in found})
+    for number, name in enumerate(filter(contexts.__contains__, looks)):
+        found = {length: contexts[name][str(length)] for length in lengths if str(length) in contexts[name]}
+        halves = [0 if math.isnan(values["half"]) else values["half"] for values in found.values()]
+        means = [values["mean"] for values in found.values()]
+        aside = [length * 1.02 ** (number - len(contexts) / 2) for length in found]  # bars in one place hide each other
+        axes.errorbar(aside, means, yerr=halves, marker=".", capsize=3, **looks[name])
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
     axes.set_xlabel("rows of so many tokens (the same text)")
     axes.set_ylabel("bits per byte")
-    axes.grid(alpha=0.3)
+
+
+def _draw_cases(axes: Axes, cases: dict[str, Any], looks: dict[str, Any]) -> None:
+    for name in filter(cases.__contains__, looks):
+        means = [values["mean"] for values in cases[name].values()]
+        axes.plot(list(cases[name]), means, marker=".", **looks[name])
+    axes.set_xlabel("length x pairs")
+    axes.set_ylabel("accuracy, mean over seeds")

@@ -109,6 +109,8 @@ def draw(path: Path, weights: list[Weight], title: str) -> None:
         for curve in dict.fromkeys(w.curve for w in own):
             axes.plot([w.value for w in own if w.curve == curve], label=curve, linewidth=1.2)
         _dress(axes, "bound, d = 128" if layer < 0 else f"layer {layer + 1}, measured", layer)
+    if layers[-1] >= 0:
+        axes.legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1, 0.5))  # where it covers no curve
     figure.suptitle(title, fontsize="medium")
     figure.savefig(path, dpi=110)
 
@@ -116,9 +118,9 @@ def draw(path: Path, weights: list[Weight], title: str) -> None:
 def _dress(axes: Axes, title: str, layer: int) -> None:
     axes.set_title(title, fontsize="small")
     axes.set_xlabel("distance (tokens)")
+    axes.set_ylabel("Σ |S_i| / (d/2)" if layer < 0 else "share of the plain weight at distance 0", fontsize="small")
     if layer >= 0:
         axes.axhline(0, color="black", linewidth=0.5)
-        axes.legend(fontsize="x-small")
     axes.grid(alpha=0.3)
 
 

@@ -25,10 +25,11 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 import yaml
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from linrope import LanguageModel, LanguageModelConfig
 from linrope.data import (
@@ -85,7 +86,7 @@ class Grid:
     """A grid as its file has it; `variants` maps names to what differs."""
 
     title: str
-    variants: dict[str, dict[str, Any]]
+    variants: dict[str, Any]
     reference: str
     seeds: list[int]
     more_seeds: dict[str, list[int]] = field(default_factory=dict)
@@ -214,9 +215,11 @@ def read_grid(path: Path) -> Grid:
     if not isinstance(values, dict):
         raise InputError(f"--grid {path} must be a set of options, as benchmarks/grid.py describes.")
     _check_options(values, [f.name for f in fields(Grid)], "a grid")
+    _check_kinds("", {name: value for name, value in values.items() if name != "evaluate"}, Grid)
     try:
         if "evaluate" in values:
             _check_options(values["evaluate"], [f.name for f in fields(Evaluation)], "evaluate")
+            _check_kinds("evaluate.", values["evaluate"], Evaluation)
             values = {**values, "evaluate": Evaluation(**values["evaluate"])}
         return Grid(**values)
     except TypeError as error:
@@ -229,6 +232,31 @@ def _check_options(values: Iterable[str], known: Iterable[str], what: str) -> No
             raise InputError(f"{name!r} is no option of {what}.{suggest(name, known)}")
 
 
+def _check_kinds(section: str, values: dict[str, Any], config: type) -> None:
+    """Raise InputError where a value is of another kind than the field of its name: YAML reads 1e6 as text."""
+    hints = get_type_hints(config)
+    for kind in fields(config):
+        if kind.name not in values:
+            continue
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_argument("--value", type=hints[kind.name])
+        value = values[kind.name]
+        try:
+            taken = parser.parse_object({"value": deepcopy(value)}).value  # which is changed in its place
+        except ArgumentError:
+            taken = None
+        if not _is_as_given(taken, value):
+            mend = " (It is text to YAML, as 1e6 is: write 1_000_000, 1.0e-2, true.)" if type(value) is str else ""
+            raise InputError(f"{section}{kind.name}={value!r} is of the wrong kind: it must be {kind.type}.{mend}")
+
+
+def _is_as_given(taken: Any, value: Any) -> bool:
+    """Whether a value was taken for what it is: a parser of command lines would take "yes" for True and "12" for 12."""
+    if isinstance(value, dict) and isinstance(taken, Namespace):
+        return all(_is_as_given(taken[name], inner) for name, inner in value.items())
+    return isinstance(taken, dict) or taken == value  # the options in a dictionary are checked by their section
+
+
 def settings_of(grid: Grid) -> dict[str, Settings]:
     """The settings of every variant, checked, with models of equal size.
 
@@ -238,7 +266,7 @@ def settings_of(grid: Grid) -> dict[str, Settings]:
     settings = {}
     for name, changes in grid.variants.items():
         try:
-            settings[name] = _variant(grid, changes or {})
+            settings[name] = _variant(grid, {} if changes is None else changes)
         except (InputError, TypeError, ValueError, AttributeError) as error:  # a value of a kind that nobody foresaw
             raise InputError(f"variant {name!r}: {error}") from error
     _check_same_text(settings)
@@ -249,6 +277,8 @@ def settings_of(grid: Grid) -> dict[str, Settings]:
 
 
 def _variant(grid: Grid, changes: dict[str, Any]) -> Settings:
+    if not isinstance(changes, dict):
+        raise InputError(f"{changes!r} is no set of options: write what differs as {{model.rope: null}}, or {{}}.")
     sections = {name: deepcopy(getattr(grid, name)) or {} for name in SECTIONS}
     for path, value in changes.items():
         _set(sections, path, value)
@@ -260,7 +290,10 @@ def _variant(grid: Grid, changes: dict[str, Any]) -> Settings:
     _check_options(settings.optimizer, [f.name for f in fields(OptimizerConfig)], "optimizer")
     if "seed" in settings.data:
         raise InputError(f"data.seed={settings.data['seed']}: a run's data follow from its seed; give them in `seeds`.")
+    _check_kinds("optimizer.", settings.optimizer, OptimizerConfig)
     OptimizerConfig(**settings.optimizer)
+    settings.model_config  # noqa: B018  it names an unknown option, and the nearest right one
+    _check_kinds("model.", settings.model, LanguageModelConfig)
     for name in COUNTS & inspect.signature(data_module).parameters.keys():
         settings.option(name)
     data_module(**settings.data)

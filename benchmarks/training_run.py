@@ -1,7 +1,8 @@
 """One training run of a grid, in a process of its own: `python -m benchmarks.training_run SPEC.json`.
 
-It trains as `linrope fit` does, keeps a checkpoint beside its result so that an interrupted run goes on where it was,
-prints a line of JSON for each few steps (the parent's progress bar reads them), and writes SPEC's `result`.
+It trains as `linrope fit` does, keeps a checkpoint beside its result so that an interrupted run goes on where it was
+(Ctrl-C and SIGTERM finish the step and save), prints a line of JSON for each few steps (the parent's progress bar reads
+them), and writes SPEC's `result`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from linrope.checkpoints import whole_file
 from linrope.data import Corpus, EvaluationWindows
 from linrope.errors import NonFiniteError
 from linrope.training import LanguageModelingModule, MQARDataModule, OptimizerConfig, RecallModule, TextDataModule
-from linrope.training.callbacks import LastCheckpoint
+from linrope.training.callbacks import GracefulStop, Interrupted, LastCheckpoint
 from linrope.training.cli import quiet_lightning
 from linrope.training.reading import bits_per_byte, bytes_of, row_losses
 from linrope.training.trial import TryLargestStages
@@ -58,7 +59,7 @@ class Recorder(Callback):
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        self._saver = LastCheckpoint(self.folder, every_n_steps=1)
+        self.saver = LastCheckpoint(self.folder, every_n_steps=1)
         self._said = self._saved = time.monotonic()
 
     state_key = "Recorder"
@@ -90,9 +91,8 @@ class Recorder(Callback):
         self._save(trainer)
 
     def _save(self, trainer: Trainer) -> None:
-        if trainer.global_step < trainer.max_steps:
-            self._saved = time.monotonic()
-            self._saver.save(trainer)
+        self._saved = time.monotonic()
+        self.saver.save(trainer)
 
 
 def _validation_metrics(trainer: Trainer) -> dict[str, float]:
@@ -158,16 +158,19 @@ def run(
     optimizer_config = OptimizerConfig(**settings.optimizer)
     if settings.task == "text":
         longest_context = longest_context or settings.option("context")
-        module = LanguageModelingModule(settings.model_config, optimizer_config)
+        module = LanguageModelingModule(settings.model_config, optimizer_config, seed=seed)
         data = GridText(longest_context, **settings.data, seed=seed)
     else:
-        module, data = RecallModule(settings.model_config, optimizer_config), MQARDataModule(**settings.data, seed=seed)
+        module = RecallModule(settings.model_config, optimizer_config, seed=seed)
+        data = MQARDataModule(**settings.data, seed=seed)
     # named for all that decides the run: what was begun with other options is not gone on with
     decides = (settings.fingerprint, steps, options["validations"], options["validation_tokens"], longest_context)
     recorder = Recorder(stem.with_name(f"{stem.name}.{'-'.join(map(str, decides))}{UNFINISHED}"))
     checkpoint = recorder.folder / "last.ckpt"
     few, all_ = validation_batches(settings.task, options["validation_tokens"], longest_context)
-    callbacks = [recorder, TryLargestStages()] if settings.task == "text" else [recorder]
+    callbacks = [recorder, GracefulStop(recorder.saver)]
+    if settings.task == "text":
+        callbacks.append(TryLargestStages())
     trainer = _trainer(device, steps, few, max(1, steps // options["validations"]), callbacks)
     failure = None
     try:
@@ -189,6 +192,8 @@ def run(
         trainer = _trainer(device, steps, all_, 1, [])
         trainer.validate(module, data, verbose=False)
         result["final"] = _validation_metrics(trainer)
+        if not all(map(math.isfinite, result["final"].values())):
+            result["diverged"] = f"val_loss is {result['final']['loss']} after the last step"
         if settings.task == "text":
             model = module.model.to(device).eval()  # the trainer has left it on the CPU
             result["evaluation"] = evaluate_text(model, data, evaluation)
@@ -299,5 +304,5 @@ def main(spec_path: str) -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv[1])
-    except (KeyboardInterrupt, SystemExit):  # Lightning turns signals into exits, some of which look like success
+    except (Interrupted, KeyboardInterrupt, SystemExit):  # Lightning turns signals into exits, which look like success
         sys.exit(INTERRUPTED)

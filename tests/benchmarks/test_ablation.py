@@ -62,8 +62,16 @@ def said(capsys) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
-def test_a_grid_end_to_end(grid, capsys):
+@pytest.fixture
+def here(monkeypatch):
+    """When called, grids make their runs in this process from then on: a new one takes seconds to start."""
+    run = training_run.main
+    return lambda: monkeypatch.setattr(ablation, "run_process", lambda file, show: (run(str(file)) or 0, []))
+
+
+def test_a_grid_end_to_end(grid, here, capsys):
     assert grid.run("--only", "softmax") == 0  # not even the one that the others are compared with
+    here()
     alone = grid.files
     assert set(alone) == {"softmax-seed0.json", "softmax-seed1.json"}
     assert "softmax" in capsys.readouterr().out
@@ -181,6 +189,40 @@ def test_an_interrupted_run_goes_on_where_it_was(grid, monkeypatch, step):
     assert unfinished.exists()  # until the result is in its place
 
 
+def test_a_run_interrupted_in_its_evaluation_does_not_train_again(grid, monkeypatch):
+    from benchmarks.grid import Evaluation
+
+    path = grid.folder / "small.yaml"
+    path.write_text(yaml.safe_dump(grid.values))
+    settings = settings_of(read_grid(path))["linear"]
+    run = settings, 0, 20, Evaluation([32], 256), {"validations": 4, "validation_tokens": 640}, grid.folder / "run"
+    evaluate_text, found = training_run.evaluate_text, []
+
+    def interrupted(*args):
+        found.append(evaluate_text(*args))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(training_run, "evaluate_text", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            training_run.run(*run)
+    monkeypatch.setattr(training_run.Recorder, "on_train_batch_end", None)  # another step would fail here
+    again = training_run.run(*run)
+    assert [again["evaluation"]] == found
+    assert (again["steps"], len(again["curve"])) == (20, 4)
+
+
+def test_a_loss_that_is_no_number_at_the_end_is_a_diverged_run(grid, monkeypatch):
+    from benchmarks.grid import Evaluation
+
+    path = grid.folder / "small.yaml"
+    path.write_text(yaml.safe_dump(grid.values))
+    settings = settings_of(read_grid(path))["linear"]
+    monkeypatch.setattr(training_run, "_validation_metrics", lambda trainer: {"loss": math.nan, "bpb": math.nan})
+    found = training_run.run(settings, 0, 4, Evaluation(), grid.values, grid.folder / "run")
+    assert found["diverged"] == "val_loss is nan after the last step"
+
+
 def test_a_curriculum_counts_the_tokens_of_its_steps_and_has_no_one_speed(grid, monkeypatch):
     from benchmarks.grid import Evaluation, n_steps
 
@@ -210,7 +252,46 @@ def test_ctrl_c_keeps_finished_runs(grid, monkeypatch, capsys):
     monkeypatch.setattr(ablation, "make_run", stop_at_the_second)
     assert grid.run() == 130
     assert set(grid.files) == {"linear-seed0.json"}
-    assert "3 runs are left" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "3 runs are left" in told
+    (bpb,) = (json.loads(file.read_text())["final"]["bpb"] for file in grid.folder.glob("results/runs/*.json"))
+    assert f"linear, seed 0: {bpb:.3f} bits per byte" in told
+
+
+def test_two_commands_on_one_folder_share_the_runs(grid, monkeypatch, capsys):
+    """What another process holds is left to it, and what it has made meanwhile is not made again."""
+    made = []
+
+    def make_run(folder, variant, seed, *args):
+        made.append((variant, seed))
+        folder.result_of(variant, seed).write_text(json.dumps(run_of(variant, seed, 2.0)))
+        if not made[1:]:  # as the other process does while this one makes its first
+            folder.result_of("softmax", 0).write_text(json.dumps(run_of("softmax", 0, 2.0)))
+
+    monkeypatch.setattr(ablation, "make_run", make_run)
+    monkeypatch.setattr(ablation, "measure_speeds", lambda *args: {})
+    monkeypatch.setattr(ablation_report, "finish", lambda *args: None)
+    runs = grid.folder / "results" / "runs"
+    runs.mkdir(parents=True)
+    with ablation.claimed(runs / "softmax-seed1.spec"):
+        assert grid.run() == 0
+    assert made == [("linear", 0), ("linear", 1)]
+    told = said(capsys)
+    assert "softmax, seed 0: was made by another process meanwhile" in told
+    assert "softmax, seed 1: is being made by another process, and left to it" in told
+    assert {file.name for file in runs.iterdir()} == {
+        "linear-seed0.json",
+        "linear-seed1.json",
+        "softmax-seed0.json",
+    }  # and no file of a run under way
+
+
+def test_a_folder_with_files_of_something_else(grid, capsys):
+    (grid.folder / "results" / "runs").mkdir(parents=True)
+    (grid.folder / "results" / "runs" / "other.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        grid.run()
+    assert "other.json is no result of a grid" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_run_that_sigterm_ends_is_interrupted_not_done(grid, monkeypatch, capsys):
@@ -222,18 +303,21 @@ def test_a_run_that_sigterm_ends_is_interrupted_not_done(grid, monkeypatch, caps
             super().__init__(*args, **kwargs)
             processes.append(self)
 
-    def terminate_at_the_first_step(folder, variant, seed, steps, show):
+    def terminate_at_the_first_step(folder, variant, seed, steps, show, spec_file):
         def ended(completed=None, **shown):
             if completed:
                 processes[-1].terminate()
 
-        make(folder, variant, seed, steps, ended)
+        make(folder, variant, seed, steps, ended, spec_file)
 
     monkeypatch.setattr(ablation.subprocess, "Popen", Popen)
     monkeypatch.setattr(ablation, "make_run", terminate_at_the_first_step)
     assert grid.run(tokens=64 * 10**5) == 130
     assert processes[-1].returncode == 130
     assert not grid.files
+    (unfinished,) = grid.folder.glob("results/runs/linear-seed0.*.unfinished/last.ckpt")
+    kept = torch.load(unfinished, weights_only=True)
+    assert kept["global_step"] == len(kept["callbacks"]["Recorder"]["losses"]) > 0
 
 
 def test_a_run_that_fails_is_told_with_its_reason(grid, capsys, monkeypatch):
@@ -274,7 +358,7 @@ def test_intervals_and_verdicts():
     assert found.mean == 2.0
     assert found.half == pytest.approx(4.303 / math.sqrt(3))  # Student's t for two degrees; deviation 1
     assert math.isnan(Interval.of([1.0]).half)
-    assert Interval.of([1.0, math.nan]).mean == 1.0
+    assert math.isnan(Interval.of([1.0, math.nan]).mean)  # not 1.0, as if the other had never been
     assert verdict(Interval(-0.1, 0.05), better=-1) == "better"
     assert verdict(Interval(-0.1, 0.05), better=1) == "worse"
     assert verdict(Interval(0.1, 0.2), better=-1) == "within noise"
@@ -331,6 +415,30 @@ def test_equal_seconds_reads_the_curve_of_the_slower():
         [run_of("a", 0, 2.5), early, run_of("b", 0, 2.4)], TwoVariants, {"a": 10.0, "b": 9.0}
     )
     assert {row.variant: (row.at_equal_seconds, row.tokens) for row in rows}["a"] == (2.5, 1000)
+
+
+def test_equal_seconds_has_intervals_and_verdicts_too():
+    """b, half as fast, has seen 500 tokens when a ends: of each seed it lacks the same part of the curve."""
+    results = [run_of("a", seed, 2.0 + seed) for seed in range(3)]
+    results += [run_of("b", seed, 1.9 + seed + gap) for seed, gap in enumerate((-0.01, 0.0, 0.01))]
+    rows = {row.variant: row for row in ablation_report.rows_of(results, TwoVariants, {"a": 10.0, "b": 5.0})}
+    lacked = 1 - math.log(5) / math.log(10)
+    half = 4.303 * 0.01 / math.sqrt(3) / 3.0
+    assert rows["b"].difference_at_equal_seconds == pytest.approx((lacked - 0.1) / 3.0)
+    assert rows["b"].difference_interval_at_equal_seconds == pytest.approx(half)
+    assert (rows["b"].verdict, rows["b"].verdict_at_equal_seconds) == ("better", "worse")
+    assert rows["a"].at_equal_seconds == 3.0
+    assert rows["a"].interval_at_equal_seconds == rows["a"].interval
+
+
+def test_losses_by_position_are_means_over_seeds():
+    parts = [[3.0, 2.0], [2.0, 1.0]]
+    results = [run_of("a", s, 2.0, evaluation={"1024": {"bpb": 2.0, "eighths": parts[s]}}) for s in (0, 1)]
+    for run in results:
+        run["settings"]["data"] = {"context": 1024}
+    assert ablation_report.by_eighth(results) == {"a": [2.5, 1.5]}
+    (row,) = ablation_report.rows_of(results, TwoVariants, {})
+    assert (row.first_eighth, row.last_eighth) == (2.5, 1.5)
 
 
 def test_diverged_runs_are_counted_and_not_averaged():
@@ -396,9 +504,8 @@ def test_the_smallest_denominator_is_that_of_the_operator(rope):
     assert smallest_denominator(model, Rows) == pytest.approx(den.min().item(), rel=1e-5)
 
 
-def test_a_recall_grid_reports_accuracy(tmp_path, monkeypatch, capsys):
-    # in this process: a new one takes seconds to start
-    monkeypatch.setattr(ablation, "run_process", lambda spec_file, show: (training_run.main(str(spec_file)) or 0, []))
+def test_a_recall_grid_reports_accuracy(tmp_path, here, capsys):
+    here()
     values = {
         "title": "Recall",
         "task": "mqar",
@@ -424,6 +531,9 @@ def test_a_recall_grid_reports_accuracy(tmp_path, monkeypatch, capsys):
     found = {(run["variant"], run["seed"]): run["final"]["accuracy"] for run in runs}
     gaps = [found["softmax", seed] - found["linear", seed] for seed in (0, 1)]
     assert float(rows["softmax"]["difference"]) == pytest.approx(sum(gaps) / 2)
+    by_case = json.loads((tmp_path / "results" / "ablation.json").read_text())["by_case"]["softmax"]
+    of_case = [run["final"]["accuracy/32x8"] for run in runs if run["variant"] == "softmax"]
+    assert by_case["32x8"]["mean"] == pytest.approx(sum(of_case) / 2)
     assert "accuracy after 2,048 tokens" in capsys.readouterr().out
 
 
