@@ -241,7 +241,8 @@ def test_a_curriculum_counts_the_tokens_of_its_steps_and_has_no_one_speed(grid, 
     assert [point["tokens"] for point in found["curve"]] == [3 * 64, 6 * 64, 8 * 64 + 128, 8 * 64 + 4 * 128]
 
 
-def test_ctrl_c_keeps_finished_runs(grid, monkeypatch, capsys):
+def test_ctrl_c_keeps_finished_runs(grid, here, monkeypatch, capsys):
+    here()
     make = ablation.make_run
 
     def stop_at_the_second(folder, variant, seed, *args):
