@@ -39,14 +39,17 @@ def show(console: Console, readings: list[LengthReading], context: int, at_lengt
 
 
 def _by_length(readings: list[LengthReading], context: int) -> Table:
+    """The last column compares tokens in the later half of either row, where none has just begun: what is left there is
+    what the past beyond the shortest rows is worth."""
     table = new_table(f"the same text in rows of other lengths (data.context={context:,} is 1×)", "length", "×")
-    for column in ("rows", "bits per byte", "against the shortest"):
+    for column in ("rows", "bits per byte", "against the shortest", "in later halves"):
         table.add_column(column, justify="right")
     shortest = readings[0].by_position.bits_per_byte
     for reading in readings:
         bits = reading.by_position.bits_per_byte
-        change = f"{100 * (bits / shortest - 1):+.1f} %"
-        table.add_row(f"{reading.length:,}", f"{reading.multiple:g}×", f"{reading.rows:,}", f"{bits:.4f}", change)
+        ratios = bits / shortest, reading.later_half / reading.later_half_of_the_shortest
+        changes = (f"{100 * (ratio - 1):+.1f} %" for ratio in ratios)
+        table.add_row(f"{reading.length:,}", f"{reading.multiple:g}×", f"{reading.rows:,}", f"{bits:.4f}", *changes)
     return table
 
 
@@ -69,6 +72,8 @@ def write(folder: Path, readings: list[LengthReading], details: dict[str, Any], 
             "rows": reading.rows,
             "tokens": int(reading.by_position.totals[2]),
             "bits_per_byte": reading.by_position.bits_per_byte,
+            "later_half": reading.later_half,
+            "later_half_of_the_shortest": reading.later_half_of_the_shortest,
         }
         for reading in readings
     ]

@@ -161,6 +161,10 @@ class LengthReading:
     shortest: LossByPosition
     """The same tokens, at the same positions of these rows, as they cost in rows of the shortest length: so that what
     text stands where is not taken for what its position costs."""
+    later_half: float | None = None
+    """Bits per byte of the tokens that stand in the later half of these rows, and of the shortest too."""
+    later_half_of_the_shortest: float | None = None
+    """Of the same tokens, in the shortest rows: what the past beyond those is worth is the difference."""
 
     @classmethod
     def of_rows(cls, context: int, by_position: LossByPosition) -> LengthReading:
@@ -246,4 +250,14 @@ def read_at_lengths(
         by_position, shortest = LossByPosition(), LossByPosition()
         by_position.add(now, targets, n_bytes)
         shortest.add(losses[0].view(-1, length), targets, n_bytes)
-        yield LengthReading(length, length / context, len(inputs), by_position, shortest)
+        later = _later_halves(len(text.tokens) - 1, (length, min(lengths)))
+        there = bytes_of(targets, n_bytes).flatten()[later].sum().item()
+        halves = (bits_per_byte(nats, there) for nats in losses[:, later].double().sum(1).tolist()[::-1])
+        yield LengthReading(length, length / context, len(inputs), by_position, shortest, *halves)
+
+
+def _later_halves(n_tokens: int, lengths: tuple[int, ...]) -> Tensor:
+    """(n_tokens,) bool: where a token of a text stands in the later half of its row, whichever of the lengths rows
+    have."""
+    places = torch.arange(n_tokens)
+    return torch.stack([places % length >= length / 2 for length in lengths]).all(0)

@@ -89,6 +89,14 @@ def test_the_same_text_is_read_at_each_length(monkeypatch):
         bits = cross_entropy(model(text[64:-1].view(2, 32)).flatten(0, 1), text[65:]).item() / math.log(2)
     assert (last.first, last.last) == (65, 128)
     assert last.bits_per_byte == pytest.approx(bits, rel=1e-5)
+    # in the later half of both: the later halves of the last two short rows, read in them and in the long one
+    later = torch.zeros(128, dtype=torch.bool)
+    later[80:96] = later[112:128] = True
+    for rows, found in ((32, readings[1].later_half_of_the_shortest), (128, readings[1].later_half)):
+        with torch.no_grad():
+            logits = model(text[:-1].view(-1, rows)).flatten(0, 1)
+        assert found == pytest.approx(cross_entropy(logits[later], text[1:][later]).item() / math.log(2), rel=1e-5)
+    assert readings[1].later_half != pytest.approx(readings[1].later_half_of_the_shortest, rel=1e-4)
 
 
 @pytest.mark.parametrize("attention", ["linear", "softmax"])
