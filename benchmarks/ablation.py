@@ -13,7 +13,6 @@ differences are noise, stability, loss by position.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 import signal
@@ -36,6 +35,7 @@ from benchmarks.timing import Alternation
 from benchmarks.training_run import INTERRUPTED
 from linrope import LanguageModel
 from linrope.checkpoints import whole_file
+from linrope.data.preparation import claim
 from linrope.errors import InputError
 from linrope.training import OptimizerConfig
 from linrope.training.module import parameter_groups
@@ -251,9 +251,7 @@ def make_runs(folder: Folder, speeds: dict[str, Speed], only: Collection[str], b
 def claimed(file: Path) -> Iterator[Path | None]:
     """The file, made and held until the end, and then removed; None where another process holds it."""
     with file.open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not claim(lock):
             yield None
             return
         try:

@@ -24,7 +24,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -198,13 +198,20 @@ def _claimed(folder: Path) -> Iterator[None]:
     """Makes the folder, and keeps other processes from preparing into it."""
     (folder / PARTS).mkdir(parents=True, exist_ok=True)
     with open(folder / PARTS / LOCK, "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        if not claim(lock):
             raise InputError(
                 f"--output={str(folder)!r} is being prepared by another process: wait for it, or name another folder."
-            ) from error
+            )
         yield
+
+
+def claim(file: IO[str]) -> bool:
+    """Whether this process alone holds the open file, from now on until it is closed."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -250,14 +250,12 @@ def read_at_lengths(
         by_position, shortest = LossByPosition(), LossByPosition()
         by_position.add(now, targets, n_bytes)
         shortest.add(losses[0].view(-1, length), targets, n_bytes)
-        later = _later_halves(len(text.tokens) - 1, (length, min(lengths)))
+        later = _in_later_half(targets.numel(), length) & _in_later_half(targets.numel(), min(lengths))
         there = bytes_of(targets, n_bytes).flatten()[later].sum().item()
-        halves = (bits_per_byte(nats, there) for nats in losses[:, later].double().sum(1).tolist()[::-1])
-        yield LengthReading(length, length / context, len(inputs), by_position, shortest, *halves)
+        in_shortest, here = (bits_per_byte(nats, there) for nats in losses[:, later].double().sum(1).tolist())
+        yield LengthReading(length, length / context, len(inputs), by_position, shortest, here, in_shortest)
 
 
-def _later_halves(n_tokens: int, lengths: tuple[int, ...]) -> Tensor:
-    """(n_tokens,) bool: where a token of a text stands in the later half of its row, whichever of the lengths rows
-    have."""
-    places = torch.arange(n_tokens)
-    return torch.stack([places % length >= length / 2 for length in lengths]).all(0)
+def _in_later_half(n_tokens: int, length: int) -> Tensor:
+    """(n_tokens,) bool: whether a token of a text stands in the later half of a row of that length."""
+    return torch.arange(n_tokens) % length >= length / 2

@@ -45,10 +45,17 @@ class Changed:
     def __init__(self, folder, values):
         self.folder, self.values = folder, values
 
-    def run(self, *args, **changes) -> int:
-        self.values.update(changes)
+    def settings(self, variant: str):
+        return settings_of(read_grid(self.write()))[variant]
+
+    def write(self):
         path = self.folder / "small.yaml"
         path.write_text(yaml.safe_dump(self.values))
+        return path
+
+    def run(self, *args, **changes) -> int:
+        self.values.update(changes)
+        path = self.write()
         output = self.folder / "results"
         return ablation.main(["--grid", str(path), "--output", str(output), "--rounds", "1", *args])
 
@@ -157,9 +164,7 @@ def test_an_interrupted_run_goes_on_where_it_was(grid, monkeypatch, step):
     """Stopped inside it, a run ends with the same numbers as one that was never stopped."""
     from benchmarks.grid import Evaluation
 
-    path = grid.folder / "small.yaml"
-    path.write_text(yaml.safe_dump(grid.values))
-    settings = settings_of(read_grid(path))["linear"]
+    settings = grid.settings("linear")
     options = {"validations": 4, "validation_tokens": 640}
     whole = training_run.run(settings, 0, 20, Evaluation(), options, grid.folder / "whole")
 
@@ -192,9 +197,7 @@ def test_an_interrupted_run_goes_on_where_it_was(grid, monkeypatch, step):
 def test_a_run_interrupted_in_its_evaluation_does_not_train_again(grid, monkeypatch):
     from benchmarks.grid import Evaluation
 
-    path = grid.folder / "small.yaml"
-    path.write_text(yaml.safe_dump(grid.values))
-    settings = settings_of(read_grid(path))["linear"]
+    settings = grid.settings("linear")
     run = settings, 0, 20, Evaluation([32], 256), {"validations": 4, "validation_tokens": 640}, grid.folder / "run"
     evaluate_text, found = training_run.evaluate_text, []
 
@@ -215,9 +218,7 @@ def test_a_run_interrupted_in_its_evaluation_does_not_train_again(grid, monkeypa
 def test_a_loss_that_is_no_number_at_the_end_is_a_diverged_run(grid, monkeypatch):
     from benchmarks.grid import Evaluation
 
-    path = grid.folder / "small.yaml"
-    path.write_text(yaml.safe_dump(grid.values))
-    settings = settings_of(read_grid(path))["linear"]
+    settings = grid.settings("linear")
     monkeypatch.setattr(training_run, "_validation_metrics", lambda trainer: {"loss": math.nan, "bpb": math.nan})
     found = training_run.run(settings, 0, 4, Evaluation(), grid.values, grid.folder / "run")
     assert found["diverged"] == "val_loss is nan after the last step"
