@@ -6,6 +6,7 @@ is a fair comparison. Both map (B, T, d_model) to (B, T, d_model) and hand their
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,6 +22,7 @@ from linrope.forgetting import ForgetGate
 from linrope.ops import BACKENDS, NORMALIZE, State, linear_attention
 from linrope.ops.inputs import check_segment_ids, check_signed
 from linrope.rotary import RotaryConfig, RotaryEmbedding, half_of
+from linrope.selective import SelectiveRotation, turn
 from linrope.softmax import KeyValueCache, softmax_attention
 
 __all__ = ["AttentionState", "KeyValueCache", "LinearAttention", "ShortConvolution", "SoftmaxAttention"]
@@ -36,11 +38,13 @@ class AttentionState:
         past: the operator's `State` (linear) or a `KeyValueCache` (softmax).
         conv_tail: (B, short_conv - 1, channels), the short convolution's last inputs; None without one.
         document_start: (B,) int64, the position at which each row's open document began; None where all began at 0.
+        angle: (B, H, R/2) float64 radians, where the last token stands with `rope.selective`; None without it.
     """
 
     past: State | KeyValueCache
     conv_tail: Tensor | None = None
     document_start: Tensor | None = None
+    angle: Tensor | None = None
 
 
 def document_positions(
@@ -103,6 +107,7 @@ class _Attention(nn.Module):
         self.d_model, self.n_heads, self.head_dim, self.causal = d_model, n_heads, head_dim, causal
         inner = n_heads * head_dim
         self.rope = rope
+        self.selective: SelectiveRotation | None = None  # where a subclass has it
         self.qkv = nn.Linear(d_model, 3 * inner, bias=bias)
         without_silu = 2 * inner if conv_silu == "v" else 0
         self.conv = ShortConvolution(3 * inner, short_conv, without_silu) if short_conv else None
@@ -137,6 +142,10 @@ class _Attention(nn.Module):
         if self.conv is not None:
             qkv, tail = self.conv(qkv, tail, segment_ids)
         q, k, v = rearrange(qkv, "b t (three h d) -> three b h t d", three=3, h=self.n_heads)
+        angle = None if state is None else state.angle
+        if self.selective is not None:  # no part of a document sees angles but those within it: they need no new start
+            angles, angle = self.selective.angles(x, self.rope.frequencies(x.device), angle)
+            q, k = turn(q, angles, self.rope.interleaved), turn(k, angles, self.rope.interleaved)
         positions, document_start = document_positions(x, state, segment_ids)
         o, past = self.attend(x, q, k, v, None if state is None else state.past, segment_ids, positions)
         if self.norm is not None:
@@ -145,7 +154,7 @@ class _Attention(nn.Module):
         if self.gate is not None:
             o = o * F.silu(self.gate(x))
         y = self.out(o)
-        return (y, AttentionState(past, tail, document_start)) if return_state else y
+        return (y, AttentionState(past, tail, document_start, angle)) if return_state else y
 
     def state_bytes(self, context: int, dtype: torch.dtype = torch.float32) -> int:
         """Bytes of the state of one row after `context` tokens, with activations in `dtype`."""
@@ -170,6 +179,10 @@ class _Attention(nn.Module):
             expected = (x.shape[0], self.conv.width - 1, self.conv.weight.shape[0])
             if state.conv_tail.shape != expected:
                 raise InputError(f"state.conv_tail is {tuple(state.conv_tail.shape)}, this call needs {expected}.")
+        if self.selective is not None:
+            self.selective.check_past(state.angle, x.shape[0])
+        elif state.angle is not None:
+            raise InputError("state.angle was given to a layer without rope.selective: pass what this layer returned.")
 
 
 def _head_dim(d_model: int, n_heads: int, head_dim: int | None) -> int:
@@ -202,6 +215,15 @@ def _signed_dim(rope: RotaryConfig | None, head_dim: int, normalize: str) -> int
     return signed
 
 
+def _check_selective(rope: RotaryConfig | None, causal: bool) -> None:
+    if rope is None or not rope.selective:
+        return
+    if not rope.signed:
+        raise InputError("rope.selective=True turns dimensions that skip the feature map: set rope.signed=True too.")
+    if not causal:
+        raise InputError("rope.selective=True sums angles along the row: it needs causal=True.")
+
+
 class LinearAttention(_Attention):
     """Linear attention with rotary positions in the numerator only (RoFormer eq. 19), as a layer.
 
@@ -210,7 +232,8 @@ class LinearAttention(_Attention):
     Where RoPE stands is one of five: in neither sum (`rope=None`), in the numerator (the default), in both
     (`normalize="rotary"`), before φ (`RotaryConfig(before_map=True)`), where both sums see φ of what was turned:
     weights stay positive, and depend on positions themselves, not on distances alone; or in the numerator with either
-    sign (`RotaryConfig(signed=True)`): half of the dimensions turn, and skip φ and the denominator.
+    sign (`RotaryConfig(signed=True)`): half of the dimensions turn, and skip φ and the denominator. Those can turn by
+    angles that the input decides (`RotaryConfig(signed=True, selective=True)`, see `linrope.selective`).
 
     Args:
         d_model: width of the model.
@@ -240,7 +263,8 @@ class LinearAttention(_Attention):
 
     Raises:
         InputError: sizes that do not fit, unknown names, `short_conv` or `forget_gate` with `causal=False`,
-            `rope.before_map` or `rope.signed` with `normalize="rotary"`, or with each other.
+            `rope.before_map` or `rope.signed` with `normalize="rotary"`, or with each other, `rope.selective` without
+            `rope.signed` or with `causal=False`.
     """
 
     past_type = State
@@ -275,6 +299,7 @@ class LinearAttention(_Attention):
         before_map = rope is not None and rope.before_map
         if before_map and normalize == "rotary":
             raise InputError("rope.before_map=True turns nothing after φ, normalize='rotary' sums what is: drop one.")
+        _check_selective(rope, causal)
         head_dim = _head_dim(d_model, n_heads, head_dim)
         signed = _signed_dim(rope, head_dim, normalize)
         phi = make_feature_map(feature_map, n_heads, head_dim - signed)
@@ -298,6 +323,8 @@ class LinearAttention(_Attention):
         self.watch: Callable[..., None] | None = None  # see linrope.watching
         self.log_scale = nn.Parameter(torch.zeros(n_heads)) if temperature else None
         self.forget = ForgetGate(d_model, n_heads, gate_normalizer) if forget_gate else None
+        if rope is not None and rope.selective:
+            self.selective = SelectiveRotation(d_model, n_heads, self.rope)
 
     def attend(self, x, q, k, v, past, segment_ids, positions):
         if self.log_scale is not None:
@@ -309,8 +336,9 @@ class LinearAttention(_Attention):
                 {"positions": positions} if positions is not None else {"offset": 0 if past is None else past.length}
             )
             q, k = self.rope.rotate(q, **where), self.rope.rotate(k, **where)
+        rope = self.rope if self.selective is None else self.selective.at_rest
         options = {
-            "rope": None if self.before_map else self.rope,
+            "rope": None if self.before_map else rope,
             "log_decay": None if self.forget is None else self.forget(x),
             "causal": self.causal,
             "segment_ids": segment_ids,
@@ -326,7 +354,8 @@ class LinearAttention(_Attention):
     def past_bytes(self, context, dtype):
         sums = 2 if self.options["normalize"] == "rotary" else 1
         working = torch.promote_types(dtype, torch.float32)
-        return self.n_heads * (self.n_features * (self.head_dim + sums) + 1) * working.itemsize
+        angles = 0 if self.selective is None else math.prod(self.selective.n_angles) * torch.float64.itemsize
+        return self.n_heads * (self.n_features * (self.head_dim + sums) + 1) * working.itemsize + angles
 
 
 class SoftmaxAttention(_Attention):

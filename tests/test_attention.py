@@ -1,5 +1,7 @@
 """The attention layers: what they compute, their options, and continuing from a state."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,7 @@ from linrope.forgetting import ForgetGate
 from linrope.rotary import RotaryScaling
 
 D_MODEL, HEADS = 24, 3
+SELECTIVE = RotaryConfig(rotary_dim=4, signed=True, selective=True)
 LAYERS = {
     "linear": lambda **options: LinearAttention(D_MODEL, HEADS, **options).double(),
     "softmax": lambda **options: SoftmaxAttention(D_MODEL, HEADS, **options).double(),
@@ -42,6 +45,8 @@ LINEAR_OPTIONS = {
     "before map": {"rope": RotaryConfig(before_map=True)},
     "signed": {"rope": RotaryConfig(rotary_dim=4, signed=True), "forget_gate": True},
     "signed, learned features": {"rope": RotaryConfig(rotary_dim=2, signed=True), "feature_map": "hedgehog"},
+    "selective": {"rope": SELECTIVE, "forget_gate": True, "short_conv": 4},
+    "selective, by head": {"rope": replace(SELECTIVE, base=[9.0, None, 1e4], trainable=True, interleaved=False)},
     "before map, partly": {"rope": RotaryConfig(before_map=True, rotary_dim=4), "feature_map": "hedgehog"},
     "temperature": {"temperature": True},
     "favor": {"feature_map": "favor"},
@@ -105,6 +110,57 @@ def test_positions_before_the_map_stand_in_both_sums():
     weights = (elu1(rope.rotate(q)) @ elu1(rope.rotate(k)).mT).tril()
     o = weights @ v / (weights.sum(-1, keepdim=True) + 1e-6)
     torch.testing.assert_close(layer(x), merged(layer, o), **CLOSE)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("base", [10000.0, [9.0, None, 100.0]], ids=str)
+def test_a_selective_rotation_by_its_definition(interleaved, base):
+    """Tokens i and j meet, in each pair of the dimensions that turn, at the angle that those from j + 1 to i add up to:
+    θ (1 + tanh(W x)) each."""
+    config = replace(SELECTIVE, base=base, interleaved=interleaved)
+    layer, x = layer_and_input("linear", {"rope": config})
+    q, k, v = projected(layer, x)
+    angle = torch.zeros(2, HEADS, 2, dtype=torch.float64)
+    angles = []
+    for token in x.unbind(1):
+        pace = 1 + (layer.selective.weight @ token.mT).mT.tanh().view(2, HEADS, 2)
+        angle = angle + pace * RotaryEmbedding(4, base).frequencies()
+        angles.append(angle)
+    between = torch.stack(angles, 2)[:, :, :, None] - torch.stack(angles, 2)[:, :, None]  # (B, H, i, j, pair)
+    assert between.diff(dim=2).std() > 0.05  # tokens do not turn alike
+    first, second = ([0, 2], [1, 3]) if interleaved else ([0, 1], [2, 3])
+    (q1, q2), (k1, k2) = ((y[..., first], y[..., second]) for y in (q, k))
+    q1, q2, k1, k2 = q1[..., None, :], q2[..., None, :], k1[:, :, None], k2[:, :, None]
+    turned = ((q1 * k1 + q2 * k2) * between.cos() + (q1 * k2 - q2 * k1) * between.sin()).sum(-1)
+    plain = (elu1(q[..., 4:]) @ elu1(k[..., 4:]).mT).tril()
+    o = (turned.tril() + plain) @ v / (plain.sum(-1, keepdim=True) + 1e-6)
+    torch.testing.assert_close(layer(x), merged(layer, o), **CLOSE)
+
+
+def test_a_selective_rotation_starts_as_rope():
+    torch.manual_seed(0)
+    layer = LinearAttention(D_MODEL, HEADS, rope=SELECTIVE).double()
+    plain = LinearAttention(D_MODEL, HEADS, rope=replace(SELECTIVE, selective=False)).double()
+    plain.load_state_dict(layer.state_dict(), strict=False)
+    x = torch.randn(2, 90, D_MODEL, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), plain(x), **CLOSE)
+
+
+def test_selective_angles_are_summed_in_float64_whatever_the_precision():
+    """Under autocast the weights of W are not rounded; and the angle of a far token is as good as that of a near one:
+    with the past one whole turn after another further back, a layer computes the same."""
+    torch.manual_seed(0)
+    layer, x = LinearAttention(D_MODEL, HEADS, rope=SELECTIVE), torch.randn(2, 70, D_MODEL)
+    torch.nn.init.normal_(layer.selective.weight)
+    theta = layer.rope.frequencies()
+    expected, _ = layer.selective.angles(x, theta)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(layer.selective.angles(x, theta)[0], expected)
+        assert layer(x).dtype == torch.bfloat16
+    _, state = layer(x, return_state=True)
+    far = replace(state, angle=state.angle + 2 * torch.pi * 10**6)
+    # float64 has 1e-9 of an angle of 6e6; float32 would have 0.5
+    torch.testing.assert_close(layer(x, far), layer(x, state), rtol=1e-5, atol=1e-6)
 
 
 def test_the_temperature_scales_inside_the_map():
@@ -314,14 +370,16 @@ def test_silu_on_the_values_alone_leaves_queries_and_keys_their_sign(kind):
 def test_the_size_of_the_state_is_what_is_held(kind, options, dtype):
     layer = LAYERS[kind](**options).to(dtype)
     _, state = layer(torch.randn(1, 50, D_MODEL, dtype=dtype), return_state=True)
-    tensors = [*vars(state.past).values(), state.conv_tail]
+    tensors = [*vars(state.past).values(), state.conv_tail, state.angle]
     tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
     held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     assert layer.state_bytes(50, dtype) == sum(held.values())
     assert (layer.state_bytes(100, dtype) == layer.state_bytes(50, dtype)) == (kind == "linear" or "window" in options)
 
 
-@pytest.mark.parametrize("options", [{}, {"short_conv": 4, "forget_gate": True, "output_gate": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"short_conv": 4, "forget_gate": True, "output_gate": True}, {"rope": SELECTIVE}], ids=str
+)
 def test_a_compiled_layer_computes_the_same(options):
     """Traced by torch.compile, with no code generated: outputs, gradients, and from a state."""
     layer, x = layer_and_input("linear", options)
@@ -427,6 +485,11 @@ def test_bad_arguments_are_named():
             lambda: LinearAttention(12, 2, rope=RotaryConfig(before_map=True), normalize="rotary"),
             "rope.before_map=True turns nothing after φ",
         ),
+        (lambda: LinearAttention(12, 2, rope=RotaryConfig(selective=True)), "set rope.signed=True too"),
+        (
+            lambda: LinearAttention(12, 2, rope=RotaryConfig(signed=True, selective=True), causal=False),
+            "rope.selective=True sums angles along the row: it needs causal=True",
+        ),
         (lambda: LinearAttention(12, 2, feature_map="hedgehgo"), "'hedgehgo'.*Did you mean 'hedgehog'"),
         (lambda: LinearAttention(12, 2, feature_map=3), "feature_map=3 is neither"),
         (lambda: SoftmaxAttention(12, 2, window=0), "window=0 must be at least 1"),
@@ -462,10 +525,26 @@ def test_signed_beside_a_module_in_half_precision():
     assert layer(torch.randn(1, 5, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
+def test_a_state_of_another_rotation_is_named():
+    plain, x = layer_and_input("linear", {"rope": replace(SELECTIVE, selective=False)})
+    layer, _ = layer_and_input("linear", {"rope": SELECTIVE})
+    (_, of_plain), (_, state) = plain(x, return_state=True), layer(x, return_state=True)
+    for call, message in [
+        (lambda: layer(x, of_plain), r"state.angle is None, this call needs \(2, 3, 2\)"),
+        (lambda: layer(x, replace(state, angle=state.angle[:1])), r"state.angle is \(1, 3, 2\)"),
+        (lambda: plain(x, state), "state.angle was given to a layer without rope.selective"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            call()
+
+
 def test_signed_is_a_matter_of_linear_layers():
-    """Softmax layers of a hybrid turn all of their dimensions."""
+    """Softmax layers of a hybrid turn all of their dimensions, and by θ."""
     config = RotaryConfig(signed=True)
     assert LinearAttention(32, 2, rope=config).rope.rotary_dim == 8
     assert LinearAttention(32, 2, rope=config, feature_map="hedgehog").rope.rotary_dim == 8
     assert LinearAttention(32, 2, rope=config, feature_map="hedgehog").n_features == 8 + 2 * 8
     assert SoftmaxAttention(32, 2, rope=config).rope.rotary_dim == 16
+    selective = SoftmaxAttention(32, 2, rope=replace(config, selective=True))
+    assert selective.selective is None
+    assert selective.rope.rotary_dim == 16

@@ -16,6 +16,7 @@ LINEAR = {
     "sinusoidal": CONFIGS["sinusoidal"],
     "before map": LanguageModelConfig(**SMALL, rope=RotaryConfig(before_map=True)),
     "signed": LanguageModelConfig(**SMALL, rope=RotaryConfig(signed=True), forget_gate=True, short_conv=4),
+    "selective": LanguageModelConfig(**SMALL, rope=RotaryConfig(signed=True, selective=True), forget_gate=True),
     "rotary": LanguageModelConfig(**SMALL, normalize="rotary"),
 }
 

@@ -13,6 +13,7 @@ SIZES = {"d_model": 32, "n_layers": 2, "n_heads": 2}
 FORMS = [
     {},
     {"forget_gate": True, "output_gate": True, "rope": RotaryConfig(signed=True)},
+    {"rope": RotaryConfig(signed=True, selective=True)},
     {"normalize": "rotary"},
     {"normalize": "none"},
     {"feature_map": "taylor"},

@@ -26,6 +26,9 @@ CONFIGS = {
         **SMALL, attention=["linear", "softmax"], rope=RotaryConfig(scaling=RotaryScaling("yarn", 2.0, 32))
     ),
     "before map": LanguageModelConfig(**SMALL, attention=["linear", "softmax"], rope=RotaryConfig(before_map=True)),
+    "selective": LanguageModelConfig(
+        **SMALL, attention=["linear", "softmax"], rope=RotaryConfig(signed=True, selective=True), forget_gate=True
+    ),
     "sinusoidal": LanguageModelConfig(**SMALL, rope=None, sinusoidal=True, short_conv=4),
     "norm": LanguageModelConfig(**SMALL, attention=["linear", "softmax"], output_norm=True, temperature=True),
     "window": LanguageModelConfig(**SMALL, attention=["softmax", "linear"], window=9, rope_layers=[1]),
