@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,7 +23,7 @@ from linrope.forgetting import ForgetGate
 from linrope.ops import BACKENDS, NORMALIZE, State, linear_attention
 from linrope.ops.inputs import check_segment_ids, check_signed
 from linrope.rotary import RotaryConfig, RotaryEmbedding, half_of
-from linrope.selective import SelectiveRotation, turn
+from linrope.selective import SelectiveRotation
 from linrope.softmax import KeyValueCache, softmax_attention
 
 __all__ = ["AttentionState", "KeyValueCache", "LinearAttention", "ShortConvolution", "SoftmaxAttention"]
@@ -38,7 +39,8 @@ class AttentionState:
         past: the operator's `State` (linear) or a `KeyValueCache` (softmax).
         conv_tail: (B, short_conv - 1, channels), the short convolution's last inputs; None without one.
         document_start: (B,) int64, the position at which each row's open document began; None where all began at 0.
-        angle: (B, H, R/2) float64 radians, where the last token stands with `rope.selective`; None without it.
+        angle: (B, H, R/2) float64, where the last token stands with `rope.selective`, in radians modulo 2π; None
+            without it.
     """
 
     past: State | KeyValueCache
@@ -143,9 +145,8 @@ class _Attention(nn.Module):
             qkv, tail = self.conv(qkv, tail, segment_ids)
         q, k, v = rearrange(qkv, "b t (three h d) -> three b h t d", three=3, h=self.n_heads)
         angle = None if state is None else state.angle
-        if self.selective is not None:  # no part of a document sees angles but those within it: they need no new start
-            angles, angle = self.selective.angles(x, self.rope.frequencies(x.device), angle)
-            q, k = turn(q, angles, self.rope.interleaved), turn(k, angles, self.rope.interleaved)
+        if self.selective is not None:  # documents go on with the angle of the last: only differences count
+            q, k, angle = self.selective.turn(x, q, k, self.rope, angle)
         positions, document_start = document_positions(x, state, segment_ids)
         o, past = self.attend(x, q, k, v, None if state is None else state.past, segment_ids, positions)
         if self.norm is not None:
@@ -346,10 +347,14 @@ class LinearAttention(_Attention):
             "feature_map": self.feature_map,
             **self.options,
         }
-        o, final = linear_attention(q, k, v, **options, return_state=True)
+        dtype = v.dtype
+        # turned by the input: rounded, the gradients of q and k would not cancel where those of angles do
+        with nullcontext() if self.selective is None else torch.autocast(q.device.type, enabled=False):
+            v = v.to(q.dtype)
+            o, final = linear_attention(q, k, v, **options, return_state=True)
         if self.watch is not None:
             self.watch(q, k, v, options, o, final)
-        return o, final
+        return o.to(dtype), final
 
     def past_bytes(self, context, dtype):
         sums = 2 if self.options["normalize"] == "rotary" else 1

@@ -219,7 +219,7 @@ class RotaryConfig:
     there queries and keys meet with either sign, which positive features cannot; softmax ignores it."""
     selective: bool = False
     """Let each token of linear attention decide how far it turns, θ (1 + tanh(W x)) with W learned and 0 at the start
-    (needs signed); softmax ignores it, and turns by θ."""
+    (needs signed); heads attend in float32 then. Softmax ignores it, and turns by θ."""
     scaling: RotaryScaling | None = None
     """Slow the frequencies down for longer contexts than trained with: rule (linear, ntk or yarn), factor and, for
     yarn, original_context; null leaves them."""

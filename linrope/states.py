@@ -71,11 +71,11 @@ def forget_rows(state: ModelState, ended: Tensor) -> ModelState:
             seen = past.visible if past.visible is not None else past.k.new_ones(past.k[:, 0, :, 0].shape).bool()
             past = dataclasses.replace(past, visible=seen)
         starts = part.document_start if part.document_start is not None else torch.zeros_like(ended, dtype=torch.int64)
-        return dataclasses.replace(  # but the angle, of which only differences count
-            part,
-            past=map_state(change, past),
-            conv_tail=None if part.conv_tail is None else change("conv_tail", part.conv_tail),
-            document_start=torch.where(ended, length, starts),
+        return AttentionState(
+            map_state(change, past),
+            None if part.conv_tail is None else change("conv_tail", part.conv_tail),
+            torch.where(ended, length, starts),
+            None if part.angle is None else change("angle", part.angle),
         )
 
     return tuple(emptied(part) for part in state)

@@ -19,6 +19,7 @@ from linrope.attention import ShortConvolution
 from linrope.feature_maps import MAP_MODULES, elu1
 from linrope.forgetting import ForgetGate
 from linrope.rotary import RotaryScaling
+from linrope.states import forget_rows
 
 D_MODEL, HEADS = 24, 3
 SELECTIVE = RotaryConfig(rotary_dim=4, signed=True, selective=True)
@@ -146,21 +147,63 @@ def test_a_selective_rotation_starts_as_rope():
     torch.testing.assert_close(layer(x), plain(x), **CLOSE)
 
 
-def test_selective_angles_are_summed_in_float64_whatever_the_precision():
-    """Under autocast the weights of W are not rounded; and the angle of a far token is as good as that of a near one:
-    with the past one whole turn after another further back, a layer computes the same."""
+def test_selective_angles_are_sums_in_float64():
+    """Of paces in float32, as autocast leaves them too; and the angle of a far token is as good as that of a near one:
+    a million turns further on, a layer computes the same."""
     torch.manual_seed(0)
-    layer, x = LinearAttention(D_MODEL, HEADS, rope=SELECTIVE), torch.randn(2, 70, D_MODEL)
+    layer, x = LinearAttention(D_MODEL, HEADS, rope=SELECTIVE), torch.randn(2, 20_000, D_MODEL)
     torch.nn.init.normal_(layer.selective.weight)
     theta = layer.rope.frequencies()
-    expected, _ = layer.selective.angles(x, theta)
+    pace = 1 + F.linear(x, layer.selective.weight).tanh()
+    expected = (pace.double().view(2, -1, HEADS, 2).transpose(1, 2) * theta).cumsum(2)
+    assert expected.max() > 10_000  # where float32 has 3 digits after the point
+    torch.testing.assert_close(layer.selective.angles(x, theta), expected, rtol=1e-12, atol=0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(layer.selective.angles(x, theta)[0], expected)
-        assert layer(x).dtype == torch.bfloat16
-    _, state = layer(x, return_state=True)
+        torch.testing.assert_close(layer.selective.angles(x, theta), expected, rtol=1e-12, atol=0)
+    _, state = layer(x[:, :70], return_state=True)
     far = replace(state, angle=state.angle + 2 * torch.pi * 10**6)
     # float64 has 1e-9 of an angle of 6e6; float32 would have 0.5
-    torch.testing.assert_close(layer(x, far), layer(x, state), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(layer(x[:, :70], far), layer(x[:, :70], state), rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_of_selective_angles_keep_their_digits_in_bfloat16():
+    """A token's angle turns all that comes after it, in later documents of the row too, whose gradients cancel unless
+    they were rounded."""
+    torch.manual_seed(0)
+    layer = LinearAttention(D_MODEL, HEADS, rope=SELECTIVE, forget_gate=True)
+    torch.nn.init.normal_(layer.selective.weight, std=0.3)
+    x, weight = torch.randn(1, 8192, D_MODEL), torch.randn(1, 8192, D_MODEL)
+    documents = torch.arange(8192)[None] // 500
+
+    def gradient(layer, x, weight):
+        return torch.autograd.grad((layer(x, segment_ids=documents) * weight).sum(), layer.selective.weight)[0]
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = gradient(layer, x, weight)
+    exact = gradient(layer.double(), x.double(), weight.double())
+    # q, k, v and the outputs were bfloat16, of a relative error of 0.004 each
+    assert (found - exact).norm() <= 0.01 * exact.norm()
+
+
+def test_a_row_that_forgot_has_the_angle_of_a_new_one():
+    layer, x = layer_and_input("linear", {"rope": SELECTIVE})
+    x[0, 5] = torch.nan
+    _, state = layer(x, return_state=True)
+    (forgot,) = forget_rows((state,), torch.tensor([True, False]))
+    y = torch.randn_like(x)
+    torch.testing.assert_close(layer(y, forgot)[0], layer(y)[0], **CLOSE)
+    torch.testing.assert_close(layer(y, forgot)[1], layer(y, state)[1], **CLOSE)
+
+
+def test_a_seed_makes_the_other_weights_that_it_makes_without_a_selective_rotation():
+    made = []
+    for rope in (SELECTIVE, replace(SELECTIVE, selective=False)):
+        torch.manual_seed(0)
+        made.append((LinearAttention(D_MODEL, HEADS, rope=rope), torch.rand(1)))
+    (layer, drawn), (plain, same) = made
+    assert torch.equal(drawn, same)
+    assert not layer.selective.weight.any()
+    assert all(torch.equal(layer.state_dict()[name], weight) for name, weight in plain.state_dict().items())
 
 
 def test_the_temperature_scales_inside_the_map():

@@ -10,7 +10,7 @@ from linrope import InputError, LanguageModel, LanguageModelConfig, RotaryConfig
 from linrope.decoding import export_decoding_step, initial_state, tensors_of
 from linrope.generation import read
 from linrope.states import map_state
-from tests.test_model import CONFIGS, SMALL
+from tests.test_model import CONFIGS, SMALL, awake
 
 LINEAR = {
     "sinusoidal": CONFIGS["sinusoidal"],
@@ -25,7 +25,7 @@ LINEAR = {
 @torch.no_grad()
 def test_twenty_steps_give_the_eager_logits_near_and_far(name):
     torch.manual_seed(0)
-    model = LanguageModel(LINEAR[name]).double().eval()
+    model = awake(LanguageModel(LINEAR[name])).double().eval()
     file = io.BytesIO()
     program = export_decoding_step(model, batch=2)
     graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]

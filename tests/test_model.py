@@ -36,10 +36,18 @@ CONFIGS = {
 }
 
 
+def awake(model: LanguageModel) -> LanguageModel:
+    """The model with other weights where they are 0 at the start, which would hide what they do."""
+    for parameter in model.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
 @pytest.fixture(params=CONFIGS)
 def model(request):
     torch.manual_seed(0)
-    return LanguageModel(CONFIGS[request.param]).double().eval()
+    return awake(LanguageModel(CONFIGS[request.param])).double().eval()
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from linrope import InputError, LanguageModel, LanguageModelConfig, RotaryConfig, segmented_loss
 from linrope.segments import summed_cross_entropy
 from linrope.states import forget_rows, map_state
+from tests.test_model import awake
 
 SMALL = {"d_model": 16, "n_layers": 2, "n_heads": 2}
 MODELS = {
@@ -30,7 +31,7 @@ T = 101
 
 def model_of(dtype=torch.float64, **options) -> LanguageModel:
     torch.manual_seed(0)
-    return LanguageModel(LanguageModelConfig(**SMALL, **options)).to(dtype)
+    return awake(LanguageModel(LanguageModelConfig(**SMALL, **options))).to(dtype)
 
 
 def text(batch: int = 3, length: int = T) -> tuple[torch.Tensor, torch.Tensor]:
