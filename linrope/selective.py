@@ -20,7 +20,7 @@ class SelectiveRotation(nn.Linear):
     that j + 1 … i decide. The idea is that of Selective RoPE (arXiv 2511.17388).
 
     A change of one token's angle turns everything after it, so that its gradient is a small difference of large sums:
-    angles are summed in float64, and what is turned stays in float32 at least.
+    angles are summed in float64, and what is turned stays in float32 at least. Weight decay draws W towards RoPE.
 
     Args:
         d_model: width of x.
