@@ -25,7 +25,7 @@ class SelectiveRotation(nn.Linear):
     Args:
         d_model: width of x.
         n_heads: number of heads H.
-        rope: how many dimensions of a head turn, and by which θ.
+        rope: how many dimensions of a head turn.
     """
 
     def __init__(self, d_model: int, n_heads: int, rope: RotaryEmbedding):
@@ -73,13 +73,14 @@ class SelectiveRotation(nn.Linear):
         Returns:
             Both, in float32 at least, and the last token's angle modulo 2π, (B, H, R/2) float64.
         """
+        if past is None:
+            past = x.new_zeros(x.shape[0], *self.n_angles, dtype=torch.float64)
         angles = self.angles(x, rope.frequencies(x.device), past).remainder(2 * math.pi)
         working = torch.promote_types(q.dtype, torch.float32)
-        turns = torch.complex(angles.to(working).cos(), angles.to(working).sin())
+        rounded = angles.to(working)
+        turns = torch.complex(rounded.cos(), rounded.sin())
         q, k = (rotate(y.to(working), turns, rope.interleaved) for y in (q, k))
-        if x.shape[1]:
-            past = angles[:, :, -1].clone()
-        return q, k, angles.new_zeros(x.shape[0], *self.n_angles) if past is None else past
+        return q, k, angles[:, :, -1].clone() if x.shape[1] else past
 
     def check_past(self, angle: Tensor | None, batch: int) -> None:
         """Raise InputError unless a state's angle is one of this rotation's, for so many rows."""
