@@ -28,6 +28,7 @@ class Case:
     packed: bool = False
     past: int | None = None  # the length of the incoming state
     batch: int = 2
+    heads: int = 3
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -124,9 +125,6 @@ def named(cases: list[Case]) -> list:
     return [pytest.param(case, id=case.name) for case in cases]
 
 
-HEADS = 3
-
-
 def run(case: Case, operator: Callable = linear_attention, backend: str = "reference", seed: int = 0):
     """Outputs, final state and gradients of one case in float64: {name: tensor}.
 
@@ -156,12 +154,12 @@ def make(case: Case, seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return torch.randn(*shape, generator=draw, dtype=torch.float64)
 
     keys = case.length if case.keys is None else case.keys
-    shape = (case.batch, HEADS, case.length)
+    shape = (case.batch, case.heads, case.length)
     inputs = {
         "q": random(*shape, case.head_dim),
-        "k": random(case.batch, HEADS, keys, case.head_dim),
+        "k": random(case.batch, case.heads, keys, case.head_dim),
         # as a projection leaves them: heads inside, strides that are not those of (B, H, T, E)
-        "v": random(case.batch, keys, HEADS, case.value_dim).transpose(1, 2),
+        "v": random(case.batch, keys, case.heads, case.value_dim).transpose(1, 2),
     }
     features = case.head_dim
     if case.options.get("feature_map") is doubled:
@@ -181,12 +179,12 @@ def make(case: Case, seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Any]]:
             inputs["theta"] = rope.theta
     if case.past is not None:
         past = {
-            "kv": random(case.batch, HEADS, features, case.value_dim),
-            "k_sum": 10 * random(case.batch, HEADS, features).abs(),
-            "log_decay": -random(case.batch, HEADS).abs(),
+            "kv": random(case.batch, case.heads, features, case.value_dim),
+            "k_sum": 10 * random(case.batch, case.heads, features).abs(),
+            "log_decay": -random(case.batch, case.heads).abs(),
         }
         if case.options.get("normalize") == "rotary":
-            past["k_rotated_sum"] = random(case.batch, HEADS, features)
+            past["k_rotated_sum"] = random(case.batch, case.heads, features)
         call["state"] = State(length=case.past, **past)
         inputs |= {"past " + name: tensor for name, tensor in past.items()}
     for tensor in inputs.values():

@@ -14,7 +14,7 @@ import torch.utils.checkpoint
 from linrope import RotaryEmbedding, State, linear_attention, ops
 from linrope.ops import chunked
 from linrope.ops.memory import Pool
-from tests.ops.cases import CAUSAL, HEADS, NONCAUSAL, assert_agree, make, named, run
+from tests.ops.cases import CAUSAL, NONCAUSAL, Case, assert_agree, make, named, run
 
 TOLERANCE = 1e-10
 
@@ -36,11 +36,18 @@ def unwritten_is_nan():
     torch.use_deterministic_algorithms(False)
 
 
+def smaller(case: Case) -> Case:
+    """Two heads, and one row where rows do not differ, for the interpreter takes its time with each of them."""
+    one_row = not (case.masked or case.packed or case.length == 1)
+    heads = case.heads if "base" in (case.rope or {}) else 2
+    return replace(case, batch=1 if one_row else case.batch, heads=heads)
+
+
 @pytest.mark.parametrize("case", named(CAUSAL + NONCAUSAL))
 @pytest.mark.parametrize("backend", [name for name in ops.BACKENDS if name != "reference"])
 def test_backend_agrees_with_the_definition(case, backend):
-    if backend == "triton" and not (case.masked or case.packed or case.length == 1):  # as rows differ in those
-        case = replace(case, batch=1)  # the interpreter takes its time
+    if backend == "triton":
+        case = smaller(case)
     assert_agree(run(case, backend=backend), run(case), TOLERANCE)
 
 
@@ -140,7 +147,7 @@ def test_a_document_boundary_is_a_fresh_start(backend):
     assert (final.log_decay == -torch.inf).all()
     assert final.length == past.length + q.shape[2]
     torch.testing.assert_close(final.k_sum, alone.k_sum, rtol=1e-10, atol=1e-12)
-    nothing = State.zeros(case.batch, HEADS, q.shape[3], v.shape[3], dtype=torch.float64)
+    nothing = State.zeros(case.batch, case.heads, q.shape[3], v.shape[3], dtype=torch.float64)
     shifted = ops.merge(State(nothing.kv, nothing.k_sum, past.length + boundaries[-2]), alone, rope)
     torch.testing.assert_close(final.kv, shifted.kv, rtol=1e-10, atol=1e-12)
 
@@ -158,7 +165,7 @@ def test_a_document_boundary_is_a_fresh_start(backend):
 @pytest.mark.parametrize("backend", ops.BACKENDS)
 def test_later_tokens_change_nothing_earlier(case, backend):
     """Bit for bit: whatever stands at position t and after it, outputs before t are the same."""
-    _, call = make(case)
+    _, call = make(smaller(case) if backend == "triton" else case)
     q, k, v, rope = call.pop("args")
     before = linear_attention(q, k, v, rope, backend=backend, **call)
     for t in (1, 30, 63, 64):
