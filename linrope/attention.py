@@ -21,8 +21,8 @@ from linrope.errors import InputError, require_choice
 from linrope.feature_maps import MapModule, make_feature_map
 from linrope.forgetting import ForgetGate
 from linrope.ops import BACKENDS, NORMALIZE, State, linear_attention
-from linrope.ops.inputs import check_segment_ids, check_signed
-from linrope.rotary import RotaryConfig, RotaryEmbedding, half_of
+from linrope.ops.inputs import check_eps, check_segment_ids, check_signed
+from linrope.rotary import RotaryConfig, RotaryEmbedding, check_config, half_of
 from linrope.selective import SelectiveRotation
 from linrope.softmax import KeyValueCache, softmax_attention
 
@@ -297,6 +297,8 @@ class LinearAttention(_Attention):
             raise InputError(f"gate_normalizer={gate_normalizer} divides the forget gate's log decay: set forget_gate.")
         require_choice("normalize", normalize, NORMALIZE)
         require_choice("backend", backend, ("auto", *BACKENDS))
+        check_eps(eps)
+        check_config(rope)
         before_map = rope is not None and rope.before_map
         if before_map and normalize == "rotary":
             raise InputError("rope.before_map=True turns nothing after φ, normalize='rotary' sums what is: drop one.")
@@ -397,6 +399,7 @@ class SoftmaxAttention(_Attention):
             raise InputError(f"window={window} must be at least 1, the token itself; None sees all.")
         if window is not None and not causal:
             raise InputError(f"window={window} looks back only: it needs causal=True.")
+        check_config(rope)
         head_dim = _head_dim(d_model, n_heads, head_dim)
         super().__init__(
             d_model,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import MISSING, fields
-from typing import Any
+from numbers import Integral, Real
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 class InputError(ValueError):
@@ -18,8 +20,9 @@ class NonFiniteError(RuntimeError):
 
 def suggest(name: str, choices: Iterable[str]) -> str:
     """`" Did you mean 'x'?"` for the choice closest to `name`, or `""` where nothing is close."""
-    nearest = difflib.get_close_matches(str(name), list(choices), n=1)
-    return f" Did you mean {nearest[0]!r}?" if nearest else ""
+    close = difflib.get_close_matches(str(name), list(choices))
+    nearest = next((choice for choice in close if choice.startswith(str(name))), close[0] if close else None)
+    return "" if nearest is None else f" Did you mean {nearest!r}?"
 
 
 def require_choice(argument: str, value: object, choices: Iterable[str]) -> None:
@@ -41,3 +44,41 @@ def check_keys(values: Any, config: type) -> None:
     for f in fields(config):
         if f.name not in values and f.default is MISSING and f.default_factory is MISSING:
             raise InputError(f"{config.__name__} {values!r} has no {f.name!r}: give it, there is no default.")
+
+
+def check_kinds(config: Any) -> None:
+    """Raise InputError unless every field of the dataclass `config` is of the kind that it is declared to be.
+
+    A whole number will do for a float and a tuple for a list, but no bool for a number: YAML's `yes` is no 1.
+    """
+    kinds = get_type_hints(type(config))
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if not _is_of(value, kinds[f.name]):
+            raise InputError(f"{f.name}={value!r} is of the wrong kind: it must be {_spelled(kinds[f.name])}.")
+
+
+def _is_of(value: object, kind: Any) -> bool:
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return any(_is_of(value, part) for part in parts)
+    if origin is Literal:
+        return value in parts
+    if origin is list:
+        return isinstance(value, (list, tuple)) and all(_is_of(one, parts[0]) for one in value)
+    if kind in (int, float):
+        return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def _spelled(kind: Any) -> str:
+    """A kind in words: "a whole number, or None"."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return ", or ".join(map(_spelled, parts))
+    if origin is Literal:
+        return ", or ".join(map(repr, parts))
+    if origin is list:
+        return f"a list, each entry {_spelled(parts[0])}"
+    words = {int: "a whole number", float: "a number", bool: "True or False", str: "a string", type(None): "None"}
+    return words.get(kind) or f"a {kind.__name__}"

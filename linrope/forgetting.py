@@ -37,8 +37,7 @@ class ForgetGate(nn.Linear):
         nn.init.zeros_(self.weight)
         with torch.no_grad():
             self.bias.copy_(torch.tensor([_bias(r) for r in divisors]))
-        needed = any(r != 1 for r in divisors)
-        self.register_buffer("normalizer", torch.tensor(divisors, dtype=self.bias.dtype) if needed else None)
+        self.normalizer = tuple(divisors)  # no buffer: it is neither loaded nor rounded by `module.to(torch.bfloat16)`
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, d_model) -> (B, H, T) in float32 at least: decays live near 0, and sums of bfloat16's three digits
@@ -47,9 +46,13 @@ class ForgetGate(nn.Linear):
             dtype = torch.promote_types(x.dtype, torch.float32)
             logits = F.linear(x.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
             decays = F.logsigmoid(logits)
-            if self.normalizer is not None:
-                decays = decays / self.normalizer.to(dtype)
+            if any(r != 1 for r in self.normalizer):
+                decays = decays / torch.stack([decays.new_full((), r) for r in self.normalizer])
             return rearrange(decays, "b t h -> b h t")
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        state_dict.pop(f"{prefix}normalizer", None)  # older checkpoints hold one
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def _bias(normalizer: float) -> float:

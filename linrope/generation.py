@@ -12,13 +12,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from linrope.context import Context
-from linrope.errors import InputError, NonFiniteError
+from linrope.errors import InputError, NonFiniteError, check_kinds
 from linrope.states import state_before
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Sampling:
     """Names the draw: the same seed gives the same text. null draws anew each time. In a batch row i has seed + i."""
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         if not 0 <= self.temperature < float("inf"):
             raise InputError(
                 f"temperature={self.temperature} must be a number, at least 0 (0 takes the likeliest token)."
@@ -192,9 +194,9 @@ def generate(model: LanguageModel, tokens: Prompts | Context, max_new_tokens: in
 
 
 def check_max_new_tokens(max_new_tokens: int) -> None:
-    """Raise InputError for less than none."""
-    if max_new_tokens < 0:
-        raise InputError(f"max_new_tokens={max_new_tokens} must be at least 0.")
+    """Raise InputError for less than none, and for what is no number of them."""
+    if not isinstance(max_new_tokens, Integral) or max_new_tokens < 0:
+        raise InputError(f"max_new_tokens={max_new_tokens!r} must be a whole number, at least 0.")
 
 
 class Sampler:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,10 +17,10 @@ from torch import Tensor, nn
 
 from linrope.attention import AttentionState, LinearAttention, SoftmaxAttention, document_positions
 from linrope.checkpoints import read_model, write_folder
-from linrope.errors import InputError, check_keys, require_choice
+from linrope.errors import InputError, check_keys, check_kinds, require_choice
 from linrope.feature_maps import FEATURE_MAP_NAMES
 from linrope.ops.inputs import check_segment_ids
-from linrope.rotary import RotaryConfig, frequencies, unit_rotations
+from linrope.rotary import RotaryConfig, check_config, frequencies, unit_rotations
 
 if TYPE_CHECKING:
     from linrope.context import Context
@@ -83,6 +84,8 @@ class LanguageModelConfig:
     """ε of the blocks' RMSNorms; `output_norm` has 1e-5."""
 
     def __post_init__(self):
+        check_config(self.rope)
+        check_kinds(self)
         for name in ("vocab_size", "d_model", "n_layers", "n_heads"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)} must be at least 1.")
@@ -101,6 +104,8 @@ class LanguageModelConfig:
         require_choice("feature_map", self.feature_map, FEATURE_MAP_NAMES)
         if not 0 <= self.dropout < 1:
             raise InputError(f"dropout={self.dropout} must be at least 0 and below 1.")
+        if not 0 <= self.norm_eps < math.inf:
+            raise InputError(f"norm_eps={self.norm_eps} must be a finite number, at least 0.")
         if not (isinstance(self.attention, str) or 1 <= len(self.attention) <= self.n_layers):
             raise InputError(
                 f"attention={self.attention} must have 1 to n_layers={self.n_layers} kinds: it repeats over the layers."
@@ -338,7 +343,8 @@ class LanguageModel(nn.Module):
         """The model that `save_pretrained` or `linrope export` wrote into a folder, or that a `linrope fit` checkpoint
         file holds.
 
-        Weights come onto the CPU, in evaluation mode; only tensors and plain values are unpickled.
+        The model is on the CPU, in the dtype that its weights were saved in, in evaluation mode. Only tensors and plain
+        values are unpickled.
 
         Raises:
             InputError: nothing there, or something else than a linrope model.
@@ -348,8 +354,11 @@ class LanguageModel(nn.Module):
             model = cls(LanguageModelConfig.from_dict(config))
         except InputError as error:
             raise InputError(f"checkpoint {str(path)!r}: {error}") from error
-        if model.config.tie_embeddings and isinstance(weights, dict) and "embedding.weight" in weights:
-            weights = {"output.weight": weights["embedding.weight"], **weights}  # safetensors holds a tensor once
+        embedding = weights.get("embedding.weight") if isinstance(weights, dict) else None
+        if isinstance(embedding, Tensor) and embedding.is_floating_point():
+            model.to(embedding.dtype)
+            if model.config.tie_embeddings:
+                weights = {"output.weight": embedding, **weights}  # safetensors holds a tensor once
         try:
             model.load_state_dict(weights)
         except (RuntimeError, TypeError) as error:

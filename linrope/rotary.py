@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -45,7 +45,9 @@ def frequencies(rotary_dim: int, base: Base, device: torch.device | None = None)
 
 
 def check_positions(name: str, first: int, count: int) -> None:
-    """Raise InputError unless the positions `first … first + count` are exact in float64."""
+    """Raise InputError unless the positions `first … first + count` are whole numbers, and exact in float64."""
+    if not isinstance(first, (Integral, torch.SymInt)):  # symbolic in a graph that leaves it open
+        raise InputError(f"{name}={first!r} must be a whole number, an int: floats collide at long range.")
     if not -MAX_POSITION <= first <= first + count <= MAX_POSITION:
         raise InputError(
             f"{name}={first} with {count} tokens after it leaves ±2^53, beyond which positions are no longer exact: "
@@ -239,6 +241,12 @@ class RotaryConfig:
         return cls(**values)
 
 
+def check_config(rope: RotaryConfig | None) -> None:
+    """Raise InputError for what is no RotaryConfig: a RotaryEmbedding above all, which the operator takes."""
+    if rope is not None and not isinstance(rope, RotaryConfig):
+        raise InputError(f"rope is a {type(rope).__name__}: pass a linrope.RotaryConfig, or None for no positions.")
+
+
 def half_of(dim: int) -> int:
     """Half of the dimensions, in whole pairs."""
     return dim // 4 * 2
@@ -265,7 +273,8 @@ class RotaryEmbedding(nn.Module):
 
     Raises:
         InputError: an odd or too large `rotary_dim` (or an odd `dim` without one), a base that is not positive or an
-            empty list of them, a scaling with an unknown rule, a factor below 1 or without what its rule needs.
+            empty list of them, an `interleaved` that is no bool, a scaling with an unknown rule, a factor below 1 or
+            without what its rule needs.
     """
 
     def __init__(
@@ -280,6 +289,11 @@ class RotaryEmbedding(nn.Module):
         signed: bool = False,
     ):
         super().__init__()
+        if not isinstance(interleaved, bool):
+            raise InputError(
+                f"interleaved={interleaved!r} must be True, for pairs of dimensions (2m, 2m+1), or False, for "
+                "(m, m + rotary_dim/2)."
+            )
         whole = half_of(dim) if signed else dim
         name, width = ("dim", whole) if rotary_dim is None else ("rotary_dim", rotary_dim)
         if width % 2 or width < 2:
@@ -370,7 +384,7 @@ class RotaryEmbedding(nn.Module):
         self.check_heads(x.shape[-3] if x.ndim > 2 else 0)
         if positions is None:
             check_positions("offset", offset, x.shape[-2])
-            positions = torch.arange(offset, offset + x.shape[-2], device=x.device)
+            positions = torch.arange(offset, offset + x.shape[-2], dtype=torch.int64, device=x.device)
         else:
             positions = self._check_given(positions, offset, x)
         turn = unit_rotations(positions, self.frequencies(x.device))
@@ -389,8 +403,10 @@ class RotaryEmbedding(nn.Module):
                 f"positions of shape {tuple(positions.shape)} do not fit x of shape {tuple(x.shape)}: "
                 f"pass (T,) or (B, T) with T={x.shape[-2]}."
             )
-        if not torch.compiler.is_compiling() and positions.numel() and positions.abs().max() > MAX_POSITION:
-            raise InputError(f"positions reach {int(positions.abs().max())}, beyond ±2^53 where they are not exact.")
+        if not torch.compiler.is_compiling() and positions.numel():
+            for end in map(int, positions.aminmax()):
+                if not -MAX_POSITION <= end <= MAX_POSITION:
+                    raise InputError(f"positions reach {end}, beyond ±2^53 where they are not exact.")
         positions = positions.to(x.device)
         return positions.reshape(x.shape[0], *(1,) * (x.ndim - 3), -1) if batched else positions
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from linrope import InputError, LanguageModel, LanguageModelConfig, RotaryConfig, SoftmaxAttention
+from linrope import InputError, LanguageModel, LanguageModelConfig, RotaryConfig, RotaryEmbedding, SoftmaxAttention
 from linrope.feature_maps import MAP_MODULES
 from linrope.generation import Sampling, probabilities_of
 from linrope.model import sinusoids
@@ -100,13 +100,15 @@ def test_it_learns_a_repeated_text():
     assert torch.equal(continued, text[:, :38])
 
 
-def test_saving_and_loading_gives_the_same_model(model, tokens, tmp_path):
-    model.save_pretrained(tmp_path / "saved")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_saving_and_loading_gives_the_same_model(model, dtype, tokens, tmp_path):
+    model.to(dtype).save_pretrained(tmp_path / "saved")
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["config.json", "model.pt"]
     loaded = LanguageModel.from_pretrained(tmp_path / "saved")
     assert loaded.config == model.config
     assert not loaded.training
-    torch.testing.assert_close(loaded.double()(tokens), model.float().double()(tokens), rtol=1e-6, atol=1e-6)
+    assert loaded.embedding.weight.dtype == dtype
+    assert torch.equal(loaded(tokens), model(tokens))
     assert LanguageModelConfig.from_dict(json.loads(json.dumps(model.config.to_dict()))) == model.config
 
 
@@ -279,6 +281,8 @@ def test_bad_calls_are_named(tokens):
         (lambda: model(tokens, logits_to_keep=0), "logits_to_keep=0 must be at least 1"),
         (lambda: model.generate(tokens[:, :0], 3), "at least one token"),
         (lambda: model.generate(tokens, -1), "max_new_tokens=-1"),
+        (lambda: model.generate(tokens, 2.5), "max_new_tokens=2.5 must be a whole number"),
+        (lambda: model.generate(tokens, 3, top_k=2.5), "top_k=2.5 is of the wrong kind: .* a whole number, or None"),
         (lambda: model.generate(tokens, 3, temperature=-1.0), "temperature=-1.0"),
         (lambda: model.generate(tokens, 3, top_k=0), "top_k=0"),
         (lambda: model.generate(tokens, 3, top_p=1.5), "top_p=1.5"),
@@ -294,7 +298,16 @@ def test_bad_calls_are_named(tokens):
         (lambda: LanguageModelConfig(d_model=9, n_heads=1, sinusoidal=True), "an even d_model, not 9"),
         (lambda: LanguageModelConfig(feature_map="favour"), "feature_map='favour'.*Did you mean 'favor'"),
         (lambda: LanguageModelConfig.from_dict({"rope": {"scaling": {"rule": "ntk"}}}), "has no 'factor'"),
-        (lambda: LanguageModelConfig.from_dict({"rope_layers": 3}), "of the wrong kind"),
+        (lambda: LanguageModelConfig(norm_eps=-1.0), "norm_eps=-1.0"),
+        (lambda: LanguageModelConfig(rope=RotaryEmbedding(8)), "rope is a RotaryEmbedding: pass a linrope.RotaryC"),
+        (lambda: LanguageModelConfig.from_dict({"rope": 3}), "rope is a int"),
+        (lambda: LanguageModelConfig.from_dict({"rope_layers": 3}), "rope_layers=3 is of the wrong kind: .* a list,"),
+        (lambda: LanguageModelConfig.from_dict({"n_layers": 2.5}), "n_layers=2.5 .*: it must be a whole number"),
+        (lambda: LanguageModelConfig.from_dict({"n_heads": True}), "n_heads=True .*: it must be a whole number"),
+        (lambda: LanguageModelConfig(attention=[1]), r"attention=\[1\] .* a string, or a list, each entry a string"),
+        (lambda: LanguageModelConfig(dropout="0"), "dropout='0' .*: it must be a number"),
+        (lambda: LanguageModelConfig(window=2.5), "window=2.5 .*: it must be a whole number, or None"),
+        (lambda: LanguageModelConfig(tie_embeddings="no"), "tie_embeddings='no' .*: it must be True or False"),
         (lambda: LanguageModelConfig.from_dict({"n_layer": 3}), "'n_layer' is no option.*'n_layers'"),
         (lambda: LanguageModel(LanguageModelConfig(d_model=20, n_heads=3)), "n_heads=3 does not divide d_model=20"),
     ]:

@@ -121,8 +121,9 @@ def check_inputs(
     """
     _check_tensors(q, k, v, causal)
     require_choice("normalize", normalize, NORMALIZE)
-    if not (isinstance(eps, (int, float)) and 0 <= eps < math.inf):
-        raise InputError(f"eps={eps!r} must be a finite number, at least 0: it keeps the denominator away from 0.")
+    check_eps(eps)
+    if not isinstance(causal, bool):
+        raise InputError(f"causal={causal!r} must be True or False.")
     key_mask = _check_key_mask(key_mask, k)
     signed = _check_signed(rope, q, normalize)
     phi = after_signed(get_feature_map(feature_map), signed)
@@ -150,6 +151,12 @@ def check_inputs(
     )
     check_positions("state.length", settings.start, max(q.shape[2], k.shape[2]))
     return Inputs(q, k, v, log_decay, None if rope is None else rope.frequencies(q.device), state, settings)
+
+
+def check_eps(eps: float) -> None:
+    """Raise InputError unless ε can stand in a denominator."""
+    if not (isinstance(eps, (int, float)) and 0 <= eps < math.inf):
+        raise InputError(f"eps={eps!r} must be a finite number, at least 0: it keeps the denominator away from 0.")
 
 
 def _check_signed(rope: RotaryEmbedding | None, q: Tensor, normalize: str) -> int:
@@ -300,6 +307,8 @@ def _check_state(state: State | None, q: Tensor, v: Tensor, normalize: str, work
             raise InputError("state has no k_rotated_sum: normalize='rotary' continues only states made with it.")
     for name, shape in expected.items():
         tensor = getattr(state, name)
+        if not isinstance(tensor, Tensor):
+            raise InputError(f"state.{name} is a {type(tensor).__name__}: pass a tensor {shape}.")
         if tensor.shape != shape:
             raise InputError(f"state.{name} has shape {tuple(tensor.shape)}, this call needs {shape}.")
         if tensor.dtype != working:

@@ -75,11 +75,15 @@ def _token_operator(inputs: Inputs) -> tuple[Tensor, State]:
 
 
 def _refuse_tangents(kernel: str, *tensors: Tensor | None) -> None:
-    """Forward-mode differentiation would find no rule here and take the tangent for 0."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+    """Forward-mode differentiation would find no rule here and take the tangent for 0; `torch.func.grad` finds none for
+    its kind of tensors, and would say so in PyTorch's words."""
+    if torch.compiler.is_compiling():
         return
-    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+    there = [x for x in tensors if x is not None]
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in there):
         raise InputError(f"forward-mode differentiation (jvp) does not go through backend={kernel!r}: use 'reference'.")
+    if any(map(torch._C._functorch.is_gradtrackingtensor, there)):
+        raise InputError(f"torch.func.grad does not go through backend={kernel!r}: use 'reference', or autograd.grad.")
 
 
 def _past(inputs: Inputs) -> State:

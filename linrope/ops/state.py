@@ -119,9 +119,12 @@ def merge(left: State, right: State, rope: RotaryEmbedding | None = None) -> Sta
         rope: the rotation they were made with; None for linear attention without positions.
 
     Raises:
-        InputError: states of different shapes, dtypes or devices, or of different `normalize`; a rope of another size;
-            a length beyond 2^53.
+        InputError: what is no State; states of different shapes, dtypes or devices, or of different `normalize`; a rope
+            of another size; a length that is no whole number, or beyond 2^53.
     """
+    for name, state in (("left", left), ("right", right)):
+        if not isinstance(state, State):
+            raise InputError(f"{name} is a {type(state).__name__}: pass a linrope.State.")
     check_rope(rope, *left.kv.shape[1:3])
     for name in ("kv", "k_sum", "log_decay", "k_rotated_sum"):
         a, b = getattr(left, name), getattr(right, name)
@@ -132,11 +135,12 @@ def merge(left: State, right: State, rope: RotaryEmbedding | None = None) -> Sta
                 f"left.{name} is {tuple(a.shape)} {a.dtype} on {a.device}, right.{name} {tuple(b.shape)} {b.dtype} on "
                 f"{b.device}: merge takes two states of one shape, dtype and device."
             )
+    check_positions("right.length", right.length, 0)
     check_positions("left.length", left.length, right.length)
     decay = right.log_decay.exp()
     turn, interleaved = None, True
     if rope is not None:
-        position = torch.full((), left.length, device=left.kv.device)
+        position = torch.full((), left.length, dtype=torch.int64, device=left.kv.device)
         turn, interleaved = unit_rotations(position, rope.frequencies(left.kv.device)), rope.interleaved
     k_rotated_sum = None
     if left.k_rotated_sum is not None:

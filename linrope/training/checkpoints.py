@@ -116,8 +116,7 @@ def start_from(model: LanguageModel, path: str, fractions: list[float]) -> list[
             f"run.start_from={path!r} holds a model that differs in more than {', '.join(may_differ)}; {_mend(path)}:"
             + "".join(f"\n  {difference}" for difference in differing)
         )
-    made = {name: weight for name, weight in source.state_dict().items() if not name.endswith("forget.normalizer")}
-    model.load_state_dict({**model.state_dict(), **made})  # the normalizer follows from an option, gate_normalizer
+    model.load_state_dict(source.state_dict())
     model.tokenizer = source.tokenizer
     if Path(path).is_file():
         warn_of_other_split(open_checkpoint(path), fractions, path)

@@ -44,6 +44,8 @@ BAD = {
     "normalize": ({"normalize": "plane"}, "normalize='plane' is unknown.*Did you mean 'plain'"),
     "backend": ({"backend": "chunk"}, "backend='chunk' is unknown.*Did you mean 'chunked'"),
     "eps": ({"eps": -1e-6}, "eps=-1e-06 must be a finite number, at least 0"),
+    "causal": ({"causal": None}, "causal=None must be True or False"),
+    "state without sums": ({"state": State(torch.zeros(B, H, D, E), None, 3)}, r"state\.k_sum is a NoneType"),
     "positive decay": ({"log_decay": torch.full((B, H, T), 0.1)}, r"log_decay lies in \[0\.1.*at most 0"),
     "NaN decay": ({"log_decay": torch.full((B, H, T), float("nan"))}, "log_decay lies in .*finite"),
     "infinite decay": ({"log_decay": torch.full((B, H, T), -float("inf"))}, "segment_ids is what forgets everything"),

@@ -101,6 +101,16 @@ def test_forward_mode_is_refused_with_the_mend():
     linear_attention(x, x, x)  # without a tangent all is well
 
 
+def test_functional_gradients_are_refused_with_the_mend():
+    x = torch.randn(1, 2, 70, 8)
+    with pytest.raises(ValueError, match=r"torch\.func\.grad .*backend='chunked': use 'reference'"):
+        torch.func.grad(lambda x: linear_attention(x, x, x, backend="chunked").sum())(x)
+    found = torch.func.grad(lambda x: linear_attention(x, x, x, backend="reference").sum())(x)
+    tracked = x.clone().requires_grad_()
+    linear_attention(tracked, tracked, tracked).sum().backward()
+    torch.testing.assert_close(found, tracked.grad, rtol=1e-4, atol=1e-5)  # float32, other orders of summation
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("width", [1, 5])
 def test_gradients_that_arrive_are_left_as_they_are(width, causal):

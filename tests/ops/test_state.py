@@ -126,3 +126,8 @@ def test_merge_refuses_states_that_do_not_fit():
         merge(state, state, RotaryEmbedding(6, [10.0, 100.0]))
     with pytest.raises(InputError, match="2\\^53"):
         merge(State(state.kv, state.k_sum, 2**53), State(state.kv, state.k_sum, 1))
+    for name, lengths in (("left", (1e9, 1)), ("right", (1, 1e9))):
+        with pytest.raises(InputError, match=rf"{name}\.length=1000000000\.0 must be a whole number"):
+            merge(*(State(state.kv, state.k_sum, length) for length in lengths))
+    with pytest.raises(InputError, match="right is a NoneType: pass"):
+        merge(state, None)

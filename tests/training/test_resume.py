@@ -258,7 +258,7 @@ def test_what_follows_from_an_option_is_not_taken_from_the_model_to_start_from(n
     differing = start_from(model, str(tmp_path / "saved"), [0.9, 0.1, 0.0])
     assert differing == [f"model.gate_normalizer: {normalizer!r} in the checkpoint, [1.0, 64.0] here"]
     (block,), (theirs,) = model.blocks, source.blocks
-    assert block.attention.forget.normalizer.tolist() == [1.0, 64.0]
+    assert block.attention.forget.normalizer == (1.0, 64.0)
     assert torch.equal(block.attention.forget.bias, theirs.attention.forget.bias)
 
 

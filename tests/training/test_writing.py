@@ -224,7 +224,7 @@ def test_mistakes_are_named(folder, tmp_path, capsys):
         (["--segment_length=0"], "--segment_length=0 must be at least 1"),
         (["--repetition_penalty=0"], "repetition_penalty=0.0 must be a number from 1e-6 to 1e6"),
         (["--seed=9999999999999999999"], "seed=9999999999999999999 must be a number of at most 63 bits"),
-        (["--max_new_tokens=-1"], "max_new_tokens=-1 must be at least 0"),
+        (["--max_new_tokens=-1"], "max_new_tokens=-1 must be a whole number, at least 0"),
         (["--load_state=nowhere.pt"], "state file 'nowhere.pt' does not exist"),
     ]:
         assert main(["generate", folder, *options]) == 2, options
