@@ -130,6 +130,7 @@ class Folder:
             "text": text_fingerprint(own),
             "longest_context": self.longest_context,
             "device": self.device,
+            "processor": report.device_name(self.device),
             "commit": report.commit(),
             "torch": torch.__version__,
         }
@@ -181,14 +182,14 @@ def training_step(settings: Settings, device: str) -> Any:
 
 def measure_speeds(folder: Folder, rounds: int, bar: Progress) -> dict[str, Speed]:
     """How fast every variant trains, measured once for a folder: all in turn, and those that are added later in turn
-    with the reference, by whose speed then and now the hours are brought to one. A curriculum has no one speed:
-    its variants are left out."""
+    with the reference (where that is new too, with one that was measured), by whose speed then and now the hours are
+    brought to one. A curriculum has no one speed: its variants are left out."""
     known, timed = folder.read_speeds(), folder.timed
     missing = [name for name in timed if name not in known]
     if not missing:
         return known
     reference = folder.grid.reference
-    if reference not in timed:
+    if reference not in (known or timed):
         reference = [*known, *missing][0]  # what was measured before is the clock then
     found = time_steps(folder, [reference, *missing], rounds, bar)
     if reference in known:

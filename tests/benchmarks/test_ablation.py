@@ -570,6 +570,9 @@ def test_speeds_that_are_added_later_are_brought_to_the_same_hour(grid, monkeypa
     seconds["far"] = 1.0
     grid.run(variants={"linear": {}, "far": {"model.rope.base": 500.0}})  # a grid of fewer variants forgets none
     assert speeds() == sorted([*second, 2 * first[1]])
+    seconds["near"] = 8.0  # linear is the clock, though another is the reference: 2 s for its 1 s then
+    grid.run(variants={"linear": {}, "near": {"model.rope.base": 50.0}}, reference="near")
+    assert speeds() == sorted([*second, 2 * first[1], first[1] / 4])
 
 
 def test_what_is_not_known_of_speeds_is_said():
