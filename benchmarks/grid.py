@@ -292,10 +292,11 @@ def _variant(grid: Grid, changes: dict[str, Any]) -> Settings:
         raise InputError(f"data.seed={settings.data['seed']}: a run's data follow from its seed; give them in `seeds`.")
     _check_kinds("optimizer.", settings.optimizer, OptimizerConfig)
     OptimizerConfig(**settings.optimizer)
-    plain = {name: value for name, value in settings.model.items() if not isinstance(value, dict)}
+    nested = {name: value for name, value in settings.model.items() if isinstance(value, dict)}
+    plain = {name: value for name, value in settings.model.items() if name not in nested}
     _check_kinds("model.", plain, LanguageModelConfig)  # before the configuration, which knows no YAML
     settings.model_config  # noqa: B018  it names an unknown option, and the nearest right one
-    _check_kinds("model.", settings.model, LanguageModelConfig)
+    _check_kinds("model.", nested, LanguageModelConfig)
     for name in COUNTS & inspect.signature(data_module).parameters.keys():
         settings.option(name)
     data_module(**settings.data)
