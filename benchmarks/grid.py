@@ -25,11 +25,10 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from linrope import LanguageModel, LanguageModelConfig
 from linrope.data import (
@@ -41,7 +40,7 @@ from linrope.data import (
     TrainingPlan,
     open_text,
 )
-from linrope.errors import InputError, require_choice, suggest
+from linrope.errors import InputError, check_kinds, require_choice, suggest
 from linrope.segments import require_carried_state
 from linrope.training import MQARDataModule, OptimizerConfig, TextDataModule
 
@@ -215,11 +214,9 @@ def read_grid(path: Path) -> Grid:
     if not isinstance(values, dict):
         raise InputError(f"--grid {path} must be a set of options, as benchmarks/grid.py describes.")
     _check_options(values, [f.name for f in fields(Grid)], "a grid")
-    _check_kinds("", {name: value for name, value in values.items() if name != "evaluate"}, Grid)
+    check_kinds(Grid, values)
     try:
         if "evaluate" in values:
-            _check_options(values["evaluate"], [f.name for f in fields(Evaluation)], "evaluate")
-            _check_kinds("evaluate.", values["evaluate"], Evaluation)
             values = {**values, "evaluate": Evaluation(**values["evaluate"])}
         return Grid(**values)
     except TypeError as error:
@@ -230,31 +227,6 @@ def _check_options(values: Iterable[str], known: Iterable[str], what: str) -> No
     for name in values:
         if name not in known:
             raise InputError(f"{name!r} is no option of {what}.{suggest(name, known)}")
-
-
-def _check_kinds(section: str, values: dict[str, Any], config: type) -> None:
-    """Raise InputError where a value is of another kind than the field of its name: YAML reads 1e6 as text."""
-    hints = get_type_hints(config)
-    for kind in fields(config):
-        if kind.name not in values:
-            continue
-        parser = ArgumentParser(exit_on_error=False)
-        parser.add_argument("--value", type=hints[kind.name])
-        value = values[kind.name]
-        try:
-            taken = parser.parse_object({"value": deepcopy(value)}).value  # which is changed in its place
-        except ArgumentError:
-            taken = None
-        if not _is_as_given(taken, value):
-            mend = " (It is text to YAML, as 1e6 is: write 1_000_000, 1.0e-2, true.)" if type(value) is str else ""
-            raise InputError(f"{section}{kind.name}={value!r} is of the wrong kind: it must be {kind.type}.{mend}")
-
-
-def _is_as_given(taken: Any, value: Any) -> bool:
-    """Whether a value was taken for what it is: a parser of command lines would take "yes" for True and "12" for 12."""
-    if isinstance(value, dict) and isinstance(taken, Namespace):
-        return all(_is_as_given(taken[name], inner) for name, inner in value.items())
-    return isinstance(taken, dict) or taken == value  # the options in a dictionary are checked by their section
 
 
 def settings_of(grid: Grid) -> dict[str, Settings]:
@@ -290,13 +262,10 @@ def _variant(grid: Grid, changes: dict[str, Any]) -> Settings:
     _check_options(settings.optimizer, [f.name for f in fields(OptimizerConfig)], "optimizer")
     if "seed" in settings.data:
         raise InputError(f"data.seed={settings.data['seed']}: a run's data follow from its seed; give them in `seeds`.")
-    _check_kinds("optimizer.", settings.optimizer, OptimizerConfig)
+    check_kinds(OptimizerConfig, settings.optimizer, "optimizer.")
     OptimizerConfig(**settings.optimizer)
-    nested = {name: value for name, value in settings.model.items() if isinstance(value, dict)}
-    plain = {name: value for name, value in settings.model.items() if name not in nested}
-    _check_kinds("model.", plain, LanguageModelConfig)  # before the configuration, which knows no YAML
+    check_kinds(LanguageModelConfig, settings.model, "model.")
     settings.model_config  # noqa: B018  it names an unknown option, and the nearest right one
-    _check_kinds("model.", nested, LanguageModelConfig)
     for name in COUNTS & inspect.signature(data_module).parameters.keys():
         settings.option(name)
     data_module(**settings.data)

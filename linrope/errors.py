@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from dataclasses import MISSING, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
 from numbers import Integral, Real
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -46,26 +46,37 @@ def check_keys(values: Any, config: type) -> None:
             raise InputError(f"{config.__name__} {values!r} has no {f.name!r}: give it, there is no default.")
 
 
-def check_kinds(config: Any) -> None:
-    """Raise InputError unless every field of the dataclass `config` is of the kind that it is declared to be.
+def check_kinds(config: type, values: Mapping[str, Any], section: str = "") -> None:
+    """Raise InputError unless each value is of the kind that its field in the dataclass `config` is declared to be.
 
-    A whole number will do for a float and a tuple for a list, but no bool for a number: YAML's `yes` is no 1.
+    A value without a field passes. A whole number will do for a float, a tuple for a list, and for a dataclass a
+    dictionary, which is looked into; but no bool for a number: YAML's `yes` is no 1. `section` stands before names in
+    messages: `model.`.
     """
-    kinds = get_type_hints(type(config))
-    for f in fields(config):
-        value = getattr(config, f.name)
-        if not _is_of(value, kinds[f.name]):
-            raise InputError(f"{f.name}={value!r} is of the wrong kind: it must be {_spelled(kinds[f.name])}.")
+    kinds = get_type_hints(config)
+    for name, value in values.items():
+        kind = kinds.get(name, Any)
+        options = next(filter(is_dataclass, (kind, *get_args(kind))), None)
+        if options is not None and isinstance(value, dict):
+            check_keys(value, options)
+            check_kinds(options, value, f"{section}{name}.")
+        elif not _is_of(value, kind):
+            mend = " (A string, as 1e6 is to YAML: write 1_000_000, 1.0e-2, true.)" if isinstance(value, str) else ""
+            raise InputError(f"{section}{name}={value!r} is of the wrong kind: it must be {_spelled(kind)}.{mend}")
 
 
 def _is_of(value: object, kind: Any) -> bool:
     origin, parts = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return True
     if origin in (Union, UnionType):
         return any(_is_of(value, part) for part in parts)
     if origin is Literal:
         return value in parts
-    if origin is list:
+    if origin in (list, tuple):
         return isinstance(value, (list, tuple)) and all(_is_of(one, parts[0]) for one in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_is_of(one, parts[1]) for one in value.values())
     if kind in (int, float):
         return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
     return isinstance(value, kind)
@@ -78,7 +89,9 @@ def _spelled(kind: Any) -> str:
         return ", or ".join(map(_spelled, parts))
     if origin is Literal:
         return ", or ".join(map(repr, parts))
-    if origin is list:
+    if origin in (list, tuple):
         return f"a list, each entry {_spelled(parts[0])}"
+    if origin is dict:
+        return "a set of options"
     words = {int: "a whole number", float: "a number", bool: "True or False", str: "a string", type(None): "None"}
-    return words.get(kind) or f"a {kind.__name__}"
+    return words.get(kind) or (f"options of {kind.__name__}" if is_dataclass(kind) else f"a {kind.__name__}")

@@ -85,7 +85,7 @@ class LanguageModelConfig:
 
     def __post_init__(self):
         check_config(self.rope)
-        check_kinds(self)
+        check_kinds(LanguageModelConfig, vars(self))
         for name in ("vocab_size", "d_model", "n_layers", "n_heads"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)} must be at least 1.")

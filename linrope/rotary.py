@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linrope.errors import InputError, check_keys, require_choice
+from linrope.errors import InputError, check_keys, check_kinds, require_choice
 
 MAX_POSITION = 2**53
 """Positions are exact in float64 up to here, and no further."""
@@ -242,9 +242,13 @@ class RotaryConfig:
 
 
 def check_config(rope: RotaryConfig | None) -> None:
-    """Raise InputError for what is no RotaryConfig: a RotaryEmbedding above all, which the operator takes."""
-    if rope is not None and not isinstance(rope, RotaryConfig):
+    """Raise InputError for what is no RotaryConfig (a RotaryEmbedding above all, which the operator takes), and for one
+    with a value of the wrong kind."""
+    if rope is None:
+        return
+    if not isinstance(rope, RotaryConfig):
         raise InputError(f"rope is a {type(rope).__name__}: pass a linrope.RotaryConfig, or None for no positions.")
+    check_kinds(RotaryConfig, vars(rope), "rope.")
 
 
 def half_of(dim: int) -> int:

@@ -301,6 +301,8 @@ def test_bad_calls_are_named(tokens):
         (lambda: LanguageModelConfig(norm_eps=-1.0), "norm_eps=-1.0"),
         (lambda: LanguageModelConfig(rope=RotaryEmbedding(8)), "rope is a RotaryEmbedding: pass a linrope.RotaryC"),
         (lambda: LanguageModelConfig.from_dict({"rope": 3}), "rope is a int"),
+        (lambda: LanguageModelConfig(rope=RotaryConfig(signed="yes")), "rope.signed='yes' is of the wrong kind"),
+        (lambda: LanguageModelConfig.from_dict({"rope": {"base": "1e5"}}), "rope.base='1e5' is .* write 1_000_000"),
         (lambda: LanguageModelConfig.from_dict({"rope_layers": 3}), "rope_layers=3 is of the wrong kind: .* a list,"),
         (lambda: LanguageModelConfig.from_dict({"n_layers": 2.5}), "n_layers=2.5 .*: it must be a whole number"),
         (lambda: LanguageModelConfig.from_dict({"n_heads": True}), "n_heads=True .*: it must be a whole number"),
