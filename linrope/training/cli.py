@@ -81,7 +81,7 @@ from linrope.training.ranks import first_rank_speaks, is_first_rank
 from linrope.training.reading import LengthReading
 from linrope.training.recall_map import recall_by_depth, require_cases, table_of
 from linrope.training.recall_map import write as write_recall
-from linrope.training.reports import WITHOUT_PICTURES, can_draw, make_folder
+from linrope.training.reports import WITHOUT_PICTURES, can_draw, make_folder, name_of
 from linrope.training.throughput import Throughput
 from linrope.training.trial import TryLargestStages
 from linrope.training.usage import PlainParser, TrainingParser
@@ -359,7 +359,7 @@ def validate(args: Sequence[str]) -> None:
     show_lengths(cli.console, readings, data.context, at_lengths=bool(cli.report.lengths))
     if folder is not None:
         details = {"command": _command_line("validate", args), "checkpoint": checkpoint, "context": data.context}
-        written = write_lengths(folder, readings, details, f"{Path(checkpoint).stem}, trained at {data.context:,}")
+        written = write_lengths(folder, readings, details, f"{name_of(checkpoint)}, trained at {data.context:,}")
         _say_written(cli.console, written)
 
 
@@ -432,7 +432,7 @@ def recall(args: Sequence[str]) -> None:
         number = bar.add_task("", total=len(config.lengths) * len(config.depths))
         cases = config.lengths, config.depths, config.rows, config.seed
         found = list(recall_by_depth(model, task, *cases, tick=lambda: bar.advance(number)))
-    title = f"{config.task}: rows answered, {Path(config.ckpt_path).stem}"
+    title = f"{config.task}: rows answered, {name_of(config.ckpt_path)}"
     console.print(table_of(found, title))
     if folder is not None:
         details = {"command": _command_line("recall", args)}

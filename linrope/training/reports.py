@@ -32,6 +32,15 @@ def make_folder(option: str, folder: str) -> Path:
     return path
 
 
+def name_of(checkpoint: str | Path) -> str:
+    """What a title calls a checkpoint: `recipe-seed0`, or with its run where the file is called as in all others,
+    `lm-long/version_0, last`."""
+    path = Path(checkpoint)
+    if path.parent.name != "checkpoints":
+        return path.stem
+    return f"{'/'.join(path.parts[-4:-2])}, {path.stem}"
+
+
 def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
     """Rows of the same keys, at least one; numbers that are not finite are left empty."""
     text = io.StringIO(newline="")

@@ -9,6 +9,7 @@ import torch
 
 from linrope import LanguageModel
 from linrope.training.cli import main
+from linrope.training.reports import name_of
 
 
 @pytest.fixture
@@ -107,3 +108,15 @@ def test_mistakes_are_named_before_work_starts(trained, more, message, capsys):
     captured = capsys.readouterr()
     assert message in captured.err
     assert "val_loss" not in captured.out
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "name"),
+    [
+        ("ablation/long/runs/recall-seed0.model", "recall-seed0"),
+        ("runs/lm-long/version_0/checkpoints/last.ckpt", "lm-long/version_0, last"),
+        ("last.ckpt", "last"),
+    ],
+)
+def test_titles_tell_checkpoints_apart(checkpoint, name):
+    assert name_of(checkpoint) == name
