@@ -6,8 +6,9 @@ First the training speed of all variants is measured, in turn in one process (bu
 steps have no one speed); then every run is made, one process at a time. Stop it whenever you like: the same command
 goes on where it was, inside a run too, and more seeds or variants may be added to the grid; --only makes the runs of
 some variants first. Two commands on one folder share the runs out between them. At the end, and with --report at any
-time, it says what was found: means and 95 % intervals over seeds at equal tokens and at equal wall-clock, which
-differences are noise, stability, loss by position.
+time, it says what was found: means and 95 % intervals over seeds at equal tokens and at equal wall-clock (of a grid of
+minutes, at the end of which every schedule ends, at equal wall-clock alone), which differences are noise, stability,
+loss by position.
 """
 
 from __future__ import annotations
@@ -70,9 +71,11 @@ class Folder:
 
     def check(self, runs_follow: bool) -> None:
         """Raise InputError where the folder holds results of another grid, or of another text where `runs_follow`."""
+        self.read_speeds()
         for file in sorted(self.runs.glob("*.json")):
-            found = json.loads(file.read_text())
-            if not isinstance(found, dict) or not {"variant", "measured", "fingerprint", "settings"} <= found.keys():
+            found = read_object(file)
+            known = {"variant", "fingerprint", "settings"} <= found.keys()
+            if not known or not isinstance(found.get("measured"), dict) or "title" not in found["measured"]:
                 raise InputError(f"--output {self.path}: {file} is no result of a grid. Give another folder.")
             variant = found["variant"]
             if found["measured"]["title"] != self.grid.title:
@@ -112,7 +115,7 @@ class Folder:
     def results(self) -> list[dict[str, Any]]:
         """Every finished run of the grid."""
         files = (self.result_of(*run) for run in self.grid.runs)
-        return [json.loads(file.read_text()) for file in files if file.exists()]
+        return [read_object(file) for file in files if file.exists()]
 
     @property
     def missing(self) -> list[tuple[str, int]]:
@@ -137,7 +140,12 @@ class Folder:
 
     def read_speeds(self) -> dict[str, Speed]:
         speeds, keys = self._known_speeds(), self._speed_keys()
-        return {name: Speed(**speeds[key]) for name, key in keys.items() if key in speeds}
+        try:
+            return {name: Speed(**speeds[key]) for name, key in keys.items() if key in speeds}
+        except TypeError as error:
+            raise InputError(
+                f"--output {self.path}: speed.json holds what is no speed. Move it away, and all are measured again."
+            ) from error
 
     def write_speeds(self, speeds: dict[str, Speed]) -> None:
         """Keep them beside those of variants that this grid does not have: another that shares the folder may."""
@@ -157,7 +165,24 @@ class Folder:
 
     def _known_speeds(self) -> dict[str, dict[str, Any]]:
         file = self.path / "speed.json"
-        return json.loads(file.read_text()) if file.exists() else {}
+        return read_object(file) if file.exists() else {}
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """What a file of JSON in the folder holds.
+
+    Raises:
+        InputError: it cannot be read, or is no object.
+    """
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{file} cannot be read: {error}. Move it away, and what it held is measured again."
+        ) from error
+    if not isinstance(found, dict):
+        raise InputError(f"{file} is no result of a grid. Move it away, or give another --output.")
+    return found
 
 
 # --- speed -----------------------------------------------------------------------------------------------------------
@@ -211,7 +236,10 @@ def time_steps(folder: Folder, names: list[str], rounds: int, bar: Progress) -> 
     first = {folder.settings[name].speed_key(folder.device): name for name in reversed(names)}
     settings = {name: folder.settings[name] for name in names if name in first.values()}
     task = bar.add_task("speed", total=(rounds + 1) * len(settings), now="")
-    steps = {name: training_step(own, folder.device) for name, own in settings.items()}
+    try:
+        steps = {name: training_step(own, folder.device) for name, own in settings.items()}
+    except RuntimeError as error:
+        raise RunFailed(f"no memory for the models of {', '.join(settings)}: {str(error).splitlines()[0]}") from error
     alternation = Alternation(steps, folder.device, count=False)
     alternation.run(rounds, lambda name: bar.update(task, advance=1, now=name))
     bar.remove_task(task)
@@ -220,7 +248,10 @@ def time_steps(folder: Folder, names: list[str], rounds: int, bar: Progress) -> 
         raise RunFailed(f"{name}: a training step failed: {error}") from error
     tokens = {name: own.timed_rows * own.longest_row for name, own in settings.items()}
     machine = report.device_name(folder.device)
-    return {name: Speed(tokens[name] / s.median, s.spread, machine) for name, s in alternation.samples.items()}
+    return {
+        name: Speed(tokens[name] / found.median, found.spread if rounds > 1 else None, machine)
+        for name, found in alternation.samples.items()
+    }
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
@@ -363,8 +394,11 @@ def main(args: list[str] | None = None) -> int:
             interrupted = True
         except RunFailed as error:
             failure = str(error)
-    if results := folder.results():
-        ablation_report.finish(console, folder, results, report.surroundings(options.device, "ablation", args))
+    try:
+        if results := folder.results():
+            ablation_report.finish(console, folder, results, report.surroundings(options.device, "ablation", args))
+    except KeyboardInterrupt:
+        interrupted = True
     if failure:
         console.print(failure, markup=False, highlight=False)
         return 1

@@ -98,7 +98,8 @@ def finish(console: Console, folder: Any, results: list[dict[str, Any]], details
     rows = rows_of(results, grid, speeds)
     report.show(console, table_of(rows, grid), remarks(rows, results, grid))
     if (in_time := table_at_equal_seconds(rows, grid)) is not None:
-        report.show(console, in_time, remarks_on_speeds(spreads, machines))
+        without = [row.variant for row in rows if math.isnan(row.at_equal_seconds)]
+        report.show(console, in_time, remarks_on_speeds(spreads, machines, without))
     details = {**details, "title": grid.title, "reference": grid.reference}
     details |= {"by_context": by_context(results), "by_eighth": by_eighth(results), "by_case": by_case(results)}
     details |= {"tokens_per_second": speeds, "spread_of_tokens_per_second": spreads}
@@ -381,9 +382,12 @@ def remarks(rows: list[Row], results: list[dict[str, Any]], grid: Any) -> list[s
     return said
 
 
-def remarks_on_speeds(spreads: dict[str, float], machines: set[str]) -> list[str]:
-    """How well speeds are known: the widest spread over the rounds that they were measured in, and where."""
+def remarks_on_speeds(spreads: dict[str, float], machines: set[str], without: list[str]) -> list[str]:
+    """How well speeds are known: of which variants not, the widest spread over the rounds that they were measured in,
+    and where."""
     said = []
+    if without:
+        said.append(f"not in this table, for want of a speed or of a validation so early: {', '.join(without)}")
     if spreads:
         name = max(spreads, key=spreads.__getitem__)
         said.append(f"tok/s are medians: half of the rounds lie within {spreads[name]:.0%} of each other ({name})")

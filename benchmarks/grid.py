@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import math
 import re
 from collections.abc import Iterable
 from copy import deepcopy
@@ -40,12 +41,11 @@ from linrope.data import (
     TrainingPlan,
     open_text,
 )
-from linrope.errors import InputError, check_kinds, require_choice, suggest
+from linrope.errors import InputError, check_keys, check_kinds, require_choice, suggest
 from linrope.segments import require_carried_state
 from linrope.training import MQARDataModule, OptimizerConfig, TextDataModule
 
 SECTIONS = ("model", "data", "optimizer")
-COUNTS = {"context", "batch_size", "tokens_per_batch", "vocab_size"}
 DATA_MODULES = {"text": TextDataModule, "mqar": MQARDataModule}
 """By task."""
 BLOCK, EIGHTHS = 256, 8
@@ -109,20 +109,24 @@ class Grid:
         if not self.variants or not isinstance(self.variants, dict):
             raise InputError("variants: the grid has none; name at least one.")
         for name in self.variants:
-            if not re.fullmatch(r"[\w.+-]+", str(name)):
-                raise InputError(f"variants: {name!r} names files too: use letters, digits and . + - _ only.")
+            if not (isinstance(name, str) and re.fullmatch(r"[\w.+-]{1,100}", name)):
+                raise InputError(
+                    f"variants: {name!r} names files too: use up to 100 letters, digits and . + - _, and put quotes "
+                    "around what YAML takes for a number or a date."
+                )
         require_choice("reference", self.reference, self.variants)
         for name in self.more_seeds:
             require_choice("more_seeds", name, self.variants)
         for seeds in (self.seeds, *(self.seeds + more for more in self.more_seeds.values())):
-            if any(type(seed) is not int or seed < 0 for seed in seeds) or len(set(seeds)) != len(seeds):
-                raise InputError(f"seeds={seeds} must be different whole numbers from 0.")
+            if any(not 0 <= seed < 2**32 for seed in seeds) or len(set(seeds)) != len(seeds):
+                raise InputError(f"seeds={seeds} must be different whole numbers from 0, below 2^32.")
         if len(self.seeds) < 2:
             raise InputError(f"seeds={self.seeds}: an interval needs two seeds or more.")
         if (self.tokens is None) == (self.minutes is None):
             raise InputError(f"tokens={self.tokens} and minutes={self.minutes}: give one of them, the length of a run.")
-        if not (self.tokens or self.minutes or 0) > 0 or self.validations < 1 or self.validation_tokens < 1:
-            raise InputError("tokens (or minutes), validations and validation_tokens must all be above 0.")
+        for name in ("tokens", "minutes", "validations", "validation_tokens"):
+            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
+                raise InputError(f"{name}={value} must be a finite number above 0.")
 
     @property
     def measured(self) -> dict[str, Any]:
@@ -165,10 +169,7 @@ class Settings:
     def option(self, name: str) -> Any:
         """An option of the data, given or by default."""
         parameters = inspect.signature(DATA_MODULES[self.task]).parameters
-        value = self.data.get(name, parameters[name].default)
-        if name in COUNTS and type(value) is not int:
-            raise InputError(f"data.{name}={value!r} must be a whole number.")
-        return value
+        return self.data.get(name, parameters[name].default)
 
     @property
     def longest_row(self) -> int:
@@ -203,24 +204,32 @@ def read_grid(path: Path) -> Grid:
         InputError: no such file, no YAML, an option that a grid does not have or that does not fit the others.
     """
     try:
-        values = yaml.safe_load(path.read_text())
+        values = yaml.load(path.read_text(), _Loader)
     except OSError as error:
         shipped = sorted(file.stem for file in (Path(__file__).parent / "grids").glob("*.yaml"))
         raise InputError(
             f"--grid {path}: cannot be read ({error.strerror}). benchmarks/grids has {', '.join(shipped)}."
         ) from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # a date that is none, not UTF-8, …
         raise InputError(f"--grid {path} is no YAML: {error}") from error
     if not isinstance(values, dict):
         raise InputError(f"--grid {path} must be a set of options, as benchmarks/grid.py describes.")
-    _check_options(values, [f.name for f in fields(Grid)], "a grid")
-    check_kinds(Grid, values)
-    try:
-        if "evaluate" in values:
-            values = {**values, "evaluate": Evaluation(**values["evaluate"])}
-        return Grid(**values)
-    except TypeError as error:
-        raise InputError(f"--grid {path}: an option is missing or of the wrong kind ({error}).") from error
+    values = {name: value for name, value in values.items() if value is not None}  # `model:` with nothing after it
+    check_keys(values, Grid)
+    check_kinds(values, Grid)
+    return Grid(**{**values, "evaluate": Evaluation(**values.get("evaluate", {}))})
+
+
+class _Loader(yaml.SafeLoader):
+    """One that says where a name is there twice, of which YAML keeps the last: a variant would be lost."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is there twice", key.start_mark)
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
+        return super().construct_mapping(node, deep)
 
 
 def _check_options(values: Iterable[str], known: Iterable[str], what: str) -> None:
@@ -239,8 +248,9 @@ def settings_of(grid: Grid) -> dict[str, Settings]:
     for name, changes in grid.variants.items():
         try:
             settings[name] = _variant(grid, {} if changes is None else changes)
-        except (InputError, TypeError, ValueError, AttributeError) as error:  # a value of a kind that nobody foresaw
-            raise InputError(f"variant {name!r}: {error}") from error
+        # of the others a value too large for PyTorch or a float, or one that nobody foresaw
+        except (InputError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+            raise InputError(f"variant {name!r}: {str(error).splitlines()[0]}") from error
     _check_same_text(settings)
     if not grid.match_parameters:
         return settings
@@ -251,23 +261,20 @@ def settings_of(grid: Grid) -> dict[str, Settings]:
 def _variant(grid: Grid, changes: dict[str, Any]) -> Settings:
     if not isinstance(changes, dict):
         raise InputError(f"{changes!r} is no set of options: write what differs as {{model.rope: null}}, or {{}}.")
-    sections = {name: deepcopy(getattr(grid, name)) or {} for name in SECTIONS}
+    sections = {name: deepcopy(getattr(grid, name)) for name in SECTIONS}
     for path, value in changes.items():
         _set(sections, path, value)
-    if sections["optimizer"].get("betas"):
-        sections["optimizer"]["betas"] = tuple(sections["optimizer"]["betas"])
     settings = Settings(grid.task, **sections)
     data_module = DATA_MODULES[grid.task]
     _check_options(settings.data, inspect.signature(data_module).parameters, "data")
     _check_options(settings.optimizer, [f.name for f in fields(OptimizerConfig)], "optimizer")
     if "seed" in settings.data:
         raise InputError(f"data.seed={settings.data['seed']}: a run's data follow from its seed; give them in `seeds`.")
-    check_kinds(OptimizerConfig, settings.optimizer, "optimizer.")
+    check_kinds(settings.data, data_module, "data.")
+    check_kinds(settings.optimizer, OptimizerConfig, "optimizer.")
     OptimizerConfig(**settings.optimizer)
-    check_kinds(LanguageModelConfig, settings.model, "model.")
+    check_kinds(settings.model, LanguageModelConfig, "model.")
     settings.model_config  # noqa: B018  it names an unknown option, and the nearest right one
-    for name in COUNTS & inspect.signature(data_module).parameters.keys():
-        settings.option(name)
     data_module(**settings.data)
     if grid.tokens is not None and grid.tokens < (tokens := settings.plan.tokens_at(1)):
         raise InputError(f"tokens={grid.tokens} is less than one step has, {tokens}.")

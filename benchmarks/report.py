@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -154,7 +155,7 @@ def progress_bar(console: Console) -> Progress:
 
 def new_table(title: str, caption: str, text: Iterable[str], numbers: Iterable[str]) -> Table:
     """An empty table that fits 80 columns: text on the left, folded where it must be, numbers on the right."""
-    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    table = Table(title=escape(title), caption=caption, box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     table.caption_justify = "left"
     for name in text:
         table.add_column(name, overflow="fold")

@@ -48,7 +48,7 @@ class Sampling:
     """Names the draw: the same seed gives the same text. null draws anew each time. In a batch row i has seed + i."""
 
     def __post_init__(self) -> None:
-        check_kinds(Sampling, vars(self))
+        check_kinds(self)
         if not 0 <= self.temperature < float("inf"):
             raise InputError(
                 f"temperature={self.temperature} must be a number, at least 0 (0 takes the likeliest token)."

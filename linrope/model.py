@@ -85,7 +85,7 @@ class LanguageModelConfig:
 
     def __post_init__(self):
         check_config(self.rope)
-        check_kinds(LanguageModelConfig, vars(self))
+        check_kinds(self)
         for name in ("vocab_size", "d_model", "n_layers", "n_heads"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)} must be at least 1.")
@@ -126,7 +126,8 @@ class LanguageModelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain scalars, lists and dicts, for JSON and checkpoints."""
-        return json.loads(json.dumps(asdict(self)))  # a tuple, where a list was meant, is a list
+        # a tuple, where a list was meant, is a list then, and a number of NumPy's one of Python's
+        return json.loads(json.dumps(asdict(self), default=lambda number: number.item()))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LanguageModelConfig:

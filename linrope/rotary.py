@@ -248,7 +248,7 @@ def check_config(rope: RotaryConfig | None) -> None:
         return
     if not isinstance(rope, RotaryConfig):
         raise InputError(f"rope is a {type(rope).__name__}: pass a linrope.RotaryConfig, or None for no positions.")
-    check_kinds(RotaryConfig, vars(rope), "rope.")
+    check_kinds(rope, section="rope.")
 
 
 def half_of(dim: int) -> int:

@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -110,6 +111,7 @@ def test_saving_and_loading_gives_the_same_model(model, dtype, tokens, tmp_path)
     assert loaded.embedding.weight.dtype == dtype
     assert torch.equal(loaded(tokens), model(tokens))
     assert LanguageModelConfig.from_dict(json.loads(json.dumps(model.config.to_dict()))) == model.config
+    assert type(LanguageModelConfig(d_model=np.int64(32)).to_dict()["d_model"]) is int
 
 
 def test_loading_what_is_no_model_is_refused(tmp_path):
@@ -302,6 +304,7 @@ def test_bad_calls_are_named(tokens):
         (lambda: LanguageModelConfig(rope=RotaryEmbedding(8)), "rope is a RotaryEmbedding: pass a linrope.RotaryC"),
         (lambda: LanguageModelConfig.from_dict({"rope": 3}), "rope is a int"),
         (lambda: LanguageModelConfig(rope=RotaryConfig(signed="yes")), "rope.signed='yes' is of the wrong kind"),
+        (lambda: LanguageModelConfig(rope=RotaryConfig(scaling={"rule": "ntk"})), "rope.scaling=.* of the wrong kind"),
         (lambda: LanguageModelConfig.from_dict({"rope": {"base": "1e5"}}), "rope.base='1e5' is .* write 1_000_000"),
         (lambda: LanguageModelConfig.from_dict({"rope_layers": 3}), "rope_layers=3 is of the wrong kind: .* a list,"),
         (lambda: LanguageModelConfig.from_dict({"n_layers": 2.5}), "n_layers=2.5 .*: it must be a whole number"),

@@ -242,7 +242,7 @@ def split_corpus(sources: Sources, fractions: Sequence[float]) -> dict[str, Corp
 def split_bounds(fractions: Sequence[float]) -> tuple[float, float, float]:
     """The shares at which train, val and test end. Raises InputError for fractions that are none."""
     values = [float(fraction) for fraction in fractions]
-    if len(values) != len(SPLITS) or min(values) < 0 or values[0] == 0 or abs(sum(values) - 1) > 1e-6:
+    if len(values) != len(SPLITS) or not min(values) >= 0 or values[0] == 0 or not abs(sum(values) - 1) <= 1e-6:
         raise InputError(
             f"data.fractions={list(fractions)} must be three numbers, of train, val and test, that sum to 1, "
             "train above 0 and none negative: for example [0.9, 0.05, 0.05]."

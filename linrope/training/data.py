@@ -285,7 +285,7 @@ def _stage(name: str, stage: CurriculumStage | dict[str, Any], tokens_per_batch:
             raise InputError(f"{name}: {error}") from error
         stage = CurriculumStage(**stage)
     for option, value in asdict(stage).items():
-        if not (isinstance(value, int) and value >= 1) and (option, value) != ("batch_size", None):
+        if not (type(value) is int and value >= 1) and (option, value) != ("batch_size", None):
             raise InputError(f"{name}.{option}={value!r} must be a whole number, 1 or more.")
     if stage.batch_size is not None:
         return stage

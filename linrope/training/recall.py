@@ -71,6 +71,7 @@ class MQAR:
         return mqar_rows(n_rows, *case, self.vocab_size, seed)
 
     def require(self, case: Case) -> None:
+        require_numbers(case, "length", "n_pairs")
         require_mqar(*case, self.vocab_size)
 
     def name(self, case: Case) -> str:
@@ -87,6 +88,7 @@ class Copy:
         return copy_rows(n_rows, *case, self.vocab_size, seed)
 
     def require(self, case: Case) -> None:
+        require_numbers(case, "length")
         require_copying(*case, self.vocab_size)
 
     def name(self, case: Case) -> str:
@@ -107,6 +109,12 @@ class Induction:
 
     def name(self, case: Case) -> str:
         return at_depth(case)
+
+
+def require_numbers(case: Case, *names: str) -> None:
+    """Raise InputError unless the case has a number for each name."""
+    if len(case) != len(names):
+        raise InputError(f"{case} must be ({', '.join(names)}), in stages with a share of rows after it.")
 
 
 def at_depth(case: Case) -> str:

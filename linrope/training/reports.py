@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from linrope.checkpoints import require_writable, whole_file
@@ -76,7 +77,7 @@ WITHOUT_PICTURES = "matplotlib is not installed: no picture (pip install 'linrop
 
 def new_table(title: str, *columns: str) -> Table:
     """An empty table of numbers, as wide as its title where that fits a terminal."""
-    table = Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, title_justify="left", padding=(0, 1, 0, 0))
+    table = Table(title=escape(title), box=box.SIMPLE_HEAD, show_edge=False, title_justify="left", padding=(0, 1, 0, 0))
     table.min_width = min(78, len(title))
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 from dataclasses import replace
 from itertools import islice
 from typing import ClassVar
@@ -288,12 +289,16 @@ def test_two_commands_on_one_folder_share_the_runs(grid, monkeypatch, capsys):
     }  # and no file of a run under way
 
 
-def test_a_folder_with_files_of_something_else(grid, capsys):
+@pytest.mark.parametrize("file", ["runs/other.json", "speed.json"])
+@pytest.mark.parametrize(
+    ("text", "message"), [("[1]", "is no result of a grid"), ("{bad", "cannot be read: .* Move it")]
+)
+def test_a_folder_with_files_of_something_else(grid, file, text, message, capsys):
     (grid.folder / "results" / "runs").mkdir(parents=True)
-    (grid.folder / "results" / "runs" / "other.json").write_text("{}")
+    (grid.folder / "results" / file).write_text(text)
     with pytest.raises(SystemExit):
         grid.run()
-    assert "other.json is no result of a grid" in " ".join(capsys.readouterr().err.split())
+    assert re.search(f"{file} {message}", " ".join(capsys.readouterr().err.split()))
 
 
 def test_a_run_that_sigterm_ends_is_interrupted_not_done(grid, monkeypatch, capsys):
@@ -576,10 +581,12 @@ def test_speeds_that_are_added_later_are_brought_to_the_same_hour(grid, monkeypa
 
 
 def test_what_is_not_known_of_speeds_is_said():
-    said = ablation_report.remarks_on_speeds({"a": 0.1, "b": 0.25}, {"one", "two"})
+    said = ablation_report.remarks_on_speeds({"a": 0.1, "b": 0.25}, {"one", "two"}, [])
     assert "within 25% of each other (b)" in said[0]
     assert "on different machines, so equal s is a guess: one, two" in said[1]
-    assert ablation_report.remarks_on_speeds({}, {"one"}) == []
+    assert ablation_report.remarks_on_speeds({}, {"one"}, ["a"]) == [
+        "not in this table, for want of a speed or of a validation so early: a"
+    ]
 
 
 def test_steps_that_are_the_same_are_measured_once(grid, monkeypatch):

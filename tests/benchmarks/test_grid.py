@@ -85,7 +85,7 @@ def test_steps_follow_from_tokens_or_from_minutes(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"titel": "x"}, "'titel' is no option of a grid. Did you mean 'title'?"),
+        ({"titel": "x"}, "'titel' is no option of Grid. Did you mean 'title'?"),
         ({"reference": "lineer"}, "reference='lineer' is unknown: choose one of 'linear', 'softmax'."),
         ({"seeds": [0]}, r"seeds=\[0\]: an interval needs two seeds or more"),
         ({"seeds": [1, 1]}, r"seeds=\[1, 1\] must be different whole numbers"),
@@ -109,10 +109,11 @@ def test_steps_follow_from_tokens_or_from_minutes(tmp_path):
             "variant 'x': data.lanes=True cuts the gradient of the state",
         ),
         ({"minutes": 3}, "tokens=1000 and minutes=3: give one of them"),
-        ({"tokens": 0}, "must all be above 0"),
+        ({"tokens": 0}, "tokens=0 must be a finite number above 0"),
+        ({"tokens": None, "minutes": float("inf")}, "minutes=inf must be a finite number"),
         ({"tokens": 10}, "variant 'linear': tokens=10 is less than one step has, 64"),
         ({"seeds": ["a", "b"]}, r"seeds=\['a', 'b'\] is of the wrong kind: it must be a list, each entry a whole"),
-        ({"tokens": "1e6"}, r"tokens='1e6' is of the wrong kind: .* a whole number, or None. \(A string, as"),
+        ({"tokens": "1e6"}, r"tokens='1e6' is of the wrong kind: .* a whole number, or None. \(It is text, as"),
         ({"validations": 2.5}, r"validations=2.5 is of the wrong kind: it must be a whole number\."),
         ({"evaluate": {"tokens": 1e5}}, r"evaluate.tokens=100000.0 is of the wrong kind: it must be a whole number\."),
         ({"model": {"window": 20.5}}, r"model.window=20.5 is of the wrong kind: it must be a whole number, or None\."),
@@ -127,9 +128,26 @@ def test_steps_follow_from_tokens_or_from_minutes(tmp_path):
         ),
         (
             {"variants": {"linear": {}, "x": {"data.context": "16"}}},
-            "variant 'x': data.context='16' must be a whole number",
+            "variant 'x': data.context='16' is of the wrong kind",
         ),
-        ({"variants": {"linear": {}, "x": {"data.batch_size": 2.5}}}, "data.batch_size=2.5 must be a whole number"),
+        ({"variants": {"linear": {}, "x": {"data.batch_size": 2.5}}}, "data.batch_size=2.5 is of the wrong kind"),
+        (
+            {"variants": {"linear": {}, "x": {"data.lanes": "no"}}},
+            "data.lanes='no' is of the wrong kind: .* without quotes",
+        ),
+        ({"data": {"path": 5}}, "data.path=5 is of the wrong kind: it must be a string, or None"),
+        ({"data": {"fractions": 0.9}}, "data.fractions=0.9 is of the wrong kind: it must be a list"),
+        ({"optimizer": {"betas": 0.9}}, "optimizer.betas=0.9 is of the wrong kind: it must be a list"),
+        ({"model": {"rope": {"bas": 5}}}, "'model.rope.bas' is no option of RotaryConfig. Did you mean 'base'"),
+        ({"variants": {"linear": {}, 5: {}}}, "variants: 5 names files too: .* quotes"),
+        ({"variants": {"linear": {}, "x" * 101: {}}}, "names files too: use up to 100"),
+        (
+            {"more_seeds": {"linear": ["3"]}},
+            "more_seeds=.* is of the wrong kind: .* each a list, each entry a whole number",
+        ),
+        ({"seeds": [0, 2**32]}, "whole numbers from 0, below 2^32".replace("^", r"\^")),
+        ({"reference": None}, "has no 'reference': give it"),
+        ({"variants": {"linear": {}, "x": {"model.vocab_size": 2**62}}}, "variant 'x': .*overflow"),
         (
             {"variants": {"linear": {}, "x": {"optimizer.lr": "1e-2"}}},
             "variant 'x': optimizer.lr='1e-2' is of the wrong kind",
@@ -169,7 +187,7 @@ def test_steps_follow_from_tokens_or_from_minutes(tmp_path):
         ),
         ({"evaluate": {"contexts": [300], "tokens": 3000}}, "300 must be a multiple of 8"),
         ({"evaluate": {"contexts": [400], "tokens": 4000}}, "400 is above 256 and must be a multiple of it"),
-        ({"evaluate": {"contexts": [100], "tokens": 1000, "rows": 3}}, "'rows' is no option of Evaluation"),
+        ({"evaluate": {"contexts": [100], "tokens": 1000, "rows": 3}}, "'evaluate.rows' is no option of Evaluation"),
         ({"evaluate": {"contexts": [512], "tokens": 1000}}, "multiple of 8 that divides evaluate.tokens=1000"),
         ({"task": "images"}, "task='images' is unknown"),
     ],
@@ -186,9 +204,22 @@ def test_tokens_that_are_no_bytes_are_refused(tmp_path):
         settings_of(grid_of(tmp_path, variants={"linear": {"data.path": str(tmp_path / "flat.bin")}, "softmax": {}}))
 
 
-def test_a_missing_file_and_one_that_is_no_yaml(tmp_path):
+def test_a_missing_file(tmp_path):
     with pytest.raises(InputError, match=r"cannot be read .* benchmarks/grids has .*placement"):
         read_grid(tmp_path / "missing.yaml")
-    (tmp_path / "bad.yaml").write_text("a: [1")
-    with pytest.raises(InputError, match="is no YAML"):
-        read_grid(tmp_path / "bad.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"a: [1", "is no YAML"),
+        (b"variants: {a: {}, a: {model.rope: null}}", "is no YAML: .*'a' is there twice"),
+        (b"title: 2026-13-45", "is no YAML: month must be in"),
+        (b"title: \xff", "is no YAML: 'utf-8' codec"),
+        (b"title: [" * 2000, "is no YAML"),
+    ],
+)
+def test_what_is_no_yaml_is_named(tmp_path, text, message):
+    (tmp_path / "grid.yaml").write_bytes(text)
+    with pytest.raises(InputError, match=message):
+        read_grid(tmp_path / "grid.yaml")

@@ -1,3 +1,4 @@
+import math
 import re
 from pathlib import Path
 
@@ -127,7 +128,9 @@ def test_documents_are_dealt_out_whole_and_a_new_one_moves_no_other(tmp_path):
     assert after == before
 
 
-@pytest.mark.parametrize("fractions", [[0.9, 0.1], [0.9, 0.2, 0.1], [1.1, -0.1, 0.0], [0.0, 0.5, 0.5]])
+@pytest.mark.parametrize(
+    "fractions", [[0.9, 0.1], [0.9, 0.2, 0.1], [1.1, -0.1, 0.0], [0.0, 0.5, 0.5], [math.nan, 0.5, 0.5]]
+)
 def test_fractions_that_are_none(tmp_path, fractions):
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(InputError, match=rf"data\.fractions={re.escape(str(fractions))} must be three numbers"):

@@ -114,6 +114,7 @@ def test_the_defaults_are_zoologys():
     [
         ({"stages": ()}, r"data\.stages is empty"),
         ({"stages": ((64, 17, 1),)}, r"data\.stages: length=64 is too short for n_pairs=17"),
+        ({"stages": ((64, 4),)}, r"data\.stages: \(64,\) must be \(length, n_pairs\)"),
         ({"stages": ((64, 4, 0),)}, r"data\.stages=.* its share of rows, must be above 0"),
         ({"cases": ((63, 4),)}, r"data\.cases: length=63 must be even"),
         ({"vocab_size": 100}, r"data\.stages: vocab_size=100 has too few keys .* n_pairs=64"),
