@@ -478,5 +478,6 @@ def _draw_cases(axes: Axes, cases: dict[str, Any], looks: dict[str, Any]) -> Non
     for name in filter(cases.__contains__, looks):
         means = [values["mean"] for values in cases[name].values()]
         axes.plot(list(cases[name]), means, marker=".", **looks[name])
+    axes.tick_params(axis="x", labelsize="x-small")
     axes.set_xlabel("length x pairs")
     axes.set_ylabel("accuracy, mean over seeds")
