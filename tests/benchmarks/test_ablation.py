@@ -290,10 +290,10 @@ def test_two_commands_on_one_folder_share_the_runs(grid, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("file", ["runs/other.json", "speed.json"])
-@pytest.mark.parametrize(
-    ("text", "message"), [("[1]", "is no result of a grid"), ("{bad", "cannot be read: .* Move it")]
-)
-def test_a_folder_with_files_of_something_else(grid, file, text, message, capsys):
+@pytest.mark.parametrize("text", ["{}", "[1]", "{bad"])
+def test_a_folder_with_files_of_something_else(grid, file, text, capsys):
+    file = "runs/other.json" if text == "{}" else file  # speeds may be none
+    message = "cannot be read: .* Move it" if text == "{bad" else "is no result of a grid"
     (grid.folder / "results" / "runs").mkdir(parents=True)
     (grid.folder / "results" / file).write_text(text)
     with pytest.raises(SystemExit):
