@@ -1,7 +1,12 @@
-"""Measurements: `python -m benchmarks.NAME`.
+"""Measurements: `python -m benchmarks.NAME`, whichever folder NAME is in.
 
-`scaling`, `decode` and `model_scaling` make tables, CSV, JSON and pictures; `goals` says whether the operator is as
-fast and as small as it has to be, `gpu_check` whether the CUDA backend is, and right. What they share: `methods` (what
-is measured), `timing`, `memory` (how), `sweep` (points, budgets, crossovers), `report` and `pictures` (what is left
-behind).
+speed/        time and memory of the operator and of whole models: scaling, decode, goals, gpu_check, ...
+experiments/  grids of training runs (ablation), and what is measured of trained models: copying, reach, ...
+harness/      what both use: timing, memory, tables, pictures
+grids/        what `ablation` runs
+results/      what came out, with the command that made each
 """
+
+from pathlib import Path
+
+__path__ += [str(Path(__file__).with_name(folder)) for folder in ("speed", "experiments")]

@@ -1,11 +1,15 @@
 """linrope: linear attention with rotary positions in the numerator only. Importing it needs torch, not Lightning."""
 
-from linrope.attention import AttentionState, KeyValueCache, LinearAttention, SoftmaxAttention
 from linrope.errors import InputError
-from linrope.model import LanguageModel, LanguageModelConfig
-from linrope.ops import State, linear_attention, merge
+from linrope.layers.linear_attention import LinearAttention
+from linrope.layers.softmax_attention import SoftmaxAttention
+from linrope.layers.state import AttentionState
+from linrope.models.language_model import LanguageModel, LanguageModelConfig
+from linrope.ops.linear_attention import linear_attention
+from linrope.ops.softmax import KeyValueCache
+from linrope.ops.state import State, merge
 from linrope.rotary import RotaryConfig, RotaryEmbedding, RotaryScaling, permute_pairing
-from linrope.segments import segmented_loss
+from linrope.segmented import segmented_loss
 
 __version__ = "0.1.0"
 

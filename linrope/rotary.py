@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linrope.errors import InputError, check_keys, check_kinds, require_choice
+from linrope.errors import InputError, require_choice
+from linrope.utils.options import check_keys, check_types
 
 MAX_POSITION = 2**53
 """Positions are exact in float64 up to here, and no further."""
@@ -248,7 +249,7 @@ def check_config(rope: RotaryConfig | None) -> None:
         return
     if not isinstance(rope, RotaryConfig):
         raise InputError(f"rope is a {type(rope).__name__}: pass a linrope.RotaryConfig, or None for no positions.")
-    check_kinds(rope, section="rope.")
+    check_types(rope, section="rope.")
 
 
 def half_of(dim: int) -> int:

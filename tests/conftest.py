@@ -1,7 +1,10 @@
+from __future__ import annotations
+
 import importlib
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +12,7 @@ import pytest
 # tests/ops says where the kernels may be asked for on CPU tensors; elsewhere they need a GPU, as for a user.
 os.environ["TRITON_INTERPRET"] = "1"
 if find_spec("triton") is not None:
-    importlib.import_module("linrope.ops.triton_kernels")
+    importlib.import_module("linrope.ops.triton_kernel.kernels")
 del os.environ["TRITON_INTERPRET"]
 
 import torch
@@ -23,3 +26,44 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # for the processes that tests start
     yield
     torch.set_num_threads(threads)
+
+
+LINE = "for i in range(10): print('the quick brown fox jumps over the lazy dog', i)\n"
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    """About 20 kB of text in one file, split by position."""
+    file = tmp_path / "corpus.txt"
+    file.write_text("".join(LINE.replace("i", str(i)) for i in range(250)))
+    return file
+
+
+@pytest.fixture
+def tiny(text_file: Path, tmp_path: Path) -> list[str]:
+    """Options that make any run small: model, text, folder and a few steps on the CPU."""
+    options = {
+        "model.d_model": 16,
+        "model.n_layers": 1,
+        "model.n_heads": 2,
+        "data.path": text_file,
+        "data.context": 32,
+        "data.batch_size": 2,
+        "data.num_workers": 0,
+        "trainer.accelerator": "cpu",
+        "trainer.devices": 1,
+        "trainer.max_steps": 2,
+        "trainer.val_check_interval": 2,
+        "trainer.limit_val_batches": 2,
+        "trainer.accumulate_grad_batches": 1,
+        "run.folder": tmp_path / "runs",
+        "run.name": "tiny",
+        "sample.max_new_tokens": 8,
+    }
+    return [f"--{name}={value}" for name, value in options.items()]
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """Where the first run of `tiny` leaves its logs and checkpoints."""
+    return tmp_path / "runs" / "tiny" / "version_0"

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from linrope.ops import triton
+from linrope.ops.triton_kernel import launch as triton
 
 
 def interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

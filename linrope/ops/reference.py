@@ -17,7 +17,7 @@ from einops import rearrange
 from opt_einsum import contract
 from torch import Tensor
 
-from linrope.ops.inputs import Inputs
+from linrope.ops.call import Inputs
 from linrope.ops.state import State
 from linrope.rotary import rotate, unit_rotations
 

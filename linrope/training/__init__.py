@@ -3,26 +3,22 @@
 And recall as a task: `RecallModule` on `MQARDataModule`, `CopyDataModule`, `InductionDataModule`, `PasskeyDataModule`.
 """
 
+from linrope.data.synthetic.batches import RecallBatches
 from linrope.errors import NonFiniteError
-from linrope.training.callbacks import GracefulStop, LastCheckpoint, PrintSample, ProgressReport, RunSummary
-from linrope.training.checkpoints import CheckpointError, WholeCheckpointIO
-from linrope.training.data import TextDataModule
-from linrope.training.module import (
-    LanguageModelingModule,
-    OptimizerConfig,
-    learning_rate_factor,
-)
-from linrope.training.passkey import PasskeyDataModule
-from linrope.training.recall import (
-    CopyDataModule,
-    InductionDataModule,
-    MQARDataModule,
-    RecallBatches,
-    RecallDataModule,
-    RecallModule,
-)
-from linrope.training.throughput import Throughput
-from linrope.training.trial import TryLargestStages
+from linrope.training.callbacks.interruption import GracefulStop
+from linrope.training.callbacks.last_checkpoint import LastCheckpoint
+from linrope.training.callbacks.memory_preflight import MemoryPreflight
+from linrope.training.callbacks.progress import ProgressReport
+from linrope.training.callbacks.sample import PrintSample
+from linrope.training.callbacks.summary import RunSummary
+from linrope.training.callbacks.throughput import Throughput
+from linrope.training.checkpoint import CheckpointError, WholeCheckpointIO
+from linrope.training.data_modules.passkey import PasskeyDataModule
+from linrope.training.data_modules.recall import CopyDataModule, InductionDataModule, MQARDataModule, RecallDataModule
+from linrope.training.data_modules.text import TextDataModule
+from linrope.training.optimizer import OptimizerConfig, learning_rate_factor
+from linrope.training.task import LanguageModelingModule
+from linrope.training.tasks.recall import RecallModule
 
 __all__ = [
     "CheckpointError",
@@ -32,6 +28,7 @@ __all__ = [
     "LanguageModelingModule",
     "LastCheckpoint",
     "MQARDataModule",
+    "MemoryPreflight",
     "NonFiniteError",
     "OptimizerConfig",
     "PasskeyDataModule",
@@ -43,7 +40,6 @@ __all__ = [
     "RunSummary",
     "TextDataModule",
     "Throughput",
-    "TryLargestStages",
     "WholeCheckpointIO",
     "learning_rate_factor",
 ]

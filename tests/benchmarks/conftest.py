@@ -1,6 +1,6 @@
 import pytest
 
-from benchmarks import timing
+from benchmarks.harness import timing
 
 
 @pytest.fixture(autouse=True)

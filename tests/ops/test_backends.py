@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
-from linrope import RotaryEmbedding, State, linear_attention, ops
-from linrope.ops import chunked
-from linrope.ops.memory import Pool
+from linrope import RotaryEmbedding, State, linear_attention, merge
+from linrope.ops import linear_attention as ops
+from linrope.ops.call import NORMALIZE
+from linrope.ops.torch_kernel import chunked
+from linrope.ops.torch_kernel.memory import Pool
 from tests.ops.cases import CAUSAL, NONCAUSAL, Case, assert_agree, make, named, run
 
 TOLERANCE = 1e-10
@@ -148,7 +150,7 @@ def test_a_document_boundary_is_a_fresh_start(backend):
     assert final.length == past.length + q.shape[2]
     torch.testing.assert_close(final.k_sum, alone.k_sum, rtol=1e-10, atol=1e-12)
     nothing = State.zeros(case.batch, case.heads, q.shape[3], v.shape[3], dtype=torch.float64)
-    shifted = ops.merge(State(nothing.kv, nothing.k_sum, past.length + boundaries[-2]), alone, rope)
+    shifted = merge(State(nothing.kv, nothing.k_sum, past.length + boundaries[-2]), alone, rope)
     torch.testing.assert_close(final.kv, shifted.kv, rtol=1e-10, atol=1e-12)
 
 
@@ -290,7 +292,7 @@ def test_no_tokens_give_no_output_and_leave_the_state(backend):
         assert torch.equal(getattr(state, name), getattr(past, name))
 
 
-@pytest.mark.parametrize("normalize", ops.NORMALIZE)
+@pytest.mark.parametrize("normalize", NORMALIZE)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("backend", ops.BACKENDS)
 def test_an_empty_batch_gives_an_empty_output(backend, causal, normalize):

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from linrope.data import IGNORE
-from linrope.training.cli import main
-from linrope.training.data import TextDataModule
-from linrope.training.module import LanguageModelingModule
+from linrope.cli.main import main
+from linrope.losses import IGNORE
+from linrope.training.data_modules.text import TextDataModule
+from linrope.training.task import LanguageModelingModule
 
 
 def ask_for_some(self: TextDataModule, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:

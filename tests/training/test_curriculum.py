@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from linrope import LanguageModel, LanguageModelConfig
-from linrope.training import LanguageModelingModule, Throughput, TryLargestStages, trial
-from linrope.training.cli import main
+from linrope.cli.main import main
+from linrope.training import LanguageModelingModule, MemoryPreflight, Throughput
+from linrope.training.callbacks import memory_preflight as trial
 
 # 4 steps of 4 × 16 (that is context · batch_size, 64 tokens), 3 steps of 1 × 128, 2 steps of 4 × 16: 768 tokens.
 YAML = """
@@ -106,7 +107,7 @@ def test_the_runs_own_configuration_repeats_it(run, run_folder, seen):
 
 def test_the_trial_changes_nothing(run, run_folder, monkeypatch):
     assert main(["fit", *run]) == 0
-    monkeypatch.setattr(TryLargestStages, "on_train_start", lambda *args: None)
+    monkeypatch.setattr(MemoryPreflight, "on_train_start", lambda *args: None)
     assert main(["fit", *run]) == 0
     assert all(map(torch.equal, weights(run_folder), weights(run_folder.with_name("version_1"))))
 

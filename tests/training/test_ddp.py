@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from linrope import LanguageModel
+from linrope.cli.main import main
 from linrope.errors import InputError
 from linrope.training import ranks
-from linrope.training.cli import main
-from linrope.training.data import TextDataModule
+from linrope.training.data_modules.text import TextDataModule
 from linrope.training.ranks import first_rank_speaks, rank_zero_only
 from tests.training.attached import attached
 from tests.training.several_runs import ask_for_some
@@ -31,7 +31,7 @@ CONSTANT = ["--optimizer.lr=0.01", "--optimizer.warmup_steps=2", "--optimizer.fi
 PLAIN = ["--model.dropout=0.2", "--trainer.max_steps=6", "--data.context=24"]
 ALONE = [*PLAIN, "--trainer.val_check_interval=12", "--trainer.accumulate_grad_batches=2"]
 PACKED = ["--data.documents=apart", "--trainer.precision=64-true", "--trainer.max_steps=6"]
-LANES = ["--data.lanes=true", "--data.documents=apart", "--trainer.accumulate_grad_batches=2"]
+LANES = ["--data.contiguous=true", "--data.documents=apart", "--trainer.accumulate_grad_batches=2"]
 LANES_EXACT = [*LANES, "--trainer.precision=64-true", "--trainer.max_steps=8"]
 RESUMED = [*LANES, "--model.dropout=0.2", "--segment_length=20", "--trainer.max_steps=36"]
 RESUMED += ["--run.checkpoint_every_n_steps=2", "--trainer.val_check_interval=14", "--trainer.limit_val_batches=2"]
@@ -175,7 +175,7 @@ def stopped(two, base) -> list[tuple[str, str]]:
     """What the processes of a run print that is killed, resumed, asked to stop, and resumed to its end."""
     printed, resume = [], []
     for stop in (signal.SIGKILL, signal.SIGTERM, None):
-        process = start(["linrope.training.cli", *base, *TWO, *RESUMED, "--run.name=stopped", *resume])
+        process = start(["linrope.cli.main", *base, *TWO, *RESUMED, "--run.name=stopped", *resume])
         resume = ["--ckpt_path=last"]
         lines = []
         if stop is not None:
@@ -234,7 +234,7 @@ def test_a_run_with_carried_states_goes_on_with_as_many_devices_only(two, base, 
     before = checkpoint.read_bytes()
     assert main([*base, *LANES_EXACT, "--trainer.max_steps=9", f"--ckpt_path={checkpoint}", "--run.name=fewer"]) == 2
     err = capsys.readouterr().err
-    assert "data.lanes × devices: 4 in the checkpoint, 2 here" in err
+    assert "data.contiguous rows × devices: 4 in the checkpoint, 2 here" in err
     assert "trainer.accumulate_grad_batches × devices: 4 in the checkpoint, 2 here" in err
     assert "Traceback" not in err
     assert checkpoint.read_bytes() == before
@@ -248,7 +248,7 @@ def test_a_run_with_carried_states_goes_on_with_as_many_devices_only(two, base, 
 def test_what_the_first_rank_refuses_stops_all_and_is_said_once(two, base, tmp_path):
     (tmp_path / "config.yaml").write_text("of a run before")
     unlogged = ["--trainer.logger=false", f"--trainer.default_root_dir={tmp_path}"]
-    process = start(["linrope.training.cli", *base, *TWO, *PLAIN, *unlogged])
+    process = start(["linrope.cli.main", *base, *TWO, *PLAIN, *unlogged])
     _, err = process.communicate(timeout=120)
     assert process.returncode == 2
     assert re.fullmatch(r"linrope: error: \S+config\.yaml exists, and this run would overwrite [^\n]+\n", err)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from linrope.data import SEPARATOR
-from linrope.model import LanguageModelConfig
+from linrope.cli.main import main
+from linrope.data.tokenizers.bytes import SEPARATOR
+from linrope.models.language_model import LanguageModelConfig
 from linrope.training import LanguageModelingModule
-from linrope.training.cli import main
 from tests.training.attached import attached
 
 MODELS = {

@@ -17,12 +17,13 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
-from linrope.checkpoints import open_checkpoint, whole_file
+from linrope.cli.main import main
 from linrope.errors import InputError
-from linrope.model import LanguageModel, LanguageModelConfig
-from linrope.training.checkpoints import find_last, start_from
-from linrope.training.cli import main
-from linrope.training.module import LanguageModelingModule
+from linrope.models.language_model import LanguageModel, LanguageModelConfig
+from linrope.models.saving import open_checkpoint
+from linrope.training.checkpoint import find_last, start_from
+from linrope.training.task import LanguageModelingModule
+from linrope.utils.files import whole_file
 
 ROOT = Path(__file__).parents[2]
 TRAINED = ("state_dict", "optimizer_states", "lr_schedulers")
@@ -68,7 +69,7 @@ def test_a_process_stopped_again_and_again_trains_the_very_weights_of_one_that_w
     resume: list[str] = []
     stops = (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL, signal.SIGINT)
     for stop in stops:
-        command = [sys.executable, "-m", "linrope.training.cli", "fit", *exact, *options, *resume]
+        command = [sys.executable, "-m", "linrope.cli.main", "fit", *exact, *options, *resume]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
         for _ in range(5):  # at least one of these steps leaves a checkpoint
             next(line for line in process.stdout if line.startswith("step ") and "/" in line)
@@ -90,7 +91,7 @@ def test_a_process_stopped_again_and_again_trains_the_very_weights_of_one_that_w
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_all_processes_of_a_run_leaves_it_the_batches_of_its_step(tiny, run_folder, stop):
     """As a terminal's Ctrl-C and a scheduler send them; the loader's workers must not end before the run does."""
-    command = [sys.executable, "-m", "linrope.training.cli", "fit", *tiny, "--trainer.max_steps=100000"]
+    command = [sys.executable, "-m", "linrope.cli.main", "fit", *tiny, "--trainer.max_steps=100000"]
     command += ["--data.num_workers=2", "--trainer.log_every_n_steps=1"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, **pipes, cwd=ROOT, start_new_session=True)

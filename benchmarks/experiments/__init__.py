@@ -1,0 +1,1 @@
+"""Grids of training runs, and what is measured of trained models."""

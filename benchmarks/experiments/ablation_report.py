@@ -1,0 +1,483 @@
+"""What a grid of runs shows: means and intervals over seeds, differences, stability, tables and pictures."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from benchmarks.experiments.grid import BLOCK, TOLERANCE, Settings
+from benchmarks.harness import report
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+"""Student's t at 97.5 % for 1, 2, … degrees of freedom."""
+SPIKE, SPIKE_WINDOW = 1.25, 5
+CASE = "accuracy/"
+STYLES = ("-", "--", ":")
+METRIC = {"text": ("bpb", "bits per byte", -1), "mqar": ("accuracy", "accuracy", 1)}
+"""By task: the metric, how it is called, and whether more (1) or less (-1) of it is better. Differences in bits per
+byte are shares of the reference's, in accuracy (which may be 0) they are what they are."""
+
+
+def t_95(degrees: int) -> float:
+    """Student's t at 97.5 %; 1.96 where the table ends, at most 9 % too small."""
+    return T_95[degrees - 1] if degrees <= len(T_95) else 1.96
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over seeds and half the width of its 95 % interval (Student's t); NaN for a single seed. What is not known
+    of one seed is not known of their mean: a NaN among the values is not left out."""
+
+    mean: float
+    half: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Interval:
+        values = list(values)
+        if not values or any(map(math.isnan, values)):
+            return cls(math.nan, math.nan)
+        if len(values) == 1:
+            return cls(values[0], math.nan)
+        half = t_95(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+        return cls(statistics.fmean(values), half)
+
+
+@dataclass
+class Row:
+    """One variant: a row of the CSV.
+
+    `difference` is to the reference, seed by seed, in bits per byte as a share of the reference's mean: runs of a seed
+    share the order of their data where their rows are as long, and their first weights where their modules are the
+    same. `verdict` says on which side of it its whole interval lies. The three `…_at_equal_seconds` are the same at
+    equal wall-clock. `first_eighth` and `last_eighth` are bits per token there in rows as long as in training; `spikes`
+    counts hundredths of runs, see `spikes`; `state_bytes` is at 1,024 tokens.
+    """
+
+    variant: str
+    seeds: int
+    diverged: int
+    parameters: int
+    tokens: int
+    mean: float
+    interval: float
+    difference: float
+    difference_interval: float
+    verdict: str
+    at_equal_seconds: float
+    interval_at_equal_seconds: float
+    difference_at_equal_seconds: float
+    difference_interval_at_equal_seconds: float
+    verdict_at_equal_seconds: str
+    tokens_per_second: float
+    first_eighth: float
+    last_eighth: float
+    grad_norm_median: float
+    grad_norm_peak: float
+    spikes: int
+    smallest_denominator: float | None
+    state_bytes: int
+
+
+def finish(console: Console, folder: Any, results: list[dict[str, Any]], details: dict[str, Any]) -> None:
+    """Print the table and write CSV, JSON and the picture beside the runs."""
+    grid = folder.grid
+    measured = folder.read_speeds()
+    speeds = {name: speed.tokens_per_second for name, speed in measured.items()}
+    spreads = {name: speed.spread for name, speed in measured.items() if speed.spread is not None}
+    machines = {speed.machine for speed in measured.values() if speed.machine is not None}
+    rows = rows_of(results, grid, speeds)
+    report.show(console, table_of(rows, grid), remarks(rows, results, grid))
+    if (in_time := table_at_equal_seconds(rows, grid)) is not None:
+        without = [row.variant for row in rows if math.isnan(row.at_equal_seconds)]
+        report.show(console, in_time, remarks_on_speeds(spreads, machines, without))
+    details = {**details, "title": grid.title, "reference": grid.reference}
+    details |= {"by_context": by_context(results), "by_eighth": by_eighth(results), "by_case": by_case(results)}
+    details |= {"tokens_per_second": speeds, "spread_of_tokens_per_second": spreads}
+    written = report.write(folder.path, "ablation", rows, details, lambda path: draw(path, rows, results, grid))
+    console.print("wrote", *map(str, written), soft_wrap=True, highlight=False)
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def rows_of(results: list[dict[str, Any]], grid: Any, speeds: dict[str, float]) -> list[Row]:
+    """A row for each variant that has a finished run, best mean first; those without any mean come last."""
+    metric, _, better = METRIC[grid.task]
+    by_variant = {name: [r for r in results if r["variant"] == name] for name in grid.variants}
+    budget = equal_seconds(by_variant, speeds)
+    at_end, in_time = {}, {}
+    for name, runs in by_variant.items():
+        good = [r for r in runs if r["diverged"] is None]
+        at_end[name] = {r["seed"]: r["final"][metric] for r in good}
+        in_time[name] = {r["seed"]: at_tokens(r, metric, speeds.get(name), budget) for r in good}
+    rows = [
+        _row(name, runs, metric, Compared.of(at_end, name, grid), Compared.of(in_time, name, grid), speeds.get(name))
+        for name, runs in by_variant.items()
+        if runs
+    ]
+    return sorted(rows, key=lambda row: (math.isnan(row.mean), -better * row.mean))
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A variant's metric over seeds, and how far it is from the reference's, seed by seed."""
+
+    total: Interval
+    gap: Interval
+    verdict: str
+
+    @classmethod
+    def of(cls, values: dict[str, dict[int, float]], name: str, grid: Any) -> Compared:
+        """From every variant's values by seed; the reference is not compared with itself."""
+        metric, _, better = METRIC[grid.task]
+        own, reference = values[name], {} if name == grid.reference else values[grid.reference]
+        both = [seed for seed in own if seed in reference]
+        base = 1.0 if metric == "accuracy" else _mean(reference[seed] for seed in both)
+        gap = Interval.of([(own[seed] - reference[seed]) / base for seed in both])
+        return cls(Interval.of(own.values()), gap, verdict(gap, better))
+
+
+def _row(name, runs, metric, at_end: Compared, in_time: Compared, speed) -> Row:
+    good = [r for r in runs if r["diverged"] is None]
+    positions = [parts for r in good if (parts := eighths(r))]
+    training = [r["training"] for r in runs]
+    denominators = [r["smallest_denominator"] for r in good if r.get("smallest_denominator") is not None]
+    return Row(
+        variant=name,
+        seeds=len(runs),
+        diverged=len(runs) - len(good),
+        parameters=runs[0]["parameters"],
+        tokens=(good or runs)[0]["tokens"],
+        mean=at_end.total.mean,
+        interval=at_end.total.half,
+        difference=at_end.gap.mean,
+        difference_interval=at_end.gap.half,
+        verdict=at_end.verdict,
+        at_equal_seconds=in_time.total.mean,
+        interval_at_equal_seconds=in_time.total.half,
+        difference_at_equal_seconds=in_time.gap.mean,
+        difference_interval_at_equal_seconds=in_time.gap.half,
+        verdict_at_equal_seconds=in_time.verdict,
+        tokens_per_second=speed or math.nan,
+        first_eighth=_mean(parts[0] for parts in positions),
+        last_eighth=_mean(parts[-1] for parts in positions),
+        grad_norm_median=statistics.median(t["grad_norm_median"] for t in training),
+        grad_norm_peak=max(t["grad_norm_peak"] for t in training),
+        spikes=sum(len(spikes(t["losses"])) for t in training) if metric == "bpb" else 0,
+        smallest_denominator=min(denominators, default=None),
+        state_bytes=runs[0]["state_bytes"],
+    )
+
+
+def spikes(losses: list[float]) -> list[int]:
+    """Which hundredths of a run had a mean loss `SPIKE` times the median of the `SPIKE_WINDOW` before. (Single steps
+    say nothing: a batch of two rows may just be hard. Nor does recall, whose batches are of several kinds.)"""
+    found = range(SPIKE_WINDOW, len(losses))
+    return [i for i in found if losses[i] > SPIKE * statistics.median(losses[i - SPIKE_WINDOW : i])]
+
+
+def _mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return statistics.fmean(values) if values else math.nan
+
+
+def verdict(gap: Interval, better: int) -> str:
+    """Whether the difference's interval excludes 0, and on which side it lies."""
+    if math.isnan(gap.mean):
+        return ""
+    if math.isnan(gap.half):
+        return "one seed"
+    if abs(gap.mean) <= gap.half:
+        return "within noise"
+    return "better" if gap.mean * better > 0 else "worse"
+
+
+def equal_seconds(by_variant: dict[str, list[dict[str, Any]]], speeds: dict[str, float]) -> float:
+    """The seconds that the fastest variant takes for its run: all others are read at that time."""
+    ended = {name: [r["tokens"] for r in runs if r["diverged"] is None] for name, runs in by_variant.items()}
+    return min(
+        (tokens[0] / speeds[name] for name, tokens in ended.items() if tokens and name in speeds), default=math.nan
+    )
+
+
+def at_tokens(run: dict[str, Any], metric: str, speed: float | None, seconds: float) -> float:
+    """The final metric, less what the curve still gained after so many seconds at that speed (it reads a part of the
+    text only); NaN before its first point. The learning rate had not come to its end there, so a run of that length
+    would have done a little better."""
+    curve = [(p["tokens"], p[metric]) for p in run["curve"] if metric in p]
+    if not speed or not curve:
+        return math.nan
+    tokens = min(seconds * speed, curve[-1][0])
+    for (t0, y0), (t1, y1) in itertools.pairwise(curve):
+        if t0 <= tokens <= t1:
+            share = math.log(tokens / t0) / math.log(t1 / t0)
+            return run["final"][metric] + y0 + share * (y1 - y0) - curve[-1][1]
+    return run["final"][metric] if tokens == curve[-1][0] else math.nan
+
+
+def by_eighth(results: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """By variant: bits per token in each eighth of rows as long as those of training, the mean over seeds."""
+    found = {name: [e for r in runs if (e := eighths(r))] for name, runs in _by_variant(results).items()}
+    return {name: [_mean(one) for one in zip(*of_runs, strict=True)] for name, of_runs in found.items() if of_runs}
+
+
+def by_case(results: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
+    """By variant and case of a recall task, such as 256x16 (length x pairs): accuracy over seeds."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for name, runs in _by_variant(results).items():
+        cases = [key for key in runs[0]["final"] if key.startswith(CASE)]
+        if cases:
+            found[name] = {c.removeprefix(CASE): asdict(Interval.of(r["final"][c] for r in runs)) for c in cases}
+    return found
+
+
+def _by_variant(results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The runs that came to an end, by variant."""
+    ended = [r for r in results if r["diverged"] is None]
+    return {name: [r for r in ended if r["variant"] == name] for name in dict.fromkeys(r["variant"] for r in ended)}
+
+
+def in_a_line(run: dict[str, Any]) -> str:
+    """What one run came to."""
+    metric, label, _ = METRIC[run["settings"]["task"]]
+    return f"diverged, {run['diverged']}" if run["diverged"] else f"{run['final'][metric]:.3f} {label}"
+
+
+def eighths(run: dict[str, Any]) -> list[float] | None:
+    """Bits per token in each eighth of rows as long as those of training, where they were read."""
+    if not run.get("evaluation"):  # recall tasks have no text
+        return None
+    found = run["evaluation"].get(str(Settings(**run["settings"]).option("context")))
+    return None if found is None else found["eighths"]
+
+
+def by_context(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By variant and context: bits per byte over seeds.
+
+    `late` compares the last half of the rows with the same tokens read in rows of other lengths: positions 8k–16k of a
+    row of 16k are 1k–2k of rows of 2k, where the text is the same and only what came before it differs.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name in dict.fromkeys(r["variant"] for r in results):
+        runs = [r for r in results if r["variant"] == name and r.get("evaluation")]
+        contexts = sorted({int(c) for r in runs for c in r["evaluation"]})
+        found[name] = {
+            str(context): {
+                **asdict(Interval.of([r["evaluation"][str(context)]["bpb"] for r in runs])),
+                "late": {str(short): asdict(_late(runs, context, short)) for short in contexts if short < context},
+            }
+            for context in contexts
+        }
+    return {name: values for name, values in found.items() if values}
+
+
+def _late(runs: list[dict[str, Any]], context: int, short: int) -> Interval:
+    """Relative change of bits per token from reading with `short` rows to reading with rows of `context`, over tokens
+    that stand in the last half of both."""
+    return Interval.of([_late_change(r["evaluation"], context, short) for r in runs])
+
+
+def _late_change(evaluation: dict[str, Any], context: int, short: int) -> float:
+    if short < 2 * BLOCK:
+        return math.nan  # a block is no part of half a row
+    long_blocks, short_blocks = evaluation[str(context)]["blocks"], evaluation[str(short)]["blocks"]
+    chosen = [
+        block
+        for block in range(len(long_blocks))
+        if block * BLOCK % context >= context / 2 and block * BLOCK % short >= short / 2
+    ]
+    return _mean(long_blocks[b] for b in chosen) / _mean(short_blocks[b] for b in chosen) - 1
+
+
+# --- table and picture -----------------------------------------------------------------------------------------------
+
+
+def table_of(rows: list[Row], grid: Any):
+    """A row for each variant, best first."""
+    metric, label, _ = METRIC[grid.task]
+    length = f"{grid.tokens:,} tokens" if grid.tokens else f"{grid.minutes:g} minutes"
+    table = report.new_table(
+        f"{grid.title}\n{label} after {length}",
+        f"±: 95 % over seeds. vs: to {grid.reference}, seed by seed\n+ better, - worse, ~ within noise, ? one seed\n"
+        "1st, 8th: bits per token in that eighth of a row\npeak: gradient norm after the warm-up, any seed",
+        text=["variant"],
+        numbers=[metric, "±", "vs", "±", "", "1st", "8th", "peak", "runs"],
+    )
+    for row in rows:
+        table.add_row(
+            row.variant,
+            *_compared(row.mean, row.interval, row.difference, row.difference_interval, row.verdict),
+            _or_blank("{:.3f}", row.first_eighth),
+            _or_blank("{:.3f}", row.last_eighth),
+            f"{row.grad_norm_peak:.2g}",
+            f"{row.seeds}" + (f" [red]{row.diverged} diverged[/red]" if row.diverged else ""),
+        )
+    return table
+
+
+def table_at_equal_seconds(rows: list[Row], grid: Any):
+    """The same rows at equal wall-clock; None where no speed is known, or the runs themselves have equal time."""
+    known = [row for row in rows if not math.isnan(row.at_equal_seconds)]
+    if grid.minutes or not known:
+        return None
+    metric, label, _ = METRIC[grid.task]
+    table = report.new_table(
+        f"{grid.title}\n{label} at equal wall-clock",
+        "in the time of the fastest: of slower ones from\ntheir curve, in the middle of their schedule",
+        text=["variant"],
+        numbers=[metric, "±", "vs", "±", "", "tok/s"],
+    )
+    for row in sorted(known, key=lambda row: -METRIC[grid.task][2] * row.at_equal_seconds):
+        found = (
+            row.at_equal_seconds,
+            row.interval_at_equal_seconds,
+            row.difference_at_equal_seconds,
+            row.difference_interval_at_equal_seconds,
+            row.verdict_at_equal_seconds,
+        )
+        table.add_row(row.variant, *_compared(*found), f"{row.tokens_per_second:,.0f}")
+    return table
+
+
+def _compared(mean: float, half: float, gap: float, gap_half: float, verdict: str) -> list[str]:
+    """A mean and a difference, as cells of a table."""
+    marks = {"better": "[green]+[/green]", "worse": "[red]-[/red]", "within noise": "~", "one seed": "?"}
+    forms = {"{:.3f}": half, "{:+.1%}": gap, "{:.1%}": gap_half}
+    return [f"{mean:.3f}", *(_or_blank(form, value) for form, value in forms.items()), marks.get(verdict, "")]
+
+
+def _or_blank(form: str, value: float) -> str:
+    return "" if math.isnan(value) else form.format(value)
+
+
+def remarks(rows: list[Row], results: list[dict[str, Any]], grid: Any) -> list[str]:
+    """What the table does not say: runs that diverged, spikes, unequal sizes."""
+    said = [f"{r['variant']}, seed {r['seed']}: diverged, {r['diverged']}" for r in results if r["diverged"]]
+    said += [f"{row.variant}: the loss spiked, in {row.spikes} hundredths of a run" for row in rows if row.spikes]
+    for row in rows:
+        lengths = {r["steps"] for r in results if r["variant"] == row.variant and not r["diverged"]}
+        if len(lengths) > 1:
+            said.append(
+                f"{row.variant}: its runs have {' and '.join(map(str, sorted(lengths)))} steps, not as many each"
+            )
+    read = [row.tokens for row in rows if row.diverged < row.seeds]
+    if read and grid.tokens is not None and max(read) > (1 + TOLERANCE) * min(read):
+        said.append(f"steps of unequal sizes: runs read {min(read):,} to {max(read):,} tokens, not as many each")
+    sizes = [row.parameters for row in rows]
+    if max(sizes) > (1 + TOLERANCE) * min(sizes):
+        said.append(f"models differ in size: {min(sizes):,} to {max(sizes):,} parameters")
+    for name, what in (("text", "texts"), ("device", "devices"), ("torch", "versions of PyTorch")):
+        if len(found := {r[name] for r in results if r.get(name)}) > 1:
+            said.append(f"the runs were made on different {what}: {', '.join(sorted(found))}")
+    return said
+
+
+def remarks_on_speeds(spreads: dict[str, float], machines: set[str], without: list[str]) -> list[str]:
+    """How well speeds are known: of which variants not, the widest spread over the rounds that they were measured in,
+    and where."""
+    said = []
+    if without:
+        said.append(f"not in this table, for want of a speed or of a validation so early: {', '.join(without)}")
+    if spreads:
+        name = max(spreads, key=spreads.__getitem__)
+        said.append(f"tok/s are medians: half of the rounds lie within {spreads[name]:.0%} of each other ({name})")
+    if len(machines) > 1:
+        said.append(f"tok/s were measured on different machines, so equal s is a guess: {', '.join(sorted(machines))}")
+    return said
+
+
+def draw(path: Path, rows: list[Row], results: list[dict[str, Any]], grid: Any) -> None:
+    """Means with intervals; validation against tokens; by position; by the length of the rows; recall by case."""
+    from matplotlib.figure import Figure
+
+    shown = [row for row in rows if not math.isnan(row.mean)]
+    contexts, parts, cases = by_context(results), by_eighth(results), by_case(results)
+    looks = {row.variant: {"color": f"C{i % 10}", "linestyle": STYLES[i // 10 % 3]} for i, row in enumerate(shown)}
+    panels = [
+        lambda axes: _draw_means(axes, shown, results, grid, looks),
+        lambda axes: _draw_curves(axes, shown, results, grid, looks),
+    ]
+    if parts:
+        panels.append(lambda axes: _draw_eighths(axes, parts, looks))
+    if any(len(values) > 1 for values in contexts.values()):
+        panels.append(lambda axes: _draw_contexts(axes, contexts, looks))
+    if cases:
+        panels.append(lambda axes: _draw_cases(axes, cases, looks))
+    figure = Figure(figsize=(5.2 * len(panels), max(4.5, 0.3 * len(shown) + 2)), layout="constrained")
+    figure.suptitle(grid.title, fontsize="medium")
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        panel(axes)
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+
+
+def _draw_means(axes: Axes, rows: list[Row], results, grid: Any, looks: dict[str, Any]) -> None:
+    metric, label, _ = METRIC[grid.task]
+    for height, row in enumerate(reversed(rows)):
+        half = 0 if math.isnan(row.interval) else row.interval
+        axes.errorbar(row.mean, height, xerr=half, fmt="o", color=looks[row.variant]["color"], capsize=3)
+        seeds = [r["final"][metric] for r in results if r["variant"] == row.variant and r["diverged"] is None]
+        axes.plot(seeds, [height] * len(seeds), "|", color="black", markersize=7)
+    axes.set_yticks(range(len(rows)), [row.variant for row in reversed(rows)], fontsize="small")
+    axes.set_xlabel(f"{label}: mean, 95 % interval, each seed")
+
+
+def _draw_curves(axes: Axes, rows: list[Row], results, grid: Any, looks: dict[str, Any]) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    metric, label, _ = METRIC[grid.task]
+    for row in rows:
+        curves = [r["curve"] for r in results if r["variant"] == row.variant and r["diverged"] is None]
+        points = {p["tokens"] for curve in curves for p in curve if metric in p}
+        means = {t: _mean(p[metric] for curve in curves for p in curve if p["tokens"] == t) for t in sorted(points)}
+        axes.plot(means.keys(), means.values(), marker=".", label=row.variant, **looks[row.variant])
+    axes.set_xlabel("training tokens")
+    # see training_run.validation_batches
+    axes.set_ylabel(f"{label} on part of the validation text" if grid.task == "text" else f"{label} in validation")
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(lambda tokens, _: report.count_text(tokens))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    # beside the curves where there are many, lest it cover one of them
+    place = {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if len(rows) > 6 else {}
+    axes.legend(fontsize="x-small", **place)
+
+
+def _draw_eighths(axes: Axes, parts: dict[str, list[float]], looks: dict[str, Any]) -> None:
+    for name in filter(parts.__contains__, looks):
+        axes.plot(range(1, len(parts[name]) + 1), parts[name], marker=".", **looks[name])
+    axes.set_xlabel("eighths of a row as long as in training")
+    axes.set_ylabel("bits per token")
+
+
+def _draw_contexts(axes: Axes, contexts: dict[str, Any], looks: dict[str, Any]) -> None:
+    lengths = sorted({int(length) for found in contexts.values() for length in found})
+    for number, name in enumerate(filter(contexts.__contains__, looks)):
+        found = {length: contexts[name][str(length)] for length in lengths if str(length) in contexts[name]}
+        halves = [0 if math.isnan(values["half"]) else values["half"] for values in found.values()]
+        means = [values["mean"] for values in found.values()]
+        aside = [length * 1.02 ** (number - len(contexts) / 2) for length in found]  # bars in one place hide each other
+        axes.errorbar(aside, means, yerr=halves, marker=".", capsize=3, **looks[name])
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axes.set_xlabel("rows of so many tokens (the same text)")
+    axes.set_ylabel("bits per byte")
+
+
+def _draw_cases(axes: Axes, cases: dict[str, Any], looks: dict[str, Any]) -> None:
+    for name in filter(cases.__contains__, looks):
+        means = [values["mean"] for values in cases[name].values()]
+        axes.plot(list(cases[name]), means, marker=".", **looks[name])
+    axes.tick_params(axis="x", labelsize="x-small")
+    axes.set_xlabel("length x pairs")
+    axes.set_ylabel("accuracy, mean over seeds")

@@ -1,0 +1,426 @@
+"""Grids of training runs: a YAML file with what all runs share, the variants, and the seeds.
+
+    title: Where the rotation stands
+    tokens: 1_000_000               # of each run; or minutes: 10, at each variant's own speed
+    seeds: [0, 1, 2]
+    reference: numerator            # what the others are compared with
+    model: {d_model: 128, short_conv: 4}                    # the sections of `linrope fit`
+    data: {context: 512, batch_size: 4}
+    optimizer: {lr: 1.0e-2, warmup_steps: 50}
+    variants:
+      numerator: {}
+      none: {model.rope: null}      # what differs, by its path
+
+Everything is checked before anything runs: a mistake in the last variant costs no hour.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import math
+import re
+from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from linrope import LanguageModel, LanguageModelConfig
+from linrope.data.batches.curriculum import CurriculumStage, TrainingPlan
+from linrope.data.corpus.opening import OpenedText, open_text
+from linrope.data.corpus.sequences import Corpus
+from linrope.data.tokenizers.bytes import VOCAB_SIZE, ByteTokenizer
+from linrope.errors import InputError, require_choice, suggest
+from linrope.segmented import require_carried_state
+from linrope.training import MQARDataModule, OptimizerConfig, TextDataModule
+from linrope.utils.options import check_keys, check_types
+
+SECTIONS = ("model", "data", "optimizer")
+DATA_MODULES = {"text": TextDataModule, "mqar": MQARDataModule}
+"""By task."""
+BLOCK, EIGHTHS = 256, 8
+"""Losses are kept by blocks of so many tokens of a text, and by parts of a row, so many."""
+HELD_OUT = (0.95, 0.05, 0.0)
+"""The `data.fractions` of the shipped grids. (Three fifths of the default's validation text are one file of prose.)"""
+SPEED_TOKENS = 8192
+"""Tokens of a step whose time is measured, at most: the speed at which long rows are trained needs one row."""
+TOLERANCE = 0.02
+"""Models count as equally large when their numbers of parameters differ by no more than this share."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is measured of a trained model besides its validation."""
+
+    contexts: list[int] = field(default_factory=list)
+    """The same text is read in rows of each of these lengths, the model starting anew at each row."""
+    tokens: int = 262_144
+    """How much of the validation split that text is, from its beginning."""
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise InputError(f"evaluate.tokens={self.tokens} must be 1 or more.")
+        for context in self.contexts:
+            if context < 1 or self.tokens % context or context % EIGHTHS:
+                raise InputError(
+                    f"evaluate.contexts: {context} must be a multiple of {EIGHTHS} that divides "
+                    f"evaluate.tokens={self.tokens}."
+                )
+            if context > BLOCK and context % BLOCK:
+                raise InputError(f"evaluate.contexts: {context} is above {BLOCK} and must be a multiple of it.")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A grid as its file has it; `variants` maps names to what differs."""
+
+    title: str
+    variants: dict[str, Any]
+    reference: str
+    seeds: list[int]
+    more_seeds: dict[str, list[int]] = field(default_factory=dict)
+    """Further seeds of some variants, for a difference as small as that between seeds."""
+    tokens: int | None = None
+    minutes: float | None = None
+    task: str = "text"
+    model: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    evaluate: Evaluation = field(default_factory=Evaluation)
+    validations: int = 8
+    """How often a run is validated, for the curves."""
+    validation_tokens: int = 163_840
+    """How much of the validation split is read at the end; a quarter of it for the curves."""
+    match_parameters: bool = True
+    """Widen or narrow the MLPs of variants, so that all models are as large as the reference."""
+
+    def __post_init__(self) -> None:
+        require_choice("task", self.task, DATA_MODULES)
+        if not self.variants or not isinstance(self.variants, dict):
+            raise InputError("variants: the grid has none; name at least one.")
+        for name in self.variants:
+            if not (isinstance(name, str) and re.fullmatch(r"[\w.+-]{1,100}", name)):
+                raise InputError(
+                    f"variants: {name!r} names files too: use up to 100 letters, digits and . + - _, and put quotes "
+                    "around what YAML takes for a number or a date."
+                )
+        require_choice("reference", self.reference, self.variants)
+        for name in self.more_seeds:
+            require_choice("more_seeds", name, self.variants)
+        for seeds in (self.seeds, *(self.seeds + more for more in self.more_seeds.values())):
+            if any(not 0 <= seed < 2**32 for seed in seeds) or len(set(seeds)) != len(seeds):
+                raise InputError(f"seeds={seeds} must be different whole numbers from 0, below 2^32.")
+        if len(self.seeds) < 2:
+            raise InputError(f"seeds={self.seeds}: an interval needs two seeds or more.")
+        if (self.tokens is None) == (self.minutes is None):
+            raise InputError(f"tokens={self.tokens} and minutes={self.minutes}: give one of them, the length of a run.")
+        for name in ("tokens", "minutes", "validations", "validation_tokens"):
+            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
+                raise InputError(f"{name}={value} must be a finite number above 0.")
+
+    @property
+    def measured(self) -> dict[str, Any]:
+        """What of the grid decides its results, besides the settings of each variant."""
+        names = ("title", "tokens", "minutes", "validations", "validation_tokens")
+        return {**{name: getattr(self, name) for name in names}, "evaluate": asdict(self.evaluate)}
+
+    @property
+    def runs(self) -> list[tuple[str, int]]:
+        """Every (variant, seed), seed by seed: an interrupted grid has whole seeds. Further seeds come last."""
+        more = sorted((seed, variant) for variant, seeds in self.more_seeds.items() for seed in seeds)
+        runs = [(variant, seed) for seed in self.seeds for variant in self.variants]
+        return runs + [(variant, seed) for seed, variant in more]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that decides one variant's runs, but for the seed and the number of steps."""
+
+    task: str
+    model: dict[str, Any]
+    data: dict[str, Any]
+    optimizer: dict[str, Any]
+
+    @property
+    def model_config(self) -> LanguageModelConfig:
+        return LanguageModelConfig.from_dict(self.model)
+
+    @property
+    def curriculum(self) -> list[dict[str, Any]] | None:
+        return self.data.get("curriculum")
+
+    @property
+    def plan(self) -> TrainingPlan:
+        """Which rows each step has; one without a curriculum, of rows of text or not, has a single stage."""
+        if self.task == "text":
+            return TextDataModule(**self.data).plan_for(batches_per_step=1)
+        return TrainingPlan([CurriculumStage(1, self.option("tokens_per_batch"), batch_size=1)])
+
+    def option(self, name: str) -> Any:
+        """An option of the data, given or by default."""
+        parameters = inspect.signature(DATA_MODULES[self.task]).parameters
+        return self.data.get(name, parameters[name].default)
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest row that is trained on."""
+        if self.task == "mqar":
+            return max(length for length, _, _ in self.option("stages"))
+        return max(stage.seq_len for stage in self.plan.stages)
+
+    @property
+    def timed_rows(self) -> int:
+        """Rows of the training step whose time is measured."""
+        return max(1, min(self.plan.tokens_at(1), SPEED_TOKENS) // self.longest_row)
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for the same settings, whatever else changed."""
+        return _hash(asdict(self))
+
+    def speed_key(self, device: str) -> str:
+        """The same for the same training step on the same kind of device: a learning rate takes no time."""
+        return _hash([self.task, self.model, self.timed_rows, self.longest_row, device])
+
+
+def _hash(values: Any) -> str:
+    return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def read_grid(path: Path) -> Grid:
+    """The grid in a YAML file.
+
+    Raises:
+        InputError: no such file, no YAML, an option that a grid does not have or that does not fit the others.
+    """
+    try:
+        values = yaml.load(path.read_text(), _Loader)
+    except OSError as error:
+        shipped = sorted(file.stem for file in (Path(__file__).parents[1] / "grids").glob("*.yaml"))
+        raise InputError(
+            f"--grid {path}: cannot be read ({error.strerror}). benchmarks/grids has {', '.join(shipped)}."
+        ) from error
+    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # a date that is none, not UTF-8, …
+        raise InputError(f"--grid {path} is no YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise InputError(f"--grid {path} must be a set of options, as benchmarks/grid.py describes.")
+    values = {name: value for name, value in values.items() if value is not None}  # `model:` with nothing after it
+    check_keys(values, Grid)
+    check_types(values, Grid)
+    return Grid(**{**values, "evaluate": Evaluation(**values.get("evaluate", {}))})
+
+
+class _Loader(yaml.SafeLoader):
+    """One that says where a name is there twice, of which YAML keeps the last: a variant would be lost."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is there twice", key.start_mark)
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
+        return super().construct_mapping(node, deep)
+
+
+def _check_options(values: Iterable[str], known: Iterable[str], what: str) -> None:
+    for name in values:
+        if name not in known:
+            raise InputError(f"{name!r} is no option of {what}.{suggest(name, known)}")
+
+
+def settings_of(grid: Grid) -> dict[str, Settings]:
+    """The settings of every variant, checked, with models of equal size.
+
+    Raises:
+        InputError: an option that does not exist or does not fit, named with its variant.
+    """
+    settings = {}
+    for name, changes in grid.variants.items():
+        try:
+            settings[name] = _variant(grid, {} if changes is None else changes)
+        # of the others a value too large for PyTorch or a float, or one that nobody foresaw
+        except (InputError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+            raise InputError(f"variant {name!r}: {str(error).splitlines()[0]}") from error
+    _check_same_text(settings)
+    if not grid.match_parameters:
+        return settings
+    size = n_parameters(settings[grid.reference])
+    return {name: _matched(name, own, size) for name, own in settings.items()}
+
+
+def _variant(grid: Grid, changes: dict[str, Any]) -> Settings:
+    if not isinstance(changes, dict):
+        raise InputError(f"{changes!r} is no set of options: write what differs as {{model.rope: null}}, or {{}}.")
+    sections = {name: deepcopy(getattr(grid, name)) for name in SECTIONS}
+    for path, value in changes.items():
+        _set(sections, path, value)
+    settings = Settings(grid.task, **sections)
+    data_module = DATA_MODULES[grid.task]
+    _check_options(settings.data, inspect.signature(data_module).parameters, "data")
+    _check_options(settings.optimizer, [f.name for f in fields(OptimizerConfig)], "optimizer")
+    if "seed" in settings.data:
+        raise InputError(f"data.seed={settings.data['seed']}: a run's data follow from its seed; give them in `seeds`.")
+    check_types(settings.data, data_module, "data.")
+    check_types(settings.optimizer, OptimizerConfig, "optimizer.")
+    OptimizerConfig(**settings.optimizer)
+    check_types(settings.model, LanguageModelConfig, "model.")
+    settings.model_config  # noqa: B018  it names an unknown option, and the nearest right one
+    data_module(**settings.data)
+    if grid.tokens is not None and grid.tokens < (tokens := settings.plan.tokens_at(1)):
+        raise InputError(f"tokens={grid.tokens} is less than one step has, {tokens}.")
+    if settings.curriculum is not None:
+        _check_curriculum(grid, settings)
+    _check_text(grid, settings) if grid.task == "text" else _check_recall(grid, settings)
+    with torch.device("meta"):
+        model = LanguageModel(settings.model_config)  # layers check more than the configuration can
+    if settings.data.get("contiguous"):
+        require_carried_state(model, "data.contiguous=True")
+    return settings
+
+
+def longest_context(settings: Iterable[Settings]) -> int | None:
+    """The longest `data.context` of variants that read text: all are validated on windows of so many tokens, each in
+    rows of its own."""
+    return max((own.option("context") for own in settings if own.task == "text"), default=None)
+
+
+def _check_same_text(settings: dict[str, Settings]) -> None:
+    """Raise InputError unless the windows of the longest rows can be cut into those of every variant."""
+    longest = longest_context(settings.values())
+    for name, own in settings.items():
+        if longest is not None and longest % own.option("context"):
+            raise InputError(
+                f"variant {name!r}: data.context={own.option('context')} does not divide the grid's longest, "
+                f"{longest}, so the two could not be judged on the same text."
+            )
+
+
+def _check_curriculum(grid: Grid, settings: Settings) -> None:
+    """Raise InputError where a run's length does not follow from tokens, or is too short for all stages."""
+    if grid.tokens is None:
+        raise InputError(
+            "data.curriculum has steps of different speeds, so what a run reads in so many minutes is not known: give "
+            "the grid tokens instead of minutes, or leave it out."
+        )
+    planned, steps = settings.plan, n_steps(grid, settings)
+    if steps < planned.n_steps:
+        raise InputError(
+            f"data.curriculum takes {planned.n_steps:,} steps, tokens={grid.tokens} in {grid.validations} parts of "
+            f"equal length {steps:,}: lower the stages' tokens (the last stage goes on to the end)."
+        )
+
+
+def _check_text(grid: Grid, settings: Settings) -> None:
+    """Raise InputError unless the model reads bytes and there is as much validation text as is to be read."""
+    if settings.model_config.vocab_size < VOCAB_SIZE:
+        raise InputError(
+            f"model.vocab_size={settings.model_config.vocab_size} must be {VOCAB_SIZE} or more, for bytes."
+        )
+    if not isinstance(_opened(settings).tokenizer, ByteTokenizer):
+        raise InputError(
+            f"data.path={settings.option('path')!r} holds tokens that are no bytes, and a grid measures bits per byte "
+            "of text: give text files."
+        )
+    trained_on, available = (len(splits_of(settings)[split]) for split in ("train", "val"))
+    needs = {
+        "data.context": settings.option("context"),
+        "validation_tokens": grid.validation_tokens,
+        "evaluate.tokens": grid.evaluate.tokens if grid.evaluate.contexts else 0,
+    }
+    for name, needed in needs.items():
+        if available <= needed:
+            raise InputError(f"{name}={needed} must be less than the {available} tokens for validation.")
+    if trained_on <= settings.longest_row:
+        name = "context" if settings.curriculum is None else "curriculum"
+        raise InputError(
+            f"data.{name} has rows of {settings.longest_row} tokens, and the text to train on {trained_on}: shorten "
+            "the rows."
+        )
+
+
+@cache
+def held_out() -> Corpus:
+    """The text that the grids for text in benchmarks/grids are validated on, none of which they train on."""
+    return open_text(None, HELD_OUT).corpora["val"]
+
+
+def splits_of(settings: Settings) -> dict[str, Corpus]:
+    """The text of a variant that reads text, by split."""
+    return _opened(settings).corpora
+
+
+def _opened(settings: Settings) -> OpenedText:
+    path, *options = map(settings.option, ("path", "tokenizer", "token_dtype"))
+    return _open_text(path, tuple(settings.option("fractions")), *options)
+
+
+_open_text = cache(open_text)
+
+
+def text_fingerprint(settings: Settings) -> str | None:
+    """The same for the same files in the same splits; None where the task makes its own rows."""
+    if settings.task != "text":
+        return None
+    return _hash({name: corpus.fingerprint() for name, corpus in splits_of(settings).items()})
+
+
+def _check_recall(grid: Grid, settings: Settings) -> None:
+    """Raise InputError unless the model knows the task's tokens."""
+    MQARDataModule(**settings.data).require_vocabulary(settings.model_config.vocab_size)
+    if grid.evaluate.contexts:
+        raise InputError(
+            f"evaluate.contexts={grid.evaluate.contexts} are rows of text: leave them out of recall tasks."
+        )
+
+
+def _set(sections: dict[str, Any], path: str, value: Any) -> None:
+    """Put a value at a dotted path such as model.rope.base."""
+    *parents, last = str(path).split(".")
+    if not parents or parents[0] not in sections:
+        raise InputError(f"{path!r} must begin with one of {', '.join(f'{name}.' for name in sections)}")
+    place = sections
+    for name in parents:
+        if not isinstance(place.get(name), dict):
+            place[name] = {}
+        place = place[name]
+    place[last] = value
+
+
+def n_parameters(settings: Settings) -> int:
+    """How many parameters the model has, without making them."""
+    with torch.device("meta"):
+        return LanguageModel(settings.model_config).n_parameters
+
+
+def _matched(name: str, settings: Settings, size: int) -> Settings:
+    """The settings with the width of the MLPs at which the model has `size` parameters, as nearly as a width can."""
+    own = n_parameters(settings)
+    if abs(own - size) <= TOLERANCE / 4 * size:
+        return settings  # a temperature or an odd number of heads is no reason for odd widths
+    width = settings.model_config.mlp_width
+
+    def at(new_width: int) -> Settings:
+        return Settings(settings.task, {**settings.model, "d_ff": new_width}, settings.data, settings.optimizer)
+
+    per_unit = n_parameters(at(width + 1)) - n_parameters(at(width))
+    matched = at(max(1, width + round((size - own) / per_unit)))
+    if abs(n_parameters(matched) - size) > TOLERANCE * size:
+        raise InputError(
+            f"variant {name!r} has {own:,} parameters, the reference {size:,}: no width of the MLPs makes them equal. "
+            "Change its size, or set match_parameters: false."
+        )
+    return matched
+
+
+def n_steps(grid: Grid, settings: Settings, tokens_per_second: float | None = None) -> int:
+    """Optimizer steps of a run: by tokens, or by the time they take at that speed; a multiple of its validations, so
+    that the last comes at the end."""
+    tokens = grid.tokens if grid.tokens is not None else grid.minutes * 60 * tokens_per_second
+    steps = max(1, settings.plan.steps_within(tokens))
+    return steps - steps % grid.validations if steps >= grid.validations else steps

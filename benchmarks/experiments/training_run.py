@@ -1,0 +1,312 @@
+"""One training run of a grid, in a process of its own: `python -m benchmarks.training_run SPEC.json`.
+
+It trains as `linrope fit` does, keeps a checkpoint beside its result so that an interrupted run goes on where it was
+(Ctrl-C and SIGTERM finish the step and save), prints a line of JSON for each few steps (the parent's progress bar reads
+them), and writes SPEC's `result`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from benchmarks.experiments.grid import BLOCK, EIGHTHS, Evaluation, Settings
+from linrope import LanguageModel, linear_attention
+from linrope.cli.training import quiet_lightning
+from linrope.data.batches.windows import EvaluationWindows
+from linrope.data.corpus.sequences import Corpus
+from linrope.data.tokenizers.bytes import bytes_of
+from linrope.errors import NonFiniteError
+from linrope.evaluation.row_lengths import row_losses
+from linrope.losses import bits_per_byte
+from linrope.profiling.hooks import Seen, watched
+from linrope.training import LanguageModelingModule, MQARDataModule, OptimizerConfig, RecallModule, TextDataModule
+from linrope.training.callbacks.interruption import GracefulStop, Interrupted
+from linrope.training.callbacks.last_checkpoint import LastCheckpoint
+from linrope.training.callbacks.memory_preflight import MemoryPreflight
+from linrope.utils.files import whole_file
+
+SAY_EVERY_SECONDS = 0.5
+SAVE_EVERY_SECONDS = 120
+INTERRUPTED = 130
+"""The exit status of a run that Ctrl-C or SIGTERM ended."""
+UNFINISHED = ".unfinished"
+
+
+@dataclass
+class Recorder(Callback):
+    """What happens in a run, as plain values that go into its checkpoints.
+
+    Attributes:
+        losses, grad_norms: of every step, in nats per token and before clipping.
+        curve: (step, validation metrics) at every validation.
+        seconds: spent in training steps.
+    """
+
+    folder: Path
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    curve: list[dict[str, float]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.saver = LastCheckpoint(self.folder, every_n_steps=1)
+        self._said = self._saved = time.monotonic()
+
+    state_key = "Recorder"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("losses", "grad_norms", "curve", "seconds")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self._began = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        self.seconds += time.perf_counter() - self._began
+        self.losses.append(trainer.callback_metrics["train_loss"].item())
+        self.grad_norms.append(trainer.callback_metrics["grad_norm"].item())
+        now = time.monotonic()
+        if now - self._said > SAY_EVERY_SECONDS or trainer.global_step == trainer.max_steps:
+            self._said = now
+            say(step=trainer.global_step, of=trainer.max_steps, loss=self.losses[-1])
+        validates = trainer.global_step % trainer.val_check_interval == 0  # which a resumed run would not do again
+        if now - self._saved > SAVE_EVERY_SECONDS and not validates:
+            self._save(trainer)
+
+    def on_validation_end(self, trainer: Trainer, *args: Any) -> None:
+        self.curve.append({"step": trainer.global_step, **_validation_metrics(trainer)})
+        self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        self._saved = time.monotonic()
+        self.saver.save(trainer)
+
+
+def _validation_metrics(trainer: Trainer) -> dict[str, float]:
+    return {k.removeprefix("val_"): v.item() for k, v in trainer.callback_metrics.items() if k.startswith("val_")}
+
+
+def say(**values: Any) -> None:
+    print(json.dumps(values), flush=True)
+
+
+class PiecesOfWindows(Dataset[dict[str, Tensor]]):
+    """Windows, each cut into rows of `context` tokens."""
+
+    def __init__(self, windows: EvaluationWindows, context: int) -> None:
+        self.windows, self.context = windows, context
+        self.per_window = windows.context // context
+
+    def __len__(self) -> int:
+        return len(self.windows) * self.per_window
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        number, piece = divmod(i, self.per_window)
+        place = slice(piece * self.context, (piece + 1) * self.context)
+        return {name: tokens[place] for name, tokens in self.windows[number].items()}
+
+
+class GridText(TextDataModule):
+    """Text as users train on it, but validated on windows of a grid's longest rows, one a batch, cut into the variant's
+    own: which windows come first depends on their length, and all variants are to be judged on the same text."""
+
+    def __init__(self, longest_context: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.longest_context = longest_context
+
+    def evaluation_windows(self, split: str) -> PiecesOfWindows:
+        windows = EvaluationWindows(self.corpora[split], self.longest_context, split, self.documents)
+        return PiecesOfWindows(windows, self.context)
+
+    def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        rows = self.evaluation_windows("val")
+        return DataLoader(rows, batch_size=rows.per_window)
+
+
+def run(
+    settings: Settings,
+    seed: int,
+    steps: int,
+    evaluation: Evaluation,
+    options: dict[str, Any],
+    stem: Path,
+    longest_context: int | None = None,
+    device: str = "cpu",
+) -> dict:
+    """Train once, and say all that is to be known of it.
+
+    Args:
+        options: `validations` and `validation_tokens`, as a Grid has them.
+        stem: where checkpoints and weights go, without an ending.
+        longest_context: of the grid's variants that read text; None for this variant's own.
+        device: cpu or cuda.
+    """
+    seed_everything(seed, verbose=False)
+    optimizer_config = OptimizerConfig(**settings.optimizer)
+    if settings.task == "text":
+        longest_context = longest_context or settings.option("context")
+        module = LanguageModelingModule(settings.model_config, optimizer_config, seed=seed)
+        data = GridText(longest_context, **settings.data, seed=seed)
+    else:
+        module = RecallModule(settings.model_config, optimizer_config, seed=seed)
+        data = MQARDataModule(**settings.data, seed=seed)
+    # named for all that decides the run: what was begun with other options is not gone on with
+    decides = (settings.fingerprint, steps, options["validations"], options["validation_tokens"], longest_context)
+    recorder = Recorder(stem.with_name(f"{stem.name}.{'-'.join(map(str, decides))}{UNFINISHED}"))
+    checkpoint = recorder.folder / "last.ckpt"
+    few, all_ = validation_batches(settings.task, options["validation_tokens"], longest_context)
+    callbacks = [recorder, GracefulStop(recorder.saver)]
+    if settings.task == "text":
+        callbacks.append(MemoryPreflight())
+    trainer = _trainer(device, steps, few, max(1, steps // options["validations"]), callbacks)
+    failure = None
+    try:
+        trainer.fit(module, data, ckpt_path=checkpoint if checkpoint.exists() else None, weights_only=True)
+    except NonFiniteError as error:
+        failure = str(error).split(";")[0]
+    plan = settings.plan
+    result = {
+        "parameters": module.model.n_parameters,
+        "steps": len(recorder.losses),
+        "tokens": plan.tokens_at(len(recorder.losses)),
+        "seconds": recorder.seconds,
+        "diverged": failure,
+        "training": training_summary(recorder, settings),
+        "curve": [{**point, "tokens": plan.tokens_at(point["step"])} for point in recorder.curve],
+        "state_bytes": module.model.state_bytes(1024),
+    }
+    if failure is None:
+        trainer = _trainer(device, steps, all_, 1, [])
+        trainer.validate(module, data, verbose=False)
+        result["final"] = _validation_metrics(trainer)
+        if not all(map(math.isfinite, result["final"].values())):
+            result["diverged"] = f"val_loss is {result['final']['loss']} after the last step"
+        if settings.task == "text":
+            model = module.model.to(device).eval()  # the trainer has left it on the CPU
+            result["evaluation"] = evaluate_text(model, data, evaluation)
+            result["smallest_denominator"] = smallest_denominator(model, data)
+        module.model.save_pretrained(stem.with_name(stem.name + ".model"))
+    return result
+
+
+def validation_batches(task: str, tokens: int, window: int | None) -> tuple[int, int] | tuple[float, float]:
+    """`limit_val_batches` for the curves, which see a quarter, and for the end: whole windows of so many tokens. Recall
+    tasks are always measured on all of their rows, which are few."""
+    return (1.0, 1.0) if task != "text" else (max(1, tokens // 4 // window), max(1, tokens // window))
+
+
+def _trainer(device: str, steps: int, validation_batches: float, every: int, callbacks: list[Callback]) -> Trainer:
+    return Trainer(
+        max_steps=steps,
+        accelerator="gpu" if device == "cuda" else "cpu",
+        devices=1,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=validation_batches,
+        val_check_interval=every,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+    )
+
+
+def training_summary(recorder: Recorder, settings: Settings) -> dict[str, Any]:
+    """The losses of training in at most a hundred means, and what gradients and losses did after the warm-up."""
+    losses, norms = recorder.losses, recorder.grad_norms
+    per_mean = max(1, math.ceil(len(losses) / 100))
+    warm = min(OptimizerConfig(**settings.optimizer).warmup_steps, max(0, len(norms) - 1))
+    peak = max(range(warm, len(norms)), key=norms.__getitem__, default=None)
+    return {
+        "losses": [round(statistics.fmean(losses[i : i + per_mean]), 4) for i in range(0, len(losses), per_mean)],
+        "grad_norm_median": statistics.median(norms[warm:]) if norms[warm:] else math.nan,
+        "grad_norm_peak": norms[peak] if peak is not None else math.nan,
+        "grad_norm_peak_step": peak,
+    }
+
+
+# --- what a trained model does with text -----------------------------------------------------------------------------
+
+
+def evaluate_text(model: LanguageModel, data: TextDataModule, evaluation: Evaluation) -> dict[str, Any]:
+    """Bits per byte of the same text in rows of each length; bits per token by eighths of a row, over all rows, and by
+    blocks in the text's order."""
+    corpus: Corpus = data.corpora["val"]
+    found = {}
+    for context in evaluation.contexts:
+        text = corpus.tokens(0, evaluation.tokens + 1)
+        losses = row_losses(model, text, context, partial(say, doing=f"reading rows of {context:,}"))
+        bits = losses / math.log(2)
+        n_bytes = bytes_of(text[1:]).sum().item()
+        found[str(context)] = {
+            "bpb": bits_per_byte(losses.sum().item(), n_bytes),
+            "eighths": _rounded(bits.unflatten(1, (EIGHTHS, -1)).mean(dim=(0, 2))),
+            "blocks": _rounded(bits.view(-1, min(BLOCK, context)).mean(dim=1)),
+        }
+    return found
+
+
+def _rounded(values: Tensor) -> list[float]:
+    return [round(value, 4) for value in values.tolist()]
+
+
+@torch.no_grad()
+def smallest_denominator(model: LanguageModel, data: TextDataModule) -> float | None:
+    """The smallest |denominator| of any linear layer, head and token in one row of validation text."""
+    device = next(model.parameters()).device
+    rows, smallest = data.corpora["val"].tokens(0, data.context)[None].to(device), []
+
+    def watch(seen: Seen) -> None:
+        rope, normalize = seen.options["rope"], seen.options["normalize"]
+        if normalize != "none":
+            signed, turned = 0 if rope is None else rope.signed_dim, rope if normalize == "rotary" else None
+            positive = seen.q[..., signed:], seen.k[..., signed:], torch.ones_like(seen.v[..., :1])
+            options = {**seen.options, "rope": turned, "normalize": "none"}
+            smallest.append(linear_attention(*positive, **options).abs().min().item())
+
+    with watched(model, watch):
+        model(rows)
+    return min(smallest, default=None)
+
+
+# --- the process -----------------------------------------------------------------------------------------------------
+
+
+def main(spec_path: str) -> None:
+    """Run what the file says, and put its result in place as a whole."""
+    spec = json.loads(Path(spec_path).read_text())
+    identity, target = spec["identity"], Path(spec["result"])
+    settings, measured = Settings(**identity["settings"]), identity["measured"]
+    quiet_lightning()
+    evaluation = Evaluation(**measured["evaluate"])
+    where = identity["longest_context"], identity["device"]
+    found = run(settings, identity["seed"], spec["steps"], evaluation, measured, target.with_suffix(""), *where)
+    with whole_file(target) as file:
+        file.write((json.dumps({**identity, **found}) + "\n").encode())
+    for folder in target.parent.glob(f"{target.stem}.*{UNFINISHED}"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1])
+    except (Interrupted, KeyboardInterrupt, SystemExit):  # Lightning turns signals into exits, which look like success
+        sys.exit(INTERRUPTED)

@@ -1,0 +1,1 @@
+"""Speed and memory of the operator and of whole models."""

@@ -1,0 +1,221 @@
+"""Peak memory of a training step against the length: softmax, linear, and linear in segments.
+
+    python -m benchmarks.beyond_memory --lengths 16384 65536 262144 1048576
+
+A step is forward, backward and AdamW on one row of random bytes, each in a process of its own; the peak is the whole
+process's, the bare one with PyTorch in it beside. What a method is predicted not to fit into --memory or --seconds is
+left out, and drawn as dashes. With --cost the times of a step at once and in segments are measured in turn, at a
+length that fits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.harness import memory, report
+from benchmarks.harness.pictures import Panel, draw
+from benchmarks.harness.sweep import INTERRUPTED, MEASURED, Budget, Point
+from benchmarks.harness.timing import alternate
+from linrope import LanguageModel, LanguageModelConfig, RotaryConfig, segmented_loss
+from linrope.losses import summed_cross_entropy
+
+METHODS = ("softmax", "linear", "linear in segments")
+GROWTH = {"softmax": (2, 1), "linear": (1, 1), "linear in segments": (1, 0)}
+"""Exponents of time and of memory."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A training step: of which model, on how long a row, in segments of how many tokens (None: at once)."""
+
+    method: str
+    length: int
+    segment_length: int | None
+    config: LanguageModelConfig
+    device: str
+
+    def make(self) -> Callable[[], None]:
+        """One step of a new model; what the row holds does not matter."""
+        torch.manual_seed(0)
+        model = LanguageModel(self.config).to(self.device)
+        optimizer = torch.optim.AdamW(model.parameters())
+        row = torch.randint(256, (1, self.length + 1), device=self.device)
+        inputs, targets = row[:, :-1], row[:, 1:]
+
+        def step() -> None:
+            optimizer.zero_grad()
+            if self.segment_length is None:
+                loss = summed_cross_entropy(model(inputs), targets)
+            else:
+                loss, _ = segmented_loss(model, inputs, targets, self.segment_length)
+            (loss / targets.numel()).backward()
+            optimizer.step()
+
+        return step
+
+
+def peak_of(task: Task, limit: int) -> memory.Peak:
+    """In this process, which may take `limit` bytes in all: a short step first, for what a process has once and keeps,
+    then the peak of one step."""
+    warm_up = Task(task.method, memory.WARM_UP, task.segment_length, task.config, task.device)
+    warm_up.make()()
+    memory.limit_to(limit - memory.HighWater(task.device).before, task.device)
+    step = task.make()
+    return memory.HighWater(task.device).peak_of(step)
+
+
+def task_of(method: str, length: int, options: argparse.Namespace) -> Task:
+    """The models have the same sizes; the linear ones are `recipe` of benchmarks/grids/recipe.yaml."""
+    sizes = {"d_model": options.d_model, "n_layers": options.layers, "n_heads": options.heads, "short_conv": 4}
+    if method == "softmax":
+        config = LanguageModelConfig(attention="softmax", **sizes)
+    else:
+        config = LanguageModelConfig(forget_gate=True, rope=RotaryConfig(signed=True), **sizes)
+    segment = options.segment_length if method == "linear in segments" else None
+    return Task(method, length, segment, config, options.device)
+
+
+def measure(method: str, length: int, options: argparse.Namespace, earlier: list[Point]) -> Point:
+    """The peak of one method at one length, or why there is none."""
+    point = Point(method, length, 1)
+    limit = options.memory
+    status, detail = Budget(options.seconds, limit).refusal(earlier, length, 1, GROWTH[method])
+    if status:
+        point.status, point.detail = status, detail
+        return point
+    try:
+        peak = memory.in_new_process(peak_of, task_of(method, length, options), limit)
+        point.memory_bytes, point.seconds, point.rounds = peak.process, peak.seconds, 1
+        point.tokens_per_second = length / peak.seconds
+    except (memory.OutOfMemory, memory.Failed) as error:
+        point.record_failure(error)
+    return point
+
+
+def cost_ratio(options: argparse.Namespace) -> float:
+    """Time of a step in segments over that of a step at once, medians of turns, at `--cost` tokens."""
+    steps = {method: task_of(method, options.cost, options).make() for method in METHODS[1:]}
+    samples = alternate(steps, options.repeats, options.device, count=False).samples
+    return samples["linear in segments"].median / samples["linear"].median
+
+
+# --- showing ---------------------------------------------------------------------------------------------------------
+
+
+def title_of(options: argparse.Namespace) -> str:
+    model = f"{options.layers} layers, d_model {options.d_model}, {options.heads} heads, one row"
+    return f"a training step: {model}\n{report.device_name(options.device)}"
+
+
+def table_of(points: list[Point], options: argparse.Namespace) -> Table:
+    """A row for each length: peak memory of the process, and tokens per second of that one step."""
+    table = report.new_table(
+        title_of(options),
+        f"peak memory of the process, tokens per second of one step; segments of {options.segment_length:,}",
+        text=[],
+        numbers=["length", *(column for method in METHODS for column in (method, "tok/s"))],
+    )
+    for length in options.lengths:
+        row = {p.method: p for p in points if p.length == length}
+        table.add_row(f"{length:,}", *(cell for method in METHODS for cell in cells(row.get(method))))
+    return table
+
+
+def cells(point: Point | None) -> tuple[str, str]:
+    if point is None or point.status != MEASURED:
+        return ("" if point is None else f"[yellow]{point.status}[/yellow]"), ""
+    return report.bytes_text(point.memory_bytes), f"{point.tokens_per_second:,.0f}"
+
+
+def picture_of(points: list[Point], options: argparse.Namespace, path: Path) -> None:
+    growth = {method: exponents[1] for method, exponents in GROWTH.items()}
+    panel = Panel("memory_bytes", "memory", "peak memory of the process", "bytes", growth)
+    draw(path, title_of(options), points, [panel])
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def parse(args: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("benchmarks.beyond_memory", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    lengths = [2**power for power in range(14, 21)]
+    add("--lengths", type=int, nargs="+", default=lengths, help="tokens of the row (default: 16384 to 1048576)")
+    add("--segment_length", type=int, default=8192, help="tokens of a segment (default: 8192)")
+    add("--layers", type=int, default=4)
+    add("--d_model", type=int, default=128)
+    add("--heads", type=int, default=4)
+    add("--device", choices=["cpu", "cuda"], default="cpu")
+    add("--memory", type=report.parse_bytes, help="what the whole process may take (default: what is free)")
+    add("--seconds", type=float, default=900, help="the longest step that is tried (default: 900)")
+    add(
+        "--cost", type=int, default=32768, help="length at which segments are timed against the whole; 0 for not at all"
+    )
+    add("--repeats", type=int, default=3, help="rounds of that; one more is warm-up")
+    add("--output", type=Path, default=Path("results"), help="folder for CSV, JSON and PNG (default: results)")
+    options = parser.parse_args(args)
+    names = ("lengths", "segment_length", "layers", "d_model", "heads", "seconds", "repeats")
+    report.check_positive(parser, options, *names)
+    if options.cost < 0:
+        parser.error(f"--cost {options.cost}: must be 0 or more")
+    if options.d_model % (4 * options.heads):
+        parser.error(f"--heads {options.heads}: --d_model {options.d_model} must be a multiple of 4 times it, for RoPE")
+    report.check_device(parser, options.device)
+    options.lengths = sorted(set(options.lengths))
+    options.memory = options.memory or int(0.9 * memory.available(options.device))
+    report.make_folder(parser, options.output)
+    return options
+
+
+def main(args: list[str] | None = None) -> int:
+    options = parse(args)
+    console = Console()
+    report.say_if_without_pictures(console)
+    points: list[Point] = []
+    ratio, failure, interrupted = None, None, False
+    try:
+        with report.progress_bar(console) as bar:
+            task = bar.add_task("", total=len(options.lengths) * len(METHODS) + bool(options.cost))
+            for length in options.lengths:
+                for method in METHODS:
+                    bar.update(task, description=f"{method} at {length:,}")
+                    points.append(Point(method, length, 1, INTERRUPTED))
+                    earlier = [p for p in points[:-1] if p.method == method]
+                    points[-1] = measure(method, length, options, earlier)
+                    bar.advance(task)
+            if options.cost:
+                bar.update(task, description=f"cost at {options.cost:,}")
+                try:
+                    ratio = cost_ratio(options)
+                except Exception as error:  # what was measured before is kept
+                    failure = f"cost at {options.cost:,}: {memory.describe(error)}"
+    except KeyboardInterrupt:
+        interrupted = True
+    remarks = [f"{p.method} at {p.length:,}: {p.status}, {p.detail}" for p in points if p.detail]
+    if ratio is not None:
+        remarks.append(f"a step in segments takes {ratio:.2f} times that of one at once, at {options.cost:,} tokens")
+    if failure is not None:
+        remarks.append(failure)
+    report.show(console, table_of(points, options), remarks)
+    details = {
+        **report.surroundings(options.device, "beyond_memory", args),
+        "settings": {k: v for k, v in vars(options).items() if k != "output"},
+        "cost_ratio": ratio,
+        "cost_failure": failure,
+        "interrupted": interrupted,
+    }
+    return report.finish(
+        console, options.output, "beyond_memory", points, details, lambda path: picture_of(points, options, path)
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

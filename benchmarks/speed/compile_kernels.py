@@ -1,0 +1,283 @@
+"""Compile the CUDA kernels for GPUs that need not be there: registers, spills and shared memory of each.
+
+    python -m benchmarks.compile_kernels --target 80 90
+
+Calls of the operator are made on the CPU with their launches recorded instead of run; what they would launch is then
+compiled for each target with Triton's own compiler, just as it would be on the GPU. Exits with 1 where a kernel does
+not compile, or takes more shared memory than the target has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from benchmarks.harness import report
+from linrope import RotaryEmbedding
+from linrope.ops.call import Options, check_inputs
+from linrope.ops.state import State
+from linrope.ops.triton_kernel import launch as triton
+
+SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+"""Bytes that one program may take, by compute capability."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call whose launches are compiled, forward and backward."""
+
+    dim: int = 64
+    width: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    rope: dict[str, Any] | None = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    decay: bool = False
+    packed: bool = False
+    masked: bool = False
+    length: int = 1024
+
+
+EVERYTHING = {"decay": True, "packed": True, "masked": True}
+CASES = {
+    "64": Case(),
+    "128": Case(128, 128),
+    "128, decay": Case(128, 128, decay=True),
+    "64, everything, trained θ": Case(rope={"trainable": True}, **EVERYTHING),
+    "128, everything": Case(128, 128, **EVERYTHING),
+    "256": Case(256, 256),
+    "80 and 96, half-split, softmax features": Case(
+        80, 96, rope={"interleaved": False, "rotary_dim": 40}, options={"feature_map": "softmax"}
+    ),
+    "64, signed, float16, decay": Case(dtype=torch.float16, rope={"signed": True}, decay=True),
+    "64, float32": Case(dtype=torch.float32),
+    "128, float32": Case(128, 128, torch.float32),
+    "256, float32, everything": Case(256, 256, torch.float32, **EVERYTHING),
+    "256, float16": Case(256, 256, torch.float16),
+    "256, trained θ": Case(256, 256, rope={"trainable": True}),
+    "64, no positions, no denominator": Case(rope=None, options={"normalize": "none"}),
+    "64, not causal": Case(options={"causal": False}),
+    "64, one token": Case(decay=True, length=1),
+}
+
+
+# --- what a call would launch ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One launch: the kernel's name, and its arguments."""
+
+    kernel: str
+    args: tuple[Any, ...]
+    constants: dict[str, Any]
+
+
+class Recorder:
+    """Stands in for the module of kernels: `recorder.NAME[grid](...)` is remembered and does nothing."""
+
+    def __init__(self) -> None:
+        self.launches: list[Recorded] = []
+
+    def __getattr__(self, name: str) -> Any:
+        recorder = self
+
+        class Kernel:
+            def __getitem__(self, grid: tuple[int, ...]) -> Any:
+                return lambda *args, **constants: recorder.launches.append(Recorded(name, args, constants))
+
+        return Kernel()
+
+
+def launches_of(case: Case) -> list[Recorded]:
+    """Everything that the case would launch, forward and backward, or for its one token."""
+    recorder, real = Recorder(), triton._kernels
+    triton._kernels = lambda: recorder
+    try:
+        inputs = inputs_of(case)
+        past = State.zeros(*inputs.q.shape[:2], case.dim, case.width)
+        if case.length == 1:
+            numbers = inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.theta, past.kv, past.k_sum
+            triton.one_token(*numbers, Options.of(inputs.settings))
+        else:
+            _forward_and_backward(inputs, past)
+    finally:
+        triton._kernels = real
+    return recorder.launches
+
+
+def inputs_of(case: Case) -> Any:
+    shape = (2, 4, case.length)
+    q, k = (torch.zeros(*shape, case.dim, dtype=case.dtype) for _ in range(2))
+    v = torch.zeros(*shape, case.width, dtype=case.dtype)
+    rope = None if case.rope is None else RotaryEmbedding(case.dim, **case.rope)
+    options = {"feature_map": "elu1", "normalize": "plain", "causal": True, "state": None, "eps": 1e-6, **case.options}
+    options["log_decay"] = torch.zeros(shape) if case.decay else None
+    options["key_mask"] = torch.ones(2, case.length, dtype=torch.bool) if case.masked else None
+    options["segment_ids"] = torch.zeros(2, case.length, dtype=torch.int64) if case.packed else None
+    return check_inputs(q, k, v, rope, **options)
+
+
+def _forward_and_backward(inputs: Any, past: State) -> None:
+    options, theta = Options.of(inputs.settings), inputs.theta
+    numbers = inputs.q, inputs.k, inputs.v, inputs.log_decay, theta
+    o, den, _, _, kv, k_sum = triton.forward(*numbers, past.kv, past.k_sum, options)
+    trained = theta is not None and theta.requires_grad
+    decay = inputs.log_decay is not None
+    saved = o, den, past.kv, past.k_sum
+    triton.backward(torch.empty_like(o), kv, k_sum, *saved, decay, trained, *numbers, options)
+
+
+# --- compiling -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What one kernel takes of a target."""
+
+    registers: int
+    stack: int
+    """Bytes of a thread that lie in memory instead of registers."""
+    shared: int
+
+
+def compile_launch(launch: Recorded, capability: int, warps: int, stages: int) -> Compiled:
+    """Compile the launch, its arguments specialised as they would be on the GPU."""
+    from triton import compile as compile_source
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from linrope.ops.triton_kernel import kernels as triton_kernels
+
+    kernel = getattr(triton_kernels, launch.kernel)
+    function = getattr(kernel, "fn", kernel) if type(kernel).__name__ == "Autotuner" else kernel
+    constants = {name: value for name, value in launch.constants.items() if name in function.arg_names}
+    signature, attributes = dict.fromkeys(constants, "constexpr"), {}
+    unspecialised = {parameter.name for parameter in function.params if parameter.do_not_specialize}
+    for index, (name, value) in enumerate(zip(function.arg_names, launch.args, strict=False)):
+        kind, divisible = kind_of(value, name not in unspecialised)
+        signature[name] = kind
+        if kind == "constexpr":
+            constants[name] = value
+        elif divisible:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    signature = {name: signature[name] for name in function.arg_names}
+    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": warps, "num_stages": stages}
+    made = compile_source(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return Compiled(*usage_of(made.asm["cubin"]), made.metadata.shared)
+
+
+TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.int64: "i64",
+    torch.bool: "i1",
+}
+
+
+def kind_of(value: Any, specialised: bool = True) -> tuple[str, bool]:
+    """An argument's type for the compiler, and whether it is known to be a multiple of 16."""
+    if isinstance(value, torch.Tensor):
+        return f"*{TYPES[value.dtype]}", value.data_ptr() % 16 == 0
+    if value is None or (specialised and isinstance(value, int) and value == 1):
+        return "constexpr", False
+    if isinstance(value, int):
+        return ("i32" if abs(value) < 2**31 else "i64"), specialised and value % 16 == 0
+    return "fp32", False
+
+
+def usage_of(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its stack."""
+    import triton as language
+
+    tool = Path(language.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.search(rf"{name}:(\d+)", said)[1]) for name in ("REG", "STACK"))
+    return registers, stack
+
+
+def configurations(launch: Recorded) -> list[tuple[int, int]]:
+    """(warps, stages) that the launch may run with."""
+    from linrope.ops.triton_kernel import kernels as triton_kernels
+
+    tried = getattr(getattr(triton_kernels, launch.kernel), "configs", None)
+    own = launch.constants.get("num_warps", 4), launch.constants.get("num_stages", 3)
+    return [(one.num_warps, one.num_stages) for one in tried] if tried else [own]
+
+
+def role_of(launch: Recorded) -> str:
+    """The kernel, and which of its tasks."""
+    flags = [name for name in ("LATER", "VALUES", "FEATURES") if launch.constants.get(name)]
+    return " ".join([launch.kernel, *map(str.lower, flags)])
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def jobs(options: argparse.Namespace) -> Iterator[tuple[str, Recorded, int, int, int]]:
+    for name in options.case:
+        seen = set()
+        for launch in launches_of(CASES[name]):
+            if role_of(launch) in seen:
+                continue  # the states are made again on the way back
+            seen.add(role_of(launch))
+            tried = configurations(launch)
+            for warps, stages in tried if options.all_configurations else tried[-1:]:
+                yield from ((name, launch, target, warps, stages) for target in options.target)
+
+
+def main(args: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("benchmarks.compile_kernels", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--target", type=int, nargs="+", default=[80, 90], choices=sorted(SHARED_MEMORY), help="compute capabilities")
+    add("--case", nargs="+", default=list(CASES), choices=list(CASES), metavar="NAME", help="; ".join(CASES))
+    add("--all_configurations", action="store_true", help="each that autotuning tries, not one for each kernel")
+    options = parser.parse_args(args)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        parser.error("TRITON_INTERPRET=1 is set: the interpreter compiles nothing; unset it")
+    console = Console()
+    everything = list(jobs(options))
+    table = report.new_table(
+        "compiled kernels",
+        "stack: bytes of each thread in memory instead of registers",
+        text=["case", "kernel"],
+        numbers=["sm", "warps", "stages", "registers", "stack", "shared"],
+    )
+    failures = []
+    with report.progress_bar(console) as bar:
+        task = bar.add_task("", total=len(everything))
+        for name, launch, target, warps, stages in everything:
+            bar.update(task, description=f"{name}: {role_of(launch)}, sm_{target}")
+            row = [name, role_of(launch), str(target), str(warps), str(stages)]
+            try:
+                found = compile_launch(launch, target, warps, stages)
+                table.add_row(*row, str(found.registers), str(found.stack), report.bytes_text(found.shared))
+                if found.shared > SHARED_MEMORY[target]:
+                    failures.append(f"{', '.join(row)}: {found.shared:,} bytes of shared memory")
+            except Exception as error:  # the compiler's own errors are of many kinds
+                failures.append(f"{', '.join(row)}: {type(error).__name__}: {error}")
+            bar.advance(task)
+    console.print(table)
+    for failure in failures:
+        console.print(failure, style="red", markup=False)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

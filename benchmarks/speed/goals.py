@@ -1,0 +1,396 @@
+"""How fast and how small linear attention has to be: each goal measured here and now, and whether it is met.
+
+    python -m benchmarks.goals --only softmax-4096 bf16-4096
+
+Unless a goal says otherwise: forward and backward, batch 1, 8 heads of 64, float32, all threads, and the ratio of
+medians of calls that run in turn in one process. The exit status is 1 where a goal is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from benchmarks.harness import memory, report
+from benchmarks.harness.timing import Call, Sample, Several, alternate, copy, gemm
+from benchmarks.speed import decode
+from benchmarks.speed.methods import Inputs, Method, Setting, call_of, linear, softmax, whole_sequence
+
+FLOAT32 = 4
+PACKED_DOCUMENT = 300
+"""Mean length of the documents in a packed row."""
+
+PASS, FAIL, FAILED, SKIPPED, RUNNING = "pass", "FAIL", "failed", "skipped", "…"
+STYLE = {PASS: "green", FAIL: "bold red", FAILED: "bold red", SKIPPED: "yellow"}
+
+
+class Skipped(Exception):
+    """This machine cannot measure it."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A ratio, and how far it moved between rounds (its quartiles), where there were several."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    @classmethod
+    def ratio(cls, above: Sample, below: Sample, scale: float = 1.0) -> Measured:
+        """The ratio of medians, times `scale`; the quartiles are those of the ratio in each round."""
+        rounds = Sample(tuple(a / b for a, b in zip(above.rounds, below.rounds)))
+        low, high = rounds.quartiles
+        return cls(scale * above.median / below.median, scale * low, scale * high)
+
+
+@dataclass(frozen=True)
+class Goal:
+    """One row: what is measured, and the bound that it must not cross."""
+
+    name: str
+    what: str
+    measure: Callable[[], Measured]
+    at_least: float | None = None
+    at_most: float | None = None
+
+    def met(self, value: float) -> bool:
+        return value >= self.at_least if self.at_least is not None else value <= self.at_most
+
+    @property
+    def bound(self) -> str:
+        return f"≥ {self.at_least:g}" if self.at_least is not None else f"≤ {self.at_most:g}"
+
+
+@dataclass
+class Row:
+    """What became of a goal."""
+
+    name: str
+    what: str
+    goal: str
+    result: str = ""
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+# --- what is measured ------------------------------------------------------------------------------------------------
+
+
+def attention(length: int, *, decay: bool = False, **options) -> Call:
+    """Forward and backward of linear_attention on inputs of its own; sizes go to the setting, the rest to the call."""
+    sizes = {name: options.pop(name) for name in tuple(options) if name in Setting.__dataclass_fields__}
+    return call_of(partial(linear, decay=decay, **options), Inputs.make(Setting(length, **sizes)))
+
+
+def softmax_over_linear(length: int, rounds: int = 7) -> Measured:
+    """RoPE and fused softmax attention over linear_attention."""
+    inputs = Inputs.make(Setting(length))
+    samples = alternate({"softmax": call_of(softmax, inputs), "linear": call_of(linear, inputs)}, rounds).samples
+    return Measured.ratio(samples["softmax"], samples["linear"])
+
+
+def whole_over_linear(length: int, rounds: int = 5) -> Measured:
+    """The whole-sequence form under autograd over linear_attention."""
+    inputs = Inputs.make(Setting(length))
+    samples = alternate({"whole": call_of(whole_sequence, inputs), "linear": call_of(linear, inputs)}, rounds).samples
+    return Measured.ratio(samples["whole"], samples["linear"])
+
+
+def over_roofline(length: int, rounds: int = 7) -> Measured:
+    """Time over what the machine needs for its FLOPs or its bytes, whichever is more, at rates measured in turn."""
+    inputs = Inputs.make(Setting(length))
+    (product, product_flops), (large_copy, copied) = gemm(torch.float32), copy()
+    found = alternate({"linear": call_of(linear, inputs), "gemm": product, "copy": large_copy}, rounds)
+    flops = counted(found.flops["linear"])
+    touched = 12 * inputs.q.nbytes  # forward: q, k, v, o; backward: q, k, v, o, ∂o, ∂q, ∂k, ∂v
+    rates = product_flops / found.samples["gemm"].median, copied / found.samples["copy"].median
+    least = max(flops / rates[0], touched / rates[1])
+    low, high = found.samples["linear"].quartiles
+    return Measured(found.samples["linear"].median / least, low / least, high / least)
+
+
+def counted(flops: int) -> int:
+    """The count, if there is one."""
+    if not flops:
+        raise RuntimeError("no FLOPs were counted in linear_attention: its operator needs a registered formula")
+    return flops
+
+
+def per_token(long: int, short: int, rounds: int = 3, several: int = 8) -> Measured:
+    """Time per token of a long sequence over that of a short one, which runs several times in a row."""
+    calls = {"long": attention(long), "short": Several(attention(short), several)}
+    samples = alternate(calls, rounds).samples
+    return Measured.ratio(samples["long"], samples["short"], several * short / long)
+
+
+def float32_over(dtype: str, length: int, rounds: int = 7) -> Measured:
+    """Time in float32 over that in another dtype."""
+    calls = {name: attention(length, dtype=name) for name in ("float32", dtype)}
+    samples = alternate(calls, rounds).samples
+    return Measured.ratio(samples["float32"], samples[dtype])
+
+
+def time_over(case: dict, plain: dict, length: int = 4096, rounds: int = 7) -> Measured:
+    """Time of a case over that of a plain one."""
+    samples = alternate({"case": attention(length, **case), "plain": attention(length, **plain)}, rounds).samples
+    return Measured.ratio(samples["case"], samples["plain"])
+
+
+def per_flop(case: Callable[[], dict], length: int = 4096, plain_length: int = 4096, rounds: int = 7) -> Measured:
+    """Time per FLOP of a case over that of the plain call."""
+    found = alternate({"case": attention(length, **case()), "plain": attention(plain_length)}, rounds)
+    scale = counted(found.flops["plain"]) / counted(found.flops["case"])
+    return Measured.ratio(found.samples["case"], found.samples["plain"], scale)
+
+
+def key_mask(length: int, kept: float = 0.7) -> Tensor:
+    """(1, T) booleans, that share of them True."""
+    return torch.rand(1, length, generator=torch.Generator().manual_seed(0)) < kept
+
+
+def packed_documents(length: int) -> Tensor:
+    """(1, T) document numbers; a document ends after each token with the same probability."""
+    ends = torch.rand(1, length, generator=torch.Generator().manual_seed(0)) < 1 / PACKED_DOCUMENT
+    return ends.cumsum(dim=1)
+
+
+def extra_memory(length: int, heads: int = 8, **options) -> Measured:
+    """Peak memory of a new process beyond q, k, v, o and their gradients, as a share of these eight."""
+    setting = Setting(length, heads=heads)
+    tensor = setting.new_tokens * heads * setting.head_dim * FLOAT32
+    peak = memory.in_new_process(memory.measure, Method("linear", partial(linear, **options)), setting)
+    return Measured((peak.extra - 4 * tensor) / (8 * tensor))  # q, k, v and ∂o are there before the call
+
+
+def process_memory(length: int, heads: int = 4, needs_gib: float = 10) -> Measured:
+    """Peak memory of a whole new process, in GiB."""
+    free = memory.available() / 2**30
+    if free < needs_gib:
+        raise Skipped(f"{free:.1f} GiB are free, it needs {needs_gib:g}")
+    peak = memory.in_new_process(memory.measure, Method("linear", linear), Setting(length, heads=heads))
+    return Measured(peak.process / 2**30)
+
+
+def flat_decoding(batch: int) -> Measured:
+    """Time of one token after a long past over that after a short one."""
+    short, long = decode.flatness(batch)
+    return Measured.ratio(long, short)
+
+
+# --- the goals -------------------------------------------------------------------------------------------------------
+
+
+def all_goals() -> list[Goal]:
+    """Every goal, in the order in which they run."""
+    return softmax_goals() + length_goals() + bfloat16_goals() + memory_goals() + per_flop_goals() + option_goals()
+
+
+def softmax_goals() -> list[Goal]:
+    """Faster than fused softmax attention, the more so the longer; fewer rounds where a call takes seconds."""
+    rounds_and_bounds = {512: (15, 2), 1024: (15, 3), 4096: (7, 10), 16384: (3, 40)}
+    return [
+        Goal(
+            f"softmax-{length}",
+            f"RoPE + fused softmax / linear, T={length:,}",
+            partial(softmax_over_linear, length, rounds),
+            at_least=bound,
+        )
+        for length, (rounds, bound) in rounds_and_bounds.items()
+    ]
+
+
+def length_goals() -> list[Goal]:
+    """Near to what the machine can do, and as near at any length."""
+    whole, roofline = partial(whole_over_linear, 16_384), partial(over_roofline, 16_384)
+    long = partial(per_token, 262_144, 8192)
+    return [
+        Goal("whole-sequence-16384", "whole-sequence form under autograd / linear, T=16,384", whole, at_least=3.5),
+        Goal("roofline-16384", "time / max(FLOPs, bytes) at measured rates, T=16,384", roofline, at_most=1.8),
+        Goal("linear-262144", "time per token, T=262,144 / T=8,192", long, at_most=1.15),
+    ]
+
+
+def bfloat16_goals() -> list[Goal]:
+    return [
+        Goal(
+            f"bf16-{length}",
+            f"float32 / bfloat16, T={length:,}",
+            partial(float32_over, "bfloat16", length),
+            at_least=1.5,
+        )
+        for length in (4096, 16_384)
+    ]
+
+
+def memory_goals() -> list[Goal]:
+    """Hardly more than the inputs, the outputs and their gradients."""
+    eight = "peak beyond q, k, v, o and gradients / these, T=65,536"
+    million = partial(process_memory, 1_048_576)
+    return [
+        Goal("memory-65536", eight, partial(extra_memory, 65_536), at_most=0.10),
+        Goal("decay-memory-65536", f"{eight}, with log_decay", partial(extra_memory, 65_536, decay=True), at_most=0.10),
+        Goal("memory-1048576", "GiB, whole process, 4 heads, T=1,048,576", million, at_most=9),
+    ]
+
+
+def per_flop_goals() -> list[Goal]:
+    """Other shapes and options must not waste what the plain call does not."""
+    cases = {
+        "head-128": ("4 heads of 128", lambda: {"heads": 4, "head_dim": 128}, 4096),
+        "head-256": ("2 heads of 256", lambda: {"heads": 2, "head_dim": 256}, 4096),
+        "many-short": ("batch 64, T=256", lambda: {"batch": 64}, 256),
+        "value-dim-128": ("values of 128", lambda: {"value_dim": 128}, 4096),
+        "value-dim-32": ("values of 32", lambda: {"value_dim": 32}, 4096),
+        "noncausal": ("causal=False", lambda: {"causal": False}, 4096),
+        "masked": ("key_mask, 70 % kept", lambda: {"key_mask": key_mask(4096)}, 4096),
+        "packed": (
+            f"documents of {PACKED_DOCUMENT} tokens",
+            lambda: {"segment_ids": packed_documents(4096)},
+            4096,
+        ),
+    }
+    return [
+        Goal(name, f"time per FLOP / plain: {what}", partial(per_flop, case, length), at_most=1.5)
+        for name, (what, case, length) in cases.items()
+    ]
+
+
+def option_goals() -> list[Goal]:
+    """Forgetting, the other feature maps, and decoding."""
+    unscaled = {"normalize": "none"}  # the identity is not positive: its sums would be no denominator
+    decay = partial(time_over, {"decay": True}, {})
+    goals = [Goal("decay-4096", "with log_decay / without, T=4,096", decay, at_most=1.4)]
+    for phi in ("relu", "exp", "identity", "softmax"):
+        common = unscaled if phi == "identity" else {}
+        measure = partial(time_over, {"feature_map": phi, **common}, common)
+        goals.append(Goal(f"phi-{phi}", f"φ = {phi} / elu1, T=4,096", measure, at_most=1.25))
+    for batch in (1, 64):
+        what = f"one token at 1,000,000 / at 1,000, batch {batch}"
+        goals.append(Goal(f"decode-flat-batch{batch}", what, partial(flat_decoding, batch), at_most=1.05))
+    return goals
+
+
+# --- running and showing them ----------------------------------------------------------------------------------------
+
+
+def run(goal: Goal, row: Row) -> None:
+    """Measure a goal and enter what came of it."""
+    try:
+        measured = goal.measure()
+    except Skipped as reason:
+        row.result = f"{SKIPPED}: {reason}"
+    except Exception as error:
+        row.result = f"{FAILED}: {memory.describe(error)}"
+    else:
+        row.value, row.low, row.high = measured.value, measured.low, measured.high
+        row.result = PASS if goal.met(measured.value) else FAIL
+
+
+def short_of(rows: list[Row]) -> list[Row]:
+    """Those whose goal was missed, or could not be measured though it should."""
+    return [row for row in rows if row.result.startswith((FAIL, FAILED))]
+
+
+def measured_text(row: Row) -> tuple[str, str]:
+    """The value, and its quartiles."""
+    if row.value is None:
+        return "", ""
+    return f"{row.value:.3g}", "" if row.low is None else f"{row.low:.3g} – {row.high:.3g}"
+
+
+def table_of(rows: list[Row], title: str = "") -> Table:
+    """A row for each goal; what is being measured has a wheel that turns."""
+    table = report.new_table(
+        title or f"{report.device_name('cpu')}, {torch.get_num_threads()} threads",
+        "quartiles: of the ratio, from round to round",
+        text=["goal"],
+        numbers=["measured", "quartiles", "bound"],
+    )
+    table.add_column("result", overflow="fold")
+    for row in rows:
+        running = Spinner("dots") if row.result == RUNNING else None
+        result = running or Text(row.result, STYLE.get(row.result.split(":")[0], ""))
+        table.add_row(row.name, *measured_text(row), row.goal, result)
+    return table
+
+
+def list_of(goals: list[Goal]) -> Table:
+    table = report.new_table("goals", "", text=["goal"], numbers=["bound"])
+    table.add_column("what is measured", overflow="fold")
+    for goal in goals:
+        table.add_row(goal.name, goal.bound, goal.what)
+    return table
+
+
+def run_all(goals: list[Goal], rows: list[Row], console: Console) -> None:
+    """Measure one goal after the other, and show on a terminal as much of the table as it has lines for."""
+    room = max(3, console.height - 6)
+    with Live(console=console, transient=True) as live:
+        for number, (goal, row) in enumerate(zip(goals, rows), 1):
+            row.result = RUNNING
+            live.update(table_of(rows[:number][-room:]))
+            try:
+                run(goal, row)
+            finally:
+                row.result = "" if row.result == RUNNING else row.result
+            if not console.is_terminal:
+                console.print(*(row.name, *measured_text(row)[:1], row.goal, row.result), highlight=False, markup=False)
+
+
+def parse(args: list[str] | None) -> argparse.Namespace:
+    """The options, checked before anything runs; `goals` are those chosen."""
+    parser = argparse.ArgumentParser("benchmarks.goals", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these goals alone")
+    parser.add_argument("--list", action="store_true", help="say what they are, and measure nothing")
+    parser.add_argument("--output", type=Path, help="folder for CSV and JSON (default: nothing is written)")
+    options = parser.parse_args(args)
+    options.goals = all_goals()
+    if options.only:
+        report.check_names(parser, "--only", options.only, [goal.name for goal in options.goals])
+        options.goals = [goal for goal in options.goals if goal.name in options.only]
+    if options.output:
+        report.make_folder(parser, options.output)
+    return options
+
+
+def main(args: list[str] | None = None) -> int:
+    options = parse(args)
+    console = Console()
+    if options.list:
+        console.print(list_of(options.goals))
+        return 0
+    rows = [Row(goal.name, goal.what, goal.bound) for goal in options.goals]
+    interrupted = False
+    try:
+        run_all(options.goals, rows, console)
+    except KeyboardInterrupt:
+        interrupted = True
+    done = [row for row in rows if row.result]
+    console.print(table_of(done))
+    if options.output:
+        details = {**report.surroundings("cpu", "goals", args), "interrupted": interrupted}
+        report.finish(console, options.output, "goals", done, details)
+    missed = short_of(done)
+    met = sum(row.result == PASS for row in done)
+    console.print(
+        f"{met} of {len(rows)} goals met" + (f"; missed: {', '.join(r.name for r in missed)}" if missed else "")
+    )
+    return 130 if interrupted else 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

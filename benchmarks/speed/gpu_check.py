@@ -1,0 +1,401 @@
+"""Everything about the CUDA backend in one run: is it right, how fast and small is it, and where does its time go.
+
+    python -m benchmarks.gpu_check
+
+Results are written after each step, so that a run that is cut off has lost nothing but its last one. The exit status
+is 1 where a check or a goal is missed, or a check gave no answer in its time, and 2 without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from benchmarks.harness import memory, report, timing
+from benchmarks.harness.sweep import MEASURED
+from benchmarks.harness.timing import Alternation, Call, Sample, Several, clock
+from benchmarks.speed import goals, gpu_correctness
+from benchmarks.speed.goals import PASS, Goal, Measured, Row, Skipped
+from benchmarks.speed.gpu_correctness import FAILED, Outcome
+from benchmarks.speed.gpu_peers import FLA, LINEAR, SOFTMAX, forms
+from benchmarks.speed.methods import Inputs, Setting
+from linrope.ops.triton_kernel.launch import interpreted
+from linrope.utils.files import whole_file
+
+LENGTHS, LONG = (4096, 65_536, 524_288), 65_536
+SHAPES = ((16, 64), (16, 128), (64, 64), (64, 128))
+"""(B·H, D = E)."""
+ROUNDS = 7
+TURN = 0.02
+"""Seconds of short calls in a row that are timed as one."""
+LONGEST_CALL = 15.0
+"""Seconds: a call that would take longer is extrapolated; one of more than a tenth of them is made once."""
+FORWARD, BOTH, COPY = "forward", "forward+backward", "copy"
+EXTRAPOLATED, ABSENT = "extrapolated", "absent"
+SHARE_OF_CHECKS, FOR_THE_PROFILE = 0.5, 30.0
+"""Of the time, what the checks may take at most; seconds that the measurements leave to the profile."""
+TIMES_FASTER = {SOFTMAX: dict(zip(LENGTHS, (2, 40, 300))), FLA: dict.fromkeys(LENGTHS, 3)}
+OVER_LIMIT = {FORWARD: 2.0, BOTH: 2.5}
+TENSORS = {FORWARD: 4, BOTH: 8}
+"""Read or written once: q, k, v and o; with the gradients of all four."""
+EXTRA_MEMORY = 0.15
+PACKAGES = ("triton", "flash-linear-attention", "fla-core")
+"""What a run depends on beside PyTorch; only the first has to be there."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """T, B·H, and D = E, in bfloat16."""
+
+    length: int
+    rows: int
+    dim: int
+
+    def __str__(self) -> str:
+        return f"B·H={self.rows}, D={self.dim}, T={self.length:,}"
+
+    @property
+    def nbytes(self) -> int:
+        """Of one tensor."""
+        return 2 * self.length * self.rows * self.dim
+
+    def setting(self, device: str) -> Setting:
+        return Setting(self.length, heads=self.rows, head_dim=self.dim, dtype="bfloat16", device=device, mode=BOTH)
+
+
+@dataclass
+class Point:
+    """One form at one size: seconds of one call."""
+
+    method: str
+    mode: str
+    size: Size
+    status: str = MEASURED
+    detail: str = ""
+    seconds: float | None = None
+    seconds_q1: float | None = None
+    seconds_q3: float | None = None
+    memory_share: float | None = None
+
+    def __str__(self) -> str:
+        known = "" if self.seconds is None else f", {report.seconds_text(self.seconds)} ms"
+        remark = f" ({self.detail})" if self.detail else ""
+        return f"{self.method}, {self.mode}, {self.size}: {self.status}{known}{remark}"
+
+
+@dataclass
+class Run:
+    """The time there is, and what has been found; every finding is on the disk before the next one is sought."""
+
+    folder: Path
+    seconds: float
+    details: dict[str, Any]
+    console: Console
+    checks: list[Outcome] = field(default_factory=list)
+    points: list[Point] = field(default_factory=list)
+    goals: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    begin: float = field(default_factory=time.monotonic)
+
+    @property
+    def left(self) -> float:
+        return self.seconds - (time.monotonic() - self.begin)
+
+    def say(self, text: str) -> None:
+        line = f"[{time.monotonic() - self.begin:6.1f} s] {text}"
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def note(self, text: str) -> None:
+        """Say it, and write it down with the results."""
+        self.notes.append(text)
+        self.say(text)
+        self.write()
+
+    def add(self, kind: str, *found: Any) -> None:
+        getattr(self, kind).extend(found)
+        self.write()
+
+    def write(self) -> None:
+        found = {k: [asdict(one) for one in getattr(self, k)] for k in ("checks", "points", "goals")}
+        contents = {**self.details, "seconds": time.monotonic() - self.begin, "notes": self.notes, **found}
+        with whole_file(self.folder / "gpu_check.json") as file:
+            file.write((json.dumps(contents, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
+
+
+# --- is it right -----------------------------------------------------------------------------------------------------
+
+
+def check_all(run: Run, work: list[tuple], outcomes: Iterator[Outcome]) -> None:
+    """Record each outcome as it comes, then those that did not come."""
+    for number, outcome in enumerate(outcomes, 1):
+        error = "" if outcome.worst is None else f", {outcome.tensor} off by {outcome.worst:.1e}"
+        run.say(f"check {number} of {len(work)}: {outcome.name}: {outcome.result}{error} ({outcome.seconds:.0f} s)")
+        run.add("checks", outcome)
+    answered = {outcome.name for outcome in run.checks}
+    for name, *_ in work:
+        if name not in answered:
+            run.add("checks", Outcome(name, f"{FAILED}: no answer in its time"))
+    if missing := len(work) - len(answered):
+        run.note(
+            f"{missing} of {len(work)} checks gave no answer in {SHARE_OF_CHECKS:.0%} of the time: give more --seconds"
+        )
+
+
+# --- how fast and how small ------------------------------------------------------------------------------------------
+
+
+def predicted(points: list[Point], point: Point, quadratic: bool) -> float | None:
+    """Seconds of one call by the form's last point at a shorter length; None without one."""
+    for p in reversed(points):
+        at_this_length = replace(p.size, length=point.size.length)
+        same = (p.method, p.mode, at_this_length) == (point.method, point.mode, point.size)
+        if same and p.seconds is not None and p.size.length < point.size.length:
+            return p.seconds * (point.size.length / p.size.length) ** (1 + quadratic)
+    return None
+
+
+def measure(run: Run, size: Size, device: str = "cuda") -> None:
+    """All forms at one size in turn, forward and backward; at one length also a forward, memory, and a copy."""
+    inputs = Inputs.make(size.setting(device))
+    calls, points = {}, {}
+    for name, form in forms().items():
+        for mode in (FORWARD, BOTH) if (name, size.length) == (LINEAR, LONG) else (BOTH,):
+            point = points[name, mode] = Point(name, mode, size, detail=form.absent)
+            if form.absent:
+                point.status = ABSENT
+                continue
+            call = form.prepare(replace(inputs, setting=replace(inputs.setting, mode=mode)))
+            if ready := prepared(run, point, call, form.quadratic, device):
+                calls[name, mode] = ready
+                if (name, mode) == (LINEAR, BOTH):  # o, ∂q, ∂k, ∂v are among what the call adds
+                    extra = memory.HighWater(device).peak_of(call).extra - 4 * inputs.q.nbytes
+                    point.memory_share = extra / (8 * inputs.q.nbytes)
+    if size.length == LONG:
+        points[COPY, COPY] = Point(COPY, COPY, size)
+        calls[COPY, COPY] = Several(timing.copy(device)[0], 10)
+    take_turns(calls, points, device)
+    for point in points.values():
+        run.say(str(point))
+    run.add("points", *points.values())
+
+
+def prepared(run: Run, point: Point, call: Call, quadratic: bool, device: str) -> Several | None:
+    """The call, compiled and warm, so many times in a row as to be timed well; None where its point is done."""
+    expected = predicted(run.points, point, quadratic)
+    if expected is not None and expected > min(LONGEST_CALL, run.left - FOR_THE_PROFILE):
+        point.status, point.seconds = EXTRAPOLATED, expected
+        point.detail = "by the square of the length" if quadratic else "by the length"
+        return None
+    try:
+        if expected is None or expected < LONGEST_CALL / 10:
+            call()
+        seconds = clock(call, device)
+    except Exception as error:  # out of memory, or a peer's own failure: the run goes on without it
+        point.status, point.detail = FAILED, memory.describe(error)
+        return None
+    if seconds < LONGEST_CALL / 10:
+        return Several(call, max(1, min(50, round(TURN / seconds))))
+    point.seconds = point.seconds_q1 = point.seconds_q3 = seconds
+    point.detail = "one call"
+    return None
+
+
+def take_turns(calls: dict[tuple[str, str], Several], points: dict[tuple[str, str], Point], device: str) -> None:
+    """Enter the times of calls that run in turn, round after round."""
+    found = Alternation(calls, device, count=False).run(ROUNDS)
+    for key, point in points.items():
+        if error := found.failures.get(key):
+            point.status, point.detail = FAILED, memory.describe(error)
+        elif key in found.samples:
+            sample = Sample(tuple(time / calls[key].count for time in found.samples[key].rounds))
+            point.seconds, (point.seconds_q1, point.seconds_q3) = sample.median, sample.quartiles
+
+
+def measure_all(run: Run, sizes: list[Size]) -> None:
+    """Size by size, as long as there is time."""
+    slowest = 0.0
+    for number, size in enumerate(sizes):
+        if run.left < FOR_THE_PROFILE + slowest:
+            run.note(f"not measured, the time is over: {'; '.join(map(str, sizes[number:]))}")
+            return
+        begin = time.monotonic()
+        try:
+            torch.cuda.empty_cache()
+            measure(run, size)
+        except Exception as error:
+            run.add("points", Point(LINEAR, BOTH, size, FAILED, memory.describe(error)))
+            run.say(str(run.points[-1]))
+        slowest = max(slowest, time.monotonic() - begin) if number else 0.0  # the first one compiles
+
+
+# --- where the time goes ---------------------------------------------------------------------------------------------
+
+
+def profile(call: Call, device: str = "cuda") -> str:
+    """A line for each kernel of one call: how often it ran, and its microseconds in all; below them, their sum."""
+    call()
+    with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, device.upper())]) as seen:
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+    of_device = getattr(torch.autograd.DeviceType, device.upper())
+    spent = "self_cpu_time_total" if device == "cpu" else "self_device_time_total"
+    kernels = [(getattr(event, spent), event) for event in seen.key_averages() if event.device_type == of_device]
+    lines = [f"{event.count:>6} {spent:>12,.1f}  {event.key}" for spent, event in sorted(kernels, key=lambda k: -k[0])]
+    total = sum(spent for spent, _ in kernels)
+    return "\n".join([f"{'calls':>6} {'µs':>12}  kernel", *lines, f"{'':>6} {total:>12,.1f}  all"])
+
+
+def profile_all(run: Run, sizes: list[Size]) -> None:
+    """One forward and backward at each size, to profile.txt."""
+    texts = []
+    for size in sizes:
+        if run.left < FOR_THE_PROFILE / 3:
+            run.note(f"profile of {size}: skipped, the time is over")
+            continue
+        try:
+            table = profile(forms()[LINEAR].prepare(Inputs.make(size.setting("cuda"))))
+        except Exception as error:
+            run.note(f"profile of {size}: {FAILED}: {memory.describe(error)}")
+            continue
+        texts.append(f"forward+backward, bfloat16, {size}\n\n{table}\n")
+        with whole_file(run.folder / "profile.txt") as file:
+            file.write("\n".join(texts).encode())
+        run.say(f"profile of {size}: written")
+
+
+# --- the goals -------------------------------------------------------------------------------------------------------
+
+
+def seconds_of(points: list[Point], method: str, mode: str, size: Size) -> float:
+    """Seconds of one call.
+
+    Raises:
+        Skipped: there are none. RuntimeError: there are none because our own call failed.
+    """
+    point = next((p for p in points if (p.method, p.mode, p.size) == (method, mode, size)), None)
+    if point is not None and point.seconds is not None:
+        return point.seconds
+    reason = "not measured" if point is None else f"{method}: {point.status} {point.detail}"
+    raise RuntimeError(reason) if point and (method, point.status) == (LINEAR, FAILED) else Skipped(reason)
+
+
+def all_goals(points: list[Point], sizes: list[Size]) -> list[Goal]:
+    """What the issue asks for at each size, out of the points measured."""
+    found = []
+    for size in sizes:
+        seconds = partial(seconds_of, points, size=size)
+        for peer, bounds in TIMES_FASTER.items():
+            guessed = any((p.method, p.status, p.size) == (peer, EXTRAPOLATED, size) for p in points)
+            found.append(
+                Goal(
+                    f"{peer} / linear, {size}" + ", extrapolated" * guessed,
+                    "seconds of one forward and backward",
+                    lambda peer=peer, seconds=seconds: Measured(seconds(peer, BOTH) / seconds(LINEAR, BOTH)),
+                    at_least=bounds[size.length],
+                )
+            )
+        if size.length == LONG:
+            found += limit_goals(points, size)
+    return found
+
+
+def limit_goals(points: list[Point], size: Size) -> list[Goal]:
+    """Near to what memory allows in time, and hardly more than what must be there in space."""
+    seconds = partial(seconds_of, points, size=size)
+
+    def over_limit(mode: str) -> Measured:
+        rate = 8 * timing.COPY_ELEMENTS / seconds(COPY, COPY)  # float32, read and written
+        return Measured(seconds(LINEAR, mode) * rate / (TENSORS[mode] * size.nbytes))
+
+    def extra_memory() -> Measured:
+        seconds(LINEAR, BOTH)
+        return Measured(next(p.memory_share for p in points if (p.method, p.mode, p.size) == (LINEAR, BOTH, size)))
+
+    what = "seconds / those of reading and writing each tensor once at the rate of a copy"
+    in_time = [
+        Goal(f"{mode} / limit of memory, {size}", what, partial(over_limit, mode), at_most=bound)
+        for mode, bound in OVER_LIMIT.items()
+    ]
+    what = "peak beyond inputs, outputs and gradients / these"
+    return [*in_time, Goal(f"extra memory, {size}", what, extra_memory, at_most=EXTRA_MEMORY)]
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def parse(args: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("benchmarks.gpu_check", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--seconds", type=float, default=520.0, help="time for all of it; what does not fit is skipped (default: 520)")
+    add("--quick", action="store_true", help="a tenth of the checks, two lengths and two sizes")
+    add("--output", type=Path, help="folder for JSON and the profile (default: benchmarks/results/ and the GPU's name)")
+    options = parser.parse_args(args)
+    report.check_positive(parser, options, "seconds")
+    if not torch.cuda.is_available():
+        parser.error("it needs CUDA, and PyTorch sees no such device here: run it where there is an NVIDIA GPU")
+    if importlib.util.find_spec("triton") is None:
+        parser.error("it needs Triton, which is not installed: pip install triton")
+    if interpreted():
+        parser.error("TRITON_INTERPRET=1 is set, which runs no kernel on the GPU: unset it")
+    if options.output is None:
+        name = re.sub(r"[^a-z0-9]+", "-", report.device_name("cuda").lower()).strip("-")
+        options.output = Path(__file__).parents[1] / "results" / name
+    report.make_folder(parser, options.output)
+    return options
+
+
+def main(args: list[str] | None = None) -> int:
+    options = parse(args)
+    details = report.surroundings("cuda", "gpu_check", args)
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            details["versions"][name] = version(name)
+    run = Run(options.output, options.seconds, details, Console(width=max(120, Console().width)))
+    shapes, lengths = (SHAPES[::3], LENGTHS[:2]) if options.quick else (SHAPES, LENGTHS)
+    sizes = [Size(length, *shape) for length in lengths for shape in shapes]
+    interrupted = False
+    try:
+        work = gpu_correctness.checks(options.quick)
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+            check_all(run, work, gpu_correctness.in_processes(work, SHARE_OF_CHECKS * run.left, cache))
+        measure_all(run, sizes)
+        profile_all(run, sizes[:1] + [size for size in sizes if size.length == LONG][:2])
+    except KeyboardInterrupt:
+        interrupted = True
+    return finish(run, sizes, interrupted)
+
+
+def finish(run: Run, sizes: list[Size], interrupted: bool = False) -> int:
+    """Judge what was found and show it; the exit status."""
+    for goal in all_goals(run.points, sizes):
+        row = Row(goal.name, goal.what, goal.bound)
+        goals.run(goal, row)
+        run.goals.append(row)
+    run.console.print(goals.table_of(run.goals, run.details["machine"]["device"]))
+    wrong = [check.name for check in run.checks if check.result != PASS]
+    missed = [row.name for row in goals.short_of(run.goals)]
+    met = sum(row.result == PASS for row in run.goals)
+    run.note(f"{len(run.checks) - len(wrong)} of {len(run.checks)} checks passed" + f"; not: {wrong}" * bool(wrong))
+    run.note(f"{met} of {len(run.goals)} goals met" + f"; missed: {missed}" * bool(missed))
+    run.say(f"wrote {run.folder}")
+    return 130 if interrupted else 1 if wrong or missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""What the CUDA backend is measured against: attention as others would write it, at its best.
+
+Their tables of angles exist before the call, and what they do element by element is compiled, so that nothing but
+their own kernels and the traffic between these is timed. Both pair dimension m with m + D/2, as they do by default.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.speed.methods import EPS, Inputs, Method, linear, missing
+from linrope.feature_maps import elu1
+from linrope.rotary import unit_rotations
+
+LINEAR, SOFTMAX, FLA = "linear", "RoPE + SDPA flash", "flash-linear-attention"
+
+
+@functools.lru_cache(maxsize=2)
+def tables(length: int, dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin (T, D/2) of the angles that `RotaryEmbedding(dim)` turns by."""
+    theta = 10000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
+    turns = unit_rotations(torch.arange(length, device=device), theta)
+    return turns.real.to(dtype), turns.imag.to(dtype)
+
+
+def tables_of(x: Inputs) -> tuple[Tensor, Tensor]:
+    return tables(x.q.shape[2], x.q.shape[3], x.q.dtype, x.q.device)
+
+
+def turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE on pairs (m, m + D/2) of x (..., T, D)."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+
+
+def divide(num: Tensor, den: Tensor) -> Tensor:
+    return num / (den + EPS)
+
+
+@functools.cache
+def fused(function: Callable) -> Callable:
+    """Compiled, once for all lengths."""
+    return torch.compile(function, dynamic=True)
+
+
+def softmax_flash(x: Inputs) -> Tensor:
+    """RoPE, then FlashAttention of PyTorch."""
+    turn = fused(turn_halves)
+    cos, sin = tables_of(x)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return F.scaled_dot_product_attention(turn(x.q, cos, sin), turn(x.k, cos, sin), x.v, is_causal=True)
+
+
+def flash_linear_attention(x: Inputs) -> Tensor:
+    """Numerator-only RoPE with the plain denominator on the chunked kernel and the rotary embedding of fla.
+
+    They take (B, T, H, D), and so are the inputs read here: (B, H, T, D) of other numbers, without a copy. The
+    denominator is the same kernel's, of values that are one, so that no running sum of features is written.
+    """
+    from fla.modules.rotary import rotary_embedding
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    q, k, v = (tensor.view(tensor.shape[0], tensor.shape[2], tensor.shape[1], -1) for tensor in (x.q, x.k, x.v))
+    q, k = (fused(elu1)(tensor) for tensor in (q, k))
+    cos, sin = tables_of(x)
+    num, _ = chunk_simple_gla(rotary_embedding(q, cos, sin), rotary_embedding(k, cos, sin), v, scale=1.0)
+    den, _ = chunk_simple_gla(q, k, torch.ones_like(v[..., :16], memory_format=torch.contiguous_format), scale=1.0)
+    return fused(divide)(num, den[..., :1]).reshape(x.v.shape)
+
+
+def forms() -> dict[str, Method]:
+    """By name, ours first; a package that is not there is absent with the reason."""
+    absent = missing("fla.modules.rotary") or missing("fla.ops.simple_gla")
+    return {
+        form.name: form
+        for form in (
+            Method(LINEAR, functools.partial(linear, backend="triton")),
+            Method(SOFTMAX, softmax_flash, quadratic=True),
+            Method(FLA, flash_linear_attention, absent=absent),
+        )
+    }

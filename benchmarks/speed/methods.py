@@ -1,0 +1,286 @@
+"""What is measured: each form of attention as one call, on tensors that exist before it.
+
+All forms take the same `Inputs`. A peer library that is not there, or that cannot run on the device, is a method with
+a reason in `absent`: it is listed as such, never guessed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+from linrope import RotaryEmbedding, State, linear_attention
+from linrope.feature_maps import elu1
+from linrope.ops.linear_attention import BACKENDS
+
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
+MODES = ("forward", "forward+backward", "decode")
+EPS = 1e-6
+"""ε of the denominator, that of `linear_attention`."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One problem size; `length` is that of the past in mode "decode"."""
+
+    length: int
+    batch: int = 1
+    heads: int = 8
+    head_dim: int = 64
+    value_dim: int | None = None
+    dtype: str = "float32"
+    device: str = "cpu"
+    mode: str = "forward+backward"
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that one call works through."""
+        return self.batch * (1 if self.mode == "decode" else self.length)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Seeded random tensors of a setting: q, k (B, H, T, D), v and ∂o (B, H, T, E), log_decay (B, H, T), and RoPE."""
+
+    setting: Setting
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad: Tensor
+    log_decay: Tensor
+    rope: RotaryEmbedding
+
+    @classmethod
+    def make(cls, setting: Setting) -> Inputs:
+        generator = torch.Generator(setting.device).manual_seed(0)
+        length = 1 if setting.mode == "decode" else setting.length
+        leaf = setting.mode == "forward+backward"
+
+        def normal(width: int, requires_grad: bool = leaf) -> Tensor:
+            shape = (setting.batch, setting.heads, length, width)
+            options = {"dtype": DTYPES[setting.dtype], "device": setting.device, "generator": generator}
+            return torch.randn(shape, requires_grad=requires_grad, **options)
+
+        q, k = normal(setting.head_dim), normal(setting.head_dim)
+        v = normal(setting.value_dim or setting.head_dim)
+        grad = normal(v.shape[-1], requires_grad=False)
+        decay_dtype = torch.promote_types(q.dtype, torch.float32)
+        log_decay = torch.full(q.shape[:3], -0.02, dtype=decay_dtype, device=q.device, requires_grad=leaf)
+        return cls(setting, q, k, v, grad, log_decay, RotaryEmbedding(setting.head_dim))
+
+
+@dataclass(frozen=True)
+class Method:
+    """A form of attention, and how its cost grows.
+
+    Attributes:
+        attend: from Inputs to o (B, H, T, E).
+        decoding: from Inputs to a callable that decodes one token after a past of `setting.length`, with the bytes
+            of that past in `nbytes`; None where the form has none of its own.
+        quadratic: whether the time is that of all pairs of tokens.
+        quadratic_memory: whether the memory is, too.
+        absent: why it cannot run here; "" where it can.
+    """
+
+    name: str
+    attend: Callable[[Inputs], Tensor]
+    decoding: Callable[[Inputs], Callable[[], Tensor]] | None = None
+    quadratic: bool = False
+    quadratic_memory: bool = False
+    absent: str = ""
+
+    def time_growth(self, mode: str) -> int:
+        """n where the time of a call grows as lengthⁿ."""
+        return (2 if self.quadratic else 1) - (mode == "decode")
+
+    def memory_growth(self, mode: str) -> int:
+        """n where the memory of a call (with the past, in decoding) grows as lengthⁿ."""
+        if mode == "decode":
+            return int(self.quadratic)
+        return 2 if self.quadratic_memory else 1
+
+    def prepare(self, inputs: Inputs) -> Callable[[], object]:
+        """The call to be measured."""
+        return self.decoding(inputs) if inputs.setting.mode == "decode" else call_of(self.attend, inputs)
+
+
+def call_of(attend: Callable[[Inputs], Tensor], inputs: Inputs) -> Callable[[], object]:
+    """One forward, or one forward and backward, of `attend`; it returns what a caller would keep."""
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return attend(inputs)
+
+    def forward_backward() -> tuple:
+        o = attend(inputs)
+        leaves = (inputs.q, inputs.k, inputs.v, inputs.log_decay)
+        return o, torch.autograd.grad(o, leaves, inputs.grad, allow_unused=True)  # few forms have a decay
+
+    return forward_backward if inputs.setting.mode == "forward+backward" else forward
+
+
+# --- the forms -------------------------------------------------------------------------------------------------------
+
+
+def linear(x: Inputs, *, rope: bool = True, decay: bool = False, **options) -> Tensor:
+    """`linear_attention`, with RoPE in the numerator and a decay for each head and token where asked."""
+    log_decay = x.log_decay if decay else None
+    return linear_attention(x.q, x.k, x.v, x.rope if rope else None, log_decay=log_decay, **options)
+
+
+def softmax(x: Inputs) -> Tensor:
+    """RoPE on q and k, then PyTorch's fused causal attention."""
+    return F.scaled_dot_product_attention(x.rope.rotate(x.q), x.rope.rotate(x.k), x.v, is_causal=True)
+
+
+def softmax_materialised(x: Inputs) -> Tensor:
+    """The same with the T × T matrix of weights written out, which is what the fused form saves."""
+    scores = x.rope.rotate(x.q) @ x.rope.rotate(x.k).mT * x.q.shape[-1] ** -0.5
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    return scores.masked_fill(later, -torch.inf).softmax(dim=-1) @ x.v
+
+
+def whole_sequence(x: Inputs, chunk: int = 64) -> Tensor:
+    """Chunked linear attention on whole tensors, differentiated by autograd: the plain way to write it.
+
+    T is a multiple of the chunk. The goals hold `linear_attention`, which works block by block, against it.
+    """
+    q, k = elu1(x.q), elu1(x.k)
+    den = (q * k.cumsum(dim=2)).sum(dim=-1, keepdim=True)
+    by_chunk = partial(rearrange, pattern="b h (n c) d -> b h n c d", c=chunk)
+    q, k, v = by_chunk(x.rope.rotate(q)), by_chunk(x.rope.rotate(k)), by_chunk(x.v)
+    own = k.mT @ v  # (B, H, N, D, E)
+    before = own.cumsum(dim=2) - own
+    num = (q @ k.mT).tril() @ v + q @ before
+    return rearrange(num, "b h n c d -> b h (n c) d") / (den + EPS)
+
+
+def fast_transformers(x: Inputs) -> Tensor:
+    """The same operator around the causal product of idiap/fast-transformers."""
+    from fast_transformers.causal_product import causal_dot_product
+
+    q, k = elu1(x.q), elu1(x.k)
+    den = (q * k.cumsum(dim=2)).sum(dim=-1, keepdim=True)
+    return causal_dot_product(x.rope.rotate(q), x.rope.rotate(k), x.v) / (den + EPS)
+
+
+def flash_linear_attention(x: Inputs) -> Tensor:
+    """The same operator around a kernel of fla-org/flash-linear-attention, which takes (B, T, H, D)."""
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    q, k = elu1(x.q), elu1(x.k)
+    den = (q * k.cumsum(dim=2, dtype=torch.float32)).sum(dim=-1, keepdim=True)
+    rotated = (tensor.transpose(1, 2).contiguous() for tensor in (x.rope.rotate(q), x.rope.rotate(k), x.v))
+    num, _ = chunk_simple_gla(*rotated, scale=1.0)
+    return (num.transpose(1, 2) / (den + EPS)).to(x.v.dtype)
+
+
+# --- decoding --------------------------------------------------------------------------------------------------------
+
+
+class LinearDecoding:
+    """One token after a past of `setting.length`: `linear_attention` from a state to the next."""
+
+    def __init__(self, x: Inputs, *, rope: bool = True, decay: bool = False, **options):
+        dtype = torch.promote_types(x.q.dtype, torch.float32)
+        zero = State.zeros(*x.q.shape[:2], x.q.shape[-1], x.v.shape[-1], dtype=dtype, device=x.q.device)
+        k_sum = torch.rand_like(zero.k_sum) * x.setting.length
+        self.state = State(torch.randn_like(zero.kv), k_sum, x.setting.length)
+        self.inputs, self.rope = x, x.rope if rope else None
+        self.options = {**options, "log_decay": x.log_decay if decay else None}
+
+    @property
+    def nbytes(self) -> int:
+        return self.state.nbytes
+
+    @torch.no_grad()
+    def __call__(self) -> tuple[Tensor, State]:
+        x = self.inputs
+        return linear_attention(x.q, x.k, x.v, self.rope, state=self.state, return_state=True, **self.options)
+
+
+class SoftmaxDecoding:
+    """One token after a past of `setting.length`: into its place in the cache, then attention to all of it.
+
+    Args:
+        cache: (2, B, H, at least length + 1, D) rotated keys, and values; None makes one of random numbers.
+    """
+
+    def __init__(self, x: Inputs, cache: Tensor | None = None):
+        n_keys = x.setting.length + 1
+        if cache is None:
+            cache = torch.randn(2, *x.q.shape[:2], n_keys, x.q.shape[-1], dtype=x.q.dtype, device=x.q.device)
+        self.inputs = x
+        self.k, self.v = cache[:, :, :, :n_keys]
+
+    @property
+    def nbytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
+    @torch.no_grad()
+    def __call__(self) -> Tensor:
+        x, position = self.inputs, self.inputs.setting.length
+        self.k[:, :, position:] = x.rope.rotate(x.k, position)
+        self.v[:, :, position:] = x.v
+        return F.scaled_dot_product_attention(x.rope.rotate(x.q, position), self.k, self.v)
+
+
+# --- the table of them -----------------------------------------------------------------------------------------------
+
+
+def catalogue(device: str, dtype: str) -> dict[str, Method]:
+    """Every method by name, those that cannot run there among them."""
+    reasons = {name: _unfit(name, device) for name in BACKENDS if name != "reference"}
+    alone = list(reasons.values()).count("") == 1
+    methods = [
+        _linear_method("linear-rope" if alone and not absent else f"linear-rope[{name}]", absent, backend=name)
+        for name, absent in reasons.items()
+    ]
+    methods += [
+        _linear_method("linear-rope-decay", decay=True),
+        _linear_method("linear", rope=False),
+        Method("softmax-rope", softmax, SoftmaxDecoding, quadratic=True),
+        Method("softmax-rope-materialised", softmax_materialised, quadratic=True, quadratic_memory=True),
+        Method(
+            "fast-transformers",
+            fast_transformers,
+            absent=missing("fast_transformers.causal_product") or ("float32 only" if dtype != "float32" else ""),
+        ),
+        Method(
+            "flash-linear-attention",
+            flash_linear_attention,
+            absent=missing("fla.ops.simple_gla") or ("needs CUDA" if device != "cuda" else ""),
+        ),
+    ]
+    return {method.name: method for method in methods}
+
+
+def _linear_method(name: str, absent: str = "", **options) -> Method:
+    return Method(name, partial(linear, **options), partial(LinearDecoding, **options), absent=absent)
+
+
+def _unfit(backend: str, device: str) -> str:
+    """Why a backend does not take tensors on that device, or "": the smallest call tells."""
+    try:
+        linear(Inputs.make(Setting(2, heads=1, head_dim=2, device=device, mode="forward")), backend=backend)
+    except Exception as error:
+        return f"does not run here: {error}"
+    return ""
+
+
+def missing(module: str) -> str:
+    """Why a peer cannot be imported, or ""."""
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        return "not installed"
+    except Exception as error:  # a binary built for another version fails in ways of its own
+        return f"cannot be imported: {error}"
+    return ""

@@ -1,0 +1,1 @@
+"""The command line `linrope`: one file a command, its options beside it."""

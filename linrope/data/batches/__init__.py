@@ -1,0 +1,1 @@
+"""How training and evaluation cut a corpus into batches."""

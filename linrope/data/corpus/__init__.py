@@ -1,0 +1,1 @@
+"""Corpora: what `data.path` names, as one sequence of tokens."""

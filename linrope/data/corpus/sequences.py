@@ -1,0 +1,138 @@
+"""A corpus as one long sequence of tokens, read range by range."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from linrope.data.tokenizers.bytes import SEPARATOR
+
+
+class DocumentChanged(RuntimeError):
+    """A file changed its size while a run was reading it."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """`size` bytes of a file from byte `start` on; `name` decides its place in the order and its split."""
+
+    name: str
+    path: Path
+    file_size: int
+    start: int
+    size: int
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Bytes `start … stop` of the document.
+
+        Raises:
+            DocumentChanged: the file no longer has the size it had when the corpus was made.
+        """
+        with open(self.path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != self.file_size:
+                raise DocumentChanged(
+                    f"{self.path} changed from {self.file_size} to {size} bytes while in use: "
+                    "leave the corpus as it is during a run, then start (or resume) the run again."
+                )
+            file.seek(self.start + start)
+            return file.read(stop - start)
+
+
+class TokenSequence(ABC):
+    """Tokens that training reads by their positions, 0 … len - 1."""
+
+    separator: int | None
+    """The token that ends a document; None where nobody has told."""
+    n_documents: int | None
+    n_bytes: int | None
+    """Bytes of text that the tokens stand for; None where nobody has told."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Tokens, separators among them."""
+
+    def tokens(self, start: int, stop: int) -> Tensor:
+        """Tokens `start … stop` as int64 (stop - start,).
+
+        Raises:
+            IndexError: the range leaves the corpus.
+            DocumentChanged: a file in it changed its size.
+            InputError: a file holds a token that the vocabulary does not.
+        """
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"tokens({start}, {stop}) leaves a corpus of {len(self)} tokens")
+        return torch.from_numpy(self._tokens(start, stop))
+
+    @abstractmethod
+    def _tokens(self, start: int, stop: int) -> np.ndarray: ...
+
+    def text_bytes(self, start: int, stop: int) -> Tensor | None:
+        """How many bytes of text each token `start … stop` stands for, int64 (stop - start,); 0 where nobody knows, and
+        None where tokens are bytes."""
+        return None
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """A hash of what the corpus consists of."""
+
+
+class DocumentSequence(TokenSequence):
+    """Documents of `sizes` tokens laid end to end, each followed by a separator.
+
+    Token `offsets[d] + i` is token `i` of document `d`; token `offsets[d + 1] - 1` is the separator after it.
+    """
+
+    def __init__(self, sizes: np.ndarray, separator: int) -> None:
+        self.separator, self.n_documents = separator, len(sizes)
+        self.offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes + 1, dtype=np.int64)])
+
+    def __len__(self) -> int:
+        return int(self.offsets[-1])
+
+    def _tokens(self, start: int, stop: int) -> np.ndarray:
+        return self._gather(start, stop, self._read, self.separator)
+
+    @abstractmethod
+    def _read(self, document: int, first: int, last: int) -> np.ndarray:
+        """Tokens `first … last` of a document."""
+
+    def _gather(self, start: int, stop: int, read: Callable[[int, int, int], np.ndarray], between: int) -> np.ndarray:
+        """What `read` has for the tokens `start … stop`, and `between` for separators: int64 (stop - start,)."""
+        out = np.full(stop - start, between, dtype=np.int64)
+        index = int(np.searchsorted(self.offsets, start, side="right")) - 1
+        while index < self.n_documents and (origin := int(self.offsets[index])) < stop:
+            first, last = max(start - origin, 0), min(stop, int(self.offsets[index + 1]) - 1) - origin
+            if first < last:
+                out[origin + first - start : origin + last - start] = read(index, first, last)
+            index += 1
+        return out
+
+
+class Corpus(DocumentSequence):
+    """Documents of bytes, which are their tokens."""
+
+    def __init__(self, documents: Sequence[Document]) -> None:
+        self.documents = list(documents)
+        super().__init__(np.array([document.size for document in self.documents], dtype=np.int64), SEPARATOR)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes: tokens without the separators."""
+        return len(self) - len(self.documents)
+
+    def _read(self, document: int, first: int, last: int) -> np.ndarray:
+        return np.frombuffer(self.documents[document].read(first, last), dtype=np.uint8)
+
+    def fingerprint(self) -> str:
+        """A hash of the documents' names, sizes and places; no file is read."""
+        lines = "".join(f"{document.name}\0{document.start}\0{document.size}\n" for document in self.documents)
+        return hashlib.blake2b(lines.encode("utf-8", errors="surrogateescape"), digest_size=16).hexdigest()

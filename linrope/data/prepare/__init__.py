@@ -1,0 +1,1 @@
+"""Text tokenized once, into a folder to train from."""

@@ -1,0 +1,1 @@
+"""Recall tasks: rows that ask for what they told earlier."""

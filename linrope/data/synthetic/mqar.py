@@ -1,0 +1,113 @@
+"""Multi-query associative recall (MQAR): rows of key-value pairs, and then the keys again, each asking for its value.
+
+The task of "Zoology: Measuring and Improving Recall in Efficient Language Models" (Arora et al., arXiv 2312.04927).
+What is to be remembered grows with the number of pairs, so it shows how much a state of fixed size can hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from linrope.data.synthetic.task import Case, require_numbers
+from linrope.errors import InputError
+from linrope.losses import IGNORE
+
+
+def mqar_rows(
+    n_rows: int, length: int, n_pairs: int, vocab_size: int, seed: int | Sequence[int], power: float = 0.01
+) -> tuple[Tensor, Tensor]:
+    """Rows of MQAR: `n_pairs` adjacent pairs (key, value), then every key once more among random tokens.
+
+    Keys lie in 1 … V/2 - 1, values in V/2 … V - 1, and none comes twice in a row's pairs. After the pairs the row has
+    slots of two positions; a key is asked for at the first of a slot. The slot with gap 1, 2, … from the pairs' end has
+    a probability in proportion to gap^(power - 1), and no slot is taken twice. All other places hold any tokens, at
+    times a key too. (The recipe of Zoology's `multiquery_ar` with `random_non_queries=True`.)
+
+    Args:
+        n_rows: rows to make; while they are made they take 2 · n_rows · vocab_size bytes.
+        length: tokens of a row, even.
+        n_pairs: pairs of a row; a pair takes two tokens, and asking for it two more.
+        vocab_size: V, the number of tokens.
+        seed: one or more integers from 0. Row `i` follows from it and `i`, however many rows are made (for one version
+            of NumPy, whose generators may change between versions).
+        power: 1 spreads the questions evenly, less draws them towards the pairs.
+
+    Returns:
+        (inputs, targets), each int64 (n_rows, length). `targets[:, t]` is what a model must say after it has read
+        `inputs[:, t]`: the value where a key is asked for, IGNORE everywhere else.
+
+    Raises:
+        InputError: pairs that do not fit into the row or the vocabulary, or a number out of range.
+    """
+    if n_rows < 0:
+        raise InputError(f"n_rows={n_rows} must be 0 or more.")
+    if np.min(seed) < 0:
+        raise InputError(f"seed={seed} must be 0 or more.")
+    if not 0 < power < np.inf:
+        raise InputError(
+            f"power={power} must be above 0: 1 spreads the questions evenly, less draws them to the pairs."
+        )
+    require_mqar(length, n_pairs, vocab_size)
+    # A generator for each kind of number, so that a row does not depend on how many come after it.
+    for_keys, for_values, for_slots, for_others = np.random.default_rng(seed).spawn(4)
+    first_value = vocab_size // 2
+    gaps = np.arange(1, (length - 2 * n_pairs) // 2 + 1)
+    keys = 1 + _distinct(for_keys, np.ones(first_value - 1), n_rows, n_pairs)
+    values = first_value + _distinct(for_values, np.ones(vocab_size - first_value), n_rows, n_pairs)
+    asked = 2 * n_pairs + 2 * _distinct(for_slots, gaps ** (power - 1.0), n_rows, n_pairs)
+
+    inputs = torch.from_numpy(for_others.integers(vocab_size, size=(n_rows, length)))
+    inputs[:, 0 : 2 * n_pairs : 2] = keys
+    inputs[:, 1 : 2 * n_pairs : 2] = values
+    inputs.scatter_(1, asked, keys)
+    return inputs, torch.full_like(inputs, IGNORE).scatter_(1, asked, values)
+
+
+def require_mqar(length: int, n_pairs: int, vocab_size: int) -> None:
+    """Raise InputError unless rows of `length` tokens and `vocab_size` different ones have room for `n_pairs` pairs."""
+    if n_pairs < 1:
+        raise InputError(f"n_pairs={n_pairs} must be 1 or more.")
+    if length % 2:
+        raise InputError(f"length={length} must be even: pairs and questions take two tokens each.")
+    if length < 4 * n_pairs:
+        raise InputError(
+            f"length={length} is too short for n_pairs={n_pairs}, each two tokens to tell and two to ask: "
+            f"raise length to {4 * n_pairs} or more, or lower n_pairs."
+        )
+    if vocab_size < 2 * n_pairs + 2:
+        raise InputError(
+            f"vocab_size={vocab_size} has too few keys (1 … vocab_size/2 - 1) for n_pairs={n_pairs} that differ: "
+            f"raise vocab_size to {2 * n_pairs + 2} or more, or lower n_pairs."
+        )
+
+
+def _distinct(rng: np.random.Generator, weights: np.ndarray, n_rows: int, n: int) -> Tensor:
+    """In each row `n` different indices of `weights`, drawn one after the other with these weights: (n_rows, n) int64.
+
+    The winners of an exponential race, in the order they arrive (the Gumbel top-k trick, arXiv 1903.06059, after exp).
+    """
+    arrivals = rng.standard_exponential((n_rows, len(weights)), dtype=np.float32)
+    arrivals /= weights.astype(np.float32)
+    return torch.from_numpy(arrivals).topk(n, largest=False).indices
+
+
+@dataclass(frozen=True)
+class MQAR:
+    """Multi-query associative recall, cases (length, n_pairs): see `mqar_rows`."""
+
+    vocab_size: int
+
+    def rows(self, n_rows: int, case: Case, seed: int | Sequence[int]) -> tuple[Tensor, Tensor]:
+        return mqar_rows(n_rows, *case, self.vocab_size, seed)
+
+    def require(self, case: Case) -> None:
+        require_numbers(case, "length", "n_pairs")
+        require_mqar(*case, self.vocab_size)
+
+    def name(self, case: Case) -> str:
+        return "{}x{}".format(*case)

@@ -1,0 +1,1 @@
+"""Tokenizers: bytes, and those of tokenizer.json files."""

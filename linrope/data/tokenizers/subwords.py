@@ -1,0 +1,178 @@
+"""Tokenizers of Hugging Face's `tokenizers`, read from a `tokenizer.json`. The package is an optional extra."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from linrope.errors import InputError
+
+END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+"""Special tokens that end a document; the first of them that a tokenizer has is its separator."""
+
+
+class SubwordTokenizer:
+    """A `tokenizer.json` as a `Tokenizer` of `linrope.data.tokenizers`.
+
+    Its separator is the special token that ends a document, by one of the usual names, or, where it has none, one of
+    our own after all tokens. A special token's name within a text is text: no document can end itself. What the file
+    says about truncating, padding and tokens to be put around each text is not done.
+
+    Args:
+        text: the contents of the file.
+        where: it comes from, for error messages.
+
+    Raises:
+        InputError: it is no such tokenizer, or the package `tokenizers` is missing.
+    """
+
+    def __init__(self, text: str, where: str = "the tokenizer") -> None:
+        self.name = "tokenizer.json"
+        self._text = text
+        self._tokenizer = _load(text, where)
+        added = self._tokenizer.get_added_tokens_decoder()
+        special = {token.content: number for number, token in added.items() if token.special}
+        n_tokens = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.separator = next((special[name] for name in END_OF_DOCUMENT if name in special), n_tokens)
+        self.vocab_size = max(n_tokens, self.separator + 1)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of all that decides tokens; how the file is indented does not."""
+        decisive = {key: value for key, value in json.loads(self._text).items() if key not in ("truncation", "padding")}
+        return hashlib.blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+    def encode_document(self, data: bytes) -> tuple[np.ndarray, np.ndarray]:
+        """See `Tokenizer`. A token stands for the bytes up to its end that no token before it reaches; the last one for
+        all that are left. So they sum to `len(data)`, whatever the tokenizer leaves out or changes, if there are any.
+
+        Raises:
+            UnicodeDecodeError: not UTF-8.
+            ValueError: the text reads as the separator.
+        """
+        text = data.decode("utf-8")
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        tokens = np.array(encoding.ids, dtype=np.int64)
+        if (tokens == self.separator).any():
+            raise ValueError(f"it holds the tokenizer's separator, token {self.separator}")
+        if not len(tokens):
+            return tokens, tokens
+        ends = _byte_positions(text)[np.array(encoding.offsets)[:, 1]]
+        ends[-1] = len(data)
+        return tokens, np.diff(np.maximum.accumulate(ends), prepend=0)
+
+    def encode_prompt(self, text: str) -> Tensor:
+        """See `Tokenizer`.
+
+        Raises:
+            InputError: the text is not Unicode, or reads as the separator.
+        """
+        try:
+            tokens, _ = self.encode_document(text.encode("utf-8"))
+        except ValueError as error:  # UnicodeEncodeError is one
+            raise InputError(f"prompt={text!r} cannot be read by the model's tokenizer: {error}.") from error
+        return torch.from_numpy(np.concatenate([[self.separator], tokens]))
+
+    def decoder(self) -> SubwordDecoder:
+        return SubwordDecoder(self._tokenizer, self.vocab_size, self.separator)
+
+    def token_bytes(self) -> np.ndarray:
+        """See `Tokenizer`: within a text, that is, after another token."""
+        decoder = json.dumps(json.loads(self._text).get("decoder"))
+        byte_level, byte_fallback = '"ByteLevel"' in decoder, '"ByteFallback"' in decoder
+        added = self._tokenizer.get_added_tokens_decoder()
+        anchor = next((i for i in range(self.vocab_size) if self._decoded(i).isalpha()), self.separator)
+        n_bytes = np.zeros(self.vocab_size, dtype=np.int64)
+        for number in range(self.vocab_size):
+            token = self._tokenizer.id_to_token(number)
+            if token is None or number == self.separator:
+                continue
+            if byte_level and number not in added:
+                n_bytes[number] = len(token)  # its alphabet has a character for each byte
+            elif byte_fallback and re.fullmatch(r"<0x[0-9A-F]{2}>", token):
+                n_bytes[number] = 1
+            else:
+                n_bytes[number] = len(self._decoded(anchor, number).encode()) - len(self._decoded(anchor).encode())
+        return n_bytes
+
+    def _decoded(self, *tokens: int) -> str:
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+
+    def to_serialized(self) -> dict[str, str]:
+        return {"kind": "tokenizers", "json": self._text}
+
+
+class SubwordDecoder:
+    """The `Decoder` of a `SubwordTokenizer`. Tokens that it does not know show as U+FFFD.
+
+    Whether a token begins with a space depends on whether one stands before it, so the last tokens that gave text are
+    decoded again together with the new ones.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, separator: int) -> None:
+        self._tokenizer, self._vocab_size, self._separator = tokenizer, vocab_size, separator
+        self._shown: list[int] = []
+        self._pending: list[int] = []
+
+    def feed(self, tokens: Iterable[int] | Tensor) -> str:
+        """See `Decoder`."""
+        values = tokens.tolist() if isinstance(tokens, Tensor) else tokens
+        return "".join(self._feed_one(token) for token in values if token != self._separator)
+
+    def _feed_one(self, token: int) -> str:
+        if not 0 <= token < self._vocab_size or self._tokenizer.id_to_token(token) is None:
+            return self.finish() + "\ufffd"
+        self._pending.append(token)
+        text = self._pending_text()
+        if text.endswith("\ufffd"):  # perhaps a character whose other bytes are to come
+            return ""
+        self._shown, self._pending = self._pending, []
+        return text
+
+    def finish(self) -> str:
+        """See `Decoder`."""
+        text = self._pending_text()
+        self._shown, self._pending = self._pending or self._shown, []
+        return text
+
+    def _pending_text(self) -> str:
+        before, after = (self._decode(tokens) for tokens in (self._shown, self._shown + self._pending))
+        return after[len(before) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+def _load(text: str, where: str) -> Any:
+    """The tokenizer of `tokenizers`, set to read any text whole and as text."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise InputError(
+            f"{where} needs the package tokenizers, which is not installed: pip install 'linrope[text]'."
+        ) from error
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as error:  # the package raises Exception itself
+        raise InputError(
+            f"{where} is no tokenizer.json of Hugging Face's tokenizers ({error}): give one, or 'bytes'."
+        ) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def _byte_positions(text: str) -> np.ndarray:
+    """Where each character of `text` begins in its UTF-8, and where the last one ends: int64 (len(text) + 1,)."""
+    codes = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
+    sizes = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
+    return np.concatenate([[0], np.cumsum(sizes)])

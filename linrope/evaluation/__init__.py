@@ -1,0 +1,1 @@
+"""What is measured of trained models: loss by position, longer rows, recall; and their tables and pictures."""

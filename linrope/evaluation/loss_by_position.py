@@ -1,0 +1,73 @@
+"""Loss by position in the row, in buckets whose edges double."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from linrope.data.tokenizers.bytes import bytes_of
+from linrope.losses import IGNORE, bits_per_byte
+
+FIRST_BUCKET = 16
+"""Positions are counted in buckets: the first 16, the next 16, then each bucket twice as long as the one before."""
+
+
+N_BUCKETS = 48  # rows of 10¹⁵ tokens
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Positions `first` … `last` of rows, counted from 1, and what their targets cost."""
+
+    first: int
+    last: int
+    tokens: int
+    bits_per_byte: float
+
+
+class LossByPosition:
+    """Sums of losses by position in the row, in buckets whose edges double.
+
+    Attributes:
+        sums: (N_BUCKETS, 3) float64: nats, bytes and targets.
+        longest: positions seen.
+    """
+
+    def __init__(self) -> None:
+        self.sums = torch.zeros(N_BUCKETS, 3, dtype=torch.float64)
+        self.longest = 0
+
+    def add(self, losses: Tensor, targets: Tensor, n_bytes: Tensor | None = None) -> None:
+        """Losses in nats of targets, and how many bytes each stands for, all (B, T); None where they are bytes."""
+        n_bytes, asked = bytes_of(targets, n_bytes), targets != IGNORE
+        of_position = torch.stack([losses.sum(0).cpu(), n_bytes.sum(0).cpu(), asked.sum(0).cpu()], dim=1)
+        self.sums.index_add_(0, bucket_of(torch.arange(targets.shape[1])), of_position.double())
+        self.longest = max(self.longest, targets.shape[1])
+
+    @property
+    def totals(self) -> Tensor:
+        """(3,) float64: nats, bytes and targets of all positions."""
+        return self.sums.sum(0)
+
+    @property
+    def bits_per_byte(self) -> float:
+        nats, n_bytes, _ = self.totals.tolist()
+        return bits_per_byte(nats, n_bytes)
+
+    def buckets(self) -> list[Bucket]:
+        """Those that hold a byte, in order."""
+        found, first = [], 0
+        for number, (nats, n_bytes, tokens) in enumerate(self.sums.tolist()):
+            last = FIRST_BUCKET << number
+            if n_bytes:
+                found.append(Bucket(first + 1, min(last, self.longest), int(tokens), bits_per_byte(nats, n_bytes)))
+            first = last
+        return found
+
+
+def bucket_of(positions: Tensor) -> Tensor:
+    """The number of the bucket of each position, counted from 0."""
+    doublings = (positions // FIRST_BUCKET).clamp(min=1).double().log2().floor().long() + 1
+    return torch.where(positions < FIRST_BUCKET, 0, doublings)

@@ -1,0 +1,128 @@
+"""What a model recalls by the length of a row and the depth at which it was told: a table, and a heat map."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from linrope.data.synthetic.task import Task
+from linrope.errors import InputError
+from linrope.evaluation.reports import new_table, write_csv, write_json, write_picture
+from linrope.evaluation.row_lengths import piece_logits
+from linrope.losses import IGNORE
+from linrope.models.language_model import LanguageModel
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+_MAP = 4
+"""What a seed's first number is for: `linrope.data.synthetic.batches` has those below."""
+
+
+@dataclass(frozen=True)
+class Recalled:
+    """One case: shares of its rows, answered whole, and of its questions, each of one token."""
+
+    length: int
+    depth: int
+    """In percent of the row: 0 is told at its start, 100 right before it is asked."""
+    rows: int
+    answered: float
+    tokens_right: float
+
+
+def recall_by_depth(
+    model: LanguageModel,
+    task: Task,
+    lengths: Sequence[int],
+    depths: Sequence[int],
+    n_rows: int,
+    seed: int = 0,
+    tick: Callable[[], None] = lambda: None,
+) -> Iterator[Recalled]:
+    """What the model recalls in `n_rows` rows of each length and depth; `tick` is called after each case.
+
+    Rows are read in pieces, the state going on, so that memory does not grow with the length.
+
+    Raises:
+        InputError: rows that the task cannot make, all before the first is read.
+    """
+    require_cases(task, lengths, depths, n_rows)
+    for length in lengths:
+        for depth in depths:
+            inputs, targets = task.rows(n_rows, (length, depth), (_MAP, seed, length, depth))
+            right, asked = answers(model, inputs, targets), targets != IGNORE
+            tokens_right = (right & asked).sum() / asked.sum()
+            yield Recalled(length, depth, n_rows, (right | ~asked).all(1).double().mean().item(), tokens_right.item())
+            tick()
+
+
+def require_cases(task: Task, lengths: Sequence[int], depths: Sequence[int], n_rows: int) -> None:
+    """Raise InputError unless there are rows of each length and depth."""
+    if n_rows < 1 or not lengths or not depths:
+        raise InputError(f"--rows={n_rows}, --lengths={list(lengths)}, --depths={list(depths)}: give one at least.")
+    for length in lengths:
+        for depth in depths:
+            task.require((length, depth))
+
+
+@torch.inference_mode()
+def answers(model: LanguageModel, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Where in rows (B, T) the target is the likeliest token: booleans (B, T)."""
+    right = torch.zeros_like(targets, dtype=torch.bool)
+    for rows, places, logits in piece_logits(model, inputs):
+        right[rows, places] = logits.argmax(-1).cpu() == targets[rows, places]
+    return right
+
+
+def table_of(found: Sequence[Recalled], title: str) -> Table:
+    """Depths down, lengths across, shares of rows answered."""
+    lengths = sorted({case.length for case in found})
+    table = new_table(title, "depth", *(f"{length:,}" for length in lengths))
+    for depth in sorted({case.depth for case in found}):
+        shares = {case.length: case.answered for case in found if case.depth == depth}
+        table.add_row(f"{depth} %", *(f"{shares[length]:.0%}" if length in shares else "" for length in lengths))
+    return table
+
+
+def write(folder: Path, found: Sequence[Recalled], details: dict[str, Any], title: str) -> list[Path]:
+    """`recall.csv`, `recall.json` with the details, and the heat map `recall.png`."""
+    rows = [asdict(case) for case in found]
+    return [
+        write_csv(folder / "recall.csv", rows),
+        write_json(folder / "recall.json", {**details, "cases": rows}),
+        *write_picture(folder / "recall.png", lambda: figure_of(found, title, details.get("trained_to"))),
+    ]
+
+
+def figure_of(found: Sequence[Recalled], title: str, trained_to: int | None = None) -> Figure:
+    """The heat map; a line marks the longest row of training where it is known."""
+    from matplotlib.figure import Figure
+
+    lengths, depths = sorted({case.length for case in found}), sorted({case.depth for case in found})
+    shares = {(case.depth, case.length): 100 * case.answered for case in found}
+    grid = [[shares[depth, length] for length in lengths] for depth in depths]
+    figure = Figure(figsize=(2.5 + 0.8 * len(lengths), 1.8 + 0.35 * len(depths)), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(grid, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
+    for row, depth in enumerate(depths):
+        for column, length in enumerate(lengths):
+            axes.text(column, row, f"{shares[depth, length]:.0f}", ha="center", va="center", fontsize=8)
+    if trained_to is not None and lengths[0] <= trained_to < lengths[-1]:
+        axes.axvline(sum(length <= trained_to for length in lengths) - 0.5, color="black", linestyle="--")
+        axes.set_xlabel("length of the row (tokens); trained left of the dashes")
+    else:
+        axes.set_xlabel("length of the row (tokens)")
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+    axes.set_yticks(range(len(depths)), [f"{depth} %" for depth in depths])
+    axes.set_ylabel("depth (0 %: at the start)")
+    figure.colorbar(image, label="rows answered (%)")
+    figure.suptitle(title, fontsize="medium")
+    return figure

@@ -1,0 +1,99 @@
+"""The decoding step as a graph of its own (`torch.export`), for programs that do not have this package.
+
+    program = export_decoding_step(model)
+    torch.export.save(program, "step.pt2")
+
+A step takes a token, its position and the state's tensors, and gives logits and the tensors after it:
+
+    tensors = tensors_of(initial_state(model))  # or those of prompts of one length: tensors_of(context.state)
+    logits, tensors = program.module()(token, position, tensors)
+
+The position is an integer that the graph leaves open: angles are as exact as elsewhere, at any length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from linrope.errors import InputError
+from linrope.layers import state as states
+from linrope.layers.state import ModelState, map_state
+from linrope.models.language_model import LanguageModel
+
+__all__ = ["DecodingStep", "export_decoding_step", "initial_state", "tensors_of"]
+
+
+class DecodingStep(nn.Module):
+    """One token through a model, with the state as a list of tensors.
+
+    Args:
+        model: every layer linear.
+        like: any state of the model's, which says how the tensors are to be put together.
+    """
+
+    def __init__(self, model: LanguageModel, like: ModelState):
+        super().__init__()
+        self.model, self.like = model, like
+
+    def forward(self, token: Tensor, position: int, tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """(B,) int64, the number of tokens before it, what they left -> (B, vocab_size) logits, what is left now."""
+        given = iter(tensors)
+        state = _at_position(map_state(lambda name, x: next(given), self.like), position)
+        logits, state = self.model(token[:, None], state, return_state=True)
+        return logits[:, 0], states.tensors_of(state)
+
+
+def tensors_of(state: ModelState) -> list[Tensor]:
+    """The state's tensors, as a step takes and gives them.
+
+    Raises:
+        InputError: rows whose documents began at other positions, as those of prompts of unequal lengths did: a step
+            counts all rows from one.
+    """
+    if any(layer.document_start is not None and layer.document_start.any() for layer in state):
+        raise InputError(
+            "state is that of prompts of unequal lengths, or of rows that forgot: the decoding step has one position "
+            "for all its rows. Read prompts of unequal lengths one by one."
+        )
+    return states.tensors_of(state)
+
+
+def _at_position(state: ModelState, position: int) -> ModelState:
+    return tuple(replace(layer, past=replace(layer.past, length=position)) for layer in state)
+
+
+@torch.no_grad()
+def initial_state(model: LanguageModel, batch: int = 1) -> ModelState:
+    """The state of no tokens, every layer linear: zeros."""
+    token = torch.zeros(batch, 1, dtype=torch.int64, device=next(model.parameters()).device)
+    _, state = model(token, return_state=True)
+    return _at_position(map_state(lambda name, x: torch.zeros_like(x), state), 0)
+
+
+@torch.no_grad()
+def export_decoding_step(model: LanguageModel, batch: int = 1) -> torch.export.ExportedProgram:
+    """The program of a `DecodingStep` on `batch` rows.
+
+    Raises:
+        InputError: a model in training mode, or with softmax layers, whose caches change their size.
+    """
+    if model.training:
+        raise InputError("model is in training mode, where dropout draws: call model.eval() first.")
+    if "softmax" in model.config.attention_types:
+        raise InputError(
+            f"attention={model.config.attention!r}: the decoding step is exported for linear layers only, whose states "
+            "have a fixed size."
+        )
+    like = initial_state(model, batch)
+    tensors = states.tensors_of(like)
+    token = torch.zeros(batch, dtype=torch.int64, device=tensors[0].device)
+    # the example's position is none that export would take for a constant, as it does 0 and 1
+    return torch.export.export(
+        DecodingStep(model, like),
+        (token, 2, tensors),
+        dynamic_shapes=(None, torch.export.Dim.DYNAMIC, [None] * len(tensors)),
+    )

@@ -1,0 +1,339 @@
+"""linrope models in `transformers`: `generate`, `pipeline` and lm-evaluation-harness take them.
+
+Importing this module registers them with the Auto classes:
+
+    import linrope.interop.transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained("exported")  # a folder of `linrope export`
+
+The folder also names its classes, so that programs which import nothing of ours take it with `trust_remote_code=True`,
+where linrope is installed. It needs `pip install "linrope[hf]"`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linrope.data.tokenizers.base import Tokenizer as TextTokenizer
+from linrope.data.tokenizers.base import tokenizer_from_serialized
+from linrope.data.tokenizers.bytes import ByteTokenizer
+from linrope.errors import InputError
+from linrope.layers.state import ModelState, map_state
+from linrope.models.language_model import LanguageModel, LanguageModelConfig
+from linrope.models.saving import CONFIG_FILE, EXPORTED_TOKENIZER_FILE, WEIGHTS_FILE
+from linrope.utils.files import require_writable
+
+try:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        GenerationConfig,
+        GenerationMixin,
+        PreTrainedConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerFast,
+    )
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+except ImportError as error:
+    raise InputError(f'{error.name} is not installed: pip install "linrope[hf]".') from error
+
+
+DOCUMENT = "<|document|>"
+"""The separator, as text of the tokenizer."""
+
+
+TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+
+
+CODE_FILE = "modeling_linrope.py"
+
+
+CODE = "from linrope.interop.transformers import LinropeConfig, LinropeForCausalLM\n"
+
+
+class LinropeConfig(PreTrainedConfig):
+    """The configuration of transformers around ours.
+
+    Args:
+        linrope: the fields of `LanguageModelConfig`.
+    """
+
+    model_type = "linrope"
+
+    def __init__(self, linrope: dict[str, Any] | None = None, **options: Any) -> None:
+        config = LanguageModelConfig.from_dict(linrope or {})
+        self.linrope = config.to_dict()
+        super().__init__(**options)
+        self.tie_word_embeddings = config.tie_embeddings
+
+    @property
+    def vocab_size(self) -> int:
+        return self.linrope["vocab_size"]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.linrope["d_model"]
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return self.linrope["n_layers"]
+
+    @property
+    def num_attention_heads(self) -> int:
+        return self.linrope["n_heads"]
+
+
+class StateCache:
+    """A model's state, as `generate` of transformers handles caches."""
+
+    is_compileable = False
+
+    def __init__(self, state: ModelState) -> None:
+        self.state = state
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens read."""
+        return self.state[layer_idx].past.length
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes what row beam_idx[i] was (beam search)."""
+        self.state = map_state(lambda _, x: x.index_select(0, beam_idx.to(x.device)), self.state)
+
+    batch_select_indices = reorder_cache
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row so many times."""
+        self.state = map_state(lambda _, x: x.repeat_interleave(repeats, dim=0), self.state)
+
+    def crop(self, max_length: int) -> None:
+        raise InputError("a linrope state cannot forget its last tokens: assisted generation is not possible with it.")
+
+
+class LinropeForCausalLM(PreTrainedModel, GenerationMixin):
+    """A `LanguageModel` with the interface of transformers. Its cache is the model's state, of a size that does not
+    grow; padding is known by `attention_mask`, positions follow from it."""
+
+    config_class = LinropeConfig
+    base_model_prefix = "model"
+    main_input_name = "input_ids"
+    _tied_weights_keys = {"model.output.weight": "model.embedding.weight"}  # noqa: RUF012
+    _no_split_modules = ["Block"]  # noqa: RUF012
+
+    def __init__(self, config: LinropeConfig) -> None:
+        super().__init__(config)
+        self.model = LanguageModel(LanguageModelConfig.from_dict(config.linrope))
+        self.post_init()
+
+    @classmethod
+    def of(cls, model: LanguageModel) -> LinropeForCausalLM:
+        """A model of ours, its weights not copied."""
+        with torch.device("meta"):
+            wrapped = cls(LinropeConfig(linrope=model.config.to_dict()))
+        wrapped.model = model
+        wrapped.config.dtype = next(model.parameters()).dtype
+        if (tokenizer := _tokenizer_of(model)) is not None:
+            separator = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.separator)
+            wrapped.generation_config = GenerationConfig(**separator)
+        return wrapped.train(model.training)
+
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        """Nothing: a LanguageModel makes its own first weights."""
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return self.model.embedding
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.model.output
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # the first call makes the cache: the state of what it read
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: StateCache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        **options: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits, the loss of labels, the state.
+
+        Args:
+            input_ids: (B, T), those that `past_key_values` has not seen.
+            attention_mask: (B, tokens so far), 0 for padding, which may stand before a row's text, or after it where no
+                more of the row follows.
+            past_key_values: what an earlier call returned.
+            labels: (B, T), the input_ids again, -100 where nothing is asked.
+            use_cache: whether to return the state; None does, outside of training.
+            logits_to_keep: make those of the last so many tokens only; 0 makes all.
+            options: what else transformers hands around. Positions follow from the mask and the state, so
+                `position_ids` may say nothing else.
+
+        Raises:
+            InputError: a mask of another shape, with holes, or that hides tokens after the first call; text that would
+                go on after padding, position_ids of packed rows, inputs_embeds.
+        """
+        if options.get("inputs_embeds") is not None:
+            raise InputError("inputs_embeds are not taken: pass input_ids.")
+        use_cache = not self.training if use_cache is None else use_cache
+        _check_positions(options.get("position_ids"), attention_mask)
+        past = None if past_key_values is None else past_key_values.state
+        n_read = 0 if past_key_values is None else past_key_values.get_seq_length()
+        logits, state = self.model(
+            input_ids,
+            past,
+            None if attention_mask is None else _documents(attention_mask, input_ids, n_read),
+            return_state=True,
+            logits_to_keep=logits_to_keep or None,
+        )
+        loss = None
+        if labels is not None:
+            items = options.get("num_items_in_batch")
+            loss = self.loss_function(logits, labels, self.config.vocab_size, num_items_in_batch=items)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=StateCache(state) if use_cache else None
+        )
+
+
+def _documents(mask: Tensor, input_ids: Tensor, n_read: int) -> Tensor | None:
+    """Padding as documents of its own, which the text does not see; None where none is among the input_ids."""
+    n_rows, n_new = input_ids.shape
+    if mask.shape != (n_rows, n_read + n_new):
+        raise InputError(
+            f"attention_mask is {tuple(mask.shape)} for input_ids {(n_rows, n_new)} after {n_read} tokens of "
+            f"past_key_values: pass {(n_rows, n_read + n_new)}, the mask of all tokens so far."
+        )
+    mask = mask.bool()
+    if mask[:, max(n_read - 1, 0) :].all():
+        return None
+    if n_read:
+        hidden = "hides tokens after past_key_values" if mask[:, n_read - 1].all() else "ends in padding there"
+        raise InputError(
+            f"attention_mask {hidden}: a row goes on after its text only. Pad on the left, and pass the padding "
+            "together with the first of every row's text."
+        )
+    if (mask.long().diff(dim=1, prepend=torch.zeros_like(mask[:, :1]).long()) > 0).sum(dim=1).max() > 1:
+        raise InputError(
+            "attention_mask has a hole: the text after it would not see the text before it. Pass each row's text in "
+            "one piece, padding before or after it."
+        )
+    return mask.long()
+
+
+def _check_positions(position_ids: Tensor | None, mask: Tensor | None) -> None:
+    if position_ids is None or position_ids.shape[-1] < 2:
+        return
+    jumps = position_ids.diff(dim=-1) != 1
+    if mask is not None:  # padding has none
+        seen = mask[:, mask.shape[1] - position_ids.shape[-1] :].bool()
+        jumps = jumps & seen[:, 1:] & seen[:, :-1]
+    if jumps.any():
+        raise InputError("position_ids jump, as in packed rows: pass each document as a row of its own.")
+
+
+AutoConfig.register("linrope", LinropeConfig, exist_ok=True)
+
+
+AutoModelForCausalLM.register(LinropeConfig, LinropeForCausalLM, exist_ok=True)
+
+
+def _tokenizer_of(model: LanguageModel) -> TextTokenizer | None:
+    """The one the model was trained with; None where that is unknown, or the model's tokens are no text."""
+    tokenizer = tokenizer_from_serialized(model.tokenizer)
+    return None if tokenizer is None or model.config.vocab_size < tokenizer.vocab_size else tokenizer
+
+
+def tokenizer_for_transformers(tokenizer: TextTokenizer) -> PreTrainedTokenizerFast:
+    """The same tokens, for transformers: the ids of `tokenizer.encode_prompt`."""
+    if isinstance(tokenizer, ByteTokenizer):
+        made = _of_bytes()
+    else:
+        made = Tokenizer.from_str(tokenizer.to_serialized()["json"])
+        made.no_truncation()
+        made.no_padding()
+    mark = made.id_to_token(tokenizer.separator) or DOCUMENT
+    made.add_special_tokens([mark])  # a separator of our own comes after all others, as it does there
+    made.post_processor = processors.TemplateProcessing(
+        single=f"{mark} $A", pair=f"{mark} $A {mark} $B", special_tokens=[(mark, tokenizer.separator)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        bos_token=mark,
+        eos_token=mark,
+        pad_token=mark,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+    )
+
+
+def _of_bytes() -> Tokenizer:
+    """Byte-level BPE without merges, so that nothing of ours is needed to load it."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # as GPT-2 shows bytes
+    others = [byte for byte in range(256) if byte not in printable]
+    vocabulary = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    tokenizer = Tokenizer(models.BPE({**vocabulary, DOCUMENT: ByteTokenizer.separator}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def export(model: LanguageModel, folder: str | os.PathLike, *, overwrite: bool = False) -> None:
+    """Write a model as transformers has them: `model.safetensors`, `config.json` and the tokenizer, where it is known.
+
+    `LanguageModel.from_pretrained` reads the folder too, without transformers.
+
+    Raises:
+        InputError: the folder is there and not empty, without `overwrite`.
+    """
+    folder = Path(folder)
+    require_free(folder, overwrite)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.partial-") as partial:
+        _write(model, Path(partial))
+        folder.mkdir(exist_ok=True)
+        for old in (CONFIG_FILE, WEIGHTS_FILE, EXPORTED_TOKENIZER_FILE, *TOKENIZER_FILES):  # none of another model's
+            (folder / old).unlink(missing_ok=True)
+        mode = Path(partial, CONFIG_FILE).stat().st_mode  # safetensors lets nobody else read its file
+        for file in sorted(Path(partial).iterdir(), key=lambda file: file.name == CONFIG_FILE):  # it comes last
+            file.chmod(mode)
+            file.replace(folder / file.name)
+
+
+def require_free(folder: Path, overwrite: bool) -> None:
+    """Raise InputError unless a model may be written into the folder."""
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"--output={str(folder)!r} is a file: choose a folder.")
+    if not overwrite and folder.is_dir() and any(folder.iterdir()):
+        raise InputError(f"--output={str(folder)!r} exists and is not empty: choose another, or pass --overwrite.")
+    require_writable(folder, "--output")
+
+
+def _write(model: LanguageModel, folder: Path) -> None:
+    LinropeForCausalLM.of(model).save_pretrained(folder)
+    config = json.loads((folder / CONFIG_FILE).read_text())
+    module = CODE_FILE.removesuffix(".py")
+    config["auto_map"] = {
+        "AutoConfig": f"{module}.LinropeConfig",
+        "AutoModelForCausalLM": f"{module}.LinropeForCausalLM",
+    }
+    if model.tokenizer is not None:
+        config["linrope_tokenizer"] = model.tokenizer["kind"]
+        if "json" in model.tokenizer:
+            (folder / EXPORTED_TOKENIZER_FILE).write_text(model.tokenizer["json"], encoding="utf-8")
+    (folder / CONFIG_FILE).write_text(f"{json.dumps(config, indent=2)}\n")
+    (folder / CODE_FILE).write_text(CODE)
+    if (tokenizer := _tokenizer_of(model)) is not None:
+        tokenizer_for_transformers(tokenizer).save_pretrained(folder)

@@ -1,0 +1,192 @@
+"""`LinearAttention`: linear attention with rotary positions in the numerator only, as a layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from linrope.errors import InputError, require_choice
+from linrope.feature_maps import MapModule, make_feature_map
+from linrope.layers.attention import _Attention, _head_dim
+from linrope.layers.forget_gate import ForgetGate
+from linrope.layers.selective_rope import SelectiveRope
+from linrope.ops.call import NORMALIZE, check_eps, check_signed
+from linrope.ops.linear_attention import BACKENDS, linear_attention
+from linrope.ops.state import State
+from linrope.rotary import RotaryConfig, RotaryEmbedding, check_config, half_of
+
+
+def _embedding(rope: RotaryConfig | None, head_dim: int, n_features: int | None = None) -> RotaryEmbedding | None:
+    """What turns heads, or the features made of them: an odd number of those all but the last."""
+    if rope is None:
+        return None
+    if n_features is None or rope.before_map:
+        return RotaryEmbedding.from_config(head_dim, rope)
+    if rope.rotary_dim is None and n_features != head_dim:
+        rope = replace(rope, rotary_dim=half_of(head_dim) if rope.signed else n_features // 2 * 2)
+    return RotaryEmbedding.from_config(n_features, rope)
+
+
+def _signed_dim(rope: RotaryConfig | None, head_dim: int, normalize: str) -> int:
+    """How many dimensions of a head skip the feature map, since they turn with either sign."""
+    if rope is None or not rope.signed:
+        return 0
+    if rope.before_map:
+        raise InputError("rope.before_map=True turns what φ is of, rope.signed=True what it is not of: drop one.")
+    signed = half_of(head_dim) if rope.rotary_dim is None else rope.rotary_dim
+    check_signed(signed, head_dim, normalize)
+    return signed
+
+
+def _check_selective(rope: RotaryConfig | None, causal: bool) -> None:
+    if rope is None or not rope.selective:
+        return
+    if not rope.signed:
+        raise InputError("rope.selective=True turns dimensions that skip the feature map: set rope.signed=True too.")
+    if not causal:
+        raise InputError("rope.selective=True sums angles along the row: it needs causal=True.")
+
+
+class LinearAttention(_Attention):
+    """Linear attention with rotary positions in the numerator only (RoFormer eq. 19), as a layer.
+
+    By default the plain form: q, k, v = W x, `linear_attention`, W_o. Its state does not grow with the length.
+
+    Where RoPE stands is one of five: in neither sum (`rope=None`), in the numerator (the default), in both
+    (`normalize="rotary"`), before φ (`RotaryConfig(before_map=True)`), where both sums see φ of what was turned:
+    weights stay positive, and depend on positions themselves, not on distances alone; or in the numerator with either
+    sign (`RotaryConfig(signed=True)`): half of the dimensions turn, and skip φ and the denominator. Those can turn by
+    angles that the input decides (`RotaryConfig(signed=True, selective=True)`, see `linrope.layers.selective_rope`).
+
+    Args:
+        d_model: width of the model.
+        n_heads: number of heads H.
+        head_dim: size of each head; None for d_model / n_heads.
+        rope: how queries and keys turn; None for no positions.
+        feature_map: φ, a name of `linrope.feature_maps.FEATURE_MAP_NAMES`, or a callable that keeps the head's size (a
+            module is trained and saved with the layer). "favor", "hedgehog" and "taylor" are modules made for these
+            heads; RoPE turns their features, all or all but the last.
+        temperature: learn a scale for each head inside φ: φ(e^τ x) with τ = 0 at the start, for queries and keys alike
+            (and for dimensions that skip φ).
+        normalize: the denominator: "plain", "rotary" or "none" (see `linear_attention`).
+        causal: see earlier tokens only; False sees all.
+        short_conv: tokens seen by a depthwise causal convolution with SiLU on q, k and v (4 is usual); 0 for none.
+        conv_silu: where SiLU follows that convolution: "qkv", or "v" alone, so that q and k take either sign. After
+            SiLU they are at least -0.28 and elu + 1 of them at least 0.75: no feature comes near 0.
+        forget_gate: learn a decay for each head and token, `log_decay = logsigmoid(W x + b)`, which starts slow
+            (W = 0, b = 4: half is forgotten in 38 tokens).
+        gate_normalizer: r ≥ 1 that divides the forget gate's log decay, a number for all heads (16 in GLA, arXiv
+            2312.06635) or one for each: the larger, the longer a head remembers (see `linrope.layers.forget_gate`).
+        output_norm: RMSNorm (ε = 10⁻⁵, one weight for all heads) over each head's output, before the gate. It undoes
+            the division by the denominator, up to ε: the scale of each o_i is lost.
+        output_gate: multiply the heads' output by `silu(W x)`.
+        bias: whether the projections have biases.
+        eps: ε of the denominator.
+        backend: see `linear_attention`.
+
+    Raises:
+        InputError: sizes that do not fit, unknown names, `short_conv` or `forget_gate` with `causal=False`,
+            `rope.before_map` or `rope.signed` with `normalize="rotary"`, or with each other, `rope.selective` without
+            `rope.signed` or with `causal=False`.
+    """
+
+    past_type = State
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        head_dim: int | None = None,
+        rope: RotaryConfig | None = RotaryConfig(),
+        feature_map: str | Callable[[Tensor], Tensor] = "elu1",
+        temperature: bool = False,
+        normalize: str = "plain",
+        causal: bool = True,
+        short_conv: int = 0,
+        conv_silu: str = "qkv",
+        forget_gate: bool = False,
+        gate_normalizer: float | Sequence[float] = 1.0,
+        output_norm: bool = False,
+        output_gate: bool = False,
+        bias: bool = False,
+        eps: float = 1e-6,
+        backend: str = "auto",
+    ):
+        if forget_gate and not causal:
+            raise InputError("forget_gate=True needs causal=True: forgetting is defined for causal attention only.")
+        if gate_normalizer != 1 and not forget_gate:
+            raise InputError(f"gate_normalizer={gate_normalizer} divides the forget gate's log decay: set forget_gate.")
+        require_choice("normalize", normalize, NORMALIZE)
+        require_choice("backend", backend, ("auto", *BACKENDS))
+        check_eps(eps)
+        check_config(rope)
+        before_map = rope is not None and rope.before_map
+        if before_map and normalize == "rotary":
+            raise InputError("rope.before_map=True turns nothing after φ, normalize='rotary' sums what is: drop one.")
+        _check_selective(rope, causal)
+        head_dim = _head_dim(d_model, n_heads, head_dim)
+        signed = _signed_dim(rope, head_dim, normalize)
+        phi = make_feature_map(feature_map, n_heads, head_dim - signed)
+        n_features = signed + phi.n_features if isinstance(phi, MapModule) else head_dim
+        super().__init__(
+            d_model,
+            n_heads,
+            head_dim=head_dim,
+            rope=_embedding(rope, head_dim, n_features),
+            causal=causal,
+            short_conv=short_conv,
+            conv_silu=conv_silu,
+            output_norm=output_norm,
+            output_gate=output_gate,
+            bias=bias,
+        )
+        self.feature_map = phi  # a module becomes part of this one
+        self.n_features = n_features
+        self.before_map = before_map
+        self.options = {"normalize": normalize, "eps": eps, "backend": backend}
+        self.watch: Callable[..., None] | None = None  # see linrope.profiling.hooks
+        self.log_scale = nn.Parameter(torch.zeros(n_heads)) if temperature else None
+        self.forget = ForgetGate(d_model, n_heads, gate_normalizer) if forget_gate else None
+        if rope is not None and rope.selective:
+            self.selective = SelectiveRope(d_model, n_heads, self.rope)
+
+    def attend(self, x, q, k, v, past, segment_ids, positions):
+        if self.log_scale is not None:
+            scale = self.log_scale.exp()[:, None, None]
+            q, k = (q * scale).to(q.dtype), (k * scale).to(k.dtype)
+        if self.before_map:
+            # φ(R_i q)ᵀφ(R_j k) is no function of i - j alone: documents of a packed row each start at 0
+            where = (
+                {"positions": positions} if positions is not None else {"offset": 0 if past is None else past.length}
+            )
+            q, k = self.rope.rotate(q, **where), self.rope.rotate(k, **where)
+        rope = self.rope if self.selective is None else self.selective.at_rest
+        options = {
+            "rope": None if self.before_map else rope,
+            "log_decay": None if self.forget is None else self.forget(x),
+            "causal": self.causal,
+            "segment_ids": segment_ids,
+            "state": past,
+            "feature_map": self.feature_map,
+            **self.options,
+        }
+        dtype = v.dtype
+        # turned by the input: rounded, the gradients of q and k would not cancel where those of angles do
+        with nullcontext() if self.selective is None else torch.autocast(q.device.type, enabled=False):
+            v = v.to(q.dtype)
+            o, final = linear_attention(q, k, v, **options, return_state=True)
+        if self.watch is not None:
+            self.watch(q, k, v, options, o, final)
+        return o.to(dtype), final
+
+    def past_bytes(self, context, dtype):
+        sums = 2 if self.options["normalize"] == "rotary" else 1
+        working = torch.promote_types(dtype, torch.float32)
+        angles = 0 if self.selective is None else math.prod(self.selective.n_angles) * torch.float64.itemsize
+        return self.n_heads * (self.n_features * (self.head_dim + sums) + 1) * working.itemsize + angles

@@ -1,0 +1,125 @@
+"""Files that hold a trained model: the checkpoints of `linrope fit`, and the folders of `save_pretrained`.
+
+Reading is always `weights_only`: tensors and plain values, no code.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linrope.errors import InputError
+from linrope.utils.files import load_plain, whole_file
+
+CONFIG_FILE, WEIGHTS_FILE, SAFETENSORS_FILE = "config.json", "model.pt", "model.safetensors"
+
+
+TOKENIZER_FILE, EXPORTED_TOKENIZER_FILE = "tokenizer.json", "linrope_tokenizer.json"
+"""A model's tokenizer as it was trained with; an export's tokenizer.json is made for transformers."""
+
+
+def write_folder(
+    folder: Path, config: dict[str, Any], weights: dict[str, Tensor], tokenizer: dict[str, str] | None = None
+) -> None:
+    """Write a model's configuration, weights and tokenizer; the folder is made where missing, each file replaced whole.
+
+    `tokenizer` is one of `linrope.data.tokenizers` in its plain form: the configuration tells its kind, and a
+    tokenizer.json lies beside it.
+
+    Raises:
+        InputError: the folder holds weights in the other format, which would lie beside a configuration not theirs.
+    """
+    if (folder / SAFETENSORS_FILE).exists():
+        raise InputError(f"{str(folder)!r} holds an exported model ({SAFETENSORS_FILE}): choose another folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    if tokenizer is not None:
+        config = {**config, "tokenizer": tokenizer["kind"]}
+        if "json" in tokenizer:
+            with whole_file(folder / TOKENIZER_FILE) as file:
+                file.write(tokenizer["json"].encode())
+    with whole_file(folder / WEIGHTS_FILE) as file:
+        torch.save(weights, file)
+    with whole_file(folder / CONFIG_FILE) as file:
+        file.write(f"{json.dumps(config, indent=2)}\n".encode())
+
+
+def read_model(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, str] | None]:
+    """(configuration, weights, tokenizer) of a folder of `save_pretrained` or `linrope export`, or of a checkpoint.
+
+    The tokenizer is one of `linrope.data.tokenizers` in its plain form, or None where nothing is said of it.
+
+    Raises:
+        InputError: nothing there, or something that holds no linrope model.
+    """
+    if (path / CONFIG_FILE).is_file():
+        try:
+            config = json.loads((path / CONFIG_FILE).read_text())
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise InputError(f"{path / CONFIG_FILE} is not valid JSON: {error}.") from error
+        weights = _weights_in(path)
+        if not isinstance(config, dict):
+            return config, weights, None
+        if config.get("model_type") == "linrope":  # of transformers, ours within it
+            kind = config.get("linrope_tokenizer")
+            return config.get("linrope"), _of_model(weights), _tokenizer_in(path / EXPORTED_TOKENIZER_FILE, kind)
+        kind = config.pop("tokenizer", None)
+        return config, weights, _tokenizer_in(path / TOKENIZER_FILE, kind)
+    checkpoint = open_checkpoint(path)
+    ours = checkpoint["linrope"]
+    return ours["config"], _of_model(checkpoint["state_dict"]), ours.get("tokenizer")
+
+
+def _tokenizer_in(file: Path, kind: str | None) -> dict[str, str] | None:
+    """The plain form of a folder's tokenizer, of the kind that its configuration tells."""
+    if kind != "tokenizers":
+        return None if kind is None else {"kind": kind}
+    try:
+        return {"kind": kind, "json": file.read_text(encoding="utf-8")}
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} cannot be read ({error}): save the model again, or copy it there.") from error
+
+
+def _of_model(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those of the model within a LightningModule or a model of transformers, by its own names."""
+    return {name.removeprefix("model."): tensor for name, tensor in weights.items() if name.startswith("model.")}
+
+
+def _weights_in(folder: Path) -> dict[str, Tensor]:
+    plain, safe = folder / WEIGHTS_FILE, folder / SAFETENSORS_FILE
+    if plain.is_file() and safe.is_file():
+        raise InputError(f"{str(folder)!r} holds both {plain.name} and {safe.name}: remove the one that is old.")
+    if plain.is_file():
+        return load_plain(plain)
+    if not safe.is_file():
+        raise InputError(f"checkpoint {str(folder)!r} has no weights, {plain.name} or {safe.name}: save it again.")
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+    except ImportError as error:
+        raise InputError(f'{str(safe)!r} needs safetensors to be read: pip install "linrope[hf]".') from error
+    try:
+        return load_file(safe)
+    except SafetensorError as error:
+        raise InputError(f"{str(safe)!r} is damaged or no safetensors file ({error}): export it again.") from error
+
+
+def open_checkpoint(path: str | Path) -> dict[str, Any]:
+    """The contents of a checkpoint that `linrope fit` wrote, its tensors still on disk.
+
+    Raises:
+        InputError: no such file, or a file that is no checkpoint of linrope's.
+    """
+    path = Path(path)
+    if path.is_dir():
+        last = next(iter(sorted(path.rglob("last.ckpt"))), None)
+        hint = f" Did you mean '{last}'?" if last else ""
+        raise InputError(f"checkpoint {str(path)!r} is a folder without {CONFIG_FILE}: name a .ckpt file.{hint}")
+    checkpoint = load_plain(path)
+    ours = isinstance(checkpoint, dict) and isinstance(checkpoint.get("linrope"), dict) and "state_dict" in checkpoint
+    if not (ours and "config" in checkpoint["linrope"]):
+        raise InputError(f"checkpoint {str(path)!r} was not written by linrope: give a .ckpt file of `linrope fit`.")
+    return checkpoint

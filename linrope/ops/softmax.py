@@ -1,0 +1,143 @@
+"""Softmax attention with a key-value cache: the baseline, on PyTorch's `scaled_dot_product_attention`.
+
+With a window each token sees the last few only. Queries then go in blocks of that many, each with its own and the
+previous block of keys, so that time and memory are linear in the length: no (T, T) mask is made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+from linrope.errors import InputError
+from linrope.ops.documents import number_documents
+
+
+@dataclass(frozen=True)
+class KeyValueCache:
+    """The past of softmax attention: every key and value that a later token may see, so without a window it grows.
+
+    Attributes:
+        k, v: (B, H, S, D) rotated keys, and values.
+        visible: (B, S) False for keys of documents that have ended; None where all are visible.
+        length: number of tokens seen, S or more; the next token stands at this position. None stands for S.
+    """
+
+    k: Tensor
+    v: Tensor
+    visible: Tensor | None = None
+    length: int | None = None
+
+    def __post_init__(self):
+        if self.length is None:
+            object.__setattr__(self, "length", self.k.shape[2])
+
+
+def softmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    segment_ids: Tensor | None = None,
+    cache: KeyValueCache | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, KeyValueCache]:
+    """softmax(scale · q kᵀ) v over the keys that each query sees.
+
+    Args:
+        q, k, v: (B, H, T, D), rotated where they are to be.
+        causal: see earlier tokens only.
+        window: see the last `window` tokens only, the present one included; causal only.
+        segment_ids: (B, T) integers, whose runs are documents that attend to themselves alone.
+        cache: what came before.
+        scale: None for D^-½.
+
+    Returns:
+        o: (B, H, T, D), and the cache with this call's tokens in it.
+
+    Raises:
+        InputError: a cache of another batch, number of heads or head size.
+    """
+    n_queries = q.shape[2]
+    length = n_queries + (0 if cache is None else cache.length)
+    document = None if segment_ids is None or n_queries == 0 else number_documents(segment_ids)
+    of_key, visible = document, None
+    if cache is not None:
+        if cache.k.shape[:2] != k.shape[:2] or cache.k.shape[3] != k.shape[3]:
+            raise InputError(f"state.past.k is {tuple(cache.k.shape)}, this call's keys are {tuple(k.shape)}.")
+        k, v = torch.cat((cache.k.to(k.dtype), k), dim=2), torch.cat((cache.v.to(v.dtype), v), dim=2)
+        visible = None if cache.visible is None else F.pad(cache.visible, (0, n_queries), value=True)
+        of_key = None if document is None else F.pad(document, (cache.k.shape[2], 0))  # the past is the first's
+    if n_queries == 0:
+        o = v[:, :, :0]
+    elif window is None or n_queries <= window:
+        o = _dense(q, k, v, causal, window, document, of_key, visible, scale)
+    else:
+        o = _banded(q, k, v, window, document, of_key, visible, scale)
+    if document is not None:
+        last = of_key == document[:, -1:]
+        visible = last if visible is None else last & visible
+    return o, _keep(k, v, visible, length, window)
+
+
+def _keep(k: Tensor, v: Tensor, visible: Tensor | None, length: int, window: int | None) -> KeyValueCache:
+    """The cache for the next call: all keys, or those that its first token sees besides itself."""
+    if window is None or k.shape[2] < window:
+        # k and v may be views of all three projections, which a cache should not keep alive
+        return KeyValueCache(k.contiguous(), v.contiguous(), visible, length)
+    first = k.shape[2] - (window - 1)
+    k, v = (x[:, :, first:].clone(memory_format=torch.contiguous_format) for x in (k, v))
+    return KeyValueCache(k, v, None if visible is None else visible[:, first:].clone(), length)
+
+
+def _dense(q, k, v, causal, window, document, of_key, visible, scale) -> Tensor:
+    """One product for all pairs; its mask has T·S elements where causality alone does not say what is hidden."""
+    n_queries, n_keys = q.shape[2], k.shape[2]
+    n_past = n_keys - n_queries
+    banded = window is not None and n_keys > window
+    if document is None and visible is None and not banded and (n_past == 0 or n_queries == 1):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal and n_queries > 1, scale=scale)
+    mask = torch.ones(1, n_queries, n_keys, dtype=torch.bool, device=q.device)
+    if causal:
+        mask = mask.tril(n_past)
+    if banded:
+        mask = mask.triu(n_past - window + 1)
+    if document is not None:
+        mask = mask & (document[:, :, None] == of_key[:, None, :])
+    if visible is not None:
+        mask = mask & visible[:, None, :]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=scale)
+
+
+def _banded(q, k, v, window, document, of_key, visible, scale) -> Tensor:
+    """The first `window` queries see the past and themselves; from there on each block sees one block back."""
+    n_past = k.shape[2] - q.shape[2]
+    seen = n_past + window
+    documents = (None, None) if document is None else (document[:, :window], of_key[:, :seen])
+    visible = None if visible is None else visible[:, :seen]  # what is hidden in the past, only they could see
+    first = _dense(q[:, :, :window], k[:, :, :seen], v[:, :, :seen], True, window, *documents, visible, scale)
+    rest = _blocks(q[:, :, window:], k[:, :, n_past:], v[:, :, n_past:], window, document, scale)
+    return torch.cat((first, rest), dim=2)
+
+
+def _blocks(q: Tensor, k: Tensor, v: Tensor, window: int, document: Tensor | None, scale: float | None) -> Tensor:
+    """Queries (B, H, T - window, D) against keys (B, H, T, D), the i-th query standing at the key `window + i`."""
+    n_queries = q.shape[2]
+    missing = -n_queries % window
+    q, k, v = (F.pad(x, (0, 0, 0, missing)).unflatten(2, (-1, window)) for x in (q, k, v))  # (B, H, blocks, W, D)
+    k, v = (torch.cat((x[:, :, :-1], x[:, :, 1:]), dim=3) for x in (k, v))  # (B, H, blocks, 2W, D)
+    # query r of a block stands at its key W + r
+    mask = torch.ones(1, 1, window, 2 * window, dtype=torch.bool, device=q.device).triu(1).tril(window)
+    if document is not None:
+        padded = F.pad(document, (0, missing), value=-1).unflatten(1, (-1, window))  # a document of padding
+        of_key = torch.cat((padded[:, :-1], padded[:, 1:]), dim=2)
+        mask = mask & rearrange(padded[:, 1:, :, None] == of_key[:, :, None, :], "b n w s -> (b n) 1 w s")
+    q, k, v = (rearrange(x, "b h n w d -> (b n) h w d") for x in (q, k, v))
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return rearrange(o, "(b n) h w d -> b h (n w) d", n=-(-n_queries // window))[:, :, :n_queries]

@@ -1,0 +1,1 @@
+"""Backend "chunked": the prefix-sum kernel in plain PyTorch, for any device."""

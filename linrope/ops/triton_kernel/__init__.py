@@ -1,0 +1,1 @@
+"""Backend "triton": fused kernels for NVIDIA GPUs."""

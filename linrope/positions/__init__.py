@@ -1,0 +1,1 @@
+"""Position encodings beside RoPE."""

@@ -1,0 +1,224 @@
+"""What a run will take, before anything runs: parameters, state, operations, memory against length, and time."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from linrope.data.batches.curriculum import PlannedStage, TrainingPlan
+from linrope.errors import InputError
+from linrope.evaluation.reports import new_table
+from linrope.losses import summed_cross_entropy
+from linrope.models.language_model import LanguageModel, LanguageModelConfig
+from linrope.profiling.flops import step_flops
+from linrope.profiling.memory_estimate import estimate_training_memory, shapes_only
+from linrope.segmented import require_segments, segmented_loss
+from linrope.utils.formatting import bytes_text, count_text, duration_text
+
+DEFAULT_SEGMENT = 4096
+
+
+LONGEST = 2**24
+"""No length beyond this is tried against a memory."""
+
+
+AUTOCAST = {"32-true": None, "32": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+MULTIPLES = (1, 4, 16, 64)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Of a run, what its costs follow from."""
+
+    model: LanguageModelConfig
+    plan: TrainingPlan
+    devices: int
+    max_steps: int
+    segment_length: int | None
+    apart: bool
+    precision: str
+    averaged: bool
+    device: str
+
+    def __post_init__(self) -> None:
+        if self.precision not in AUTOCAST:
+            raise InputError(
+                f"trainer.precision={self.precision!r} is none that `linrope plan` knows the memory of: it is for "
+                f"{', '.join(AUTOCAST)}."
+            )
+
+    @property
+    def largest(self) -> PlannedStage:
+        """The stage whose batches take the most."""
+        return max(self.plan.stages, key=lambda stage: (stage.batch_size * stage.seq_len, stage.seq_len))
+
+    @property
+    def context(self) -> int:
+        """Tokens of the largest stage's rows."""
+        return self.largest.seq_len
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the largest stage's batches, on one device."""
+        return self.largest.batch_size
+
+    def rows_of(self, length: int) -> int:
+        """Rows of a batch: as many tokens as the run's own has, and one row at least."""
+        return max(1, self.context * self.batch_size // length)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A model and how it reads its rows."""
+
+    name: str
+    config: LanguageModelConfig
+    segment_length: int | None = None
+
+    def memory(self, setting: Setting, length: int, rows: int) -> int:
+        """Bytes of a training step."""
+        return estimate_training_memory(
+            self.config,
+            rows,
+            length,
+            self.segment_length,
+            apart=setting.apart,
+            autocast=AUTOCAST[setting.precision],
+            averaged=setting.averaged,
+            device=setting.device,
+        ).total
+
+    def flops(self, length: int, rows: int) -> int:
+        return step_flops(shapes_only(self.config), rows, length, self.segment_length)
+
+
+def ways(setting: Setting) -> list[Way]:
+    """This model as it is configured; with softmax attention in place of its own; and in segments, where it can be."""
+    softmax = replace(setting.model, attention="softmax", window=None)
+    found = [Way("this model", setting.model, setting.segment_length), Way("with softmax", softmax)]
+    if setting.segment_length is not None:
+        return [*found, Way("at once", setting.model)]
+    try:
+        require_segments(shapes_only(setting.model), DEFAULT_SEGMENT)
+    except InputError:  # its state grows with the length, or its window is longer than a segment
+        return found
+    return [*found, Way("in segments", setting.model, DEFAULT_SEGMENT)]
+
+
+def longest_that_fits(total: Callable[[int], int], memory: int, unit: int = 1024) -> int:
+    """The longest length, `unit` times a power of two, whose `total` is no more than `memory`; 0 where none is."""
+    doublings = range((LONGEST // unit).bit_length())
+    n_fit = bisect_left(doublings, True, key=lambda n: total(unit << n) > memory)
+    return unit << (n_fit - 1) if n_fit else 0
+
+
+def measure_rate(setting: Setting, steps: int = 3) -> float:
+    """Tokens per second on one device, of a few steps on the largest stage's rows: random bytes, without loading,
+    logging or validation."""
+    device = torch.device(setting.device)
+    model = LanguageModel(setting.model).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.randint(min(256, setting.model.vocab_size), (setting.batch_size, setting.context + 1), device=device)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        autocast = AUTOCAST[setting.precision]
+        with torch.autocast(device.type, autocast, enabled=autocast is not None):
+            if setting.segment_length is None:
+                loss = summed_cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
+            else:
+                loss, _ = segmented_loss(model, tokens[:, :-1], tokens[:, 1:], setting.segment_length)
+        (loss / tokens.numel()).backward()
+        optimizer.step()
+        loss.item()  # which waits for the device
+
+    step()
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    return steps * setting.batch_size * setting.context / (time.perf_counter() - began)
+
+
+def show(console: Console, setting: Setting, memory: int | None, rate: float | None) -> None:
+    """All of it: what the run is, a table against length, what fits, how long it takes."""
+    model = shapes_only(setting.model)
+    for name, value in (
+        ("parameters", f"{model.n_parameters:,}"),
+        ("decoding state", f"{bytes_text(model.state_bytes(setting.context))} at {setting.context:,} tokens"),
+        *_stage_texts(setting),
+        ("the run", _run_text(setting, rate)),
+    ):
+        console.print(f"{name:<16}{value}", highlight=False, markup=False, soft_wrap=True)
+    found = ways(setting)
+    console.print()
+    console.print(_table(console, setting, found))
+    console.print(_caption(setting), highlight=False, markup=False, soft_wrap=True)
+    if memory is not None:
+        for way in found:
+            longest = longest_that_fits(lambda length, way=way: way.memory(setting, length, 1), memory)
+            beyond = " or more" if longest == LONGEST else ""
+            text = f"a row of {longest:,} tokens{beyond}" if longest else "not even a row of 1,024 tokens"
+            console.print(f"fits {bytes_text(memory)}: {way.name}: {text}", highlight=False, soft_wrap=True)
+
+
+def _stage_texts(setting: Setting) -> list[tuple[str, str]]:
+    """What a step is: one line, or one for each stage of a curriculum."""
+    stages = setting.plan.stages
+    if len(stages) == 1:
+        return [("a step", _step_text(setting, stages[0]))]
+    return [
+        (f"from step {stage.first_step:,}", f"rows of {stage.seq_len:,}: {_step_text(setting, stage)}")
+        for stage in stages
+    ]
+
+
+def _step_text(setting: Setting, stage: PlannedStage) -> str:
+    flops = Way("", setting.model, setting.segment_length).flops(stage.seq_len, 1) / stage.seq_len
+    of_step = f"{count_text(flops * stage.tokens_per_step)}FLOP ({count_text(flops)}FLOP a token)"
+    return f"{stage.tokens_per_step:,} tokens, {of_step}"
+
+
+def _run_text(setting: Setting, rate: float | None) -> str:
+    if setting.max_steps < 1:
+        return "trainer.max_steps is not set"
+    tokens = setting.plan.tokens_at(setting.max_steps)
+    text = f"{setting.max_steps:,} steps, {count_text(tokens)} tokens"
+    if rate is None:
+        return f"{text}; how long it takes is said with --tokens_per_second N, or with --measure"
+    return f"{text}: {duration_text(tokens / rate)} at {rate:,.0f} tokens per second"
+
+
+def _table(console: Console, setting: Setting, found: list[Way]) -> Table:
+    table = new_table("a training step on one device, by the length of its rows", "length", "rows")
+    for way in found:
+        table.add_column(f"{way.name}\nmemory", justify="right", no_wrap=True)
+        table.add_column("FLOP/\ntoken", justify="right", no_wrap=True)
+    columns = TextColumn("running shapes"), BarColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=len(MULTIPLES) * len(found))
+        for multiple in MULTIPLES:
+            length = multiple * setting.context
+            rows = setting.rows_of(length)
+            cells = []
+            for way in found:
+                per_token = way.flops(length, rows) / (rows * length)
+                cells += [bytes_text(way.memory(setting, length, rows)), count_text(per_token)]
+                bar.advance(task)
+            table.add_row(f"{length:,}", str(rows), *cells)
+    return table
+
+
+def _caption(setting: Setting) -> str:
+    segments = "" if setting.segment_length is not None else f"Segments are of {DEFAULT_SEGMENT:,} tokens. "
+    if setting.device == "cpu":
+        return f"{segments}Memory is beside that of a bare process with PyTorch in it; runs took within 15 % of it."
+    return f"{segments}Memory is of tensors, and a guessed tenth for the GPU's allocator, without the CUDA context."

@@ -1,0 +1,1 @@
+"""What happens around training steps: one callback a file."""

@@ -1,0 +1,88 @@
+"""Metrics of attention's health while a model trains."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from linrope.profiling.attention_health import LayerHealth
+from linrope.profiling.hooks import Seen, watched
+
+
+class HealthMonitor(Callback):
+    """Logs, every `every_n_steps` optimizer steps, what a training batch shows of its linear layers:
+
+    - `health/smallest_denominator`: over layers, heads and 16 places of a row; near ε outputs are noise.
+    - `health/negative_weights`: the share of numerator weights below 0, between 16 queries and 256 keys.
+    - `health/reach/layerL/headH`: -1 / mean log_decay, the tokens over which a gate that forgot evenly would
+      let a weight fall to 1/e.
+    - `health/output/layerL`: mean |o|, before norm and gate; it should not grow or fade with depth.
+    - `health/state_norm/layerL`: the norm of the state at the end of the row.
+
+    All of the first row of the step's last batch on each device, of which the first logs. Values go to the loggers at
+    once, in rows of their own. `seconds` is the time it took so far, of which there is a log too:
+    `health/share_of_time`.
+    """
+
+    def __init__(self, every_n_steps: int) -> None:
+        self.every_n_steps = every_n_steps
+        self.seconds = 0.0
+        self._layers: dict[int, LayerHealth] = {}
+        self._watching = ExitStack()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._began = time.perf_counter()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        last_of_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        if last_of_step and (trainer.global_step + 1) % self.every_n_steps == 0:
+            self._layers = {}
+            self._watching.enter_context(watched(pl_module.model, self._note))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._watching.close()
+        if not self._layers:
+            return
+        began = time.perf_counter()
+        metrics = self._metrics()
+        self._layers = {}
+        now = time.perf_counter()
+        self.seconds += now - began
+        metrics["health/share_of_time"] = self.seconds / (now - self._began)
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=trainer.global_step - 1)  # Lightning counts logged steps from 0
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._watching.close()
+
+    @torch.no_grad()
+    def _note(self, seen: Seen) -> None:
+        began = time.perf_counter()
+        with torch.autocast(seen.q.device.type, enabled=False):
+            self._layers.setdefault(seen.layer, LayerHealth()).note(seen)
+        self.seconds += time.perf_counter() - began
+
+    def _metrics(self) -> dict[str, float]:
+        names, tensors = [], []
+        for layer, health in sorted(self._layers.items()):
+            for name, value in health.values().items():
+                first, _, rest = name.partition("/")
+                names.append("/".join(filter(None, ("health", first, f"layer{layer}", rest))))
+                tensors.append(value)
+        values = dict(zip(names, torch.stack([tensor.float() for tensor in tensors]).tolist()))  # one transfer
+        found = {name: value for name, value in values.items() if not name.startswith(_OVERALL)}
+        for name, over in zip(_OVERALL, (min, statistics.fmean)):
+            if of_layers := [value for full, value in values.items() if full.startswith(name)]:
+                found[name] = over(of_layers)
+        return found
+
+
+_OVERALL = ("health/smallest_denominator", "health/negative_weights")
+"""Given for all layers as one number: the smallest, and the mean."""

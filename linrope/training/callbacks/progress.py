@@ -1,0 +1,140 @@
+"""Progress lines on the console."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from linrope.training.callbacks.last_checkpoint import finished_a_step
+
+
+class ProgressReport(ProgressBar):
+    """Loss, bits per byte and tokens per second while training: a live bar in a terminal, plain lines in a pipe.
+
+    Args:
+        console: where to; whether it is a terminal decides the form.
+        every_n_steps: steps between two lines in a pipe.
+    """
+
+    def __init__(self, console: Console, every_n_steps: int) -> None:
+        super().__init__()
+        self.console, self.every_n_steps = console, every_n_steps
+        self._enabled = True
+        self._progress: Progress | None = None
+        self._began = (0.0, 0)
+
+    def disable(self) -> None:
+        self._enabled = False  # Lightning calls this on every rank but the first
+
+    def enable(self) -> None:
+        self._enabled = True
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._began = (time.perf_counter(), trainer.global_step)
+        self._open(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not self._enabled or not finished_a_step(trainer, batch_idx):
+            return
+        step = trainer.global_step
+        if self._progress is not None:
+            self._progress.update(self._train, completed=step, metrics=_train_metrics(trainer))
+        if step == trainer.max_steps or (self._progress is None and step % self.every_n_steps == 0):
+            self._print(f"step {step}/{trainer.max_steps}  {_train_metrics(trainer)}  {self._time_left(trainer)}")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._close()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._start_evaluation(trainer, "val", sum(trainer.num_val_batches))
+
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        self._advance_evaluation()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end_evaluation(trainer, "val")
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._start_evaluation(trainer, "test", sum(trainer.num_test_batches))
+
+    def on_test_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        self._advance_evaluation()
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end_evaluation(trainer, "test")
+
+    def _open(self, trainer: Trainer) -> None:
+        if not (self._enabled and self.console.is_terminal):
+            return
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[metrics]}"),
+            TimeRemainingColumn(compact=True),
+            console=self.console,
+            expand=True,
+            transient=True,
+        )
+        training = trainer.state.fn == "fit"
+        self._train = self._progress.add_task(
+            "train", total=max(1, trainer.max_steps), completed=trainer.global_step, visible=training, metrics=""
+        )
+        self._eval = self._progress.add_task("", visible=False, metrics="")
+        self._progress.start()
+
+    def _close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _start_evaluation(self, trainer: Trainer, split: str, n_batches: int) -> None:
+        if self._progress is None:
+            self._open(trainer)  # `linrope validate` and `test` have no training bar
+        if self._progress is not None:
+            self._progress.reset(self._eval, description=split, total=n_batches, visible=True)
+
+    def _advance_evaluation(self) -> None:
+        if self._progress is not None:
+            self._progress.advance(self._eval)
+
+    def _end_evaluation(self, trainer: Trainer, split: str) -> None:
+        if self._progress is not None:
+            self._progress.update(self._eval, visible=False)
+        if trainer.state.fn != "fit":
+            self._close()
+        if self._enabled:
+            metrics = [f"{split}_{name}" for name in ("loss", "bpb")]
+            values = "  ".join(
+                f"{name} {trainer.callback_metrics[name]:.4f}" for name in metrics if name in trainer.callback_metrics
+            )
+            at = f"step {trainer.global_step}  " if trainer.state.fn == "fit" else ""
+            self._print(f"{at}{values}")
+
+    def _print(self, line: str) -> None:
+        self.console.print(line, highlight=False, soft_wrap=True)
+
+    def _time_left(self, trainer: Trainer) -> str:
+        began_at, first_step = self._began
+        per_step = (time.perf_counter() - began_at) / max(1, trainer.global_step - first_step)
+        minutes, seconds = divmod(round(per_step * (trainer.max_steps - trainer.global_step)), 60)
+        return f"{minutes}:{seconds:02d} left"
+
+
+def _train_metrics(trainer: Trainer) -> str:
+    metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    bpb = f"  bpb {metrics['train_bpb']:.3f}" if "train_bpb" in metrics else ""  # tokens may stand for unknown bytes
+    return (
+        f"loss {metrics.get('train_loss', math.nan):.3f}{bpb}  {metrics.get('tokens_per_second', math.nan):,.0f} tok/s"
+    )

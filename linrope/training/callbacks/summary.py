@@ -1,0 +1,101 @@
+"""What happens around training: the table before it, the progress line, checkpoints, Ctrl-C, the sample after it."""
+
+from __future__ import annotations
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from linrope.data.corpus.sequences import TokenSequence
+from linrope.data.corpus.splits import SPLITS
+from linrope.data.tokenizers.base import Tokenizer
+from linrope.models.language_model import LanguageModel
+from linrope.training.data_modules.text import TextDataModule
+
+
+class RunSummary(Callback):
+    """Prints, before training, what is about to be trained on what.
+
+    Args:
+        start: the model whose weights it begins with, and in what it differs from that; None for random weights.
+    """
+
+    def __init__(self, console: Console, start: str | None = None) -> None:
+        self.console, self.start = console, start
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.is_global_zero:
+            return
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in self._rows(trainer, pl_module):
+            table.add_row(name, escape(value))
+        self.console.print(table)
+
+    def _rows(self, trainer: Trainer, pl_module: LightningModule) -> list[tuple[str, str]]:
+        data: TextDataModule = trainer.datamodule
+        skipped = f" ({data.n_skipped:,} files skipped: binary, empty or unreadable)" if data.n_skipped else ""
+        rows = [
+            ("parameters", f"{pl_module.model.n_parameters:,}"),
+            *([] if self.start is None else [("weights of", self.start)]),
+            ("decoding state", _state_size(pl_module.model, data.context)),
+            ("corpus", f"{data.origin}{skipped}"),
+        ]
+        if data.tokenizer is None or data.tokenizer.fingerprint:
+            named = "unknown" if data.tokenizer is None else data.tokenizer.name
+            rows.append(("tokenizer", named))
+        for split in SPLITS:
+            corpus = data.corpora[split]
+            rows.append((f"  {split}", _corpus_size(corpus, data.tokenizer)))
+        rows += [
+            *_step_rows(data, trainer.max_steps),
+            ("steps", f"{trainer.max_steps:,}"),
+            ("device", f"{_device(trainer)}, {trainer.precision}"),
+        ]
+        return rows
+
+
+def _step_rows(data: TextDataModule, max_steps: int) -> list[tuple[str, str]]:
+    """What a step consists of; with a curriculum, stage by stage, the last one up to the end of the run."""
+    stages = data.plan.stages
+    if data.curriculum is None:
+        (stage,) = stages
+        samples, tokens = stage.samples_per_step, stage.tokens_per_step
+        return [("a step", f"{samples} × {stage.seq_len:,} = {tokens:,} tokens")]
+    rows = [("curriculum", _count(len(stages), "stage"))]
+    ends = [*(stage.first_step for stage in stages[1:]), max_steps]
+    for number, (stage, end) in enumerate(zip(stages, ends, strict=True)):
+        n_steps = end - stage.first_step
+        tokens, size = n_steps * stage.tokens_per_step, f"{stage.samples_per_step} × {stage.seq_len:,}"
+        rows.append((f"  [{number}]", f"{tokens:,} tokens: {_count(n_steps, 'step')} of {size}"))
+    return rows
+
+
+def _state_size(model: LanguageModel, context: int) -> str:
+    """What one sequence's decoding state takes, and whether it grows with the sequence."""
+    now, later = model.state_bytes(context), model.state_bytes(2 * context)
+    grows = f" at {context:,} tokens, and growing" if later > now else " at any length"
+    return f"{now / 1024:,.0f} KiB{grows}"
+
+
+def _corpus_size(corpus: TokenSequence, tokenizer: Tokenizer | None) -> str:
+    """How much text a corpus is, as far as it is known."""
+    tokens = [f"{len(corpus):,} tokens"] if tokenizer is None or tokenizer.fingerprint else []
+    text = [_bytes(corpus.n_bytes)] if corpus.n_bytes is not None else []
+    documents = f" in {_count(corpus.n_documents, 'document')}" if corpus.n_documents is not None else ""
+    return ", ".join(tokens + text) + documents
+
+
+def _bytes(n: int) -> str:
+    return f"{n / 1e6:,.1f} MB" if n >= 1e5 else f"{n:,} bytes"
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n:,} {noun}" + ("" if n == 1 else "s")
+
+
+def _device(trainer: Trainer) -> str:
+    kind = trainer.strategy.root_device.type
+    return kind if trainer.world_size == 1 else f"{trainer.world_size} × {kind}"

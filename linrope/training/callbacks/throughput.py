@@ -1,0 +1,106 @@
+"""How fast a run is, told honestly: tokens, operations, their share of what the device can do, waiting, and memory."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from linrope.profiling.flops import step_flops
+from linrope.training.callbacks.last_checkpoint import finished_a_step
+from linrope.training.data_modules.base import TimedLoader
+from linrope.training.peaks import peak_flops
+
+
+@dataclass(frozen=True)
+class _Step:
+    tokens: int
+    flops: int
+    seconds: float
+    waited: float
+
+
+class Throughput(Callback):
+    """Logs how fast a run is, as means over the last `window` optimizer steps:
+
+    - `tokens_per_second`: tokens trained on, over all devices, per second of wall time between steps. Loading data
+      counts as time, validation does not.
+    - `tflops_per_device`: 10¹² operations per second of each device, by the formula of `linrope.flops`.
+    - `share_of_peak`: that, of what the GPU can do at most in this precision; left out where `linrope.training.peaks`
+      does not know it.
+    - `waiting_for_data`: the share of the time spent waiting for the loader, where it is a `TimedLoader`.
+    - `peak_memory_gib`: the most that this device's tensors took since training began; on a CPU, that the process took.
+    """
+
+    def __init__(self, window: int = 20) -> None:
+        self._steps: deque[_Step] = deque(maxlen=window)
+        self._tokens = self._flops = 0
+        self._began = self._waited = 0.0
+        self._peak: float | None = None
+        self._flops_of: dict[tuple[int, int], int] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._tokens = self._flops = 0
+        self._began, self._waited = time.perf_counter(), self._waited_so_far(trainer)
+        device = trainer.strategy.root_device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+            self._peak = peak_flops(torch.cuda.get_device_name(device), trainer.precision, tf32)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._tokens += batch["inputs"].numel() * trainer.world_size
+        self._flops += self._batch_flops(pl_module, *batch["inputs"].shape)
+        if not finished_a_step(trainer, batch_idx):
+            return
+        now, waited = time.perf_counter(), self._waited_so_far(trainer)
+        self._steps.append(_Step(self._tokens, self._flops, now - self._began, waited - self._waited))
+        self._tokens = self._flops = 0
+        self._began, self._waited = now, waited
+        pl_module.log_dict(self._metrics(trainer))
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._paused = time.perf_counter()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._began += time.perf_counter() - self._paused
+
+    def _metrics(self, trainer: Trainer) -> dict[str, float]:
+        seconds = sum(step.seconds for step in self._steps)
+        flops = sum(step.flops for step in self._steps) / seconds
+        metrics = {
+            "tokens_per_second": sum(step.tokens for step in self._steps) / seconds,
+            "tflops_per_device": flops / 1e12,
+            "peak_memory_gib": _peak_memory(trainer.strategy.root_device) / 2**30,
+        }
+        if self._peak is not None:
+            metrics["share_of_peak"] = flops / self._peak
+        if isinstance(trainer.train_dataloader, TimedLoader):
+            metrics["waiting_for_data"] = sum(step.waited for step in self._steps) / seconds
+        return metrics
+
+    def _batch_flops(self, module: LightningModule, rows: int, length: int) -> int:
+        """Of this device's batch; computed once for each shape."""
+        if (rows, length) not in self._flops_of:
+            self._flops_of[rows, length] = step_flops(module.model, rows, length, module.segment_length)
+        return self._flops_of[rows, length]
+
+    @staticmethod
+    def _waited_so_far(trainer: Trainer) -> float:
+        return getattr(trainer.train_dataloader, "waited", 0.0)
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Bytes."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource  # not everywhere
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,70 @@
+"""AdamW, its parameter groups, and the learning rate schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from linrope.errors import InputError
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW, a linear warm-up, a cosine down to a fraction of the peak, and clipping by the gradient's norm."""
+
+    lr: float = 1e-3
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates of the gradient's first and second moments."""
+    weight_decay: float = 0.1
+    """Decay of matrices (embeddings and convolution filters among them); vectors, norms and biases have none."""
+    warmup_steps: int = 100
+    """Steps over which the learning rate rises from 0 to its peak."""
+    final_lr_fraction: float = 0.1
+    """The learning rate at the last step, as a fraction of the peak."""
+    clip_norm: float = 1.0
+    """Gradients are scaled down to this norm when theirs is larger; 0 turns clipping off."""
+
+    def __post_init__(self) -> None:
+        at_least_zero = {"lr": self.lr, "weight_decay": self.weight_decay, "clip_norm": self.clip_norm}
+        for name, value in {**at_least_zero, "warmup_steps": self.warmup_steps}.items():
+            if not (math.isfinite(value) and value >= 0):
+                raise InputError(f"optimizer.{name}={value!r} must be 0 or more.")
+        if not 0 <= self.final_lr_fraction <= 1:
+            raise InputError(f"optimizer.final_lr_fraction={self.final_lr_fraction!r} must lie between 0 and 1.")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise InputError(f"optimizer.betas={self.betas!r} must be two numbers from 0 to below 1.")
+
+
+def learning_rate_factor(
+    step: int,
+    *,
+    warmup_steps: int,
+    max_steps: int,
+    final_fraction: float,
+    tokens_at: Callable[[int], int] = lambda step: step,
+) -> float:
+    """What the peak learning rate is multiplied by for the step after `step` finished ones.
+
+    It rises linearly to 1 at step `warmup_steps`, then follows half a cosine to `final_fraction` at `max_steps`: both
+    in tokens, of which a run has seen `tokens_at(step)`. By default all steps have as many.
+    """
+    seen, warm, total = tokens_at(step), tokens_at(warmup_steps), tokens_at(max_steps)
+    if step < warmup_steps:
+        return tokens_at(step + 1) / warm
+    progress = min(1.0, (seen - warm) / max(1, total - warm))
+    return final_fraction + (1 - final_fraction) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """AdamW's two groups: parameters of two or more dimensions decay; the others, and all frequencies, do not."""
+    decayed, kept = [], []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            decays = parameter.ndim >= 2 and not name.endswith("rope.theta")  # which has a row for each head at times
+            (decayed if decays else kept).append(parameter)
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]

@@ -1,0 +1,600 @@
+"""A grid from end to end, what its report computes, and what it refuses."""
+
+import csv
+import json
+import math
+import re
+from dataclasses import replace
+from itertools import islice
+from typing import ClassVar
+
+import pytest
+import torch
+import yaml
+
+from benchmarks.experiments import ablation, ablation_report, training_run
+from benchmarks.experiments.ablation_report import Interval, verdict
+from benchmarks.experiments.grid import read_grid, settings_of
+from benchmarks.experiments.training_run import GridText, smallest_denominator, validation_batches
+from benchmarks.harness.timing import Sample
+from linrope import LanguageModel, LanguageModelConfig, RotaryConfig
+
+
+@pytest.fixture
+def grid(tmp_path):
+    """A folder of text, and a grid of two variants, two seeds and few steps on it."""
+    for name in "abcdefgh":
+        (tmp_path / "text").mkdir(exist_ok=True)
+        (tmp_path / "text" / f"{name}.txt").write_text(f"the {name} quick brown fox jumps over it. " * 150)
+    values = {
+        "title": "Small",
+        "tokens": 1340,  # 20 steps and a little
+        "seeds": [0, 1],
+        "reference": "linear",
+        "validations": 4,
+        "validation_tokens": 640,
+        "model": {"d_model": 16, "n_layers": 1, "n_heads": 2},
+        "data": {"path": str(tmp_path / "text"), "context": 32, "batch_size": 2, "fractions": [0.6, 0.4, 0.0]},
+        "optimizer": {"lr": 0.01, "warmup_steps": 2},
+        "evaluate": {"contexts": [32, 128], "tokens": 256},
+        "variants": {"linear": {}, "softmax": {"model.attention": "softmax"}},
+    }
+    return Changed(tmp_path, values)
+
+
+class Changed:
+    def __init__(self, folder, values):
+        self.folder, self.values = folder, values
+
+    def settings(self, variant: str):
+        return settings_of(read_grid(self.write()))[variant]
+
+    def write(self):
+        path = self.folder / "small.yaml"
+        path.write_text(yaml.safe_dump(self.values))
+        return path
+
+    def run(self, *args, **changes) -> int:
+        self.values.update(changes)
+        path = self.write()
+        output = self.folder / "results"
+        return ablation.main(["--grid", str(path), "--output", str(output), "--rounds", "1", *args])
+
+    @property
+    def files(self):
+        return {f.name: f.stat().st_mtime_ns for f in (self.folder / "results" / "runs").glob("*.json")}
+
+
+def said(capsys) -> str:
+    """What was printed, in one line."""
+    return " ".join(capsys.readouterr().out.split())
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """When called, grids make their runs in this process from then on: a new one takes seconds to start."""
+    run = training_run.main
+    return lambda: monkeypatch.setattr(ablation, "run_process", lambda file, show: (run(str(file)) or 0, []))
+
+
+def test_a_grid_end_to_end(grid, here, capsys):
+    assert grid.run("--only", "softmax") == 0  # not even the one that the others are compared with
+    here()
+    alone = grid.files
+    assert set(alone) == {"softmax-seed0.json", "softmax-seed1.json"}
+    assert "softmax" in capsys.readouterr().out
+    assert grid.run() == 0
+    folder = grid.folder / "results"
+    files = grid.files
+    assert alone.items() <= files.items()
+    assert set(files) == {f"{v}-seed{s}.json" for v in ("linear", "softmax") for s in (0, 1)}
+    run = json.loads((folder / "runs" / "linear-seed1.json").read_text())
+    assert (run["steps"], run["tokens"], run["diverged"]) == (20, 1280, None)
+    assert [point["step"] for point in run["curve"]] == [5, 10, 15, 20]
+    assert len(run["training"]["losses"]) == 20
+    assert run["smallest_denominator"] > 0
+    assert set(run["evaluation"]) == {"32", "128"}
+    assert {path.suffix for path in (folder / "runs").iterdir()} == {".json", ".model"}
+    # the weights that were kept are those that were measured
+    model = LanguageModel.from_pretrained(folder / "runs" / "linear-seed1.model")
+    assert model.n_parameters == run["parameters"]
+    assert "NaN" not in (folder / "ablation.json").read_text()  # which is no JSON
+    rows = {row["variant"]: row for row in csv.DictReader((folder / "ablation.csv").open())}
+    finals = [json.loads((folder / "runs" / f"softmax-seed{s}.json").read_text())["final"]["bpb"] for s in (0, 1)]
+    assert float(rows["softmax"]["mean"]) == pytest.approx(sum(finals) / 2)
+    assert rows["softmax"]["verdict"] in ("better", "worse", "within noise")
+    assert "Small" in capsys.readouterr().out
+
+    # again: nothing is run, or measured, anew; one seed more is, and no other
+    assert grid.run() == 0
+    assert grid.files == files
+    assert grid.run(more_seeds={"linear": [2]}) == 0
+    assert grid.files.keys() - files.keys() == {"linear-seed2.json"}
+    assert files.items() <= grid.files.items()
+
+    # the folder of another grid is left as it is
+    for change, message in (
+        ({"title": "Other"}, "results of another grid: those of 'Small'"),
+        (
+            {"title": "Small", "tokens": 2560},
+            "results of another grid: runs of 'linear' with other options (tokens was",
+        ),
+        ({"tokens": 1340, "validation_tokens": 320}, "(validation_tokens was 640)"),
+        ({"validation_tokens": 640, "optimizer": {"lr": 0.02, "warmup_steps": 2}}, "optimizer was {'lr': 0.01"),
+    ):
+        before = grid.files
+        with pytest.raises(SystemExit) as exit_:
+            grid.run(**change)
+        assert exit_.value.code == 2
+        assert message in " ".join(capsys.readouterr().err.split())
+        assert grid.files == before
+
+    # nor do runs on another text join it, though what was found can be read without that text
+    grid.values["optimizer"]["lr"] = 0.01
+    run_file = folder / "runs" / "linear-seed1.json"
+    run_file.write_text(json.dumps({**run, "text": "that of another day"}))
+    with pytest.raises(SystemExit):
+        grid.run()
+    assert "runs of 'linear' on another text" in " ".join(capsys.readouterr().err.split())
+    assert grid.run("--report") == 0
+    assert "the runs were made on different texts: " in said(capsys)
+
+
+def test_rows_of_all_lengths_are_validated_on_the_same_text(grid):
+    options = {**grid.values["data"], "batch_size": 1, "seed": 0}
+    short, long = GridText(128, **{**options, "context": 32}), GridText(128, **{**options, "context": 128})
+    for data in (short, long):
+        data.open()
+    for split in ("train", "val"):
+        rows, windows = short.evaluation_windows(split), long.evaluation_windows(split)
+        assert len(rows) == 4 * len(windows) > 8
+        for name in ("inputs", "targets"):
+            pieces = torch.stack([rows[i][name] for i in range(len(rows))])
+            assert torch.equal(pieces.view(-1, 128), torch.stack([windows[i][name] for i in range(len(windows))]))
+    # as much of it is read, whatever the batches of training
+    for variant in ({"context": 32, "batch_size": 3}, {"context": 128, "batch_size": 7}):
+        data = GridText(128, **{**options, **variant})
+        data.open()
+        for n_tokens, n_batches in zip((256, 1280), validation_batches("text", 1290, 128), strict=True):
+            read = torch.cat([batch["inputs"].flatten() for batch in islice(data.val_dataloader(), n_batches)])
+            assert torch.equal(read, torch.cat([windows[i]["inputs"] for i in range(n_tokens // 128)]))
+
+
+@pytest.mark.parametrize("step", [8, 10], ids=["between validations", "before a validation"])
+def test_an_interrupted_run_goes_on_where_it_was(grid, monkeypatch, step):
+    """Stopped inside it, a run ends with the same numbers as one that was never stopped."""
+    from benchmarks.experiments.grid import Evaluation
+
+    settings = grid.settings("linear")
+    options = {"validations": 4, "validation_tokens": 640}
+    whole = training_run.run(settings, 0, 20, Evaluation(), options, grid.folder / "whole")
+
+    class Stop(Exception):
+        """What ends the run in its middle."""
+
+    class Stopping(training_run.Recorder):
+        def on_train_batch_end(self, trainer, *args):
+            super().on_train_batch_end(trainer, *args)
+            if trainer.global_step == step:
+                raise Stop
+
+    monkeypatch.setattr(training_run, "SAVE_EVERY_SECONDS", 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(training_run, "Recorder", Stopping)
+        with pytest.raises(Stop):
+            training_run.run(settings, 0, 20, Evaluation(), options, grid.folder / "cut")
+    (unfinished,) = grid.folder.glob("cut.*.unfinished/last.ckpt")
+    other = replace(settings, optimizer={"lr": 0.02, "warmup_steps": 2})
+    changed = training_run.run(other, 0, 20, Evaluation(), options, grid.folder / "cut")
+    assert changed["steps"] == len(changed["training"]["losses"]) == 20  # begun anew, not from those steps
+    assert changed["training"]["losses"][0] == whole["training"]["losses"][0] != changed["training"]["losses"][-1]
+    resumed = training_run.run(settings, 0, 20, Evaluation(), options, grid.folder / "cut")
+    assert resumed["training"] == whole["training"]
+    assert resumed["final"] == whole["final"]
+    assert resumed["curve"] == whole["curve"]
+    assert unfinished.exists()  # until the result is in its place
+
+
+def test_a_run_interrupted_in_its_evaluation_does_not_train_again(grid, monkeypatch):
+    from benchmarks.experiments.grid import Evaluation
+
+    settings = grid.settings("linear")
+    run = settings, 0, 20, Evaluation([32], 256), {"validations": 4, "validation_tokens": 640}, grid.folder / "run"
+    evaluate_text, found = training_run.evaluate_text, []
+
+    def interrupted(*args):
+        found.append(evaluate_text(*args))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(training_run, "evaluate_text", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            training_run.run(*run)
+    monkeypatch.setattr(training_run.Recorder, "on_train_batch_end", None)  # another step would fail here
+    again = training_run.run(*run)
+    assert [again["evaluation"]] == found
+    assert (again["steps"], len(again["curve"])) == (20, 4)
+
+
+def test_a_loss_that_is_no_number_at_the_end_is_a_diverged_run(grid, monkeypatch):
+    from benchmarks.experiments.grid import Evaluation
+
+    settings = grid.settings("linear")
+    monkeypatch.setattr(training_run, "_validation_metrics", lambda trainer: {"loss": math.nan, "bpb": math.nan})
+    found = training_run.run(settings, 0, 4, Evaluation(), grid.values, grid.folder / "run")
+    assert found["diverged"] == "val_loss is nan after the last step"
+
+
+def test_a_curriculum_counts_the_tokens_of_its_steps_and_has_no_one_speed(grid, monkeypatch):
+    from benchmarks.experiments.grid import Evaluation, n_steps
+
+    stages = [{"tokens": 512, "seq_len": 32, "batch_size": 2}, {"tokens": 128, "seq_len": 128, "batch_size": 1}]
+    longer = {"data.curriculum": stages, "data.context": 128}
+    monkeypatch.setattr(ablation, "make_runs", lambda *args: None)
+    grid.run(variants={"longer": longer, "linear": {}}, reference="longer")
+    path = grid.folder / "small.yaml"
+    folder = ablation.parse(["--grid", str(path), "--output", str(grid.folder / "results")]).folder
+    assert folder.read_speeds().keys() == {"linear"}
+    settings = folder.settings["longer"]
+    steps = n_steps(folder.grid, settings)
+    assert steps == 12  # 8 of 64 tokens and 6 of 128 are 1,280 of 1,340; four validations at equal distances leave 12
+    found = training_run.run(settings, 0, steps, Evaluation(), folder.grid.measured, grid.folder / "longer")
+    assert found["tokens"] == 8 * 64 + 4 * 128
+    assert [point["tokens"] for point in found["curve"]] == [3 * 64, 6 * 64, 8 * 64 + 128, 8 * 64 + 4 * 128]
+
+
+def test_ctrl_c_keeps_finished_runs(grid, here, monkeypatch, capsys):
+    here()
+    make = ablation.make_run
+
+    def stop_at_the_second(folder, variant, seed, *args):
+        if (variant, seed) == ("softmax", 0):
+            raise KeyboardInterrupt
+        return make(folder, variant, seed, *args)
+
+    monkeypatch.setattr(ablation, "make_run", stop_at_the_second)
+    assert grid.run() == 130
+    assert set(grid.files) == {"linear-seed0.json"}
+    told = capsys.readouterr().out
+    assert "3 runs are left" in told
+    (bpb,) = (json.loads(file.read_text())["final"]["bpb"] for file in grid.folder.glob("results/runs/*.json"))
+    assert f"linear, seed 0: {bpb:.3f} bits per byte" in told
+
+
+def test_two_commands_on_one_folder_share_the_runs(grid, monkeypatch, capsys):
+    """What another process holds is left to it, and what it has made meanwhile is not made again."""
+    made = []
+
+    def make_run(folder, variant, seed, *args):
+        made.append((variant, seed))
+        folder.result_of(variant, seed).write_text(json.dumps(run_of(variant, seed, 2.0)))
+        if not made[1:]:  # as the other process does while this one makes its first
+            folder.result_of("softmax", 0).write_text(json.dumps(run_of("softmax", 0, 2.0)))
+
+    monkeypatch.setattr(ablation, "make_run", make_run)
+    monkeypatch.setattr(ablation, "measure_speeds", lambda *args: {})
+    monkeypatch.setattr(ablation_report, "finish", lambda *args: None)
+    runs = grid.folder / "results" / "runs"
+    runs.mkdir(parents=True)
+    with ablation.claimed(runs / "softmax-seed1.spec"):
+        assert grid.run() == 0
+    assert made == [("linear", 0), ("linear", 1)]
+    told = said(capsys)
+    assert "softmax, seed 0: was made by another process meanwhile" in told
+    assert "softmax, seed 1: is being made by another process, and left to it" in told
+    assert {file.name for file in runs.iterdir()} == {
+        "linear-seed0.json",
+        "linear-seed1.json",
+        "softmax-seed0.json",
+    }  # and no file of a run under way
+
+
+@pytest.mark.parametrize("file", ["runs/other.json", "speed.json"])
+@pytest.mark.parametrize("text", ["{}", "[1]", "{bad"])
+def test_a_folder_with_files_of_something_else(grid, file, text, capsys):
+    file = "runs/other.json" if text == "{}" else file  # speeds may be none
+    message = "cannot be read: .* Move it" if text == "{bad" else "is no result of a grid"
+    (grid.folder / "results" / "runs").mkdir(parents=True)
+    (grid.folder / "results" / file).write_text(text)
+    with pytest.raises(SystemExit):
+        grid.run()
+    assert re.search(f"{file} {message}", " ".join(capsys.readouterr().err.split()))
+
+
+def test_a_run_that_sigterm_ends_is_interrupted_not_done(grid, monkeypatch, capsys):
+    """Lightning turns SIGTERM into an exit that looks like success."""
+    make, processes = ablation.make_run, []
+
+    class Popen(ablation.subprocess.Popen):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            processes.append(self)
+
+    def terminate_at_the_first_step(folder, variant, seed, steps, show, spec_file):
+        def ended(completed=None, **shown):
+            if completed:
+                processes[-1].terminate()
+
+        make(folder, variant, seed, steps, ended, spec_file)
+
+    monkeypatch.setattr(ablation.subprocess, "Popen", Popen)
+    monkeypatch.setattr(ablation, "make_run", terminate_at_the_first_step)
+    assert grid.run(tokens=64 * 10**5) == 130
+    assert processes[-1].returncode == 130
+    assert not grid.files
+    (unfinished,) = grid.folder.glob("results/runs/linear-seed0.*.unfinished/last.ckpt")
+    kept = torch.load(unfinished, weights_only=True)
+    assert kept["global_step"] == len(kept["callbacks"]["Recorder"]["losses"]) > 0
+
+
+def test_a_run_that_fails_is_told_with_its_reason(grid, capsys, monkeypatch):
+    script = grid.folder / "python"
+    script.write_text("#!/bin/sh\necho no such thing\nexit 3\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(ablation.sys, "executable", str(script))
+    assert grid.run() == 1
+    assert "linear, seed 0 failed:\nno such thing" in capsys.readouterr().out
+    script.write_text("#!/bin/sh\nkill -9 $$\n")
+    assert grid.run() == 1  # as a machine out of memory does; Ctrl-C it is not
+    assert "linear, seed 0 was ended by SIGKILL" in capsys.readouterr().out
+
+
+def test_too_little_text_to_evaluate_on_is_found_before_anything_runs(grid, capsys):
+    with pytest.raises(SystemExit):
+        grid.run(evaluate={"contexts": [32], "tokens": 32 * 10**6})
+    assert "evaluate.tokens=32000000 must be less than the " in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_unknown_variant_that_is_asked_for_alone_is_named(grid, capsys):
+    with pytest.raises(SystemExit):
+        grid.run("--only", "softmx")
+    assert "--only softmx: unknown. Did you mean" in capsys.readouterr().err
+
+
+def test_report_of_nothing(grid, capsys):
+    with pytest.raises(SystemExit):
+        grid.run("--report")
+    assert "holds no finished run" in capsys.readouterr().err
+
+
+# --- what is computed ------------------------------------------------------------------------------------------------
+
+
+def test_intervals_and_verdicts():
+    found = Interval.of([1.0, 2.0, 3.0])
+    assert found.mean == 2.0
+    assert found.half == pytest.approx(4.303 / math.sqrt(3))  # Student's t for two degrees; deviation 1
+    assert math.isnan(Interval.of([1.0]).half)
+    assert math.isnan(Interval.of([1.0, math.nan]).mean)  # not 1.0, as if the other had never been
+    assert verdict(Interval(-0.1, 0.05), better=-1) == "better"
+    assert verdict(Interval(-0.1, 0.05), better=1) == "worse"
+    assert verdict(Interval(0.1, 0.2), better=-1) == "within noise"
+    assert verdict(Interval(0.1, math.nan), better=-1) == "one seed"
+
+
+def run_of(variant: str, seed: int, bpb: float, **more) -> dict:
+    curve = [{"tokens": 100, "bpb": 4.0}, {"tokens": 1000, "bpb": 3.0}]
+    training = {"grad_norm_median": 1.0, "grad_norm_peak": 2.0 + seed, "losses": [1.0]}
+    return {
+        "variant": variant,
+        "seed": seed,
+        "final": {"bpb": bpb},
+        "parameters": 10,
+        "tokens": 1000,
+        "steps": 10,
+        "diverged": None,
+        "curve": curve,
+        "training": training,
+        "state_bytes": 1,
+        "settings": {"task": "text", "model": {}, "data": {}, "optimizer": {}},
+        **more,
+    }
+
+
+class TwoVariants:
+    task, reference, variants, tokens = "text", "a", {"a": {}, "b": {}}, 1000
+
+
+def test_differences_are_taken_seed_by_seed():
+    """Seeds that differ by 1 from each other but by 0.1 ± 0.01 between variants: b is clearly better."""
+    results = [run_of("a", seed, 2.0 + seed) for seed in range(3)]
+    results += [run_of("b", seed, 1.9 + seed + gap) for seed, gap in enumerate((-0.01, 0.0, 0.01))]
+    best, other = ablation_report.rows_of(results, TwoVariants, {"a": 10.0, "b": 5.0})
+    assert (best.variant, other.variant) == ("b", "a")
+    assert best.difference == pytest.approx(-0.1 / 3.0)
+    assert best.difference_interval == pytest.approx(4.303 * 0.01 / math.sqrt(3) / 3.0)
+    assert best.verdict == "better"
+    assert other.verdict == ""
+    assert best.grad_norm_peak == 4.0
+
+
+def test_equal_seconds_reads_the_curve_of_the_slower():
+    """a ends after 100 s; b, half as fast, has seen 500 tokens then: between 100 and 1000 by the logarithm."""
+    rows = ablation_report.rows_of([run_of("a", 0, 2.5), run_of("b", 0, 2.4)], TwoVariants, {"a": 10.0, "b": 5.0})
+    found = {row.variant: row.at_equal_seconds for row in rows}
+    assert found["a"] == 2.5
+    # the curve, which reads other text than the end, fell to 3 from there
+    assert found["b"] == pytest.approx(2.4 + 4.0 - math.log(5) / math.log(10) - 3.0)
+    slow = ablation_report.rows_of([run_of("a", 0, 2.5), run_of("b", 0, 2.4)], TwoVariants, {"a": 10.0, "b": 0.5})
+    assert math.isnan({row.variant: row.at_equal_seconds for row in slow}["b"])  # before its first validation
+    early = run_of("b", 1, math.nan, diverged="loss is nan at step 3", tokens=110)
+    rows = ablation_report.rows_of(
+        [run_of("a", 0, 2.5), early, run_of("b", 0, 2.4)], TwoVariants, {"a": 10.0, "b": 9.0}
+    )
+    assert {row.variant: (row.at_equal_seconds, row.tokens) for row in rows}["a"] == (2.5, 1000)
+
+
+def test_equal_seconds_has_intervals_and_verdicts_too():
+    """b, half as fast, has seen 500 tokens when a ends: of each seed it lacks the same part of the curve."""
+    results = [run_of("a", seed, 2.0 + seed) for seed in range(3)]
+    results += [run_of("b", seed, 1.9 + seed + gap) for seed, gap in enumerate((-0.01, 0.0, 0.01))]
+    rows = {row.variant: row for row in ablation_report.rows_of(results, TwoVariants, {"a": 10.0, "b": 5.0})}
+    lacked = 1 - math.log(5) / math.log(10)
+    half = 4.303 * 0.01 / math.sqrt(3) / 3.0
+    assert rows["b"].difference_at_equal_seconds == pytest.approx((lacked - 0.1) / 3.0)
+    assert rows["b"].difference_interval_at_equal_seconds == pytest.approx(half)
+    assert (rows["b"].verdict, rows["b"].verdict_at_equal_seconds) == ("better", "worse")
+    assert rows["a"].at_equal_seconds == 3.0
+    assert rows["a"].interval_at_equal_seconds == rows["a"].interval
+
+
+def test_losses_by_position_are_means_over_seeds():
+    parts = [[3.0, 2.0], [2.0, 1.0]]
+    results = [run_of("a", s, 2.0, evaluation={"1024": {"bpb": 2.0, "eighths": parts[s]}}) for s in (0, 1)]
+    for run in results:
+        run["settings"]["data"] = {"context": 1024}
+    assert ablation_report.by_eighth(results) == {"a": [2.5, 1.5]}
+    (row,) = ablation_report.rows_of(results, TwoVariants, {})
+    assert (row.first_eighth, row.last_eighth) == (2.5, 1.5)
+
+
+def test_diverged_runs_are_counted_and_not_averaged():
+    results = [run_of("a", 0, 2.0), run_of("a", 1, math.nan, diverged="loss is nan at step 3")]
+    (row,) = ablation_report.rows_of(results, TwoVariants, {})
+    assert (row.seeds, row.diverged, row.mean) == (2, 1, 2.0)
+    assert "seed 1: diverged, loss is nan" in ablation_report.remarks([row], results, TwoVariants)[0]
+
+
+def test_runs_of_unequal_length_are_named():
+    results = [run_of("a", 0, 2.0), run_of("a", 1, 2.0, steps=8)]
+    rows = ablation_report.rows_of(results, TwoVariants, {})
+    assert "a: its runs have 8 and 10 steps" in ablation_report.remarks(rows, results, TwoVariants)[0]
+
+
+@pytest.mark.parametrize(("tokens", "told"), [(1000, []), (1010, []), (800, ["800 to 1,000"])])
+def test_variants_that_read_unequal_amounts_are_named(tokens, told):
+    results = [run_of("a", 0, 2.0), run_of("b", 0, 2.1, tokens=tokens)]
+    said = ablation_report.remarks(ablation_report.rows_of(results, TwoVariants, {}), results, TwoVariants)
+    assert [text in remark for text, remark in zip(told, said, strict=True)] == [True] * len(told)
+
+
+def test_late_tokens_are_compared_on_the_same_text():
+    """Blocks of 256: in rows of 2048 the last half is blocks 4-7; of those, blocks 5 and 7 are in the last half of rows
+    of 512."""
+    long_blocks = [0.0, 0.0, 0.0, 0.0, 9.0, 2.0, 9.0, 4.0]
+    short_blocks = [0.0, 0.0, 0.0, 0.0, 1.0, 4.0, 1.0, 4.0]
+    evaluation = {"2048": {"bpb": 1.0, "blocks": long_blocks}, "512": {"bpb": 1.0, "blocks": short_blocks}}
+    late = ablation_report.by_context([run_of("a", 0, 2.0, evaluation=evaluation)])["a"]["2048"]["late"]["512"]
+    assert late["mean"] == pytest.approx(6 / 8 - 1)
+
+
+def test_spikes():
+    losses = [1.0] * 100
+    losses[3] = losses[70] = 1.3  # the first is before a window is full
+    losses[80] = 1.2
+    assert ablation_report.spikes(losses) == [70]
+
+
+class Rows:
+    """Data of one row."""
+
+    context = 9
+
+    class Text:
+        @staticmethod
+        def tokens(start, stop):
+            return torch.arange(start, stop)
+
+    corpora: ClassVar = {"val": Text}
+
+
+@pytest.mark.parametrize("rope", [RotaryConfig(), RotaryConfig(rotary_dim=4, signed=True)], ids=["plain", "signed"])
+def test_the_smallest_denominator_is_that_of_the_operator(rope):
+    torch.manual_seed(0)
+    model = LanguageModel(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2, rope=rope)).eval()
+    layer = model.blocks[0].attention
+    with torch.no_grad():
+        x = model.blocks[0].attention_norm(model.embedding(torch.arange(9)[None]))
+        q, k, _ = layer.qkv(x).view(1, 9, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        features_q, features_k = (torch.nn.functional.elu(x[..., 4 if rope.signed else 0 :]) + 1 for x in (q, k))
+        den = (features_q * features_k.cumsum(dim=2)).sum(dim=-1)
+    assert smallest_denominator(model, Rows) == pytest.approx(den.min().item(), rel=1e-5)
+
+
+def test_a_recall_grid_reports_accuracy(tmp_path, here, capsys):
+    here()
+    values = {
+        "title": "Recall",
+        "task": "mqar",
+        "tokens": 2048,
+        "seeds": [0, 1],
+        "reference": "linear",
+        "validations": 2,
+        "model": {"vocab_size": 32, "d_model": 16, "n_layers": 1, "n_heads": 2},
+        "data": {
+            "vocab_size": 32,
+            "tokens_per_batch": 256,
+            "stages": [[16, 2, 1], [32, 4, 1]],
+            "cases": [[16, 2], [32, 8]],
+            "test_rows": 8,
+        },
+        "variants": {"linear": {}, "softmax": {"model.attention": "softmax"}},
+    }
+    assert Changed(tmp_path, values).run() == 0
+    runs = [json.loads(path.read_text()) for path in (tmp_path / "results" / "runs").glob("*.json")]
+    assert all({"accuracy", "accuracy/16x2", "accuracy/32x8"} <= run["final"].keys() for run in runs)
+    assert all(run["steps"] == 8 for run in runs)
+    rows = {row["variant"]: row for row in csv.DictReader((tmp_path / "results" / "ablation.csv").open())}
+    found = {(run["variant"], run["seed"]): run["final"]["accuracy"] for run in runs}
+    gaps = [found["softmax", seed] - found["linear", seed] for seed in (0, 1)]
+    assert float(rows["softmax"]["difference"]) == pytest.approx(sum(gaps) / 2)
+    by_case = json.loads((tmp_path / "results" / "ablation.json").read_text())["by_case"]["softmax"]
+    of_case = [run["final"]["accuracy/32x8"] for run in runs if run["variant"] == "softmax"]
+    assert by_case["32x8"]["mean"] == pytest.approx(sum(of_case) / 2)
+    assert "accuracy after 2,048 tokens" in capsys.readouterr().out
+
+
+def test_speeds_that_are_added_later_are_brought_to_the_same_hour(grid, monkeypatch, capsys):
+    """The reference took 1 s a step then and 2 s now: what takes 4 s now would have taken 2 s."""
+    seconds = {"linear": 1.0, "softmax": 3.0}
+
+    class Timed:
+        failures: ClassVar[dict] = {}
+
+        def __init__(self, steps, device, count):
+            self.samples = {name: Sample((seconds[name],)) for name in steps}
+
+        def run(self, rounds, tick):
+            return self
+
+    monkeypatch.setattr(ablation, "Alternation", Timed)
+    monkeypatch.setattr(ablation, "make_runs", lambda *args: None)
+    grid.run()
+
+    def speeds() -> list[float]:
+        found = json.loads((grid.folder / "results" / "speed.json").read_text()).values()
+        return sorted(speed["tokens_per_second"] for speed in found)
+
+    first = speeds()
+    seconds.update(linear=2.0, none=4.0)
+    grid.run(variants={**grid.values["variants"], "none": {"model.rope": None}})
+    assert "linear trains at 0.50 times its speed when the other variants were measured" in said(capsys)
+    second = speeds()
+    assert first == [64 * 2 / 2 / 3.0, 64 * 2 / 2 / 1.0]
+    assert second == [first[0], 64 * 2 / 2 / 2.0, first[1]]
+    seconds["far"] = 1.0
+    grid.run(variants={"linear": {}, "far": {"model.rope.base": 500.0}})  # a grid of fewer variants forgets none
+    assert speeds() == sorted([*second, 2 * first[1]])
+    seconds["near"] = 8.0  # linear is the clock, though another is the reference: 2 s for its 1 s then
+    grid.run(variants={"linear": {}, "near": {"model.rope.base": 50.0}}, reference="near")
+    assert speeds() == sorted([*second, 2 * first[1], first[1] / 4])
+
+
+def test_what_is_not_known_of_speeds_is_said():
+    said = ablation_report.remarks_on_speeds({"a": 0.1, "b": 0.25}, {"one", "two"}, [])
+    assert "within 25% of each other (b)" in said[0]
+    assert "on different machines, so equal s is a guess: one, two" in said[1]
+    assert ablation_report.remarks_on_speeds({}, {"one"}, ["a"]) == [
+        "not in this table, for want of a speed or of a validation so early: a"
+    ]
+
+
+def test_steps_that_are_the_same_are_measured_once(grid, monkeypatch):
+    monkeypatch.setattr(ablation, "make_runs", lambda *args: None)
+    grid.run(variants={"linear": {}, "slow": {"optimizer.lr": 0.005}, "softmax": {"model.attention": "softmax"}})
+    assert len(json.loads((grid.folder / "results" / "speed.json").read_text())) == 2
+    folder = ablation.parse(
+        ["--grid", str(grid.folder / "small.yaml"), "--output", str(grid.folder / "results")]
+    ).folder
+    found = folder.read_speeds()
+    assert found["slow"] == found["linear"] != found["softmax"]

@@ -1,0 +1,97 @@
+"""What the second reading of a text costs, against a model that copies and one that does not; and the whole command."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from benchmarks.experiments import copying
+from linrope import LanguageModel, LanguageModelConfig
+
+LENGTH, WORDS = 21, 50
+
+
+def copier(distance: int):
+    """Sure of the token that stood `distance` before the one asked for; at a loss where there is none."""
+
+    def logits(tokens: torch.Tensor) -> torch.Tensor:
+        known = 1000.0 * F.one_hot(tokens, WORDS)  # the logits at t are of token t + 1
+        return F.pad(known, (0, 0, distance - 1, 0))[:, : tokens.shape[1]]
+
+    return logits
+
+
+def test_a_copier_pays_for_the_first_reading_only():
+    pieces = torch.stack([torch.randperm(WORDS)[:LENGTH] for _ in range(3)])
+    first, again = copying.measure(copier(LENGTH), pieces, LENGTH)
+    assert first == pytest.approx(math.log2(WORDS))
+    assert again == 0
+
+
+def test_a_copier_reaches_over_a_gap_or_does_not():
+    """Nine tokens stand twice, twelve others between."""
+    texts = torch.stack([torch.randperm(WORDS)[:LENGTH] for _ in range(3)])
+    assert copying.measure(copier(LENGTH), texts, 9) == (pytest.approx(math.log2(WORDS)), 0)
+    _, short_of_it = copying.measure(copier(9), texts, 9)
+    assert short_of_it > 100  # sure of another token
+
+
+def test_a_model_that_knows_no_more_pays_the_same_again():
+    pieces = torch.randint(WORDS, (3, LENGTH))
+    table = torch.randn(WORDS, WORDS)  # the next token by the present one: what stands further back changes nothing
+    first, again = copying.measure(lambda tokens: table[tokens], pieces, LENGTH)
+    bits = -table.log_softmax(-1)[pieces[:, :-1], pieces[:, 1:]] / math.log(2)
+    assert first == pytest.approx(bits[:, LENGTH // 2 - 1 :].mean().item(), rel=1e-5)  # float32 sums
+    assert again == pytest.approx(first, rel=1e-5)
+
+
+def test_models_are_shown_side_by_side(tmp_path, capsys):
+    sizes = {"d_model": 16, "n_layers": 1, "n_heads": 2}
+    for folder in ("one", "two"):
+        LanguageModel(LanguageModelConfig(**sizes)).save_pretrained(tmp_path / folder / "same.model")
+    LanguageModel(LanguageModelConfig(**sizes)).save_pretrained(tmp_path / "other.model")
+    models = [tmp_path / "one/same.model", tmp_path / "two/same.model", tmp_path / "other.model"]
+    named = [text for path in models for text in ("--model", str(path))]
+    assert copying.main([*named, "--lengths", "8", "31", "--pieces", "2", "--output", str(tmp_path)]) == 0
+    points = json.loads((tmp_path / "copying.json").read_text())["points"]
+    names = [str(models[0]), str(models[1]), "other"]
+    assert [(one["model"], one["length"]) for one in points] == [(name, length) for name in names for length in (8, 31)]
+    for one in points:  # untrained: every byte costs about log2(257) bits, at both readings
+        assert one["first"] == pytest.approx(8.0, abs=0.2)
+        assert one["again"] == pytest.approx(8.0, abs=0.2)
+    assert (tmp_path / "copying.png").stat().st_size > 10_000
+    assert "Text that was just read" in capsys.readouterr().out
+    args = ["--lengths", "8", "--gap", "23", "--pieces", "2", "--output", str(tmp_path / "gap")]
+    assert copying.main([*named, *args]) == 0
+    assert "Text that was read 23 tokens ago" in capsys.readouterr().out
+    assert json.loads((tmp_path / "gap" / "copying.json").read_text())["gap"] == 23
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--lengths", "3"], "--lengths 3: half a piece is judged; give 4 or more"),
+        (["--lengths", "9000000"], "--lengths 9000000: 64 pieces need more than the text's"),
+        (["--lengths", "8", "--gap", "9000000"], "--lengths 8 with --gap 9000000: 64 pieces need more than"),
+        (["--gap", "-1"], "--gap -1: must be 0 or more"),
+        (["--pieces", "0"], "--pieces 0: must be above 0"),
+        (["--model", "nowhere"], "--model: checkpoint 'nowhere' does not exist"),
+    ],
+)
+def test_bad_input_is_named(args, message, tmp_path, capsys):
+    LanguageModel(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2)).save_pretrained(tmp_path)
+    with pytest.raises(SystemExit):
+        copying.main(["--model", str(tmp_path), *args, "--output", str(tmp_path)])
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(("vocab_size", "tokenizer"), [(100, None), (300, {"kind": "unknown"})])
+def test_models_that_read_no_bytes_are_named(vocab_size, tokenizer, tmp_path, capsys):
+    model = LanguageModel(LanguageModelConfig(vocab_size=vocab_size, d_model=16, n_layers=1, n_heads=2))
+    model.tokenizer = tokenizer
+    model.save_pretrained(tmp_path)
+    with pytest.raises(SystemExit):
+        copying.main(["--model", str(tmp_path), "--output", str(tmp_path)])
+    assert "it needs to read bytes, with a vocabulary of 257 or more" in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,78 @@
+"""Peak memory of training steps: flat in segments, growing without."""
+
+import pytest
+
+from benchmarks.speed import beyond_memory
+from benchmarks.speed.beyond_memory import task_of
+from tests.benchmarks.results import read
+
+SMALL = ["--layers", "1", "--d_model", "16", "--heads", "2", "--segment_length", "256"]
+
+
+def run(tmp_path, *args: str):
+    status = beyond_memory.main([*SMALL, *args, "--output", str(tmp_path)])
+    _, contents = read(tmp_path, "beyond_memory")
+    return status, {(p["method"], p["length"]): p for p in contents["points"]}, contents
+
+
+def test_memory_grows_with_the_length_and_not_in_segments(tmp_path, capsys):
+    status, points, contents = run(tmp_path, "--lengths", "4096", "65536", "--seconds", "30", "--cost", "0")
+    assert status == 0
+    growth = {
+        method: points[method, 65536]["memory_bytes"] - points[method, 4096]["memory_bytes"]
+        for method in ("linear", "linear in segments")
+    }
+    # at once, a token keeps its 257 logits and their gradients at least; in segments its number of 8 bytes, and what
+    # a process's memory varies by
+    assert growth["linear"] > 61_440 * 2 * 257 * 4
+    assert growth["linear in segments"] < growth["linear"] / 3
+    assert contents["cost_ratio"] is None
+    assert "peak memory of the process" in capsys.readouterr().out
+
+
+def test_what_does_not_fit_is_left_out_and_drawn_as_dashes(tmp_path):
+    args = ("--lengths", "1024", "16384", "65536", "--memory", "500MiB", "--cost", "512", "--repeats", "1")
+    status, points, contents = run(tmp_path, *args)
+    assert status == 0
+    assert points["linear", 65536]["status"] in ("over budget", "out of memory")
+    assert points["linear in segments", 65536]["status"] == "measured"
+    assert contents["cost_ratio"] > 0
+
+
+def test_a_cost_that_cannot_be_measured_costs_nothing_that_was(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(beyond_memory, "segmented_loss", fail)
+    status, points, contents = run(tmp_path, "--lengths", "256", "--cost", "512", "--repeats", "1")
+    assert status == 0
+    assert points["linear", 256]["status"] == "measured"
+    assert contents["cost_ratio"] is None
+    assert contents["cost_failure"] == "cost at 512: RuntimeError: no room"
+    assert "cost at 512: RuntimeError: no room" in capsys.readouterr().out
+
+
+def fail(*args, **options):
+    raise RuntimeError("no room")
+
+
+def test_all_models_have_the_same_sizes():
+    options = beyond_memory.parse(["--output", "/tmp"])
+    sizes = {m: task_of(m, 8, options).config for m in beyond_memory.METHODS}
+    assert sizes["linear"] == sizes["linear in segments"]
+    assert task_of("linear", 8, options).segment_length is None
+    assert task_of("linear in segments", 8, options).segment_length == 8192
+    assert {c.d_model for c in sizes.values()} == {128}
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--lengths", "0"], "--lengths 0: must be above 0"),
+        (["--segment_length", "-1"], "--segment_length -1: must be above 0"),
+        (["--heads", "3"], "--heads 3: --d_model 16 must be a multiple of 4 times it"),
+        (["--memory", "much"], "'much' is no size"),
+        (["--cost", "-1"], "--cost -1: must be 0 or more"),
+    ],
+)
+def test_bad_options_are_named(args, message, capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        run(tmp_path, *args)
+    assert message in capsys.readouterr().err

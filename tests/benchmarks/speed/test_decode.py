@@ -1,0 +1,95 @@
+"""Decoding is measured at every context, and a cache that is too large is said to be."""
+
+import pytest
+
+from benchmarks.speed import decode
+from tests.benchmarks.results import read
+
+SMALL = ["--heads", "1", "--head_dim", "8", "--steps", "2", "--repeats", "2"]
+
+
+def run(tmp_path, *args: str) -> tuple[int, dict, dict]:
+    status = decode.main([*SMALL, *args, "--output", str(tmp_path)])
+    _, contents = read(tmp_path, "decode-float32")
+    return status, {(p["method"], p["length"]): p for p in contents["points"]}, contents
+
+
+def test_both_methods_at_every_context_and_batch(tmp_path, capsys):
+    status, points, contents = run(tmp_path, "--contexts", "10", "1000", "--batch", "1", "2")
+    assert status == 0
+    names = [f"{kind}-rope, batch {batch}" for batch in (1, 2) for kind in ("linear", "softmax")]
+    assert list(points) == [(name, context) for name in names for context in (10, 1000)]
+    for point in points.values():
+        assert point["status"] == "measured"
+        assert point["tokens_per_second"] == pytest.approx(point["batch"] / point["seconds"])
+    assert points[names[0], 10]["memory_bytes"] == points[names[0], 1000]["memory_bytes"]
+    assert points[names[1], 1000]["memory_bytes"] == 2 * 1001 * 8 * 4
+    assert contents["settings"]["contexts"] == [10, 1000]
+    printed = capsys.readouterr().out
+    assert "linear-rope, batch 1: a token at 1,000 takes" in printed
+
+
+def test_a_cache_over_the_budget_is_not_made(tmp_path, capsys):
+    status, points, _ = run(tmp_path, "--contexts", "10", "1000000", "--batch", "1", "--memory", "1MB")
+    assert status == 0
+    too_long = points["softmax-rope, batch 1", 1_000_000]
+    assert (too_long["status"], too_long["seconds"]) == ("over budget", None)
+    assert points["softmax-rope, batch 1", 10]["status"] == "measured"
+    assert points["linear-rope, batch 1", 1_000_000]["status"] == "measured"
+    assert "over budget, the cache takes 61 MiB of 977 KiB" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(("part", "at"), [("__init__", 0), ("__call__", 3)])
+def test_a_failure_keeps_what_was_measured(part, at, tmp_path, monkeypatch, capsys):
+    """Where tensors cannot be made, and in the middle of the samples."""
+    calls, real = [], getattr(decode.SoftmaxDecoding, part)
+
+    def failing(self, *args):
+        calls.append(None)
+        if len(calls) > at:
+            raise RuntimeError("can't allocate memory")
+        return real(self, *args)
+
+    monkeypatch.setattr(decode.SoftmaxDecoding, part, failing)
+    status, points, _ = run(tmp_path, "--contexts", "10", "--batch", "1")
+    assert status == 0
+    assert points["linear-rope, batch 1", 10]["status"] == "measured"
+    assert points["softmax-rope, batch 1", 10]["status"] == "out of memory"
+    assert "softmax-rope, batch 1 at 10: out of memory, " in " ".join(capsys.readouterr().out.split())
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch):
+    calls = []
+
+    def impatient(self):
+        calls.append(None)
+        if len(calls) == 2 * 2 * 2 + 1:  # warm-up and a round at both contexts, two steps each, and one step more
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(decode.LinearDecoding, "__call__", impatient)
+    status, points, contents = run(tmp_path, "--contexts", "10", "20", "--batch", "1", "2")
+    assert (status, contents["interrupted"]) == (130, True)
+    assert {(p["status"], p["rounds"]) for p in points.values()} == {("measured", 1)}
+    assert {p["batch"] for p in points.values()} == {1}
+
+
+def test_flatness_compares_two_contexts():
+    short, long = decode.flatness(1, (10, 1000), steps=2, rounds=3)
+    assert len(short.rounds) == len(long.rounds) == 3
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--contexts", "10", "0"], "--contexts 0: must be above 0"),
+        (["--batch", "-1"], "--batch -1: must be above 0"),
+        (["--steps", "0"], "--steps 0: must be above 0"),
+        (["--head_dim", "5"], "--head_dim 5: RoPE turns pairs"),
+    ],
+)
+def test_bad_options_are_named(args, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit_:
+        decode.main(args)
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err

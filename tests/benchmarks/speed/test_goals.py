@@ -1,0 +1,123 @@
+"""Goals are measured, judged both ways, and told by the exit status; what measures them works at small sizes."""
+
+import math
+from functools import partial
+
+import pytest
+
+from benchmarks.harness.timing import Sample
+from benchmarks.speed import goals
+from benchmarks.speed.goals import Goal, Measured, Skipped
+
+
+def use(monkeypatch, **measures) -> None:
+    """Goals of at least 2, with these measurements."""
+    rows = [Goal(name, "made up", measure, at_least=2) for name, measure in measures.items()]
+    monkeypatch.setattr(goals, "all_goals", lambda: rows)
+
+
+def raising(error: BaseException):
+    def measure():
+        raise error
+
+    return measure
+
+
+def test_all_met_is_success(monkeypatch, capsys):
+    use(monkeypatch, a=lambda: Measured(2.0), b=lambda: Measured(3.456, 3.1, 3.9))
+    assert goals.main([]) == 0
+    printed = capsys.readouterr().out
+    assert "3.46" in printed
+    assert "3.1 – 3.9" in printed
+    assert "2 of 2 goals met" in printed
+
+
+def test_one_missed_is_failure(monkeypatch, capsys):
+    use(monkeypatch, a=lambda: Measured(1.99), b=lambda: Measured(3.0))
+    assert goals.main([]) == 1
+    assert "1 of 2 goals met; missed: a" in capsys.readouterr().out
+    assert goals.main(["--only", "b"]) == 0
+
+
+def test_what_cannot_be_measured_is_said(monkeypatch, capsys):
+    use(monkeypatch, a=raising(Skipped("4 GiB are free, it needs 10")), b=lambda: Measured(3.0))
+    assert goals.main([]) == 0
+    assert "skipped: 4 GiB are free, it needs 10" in " ".join(capsys.readouterr().out.split())
+    use(monkeypatch, a=raising(RuntimeError("broken")))
+    assert goals.main([]) == 1
+    assert "failed: RuntimeError: broken" in " ".join(capsys.readouterr().out.split())
+
+
+def test_ctrl_c_keeps_what_was_measured(monkeypatch, tmp_path):
+    use(monkeypatch, a=lambda: Measured(3.0), b=raising(KeyboardInterrupt()), c=lambda: Measured(3.0))
+    assert goals.main(["--output", str(tmp_path)]) == 130
+    assert (tmp_path / "goals.csv").read_text().splitlines()[1:] == ["a,made up,≥ 2,pass,3.0,,"]
+
+
+def test_bounds_go_both_ways():
+    least, most = Goal("a", "", lambda: None, at_least=2), Goal("b", "", lambda: None, at_most=1.5)
+    assert [least.met(1.9), least.met(2), most.met(1.5), most.met(1.6)] == [False, True, True, False]
+    assert (least.bound, most.bound) == ("≥ 2", "≤ 1.5")
+    assert not least.met(math.nan)
+    assert not most.met(math.nan)
+
+
+def test_a_ratio_is_of_medians_and_its_quartiles_of_rounds():
+    found = Measured.ratio(Sample((2.0, 4.0, 9.0)), Sample((1.0, 2.0, 3.0)), scale=10)
+    assert (found.value, found.low, found.high) == (20.0, 20.0, 25.0)
+
+
+def test_names_are_checked_and_listed(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        goals.main(["--only", "many-shor"])
+    assert exit_.value.code == 2
+    assert "--only many-shor: unknown. Did you mean 'many-short'?" in capsys.readouterr().err
+    assert goals.main(["--list"]) == 0
+    printed = capsys.readouterr().out
+    names = [goal.name for goal in goals.all_goals()]
+    assert len(set(names)) == len(names)
+    assert all(name in printed for name in names)
+
+
+SMALL_CASES = {
+    "softmax": partial(goals.softmax_over_linear, 64, rounds=1),
+    "whole-sequence": partial(goals.whole_over_linear, 64, rounds=1),
+    "roofline": partial(goals.over_roofline, 64, rounds=1),
+    "linear": partial(goals.per_token, 64, 32, rounds=1, several=2),
+    "bf16": partial(goals.float32_over, "bfloat16", 64, rounds=1),
+    "decay": partial(goals.time_over, {"decay": True}, {}, 64, rounds=1),
+    "phi": partial(goals.time_over, {"feature_map": "identity", "normalize": "none"}, {"normalize": "none"}, 64, 1),
+    "head-256": partial(goals.per_flop, lambda: {"heads": 2, "head_dim": 256}, 64, 64, rounds=1),
+    "value-dim": partial(goals.per_flop, lambda: {"value_dim": 32}, 64, 64, rounds=1),
+    "noncausal": partial(goals.per_flop, lambda: {"causal": False}, 64, 64, rounds=1),
+    "masked": partial(goals.per_flop, lambda: {"key_mask": goals.key_mask(64)}, 64, 64, rounds=1),
+    "packed": partial(goals.per_flop, lambda: {"segment_ids": goals.packed_documents(64)}, 64, 64, rounds=1),
+    "memory": partial(goals.extra_memory, 1024, heads=1),
+    "decay-memory": partial(goals.extra_memory, 1024, heads=1, decay=True),
+    "process": partial(goals.process_memory, 64, heads=1, needs_gib=0),
+}
+
+
+@pytest.mark.parametrize("name", SMALL_CASES)
+def test_measurements_work_at_small_sizes(name):
+    found = SMALL_CASES[name]()
+    assert math.isfinite(found.value)
+    if "memory" not in name:
+        assert found.value > 0
+
+
+def test_a_machine_too_small_is_skipped():
+    with pytest.raises(Skipped, match="GiB are free, it needs 1e"):
+        goals.process_memory(64, needs_gib=1e9)
+
+
+def test_uncounted_flops_are_no_number():
+    with pytest.raises(RuntimeError, match="needs a registered formula"):
+        goals.counted(0)
+
+
+def test_packed_documents_have_about_the_length_they_should():
+    documents = goals.packed_documents(100_000)
+    assert (documents.diff() >= 0).all()
+    assert 250 < 100_000 / int(documents[0, -1] + 1) < 350
+    assert 0.65 < goals.key_mask(10_000).float().mean() < 0.75

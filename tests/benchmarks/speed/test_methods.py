@@ -1,0 +1,141 @@
+"""Each benchmarked form computes what it says, so that times are compared of equals."""
+
+import math
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from benchmarks.speed import methods
+from benchmarks.speed.methods import Inputs, LinearDecoding, Setting, SoftmaxDecoding, catalogue
+from linrope import linear_attention
+
+TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}  # float64, a few hundred terms in another order
+
+
+def inputs(length: int = 128, **changes) -> Inputs:
+    return Inputs.make(Setting(length, batch=2, heads=2, head_dim=8, value_dim=6, dtype="float64", **changes))
+
+
+def outputs_and_gradients(attend, x: Inputs) -> tuple:
+    o = attend(x)
+    return o, *torch.autograd.grad(o, (x.q, x.k, x.v), x.grad)
+
+
+def reference(x: Inputs, **options) -> torch.Tensor:
+    return linear_attention(x.q, x.k, x.v, x.rope, backend="reference", **options)
+
+
+def softmax_by_definition(x: Inputs) -> torch.Tensor:
+    """o_i = Σ_{j≤i} exp(q̃_iᵀ k̃_j / √D) v_j / Σ_{j≤i} exp(q̃_iᵀ k̃_j / √D), row by row."""
+    q, k = x.rope.rotate(x.q), x.rope.rotate(x.k)
+    rows = []
+    for i in range(q.shape[2]):
+        weight = (torch.einsum("bhd,bhjd->bhj", q[:, :, i], k[:, :, : i + 1]) / math.sqrt(q.shape[-1])).exp()
+        rows.append(torch.einsum("bhj,bhje->bhe", weight, x.v[:, :, : i + 1]) / weight.sum(-1, keepdim=True))
+    return torch.stack(rows, dim=2)
+
+
+def assert_same(attend, expected, x: Inputs) -> None:
+    for ours, theirs in zip(outputs_and_gradients(attend, x), outputs_and_gradients(expected, x)):
+        torch.testing.assert_close(ours, theirs, **TOLERANCE)
+
+
+def test_the_whole_sequence_form_is_linear_attention():
+    x = inputs(192)
+    assert_same(methods.whole_sequence, lambda x: linear_attention(x.q, x.k, x.v, x.rope), x)
+    assert_same(methods.whole_sequence, reference, x)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("linear-rope", reference),
+        ("linear-rope-decay", lambda x: reference(x, log_decay=x.log_decay)),
+        ("linear", lambda x: linear_attention(x.q, x.k, x.v, backend="reference")),
+        ("softmax-rope", softmax_by_definition),
+        ("softmax-rope-materialised", softmax_by_definition),
+    ],
+)
+def test_methods_agree_with_their_definitions(name, expected):
+    found = [method for key, method in catalogue("cpu", "float64").items() if key.split("[")[0] == name]
+    assert found
+    for method in found:
+        if not method.absent:
+            assert_same(method.attend, expected, inputs(67))
+
+
+def test_peers_are_listed_as_absent_where_they_are():
+    known = catalogue("cpu", "float32")
+    for name in ("fast-transformers", "flash-linear-attention"):
+        assert known[name].absent in ("", "not installed", "needs CUDA")
+
+
+def causal_product(q, k, v):
+    return (q @ k.mT).tril() @ v
+
+
+def test_peers_compute_the_same_around_their_kernels(monkeypatch):
+    """Their own packages need not be there: what they promise to compute stands in for them."""
+
+    def simple_gla(q, k, v, scale):
+        o = causal_product(*(x.transpose(1, 2) for x in (q * scale, k, v)))
+        return o.transpose(1, 2), None
+
+    stand_ins = {
+        "fast_transformers.causal_product": {"causal_dot_product": causal_product},
+        "fla.ops.simple_gla": {"chunk_simple_gla": simple_gla},
+    }
+    for name, contents in stand_ins.items():
+        parts = name.split(".")
+        for depth in range(1, len(parts)):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:depth]), ModuleType(parts[0]))
+        module = ModuleType(name)
+        module.__dict__.update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+    assert catalogue("cpu", "float32")["fast-transformers"].absent == ""
+    assert catalogue("cpu", "bfloat16")["fast-transformers"].absent == "float32 only"
+    assert catalogue("cpu", "float32")["flash-linear-attention"].absent == "needs CUDA"
+    for attend in (methods.fast_transformers, methods.flash_linear_attention):
+        x = inputs(65)
+        torch.testing.assert_close(attend(x), reference(x), rtol=1e-6, atol=1e-6)  # one sums in float32
+
+
+def test_several_backends_have_names_of_their_own(monkeypatch):
+    def refuses(inputs):
+        raise ValueError("no such device")
+
+    chunked = methods.BACKENDS["chunked"]
+    monkeypatch.setitem(methods.BACKENDS, "elsewhere", refuses)
+    known = catalogue("cpu", "float32")
+    assert known["linear-rope[elsewhere]"].absent == "does not run here: no such device"
+    assert "linear-rope" in known or "linear-rope[chunked]" in known
+    monkeypatch.setitem(methods.BACKENDS, "elsewhere", chunked)
+    known = catalogue("cpu", "float32")
+    assert not known["linear-rope[elsewhere]"].absent
+    assert not known["linear-rope[chunked]"].absent
+    assert "linear-rope" not in known
+
+
+def test_decoding_is_one_more_token_of_the_past():
+    x = inputs(40, mode="decode")
+    x = Inputs(x.setting, x.q, x.k, x.q, x.grad, x.log_decay, x.rope)  # a cache holds keys and values of one size
+    past = torch.randn(2, 2, 2, 40, 8, dtype=torch.float64)
+    _, state = linear_attention(past[0], past[0], past[1], x.rope, return_state=True)
+    linear = LinearDecoding(x)
+    assert linear.nbytes == state.nbytes
+    linear.state = state
+    cache = torch.empty(2, 2, 2, 41, 8, dtype=torch.float64)
+    cache[0, :, :, :40], cache[1, :, :, :40] = x.rope.rotate(past[0]), past[1]
+    whole = Inputs(
+        x.setting,
+        *(torch.cat((old, new), dim=2) for old, new in zip((past[0], past[0], past[1]), (x.q, x.k, x.v))),
+        x.grad,
+        x.log_decay,
+        x.rope,
+    )
+    torch.testing.assert_close(linear()[0], reference(whole)[:, :, -1:], **TOLERANCE)
+    softmax = SoftmaxDecoding(x, cache)
+    torch.testing.assert_close(softmax(), softmax_by_definition(whole)[:, :, -1:], **TOLERANCE)
+    assert softmax.nbytes == 2 * 2 * 2 * 41 * 8 * 8

@@ -1,0 +1,91 @@
+"""Whole models are trained at every length, with the same number of tokens in every step."""
+
+import pytest
+
+from benchmarks.speed import model_scaling
+from tests.benchmarks.results import read
+
+SMALL = ["--layers", "2", "--d_model", "16", "--heads", "2", "--tokens", "64", "--repeats", "2"]
+
+
+def run(tmp_path, *args: str) -> tuple[int, dict, dict]:
+    status = model_scaling.main([*SMALL, *args, "--output", str(tmp_path)])
+    _, contents = read(tmp_path, "model_scaling")
+    return status, {(p["method"], p["length"]): p for p in contents["points"]}, contents
+
+
+def test_every_kind_of_model_at_every_length(tmp_path, capsys):
+    status, points, contents = run(tmp_path, "--lengths", "16", "64")
+    assert status == 0
+    assert list(points) == [(kind, length) for length in (16, 64) for kind in ("linear", "softmax", "hybrid")]
+    for (_, length), point in points.items():
+        assert point["batch"] == 64 // length
+        assert point["tokens_per_second"] == pytest.approx(64 / point["seconds"])
+        assert point["flops"] > 0
+    assert contents["model"]["d_model"] == 16
+    printed = capsys.readouterr().out
+    assert "linear ×" in printed
+    assert "64 tokens a step" in printed
+
+
+def test_a_hybrid_alternates():
+    assert model_scaling.layers_of("hybrid", 5) == ["linear", "softmax", "linear", "softmax", "linear"]
+    assert model_scaling.layers_of("softmax", 2) == ["softmax", "softmax"]
+
+
+def test_a_step_trains_the_model(monkeypatch):
+    losses = []
+    cross_entropy = model_scaling.F.cross_entropy
+
+    def remember(*args):
+        losses.append(cross_entropy(*args))
+        return losses[-1]
+
+    monkeypatch.setattr(model_scaling.F, "cross_entropy", remember)
+    config = model_scaling.LanguageModelConfig(d_model=16, n_layers=1, n_heads=2)
+    step = model_scaling.training_step(config, length=8, tokens=16, device="cpu")
+    for _ in range(5):
+        step()
+    assert losses[-1] < losses[0]
+
+
+def test_failures_and_ctrl_c_keep_the_rest(tmp_path, monkeypatch):
+    make = model_scaling.training_step
+    errors = {"linear": None, "softmax": MemoryError("can't allocate memory"), "hybrid": KeyboardInterrupt()}
+
+    def failing(config, *args):
+        kinds = set(config.attention)
+        error = errors["hybrid" if len(kinds) > 1 else kinds.pop()]
+        step = make(config, *args)
+        calls = []
+
+        def run_step():
+            calls.append(None)
+            if error and len(calls) == 3:
+                raise error
+            step()
+
+        return run_step
+
+    monkeypatch.setattr(model_scaling, "training_step", failing)
+    status, points, _ = run(tmp_path, "--lengths", "16", "64")
+    assert status == 130
+    found = {kind: (points[kind, 16]["status"], points[kind, 16]["rounds"]) for kind in errors}
+    assert found == {"linear": ("measured", 2), "softmax": ("out of memory", 0), "hybrid": ("measured", 1)}
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--lengths", "100"], "--lengths 100: does not divide --tokens 8192"),
+        (["--lengths", "0"], "--lengths 0: must be above 0"),
+        (["--attention", "linera"], "--attention linera: unknown. Did you mean 'linear'?"),
+        (["--heads", "3"], "--heads 3: --d_model 256 must be an even multiple of it"),
+    ],
+)
+def test_bad_options_are_named(args, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit_:
+        model_scaling.main(args)
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,207 @@
+"""The scaling benchmark runs, says what it could not run, and keeps what it has measured."""
+
+import sys
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+
+from benchmarks.harness.memory import OutOfMemory
+from benchmarks.speed import scaling
+from benchmarks.speed.methods import Method, catalogue, linear, softmax
+from tests.benchmarks.results import read
+
+SMALL = ["--heads", "1", "--head_dim", "8", "--repeats", "2"]
+STEM = "scaling-forward-backward-float32"
+
+
+@pytest.fixture
+def without_memory(monkeypatch):
+    """No new processes, where a test is about time."""
+    monkeypatch.setattr(scaling, "measure_memory", lambda *args: None)
+
+
+@dataclass
+class Counted:
+    """An attention that raises at one of its calls."""
+
+    error: BaseException
+    at: int
+    calls: list = field(default_factory=list)
+
+    def __call__(self, x):
+        self.calls.append(None)
+        if len(self.calls) == self.at:
+            raise self.error
+        return linear(x)
+
+
+def use(monkeypatch, *methods: Method) -> None:
+    monkeypatch.setattr(scaling, "catalogue", lambda device, dtype: {method.name: method for method in methods})
+
+
+def run(tmp_path, *args: str, stem: str = STEM) -> tuple[int, dict, dict]:
+    """Exit status, the points by method and length, and the JSON."""
+    status = scaling.main([*SMALL, *args, "--output", str(tmp_path)])
+    rows, contents = read(tmp_path, stem)
+    assert len(rows) == len(contents["points"])
+    return status, {(p["method"], p["length"]): p for p in contents["points"]}, contents
+
+
+def test_all_methods_are_measured_at_every_length(tmp_path, capsys):
+    status, points, contents = run(tmp_path, "--lengths", "65", "33")
+    methods = [name for name, method in catalogue("cpu", "float32").items() if not method.absent]
+    assert status == 0
+    assert [(p["method"], p["length"]) for p in contents["points"]] == [(m, t) for t in (33, 65) for m in methods]
+    for point in contents["points"]:
+        assert point["status"] == "measured"
+        assert point["seconds_q1"] <= point["seconds"] <= point["seconds_q3"]
+        assert point["tokens_per_second"] == pytest.approx(point["length"] / point["seconds"])
+        assert point["rounds"] == 2
+        assert point["memory_bytes"] >= 0
+    assert points["softmax-rope", 65]["flops"] == 7 * 2 * 65**2 * 8
+    assert points["softmax-rope", 65]["gemm_share"] > 0
+    assert contents["settings"]["lengths"] == [33, 65]
+    assert contents["gemm_flops_per_second"] > 0
+    assert set(contents["absent"]) <= {"fast-transformers", "flash-linear-attention", "linear-rope[triton]"}
+    printed = capsys.readouterr().out
+    for word in (*methods, *contents["absent"], "33 tokens", "65 tokens", "softmax / linear", "forward+backward"):
+        assert word in printed
+    assert max(map(len, printed.replace("wrote", "\n").splitlines()[:20])) <= 80
+
+
+@pytest.mark.parametrize("mode", ["forward", "decode"])
+def test_other_modes(tmp_path, mode, without_memory):
+    status, points, contents = run(
+        tmp_path, "--lengths", "40", "--mode", mode, "--dtype", "bfloat16", stem=f"scaling-{mode}-bfloat16"
+    )
+    assert status == 0
+    assert {p["status"] for p in points.values()} == {"measured"}
+    tokens = 40 if mode == "forward" else 1
+    for point in points.values():
+        assert point["tokens_per_second"] * point["seconds"] == pytest.approx(tokens)
+    assert ("softmax-rope-materialised" in contents["absent"]) == (mode == "decode")
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch, capsys, without_memory):
+    # a warm-up and two rounds at each length: the sixth call is the last one at the second length
+    impatient = Counted(KeyboardInterrupt(), at=6)
+    use(monkeypatch, Method("linear-rope", linear), Method("softmax-rope", impatient))
+    status, points, contents = run(tmp_path, "--lengths", "16", "32", "64")
+    assert status == 130
+    assert "interrupted: what was measured until then is kept" in capsys.readouterr().out
+    assert contents["interrupted"] is True
+    assert points["softmax-rope", 16]["rounds"] == 2
+    assert points["linear-rope", 32]["rounds"] == 2  # its share of the round that was cut short
+    assert points["softmax-rope", 32]["rounds"] == 1
+    assert ("linear-rope", 64) not in points
+
+
+def test_ctrl_c_at_once_still_writes(tmp_path, monkeypatch, without_memory):
+    use(monkeypatch, Method("linear-rope", Counted(KeyboardInterrupt(), at=1)))
+    status, points, _ = run(tmp_path, "--lengths", "16")
+    assert (status, points["linear-rope", 16]["status"]) == (130, "interrupted")
+
+
+def test_running_out_of_memory_is_recorded_and_the_run_goes_on(tmp_path, monkeypatch, capsys, without_memory):
+    hungry = Counted(MemoryError("can't allocate memory"), at=5)
+    use(monkeypatch, Method("linear-rope", hungry), Method("softmax-rope", softmax, quadratic=True))
+    status, points, _ = run(tmp_path, "--lengths", "16", "32", "64")
+    assert status == 0
+    assert [points["linear-rope", n]["status"] for n in (16, 32, 64)] == ["measured", "out of memory", "over budget"]
+    assert points["linear-rope", 32]["seconds"] is None
+    assert points["linear-rope", 64]["detail"] == "as since 32"
+    assert [points["softmax-rope", n]["status"] for n in (16, 32, 64)] == ["measured"] * 3
+    assert "out of memory" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux can")
+def test_memory_that_really_runs_out(tmp_path, capsys):
+    methods = ["--methods", "linear", "softmax-rope-materialised"]
+    status, points, contents = run(tmp_path, *methods, "--lengths", "128", "2048", "--memory", "6MiB", "--budget", "5")
+    assert status == 0
+    assert points["linear", 128]["status"] == "measured"
+    assert points["softmax-rope-materialised", 2048]["status"] in ("out of memory", "over budget")
+    largest = {name: found["length"] for name, found in contents["largest_length"].items()}
+    assert 0 < largest["softmax-rope-materialised"] < largest["linear"]
+    assert "tokens in 6 MiB (memory)" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_child_that_ran_out_of_memory_is_not_timed(tmp_path, monkeypatch):
+    def no_room(*args):
+        raise OutOfMemory("killed by the system")
+
+    monkeypatch.setattr(scaling.memory, "in_new_process", no_room)
+    attention = Counted(KeyError(), at=0)
+    use(monkeypatch, Method("linear-rope", attention))
+    _, points, _ = run(tmp_path, "--lengths", "16")
+    assert points["linear-rope", 16]["status"] == "out of memory"
+    assert points["linear-rope", 16]["detail"] == "killed by the system"
+    assert not attention.calls
+
+
+def test_a_failure_is_reported_and_the_run_goes_on(tmp_path, monkeypatch, capsys, without_memory):
+    use(monkeypatch, Method("peer", Counted(TypeError("no such argument"), at=1)), Method("linear-rope", linear))
+    status, points, _ = run(tmp_path, "--lengths", "16")
+    assert status == 0
+    assert (points["peer", 16]["status"], points["linear-rope", 16]["status"]) == ("failed", "measured")
+    assert "peer at 16: failed, TypeError: no such argument" in capsys.readouterr().out
+
+
+def test_what_would_exceed_the_budget_is_not_run(tmp_path, capsys, without_memory):
+    methods = ["--methods", "softmax-rope", "--budget", "1e-6"]
+    status, points, _ = run(tmp_path, *methods, "--lengths", "16", "32", "64")
+    assert status == 0
+    assert [points["softmax-rope", n]["status"] for n in (16, 32, 64)] == ["measured", "over budget", "over budget"]
+    assert "over budget" in capsys.readouterr().out
+
+
+def test_crossovers_of_every_backend():
+    results = scaling.Results()
+    for length in (256, 1024):
+        for name, seconds in (
+            ("linear-rope[a]", length),
+            ("linear-rope[b]", length / 4),
+            ("softmax-rope", length**2 / 512),
+            ("linear-rope-decay", 1),
+        ):
+            results.points.append(scaling.Point(name, length, 1, seconds=seconds))
+    assert results.crossovers() == {"linear-rope[a]": pytest.approx(512), "linear-rope[b]": 256}
+
+
+def test_linear_rope_names_all_its_backends(tmp_path, monkeypatch):
+    names = ("linear-rope[a]", "linear-rope[b]", "linear")
+    use(monkeypatch, *(Method(name, partial(linear)) for name in names))
+    options = scaling.parse(["--methods", "linear-rope", "--output", str(tmp_path)])
+    assert list(options.methods) == ["linear-rope[a]", "linear-rope[b]"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--lengths", "0"], "--lengths 0: must be above 0"),
+        (["--methods", "softmax-rop"], "--methods softmax-rop: unknown. Did you mean 'softmax-rope'?"),
+        (["--mode", "backward"], "invalid choice: 'backward'"),
+        (["--repeats", "0"], "--repeats 0: must be above 0"),
+        (["--head_dim", "7"], "--head_dim 7: RoPE turns pairs, so it must be even"),
+        (["--memory", "lots"], "'lots' is no size: give one such as 4GiB"),
+        (["--budget", "-1"], "--budget -1.0: must be above 0"),
+        (["--output", "{file}/results"], "cannot write there"),
+    ],
+)
+def test_bad_options_are_named_before_any_run(args, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(scaling.Run, "measure", lambda self: pytest.fail("it ran"))
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(SystemExit) as exit_:
+        scaling.main([arg.format(file=file) for arg in args])
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_device_that_is_not_there_is_named(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        scaling.main(["--device", "cuda"])
+    assert "--device cuda: PyTorch sees no CUDA device here" in capsys.readouterr().err

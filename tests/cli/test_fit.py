@@ -1,0 +1,366 @@
+"""The command line, in process wherever that proves the same as a process of its own."""
+
+import csv
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from linrope import LanguageModel
+from linrope.cli.main import main
+from linrope.training.task import LanguageModelingModule
+
+ROOT = Path(__file__).parents[2]
+
+
+def rows(run_folder: Path) -> list[dict[str, str]]:
+    with open(run_folder / "metrics.csv") as file:
+        return list(csv.DictReader(file))
+
+
+def option(name: str, value: object) -> str:
+    return f"--{name}={value}"
+
+
+@pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_config_trains_two_steps(config, tiny, run_folder, capsys):
+    # room for the configs' kinds of layers and their rotary_dim; lm-long goes on from a trained model
+    sizes = ["--model.n_layers=4", "--model.d_model=64", "--model.n_heads=1", "--run.start_from=null"]
+    assert main(["fit", f"--config={config}", *tiny, *sizes]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^decoding state +\d+ KiB", out, re.M)
+    assert re.search(r"^steps +2 *$", out, re.M)
+    assert re.search(r"^step 2/2  loss \d\.\d+  bpb \d\.\d+  [\d,]+ tok/s  0:00 left$", out, re.M)
+    assert re.search(r"^step 2  val_loss 5\.\d+  val_bpb \d\.\d+$", out, re.M)
+    assert "\ndef " in out  # the sample
+    last = run_folder / "checkpoints" / "last.ckpt"
+    assert f"linrope generate --ckpt_path {last} --prompt 'def '" in out
+    assert "\x1b" not in out
+    assert torch.load(last, weights_only=True)["global_step"] == 2
+    assert (run_folder / "checkpoints" / "best.ckpt").is_file()
+
+
+def test_metrics_checkpoint_and_config_of_a_run_serve_the_other_commands(tiny, run_folder, capsys):
+    assert main(["fit", *tiny, "--trainer.max_steps=3", "--trainer.log_every_n_steps=1"]) == 0
+    train = [row for row in rows(run_folder) if row["train_loss"]]
+    assert [row["step"] for row in train] == ["0", "1", "2"]
+    for row in train:
+        assert float(row["train_bpb"]) == pytest.approx(float(row["train_loss"]) / 0.6931472, rel=1e-5)
+        assert float(row["tokens_per_second"]) > 0
+        assert float(row["grad_norm"]) > 0
+    assert float(train[0]["lr"]) == pytest.approx(1e-5)  # 1/100 of the peak, the default warm-up
+    val = next(row for row in rows(run_folder) if row["val_bpb"])
+
+    checkpoint, config = run_folder / "checkpoints" / "best.ckpt", f"--config={run_folder / 'config.yaml'}"
+    capsys.readouterr()
+    assert main(["validate", config, option("ckpt_path", checkpoint)]) == 0
+    loss, bpb = re.match(r"val_loss (\S+)  val_bpb (\S+)\n", capsys.readouterr().out).groups()
+    assert float(loss) == pytest.approx(float(val["val_loss"]), abs=1e-4)
+    assert float(bpb) == pytest.approx(float(val["val_bpb"]), abs=1e-4)
+    assert main(["test", config, option("ckpt_path", checkpoint)]) == 0
+    assert re.fullmatch(r"test_loss 5\.\d+  test_bpb \d\.\d+\n", capsys.readouterr().out)
+
+    prompt = run_folder / "prompt.txt"
+    prompt.write_text("hello")
+    written = []
+    for source in ("--prompt=hello", option("prompt_file", prompt)):
+        assert main(["generate", option("ckpt_path", checkpoint), source, "--max_new_tokens=20", "--seed=3"]) == 0
+        written.append(capsys.readouterr().out)
+    assert written[0] == written[1]
+    assert written[0].startswith("hello")
+    assert len(written[0]) > 10
+
+
+def test_help_is_short_and_names_every_command(capsys):
+    assert main(["--help"]) == 0
+    commands = ["fit", "validate", "test", "plan", "recall", "generate", "prepare", "export"]
+    assert re.findall(r"^  (\w+)", capsys.readouterr().out, re.M) == commands
+    helps = {}
+    for command in commands:
+        with pytest.raises(SystemExit, match="0"):
+            main([command, "--help"])
+        helps[command] = " ".join(capsys.readouterr().out.split())
+    for command, words in {
+        "validate": ["--lengths", "1x 4x 16x 64x", "--report"],
+        "plan": ["--memory", "24GiB for example: say which length of rows fits", "--measure"],
+        "recall": ["--task", "passkey: five digits told in real text", "--depths", "right before it is asked"],
+    }.items():
+        assert helps[command].startswith(f"usage: linrope {command} --c")
+        assert all(word in helps[command] for word in words)
+    with pytest.raises(SystemExit, match="0"):
+        main(["fit", "--help"])
+    out = capsys.readouterr().out
+    assert "--trainer.max_steps" in out
+    assert "--optimizer.lr LR     Peak learning rate." in out
+    assert "barebones" not in out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["ft"], r"unknown command 'ft': .* Did you mean 'fit'\?"),
+        (["fit", "--model.d_modle=3"], r"unknown option 'model\.d_modle'\. Did you mean 'model\.d_model'\?"),
+        (["fit", "--trainer.max_step=3"], r"unknown option 'trainer\.max_step'\. Did you mean 'trainer\.max_steps'\?"),
+        (["fit", "--lr=3"], r"unknown option 'lr'\. Did you mean 'optimizer\.lr'\?"),
+        (["fit", "--model.d_model=wide"], r"option \"model\.d_model\":\n  Expected a <class 'int'>. Got value: wide"),
+        (["fit", "--config=nowhere.yaml"], r"--config .*nowhere\.yaml does not exist\."),
+        (["fit", "--trainer.accelerator=gpuu"], r"section trainer: .*'gpuu'"),
+        (["fit", "--trainer.max_epochs=3"], r"trainer\.max_epochs=3 has no meaning here.*: set trainer\.max_steps"),
+        (["fit", "--run.checkpoint_every_n_steps=0"], r"run\.checkpoint_every_n_steps=0 must be 1 or more"),
+        (["fit"], r"trainer\.max_steps=-1 must be set to 1 or more"),
+        (["fit", "--data.path=/nowhere/at/all"], r"data\.path='/nowhere/at/all' does not exist"),
+        (["fit", "--seed_everything=-3"], r"--seed_everything=-3 must be a number from 0 to 4294967295"),
+        (["fit", "--trainer.accumulate_grad_batches=0"], r"trainer\.accumulate_grad_batches=0 must be 1 or more"),
+        (["plan", "--trainer.accumulate_grad_batches=-1"], r"Set trainer\.accumulate_grad_batches to 1 or more"),
+        (["fit", "--sample.prompt=a", "--sample.temperature=-1"], r"temperature=-1\.0 must be a number, at least 0"),
+        (["generate", "--ckpt_path=a", "--temperature=-1"], r"temperature=-1\.0 must be a number, at least 0"),
+        (["fit", "--data.batch_size=0"], r"data\.batch_size=0 must be 1 or more"),
+        (["validate", "--lengths", "3x"], r"--ckpt_path is missing"),
+        (["validate"], r"--ckpt_path is missing: name the checkpoint to validate\."),
+        (["generate", "--prompt=a"], "ckpt_path"),
+        (["generate", "--ckpt_path=nowhere.ckpt"], r"'nowhere\.ckpt' does not exist"),
+    ],
+)
+def test_a_mistake_is_one_clean_message_and_exit_code_2(args, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(args) == 2
+    err = capsys.readouterr().err
+    assert re.match("linrope: error: .*" + message, err, re.S)
+    assert "Traceback" not in err
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+@pytest.mark.parametrize(
+    ("yaml", "message"),
+    [
+        ("model: {d_modle: 3}", r"unknown option 'model\.d_modle'\. Did you mean 'model\.d_model'\?"),
+        ("modle: {d_model: 3}", r"unknown option 'modle\.d_model'\. Did you mean 'model\.d_model'\?"),
+        ("model: {rope: {bse: 3}}", r"unknown option 'model\.rope\.bse'\. Did you mean 'model\.rope\.base'\?"),
+        ("model: 3", r"model: 3 must be a section of options"),
+        ("model: [", r"Problems parsing config"),
+        ("trainer: {max_steps: 2, gradient_clip_val: 1}", r"trainer\.gradient_clip_val=1.* optimizer\.clip_norm=1\.0"),
+    ],
+)
+def test_a_mistake_in_the_yaml_is_named(yaml, message, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(yaml)
+    assert main(["fit", f"--config={tmp_path / 'run.yaml'}", option("run.folder", tmp_path / "runs")]) == 2
+    assert re.match("linrope: error: .*" + message, capsys.readouterr().err, re.S)
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "generate", "export --output=out"])
+def test_a_file_that_is_no_checkpoint_is_named(command, tmp_path, capsys):
+    (tmp_path / "text.ckpt").write_text("not a checkpoint")
+    torch.save({"weights": torch.zeros(3)}, tmp_path / "foreign.ckpt")
+    (tmp_path / "folder").mkdir()
+    for name in ("text.ckpt", "foreign.ckpt", "folder", "missing.ckpt"):
+        assert main([*command.split(), option("ckpt_path", tmp_path / name)]) == 2
+        assert re.match(rf"linrope: error: checkpoint '.*{name}' ", capsys.readouterr().err)
+
+
+def test_a_checkpoint_of_another_model_or_a_finished_run_is_named(tiny, run_folder, capsys):
+    assert main(["fit", *tiny]) == 0
+    capsys.readouterr()
+    resume = ["fit", *tiny, option("ckpt_path", run_folder / "checkpoints" / "last.ckpt")]
+    assert main([*resume, "--model.n_heads=4", "--model.rope.base=500"]) == 2
+    err = capsys.readouterr().err
+    assert f"--config {run_folder / 'config.yaml'}" in err
+    assert "model.n_heads: 2 in the checkpoint, 4 here" in err
+    assert "model.rope.base: 10000.0 in the checkpoint, 500.0 here" in err
+    assert "d_model" not in err
+    assert main(resume) == 2
+    assert re.search(r"trainer\.max_steps=2 is already done: .*last\.ckpt is at step 2", capsys.readouterr().err)
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_weights_change(tiny, run_folder, capsys):
+    explode = ["--optimizer.lr=1e30", "--optimizer.warmup_steps=0", "--run.checkpoint_every_n_steps=1"]
+    assert main(["fit", *tiny, *explode, "--trainer.max_steps=50"]) == 1
+    err = capsys.readouterr().err
+    last = run_folder / "checkpoints" / "last.ckpt"
+    step = int(re.search(r"(?:loss|norm) is (?:nan|inf) at step (\d+)", err)[1])
+    assert f"last good checkpoint, {last}," in err
+    assert "Traceback" not in err
+    checkpoint = torch.load(last, weights_only=True)
+    assert checkpoint["global_step"] == step - 1
+    assert all(weights.isfinite().all() for weights in checkpoint["state_dict"].values())
+
+
+@pytest.fixture
+def batches_seen(monkeypatch) -> list[torch.Tensor]:
+    """The inputs of every training batch, in order."""
+    seen: list[torch.Tensor] = []
+    training_step = LanguageModelingModule.training_step
+
+    def recorded(self, batch, batch_idx):
+        seen.append(batch["inputs"])
+        return training_step(self, batch, batch_idx)
+
+    monkeypatch.setattr(LanguageModelingModule, "training_step", recorded)
+    return seen
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_resumes_with_the_very_batches_that_are_left(
+    tiny, run_folder, capsys, batches_seen, monkeypatch, signum
+):
+    tiny = [*tiny, "--trainer.max_steps=6", "--trainer.accumulate_grad_batches=2", "--optimizer.warmup_steps=2"]
+    tiny += ["--model.dropout=0.2"]
+    assert main(["fit", *tiny]) == 0
+    whole, final = list(batches_seen), torch.load(run_folder / "checkpoints" / "last.ckpt", weights_only=True)
+    assert len(whole) == 12
+
+    batches_seen.clear()
+    backward = LanguageModelingModule.on_after_backward
+
+    def interrupted(self):
+        if len(batches_seen) == 5:  # the first of the third step's two batches
+            os.kill(os.getpid(), signum)
+        backward(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LanguageModelingModule, "on_after_backward", interrupted)
+        assert main(["fit", *tiny]) == 128 + signum
+    assert len(batches_seen) == 6
+    err = capsys.readouterr().err
+    assert "stopped after step 3. To go on from there:" in err
+    resume = shlex.split(err.splitlines()[-1])
+    assert resume[:2] == ["linrope", "fit"]
+    assert resume[-2:] == ["--ckpt_path", str(run_folder.with_name("version_1") / "checkpoints" / "last.ckpt")]
+
+    assert main(resume[1:]) == 0
+    assert len(batches_seen) == 12
+    assert all(map(torch.equal, batches_seen, whole))
+    resumed = torch.load(run_folder.with_name("version_2") / "checkpoints" / "last.ckpt", weights_only=True)
+    assert resumed["global_step"] == 6
+    assert resumed["lr_schedulers"] == final["lr_schedulers"]
+    assert all(torch.equal(resumed["state_dict"][name], weights) for name, weights in final["state_dict"].items())
+
+
+def test_a_resumed_run_may_be_longer_and_takes_the_options_it_is_given(tiny, run_folder, batches_seen):
+    assert main(["fit", *tiny, "--trainer.max_steps=4"]) == 0
+    last = run_folder / "checkpoints" / "last.ckpt"
+    options = ["--trainer.max_steps=8", "--optimizer.lr=0.5", "--optimizer.warmup_steps=0"]
+    options += ["--optimizer.final_lr_fraction=1", "--optimizer.weight_decay=0.25", "--trainer.log_every_n_steps=1"]
+    assert main(["fit", *tiny, *options, option("ckpt_path", last)]) == 0
+    assert len(batches_seen) == 8
+    assert len({tuple(batch.flatten().tolist()) for batch in batches_seen}) == 8
+    folder = run_folder.with_name("version_1")
+    assert [(row["step"], float(row["lr"])) for row in rows(folder) if row["lr"]] == [
+        (str(i), 0.5) for i in range(4, 8)
+    ]
+    group = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["optimizer_states"][0]["param_groups"][
+        0
+    ]
+    assert group["weight_decay"] == 0.25
+
+
+def test_ctrl_c_before_the_first_step_says_that_there_is_nothing_to_resume(tiny, run_folder, capsys, monkeypatch):
+    setup = LanguageModelingModule.setup
+
+    def interrupted(self, stage):
+        setup(self, stage)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(LanguageModelingModule, "setup", interrupted)
+    assert main(["fit", *tiny]) == 130
+    assert "stopped before a step was finished: there is nothing to resume." in capsys.readouterr().err
+    assert not (run_folder / "checkpoints" / "last.ckpt").exists()
+
+
+def test_ctrl_c_twice_aborts_at_once(tiny, run_folder, monkeypatch):
+    def interrupted_twice(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(LanguageModelingModule, "on_after_backward", interrupted_twice)
+    assert main(["fit", *tiny]) == 130
+    assert not (run_folder / "checkpoints" / "last.ckpt").exists()
+    signal.signal(signal.SIGINT, handlers[0])  # Lightning leaves it ignored
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            ["--data.path=/nowhere/at/all"],
+            "data.path='/nowhere/at/all' does not exist: give a file, a folder or a glob",
+        ),
+        (["--model.d_modle=16"], "unknown option 'model.d_modle'. Did you mean 'model.d_model'?"),
+    ],
+)
+def test_the_installed_command_names_a_bad_path_and_a_bad_key(tiny, args, message):
+    script = Path(sys.executable).with_name("linrope")
+    done = subprocess.run([script, "fit", *tiny, *args], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"linrope: error: {message}")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_reader_that_leaves_early_is_no_error(tiny, run_folder):
+    assert main(["fit", *tiny]) == 0
+    command = [Path(sys.executable).with_name("linrope"), "generate", "--max_new_tokens=200", "--prompt=hello"]
+    command += ["--ckpt_path", run_folder / "checkpoints" / "last.ckpt"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.read(5) == b"hello"
+    process.stdout.close()
+    assert b"Traceback" not in process.stderr.read()
+    assert process.wait(timeout=60) in (0, 128 + signal.SIGPIPE)  # 0 where it had written all before the pipe closed
+
+
+@pytest.mark.parametrize(("on_path", "program"), [(True, "linrope"), (False, "env/bin/linrope")])
+def test_the_line_to_copy_runs_as_it_stands(tiny, tmp_path, capsys, monkeypatch, on_path, program):
+    """With an environment that is not activated the bare name would not be found."""
+    monkeypatch.setattr(sys, "argv", ["env/bin/linrope"])
+    (tmp_path / "linrope").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path if on_path else tmp_path / "nothing"))
+    assert main(["fit", *tiny]) == 0
+    assert f"sample      {program} generate --ckpt_path" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("loggers", ["[]", "false", '[{"class_path": "lightning.pytorch.loggers.logger.DummyLogger"}]'])
+def test_a_run_without_a_log_keeps_its_checkpoint(tiny, tmp_path, loggers):
+    root = tmp_path / "root"
+    assert main(["fit", *tiny, option("trainer.logger", loggers), option("trainer.default_root_dir", root)]) == 0
+    assert (root / "checkpoints" / "last.ckpt").is_file()
+
+
+def test_a_run_without_a_validation_share_trains(tiny, run_folder):
+    assert main(["fit", *tiny, "--data.fractions=[1,0,0]", "--trainer.log_every_n_steps=1"]) == 0
+    assert not any(row.get("val_loss") for row in rows(run_folder))
+    assert (run_folder / "checkpoints" / "last.ckpt").is_file()
+
+
+def test_a_checkpoint_loads_into_the_module_and_into_the_model_alone(tiny, run_folder):
+    assert main(["fit", *tiny]) == 0
+    last = run_folder / "checkpoints" / "last.ckpt"
+    model = LanguageModel.from_pretrained(last)
+    module = LanguageModelingModule.load_from_checkpoint(last, model_config=model.config, weights_only=True).eval()
+    tokens = torch.randint(0, 257, (2, 40))
+    assert torch.equal(module(tokens), model(tokens))
+
+
+def test_ctrl_c_sent_to_a_real_process_leaves_a_checkpoint_that_resumes(tiny, run_folder, capsys):
+    command = [sys.executable, "-m", "linrope.cli.main", "fit", *tiny, "--trainer.log_every_n_steps=1"]
+    process = subprocess.Popen(
+        [*command, "--trainer.max_steps=1000000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    line = next(line for line in process.stdout if line.startswith("step 3/"))
+    assert re.match(r"step 3/1000000  loss \d", line)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert "\x1b" not in out + err
+    step = int(re.search(r"stopped after step (\d+)\. To go on from there:", err)[1])
+    assert step >= 3
+
+    resume = shlex.split(err.splitlines()[-1])[1:]
+    assert main([*resume, f"--trainer.max_steps={step + 2}"]) == 0
+    logged = [int(row["step"]) for row in rows(run_folder.with_name("version_1")) if row["train_loss"]]
+    assert logged == [step, step + 1]

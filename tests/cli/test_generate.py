@@ -1,0 +1,373 @@
+"""`linrope generate`: prompts from options and files, states, continuations, stops, conversations."""
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import tracemalloc
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from linrope import LanguageModel, LanguageModelConfig
+from linrope.cli import generate as writing
+from linrope.cli.generate import GenerateConfig, Prompt, converse, run_generate
+from linrope.cli.main import main
+from linrope.data.tokenizers.bytes import SEPARATOR, decode, encode_prompt
+from linrope.generation.decoding import read
+from linrope.generation.sampling import Sampler, Sampling
+from linrope.generation.text import TextWriter, printable
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def model() -> LanguageModel:
+    """It writes letters and line ends, and no end of a document where the likeliest token is taken."""
+    torch.manual_seed(1)
+    config = LanguageModelConfig(
+        d_model=16, n_layers=1, n_heads=2, short_conv=4, forget_gate=True, tie_embeddings=False
+    )
+    model = LanguageModel(config).eval()
+    torch.nn.init.normal_(model.embedding.weight)
+    torch.nn.init.zeros_(model.output.weight)
+    torch.nn.init.normal_(model.output.weight[[10, *range(97, 123)]])
+    letters = torch.randn(27, 16)
+    with torch.no_grad():
+        model.output.weight[[10, *range(97, 123)]] = letters
+    return model
+
+
+@pytest.fixture
+def folder(model, tmp_path) -> str:
+    model.save_pretrained(tmp_path / "model")
+    return f"--ckpt_path={tmp_path / 'model'}"
+
+
+def written(model: LanguageModel, prompt: str, n: int) -> str:
+    """What the model adds where the likeliest token is taken, all of it read at once each time."""
+    tokens = encode_prompt(prompt)[None]
+    return decode(model.generate(tokens, n, temperature=0)[0, tokens.shape[1] :])
+
+
+def test_the_text_and_the_speed(model, folder, capsys):
+    assert main(["generate", folder, "--prompt=hello wörld", "--temperature=0", "--max_new_tokens=30"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "hello wörld" + written(model, "hello wörld", 30) + "\n"
+    numbers = re.fullmatch(
+        r"(\d+) tokens read \(([\d,]+) per second\), (\d+) tokens written \(([\d,]+) per second\)\n", err
+    )
+    assert numbers.group(1, 3) == ("13", "30")  # the separator and 12 bytes
+    assert all(int(number.replace(",", "")) > 0 for number in numbers.group(2, 4))
+
+
+def test_a_file_is_read_in_pieces_as_the_whole_text_is(model, folder, tmp_path, capsys):
+    text = "".join(f"{i} é🐍 " for i in range(80))
+    (tmp_path / "prompt.txt").write_text(text)
+    options = ["generate", folder, "--temperature=0", "--max_new_tokens=20", "--segment_length=7"]
+    assert main([*options, f"--prompt_file={tmp_path / 'prompt.txt'}"]) == 0
+    assert capsys.readouterr().out == text + written(model, text, 20) + "\n"
+    (tmp_path / "prompt.txt").write_text(text * 5)
+    assert main([*options, f"--prompt_file={tmp_path / 'prompt.txt'}"]) == 0
+    out = capsys.readouterr().out
+    assert out == "…" + (text * 5)[-2000:] + written(model, text * 5, 20) + "\n"
+
+
+@pytest.mark.parametrize("content", ["a pipe ü".encode(), b"\xff"])
+def test_a_pipe_is_read_once(model, folder, tmp_path, capsys, content):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    thread = threading.Thread(target=pipe.write_bytes, args=(content,))
+    thread.start()
+    code = main(["generate", folder, "--temperature=0", "--max_new_tokens=9", f"--prompt_file={pipe}"])
+    thread.join()
+    out, err = capsys.readouterr()
+    if content == b"\xff":
+        assert (code, out) == (2, "")
+        assert "invalid start byte at byte 0" in err
+    else:
+        assert (code, out) == (0, "a pipe ü" + written(model, "a pipe ü", 9) + "\n")
+
+
+def test_a_gigabyte_is_looked_through_and_read_piece_by_piece(tmp_path):
+    with open(tmp_path / "large", "wb") as file:
+        file.truncate(2**30)
+    tracemalloc.start()
+    prompt = Prompt(GenerateConfig(ckpt_path="", prompt_file=str(tmp_path / "large"), segment_length=2**20))
+    assert prompt.n_bytes == sum(map(len, prompt.pieces())) == 2**30
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 8 * 2**20  # a few pieces of a mebibyte, as bytes and as text
+    assert {len(piece) for piece in Prompt(GenerateConfig(ckpt_path="", prompt="abc")).pieces()} == {3}
+
+
+def test_a_bar_shows_how_much_of_the_prompt_is_read(model, tmp_path):
+    (tmp_path / "prompt.txt").write_text("a" * 2000)
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=100)
+    config = GenerateConfig(
+        ckpt_path="", prompt_file=str(tmp_path / "prompt.txt"), segment_length=500, max_new_tokens=0
+    )
+    run_generate(config, model, lambda text: None, terminal)
+    shown = terminal.file.getvalue()
+    assert re.search(r"prompt .*100%.*2\.0/2\.0 kB", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown))
+    pipe = Console(file=io.StringIO())
+    run_generate(config, model, lambda text: None, pipe)
+    assert re.fullmatch(r"2,001 tokens read \([\d,]+ per second\)\n", pipe.file.getvalue())
+
+
+def test_continuations_are_those_of_the_seeds_from_one_reading(folder, capsys, monkeypatch):
+    options = ["generate", folder, "--prompt=ab", "--max_new_tokens=12", "--temperature=1"]
+    assert main([*options, "--seed=7", "--n_continuations=3"]) == 0
+    out, err = capsys.readouterr()
+    texts = re.split(r"\n--- continuation \d ---\n", out)
+    assert texts[0] == "ab"
+    assert err.startswith("3 tokens read")
+    for number, text in enumerate(texts[1:]):
+        assert main([*options, f"--seed={7 + number}"]) == 0
+        assert capsys.readouterr().out.removeprefix("ab").rstrip("\n") == text.rstrip("\n")
+    assert len(set(texts)) == 4
+
+
+def test_a_stop_string_ends_the_text_and_is_left_out(model, folder, capsys):
+    text = written(model, "ab", 60)
+    stop = text[20:24]  # four tokens
+    assert main(["generate", folder, "--prompt=ab", "--temperature=0", "--stop=no such text", f"--stop={stop}"]) == 0
+    assert capsys.readouterr().out == "ab" + text[: text.index(stop)] + "\n"
+
+
+def test_a_state_in_a_file_goes_on_with_or_without_more_text(model, folder, tmp_path, capsys):
+    state = tmp_path / "state.pt"
+    options = ["generate", folder, "--temperature=0", "--max_new_tokens=25"]
+    assert main([*options, "--prompt=once upon", f"--save_state={state}", "--max_new_tokens=3"]) == 0
+    capsys.readouterr()
+    assert main([*options, f"--load_state={state}"]) == 0
+    assert capsys.readouterr().out == written(model, "once upon", 25) + "\n"
+    assert main([*options, f"--load_state={state}", "--prompt= a time"]) == 0
+    assert capsys.readouterr().out == " a time" + written(model, "once upon a time", 25) + "\n"
+
+
+def test_a_state_file_is_not_overwritten_without_being_asked(folder, tmp_path, capsys):
+    state = tmp_path / "state.pt"
+    options = ["generate", folder, "--prompt=a", "--max_new_tokens=0", f"--save_state={state}"]
+    assert main(options) == 0
+    before = state.read_bytes()
+    assert main(options) == 2
+    assert f"--save_state='{state}' exists: choose another name, or replace" in capsys.readouterr().err
+    assert state.read_bytes() == before
+    assert main([*options, "--overwrite", "--prompt=another"]) == 0
+    assert state.read_bytes() != before
+    assert main([*options, f"--save_state={tmp_path}/nowhere/state.pt"]) == 2
+    assert "lies in a folder that does not exist" in capsys.readouterr().err
+
+
+def test_a_state_that_could_not_be_written_is_refused_before_the_reading(folder, tmp_path, capsys, monkeypatch):
+    def refuse(dir):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("linrope.utils.files.tempfile.TemporaryFile", refuse)
+    assert main(["generate", folder, "--prompt=a", f"--save_state={tmp_path}/state.pt"]) == 2
+    captured = capsys.readouterr()
+    assert f"--save_state='{tmp_path}': cannot write there (Permission denied). Give another folder" in captured.err
+    assert captured.out == ""
+
+
+def test_damaged_weights_end_with_a_sentence(model, tmp_path, capsys):
+    with torch.no_grad():
+        model.norm.weight[0] = torch.nan
+    model.save_pretrained(tmp_path / "damaged")
+    assert main(["generate", f"--ckpt_path={tmp_path / 'damaged'}", "--prompt=a"]) == 1
+    assert "error: the model's logits are not finite: its weights are damaged" in capsys.readouterr().err
+
+
+def test_a_state_of_another_model_is_refused(model, folder, tmp_path, capsys):
+    state = tmp_path / "state.pt"
+    assert main(["generate", folder, "--prompt=a", "--max_new_tokens=0", f"--save_state={state}"]) == 0
+    with torch.no_grad():
+        model.norm.weight += 1
+    model.save_pretrained(tmp_path / "trained-on")
+    capsys.readouterr()
+    assert main(["generate", f"--ckpt_path={tmp_path / 'trained-on'}", f"--load_state={state}"]) == 2
+    out, err = capsys.readouterr()
+    assert "is of another model" in err
+    assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"abc\xffdef", "invalid start byte at byte 3"),
+        (b"x" * 2**20 + b"\xe2\x82", f"unexpected end of data at byte {2**20:,}"),
+        (b"x" * (2**20 - 1) + b"\xc3\xa9" + b"\x80", f"invalid start byte at byte {2**20 + 1:,}"),
+    ],
+)
+def test_a_prompt_that_is_not_utf8_is_refused_before_anything_is_read(folder, tmp_path, capsys, content, message):
+    (tmp_path / "prompt.txt").write_bytes(content)
+    assert main(["generate", folder, f"--prompt_file={tmp_path / 'prompt.txt'}"]) == 2
+    out, err = capsys.readouterr()
+    assert f"is not UTF-8: {message}. Convert it first" in err
+    assert out == ""
+
+
+def test_mistakes_are_named(folder, tmp_path, capsys):
+    for options, message in [
+        (["--prompt=a\udcff"], "--prompt is not UTF-8 from character 1 on"),
+        (["--prompt_file=nowhere.txt"], "--prompt_file='nowhere.txt' cannot be read: No such file"),
+        ([f"--prompt_file={tmp_path}"], "cannot be read: Is a directory"),
+        (["--prompt=a", "--prompt_file=b"], "exclude each other"),
+        (["--prompt=a", "--stop="], "--stop='' is empty"),
+        (["--interactive", "--n_continuations=2"], "--n_continuations=2 and --interactive exclude each other"),
+        (["--n_continuations=0"], "--n_continuations=0 must be at least 1"),
+        (["--segment_length=0"], "--segment_length=0 must be at least 1"),
+        (["--repetition_penalty=0"], "repetition_penalty=0.0 must be a number from 1e-6 to 1e6"),
+        (["--seed=9999999999999999999"], "seed=9999999999999999999 must be a number of at most 63 bits"),
+        (["--max_new_tokens=-1"], "max_new_tokens=-1 must be a whole number, at least 0"),
+        (["--load_state=nowhere.pt"], "state file 'nowhere.pt' does not exist"),
+    ]:
+        assert main(["generate", folder, *options]) == 2, options
+        assert message in capsys.readouterr().err
+
+
+def test_a_prompt_that_cannot_fit_is_refused(tmp_path, capsys):
+    LanguageModel(LanguageModelConfig(d_model=128, attention="softmax")).save_pretrained(tmp_path / "softmax")
+    with open(tmp_path / "large", "wb") as file:
+        file.truncate(2**27)
+    # a key and a value of 128 floats in 4 layers, for each of 2^27 bytes: 512 GiB
+    options = ["generate", f"--ckpt_path={tmp_path / 'softmax'}", f"--prompt_file={tmp_path / 'large'}"]
+    assert main(options) == 2
+    assert "needs 512.0 GiB for the keys and values" in capsys.readouterr().err
+
+
+def test_streamed_text_is_valid_utf8_whatever_the_model_writes():
+    """An untrained model writes bytes in any order."""
+    torch.manual_seed(0)
+    model = LanguageModel(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2)).eval()
+    pieces = []
+    writer = TextWriter(model, pieces.append)
+    writer.read("é")
+    writer.continue_text(400, Sampler(Sampling(seed=0)))
+    assert all(piece.encode("utf-8").decode("utf-8") == piece for piece in pieces)
+    assert "\ufffd" in "".join(pieces)
+    assert printable("a\x1b[2J\r\n\tb") == "a\ufffd[2J\ufffd\n\tb"
+
+
+# --- conversations ---------------------------------------------------------------------------------------------------
+
+
+def talk(model: LanguageModel, lines: list, write, **options) -> TextWriter:
+    config = GenerateConfig(ckpt_path="", interactive=True, temperature=0.0, max_new_tokens=9, **options)
+    writer = TextWriter(model, write)
+    writer.read("")
+    given = iter([*lines, b""])
+    converse(writer, config, lambda: next(given), Console(file=io.StringIO()))
+    return writer
+
+
+def same(writer: TextWriter, text: bytes) -> bool:
+    """Whether what was read is that text, to float32's rounding."""
+    expected = read(writer.model, encode_prompt(text)[None])
+    return writer.context.length == expected.length and torch.allclose(
+        writer.context.logits, expected.logits, atol=1e-4
+    )
+
+
+def test_a_conversation_is_one_text_whose_state_is_kept(model):
+    shown = []
+    writer = talk(model, [b"one\n", "twö\n".encode()], shown.append)
+    first = written(model, "one\n", 9)
+    joint = "" if first.endswith("\n") else "\n"
+    second = written(model, f"one\n{first}{joint}twö\n", 9)
+    assert "".join(shown) == first + joint + second + ("" if second.endswith("\n") else "\n")
+    assert same(writer, f"one\n{first}{joint}twö\n{second}".encode())
+
+
+def test_a_stop_string_was_read_though_it_is_not_shown(model):
+    stop = written(model, "one\n", 9)[4]
+    for end in ("\n", stop):
+        shown = []
+        writer = talk(model, [b"one\n", b"two\n"], shown.append, stop=[end])
+        text = "one\n"
+        for line in ("two\n", ""):
+            answer = written(model, text, 9)
+            text += answer[: answer.index(end) + 1] if end in answer else answer
+            text += ("" if text.endswith("\n") or not line else "\n") + line
+        assert same(writer, text.encode())
+        assert end == "\n" or end not in "".join(shown)
+
+
+def test_a_line_that_is_not_utf8_costs_that_line_only(model):
+    shown = []
+    writer = talk(model, [b"\xff\n", b"one\n"], shown.append)
+    assert same(writer, f"one\n{written(model, 'one' + chr(10), 9)}".encode())
+
+
+def test_the_end_of_a_document_ends_the_answer_and_is_not_read(model):
+    with torch.no_grad():  # the separator becomes what the model would write after the line
+        last = model.norm.register_forward_hook(lambda module, args, out: kept.append(out[0, -1]))
+        kept: list[torch.Tensor] = []
+        read(model, encode_prompt("one\n")[None])
+        last.remove()
+        model.output.weight[SEPARATOR] = 100 * kept[0]
+    shown = []
+    writer = talk(model, [b"one\n"], shown.append)
+    assert "".join(shown) == "\n"
+    assert same(writer, b"one\n")
+
+
+def test_ctrl_c_ends_the_answer_and_what_was_shown_is_kept(model):
+    shown = []
+
+    def write(text: str) -> None:
+        if len(shown) == 4:
+            shown.append("(interrupted)")
+            raise KeyboardInterrupt
+        shown.append(text)
+
+    writer = talk(model, [b"one\n", b"two\n"], write)
+    answer = written(model, "one\n", 9)[:4]
+    assert "".join(shown).startswith(answer + "(interrupted)\n")
+    second = written(model, f"one\n{answer}\ntwo\n", 9)
+    assert same(writer, f"one\n{answer}\ntwo\n{second}".encode())
+
+
+def test_ctrl_c_instead_of_a_line_ends_the_conversation(model):
+    writer = TextWriter(model, lambda text: None)
+    writer.read("a")
+
+    def readline():
+        raise KeyboardInterrupt
+
+    converse(writer, GenerateConfig(ckpt_path="", interactive=True), readline, Console(file=io.StringIO()))
+    assert same(writer, b"a")
+
+
+def test_a_real_process_talks_through_a_pipe_is_interrupted_and_saves_its_state(model, folder, tmp_path):
+    state = tmp_path / "state.pt"
+    command = [sys.executable, "-m", "linrope.cli.main", "generate", folder, "--interactive", "--temperature=0"]
+    command += ["--max_new_tokens=100000000", f"--save_state={state}"]
+    # pytest-xdist's workers ignore Ctrl-C, and what they start inherits that
+    pipes, heed = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE), (signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, **pipes, cwd=ROOT, text=True, preexec_fn=lambda: signal.signal(*heed))
+    process.stdin.write("one\n")
+    process.stdin.flush()
+    answer = process.stdout.read(50)
+    assert answer == written(model, "one\n", 50)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate("", timeout=60)
+    assert process.returncode == 0, err
+    assert "Traceback" not in err
+    assert re.search(r"5 tokens read .*, [\d,]+ tokens written", err)
+    assert state.is_file()
+    again = GenerateConfig(ckpt_path="", load_state=str(state), max_new_tokens=5)
+    run_generate(again, model, lambda text: None, Console(file=io.StringIO()))
+
+
+def test_long_prompts_of_subwords_are_cut_after_lines_and_short_ones_nowhere(monkeypatch):
+    assert list(writing._after_lines(["def f():\n  ", "  return"])) == ["def f():\n    return"]
+    assert list(writing._after_lines([])) == list(writing._after_lines([""])) == [""]
+    monkeypatch.setattr(writing, "LARGEST_PIECE", 6)
+    assert list(writing._after_lines(["ab", "c\nd", "e\n\nf", "ghijklm", "n"])) == ["abc\nde\n\n", "fghijklm", "n"]

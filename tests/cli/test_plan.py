@@ -1,0 +1,145 @@
+"""`linrope plan`: what it says is what a run of that configuration is."""
+
+import re
+
+import pytest
+
+from linrope import LanguageModel, LanguageModelConfig
+from linrope.cli.main import main
+from linrope.data.batches.curriculum import CurriculumStage, TrainingPlan
+from linrope.errors import InputError
+from linrope.profiling import run_plan as plan
+from linrope.profiling.flops import step_flops
+from linrope.profiling.run_plan import Setting, Way, longest_that_fits, ways
+from linrope.utils.formatting import duration_text, parse_bytes
+
+SMALL = LanguageModelConfig(d_model=16, n_layers=1, n_heads=2, forget_gate=True)
+
+
+def setting(**options) -> Setting:
+    values = {"model": SMALL, "plan": TrainingPlan([CurriculumStage(1, 64, 8)]), "devices": 1, "max_steps": 100}
+    others = {"segment_length": None, "apart": False, "precision": "32-true", "averaged": False, "device": "cpu"}
+    return Setting(**{**values, **others, **options})
+
+
+def test_the_command_says_all_before_anything_runs(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(plan, "MULTIPLES", (1, 4))
+    monkeypatch.setattr(plan, "LONGEST", 2**13)
+    options = ["--data.context=64", "--trainer.max_steps=100", "--trainer.accumulate_grad_batches=2"]
+    args = ["plan", *tiny, *options, "--memory=90MiB", "--tokens_per_second=128"]
+    assert main(args) == 0
+    out = capsys.readouterr().out
+    model = LanguageModel(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2))
+    assert re.search(rf"^parameters +{model.n_parameters:,}$", out, re.M)
+    assert re.search(r"^decoding state +584 B at 64 tokens$", out, re.M)
+    # 64 · 2 rows · 2 batches = 256 tokens a step, 100 steps of them at 128 a second
+    assert re.search(r"^the run +100 steps, 25\.6k tokens: 3 min 20 s at 128 tokens per second$", out, re.M)
+    assert re.search(r"^a step +256 tokens, ", out, re.M)
+    assert [line.split()[:2] for line in out.splitlines() if re.match(r" +(64|256) ", line)] == [
+        ["64", "2"], ["256", "1"]
+    ]  # fmt: skip
+    fits = dict(re.findall(r"^fits 90 MiB: (.+): a row of ([\d,]+) tokens", out, re.M))
+    assert fits.keys() == {"this model", "with softmax", "in segments"}
+    length = int(fits["this model"].replace(",", ""))
+    way = Way("", LanguageModelConfig(d_model=16, n_layers=1, n_heads=2))
+    assert way.memory(setting(), length, 1) <= parse_bytes("90MiB") < way.memory(setting(), 2 * length, 1)
+    assert not list(tmp_path.rglob("*.ckpt"))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_plan_needs_no_gpu_and_no_text(capsys, monkeypatch):
+    monkeypatch.setattr(plan, "MULTIPLES", (1,))
+    options = ["--model.d_model=16", "--model.n_heads=2", "--data.path=/nowhere", "--trainer.accelerator=gpu"]
+    assert main(["plan", *options, "--trainer.devices=4", "--trainer.precision=bf16-mixed"]) == 0
+    out = capsys.readouterr().out
+    assert "32,768 tokens" in out  # 1024 · 8 rows on each of four devices
+    assert "trainer.max_steps is not set" in out
+    assert "the GPU's allocator" in out
+
+
+def test_a_moving_average_is_a_copy_of_the_weights_more(tiny, capsys, monkeypatch):
+    monkeypatch.setattr(plan, "MULTIPLES", (1,))
+    n_bytes = 4 * LanguageModel(SMALL).n_parameters
+    way = Way("", SMALL)
+    assert way.memory(setting(averaged=True), 64, 1) == way.memory(setting(), 64, 1) + n_bytes
+    found = []
+    monkeypatch.setattr("linrope.cli.plan.show_plan", lambda console, setting, *_: found.append(setting.averaged))
+    for options in ([], ["--run.ema_decay=0.9"]):
+        assert main(["plan", *tiny, *options]) == 0
+    assert found == [False, True]
+
+
+def test_a_measured_rate_is_of_real_steps(tiny, capsys, monkeypatch):
+    monkeypatch.setattr(plan, "MULTIPLES", (1,))
+    assert main(["plan", *tiny, "--measure"]) == 0
+    assert re.search(r"2 steps, 128 tokens: .* at [\d,]+ tokens per second", capsys.readouterr().out)
+
+
+def test_several_devices_are_as_fast_as_their_sum(tiny, capsys, monkeypatch):
+    monkeypatch.setattr(plan, "MULTIPLES", (1,))
+    monkeypatch.setattr("linrope.cli.plan.measure_rate", lambda setting: 64.0)
+    assert main(["plan", *tiny, "--measure", "--trainer.devices=2", "--trainer.num_nodes=3"]) == 0
+    out = capsys.readouterr().out
+    assert "measured on one device, and counted 6 times" in out
+    assert re.search(r"2 steps, 768 tokens: 2 s at 384 tokens per second", out)  # 64 · 6
+
+
+def test_a_curriculum_is_planned_stage_by_stage(tiny, capsys, monkeypatch):
+    """8 steps of 2 · 64 tokens hold 1,000, then 92 of 8 · 512."""
+    monkeypatch.setattr(plan, "MULTIPLES", (1,))
+    stages = "[{tokens: 1000, seq_len: 64, batch_size: 2}, {tokens: 1000, seq_len: 512, batch_size: 8}]"
+    args = ["plan", *tiny, "--data.context=64", "--data.batch_size=2", f"--data.curriculum={stages}"]
+    assert main([*args, "--trainer.max_steps=100", "--tokens_per_second=1000"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^from step 0 +rows of 64: 128 tokens, ", out, re.M)
+    assert re.search(r"^from step 8 +rows of 512: 4,096 tokens, ", out, re.M)
+    assert "100 steps, 378k tokens: 6 min 18 s" in out
+    assert re.search(r"^ +512 +8 ", out, re.M)  # the table is of the largest batches
+    assert main([*args, "--trainer.max_steps=5"]) == 2
+    assert "trainer.max_steps=5 ends before data.curriculum does" in capsys.readouterr().err
+
+
+def test_what_is_compared_follows_from_the_model():
+    assert [way.name for way in ways(setting())] == ["this model", "with softmax", "in segments"]
+    growing = LanguageModelConfig(d_model=16, n_layers=1, n_heads=2, attention="softmax")
+    assert [way.name for way in ways(setting(model=growing))] == ["this model", "with softmax"]
+    in_segments = ways(setting(segment_length=32))
+    assert [(way.name, way.segment_length) for way in in_segments] == [
+        ("this model", 32), ("with softmax", None), ("at once", None)
+    ]  # fmt: skip
+    way = ways(setting())[2]
+    assert way.flops(128, 2) == step_flops(LanguageModel(SMALL), 2, 128, plan.DEFAULT_SEGMENT)
+
+
+def test_the_longest_that_fits_is_the_last_power_of_two_within_the_memory():
+    assert longest_that_fits(lambda length: 10 * length, 10 * 5000, unit=1000) == 4000
+    assert longest_that_fits(lambda length: 10 * length, 10 * 4000, unit=1000) == 4000
+    assert longest_that_fits(lambda length: 10 * length, 9999, unit=1000) == 0
+    assert longest_that_fits(lambda length: 1, 2, unit=1024) == plan.LONGEST
+
+
+def test_durations_are_in_two_units():
+    assert [duration_text(s) for s in (0.25, 59, 61, 3600 * 2 + 61, 86400 * 3 + 3600)] == [
+        "0.25 s", "59 s", "1 min 1 s", "2 h 1 min", "3 d 1 h"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--memory=much"], "'much' is no size: give one such as 4GiB"),
+        (["--tokens_per_second=0"], r"--tokens_per_second=0\.0 must be above 0"),
+        (["--tokens_per_second=5", "--measure"], "exclude each other"),
+        (["--trainer.precision=64-true"], r"trainer\.precision='64-true' is none that `linrope plan` knows"),
+        (["--segment_length=0"], "segment_length=0 must be a whole number"),
+        (["--segment_length=8", "--model.attention=softmax"], "softmax attention without a window"),
+    ],
+)
+def test_mistakes_are_named(tiny, options, message, capsys):
+    assert main(["plan", *tiny, *options]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_precisions_beyond_those_known_are_refused():
+    with pytest.raises(InputError, match="bf16-true"):
+        setting(precision="bf16-true")

@@ -1,0 +1,117 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from linrope.data.batches.shuffling import permute
+from linrope.data.batches.windows import CurriculumWindows, EvaluationWindows, TrainingWindows, document_numbers
+from linrope.data.corpus.files import find_sources
+from linrope.data.corpus.sequences import Corpus
+from linrope.data.tokenizers.bytes import SEPARATOR
+from linrope.errors import InputError
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Corpus:
+    for name in range(4):
+        (tmp_path / f"{name}.txt").write_bytes(bytes(1 + name * 50 + i for i in range(50)))
+    return Corpus(find_sources(tmp_path).documents)  # 4 × 51 = 204 tokens
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 16, 17, 1000])
+def test_permute_is_a_permutation_that_its_key_names(n):
+    order = [permute(i, n, 7) for i in range(n)]
+    assert sorted(order) == list(range(n))
+    assert order == [permute(i, n, 7) for i in range(n)]
+    if n > 15:
+        assert order != list(range(n))
+        assert order != [permute(i, n, 8) for i in range(n)]
+
+
+def test_permute_is_the_same_everywhere():
+    assert [permute(i, 10, 1, 2) for i in range(10)] == [4, 8, 0, 1, 6, 3, 7, 5, 2, 9]
+
+
+def test_permute_spreads_neighbours():
+    n = 4096
+    order = torch.tensor([permute(i, n, 3) for i in range(n)], dtype=torch.float64)
+    correlation = torch.corrcoef(torch.stack([order[:-1], order[1:]]))[0, 1]
+    assert abs(correlation) < 0.05  # 3 standard deviations of independent draws
+    with pytest.raises(IndexError, match="outside 0 … 4095"):
+        permute(n, n, 3)
+
+
+def test_an_epoch_of_training_never_repeats_and_the_next_starts_elsewhere(corpus):
+    windows = TrainingWindows(corpus, context=10, seed=1)
+    n = windows.n_windows
+    assert n == 19  # 203 targets hold 20 windows of 10; one is given up for the offset
+    epochs = [[windows.start_of(epoch * n + i) for i in range(n)] for epoch in range(8)]
+    for starts in epochs:
+        assert sorted(starts) == [min(starts) + 10 * i for i in range(n)]
+        assert max(starts) + 11 <= len(corpus)
+    assert len({min(starts) for starts in epochs}) > 3
+    assert epochs[0] != [start - min(epochs[1]) + min(epochs[0]) for start in epochs[1]]
+
+
+def test_a_sample_is_tokens_and_their_next(corpus):
+    windows = TrainingWindows(corpus, context=10)
+    sample, start = windows[5], windows.start_of(5)
+    assert torch.equal(sample["inputs"], corpus.tokens(start, start + 10))
+    assert torch.equal(sample["targets"], corpus.tokens(start + 1, start + 11))
+
+
+@pytest.mark.parametrize("context", [203, 150, 102, 101])
+def test_a_corpus_of_little_more_than_a_window_still_serves(corpus, context):
+    windows = TrainingWindows(corpus, context)
+    assert {len(windows[i]["targets"]) for i in range(20)} == {context}
+
+
+def test_the_order_depends_on_the_seed_alone(corpus):
+    starts = [[TrainingWindows(corpus, 10, seed).start_of(i) for i in range(19)] for seed in (0, 0, 1)]
+    assert starts[0] == starts[1] != starts[2]
+
+
+def test_evaluation_covers_the_split_once_in_a_shuffled_order(corpus):
+    windows = EvaluationWindows(corpus, context=10)
+    assert len(windows) == 20
+    targets = [tuple(windows[i]["targets"].tolist()) for i in range(20)]
+    everything = corpus.tokens(1, 201).view(20, 10)
+    assert sorted(targets) == sorted(map(tuple, everything.tolist()))
+    assert targets != list(map(tuple, everything.tolist()))
+
+
+def test_a_split_that_is_too_short_is_named_with_the_mend(corpus):
+    with pytest.raises(
+        InputError, match=r"train split holds 204 tokens, .* data\.context=204 \+ 1: lower data\.context"
+    ):
+        TrainingWindows(corpus, 204)
+    with pytest.raises(InputError, match="the test split holds 0 tokens"):
+        EvaluationWindows(Corpus([]), 10, "test")
+
+
+def test_a_separator_belongs_to_the_document_that_it_ends():
+    tokens = torch.tensor([[1, 2, SEPARATOR, 3, SEPARATOR, SEPARATOR, 4], [SEPARATOR, 1, 2, 3, 4, 5, SEPARATOR]])
+    assert document_numbers(tokens).tolist() == [[0, 0, 0, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1, 1]]
+    assert document_numbers(tokens[0]).tolist() == [0, 0, 0, 1, 1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", [TrainingWindows, EvaluationWindows])
+def test_documents_apart_are_numbered_and_otherwise_the_same_samples(corpus, kind):
+    flow, apart = kind(corpus, 100), kind(corpus, 100, documents="apart")
+    assert set(flow[0]) == {"inputs", "targets"}
+    for name in flow[0]:
+        assert torch.equal(flow[0][name], apart[0][name])
+    ids, inputs = apart[0]["segment_ids"], apart[0]["inputs"]
+    assert (ids.dtype, ids.shape) == (torch.int64, (100,))
+    ends = (inputs == SEPARATOR).nonzero().flatten()
+    assert len(ends) in (1, 2)  # documents have 51 tokens
+    assert (ids[1:] != ids[:-1]).nonzero().flatten().tolist() == [end for end in ends.tolist() if end < 99]
+    with pytest.raises(InputError, match=r"data\.documents='part' is unknown: .* Did you mean 'apart'\?"):
+        kind(corpus, 100, documents="part")
+
+
+def test_samples_of_several_lengths_are_those_of_each(corpus):
+    by_length = {context: TrainingWindows(corpus, context, seed=3) for context in (10, 40)}
+    windows = CurriculumWindows(by_length.values())
+    for context, i in ((10, 0), (40, 0), (10, 57), (40, 9)):
+        assert torch.equal(windows[context, i]["inputs"], by_length[context][i]["inputs"])

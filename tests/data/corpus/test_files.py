@@ -1,0 +1,140 @@
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from linrope.data.corpus.files import find_sources
+from linrope.data.corpus.sequences import Corpus, DocumentChanged
+from linrope.data.corpus.splits import split_corpus
+from linrope.data.tokenizers.bytes import SEPARATOR
+from linrope.errors import InputError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    files = {
+        "b.txt": b"bb",
+        "a.txt": b"aaa",
+        "sub/c.txt": b"c",
+        "empty.txt": b"",
+        "image.bin": b"x\0y",
+        ".hidden": b"h",
+    }
+    files |= {".git/objects": b"g", "sub/.secret": b"s"}
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    return tmp_path
+
+
+def names(path) -> list[str]:
+    return [document.name for document in find_sources(path).documents]
+
+
+def test_a_folder_yields_its_text_files_in_order_and_counts_the_rest(folder):
+    assert names(folder) == ["a.txt", "b.txt", "sub/c.txt"]
+    assert find_sources(folder).n_skipped == 2  # the empty and the binary one; hidden ones are not looked at
+
+
+def test_links_to_folders_are_followed_but_not_in_a_circle(folder):
+    (folder / "sub" / "up").symlink_to(folder)
+    (folder / "sub" / "here").symlink_to(folder / "sub")
+    (folder / "again").symlink_to(folder / "sub")
+    assert names(folder) == ["a.txt", "again/c.txt", "b.txt", "sub/c.txt"]
+
+
+def test_a_glob_and_a_file(folder):
+    assert names(folder / "*.txt") == ["a.txt", "b.txt"]
+    assert names(folder / "**" / "*.txt") == ["a.txt", "b.txt", "sub/c.txt"]
+    assert names(folder / "b.txt") == ["b.txt"]
+
+
+def test_the_built_in_corpus_is_the_standard_library_without_its_tests():
+    sources = find_sources(None)
+    found = [document.name for document in sources.documents]
+    assert {"ast.py", "json/decoder.py"} <= set(found)
+    assert found == sorted(found)
+    assert not [name for name in found if re.search(r"(^|/)(site-packages|tests?|idle_test|__pycache__)/", name)]
+    assert sum(document.size for document in sources.documents) > 5_000_000
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a.tx", r"data\.path='.*a\.tx' does not exist: give a file.* Did you mean 'a\.txt'\?"),
+        ("*.md", r"data\.path='.*\*\.md' holds no text: give"),
+        ("image.bin", r"holds no text \(1 skipped: binary"),
+        ("nowhere/at/all", r"data\.path='.*nowhere/at/all' does not exist"),
+    ],
+)
+def test_a_path_without_text_is_named(folder, name, message):
+    with pytest.raises(InputError, match=message):
+        find_sources(folder / name)
+
+
+def test_tokens_are_the_documents_each_followed_by_a_separator(folder):
+    corpus = Corpus(find_sources(folder).documents)
+    whole = [*b"aaa", SEPARATOR, *b"bb", SEPARATOR, *b"c", SEPARATOR]
+    assert len(corpus) == len(whole) == corpus.n_bytes + 3
+    for start in range(len(whole) + 1):
+        for stop in range(start, len(whole) + 1):
+            tokens = corpus.tokens(start, stop)
+            assert tokens.tolist() == whole[start:stop]
+            assert tokens.dtype == torch.int64
+    with pytest.raises(IndexError):
+        corpus.tokens(0, len(whole) + 1)
+
+
+def test_a_file_that_changes_while_in_use_is_named(folder):
+    corpus = Corpus(find_sources(folder).documents)
+    (folder / "b.txt").write_bytes(b"b")
+    assert corpus.tokens(0, 4).tolist() == [*b"aaa", SEPARATOR]
+    with pytest.raises(DocumentChanged, match=r"b\.txt changed from 2 to 1 bytes while in use"):
+        corpus.tokens(3, 6)
+
+
+def test_a_file_larger_than_memory_is_read_in_place(tmp_path):
+    size = 2**40  # by its size a terabyte; sparse, so a few blocks on disk
+    with open(tmp_path / "huge.txt", "wb") as file:
+        file.write(b"x" * 8192)
+        file.seek(size - 3)
+        file.write(b"end")
+    corpora = split_corpus(find_sources(tmp_path / "huge.txt"), [0.9, 0.05, 0.05])
+    assert sum(corpus.n_bytes for corpus in corpora.values()) == size
+    test = corpora["test"]
+    assert test.tokens(len(test) - 4, len(test)).tolist() == [*b"end", SEPARATOR]
+
+
+def test_a_single_file_is_cut_by_position(tmp_path):
+    (tmp_path / "digits.txt").write_bytes(b"0123456789" * 10)
+    corpora = split_corpus(find_sources(tmp_path / "digits.txt"), [0.9, 0.05, 0.05])
+    assert [corpus.n_bytes for corpus in corpora.values()] == [90, 5, 5]
+    assert corpora["val"].tokens(0, 6).tolist() == [*b"01234", SEPARATOR]
+    assert corpora["test"].tokens(0, 6).tolist() == [*b"56789", SEPARATOR]
+
+
+def test_documents_are_dealt_out_whole_and_a_new_one_moves_no_other(tmp_path):
+    def membership() -> dict[str, str]:
+        corpora = split_corpus(find_sources(tmp_path), [0.6, 0.2, 0.2])
+        return {document.name: split for split, corpus in corpora.items() for document in corpus.documents}
+
+    for i in range(200):
+        (tmp_path / f"{i}.txt").write_text(f"document {i}")
+    before = membership()
+    shares = [list(before.values()).count(split) / 200 for split in ("train", "val", "test")]
+    assert shares == pytest.approx([0.6, 0.2, 0.2], abs=0.1)
+    (tmp_path / "0new.txt").write_text("new")
+    after = membership()
+    assert after.pop("0new.txt") in {"train", "val", "test"}
+    assert after == before
+
+
+@pytest.mark.parametrize(
+    "fractions", [[0.9, 0.1], [0.9, 0.2, 0.1], [1.1, -0.1, 0.0], [0.0, 0.5, 0.5], [math.nan, 0.5, 0.5]]
+)
+def test_fractions_that_are_none(tmp_path, fractions):
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(InputError, match=rf"data\.fractions={re.escape(str(fractions))} must be three numbers"):
+        split_corpus(find_sources(tmp_path), fractions)

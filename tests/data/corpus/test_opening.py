@@ -1,0 +1,224 @@
+"""What data.path may name: prepared folders and flat files of tokens, whole or damaged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from linrope.data.batches.contiguous import ContiguousBatches
+from linrope.data.batches.windows import EvaluationWindows, TrainingWindows
+from linrope.data.corpus.opening import open_text
+from linrope.data.corpus.sequences import DocumentChanged
+from linrope.data.prepare.preparation import PrepareConfig, prepare
+from linrope.data.tokenizers.subwords import SubwordTokenizer
+from linrope.errors import InputError
+from tests.data.tokenizers.subword_files import TEXT, byte_level, write_tokenizer
+
+FRACTIONS = [0.6, 0.2, 0.2]
+
+
+def prepared(path: Path, name: str = "prepared", **options: object) -> Path:
+    folder = path.parent / name
+    prepare(PrepareConfig(path=str(path), output=str(folder), workers=1, **options))
+    return folder
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """40 documents of 1 to 60 bytes."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(40):
+        (folder / f"{number:02}.txt").write_bytes(bytes(33 + (number * i) % 90 for i in range(1 + 13 * number % 60)))
+    return folder
+
+
+def write_flat(path: Path, tokens: object, dtype: str = "<u2") -> Path:
+    np.asarray(tokens).astype(dtype).tofile(path)
+    return path
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["folder", "file"])
+def test_prepared_bytes_are_the_text_as_it_would_be_read(texts, single):
+    path = texts / "38.txt" if single else texts
+    plain, ready = open_text(path, FRACTIONS), open_text(prepared(path), FRACTIONS)
+    for split, corpus in plain.corpora.items():
+        other = ready.corpora[split]
+        assert len(corpus) == len(other) > 0
+        assert torch.equal(corpus.tokens(0, len(corpus)), other.tokens(0, len(corpus)))
+        assert (other.n_bytes, other.n_documents, other.separator) == (corpus.n_bytes, corpus.n_documents, 256)
+        assert other.text_bytes(0, len(other)) is None
+        with pytest.raises(IndexError):
+            other.tokens(0, len(other) + 1)
+    assert (ready.vocab_size, ready.tokenizer.name) == (plain.vocab_size, "bytes") == (257, "bytes")
+
+
+def test_the_only_document_of_a_tokenizer_is_cut_by_position(tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    folder = prepared(tmp_path / "text.txt", tokenizer=str(write_tokenizer(tmp_path)))
+    corpora = open_text(folder, FRACTIONS).corpora
+    tokenizer = SubwordTokenizer(byte_level())
+    tokens, n_bytes = tokenizer.encode_document(TEXT.encode())
+    cuts = [0, round(0.6 * len(tokens)), round(0.8 * len(tokens)), len(tokens)]
+    for corpus, start, stop in zip(corpora.values(), cuts[:-1], cuts[1:], strict=True):
+        assert corpus.tokens(0, len(corpus)).tolist() == [*tokens[start:stop].tolist(), tokenizer.separator]
+        assert corpus.n_bytes == n_bytes[start:stop].sum()
+        assert corpus.text_bytes(0, len(corpus)).tolist() == [*n_bytes[start:stop].tolist(), 0]
+    with pytest.raises(InputError, match=r"the val split holds 0 tokens"):
+        EvaluationWindows(open_text(folder, [0.9, 0.0, 0.1]).corpora["val"], 10)
+
+
+@pytest.mark.parametrize("documents", ["flow", "apart"])
+def test_samples_of_a_tokenizer_say_how_many_bytes_their_targets_stand_for(texts, tmp_path, documents):
+    folder = prepared(texts, tokenizer=str(write_tokenizer(tmp_path)))
+    opened = open_text(folder, [1.0, 0.0, 0.0])
+    corpus, separator = opened.corpora["train"], opened.tokenizer.separator
+    for windows in (TrainingWindows(corpus, 50, documents=documents), EvaluationWindows(corpus, 50, "val", documents)):
+        for i in range(8):
+            sample = windows[i]
+            decoded = opened.tokenizer.decoder().feed(sample["targets"].tolist())
+            assert sample["n_bytes"].sum() == len(decoded.encode())  # byte-level tokens, text of single bytes
+            if documents == "apart":
+                ends = (sample["inputs"] == separator).nonzero().flatten() + 1
+                assert torch.equal((sample["segment_ids"].diff() != 0).nonzero().flatten() + 1, ends[ends < 50])
+    lanes = ContiguousBatches(corpus, 20, 3, documents=documents)
+    batches = [lanes[number] for number in range(lanes.batches_per_pass)]
+    for batch in batches:
+        decoded = [opened.tokenizer.decoder().feed(row.tolist()) for row in batch["targets"]]
+        assert batch["n_bytes"].sum(dim=1).tolist() == [len(text.encode()) for text in decoded]
+    fresh = torch.stack([batch["fresh"] for batch in batches[1:]])
+    before = torch.stack([batch["inputs"][:, -1] for batch in batches[:-1]])
+    assert torch.equal(fresh, (before == separator) & (documents == "apart"))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("tokens.bin", lambda data: data[:-2], r"is damaged: it holds 1,219 tokens and 40 documents, .* says 1,220"),
+        ("tokens.bin", lambda data: data[:-1], r"is damaged \(.*tokens\.bin is damaged .* is no multiple of 2"),
+        ("documents.npy", lambda data: data[: len(data) // 2], r"is damaged \(.*: prepare it again"),
+        ("linrope-corpus.json", lambda data: data[:50], r"corpus\.json is damaged"),
+        ("linrope-corpus.json", lambda data: data.replace(b'"format": 1', b'"format": 2'), r"is of format 2, this"),
+        ("linrope-corpus.json", lambda data: data.replace(b'"n_bytes"', b'"nbytes"'), r"corpus\.json is damaged"),
+    ],
+)
+def test_a_damaged_folder_is_named(texts, name, change, message):
+    folder = prepared(texts)
+    (folder / name).write_bytes(change((folder / name).read_bytes()))
+    with pytest.raises(InputError, match=message):
+        open_text(folder, FRACTIONS)
+
+
+def test_a_missing_file_of_a_folder_is_named(texts, tmp_path):
+    folder = prepared(texts, tokenizer=str(write_tokenizer(tmp_path)))
+    for name, message in (("text_bytes.bin", r"is damaged \(.*text_bytes"), ("tokenizer.json", r"cannot be read \(No")):
+        (folder / name).unlink()
+        with pytest.raises(InputError, match=message):
+            open_text(folder, FRACTIONS)
+
+
+def test_a_token_beyond_the_vocabulary_is_named_with_its_position(texts):
+    folder = prepared(texts)
+    tokens = np.fromfile(folder / "tokens.bin", "<u2")
+    tokens[123] = 999
+    tokens.tofile(folder / "tokens.bin")
+    train = open_text(folder, [1.0, 0.0, 0.0]).corpora["train"]
+    with pytest.raises(InputError, match=r"tokens\.bin is .* holds 999 at position 123, where tokens are below 257"):
+        train.tokens(0, len(train))
+
+
+def test_a_file_of_tokens_that_changes_while_in_use_is_named(texts):
+    train = open_text(prepared(texts), [1.0, 0.0, 0.0]).corpora["train"]
+    file = texts.parent / "prepared" / "tokens.bin"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(DocumentChanged, match=r"tokens\.bin has 100 bytes instead of \d+: it changed while in use"):
+        train.tokens(0, 10)
+
+
+# --- flat files -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "highest"), [("uint16", 50256), ("uint32", 128_000)])
+def test_a_flat_file_is_its_tokens_cut_by_position(tmp_path, dtype, highest):
+    tokens = np.random.default_rng(0).integers(0, highest, 1000)
+    tokens[617] = highest
+    opened = open_text(write_flat(tmp_path / "x.bin", tokens, dtype), FRACTIONS, token_dtype=dtype)
+    parts = [corpus.tokens(0, len(corpus)) for corpus in opened.corpora.values()]
+    assert [len(part) for part in parts] == [600, 200, 200]
+    assert torch.equal(torch.cat(parts), torch.from_numpy(tokens))
+    assert (opened.tokenizer, opened.vocab_size) == (None, highest + 1)
+    assert opened.reason.endswith(f"x.bin holds {highest:,} at position 617")
+    assert opened.corpora["val"].tokens(17, 18).item() == highest
+    assert opened.corpora["val"].text_bytes(0, 200).tolist() == [0] * 200
+    assert opened.corpora["val"].n_bytes is None
+
+
+def test_a_tokenizer_makes_a_flat_files_documents_and_bytes_known(tmp_path):
+    tokenizer = SubwordTokenizer(byte_level())
+    tokens = np.concatenate([[*tokenizer.encode_document(TEXT.encode())[0], tokenizer.separator]] * 4)
+    file, json_file = write_flat(tmp_path / "x.bin", tokens), write_tokenizer(tmp_path)
+    opened = open_text(file, [1.0, 0.0, 0.0], str(json_file))
+    train = opened.corpora["train"]
+    assert train.n_bytes == train.text_bytes(0, len(tokens)).sum() == 4 * len(TEXT.encode())
+    assert train.separator == tokenizer.separator
+    assert TrainingWindows(train, len(tokens) - 1, documents="apart")[0]["segment_ids"].max() == 3
+    unknown = open_text(file, [1.0, 0.0, 0.0]).corpora["train"]
+    for windows in (TrainingWindows, ContiguousBatches):
+        options = {"context": 10, "documents": "apart"} | ({"batch_size": 2} if windows is ContiguousBatches else {})
+        with pytest.raises(InputError, match=r"data\.documents='apart' needs to know .*: set data\.tokenizer"):
+            windows(unknown, **options)
+    assert train.fingerprint() == unknown.fingerprint()  # the same tokens; `order` names the tokenizer itself
+    tokens[0] += 1
+    assert open_text(write_flat(file, tokens), [1.0, 0.0, 0.0]).corpora["train"].fingerprint() != unknown.fingerprint()
+
+
+def test_a_flat_file_that_cannot_be_is_named(tmp_path):
+    file = tmp_path / "x.bin"
+    for data in (b"", b"abc"):
+        file.write_bytes(data)
+        with pytest.raises(InputError, match=rf"x\.bin is damaged .* its size, {len(data)} bytes, is no multiple of 2"):
+            open_text(file, FRACTIONS)
+    write_flat(file, [1, 2, 299, 300, 301])
+    with pytest.raises(InputError, match=r"it holds 300 at position 3, where tokens are below 300"):
+        open_text(file, FRACTIONS, str(write_tokenizer(tmp_path)))
+    for highest in (50256, 128_000):
+        write_flat(file, [1, highest, 7], "<u4")
+        with pytest.raises(InputError, match=r"less than 16 at every other position, .*: set data\.token_dtype=uint32"):
+            open_text(file, FRACTIONS)
+        assert open_text(file, FRACTIONS, token_dtype="uint32").vocab_size == highest + 1
+    assert open_text(write_flat(file, [1, 0, 15, 0]), FRACTIONS).vocab_size == 16  # a small vocabulary is none
+
+
+# --- what must be prepared, and with which tokenizer ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["c.jsonl", "c.jsonl.gz", "c.jsonl.zst"])
+def test_json_lines_are_to_be_prepared(texts, name):
+    (texts / name).write_text(json.dumps({"text": "a"}))
+    for path in (texts, texts / name, texts / "c*"):
+        with pytest.raises(InputError, match=rf"holds JSON lines \({name}\).*: linrope prepare --path .* --output"):
+            open_text(path, FRACTIONS)
+    assert len(open_text(texts / "*.txt", FRACTIONS).corpora) == 3
+
+
+def test_text_for_a_tokenizer_is_to_be_prepared(texts, tmp_path):
+    file = write_tokenizer(tmp_path)
+    with pytest.raises(InputError, match=rf"text once, .*: linrope prepare --path {texts} --tokenizer {file} --out"):
+        open_text(texts, FRACTIONS, str(file))
+    assert open_text(texts, FRACTIONS, "bytes").tokenizer.name == "bytes"
+
+
+def test_another_tokenizer_than_a_folders_own_is_refused(texts, tmp_path):
+    file, other = write_tokenizer(tmp_path), write_tokenizer(tmp_path, byte_level(vocab_size=290), "other.json")
+    folder = prepared(texts, tokenizer=str(file))
+    assert open_text(folder, FRACTIONS, str(file)).tokenizer.fingerprint == SubwordTokenizer(byte_level()).fingerprint
+    for name in ("bytes", str(other)):
+        with pytest.raises(InputError, match=r"data\.tokenizer is another one than data\.path='.*' was prepared with"):
+            open_text(folder, FRACTIONS, name)
+    (folder / "tokenizer.json").write_text(byte_level(special=("</s>",)))  # with as many tokens
+    with pytest.raises(InputError, match=r"tokenizer\.json is not the one that .* was prepared with"):
+        open_text(folder, FRACTIONS)

@@ -1,0 +1,360 @@
+"""`prepare`: what it reads and writes, that it goes on where it stopped, and that it loses and overwrites nothing."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+
+from linrope.data.corpus.opening import open_text
+from linrope.data.corpus.sequences import DocumentChanged
+from linrope.data.prepare import units
+from linrope.data.prepare.preparation import Manifest, PrepareConfig, document_sizes, prepare
+from linrope.data.tokenizers.subwords import SubwordTokenizer
+from linrope.errors import InputError
+from tests.data.tokenizers.subword_files import TEXT, byte_level, wordpiece, write_tokenizer
+
+ALL = [1.0, 0.0, 0.0]
+LINES = ["first\ndocument", "naïve 🐍", "third", "x" * 50]
+
+
+def run(folder: Path, name: str = "out", **options: object) -> tuple[Path, Manifest]:
+    out = folder / name
+    return out, prepare(PrepareConfig(output=str(out), **{"path": str(folder / "in"), "workers": 1, **options}))
+
+
+def flat(out: Path) -> list[int]:
+    return np.fromfile(out / "tokens.bin", "<u2").tolist()
+
+
+def with_separators(*documents: str) -> list[int]:
+    return [token for document in documents for token in (*document.encode(), 256)]
+
+
+def files_of(out: Path) -> dict[str, bytes]:
+    return {file.relative_to(out).as_posix(): file.read_bytes() for file in out.rglob("*") if file.is_file()}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    (tmp_path / "in").mkdir()
+    return tmp_path / "in"
+
+
+@pytest.fixture
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units, "UNIT_BYTES", 100)
+    monkeypatch.setattr(units, "PIECE_BYTES", 30)
+    monkeypatch.setattr(units, "LINE_REACH", 20)
+
+
+def json_lines(*texts: object, field: str = "text") -> bytes:
+    return b"".join(json.dumps({"id": 1, field: text}).encode() + b"\n" for text in texts)
+
+
+def test_the_documents_of_a_folder_in_order_each_followed_by_a_separator(source, tmp_path):
+    (source / "b.txt").write_text("text of b")
+    (source / "a").mkdir()
+    (source / "a" / "c.txt").write_text("cé")
+    (source / "d.jsonl").write_bytes(json_lines(*LINES))
+    (source / "empty.txt").touch()
+    (source / "image.png").write_bytes(b"\0\1")
+    out, manifest = run(tmp_path)
+    assert flat(out) == with_separators("cé", "text of b", *LINES)
+    assert sorted(files_of(out)) == ["documents.npy", "linrope-corpus.json", "tokens.bin"]
+    n_bytes = sum(len(text.encode()) for text in ("cé", "text of b", *LINES))
+    assert (manifest.n_documents, manifest.n_tokens, manifest.n_bytes) == (6, n_bytes, n_bytes)
+    assert (manifest.n_skipped_files, manifest.n_skipped_lines, manifest.n_empty) == (2, 0, 0)
+    assert document_sizes(out).tolist() == [3, 9, *(len(text.encode()) for text in LINES)]
+    opened = open_text(out, ALL)
+    assert opened.corpora["train"].tokens(0, len(flat(out))).tolist() == flat(out)
+    assert opened.n_skipped == 2
+
+
+def compressed(name: str, data: bytes) -> bytes:
+    if name.endswith(".gz"):
+        return gzip.compress(data[:40]) + gzip.compress(data[40:])  # archives may follow each other
+    if name.endswith(".zst"):
+        return zstandard.compress(data[:40]) + zstandard.compress(data[40:])
+    return data
+
+
+@pytest.mark.parametrize("name", ["c.jsonl", "c.jsonl.gz", "c.jsonl.zst"])
+def test_json_lines_plain_and_compressed(source, tmp_path, name, small_units):
+    data = json_lines(*LINES, "", field="content").replace(b"\n", b"\r\n", 1) + b"\n  \n" + b'{"content": "no newline"}'
+    (source / name).write_bytes(compressed(name, data))
+    out, manifest = run(tmp_path, text_field="content", path=str(source / name))
+    documents = open_text(out, ALL).corpora["train"]
+    assert documents.tokens(0, len(documents)).tolist() == with_separators(*LINES, "no newline")
+    assert (manifest.n_documents, manifest.n_empty) == (5, 1)
+
+
+BAD_LINES = [
+    (b'{"text": "a', r"is not JSON"),
+    (b'{"id": ' + b"7" * 5000 + b"}", r"is not JSON that can be read"),  # Python reads 4,300 digits
+    (b'["a"]', r"holds a list where an object with the field 'text' was expected"),
+    (b'{"id": 1, "body": "b"}', r"has no field 'text' \(set --text_field to one it has: 'id', 'body'\)"),
+    (b'{"text": null}', r"has a NoneType in the field 'text', where text was expected"),
+    (b'{"text": "\xff"}', r"is not UTF-8 \(byte 11 of the line\)"),
+    (b'{"text": "\\ud800"}', r"has half a surrogate pair in the field 'text'"),
+]
+
+
+@pytest.mark.parametrize("name", ["c.jsonl", "c.jsonl.gz"])
+@pytest.mark.parametrize(("line", "message"), BAD_LINES)
+def test_a_bad_line_is_named_or_counted(source, tmp_path, name, line, message, small_units):
+    (source / name).write_bytes(compressed(name, json_lines(*LINES) + line + b"\n" + json_lines("last")))
+    with pytest.raises(InputError, match=rf"{name} line 5 {message}.*\. Mend it, or .* --skip_bad_lines\."):
+        run(tmp_path)
+    assert not (tmp_path / "out" / "linrope-corpus.json").exists()
+    out, manifest = run(tmp_path, skip_bad_lines=True)  # which goes on from there
+    assert flat(out) == with_separators(*LINES, "last")
+    assert manifest.n_skipped_lines == 1
+    with pytest.raises(InputError, match=r"was prepared with --skip_bad_lines, and 1 were left out: say so again"):
+        run(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["c.jsonl.gz", "c.jsonl.zst"])
+def test_an_archive_that_is_cut_short_or_damaged_is_an_error_even_where_bad_lines_are_not(source, tmp_path, name):
+    data = json_lines(*(f"document {number} {number**7}" for number in range(2000)))
+    zst = zstandard.ZstdCompressor(write_checksum=True)
+    archive = gzip.compress(data) if name.endswith("gz") else zst.compress(data)
+    (source / name).write_bytes(archive[: len(archive) // 2])
+    with pytest.raises(InputError, match=rf"{name} line \d+ cannot be read: the compressed file ends in the middle"):
+        run(tmp_path, skip_bad_lines=True)
+    changed = bytearray(archive)
+    changed[len(archive) // 2] ^= 0xFF
+    (source / name).write_bytes(changed)
+    with pytest.raises(InputError, match=rf"{name} line \d+ cannot be read: its compressed data is damaged"):
+        run(tmp_path, "other", skip_bad_lines=True)
+
+
+def test_large_files_are_cut_into_units_without_changing_a_byte(source, tmp_path, small_units):
+    rows = "".join(f"line {number} naïve 🐍\n" for number in range(40)) + "🐍" * 100  # which has no line to cut after
+    (source / "a.txt").write_text(rows)
+    (source / "b.jsonl").write_bytes(json_lines(*(f"{number} {'y' * 40 * (number % 4)}" for number in range(12))))
+    (source / "c.txt").write_text("end")
+    assert len(units.file_units(str(source))[0]) > 10
+    out, manifest = run(tmp_path)
+    expected = [rows, *(f"{number} {'y' * 40 * (number % 4)}" for number in range(12)), "end"]
+    assert flat(out) == with_separators(*expected)
+    assert document_sizes(out).tolist() == [len(text.encode()) for text in expected]
+    # tokens of a tokenizer are cut there too, and still write the text back and count all its bytes
+    tokenizer = SubwordTokenizer(byte_level())
+    out, manifest = run(tmp_path, "subwords", tokenizer=str(write_tokenizer(tmp_path)))
+    text = tokenizer.decoder().feed(flat(out))
+    assert text == "".join(expected)
+    assert np.fromfile(out / "text_bytes.bin", manifest.text_bytes_dtype).sum() == len(text.encode())
+
+
+def test_a_tokenizers_tokens_and_the_bytes_they_stand_for(source, tmp_path):
+    (source / "a.jsonl").write_bytes(json_lines(TEXT, "second", "   "))
+    file = write_tokenizer(tmp_path, wordpiece())
+    out, manifest = run(tmp_path, tokenizer=str(file))
+    tokenizer = SubwordTokenizer(file.read_text())
+    tokens = [tokenizer.encode_document(text.encode())[0].tolist() for text in (TEXT, "second", "   ")]
+    assert flat(out) == [*tokens[0], tokenizer.separator, *tokens[1], tokenizer.separator, tokenizer.separator]
+    assert (manifest.n_documents, manifest.n_empty, manifest.n_bytes) == (2, 1, len(TEXT.encode()) + 6)
+    assert (out / "tokenizer.json").read_text() == file.read_text()
+    file.unlink()  # the folder needs nothing else
+    opened = open_text(out, ALL)
+    assert opened.vocab_size == opened.tokenizer.vocab_size == tokenizer.vocab_size
+    train = opened.corpora["train"]
+    assert train.tokens(0, len(train)).tolist() == flat(out)[:-1]  # the document without a token is left out
+    assert train.text_bytes(0, len(train)).sum() == train.n_bytes == manifest.n_bytes
+    assert train.text_bytes(len(tokens[0]), len(train)).sum() == 6
+    assert [train.text_bytes(i, i + 1).item() for i in range(len(train))] == train.text_bytes(0, len(train)).tolist()
+
+
+def test_text_that_is_not_utf8_is_named_where_the_tokenizer_needs_it(source, tmp_path):
+    (source / "latin.txt").write_bytes("naïve".encode("latin-1"))
+    assert flat(run(tmp_path)[0]) == [*"naïve".encode("latin-1"), 256]
+    with pytest.raises(InputError, match=r"latin\.txt from byte 0 is not UTF-8 \(byte 2 from there\)"):
+        run(tmp_path, "other", tokenizer=str(write_tokenizer(tmp_path)))
+
+
+def test_a_dataset_read_as_a_stream(source, tmp_path):
+    (source / "a.jsonl").write_bytes(json_lines(*LINES[:2], field="body"))
+    (source / "b.jsonl").write_bytes(json_lines(*LINES[2:], field="body"))
+    out, manifest = run(tmp_path, path=None, dataset=str(source), text_field="body")
+    assert flat(out) == with_separators(*LINES)
+    assert manifest.origin == f"dataset {source} (train)"
+    with pytest.raises(InputError, match=r"dataset '.*in' shard 0 row 0 has no field 'text' \(set --text_field to"):
+        run(tmp_path, "other", path=None, dataset=str(source))
+    with pytest.raises(InputError, match=r"--dataset='.*nowhere' \(--dataset_config=None, .*\) cannot be opened"):
+        run(tmp_path, "other", path=None, dataset=str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("package", ["datasets", "zstandard"])
+def test_an_extra_that_is_missing_is_named(source, tmp_path, monkeypatch, package):
+    (source / "a.jsonl.zst").write_bytes(zstandard.compress(json_lines("a")))
+    monkeypatch.setitem(sys.modules, package, None)
+    options = {"path": None, "dataset": str(source)} if package == "datasets" else {}
+    with pytest.raises(InputError, match=rf"needs the package {package}, .* pip install 'linrope\[text\]'"):
+        run(tmp_path, **options)
+
+
+# --- interrupted, run again ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def many(source: Path, small_units: None) -> Path:
+    for number in range(12):
+        (source / f"{number:02}.txt").write_text(f"document {number} " * 7)
+    return source
+
+
+def test_a_preparation_that_was_interrupted_goes_on_where_it_stopped(many, tmp_path):
+    whole, _ = run(tmp_path, "whole")
+    parts = tmp_path / "out" / "parts"
+
+    def stop(done: int, total: int | None) -> None:
+        assert total == sum(file.stat().st_size for file in many.iterdir())
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    config = PrepareConfig(path=str(many), output=str(tmp_path / "out"), workers=1)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(config, stop)
+    assert not (tmp_path / "out" / "linrope-corpus.json").exists()
+    with pytest.raises(InputError, match=r"data\.path='.*out' is not prepared to its end: run the same"):
+        open_text(tmp_path / "out", ALL)
+    finished = {file: file.stat().st_mtime_ns for file in parts.glob("*.npz")}
+    assert 3 <= len(finished) < 12
+    assert not list(parts.glob("*.partial"))
+
+    seen = []
+    prepare(config, lambda done, total: seen.append({file: file.stat().st_mtime_ns for file in parts.glob("*.npz")}))
+    assert all(finished.items() <= at.items() for at in seen)  # what was done is not done again
+    assert files_of(tmp_path / "out") == files_of(whole)
+
+
+def test_a_process_that_is_killed_leaves_what_another_finishes(many, tmp_path):
+    """With two workers, which end with it; the result is that of one process that was not killed."""
+    whole, _ = run(tmp_path, "whole")
+    code = (
+        "import sys; from linrope.data.prepare import preparation, units; units.UNIT_BYTES = 100\n"
+        "say = lambda done, total: print(done, total, flush=True)\n"
+        "preparation.prepare(preparation.PrepareConfig(path=sys.argv[1], output=sys.argv[2], workers=2), say)"
+    )
+    command = [sys.executable, "-c", code, str(many), str(tmp_path / "out")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    next(line for line in process.stdout if not line.startswith("0 "))
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    total = sum(file.stat().st_size for file in many.iterdir())
+    assert done.stdout.splitlines()[-1] == f"{total} {total}"
+    assert files_of(tmp_path / "out") == files_of(whole)
+
+
+def test_a_source_that_was_mended_is_read_again_and_only_that(source, tmp_path, small_units):
+    for name, line in (("a", json_lines("x" * 90)), ("b", b"[]\n" + b" " * 90), ("c", json_lines("z" * 90))):
+        (source / f"{name}.jsonl").write_bytes(line)
+    with pytest.raises(InputError, match=r"b\.jsonl line 1 holds a list"):
+        run(tmp_path)
+    (record,) = (tmp_path / "out" / "parts").glob("*.npz")
+    kept = record.stat().st_mtime_ns
+    (source / "b.jsonl").write_bytes(json_lines("mended" * 20))
+    seen = []
+    config = PrepareConfig(path=str(source), output=str(tmp_path / "out"), workers=1)
+    prepare(config, lambda done, total: seen.append(record.stat().st_mtime_ns))
+    assert set(seen) == {kept}
+    assert flat(tmp_path / "out") == with_separators("x" * 90, "mended" * 20, "z" * 90)
+
+
+def test_something_else_is_not_prepared_into_an_unfinished_folder(source, tmp_path, small_units):
+    (source / "a.txt").write_text("x" * 99)
+    (source / "b.jsonl").write_bytes(b"[]\n" + b" " * 90)
+    with pytest.raises(InputError, match=r"b\.jsonl line 1 holds a list"):
+        run(tmp_path)
+    before = files_of(tmp_path / "out")
+    (tmp_path / "other.txt").write_text("other")
+    for options in ({"path": str(tmp_path / "other.txt")}, {"tokenizer": str(write_tokenizer(tmp_path))}):
+        with pytest.raises(InputError, match=r"holds an unfinished preparation of something else, .*: name another"):
+            run(tmp_path, **options)
+    assert files_of(tmp_path / "out") == before
+
+
+def test_what_is_prepared_already_is_left_as_it_is(many, tmp_path):
+    out, manifest = run(tmp_path)
+    before = {file: file.stat().st_mtime_ns for file in out.iterdir()}
+    assert run(tmp_path)[1] == manifest
+    assert {file: file.stat().st_mtime_ns for file in out.iterdir()} == before
+
+
+def test_an_output_that_holds_something_else_is_refused_and_kept(many, tmp_path):
+    out, _ = run(tmp_path)
+    before = files_of(out)
+    for options, differing in (
+        ({"tokenizer": str(write_tokenizer(tmp_path))}, "tokenizer"),
+        ({"text_field": "body"}, "text_field"),
+    ):
+        with pytest.raises(InputError, match=rf"--output='.*out' holds a corpus .*\(not the same: {differing}\): name"):
+            run(tmp_path, **options)
+    (many / "12.txt").write_text("new")
+    with pytest.raises(InputError, match=r"\(not the same: sources\): name another folder, or remove it"):
+        run(tmp_path)
+    assert files_of(out) == before
+
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("all of it")
+    with pytest.raises(InputError, match=r"--output='.*mine' exists and holds other files, .*: name another folder"):
+        run(tmp_path, "mine")
+    with pytest.raises(InputError, match=r"--output='.*thesis\.txt' is a file: name a folder"):
+        run(tmp_path, "mine/thesis.txt")
+    assert files_of(tmp_path / "mine") == {"thesis.txt": b"all of it"}
+
+
+def test_two_preparations_into_one_folder_are_kept_apart(many, tmp_path):
+    config = PrepareConfig(path=str(many), output=str(tmp_path / "out"), workers=1)
+
+    def another(done: int, total: int | None) -> None:
+        if 0 < done < total:
+            with pytest.raises(InputError, match="is being prepared by another process"):
+                prepare(config)
+
+    assert prepare(config, another).n_documents == 12
+
+
+def test_a_source_that_changes_meanwhile_is_named(many, tmp_path):
+    def change(done: int, total: int | None) -> None:
+        if done == 0:
+            (many / "05.txt").write_text("changed")
+
+    with pytest.raises(DocumentChanged, match=r"05\.txt changed while the corpus was being prepared: remove"):
+        prepare(PrepareConfig(path=str(many), output=str(tmp_path / "out"), workers=1), change)
+
+    def remove(done: int, total: int | None) -> None:
+        (many / "07.txt").unlink(missing_ok=True)
+
+    with pytest.raises(DocumentChanged, match=r"07\.txt changed"):
+        prepare(PrepareConfig(path=str(many), output=str(tmp_path / "other"), workers=1), remove)
+
+
+def test_options_that_are_none_are_named(tmp_path):
+    with pytest.raises(InputError, match=r"--workers=0 must be 1 or more"):
+        PrepareConfig(output="out", workers=0)
+    with pytest.raises(InputError, match=r"--path='a' and --dataset='b' exclude each other"):
+        PrepareConfig(output="out", path="a", dataset="b")
+    with pytest.raises(InputError, match=r"--path='.*nowhere' does not exist"):
+        run(tmp_path, path=str(tmp_path / "nowhere"))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("a")
+    with pytest.raises(InputError, match=r"--output='.*texts/out' lies within --path='.*texts': name a folder"):
+        run(tmp_path, "texts/out", path=str(tmp_path / "texts"))
+    with pytest.raises(InputError, match=r"--path='.*empty' holds no text"):
+        run(tmp_path, path=str(tmp_path / "empty"))
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "blank.jsonl").write_bytes(json_lines("", ""))
+    with pytest.raises(InputError, match=r"blank\.jsonl holds no text: there is nothing to prepare"):
+        run(tmp_path, path=str(tmp_path / "blank.jsonl"))

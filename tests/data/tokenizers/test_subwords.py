@@ -1,0 +1,154 @@
+"""Tokenizers of tokenizer.json files: text as text, every byte counted, decoding in pieces."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from linrope.data.tokenizers.base import open_tokenizer, tokenizer_from_serialized, tokenizer_to_serialized
+from linrope.data.tokenizers.bytes import ByteTokenizer
+from linrope.data.tokenizers.subwords import SubwordTokenizer
+from linrope.errors import InputError
+from tests.data.tokenizers.subword_files import KINDS, TEXT, byte_level, metaspace, wordpiece, write_tokenizer
+
+TEXTS = [TEXT, "naïve 🐍 text\n", "  two  spaces ", "日本語", "x", "a<|endoftext|>b</s>c[SEP]d"]
+
+
+@pytest.fixture(params=KINDS)
+def tokenizer(request) -> SubwordTokenizer:
+    return SubwordTokenizer(KINDS[request.param]())
+
+
+def test_a_byte_level_tokenizer_writes_any_text_back():
+    tokenizer = SubwordTokenizer(byte_level())
+    for text in TEXTS:
+        tokens, _ = tokenizer.encode_document(text.encode())
+        assert tokenizer.decoder().feed(tokens.tolist()) == text
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_bytes_of_the_tokens_are_those_of_the_text(tokenizer, text):
+    tokens, n_bytes = tokenizer.encode_document(text.encode())
+    assert tokens.shape == n_bytes.shape
+    assert n_bytes.sum() == len(text.encode())
+    assert n_bytes.min() >= 0
+
+
+def test_each_token_stands_for_its_own_bytes():
+    tokenizer = SubwordTokenizer(byte_level())
+    tokens, n_bytes = tokenizer.encode_document(b"the the dog")
+    names = [tokenizer._tokenizer.id_to_token(token) for token in tokens.tolist()]
+    # "Ġ" is the space before a word: the file's own offsets leave it out, and it must count all the same
+    assert [len(name) for name in names] == n_bytes.tolist()
+    accented, n_bytes = tokenizer.encode_document("çé".encode())  # no merges: two tokens for each character
+    assert (len(accented), n_bytes.tolist()) == (4, [2, 0, 2, 0])
+
+
+def test_bytes_that_a_tokenizer_drops_or_changes_count():
+    tokenizer = SubwordTokenizer(wordpiece())
+    tokens, n_bytes = tokenizer.encode_document(b"  the   dog  ")
+    assert tokenizer.decoder().feed(tokens.tolist()) == "the dog"
+    assert n_bytes.sum() == 13
+    assert n_bytes[0] >= 3  # the two spaces before it, and at least "t"
+    nothing, n_bytes = tokenizer.encode_document(b"   ")
+    assert len(nothing) == len(n_bytes) == 0
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_pieces_decode_to_the_same_text_as_the_whole(tokenizer, text):
+    tokens, _ = tokenizer.encode_document(text.encode())
+    decoder = tokenizer.decoder()
+    pieces = [decoder.feed([token]) for token in [*tokens.tolist(), tokenizer.separator]]
+    assert "".join(pieces) + decoder.finish() == tokenizer._tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_an_unfinished_character_shows_at_the_end_and_an_unknown_token_at_once():
+    tokenizer = SubwordTokenizer(byte_level())
+    tokens, _ = tokenizer.encode_document("é🐍".encode())
+    decoder = tokenizer.decoder()
+    assert [decoder.feed(tokens[:1]), decoder.feed([tokens[1]])] == ["", "é"]
+    assert decoder.feed(tokens[2:-1].tolist()) == ""
+    assert decoder.finish() == "\ufffd"
+    assert decoder.finish() == ""
+    assert decoder.feed([tokenizer.vocab_size + 5]) == "\ufffd"
+
+
+def test_a_special_tokens_name_in_a_text_is_text():
+    for kind, name in (("byte_level", "<|endoftext|>"), ("metaspace", "</s>"), ("wordpiece", "[SEP]")):
+        tokenizer = SubwordTokenizer(KINDS[kind]())
+        assert tokenizer._tokenizer.id_to_token(tokenizer.separator) == name
+        assert Tokenizer.from_str(KINDS[kind]()).encode(f"a{name}b").ids.count(tokenizer.separator) == 1
+        tokens, _ = tokenizer.encode_document(f"a{name}b".encode())
+        assert tokenizer.separator not in tokens
+
+
+def test_a_tokenizer_without_an_end_gets_a_separator_after_all_tokens():
+    tokenizer = SubwordTokenizer(byte_level(special=("<pad>",)))
+    assert tokenizer.separator == 300
+    assert tokenizer.vocab_size == 301
+    assert SubwordTokenizer(byte_level()).vocab_size == 300
+    assert tokenizer.encode_prompt("x").tolist()[0] == 300
+    decoder = tokenizer.decoder()
+    assert decoder.feed([300]) + decoder.finish() == ""
+
+
+def test_truncation_and_padding_of_the_file_are_not_done():
+    raw = Tokenizer.from_str(byte_level())
+    raw.enable_truncation(4)
+    raw.enable_padding(length=1000)
+    tokenizer = SubwordTokenizer(raw.to_str())
+    tokens, _ = tokenizer.encode_document(TEXT.encode())
+    assert tokens.tolist() == SubwordTokenizer(byte_level()).encode_document(TEXT.encode())[0].tolist()
+    assert tokenizer.fingerprint == SubwordTokenizer(byte_level()).fingerprint
+
+
+def test_the_bytes_that_tokens_decode_to():
+    for make in (byte_level, metaspace):
+        tokenizer = SubwordTokenizer(make())
+        n_bytes = tokenizer.token_bytes()
+        assert n_bytes.shape == (tokenizer.vocab_size,)
+        assert n_bytes[tokenizer.separator] == 0
+        tokens, _ = tokenizer.encode_document("dog naïve 🐍 日".encode())
+        decoded = tokenizer._decoded(*tokens.tolist())
+        # the space that is put before the first word is dropped again where it begins a text
+        assert n_bytes[tokens].sum() == len(decoded.encode()) + (make is metaspace)
+    assert ByteTokenizer().token_bytes().tolist() == [1] * 256 + [0]
+
+
+def test_the_fingerprint_is_of_what_the_file_says():
+    text = byte_level()
+    indented = json.dumps(json.loads(text), indent=3)
+    assert indented != text
+    assert SubwordTokenizer(text).fingerprint == SubwordTokenizer(indented).fingerprint
+    assert SubwordTokenizer(text).fingerprint != SubwordTokenizer(byte_level(vocab_size=299)).fingerprint
+    assert ByteTokenizer().fingerprint is None
+
+
+def test_the_plain_form_makes_the_same_tokenizer(tokenizer):
+    again = tokenizer_from_serialized(tokenizer.to_serialized())
+    assert again.fingerprint == tokenizer.fingerprint
+    assert np.array_equal(again.encode_document(TEXT.encode())[0], tokenizer.encode_document(TEXT.encode())[0])
+    assert isinstance(tokenizer_from_serialized(ByteTokenizer().to_serialized()), ByteTokenizer)
+    assert isinstance(tokenizer_from_serialized(None), ByteTokenizer)
+    assert tokenizer_from_serialized(tokenizer_to_serialized(None)) is None
+    with pytest.raises(InputError, match=r"of kind 'runes', which this version of linrope does not know"):
+        tokenizer_from_serialized({"kind": "runes"})
+
+
+def test_a_prompt_that_cannot_be_read_is_named():
+    with pytest.raises(InputError, match=r"prompt='a\\udcff' cannot be read by the model's tokenizer"):
+        SubwordTokenizer(byte_level()).encode_prompt("a\udcff")
+
+
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path, monkeypatch):
+    file = write_tokenizer(tmp_path, '{"model": 3}')
+    with pytest.raises(InputError, match=r"--tokenizer='.*tokenizer\.json' is no tokenizer\.json of Hugging Face"):
+        open_tokenizer(str(file), "--tokenizer")
+    with pytest.raises(InputError, match=r"--tokenizer='.*' cannot be read \(No such .*Did you mean 'tokenizer\.js"):
+        open_tokenizer(str(tmp_path / "tokeniser.json"), "--tokenizer")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(InputError, match=r"needs the package tokenizers, .* pip install 'linrope\[text\]'"):
+        open_tokenizer(str(file), "--tokenizer")

@@ -1,0 +1,153 @@
+"""Recall by length and depth, and the data modules of the tasks beside MQAR."""
+
+import csv
+import itertools
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from linrope import LanguageModel, LanguageModelConfig
+from linrope.cli.main import main
+from linrope.data.synthetic.copying import Induction
+from linrope.errors import InputError
+from linrope.evaluation import row_lengths as reading
+from linrope.evaluation.recall_map import answers, recall_by_depth
+from linrope.losses import IGNORE
+from linrope.training import CopyDataModule, InductionDataModule, PasskeyDataModule
+
+
+class Remembers(torch.nn.Module):
+    """A model that says at a mark what followed the last mark, if that was no more than `reach` tokens ago."""
+
+    def __init__(self, reach: int) -> None:
+        super().__init__()
+        self.reach, self.weight = reach, torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, tokens, state=None, segment_ids=None, return_state=False):
+        seen = tokens if state is None else torch.cat((state, tokens), dim=1)
+        logits = torch.zeros(*seen.shape, 9)
+        for row, scores in zip(seen, logits):
+            marks = (row == 0).nonzero().flatten().tolist()
+            for earlier, later in itertools.pairwise(marks):
+                if later - earlier <= self.reach:
+                    scores[later, row[earlier + 1]] = 1.0
+        return logits[:, -tokens.shape[1] :], seen
+
+
+def test_a_model_is_right_as_far_back_as_it_remembers(monkeypatch):
+    monkeypatch.setattr(reading, "SEGMENT", 7)  # the state goes on from piece to piece
+    ticks = []
+    found = list(recall_by_depth(Remembers(20), Induction(9), [12, 41], [0, 50, 100], 5, tick=lambda: ticks.append(1)))
+    # at depth 0 the mark stands length - 1 tokens before the end, at 100 two
+    assert {(c.length, c.depth): c.answered for c in found} == {
+        (12, 0): 1.0, (12, 50): 1.0, (12, 100): 1.0, (41, 0): 0.0, (41, 50): 0.0, (41, 100): 1.0
+    }  # fmt: skip
+    assert len(ticks) == 6
+
+
+def test_a_row_is_answered_where_all_its_tokens_are():
+    class Task:
+        def require(self, case):
+            pass
+
+        def rows(self, n_rows, case, seed):
+            inputs = torch.tensor([[0, 5, 0, 0], [0, 3, 0, 0]])
+            return inputs, torch.tensor([[IGNORE, IGNORE, 5, 4], [IGNORE, IGNORE, 3, 0]])
+
+    (found,) = recall_by_depth(Remembers(2), Task(), [4], [0], 2)
+    # at the second mark the symbol after the first is said, right in both rows; at the third, the token after the
+    # second, which is the mark: right in the second row alone
+    assert (found.answered, found.tokens_right) == (0.5, 0.75)
+    inputs, targets = Task().rows(2, None, None)
+    assert answers(Remembers(2), inputs, targets)[:, 2:].tolist() == [[True, False], [True, True]]
+
+
+@pytest.fixture
+def model(tmp_path):
+    torch.manual_seed(0)
+    LanguageModel(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2)).save_pretrained(tmp_path / "some.model")
+    return tmp_path / "some.model"
+
+
+def test_the_command_writes_a_table_and_a_heat_map(model, text_file, tmp_path, capsys):
+    args = ["recall", f"--ckpt_path={model}", f"--text={text_file}", "--fractions=[0.5,0.5,0]", "--rows=2"]
+    assert main([*args, "--lengths", "96", "128", "--depths", "0", "100", f"--report={tmp_path / 'out'}"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"depth +96 +128", out)
+    with open(tmp_path / "out" / "recall.csv") as file:
+        cases = list(csv.DictReader(file))
+    assert [(c["length"], c["depth"], c["rows"]) for c in cases] == [
+        ("96", "0", "2"), ("96", "100", "2"), ("128", "0", "2"), ("128", "100", "2")
+    ]  # fmt: skip
+    contents = json.loads((tmp_path / "out" / "recall.json").read_text())
+    assert contents["command"].startswith("linrope recall --ckpt_path")
+    assert len(contents["cases"]) == 4
+    assert (tmp_path / "out" / "recall.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--lengths", "10"], "length=10 is too short for a pass key"),
+        (["--depths", "101"], "depth=101 must be a whole number of percent"),
+        (["--rows=0"], "--rows=0"),
+        (["--text=/nowhere/at/all"], "'/nowhere/at/all' does not exist"),
+        (["--task=mqar"], "mqar"),
+        (["--lengths", "5000000"], "length=5000000 needs .* tokens of text"),
+    ],
+)
+def test_mistakes_are_named(model, text_file, args, message, capsys):
+    assert main(["recall", f"--ckpt_path={model}", f"--text={text_file}", *args]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def attached(data, *, rank=0, world_size=1, step=0):
+    data.trainer = SimpleNamespace(
+        global_rank=rank,
+        world_size=world_size,
+        global_step=step,
+        accumulate_grad_batches=1,
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
+    )
+    return data
+
+
+def modules(text_file):
+    small = {"tokens_per_batch": 256, "test_rows": 4}
+    yield CopyDataModule(stages=[(16, 1), (32, 1)], cases=[(16,), (64,)], **small), ["16", "64"]
+    yield InductionDataModule(stages=[(16, 1)], cases=[(16,), (64, 50)], **small), ["16", "64@50%"]
+    options = {"path": str(text_file), "fractions": (0.6, 0.2, 0.2)}
+    yield PasskeyDataModule(stages=[(96, 1)], cases=[(96,), (128, 0)], **options, **small), ["96", "128@0%"]
+
+
+def test_the_tasks_share_order_resumption_and_named_cases(text_file):
+    for data, names in modules(text_file):
+        whole = iter(attached(data).train_dataloader())
+        batches = [next(whole)["inputs"] for _ in range(6)]
+        resumed = iter(attached(data, step=4).train_dataloader())
+        assert all(torch.equal(next(resumed)["inputs"], batch) for batch in batches[4:])
+        other = next(iter(attached(data, rank=1, world_size=2).train_dataloader()))["inputs"]
+        assert other.shape == batches[0].shape
+        assert not torch.equal(other, batches[0])
+        evaluated = list(attached(data).val_dataloader())
+        assert list(dict.fromkeys(batch["case"] for batch in evaluated)) == names
+        assert sum(len(batch["inputs"]) for batch in evaluated) == 8
+        json.dumps(data.order())  # plain values, for checkpoints
+        assert data.samples_of(5) == "batches 5 … 5"
+
+
+def test_what_the_tasks_cannot_serve_is_named(text_file):
+    for make, message in (
+        (lambda: CopyDataModule(cases=[(63,)]), r"data\.cases: length=63 must be even"),
+        (lambda: InductionDataModule(stages=[(2, 1)]), r"data\.stages: length=2 must be 3 or more"),
+        (lambda: PasskeyDataModule(cases=[(50,)]), r"data\.cases: length=50 is too short"),
+        (
+            lambda: PasskeyDataModule(str(text_file), cases=[(4000,)]),
+            r"data\.cases in the val split: length=4000 needs",
+        ),
+    ):
+        with pytest.raises(InputError, match=message):
+            make()

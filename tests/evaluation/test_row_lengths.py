@@ -1,0 +1,155 @@
+"""Losses by position, and of the same text in rows of other lengths."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from linrope import LanguageModel, LanguageModelConfig
+from linrope.data.tokenizers.bytes import SEPARATOR
+from linrope.errors import InputError
+from linrope.evaluation import row_lengths as reading
+from linrope.evaluation.loss_by_position import LossByPosition, bucket_of
+from linrope.evaluation.row_lengths import Excerpt, excerpt_for, parse_lengths, read_at_lengths, row_losses
+from linrope.losses import IGNORE, token_losses
+
+
+def small(**options) -> LanguageModel:
+    torch.manual_seed(0)
+    return LanguageModel(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2, short_conv=4, **options)).eval()
+
+
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+def test_rows_are_read_in_pieces_as_a_whole(monkeypatch, attention):
+    model = small(attention=attention)
+    text = torch.randint(256, (4 * 60 + 1,))
+    with torch.no_grad():
+        whole = token_losses(model(text[:-1].view(4, 60)), text[1:].view(4, 60)).double()
+    monkeypatch.setattr(reading, "SEGMENT", 25)
+    # float32 sums in another order
+    torch.testing.assert_close(row_losses(model, text, 60), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_buckets_double():
+    positions = torch.tensor([0, 15, 16, 31, 32, 63, 64, 127, 128, 2**40 - 1, 2**40])
+    assert bucket_of(positions).tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 36, 37]
+
+
+def test_losses_by_position_are_means_over_the_bytes_of_each_bucket():
+    losses = torch.arange(2 * 40, dtype=torch.float32).view(2, 40)
+    targets = torch.full((2, 40), 7)
+    targets[0, 17] = SEPARATOR  # its nats count, but it is no byte
+    targets[1, 33] = IGNORE
+    losses[1, 33] = 0
+    found = LossByPosition()
+    found.add(losses[:1], targets[:1])
+    found.add(losses[1:], targets[1:])  # as batches come
+    assert [(b.first, b.last, b.tokens) for b in found.buckets()] == [(1, 16, 32), (17, 32, 32), (33, 40, 15)]
+    for bucket, n_bytes in zip(found.buckets(), (32, 31, 15)):
+        nats = losses[:, bucket.first - 1 : bucket.last].sum().item()
+        assert bucket.bits_per_byte == pytest.approx(nats / n_bytes / math.log(2), rel=1e-12)
+    assert found.bits_per_byte == pytest.approx(losses.sum().item() / 78 / math.log(2), rel=1e-12)
+
+
+def test_bytes_by_position_are_those_that_tokens_stand_for():
+    found = LossByPosition()
+    n_bytes = torch.tensor([[3] * 16 + [0, 5] + [2] * 14])
+    found.add(torch.ones(1, 32), torch.full((1, 32), 300), n_bytes)
+    expected = [16 / math.log(2) / 48, 16 / math.log(2) / 33]
+    assert [b.bits_per_byte for b in found.buckets()] == pytest.approx(expected, rel=1e-12)
+    excerpt = Excerpt(torch.arange(33), n_bytes[0])
+    assert torch.equal(excerpt.rows(16)[2], n_bytes.view(2, 16))
+
+
+def test_the_same_text_is_read_at_each_length(monkeypatch):
+    monkeypatch.setattr(reading, "SEGMENT", 24)
+    model, text, told = small(), torch.randint(256, (129,)), []
+    readings = list(read_at_lengths(model, Excerpt(text, None), [32, 128], 32, told.append))
+    assert [(r.length, r.multiple, r.rows) for r in readings] == [(32, 1.0, 4), (128, 4.0, 1)]
+    assert sum(told) == 2 * 128
+    for found in readings:
+        with torch.no_grad():
+            logits = model(text[:-1].view(-1, found.length))
+        bits = cross_entropy(logits.flatten(0, 1), text[1:]).item() / math.log(2)
+        # float32 sums in another order; no separator among these tokens, so bits per token are bits per byte
+        assert found.by_position.bits_per_byte == pytest.approx(bits, rel=1e-5)
+        assert found.shortest.bits_per_byte == pytest.approx(readings[0].by_position.bits_per_byte, rel=1e-6)
+    # the same tokens at the same places: positions 65 … 128 of the long row are the third and the fourth short one
+    last = readings[1].shortest.buckets()[-1]
+    with torch.no_grad():
+        bits = cross_entropy(model(text[64:-1].view(2, 32)).flatten(0, 1), text[65:]).item() / math.log(2)
+    assert (last.first, last.last) == (65, 128)
+    assert last.bits_per_byte == pytest.approx(bits, rel=1e-5)
+    # in the later half of both: the later halves of the last two short rows, read in them and in the long one
+    later = torch.zeros(128, dtype=torch.bool)
+    later[80:96] = later[112:128] = True
+    for rows, found in ((32, readings[1].later_half_of_the_shortest), (128, readings[1].later_half)):
+        with torch.no_grad():
+            logits = model(text[:-1].view(-1, rows)).flatten(0, 1)
+        assert found == pytest.approx(cross_entropy(logits[later], text[1:][later]).item() / math.log(2), rel=1e-5)
+    assert readings[1].later_half != pytest.approx(readings[1].later_half_of_the_shortest, rel=1e-4)
+
+
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+def test_documents_apart_are_read_by_themselves(monkeypatch, attention):
+    """Pieces of 24 end within documents, at their ends, and hold several."""
+    monkeypatch.setattr(reading, "SEGMENT", 24)
+    model, text = small(attention=attention), torch.randint(256, (129,))
+    text[[5, 23, 60, 71, 79]] = SEPARATOR
+    (found,) = read_at_lengths(model, Excerpt(text, None, SEPARATOR), [128], 32)
+    edges = [0, 6, 24, 61, 72, 80, 128]
+    with torch.no_grad():
+        logits = torch.cat([model(text[None, a:b])[0] for a, b in pairwise(edges)])
+    n_bytes = (text[1:] != SEPARATOR).sum().item()
+    bits = cross_entropy(logits, text[1:], reduction="sum").item() / math.log(2) / n_bytes
+    assert found.by_position.bits_per_byte == pytest.approx(bits, rel=1e-5)  # float32 sums in another order
+    (flowing,) = read_at_lengths(model, Excerpt(text, None), [128], 32)
+    assert flowing.by_position.bits_per_byte != pytest.approx(bits, rel=1e-4)  # ten times as much
+
+
+def test_lengths_are_tokens_or_multiples_of_the_context():
+    assert parse_lengths(["4x", "1x", "256", "16x"], 64) == [64, 256, 1024]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        (["x"], "--lengths x: give numbers of tokens, or multiples of data.context=64"),
+        (["0x"], "--lengths 0x: give numbers"),
+        (["-4"], "--lengths -4: give numbers"),
+        (["1.5x"], "--lengths 1.5x: give numbers"),
+        (["1x", "100", "4x"], "--lengths: 100 does not divide the longest, 256"),
+    ],
+)
+def test_lengths_that_are_none_are_named(lengths, message):
+    with pytest.raises(InputError, match=message):
+        parse_lengths(lengths, 64)
+
+
+class Text:
+    """A corpus of so many tokens."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    separator = 7
+
+    def tokens(self, start: int, stop: int) -> torch.Tensor:
+        return torch.arange(self.n)[start:stop]
+
+    def text_bytes(self, start: int, stop: int) -> None:
+        return None
+
+
+def test_a_text_holds_whole_rows_of_the_longest_length():
+    assert len(excerpt_for(Text(1000), [64, 256], 600).tokens) == 2 * 256 + 1
+    assert len(excerpt_for(Text(1000), [64, 256], 10).tokens) == 256 + 1
+    assert len(excerpt_for(Text(1000), [64, 256], 10_000).tokens) == 3 * 256 + 1
+    assert [excerpt_for(Text(1000), [64], 64, documents).separator for documents in ("flow", "apart")] == [None, 7]
+    with pytest.raises(InputError, match="1024 tokens are more than the validation split has, 999 with a target"):
+        excerpt_for(Text(1000), [1024], 600)

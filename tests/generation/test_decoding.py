@@ -1,0 +1,239 @@
+"""Reading and writing: in segments, in batches of different lengths, forked, penalised; and states in files."""
+
+import dataclasses
+import os
+
+import pytest
+import torch
+
+from linrope import InputError, LanguageModel, LanguageModelConfig
+from linrope.errors import NonFiniteError
+from linrope.generation.decoding import REPETITION_WINDOW, read, require_memory, stream
+from linrope.generation.prompt_state import PromptState, load_prompt_state, save_prompt_state
+from linrope.generation.sampling import Sampler, Sampling, _inverse, _penalised
+from linrope.layers.state import tensors_of
+from tests.models.test_language_model import CONFIGS, SMALL
+
+LENGTHS = (1, 7, 33, 70, 70, 64)
+EXACT = {"rtol": 1e-9, "atol": 1e-11}  # float64, and sums in another order
+
+
+@pytest.fixture(params=CONFIGS)
+def model(request):
+    torch.manual_seed(0)
+    return LanguageModel(CONFIGS[request.param]).double().eval()
+
+
+@pytest.fixture
+def recipe():
+    torch.manual_seed(0)
+    model = LanguageModel(CONFIGS["recipe"]).eval()
+    torch.nn.init.normal_(model.output.weight, std=0.3)  # a distribution with some shape
+    return model
+
+
+@pytest.fixture
+def prompts():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, 40, (length,), generator=generator) for length in LENGTHS]
+
+
+@pytest.mark.parametrize("segment_length", [1, 16, 33, 1000])
+def test_segments_and_the_whole_leave_the_same(model, prompts, segment_length):
+    whole, state = model(prompts[3][None], return_state=True)
+    context = read(model, prompts[3][None], segment_length=segment_length)
+    torch.testing.assert_close(context.logits, whole[:, -1], **EXACT)
+    for ours, expected in zip(tensors_of(context.state), tensors_of(state), strict=True):
+        torch.testing.assert_close(ours, expected, **EXACT)
+    assert context.length == 70
+    assert torch.equal(context.recent, prompts[3][None])
+
+
+@pytest.mark.parametrize("segment_length", [16, 1000])
+def test_prompts_of_different_lengths_are_each_continued_as_if_alone(model, prompts, segment_length):
+    together = read(model, prompts, segment_length=segment_length)
+    for row, prompt in enumerate(prompts):
+        alone = model(prompt[None])
+        torch.testing.assert_close(together.logits[row], alone[0, -1], **EXACT)
+    drawn = torch.stack(list(stream(model, together, 9, seed=5, repetition_penalty=1.3, top_k=9)), dim=1)
+    for row, prompt in enumerate(prompts):
+        alone = model.generate(prompt[None], 9, seed=5 + row, repetition_penalty=1.3, top_k=9)
+        assert torch.equal(torch.cat((prompt, drawn[row])), alone[0])
+
+
+def test_a_list_comes_back_as_a_list(recipe, prompts):
+    written = recipe.generate(prompts, 4, temperature=0)
+    assert [len(text) for text in written] == [length + 4 for length in LENGTHS]
+    for text, prompt in zip(written, prompts, strict=True):
+        assert torch.equal(text, recipe.generate(prompt[None], 4, temperature=0)[0])
+
+
+def test_a_fork_goes_several_ways_from_one_reading(model, prompts):
+    two = read(model, torch.stack(prompts[3:5]))
+    forked = two.fork(3)
+    ways = torch.stack(list(stream(model, forked, 8, seed=2)), dim=1)
+    assert ways.shape == (6, 8)
+    for row in range(6):
+        alone = model.generate(prompts[3 + row // 3][None], 8, seed=2 + row)
+        assert torch.equal(ways[row], alone[0, 70:])
+    assert len({tuple(way.tolist()) for way in ways}) == 6
+    with pytest.raises(InputError, match="n=0 must be at least 1"):
+        two.fork(0)
+
+
+def test_what_follows_a_context_is_the_new_tokens_alone(recipe, prompts):
+    two = torch.stack(prompts[3:5])
+    new = recipe.generate(read(recipe, two), 5, temperature=0)
+    assert torch.equal(torch.cat((two, new), dim=1), recipe.generate(two, 5, temperature=0))
+    assert recipe.generate(read(recipe, two), 0).shape == (2, 0)
+
+
+def test_a_context_is_not_changed_by_going_on(recipe, prompts):
+    context = read(recipe, prompts[2][None])
+    before = [tensor.clone() for tensor in tensors_of(context.state)]
+    first = torch.stack(list(stream(recipe, context, 10, seed=1)))
+    assert torch.equal(torch.stack(list(stream(recipe, context, 10, seed=1))), first)
+    assert all(map(torch.equal, tensors_of(context.state), before))
+
+
+def test_memory_does_not_grow_with_the_prompt(recipe):
+    """What a context holds; and reading asks for logits of one token only, not of a segment."""
+    sizes = []
+    for length in (REPETITION_WINDOW, 5 * REPETITION_WINDOW):
+        context = read(recipe, torch.zeros(1, length, dtype=torch.int64), segment_length=512)
+        sizes.append(sum(x.untyped_storage().nbytes() for x in tensors_of(context.state)))
+        assert context.recent.shape == (1, REPETITION_WINDOW)
+    assert sizes[0] == sizes[1]
+    asked = []
+    recipe.output.register_forward_hook(lambda module, args, out: asked.append(out.shape[1]))
+    read(recipe, torch.zeros(1, 300, dtype=torch.int64), segment_length=128)
+    assert asked == [1, 1, 1]
+
+
+def test_the_penalty_is_ctrls_over_the_recent_tokens(recipe):
+    logits = torch.tensor([[2.0, -1.0, 0.5, -3.0]] * 2)
+    recent = torch.tensor([[0, 3, 0], [-1, -1, 2]])
+    penalised = _penalised(logits, recent, 2.0)
+    assert penalised.tolist() == [[1.0, -1.0, 0.5, -6.0], [2.0, -1.0, 0.25, -3.0]]
+    # a token that was written counts as one that was read, and those beyond the window do not count
+    first = torch.tensor([[3]])
+    context = read(recipe, torch.cat((first, torch.full((1, REPETITION_WINDOW - 1), 7)), dim=1))
+    assert 3 in context.recent
+    assert 3 not in read(recipe, torch.tensor([[9]]), context).recent
+    assert read(recipe, torch.tensor([[9]]), context).recent[0, -1] == 9
+
+
+def test_a_strong_penalty_never_repeats(recipe, prompts):
+    plain = recipe.generate(prompts[1][None], 30, temperature=0)[0, 7:].tolist()
+    assert len(set(plain)) < 30
+    text = recipe.generate(prompts[1][None], 30, temperature=0, repetition_penalty=1e6)[0].tolist()
+    assert len(set(text)) == len(set(text[:7])) + 30
+
+
+def test_a_draw_is_the_inverse_of_the_running_sum():
+    probabilities = torch.tensor([[0.0, 0.25, 0.0, 0.75]]).double().expand(4, -1)
+    uniform = torch.tensor([0.0, 0.2499, 0.25, 1 - 2**-53], dtype=torch.float64)
+    assert _inverse(probabilities, uniform).tolist() == [1, 1, 3, 3]
+
+
+def test_rows_without_a_seed_follow_the_global_generator(recipe, prompts):
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(4)
+        drawn.append(recipe.generate(prompts[1][None], 12))
+    assert torch.equal(*drawn)
+    assert not torch.equal(recipe.generate(prompts[1][None], 12), drawn[0])
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_saved_state_goes_on_as_the_one_that_was_not(model, prompts, tmp_path, ragged):
+    model = model.float()
+    context = read(model, prompts if ragged else prompts[3][None])
+    save_prompt_state(tmp_path / "state.pt", model, context)
+    loaded = load_prompt_state(tmp_path / "state.pt", model)
+    assert torch.equal(loaded.logits, context.logits)
+    ours, again = (list(stream(model, c, 8, seed=1, repetition_penalty=1.5)) for c in (context, loaded))
+    assert all(map(torch.equal, ours, again))
+    torch.load(tmp_path / "state.pt", weights_only=True)  # nothing but tensors and plain values
+
+
+def test_a_state_of_another_model_is_refused_with_what_differs(recipe, prompts, tmp_path):
+    path = tmp_path / "state.pt"
+    save_prompt_state(path, recipe, read(recipe, prompts[1][None]))
+    wider = LanguageModel(dataclasses.replace(recipe.config, d_ff=32, output_gate=False))
+    with pytest.raises(
+        InputError, match=r"of another model.*\n  model.d_ff: None in the file, 32 here\n  model.output"
+    ):
+        load_prompt_state(path, wider)
+    with torch.no_grad():
+        recipe.norm.weight[3] += 1e-6
+    with pytest.raises(InputError, match="the same configuration, but other weights"):
+        load_prompt_state(path, recipe)
+
+
+def test_a_state_of_before_an_option_was_there_serves_its_model(recipe, prompts, tmp_path):
+    """And one of a model that a tuple was given where its file has a list."""
+    path, context = tmp_path / "state.pt", read(recipe, prompts[1][None])
+    save_prompt_state(path, recipe, context)
+    content = torch.load(path, weights_only=True)
+    assert content["model"]["config"].pop("conv_silu") == "qkv"  # the default
+    torch.save(content, path)
+    assert torch.equal(load_prompt_state(path, recipe).logits, context.logits)
+    of_tuple = LanguageModel(dataclasses.replace(recipe.config, attention=("linear",)))
+    of_list = LanguageModel(dataclasses.replace(recipe.config, attention=["linear"]))
+    of_list.load_state_dict(of_tuple.state_dict())
+    save_prompt_state(path, of_tuple, context)
+    assert torch.equal(load_prompt_state(path, of_list).logits, context.logits)
+
+
+def test_a_damaged_state_file_or_none_is_refused(recipe, prompts, tmp_path):
+    path = tmp_path / "state.pt"
+    save_prompt_state(path, recipe, read(recipe, prompts[1][None]))
+    content = path.read_bytes()
+    damaged = bytearray(content)
+    damaged[len(content) // 2] ^= 1
+    torch.save({"format": "something else"}, tmp_path / "other.pt")
+    (tmp_path / "flipped.pt").write_bytes(bytes(damaged))
+    (tmp_path / "cut.pt").write_bytes(content[: len(content) // 2])
+    for name, message in {
+        "sate.pt": r"state file '.*sate.pt' does not exist. Did you mean 'state.pt'",
+        "other.pt": "none of this version",
+        "flipped.pt": "damaged or no state file",
+        "cut.pt": "damaged or no state file",
+    }.items():
+        with pytest.raises(InputError, match=message):
+            load_prompt_state(tmp_path / name, recipe)
+
+
+def test_bad_calls_are_named(recipe, prompts):
+    context = read(recipe, prompts[1][None])
+    for call, message in [
+        (lambda: read(recipe, torch.zeros(1, 0, dtype=torch.int64)), "at least one token"),
+        (lambda: read(recipe, []), "is no list of prompts"),
+        (lambda: read(recipe, [prompts[0], prompts[1][:0]]), r"tokens\[1\] is empty"),
+        (lambda: read(recipe, prompts[:2], context), "which only a new context can hold"),
+        (lambda: read(recipe, prompts[1][None].expand(2, -1), context), "state.*this call needs"),
+        (lambda: read(recipe, prompts[1][None], segment_length=0), "segment_length=0"),
+        (lambda: recipe.stream(context, 3, repetition_penalty=0), "repetition_penalty=0 must be a number from 1e-6"),
+        (lambda: recipe.stream(context, -3), "max_new_tokens=-3"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            call()
+
+
+def test_logits_that_are_not_finite_are_never_drawn_from(recipe, prompts):
+    context = read(recipe, prompts[1][None])
+    broken = PromptState(context.state, context.logits.index_fill(1, torch.tensor([3]), torch.inf), context.recent)
+    with pytest.raises(NonFiniteError, match="logits are not finite"):
+        Sampler(Sampling(temperature=0)).draw(broken)
+
+
+def test_keys_and_values_beyond_the_memory_are_refused_before_the_reading():
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    softmax = LanguageModel(LanguageModelConfig(**SMALL, attention=["linear", "softmax"]))
+    per_token = 2 * 16 * 4  # a key and a value of one layer
+    require_memory(softmax, there // per_token // 2)
+    with pytest.raises(InputError, match="GiB for the keys and values of softmax layers without a window"):
+        require_memory(softmax, there // per_token + 1)
+    require_memory(LanguageModel(CONFIGS["recipe"]), 10**15)
+    require_memory(LanguageModel(CONFIGS["window"]), 10**15)

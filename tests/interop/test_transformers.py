@@ -1,0 +1,339 @@
+"""linrope in transformers: a small trained model, exported, and taken by its Auto classes, generate and pipeline."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
+
+import linrope.interop
+import linrope.interop.transformers as transformers_interop
+from linrope import InputError, LanguageModel, LanguageModelConfig
+from linrope.cli.main import main
+from linrope.data.tokenizers.bytes import SEPARATOR, encode_prompt
+from linrope.data.tokenizers.subwords import SubwordTokenizer
+from tests.data.tokenizers.subword_files import byte_level
+from tests.models.test_language_model import CONFIGS
+
+ROOT = Path(__file__).parents[2]
+TEXT = "the cat sat on the mat, "
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+"""float32 products of other shapes, in other pieces or with another number of threads."""
+GREEDY = {"do_sample": False, "max_new_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def trained() -> LanguageModel:
+    """It has learned to repeat a line."""
+    torch.manual_seed(0)
+    config = LanguageModelConfig(d_model=32, n_layers=1, n_heads=2, short_conv=4, forget_gate=True)
+    model = LanguageModel(config)
+    text = encode_prompt(TEXT * 3)[None]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(80):
+        loss = F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.3
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def folder(trained, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("export") / "model"
+    transformers_interop.export(trained, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def loaded(folder):
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def test_auto_classes_take_the_folder_and_logits_are_ours(trained, loaded, folder):
+    assert type(loaded) is transformers_interop.LinropeForCausalLM
+    assert AutoConfig.from_pretrained(folder).linrope == trained.config.to_dict()
+    tokens = encode_prompt(TEXT)[None]
+    assert torch.equal(loaded(tokens).logits, trained(tokens))
+    torch.testing.assert_close(loaded(tokens, logits_to_keep=3).logits, trained(tokens)[:, -3:], **CLOSE)
+
+
+def test_from_pretrained_of_ours_takes_it_without_transformers(trained, folder, tmp_path):
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in folder.iterdir()}
+    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1  # whoever may read one may read all
+    code = "import sys, torch, linrope; model = linrope.LanguageModel.from_pretrained(sys.argv[1]); "
+    code += "print(model.training, sorted({'transformers', 'lightning', 'yaml'} & set(sys.modules))); "
+    code += "torch.save(model(torch.arange(9)[None]), sys.argv[2])"
+    command = [sys.executable, "-c", code, folder, tmp_path / "logits.pt"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "False []\n"
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), trained(torch.arange(9)[None]), **CLOSE)
+
+
+def test_labels_give_the_loss_of_the_next_token(trained, loaded):
+    tokens = encode_prompt(TEXT)[None]
+    labels = tokens.clone()
+    labels[:, :5] = -100
+    expected = F.cross_entropy(trained(tokens)[0, 4:-1], tokens[0, 5:])
+    torch.testing.assert_close(loaded(tokens, labels=labels).loss, expected)
+
+
+def test_generation_is_ours_with_and_without_the_cache(trained, loaded):
+    tokens = encode_prompt("the cat")[None]
+    expected = trained.generate(tokens, 12, temperature=0)
+    assert bytes(expected[0, 1:].tolist()).decode() == "the cat sat on the mat"[:19]
+    for use_cache in (True, False):
+        assert torch.equal(loaded.generate(tokens, use_cache=use_cache, **GREEDY), expected)
+    beams = [
+        loaded.generate(tokens, use_cache=use_cache, num_beams=3, do_sample=False, max_new_tokens=6)
+        for use_cache in (True, False)
+    ]
+    assert torch.equal(*beams)
+    several = loaded.generate(tokens, num_return_sequences=3, do_sample=True, max_new_tokens=4)
+    assert several.shape == (3, tokens.shape[1] + 4)
+
+
+def test_the_cache_goes_on_where_it_was(loaded, trained):
+    tokens = encode_prompt(TEXT)[None]
+    first = loaded(tokens[:, :10], use_cache=True)
+    assert first.past_key_values.get_seq_length() == 10
+    rest = loaded(tokens[:, 10:], past_key_values=first.past_key_values)
+    torch.testing.assert_close(rest.logits, trained(tokens)[:, 10:], **CLOSE)
+    assert loaded(tokens, use_cache=False).past_key_values is None
+
+
+def test_padded_prompts_are_continued_as_if_alone(trained, loaded, tokenizer):
+    prompts = ["the cat sat on", "the", "mat, the"]
+    batch = tokenizer(prompts, return_tensors="pt", padding=True)
+    assert batch.attention_mask[1].tolist() == [0] * 11 + [1] * 4
+    written = loaded.generate(**batch, **GREEDY)[:, -12:]
+    for row, prompt in zip(written, prompts, strict=True):
+        alone = trained.generate(encode_prompt(prompt)[None], 12, temperature=0)[0, -12:]
+        assert row.tolist() == alone.tolist()
+
+
+def test_padding_after_the_text_does_not_change_its_logits(trained, loaded):
+    tokens = encode_prompt(TEXT)[None]
+    padded, mask = F.pad(tokens, (0, 5)), F.pad(torch.ones_like(tokens), (0, 5))
+    logits = loaded(padded, attention_mask=mask).logits[:, :-5]
+    torch.testing.assert_close(logits, trained(tokens), **CLOSE)
+
+
+def test_text_does_not_go_on_after_padding(loaded):
+    """The state of a row that ends in padding has forgotten the text before it."""
+    tokens = encode_prompt(TEXT)[None]
+    n, one = tokens.shape[1], torch.ones_like(tokens)
+    after, before = F.pad(one, (0, 3)), F.pad(one, (3, 0))
+    right = loaded(F.pad(tokens, (0, 3)), attention_mask=after).past_key_values
+    left = loaded(tokens[:, :3], attention_mask=before[:, :3]).past_key_values
+    for cache, mask, more in ((right, F.pad(after, (0, 1), value=1), tokens[:, :1]), (left, before, tokens)):
+        with pytest.raises(InputError, match=r"attention_mask ends in padding there: .* Pad on the left"):
+            loaded(more, attention_mask=mask, past_key_values=cache)
+    with pytest.raises(InputError, match=rf"is \(1, 4\) for .* after {n + 3} tokens .* pass \(1, {n + 7}\)"):
+        loaded(tokens[:, :4], attention_mask=one[:, :4], past_key_values=right)
+    hole = one.clone()
+    hole[:, 5:8] = 0
+    with pytest.raises(InputError, match="attention_mask has a hole"):
+        loaded(tokens, attention_mask=hole)
+
+
+def test_a_pipeline_writes_text(folder, loaded, tokenizer):
+    for options in ({"model": str(folder)}, {"model": loaded, "tokenizer": tokenizer}):
+        write = pipeline("text-generation", **options)
+        assert write("the cat", **GREEDY)[0]["generated_text"] == "the cat sat on the mat"[:19]
+
+
+def test_the_tokenizer_is_ours(tokenizer):
+    for text in ("the cat", "", " é🐍  a\n\x00\r\t", "".join(map(chr, range(32, 300)))):
+        ids = tokenizer(text).input_ids
+        assert ids == encode_prompt(text).tolist()
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert tokenizer.eos_token_id == tokenizer.bos_token_id == tokenizer.pad_token_id == SEPARATOR
+
+
+@pytest.mark.parametrize("special", [("<|endoftext|>",), ()])
+def test_a_model_of_subwords_takes_its_tokenizer_along(special, tmp_path):
+    """The ids are those of training, the separator among them, whether the tokenizer has one or it is our own."""
+    ours = SubwordTokenizer(byte_level(special))
+    model = LanguageModel(LanguageModelConfig(vocab_size=ours.vocab_size, d_model=16, n_layers=1, n_heads=2)).eval()
+    model.tokenizer = ours.to_serialized()
+    transformers_interop.export(model, tmp_path / "exported")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    text = "def naïve(x):\n    return x"
+    tokens = ours.encode_prompt(text)
+    assert theirs(text)["input_ids"] == tokens.tolist()
+    assert (theirs.eos_token_id, theirs.bos_token_id) == (ours.separator, ours.separator)
+    assert theirs.decode(tokens[1:]) == text
+    back = LanguageModel.from_pretrained(tmp_path / "exported")
+    assert back.tokenizer == model.tokenizer
+    assert torch.equal(back(tokens[None]), model(tokens[None]))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert loaded.generation_config.eos_token_id == ours.separator
+
+
+def test_the_folder_serves_programs_that_import_nothing_of_ours(folder, trained, tmp_path):
+    """A harness is told `trust_remote_code=True`; the file it then runs imports linrope.interop.transformers."""
+    code = "import sys, torch; from transformers import AutoModelForCausalLM as Auto; "
+    code += "model = Auto.from_pretrained(sys.argv[1], trust_remote_code=True); "
+    code += "torch.save(model(torch.arange(9)[None]).logits, sys.argv[2])"
+    command = [sys.executable, "-c", code, folder, tmp_path / "logits.pt"]
+    environment = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    subprocess.run(command, cwd=tmp_path, capture_output=True, check=True, env=environment)
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), trained(torch.arange(9)[None]), **CLOSE)
+
+
+def test_lm_evaluation_harness_takes_the_folder(folder, trained):
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    harness = HFLM(pretrained=str(folder), device="cpu", batch_size=2)
+    pairs = [("the cat", " sat on"), ("", "the mat, the cat")]
+    got = harness.loglikelihood([Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)])
+    for (context, continuation), (nats, greedy) in zip(pairs, got, strict=True):
+        tokens, n = encode_prompt(context + continuation), len(continuation)
+        logits = trained(tokens[None])[0, -n - 1 : -1]
+        expected = -F.cross_entropy(logits, tokens[-n:], reduction="sum").item()
+        assert nats == pytest.approx(expected, rel=1e-4)  # float32
+        assert greedy == bool((logits.argmax(-1) == tokens[-n:]).all())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_kind_of_model_comes_back_from_both_sides(name, tmp_path):
+    torch.manual_seed(0)
+    model = LanguageModel(CONFIGS[name]).eval()
+    transformers_interop.export(model, tmp_path / "model")
+    assert not (tmp_path / "model" / "tokenizer.json").exists()  # its tokens are no bytes
+    tokens = torch.randint(0, 40, (2, 30))
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "model")(tokens).logits, model(tokens))
+    assert torch.equal(LanguageModel.from_pretrained(tmp_path / "model")(tokens), model(tokens))
+
+
+def test_half_precision_leaves_trained_frequencies_as_they_are(tmp_path):
+    model = LanguageModel(CONFIGS["trainable rope"]).eval()
+    transformers_interop.export(model, tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    assert loaded.model.embedding.weight.dtype == torch.bfloat16
+    theta = loaded.model.blocks[0].attention.rope.theta
+    assert theta.dtype == torch.float32
+    assert torch.equal(theta, model.blocks[0].attention.rope.theta)
+    tokens = torch.randint(0, 40, (2, 30))
+    assert torch.equal(loaded(tokens).logits, model.to(torch.bfloat16)(tokens))
+
+
+def test_what_is_not_taken_is_refused(loaded):
+    tokens = encode_prompt(TEXT)[None]
+    cache = loaded(tokens, use_cache=True).past_key_values
+    mask = torch.ones(1, 2 * tokens.shape[1], dtype=torch.int64)
+    mask[0, -1] = 0
+    for call, message in [
+        (lambda: loaded(tokens, inputs_embeds=torch.zeros(1)), "inputs_embeds are not taken"),
+        (lambda: loaded(tokens, attention_mask=mask[:, :3]), r"attention_mask is \(1, 3\)"),
+        (lambda: loaded(tokens, attention_mask=mask, past_key_values=cache), "hides tokens after past_key_values"),
+        (lambda: loaded(tokens, position_ids=torch.arange(len(tokens[0]))[None] % 9), "position_ids jump"),
+        (lambda: cache.crop(3), "cannot forget its last tokens"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            call()
+
+
+# --- the command, and files ------------------------------------------------------------------------------------------
+
+
+def test_the_command_exports_and_overwrites_only_when_asked(trained, tmp_path, capsys):
+    trained.save_pretrained(tmp_path / "ours")
+    output = tmp_path / "exported"
+    command = ["export", f"--ckpt_path={tmp_path / 'ours'}", f"--output={output}"]
+    assert main(command) == 0
+    tokens = encode_prompt(TEXT)[None]
+    assert torch.equal(LanguageModel.from_pretrained(output)(tokens), trained(tokens))
+    before = {file.name: file.read_bytes() for file in output.iterdir()}
+    capsys.readouterr()
+    assert main(command) == 2
+    assert (
+        f"--output='{output}' exists and is not empty: choose another, or pass --overwrite" in capsys.readouterr().err
+    )
+    assert {file.name: file.read_bytes() for file in output.iterdir()} == before
+    other = LanguageModel(dataclasses.replace(trained.config, short_conv=0))
+    other.save_pretrained(tmp_path / "ours")
+    assert main([*command, "--overwrite"]) == 0
+    assert LanguageModel.from_pretrained(output).config.short_conv == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["exported", "ours"]  # nothing is left over
+    (tmp_path / "file").touch()
+    assert main([*command[:2], f"--output={tmp_path / 'file'}"]) == 2
+    assert "is a file: choose a folder" in capsys.readouterr().err
+    assert main([*command[:2], f"--output={tmp_path / 'file' / 'below'}"]) == 2
+    assert "cannot write there (Not a directory). Give another folder" in capsys.readouterr().err
+
+
+def test_one_folder_holds_one_model(trained, tmp_path):
+    transformers_interop.export(trained, tmp_path / "model")
+    other = LanguageModel(dataclasses.replace(trained.config, short_conv=0)).eval()
+    before = {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
+    with pytest.raises(InputError, match=r"holds an exported model \(model\.safetensors\): choose another folder"):
+        other.save_pretrained(tmp_path / "model")
+    assert {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()} == before
+    torch.save(other.state_dict(), tmp_path / "model" / "model.pt")
+    with pytest.raises(InputError, match=r"holds both model\.pt and model\.safetensors"):
+        LanguageModel.from_pretrained(tmp_path / "model")
+    transformers_interop.export(other, tmp_path / "model", overwrite=True)
+    tokens = encode_prompt(TEXT)[None]
+    assert torch.equal(LanguageModel.from_pretrained(tmp_path / "model")(tokens), other(tokens))
+
+
+def test_an_overwritten_folder_has_no_tokenizer_of_the_model_before(trained, tmp_path):
+    transformers_interop.export(trained, tmp_path / "model")
+    silent = LanguageModel(dataclasses.replace(trained.config, vocab_size=40))  # its tokens are no bytes
+    transformers_interop.export(silent, tmp_path / "fresh")
+    transformers_interop.export(silent, tmp_path / "model", overwrite=True)
+    names = [sorted(path.name for path in (tmp_path / folder).iterdir()) for folder in ("fresh", "model")]
+    assert names[0] == names[1]
+
+
+def test_damaged_or_missing_weights_are_refused(trained, tmp_path):
+    transformers_interop.export(trained, tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    content = file.read_bytes()
+    for damaged in (content[:100], content[:-100], b"", b"\xff" * len(content)):
+        file.write_bytes(damaged)
+        with pytest.raises(InputError, match="is damaged or no safetensors file"):
+            LanguageModel.from_pretrained(tmp_path / "model")
+    file.unlink()
+    with pytest.raises(InputError, match=r"has no weights, model\.pt or model\.safetensors"):
+        LanguageModel.from_pretrained(tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    file.write_bytes(content)
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "linrope"}))
+    with pytest.raises(InputError, match="None is no set of options of LanguageModelConfig"):
+        LanguageModel.from_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_bytes(b'{"\xff": 3}')
+    with pytest.raises(InputError, match="is not valid JSON"):
+        LanguageModel.from_pretrained(tmp_path / "model")
+    config["linrope"]["d_modle"] = 3
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=r"'d_modle' is no option.*Did you mean 'd_model'"):
+        LanguageModel.from_pretrained(tmp_path / "model")
+
+
+@pytest.mark.parametrize("missing", ["transformers", "safetensors"])
+def test_a_missing_package_is_named_with_its_extra(folder, missing, monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, missing, None)
+    if missing == "safetensors":
+        with pytest.raises(InputError, match=r'pip install "linrope\[hf\]"'):
+            LanguageModel.from_pretrained(folder)
+        return
+    monkeypatch.delitem(sys.modules, "linrope.interop.transformers")
+    monkeypatch.delattr(linrope.interop, "transformers")
+    assert main(["export", f"--ckpt_path={folder}", f"--output={tmp_path / 'out'}"]) == 2
+    assert 'transformers is not installed: pip install "linrope[hf]"' in capsys.readouterr().err

@@ -1,0 +1,327 @@
+"""The language model: continuing, packing, saving, and its sampling."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from linrope import InputError, LanguageModel, LanguageModelConfig, RotaryConfig, RotaryEmbedding, SoftmaxAttention
+from linrope.feature_maps import MAP_MODULES
+from linrope.generation.sampling import Sampling, probabilities_of
+from linrope.positions.sinusoidal import sinusoids
+from linrope.rotary import RotaryScaling
+
+SMALL = {"vocab_size": 40, "d_model": 16, "n_layers": 2, "n_heads": 2}
+CONFIGS = {
+    "plain": LanguageModelConfig(**SMALL),
+    "recipe": LanguageModelConfig(**SMALL, short_conv=4, forget_gate=True, output_gate=True),
+    "softmax": LanguageModelConfig(**SMALL, attention="softmax", short_conv=4),
+    "hybrid": LanguageModelConfig(**SMALL, attention=["linear", "softmax"], forget_gate=True, tie_embeddings=False),
+    "other rope": LanguageModelConfig(**SMALL, rope=RotaryConfig(base=500.0, rotary_dim=4, interleaved=False)),
+    "no rope": LanguageModelConfig(**SMALL, rope=None, feature_map="softmax", normalize="none"),
+    "trainable rope": LanguageModelConfig(**SMALL, rope=RotaryConfig(trainable=True)),
+    "scaled rope": LanguageModelConfig(
+        **SMALL, attention=["linear", "softmax"], rope=RotaryConfig(scaling=RotaryScaling("yarn", 2.0, 32))
+    ),
+    "before map": LanguageModelConfig(**SMALL, attention=["linear", "softmax"], rope=RotaryConfig(before_map=True)),
+    "selective": LanguageModelConfig(
+        **SMALL, attention=["linear", "softmax"], rope=RotaryConfig(signed=True, selective=True), forget_gate=True
+    ),
+    "sinusoidal": LanguageModelConfig(**SMALL, rope=None, sinusoidal=True, short_conv=4),
+    "norm": LanguageModelConfig(**SMALL, attention=["linear", "softmax"], output_norm=True, temperature=True),
+    "window": LanguageModelConfig(**SMALL, attention=["softmax", "linear"], window=9, rope_layers=[1]),
+    **{name: LanguageModelConfig(**SMALL, feature_map=name) for name in MAP_MODULES},
+}
+
+
+def awake(model: LanguageModel) -> LanguageModel:
+    """The model with other weights where they are 0 at the start, which would hide what they do."""
+    for parameter in model.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.fixture(params=CONFIGS)
+def model(request):
+    torch.manual_seed(0)
+    return awake(LanguageModel(CONFIGS[request.param])).double().eval()
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(0, 40, (2, 70), generator=torch.Generator().manual_seed(0))
+
+
+def test_a_state_continues_the_text(model, tokens):
+    whole = model(tokens)
+    assert whole.shape == (2, 70, 40)
+    pieces, state = [], None
+    for piece in tokens.split([40, 1, 28, 1], dim=1):
+        logits, state = model(piece, state, return_state=True)
+        pieces.append(logits)
+    torch.testing.assert_close(torch.cat(pieces, dim=1), whole, rtol=1e-10, atol=1e-12)
+
+
+def test_packed_documents_are_read_apart(model, tokens):
+    ids = (torch.arange(70) >= 33).long().expand(2, -1)
+    apart = torch.cat((model(tokens[:, :33]), model(tokens[:, 33:])), dim=1)
+    torch.testing.assert_close(model(tokens, segment_ids=ids), apart, rtol=1e-10, atol=1e-12)
+
+
+def test_a_new_model_knows_nothing(model, tokens):
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), torch.randint(0, 40, (140,)))
+    assert abs(loss.item() - math.log(40)) < 0.1
+
+
+def test_normed_heads_start_as_small_as_the_embeddings():
+    """Heads of RMS 0.1 through W_o of deviation (3 · 64 · 2 · 4)^-½: 0.1 / √24 = 0.020, and embeddings have 0.02."""
+    torch.manual_seed(0)
+    model = LanguageModel(LanguageModelConfig(d_model=64, n_layers=4, output_norm=True))
+    added = torch.stack([block.attention(torch.randn(4, 50, 64)) for block in model.blocks])
+    assert abs(added.std() / (0.1 / 24**0.5) - 1) < 0.1  # 4 W_o of 4,096 numbers: 1 % each; v's share of it is less
+    assert abs(model.embedding.weight.std() / 0.02 - 1) < 0.05
+
+
+def test_it_learns_a_repeated_text():
+    torch.manual_seed(0)
+    model = LanguageModel(CONFIGS["recipe"])
+    text = torch.randperm(40)[:9].repeat(2, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        loss = F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.1
+    continued = model.eval().generate(text[:, :18], 20, temperature=0)
+    assert torch.equal(continued, text[:, :38])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_saving_and_loading_gives_the_same_model(model, dtype, tokens, tmp_path):
+    model.to(dtype).save_pretrained(tmp_path / "saved")
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["config.json", "model.pt"]
+    loaded = LanguageModel.from_pretrained(tmp_path / "saved")
+    assert loaded.config == model.config
+    assert not loaded.training
+    assert loaded.embedding.weight.dtype == dtype
+    assert torch.equal(loaded(tokens), model(tokens))
+    assert LanguageModelConfig.from_dict(json.loads(json.dumps(model.config.to_dict()))) == model.config
+    assert type(LanguageModelConfig(d_model=np.int64(32)).to_dict()["d_model"]) is int
+
+
+def test_loading_what_is_no_model_is_refused(tmp_path):
+    (tmp_path / "text.ckpt").write_text("not a checkpoint")
+    torch.save({"weights": torch.zeros(3)}, tmp_path / "foreign.ckpt")
+    torch.save(LanguageModel(CONFIGS["plain"]), tmp_path / "pickled.ckpt")
+    LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / "other")
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"d_model": 32}))
+    LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / "misspelt")
+    (tmp_path / "misspelt" / "config.json").write_text(json.dumps(config | {"d_modl": 32}))
+    LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / "rope")
+    (tmp_path / "rope" / "config.json").write_text(json.dumps(config | {"rope": {"bse": 3}}))
+    LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / "words")
+    (tmp_path / "words" / "config.json").write_text(json.dumps(config | {"d_model": "wide"}))
+    LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / "list")
+    (tmp_path / "list" / "config.json").write_text("[1]")
+    LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / "cut")
+    (tmp_path / "cut" / "config.json").write_text("{")
+    LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / "tensor")
+    torch.save(torch.zeros(3), tmp_path / "tensor" / "model.pt")
+    LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / "bare")
+    (tmp_path / "bare" / "model.pt").unlink()
+    LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / "llama")
+    (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama"}')
+    torch.save({"linrope": {}, "state_dict": {}}, tmp_path / "empty.ckpt")
+    for name, message in {
+        "rope": "'bse' is no option of RotaryConfig.*Did you mean 'base'",
+        "words": "of the wrong kind",
+        "list": "must be a dictionary",
+        "cut": "is not valid JSON",
+        "tensor": "do not fit its configuration",
+        "bare": "bare' has no weights, model.pt or model.safetensors",
+        "llama": "checkpoint '.*llama': 'model_type' is no option of LanguageModelConfig",
+        "empty.ckpt": "not written by linrope",
+        "nowhere": "does not exist",
+        "text.ckpt": "damaged or no checkpoint",
+        "pickled.ckpt": "cannot be read safely",
+        "foreign.ckpt": "not written by linrope",
+        ".": "is a folder without config.json",
+        "other": "do not fit its configuration",
+        "misspelt": "'d_modl' is no option.*Did you mean 'd_model'",
+    }.items():
+        with pytest.raises(InputError, match=message):
+            LanguageModel.from_pretrained(tmp_path / name)
+
+
+def test_tied_embeddings_are_one_parameter():
+    tied, untied = LanguageModel(CONFIGS["plain"]), LanguageModel(CONFIGS["hybrid"])
+    assert tied.output.weight is tied.embedding.weight
+    assert untied.output.weight is not untied.embedding.weight
+    assert tied.n_parameters == sum(parameter.numel() for parameter in tied.parameters())
+
+
+def test_the_state_of_linear_layers_does_not_grow():
+    linear, hybrid = LanguageModel(CONFIGS["recipe"]), LanguageModel(CONFIGS["hybrid"])
+    assert linear.state_bytes(100) == linear.state_bytes(10**6)
+    assert hybrid.state_bytes(200) - hybrid.state_bytes(100) == 100 * 2 * 16 * 4  # keys and values of one layer
+
+
+def test_a_window_bounds_the_cache():
+    model = LanguageModel(CONFIGS["window"])
+    assert model.state_bytes(8) == model.state_bytes(10**6)
+    assert model.state_bytes(8) - model.state_bytes(7) == 2 * 16 * 4
+
+
+def test_rope_turns_the_chosen_layers():
+    model = LanguageModel(LanguageModelConfig(**SMALL, rope_layers=[1]))
+    assert [block.attention.rope is not None for block in model.blocks] == [False, True]
+    none, both = (LanguageModel(LanguageModelConfig(**SMALL, rope_layers=layers)) for layers in ([], None))
+    assert {block.attention.rope is not None for block in none.blocks} == {False}
+    assert {block.attention.rope is not None for block in both.blocks} == {True}
+
+
+def test_a_list_of_kinds_repeats_over_the_layers():
+    pattern = ["linear", "linear", "softmax"]
+    for n_layers, kinds in [(3, pattern), (6, 2 * pattern), (7, [*pattern, *pattern, "linear"])]:
+        config = LanguageModelConfig(d_model=16, n_heads=2, n_layers=n_layers, attention=pattern)
+        assert config.attention_types == kinds
+        softmax = [isinstance(block.attention, SoftmaxAttention) for block in LanguageModel(config).blocks]
+        assert softmax == [kind == "softmax" for kind in kinds]
+
+
+def test_sinusoids_are_their_formula_and_exact_far_out():
+    table = sinusoids(torch.arange(50), 6)
+    for t, m in [(0, 0), (7, 1), (49, 2)]:
+        angle = t * 10000 ** (-2 * m / 6)
+        assert table[t, 2 * m : 2 * m + 2].tolist() == pytest.approx([math.sin(angle), math.cos(angle)], abs=1e-14)
+    far = sinusoids(torch.tensor([10**9]), 6)[0, :2]
+    assert far.tolist() == pytest.approx([math.sin(10**9), math.cos(10**9)], abs=1e-12)
+
+
+def test_sinusoids_are_as_large_as_the_tokens_and_move_with_the_state(tokens):
+    torch.manual_seed(0)
+    model = LanguageModel(CONFIGS["sinusoidal"]).eval()
+    added = model._position_embedding(tokens, None, None)
+    assert added.shape == (70, 16)
+    assert added.square().mean().sqrt().item() == pytest.approx(0.02, rel=1e-6)
+    same = tokens[:, :1].expand(-1, 12)
+    _, state = model(tokens, return_state=True)
+    continued = model._position_embedding(same, state, None)
+    torch.testing.assert_close(continued, sinusoids(torch.arange(70, 82), 16) * 0.02 * 2**0.5)
+    assert not torch.allclose(model(same)[:, 5], model(same)[:, 9], rtol=0, atol=1e-4)  # the same token, elsewhere
+    # a row whose second document goes on in the next call, at its own position
+    ids = (torch.arange(70) >= 33).long().expand(2, -1)
+    whole = model(tokens, segment_ids=ids)
+    first, state = model(tokens[:, :50], segment_ids=ids[:, :50], return_state=True)
+    torch.testing.assert_close(torch.cat((first, model(tokens[:, 50:], state)), dim=1), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_a_state_dict_of_before_still_fits():
+    """The names that checkpoints hold; no option adds one unless it is on."""
+    names = set(LanguageModel(CONFIGS["recipe"]).state_dict())
+    block = {
+        *(f"attention.{name}" for name in ("qkv.weight", "conv.weight", "gate.weight", "out.weight")),
+        *("attention.forget.weight", "attention.forget.bias"),
+        *("mlp.gate_up.weight", "mlp.out.weight", "attention_norm.weight", "mlp_norm.weight"),
+    }
+    shared = {"embedding.weight", "norm.weight", "output.weight"}
+    assert names == shared | {f"blocks.{layer}.{name}" for layer in range(2) for name in block}
+
+
+def test_sampling_follows_the_distribution_and_its_options(tokens):
+    torch.manual_seed(0)
+    model = LanguageModel(CONFIGS["plain"]).eval()
+    torch.nn.init.normal_(model.output.weight, std=0.3)  # a distribution with some shape, and no certainty
+    prompt = tokens[:1].expand(4000, -1)[:, :5]
+    probabilities = model(prompt[:1])[0, -1].softmax(-1)
+    draw = model.generate(prompt, 1, seed=0)[:, -1]
+    frequencies = draw.bincount(minlength=40) / 4000
+    assert (frequencies - probabilities).abs().max() < 4 * (0.25 / 4000) ** 0.5  # four deviations of a frequency
+    order = probabilities.argsort(descending=True)
+    assert set(model.generate(prompt, 1, top_k=3, seed=0)[:, -1].tolist()) == set(order[:3].tolist())
+    enough = int((probabilities[order].cumsum(0) < 0.5).sum()) + 1
+    assert set(model.generate(prompt, 1, top_p=0.5, seed=0)[:, -1].tolist()) == set(order[:enough].tolist())
+    assert (probabilities_of(torch.zeros(1, 5), Sampling(top_k=2)) > 0).sum() == 2  # ties do not count as one
+    for cold in (0, 1e-40, 1e-300):
+        assert (model.generate(prompt, 1, temperature=cold)[:, -1] == order[0]).all()
+
+
+def test_a_seed_repeats_and_the_stream_is_the_generation(tokens):
+    model = LanguageModel(CONFIGS["recipe"]).eval()
+    once, again, other = (model.generate(tokens, 12, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(once, again)
+    assert not torch.equal(once, other)
+    assert torch.equal(torch.stack(list(model.stream(tokens, 12, seed=1)), dim=1), once[:, 70:])
+    assert torch.equal(model.generate(tokens, 0), tokens)
+
+
+def test_generation_matches_reading_the_whole_text_each_time(model, tokens):
+    expected = tokens
+    for _ in range(8):
+        expected = torch.cat((expected, model(expected)[:, -1:].argmax(-1)), dim=1)
+    assert torch.equal(model.generate(tokens, 8, temperature=0), expected)
+
+
+def test_bad_calls_are_named(tokens):
+    model = LanguageModel(CONFIGS["plain"]).eval()
+    _, state = model(tokens, return_state=True)
+    for call, message in [
+        (lambda: model(tokens[0]), r"tokens is \(70,\)"),
+        (lambda: model(tokens.float()), "float32"),
+        (lambda: model(tokens + 30), "vocab_size is 40"),
+        (lambda: model([[1, 2]]), "tokens is a list"),
+        (lambda: model(tokens, state[:1]), "state has 1 layers, the model has 2"),
+        (lambda: model(tokens, state[0]), "state is a AttentionState"),
+        (lambda: model(tokens, [layer.past for layer in state]), "state holds State, State"),
+        (lambda: model(tokens, segment_ids=tokens[:, :3]), r"segment_ids is \(2, 3\)"),
+        (lambda: model(tokens, logits_to_keep=0), "logits_to_keep=0 must be at least 1"),
+        (lambda: model.generate(tokens[:, :0], 3), "at least one token"),
+        (lambda: model.generate(tokens, -1), "max_new_tokens=-1"),
+        (lambda: model.generate(tokens, 2.5), "max_new_tokens=2.5 must be a whole number"),
+        (lambda: model.generate(tokens, 3, top_k=2.5), "top_k=2.5 is of the wrong kind: .* a whole number, or None"),
+        (lambda: model.generate(tokens, 3, temperature=-1.0), "temperature=-1.0"),
+        (lambda: model.generate(tokens, 3, top_k=0), "top_k=0"),
+        (lambda: model.generate(tokens, 3, top_p=1.5), "top_p=1.5"),
+        (lambda: LanguageModelConfig(d_model=0), "d_model=0"),
+        (lambda: LanguageModelConfig(attention="linaer"), "attention='linaer'.*Did you mean 'linear'"),
+        (lambda: LanguageModelConfig(attention=["linear"] * 5), "must have 1 to n_layers=4 kinds"),
+        (lambda: LanguageModelConfig(attention=[]), r"attention=\[\] must have 1 to n_layers=4 kinds"),
+        (lambda: LanguageModelConfig(attention=["linear", "sofmax"]), "attention='sofmax'.*Did you mean 'softmax'"),
+        (lambda: LanguageModelConfig(dropout=1.0), "dropout=1.0"),
+        (lambda: LanguageModelConfig(d_ff=0), "d_ff=0"),
+        (lambda: LanguageModelConfig(window=0), "window=0"),
+        (lambda: LanguageModelConfig(rope_layers=[0, 4]), r"rope_layers=\[0, 4\] must lie in 0 … 3"),
+        (lambda: LanguageModelConfig(d_model=9, n_heads=1, sinusoidal=True), "an even d_model, not 9"),
+        (lambda: LanguageModelConfig(feature_map="favour"), "feature_map='favour'.*Did you mean 'favor'"),
+        (lambda: LanguageModelConfig.from_dict({"rope": {"scaling": {"rule": "ntk"}}}), "has no 'factor'"),
+        (lambda: LanguageModelConfig(norm_eps=-1.0), "norm_eps=-1.0"),
+        (lambda: LanguageModelConfig(rope=RotaryEmbedding(8)), "rope is a RotaryEmbedding: pass a linrope.RotaryC"),
+        (lambda: LanguageModelConfig.from_dict({"rope": 3}), "rope is a int"),
+        (lambda: LanguageModelConfig(rope=RotaryConfig(signed="yes")), "rope.signed='yes' is of the wrong kind"),
+        (lambda: LanguageModelConfig(rope=RotaryConfig(scaling={"rule": "ntk"})), "rope.scaling=.* of the wrong kind"),
+        (lambda: LanguageModelConfig.from_dict({"rope": {"base": "1e5"}}), "rope.base='1e5' is .* write 1_000_000"),
+        (lambda: LanguageModelConfig.from_dict({"rope_layers": 3}), "rope_layers=3 is of the wrong kind: .* a list,"),
+        (lambda: LanguageModelConfig.from_dict({"n_layers": 2.5}), "n_layers=2.5 .*: it must be a whole number"),
+        (lambda: LanguageModelConfig.from_dict({"n_heads": True}), "n_heads=True .*: it must be a whole number"),
+        (lambda: LanguageModelConfig(attention=[1]), r"attention=\[1\] .* a string, or a list, each entry a string"),
+        (lambda: LanguageModelConfig(dropout="0"), "dropout='0' .*: it must be a number"),
+        (lambda: LanguageModelConfig(window=2.5), "window=2.5 .*: it must be a whole number, or None"),
+        (lambda: LanguageModelConfig(tie_embeddings="no"), "tie_embeddings='no' .*: it must be True or False"),
+        (lambda: LanguageModelConfig.from_dict({"n_layer": 3}), "'n_layer' is no option.*'n_layers'"),
+        (lambda: LanguageModel(LanguageModelConfig(d_model=20, n_heads=3)), "n_heads=3 does not divide d_model=20"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            call()
+
+
+def test_damaged_weights_stop_the_sampling(tokens):
+    model = LanguageModel(CONFIGS["plain"]).eval()
+    torch.nn.init.constant_(model.norm.weight, float("nan"))
+    with pytest.raises(RuntimeError, match="logits are not finite"):
+        model.generate(tokens, 1)

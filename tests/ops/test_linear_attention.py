@@ -1,0 +1,94 @@
+"""Linear in the length: FLOPs, memory, and what is saved for the backward."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode, baddbmm_flop
+
+from linrope import linear_attention
+from linrope.ops.call import Options
+from linrope.ops.torch_kernel import chunked
+
+IN_PLACE = {torch.ops.aten.baddbmm_: lambda *shapes, **_: baddbmm_flop(*shapes)}
+"""What PyTorch counts for `baddbmm` but not for its in-place form."""
+
+
+def flops(length, head_dim=32, backward=False, **options):
+    q, k, v = (torch.randn(1, 2, length, head_dim, requires_grad=backward) for _ in range(3))
+    with FlopCounterMode(display=False) as counter:
+        o = linear_attention(q, k, v, **options)
+        if backward:
+            o.sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_the_noncausal_product_finds_its_linear_order(backend):
+    """(q kᵀ) v for sequences shorter than the head, q (kᵀ v) for longer ones: opt_einsum weighs the sizes."""
+    options = {"normalize": "none", "causal": False, "backend": backend}
+    for length in (8, 16, 1000, 4000):
+        products = 2 * 2 * 2 * length * 32 * min(length, 32)  # two of them, two heads, multiply and add
+        # kᵀ v for the state that goes with the output: part of the long order already, where it is taken block by block
+        state = 2 * 2 * length * 32 * 32 if backend == "reference" or length < 32 else 0
+        assert flops(length, **options) == pytest.approx(products + state, rel=0.05)  # the denominator's are few
+
+
+def saved_bytes(length, **options):
+    """Bytes that autograd keeps for the backward of one call, beyond q, k, v and o; and those of q, k, v and o."""
+    q, k, v = (torch.randn(1, 2, length, 32).requires_grad_() for _ in range(3))
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        o = linear_attention(q, k, v, **options)
+    own = sum(x.nbytes for x in (q, k, v, o))
+    assert set(kept) >= {x.untyped_storage().data_ptr() for x in (q, k, v)}
+    return sum(kept.values()) - own, own
+
+
+def test_the_backward_keeps_q_k_v_o_den_and_a_state_for_each_block():
+    beyond, own = saved_bytes(8 * chunked.MAX_BLOCK)
+    den = 4 * 2 * 8 * chunked.MAX_BLOCK
+    states = 10 * 4 * 2 * (32 * 32 + 32)  # at the ends of 8 blocks, and one to spare for a ragged end
+    assert beyond == den + states
+    assert beyond < 0.02 * own
+
+
+def test_without_a_denominator_the_output_is_not_kept():
+    beyond, own = saved_bytes(2 * chunked.MAX_BLOCK, normalize="none")
+    assert beyond == 4 * 4 * 2 * (32 * 32 + 32) - own // 4
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize(
+    ("length", "features", "width", "causal", "decay"),
+    [(1000, 32, 32, True, False), (777, 32, 48, True, True), (3 * chunked.MAX_BLOCK, 32, 16, False, False)],
+)
+def test_the_flops_reported_are_those_of_the_products_computed(length, features, width, causal, decay, plain):
+    """The operators' formulas against PyTorch's count of the matrix products inside them."""
+    q, k, v = (torch.randn(2, 3, length, size) for size in (features, features, width))
+    log_decay = -torch.rand(2, 3, length) if decay else None
+    past = torch.zeros(2, 3, features, width), torch.zeros(2, 3, features)
+    options = Options(None, None, 0, "elu1", plain, 1e-6, True, causal)
+    forward = (q, k, v, log_decay, None, *past)
+    saved = chunked.forward(*forward, options)[:4]
+    backward = (torch.randn_like(v), None, None, *saved, False, False, q, k, v, log_decay, None)
+    for operator, inside, arguments in (
+        (torch.ops.linrope.linear_attention, chunked.forward, forward),
+        (torch.ops.linrope.linear_attention_backward, chunked.backward, backward),
+    ):
+        with FlopCounterMode(display=False) as reported:
+            operator(*arguments, *options)
+        with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as computed:
+            inside(*arguments, options)
+        assert reported.get_total_flops() == computed.get_total_flops() > 0
+
+
+def test_flops_and_saved_memory_grow_with_the_length():
+    block = chunked.MAX_BLOCK
+    assert flops(8 * block, backward=True) == 4 * flops(2 * block, backward=True)
+    beyond_2, _ = saved_bytes(2 * block)
+    beyond_8, _ = saved_bytes(8 * block)
+    assert beyond_8 < 4.01 * beyond_2

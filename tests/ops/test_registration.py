@@ -1,0 +1,185 @@
+"""The kernel as an operator of PyTorch: compiled, exported, checked, and clear about what it does not do."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from linrope import LanguageModel, LanguageModelConfig, RotaryEmbedding, linear_attention
+from linrope.ops.torch_kernel import chunked
+from tests.ops.cases import CAUSAL, NONCAUSAL, assert_agree, named, run
+
+FORWARD = torch.ops.linrope.linear_attention.default
+
+
+def arguments(
+    dtype=torch.float32, *, width=5, plain=True, decay=False, mask=False, packed=False, causal=True, base=1e4, signed=0
+):
+    """What the operator takes, differentiable wherever it differentiates."""
+    length = 130
+    q, k, v = (torch.randn(2, 3, length, size, dtype=dtype, requires_grad=True) for size in (6, 6, width))
+    log_decay = (-torch.rand(2, 3, length)).requires_grad_() if decay else None
+    theta = RotaryEmbedding(6, base, rotary_dim=signed or None).frequencies().requires_grad_()
+    past = torch.randn(2, 3, width, 6).mT.requires_grad_(), torch.rand(2, 3, 6, requires_grad=True)
+    key_mask = torch.rand(2, length) > 0.3 if mask else None
+    documents = (torch.arange(length) // 50).expand(2, -1).contiguous() if packed else None
+    return q, k, v, log_decay, theta, *past, key_mask, documents, 7, "elu1", plain, 1e-6, True, causal, signed
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"plain": False, "decay": True},
+        {"mask": True, "decay": True, "packed": True},
+        {"causal": False, "mask": True},
+        {"dtype": torch.bfloat16},
+        {"width": 1},
+        {"base": [100.0, None, 7.0]},
+        {"base": [100.0, None, 7.0], "causal": False},
+        {"signed": 4, "decay": True},
+    ],
+    ids=str,
+)
+def test_opcheck(options):
+    """PyTorch's own checks: schema, autograd registration, shapes without data, and tracing with dynamic sizes."""
+    torch.library.opcheck(FORWARD, arguments(**options))
+
+
+@pytest.mark.parametrize("case", named([case for case in CAUSAL + NONCAUSAL if case.name in (
+    "T=321", "everything at once", "normalize=rotary, continued", "noncausal masked", "continued, one token",
+    "a base for each head", "a base for each head, continued, one token", "noncausal a base for each head",
+)]))  # fmt: skip
+def test_compiled_in_one_graph(case):
+    """No graph break, and the same numbers: outputs, final state and gradients."""
+    torch._dynamo.reset()
+    compiled = torch.compile(linear_attention, backend="aot_eager", fullgraph=True)
+    assert_agree(run(case, compiled, "chunked"), run(case, backend="chunked"), 1e-12)
+
+
+def test_a_whole_model_compiles_in_one_graph():
+    torch._dynamo.reset()
+    model = LanguageModel(LanguageModelConfig(vocab_size=50, d_model=32, n_layers=2, n_heads=2))
+    tokens = torch.randint(50, (2, 70))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(tokens), model(tokens), rtol=1e-5, atol=1e-5)  # float32, other fusions
+    compiled(tokens).sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_exported_with_a_length_left_open():
+    class Attention(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rope = RotaryEmbedding(8)
+
+        def forward(self, q, k, v):
+            return linear_attention(q, k, v, self.rope)
+
+    length = torch.export.Dim("length", min=2, max=10_000)
+    example = tuple(torch.randn(1, 2, 100, 8) for _ in range(3))
+    program = torch.export.export(Attention(), example, dynamic_shapes=[{2: length}] * 3)
+    parts = [part for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
+    assert [node.target for part in parts for node in part.graph.nodes].count(FORWARD) == 1
+    for size in (2, 100, 777):
+        tensors = [torch.randn(1, 2, size, 8) for _ in range(3)]
+        torch.testing.assert_close(program.module()(*tensors), Attention()(*tensors))
+
+
+def test_vmap_is_refused_with_the_mend():
+    q = torch.randn(4, 1, 2, 70, 8)
+    with pytest.raises(ValueError, match=r"torch.vmap.*put the mapped dimension into B.*backend='reference'"):
+        torch.vmap(lambda x: linear_attention(x, x, x))(q)
+
+
+def test_forward_mode_is_refused_with_the_mend():
+    """Without a rule of its own an operator's tangent would be 0, silently."""
+    x = torch.randn(1, 2, 70, 8)
+    with pytest.raises(ValueError, match=r"jvp.*backend='chunked': use 'reference'"):
+        torch.func.jvp(lambda x: linear_attention(x, x, x, backend="chunked"), (x,), (x,))
+    linear_attention(x, x, x)  # without a tangent all is well
+
+
+def test_functional_gradients_are_refused_with_the_mend():
+    x = torch.randn(1, 2, 70, 8)
+    with pytest.raises(ValueError, match=r"torch\.func\.grad .*backend='chunked': use 'reference'"):
+        torch.func.grad(lambda x: linear_attention(x, x, x, backend="chunked").sum())(x)
+    found = torch.func.grad(lambda x: linear_attention(x, x, x, backend="reference").sum())(x)
+    tracked = x.clone().requires_grad_()
+    linear_attention(tracked, tracked, tracked).sum().backward()
+    torch.testing.assert_close(found, tracked.grad, rtol=1e-4, atol=1e-5)  # float32, other orders of summation
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("width", [1, 5])
+def test_gradients_that_arrive_are_left_as_they_are(width, causal):
+    """The gradient of the state may be the caller's own tensor, in any strides."""
+    q, k, v = (torch.randn(2, 3, 130, size, requires_grad=True) for size in (4, 4, width))
+    _, state = linear_attention(q, k, v, causal=causal, return_state=True)
+    grad_kv, grad_k_sum = torch.randn(2, 3, width, 4).mT, torch.randn(3, 2, 4).transpose(0, 1)
+    before = grad_kv.clone(), grad_k_sum.clone()
+    torch.autograd.grad((state.kv, state.k_sum), (q, k, v), (grad_kv, grad_k_sum), allow_unused=True)
+    assert torch.equal(grad_kv, before[0])
+    assert torch.equal(grad_k_sum, before[1])
+
+
+@pytest.mark.parametrize("case", named([case for case in CAUSAL + NONCAUSAL if case.name in (
+    "everything at once", "noncausal masked", "a base for each head, everything", "noncausal a base for each head",
+)]))  # fmt: skip
+@pytest.mark.parametrize("rows", [(1, 1), (1, 2), (2, 3)])
+def test_groups_of_rows_give_what_all_rows_give(monkeypatch, rows, case):
+    """Many heads are worked through in groups: any grouping is the same sum."""
+    expected = run(case)
+    monkeypatch.setattr(chunked, "MAX_BLOCK", 128)
+    monkeypatch.setattr(chunked.Tile, "_rows", staticmethod(lambda *sizes: rows))
+    assert_agree(run(case, backend="chunked"), expected, 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tile"),
+    [
+        ((1, 8, 16_384, 64), (1, 8, 512)),
+        ((1, 1, 16_384, 64), (1, 1, 2048)),
+        ((64, 8, 256, 64), (2, 8, 512)),
+        ((1, 12, 16_384, 64), (1, 6, 640)),
+        ((4, 4, 16_384, 256), (1, 2, 512)),
+        ((1, 2, 100_000, 8192), (1, 1, 64)),
+    ],
+)
+def test_blocks_fit_the_cache_whatever_the_sizes(sizes, tile):
+    chosen = chunked.Tile.of(*sizes)
+    assert (chosen.batch, chosen.heads, chosen.tokens) == tile
+    tokens = min(chosen.tokens, sizes[2])
+    assert chosen.batch * chosen.heads * tokens * sizes[-1] <= max(chunked.BLOCK_ELEMENTS, 64 * sizes[-1])
+
+
+def test_workspace_made_in_inference_serves_training():
+    tensors = [torch.randn(1, 2, 200, 16, requires_grad=True) for _ in range(3)]
+    chunked.Pool.of_thread.__dict__.clear()
+    with torch.inference_mode():
+        inferred = linear_attention(*tensors)
+    o = linear_attention(*tensors)
+    assert torch.equal(o, inferred)
+    o.sum().backward()
+
+
+def test_calls_share_nothing_but_workspace():
+    """Two calls between forward and backward, of other shapes and dtypes: neither disturbs the other."""
+    first = [torch.randn(1, 2, 200, 16, requires_grad=True) for _ in range(3)]
+    second = [torch.randn(2, 1, 333, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    expected = torch.autograd.grad(linear_attention(*first).sum(), first)
+    o = linear_attention(*first)
+    kept = o.clone()
+    linear_attention(*second).sum().backward()
+    assert torch.equal(o, kept)
+    assert all(map(torch.equal, torch.autograd.grad(o.sum(), first), expected))
+
+
+def test_a_first_call_does_not_load_the_compiler():
+    """It would take a second and a hundred megabytes of everyone who only imports the operator."""
+    program = (
+        "import sys, torch; from linrope import linear_attention; q = torch.randn(1, 1, 70, 4, requires_grad=True); "
+        "linear_attention(q, q, q).sum().backward(); assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

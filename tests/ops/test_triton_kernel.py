@@ -1,0 +1,305 @@
+"""The CUDA backend where there is no GPU: in Triton's interpreter. `test_backends.py` holds it to the definition."""
+
+import shutil
+import subprocess
+import sys
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks.speed.compile_kernels import Case as Compilable
+from benchmarks.speed.compile_kernels import Recorder, inputs_of
+from linrope import RotaryEmbedding, linear_attention
+from linrope.errors import InputError
+from linrope.ops import linear_attention as ops
+from linrope.ops.triton_kernel import launch as triton
+from tests.ops.cases import CAUSAL, assert_agree, make, named, run
+
+pytest.importorskip("triton", reason="Triton is there for Linux only")
+
+
+def gradients_and_output(dtype, backend, *, features, width, length=150, heads=1, rope=None, **options):
+    """o, and the gradients of q, k and v, of one call in that dtype on inputs rounded to bfloat16; in float64."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v, g = (
+        torch.randn(1, heads, length, size, generator=draw).bfloat16().to(dtype)
+        for size in (features, features, width, width)
+    )
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    o = linear_attention(*inputs, rope, backend=backend, **options)
+    return [x.detach().double() for x in (o, *torch.autograd.grad((o * g).sum(), inputs))]
+
+
+def errors(actual, expected):
+    return [((x - y).norm() / y.norm()).item() for x, y in zip(actual, expected, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("features", "width", "rope"),
+    [
+        (80, 96, {"interleaved": False, "rotary_dim": 40}),  # no powers of two
+        (256, 144, {}),  # the widest, whose values are split among programs
+        (16, 256, {"signed": True}),
+    ],
+)
+def test_wide_and_odd_heads(features, width, rope):
+    options = {"features": features, "width": width, "rope": RotaryEmbedding(features, **rope)}
+    found = gradients_and_output(torch.float64, "triton", **options)
+    assert max(errors(found, gradients_and_output(torch.float64, "chunked", **options))) < 1e-12
+
+
+# float32 sums of some hundred terms; bfloat16 rounds inputs of products to 2^-9 each and the interpreter cuts outputs
+# off at 2^-8; float16 outputs are cut off at 2^-11
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2**-7), (torch.float16, 2**-10)]
+)
+@pytest.mark.parametrize("decay", [False, True])
+def test_precision(dtype, tolerance, decay):
+    log_decay = -0.05 * torch.rand(1, 1, 150, generator=torch.Generator().manual_seed(1)) if decay else None
+    options = {"features": 32, "width": 32, "rope": RotaryEmbedding(32), "log_decay": log_decay}
+    found = gradients_and_output(dtype, "triton", **options)
+    options["log_decay"] = None if log_decay is None else log_decay.double()
+    assert max(errors(found, gradients_and_output(torch.float64, "chunked", **options))) < tolerance
+
+
+def test_the_gradient_of_a_decay_keeps_its_digits_in_bfloat16():
+    """It is a sum of differences, and as exact as the other gradients: weak decays over several stretches."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v, g = torch.randn(4, 1, 1, 300, 32, generator=draw).bfloat16().unbind()
+    log_decay = -0.002 * torch.rand(1, 1, 300, generator=draw)
+
+    def gradient(dtype, backend):
+        trained = log_decay.to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+        o = linear_attention(*(x.to(dtype) for x in (q, k, v)), log_decay=trained, backend=backend)
+        return torch.autograd.grad((o * g.to(dtype)).sum(), trained)[0].double()
+
+    exact = gradient(torch.float64, "reference")
+    assert ((gradient(torch.bfloat16, "triton") - exact).norm() / exact.norm()).item() < 2**-6
+
+
+@pytest.mark.parametrize("name", ["T=130", "everything at once, unpacked", "normalize=none, continued"])
+def test_token_by_token_is_the_whole(name):
+    """Through the kernel of decoding, one launch a token."""
+    case = next(case for case in CAUSAL if case.name == name)
+    with torch.no_grad():
+        expected, state = _outputs(case, "chunked")
+        found, final = _outputs(case, "triton", pieces=3)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(final.kv, state.kv, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(final.k_sum, state.k_sum, rtol=1e-10, atol=1e-12)
+
+
+def _outputs(case, backend, pieces=0):
+    """o and the final state; the last `pieces` tokens one at a time."""
+    _, call = make(case)
+    q, k, v, rope = call.pop("args")
+    log_decay, mask, state = call.pop("log_decay", None), call.pop("key_mask", None), call.pop("state", None)
+    outputs, length = [], q.shape[2]
+    ends = [length - pieces, *range(length - pieces + 1, length + 1)]
+    for start, stop in zip([0, *ends], ends):
+        here = slice(start, stop)
+        o, state = linear_attention(
+            *(x[:, :, here] for x in (q, k, v)),
+            rope,
+            log_decay=None if log_decay is None else log_decay[:, :, here],
+            key_mask=None if mask is None else mask[:, here],
+            state=state,
+            return_state=True,
+            backend=backend,
+            **call,
+        )
+        outputs.append(o)
+    return torch.cat(outputs, dim=2), state
+
+
+@pytest.mark.parametrize("case", named([case for case in CAUSAL if case.name in (
+    "T=65", "continued, one token",
+)]))  # fmt: skip
+def test_compiled_in_one_graph(case):
+    torch._dynamo.reset()
+    compiled = torch.compile(linear_attention, backend="aot_eager", fullgraph=True)
+    assert_agree(run(case, compiled, "triton"), run(case, backend="triton"), 1e-12)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on the CPU")
+def test_compiled_by_inductor_with_a_decay_as_the_model_lays_it_out():
+    """PyTorch's own compiler, which looks at strides and at names of arguments; both backends, forward and backward."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 70, 8, generator=draw).unbind()
+    gate = torch.randn(1, 70, 2, generator=draw)
+    for backend in ("chunked", "triton"):
+
+        def gradients(gate, operator=linear_attention, backend=backend):
+            x = gate.clone().requires_grad_()
+            o = operator(q, k, v, log_decay=torch.nn.functional.logsigmoid(x).transpose(1, 2), backend=backend)
+            return o.detach(), torch.autograd.grad(o.sum(), x)[0]
+
+        torch._dynamo.reset()
+        compiled = gradients(gate, torch.compile(linear_attention, fullgraph=True))
+        for actual, expected in zip(compiled, gradients(gate)):
+            torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)  # float32, fused elementwise passes
+
+
+def test_a_mask_of_any_strides():
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 2, 1, 70, 8, generator=draw).double().unbind()
+    mask = (torch.rand(70, 2, generator=draw) > 0.4).T
+    expected = linear_attention(q, k, v, key_mask=mask, backend="reference")
+    torch.testing.assert_close(linear_attention(q, k, v, key_mask=mask, backend="triton"), expected)
+
+
+@pytest.mark.parametrize("switch", ["high", "tf32"])
+def test_float32_takes_tf32_where_pytorch_allows_it(switch, monkeypatch):
+    """By either of PyTorch's switches; operands are then rounded to the nearest of 10 binary digits."""
+    options = {"features": 32, "width": 32, "rope": RotaryEmbedding(32)}
+    exact = gradients_and_output(torch.float64, "chunked", **options)
+    matmul, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
+    if switch == "high":
+        torch.set_float32_matmul_precision("high")
+    else:
+        matmul.fp32_precision = "tf32"
+    try:
+        found = errors(gradients_and_output(torch.float32, "triton", **options), exact)
+    finally:
+        torch.set_float32_matmul_precision("highest") if switch == "high" else setattr(matmul, "fp32_precision", before)
+    assert 1e-5 < max(found) < 2**-9
+    assert max(errors(gradients_and_output(torch.float32, "triton", **options), exact)) < 2e-6
+
+
+def test_opcheck():
+    """PyTorch's own checks of the operator: schema, autograd registration, shapes without data."""
+    q, k, v = (torch.randn(1, 2, 70, size, requires_grad=True) for size in (6, 6, 5))
+    theta = RotaryEmbedding(6).frequencies().requires_grad_()
+    past = torch.randn(1, 2, 6, 5, requires_grad=True), torch.rand(1, 2, 6, requires_grad=True)
+    log_decay = (-torch.rand(1, 2, 70)).requires_grad_()
+    rest = (None, None, 7, "elu1", True, 1e-6, True, True, 0, "triton")
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")  # tracing: test_compiled_in_one_graph
+    torch.library.opcheck(
+        torch.ops.linrope.linear_attention.default, (q, k, v, log_decay, theta, *past, *rest), test_utils=checks
+    )
+
+
+# --- what is launched, and what it takes -----------------------------------------------------------------------------
+
+
+def recorded(case: Compilable, monkeypatch) -> tuple[list[str], Recorder]:
+    recorder = Recorder()
+    monkeypatch.setattr(triton, "_kernels", lambda: recorder)
+    linear_attention_launches(case)
+    return [launch.kernel for launch in recorder.launches], recorder
+
+
+def linear_attention_launches(case: Compilable) -> None:
+    inputs = inputs_of(case)
+    with torch.no_grad():
+        ops.BACKENDS["triton"](inputs)
+
+
+def test_a_forward_is_four_launches_and_a_token_one(monkeypatch):
+    assert recorded(Compilable(), monkeypatch)[0] == ["write_angles", "stretch_sums", "scan", "attend"]
+    assert recorded(Compilable(decay=True, packed=True), monkeypatch)[0][:2] == ["write_angles", "write_weights"]
+    assert recorded(Compilable(length=1, decay=True), monkeypatch)[0] == ["decode"]
+
+
+def test_the_states_take_half_of_q_and_nothing_is_kept_for_the_backward(monkeypatch):
+    monkeypatch.undo()  # the real stretches
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    case = Compilable(dim=128, width=128, length=65_536)
+    _, recorder = recorded(case, monkeypatch)
+    states = next(launch.args[4] for launch in recorder.launches if launch.kernel == "stretch_sums")
+    q = next(launch.args[0] for launch in recorder.launches if launch.kernel == "attend")
+    assert states.nbytes <= 0.51 * q.nbytes  # one sum of keys to 128 columns of kv, and one state more than stretches
+    small = torch.zeros(1, 1, 512, 16)
+    options = triton.Options(None, None, 0, "elu1", True, 1e-6, True, True)
+    kept = triton.outputs(small, small, torch.zeros(1, 1, 16, 16), torch.zeros(1, 1, 16), options)[2:4]
+    assert [x.numel() for x in kept] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "width", "itemsize", "stretch"),
+    [
+        (16, 65_536, 128, 2, 512),
+        (16, 65_536, 64, 2, 256),
+        (16, 65_536, 64, 4, 128),
+        (16, 65_536, 256, 2, 512),
+        (1, 4096, 128, 2, 128),  # few programs: shorter stretches make more of them
+        (1, 524_288, 128, 2, 512),
+    ],
+)
+def test_stretches_by_shape(monkeypatch, rows, length, width, itemsize, stretch):
+    monkeypatch.undo()
+    assert triton.stretch_of(rows, length, width, itemsize) == stretch
+
+
+# --- where it cannot run ---------------------------------------------------------------------------------------------
+
+
+def test_without_a_gpu_it_is_refused_with_the_reason(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    q = torch.randn(1, 1, 4, 8)
+    with pytest.raises(InputError, match=r"backend='triton' cannot take this call: the tensors are on cpu.*'chunked'"):
+        linear_attention(q, q, q, backend="triton")
+    assert torch.equal(linear_attention(q, q, q), linear_attention(q, q, q, backend="chunked"))
+
+
+def test_heads_that_are_too_wide_are_refused():
+    q = torch.randn(1, 1, 4, 257)
+    with pytest.raises(InputError, match=r"q has 257 features and v 257 values, and it takes at most 256"):
+        linear_attention(q, q, q, backend="triton")
+    q = torch.randn(1, 1, 4, 256)
+    with pytest.raises(InputError, match=r"v 257 values"):  # one more for the denominator
+        linear_attention(q, q, q, normalize="rotary", backend="triton")
+
+
+def test_a_nan_is_carried_on_and_hidden_by_nothing():
+    for name in ("q", "k", "v", "log_decay"):
+        inputs = {name: torch.randn(1, 1, 70, 4) for name in "qkv"} | {"log_decay": -torch.rand(1, 1, 70)}
+        inputs[name][0, 0, 40] = torch.nan
+        log_decay = inputs.pop("log_decay")
+        options = triton.Options(None, None, 0, "elu1", True, 1e-6, True, True)
+        past = torch.zeros(1, 1, 4, 4), torch.zeros(1, 1, 4)
+        o = triton.forward(*inputs.values(), log_decay, None, *past, options)[0]
+        later = o[0, 0, 40 if name == "q" else 41 :]
+        assert (later[0] if name == "q" else later).isnan().all()
+
+
+def test_on_a_gpu_it_is_the_default_and_does_without_with_one_warning(monkeypatch):
+    def inputs(width):
+        q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 1, 4, width))
+        return SimpleNamespace(q=q, v=q, settings=SimpleNamespace(normalize="plain"))
+
+    ops._warn_once.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert ops._pick(inputs(64)) == "triton"
+    with pytest.warns(UserWarning, match=r"slower backend 'chunked' on this GPU: q has 300 features"):
+        assert ops._pick(inputs(300)) == "chunked"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ops._pick(inputs(300)) == "chunked"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "T4")
+    with pytest.warns(UserWarning, match=r"T4 is older than what it is made for, compute capability 8\.0"):
+        assert ops._pick(inputs(64)) == "chunked"
+    monkeypatch.setattr(triton, "INSTALLED", False)
+    with pytest.warns(UserWarning, match="Triton is not installed: pip install triton"):
+        assert ops._pick(inputs(64)) == "chunked"
+
+
+# --- the compiler ----------------------------------------------------------------------------------------------------
+
+
+def test_every_kernel_compiles_for_gpus_that_are_not_there(monkeypatch):
+    """What the interpreter does not see: layouts, shared memory, names that Triton's compiler lacks."""
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setenv("COLUMNS", "200")
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.compile_kernels", "--target", "80", "90", "--case"]
+    cases = ["64, everything, trained θ", "64, one token"]
+    done = subprocess.run([*command, *cases], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for kernel in (
+        "write_angles", "write_weights", "stretch_sums", "scan", "attend values", "write_d_den", "attend features",
+        "attend later", "finish_log_decay", "decode",
+    ):  # fmt: skip
+        assert done.stdout.count(kernel) >= 2, kernel

@@ -1,0 +1,88 @@
+"""Memory of training steps on fake tensors, against processes that really take them."""
+
+import sys
+
+import pytest
+import torch
+
+from benchmarks.harness import memory
+from linrope import LanguageModel, LanguageModelConfig, segmented_loss
+from linrope.losses import summed_cross_entropy
+from linrope.profiling.memory_estimate import estimate_training_memory, shapes_only
+
+SIZES = {"d_model": 64, "n_layers": 3, "n_heads": 4, "short_conv": 4}
+MODELS = {
+    "linear": LanguageModelConfig(**SIZES, forget_gate=True),
+    "softmax": LanguageModelConfig(**SIZES, attention="softmax"),
+}
+
+
+def peak_of_two_steps(config: LanguageModelConfig, batch_size: int, length: int, segment_length: int | None) -> int:
+    """In this process: the second step has AdamW's moments from the start."""
+    water = memory.HighWater("cpu")
+    model = LanguageModel(config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.randint(256, (batch_size, length + 1))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+
+    def step() -> None:
+        optimizer.zero_grad()
+        if segment_length is None:
+            loss = summed_cross_entropy(model(inputs), targets)
+        else:
+            loss, _ = segmented_loss(model, inputs, targets, segment_length)
+        (loss / targets.numel()).backward()
+        optimizer.step()
+
+    return water.peak_of(lambda: (step(), step())).extra
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sizes of processes, and an allocator, as Linux has them")
+@pytest.mark.parametrize(
+    ("name", "batch_size", "length", "segment_length"),
+    [
+        ("linear", 2, 2048, None),
+        ("linear", 1, 8192, None),
+        ("softmax", 2, 2048, None),
+        ("softmax", 1, 4096, None),
+        ("linear", 1, 16384, 4096),
+    ],
+)
+def test_the_estimate_is_within_15_percent_of_what_a_process_takes(name, batch_size, length, segment_length):
+    config = MODELS[name]
+    estimated = estimate_training_memory(config, batch_size, length, segment_length).total
+    measured = memory.in_new_process(peak_of_two_steps, config, batch_size, length, segment_length)
+    assert estimated == pytest.approx(measured, rel=0.15)
+
+
+def test_weights_are_parameters_gradients_and_two_moments_and_nothing_is_allocated():
+    config = LanguageModelConfig(d_model=4096, n_layers=32, n_heads=32)  # 26 GB in float32
+    model = shapes_only(config)
+    assert model.n_parameters == 32 * (4 * 4096**2 + 3 * 4096 * 10944 + 2 * 4096) + 257 * 4096 + 4096
+    n_parameters = LanguageModel(MODELS["linear"]).n_parameters
+    assert estimate_training_memory(MODELS["linear"], 1, 64).weights == 16 * n_parameters
+    assert estimate_training_memory(MODELS["linear"], 1, 64, averaged=True).weights == 20 * n_parameters
+
+
+def test_further_segments_add_their_states_and_tokens_alone():
+    config = MODELS["linear"]
+    few, many = (estimate_training_memory(config, 1, n * 1024, 1024).activations for n in (8, 108))
+    state = LanguageModel(config).state_bytes(1)
+    assert 100 * state < many - few < 3 * 100 * (state + 8 * 1024)  # the gaps, and random states of 5 kB
+
+
+def test_random_numbers_go_on_as_if_nothing_had_been():
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    estimate_training_memory(MODELS["linear"], 1, 64)
+    assert torch.equal(torch.rand(2), expected)
+
+
+def test_documents_apart_cost_softmax_a_mask_and_mixed_precision_costs_less():
+    at_once = estimate_training_memory(MODELS["softmax"], 1, 4096).activations
+    mask = 4096**2  # one byte a pair
+    assert estimate_training_memory(MODELS["softmax"], 1, 4096, apart=True).activations > at_once + mask
+    assert estimate_training_memory(MODELS["linear"], 1, 4096, autocast=torch.bfloat16).activations < (
+        estimate_training_memory(MODELS["linear"], 1, 4096).activations
+    )

@@ -1,0 +1,311 @@
+"""Sequences read in segments have the loss and the gradients of the whole, in memory that does not grow."""
+
+import functools
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.utils.checkpoint
+from torch.nn.parallel import DistributedDataParallel
+
+from linrope import InputError, LanguageModel, LanguageModelConfig, RotaryConfig, segmented_loss
+from linrope.layers.state import map_state, reset_rows
+from linrope.losses import summed_cross_entropy
+from tests.models.test_language_model import awake
+
+SMALL = {"d_model": 16, "n_layers": 2, "n_heads": 2}
+MODELS = {
+    "plain": {},
+    "recipe": {"short_conv": 4, "forget_gate": True, "rope": RotaryConfig(rotary_dim=4, signed=True)},
+    "rope by the input": {"rope": RotaryConfig(signed=True, selective=True), "forget_gate": True},
+    "rope in both sums": {"normalize": "rotary"},
+    "frequencies trained by head": {"rope": RotaryConfig(base=[10.0, 100.0], trainable=True), "forget_gate": True},
+    "before the map, learned map": {"rope": RotaryConfig(before_map=True), "feature_map": "hedgehog"},
+    "sinusoids": {"rope": None, "sinusoidal": True, "short_conv": 4},
+    "window": {"attention": ["linear", "softmax"], "window": 6, "short_conv": 3},
+}
+T = 101
+
+
+def model_of(dtype=torch.float64, **options) -> LanguageModel:
+    torch.manual_seed(0)
+    return awake(LanguageModel(LanguageModelConfig(**SMALL, **options))).to(dtype)
+
+
+def text(batch: int = 3, length: int = T) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return torch.randint(256, (2, batch, length), generator=draw).unbind()
+
+
+def packed() -> torch.Tensor:
+    """Documents that end anywhere, in two rows just where segments of 20 and of 40 tokens do."""
+    ids = (torch.rand(3, T, generator=torch.Generator().manual_seed(2)) < 0.08).cumsum(1)
+    ids[0, 40:] += 1
+    ids[1, 80:] += 1
+    return ids
+
+
+def gradients(model: LanguageModel, loss: torch.Tensor) -> list[torch.Tensor]:
+    return torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+
+
+def assert_same(actual, expected, tolerance: float) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        assert (a - b).norm() <= tolerance * b.norm()
+
+
+@pytest.mark.parametrize("length", [7, 20, 40, T - 1, T, 1000])
+@pytest.mark.parametrize("ids", [None, packed()], ids=["one document", "packed"])
+@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
+def test_loss_and_gradients_are_those_of_the_whole(options, ids, length):
+    model = model_of(**options)
+    inputs, targets = text()
+    whole = summed_cross_entropy(model(inputs, segment_ids=ids), targets)
+    total, _ = segmented_loss(model, inputs, targets, length, segment_ids=ids)
+    assert total.item() == pytest.approx(whole.item(), rel=1e-12)
+    assert_same(gradients(model, total), gradients(model, whole), 1e-10)
+
+
+def test_float32():
+    model = model_of(torch.float32, **MODELS["recipe"])
+    inputs, targets = text(1, 3000)
+    whole = summed_cross_entropy(model(inputs), targets)
+    total, _ = segmented_loss(model, inputs, targets, 256)
+    # float32 sums in another order, over the whole gradient: single small ones are differences of larger sums
+    found, expected = (torch.cat([g.flatten() for g in gradients(model, loss)]) for loss in (total, whole))
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_the_second_pass_runs_in_the_autocast_of_the_first():
+    """One segment is the whole: the same numbers to the bit in bfloat16, in a backward outside of autocast."""
+    model = model_of(torch.float32, **MODELS["recipe"])
+    inputs, targets = text()
+    with torch.autocast("cpu", torch.bfloat16):
+        whole = summed_cross_entropy(model(inputs), targets)
+        total, _ = segmented_loss(model, inputs, targets, T)
+    assert total == whole
+    found, expected = gradients(model, total), gradients(model, whole)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    exact = gradients(model, summed_cross_entropy(model(inputs), targets))
+    assert not torch.equal(found[0], exact[0])
+
+
+def test_the_gradient_of_a_scaled_mean_with_a_loss_of_ones_own():
+    model = model_of()
+    inputs, targets = text()
+
+    def loss(logits, values):
+        return (logits.logsumexp(-1) * values).square().sum()
+
+    values = targets / 256.0
+    whole = loss(model(inputs), values)
+    total, _ = segmented_loss(model, inputs, values, 30, loss=loss)
+    assert_same(gradients(model, total / 7), gradients(model, whole / 7), 1e-10)
+
+
+def test_states_go_in_and_out():
+    """Two calls chained by their state see what one call sees; no gradient goes back through it."""
+    model = model_of(**MODELS["recipe"])
+    inputs, targets = text()
+    _, after = model(inputs[:, :50], return_state=True)
+    total, state = segmented_loss(model, inputs[:, :50], targets[:, :50], 20)
+    rest, last = segmented_loss(model, inputs[:, 50:], targets[:, 50:], 20, state=state)
+    whole, final = segmented_loss(model, inputs, targets, 1000)
+    assert (total + rest).item() == pytest.approx(whole.item(), rel=1e-12)
+    for own, other in zip(state + last, after + final, strict=True):
+        torch.testing.assert_close(own.past.kv, other.past.kv, rtol=1e-10, atol=1e-12)
+        assert not own.past.kv.requires_grad
+    fixed = map_state(lambda _, x: x.detach(), after)
+    expected = summed_cross_entropy(model(inputs[:, 50:], fixed), targets[:, 50:])
+    assert_same(gradients(model, rest), gradients(model, expected), 1e-10)
+
+
+def test_truncated_backpropagation_stops_at_each_segment():
+    model = model_of(**MODELS["recipe"])
+    inputs, targets = text()
+    total, _ = segmented_loss(model, inputs, targets, 40, truncated=True)
+    expected = [0.0] * len(list(model.parameters()))
+    for start in range(0, T, 40):
+        with torch.no_grad():
+            fixed = None if start == 0 else model(inputs[:, :start], return_state=True)[1]
+        piece = slice(start, start + 40)
+        loss = summed_cross_entropy(model(inputs[:, piece], fixed), targets[:, piece])
+        expected = [a + b for a, b in zip(expected, gradients(model, loss), strict=True)]
+    assert_same(gradients(model, total), expected, 1e-10)
+    exact, _ = segmented_loss(model, inputs, targets, 40)
+    assert exact.item() == pytest.approx(total.item(), rel=1e-12)
+    assert not torch.allclose(gradients(model, exact)[1], expected[1])
+
+
+def test_dropout_draws_the_same_masks_in_both_passes():
+    """With them, the loss is a smooth function of the weights, whose slope is the gradient."""
+    model = model_of(dropout=0.3, **MODELS["recipe"]).train()
+    inputs, targets = text()
+
+    def loss() -> torch.Tensor:
+        torch.manual_seed(5)
+        return segmented_loss(model, inputs, targets, 20)[0]
+
+    found = gradients(model, loss())
+    torch.manual_seed(3)
+    directions = [torch.randn_like(p) for p in model.parameters()]
+    slope = sum((g * d).sum() for g, d in zip(found, directions, strict=True)).item()
+    step, values = 1e-6, []
+    for sign in (1, -1):
+        with torch.no_grad():
+            for p, d in zip(model.parameters(), directions, strict=True):
+                p.add_(d, alpha=sign * step)
+        values.append(loss().item())
+        with torch.no_grad():
+            for p, d in zip(model.parameters(), directions, strict=True):
+                p.sub_(d, alpha=sign * step)
+    assert (values[0] - values[1]) / (2 * step) == pytest.approx(slope, rel=1e-6)
+    total = loss()
+    before = torch.get_rng_state()
+    total.backward()
+    assert torch.equal(torch.get_rng_state(), before)  # what is drawn next does not depend on the backward
+
+
+def test_no_activations_are_kept_between_segments():
+    """The logits of a segment are gone when the next one's are made, in both passes."""
+    model = model_of()
+    made: list[weakref.ref] = []
+
+    def loss(logits, targets):
+        made.append(weakref.ref(logits))
+        alive = [logits() for logits in made[:-1]]
+        assert all(logits is None for logits in alive)
+        return summed_cross_entropy(logits, targets)
+
+    total, _ = segmented_loss(model, *text(1, 1000), 100, loss=loss)
+    assert len(made) == 10
+    assert made[-1]() is None
+    total.backward()
+    assert len(made) == 20
+    with torch.no_grad():
+        value, _ = segmented_loss(model, *text(1, 1000), 100, loss=loss)
+    assert value.item() == pytest.approx(total.item(), rel=1e-12)
+
+
+def test_gradients_of_half_precision_are_summed_in_float32():
+    """Of a bfloat16 model: many segments are no further from float32 than the whole is."""
+    model = model_of(torch.bfloat16, **MODELS["recipe"])
+    inputs, targets = text(1, 2048)
+    exact = model_of(torch.float32, **MODELS["recipe"])
+    exact.load_state_dict(model.state_dict())
+    right = torch.cat([g.flatten() for g in gradients(exact, summed_cross_entropy(exact(inputs), targets))])
+    errors = []
+    for length in (2048, 16):
+        found = gradients(model, segmented_loss(model, inputs, targets, length)[0])
+        assert all(g.dtype == torch.bfloat16 for g in found)
+        errors.append(((torch.cat([g.flatten().float() for g in found]) - right).norm() / right.norm()).item())
+    assert errors[1] < 1.3 * errors[0]
+
+
+def test_second_derivatives_are_refused():
+    model = model_of()
+    total, _ = segmented_loss(model, *text(), 30)
+    with pytest.raises(InputError, match="create_graph=True asks for a second derivative"):
+        torch.autograd.grad(total, model.embedding.weight, create_graph=True)
+
+
+def test_activation_checkpointing_of_blocks_changes_nothing():
+    model = model_of(**MODELS["recipe"])
+    inputs, targets = text()
+    expected = gradients(model, segmented_loss(model, inputs, targets, 40)[0])
+    for block in model.blocks:
+        block.forward = functools.partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
+    assert_same(gradients(model, segmented_loss(model, inputs, targets, 40)[0]), expected, 1e-12)
+
+
+def test_parameters_without_a_part_or_frozen_get_no_gradient():
+    model = model_of()
+    model.embedding.weight.requires_grad_(False)
+    unused = torch.nn.Parameter(torch.zeros(3))
+    model.unused = unused
+    segmented_loss(model, *text(), 30)[0].backward()
+    assert model.embedding.weight.grad is None
+    assert unused.grad is None
+    assert model.blocks[0].mlp.out.weight.grad.norm() > 0
+
+
+def test_forgotten_rows_are_as_if_nothing_came_before():
+    for options in MODELS.values():
+        model = model_of(**options).eval()
+        inputs, _ = text()
+        _, state = model(inputs[:, :60], return_state=True)
+        state = reset_rows(state, torch.tensor([True, False, True]))
+        ids = torch.ones(3, T, dtype=torch.int64)
+        ids[0::2, :60] = 0
+        expected = model(inputs, segment_ids=ids)[:, 60:]
+        torch.testing.assert_close(model(inputs[:, 60:], state), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "args", "message"),
+    [
+        ({}, {"segment_length": 0}, "segment_length=0 must be a whole number of tokens, at least 1"),
+        ({}, {"segment_length": 2.5}, "segment_length=2.5 must be a whole number"),
+        ({"attention": ["linear", "softmax"]}, {}, "layer 1 is softmax attention without a window.*Set model.window"),
+        ({"attention": ["linear", "softmax"], "window": 21}, {}, "segment_length=20 is less than model.window=21"),
+        ({}, {"segment_ids": torch.zeros(3, T + 9, dtype=torch.int64)}, r"segment_ids is \(3, 110\)"),
+        ({}, {"inputs": torch.full((3, T), 300)}, r"tokens lie in \[300, 300\]"),
+        ({"rope": RotaryConfig(trainable=True)}, {"truncated": True}, "truncated=True cuts the gradient of the state"),
+        ({}, {"targets": torch.zeros(3, 5)}, r"inputs \(3, 101\) and targets \(3, 5\)"),
+        ({}, {"inputs": torch.zeros(3, 0, dtype=torch.int64), "targets": torch.zeros(3, 0)}, "pass .B, T. with T ≥ 1"),
+    ],
+)
+def test_bad_input(options, args, message):
+    inputs, targets = text()
+    call = {"inputs": inputs, "targets": targets, "segment_length": 20, **args}
+    with pytest.raises(InputError, match=message):
+        segmented_loss(model_of(**options), **call)
+
+
+# --- over devices ----------------------------------------------------------------------------------------------------
+
+
+class Loss(torch.nn.Module):
+    """What is wrapped for several devices: the model with its segmented loss."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs, targets):
+        return segmented_loss(self.model, inputs, targets, 20)[0]
+
+
+def on_one_of_two(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    wrapped = DistributedDataParallel(Loss(model_of(**MODELS["recipe"])))
+    reduced = []
+    wrapped.register_comm_hook(None, lambda _, bucket: (reduced.append(bucket.index()), _all_reduce(bucket))[1])
+    inputs, targets = text(4)
+    mine = slice(2 * rank, 2 * rank + 2)
+    with wrapped.no_sync():  # accumulation: the first half without any exchange
+        wrapped(inputs[mine, :60], targets[mine, :60]).backward()
+    assert not reduced
+    wrapped(inputs[mine, 60:], targets[mine, 60:]).backward()
+    found = [p.grad for p in wrapped.module.parameters()]
+    torch.save({"gradients": found, "reduced": reduced}, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def _all_reduce(bucket):
+    future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return future.then(lambda done: done.value()[0] / 2)
+
+
+def test_two_processes_exchange_gradients_once(tmp_path):
+    mp.spawn(on_one_of_two, (str(tmp_path),), nprocs=2)
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    model = model_of(**MODELS["recipe"])
+    inputs, targets = text(4)
+    whole = sum(summed_cross_entropy(model(inputs[:, cut]), targets[:, cut]) for cut in (slice(60), slice(60, T)))
+    expected = [gradient / 2 for gradient in gradients(model, whole)]  # DDP takes the mean over ranks
+    for rank in ranks:
+        assert_same(rank["gradients"], expected, 1e-10)
+        assert len(rank["reduced"]) == len(set(rank["reduced"]))  # each bucket of gradients once

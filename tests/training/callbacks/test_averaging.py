@@ -1,0 +1,100 @@
+"""Averaged weights: what they are, where they are seen, and that a resumed run goes on with them bit for bit."""
+
+import os
+import re
+import signal
+
+import pytest
+import torch
+
+from linrope import LanguageModel
+from linrope.cli.main import main
+from linrope.training.task import LanguageModelingModule
+from tests.training.test_resume import TRAINED, equal, load, losses, version
+
+AVERAGED = ("current_model_state", "averaging_state")
+
+
+@pytest.fixture
+def averaged(tiny) -> list[str]:
+    options = ["--run.ema_decay=0.6", "--optimizer.lr=0.1", "--optimizer.warmup_steps=0"]
+    return [*tiny, *options, "--trainer.max_steps=5", "--trainer.val_check_interval=5"]
+
+
+def test_checkpoints_and_validation_have_the_moving_average(averaged, run_folder, tmp_path, capsys, monkeypatch):
+    seen = []
+
+    def note(self, outputs, batch, batch_idx):
+        seen.append({name: weight.detach().clone().double() for name, weight in self.model.named_parameters()})
+
+    monkeypatch.setattr(LanguageModelingModule, "on_train_batch_end", note)
+    assert main(["fit", *averaged]) == 0
+    assert len(seen) == 5
+    average = seen[0]
+    for weights in seen[1:]:
+        average = {name: 0.6 * before + 0.4 * weights[name] for name, before in average.items()}
+    checkpoint = run_folder / "checkpoints" / "last.ckpt"
+    model = LanguageModel.from_pretrained(checkpoint)
+    for name, weight in model.named_parameters():
+        # float32: each of five steps rounds a weight of at most 1 or so by 6e-8
+        torch.testing.assert_close(weight.double(), average[name], rtol=1e-5, atol=1e-6)
+    assert main(["export", f"--ckpt_path={checkpoint}", f"--output={tmp_path / 'exported'}"]) == 0
+    exported = LanguageModel.from_pretrained(tmp_path / "exported")
+    assert equal(exported.state_dict(), model.state_dict())
+    last = load(run_folder)["current_model_state"]
+    assert torch.equal(last["model.embedding.weight"].double(), seen[-1]["embedding.weight"])
+    assert not torch.allclose(last["model.embedding.weight"], model.embedding.weight, atol=1e-2)
+
+    capsys.readouterr()
+    config = f"--config={run_folder / 'config.yaml'}"
+    for path in (checkpoint, tmp_path / "exported"):
+        assert main(["validate", config, f"--ckpt_path={path}"]) == 0
+        loss = float(re.match(r"val_loss (\S+)", capsys.readouterr().out)[1])
+        assert loss == pytest.approx(float(losses(run_folder, "val_loss")[4]), abs=1e-4)  # printed with four digits
+
+
+def test_a_resumed_run_is_the_one_that_was_not_stopped(averaged, run_folder, monkeypatch):
+    averaged = [*averaged, "--model.dropout=0.2", "--trainer.accumulate_grad_batches=2"]
+    assert main(["fit", *averaged]) == 0
+    backward = LanguageModelingModule.on_after_backward
+
+    def interrupted(self):
+        if self.trainer.fit_loop.total_batch_idx == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        backward(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LanguageModelingModule, "on_after_backward", interrupted)
+        assert main(["fit", *averaged]) == 130
+    assert load(version(run_folder, 1))["global_step"] == 3
+    assert main(["fit", *averaged, f"--ckpt_path={version(run_folder, 1)}/checkpoints/last.ckpt"]) == 0
+    whole, resumed = load(run_folder), load(version(run_folder, 2))
+    assert all(equal(whole[key], resumed[key]) for key in (*TRAINED, *AVERAGED))
+
+
+def test_a_run_that_a_time_limit_ends_keeps_the_last_weights_beside_the_average(averaged, run_folder, monkeypatch):
+    """`last.ckpt` is then written when training has ended."""
+
+    def stopped_early(self, outputs, batch, batch_idx):
+        self.trainer.should_stop = batch_idx == 2
+
+    monkeypatch.setattr(LanguageModelingModule, "on_train_batch_end", stopped_early)
+    assert main(["fit", *averaged]) == 0
+    checkpoint = load(run_folder)
+    assert checkpoint["global_step"] == 3
+    assert not torch.equal(
+        checkpoint["state_dict"]["model.embedding.weight"], checkpoint["current_model_state"]["model.embedding.weight"]
+    )
+
+
+def test_averaging_is_not_taken_up_or_dropped_on_the_way(averaged, tiny, run_folder, capsys):
+    assert main(["fit", *averaged]) == 0
+    assert main(["fit", *tiny]) == 0
+    capsys.readouterr()
+    with_average, without = (version(run_folder, n) / "checkpoints" / "last.ckpt" for n in (0, 1))
+    assert main(["fit", *tiny, "--trainer.max_steps=9", f"--ckpt_path={with_average}"]) == 2
+    assert "averages the weights of its run: set run.ema_decay to resume" in capsys.readouterr().err
+    assert main(["fit", *averaged, "--trainer.max_steps=9", f"--ckpt_path={without}"]) == 2
+    assert "run.ema_decay=0.6, but checkpoint" in capsys.readouterr().err
+    assert main(["fit", *tiny, "--run.ema_decay=1.5"]) == 2
+    assert "run.ema_decay=1.5 must lie between 0 and 1" in capsys.readouterr().err

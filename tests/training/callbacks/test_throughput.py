@@ -1,0 +1,99 @@
+"""How fast a run is: rates by the clock and the formula, the peaks of GPUs, time spent waiting."""
+
+import csv
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from linrope import LanguageModel, LanguageModelConfig
+from linrope.cli.main import main
+from linrope.profiling.flops import step_flops
+from linrope.training import Throughput
+from linrope.training.callbacks import throughput
+from linrope.training.data_modules.base import TimedLoader
+from linrope.training.peaks import peak_flops
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "tf32", "teraflops"),
+    [
+        ("NVIDIA H200", "bf16-mixed", False, 989.4),
+        ("NVIDIA H200", "32-true", False, 67),
+        ("NVIDIA H200", "32-true", True, 494.7),
+        ("NVIDIA H200 NVL", "bf16-mixed", False, 835),
+        ("NVIDIA H100 80GB HBM3", "16-mixed", False, 989.4),
+        ("NVIDIA H100 PCIe", "bf16-true", False, 756),
+        ("NVIDIA A100-SXM4-80GB", "bf16-mixed", False, 312),
+        ("NVIDIA A10", "bf16-mixed", False, 125),
+        ("NVIDIA L4", "bf16-mixed", False, 121),
+        ("NVIDIA L40S", "bf16-mixed", False, 362),
+        ("NVIDIA GeForce RTX 4090", "bf16-mixed", False, 165.2),
+        ("Tesla V100-SXM2-16GB", "16-mixed", False, 125),
+        ("NVIDIA A10G", "bf16-mixed", False, None),  # another card than the A10
+        ("NVIDIA L400", "bf16-mixed", False, None),
+        ("AMD Instinct", "bf16-mixed", False, None),
+        ("NVIDIA H200", "64-true", False, None),
+    ],
+)
+def test_peaks_are_found_by_the_cards_whole_name(name, precision, tf32, teraflops):
+    assert peak_flops(name, precision, tf32) == (None if teraflops is None else pytest.approx(teraflops * 1e12))
+
+
+def test_a_timed_loader_counts_the_time_in_which_batches_are_made():
+    class Slow(torch.utils.data.Dataset):
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, i):
+            time.sleep(0.02)
+            return i
+
+    loader = TimedLoader(Slow(), batch_size=None)
+    got = []
+    for i in loader:
+        got.append(i)
+        time.sleep(0.05)  # work, not waiting
+    assert got == [0, 1, 2]
+    assert 3 * 0.02 <= loader.waited < 3 * 0.05
+
+
+def test_rates_are_sums_over_the_window_and_validation_does_not_count(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(throughput.time, "perf_counter", lambda: now[0])
+    model, logged = LanguageModel(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2)), []
+    module = SimpleNamespace(model=model, segment_length=None, log_dict=logged.append)
+    loader = TimedLoader([0])
+    trainer = SimpleNamespace(
+        world_size=2,
+        accumulate_grad_batches=1,
+        train_dataloader=loader,
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
+    )
+    rate = Throughput(window=2)
+    rate.on_train_start(trainer, module)
+    rate._peak = 1e9
+    for number, (seconds, waited) in enumerate([(9, 0), (2, 1.0), (6, 0.5)]):
+        if number == 2:
+            rate.on_validation_start(trainer, module)
+            now[0] += 1000
+            rate.on_validation_end(trainer, module)
+        now[0] += seconds
+        loader.waited += waited
+        rate.on_train_batch_end(trainer, module, None, {"inputs": torch.zeros(4, 16)}, number)
+    flops = 2 * step_flops(model, 4, 16) / 8  # the last two steps took eight seconds; of this device's rows
+    assert logged[-1]["tokens_per_second"] == pytest.approx(2 * 2 * 64 / 8)
+    assert logged[-1]["tflops_per_device"] == pytest.approx(flops / 1e12)
+    assert logged[-1]["share_of_peak"] == pytest.approx(flops / 1e9)
+    assert logged[-1]["waiting_for_data"] == pytest.approx(1.5 / 8)
+
+
+def test_a_run_logs_them(tiny, run_folder):
+    assert main(["fit", *tiny, "--trainer.log_every_n_steps=1"]) == 0
+    with open(run_folder / "metrics.csv") as file:
+        row = next(row for row in csv.DictReader(file) if row["train_loss"])
+    assert 0 < float(row["waiting_for_data"]) < 1
+    assert float(row["tflops_per_device"]) > 0
+    assert 0.1 < float(row["peak_memory_gib"]) < 64  # of a process with PyTorch and Lightning in it
+    assert "share_of_peak" not in row  # a CPU has none in the table

@@ -1,0 +1,229 @@
+import os
+from itertools import pairwise
+
+import pytest
+import torch
+
+from linrope.data.batches.curriculum import CurriculumStage
+from linrope.data.batches.windows import TrainingWindows
+from linrope.errors import InputError
+from linrope.training import TextDataModule
+from tests.training.attached import attached, first_batches
+
+# Of batches of 2 × 32 = 64 tokens: 4 steps of 4 × 16, 3 steps of 1 × 128, 2 steps of 4 × 16.
+UP_AND_DOWN = [
+    CurriculumStage(tokens=200, seq_len=16),
+    CurriculumStage(tokens=300, seq_len=128, batch_size=1),
+    CurriculumStage(tokens=100, seq_len=16),
+]
+
+
+def test_batches_have_inputs_and_targets(text_file):
+    batch = next(iter(attached(text_file).train_dataloader()))
+    assert batch["inputs"].shape == batch["targets"].shape == (2, 32)
+    assert batch["inputs"].dtype == torch.int64
+    assert torch.equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
+
+
+@pytest.mark.parametrize("options", [{}, {"contiguous": True}, {"curriculum": UP_AND_DOWN}])
+def test_a_training_loop_without_a_trainer_gets_the_batches_of_one_process(text_file, options):
+    data = TextDataModule(str(text_file), context=32, batch_size=2, **options)
+    data.setup("fit")
+    assert all(map(torch.equal, first_batches(data, 12), first_batches(attached(text_file, **options), 12)))
+    windows = [row for batch in data.val_dataloader() for row in batch["targets"]]
+    assert len(windows) == (len(data.corpora["val"]) - 1) // 32
+
+
+@pytest.mark.parametrize(
+    ("curriculum", "message"),
+    [
+        (5, r"data\.curriculum=5 must be a list of stages"),
+        ({"tokens": 64, "seq_len": 16}, r"data\.curriculum=\{'tokens.* must be a list of stages"),
+        ([{"tokens": 64, "seq_length": 16}], r"data\.curriculum\[0\]: 'seq_length' is no option"),
+        ([5], r"data\.curriculum\[0\]: 5 is no set of options"),
+    ],
+)
+def test_a_curriculum_that_is_none_is_refused(text_file, curriculum, message):
+    with pytest.raises(InputError, match=message):
+        TextDataModule(str(text_file), curriculum=curriculum)
+
+
+def test_loaders_that_are_not_set_up_say_so(text_file):
+    data = TextDataModule(str(text_file))
+    for split, stage in (("train", "fit"), ("val", "validate"), ("test", "test")):
+        with pytest.raises(InputError, match=rf'the {split} split is not set up: call setup\("{stage}"\)'):
+            getattr(data, f"{split}_dataloader")()
+
+
+def test_two_ranks_see_between_them_what_one_sees(text_file):
+    alone = first_batches(attached(text_file), 6)
+    ranks = [first_batches(attached(text_file, rank=rank, world_size=2), 3) for rank in range(2)]
+    together = [ranks[i % 2][i // 2] for i in range(6)]
+    assert all(map(torch.equal, alone, together))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_resumed_loader_starts_after_what_its_step_has_seen(text_file, num_workers):
+    alone = first_batches(attached(text_file), 14)
+    resumed = first_batches(attached(text_file, rank=1, world_size=2, step=3, accumulate=2, num_workers=num_workers), 1)
+    assert torch.equal(resumed[0], alone[13])  # 3 steps × 2 batches × 2 ranks, then the other rank's
+
+
+def test_ranks_share_out_validation_without_repeating_a_window(text_file):
+    ranks = [attached(text_file, rank=rank, world_size=2, stage="validate") for rank in range(2)]
+    windows = [tuple(row.tolist()) for data in ranks for batch in data.val_dataloader() for row in batch["targets"]]
+    whole = ranks[0].corpora["val"]
+    assert len(windows) == (len(whole) - 1) // 32
+    assert sorted(windows) == sorted(map(tuple, whole.tokens(1, 1 + 32 * len(windows)).view(-1, 32).tolist()))
+
+
+def test_without_a_validation_share_there_is_no_validation(text_file):
+    assert attached(text_file, fractions=[0.9, 0.0, 0.1]).val_dataloader() == []
+
+
+def test_a_split_that_is_too_short_stops_the_setup(text_file):
+    with pytest.raises(InputError, match=r"the val split holds .* too few for one sample of data\.context=32 \+ 1"):
+        attached(text_file, fractions=[0.9985, 0.001, 0.0005])
+
+
+@pytest.mark.parametrize(("option", "value"), [("context", 0), ("batch_size", -1), ("num_workers", -1)])
+def test_options_out_of_range_are_named(option, value):
+    with pytest.raises(InputError, match=rf"data\.{option}={value} must be"):
+        TextDataModule(**{option: value})
+
+
+def test_a_curriculum_gives_each_step_the_samples_of_its_stage(text_file):
+    data = attached(text_file, curriculum=UP_AND_DOWN, seed=5)
+    batches = first_batches(data, 11)
+    assert [tuple(batch.shape) for batch in batches] == [(4, 16)] * 4 + [(1, 128)] * 3 + [(4, 16)] * 4
+    short, long = (TrainingWindows(data.corpora["train"], seq_len, seed=5) for seq_len in (16, 128))
+    for batch, samples in ((batches[0], range(4)), (batches[3], range(12, 16)), (batches[7], range(16, 20))):
+        assert torch.equal(batch, torch.stack([short[i]["inputs"] for i in samples]))
+    assert torch.equal(batches[5], long[1]["inputs"][None])
+    assert torch.equal(data.first_batch(data.plan.stages[2])["inputs"], batches[7])
+    assert [data.tokens_at(step) for step in (0, 4, 7, 9, 10)] == [0, 256, 640, 768, 832]
+
+
+def test_a_curriculum_of_one_length_is_training_without_one(text_file):
+    plain = attached(text_file)
+    once = attached(text_file, context=8, curriculum=[CurriculumStage(1, 32, 2)])
+    twice = attached(text_file, curriculum=[CurriculumStage(320, 32), CurriculumStage(1, 32)])
+    for data in (once, twice):
+        assert all(map(torch.equal, first_batches(data, 12), first_batches(plain, 12)))
+    assert [plain.tokens_at(step) for step in (0, 1, 9)] == [0, 64, 576]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_curriculum_resumes_at_any_step_on_any_rank_with_any_number_of_workers(text_file, num_workers):
+    options = {"curriculum": UP_AND_DOWN, "accumulate": 2, "num_workers": num_workers}
+    alone = first_batches(
+        attached(text_file, **{**options, "accumulate": 4, "num_workers": 0}), 24
+    )  # 3 stages, 1 step each
+    for step in (1, 2):
+        for rank in range(2):
+            resumed = first_batches(attached(text_file, rank=rank, world_size=2, step=step, **options), 8)
+            assert all(map(torch.equal, resumed, alone[4 * step + rank :: 2]))
+
+
+def test_tokens_of_a_step_count_all_devices_and_batches(text_file):
+    data = attached(text_file, curriculum=UP_AND_DOWN, world_size=2, accumulate=2)
+    assert [data.tokens_at(step) for step in range(5)] == [0, 256, 768, 1024, 1280]
+    assert attached(text_file, world_size=2, accumulate=2).tokens_at(3) == 3 * 4 * 64
+
+
+def test_validation_keeps_its_context_under_a_curriculum(text_file):
+    data = attached(text_file, curriculum=UP_AND_DOWN, documents="apart")
+    assert {batch["inputs"].shape[1] for batch in data.val_dataloader()} == {32}
+    assert {batch["segment_ids"].shape[1] for batch in data.val_dataloader()} == {32}
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ([], r"data\.curriculum=\[\] has no stage: give at least one, or null"),
+        ([{"seq_len": 16}], r"has no 'tokens': give it"),
+        ([{"tokens": 1, "seq_len": 16}, {"tokens": 1, "seq": 16}], r"'seq' is no option of CurriculumStage"),
+        ([{"tokens": 0, "seq_len": 16}], r"data\.curriculum\[0\]\.tokens=0 must be a whole number, 1 or more"),
+        ([{"tokens": 1.5, "seq_len": 16}], r"data\.curriculum\[0\]\.tokens=1\.5 must be"),
+        ([{"tokens": None, "seq_len": 16}], r"data\.curriculum\[0\]\.tokens=None must be"),
+        ([CurriculumStage(1, 16), CurriculumStage(1, 0)], r"data\.curriculum\[1\]\.seq_len=0 must be"),
+        ([CurriculumStage(1, 16, 0)], r"data\.curriculum\[0\]\.batch_size=0 must be"),
+        (
+            [CurriculumStage(1, 24)],
+            r"data\.curriculum\[0\]\.seq_len=24 does not divide .* = 64, .* give the stage a batch",
+        ),
+        ([CurriculumStage(1, 128)], r"data\.curriculum\[0\]\.seq_len=128 does not divide"),
+        (
+            [CurriculumStage(1, 99999, 1)],
+            r"train split holds .* data\.curriculum\[0\]\.seq_len=99999 \+ 1: lower data\.curr",
+        ),
+    ],
+)
+def test_a_stage_that_is_none_is_named(text_file, stages, message):
+    with pytest.raises(InputError, match=message):
+        attached(text_file, curriculum=stages)
+
+
+@pytest.mark.parametrize(("max_steps", "fits"), [(-1, False), (8, False), (9, True), (50, True)])
+def test_a_run_must_be_as_long_as_its_curriculum(text_file, max_steps, fits):
+    if fits:
+        attached(text_file, curriculum=UP_AND_DOWN, max_steps=max_steps)
+        return
+    with pytest.raises(
+        InputError, match=rf"trainer\.max_steps={max_steps} ends before .* takes 9 optimizer steps: set it"
+    ):
+        attached(text_file, curriculum=UP_AND_DOWN, max_steps=max_steps)
+    attached(text_file, curriculum=UP_AND_DOWN, max_steps=max_steps, stage="validate")  # which trains nothing
+
+
+def test_the_order_names_all_that_decides_it_in_plain_values(text_file, tmp_path):
+    options = {"curriculum": UP_AND_DOWN[:2], "seed": 7, "documents": "apart"}
+    order = attached(text_file, **options).order()
+    fingerprint = order.pop("train_documents")
+    assert order == {
+        "fractions": [0.9, 0.05, 0.05],
+        "context": 32,
+        "batch_size": 2,
+        "seed": 7,
+        "documents": "apart",
+        "contiguous rows × devices": None,
+        "curriculum": [
+            {"tokens": 200, "seq_len": 16, "batch_size": 4},
+            {"tokens": 300, "seq_len": 128, "batch_size": 1},
+        ],
+        "train_tokens": len(attached(text_file).corpora["train"]),
+        "tokenizer": None,
+    }
+    assert attached(text_file, **{**options, "curriculum": order["curriculum"]}).order() == {
+        **order,
+        "train_documents": fingerprint,
+    }
+    assert attached(text_file).order()["curriculum"] is None
+    torch.save(order, tmp_path / "order.pt")
+    assert torch.load(tmp_path / "order.pt", weights_only=True) == order
+
+
+def test_the_orders_fingerprint_follows_names_and_sizes(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+
+    def fingerprint(**sizes: int) -> str:
+        for file in folder.iterdir():
+            os.remove(file)
+        for name, size in sizes.items():
+            (folder / name).write_text("x" * size)
+        return attached(folder, fractions=[1.0, 0.0, 0.0]).order()["train_documents"]
+
+    first = fingerprint(a=100, b=200)
+    assert first == fingerprint(b=200, a=100)
+    others = [fingerprint(a=101, b=199), fingerprint(a=100, c=200), fingerprint(a=301)]
+    assert all(one != other for one, other in pairwise([first, *others, first]))
+    assert len({first, *others}) == 4
+
+
+@pytest.mark.parametrize("option", ["--trainer.limit_train_batches=3", "--trainer.overfit_batches=2"])
+def test_a_trainer_that_would_repeat_samples_is_refused(tiny, option, capsys):
+    from linrope.cli.main import main
+
+    assert main(["fit", *tiny, option]) == 2
+    assert "would train on the same first samples again and again" in capsys.readouterr().err

@@ -1,0 +1,268 @@
+import math
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from torch.utils.data import DataLoader
+
+from linrope.data.synthetic.mqar import MQAR
+from linrope.data.tokenizers.base import tokenizer_from_serialized
+from linrope.data.tokenizers.bytes import SEPARATOR
+from linrope.errors import InputError
+from linrope.losses import IGNORE, token_losses
+from linrope.models.language_model import LanguageModel, LanguageModelConfig
+from linrope.training import LanguageModelingModule, MQARDataModule, OptimizerConfig, RecallBatches, RecallModule
+
+STAGES = ((16, 2, 3), (32, 4, 1))
+SMALL = {"stages": STAGES, "cases": ((16, 2), (32, 4)), "vocab_size": 64, "tokens_per_batch": 128, "test_rows": 11}
+MODEL = LanguageModelConfig(vocab_size=64, d_model=16, n_layers=1, n_heads=2)
+
+
+def attached(*, rank=0, world_size=1, step=0, accumulate=1, **options) -> MQARDataModule:
+    """A data module of rank `rank` of a trainer that has finished `step` steps."""
+    data = MQARDataModule(**{**SMALL, **options})
+    data.trainer = SimpleNamespace(
+        global_rank=rank,
+        world_size=world_size,
+        global_step=step,
+        accumulate_grad_batches=accumulate,
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
+    )
+    return data
+
+
+def first_batches(data: MQARDataModule, n: int) -> list[torch.Tensor]:
+    loader = iter(data.train_dataloader())
+    return [next(loader)["inputs"] for _ in range(n)]
+
+
+def small_trainer(**options) -> Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    return Trainer(accelerator="cpu", devices=1, max_epochs=-1, enable_checkpointing=False, **quiet, **options)
+
+
+# The data.
+
+
+def test_a_batch_holds_rows_of_one_stage_and_as_many_as_fit():
+    batches = RecallBatches(MQAR(64), STAGES, tokens_per_batch=100)
+    shapes = set()
+    for number in range(20):
+        targets = batches[number]["targets"]
+        assert batches[number]["inputs"].shape == targets.shape
+        n_asked = set((targets != IGNORE).sum(1).tolist())
+        shapes.add((*targets.shape, *n_asked))
+    assert shapes == {(6, 16, 2), (3, 32, 4)}
+
+
+def test_stages_have_their_shares_of_all_rows():
+    rows, n = Counter(), 2000
+    batches = RecallBatches(MQAR(64), STAGES, tokens_per_batch=96)
+    for number in range(n):
+        n_rows, length = batches[number]["inputs"].shape
+        rows[length] += n_rows
+    # 3 : 1 rows in batches of 6 and 3 are 3 : 2 batches, each count with a deviation of √(n · 0.6 · 0.4) = 22.
+    assert rows[16] / 6 == pytest.approx(0.6 * n, abs=4 * 22)
+    assert rows[32] / 3 == pytest.approx(0.4 * n, abs=4 * 22)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_resumed_loader_starts_after_what_its_step_has_seen(num_workers):
+    alone = first_batches(attached(), 9)
+    resumed = first_batches(attached(step=3, accumulate=2, num_workers=num_workers), 3)
+    assert all(map(torch.equal, resumed, alone[6:]))
+    assert not torch.equal(first_batches(attached(seed=1), 1)[0][:4], alone[0][:4])
+
+
+def test_without_a_trainer_the_batches_are_those_of_one_process():
+    data = MQARDataModule(**SMALL)
+    assert all(map(torch.equal, first_batches(data, 5), first_batches(attached(), 5)))
+    assert len(data.val_dataloader().dataset) == len(attached().val_dataloader().dataset)
+
+
+def test_ranks_train_on_different_rows_of_the_same_stages():
+    ranks = [first_batches(attached(rank=rank, world_size=2), 8) for rank in range(2)]
+    assert [batch.shape for batch in ranks[0]] == [batch.shape for batch in ranks[1]]
+    rows = [tuple(row.tolist()) for batches in ranks for batch in batches for row in batch]
+    assert len(set(rows)) == len(rows)
+
+
+def test_ranks_share_out_the_cases_without_repeating_a_row():
+    def rows(loader):
+        return [tuple(row.tolist()) for batch in loader for row in batch["inputs"]]
+
+    ranks = [attached(rank=rank, world_size=2) for rank in range(2)]
+    dealt = [rows(data.val_dataloader()) for data in ranks]
+    assert len(set(dealt[0]) | set(dealt[1])) == len(dealt[0]) + len(dealt[1]) == 2 * 11
+    alone = attached(seed=5)
+    assert sorted(dealt[0] + dealt[1]) == sorted(rows(alone.val_dataloader()))  # whatever the seed
+    assert not set(rows(alone.test_dataloader())) & set(rows(alone.val_dataloader()))
+
+
+def test_the_defaults_are_zoologys():
+    data = MQARDataModule()
+    assert [(length, n_pairs) for length, n_pairs, _ in data.stages] == [
+        (64, 4), (128, 8), (256, 16), (256, 32), (256, 64)
+    ]  # fmt: skip
+    assert (1024, 256) in data.cases
+    assert RecallBatches(data.task, data.stages, data.tokens_per_batch)[0]["inputs"].numel() == 16384
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stages": ()}, r"data\.stages is empty"),
+        ({"stages": ((64, 17, 1),)}, r"data\.stages: length=64 is too short for n_pairs=17"),
+        ({"stages": ((64, 4),)}, r"data\.stages: \(64,\) must be \(length, n_pairs\)"),
+        ({"stages": ((64, 4, 0),)}, r"data\.stages=.* its share of rows, must be above 0"),
+        ({"cases": ((63, 4),)}, r"data\.cases: length=63 must be even"),
+        ({"vocab_size": 100}, r"data\.stages: vocab_size=100 has too few keys .* n_pairs=64"),
+        ({"tokens_per_batch": 255}, r"data\.tokens_per_batch=255 has no room for a row of length=256 of data\.stages"),
+        ({"test_rows": 0}, r"data\.test_rows=0 must be 1 or more"),
+        ({"seed": -1}, r"data\.seed=-1 must be 0 or more"),
+        ({"num_workers": -1}, r"data\.num_workers=-1 must be 0 or more"),
+    ],
+)
+def test_options_out_of_range_are_named(options, message):
+    with pytest.raises(InputError, match=message):
+        MQARDataModule(**options)
+
+
+@pytest.mark.parametrize("limit", [{"limit_train_batches": 5}, {"overfit_batches": 3}])
+def test_a_trainer_that_would_repeat_the_first_batches_is_refused(limit):
+    with pytest.raises(InputError, match=r"would train on the same first samples again and again"):
+        small_trainer(max_steps=6, **limit).fit(RecallModule(MODEL), MQARDataModule(**SMALL))
+
+
+def test_rows_are_not_dealt_out_twice():
+    data = attached(world_size=2)
+    data.setup("validate")
+    data.trainer._accelerator_connector = SimpleNamespace(use_distributed_sampler=True)
+    with pytest.raises(InputError, match=r"trainer\.use_distributed_sampler=True .*: set it to False"):
+        data.setup("validate")
+
+
+def test_a_model_that_lacks_tokens_of_the_task_is_refused_before_the_first_batch():
+    data = MQARDataModule(**{**SMALL, "vocab_size": 65})
+    with pytest.raises(InputError, match=r"model\.vocab_size=64 is too small .* set it to 65 or more"):
+        small_trainer(max_steps=1).fit(RecallModule(MODEL), data)
+
+
+def test_tokens_of_no_text_have_no_tokenizer(tmp_path):
+    module = RecallModule(MODEL)
+    trainer = small_trainer(max_steps=1, limit_val_batches=0)
+    trainer.fit(module, MQARDataModule(**SMALL))
+    module.model.save_pretrained(tmp_path / "model")
+    assert tokenizer_from_serialized(LanguageModel.from_pretrained(tmp_path / "model").tokenizer) is None
+
+
+# Targets that are not there.
+
+
+def test_ignored_targets_cost_nothing_and_are_no_bytes():
+    torch.manual_seed(0)
+    module = LanguageModelingModule(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2))
+    inputs = torch.randint(257, (1, 6))
+    targets = torch.tensor([[1, IGNORE, SEPARATOR, 3, IGNORE, IGNORE]])
+    losses = token_losses(module(inputs), targets)
+    assert (losses[targets == IGNORE] == 0).all()
+    loss = module.training_step({"inputs": inputs, "targets": targets}, 0)
+    torch.testing.assert_close(loss, losses[targets != IGNORE].sum() / 6)  # the step puts it right: see below
+    nats, n_bytes, n_targets = module._train_sums.tolist()
+    assert (n_bytes, n_targets) == (2, 3)
+    assert nats == pytest.approx(losses.sum().item())
+    module.validation_step({"inputs": inputs, "targets": targets}, 0)
+    assert module.loss_by_position.totals[1:].tolist() == [2, 3]
+
+
+def test_a_batch_without_targets_has_loss_and_gradients_of_zero():
+    module = LanguageModelingModule(MODEL)
+    batch = {"inputs": torch.randint(64, (2, 8)), "targets": torch.full((2, 8), IGNORE)}
+    loss = module.training_step(batch, 0)
+    loss.backward()
+    assert loss.item() == 0
+    assert all((p.grad == 0).all() for p in module.parameters() if p.grad is not None)
+
+
+def test_a_step_averages_over_the_targets_of_all_its_micro_batches():
+    """One micro-batch with a single target and one with many: each target counts the same."""
+    torch.manual_seed(0)
+    inputs = torch.randint(64, (2, 1, 8))
+    targets = torch.full((2, 1, 8), IGNORE)
+    targets[0, 0, 3] = 5
+    targets[1] = torch.randint(64, (1, 8))
+    batches = [{"inputs": x, "targets": y} for x, y in zip(inputs, targets, strict=True)]
+    module = LanguageModelingModule(MODEL, OptimizerConfig(lr=0.0, clip_norm=0.0))
+    losses = [token_losses(module(batch["inputs"]), batch["targets"]).sum() for batch in batches]
+    expected = torch.autograd.grad(sum(losses) / 9, list(module.parameters()))
+    found = []
+    trainer = Trainer(
+        max_steps=1,
+        accumulate_grad_batches=2,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    clip = module.configure_gradient_clipping
+
+    def remember(*args, **options):
+        clip(*args, **options)
+        found.extend(p.grad.clone() for p in module.parameters())
+
+    module.configure_gradient_clipping = remember
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    for gradient, right in zip(found, expected, strict=True):
+        # float32 sums in another order: some roundings, 2^-24 each, of terms as large as the largest gradient
+        torch.testing.assert_close(gradient, right, rtol=1e-5, atol=16 * 2**-24 * right.abs().max().item())
+
+
+# The measure.
+
+
+class Recaller(torch.nn.Module):
+    """A model that says the value of every key it has seen, but for questions of rows longer than `reach`."""
+
+    tokenizer = None
+
+    def __init__(self, reach: int):
+        super().__init__()
+        self.reach = reach
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = torch.zeros(*tokens.shape, 64)
+        if tokens.shape[1] <= self.reach:
+            for row, scores in zip(tokens, logits):
+                for t, token in enumerate(row):
+                    seen = (row[:t] == token).nonzero()
+                    if len(seen):
+                        scores[t, row[seen[0] + 1]] = 50.0
+        return logits
+
+
+def test_accuracy_is_the_share_of_questions_answered_by_case_and_their_mean():
+    module = RecallModule(MODEL)
+    module.model = Recaller(reach=16)
+    (metrics,) = small_trainer().test(module, MQARDataModule(**SMALL), verbose=False)
+    # The long case's logits are all equal, and argmax takes token 0, which is no value. Its rows have twice the pairs.
+    expected = {"test_accuracy": 0.5, "test_accuracy/16x2": 1.0, "test_accuracy/32x4": 0.0}
+    assert metrics == {**expected, "test_loss": pytest.approx(math.log(64) * 2 / 3, rel=1e-5)}
+
+
+def test_recall_is_learned():
+    seed_everything(0, verbose=False)
+    data = MQARDataModule(stages=[(32, 4, 1)], cases=[(32, 4)], vocab_size=64, tokens_per_batch=2048, test_rows=200)
+    model = LanguageModelConfig(vocab_size=64, d_model=64, n_layers=2, n_heads=2, attention="softmax", short_conv=4)
+    module = RecallModule(model, OptimizerConfig(lr=1e-2, warmup_steps=20))
+    trainer = small_trainer(max_steps=200)
+    (before,) = trainer.validate(module, data, verbose=False)
+    assert before["val_accuracy"] < 0.1  # the chance of a value is 1/32, of a token 1/64
+    assert before["val_loss"] == pytest.approx(math.log(64), rel=0.05)
+    trainer.fit(module, data)
+    assert trainer.callback_metrics.keys() == {"train_loss", "grad_norm", "lr"}
+    (after,) = trainer.validate(module, data, verbose=False)
+    assert after.keys() == {"val_loss", "val_accuracy", "val_accuracy/32x4"}
+    assert after["val_accuracy"] > 0.9

@@ -1,0 +1,99 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from linrope.data.tokenizers.bytes import SEPARATOR
+from linrope.errors import InputError
+from linrope.losses import bits_per_byte, token_losses
+from linrope.models.language_model import LanguageModelConfig
+from linrope.training import LanguageModelingModule, OptimizerConfig, learning_rate_factor
+from linrope.training.optimizer import parameter_groups
+
+SCHEDULE = {"warmup_steps": 10, "max_steps": 110, "final_fraction": 0.1}
+
+
+def test_the_learning_rate_warms_up_then_follows_a_cosine():
+    factors = [learning_rate_factor(step, **SCHEDULE) for step in range(111)]
+    assert factors[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert factors[10] == 1
+    assert factors[60] == pytest.approx(0.55)  # halfway between 1 and 0.1
+    assert factors[110] == pytest.approx(0.1)
+    assert learning_rate_factor(1000, **SCHEDULE) == pytest.approx(0.1)
+    assert learning_rate_factor(0, warmup_steps=0, max_steps=1, final_fraction=0.1) == 1
+
+
+# 64 tokens in each of 4 steps, 128 in each of 3, and 64 again: 768 after 9.
+TOKENS = [0, 64, 128, 192, 256, 384, 512, 640, 704, 768, 832]
+
+
+def test_the_learning_rate_follows_tokens():
+    schedule = {"max_steps": 9, "final_fraction": 0.1, "tokens_at": TOKENS.__getitem__}
+    factors = [learning_rate_factor(step, warmup_steps=2, **schedule) for step in range(11)]
+    # After the warm-up's 128 tokens 640 are left: step 4 has seen 0.2 of them, step 5 0.4, step 7 0.8.
+    assert factors[:3] == [0.5, 1.0, 1.0]
+    assert factors[4] == pytest.approx(0.1 + 0.45 * (1 + 0.8090169944))  # cos 36°
+    assert factors[5] == pytest.approx(0.1 + 0.45 * (1 + 0.3090169944))  # cos 72°
+    assert factors[7] == pytest.approx(0.1 + 0.45 * (1 - 0.8090169944))
+    assert factors[9] == factors[10] == pytest.approx(0.1)
+    warming = [learning_rate_factor(step, warmup_steps=6, **schedule) for step in range(6)]
+    assert warming == [64 / 512, 128 / 512, 192 / 512, 256 / 512, 384 / 512, 1.0]
+
+
+@pytest.mark.parametrize(("warmup_steps", "max_steps"), [(0, 7), (10, 110), (7, 1001), (20, 10)])
+def test_with_equal_steps_counting_tokens_changes_no_bit(warmup_steps, max_steps):
+    schedule = {"warmup_steps": warmup_steps, "max_steps": max_steps, "final_fraction": 0.1}
+    for step in range(max_steps + 20):
+        if step < warmup_steps:
+            expected = (step + 1) / warmup_steps
+        else:
+            progress = min(1.0, (step - warmup_steps) / max(1, max_steps - warmup_steps))
+            expected = 0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2
+        assert learning_rate_factor(step, **schedule) == expected
+        assert learning_rate_factor(step, **schedule, tokens_at=lambda step: step * 24576) == expected
+
+
+def test_only_matrices_decay():
+    module = LanguageModelingModule(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2, forget_gate=True))
+    decaying, plain = parameter_groups(module.model, 0.1)
+    assert (decaying["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
+    assert {p.ndim for p in plain["params"]} == {1}
+    assert 1 not in {p.ndim for p in decaying["params"]}
+    assert len(decaying["params"]) + len(plain["params"]) == len(list(module.parameters()))
+
+
+def test_losses_are_float32_cross_entropies():
+    torch.manual_seed(0)
+    logits, targets = torch.randn(2, 3, 257), torch.randint(257, (2, 3))
+    expected = F.cross_entropy(logits.double().transpose(1, 2), targets, reduction="none")
+    torch.testing.assert_close(token_losses(logits, targets).double(), expected)
+    assert token_losses(logits.bfloat16(), targets).dtype == torch.float32
+
+
+def test_separators_cost_bits_but_are_no_bytes():
+    assert bits_per_byte(8 * math.log(2), 4) == pytest.approx(2)
+    assert math.isnan(bits_per_byte(1.0, 0))
+    module = LanguageModelingModule(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2))
+    targets = torch.tensor([[1, 2, SEPARATOR, 3]])
+    module.on_validation_epoch_start()
+    for _ in range(2):
+        module.validation_step({"inputs": torch.tensor([[0, 1, 2, SEPARATOR]]), "targets": targets}, 0)
+    nats, n_bytes, n_targets = module.loss_by_position.totals.tolist()
+    assert (n_bytes, n_targets) == (6, 8)
+    assert nats == pytest.approx(8 * math.log(257), rel=0.05)  # an untrained model knows nothing
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, r"optimizer\.lr=-1\.0 must be 0 or more"),
+        ({"lr": math.nan}, r"optimizer\.lr=nan"),
+        ({"warmup_steps": -1}, r"optimizer\.warmup_steps=-1"),
+        ({"final_lr_fraction": 2.0}, r"optimizer\.final_lr_fraction=2\.0 must lie between 0 and 1"),
+        ({"betas": (0.9, 1.0)}, r"optimizer\.betas=\(0\.9, 1\.0\)"),
+    ],
+)
+def test_optimizer_options_out_of_range_are_named(options, message):
+    with pytest.raises(InputError, match=message):
+        OptimizerConfig(**options)
