@@ -9,7 +9,6 @@ import math
 import re
 import subprocess
 import sys
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -125,14 +124,6 @@ def test_prepare_shows_how_far_it_is_and_stops_on_ctrl_c(texts, tmp_path, capsys
     assert "stopped: the same line goes on from here." in out
     assert main(args) == 0
     assert open_text(tmp_path / "out", [1.0, 0.0, 0.0]).corpora["train"].n_documents == 60
-
-
-def test_the_readmes_lines_have_options_that_there_are():
-    lines = re.findall(r"^linrope prepare (.*)$", (ROOT / "README.md").read_text(), re.M)
-    assert len(lines) == 3
-    assert {option for line in lines for option in re.findall(r"--(\w+)", line)} <= {
-        f.name for f in fields(PrepareConfig)
-    }
 
 
 def test_optional_packages_are_imported_where_they_are_used():

@@ -1,0 +1,230 @@
+"""README, docs and CONTRIBUTING: their Python runs, their commands parse, and what they name exists."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jsonargparse
+import pytest
+import torch
+
+from linrope.cli.main import main
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+INSTALL = "python3 -m venv .venv && .venv/bin/pip install -q -e {} -c constraints.txt && .venv/bin/"
+PREPARATIONS = (r"pip install -e '?\.(\[\w+(,\w+)*\])?'?$", r"\. \.venv/bin/activate$")
+
+
+class Block(NamedTuple):
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+def blocks(language: str) -> list[Block]:
+    """The code blocks of one language, on all pages."""
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        for match in re.finditer(r"^```(\w*)\n(.*?)^```$", text, flags=re.M | re.S):
+            found.append(Block(page, text[: match.start()].count("\n") + 1, match[1], match[2]))
+    return [block for block in found if block.language == language]
+
+
+def prose(page: Path) -> str:
+    """A page without its code blocks."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+
+
+def inline_code(page: Path) -> list[str]:
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose(page))]
+
+
+# --- code -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=str)
+def test_python_runs(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        exec(compile(block.text, str(block), "exec"), {"__name__": "example"})
+
+
+class Parsed(Exception):
+    """A command's options were parsed without an error; the command itself does not run."""
+
+    def __init__(self, options: object):
+        self.options = options
+
+
+@pytest.fixture(scope="module")
+def _parse_only():
+    with pytest.MonkeyPatch.context() as patch:
+        for parser in (argparse.ArgumentParser, jsonargparse.ArgumentParser):
+            patch.setattr(parser, "parse_args", _stop_after(parser.parse_args))
+        patch.chdir(ROOT)
+        yield
+
+
+def _stop_after(parse):
+    def parse_args(self, *args, **kwargs):
+        raise Parsed(parse(self, *args, **kwargs))
+
+    return parse_args
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The command lines of a shell block as words, its variables replaced."""
+    variables: dict[str, str] = {}
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if len(words) == 1 and (given := re.fullmatch(r"(\w+)=(.*)", words[0])):
+            variables[given[1]] = given[2]
+        elif words:
+            yield [variables[word[1:]] if word.startswith("$") else word for word in words]
+
+
+def run(words: list[str]) -> None:
+    """What the shell does with a `linrope` or `python -m benchmarks.NAME` command, in this process."""
+    if words[0] == "linrope":
+        main(words[1:])
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", words[2:])
+            runpy.run_module(words[2], run_name="__main__")
+
+
+def parse(words: list[str]) -> object:
+    """The options of a command; a test fails where they do not parse."""
+    with pytest.raises(Parsed) as parsed:
+        run(words)
+    return parsed.value.options
+
+
+def is_ours(words: list[str]) -> bool:
+    return words[:1] == ["linrope"] or (words[:2] == ["python", "-m"] and words[2].startswith("benchmarks."))
+
+
+@pytest.mark.usefixtures("_parse_only")
+@pytest.mark.parametrize("block", blocks("sh"), ids=str)
+def test_commands_parse(block):
+    for words in commands(block.text):
+        line = shlex.join(words)
+        if is_ours(words):
+            parse(words)
+        elif line not in INSTALL_COMMANDS:
+            assert any(re.match(shape, line) for shape in PREPARATIONS), f"{block}: {line}"
+
+
+@pytest.mark.usefixtures("_parse_only")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_in_the_prose_parse(page):
+    """Those with options; a command without them is only its name."""
+    for code in inline_code(page):
+        words = shlex.split(code) if "--" in code else []
+        if is_ours(words) and "--help" not in words:
+            parse(words)
+
+
+@pytest.mark.usefixtures("_parse_only")
+@pytest.mark.parametrize("block", blocks("yaml"), ids=str)
+def test_yaml_is_configuration(block, tmp_path):
+    (tmp_path / "part.yaml").write_text(block.text)
+    parse(["linrope", "fit", "--config", "configs/quickstart.yaml", "--config", str(tmp_path / "part.yaml")])
+
+
+@pytest.mark.usefixtures("_parse_only")
+def test_a_wrong_option_is_found():
+    with pytest.raises(pytest.fail.Exception):
+        parse(["linrope", "fit", "--config", "configs/quickstart.yaml", "--model.n_layer", "3"])
+    with pytest.raises(SystemExit):
+        parse(["python", "-m", "benchmarks.copying", "--modell", "x"])
+
+
+# --- the two commands -------------------------------------------------------------------------------------------------
+
+TRAIN = INSTALL.format(".") + "linrope fit --config configs/quickstart.yaml"
+TEST = INSTALL.format('".[test]"') + "python -m pytest"
+INSTALL_COMMANDS = [shlex.join(shlex.split(command)) for command in (TRAIN, TEST)]
+
+
+def test_the_readme_has_the_two_commands():
+    lines = README.read_text().splitlines()
+    assert lines.count(TRAIN) == lines.count(TEST) == 1
+    assert [line for line in lines if re.match(r"^python3 -m venv .* pytest$", line)] == [TEST]  # what .ci/run runs
+
+
+def test_the_readme_fits_on_a_page():
+    assert len(README.read_text().splitlines()) <= 150
+
+
+# --- what the pages name ----------------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """GitHub's names of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_links_resolve(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if not target.startswith("https://"):
+            path, _, anchor = target.partition("#")
+            file = (page.parent / path).resolve() if path else page
+            assert file.exists(), target
+            assert not anchor or anchor in anchors(file), target
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_files_exist(page):
+    """Those under configs/, benchmarks/ and docs/, constraints.txt, and the modules of benchmarks."""
+    named = set(re.findall(r"(?:configs|benchmarks|docs)/[\w./-]*\w|constraints\.txt", page.read_text()))
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    for name in set(re.findall(r"python -m\s+(benchmarks\.\w+)", page.read_text())) - {"benchmarks.NAME"}:
+        assert importlib.util.find_spec(name), name
+
+
+def test_every_page_is_linked_from_the_readme():
+    linked = set(re.findall(r"\]\((docs/[\w-]+\.md)\)", README.read_text()))
+    assert linked == {f"docs/{page.name}" for page in PAGES[1:]}
+
+
+@pytest.mark.usefixtures("_parse_only")
+def test_options_and_names_exist():
+    """`data.path`, `rope.base`, `linrope.interop`, ...: what stands alone in inline code, or with a value."""
+    values = parse(["linrope", "fit", "--config", "configs/quickstart.yaml"]).as_dict()
+    values["rope"] = values["model"]["rope"]
+    for page in PAGES:
+        for code in inline_code(page):
+            name = re.match(r"(\w+(?:\.\w+)+)(: .*)?$", code)
+            if name and (section := name[1].split(".")[0]) in values:
+                options = values[section]
+                assert name[1].split(".", 1)[1] in options.get("init_args", options), f"{page.name}: {code}"
+            elif name and section == "linrope":
+                attribute = name[1].rsplit(".", 1)
+                module = importlib.util.find_spec(name[1]) if "." in name[1] else None
+                assert module or hasattr(importlib.import_module(attribute[0]), attribute[1]), f"{page.name}: {code}"
+
+
+def test_importing_linrope_needs_neither_lightning_nor_rich():
+    code = "import sys, linrope; print([m for m in ('lightning', 'jsonargparse', 'rich') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
