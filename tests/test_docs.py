@@ -66,7 +66,7 @@ def test_python_runs(block, tmp_path, monkeypatch):
         exec(compile(block.text, str(block), "exec"), {"__name__": "example"})
 
 
-class Parsed(Exception):
+class Parsed(BaseException):  # not an Exception: commands catch some of those
     """A command's options were parsed without an error; the command itself does not run."""
 
     def __init__(self, options: object):
@@ -172,6 +172,10 @@ def test_the_readme_has_the_two_commands():
 
 def test_the_readme_fits_on_a_page():
     assert len(README.read_text().splitlines()) <= 150
+
+
+def test_no_page_has_a_gap():
+    assert [page.name for page in PAGES if re.search(r"[A-Z]+-FIGURES|TODO", page.read_text())] == []
 
 
 # --- what the pages name ----------------------------------------------------------------------------------------------
