@@ -220,11 +220,11 @@ def test_a_configuration_survives_json_and_makes_its_embedding():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"bass": 10.0}, "'bass' is no option of RotaryConfig. Did you mean 'base'"),
-        ({"scaling": {"rul": "ntk", "factor": 2}}, "'rul' is no option of RotaryScaling. Did you mean 'rule'"),
-        ({"scaling": {"rule": "ntk"}}, "has no 'factor'"),
-        ({"scaling": 2.0}, "2.0 is no set of options of RotaryScaling"),
-        ([], r"\[\] is no set of options of RotaryConfig"),
+        ({"bass": 10.0}, "'bass' is not an option of RotaryConfig. Did you mean 'base'"),
+        ({"scaling": {"rul": "ntk", "factor": 2}}, "'rul' is not an option of RotaryScaling. Did you mean 'rule'"),
+        ({"scaling": {"rule": "ntk"}}, "needs 'factor'"),
+        ({"scaling": 2.0}, "2.0 cannot be the options of RotaryScaling"),
+        ([], r"\[\] cannot be the options of RotaryConfig"),
     ],
 )
 def test_bad_configurations_are_named(values, message):
