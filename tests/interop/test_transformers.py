@@ -322,7 +322,7 @@ def test_damaged_or_missing_weights_are_refused(trained, tmp_path):
         LanguageModel.from_pretrained(tmp_path / "model")
     config["linrope"]["d_modle"] = 3
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match=r"'d_modle' is no option.*Did you mean 'd_model'"):
+    with pytest.raises(InputError, match=r"'d_modle' is not an option.*Did you mean 'd_model'"):
         LanguageModel.from_pretrained(tmp_path / "model")
 
 

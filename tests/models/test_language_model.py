@@ -310,7 +310,7 @@ def test_bad_calls_are_named(tokens):
             "rope.placement='signd' is unknown: .*mean",
         ),
         (lambda: LanguageModelConfig(rope=RotaryConfig(scaling={"rule": "ntk"})), "rope.scaling=.* the wrong type"),
-        (lambda: LanguageModelConfig.from_dict({"rope": {"base": "1e5"}}), "rope.base='1e5' is .* write 1_000_000"),
+        (lambda: LanguageModelConfig.from_dict({"rope": {"base": "1e5"}}), "rope.base='1e5' has .* write 1_000_000"),
         (lambda: LanguageModelConfig.from_dict({"rope_layers": 3}), "rope_layers=3 has the wrong type: .* a list,"),
         (lambda: LanguageModelConfig.from_dict({"n_layers": 2.5}), "n_layers=2.5 .*: it must be a whole number"),
         (lambda: LanguageModelConfig.from_dict({"n_heads": True}), "n_heads=True .*: it must be a whole number"),

@@ -95,7 +95,7 @@ def test_steps_follow_from_tokens_or_from_minutes(tmp_path):
         ({"variants": {"linear": {}, "a/b": {}}}, "'a/b' names files too"),
         (
             {"variants": {"linear": {}, "x": {"model.feature_mpa": "exp"}}},
-            "variant 'x': 'feature_mpa' is not an option",
+            "variant 'x': 'feature_mpa' is not an opt",
         ),
         ({"variants": {"linear": {}, "x": {"modle.rope": 1}}}, "variant 'x': 'modle.rope' must begin with one of"),
         ({"variants": {"linear": {}, "x": {"model.rope.rotary_dim": 7}}}, "variant 'x': rotary_dim=7"),
