@@ -15,35 +15,10 @@ from linrope.errors import InputError, require_choice
 from linrope.layers.selective_rope import SelectiveRope
 from linrope.layers.short_convolution import ShortConvolution
 from linrope.layers.state import AttentionState
-from linrope.ops.documents import check_segment_ids
+from linrope.ops.documents import check_segment_ids, document_positions
 from linrope.rotary import RotaryEmbedding
 
 CONV_SILU = ("qkv", "v")
-
-
-def document_positions(
-    x: Tensor, state: AttentionState | None, segment_ids: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """Where the tokens of x (B, T, ...) stand in their own documents, for what depends on more than distances.
-
-    Returns:
-        (B, T) int64 positions, or None where row and document are one; and the `document_start` after x.
-
-    Raises:
-        InputError: a state of another batch.
-    """
-    start = None if state is None else state.document_start
-    if start is not None and start.shape != x.shape[:1]:
-        raise InputError(f"state.document_start is {tuple(start.shape)}, this call needs ({x.shape[0]},).")
-    if x.shape[1] == 0 or (start is None and segment_ids is None):
-        return None, start
-    offset = 0 if state is None else state.past.length
-    position = torch.arange(offset, offset + x.shape[1], device=x.device)
-    starts = torch.zeros_like(position[:1, None]) if start is None else start[:, None]
-    if segment_ids is not None:
-        is_first = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))
-        starts = torch.where(is_first, position, starts).cummax(dim=1).values
-    return position - starts, starts[:, -1].clone()
 
 
 class _Attention(nn.Module):
@@ -119,7 +94,8 @@ class _Attention(nn.Module):
         angle = None if state is None else state.angle
         if self.selective is not None:  # documents go on with the angle of the last: only differences count
             q, k, angle = self.selective.turn(x, q, k, self.rope, angle)
-        positions, document_start = document_positions(x, state, segment_ids)
+        offset, document_start = (0, None) if state is None else (state.past.length, state.document_start)
+        positions, document_start = document_positions(x.shape[1], segment_ids, offset, document_start)
         o, past = self.attend(x, q, k, v, None if state is None else state.past, segment_ids, positions)
         if self.norm is not None:
             o = self.norm(o.to(self.norm.weight.dtype))  # in float32 under autocast, as autocast has its norms
@@ -146,6 +122,9 @@ class _Attention(nn.Module):
         if not isinstance(state, AttentionState) or not isinstance(state.past, self.past_type):
             kind = type(getattr(state, "past", state)).__name__
             raise InputError(f"state holds a {kind}: pass the AttentionState that {type(self).__name__} returned.")
+        start = state.document_start
+        if start is not None and start.shape != x.shape[:1]:
+            raise InputError(f"state.document_start is {tuple(start.shape)}, this call needs ({x.shape[0]},).")
         if (state.conv_tail is None) != (self.conv is None):
             raise InputError("state.conv_tail does not fit short_conv: pass the state that this layer returned.")
         if self.conv is not None:
