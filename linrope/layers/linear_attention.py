@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,8 @@ from linrope.layers.attention import Attention, checked_head_dim
 from linrope.layers.forget_gate import ForgetGate
 from linrope.layers.selective_rope import SelectiveRope
 from linrope.ops.linear_attention import linear_attention
-from linrope.ops.state import State
+from linrope.ops.state import State, merge
+from linrope.ops.summarize import summarize
 from linrope.rotary import RotaryConfig, RotaryEmbedding, check_config, half_of
 
 
@@ -138,10 +140,18 @@ class LinearAttention(Attention):
         # selective q and k keep float32: gradients of angles are differences, which rounding would spoil
         with nullcontext() if self.selective is None else torch.autocast(q.device.type, enabled=False):
             v = v.to(q.dtype)
+            if not outputs:
+                return None, self._advanced(k, v, options)
             o, final = linear_attention(q, k, v, **options, return_state=True)
         if self.watch is not None:
             self.watch(q, k, v, options, o, final)
         return o.to(dtype), final
+
+    def _advanced(self, k: Tensor, v: Tensor, options: dict[str, Any]) -> State:
+        """The state after the keys and values of a call with these options."""
+        names = ("rope", "log_decay", "segment_ids", "feature_map", "normalize")
+        new = summarize(k, v, **{name: options[name] for name in names})
+        return new if options["state"] is None else merge(options["state"], new, options["rope"])
 
     def past_bytes(self, context, dtype):
         sums = 2 if self.options["normalize"] == "rotary" else 1

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from linrope.errors import InputError
-from linrope.ops.documents import check_segment_ids
+from linrope.ops.documents import check_segment_ids, document_positions
 from linrope.ops.softmax import KeyValueCache
 from linrope.ops.state import State
 
@@ -56,15 +55,7 @@ def token_positions(
     start = None if state is None else state.document_start
     if start is not None and start.shape != x.shape[:1]:
         raise InputError(f"state.document_start is {tuple(start.shape)}, this call needs ({x.shape[0]},).")
-    if x.shape[1] == 0 or (start is None and segment_ids is None):
-        return None, start
-    offset = 0 if state is None else state.past.length
-    position = torch.arange(offset, offset + x.shape[1], device=x.device)
-    starts = torch.zeros_like(position[:1, None]) if start is None else start[:, None]
-    if segment_ids is not None:
-        is_first = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))
-        starts = torch.where(is_first, position, starts).cummax(dim=1).values
-    return position - starts, starts[:, -1].clone()
+    return document_positions(x.shape[1], segment_ids, 0 if state is None else state.past.length, start)
 
 
 def map_state(change: Callable[[str, Tensor], Tensor], state: Any) -> Any:
