@@ -294,6 +294,29 @@ def test_packed_documents_are_read_apart(kind, options):
         torch.testing.assert_close(torch.cat((first, rest), dim=1), packed, **CLOSE)
 
 
+def numbers(state):
+    """A layer's state by name, without what it does not have."""
+    values = {**vars(state), **vars(state.past)}
+    return {name: value for name, value in values.items() if isinstance(value, (int, torch.Tensor))}
+
+
+@pytest.mark.parametrize(("kind", "options"), EVERY)
+def test_the_state_without_outputs_is_that_of_a_call(kind, options):
+    """From nothing and from a state, of one document and of packed ones, one of which the state holds the beginning."""
+    layer, x = layer_and_input(kind, options)
+    ids = (torch.arange(90) >= 60).long().expand(2, -1)
+    for documents in (None, ids):
+        first, rest = (None, None) if documents is None else documents.split([40, 50], dim=1)
+        _, before = layer(x[:, :40], segment_ids=first, return_state=True)
+        _, after = layer(x[:, 40:], before, rest, return_state=True)
+        for found, expected in (
+            (layer.advance(x[:, :40], segment_ids=first), before),
+            (layer.advance(x[:, 40:], before, rest), after),
+        ):
+            ours, right = numbers(found), numbers(expected)
+            torch.testing.assert_close(ours, right, **CLOSE)
+
+
 @pytest.mark.parametrize(("kind", "options"), EVERY)
 def test_later_inputs_change_nothing_earlier(kind, options):
     layer, x = layer_and_input(kind, options)
@@ -421,7 +444,12 @@ def test_the_size_of_the_state_is_what_is_held(kind, options, dtype):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"short_conv": 4, "forget_gate": True, "output_gate": True}, {"rope": SELECTIVE}], ids=str
+    "options",
+    [
+        pytest.param({"short_conv": 4, "forget_gate": True, "output_gate": True}, id="all"),
+        pytest.param({}, id="plain", marks=pytest.mark.exhaustive),
+        pytest.param({"rope": SELECTIVE}, id="selective", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_compiled_layer_computes_the_same(options):
     """Traced by torch.compile, with no code generated: outputs, gradients, and from a state."""

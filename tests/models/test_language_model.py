@@ -74,6 +74,18 @@ def test_packed_documents_are_read_apart(model, tokens):
     torch.testing.assert_close(model(tokens, segment_ids=ids), apart, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_last_logits_alone_are_those_of_all(model, tokens, packed):
+    """And the state goes on alike, whether the logits to keep begin in a document, at its start, or before it."""
+    ids = (torch.arange(70) >= 60).long().expand(2, -1) if packed else None
+    whole, state = model(tokens, segment_ids=ids, return_state=True)
+    after = model(tokens[:, :5], state)
+    for kept in (1, 10, 15, 99):
+        logits, state = model(tokens, segment_ids=ids, return_state=True, logits_to_keep=kept)
+        torch.testing.assert_close(logits, whole[:, -kept:], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(model(tokens[:, :5], state), after, rtol=1e-10, atol=1e-12)
+
+
 def test_a_new_model_knows_nothing(model, tokens):
     loss = F.cross_entropy(model(tokens).flatten(0, 1), torch.randint(0, 40, (140,)))
     assert abs(loss.item() - math.log(40)) < 0.1
