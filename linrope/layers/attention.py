@@ -36,12 +36,12 @@ class Attention(nn.Module):
         *,
         head_dim: int,
         rope: RotaryEmbedding | None,
-        causal: bool,
-        short_conv: int,
-        conv_silu: str,
-        output_norm: bool,
-        output_gate: bool,
-        bias: bool,
+        causal: bool = True,
+        short_conv: int = 0,
+        conv_silu: str = "qkv",
+        output_norm: bool = False,
+        output_gate: bool = False,
+        bias: bool = False,
     ):
         super().__init__()
         if short_conv and not causal:
@@ -115,29 +115,11 @@ class Attention(nn.Module):
         o, past = self.attend(x, q, k, v, before.past, segment_ids, positions, outputs)
         return o, AttentionState(past, tail, document_start, angle)
 
-    def attend(
-        self,
-        x: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        past: object | None,
-        segment_ids: Tensor | None,
-        positions: Tensor | None,
-        outputs: bool,
-    ) -> tuple[Tensor | None, object]:
-        """The attention itself.
+    def attend(self, x, q, k, v, past, segment_ids, positions, outputs):
+        """Outputs (B, H, T, D), None without `outputs`, and the past after these tokens.
 
-        Args:
-            x: (B, T, d_model), the layer's input.
-            q, k, v: (B, H, T, D).
-            past: of `past_type`; None at the start.
-            segment_ids: (B, T), or None.
-            positions: (B, T) positions within documents; None if they are those of the row.
-            outputs: whether outputs are wanted.
-
-        Returns:
-            (B, H, T, D) outputs, None without `outputs`, and the past after these tokens.
+        From the layer's input x (B, T, d_model), q, k and v (B, H, T, D), the past (None at the start), segment_ids
+        (B, T), and positions within documents (B, T) (None if they are those of the row).
         """
         raise NotImplementedError
 

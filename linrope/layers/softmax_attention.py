@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from linrope.errors import InputError
 from linrope.layers.attention import Attention, checked_head_dim
@@ -13,9 +14,10 @@ from linrope.rotary import RotaryConfig, RotaryEmbedding, check_config
 class SoftmaxAttention(Attention):
     """RoPE on q and k, then `scaled_dot_product_attention`; a key-value cache for decoding.
 
-    The arguments are those of `LinearAttention`, except those that only linear attention has, and:
-
     Args:
+        d_model, n_heads, head_dim, causal: as in `LinearAttention`.
+        rope: as in `LinearAttention`; its placement is ignored.
+        options: `short_conv`, `conv_silu`, `output_norm`, `output_gate` and `bias`, as in `LinearAttention`.
         window: see the last `window` tokens only, the present one included. Time and memory are then linear in the
             length, and the cache holds `window - 1` tokens. None sees all.
 
@@ -34,11 +36,7 @@ class SoftmaxAttention(Attention):
         rope: RotaryConfig | None = RotaryConfig(),
         window: int | None = None,
         causal: bool = True,
-        short_conv: int = 0,
-        conv_silu: str = "qkv",
-        output_norm: bool = False,
-        output_gate: bool = False,
-        bias: bool = False,
+        **options: Any,
     ):
         if window is not None and window < 1:
             raise InputError(f"window={window} must be at least 1, the token itself; None sees all.")
@@ -48,18 +46,7 @@ class SoftmaxAttention(Attention):
         head_dim = checked_head_dim(d_model, n_heads, head_dim)
         if rope is not None:
             rope = RotaryEmbedding.from_config(head_dim, replace(rope, placement="numerator"))
-        super().__init__(
-            d_model,
-            n_heads,
-            head_dim=head_dim,
-            rope=rope,
-            causal=causal,
-            short_conv=short_conv,
-            conv_silu=conv_silu,
-            output_norm=output_norm,
-            output_gate=output_gate,
-            bias=bias,
-        )
+        super().__init__(d_model, n_heads, head_dim=head_dim, rope=rope, causal=causal, **options)
         self.window = window
 
     def attend(self, x, q, k, v, past, segment_ids, positions, outputs):

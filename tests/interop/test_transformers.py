@@ -307,7 +307,7 @@ def test_damaged_or_missing_weights_are_refused(trained, tmp_path):
     content = file.read_bytes()
     for damaged in (content[:100], content[:-100], b"", b"\xff" * len(content)):
         file.write_bytes(damaged)
-        with pytest.raises(InputError, match="is damaged or no safetensors file"):
+        with pytest.raises(InputError, match="is damaged or not a safetensors file"):
             LanguageModel.from_pretrained(tmp_path / "model")
     file.unlink()
     with pytest.raises(InputError, match=r"has no weights, model\.pt or model\.safetensors"):

@@ -116,7 +116,7 @@ def test_positions_before_the_map_stand_in_both_sums():
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("base", [10000.0, [9.0, None, 100.0]], ids=str)
 def test_a_selective_rotation_by_its_definition(interleaved, base):
-    """Tokens i and j meet, in each pair of the dimensions that turn, at the angle that those from j + 1 to i add up to:
+    """Tokens i and j meet, in each pair of the dimensions that rotate, at the angle that those from j + 1 to i add up to:
     θ (1 + tanh(W x)) each."""
     config = replace(SELECTIVE, base=base, interleaved=interleaved)
     layer, x = layer_and_input("linear", {"rope": config})
@@ -128,13 +128,13 @@ def test_a_selective_rotation_by_its_definition(interleaved, base):
         angle = angle + pace * RotaryEmbedding(4, base).frequencies()
         angles.append(angle)
     between = torch.stack(angles, 2)[:, :, :, None] - torch.stack(angles, 2)[:, :, None]  # (B, H, i, j, pair)
-    assert between.diff(dim=2).std() > 0.05  # tokens do not turn alike
+    assert between.diff(dim=2).std() > 0.05  # tokens do not rotate alike
     first, second = ([0, 2], [1, 3]) if interleaved else ([0, 1], [2, 3])
     (q1, q2), (k1, k2) = ((y[..., first], y[..., second]) for y in (q, k))
     q1, q2, k1, k2 = q1[..., None, :], q2[..., None, :], k1[:, :, None], k2[:, :, None]
-    turned = ((q1 * k1 + q2 * k2) * between.cos() + (q1 * k2 - q2 * k1) * between.sin()).sum(-1)
+    rotated = ((q1 * k1 + q2 * k2) * between.cos() + (q1 * k2 - q2 * k1) * between.sin()).sum(-1)
     plain = (elu1(q[..., 4:]) @ elu1(k[..., 4:]).mT).tril()
-    o = (turned.tril() + plain) @ v / (plain.sum(-1, keepdim=True) + 1e-6)
+    o = (rotated.tril() + plain) @ v / (plain.sum(-1, keepdim=True) + 1e-6)
     torch.testing.assert_close(layer(x), merged(layer, o), **CLOSE)
 
 
@@ -149,7 +149,7 @@ def test_a_selective_rotation_starts_as_rope():
 
 def test_selective_angles_are_sums_in_float64():
     """Of paces in float32, as autocast leaves them too; and the angle of a far token is as good as that of a near one:
-    a million turns further on, a layer computes the same."""
+    a million rotations further on, a layer computes the same."""
     torch.manual_seed(0)
     layer, x = LinearAttention(D_MODEL, HEADS, rope=SELECTIVE), torch.randn(2, 20_000, D_MODEL)
     torch.nn.init.normal_(layer.selective.weight)
@@ -167,7 +167,7 @@ def test_selective_angles_are_sums_in_float64():
 
 
 def test_gradients_of_selective_angles_keep_their_digits_in_bfloat16():
-    """A token's angle turns all that comes after it, in later documents of the row too, whose gradients cancel unless
+    """A token's angle rotates all that comes after it, in later documents of the row too, whose gradients cancel unless
     they were rounded."""
     torch.manual_seed(0)
     layer = LinearAttention(D_MODEL, HEADS, rope=SELECTIVE, forget_gate=True)
@@ -232,7 +232,7 @@ def test_the_output_norm_comes_before_the_gate(kind):
 
 
 @pytest.mark.parametrize("name", MAP_MODULES)
-def test_rope_turns_the_features_of_a_learned_map(name):
+def test_rope_rotates_the_features_of_a_learned_map(name):
     layer, x = layer_and_input("linear", {"feature_map": name})
     q, k, v = projected(layer, x)
     q, k = layer.feature_map(q), layer.feature_map(k)
@@ -605,7 +605,7 @@ def test_a_state_of_another_rotation_is_named():
 
 
 def test_signed_is_a_matter_of_linear_layers():
-    """Softmax layers of a hybrid turn all of their dimensions, and by θ."""
+    """Softmax layers of a hybrid rotate all of their dimensions, and by θ."""
     config = RotaryConfig(placement="signed")
     assert LinearAttention(32, 2, rope=config).rope.rotary_dim == 8
     assert LinearAttention(32, 2, rope=config, feature_map="hedgehog").rope.rotary_dim == 8

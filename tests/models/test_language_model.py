@@ -192,7 +192,7 @@ def test_a_window_bounds_the_cache():
     assert model.state_bytes(8) - model.state_bytes(7) == 2 * 16 * 4
 
 
-def test_rope_turns_the_chosen_layers():
+def test_rope_rotates_the_chosen_layers():
     model = LanguageModel(LanguageModelConfig(**SMALL, rope_layers=[1]))
     assert [block.attention.rope is not None for block in model.blocks] == [False, True]
     none, both = (LanguageModel(LanguageModelConfig(**SMALL, rope_layers=layers)) for layers in ([], None))
