@@ -116,7 +116,7 @@ def test_positions_before_the_map_stand_in_both_sums():
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("base", [10000.0, [9.0, None, 100.0]], ids=str)
 def test_a_selective_rotation_by_its_definition(interleaved, base):
-    """Tokens i and j meet, in each pair of the dimensions that rotate, at the angle that those from j + 1 to i add up to:
+    """Tokens i and j meet, in each pair of the rotated dimensions, at the sum of the angles of tokens j + 1 to i:
     θ (1 + tanh(W x)) each."""
     config = replace(SELECTIVE, base=base, interleaved=interleaved)
     layer, x = layer_and_input("linear", {"rope": config})
