@@ -16,66 +16,19 @@ from linrope import (
     linear_attention,
 )
 from linrope.feature_maps import MAP_MODULES, elu1
-from linrope.layers.forget_gate import ForgetGate
-from linrope.layers.short_convolution import ShortConvolution
-from linrope.layers.state import reset_rows
 from linrope.rotary import RotaryScaling
-
-D_MODEL, HEADS = 24, 3
-SELECTIVE = RotaryConfig(rotary_dim=4, placement="selective")
-LAYERS = {
-    "linear": lambda **options: LinearAttention(D_MODEL, HEADS, **options).double(),
-    "softmax": lambda **options: SoftmaxAttention(D_MODEL, HEADS, **options).double(),
-}
-OPTIONS = {
-    "plain": {},
-    "short_conv": {"short_conv": 4},
-    "conv_silu": {"short_conv": 4, "conv_silu": "v"},
-    "output_gate": {"output_gate": True},
-    "no positions": {"rope": None},
-    "partial rope": {"rope": RotaryConfig(rotary_dim=4, interleaved=False)},
-    "wide heads": {"head_dim": 10},
-    "output_norm": {"output_norm": True},
-    "all": {"short_conv": 3, "output_norm": True, "output_gate": True, "bias": True},
-}
-LINEAR_OPTIONS = {
-    "forget_gate": {"forget_gate": True},
-    "gate_normalizer": {"forget_gate": True, "gate_normalizer": [1, 8, 64]},
-    "all of linear": {"forget_gate": True, "short_conv": 4, "output_gate": True},
-    "rotary denominator": {"rope": RotaryConfig(placement="both")},
-    "before map": {"rope": RotaryConfig(placement="before_map")},
-    "signed": {"rope": RotaryConfig(rotary_dim=4, placement="signed"), "forget_gate": True},
-    "signed, learned features": {"rope": RotaryConfig(rotary_dim=2, placement="signed"), "feature_map": "hedgehog"},
-    "selective": {"rope": SELECTIVE, "forget_gate": True, "short_conv": 4},
-    "selective, by head": {"rope": replace(SELECTIVE, base=[9.0, None, 1e4], trainable=True, interleaved=False)},
-    "before map, partly": {"rope": RotaryConfig(placement="before_map", rotary_dim=4), "feature_map": "hedgehog"},
-    "temperature": {"temperature": True},
-    "favor": {"feature_map": "favor"},
-    "hedgehog": {"feature_map": "hedgehog"},
-    "taylor": {"feature_map": "taylor", "rope": RotaryConfig(placement="both")},
-}
-SOFTMAX_OPTIONS = {
-    "window of 1": {"window": 1},
-    "window of 7": {"window": 7, "short_conv": 3},
-    "window of 40": {"window": 40},
-    "yarn": {"rope": RotaryConfig(scaling=RotaryScaling("yarn", 4.0, 16))},
-}
-EVERY = [pytest.param(kind, options, id=f"{kind}-{name}") for kind in LAYERS for name, options in OPTIONS.items()]
-EVERY += [pytest.param("linear", options, id=f"linear-{name}") for name, options in LINEAR_OPTIONS.items()]
-EVERY += [pytest.param("softmax", options, id=f"softmax-{name}") for name, options in SOFTMAX_OPTIONS.items()]
-CLOSE = {"rtol": 1e-9, "atol": 1e-11}
-
-
-def layer_and_input(kind, options, length=90):
-    torch.manual_seed(0)
-    layer = LAYERS[kind](**options)
-    for parameter in layer.parameters():  # a gate that starts at 0 would hide what its input does
-        torch.nn.init.normal_(parameter, std=0.3)
-    return layer, torch.randn(2, length, D_MODEL, dtype=torch.float64)
-
-
-def heads(x, weight):
-    return F.linear(x, weight).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+from tests.layers.cases import (
+    CLOSE,
+    D_MODEL,
+    EVERY,
+    HEADS,
+    LAYERS,
+    SELECTIVE,
+    heads,
+    layer_and_input,
+    merged,
+    projected,
+)
 
 
 def test_the_default_is_the_plain_form():
@@ -96,14 +49,6 @@ def test_the_baseline_is_rope_then_softmax():
     torch.testing.assert_close(layer(x), F.linear(o.transpose(1, 2).flatten(2), layer.out.weight), **CLOSE)
 
 
-def projected(layer, x):
-    return (heads(x, weight) for weight in layer.qkv.weight.chunk(3))
-
-
-def merged(layer, o):
-    return F.linear(o.transpose(1, 2).flatten(2), layer.out.weight)
-
-
 def test_positions_before_the_map_stand_in_both_sums():
     layer, x = layer_and_input("linear", {"rope": RotaryConfig(placement="before_map")})
     q, k, v = projected(layer, x)
@@ -111,99 +56,6 @@ def test_positions_before_the_map_stand_in_both_sums():
     weights = (elu1(rope.rotate(q)) @ elu1(rope.rotate(k)).mT).tril()
     o = weights @ v / (weights.sum(-1, keepdim=True) + 1e-6)
     torch.testing.assert_close(layer(x), merged(layer, o), **CLOSE)
-
-
-@pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("base", [10000.0, [9.0, None, 100.0]], ids=str)
-def test_a_selective_rotation_by_its_definition(interleaved, base):
-    """Tokens i and j meet, in each pair of the rotated dimensions, at the sum of the angles of tokens j + 1 to i:
-    θ (1 + tanh(W x)) each."""
-    config = replace(SELECTIVE, base=base, interleaved=interleaved)
-    layer, x = layer_and_input("linear", {"rope": config})
-    q, k, v = projected(layer, x)
-    angle = torch.zeros(2, HEADS, 2, dtype=torch.float64)
-    angles = []
-    for token in x.unbind(1):
-        pace = 1 + (layer.selective.weight @ token.mT).mT.tanh().view(2, HEADS, 2)
-        angle = angle + pace * RotaryEmbedding(4, base).frequencies()
-        angles.append(angle)
-    between = torch.stack(angles, 2)[:, :, :, None] - torch.stack(angles, 2)[:, :, None]  # (B, H, i, j, pair)
-    assert between.diff(dim=2).std() > 0.05  # tokens do not rotate alike
-    first, second = ([0, 2], [1, 3]) if interleaved else ([0, 1], [2, 3])
-    (q1, q2), (k1, k2) = ((y[..., first], y[..., second]) for y in (q, k))
-    q1, q2, k1, k2 = q1[..., None, :], q2[..., None, :], k1[:, :, None], k2[:, :, None]
-    rotated = ((q1 * k1 + q2 * k2) * between.cos() + (q1 * k2 - q2 * k1) * between.sin()).sum(-1)
-    plain = (elu1(q[..., 4:]) @ elu1(k[..., 4:]).mT).tril()
-    o = (rotated.tril() + plain) @ v / (plain.sum(-1, keepdim=True) + 1e-6)
-    torch.testing.assert_close(layer(x), merged(layer, o), **CLOSE)
-
-
-def test_a_selective_rotation_starts_as_rope():
-    torch.manual_seed(0)
-    layer = LinearAttention(D_MODEL, HEADS, rope=SELECTIVE).double()
-    plain = LinearAttention(D_MODEL, HEADS, rope=replace(SELECTIVE, placement="signed")).double()
-    plain.load_state_dict(layer.state_dict(), strict=False)
-    x = torch.randn(2, 90, D_MODEL, dtype=torch.float64)
-    torch.testing.assert_close(layer(x), plain(x), **CLOSE)
-
-
-def test_selective_angles_are_sums_in_float64():
-    """Of paces in float32, as autocast leaves them too; and the angle of a far token is as good as that of a near one:
-    a million rotations further on, a layer computes the same."""
-    torch.manual_seed(0)
-    layer, x = LinearAttention(D_MODEL, HEADS, rope=SELECTIVE), torch.randn(2, 20_000, D_MODEL)
-    torch.nn.init.normal_(layer.selective.weight)
-    theta = layer.rope.frequencies()
-    pace = 1 + F.linear(x, layer.selective.weight).tanh()
-    expected = (pace.double().view(2, -1, HEADS, 2).transpose(1, 2) * theta).cumsum(2)
-    assert expected.max() > 10_000  # where float32 has 3 digits after the point
-    torch.testing.assert_close(layer.selective.angles(x, theta), expected, rtol=1e-12, atol=0)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        torch.testing.assert_close(layer.selective.angles(x, theta), expected, rtol=1e-12, atol=0)
-    _, state = layer(x[:, :70], return_state=True)
-    far = replace(state, angle=state.angle + 2 * torch.pi * 10**6)
-    # float64 has 1e-9 of an angle of 6e6; float32 would have 0.5
-    torch.testing.assert_close(layer(x[:, :70], far), layer(x[:, :70], state), rtol=1e-5, atol=1e-6)
-
-
-def test_gradients_of_selective_angles_keep_their_digits_in_bfloat16():
-    """A token's angle rotates all that comes after it, in later documents of the row too, whose gradients cancel unless
-    they were rounded."""
-    torch.manual_seed(0)
-    layer = LinearAttention(D_MODEL, HEADS, rope=SELECTIVE, forget_gate=True)
-    torch.nn.init.normal_(layer.selective.weight, std=0.3)
-    x, weight = torch.randn(1, 8192, D_MODEL), torch.randn(1, 8192, D_MODEL)
-    documents = torch.arange(8192)[None] // 500
-
-    def gradient(layer, x, weight):
-        return torch.autograd.grad((layer(x, segment_ids=documents) * weight).sum(), layer.selective.weight)[0]
-
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = gradient(layer, x, weight)
-    exact = gradient(layer.double(), x.double(), weight.double())
-    # q, k, v and the outputs were bfloat16, of a relative error of 0.004 each
-    assert (found - exact).norm() <= 0.01 * exact.norm()
-
-
-def test_a_row_that_forgot_has_the_angle_of_a_new_one():
-    layer, x = layer_and_input("linear", {"rope": SELECTIVE})
-    x[0, 5] = torch.nan
-    _, state = layer(x, return_state=True)
-    (forgot,) = reset_rows((state,), torch.tensor([True, False]))
-    y = torch.randn_like(x)
-    torch.testing.assert_close(layer(y, forgot)[0], layer(y)[0], **CLOSE)
-    torch.testing.assert_close(layer(y, forgot)[1], layer(y, state)[1], **CLOSE)
-
-
-def test_a_seed_makes_the_other_weights_that_it_makes_without_a_selective_rotation():
-    made = []
-    for rope in (SELECTIVE, replace(SELECTIVE, placement="signed")):
-        torch.manual_seed(0)
-        made.append((LinearAttention(D_MODEL, HEADS, rope=rope), torch.rand(1)))
-    (layer, drawn), (plain, same) = made
-    assert torch.equal(drawn, same)
-    assert not layer.selective.weight.any()
-    assert all(torch.equal(layer.state_dict()[name], weight) for name, weight in plain.state_dict().items())
 
 
 def test_the_temperature_scales_inside_the_map():
@@ -344,91 +196,6 @@ def test_an_empty_input_gives_an_empty_output(kind):
     y, same = layer(x[:, :0], state, torch.zeros(2, 0, dtype=torch.int64), return_state=True)
     assert y.shape == (2, 0, D_MODEL)
     torch.testing.assert_close(layer(x[:, 9:12], same), layer(x[:, 9:12], state), rtol=0, atol=0)
-
-
-def test_the_forget_gate_starts_slow_and_forgets():
-    layer = LinearAttention(D_MODEL, HEADS, forget_gate=True)
-    decay = layer.forget(torch.randn(2, 7, D_MODEL))
-    torch.testing.assert_close(decay, torch.full((2, HEADS, 7), torch.tensor(4.0).sigmoid().log().item()))
-    half_life = torch.log(torch.tensor(0.5)) / decay[0, 0, 0]
-    assert 37 < half_life < 39  # as the docstring says
-    torch.nn.init.constant_(layer.forget.bias, -100.0)  # forget all but the token itself: it attends to its own value
-    x = torch.randn(2, 7, D_MODEL)
-    v = F.linear(x, layer.qkv.weight.chunk(3)[2])
-    torch.testing.assert_close(layer(x), F.linear(v, layer.out.weight), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("normalizer", [16.0, [1.0, 8.0, 64.0]], ids=str)
-def test_the_gate_normalizer_divides_the_log_decay(normalizer):
-    """By its definition, with any weights; and every head starts with √r times the memory it has without one."""
-    torch.manual_seed(0)
-    gate, plain = ForgetGate(D_MODEL, HEADS, normalizer), ForgetGate(D_MODEL, HEADS)
-    x = torch.randn(2, 7, D_MODEL)
-    divisors = torch.tensor(normalizer).expand(HEADS)
-    torch.testing.assert_close(gate(x), plain(x) / divisors.sqrt()[:, None], rtol=1e-5, atol=0)
-    assert torch.equal(plain.bias, torch.full((HEADS,), 4.0))  # models trained before the option
-    torch.nn.init.normal_(gate.weight)
-    expected = torch.log(torch.sigmoid(x @ gate.weight.T + gate.bias)) / divisors
-    torch.testing.assert_close(gate(x), expected.transpose(1, 2), rtol=1e-4, atol=1e-7)  # log near 0 loses digits
-    assert torch.isfinite(ForgetGate(D_MODEL, HEADS, 1e9).bias).all()
-    with torch.device("meta"):  # as grids and plans count parameters
-        assert ForgetGate(D_MODEL, HEADS, normalizer).bias.shape == (HEADS,)
-    again = ForgetGate(D_MODEL, HEADS, normalizer).to(torch.bfloat16).float()  # which rounds weights only
-    again.load_state_dict(gate.state_dict())
-    assert torch.equal(again(x), gate(x))
-
-
-def test_the_forget_gate_is_computed_in_float32_under_autocast():
-    layer, x = LinearAttention(D_MODEL, HEADS, forget_gate=True), torch.randn(2, 7, D_MODEL)
-    torch.nn.init.normal_(layer.forget.weight)
-    expected = layer.forget(x)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(layer.forget(x), expected)
-        assert layer(x).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("without_silu", [0, 3])
-@pytest.mark.parametrize(("length", "dtype"), [(11, torch.float64), (300, torch.float64), (300, torch.float32)])
-def test_the_short_convolution_is_its_formula(length, dtype, without_silu):
-    """Short and long, fast or not: Σ_i w_i x_{t - width + 1 + i}, outputs and gradients, and the tail it leaves."""
-    torch.manual_seed(0)
-    conv = ShortConvolution(5, 4, without_silu).to(dtype)
-    x = torch.randn(2, length, 5, dtype=dtype, requires_grad=True)
-    tail = torch.randn(2, 3, 5, dtype=dtype, requires_grad=True)
-    y, after = conv(x, tail)
-    padded = torch.cat((tail, x), dim=1)
-    expected = sum(conv.weight[:, i] * padded[:, i : i + length] for i in range(4))
-    expected = torch.where(torch.arange(5) < without_silu, expected, F.silu(expected))
-    close = CLOSE if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-5}  # sums of 600 terms in the weights' share
-    torch.testing.assert_close(y, expected, **close)
-    assert torch.equal(after, x[:, -3:])
-    _, short = conv(x[:, :1], tail)
-    assert torch.equal(short, padded[:, 1:4])
-    inputs = [x, tail, conv.weight]
-    pairs = zip(torch.autograd.grad(y.sum(), inputs), torch.autograd.grad(expected.sum(), inputs))
-    for actual, right in pairs:
-        torch.testing.assert_close(actual, right, **close)
-
-
-def test_other_devices_than_cpus_take_the_sum_of_taps(monkeypatch):
-    """cuDNN's convolution, which would take TF32 for float32, is not asked; "meta" stands for them here."""
-    monkeypatch.setattr(F, "conv2d", lambda *args, **options: pytest.fail("conv2d was called"))
-    y, tail = ShortConvolution(5, 4).to("meta")(torch.empty(2, 300, 5, device="meta"))
-    assert (y.shape, tail.shape) == ((2, 300, 5), (2, 3, 5))
-
-
-@pytest.mark.parametrize("kind", LAYERS)
-def test_silu_on_the_values_alone_leaves_queries_and_keys_their_sign(kind):
-    """The layer's own convolution without SiLU on what becomes q and k, and with it on what becomes v."""
-    layer, x = layer_and_input(kind, {"short_conv": 4, "conv_silu": "v"})
-    qkv, _ = layer.conv(layer.qkv(x))
-    q, k, v = qkv.chunk(3, dim=-1)
-    everywhere, _ = layer_and_input(kind, {"short_conv": 4})
-    everywhere.load_state_dict(layer.state_dict())
-    activated, _ = everywhere.conv(layer.qkv(x))
-    torch.testing.assert_close(torch.cat((F.silu(q), F.silu(k), v), dim=-1), activated, **CLOSE)
-    assert max(q.min(), k.min()) < -0.3
-    assert v.min() > -0.279  # the least that silu takes
 
 
 @pytest.mark.parametrize(("kind", "options"), EVERY)
@@ -589,19 +356,6 @@ def test_signed_beside_a_module_in_half_precision():
     phi = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Softplus())
     layer = LinearAttention(32, 2, feature_map=phi, rope=RotaryConfig(placement="signed")).bfloat16()
     assert layer(torch.randn(1, 5, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
-
-
-def test_a_state_of_another_rotation_is_named():
-    plain, x = layer_and_input("linear", {"rope": replace(SELECTIVE, placement="signed")})
-    layer, _ = layer_and_input("linear", {"rope": SELECTIVE})
-    (_, of_plain), (_, state) = plain(x, return_state=True), layer(x, return_state=True)
-    for call, message in [
-        (lambda: layer(x, of_plain), r"state.angle is None, this call needs \(2, 3, 2\)"),
-        (lambda: layer(x, replace(state, angle=state.angle[:1])), r"state.angle is \(1, 3, 2\)"),
-        (lambda: plain(x, state), "state.angle was given to a layer without rope.placement"),
-    ]:
-        with pytest.raises(InputError, match=message):
-            call()
 
 
 def test_signed_is_a_matter_of_linear_layers():
