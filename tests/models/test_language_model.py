@@ -131,27 +131,24 @@ def test_saving_and_loading_gives_the_same_model(model, dtype, tokens, tmp_path)
 def test_loading_what_is_no_model_is_refused(tmp_path):
     (tmp_path / "text.ckpt").write_text("not a checkpoint")
     torch.save({"weights": torch.zeros(3)}, tmp_path / "foreign.ckpt")
-    torch.save(LanguageModel(CONFIGS["plain"]), tmp_path / "pickled.ckpt")
-    LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / "other")
-    config = json.loads((tmp_path / "other" / "config.json").read_text())
-    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"d_model": 32}))
-    LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / "misspelt")
-    (tmp_path / "misspelt" / "config.json").write_text(json.dumps(config | {"d_modl": 32}))
-    LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / "rope")
-    (tmp_path / "rope" / "config.json").write_text(json.dumps(config | {"rope": {"bse": 3}}))
-    LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / "words")
-    (tmp_path / "words" / "config.json").write_text(json.dumps(config | {"d_model": "wide"}))
-    LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / "list")
-    (tmp_path / "list" / "config.json").write_text("[1]")
-    LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / "cut")
-    (tmp_path / "cut" / "config.json").write_text("{")
-    LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / "tensor")
-    torch.save(torch.zeros(3), tmp_path / "tensor" / "model.pt")
-    LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / "bare")
-    (tmp_path / "bare" / "model.pt").unlink()
-    LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / "llama")
-    (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama"}')
     torch.save({"linrope": {}, "state_dict": {}}, tmp_path / "empty.ckpt")
+    torch.save(LanguageModel(CONFIGS["plain"]), tmp_path / "pickled.ckpt")
+    config = json.dumps(CONFIGS["plain"].to_dict())[:-1]
+    for folder, text in {
+        "other": f'{config}, "d_model": 32}}',
+        "misspelt": f'{config}, "d_modl": 32}}',
+        "rope": f'{config}, "rope": {{"bse": 3}}}}',
+        "words": f'{config}, "d_model": "wide"}}',
+        "list": "[1]",
+        "cut": "{",
+        "tensor": f"{config}}}",
+        "bare": f"{config}}}",
+        "llama": '{"model_type": "llama"}',
+    }.items():
+        LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / folder)
+        (tmp_path / folder / "config.json").write_text(text)
+    torch.save(torch.zeros(3), tmp_path / "tensor" / "model.pt")
+    (tmp_path / "bare" / "model.pt").unlink()
     for name, message in {
         "rope": "'bse' is not an option of RotaryConfig.*Did you mean 'base'",
         "words": "the wrong type",
