@@ -30,10 +30,10 @@ def block_diagonal(rope: RotaryEmbedding, position: int) -> torch.Tensor:
 def test_the_elementwise_form_is_the_block_diagonal_matrix(pairing, rotary_dim):
     rope = RotaryEmbedding(10, 100.0, interleaved=PAIRINGS[pairing], rotary_dim=rotary_dim)
     x = torch.randn(2, 3, 7, 10, dtype=torch.float64)
-    turned = rope.rotate(x, offset=5)
+    rotated = rope.rotate(x, offset=5)
     for t in range(7):
         expected = x[:, :, t] @ block_diagonal(rope, 5 + t).T
-        torch.testing.assert_close(turned[:, :, t], expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(rotated[:, :, t], expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("length", [1, 7])
@@ -45,12 +45,12 @@ def test_compiled_it_is_the_same_with_its_gradients(pairing, rotary_dim, length)
     x = torch.randn(2, 3, length, 8, dtype=torch.float64, requires_grad=True)
     inputs, weight = (x, *rope.parameters()), torch.randn(2, 3, length, 8, dtype=torch.float64)
 
-    def turned_and_gradients(rotate):
+    def rotated_and_gradients(rotate):
         y = rotate(x, offset=5)
         return y, *torch.autograd.grad((y * weight).sum(), inputs)
 
     compiled = torch.compile(rope.rotate, backend="aot_eager", fullgraph=True)
-    for found, expected in zip(turned_and_gradients(compiled), turned_and_gradients(rope.rotate)):
+    for found, expected in zip(rotated_and_gradients(compiled), rotated_and_gradients(rope.rotate)):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)  # float64, four products a pair
 
 
@@ -65,7 +65,7 @@ def test_inner_products_depend_on_the_difference_of_positions_and_norms_stay(pai
         torch.testing.assert_close(rope.rotate(q, m).norm(), q.norm(), rtol=1e-14, atol=0)
 
 
-# π to 60 digits, for turning an exact rational angle into one below 2π
+# π to 60 digits, for reducing an exact rational angle into one below 2π
 PI = Fraction(3141592653589793238462643383279502884197169399375105820974945, 10**60)
 
 
@@ -73,10 +73,10 @@ PI = Fraction(3141592653589793238462643383279502884197169399375105820974945, 10*
 def test_angles_are_exact_at_any_position(position):
     """Against exact rational arithmetic: 1e-15 from the start of the range to its end."""
     theta = RotaryEmbedding(64).frequencies()
-    turn = unit_rotations(torch.tensor(position), theta)
+    rotation = unit_rotations(torch.tensor(position), theta)
     remainders = [Fraction(value) * position % (2 * PI) for value in theta.tolist()]
     angle = torch.tensor([float(remainder) for remainder in remainders], dtype=torch.float64)
-    torch.testing.assert_close(turn, torch.polar(torch.ones_like(angle), angle), rtol=0, atol=2e-15)
+    torch.testing.assert_close(rotation, torch.polar(torch.ones_like(angle), angle), rtol=0, atol=2e-15)
 
 
 def test_float32_is_as_accurate_at_a_billion_as_at_zero():
@@ -99,8 +99,8 @@ def test_half_precisions_are_rounded_once_and_autocast_changes_nothing(dtype):
 def test_neighbouring_positions_differ_in_half_precision():
     """Positions in bfloat16 would collide above 256."""
     rope = RotaryEmbedding(2)
-    turned = rope.rotate(torch.tensor([[1.0, 0.0]] * 20, dtype=torch.bfloat16), offset=100_000)
-    assert (turned[1:] != turned[:-1]).any(dim=-1).all()
+    rotated = rope.rotate(torch.tensor([[1.0, 0.0]] * 20, dtype=torch.bfloat16), offset=100_000)
+    assert (rotated[1:] != rotated[:-1]).any(dim=-1).all()
 
 
 def test_given_positions():
@@ -109,32 +109,32 @@ def test_given_positions():
     x = torch.randn(2, 3, 4, 6, dtype=torch.float64)
     torch.testing.assert_close(rope.rotate(x, positions=torch.arange(9, 13)), rope.rotate(x, offset=9), **exact)
     positions = torch.tensor([[0, 5, 2, 7], [3, 3, 10**9, 1]])
-    turned = rope.rotate(x, positions=positions)
+    rotated = rope.rotate(x, positions=positions)
     for row in range(2):
         for t in range(4):
             alone = rope.rotate(x[row, :, t : t + 1], offset=int(positions[row, t]))
-            torch.testing.assert_close(turned[row, :, t : t + 1], alone, **exact)
+            torch.testing.assert_close(rotated[row, :, t : t + 1], alone, **exact)
     flat = rope.rotate(x[:, 0], positions=positions)  # (B, T, D)
-    torch.testing.assert_close(flat, turned[:, 0], **exact)
+    torch.testing.assert_close(flat, rotated[:, 0], **exact)
 
 
 @pytest.mark.parametrize("rotary_dim", [None, 4])
 @pytest.mark.parametrize("pairing", PAIRINGS)
-def test_a_base_for_each_head_turns_each_head_by_its_own(pairing, rotary_dim):
+def test_a_base_for_each_head_rotates_each_head_by_its_own(pairing, rotary_dim):
     """Against one RotaryEmbedding for each head, within a few roundings; a head without a base stays as it is."""
     options = {"interleaved": PAIRINGS[pairing], "rotary_dim": rotary_dim}
     bases = [10.0, None, 10000.0]
     rope = RotaryEmbedding(6, bases, **options)
     x, positions = torch.randn(2, 3, 5, 6, dtype=torch.float64), torch.randint(10**9, (2, 5))
-    for turned, where in (
+    for rotated, where in (
         (rope.rotate(x, offset=10**6), {"offset": 10**6}),
         (rope.rotate(x[0], offset=7)[None], {"offset": 7}),
         (rope.rotate(x, positions=positions), {"positions": positions}),
     ):
         for h, base in enumerate(bases):
-            head = x[: len(turned), h]
+            head = x[: len(rotated), h]
             alone = head if base is None else RotaryEmbedding(6, base, **options).rotate(head, **where)
-            torch.testing.assert_close(turned[:, h], alone, rtol=0, atol=4e-15)
+            torch.testing.assert_close(rotated[:, h], alone, rtol=0, atol=4e-15)
     assert torch.equal(rope.rotate(x)[:, 1], x[:, 1])
 
 
@@ -156,7 +156,7 @@ def scaled(base=10000.0, rotary_dim=8, **scaling) -> torch.Tensor:
         ({"rule": "linear", "factor": 4.0}, [0.25, 0.025, 0.0025, 0.00025]),
         # base 10⁴ · 4^(8/6) = 63496.042; its powers -1/4, -1/2, -3/4 by hand
         ({"rule": "ntk", "factor": 4.0}, [1.0, 0.0629960525, 0.00396850263, 0.00025]),
-        # 2048 tokens: 325.9, 32.6, 3.26 and 0.33 turns; the third keeps (3.2594932 - 1) / 31 = 0.07288688 of its θ
+        # 2048 tokens: 325.9, 32.6, 3.26 and 0.33 rotations; the third keeps (3.2594932 - 1) / 31 = 0.07288688 of its θ
         ({"rule": "yarn", "factor": 4.0, "original_context": 2048}, [1.0, 0.1, 0.00304665159, 0.00025]),
     ],
     ids=["linear", "ntk", "yarn"],
@@ -177,14 +177,14 @@ def test_ntk_is_a_larger_base(rotary_dim, factor):
 
 
 def test_yarn_leaves_fast_pairs_and_slows_slow_ones_wholly():
-    """Exactly, on both sides of the ramp; in between ever less is kept as the turns become fewer."""
+    """Exactly, on both sides of the ramp; in between ever less is kept as the rotations become fewer."""
     theta, context, factor = RotaryEmbedding(128).frequencies(), 4096, 8.0
     changed = scaled(rotary_dim=128, rule="yarn", factor=factor, original_context=context)
-    turns = context * theta / (2 * math.pi)
-    assert torch.equal(changed[turns >= 32], theta[turns >= 32])
-    assert torch.equal(changed[turns <= 1], theta[turns <= 1] / factor)
-    between = (turns > 1) & (turns < 32)
-    assert min(between.sum(), (turns >= 32).sum(), (turns <= 1).sum()) > 10
+    rotations = context * theta / (2 * math.pi)
+    assert torch.equal(changed[rotations >= 32], theta[rotations >= 32])
+    assert torch.equal(changed[rotations <= 1], theta[rotations <= 1] / factor)
+    between = (rotations > 1) & (rotations < 32)
+    assert min(between.sum(), (rotations >= 32).sum(), (rotations <= 1).sum()) > 10
     kept = (changed / theta)[between]
     assert ((kept < 1) & (kept > 1 / factor)).all()
     assert (kept.diff() < 0).all()
@@ -208,7 +208,9 @@ def test_only_yarn_has_a_temperature():
 
 
 def test_a_configuration_survives_json_and_makes_its_embedding():
-    config = RotaryConfig([10.0, None], 4, trainable=True, before_map=True, scaling=RotaryScaling("yarn", 2.0, 99))
+    config = RotaryConfig(
+        [10.0, None], 4, trainable=True, placement="before_map", scaling=RotaryScaling("yarn", 2.0, 99)
+    )
     assert RotaryConfig.from_dict(json.loads(json.dumps(asdict(config)))) == config
     assert RotaryConfig.from_dict({}) == RotaryConfig()
     rope = RotaryEmbedding.from_config(8, config)
@@ -218,11 +220,11 @@ def test_a_configuration_survives_json_and_makes_its_embedding():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"bass": 10.0}, "'bass' is no option of RotaryConfig. Did you mean 'base'"),
-        ({"scaling": {"rul": "ntk", "factor": 2}}, "'rul' is no option of RotaryScaling. Did you mean 'rule'"),
-        ({"scaling": {"rule": "ntk"}}, "has no 'factor'"),
-        ({"scaling": 2.0}, "2.0 is no set of options of RotaryScaling"),
-        ([], r"\[\] is no set of options of RotaryConfig"),
+        ({"bass": 10.0}, "'bass' is not an option of RotaryConfig. Did you mean 'base'"),
+        ({"scaling": {"rul": "ntk", "factor": 2}}, "'rul' is not an option of RotaryScaling. Did you mean 'rule'"),
+        ({"scaling": {"rule": "ntk"}}, "needs 'factor'"),
+        ({"scaling": 2.0}, "2.0 cannot be the options of RotaryScaling"),
+        ([], r"\[\] cannot be the options of RotaryConfig"),
     ],
 )
 def test_bad_configurations_are_named(values, message):
@@ -273,10 +275,10 @@ def test_trainable_frequencies_learn_with_the_right_gradient():
     rope = RotaryEmbedding(6, 100.0, trainable=True).double()
     x, target = torch.randn(2, 1, 9, 6, dtype=torch.float64).unbind()
 
-    def turned(theta):
+    def rotated(theta):
         return torch.func.functional_call(_Rotate(rope), {"rope.theta": theta}, (x,))
 
-    assert torch.autograd.gradcheck(turned, (rope.theta.detach().clone().requires_grad_(),))
+    assert torch.autograd.gradcheck(rotated, (rope.theta.detach().clone().requires_grad_(),))
     optimizer = torch.optim.SGD(rope.parameters(), lr=1e-3)
     losses = []
     for _ in range(20):
@@ -335,7 +337,7 @@ def test_bad_calls_are_named():
         (lambda: rope.rotate(x.long()), "int64"),
         (lambda: rope.rotate(x, MAX_POSITION - 4), "offset=9007199254740988 with 5 tokens"),
         (lambda: rope.rotate(x, 10**30), "2\\^53"),
-        (lambda: rope.rotate(x, 1e9), r"offset=1000000000\.0 must be a whole number"),
+        (lambda: rope.rotate(x, 1e9), r"offset=1000000000\.0 must be an int"),
         (lambda: RotaryEmbedding(4, interleaved="half"), "interleaved='half' must be True, .*or False"),
         (lambda: rope.rotate(x, positions=torch.arange(4)), r"positions of shape \(4,\)"),
         (lambda: rope.rotate(x, positions=torch.arange(5.0)), "must be integers"),
@@ -351,9 +353,9 @@ def test_bad_calls_are_named():
             call()
 
 
-def test_where_signed_half_of_the_dimensions_turn():
-    for dim, turned in ((32, 16), (30, 14), (7, 2), (4, 2)):
-        assert RotaryEmbedding(dim, signed=True).rotary_dim == turned
+def test_where_signed_half_of_the_dimensions_rotate():
+    for dim, rotated in ((32, 16), (30, 14), (7, 2), (4, 2)):
+        assert RotaryEmbedding(dim, signed=True).rotary_dim == rotated
     assert RotaryEmbedding(32, signed=True, rotary_dim=8).rotary_dim == 8
     with pytest.raises(InputError, match="dim=0 cannot be split into pairs"):
         RotaryEmbedding(3, signed=True)

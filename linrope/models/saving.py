@@ -1,6 +1,6 @@
-"""Files that hold a trained model: the checkpoints of `linrope fit`, and the folders of `save_pretrained`.
+"""Files with a trained model: the folders of `save_pretrained` and `linrope export`, the checkpoints of `linrope fit`.
 
-Reading is always `weights_only`: tensors and plain values, no code.
+Only tensors and plain values are unpickled (`weights_only`), never code.
 """
 
 from __future__ import annotations
@@ -16,22 +16,20 @@ from linrope.errors import InputError
 from linrope.utils.files import load_plain, whole_file
 
 CONFIG_FILE, WEIGHTS_FILE, SAFETENSORS_FILE = "config.json", "model.pt", "model.safetensors"
-
-
 TOKENIZER_FILE, EXPORTED_TOKENIZER_FILE = "tokenizer.json", "linrope_tokenizer.json"
-"""A model's tokenizer as it was trained with; an export's tokenizer.json is made for transformers."""
+"""The tokenizer of a model in linrope's format; the tokenizer.json of an export has that of transformers."""
 
 
 def write_folder(
     folder: Path, config: dict[str, Any], weights: dict[str, Tensor], tokenizer: dict[str, str] | None = None
 ) -> None:
-    """Write a model's configuration, weights and tokenizer; the folder is made where missing, each file replaced whole.
+    """Write a model's configuration, weights and tokenizer into a folder, which is made if it is missing.
 
-    `tokenizer` is one of `linrope.data.tokenizers` in its plain form: the configuration tells its kind, and a
-    tokenizer.json lies beside it.
+    `tokenizer` is a serialized one of `linrope.data.tokenizers`. Its type goes into config.json, and what it was
+    trained to, if anything, into tokenizer.json.
 
     Raises:
-        InputError: the folder holds weights in the other format, which would lie beside a configuration not theirs.
+        InputError: the folder has weights in the other format, which would not fit the new configuration.
     """
     if (folder / SAFETENSORS_FILE).exists():
         raise InputError(f"{str(folder)!r} holds an exported model ({SAFETENSORS_FILE}): choose another folder.")
@@ -50,10 +48,10 @@ def write_folder(
 def read_model(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, str] | None]:
     """(configuration, weights, tokenizer) of a folder of `save_pretrained` or `linrope export`, or of a checkpoint.
 
-    The tokenizer is one of `linrope.data.tokenizers` in its plain form, or None where nothing is said of it.
+    The tokenizer is a serialized one of `linrope.data.tokenizers`, or None if the files have none.
 
     Raises:
-        InputError: nothing there, or something that holds no linrope model.
+        InputError: no such file, or no linrope model in it.
     """
     if (path / CONFIG_FILE).is_file():
         try:
@@ -63,7 +61,7 @@ def read_model(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str,
         weights = _weights_in(path)
         if not isinstance(config, dict):
             return config, weights, None
-        if config.get("model_type") == "linrope":  # of transformers, ours within it
+        if config.get("model_type") == "linrope":  # an export for transformers, with our configuration inside
             kind = config.get("linrope_tokenizer")
             return config.get("linrope"), _of_model(weights), _tokenizer_in(path / EXPORTED_TOKENIZER_FILE, kind)
         kind = config.pop("tokenizer", None)
@@ -74,7 +72,7 @@ def read_model(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str,
 
 
 def _tokenizer_in(file: Path, kind: str | None) -> dict[str, str] | None:
-    """The plain form of a folder's tokenizer, of the kind that its configuration tells."""
+    """The serialized tokenizer of a folder, of the type in its configuration."""
     if kind != "tokenizers":
         return None if kind is None else {"kind": kind}
     try:
@@ -84,14 +82,14 @@ def _tokenizer_in(file: Path, kind: str | None) -> dict[str, str] | None:
 
 
 def _of_model(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Those of the model within a LightningModule or a model of transformers, by its own names."""
+    """The model's weights among those of a LightningModule or of a model of transformers, by the model's names."""
     return {name.removeprefix("model."): tensor for name, tensor in weights.items() if name.startswith("model.")}
 
 
 def _weights_in(folder: Path) -> dict[str, Tensor]:
     plain, safe = folder / WEIGHTS_FILE, folder / SAFETENSORS_FILE
     if plain.is_file() and safe.is_file():
-        raise InputError(f"{str(folder)!r} holds both {plain.name} and {safe.name}: remove the one that is old.")
+        raise InputError(f"{str(folder)!r} holds both {plain.name} and {safe.name}: remove the older one.")
     if plain.is_file():
         return load_plain(plain)
     if not safe.is_file():
@@ -104,14 +102,14 @@ def _weights_in(folder: Path) -> dict[str, Tensor]:
     try:
         return load_file(safe)
     except SafetensorError as error:
-        raise InputError(f"{str(safe)!r} is damaged or no safetensors file ({error}): export it again.") from error
+        raise InputError(f"{str(safe)!r} is damaged or not a safetensors file ({error}): export it again.") from error
 
 
 def open_checkpoint(path: str | Path) -> dict[str, Any]:
-    """The contents of a checkpoint that `linrope fit` wrote, its tensors still on disk.
+    """The contents of a checkpoint of `linrope fit`; its tensors are memory-mapped.
 
     Raises:
-        InputError: no such file, or a file that is no checkpoint of linrope's.
+        InputError: no such file, or not a checkpoint of linrope.
     """
     path = Path(path)
     if path.is_dir():

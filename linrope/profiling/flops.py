@@ -16,7 +16,6 @@ from linrope.feature_maps import Favor, MapModule
 from linrope.layers.linear_attention import LinearAttention
 from linrope.layers.softmax_attention import SoftmaxAttention
 from linrope.models.language_model import LanguageModel
-from linrope.ops.torch_kernel.chunked import Tile
 from linrope.ops.torch_kernel.flops import causal_flops
 
 
@@ -83,14 +82,13 @@ def _feature_map_flops(attention: LinearAttention, batch: int, n: int) -> Flops:
 
 
 def _linear_flops(attention: LinearAttention, batch: int, n: int, followed: bool) -> Flops:
-    rows, features, width = batch * attention.n_heads, attention.n_features, attention.head_dim
+    heads, features, width = attention.n_heads, attention.n_features, attention.head_dim
     normalize = attention.options["normalize"]
     if normalize == "rotary":  # its denominator is one more column of values
         width += 1
-    spans = Tile.of(batch, attention.n_heads, n, max(features, width)).spans(n)
     sums = 2 if normalize == "plain" else int(followed)  # a later segment hands back a gradient of the sum of keys
-    forward = causal_flops(rows, spans, features, width, 1, backward=False)
-    return Flops(forward, causal_flops(rows, spans, features, width, sums, backward=True))
+    forward = causal_flops(batch, heads, n, features, width, 1, backward=False)
+    return Flops(forward, causal_flops(batch, heads, n, features, width, sums, backward=True))
 
 
 def _softmax_flops(attention: SoftmaxAttention, batch: int, n: int, past: int) -> Flops:

@@ -1,4 +1,4 @@
-"""Files written whole or not at all, and checks of paths before work starts."""
+"""Atomic writes, safe reads, and checks of paths before work starts."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from linrope.errors import InputError, suggest
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, which takes the place of `path` once all of it is on the disk.
+    """A file to write, which replaces `path` once all of it is on the disk.
 
-    Whatever goes wrong before that, the process's own end among it, `path` is as it was. What is then left over, a
-    `….partial` beside it, the next attempt overwrites.
+    If anything fails before, even if the process is killed, `path` stays as it was. A killed process leaves a
+    `….partial` file beside it, which the next attempt overwrites.
     """
     partial = path.with_name(f"{path.name}.partial")
     try:
         with open(partial, "wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())  # or a crash of the machine could leave the new name with nothing in it
+            os.fsync(file.fileno())  # else a crash of the machine could leave an empty file under the new name
         partial.replace(path)
     except BaseException:
         with suppress(OSError):
@@ -38,7 +38,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def require_writable(folder: Path, option: str) -> None:
-    """Raise InputError, naming the option, unless files can be made in a folder, or the folder in one that exists."""
+    """Raise InputError, naming the option, unless files can be made in a folder, or the folder itself can be made."""
     existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):
@@ -60,7 +60,7 @@ def require_new(path: Path, option: str, overwrite: bool) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Waits until the names in a folder are on the disk, where its file system can do that."""
+    """Wait until the names in a folder are on the disk, if its file system supports that."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -70,20 +70,20 @@ def _sync_folder(folder: Path) -> None:
 
 
 def load_plain(path: Path, what: str = "checkpoint") -> Any:
-    """Tensors and plain values that `torch.save` wrote, the tensors still on disk.
+    """Tensors and plain values that `torch.save` wrote; the tensors are memory-mapped.
 
     Raises:
-        InputError: no such file, or a damaged one; the message calls it `what`.
+        InputError: no such file, or a damaged one. The message calls it `what`.
     """
     if not path.is_file():
         siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
         raise InputError(f"{what} {str(path)!r} does not exist.{suggest(path.name, siblings)}")
     try:
-        with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums that torch.save wrote
+        with zipfile.ZipFile(path) as archive:  # torch.load does not check the checksums of torch.save
             if damaged := archive.testzip():
                 raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch, pickle and zipfile each raise their own for a file that is something else
+    except Exception as error:  # torch, pickle and zipfile have many for other files
         others = sorted(file.name for file in path.parent.glob(f"*{path.suffix or '.ckpt'}") if file.name != path.name)
         raise InputError(
             f"{what} {str(path)!r} is damaged or no {what}: it cannot be read safely. Give another"
@@ -92,7 +92,7 @@ def load_plain(path: Path, what: str = "checkpoint") -> Any:
 
 
 def claim(file: IO[str]) -> bool:
-    """Whether this process alone holds the open file, from now on until it is closed."""
+    """Lock an open file until it is closed; False if another process has locked it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -1,4 +1,4 @@
-"""Numbers as people write and read them."""
+"""Sizes and durations as text, and sizes from text."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from linrope.errors import InputError
 
 
 def parse_bytes(text: str) -> int:
-    """ "4GiB", "500 MB" or plain bytes.
+    """The number of bytes in "4GiB", "500 MB" or "1000".
 
     Raises:
-        InputError: no size, or none above 0.
+        InputError: not a size, or not above 0.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", text, re.IGNORECASE)
     nbytes = 0
@@ -24,7 +24,7 @@ def parse_bytes(text: str) -> int:
 
 
 def scaled(value: float, units: list[str], base: int) -> str:
-    """The number in the unit that suits, to three digits: 12.3 MiB."""
+    """The number with three digits, in the first unit that is large enough: 12.3 MiB."""
     power = 0
     while value >= 999.5 and power < len(units) - 1:
         value, power = value / base, power + 1
@@ -41,7 +41,7 @@ def count_text(count: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """ "3 h 20 min", in the two units that matter."""
+    """A duration in its two largest units: "3 h 20 min"."""
     for name, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
         if seconds >= size:
             whole, rest = divmod(round(seconds / part), size // part)

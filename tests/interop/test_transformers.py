@@ -307,7 +307,7 @@ def test_damaged_or_missing_weights_are_refused(trained, tmp_path):
     content = file.read_bytes()
     for damaged in (content[:100], content[:-100], b"", b"\xff" * len(content)):
         file.write_bytes(damaged)
-        with pytest.raises(InputError, match="is damaged or no safetensors file"):
+        with pytest.raises(InputError, match="is damaged or not a safetensors file"):
             LanguageModel.from_pretrained(tmp_path / "model")
     file.unlink()
     with pytest.raises(InputError, match=r"has no weights, model\.pt or model\.safetensors"):
@@ -315,14 +315,14 @@ def test_damaged_or_missing_weights_are_refused(trained, tmp_path):
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     file.write_bytes(content)
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "linrope"}))
-    with pytest.raises(InputError, match="None is no set of options of LanguageModelConfig"):
+    with pytest.raises(InputError, match="None cannot be the options of LanguageModelConfig"):
         LanguageModel.from_pretrained(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_bytes(b'{"\xff": 3}')
     with pytest.raises(InputError, match="is not valid JSON"):
         LanguageModel.from_pretrained(tmp_path / "model")
     config["linrope"]["d_modle"] = 3
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match=r"'d_modle' is no option.*Did you mean 'd_model'"):
+    with pytest.raises(InputError, match=r"'d_modle' is not an option.*Did you mean 'd_model'"):
         LanguageModel.from_pretrained(tmp_path / "model")
 
 

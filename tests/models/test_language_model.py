@@ -26,9 +26,11 @@ CONFIGS = {
     "scaled rope": LanguageModelConfig(
         **SMALL, attention=["linear", "softmax"], rope=RotaryConfig(scaling=RotaryScaling("yarn", 2.0, 32))
     ),
-    "before map": LanguageModelConfig(**SMALL, attention=["linear", "softmax"], rope=RotaryConfig(before_map=True)),
+    "before map": LanguageModelConfig(
+        **SMALL, attention=["linear", "softmax"], rope=RotaryConfig(placement="before_map")
+    ),
     "selective": LanguageModelConfig(
-        **SMALL, attention=["linear", "softmax"], rope=RotaryConfig(signed=True, selective=True), forget_gate=True
+        **SMALL, attention=["linear", "softmax"], rope=RotaryConfig(placement="selective"), forget_gate=True
     ),
     "sinusoidal": LanguageModelConfig(**SMALL, rope=None, sinusoidal=True, short_conv=4),
     "norm": LanguageModelConfig(**SMALL, attention=["linear", "softmax"], output_norm=True, temperature=True),
@@ -70,6 +72,18 @@ def test_packed_documents_are_read_apart(model, tokens):
     ids = (torch.arange(70) >= 33).long().expand(2, -1)
     apart = torch.cat((model(tokens[:, :33]), model(tokens[:, 33:])), dim=1)
     torch.testing.assert_close(model(tokens, segment_ids=ids), apart, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_last_logits_alone_are_those_of_all(model, tokens, packed):
+    """And the state goes on alike, whether the logits to keep begin in a document, at its start, or before it."""
+    ids = (torch.arange(70) >= 60).long().expand(2, -1) if packed else None
+    whole, state = model(tokens, segment_ids=ids, return_state=True)
+    after = model(tokens[:, :5], state)
+    for kept in (1, 10, 15, 99):
+        logits, state = model(tokens, segment_ids=ids, return_state=True, logits_to_keep=kept)
+        torch.testing.assert_close(logits, whole[:, -kept:], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(model(tokens[:, :5], state), after, rtol=1e-10, atol=1e-12)
 
 
 def test_a_new_model_knows_nothing(model, tokens):
@@ -117,35 +131,32 @@ def test_saving_and_loading_gives_the_same_model(model, dtype, tokens, tmp_path)
 def test_loading_what_is_no_model_is_refused(tmp_path):
     (tmp_path / "text.ckpt").write_text("not a checkpoint")
     torch.save({"weights": torch.zeros(3)}, tmp_path / "foreign.ckpt")
-    torch.save(LanguageModel(CONFIGS["plain"]), tmp_path / "pickled.ckpt")
-    LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / "other")
-    config = json.loads((tmp_path / "other" / "config.json").read_text())
-    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"d_model": 32}))
-    LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / "misspelt")
-    (tmp_path / "misspelt" / "config.json").write_text(json.dumps(config | {"d_modl": 32}))
-    LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / "rope")
-    (tmp_path / "rope" / "config.json").write_text(json.dumps(config | {"rope": {"bse": 3}}))
-    LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / "words")
-    (tmp_path / "words" / "config.json").write_text(json.dumps(config | {"d_model": "wide"}))
-    LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / "list")
-    (tmp_path / "list" / "config.json").write_text("[1]")
-    LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / "cut")
-    (tmp_path / "cut" / "config.json").write_text("{")
-    LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / "tensor")
-    torch.save(torch.zeros(3), tmp_path / "tensor" / "model.pt")
-    LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / "bare")
-    (tmp_path / "bare" / "model.pt").unlink()
-    LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / "llama")
-    (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama"}')
     torch.save({"linrope": {}, "state_dict": {}}, tmp_path / "empty.ckpt")
+    torch.save(LanguageModel(CONFIGS["plain"]), tmp_path / "pickled.ckpt")
+    config = json.dumps(CONFIGS["plain"].to_dict())[:-1]
+    for folder, text in {
+        "other": f'{config}, "d_model": 32}}',
+        "misspelt": f'{config}, "d_modl": 32}}',
+        "rope": f'{config}, "rope": {{"bse": 3}}}}',
+        "words": f'{config}, "d_model": "wide"}}',
+        "list": "[1]",
+        "cut": "{",
+        "tensor": f"{config}}}",
+        "bare": f"{config}}}",
+        "llama": '{"model_type": "llama"}',
+    }.items():
+        LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / folder)
+        (tmp_path / folder / "config.json").write_text(text)
+    torch.save(torch.zeros(3), tmp_path / "tensor" / "model.pt")
+    (tmp_path / "bare" / "model.pt").unlink()
     for name, message in {
-        "rope": "'bse' is no option of RotaryConfig.*Did you mean 'base'",
-        "words": "of the wrong kind",
-        "list": "must be a dictionary",
+        "rope": "'bse' is not an option of RotaryConfig.*Did you mean 'base'",
+        "words": "the wrong type",
+        "list": "pass a dictionary",
         "cut": "is not valid JSON",
         "tensor": "do not fit its configuration",
         "bare": "bare' has no weights, model.pt or model.safetensors",
-        "llama": "checkpoint '.*llama': 'model_type' is no option of LanguageModelConfig",
+        "llama": "checkpoint '.*llama': 'model_type' is not an option of LanguageModelConfig",
         "empty.ckpt": "not written by linrope",
         "nowhere": "does not exist",
         "text.ckpt": "damaged or no checkpoint",
@@ -153,7 +164,7 @@ def test_loading_what_is_no_model_is_refused(tmp_path):
         "foreign.ckpt": "not written by linrope",
         ".": "is a folder without config.json",
         "other": "do not fit its configuration",
-        "misspelt": "'d_modl' is no option.*Did you mean 'd_model'",
+        "misspelt": "'d_modl' is not an option.*Did you mean 'd_model'",
     }.items():
         with pytest.raises(InputError, match=message):
             LanguageModel.from_pretrained(tmp_path / name)
@@ -178,7 +189,7 @@ def test_a_window_bounds_the_cache():
     assert model.state_bytes(8) - model.state_bytes(7) == 2 * 16 * 4
 
 
-def test_rope_turns_the_chosen_layers():
+def test_rope_rotates_the_chosen_layers():
     model = LanguageModel(LanguageModelConfig(**SMALL, rope_layers=[1]))
     assert [block.attention.rope is not None for block in model.blocks] == [False, True]
     none, both = (LanguageModel(LanguageModelConfig(**SMALL, rope_layers=layers)) for layers in ([], None))
@@ -276,44 +287,47 @@ def test_bad_calls_are_named(tokens):
         (lambda: model(tokens.float()), "float32"),
         (lambda: model(tokens + 30), "vocab_size is 40"),
         (lambda: model([[1, 2]]), "tokens is a list"),
-        (lambda: model(tokens, state[:1]), "state has 1 layers, the model has 2"),
-        (lambda: model(tokens, state[0]), "state is a AttentionState"),
+        (lambda: model(tokens, state[:1]), "state holds AttentionState: pass the tuple of 2"),
+        (lambda: model(tokens, state[0]), "state holds AttentionState: pass"),
         (lambda: model(tokens, [layer.past for layer in state]), "state holds State, State"),
         (lambda: model(tokens, segment_ids=tokens[:, :3]), r"segment_ids is \(2, 3\)"),
         (lambda: model(tokens, logits_to_keep=0), "logits_to_keep=0 must be at least 1"),
         (lambda: model.generate(tokens[:, :0], 3), "at least one token"),
         (lambda: model.generate(tokens, -1), "max_new_tokens=-1"),
         (lambda: model.generate(tokens, 2.5), "max_new_tokens=2.5 must be a whole number"),
-        (lambda: model.generate(tokens, 3, top_k=2.5), "top_k=2.5 is of the wrong kind: .* a whole number, or None"),
+        (lambda: model.generate(tokens, 3, top_k=2.5), "top_k=2.5 has the wrong type: .* a whole number, or None"),
         (lambda: model.generate(tokens, 3, temperature=-1.0), "temperature=-1.0"),
         (lambda: model.generate(tokens, 3, top_k=0), "top_k=0"),
         (lambda: model.generate(tokens, 3, top_p=1.5), "top_p=1.5"),
         (lambda: LanguageModelConfig(d_model=0), "d_model=0"),
         (lambda: LanguageModelConfig(attention="linaer"), "attention='linaer'.*Did you mean 'linear'"),
-        (lambda: LanguageModelConfig(attention=["linear"] * 5), "must have 1 to n_layers=4 kinds"),
-        (lambda: LanguageModelConfig(attention=[]), r"attention=\[\] must have 1 to n_layers=4 kinds"),
+        (lambda: LanguageModelConfig(attention=["linear"] * 5), "must have 1 to n_layers=4 types"),
+        (lambda: LanguageModelConfig(attention=[]), r"attention=\[\] must have 1 to n_layers=4 types"),
         (lambda: LanguageModelConfig(attention=["linear", "sofmax"]), "attention='sofmax'.*Did you mean 'softmax'"),
         (lambda: LanguageModelConfig(dropout=1.0), "dropout=1.0"),
         (lambda: LanguageModelConfig(d_ff=0), "d_ff=0"),
         (lambda: LanguageModelConfig(window=0), "window=0"),
-        (lambda: LanguageModelConfig(rope_layers=[0, 4]), r"rope_layers=\[0, 4\] must lie in 0 … 3"),
+        (lambda: LanguageModelConfig(rope_layers=[0, 4]), r"rope_layers=\[0, 4\] must be in 0 … 3"),
         (lambda: LanguageModelConfig(d_model=9, n_heads=1, sinusoidal=True), "an even d_model, not 9"),
         (lambda: LanguageModelConfig(feature_map="favour"), "feature_map='favour'.*Did you mean 'favor'"),
-        (lambda: LanguageModelConfig.from_dict({"rope": {"scaling": {"rule": "ntk"}}}), "has no 'factor'"),
+        (lambda: LanguageModelConfig.from_dict({"rope": {"scaling": {"rule": "ntk"}}}), "needs 'factor'"),
         (lambda: LanguageModelConfig(norm_eps=-1.0), "norm_eps=-1.0"),
         (lambda: LanguageModelConfig(rope=RotaryEmbedding(8)), "rope is a RotaryEmbedding: pass a linrope.RotaryC"),
         (lambda: LanguageModelConfig.from_dict({"rope": 3}), "rope is a int"),
-        (lambda: LanguageModelConfig(rope=RotaryConfig(signed="yes")), "rope.signed='yes' is of the wrong kind"),
-        (lambda: LanguageModelConfig(rope=RotaryConfig(scaling={"rule": "ntk"})), "rope.scaling=.* of the wrong kind"),
-        (lambda: LanguageModelConfig.from_dict({"rope": {"base": "1e5"}}), "rope.base='1e5' is .* write 1_000_000"),
-        (lambda: LanguageModelConfig.from_dict({"rope_layers": 3}), "rope_layers=3 is of the wrong kind: .* a list,"),
+        (
+            lambda: LanguageModelConfig(rope=RotaryConfig(placement="signd")),
+            "rope.placement='signd' is unknown: .*mean",
+        ),
+        (lambda: LanguageModelConfig(rope=RotaryConfig(scaling={"rule": "ntk"})), "rope.scaling=.* the wrong type"),
+        (lambda: LanguageModelConfig.from_dict({"rope": {"base": "1e5"}}), "rope.base='1e5' has .* write 1_000_000"),
+        (lambda: LanguageModelConfig.from_dict({"rope_layers": 3}), "rope_layers=3 has the wrong type: .* a list,"),
         (lambda: LanguageModelConfig.from_dict({"n_layers": 2.5}), "n_layers=2.5 .*: it must be a whole number"),
         (lambda: LanguageModelConfig.from_dict({"n_heads": True}), "n_heads=True .*: it must be a whole number"),
         (lambda: LanguageModelConfig(attention=[1]), r"attention=\[1\] .* a string, or a list, each entry a string"),
         (lambda: LanguageModelConfig(dropout="0"), "dropout='0' .*: it must be a number"),
         (lambda: LanguageModelConfig(window=2.5), "window=2.5 .*: it must be a whole number, or None"),
         (lambda: LanguageModelConfig(tie_embeddings="no"), "tie_embeddings='no' .*: it must be True or False"),
-        (lambda: LanguageModelConfig.from_dict({"n_layer": 3}), "'n_layer' is no option.*'n_layers'"),
+        (lambda: LanguageModelConfig.from_dict({"n_layer": 3}), "'n_layer' is not an option.*'n_layers'"),
         (lambda: LanguageModel(LanguageModelConfig(d_model=20, n_heads=3)), "n_heads=3 does not divide d_model=20"),
     ]:
         with pytest.raises(InputError, match=message):

@@ -1,0 +1,78 @@
+"""Attention layers with every option, and what tests do with them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from linrope import (
+    LinearAttention,
+    RotaryConfig,
+    SoftmaxAttention,
+)
+from linrope.rotary import RotaryScaling
+
+D_MODEL, HEADS = 24, 3
+SELECTIVE = RotaryConfig(rotary_dim=4, placement="selective")
+LAYERS = {
+    "linear": lambda **options: LinearAttention(D_MODEL, HEADS, **options).double(),
+    "softmax": lambda **options: SoftmaxAttention(D_MODEL, HEADS, **options).double(),
+}
+OPTIONS = {
+    "plain": {},
+    "short_conv": {"short_conv": 4},
+    "conv_silu": {"short_conv": 4, "conv_silu": "v"},
+    "output_gate": {"output_gate": True},
+    "no positions": {"rope": None},
+    "partial rope": {"rope": RotaryConfig(rotary_dim=4, interleaved=False)},
+    "wide heads": {"head_dim": 10},
+    "output_norm": {"output_norm": True},
+    "all": {"short_conv": 3, "output_norm": True, "output_gate": True, "bias": True},
+}
+LINEAR_OPTIONS = {
+    "forget_gate": {"forget_gate": True},
+    "gate_normalizer": {"forget_gate": True, "gate_normalizer": [1, 8, 64]},
+    "all of linear": {"forget_gate": True, "short_conv": 4, "output_gate": True},
+    "rotary denominator": {"rope": RotaryConfig(placement="both")},
+    "before map": {"rope": RotaryConfig(placement="before_map")},
+    "signed": {"rope": RotaryConfig(rotary_dim=4, placement="signed"), "forget_gate": True},
+    "signed, learned features": {"rope": RotaryConfig(rotary_dim=2, placement="signed"), "feature_map": "hedgehog"},
+    "selective": {"rope": SELECTIVE, "forget_gate": True, "short_conv": 4},
+    "selective, by head": {"rope": replace(SELECTIVE, base=[9.0, None, 1e4], trainable=True, interleaved=False)},
+    "before map, partly": {"rope": RotaryConfig(placement="before_map", rotary_dim=4), "feature_map": "hedgehog"},
+    "temperature": {"temperature": True},
+    "favor": {"feature_map": "favor"},
+    "hedgehog": {"feature_map": "hedgehog"},
+    "taylor": {"feature_map": "taylor", "rope": RotaryConfig(placement="both")},
+}
+SOFTMAX_OPTIONS = {
+    "window of 1": {"window": 1},
+    "window of 7": {"window": 7, "short_conv": 3},
+    "window of 40": {"window": 40},
+    "yarn": {"rope": RotaryConfig(scaling=RotaryScaling("yarn", 4.0, 16))},
+}
+EVERY = [pytest.param(kind, options, id=f"{kind}-{name}") for kind in LAYERS for name, options in OPTIONS.items()]
+EVERY += [pytest.param("linear", options, id=f"linear-{name}") for name, options in LINEAR_OPTIONS.items()]
+EVERY += [pytest.param("softmax", options, id=f"softmax-{name}") for name, options in SOFTMAX_OPTIONS.items()]
+CLOSE = {"rtol": 1e-9, "atol": 1e-11}
+
+
+def layer_and_input(kind, options, length=90):
+    torch.manual_seed(0)
+    layer = LAYERS[kind](**options)
+    for parameter in layer.parameters():  # a gate that starts at 0 would hide what its input does
+        torch.nn.init.normal_(parameter, std=0.3)
+    return layer, torch.randn(2, length, D_MODEL, dtype=torch.float64)
+
+
+def heads(x, weight):
+    return F.linear(x, weight).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+
+def projected(layer, x):
+    return (heads(x, weight) for weight in layer.qkv.weight.chunk(3))
+
+
+def merged(layer, o):
+    return F.linear(o.transpose(1, 2).flatten(2), layer.out.weight)
