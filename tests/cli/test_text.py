@@ -147,12 +147,12 @@ def test_optional_packages_are_imported_where_they_are_used():
 @pytest.mark.parametrize(
     "options",
     [
-        {"documents": "flow"},
-        {"documents": "apart"},
+        {},
+        {"document_mask": True},
         {"contiguous": True},
-        {"contiguous": True, "documents": "apart"},
+        {"contiguous": True, "document_mask": True},
         {"curriculum": [CurriculumStage(200, 16), CurriculumStage(100, 64)]},
-        {"documents": "apart", "num_workers": 2, "world_size": 2, "rank": 1, "step": 3},
+        {"document_mask": True, "num_workers": 2, "world_size": 2, "rank": 1, "step": 3},
     ],
     ids=str,
 )

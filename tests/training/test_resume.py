@@ -22,7 +22,7 @@ from linrope.errors import InputError
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
 from linrope.models.saving import open_checkpoint
 from linrope.training.checkpoint import find_last, start_from
-from linrope.training.task import LanguageModelingModule
+from linrope.training.tasks.language_modeling import LanguageModelingModule
 from linrope.utils.files import whole_file
 
 ROOT = Path(__file__).parents[2]
@@ -147,7 +147,7 @@ def test_draws_follow_from_the_seed_and_the_number_of_the_batch():
     module = LanguageModelingModule(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2), seed=3)
 
     def draw(batch_idx: int, global_step: int, accumulate: int = 1, world_size: int = 1, rank: int = 0) -> float:
-        module._trainer = SimpleNamespace(
+        module.trainer = SimpleNamespace(
             global_step=global_step, accumulate_grad_batches=accumulate, world_size=world_size, global_rank=rank
         )
         module.on_train_batch_start({}, batch_idx)
@@ -184,15 +184,6 @@ def test_what_differs_from_the_run_to_resume_is_said_and_stops_it(exact, run_fol
     assert main(["fit", *exact, "--trainer.max_steps=3", "--ckpt_path=last"]) == 2
     assert re.search(r"data\.train_tokens: \d+ in the checkpoint, \d+ here", capsys.readouterr().err)
     assert not list(run_folder.parent.glob("version_[1-9]/checkpoints/*"))
-
-
-def test_a_checkpoint_that_does_not_say_what_its_run_read_is_resumed_with_a_warning(exact, run_folder):
-    assert main(["fit", *exact]) == 0
-    old = load(run_folder)
-    del old["linrope"]["order"]
-    torch.save(old, run_folder / "old.ckpt")
-    with pytest.warns(UserWarning, match=r"old\.ckpt' does not say which data and seed its run had"):
-        assert main(["fit", *exact, "--trainer.max_steps=3", f"--ckpt_path={run_folder / 'old.ckpt'}"]) == 0
 
 
 def test_a_damaged_checkpoint_is_one_clear_message(exact, run_folder, capsys):
