@@ -10,6 +10,7 @@ import errno
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 
 from jsonargparse import set_parsing_settings
@@ -31,7 +32,7 @@ from linrope.training.callbacks.interruption import Interrupted
 from linrope.training.checkpoint import (
     CheckpointError,
 )
-from linrope.training.ranks import first_rank_speaks
+from linrope.training.ranks import is_first_rank, leave_error_to_first_rank
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -65,16 +66,16 @@ def main(args: Sequence[str] | None = None) -> int:
         if not args or args[0] in ("-h", "--help"):
             print(_help())
         elif args[0] in COMMANDS:
-            with first_rank_speaks():
-                COMMANDS[args[0]](args[1:])
+            COMMANDS[args[0]](args[1:])
         else:
             raise InputError(
                 f"unknown command {args[0]!r}: choose one of {', '.join(COMMANDS)}.{suggest(args[0], COMMANDS)}"
             )
-    except (InputError, MisconfigurationException) as error:
-        _say(f"error: {error}")
-        return 2
-    except (NonFiniteError, DocumentChanged, CheckpointError) as error:
+    except (InputError, MisconfigurationException, NonFiniteError) as error:  # the same on all ranks
+        if not leave_error_to_first_rank():
+            _say(f"error: {error}")
+        return 1 if isinstance(error, NonFiniteError) else 2
+    except (DocumentChanged, CheckpointError) as error:
         _say(f"error: {error}")
         return 1
     except Interrupted as interrupted:
@@ -82,18 +83,22 @@ def main(args: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again as it exits
         return 128 + signal.SIGPIPE  # the reader, `head` perhaps, has enough
-    except OSError as error:
-        if error.errno not in DISK_IS_FULL:
-            raise
-        _say(f"error: {error}. Make room; a training run then resumes with --ckpt_path last.")
-        return 1
     except KeyboardInterrupt:
-        _say("interrupted.")
+        if is_first_rank():
+            _say("interrupted.")
         return 128 + signal.SIGINT
     except SystemExit as exit_:
         if isinstance(exit_.__context__, KeyboardInterrupt):  # Lightning turns Ctrl-C into exit code 1
             return 128 + signal.SIGINT
         raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in DISK_IS_FULL:
+            _say(f"error: {error}. Make room; a training run then resumes with --ckpt_path last.")
+        elif is_first_rank():
+            raise
+        else:
+            _say(traceback.format_exc())  # with the number of the rank
+        return 1
     return 0
 
 

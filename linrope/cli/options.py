@@ -133,7 +133,7 @@ class ReportConfig:
             )
 
     def text_of(
-        self, corpus: TokenSequence, context: int, documents: str, world_size: int
+        self, corpus: TokenSequence, context: int, document_mask: bool, world_size: int
     ) -> tuple[list[int], Excerpt]:
         """The lengths in tokens, and the text to read in rows of each, its documents as validation reads them.
 
@@ -143,7 +143,7 @@ class ReportConfig:
         lengths = parse_lengths(self.lengths, context)
         if world_size > 1:
             raise InputError(f"--lengths reads on one device, not on {world_size}: set trainer.devices=1.")
-        return lengths, excerpt_for(corpus, lengths, self.report_tokens, documents)
+        return lengths, excerpt_for(corpus, lengths, self.report_tokens, document_mask)
 
 
 def add_report_options(parser: ArgumentParser) -> None:

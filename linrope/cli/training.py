@@ -45,7 +45,7 @@ from linrope.training.checkpoint import (
 from linrope.training.data_modules.text import TextDataModule
 from linrope.training.optimizer import OptimizerConfig
 from linrope.training.ranks import is_first_rank
-from linrope.training.task import LanguageModelingModule
+from linrope.training.tasks.language_modeling import LanguageModelingModule
 from linrope.utils.files import require_writable
 
 SECTIONS = ("model", "optimizer", "data", "run", "sample", "trainer")

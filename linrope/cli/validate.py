@@ -23,7 +23,7 @@ def validate(args: Sequence[str]) -> None:
     folder = None if cli.report.report is None else make_folder("--report", cli.report.report)
     if cli.report.lengths:
         corpus = data.open()["val"]
-        lengths, text = cli.report.text_of(corpus, data.context, data.documents, cli.trainer.world_size)
+        lengths, text = cli.report.text_of(corpus, data.context, data.document_mask, cli.trainer.world_size)
     cli.trainer.validate(cli.model, data, ckpt_path=cli.ckpt_path, verbose=False, weights_only=True)
     if not cli.trainer.is_global_zero:
         return

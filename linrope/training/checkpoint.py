@@ -1,4 +1,4 @@
-"""Checkpoints of training runs: written whole, found again, and held against the run that is to go on from them."""
+"""Checkpoints of training runs: written atomically, found, and compared with the run that resumes from them."""
 
 from __future__ import annotations
 
@@ -8,34 +8,36 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from linrope.data.tokenizers.base import Tokenizer, tokenizer_from_serialized
 from linrope.errors import InputError
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
 from linrope.models.saving import open_checkpoint
+from linrope.training.data_modules.base import ResumableDataModule
 from linrope.utils.files import whole_file
 
 TRAINING_STATE = ("global_step", "loops", "lr_schedulers", "optimizer_states")
 
 
 WITHOUT_WEIGHTS = ("model.window", "model.dropout", "model.gate_normalizer")
+"""Options that a new run may change on trained weights."""
 
 
 THETA = ("model.rope.base", "model.rope.scaling")
-"""What a new run may set anew on trained weights; what θ follows from, only where θ is not learned."""
+"""Options of θ, which a new run may change too unless θ is trained."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written; those from before are as they were."""
+    """A checkpoint could not be written; earlier ones are unchanged."""
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint whole or not at all; a plugin of Lightning's Trainer.
+    """Writes a checkpoint atomically; a plugin of Lightning's Trainer.
 
-    Lightning's own makes two copies in memory, writes a temporary file into $TMPDIR, which is copied piece by piece to
-    its place where that is another file system, and never waits for the disk.
+    Lightning's own makes two copies in memory, writes a temporary file into $TMPDIR (then copied, if the checkpoint is
+    on another file system) and does not wait until the disk has it.
 
     Raises:
         CheckpointError: the file could not be written (the disk is full, say).
@@ -61,46 +63,48 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
 
 def _os_error(error: BaseException | None) -> OSError | None:
-    """The error of the system behind `error`: torch's writer hides it behind one of its own."""
+    """The operating system's error that caused `error`; torch's writer raises its own error from it."""
     while error is not None and not isinstance(error, OSError):
         error = error.__context__
     return error
 
 
 def find_last(folder: Path) -> Path:
-    """The `last.ckpt` of the newest of the runs in `folder`, those in folders `version_N`, that has one.
+    """The `last.ckpt` of the newest run in `folder` (its subfolders `version_N`) that has one.
 
     Raises:
-        InputError: none has.
+        InputError: no run has one.
     """
     found = folder.glob("version_*/checkpoints/last.ckpt")
     by_version = [(path.parents[1].name.removeprefix("version_"), path) for path in found]
     numbered = {int(version): path for version, path in by_version if version.isdecimal()}
     if not numbered:
         raise InputError(
-            f"--ckpt_path=last: no run in {str(folder)!r} has left a last.ckpt. Name the checkpoint file, or set "
+            f"--ckpt_path=last: no run in {str(folder)!r} has a last.ckpt. Name the checkpoint file, or set "
             "run.folder and run.name to those of its run."
         )
     return numbered[max(numbered)]
 
 
 def require_same_model(trained: LanguageModelConfig, config: LanguageModelConfig, path: str | Path) -> None:
-    """Raises InputError, naming the fields that differ, where a checkpoint's model is not the one configured."""
+    """Raises InputError, naming the options that differ, unless a checkpoint's model is the configured one."""
     if differing := list(_differences(_flat(trained.to_dict()), _flat(config.to_dict()))):
         raise InputError(
-            f"checkpoint {str(path)!r} holds another model than the one configured; {_mend(path)}:\n  "
+            f"checkpoint {str(path)!r} holds another model than the one configured; {_fix(path)}:\n  "
             + "\n  ".join(differing)
         )
 
 
 def start_from(model: LanguageModel, path: str, fractions: list[float]) -> list[str]:
-    """Gives a new run's model the weights of a trained one, and its tokenizer; says in which options the two differ.
+    """Copies the weights and the tokenizer of a trained model to a new run's model; returns the options that differ.
 
     Args:
-        fractions: those of the new run's data: what the trained model has learned must not be held out now.
+        model: the new run's model.
+        path: the trained model: a .ckpt file or a folder.
+        fractions: those of the new run's data, to warn if text that the model was trained on is held out now.
 
     Raises:
-        InputError: nothing there, or a model that differs in more than what has no weights.
+        InputError: no model at `path`, or one that differs in an option that decides the weights.
     """
     try:
         source = LanguageModel.from_pretrained(path)
@@ -111,59 +115,60 @@ def start_from(model: LanguageModel, path: str, fractions: list[float]) -> list[
         ) from error
     rope = model.config.rope
     may_differ = WITHOUT_WEIGHTS + (() if rope is None or rope.trainable else THETA)
-    theirs, ours = _flat(source.config.to_dict()), _flat(model.config.to_dict())
-    fixed = [_without(options, may_differ) for options in (theirs, ours)]
+    trained, here = _flat(source.config.to_dict()), _flat(model.config.to_dict())
+    fixed = [_without(options, may_differ) for options in (trained, here)]
     if differing := list(_differences(*fixed)):
         raise InputError(
-            f"run.start_from={path!r} holds a model that differs in more than {', '.join(may_differ)}; {_mend(path)}:"
+            f"run.start_from={path!r} holds a model that differs in more than {', '.join(may_differ)}; {_fix(path)}:"
             + "".join(f"\n  {difference}" for difference in differing)
         )
     model.load_state_dict(source.state_dict())
     model.tokenizer = source.tokenizer
     if Path(path).is_file():
         warn_of_other_split(open_checkpoint(path), fractions, path)
-    return list(_differences(theirs, ours))
+    return list(_differences(trained, here))
 
 
 def _without(options: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """All but these and those nested in them."""
+    """The options except `names` and those nested in them."""
     return {key: value for key, value in options.items() if not f"{key}.".startswith(tuple(f"{n}." for n in names))}
 
 
 def warn_of_other_split(checkpoint: dict[str, Any], fractions: list[float], path: str | Path) -> None:
-    """Says where a text's shares are not those that a checkpoint was trained with: what it learned may be held out."""
-    then = (checkpoint["linrope"].get("order") or {}).get("data.fractions")
+    """Warns if the data's fractions are not those of the checkpoint's run: it may have trained on held-out text."""
+    then = checkpoint["linrope"]["order"].get("data.fractions")
     if then is not None and then != fractions:
         rank_zero_warn(
-            f"checkpoint {str(path)!r} was trained with data.fractions={then}, and here they are {fractions}: where "
-            "the text is the same, it has learned some that is held out here, so that losses on it mean little. Give "
+            f"checkpoint {str(path)!r} was trained with data.fractions={then}, and here they are {fractions}: if the "
+            "text is the same, it was trained on some text that is held out here, and losses on that mean little. Give "
             "the same data.fractions."
         )
 
 
-def require_same_tokenizer(trained: dict[str, str] | None, plain: dict[str, str], source: str) -> None:
-    """Raises InputError where a model knows the tokens of another tokenizer, `trained`, than the data's, `plain`.
+def require_same_tokenizer(of_model: dict[str, str] | None, of_data: dict[str, str], source: str) -> None:
+    """Raises InputError unless model and data have the same tokenizer, or the model's is unknown.
 
-    One that was trained on tokens of an unknown tokenizer takes any. `source` says whose it is, in messages.
+    Args:
+        of_model, of_data: the tokenizers, as `tokenizer_to_serialized` gives them.
+        source: where the model comes from, for messages.
     """
-    theirs = tokenizer_from_serialized(trained, source)
-    ours = tokenizer_from_serialized(plain)
-    if theirs is None or (ours is not None and theirs.fingerprint == ours.fingerprint):
+    trained, here = tokenizer_from_serialized(of_model, source), tokenizer_from_serialized(of_data)
+    if trained is None or (here is not None and trained.fingerprint == here.fingerprint):
         return
-    here = "tokens of an unknown tokenizer" if ours is None else f"those of {_told_apart(ours)}"
+    tokens = "tokens of an unknown tokenizer" if here is None else f"those of {_described(here)}"
     raise InputError(
-        f"{source} was trained with the tokenizer {_told_apart(theirs)}, and the data holds {here}: give data that was "
-        "prepared with that tokenizer, or for a .bin file set data.tokenizer to it."
+        f"{source} was trained with the tokenizer {_described(trained)}, and the data holds {tokens}: give data that "
+        "was prepared with that tokenizer, or for a .bin file set data.tokenizer to it."
     )
 
 
-def _told_apart(tokenizer: Tokenizer) -> str:
+def _described(tokenizer: Tokenizer) -> str:
     fingerprint = f", fingerprint {tokenizer.fingerprint[:8]}" if tokenizer.fingerprint else ""
     return f"{tokenizer.name} ({tokenizer.vocab_size:,} tokens{fingerprint})"
 
 
 def require_training_state(checkpoint: dict[str, Any], path: str | Path) -> None:
-    """Raises InputError where a checkpoint has weights but not what training needs to go on."""
+    """Raises InputError if a checkpoint has weights but not the training state."""
     if missing := [key for key in TRAINING_STATE if key not in checkpoint]:
         raise InputError(
             f"checkpoint {str(path)!r} cannot be resumed from: it has no {', '.join(missing)}. Give one that "
@@ -172,36 +177,25 @@ def require_training_state(checkpoint: dict[str, Any], path: str | Path) -> None
 
 
 def run_order(trainer: Trainer, seed: int) -> dict[str, Any]:
-    """What decides the samples of every step and dropout's draws: plain values by the names of their options.
+    """What decides the samples of every step and dropout's random numbers: plain values by the names of their options.
 
-    The data's part is what `order()` of the data module returns. Of loaders without one (see `deals_by_step`) only
-    Lightning knows where they go on, and it does not check whether they are the same.
+    The data's part is `order()` of a `ResumableDataModule`. Other data are not compared: only Lightning knows where
+    their loaders continue.
     """
-    if not deals_by_step(trainer.datamodule):
+    if not isinstance(data := trainer.datamodule, ResumableDataModule):
         return {"seed_everything": seed}
     return {
-        **{f"data.{name}": value for name, value in trainer.datamodule.order().items()},
+        **{f"data.{name}": value for name, value in data.order().items()},
         "trainer.accumulate_grad_batches × devices": trainer.accumulate_grad_batches * trainer.world_size,
         "seed_everything": seed,
     }
 
 
-def deals_by_step(datamodule: LightningDataModule | None) -> bool:
-    """Whether a data module is like ours: endless, from the batches of `trainer.global_step` on, and with `order()`."""
-    return hasattr(datamodule, "order")
-
-
 def require_same_order(checkpoint: dict[str, Any], order: dict[str, Any], path: str | Path) -> None:
-    """Raises InputError, naming what differs, where a checkpoint's run saw other samples than `order`, or in another
-    order; warns where it does not say. An option that is None is as good as one that an older checkpoint lacks."""
-    if (then := checkpoint["linrope"].get("order")) is None:
-        rank_zero_warn(
-            f"checkpoint {str(path)!r} does not say which data and seed its run had (an older linrope wrote it), so "
-            "whether they are the same could not be checked."
-        )
-    elif differing := list(_differences(then, order)):
+    """Raises InputError, naming what differs, if the checkpoint's run had other samples, or another order of them."""
+    if differing := list(_differences(checkpoint["linrope"]["order"], order)):
         raise InputError(
-            f"checkpoint {str(path)!r} is of a run with other data, batches or seed; {_mend(path)} (a new run needs no "
+            f"checkpoint {str(path)!r} is of a run with other data, batches or seed; {_fix(path)} (a new run needs no "
             "--ckpt_path):\n  " + "\n  ".join(differing)
         )
 
@@ -212,14 +206,14 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
             yield f"{key}: {then.get(key)!r} in the checkpoint, {now.get(key)!r} here"
 
 
-def _mend(path: str | Path) -> str:
+def _fix(path: str | Path) -> str:
     beside = Path(path).parent.parent / "config.yaml"
-    mend = f"--config {beside}" if beside.is_file() else "--config with the YAML that trained it"
-    return f"pass {mend}, or make these equal"
+    fix = f"--config {beside}" if beside.is_file() else "--config with the YAML that trained it"
+    return f"pass {fix}, or make these equal"
 
 
 def _flat(tree: dict[str, Any], prefix: str = "model.") -> dict[str, Any]:
-    """A model's options, nested ones too, by their names in a run's configuration."""
+    """A model's options, with nested ones, by their names in a run's configuration."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
@@ -227,11 +221,11 @@ def _flat(tree: dict[str, Any], prefix: str = "model.") -> dict[str, Any]:
 
 
 def rewind_to_step(checkpoint: dict[str, Any], accumulate_grad_batches: int) -> None:
-    """Moves the place in an endless epoch at which a checkpoint was saved back to the end of its last optimizer step.
+    """Sets a checkpoint's position in its endless epoch to the end of its last optimizer step.
 
-    A checkpoint may be of another: of the middle of a step, whose gradients it lacks (`best.ckpt` after a validation
-    there, or `max_time`), of the end of the run, or of a run with other micro-batches. The counts are those that
-    Lightning itself saves right after a step, before it has counted the batch as completed.
+    A checkpoint can be from the middle of a step, without its gradients (`best.ckpt` after a validation there, or
+    `max_time`), from the end of the run, or from a run with other micro-batches. The counts are those that Lightning
+    saves right after a step, before it has counted the batch as completed.
     """
     step = checkpoint["global_step"]
     n_batches = step * accumulate_grad_batches

@@ -1,45 +1,26 @@
-"""Runs of several processes, one for each device, of which the first speaks for all."""
+"""Runs of several processes, one for each device: which of them prints."""
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from lightning.pytorch.utilities import rank_zero_only
 
-PATIENCE = 10.0
-"""Seconds that a rank which failed gives the first one to end too."""
+HEAD_START = 2.0
+"""Seconds that rank 0 has to print an error that all ranks meet, before the other ranks exit."""
 
 
 def is_first_rank() -> bool:
-    """Whether this process is the only one of its run, or the first; true of any process before it starts others."""
+    """Whether this process has rank 0; True in a process that has not started others."""
     return rank_zero_only.rank == 0
 
 
-@contextmanager
-def first_rank_speaks() -> Iterator[None]:
-    """Within it an error ends any other rank than the first in silence if the first one ends as well.
+def leave_error_to_first_rank() -> bool:
+    """Whether another process prints an error that is the same on all ranks: True on all ranks but the first.
 
-    It does where all ranks meet the same error, which it says, or where the error is that it is gone. Where it does not
-    end within `PATIENCE`, waiting for this rank perhaps, the error is this one's own and goes on. Not before, for
-    Lightning kills a first rank once another has failed, and this one would not have spoken yet.
+    It waits `HEAD_START` there: a launcher ends all processes once one has failed, and rank 0 must have printed before.
     """
-    first = os.getppid()  # it has started the others; where something else did, that goes on and all ranks speak
-    try:
-        yield
-    except Exception as error:
-        if not is_first_rank() and _ends(first):
-            raise SystemExit(1) from error
-        raise
-
-
-def _ends(parent: int) -> bool:
-    """Whether the process that started this one ends within `PATIENCE`."""
-    deadline = time.monotonic() + PATIENCE
-    while os.getppid() == parent:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
+    if is_first_rank():
+        return False
+    time.sleep(HEAD_START)
     return True

@@ -138,12 +138,12 @@ def test_optional_packages_are_imported_where_they_are_used():
 @pytest.mark.parametrize(
     "options",
     [
-        {"documents": "flow"},
-        {"documents": "apart"},
+        {},
+        {"document_mask": True},
         {"contiguous": True},
-        {"contiguous": True, "documents": "apart"},
+        {"contiguous": True, "document_mask": True},
         {"curriculum": [CurriculumStage(200, 16), CurriculumStage(100, 64)]},
-        {"documents": "apart", "num_workers": 2, "world_size": 2, "rank": 1, "step": 3},
+        {"document_mask": True, "num_workers": 2, "world_size": 2, "rank": 1, "step": 3},
     ],
     ids=str,
 )
@@ -236,22 +236,6 @@ def test_another_tokenizer_than_the_checkpoints_is_refused(texts, subwords, tiny
         err = fails(capsys, "fit", *tiny, vocab, ckpt, f"--data.path={path}", "--trainer.max_steps=4")
         assert "was trained with the tokenizer" in err
     assert main(["fit", *tiny, ckpt, vocab, f"--data.path={subwords}", "--trainer.max_steps=4"]) == 0
-
-
-def test_a_checkpoint_from_before_there_were_tokenizers_is_one_of_bytes(tiny, subwords, run_folder, capsys):
-    assert main(["fit", *tiny, f"--model.vocab_size={VOCAB}"]) == 0
-    checkpoint = torch.load(last(run_folder), weights_only=True)
-    assert checkpoint["linrope"].pop("tokenizer") == {"kind": "bytes"}
-    checkpoint["linrope"]["order"].pop("data.tokenizer")
-    torch.save(checkpoint, last(run_folder))
-    options = [*tiny, f"--model.vocab_size={VOCAB}", f"--ckpt_path={last(run_folder)}"]
-    assert main(["validate", *options]) == 0
-    assert main(["generate", f"--ckpt_path={last(run_folder)}", "--prompt=hé", "--max_new_tokens=3"]) == 0
-    assert "\nhé" in capsys.readouterr().out
-    assert main(["fit", *options, "--trainer.max_steps=3"]) == 0
-    assert "was trained with the tokenizer bytes (257 tokens)" in fails(
-        capsys, "validate", *options, f"--data.path={subwords}"
-    )
 
 
 @pytest.mark.parametrize("command", ["fit", "validate"])

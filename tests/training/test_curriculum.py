@@ -13,13 +13,13 @@ import torch
 from linrope import LanguageModel, LanguageModelConfig
 from linrope.cli.main import main
 from linrope.training import LanguageModelingModule, MemoryPreflight, Throughput
-from linrope.training.callbacks import memory_preflight as trial
+from linrope.training.callbacks import memory_preflight
 
 # 4 steps of 4 × 16 (that is context · batch_size, 64 tokens), 3 steps of 1 × 128, 2 steps of 4 × 16: 768 tokens.
 YAML = """
 model: {short_conv: 4, forget_gate: true, dropout: 0.1}
 data:
-  documents: apart
+  document_mask: true
   curriculum:
     - {tokens: 200, seq_len: 16}
     - tokens: 3_00
@@ -60,13 +60,13 @@ def seen(monkeypatch) -> list[dict[str, torch.Tensor]]:
 def tried(monkeypatch) -> list[tuple[int, ...]]:
     """The shapes of the batches that were tried before training."""
     shapes: list[tuple[int, ...]] = []
-    try_batch = trial._try_batch
+    try_batch = memory_preflight._try_batch
 
     def recorded(trainer, module, batch):
         shapes.append(tuple(batch["inputs"].shape))
         try_batch(trainer, module, batch)
 
-    monkeypatch.setattr(trial, "_try_batch", recorded)
+    monkeypatch.setattr(memory_preflight, "_try_batch", recorded)
     return shapes
 
 
@@ -79,7 +79,7 @@ def weights(run_folder: Path) -> list[torch.Tensor]:
     return [*torch.load(run_folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"].values()]
 
 
-def test_a_run_goes_up_and_down_with_documents_apart(run, run_folder, seen, tried, capsys):
+def test_a_run_goes_up_and_down_with_a_document_mask(run, run_folder, seen, tried, capsys):
     assert main(["fit", *run]) == 0
     assert [tuple(batch["inputs"].shape) for batch in seen] == SHAPES
     assert all(batch["segment_ids"].shape == batch["inputs"].shape for batch in seen)
@@ -105,7 +105,7 @@ def test_the_runs_own_configuration_repeats_it(run, run_folder, seen):
     assert all(torch.equal(first["inputs"], again["inputs"]) for first, again in zip(seen[:9], seen[9:], strict=True))
 
 
-def test_the_trial_changes_nothing(run, run_folder, monkeypatch):
+def test_the_preflight_changes_nothing(run, run_folder, monkeypatch):
     assert main(["fit", *run]) == 0
     monkeypatch.setattr(MemoryPreflight, "on_train_start", lambda *args: None)
     assert main(["fit", *run]) == 0
@@ -114,14 +114,14 @@ def test_the_trial_changes_nothing(run, run_folder, monkeypatch):
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried\nto"), MemoryError()])
 def test_a_stage_that_does_not_fit_is_named_before_training(run, run_folder, seen, capsys, monkeypatch, error):
-    nats = LanguageModelingModule._nats
+    batch_loss = LanguageModelingModule.batch_loss
 
     def scarce(self, batch):
         if batch["inputs"].shape[1] > 32:
             raise error
-        return nats(self, batch)
+        return batch_loss(self, batch)
 
-    monkeypatch.setattr(LanguageModelingModule, "_nats", scarce)
+    monkeypatch.setattr(LanguageModelingModule, "batch_loss", scarce)
     assert main(["fit", *run]) == 2
     assert seen == []
     what = re.escape(str(error).partition("\n")[0] or "MemoryError")
@@ -138,7 +138,7 @@ def test_without_a_curriculum_nothing_is_tried(tiny, tried, capsys):
     assert re.search(r"^a step +2 × 32 = 64 tokens", capsys.readouterr().out, re.M)
 
 
-@pytest.mark.parametrize("step", [2, 5, 8])
+@pytest.mark.parametrize("step", [5, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 8))])
 def test_a_run_that_was_stopped_in_any_stage_resumes_with_the_batches_that_are_left(
     run, run_folder, seen, monkeypatch, step
 ):

@@ -1,66 +1,68 @@
-"""Text for the Lightning trainer: loaders over the windows of `linrope.data`, resumable and right under DDP."""
+"""Text for training and evaluation: loaders over windows or contiguous batches, sharded over ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler, Subset, default_collate
+from torch.utils.data import Dataset
 
 from linrope.data.batches.contiguous import ContiguousBatches
 from linrope.data.batches.curriculum import CurriculumStage, PlannedStage, TrainingBatches, TrainingPlan
-from linrope.data.batches.windows import DOCUMENTS, CurriculumWindows, EvaluationWindows, TrainingWindows
+from linrope.data.batches.windows import CurriculumWindows, EvaluationWindows, TrainingWindows
 from linrope.data.corpus.opening import open_text
 from linrope.data.corpus.sequences import TokenSequence
 from linrope.data.corpus.token_files import TOKEN_DTYPES
 from linrope.data.tokenizers.base import Tokenizer
 from linrope.errors import InputError, require_choice
-from linrope.training.data_modules.base import PlacedDataModule, TimedLoader, require_own_order
+from linrope.training.data_modules.base import RankSampler, ResumableDataModule, TimedLoader
 from linrope.utils.options import check_keys
 
 Batch = dict[str, Tensor]
 
 
-class TextDataModule(PlacedDataModule):
-    """The text to learn from.
+class TextDataModule(ResumableDataModule):
+    """The text to train on.
 
-    Batches are `{"inputs", "targets"}`, each int64 (batch_size, context), and with documents apart `"segment_ids"`, the
-    same: each run of equal numbers is a document. Contiguous batches have `"fresh"`, bool (batch_size,): see
-    `ContiguousBatches`. Where tokens are no bytes, `"n_bytes"`, the same, says how many bytes of text each target
-    stands for, or 0.
-    Training has no epochs: sample `i` of a run follows from `seed` and `i`, and a resumed run goes on with the sample
-    after the last that its checkpoint has learned from. Without a Trainer, `setup("fit")` and `train_dataloader()` give
-    the batches of one process from the first on.
+    A batch is a dictionary:
+        inputs, targets: int64 (batch_size, context).
+        n_bytes: int64 (batch_size, context), the bytes of text of each target; only where a token is not one byte.
+        segment_ids: int64 (batch_size, context), the number of each token's document; only with a document mask.
+        fresh: bool (batch_size,), only of contiguous batches: see `ContiguousBatches`.
+
+    Training has no epochs: sample `i` of a run follows from `seed` and `i`. A resumed run continues with the sample
+    after the last one that its checkpoint was trained on. Without a Trainer, `setup("fit")` and `train_dataloader()`
+    give the batches of one process, from the first on.
 
     Args:
         path: Your text: a file, a folder or a glob; a folder that `linrope prepare` wrote; or a flat file of tokens
             (.bin, nanoGPT's format). null is the built-in corpus, the Python standard library's source.
         context: Tokens (bytes, by default) of one sample.
         batch_size: Samples of one batch, per device.
-        fractions: Shares of train, val and test. A single file is cut by position, in this order; several are dealt
-            out whole, by a hash of their names.
-        seed: Names the order of the training samples.
+        fractions: Shares of train, val and test. A single file is cut by position, in this order; of several files each
+            goes to one split as a whole, by a hash of its name.
+        seed: Decides the order of the training samples.
         num_workers: Processes that read samples ahead; 0 reads them in the training process.
-        documents: "flow" reads a sample as one text, past the ends of its documents; "apart" reads each document in it
-            by itself.
-        contiguous: Read the training text in order: each row of a batch goes on where that row of the batch before
-            ended, and the model's state is carried over, without gradient. false draws windows at random.
-        curriculum: Training rows of other lengths, a list of stages {tokens: N, seq_len: N, batch_size: N}: tokens to
-            train on before the next stage begins (the last goes on to the end), tokens of a sample, and samples of a
-            batch per device (left out: as many tokens as context · batch_size). null is context from first to last.
-            Evaluation keeps context.
-        tokenizer: Whose tokens a .bin file holds: "bytes" or the path of a tokenizer.json. null reads text as bytes and
-            a prepared folder with its own; of a .bin file it leaves bits per byte and text unknown.
-        token_dtype: Numbers of a .bin file: uint16 or uint32.
+        document_mask: true: tokens see only their own document. false: a sample is read as one text, across the ends of
+            its documents.
+        contiguous: Read the training text in order: each row of a batch continues the same row of the batch before, and
+            the model's state is carried over, without gradient. false draws windows at random.
+        curriculum: Lengths of training rows, a list of stages {tokens: N, seq_len: N, batch_size: N}: tokens to train
+            on before the next stage begins (the last stage has no end), tokens of a sample, and samples of a batch per
+            device (by default as many tokens as context · batch_size). null is context for the whole run. Evaluation
+            keeps context.
+        tokenizer: Tokenizer of a .bin file: "bytes" or the path of a tokenizer.json. null reads text as bytes and a
+            prepared folder with its own tokenizer; for a .bin file it leaves bits per byte and text unknown.
+        token_dtype: Number format of a .bin file: uint16 or uint32.
 
     Raises:
-        InputError: an option out of range, a stage that is none; when set up: nothing to read there, fractions that are
-            none, a split shorter than one sample (to evaluate on, than one for each device), or a curriculum longer
-            than `trainer.max_steps`.
+        InputError: an option out of range, an invalid stage; when set up: no text at `path`, invalid fractions, a split
+            shorter than one sample (for evaluation: than one for each device), or a curriculum longer than
+            `trainer.max_steps`.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class TextDataModule(PlacedDataModule):
         fractions: list[float] = [0.9, 0.05, 0.05],  # noqa: B006 (read only; a list is what YAML and help can show)
         seed: int = 0,
         num_workers: int = 0,
-        documents: str = "flow",
+        document_mask: bool = False,
         contiguous: bool = False,
         curriculum: list[CurriculumStage] | None = None,
         tokenizer: str | None = None,
@@ -85,7 +87,6 @@ class TextDataModule(PlacedDataModule):
         ):
             if value < least:
                 raise InputError(f"data.{name}={value} must be {least} or more.")
-        require_choice("data.documents", documents, DOCUMENTS)
         require_choice("data.token_dtype", token_dtype, TOKEN_DTYPES)
         self.path = Path(path) if path is not None else None
         self.context, self.batch_size, self.fractions = context, batch_size, fractions
@@ -93,14 +94,15 @@ class TextDataModule(PlacedDataModule):
             raise InputError(
                 "data.contiguous=True needs rows of one length, data.curriculum changes it: drop one of them."
             )
-        self.seed, self.num_workers, self.documents, self.contiguous = seed, num_workers, documents, contiguous
+        self.seed, self.num_workers = seed, num_workers
+        self.document_mask, self.contiguous = document_mask, contiguous
         self.curriculum = None if curriculum is None else _stages(curriculum, context * batch_size)
         self._tokenizer_name, self.token_dtype = tokenizer, token_dtype
         self.corpora: dict[str, TokenSequence] = {}
         self._windows: dict[str, Any] = {}
 
     def open(self) -> dict[str, TokenSequence]:
-        """The corpora by split: opened at the first call, by `setup` if by nobody before."""
+        """The corpora by split, opened at the first call; `setup` calls it."""
         if not self.corpora:
             self._opened = open_text(self.path, self.fractions, self._tokenizer_name, self.token_dtype)
             self.origin, self.n_skipped = self._opened.origin, self._opened.n_skipped
@@ -108,11 +110,11 @@ class TextDataModule(PlacedDataModule):
         return self.corpora
 
     def setup(self, stage: str) -> None:
+        super().setup(stage)
         self.open()
-        require_own_order(self.trainer, stage)
-        # Made here, before any work, so that a split that is too short is found at once.
+        # Made here, so that a split that is too short is found before any work.
         if stage == "fit":
-            self._windows["train"] = self._training_lanes() if self.contiguous else self._training_windows()
+            self._windows["train"] = self._contiguous_batches() if self.contiguous else self._training_windows()
             self._windows["val"] = self.evaluation_windows("val") if self._validates else None
         if stage in ("validate", "test"):
             split = "val" if stage == "validate" else "test"
@@ -120,11 +122,10 @@ class TextDataModule(PlacedDataModule):
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """How the tokens are text, None where nobody has told; it needs `setup`."""
+        """Tokenizer of these tokens, None if unknown; it needs `setup`."""
         return self._opened.tokenizer
 
     def require_vocabulary(self, vocab_size: int) -> None:
-        """Raise InputError where a model of `vocab_size` tokens does not know all of this text's; it needs `setup`."""
         if vocab_size < self._opened.vocab_size:
             raise InputError(
                 f"model.vocab_size={vocab_size} is too small for the text ({self._opened.reason}): set it to "
@@ -134,22 +135,23 @@ class TextDataModule(PlacedDataModule):
     def _training_windows(self) -> CurriculumWindows:
         corpus = self.corpora["train"]
         if self.curriculum is None:
-            return CurriculumWindows([TrainingWindows(corpus, self.context, self.seed, self.documents)])
+            return CurriculumWindows([TrainingWindows(corpus, self.context, self.seed, self.document_mask)])
         if self.trainer is not None:
             self.require_steps(self.plan, self.trainer.max_steps)
         return CurriculumWindows(
-            TrainingWindows(corpus, stage.seq_len, self.seed, self.documents, f"data.curriculum[{number}].seq_len")
+            TrainingWindows(corpus, stage.seq_len, self.seed, self.document_mask, f"data.curriculum[{number}].seq_len")
             for number, stage in enumerate(self.curriculum)
         )
 
-    def _training_lanes(self) -> ContiguousBatches:
-        options = self.context, self.batch_size, self.seed, self.documents
-        return ContiguousBatches(self.corpora["train"], *options, self.place.rank, self.place.world_size)
+    def _contiguous_batches(self) -> ContiguousBatches:
+        options = self.context, self.batch_size, self.seed, self.document_mask
+        return ContiguousBatches(self.corpora["train"], *options, self.run_position.rank, self.run_position.world_size)
 
     def evaluation_windows(self, split: str) -> EvaluationWindows:
-        """What validation or test reads; it needs `open`."""
-        windows = EvaluationWindows(self.corpora[split], self.context, split, self.documents)
-        if len(windows) < (world_size := self.place.world_size):  # one without any would not join in the sums
+        """The windows of validation or test; it needs `open`."""
+        windows = EvaluationWindows(self.corpora[split], self.context, split, self.document_mask)
+        world_size = self.run_position.world_size
+        if len(windows) < world_size:  # a rank without any would not take part in the sums
             raise InputError(
                 f"the {split} split holds {len(windows)} × data.context={self.context} tokens, but {world_size} "
                 "devices need a sample each: lower data.context, raise its share in data.fractions, or set fewer "
@@ -159,17 +161,17 @@ class TextDataModule(PlacedDataModule):
 
     @property
     def plan(self) -> TrainingPlan:
-        """Which samples each optimizer step has; it depends on the trainer's devices and accumulation."""
-        return self.plan_for(self.place.batches_per_step * self.place.world_size)
+        """The samples of each optimizer step, with the trainer's devices and accumulation."""
+        return self.plan_for(self.run_position.batches_per_step * self.run_position.world_size)
 
     def plan_for(self, batches_per_step: int) -> TrainingPlan:
-        """The same, with so many batches in an optimizer step, over all devices."""
-        # Without a curriculum the first step's stage goes on for ever.
+        """The samples of each optimizer step of `batches_per_step` batches, over all devices."""
+        # Without a curriculum there is one stage, which has no end.
         stages = self.curriculum or [CurriculumStage(1, self.context, self.batch_size)]
         return TrainingPlan(stages, batches_per_step)
 
     def require_steps(self, plan: TrainingPlan, max_steps: int) -> None:
-        """Raise InputError where a run of so many steps would end before its curriculum."""
+        """Raise InputError if a run of `max_steps` would end before its curriculum."""
         if self.curriculum is not None and max_steps < plan.n_steps:
             raise InputError(
                 f"trainer.max_steps={max_steps} ends before data.curriculum does, which takes {plan.n_steps:,} "
@@ -177,13 +179,11 @@ class TextDataModule(PlacedDataModule):
             )
 
     def tokens_at(self, step: int) -> int:
-        """Tokens that a run has trained on, over all devices, after `step` optimizer steps."""
         return self.plan.tokens_at(step)
 
     def samples_of(self, step: int) -> str:
-        """The training samples of the optimizer step after `step` finished ones, for people to read."""
         if self.contiguous:
-            per_step = self.place.batches_per_step
+            per_step = self.run_position.batches_per_step
             return f"batches {step * per_step} … {(step + 1) * per_step - 1} of the contiguous rows"
         stage = self.plan.stage_at(step)
         first = stage.first_sample + (step - stage.first_step) * stage.samples_per_step
@@ -192,21 +192,17 @@ class TextDataModule(PlacedDataModule):
     def first_batch(self, stage: PlannedStage) -> Batch:
         """The first training batch of a stage of `plan`, on the CPU; it needs `setup("fit")`."""
         samples = range(stage.first_sample, stage.first_sample + stage.batch_size)
-        return default_collate([self._ready("train")[stage.seq_len, i] for i in samples])
+        return self._ready("train")[[(stage.seq_len, i) for i in samples]]
 
     def order(self) -> dict[str, Any]:
-        """All options that decide which samples follow which, and of what text, as plain values; it needs `setup`.
-
-        Beside it only the batches of an optimizer step count: devices times `trainer.accumulate_grad_batches`.
-        """
         train = self.corpora["train"]
         return {
             "fractions": list(self.fractions),
             "context": self.context,
             "batch_size": self.batch_size,
             "seed": self.seed,
-            "documents": self.documents,
-            "contiguous rows × devices": self.batch_size * self.place.world_size if self.contiguous else None,
+            "document_mask": self.document_mask,
+            "contiguous rows × devices": self.batch_size * self.run_position.world_size if self.contiguous else None,
             "curriculum": None if self.curriculum is None else [asdict(stage) for stage in self.curriculum],
             "train_tokens": len(train),
             "train_documents": train.fingerprint(),
@@ -218,44 +214,45 @@ class TextDataModule(PlacedDataModule):
         return self.fractions[1] > 0 and (self.trainer is None or self.trainer.limit_val_batches > 0)
 
     def _ready(self, split: str) -> Any:
-        """The windows of a split, None where it is not read."""
+        """The windows or batches of a split, None if it is not read."""
         if split not in self._windows:
             stage = {"train": "fit", "val": "validate", "test": "test"}[split]
             raise InputError(f'the {split} split is not set up: call setup("{stage}") before {split}_dataloader().')
         return self._windows[split]
 
-    def train_dataloader(self) -> DataLoader[Batch]:
-        """An endless loader. Lightning asks for it after it has restored the step that a checkpoint was saved at."""
-        windows, place = self._ready("train"), self.place
+    def train_dataloader(self) -> TimedLoader:
+        """An endless loader. Lightning asks for it after it has restored the step of a checkpoint."""
+        windows, position = self._ready("train"), self.run_position
         if self.contiguous:
-            return self._loader(windows, sampler=_From(place.batches_done), batch_size=None)
-        batches = TrainingBatches(self.plan, place.step, place.rank, place.world_size)
-        return self._loader(windows, batch_sampler=batches)
+            return self._loader(windows, _From(position.batches_done), batch_size=None)
+        batches = TrainingBatches(self.plan, position.step, position.rank, position.world_size)
+        return self._loader(windows, batches, batch_size=None)
 
-    def val_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
+    def val_dataloader(self) -> TimedLoader | list[TimedLoader]:
         windows = self._ready("val")
         return [] if windows is None else self._evaluation_loader(windows)
 
-    def test_dataloader(self) -> DataLoader[Batch]:
+    def test_dataloader(self) -> TimedLoader:
         return self._evaluation_loader(self._ready("test"))
 
-    def _evaluation_loader(self, windows: EvaluationWindows) -> DataLoader[Batch]:
-        """Every rank takes every `world_size`-th window; none is seen twice, so the last batches may be unequal."""
-        mine = Subset(windows, range(self.place.rank, len(windows), self.place.world_size))
-        return self._loader(mine, batch_size=self.batch_size)
+    def _evaluation_loader(self, windows: EvaluationWindows) -> TimedLoader:
+        """Each rank reads every `world_size`-th window. No window is read twice, so the last batches may differ."""
+        mine = range(self.run_position.rank, len(windows), self.run_position.world_size)
+        return self._loader(windows, mine, batch_size=self.batch_size)
 
-    def _loader(self, dataset: Dataset[Batch], **options: object) -> DataLoader[Batch]:
+    def _loader(self, dataset: Dataset[Batch], indices: Iterable[Any], batch_size: int | None) -> TimedLoader:
         return TimedLoader(
             dataset,
+            batch_size,
+            sampler=RankSampler(indices),
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
-            pin_memory=self.place.on_gpu,
-            **options,
+            pin_memory=self.run_position.on_gpu,
         )
 
 
-class _From(Sampler[int]):
-    """All whole numbers from `first` on."""
+class _From:
+    """All integers from `first` on."""
 
     def __init__(self, first: int) -> None:
         self.first = first
@@ -265,7 +262,7 @@ class _From(Sampler[int]):
 
 
 def _stages(curriculum: Sequence[CurriculumStage | dict[str, Any]], tokens_per_batch: int) -> list[CurriculumStage]:
-    """The stages, each with its batch size: by default what makes `tokens_per_batch`."""
+    """The stages, each with its batch size: by default the one that gives `tokens_per_batch`."""
     if not isinstance(curriculum, list | tuple):
         raise InputError(f"data.curriculum={curriculum!r} must be a list of stages, or null for none.")
     if not curriculum:
