@@ -4,7 +4,7 @@ And recall as a task: `RecallModule` on `MQARDataModule`, `CopyDataModule`, `Ind
 """
 
 from linrope.data.synthetic.batches import RecallBatches
-from linrope.errors import NonFiniteError
+from linrope.errors import CheckpointError, NonFiniteError
 from linrope.training.callbacks.interruption import GracefulStop
 from linrope.training.callbacks.last_checkpoint import LastCheckpoint
 from linrope.training.callbacks.memory_preflight import MemoryPreflight
@@ -12,7 +12,7 @@ from linrope.training.callbacks.progress import ProgressReport
 from linrope.training.callbacks.sample import PrintSample
 from linrope.training.callbacks.summary import RunSummary
 from linrope.training.callbacks.throughput import Throughput
-from linrope.training.checkpoint import CheckpointError, WholeCheckpointIO
+from linrope.training.checkpoint import WholeCheckpointIO
 from linrope.training.data_modules.passkey import PasskeyDataModule
 from linrope.training.data_modules.recall import CopyDataModule, InductionDataModule, MQARDataModule, RecallDataModule
 from linrope.training.data_modules.text import TextDataModule

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from linrope.data.tokenizers.base import Tokenizer, tokenizer_from_serialized
-from linrope.errors import InputError
+from linrope.errors import CheckpointError, InputError
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
 from linrope.models.saving import open_checkpoint
 from linrope.utils.files import whole_file
@@ -25,10 +25,6 @@ WITHOUT_WEIGHTS = ("model.window", "model.dropout", "model.gate_normalizer")
 
 THETA = ("model.rope.base", "model.rope.scaling")
 """What a new run may set anew on trained weights; what θ follows from, only where θ is not learned."""
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written; those from before are as they were."""
 
 
 class WholeCheckpointIO(TorchCheckpointIO):

@@ -9,8 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from linrope.data.corpus.sequences import DocumentChanged
-from linrope.errors import InputError
+from linrope.errors import DocumentChanged, InputError
 
 CHUNK = 1 << 20
 """Bytes read in one go."""

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from linrope.data.corpus.files import JSON_LINES, find_files, no_text, text_size
-from linrope.data.corpus.sequences import DocumentChanged
 from linrope.data.prepare.jsonlines import BadLine, line_number, read_lines, text_of_line, text_of_row
-from linrope.errors import InputError
+from linrope.errors import DocumentChanged, InputError
 
 UNIT_BYTES = 1 << 23
 """Bytes of a unit, about: small files are taken together, large ones in spans."""

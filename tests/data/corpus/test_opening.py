@@ -12,10 +12,9 @@ import torch
 from linrope.data.batches.contiguous import ContiguousBatches
 from linrope.data.batches.windows import EvaluationWindows, TrainingWindows
 from linrope.data.corpus.opening import open_text
-from linrope.data.corpus.sequences import DocumentChanged
 from linrope.data.prepare.preparation import PrepareConfig, prepare
 from linrope.data.tokenizers.subwords import SubwordTokenizer
-from linrope.errors import InputError
+from linrope.errors import DocumentChanged, InputError
 from tests.data.tokenizers.subword_files import TEXT, byte_level, write_tokenizer
 
 FRACTIONS = [0.6, 0.2, 0.2]

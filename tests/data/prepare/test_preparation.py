@@ -14,11 +14,10 @@ import pytest
 import zstandard
 
 from linrope.data.corpus.opening import open_text
-from linrope.data.corpus.sequences import DocumentChanged
 from linrope.data.prepare import units
 from linrope.data.prepare.preparation import Manifest, PrepareConfig, document_sizes, prepare
 from linrope.data.tokenizers.subwords import SubwordTokenizer
-from linrope.errors import InputError
+from linrope.errors import DocumentChanged, InputError
 from tests.data.tokenizers.subword_files import TEXT, byte_level, wordpiece, write_tokenizer
 
 ALL = [1.0, 0.0, 0.0]
