@@ -10,16 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_only
-from rich.console import Console
 
-from linrope.evaluation.reports import WITHOUT_PICTURES, can_draw
 from linrope.training.ranks import is_first_rank
-
-
-def _say_written(console: Console, written: Sequence[Path]) -> None:
-    console.print("wrote", *map(str, written), soft_wrap=True, highlight=False)
-    if not can_draw():
-        console.print(WITHOUT_PICTURES, markup=False, highlight=False)
 
 
 def _say(text: str) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from linrope.cli.device import _pick_device
-from linrope.cli.output import _command_line, _say_written
+from linrope.cli.output import _command_line
 from linrope.cli.parser import PlainParser
 from linrope.data.corpus.files import find_sources
 from linrope.data.corpus.splits import split_corpus
@@ -22,7 +22,7 @@ from linrope.data.tokenizers.bytes import VOCAB_SIZE
 from linrope.errors import InputError
 from linrope.evaluation.recall_map import recall_by_depth, require_cases, table_of
 from linrope.evaluation.recall_map import write as write_recall
-from linrope.evaluation.reports import make_folder, name_of
+from linrope.evaluation.reports import make_folder, name_of, print_written
 from linrope.models.language_model import LanguageModel
 
 
@@ -99,4 +99,4 @@ def recall(args: Sequence[str]) -> None:
     console.print(table_of(found, title))
     if folder is not None:
         details = {"command": _command_line("recall", args)}
-        _say_written(console, write_recall(folder, found, details, title))
+        print_written(console, write_recall(folder, found, details, title))
