@@ -124,7 +124,7 @@ def generate(config: GenerateConfig, model: LanguageModel, write: Write, console
     if config.interactive:
         converse(writer, config, sys.stdin.buffer.readline, console)
     if config.save_state is not None:
-        save_prompt_state(config.save_state, model, writer.context)
+        save_prompt_state(config.save_state, model, writer.state)
     if not config.interactive:
         _write_continuations(writer, config)
     if writer.speed.spent:
@@ -137,7 +137,7 @@ def _write_continuations(writer: TextWriter, config: GenerateConfig) -> None:
     for row in range(config.n_continuations):
         if config.n_continuations > 1:
             writer.write(f"\n--- continuation {row + 1} ---\n")
-        writer.context = context
+        writer.state = state
         writer.continue_text(config.max_new_tokens, Sampler(config, first_row=row), config.stop)
         writer.write("\n")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from linrope.cli.output import _command_line, _say_written
+from linrope.cli.output import _command_line
 from linrope.cli.training import TrainingCLI
 from linrope.evaluation.length_report import read_lengths
 from linrope.evaluation.length_report import show as show_lengths
 from linrope.evaluation.length_report import write as write_lengths
-from linrope.evaluation.reports import make_folder, name_of
+from linrope.evaluation.reports import make_folder, name_of, print_written
 from linrope.evaluation.row_lengths import LengthReading
 
 
@@ -36,4 +36,4 @@ def validate(args: Sequence[str]) -> None:
     if folder is not None:
         details = {"command": _command_line("validate", args), "checkpoint": checkpoint, "context": data.context}
         written = write_lengths(folder, readings, details, f"{name_of(checkpoint)}, trained at {data.context:,}")
-        _say_written(cli.console, written)
+        print_written(cli.console, written)

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from linrope.evaluation.loss_by_position import LossByPosition
-from linrope.evaluation.reports import new_table, write_csv, write_json, write_picture
+from linrope.evaluation.reports import write_csv, write_json, write_picture
 from linrope.evaluation.row_lengths import Excerpt, LengthReading, read_at_lengths
 from linrope.models.language_model import LanguageModel
+from linrope.utils.terminal import new_table, progress_bar
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,9 +23,8 @@ def read_lengths(
     console: Console, model: LanguageModel, text: Excerpt, lengths: list[int], context: int
 ) -> list[LengthReading]:
     """A text in rows of each length, with a bar in a terminal."""
-    columns = TextColumn("reading rows of each length"), BarColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=len(lengths) * (len(text.tokens) - 1))
+    with progress_bar(console) as bar:
+        task = bar.add_task("reading rows of each length", total=len(lengths) * (len(text.tokens) - 1))
         return list(read_at_lengths(model.eval(), text, lengths, context, lambda n: bar.advance(task, n)))
 
 

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from linrope.data.synthetic.task import Task
 from linrope.errors import InputError
-from linrope.evaluation.reports import new_table, write_csv, write_json, write_picture
+from linrope.evaluation.reports import write_csv, write_json, write_picture
 from linrope.evaluation.row_lengths import piece_logits
 from linrope.losses import IGNORE
 from linrope.models.language_model import LanguageModel
+from linrope.utils.terminal import new_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn
 from rich.table import Table
 
 from linrope.data.batches.curriculum import PlannedStage, TrainingPlan
 from linrope.errors import InputError
-from linrope.evaluation.reports import new_table
 from linrope.losses import summed_cross_entropy
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
 from linrope.profiling.flops import step_flops
 from linrope.profiling.memory_estimate import estimate_training_memory, shapes_only
 from linrope.segmented import require_segments, segmented_loss
 from linrope.utils.formatting import bytes_text, count_text, duration_text
+from linrope.utils.terminal import new_table, progress_bar
 
 DEFAULT_SEGMENT = 4096
 
@@ -202,9 +202,8 @@ def _table(console: Console, setting: Setting, found: list[Way]) -> Table:
     for way in found:
         table.add_column(f"{way.name}\nmemory", justify="right", no_wrap=True)
         table.add_column("FLOP/\ntoken", justify="right", no_wrap=True)
-    columns = TextColumn("running shapes"), BarColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=len(MULTIPLES) * len(found))
+    with progress_bar(console, BarColumn()) as bar:
+        task = bar.add_task("running shapes", total=len(MULTIPLES) * len(found))
         for multiple in MULTIPLES:
             length = multiple * setting.context
             rows = setting.rows_of(length)
