@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, TaskProgressColumn, TimeRemainingColumn
 
 from linrope.cli.device import pick_device
 from linrope.cli.output import write as write_to_stdout
@@ -23,6 +23,7 @@ from linrope.generation.stop_strings import StopStrings
 from linrope.generation.text import TextWriter, Write, printable
 from linrope.models.language_model import LanguageModel
 from linrope.utils.files import require_new
+from linrope.utils.terminal import progress_bar
 
 ECHO = 2000
 """Characters of the prompt that are printed before the generated text: its last ones."""
@@ -113,12 +114,12 @@ def generate(config: GenerateConfig, model: LanguageModel, write: Write, console
     """
     if config.save_state is not None:
         require_new(Path(config.save_state), "--save_state", config.overwrite)
-    context = None if config.load_state is None else load_prompt_state(config.load_state, model)
+    state = None if config.load_state is None else load_prompt_state(config.load_state, model)
     prompt = Prompt(config.prompt, config.prompt_file, config.segment_length)
     StopStrings(config.stop)  # checks them before the prompt is read
-    n_before = 0 if context is None else context.length
+    n_before = 0 if state is None else state.length
     require_memory(model, n_before + prompt.n_bytes + config.max_new_tokens)
-    writer = TextWriter(model, write, context, config.segment_length)
+    writer = TextWriter(model, write, state, config.segment_length)
     parts = prompt.parts() if writer.tokenizer.name == "bytes" else cut_after_lines(prompt.parts(LARGEST_PART))
     write(printable(_read_prompt(writer, parts, prompt.n_bytes, console)))
     if config.interactive:
@@ -133,7 +134,7 @@ def generate(config: GenerateConfig, model: LanguageModel, write: Write, console
 
 def _write_continuations(writer: TextWriter, config: GenerateConfig) -> None:
     """Write every continuation from the same state; continuation i samples as row i of a batch."""
-    context = writer.context
+    state = writer.state
     for row in range(config.n_continuations):
         if config.n_continuations > 1:
             writer.write(f"\n--- continuation {row + 1} ---\n")
@@ -186,10 +187,9 @@ def _read_prompt(writer: TextWriter, parts: Iterable[str], n_bytes: int, console
 
 def _with_bar(parts: Iterable[str], n_bytes: int, console: Console) -> Iterator[str]:
     """The parts, behind a bar that counts their bytes; outside of a terminal there is no bar."""
-    columns = TextColumn("prompt"), BarColumn(bar_width=None), TaskProgressColumn(), DownloadColumn()
-    bar = Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal, transient=True)
-    with bar:
-        task = bar.add_task("", total=n_bytes or None)
+    columns = BarColumn(bar_width=None), TaskProgressColumn(), DownloadColumn(), TimeRemainingColumn()
+    with progress_bar(console, *columns) as bar:
+        task = bar.add_task("prompt", total=n_bytes or None)
         for part in parts:
             yield part
             bar.advance(task, len(part.encode()))

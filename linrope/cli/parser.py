@@ -113,7 +113,7 @@ def _nearest(name: str, known: list[str]) -> str:
 def _config_files(args: Sequence[str]) -> Iterator[str]:
     """The values of --config."""
     for arg, following in zip(args, [*args[1:], ""], strict=True):
-        if arg == "--config":
+        if arg in ("-c", "--config"):
             yield following
         elif arg.startswith("--config="):
             yield arg.partition("=")[2]

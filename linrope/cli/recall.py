@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn
 
 from linrope.cli.device import pick_device
 from linrope.cli.output import command_line
@@ -23,6 +23,7 @@ from linrope.evaluation.recall_map import recall_by_depth, require_cases, table_
 from linrope.evaluation.recall_map import write as write_recall
 from linrope.evaluation.reports import make_folder, name_of, print_written
 from linrope.models.language_model import LanguageModel
+from linrope.utils.terminal import progress_bar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +88,8 @@ def run(args: Sequence[str]) -> None:
     model = LanguageModel.from_pretrained(config.ckpt_path).to(pick_device(config.device)).eval()
     task = config.make_task(model.config.vocab_size)
     require_cases(task, config.lengths, config.depths, config.rows)
-    bar = Progress(TextColumn("asking"), BarColumn(), console=console, transient=True, disable=not console.is_terminal)
-    with bar:
-        number = bar.add_task("", total=len(config.lengths) * len(config.depths))
+    with progress_bar(console, BarColumn()) as bar:
+        number = bar.add_task("asking", total=len(config.lengths) * len(config.depths))
         cases = config.lengths, config.depths, config.rows, config.seed
         found = list(recall_by_depth(model, task, *cases, tick=lambda: bar.advance(number)))
     title = f"{config.task}: rows answered, {name_of(config.ckpt_path)}"

@@ -108,7 +108,7 @@ def test_help_is_short_and_names_every_command(capsys):
         (["fit", "--model.d_modle=3"], r"unknown option 'model\.d_modle'\. Did you mean 'model\.d_model'\?"),
         (["fit", "--trainer.max_step=3"], r"unknown option 'trainer\.max_step'\. Did you mean 'trainer\.max_steps'\?"),
         (["fit", "--lr=3"], r"unknown option 'lr'\. Did you mean 'optimizer\.lr'\?"),
-        (["fit", "--model.d_model=wide"], r"option \"model\.d_model\":\n  Expected a <class 'int'>. Got value: wide"),
+        (["fit", "--model.d_model=wide"], r"\"model\.d_model\":\n  Expected a <class 'int'>. Got value: wide"),
         (["fit", "--config=nowhere.yaml"], r"--config .*nowhere\.yaml does not exist\."),
         (["fit", "--trainer.accelerator=gpuu"], r"section trainer: .*'gpuu'"),
         (["fit", "--trainer.max_epochs=3"], r"trainer\.max_epochs=3 has no meaning here.*: set trainer\.max_steps"),
@@ -227,7 +227,7 @@ def test_an_interrupted_run_resumes_with_the_very_batches_that_are_left(
         assert main(["fit", *tiny]) == 128 + signum
     assert len(batches_seen) == 6
     err = capsys.readouterr().err
-    assert "stopped after step 3. To go on from there:" in err
+    assert "stopped after step 3. To resume:" in err
     resume = shlex.split(err.splitlines()[-1])
     assert resume[:2] == ["linrope", "fit"]
     assert resume[-2:] == ["--ckpt_path", str(run_folder.with_name("version_1") / "checkpoints" / "last.ckpt")]
@@ -268,7 +268,7 @@ def test_ctrl_c_before_the_first_step_says_that_there_is_nothing_to_resume(tiny,
 
     monkeypatch.setattr(LanguageModelingModule, "setup", interrupted)
     assert main(["fit", *tiny]) == 130
-    assert "stopped before a step was finished: there is nothing to resume." in capsys.readouterr().err
+    assert "stopped before the first step was finished: there is nothing to resume." in capsys.readouterr().err
     assert not (run_folder / "checkpoints" / "last.ckpt").exists()
 
 
@@ -357,7 +357,7 @@ def test_ctrl_c_sent_to_a_real_process_leaves_a_checkpoint_that_resumes(tiny, ru
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert "\x1b" not in out + err
-    step = int(re.search(r"stopped after step (\d+)\. To go on from there:", err)[1])
+    step = int(re.search(r"stopped after step (\d+)\. To resume:", err)[1])
     assert step >= 3
 
     resume = shlex.split(err.splitlines()[-1])[1:]
