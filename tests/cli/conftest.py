@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from linrope.cli.main import main
-from tests.conftest import tiny_options, write_text_file
+from linrope.data.prepare.preparation import PrepareConfig, prepare
+from tests.conftest import LINE, tiny_options, write_text_file
+from tests.data.tokenizers.subword_files import write_tokenizer
 
 
 @dataclass(frozen=True)
@@ -29,3 +31,21 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
     options = [*tiny_options(write_text_file(folder), folder), "--trainer.limit_val_batches=1.0"]
     assert main(["fit", *options]) == 0
     return TrainedRun(options, folder / "runs" / "tiny" / "version_0")
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """60 documents of up to 400 bytes."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(60):
+        (folder / f"{number:02}.txt").write_text((f"{number} " + LINE * 6)[: 1 + 97 * number % 400])
+    return folder
+
+
+@pytest.fixture
+def subwords(texts: Path, tmp_path: Path) -> Path:
+    """The same, prepared with a tokenizer."""
+    options = {"path": str(texts), "tokenizer": str(write_tokenizer(tmp_path)), "workers": 1}
+    prepare(PrepareConfig(output=str(tmp_path / "subwords"), **options))
+    return tmp_path / "subwords"
