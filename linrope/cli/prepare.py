@@ -11,8 +11,9 @@ from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn
 from rich.table import Table
 
 from linrope.cli.parser import parse_command
-from linrope.data.prepare.preparation import Manifest, PrepareConfig, document_sizes
-from linrope.data.prepare.preparation import prepare as prepare_corpus
+from linrope.data.prepare.config import PrepareConfig
+from linrope.data.prepare.manifest import Manifest, document_sizes
+from linrope.data.prepare.preparation import prepare
 from linrope.utils.terminal import progress_bar
 
 BAR = 40
@@ -26,7 +27,7 @@ def run(args: Sequence[str]) -> None:
     try:
         with progress_bar(console, BarColumn(), DownloadColumn(), TimeRemainingColumn()) as bar:
             task = bar.add_task("reading", total=None)
-            manifest = prepare_corpus(config, lambda done, total: bar.update(task, completed=done, total=total))
+            manifest = prepare(config, lambda done, total: bar.update(task, completed=done, total=total))
     except KeyboardInterrupt:
         console.print("stopped: run the same command again to continue.")
         raise

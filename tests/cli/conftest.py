@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from linrope.cli.main import main
-from linrope.data.prepare.preparation import PrepareConfig, prepare
+from linrope.data.prepare.config import PrepareConfig
+from linrope.data.prepare.preparation import prepare
 from tests.conftest import LINE, tiny_options, write_text_file
 from tests.data.tokenizers.subword_files import write_tokenizer
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from linrope.cli.main import main
 from linrope.data.corpus.opening import open_text
-from linrope.data.prepare.preparation import write_part
+from linrope.data.prepare.parts import write_part
 from linrope.data.tokenizers.subwords import SubwordTokenizer
 from tests.data.tokenizers.subword_files import byte_level
 
@@ -42,7 +42,7 @@ def test_prepare_says_what_it_found(tmp_path, capsys):
     assert f"train on it with --data.path {tmp_path / 'skipped'}\n" in out
     assert main([*args, f"--output={tmp_path / 'skipped'}", "--text_field=body", "--skip_bad_lines=true"]) == 0
     assert capsys.readouterr().out == out
-    assert "was prepared with --skip_bad_lines, and 1 were left out" in fails(
+    assert "was prepared with --skip_bad_lines, and 1 lines were skipped" in fails(
         capsys, *args, f"--output={tmp_path / 'skipped'}", "--text_field=body", "--skip_bad_lines=false"
     )
 
@@ -71,7 +71,7 @@ def test_prepare_shows_how_far_it_is_and_stops_on_ctrl_c(texts, tmp_path, capsys
         write_part(unit, part, *options)
 
     with monkeypatch.context() as patch:
-        patch.setattr("linrope.data.prepare.preparation.write_part", interrupted)
+        patch.setattr("linrope.data.prepare.workers.write_part", interrupted)
         assert main(args) == 130
     out = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", capsys.readouterr().out)
     total = sum(file.stat().st_size for file in texts.iterdir()) / 1000

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from linrope import LanguageModel, LanguageModelConfig
 from linrope.cli.main import main
 from linrope.data.corpus.opening import open_text
-from linrope.data.prepare.preparation import PrepareConfig, prepare
+from linrope.data.prepare.config import PrepareConfig
+from linrope.data.prepare.preparation import prepare
 from linrope.data.tokenizers.subwords import SubwordTokenizer
 from linrope.errors import InputError
 from linrope.training import LanguageModelingModule

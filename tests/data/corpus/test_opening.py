@@ -12,7 +12,8 @@ import torch
 from linrope.data.batches.contiguous import ContiguousBatches
 from linrope.data.batches.windows import EvaluationWindows, TrainingWindows
 from linrope.data.corpus.opening import open_text
-from linrope.data.prepare.preparation import PrepareConfig, prepare
+from linrope.data.prepare.config import PrepareConfig
+from linrope.data.prepare.preparation import prepare
 from linrope.data.tokenizers.subwords import SubwordTokenizer
 from linrope.errors import DocumentChanged, InputError
 from tests.data.tokenizers.subword_files import TEXT, byte_level, write_tokenizer
@@ -101,7 +102,7 @@ def test_samples_of_a_tokenizer_say_how_many_bytes_their_targets_stand_for(texts
         ("tokens.bin", lambda data: data[:-1], r"is damaged \(.*tokens\.bin is damaged .* is no multiple of 2"),
         ("documents.npy", lambda data: data[: len(data) // 2], r"is damaged \(.*: prepare it again"),
         ("linrope-corpus.json", lambda data: data[:50], r"corpus\.json is damaged"),
-        ("linrope-corpus.json", lambda data: data.replace(b'"format": 1', b'"format": 2'), r"is of format 2, this"),
+        ("linrope-corpus.json", lambda data: data.replace(b'"format": 1', b'"format": 2'), r"has format 2, this"),
         ("linrope-corpus.json", lambda data: data.replace(b'"n_bytes"', b'"nbytes"'), r"corpus\.json is damaged"),
     ],
 )

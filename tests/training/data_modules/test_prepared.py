@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from linrope.data.batches.curriculum import CurriculumStage
-from linrope.data.prepare.preparation import PrepareConfig, prepare
+from linrope.data.prepare.config import PrepareConfig
+from linrope.data.prepare.preparation import prepare
 from linrope.data.tokenizers.subwords import SubwordTokenizer
 from tests.conftest import LINE
 from tests.data.tokenizers.subword_files import byte_level, write_tokenizer
