@@ -44,7 +44,9 @@ def run(args: Sequence[str]) -> None:
     try:
         cli.run()
     except Interrupted as interrupted:
-        if interrupted.checkpoint is None:
+        if not cli.trainer.is_global_zero:
+            pass  # rank 0 prints it
+        elif interrupted.checkpoint is None:
             again = f"resume from {cli.ckpt_path} again" if cli.ckpt_path else "there is nothing to resume"
             say(f"stopped before the first step was finished: {again}.")
         else:

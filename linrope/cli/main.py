@@ -7,6 +7,7 @@ import importlib
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 
 from linrope.cli.commands import COMMANDS
@@ -20,6 +21,7 @@ from linrope.errors import (
     NonFiniteError,
     suggest,
 )
+from linrope.utils.ranks import leave_error_to_first_rank, rank
 
 DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """The disk, the user's quota, or the largest size of one file."""
@@ -28,7 +30,8 @@ DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line `args` (without the program's name; by default the process's own).
 
-    An error that is the same on every rank of a run is printed by rank 0; an error of one rank by that rank.
+    Of a run on several devices, rank 0 prints the errors that all ranks meet; an error of one rank is printed by that
+    rank, with its number.
 
     Returns:
         The exit code: 0; 1 if a run failed; 2 for a mistake in the input; 128 + N if signal N ended it.
@@ -45,32 +48,34 @@ def main(args: Sequence[str] | None = None) -> int:
             raise InputError(
                 f"unknown command {args[0]!r}: choose one of {', '.join(COMMANDS)}.{suggest(args[0], COMMANDS)}"
             )
-    except InputError as error:
-        say(f"error: {error}", every_rank=isinstance(error, DamagedFile))
-        return 2
-    except NonFiniteError as error:
-        say(f"error: {error}")
-        return 1
+    except (InputError, NonFiniteError) as error:
+        if isinstance(error, DamagedFile) or not leave_error_to_first_rank():
+            say(f"error: {error}")
+        return 1 if isinstance(error, NonFiniteError) else 2
     except (DocumentChanged, CheckpointError) as error:
-        say(f"error: {error}", every_rank=True)
+        say(f"error: {error}")
         return 1
     except Interrupted as interrupted:
         return 128 + interrupted.signum
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again as it exits
         return 128 + signal.SIGPIPE  # the reader, `head` perhaps, has enough
-    except OSError as error:
-        if error.errno not in DISK_IS_FULL:
-            raise
-        say(f"error: {error}. Make room; a training run then resumes with --ckpt_path last.", every_rank=True)
-        return 1
     except KeyboardInterrupt:
-        say("interrupted.", every_rank=True)
+        if rank() == 0:
+            say("interrupted.")
         return 128 + signal.SIGINT
     except SystemExit as exit_:
         if isinstance(exit_.__context__, KeyboardInterrupt):  # Lightning turns Ctrl-C into exit code 1
             return 128 + signal.SIGINT
         raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in DISK_IS_FULL:
+            say(f"error: {error}. Make room; a training run then resumes with --ckpt_path last.")
+        elif rank() == 0:
+            raise
+        else:
+            say(traceback.format_exc())  # with the number of the rank
+        return 1
     return 0
 
 

@@ -12,10 +12,9 @@ from typing import Any
 from linrope.utils.ranks import rank
 
 
-def say(text: str, every_rank: bool = False) -> None:
-    """Print a line to the standard error: on rank 0 only, or on every rank with its number."""
-    if rank() == 0 or every_rank:
-        print(f"linrope: {f'rank {rank()}: ' if rank() else ''}{text}", file=sys.stderr)
+def say(text: str) -> None:
+    """Print a line to the standard error, with the rank of this process if it is not 0."""
+    print(f"linrope: {f'rank {rank()}: ' if rank() else ''}{text}", file=sys.stderr)
 
 
 def write(text: str) -> None:

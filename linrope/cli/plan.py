@@ -66,7 +66,7 @@ def planned(config: Namespace) -> Setting:
         devices=devices,
         max_steps=trainer.max_steps,
         segment_length=config.segment_length,
-        apart=data.documents == "apart",
+        apart=data.document_mask,
         precision=str(trainer.precision or "32-true"),
         averaged=config.run.ema_decay is not None,
         device="cuda" if gpu else "cpu",

@@ -26,7 +26,8 @@ from linrope.models.saving import CONFIG_FILE, open_checkpoint
 from linrope.training.callbacks.progress import ProgressReport
 from linrope.training.checkpoint import WholeCheckpointIO, find_last, require_same_model
 from linrope.training.data_modules.text import TextDataModule
-from linrope.training.task import LanguageModelingModule
+from linrope.training.tasks.language_modeling import LanguageModelingModule
+from linrope.utils.ranks import rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +115,8 @@ class TrainingCLI(ConfigCLI):
         self.checkpoint = self.options.ckpt_path
         if self.checkpoint == "last":
             self.checkpoint = str(find_last(Path(config.run.folder, config.run.name)))
-            say(f"--ckpt_path=last is {self.checkpoint}")
+            if rank() == 0:
+                say(f"--ckpt_path=last is {self.checkpoint}")
         self.ckpt_path = self.checkpoint
         trained = self.check_checkpoint()
         self.datamodule = config.data

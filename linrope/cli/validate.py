@@ -82,4 +82,4 @@ def _excerpt(cli: TrainingCLI) -> tuple[Excerpt, list[int]]:
     lengths = parse_lengths(cli.options.lengths, data.context)
     if cli.trainer.world_size > 1:
         raise InputError(f"--lengths reads on one device, not on {cli.trainer.world_size}: set trainer.devices=1.")
-    return excerpt_for(data.open()["val"], lengths, cli.options.report_tokens, data.documents), lengths
+    return excerpt_for(data.open()["val"], lengths, cli.options.report_tokens, data.document_mask), lengths

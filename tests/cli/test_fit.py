@@ -14,7 +14,7 @@ import torch
 
 from linrope import LanguageModel
 from linrope.cli.main import main
-from linrope.training.task import LanguageModelingModule
+from linrope.training.tasks.language_modeling import LanguageModelingModule
 
 ROOT = Path(__file__).parents[2]
 

@@ -62,7 +62,7 @@ def test_longer_rows_are_read_in_pieces_of_the_same_text(trained_run, tmp_path, 
 def test_segments_and_packed_documents_have_positions_too(trained_run, tmp_path, capsys):
     options, checkpoint = trained_run.options, trained_run.checkpoint
     rows = []
-    for more in ([], ["--segment_length=10"], ["--data.documents=apart"]):
+    for more in ([], ["--segment_length=10"], ["--data.document_mask=true"]):
         out = tmp_path / f"report{len(rows)}"
         assert main(["validate", *options, *more, f"--ckpt_path={checkpoint}", f"--report={out}"]) == 0
         rows.append([float(b["bits_per_byte"]) for b in read(out / "positions.csv")])

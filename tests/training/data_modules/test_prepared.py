@@ -37,12 +37,12 @@ def subwords(texts: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "options",
     [
-        {"documents": "flow"},
-        {"documents": "apart"},
+        {},
+        {"document_mask": True},
         {"contiguous": True},
-        {"contiguous": True, "documents": "apart"},
+        {"contiguous": True, "document_mask": True},
         {"curriculum": [CurriculumStage(200, 16), CurriculumStage(100, 64)]},
-        {"documents": "apart", "num_workers": 2, "world_size": 2, "rank": 1, "step": 3},
+        {"document_mask": True, "num_workers": 2, "world_size": 2, "rank": 1, "step": 3},
     ],
     ids=str,
 )
