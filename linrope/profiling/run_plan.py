@@ -16,8 +16,9 @@ from linrope.data.batches.curriculum import PlannedStage, TrainingPlan
 from linrope.errors import InputError
 from linrope.losses import summed_cross_entropy
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
+from linrope.profiling.fake_tensors import shapes_only
 from linrope.profiling.flops import step_flops
-from linrope.profiling.memory_estimate import estimate_training_memory, shapes_only
+from linrope.profiling.memory_estimate import estimate_training_memory
 from linrope.segmented import require_segments, segmented_loss
 from linrope.utils.formatting import bytes_text, count_text, duration_text
 from linrope.utils.terminal import new_table, progress_bar
@@ -44,7 +45,7 @@ class Setting:
     devices: int
     max_steps: int
     segment_length: int | None
-    apart: bool
+    document_mask: bool
     precision: str
     averaged: bool
     device: str
@@ -91,7 +92,7 @@ class Way:
             rows,
             length,
             self.segment_length,
-            apart=setting.apart,
+            document_mask=setting.document_mask,
             autocast=AUTOCAST[setting.precision],
             averaged=setting.averaged,
             device=setting.device,
