@@ -11,7 +11,7 @@ from jsonargparse import Namespace
 
 from linrope.cli.training import ConfigCLI
 from linrope.errors import InputError
-from linrope.profiling.memory_estimate import shapes_only
+from linrope.profiling.fake_tensors import shapes_only
 from linrope.profiling.run_plan import Setting, measure_rate
 from linrope.profiling.run_plan import show as show_plan
 from linrope.segmented import require_segments
@@ -66,7 +66,7 @@ def planned(config: Namespace) -> Setting:
         devices=devices,
         max_steps=trainer.max_steps,
         segment_length=config.segment_length,
-        apart=data.document_mask,
+        document_mask=data.document_mask,
         precision=str(trainer.precision or "32-true"),
         averaged=config.run.ema_decay is not None,
         device="cuda" if gpu else "cpu",
