@@ -225,7 +225,7 @@ def test_a_preparation_that_was_interrupted_goes_on_where_it_stopped(many, tmp_p
     with pytest.raises(KeyboardInterrupt):
         prepare(config, stop)
     assert not (tmp_path / "out" / "linrope-corpus.json").exists()
-    with pytest.raises(InputError, match=r"data\.path='.*out' is not prepared to its end: run the same"):
+    with pytest.raises(InputError, match=r"data\.path='.*out' is not completely prepared: run the same"):
         open_text(tmp_path / "out", ALL)
     finished = {file: file.stat().st_mtime_ns for file in parts.glob("*.npz")}
     assert 3 <= len(finished) < 12
