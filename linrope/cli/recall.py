@@ -16,7 +16,7 @@ from linrope.data.corpus.files import find_sources
 from linrope.data.corpus.splits import split_corpus
 from linrope.data.synthetic.copying import Induction
 from linrope.data.synthetic.passkey import Passkey
-from linrope.data.synthetic.task import Task
+from linrope.data.synthetic.recall_task import RecallTask
 from linrope.data.tokenizers.bytes import VOCAB_SIZE
 from linrope.errors import InputError
 from linrope.evaluation.recall_map import recall_by_depth, require_cases, table_of
@@ -49,7 +49,7 @@ class RecallConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; auto takes a CUDA GPU if there is one."""
 
-    def make_task(self, vocab_size: int) -> Task:
+    def make_task(self, vocab_size: int) -> RecallTask:
         """The task, for a model of `vocab_size` tokens.
 
         Raises:

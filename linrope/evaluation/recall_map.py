@@ -11,7 +11,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from linrope.data.synthetic.task import Task
+from linrope.data.synthetic.recall_task import RecallTask
 from linrope.errors import InputError
 from linrope.evaluation.reports import write_csv, write_json, write_picture
 from linrope.evaluation.row_lengths import piece_logits
@@ -41,7 +41,7 @@ class Recalled:
 
 def recall_by_depth(
     model: LanguageModel,
-    task: Task,
+    task: RecallTask,
     lengths: Sequence[int],
     depths: Sequence[int],
     n_rows: int,
@@ -65,7 +65,7 @@ def recall_by_depth(
             tick()
 
 
-def require_cases(task: Task, lengths: Sequence[int], depths: Sequence[int], n_rows: int) -> None:
+def require_cases(task: RecallTask, lengths: Sequence[int], depths: Sequence[int], n_rows: int) -> None:
     """Raise InputError unless there are rows of each length and depth."""
     if n_rows < 1 or not lengths or not depths:
         raise InputError(f"--rows={n_rows}, --lengths={list(lengths)}, --depths={list(depths)}: give one at least.")

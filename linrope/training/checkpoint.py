@@ -1,4 +1,4 @@
-"""Checkpoints of training runs: written whole, found again, and held against the run that is to go on from them."""
+"""Checkpoints of training runs: written atomically, found, and compared with the run that resumes from them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ TRAINING_STATE = ("global_step", "loops", "lr_schedulers", "optimizer_states")
 
 
 WITHOUT_WEIGHTS = ("model.window", "model.dropout", "model.gate_normalizer")
+"""Options that a new run may change on trained weights."""
 
 
 THETA = ("model.rope.base", "model.rope.scaling")
-"""What a new run may set anew on trained weights; what θ follows from, only where θ is not learned."""
+"""Options of θ, which a new run may change too unless θ is trained."""
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint whole or not at all; a plugin of Lightning's Trainer.
+    """Writes a checkpoint atomically; a plugin of Lightning's Trainer.
 
-    Lightning's own makes two copies in memory, writes a temporary file into $TMPDIR, which is copied piece by piece to
-    its place where that is another file system, and never waits for the disk.
+    Lightning's own makes two copies in memory, writes a temporary file into $TMPDIR (then copied, if the checkpoint is
+    on another file system) and does not wait until the disk has it.
 
     Raises:
         CheckpointError: the file could not be written (the disk is full, say).
@@ -58,31 +59,31 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
 
 def _os_error(error: BaseException | None) -> OSError | None:
-    """The error of the system behind `error`: torch's writer hides it behind one of its own."""
+    """The operating system's error that caused `error`; torch's writer raises its own error from it."""
     while error is not None and not isinstance(error, OSError):
         error = error.__context__
     return error
 
 
 def find_last(folder: Path) -> Path:
-    """The `last.ckpt` of the newest of the runs in `folder`, those in folders `version_N`, that has one.
+    """The `last.ckpt` of the newest run in `folder` (its subfolders `version_N`) that has one.
 
     Raises:
-        InputError: none has.
+        InputError: no run has one.
     """
     found = folder.glob("version_*/checkpoints/last.ckpt")
     by_version = [(path.parents[1].name.removeprefix("version_"), path) for path in found]
     numbered = {int(version): path for version, path in by_version if version.isdecimal()}
     if not numbered:
         raise InputError(
-            f"--ckpt_path=last: no run in {str(folder)!r} has left a last.ckpt. Name the checkpoint file, or set "
+            f"--ckpt_path=last: no run in {str(folder)!r} has a last.ckpt. Name the checkpoint file, or set "
             "run.folder and run.name to those of its run."
         )
     return numbered[max(numbered)]
 
 
 def require_same_model(trained: LanguageModelConfig, config: LanguageModelConfig, path: str | Path) -> None:
-    """Raises InputError, naming the fields that differ, where a checkpoint's model is not the one configured."""
+    """Raises InputError, naming the options that differ, unless a checkpoint's model is the configured one."""
     if differing := list(_differences(_flat(trained.to_dict()), _flat(config.to_dict()))):
         raise InputError(
             f"checkpoint {str(path)!r} holds another model than the one configured; {_fix(path)}:\n  "
@@ -91,13 +92,15 @@ def require_same_model(trained: LanguageModelConfig, config: LanguageModelConfig
 
 
 def start_from(model: LanguageModel, path: str, fractions: list[float]) -> list[str]:
-    """Gives a new run's model the weights of a trained one, and its tokenizer; says in which options the two differ.
+    """Copies the weights and the tokenizer of a trained model to a new run's model; returns the options that differ.
 
     Args:
-        fractions: those of the new run's data: what the trained model has learned must not be held out now.
+        model: the new run's model.
+        path: the trained model: a .ckpt file or a folder.
+        fractions: those of the new run's data, to warn if text that the model was trained on is held out now.
 
     Raises:
-        InputError: nothing there, or a model that differs in more than what has no weights.
+        InputError: no model at `path`, or one that differs in an option that decides the weights.
     """
     try:
         source = LanguageModel.from_pretrained(path)
@@ -123,44 +126,45 @@ def start_from(model: LanguageModel, path: str, fractions: list[float]) -> list[
 
 
 def _without(options: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """All but these and those nested in them."""
+    """The options except `names` and those nested in them."""
     return {key: value for key, value in options.items() if not f"{key}.".startswith(tuple(f"{n}." for n in names))}
 
 
 def warn_of_other_split(checkpoint: dict[str, Any], fractions: list[float], path: str | Path) -> None:
-    """Says where a text's shares are not those that a checkpoint was trained with: what it learned may be held out."""
+    """Warns if the data's fractions are not those of the checkpoint's run: it may have trained on held-out text."""
     then = checkpoint["linrope"]["order"].get("data.fractions")
     if then is not None and then != fractions:
         rank_zero_warn(
-            f"checkpoint {str(path)!r} was trained with data.fractions={then}, and here they are {fractions}: where "
-            "the text is the same, it has learned some that is held out here, so that losses on it mean little. Give "
+            f"checkpoint {str(path)!r} was trained with data.fractions={then}, and here they are {fractions}: if the "
+            "text is the same, it was trained on some text that is held out here, and losses on that mean little. Give "
             "the same data.fractions."
         )
 
 
-def require_same_tokenizer(trained: dict[str, str] | None, plain: dict[str, str], source: str) -> None:
-    """Raises InputError where a model knows the tokens of another tokenizer, `trained`, than the data's, `plain`.
+def require_same_tokenizer(of_model: dict[str, str] | None, of_data: dict[str, str], source: str) -> None:
+    """Raises InputError unless model and data have the same tokenizer, or the model's is unknown.
 
-    One that was trained on tokens of an unknown tokenizer takes any. `source` says whose it is, in messages.
+    Args:
+        of_model, of_data: the tokenizers, as `tokenizer_to_serialized` gives them.
+        source: where the model comes from, for messages.
     """
-    theirs = tokenizer_from_serialized(trained, source)
-    ours = tokenizer_from_serialized(plain)
-    if theirs is None or (ours is not None and theirs.fingerprint == ours.fingerprint):
+    trained, here = tokenizer_from_serialized(of_model, source), tokenizer_from_serialized(of_data)
+    if trained is None or (here is not None and trained.fingerprint == here.fingerprint):
         return
-    here = "tokens of an unknown tokenizer" if ours is None else f"those of {_told_apart(ours)}"
+    tokens = "tokens of an unknown tokenizer" if here is None else f"those of {_described(here)}"
     raise InputError(
-        f"{source} was trained with the tokenizer {_told_apart(theirs)}, and the data holds {here}: give data that was "
-        "prepared with that tokenizer, or for a .bin file set data.tokenizer to it."
+        f"{source} was trained with the tokenizer {_described(trained)}, and the data holds {tokens}: give data that "
+        "was prepared with that tokenizer, or for a .bin file set data.tokenizer to it."
     )
 
 
-def _told_apart(tokenizer: Tokenizer) -> str:
+def _described(tokenizer: Tokenizer) -> str:
     fingerprint = f", fingerprint {tokenizer.fingerprint[:8]}" if tokenizer.fingerprint else ""
     return f"{tokenizer.name} ({tokenizer.vocab_size:,} tokens{fingerprint})"
 
 
 def require_training_state(checkpoint: dict[str, Any], path: str | Path) -> None:
-    """Raises InputError where a checkpoint has weights but not what training needs to go on."""
+    """Raises InputError if a checkpoint has weights but not the training state."""
     if missing := [key for key in TRAINING_STATE if key not in checkpoint]:
         raise InputError(
             f"checkpoint {str(path)!r} cannot be resumed from: it has no {', '.join(missing)}. Give one that "
@@ -205,7 +209,7 @@ def _fix(path: str | Path) -> str:
 
 
 def _flat(tree: dict[str, Any], prefix: str = "model.") -> dict[str, Any]:
-    """A model's options, nested ones too, by their names in a run's configuration."""
+    """A model's options, with nested ones, by their names in a run's configuration."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
@@ -213,11 +217,11 @@ def _flat(tree: dict[str, Any], prefix: str = "model.") -> dict[str, Any]:
 
 
 def rewind_to_step(checkpoint: dict[str, Any], accumulate_grad_batches: int) -> None:
-    """Moves the place in an endless epoch at which a checkpoint was saved back to the end of its last optimizer step.
+    """Sets a checkpoint's position in its endless epoch to the end of its last optimizer step.
 
-    A checkpoint may be of another: of the middle of a step, whose gradients it lacks (`best.ckpt` after a validation
-    there, or `max_time`), of the end of the run, or of a run with other micro-batches. The counts are those that
-    Lightning itself saves right after a step, before it has counted the batch as completed.
+    A checkpoint can be from the middle of a step, without its gradients (`best.ckpt` after a validation there, or
+    `max_time`), from the end of the run, or from a run with other micro-batches. The counts are those that Lightning
+    saves right after a step, before it has counted the batch as completed.
     """
     step = checkpoint["global_step"]
     n_batches = step * accumulate_grad_batches

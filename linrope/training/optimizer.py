@@ -14,20 +14,20 @@ from linrope.errors import InputError
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW, a linear warm-up, a cosine down to a fraction of the peak, and clipping by the gradient's norm."""
+    """AdamW with linear warm-up, cosine decay to a fraction of the peak, and clipping by the gradient norm."""
 
     lr: float = 1e-3
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates of the gradient's first and second moments."""
     weight_decay: float = 0.1
-    """Decay of matrices (embeddings and convolution filters among them); vectors, norms and biases have none."""
+    """Weight decay of matrices, embeddings and convolution filters; vectors, norms and biases have none."""
     warmup_steps: int = 100
     """Steps over which the learning rate rises from 0 to its peak."""
     final_lr_fraction: float = 0.1
     """The learning rate at the last step, as a fraction of the peak."""
     clip_norm: float = 1.0
-    """Gradients are scaled down to this norm when theirs is larger; 0 turns clipping off."""
+    """Largest gradient norm; larger gradients are scaled down to it. 0 disables clipping."""
 
     def __post_init__(self) -> None:
         at_least_zero = {"lr": self.lr, "weight_decay": self.weight_decay, "clip_norm": self.clip_norm}
@@ -48,10 +48,10 @@ def learning_rate_factor(
     final_fraction: float,
     tokens_at: Callable[[int], int] = lambda step: step,
 ) -> float:
-    """What the peak learning rate is multiplied by for the step after `step` finished ones.
+    """The factor of the peak learning rate for the step after `step` finished ones.
 
-    It rises linearly to 1 at step `warmup_steps`, then follows half a cosine to `final_fraction` at `max_steps`: both
-    in tokens, of which a run has seen `tokens_at(step)`. By default all steps have as many.
+    It rises linearly to 1 at step `warmup_steps`, then follows half a cosine to `final_fraction` at `max_steps`. Both
+    are linear in tokens: `tokens_at(step)` is their number after `step` steps. By default all steps are equal.
     """
     seen, warm, total = tokens_at(step), tokens_at(warmup_steps), tokens_at(max_steps)
     if step < warmup_steps:
@@ -61,10 +61,10 @@ def learning_rate_factor(
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """AdamW's two groups: parameters of two or more dimensions decay; the others, and all frequencies, do not."""
+    """AdamW's two groups: parameters of two or more dimensions decay; all others and the frequencies do not."""
     decayed, kept = [], []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            decays = parameter.ndim >= 2 and not name.endswith("rope.theta")  # which has a row for each head at times
+            decays = parameter.ndim >= 2 and not name.endswith("rope.theta")  # two-dimensional with one row per head
             (decayed if decays else kept).append(parameter)
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]

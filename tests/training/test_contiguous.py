@@ -1,4 +1,4 @@
-"""Training in lanes: the state is carried from batch to batch, forgotten where a row begins anew, and resumed."""
+"""Contiguous batches: the state is carried from batch to batch, reset where a row begins anew, and resumed."""
 
 import shutil
 
@@ -14,11 +14,16 @@ from linrope.training.optimizer import OptimizerConfig
 from tests.test_segmented import model_of
 from tests.training.test_resume import TRAINED, equal, load, version
 
-LANES = ["--data.contiguous=true", "--model.short_conv=3", "--model.forget_gate=true", "--trainer.log_every_n_steps=1"]
+CONTIGUOUS = [
+    "--data.contiguous=true",
+    "--model.short_conv=3",
+    "--model.forget_gate=true",
+    "--trainer.log_every_n_steps=1",
+]
 
 
 @pytest.mark.parametrize("document_mask", [False, True])
-def test_the_loss_of_a_batch_is_that_of_its_lane_read_from_the_start(tmp_path, document_mask):
+def test_the_loss_of_a_batch_is_that_of_its_row_read_from_the_start(tmp_path, document_mask):
     (tmp_path / "texts").mkdir()
     for number in range(100):  # of seven tokens with the separator: every seventh row of eight begins with one
         (tmp_path / "texts" / f"{number:03}.txt").write_text(f"a{number:04}b")
@@ -66,8 +71,8 @@ def test_a_resumed_run_goes_on_from_the_carried_state(tiny, run_folder, tmp_path
         if batch_idx == 10:
             trainer.save_checkpoint(tmp_path / "within.ckpt")
 
-    exact = [*tiny, *LANES, *options, "--model.dropout=0.2", "--trainer.accumulate_grad_batches=2"]
-    exact += ["--run.checkpoint_every_n_steps=3", "--trainer.max_steps=8"]
+    exact = [*tiny, *CONTIGUOUS, *options, "--model.dropout=0.2", "--trainer.accumulate_grad_batches=2"]
+    exact += ["--run.checkpoint_every_n_steps=3", "--trainer.max_steps=6"]
     with monkeypatch.context() as patched:
         patched.setattr(LastCheckpoint, "save", save_a_copy)
         patched.setattr(Throughput, "on_train_batch_end", save_within_a_step)
@@ -78,7 +83,9 @@ def test_a_resumed_run_goes_on_from_the_carried_state(tiny, run_folder, tmp_path
         assert all(equal(whole[key], load(version(run_folder, number))[key]) for key in TRAINED)
         carried = [load(folder)["linrope"]["carried"] for folder in (run_folder, version(run_folder, number))]
         assert equal(*carried)
-    # without its state it would have gone on otherwise
+    if options:
+        return
+    # without its state it would have continued differently
     checkpoint = torch.load(tmp_path / "3.ckpt", weights_only=True)
     checkpoint["linrope"].pop("carried")
     torch.save(checkpoint, tmp_path / "3.ckpt")
@@ -94,7 +101,7 @@ def test_a_second_fit_of_a_module_begins_anew(text_file):
     assert module._carried[0].past.kv.shape[0] == 3
 
 
-def test_lanes_need_a_state_that_does_not_grow_and_rows_of_one_length(tiny, capsys):
+def test_contiguous_batches_need_a_state_that_does_not_grow_and_rows_of_one_length(tiny, capsys):
     assert main(["fit", *tiny, "--data.contiguous=true", "--model.attention=softmax"]) == 2
     assert "data.contiguous=True needs a state of fixed size, but layer 0 is softmax" in capsys.readouterr().err
     assert main(["fit", *tiny, "--data.contiguous=true", "--model.rope.trainable=true"]) == 2

@@ -79,7 +79,7 @@ def weights(run_folder: Path) -> list[torch.Tensor]:
     return [*torch.load(run_folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"].values()]
 
 
-def test_a_run_goes_up_and_down_with_documents_apart(run, run_folder, seen, tried, capsys):
+def test_a_run_goes_up_and_down_with_a_document_mask(run, run_folder, seen, tried, capsys):
     assert main(["fit", *run]) == 0
     assert [tuple(batch["inputs"].shape) for batch in seen] == SHAPES
     assert all(batch["segment_ids"].shape == batch["inputs"].shape for batch in seen)
@@ -105,7 +105,7 @@ def test_the_runs_own_configuration_repeats_it(run, run_folder, seen):
     assert all(torch.equal(first["inputs"], again["inputs"]) for first, again in zip(seen[:9], seen[9:], strict=True))
 
 
-def test_the_trial_changes_nothing(run, run_folder, monkeypatch):
+def test_the_preflight_changes_nothing(run, run_folder, monkeypatch):
     assert main(["fit", *run]) == 0
     monkeypatch.setattr(MemoryPreflight, "on_train_start", lambda *args: None)
     assert main(["fit", *run]) == 0
@@ -138,7 +138,7 @@ def test_without_a_curriculum_nothing_is_tried(tiny, tried, capsys):
     assert re.search(r"^a step +2 × 32 = 64 tokens", capsys.readouterr().out, re.M)
 
 
-@pytest.mark.parametrize("step", [2, 5, 8])
+@pytest.mark.parametrize("step", [5, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 8))])
 def test_a_run_that_was_stopped_in_any_stage_resumes_with_the_batches_that_are_left(
     run, run_folder, seen, monkeypatch, step
 ):

@@ -1,4 +1,4 @@
-"""`linrope fit` on two devices trains what it trains on one, says it once, and resumes to the bit."""
+"""`linrope fit` on two devices trains what it trains on one, prints it once, and resumes to the bit."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from linrope.training.ranks import first_rank_speaks, rank_zero_only
 
 from linrope import LanguageModel
 from linrope.cli.main import main
 from linrope.errors import InputError
-from linrope.training import ranks
 from linrope.training.data_modules.text import TextDataModule
+from linrope.utils import ranks
+from linrope.utils.ranks import rank_zero_only
+from tests.processes import Run
 from tests.training.attached import attached
 from tests.training.several_runs import ask_for_some
 from tests.training.test_resume import ROOT, TRAINED, equal, load, losses, version
 
+pytestmark = pytest.mark.xdist_group("processes")
 TWO = ["--trainer.devices=2", "--trainer.strategy=ddp"]
 MODEL = ["--model.d_model=16", "--model.n_heads=2", "--model.short_conv=3", "--model.forget_gate=true"]
 # The learning rate does not depend on the last step, so that a longer run repeats a shorter one.
@@ -31,9 +33,9 @@ CONSTANT = ["--optimizer.lr=0.01", "--optimizer.warmup_steps=2", "--optimizer.fi
 PLAIN = ["--model.dropout=0.2", "--trainer.max_steps=6", "--data.context=24"]
 ALONE = [*PLAIN, "--trainer.val_check_interval=12", "--trainer.accumulate_grad_batches=2"]
 PACKED = ["--data.document_mask=true", "--trainer.precision=64-true", "--trainer.max_steps=6"]
-LANES = ["--data.contiguous=true", "--data.document_mask=true", "--trainer.accumulate_grad_batches=2"]
-LANES_EXACT = [*LANES, "--trainer.precision=64-true", "--trainer.max_steps=8"]
-RESUMED = [*LANES, "--model.dropout=0.2", "--segment_length=20", "--trainer.max_steps=36"]
+CONTIGUOUS = ["--data.contiguous=true", "--data.document_mask=true", "--trainer.accumulate_grad_batches=2"]
+CONTIGUOUS_EXACT = [*CONTIGUOUS, "--trainer.precision=64-true", "--trainer.max_steps=8"]
+RESUMED = [*CONTIGUOUS, "--model.dropout=0.2", "--segment_length=20", "--trainer.max_steps=36"]
 RESUMED += ["--run.checkpoint_every_n_steps=2", "--trainer.val_check_interval=14", "--trainer.limit_val_batches=2"]
 
 
@@ -69,20 +71,18 @@ def last(run_folder: Path) -> Path:
     return run_folder / "checkpoints" / "last.ckpt"
 
 
-def start(command: list[str]) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, "-m", *command], **pipes, text=True, cwd=ROOT, env=environment)
-
-
 @pytest.fixture(scope="module")
 def two(base, tmp_path_factory) -> dict[str, object]:
-    """What all the whole runs of two processes print, and what each rank has exchanged in that of packed rows."""
+    """What the runs of two processes print that are not stopped, and what each rank exchanges in that of packed rows.
+
+    In a fresh interpreter, where Lightning starts the second process.
+    """
     file = tmp_path_factory.mktemp("runs") / "runs.json"
     runs = {
-        "plain": [*PLAIN, "--trainer.val_check_interval=6"],
+        # Lightning's sampler would deal out samples a second time
+        "plain": [*PLAIN, "--trainer.val_check_interval=6", "--trainer.use_distributed_sampler=true"],
         "packed": [*PACKED, curriculum(8), "--segment_length=11", "--trainer.accumulate_grad_batches=2"],
-        "lanes": LANES_EXACT,
+        "contiguous": CONTIGUOUS_EXACT,
         "resumed": RESUMED,
     }
     described = [
@@ -90,11 +90,12 @@ def two(base, tmp_path_factory) -> dict[str, object]:
         for name, options in runs.items()
     ]
     file.write_text(json.dumps(described))
-    process = start(["tests.training.several_runs", str(file)])
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
+    command = [sys.executable, "-m", "tests.training.several_runs", str(file)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
     exchanged = [json.loads(file.with_name(f"{file.name}.{rank}").read_text()) for rank in range(2)]
-    return {"out": out, "err": err, "exchanged": exchanged}
+    return {"out": done.stdout, "err": done.stderr, "exchanged": exchanged}
 
 
 @pytest.fixture(scope="module")
@@ -140,11 +141,11 @@ def test_validation_is_over_all_windows_of_both_ranks(two, alone, base):
     assert float(ours[5]) == pytest.approx(float(whole[5]), rel=1e-6)  # float32 sums over other batches
 
 
-@pytest.mark.parametrize("name", ["packed", "lanes"])
+@pytest.mark.parametrize("name", ["packed", "contiguous"])
 def test_a_step_is_that_of_all_its_rows_at_once(two, base, monkeypatch, name):
     """The loss is the mean over the targets of the step, however they lie among devices and micro-batches: some
     rows have none. In float64, so that nothing but a wrong weight of a batch shows."""
-    whole = {"packed": [*PACKED, curriculum(32)], "lanes": [*LANES_EXACT, "--data.batch_size=4"]}
+    whole = {"packed": [*PACKED, curriculum(32)], "contiguous": [*CONTIGUOUS_EXACT, "--data.batch_size=4"]}
     if name == "packed":
         monkeypatch.setattr(TextDataModule, "on_after_batch_transfer", ask_for_some)
     assert main([*base, *whole[name], f"--run.name={name}-at-once"]) == 0
@@ -171,26 +172,23 @@ def test_gradients_are_exchanged_once_a_step_whatever_the_segments_and_micro_bat
 
 
 @pytest.fixture(scope="module")
-def stopped(two, base) -> list[tuple[str, str]]:
+def stopped(two, base, tmp_path_factory) -> list[tuple[str, str]]:
     """What the processes of a run print that is killed, resumed, asked to stop, and resumed to its end."""
     printed, resume = [], []
     for stop in (signal.SIGKILL, signal.SIGTERM, None):
-        process = start(["linrope.cli.main", *base, *TWO, *RESUMED, "--run.name=stopped", *resume])
+        run = Run([*base, *TWO, *RESUMED, "--run.name=stopped", *resume], tmp_path_factory.mktemp("run"), ranks=2)
         resume = ["--ckpt_path=last"]
-        lines = []
         if stop is not None:
-            while len(lines) < 4:  # at least one of these steps leaves a checkpoint
-                lines += [line for line in [process.stdout.readline()] if re.match(r"step \d+/36 ", line) or not line]
-            process.send_signal(stop)
-        # The other process holds the pipes too: they end only with it.
-        out, err = process.communicate(timeout=120)
-        printed.append(("".join(lines) + out, err))
-        assert process.returncode == {signal.SIGKILL: -9, signal.SIGTERM: 143, None: 0}[stop], err
+            run.wait_for_steps(4)  # at least one of these steps leaves a checkpoint
+            run.send(stop)
+        code, out, err = run.wait()
+        printed.append((out, err))
+        assert code == {signal.SIGKILL: -9, signal.SIGTERM: 143, None: 0}[stop], err
     return printed
 
 
 def test_two_processes_stopped_and_resumed_end_with_the_weights_of_two_that_were_not(two, stopped, base):
-    """In lanes, so with the state that each rank carries; with dropout, micro-batches, segments and documents apart."""
+    """Contiguous batches, so with the state that each rank carries; dropout, micro-batches, segments, document mask."""
     whole, first = load(folder_of(base, "resumed")), folder_of(base, "stopped")
     ended = load(version(first, 2))
     assert all(equal(whole[key], ended[key]) for key in TRAINED)
@@ -210,8 +208,8 @@ def test_only_the_first_rank_writes_and_prints(two, stopped, base):
     assert two["out"].count("step 6/6 ") == 2  # one of each of the two runs of six steps
     assert two["out"].count("\ncheckpoint  ") == 4  # one of each run
     (_, killed), (out, asked), (rest, ended) = stopped
-    assert "Traceback" not in killed + asked + ended
-    assert "linrope:" not in killed
+    assert "Traceback" not in asked + ended
+    assert all(line.startswith("linrope: rank 1: ") for line in re.findall(r"^linrope:.*$", killed, re.M))
     assert asked.count("--ckpt_path=last is") == ended.count("--ckpt_path=last is") == 1
     assert asked.count("finishing this step") == asked.count("stopped after step") == 1
     assert "rank 1" not in asked + ended
@@ -230,27 +228,29 @@ def test_only_the_first_rank_writes_and_prints(two, stopped, base):
 
 
 def test_a_run_with_carried_states_goes_on_with_as_many_devices_only(two, base, capsys):
-    checkpoint = last(folder_of(base, "lanes"))
+    checkpoint = last(folder_of(base, "contiguous"))
     before = checkpoint.read_bytes()
-    assert main([*base, *LANES_EXACT, "--trainer.max_steps=9", f"--ckpt_path={checkpoint}", "--run.name=fewer"]) == 2
+    assert (
+        main([*base, *CONTIGUOUS_EXACT, "--trainer.max_steps=9", f"--ckpt_path={checkpoint}", "--run.name=fewer"]) == 2
+    )
     err = capsys.readouterr().err
     assert "data.contiguous rows × devices: 4 in the checkpoint, 2 here" in err
     assert "trainer.accumulate_grad_batches × devices: 4 in the checkpoint, 2 here" in err
     assert "Traceback" not in err
     assert checkpoint.read_bytes() == before
     assert not list(folder_of(base, "fewer").rglob("*.ckpt"))
-    # the same lanes and batches in a step, but not on the same device
+    # the same rows and batches in a step, but not on the same device
     as_many = ["--data.batch_size=4", "--trainer.accumulate_grad_batches=4", "--trainer.max_steps=9"]
-    assert main([*base, *LANES_EXACT, *as_many, f"--ckpt_path={checkpoint}", "--run.name=fewer"]) == 2
+    assert main([*base, *CONTIGUOUS_EXACT, *as_many, f"--ckpt_path={checkpoint}", "--run.name=fewer"]) == 2
     assert "data.batch_size: 2 in the checkpoint, 4 here" in capsys.readouterr().err
 
 
-def test_what_the_first_rank_refuses_stops_all_and_is_said_once(two, base, tmp_path):
+def test_what_the_first_rank_refuses_stops_all_and_is_said_once(base, tmp_path, tmp_path_factory):
     (tmp_path / "config.yaml").write_text("of a run before")
     unlogged = ["--trainer.logger=false", f"--trainer.default_root_dir={tmp_path}"]
-    process = start(["linrope.cli.main", *base, *TWO, *PLAIN, *unlogged])
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 2
+    run = Run([*base, *TWO, *PLAIN, *unlogged], tmp_path_factory.mktemp("run"), ranks=2)
+    code, _, err = run.wait()
+    assert code == 2
     assert re.fullmatch(r"linrope: error: \S+config\.yaml exists, and this run would overwrite [^\n]+\n", err)
     assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
     assert (tmp_path / "config.yaml").read_text() == "of a run before"
@@ -267,26 +267,22 @@ def test_a_split_with_fewer_samples_than_devices_is_refused(base, stage, split):
         attached(texts, stage=stage, world_size=n + 1, **options)
 
 
-# --- who speaks ------------------------------------------------------------------------------------------------------
+# --- which rank prints -----------------------------------------------------------------------------------------------
 
 
-def test_an_error_of_another_rank_is_silent_only_where_the_first_ends_too(monkeypatch):
-    monkeypatch.setattr(ranks, "PATIENCE", 0.2)
-    monkeypatch.setattr(rank_zero_only, "rank", 1)
-    with pytest.raises(InputError, match="its own"), first_rank_speaks():
-        raise InputError("its own")
-    parents = iter([10, 10, 10])  # then it has another: the first rank is gone
-    monkeypatch.setattr(os, "getppid", lambda: next(parents, 1))
-    with pytest.raises(SystemExit, match="1"), first_rank_speaks():
-        raise InputError("of all ranks")
-    assert next(parents, None) is None
-    monkeypatch.setattr(rank_zero_only, "rank", 0)
-    with pytest.raises(InputError, match="of all ranks"), first_rank_speaks():
-        raise InputError("of all ranks")
+def test_rank_0_prints_what_all_ranks_meet_and_others_print_their_own(monkeypatch, capsys):
+    def own_error(args: list[str]) -> None:
+        raise RuntimeError("of this rank")
 
-
-def test_what_another_rank_says_has_its_number(monkeypatch, capsys):
-    monkeypatch.setattr(ranks, "PATIENCE", 0.0)
+    monkeypatch.setattr(ranks, "HEAD_START", 0.0)
+    monkeypatch.setattr("linrope.cli.test.run", own_error)
     monkeypatch.setattr(rank_zero_only, "rank", 3)
     assert main(["fit", "--model.d_modle=3"]) == 2
-    assert capsys.readouterr().err.startswith("linrope: rank 3: error: unknown option 'model.d_modle'.")
+    assert capsys.readouterr().err == ""
+    assert main(["test"]) == 1
+    assert re.match(r"linrope: rank 3: Traceback .*RuntimeError: of this rank\n", capsys.readouterr().err, re.S)
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
+    assert main(["fit", "--model.d_modle=3"]) == 2
+    assert capsys.readouterr().err.startswith("linrope: error: unknown option 'model.d_modle'.")
+    with pytest.raises(RuntimeError, match="of this rank"):
+        main(["test"])

@@ -57,7 +57,7 @@ def documents_of(batch: dict[str, Tensor]) -> list[tuple[int, slice]]:
     return found
 
 
-def read_apart(module: LanguageModelingModule, batch: dict[str, Tensor]) -> tuple[list[Tensor], Tensor]:
+def read_one_by_one(module: LanguageModelingModule, batch: dict[str, Tensor]) -> tuple[list[Tensor], Tensor]:
     """Each document's logits, and the nats of all."""
     logits, nats = [], torch.zeros((), dtype=torch.float64)
     for row, place in documents_of(batch):
@@ -79,32 +79,37 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("stage", ["fit", "validate"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_packed_batch_is_its_documents_run_apart(texts, name, stage):
+def test_a_packed_batch_is_its_documents_run_one_by_one(texts, name, stage):
     module = module_of(name).train(stage == "fit")
     for batch in batches(texts, stage):
         assert len(documents_of(batch)) > 6
         packed = module.model(batch["inputs"], segment_ids=batch["segment_ids"])
-        apart, nats = read_apart(module, batch)
-        assert_same([packed[row, place] for row, place in documents_of(batch)], apart)
+        alone, nats = read_one_by_one(module, batch)
+        assert_same([packed[row, place] for row, place in documents_of(batch)], alone)
         loss = F.cross_entropy(packed.flatten(0, 1), batch["targets"].flatten(), reduction="sum")
         assert_same([loss], [nats])
         assert_same(gradients(module, loss), gradients(module, nats))
         trained_on = module.batch_loss(batch).total  # in float32
         torch.testing.assert_close(trained_on.double(), nats, rtol=1e-6, atol=0)
-        flowing = module.batch_loss({name: batch[name] for name in ("inputs", "targets")}).total
-        assert abs(flowing - trained_on) > 1e-5 * trained_on
+        unmasked = module.batch_loss({name: batch[name] for name in ("inputs", "targets")}).total
+        assert abs(unmasked - trained_on) > 1e-5 * trained_on
 
 
-@pytest.mark.parametrize("segment_length", [1, 7, 32, 200])
-@pytest.mark.parametrize("name", MODELS)
+SEGMENTS = [("linear", 1), ("linear", 7), ("linear", 200), ("rotary", 7), ("mixed", 7)]
+MORE_SEGMENTS = [("linear", 32), ("rotary", 1), ("rotary", 32), ("rotary", 200), ("mixed", 32), ("mixed", 200)]
+
+
+@pytest.mark.parametrize(
+    ("name", "segment_length"),
+    [*SEGMENTS, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE_SEGMENTS)],
+)
 def test_in_segments_too(texts, name, segment_length):
-    segment_length = max(segment_length, MODELS[name].get("window", 1))  # shorter ones are refused
     module = module_of(name, segment_length)
-    for batch in batches(texts, "fit"):
-        _, nats = read_apart(module, batch)
-        in_segments = module.batch_loss(batch).total
-        assert_same([in_segments], [nats])
-        assert_same(gradients(module, in_segments), gradients(module, nats))
+    batch = batches(texts, "fit")[0]
+    _, nats = read_one_by_one(module, batch)
+    in_segments = module.batch_loss(batch).total
+    assert_same([in_segments], [nats])
+    assert_same(gradients(module, in_segments), gradients(module, nats))
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-5), ("bf16-mixed", 2e-2)])

@@ -361,7 +361,7 @@ def test_last_is_the_newest_run_that_has_one(tmp_path):
 def test_without_a_last_checkpoint_its_folder_is_named(tiny, run_folder, capsys, command):
     assert main([command, *tiny, "--ckpt_path=last"]) == 2
     err = capsys.readouterr().err
-    assert err.startswith(f"linrope: error: --ckpt_path=last: no run in '{run_folder.parent}' has left a last.ckpt.")
+    assert err.startswith(f"linrope: error: --ckpt_path=last: no run in '{run_folder.parent}' has a last.ckpt.")
 
 
 def test_last_serves_the_other_commands(tiny, run_folder, capsys):

@@ -1,14 +1,18 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch import Trainer
+from torch import nn
+from torch.utils.data import DataLoader
 
 from linrope.data.tokenizers.bytes import SEPARATOR
-from linrope.errors import InputError
+from linrope.errors import InputError, NonFiniteError
 from linrope.losses import bits_per_byte, token_losses
 from linrope.models.language_model import LanguageModelConfig
-from linrope.training import LanguageModelingModule, OptimizerConfig, learning_rate_factor
+from linrope.training import BatchLoss, LanguageModelingModule, OptimizerConfig, TrainingTask, learning_rate_factor
 from linrope.training.optimizer import parameter_groups
 
 SCHEDULE = {"warmup_steps": 10, "max_steps": 110, "final_fraction": 0.1}
@@ -97,3 +101,88 @@ def test_separators_cost_bits_but_are_no_bytes():
 def test_optimizer_options_out_of_range_are_named(options, message):
     with pytest.raises(InputError, match=message):
         OptimizerConfig(**options)
+
+
+# A new task.
+
+
+class Doubler(nn.Module):
+    """A model of one number: it should double its inputs."""
+
+    tokenizer = None
+    config = SimpleNamespace(vocab_size=8, to_dict=lambda: {"model": "doubler"})
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.factor * inputs
+
+
+class DoublingTask(TrainingTask):
+    """What somebody writes for a task of their own: a loss and metrics."""
+
+    def batch_loss(self, batch):
+        error = (self.model(batch["x"]) - 2 * batch["x"]) ** 2
+        asked = batch["asked"]
+        return BatchLoss((error * asked).sum(), asked.sum(), asked.numel(), {"largest": error.max().detach()})
+
+    def training_metrics(self, sums):
+        return {**super().training_metrics(sums), "train_largest": sums["largest"]}
+
+    def evaluate(self, batch, sums):
+        sums["error"] = sums.get("error", 0) + (self.model(batch["x"]) - 2 * batch["x"]).abs().sum()
+        sums["n"] = sums.get("n", 0) + batch["x"].numel()
+
+    def evaluation_metrics(self, split, sums):
+        return {f"{split}_error": (sums["error"] / sums["n"]).item()}
+
+    def task_state(self):
+        return {"own": 7}
+
+
+def doubling_trainer(**options) -> Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return Trainer(accelerator="cpu", devices=1, enable_checkpointing=False, num_sanity_val_steps=0, **quiet, **options)
+
+
+def test_a_new_task_writes_its_loss_and_its_metrics(tmp_path):
+    """On loaders that are not of a `ResumableDataModule`, with a step of two batches of unequal numbers of targets."""
+    batches = [
+        {"x": torch.tensor([1.0, 2.0]), "asked": torch.tensor([True, False])},
+        {"x": torch.tensor([3.0, 4.0]), "asked": torch.tensor([True, True])},
+    ]
+    loader = DataLoader(batches, batch_size=None)
+    task = DoublingTask(Doubler(), OptimizerConfig(lr=0.1, warmup_steps=0, weight_decay=0.0))
+    trainer = doubling_trainer(max_steps=1, accumulate_grad_batches=2)
+    trainer.fit(task, loader, loader)
+    metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    assert metrics == pytest.approx(
+        {
+            "train_loss": (1 + 9 + 16) / 3,
+            "train_largest": 4 + 16,
+            "grad_norm": 2 * (1 + 9 + 16) / 3,
+            "lr": 0.1,
+            "val_error": 0.9 * 10 / 4,  # the first step of AdamW is the learning rate
+        }
+    )
+    trainer.save_checkpoint(tmp_path / "task.ckpt")
+    saved = torch.load(tmp_path / "task.ckpt", weights_only=True)["linrope"]
+    assert saved == {"config": {"model": "doubler"}, "order": {"seed_everything": 0}, "tokenizer": None, "own": 7}
+    restored = []
+    again = DoublingTask(Doubler(), OptimizerConfig(lr=0.0, warmup_steps=0, weight_decay=0.0))
+    again.load_task_state = restored.append
+    more = doubling_trainer(max_steps=3, accumulate_grad_batches=2)
+    more.fit(again, loader, ckpt_path=tmp_path / "task.ckpt")
+    assert more.global_step == 3
+    assert restored[0]["own"] == 7
+    assert torch.equal(again.model.factor, task.model.factor)  # with this run's learning rate of 0
+
+
+def test_a_loss_that_is_not_finite_stops_any_task_before_its_weights_change():
+    batches = [{"x": torch.tensor([math.inf]), "asked": torch.tensor([True])}]
+    task = DoublingTask(Doubler())
+    with pytest.raises(NonFiniteError, match=r"the loss is (nan|inf) at step 1; .* Start again"):
+        doubling_trainer(max_steps=1).fit(task, DataLoader(batches, batch_size=None))
+    assert task.model.factor.item() == 1.0

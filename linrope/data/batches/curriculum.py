@@ -1,7 +1,7 @@
-"""How long the rows of training are: the stages of a curriculum, laid out over the optimizer steps of a run.
+"""Length curricula: stages of training on rows of one length each, and the samples of every optimizer step.
 
-Arithmetic like the order of samples itself (see `windows`): the samples of any step follow from the stages and the
-step's number, so a run can start at any of them.
+Like the order of samples itself (see `windows`) this is arithmetic: the samples of a step follow from the stages and
+the step's number, so a run can start at any step.
 """
 
 from __future__ import annotations
@@ -20,20 +20,19 @@ Sample = tuple[int, int]
 
 @dataclass(frozen=True)
 class CurriculumStage:
-    """A stretch of training on rows of one length."""
+    """A stage of training on rows of one length."""
 
     tokens: int
     """Tokens to train on, over all devices; rounded up to whole optimizer steps."""
     seq_len: int
     """Tokens of one sample."""
     batch_size: int | None = None
-    """Samples of one batch, per device; null for as many tokens a batch as data.context · data.batch_size."""
+    """Samples of one batch, per device; null for data.context · data.batch_size tokens in a batch."""
 
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """A stage as a run takes it: from optimizer step `first_step` on, counted from 0, samples `first_sample` … of its
-    length."""
+    """A stage in a run: it starts at optimizer step `first_step`, counted from 0, with sample `first_sample`."""
 
     seq_len: int
     batch_size: int
@@ -50,10 +49,10 @@ class PlannedStage:
 
 
 class TrainingPlan:
-    """Which samples every optimizer step of a run has.
+    """The samples of every optimizer step of a run.
 
-    A stage lasts the fewest whole steps that hold its tokens, so no step mixes two lengths; the last one goes on for as
-    long as the run does. Samples are counted by length: a stage goes on where the one before it of its length stopped.
+    A stage lasts the fewest whole steps that hold its tokens, so no step mixes two lengths; the last stage has no end.
+    Samples are counted by length: a stage continues after the samples of earlier stages of its length.
 
     Args:
         stages: at least one, each with its batch size.
@@ -68,7 +67,7 @@ class TrainingPlan:
             )
         self.batches_per_step = batches_per_step
         self.stages: list[PlannedStage] = []
-        self.n_steps = 0  # that the stages ask for
+        self.n_steps = 0  # of all stages
         drawn: Counter[int] = Counter()  # samples of each length
         for stage in stages:
             samples = stage.batch_size * batches_per_step
@@ -95,16 +94,16 @@ class TrainingPlan:
         return finished + (step - self.stages[now].first_step) * self.stages[now].tokens_per_step
 
     def steps_within(self, tokens: float) -> int:
-        """The most optimizer steps that train on no more than so many tokens."""
+        """The largest number of optimizer steps with at most `tokens` tokens."""
         now = bisect_right([self.tokens_at(first) for first in self._first_steps], tokens) - 1
         stage = self.stages[now]
         return stage.first_step + int((tokens - self.tokens_at(stage.first_step)) // stage.tokens_per_step)
 
     def larger_later(self, step: int) -> list[int]:
-        """The stages after that of `step` which may need more memory than any other from there on.
+        """The numbers of the stages after that of `step` that may need the most memory from there on.
 
-        A batch may be large by its tokens or by its length (what softmax attention takes grows with its square): a
-        stage is left out where another has no fewer of both.
+        Memory grows with a batch's tokens and with its length (softmax attention: with its square), so a stage is
+        omitted if another has at least as much of both.
         """
         ahead = range(self.index_at(step), len(self.stages))
         sizes = {n: (self.stages[n].batch_size * self.stages[n].seq_len, self.stages[n].seq_len) for n in ahead}
@@ -116,9 +115,9 @@ class TrainingPlan:
 
 
 class TrainingBatches:
-    """Endless lists of a batch's samples, those of one rank, from optimizer step `first_step` on.
+    """The training batches of one rank, each a list of samples: endless, from optimizer step `first_step` on.
 
-    A step's samples are dealt to ranks batch by batch: batch `b` of rank `r` is the step's `b · world_size + r`-th.
+    Batch `b` of rank `r` is number `b · world_size + r` of its step.
     """
 
     def __init__(self, plan: TrainingPlan, first_step: int = 0, rank: int = 0, world_size: int = 1) -> None:

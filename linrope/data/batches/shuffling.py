@@ -1,4 +1,4 @@
-"""A shuffled order by arithmetic: sample i follows from the seed and i alone."""
+"""Shuffling by arithmetic: sample `i` of the order follows from the seed and `i` alone."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def mix(*values: int) -> int:
 
 
 def permute(index: int, n: int, *key: int) -> int:
-    """Where `index` goes in the permutation of `0 … n-1` that `key` names; all `n` values come once.
+    """The element at `index` of a permutation of `0 … n-1`, which `key` decides.
 
-    A Feistel network permutes the next power of four; walking its cycle until it comes back below `n` permutes
-    `0 … n-1` (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). On average under four walks.
+    A Feistel network permutes the next power of four; repeating it until the value is below `n` permutes `0 … n-1`
+    (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). On average it takes fewer than four repetitions.
     """
     if not 0 <= index < n:
         raise IndexError(f"permute({index}, {n}): the index is outside 0 … {n - 1}")

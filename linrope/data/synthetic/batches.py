@@ -9,32 +9,32 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
-from linrope.data.synthetic.task import Stage, Task
+from linrope.data.synthetic.recall_task import RecallTask, Stage
 
 Batch = dict[str, Any]
 
 
-# What a seed's numbers are for: no two uses may draw the same rows.
 CHOICE, TRAIN, VAL, TEST = range(4)
+"""First numbers of seeds, one for each use, so that no two uses draw the same rows."""
 
 
 class RecallBatches(IterableDataset[Batch]):
-    """The endless training batches of one rank, from number `first` on.
+    """The training batches of one rank: endless, from number `first` on.
 
-    A batch has rows of one stage, which follows from (seed, number) alone, so that all ranks do the same work at the
-    same time; its rows follow from (seed, number, rank).
+    A batch has rows of one stage, which follows from (seed, number): all ranks then do the same work at the same time.
+    Its rows follow from (seed, number, rank).
 
     Args:
         task: makes the rows.
         stages: cases with their shares of all rows, in proportion to the last number of each.
         tokens_per_batch: tokens of a batch, rounded down to whole rows.
-        seed, rank: name the order.
+        seed, rank: decide the rows and their order.
         first: number of the first batch.
     """
 
     def __init__(
         self,
-        task: Task,
+        task: RecallTask,
         stages: Sequence[Stage],
         tokens_per_batch: int,
         seed: int = 0,
@@ -44,7 +44,7 @@ class RecallBatches(IterableDataset[Batch]):
         self.task, self.stages, self.tokens_per_batch = task, stages, tokens_per_batch
         self.seed, self.rank, self.first = seed, rank, first
         batches = np.array([rows / self._n_rows(length) for length, *_, rows in stages])
-        self._shares = batches / batches.sum()  # of batches: those of long rows have fewer of them
+        self._shares = batches / batches.sum()  # of batches, which have fewer rows if those are long
 
     def _n_rows(self, length: int) -> int:
         return self.tokens_per_batch // length
@@ -57,6 +57,6 @@ class RecallBatches(IterableDataset[Batch]):
         return {"inputs": inputs, "targets": targets}
 
     def __iter__(self) -> Iterator[Batch]:
-        worker = get_worker_info()  # a loader takes from its workers in turn, so the order is that of one process
+        worker = get_worker_info()  # a loader reads its workers in turn, so the order is that of one process
         mine = count(self.first + worker.id, worker.num_workers) if worker else count(self.first)
         return map(self.__getitem__, mine)

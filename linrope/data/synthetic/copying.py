@@ -1,6 +1,6 @@
-"""Two tasks of random tokens that show what a model's state keeps: copying a whole row, and one induction step.
+"""Two recall tasks of random tokens: copying a row, and one induction step.
 
-Token 0 is the mark, all others are symbols that mean nothing.
+Token 0 is the mark; all others are symbols without a meaning.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linrope.data.synthetic.task import Case, at_depth, require_numbers
+from linrope.data.synthetic.recall_task import Case, at_depth, require_numbers
 from linrope.errors import InputError
 from linrope.losses import IGNORE
 
@@ -20,15 +20,15 @@ MARK = 0
 
 
 def copy_rows(n_rows: int, length: int, vocab_size: int, seed: int | Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Rows to repeat: n = length / 2 symbols, the mark, and the same symbols again, each asked for in turn.
+    """Rows to copy: n = length / 2 symbols, the mark, and the same symbols again, each of them a target.
 
-    What is to be remembered grows with the row, so no state of fixed size can copy rows of any length ("Repeat After
+    The information to remember grows with the row, so no state of fixed size can copy rows of any length ("Repeat After
     Me", arXiv 2402.01032).
 
     Args:
         n_rows: rows to make.
         length: tokens of a row, even.
-        vocab_size: number of tokens, the mark among them.
+        vocab_size: number of tokens, with the mark.
         seed: one or more integers from 0.
 
     Returns:
@@ -47,26 +47,26 @@ def copy_rows(n_rows: int, length: int, vocab_size: int, seed: int | Sequence[in
 def induction_rows(
     n_rows: int, length: int, vocab_size: int, seed: int | Sequence[int], depth: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Rows with the mark at one place and again at the end, asking for the symbol that followed it.
+    """Rows with the mark at one place and again at the end; the target is the symbol after the first mark.
 
     The "induction heads" task of H3 (arXiv 2212.14052) and Mamba (arXiv 2312.00752).
 
     Args:
         n_rows: rows to make.
         length: tokens of a row, at least 3.
-        vocab_size: number of tokens, the mark among them.
+        vocab_size: number of tokens, with the mark.
         seed: one or more integers from 0.
-        depth: where the first mark stands, in percent of the places it can have; None draws one for each row.
+        depth: place of the first mark, in percent of its possible places; None draws a place for each row.
 
     Returns:
-        (inputs, targets), each int64 (n_rows, length); targets are IGNORE but for the last token's.
+        (inputs, targets), each int64 (n_rows, length); targets are IGNORE except at the last token.
 
     Raises:
         InputError: a row too short, fewer than two symbols, or a number out of range.
     """
     require_induction(length, vocab_size, depth)
     inputs = _symbols(n_rows, length, vocab_size, seed)
-    last = length - 3  # where a mark can stand: a symbol follows it before the end
+    last = length - 3  # a symbol follows the mark before the end
     if depth is None:
         at = torch.from_numpy(np.random.default_rng(seed).spawn(2)[1].integers(last + 1, size=(n_rows, 1)))
     else:
@@ -79,14 +79,14 @@ def induction_rows(
 
 
 def require_copying(length: int, vocab_size: int) -> None:
-    """Raise InputError unless rows of `length` of so many different tokens can be copied."""
+    """Raise InputError unless `length` and `vocab_size` are valid for `copy_rows`."""
     if length < 2 or length % 2:
-        raise InputError(f"length={length} must be even, 2 or more: what is copied comes twice.")
+        raise InputError(f"length={length} must be even, 2 or more: each symbol stands in it twice.")
     _require_symbols(vocab_size)
 
 
 def require_induction(length: int, vocab_size: int, depth: int | None = None) -> None:
-    """Raise InputError unless rows of `length` have room for a mark, a symbol and the mark again."""
+    """Raise InputError unless the arguments are valid for `induction_rows`."""
     if length < 3:
         raise InputError(f"length={length} must be 3 or more: a mark, the symbol after it, and the mark again.")
     require_depth(depth)

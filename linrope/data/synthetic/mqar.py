@@ -1,7 +1,7 @@
-"""Multi-query associative recall (MQAR): rows of key-value pairs, and then the keys again, each asking for its value.
+"""Multi-query associative recall (MQAR): rows of key-value pairs, then each key again as a question for its value.
 
 The task of "Zoology: Measuring and Improving Recall in Efficient Language Models" (Arora et al., arXiv 2312.04927).
-What is to be remembered grows with the number of pairs, so it shows how much a state of fixed size can hold.
+The information to remember grows with the number of pairs, so it shows how much a state of fixed size can hold.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linrope.data.synthetic.task import Case, require_numbers
+from linrope.data.synthetic.recall_task import Case, require_numbers
 from linrope.errors import InputError
 from linrope.losses import IGNORE
 
@@ -23,23 +23,23 @@ def mqar_rows(
 ) -> tuple[Tensor, Tensor]:
     """Rows of MQAR: `n_pairs` adjacent pairs (key, value), then every key once more among random tokens.
 
-    Keys lie in 1 … V/2 - 1, values in V/2 … V - 1, and none comes twice in a row's pairs. After the pairs the row has
-    slots of two positions; a key is asked for at the first of a slot. The slot with gap 1, 2, … from the pairs' end has
-    a probability in proportion to gap^(power - 1), and no slot is taken twice. All other places hold any tokens, at
-    times a key too. (The recipe of Zoology's `multiquery_ar` with `random_non_queries=True`.)
+    Keys are in 1 … V/2 - 1, values in V/2 … V - 1, all different within a row's pairs. After the pairs the row has
+    slots of two positions; a question stands at the first position of a slot. The probability of the slot with gap
+    1, 2, … from the pairs' end is proportional to gap^(power - 1); no slot has two questions. All other positions hold
+    random tokens, which can be keys too. (As Zoology's `multiquery_ar` with `random_non_queries=True`.)
 
     Args:
-        n_rows: rows to make; while they are made they take 2 · n_rows · vocab_size bytes.
+        n_rows: rows to make, in 2 · n_rows · vocab_size bytes of temporary memory.
         length: tokens of a row, even.
-        n_pairs: pairs of a row; a pair takes two tokens, and asking for it two more.
+        n_pairs: pairs of a row; a pair takes two tokens, and its question two more.
         vocab_size: V, the number of tokens.
-        seed: one or more integers from 0. Row `i` follows from it and `i`, however many rows are made (for one version
-            of NumPy, whose generators may change between versions).
-        power: 1 spreads the questions evenly, less draws them towards the pairs.
+        seed: one or more integers from 0. Row `i` follows from it and `i`, whatever `n_rows` is (with the same NumPy:
+            its generators may change between versions).
+        power: 1 spreads the questions evenly, smaller values move them towards the pairs.
 
     Returns:
-        (inputs, targets), each int64 (n_rows, length). `targets[:, t]` is what a model must say after it has read
-        `inputs[:, t]`: the value where a key is asked for, IGNORE everywhere else.
+        (inputs, targets), each int64 (n_rows, length). `targets[:, t]` is the token that a model must predict
+        after `inputs[:, t]`: the value at a question, IGNORE everywhere else.
 
     Raises:
         InputError: pairs that do not fit into the row or the vocabulary, or a number out of range.
@@ -50,10 +50,10 @@ def mqar_rows(
         raise InputError(f"seed={seed} must be 0 or more.")
     if not 0 < power < np.inf:
         raise InputError(
-            f"power={power} must be above 0: 1 spreads the questions evenly, less draws them to the pairs."
+            f"power={power} must be above 0: 1 spreads the questions evenly, smaller values move them to the pairs."
         )
     require_mqar(length, n_pairs, vocab_size)
-    # A generator for each kind of number, so that a row does not depend on how many come after it.
+    # One generator for each type of number, so that a row does not depend on the number of rows.
     for_keys, for_values, for_slots, for_others = np.random.default_rng(seed).spawn(4)
     first_value = vocab_size // 2
     gaps = np.arange(1, (length - 2 * n_pairs) // 2 + 1)
@@ -69,14 +69,14 @@ def mqar_rows(
 
 
 def require_mqar(length: int, n_pairs: int, vocab_size: int) -> None:
-    """Raise InputError unless rows of `length` tokens and `vocab_size` different ones have room for `n_pairs` pairs."""
+    """Raise InputError unless the arguments are valid for `mqar_rows`."""
     if n_pairs < 1:
         raise InputError(f"n_pairs={n_pairs} must be 1 or more.")
     if length % 2:
         raise InputError(f"length={length} must be even: pairs and questions take two tokens each.")
     if length < 4 * n_pairs:
         raise InputError(
-            f"length={length} is too short for n_pairs={n_pairs}, each two tokens to tell and two to ask: "
+            f"length={length} is too short for n_pairs={n_pairs}, each with two tokens and two for its question: "
             f"raise length to {4 * n_pairs} or more, or lower n_pairs."
         )
     if vocab_size < 2 * n_pairs + 2:
@@ -87,9 +87,9 @@ def require_mqar(length: int, n_pairs: int, vocab_size: int) -> None:
 
 
 def _distinct(rng: np.random.Generator, weights: np.ndarray, n_rows: int, n: int) -> Tensor:
-    """In each row `n` different indices of `weights`, drawn one after the other with these weights: (n_rows, n) int64.
+    """In each row `n` different indices of `weights`, drawn one after the other by weight: (n_rows, n) int64.
 
-    The winners of an exponential race, in the order they arrive (the Gumbel top-k trick, arXiv 1903.06059, after exp).
+    By an exponential race, in the order of arrival (the Gumbel top-k trick, arXiv 1903.06059, after exp).
     """
     arrivals = rng.standard_exponential((n_rows, len(weights)), dtype=np.float32)
     arrivals /= weights.astype(np.float32)

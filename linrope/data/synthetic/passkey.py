@@ -1,7 +1,7 @@
-"""Passkey retrieval: a number told once, somewhere in a long real text, and asked for at its end.
+"""Passkey retrieval: a number stands once in a long real text, and a question for it at the end.
 
-The test of "Landmark Attention" (arXiv 2305.16300), with the text of a corpus around the number instead of one sentence
-repeated. A model that answers at any depth remembers across that distance; text around it is what it has to ignore.
+The test of "Landmark Attention" (arXiv 2305.16300), with the text of a corpus around the number instead of a repeated
+sentence. It shows across which distance a model remembers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from linrope.data.corpus.sequences import Corpus
 from linrope.data.synthetic.copying import require_depth
-from linrope.data.synthetic.task import Case, at_depth
+from linrope.data.synthetic.recall_task import Case, at_depth
 from linrope.data.tokenizers.bytes import VOCAB_SIZE, encode
 from linrope.errors import InputError
 from linrope.losses import IGNORE
@@ -30,24 +30,24 @@ ASKED = "\nWhat is the pass key? The pass key is "
 
 
 SHORTEST = len(TOLD.format(key="0" * DIGITS)) + len(ASKED) + DIGITS - 1
-"""Tokens of a row without any text around it."""
+"""Tokens of a row without text around the key."""
 
 
 def passkey_rows(
     n_rows: int, length: int, text: Corpus, seed: int | Sequence[int], depth: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Rows of text, each with a pass key of five digits in it, the question, and the key but for its last digit.
+    """Rows of text with a pass key of five digits in it, the question, and the key without its last digit.
 
     Args:
         n_rows: rows to make.
         length: tokens (bytes) of a row.
-        text: where the text around the key is taken from, at random places.
+        text: the corpus of the text around the key, taken at random places.
         seed: one or more integers from 0.
-        depth: how much of the text stands before the key, in percent; None draws it for each row.
+        depth: share of the text before the key, in percent; None draws it for each row.
 
     Returns:
-        (inputs, targets), each int64 (n_rows, length). Targets are the key's digits at the last five places, and IGNORE
-        everywhere else. A row is answered where all five are right: that is what writing greedily would give.
+        (inputs, targets), each int64 (n_rows, length). Targets are the key's digits at the last five positions, and
+        IGNORE everywhere else. A row is answered if all five are right, as greedy generation would give them.
 
     Raises:
         InputError: a row too short for the key and the question, or longer than the text.
@@ -71,7 +71,7 @@ def passkey_rows(
 
 
 def require_passkey(length: int, text_tokens: int, depth: int | None = None) -> None:
-    """Raise InputError unless a row has room for key and question, and the text is as long as what is around them."""
+    """Raise InputError unless the arguments are valid for `passkey_rows`."""
     require_depth(depth)
     if length < SHORTEST:
         raise InputError(

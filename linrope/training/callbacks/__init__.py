@@ -1,1 +1,1 @@
-"""What happens around training steps: one callback a file."""
+"""Callbacks of training, one in each file."""

@@ -11,16 +11,15 @@ from linrope.errors import InputError
 
 
 class AverageWeights(EMAWeightAveraging):
-    """Lightning's EMA: validation and checkpoints' `state_dict` have the average, training goes on from the last
-    weights, which checkpoints hold too.
+    """Lightning's EMA: validation and the `state_dict` of checkpoints use the average, training uses the last weights.
 
-    It differs in two places. The average lives on the device of training, where Lightning's would be where the module
-    was made. And it takes the weights' place after all callbacks had their end of training, so that a checkpoint that
-    is saved there still holds what training would go on from.
+    Checkpoints hold both. It differs from Lightning's in two ways. The average is on the device of training, not where
+    the module was made. And the average replaces the weights only after `on_train_end` of all callbacks, so that a
+    checkpoint saved there still has the last weights.
     """
 
     def __init__(self, decay: float) -> None:
-        super().__init__(decay=decay, use_buffers=False)  # buffers are copied: none of ours is trained
+        super().__init__(decay=decay, use_buffers=False)  # buffers are copied: none is trained
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._device = trainer.strategy.root_device
@@ -34,13 +33,12 @@ class AverageWeights(EMAWeightAveraging):
 
 
 def require_same_averaging(checkpoint: dict[str, Any], ema_decay: float | None, path: str) -> None:
-    """Raise InputError where a run with an average would resume from one without, or the other way round: the weights
-    would not be those that training had."""
+    """Raise InputError if only one of the checkpoint's run and this run averages the weights."""
     averaged = "averaging_state" in checkpoint
     if averaged and ema_decay is None:
         raise InputError(f"checkpoint {path!r} averages the weights of its run: set run.ema_decay to resume from it.")
     if not averaged and ema_decay is not None:
         raise InputError(
-            f"run.ema_decay={ema_decay}, but checkpoint {path!r} has no average of its run's weights: leave it out "
-            "to resume."
+            f"run.ema_decay={ema_decay}, but checkpoint {path!r} has no average of its run's weights: remove the "
+            "option to resume."
         )

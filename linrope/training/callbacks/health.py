@@ -1,4 +1,4 @@
-"""Metrics of attention's health while a model trains."""
+"""Metrics of linear attention while a model trains: denominators, signs of weights, reach, sizes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from linrope.profiling.hooks import OperatorCall, operator_hook
 
 
 class HealthMonitor(Callback):
-    """Logs, every `every_n_steps` optimizer steps, what a training batch shows of its linear layers:
+    """Logs every `every_n_steps` optimizer steps, for the linear layers of the model:
 
-    - `health/smallest_denominator`: over layers, heads and 16 places of a row; near ε outputs are noise.
+    - `health/smallest_denominator`: over layers, heads and 16 positions of a row; near ε outputs are noise.
     - `health/negative_weights`: the share of numerator weights below 0, between 16 queries and 256 keys.
-    - `health/reach/layerL/headH`: -1 / mean log_decay, the tokens over which a gate that forgot evenly would
-      let a weight fall to 1/e.
-    - `health/output/layerL`: mean |o|, before norm and gate; it should not grow or fade with depth.
+    - `health/reach/layerL/headH`: -1 / mean log_decay: with a constant gate, the tokens after which a weight has
+      decayed to 1/e.
+    - `health/output/layerL`: mean |o|, before norm and gate; it should neither grow nor shrink with depth.
     - `health/state_norm/layerL`: the norm of the state at the end of the row.
+    - `health/share_of_time`: the share of training time that this callback takes; `seconds` is that time so far.
 
-    All of the first row of the step's last batch on each device, of which the first logs. Values go to the loggers at
-    once, in rows of their own. `seconds` is the time it took so far, of which there is a log too:
-    `health/share_of_time`.
+    All are from the first row of the step's last batch on rank 0, and are logged in rows of their own.
     """
 
     def __init__(self, every_n_steps: int) -> None:
@@ -85,4 +84,4 @@ class HealthMonitor(Callback):
 
 
 _OVERALL = ("health/smallest_denominator", "health/negative_weights")
-"""Given for all layers as one number: the smallest, and the mean."""
+"""Metrics that are one number for all layers: their smallest, their mean."""

@@ -15,10 +15,10 @@ def finished_a_step(trainer: Trainer, batch_idx: int) -> bool:
 
 
 class LastCheckpoint(Checkpoint):
-    """Keeps `last.ckpt`: overwritten every `every_n_steps` optimizer steps, and always at the end of training.
+    """Writes `last.ckpt` every `every_n_steps` optimizer steps and at the end of training.
 
-    Where a validation follows the step, it is written once more after it, for a resumed run does not repeat that.
-    `last_path` is the file once it was written.
+    If a validation follows the step, it is written again after it, because a resumed run does not repeat that.
+    `last_path` is the file; None before it was first written.
     """
 
     def __init__(self, folder: str | Path, every_n_steps: int) -> None:
@@ -27,7 +27,7 @@ class LastCheckpoint(Checkpoint):
         self._saved_at = -1
 
     def save(self, trainer: Trainer) -> None:
-        """Writes the checkpoint, unless this step's is already there. Every rank must call it."""
+        """Writes the checkpoint unless it is of this step already. Every rank must call it."""
         if self._saved_at != trainer.global_step:
             trainer.save_checkpoint(self.path)
             self._saved_at, self.last_path = trainer.global_step, self.path
@@ -35,8 +35,8 @@ class LastCheckpoint(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # The last step's is saved here too, not in on_train_end: a longer run that resumes from a checkpoint of the
-        # latter has its logged steps off by one (Lightning counts them apart from its global step).
+        # The checkpoint of the last step is saved here too, not in on_train_end: a longer run that resumes from one of
+        # on_train_end logs its steps off by one (Lightning counts logged steps separately from its global step).
         due = trainer.global_step % self.every_n_steps == 0 or trainer.global_step == trainer.max_steps
         if due and finished_a_step(trainer, batch_idx):
             self.save(trainer)
@@ -47,4 +47,4 @@ class LastCheckpoint(Checkpoint):
             self.save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.save(trainer)  # max_time or a callback of the user's stopped it early
+        self.save(trainer)  # max_time or a user's callback stopped it early

@@ -18,8 +18,8 @@ class ProgressReport(ProgressBar):
     """Loss, bits per byte and tokens per second while training: a live bar in a terminal, plain lines in a pipe.
 
     Args:
-        console: where to; whether it is a terminal decides the form.
-        every_n_steps: steps between two lines in a pipe.
+        console: where to print; in a terminal as a bar, otherwise as lines.
+        every_n_steps: steps between two lines.
     """
 
     def __init__(self, console: Console, every_n_steps: int) -> None:
@@ -30,7 +30,7 @@ class ProgressReport(ProgressBar):
         self._began = (0.0, 0)
 
     def disable(self) -> None:
-        self._enabled = False  # Lightning calls this on every rank but the first
+        self._enabled = False  # Lightning calls this on all ranks but rank 0
 
     def enable(self) -> None:
         self._enabled = True
@@ -134,7 +134,7 @@ class ProgressReport(ProgressBar):
 
 def _train_metrics(trainer: Trainer) -> str:
     metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
-    bpb = f"  bpb {metrics['train_bpb']:.3f}" if "train_bpb" in metrics else ""  # tokens may stand for unknown bytes
+    bpb = f"  bpb {metrics['train_bpb']:.3f}" if "train_bpb" in metrics else ""  # the number of bytes may be unknown
     return (
         f"loss {metrics.get('train_loss', math.nan):.3f}{bpb}  {metrics.get('tokens_per_second', math.nan):,.0f} tok/s"
     )

@@ -1,4 +1,4 @@
-"""A sample of the model's text when training ends."""
+"""A sample of text when training ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from linrope.generation.text import require_tokenizer, write_sample
 
 
 class PrintSample(Callback):
-    """Writes, after training, a text by the model; the arguments are `write_sample`'s."""
+    """Generates a text after training; the arguments are those of `write_sample`."""
 
     def __init__(self, write: Callable[[str], Any], prompt: str, **options: Any) -> None:
         self.write, self.prompt, self.options = write, prompt, options

@@ -15,11 +15,11 @@ class SaveConfig(Callback):
 
     Args:
         path: the file, in the folder of the run.
-        config: what it is to hold.
-        replace: whether the folder may hold a run already, which this one goes on with.
+        config: its content.
+        replace: whether an existing file may be overwritten: this run resumes the one in the folder.
 
     Raises:
-        InputError: when set up: the file is there and not to be replaced.
+        InputError: when set up: the file exists and must not be overwritten.
     """
 
     def __init__(self, path: Path, config: str, replace: bool = False) -> None:
@@ -28,10 +28,10 @@ class SaveConfig(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        # What the first rank finds holds for all: none is to wait for one that has stopped.
+        # Rank 0 decides for all: no rank may wait for one that has stopped.
         if trainer.strategy.broadcast(self.path.exists() and not self.replace):
             raise InputError(
-                f"{self.path} exists, and this run would overwrite what lies beside it: choose another folder (set "
+                f"{self.path} exists, and this run would overwrite the files beside it: choose another folder (set "
                 "trainer.default_root_dir, or the logger's), or resume that run with --ckpt_path. If it has only just "
                 "begun, start this one again."
             )

@@ -1,4 +1,4 @@
-"""Warnings when the loss or the gradient norm spikes."""
+"""Warnings at spikes of the loss or the gradient norm."""
 
 from __future__ import annotations
 

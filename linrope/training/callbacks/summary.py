@@ -1,4 +1,4 @@
-"""What happens around training: the table before it, the progress line, checkpoints, Ctrl-C, the sample after it."""
+"""The table that is printed before training: model, data, steps, device."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from linrope.training.data_modules.text import TextDataModule
 
 
 class RunSummary(Callback):
-    """Prints, before training, what is about to be trained on what.
+    """Prints a table of model, data, steps and device before training.
 
     Args:
-        start: the model whose weights it begins with, and in what it differs from that; None for random weights.
+        console: where to print.
+        start: the model whose weights the run starts from, with the options that differ; None for random weights.
     """
 
     def __init__(self, console: Console, start: str | None = None) -> None:
@@ -58,7 +59,7 @@ class RunSummary(Callback):
 
 
 def _step_rows(data: TextDataModule, max_steps: int) -> list[tuple[str, str]]:
-    """What a step consists of; with a curriculum, stage by stage, the last one up to the end of the run."""
+    """The size of a step; with a curriculum that of each stage, the last one up to the end of the run."""
     stages = data.plan.stages
     if data.curriculum is None:
         (stage,) = stages
@@ -74,14 +75,14 @@ def _step_rows(data: TextDataModule, max_steps: int) -> list[tuple[str, str]]:
 
 
 def _state_size(model: LanguageModel, context: int) -> str:
-    """What one sequence's decoding state takes, and whether it grows with the sequence."""
+    """Memory of one sequence's decoding state, and whether it grows with the sequence."""
     now, later = model.state_bytes(context), model.state_bytes(2 * context)
     grows = f" at {context:,} tokens, and growing" if later > now else " at any length"
     return f"{now / 1024:,.0f} KiB{grows}"
 
 
 def _corpus_size(corpus: TokenSequence, tokenizer: Tokenizer | None) -> str:
-    """How much text a corpus is, as far as it is known."""
+    """The size of a corpus in tokens, bytes and documents, as far as known."""
     tokens = [f"{len(corpus):,} tokens"] if tokenizer is None or tokenizer.fingerprint else []
     text = [_bytes(corpus.n_bytes)] if corpus.n_bytes is not None else []
     documents = f" in {_count(corpus.n_documents, 'document')}" if corpus.n_documents is not None else ""
@@ -97,5 +98,5 @@ def _count(n: int, noun: str) -> str:
 
 
 def _device(trainer: Trainer) -> str:
-    kind = trainer.strategy.root_device.type
-    return kind if trainer.world_size == 1 else f"{trainer.world_size} × {kind}"
+    name = trainer.strategy.root_device.type
+    return name if trainer.world_size == 1 else f"{trainer.world_size} × {name}"

@@ -1,4 +1,4 @@
-"""A pass key in real text for the Lightning trainer, told at any depth of rows of any length."""
+"""Pass keys in real text, for training and evaluation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from linrope.data.corpus.files import find_sources
 from linrope.data.corpus.splits import SPLITS, split_corpus
 from linrope.data.synthetic.passkey import Passkey
-from linrope.data.synthetic.task import Case, Stage
+from linrope.data.synthetic.recall_task import Case, Stage
 from linrope.data.tokenizers.bytes import ByteTokenizer
 from linrope.errors import InputError
 from linrope.training.data_modules.recall import RecallDataModule
@@ -20,13 +20,13 @@ class PasskeyDataModule(RecallDataModule):
 
     Args:
         path: Text around the keys: a file, a folder or a glob. null is the built-in corpus.
-        stages: What to learn from: (length, rows) each, where `rows` is a share of all rows; keys stand at any depth.
-        cases: What to measure: (length,) each, or (length, depth in percent).
-        fractions: Shares of the text for train, val and test, as `TextDataModule` has them.
+        stages: Training cases (length, rows), where `rows` is a share of all rows; keys have a random place.
+        cases: Cases (length,) or (length, depth in percent) of validation and test.
+        fractions: Shares of the text for train, val and test, as in `TextDataModule`.
         tokens_per_batch, test_rows, seed, num_workers: As in `RecallDataModule`.
 
     Raises:
-        InputError: as in `RecallDataModule`, and nothing to read at `path`, or less than a row in one of the splits.
+        InputError: as in `RecallDataModule`; no text at `path`, or less than a row in one of the splits.
     """
 
     def __init__(

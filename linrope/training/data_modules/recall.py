@@ -1,7 +1,4 @@
-"""Recall tasks for the Lightning trainer: an endless mixture to learn from, cases to measure.
-
-Multi-query associative recall, copying and induction of random tokens; a pass key in real text is in `passkey`.
-"""
+"""Recall tasks of random tokens for training: multi-query associative recall, copying and induction."""
 
 from __future__ import annotations
 
@@ -15,44 +12,46 @@ from linrope.data.synthetic.copying import (
     Induction,
 )
 from linrope.data.synthetic.mqar import MQAR
-from linrope.data.synthetic.task import Case, Stage, Task
+from linrope.data.synthetic.recall_task import Case, RecallTask, Stage
 from linrope.errors import InputError
 from linrope.training.data_modules.base import RankSampler, ResumableDataModule, TimedLoader
 
-# As in Zoology's experiments (arXiv 2312.04927): what it learns from, in thousands of rows, and what it is asked.
 STAGES: tuple[Stage, ...] = ((64, 4, 100), (128, 8, 20), (256, 16, 20), (256, 32, 20), (256, 64, 20))
+"""Training cases (length, n_pairs) of Zoology's experiments (arXiv 2312.04927), with thousands of rows."""
 
 
 CASES: tuple[Case, ...] = ((64, 4), (64, 8), (64, 16), (128, 32), (256, 64), (512, 64), (512, 128), (1024, 256))
+"""Test cases of the same experiments."""
 
 
 class RecallDataModule(ResumableDataModule):
-    """What the recall tasks share: batches from a task's rows.
+    """What the data modules of recall tasks share: batches of a task's rows.
 
-    Batches are `{"inputs", "targets"}`, each int64 (rows, length), of one case; targets are IGNORE where nothing is
-    asked. Those of validation and test have `"case"` too, its name. Training has no epochs: batch `i` of a run follows
-    from `seed` and `i`, and a resumed run goes on with the batch after the last that its checkpoint has learned from.
-    Validation and test have rows of their own, the same for every seed. On several devices set
-    `trainer.use_distributed_sampler` to False: the loaders deal rows to ranks by themselves. A model must know the
-    task's tokens; they are no text, but for pass keys.
+    A batch is a dictionary:
+        inputs, targets: int64 (rows, length), rows of one case; targets are IGNORE where nothing is asked.
+        case: only in validation and test: the name of the case.
+
+    Training has no epochs: batch `i` of a run follows from `seed` and `i`. A resumed run continues with the batch after
+    the last one that its checkpoint was trained on. Validation and test have their own rows, the same for every seed.
+    Tokens are random numbers below the task's `vocab_size`, and text only for pass keys.
 
     Args:
         task: makes the rows.
-        stages: What to learn from: cases, each with a last number more, its share of all rows.
-        cases: What to measure.
-        tokens_per_batch: Tokens of one batch, per device; it has as many whole rows as fit.
-        test_rows: Rows of each case, in validation and again in test.
-        seed: Names the training rows and their order.
+        stages: Training cases, each followed by its share of all rows.
+        cases: Cases of validation and test.
+        tokens_per_batch: Tokens of one batch, per device, rounded down to whole rows.
+        test_rows: Rows of each case in validation, and as many others in test.
+        seed: Decides the training rows and their order.
         num_workers: Processes that make batches ahead; 0 makes them in the training process.
 
     Raises:
-        InputError: no stage or case, one that the task cannot serve or that does not fit a batch, or a number out of
-            range; when set up: a trainer that limits or deals out training batches by itself.
+        InputError: no stage or case, a case that is invalid or longer than a batch, a number out of range; when set up:
+            a trainer that limits the training batches.
     """
 
     def __init__(
         self,
-        task: Task,
+        task: RecallTask,
         stages: Sequence[Stage],
         cases: Sequence[Case],
         tokens_per_batch: int,
@@ -74,7 +73,7 @@ class RecallDataModule(ResumableDataModule):
             raise InputError(f"data.stages={stages}: the last number of each, its share of rows, must be above 0.")
 
     def _check(self, name: str, cases: Sequence[Case]) -> None:
-        """Raise InputError unless there are `cases`, and each fits the task and a batch."""
+        """Raise InputError unless there are `cases`, each valid for the task and no longer than a batch."""
         if not cases:
             raise InputError(f"data.{name} is empty: give at least one.")
         for case in cases:
@@ -91,8 +90,8 @@ class RecallDataModule(ResumableDataModule):
     def require_vocabulary(self, vocab_size: int) -> None:
         if vocab_size < self.task.vocab_size:
             raise InputError(
-                f"model.vocab_size={vocab_size} is too small for the rows, whose tokens are {self.task.vocab_size}: "
-                f"set it to {self.task.vocab_size} or more."
+                f"model.vocab_size={vocab_size} is too small for the rows, whose tokens are below "
+                f"{self.task.vocab_size}: set it to {self.task.vocab_size} or more."
             )
 
     def order(self) -> dict[str, Any]:
@@ -107,12 +106,12 @@ class RecallDataModule(ResumableDataModule):
         per_step = self.run_position.batches_per_step
         return f"batches {step * per_step} … {(step + 1) * per_step - 1}"
 
-    def task_of(self, split: str) -> Task:
-        """What makes the rows of a split: "train", "val" or "test"."""
+    def task_of(self, split: str) -> RecallTask:
+        """The task that makes the rows of a split: "train", "val" or "test"."""
         return self.task
 
     def train_dataloader(self) -> TimedLoader:
-        """An endless loader. Lightning asks for it after it has restored the step that a checkpoint was saved at."""
+        """An endless loader. Lightning asks for it after it has restored the step of a checkpoint."""
         batches = RecallBatches(
             self.task_of("train"),
             self.stages,
@@ -136,7 +135,7 @@ class RecallDataModule(ResumableDataModule):
         return self._evaluation_loader(self._evaluation_batches("test", TEST))
 
     def _evaluation_batches(self, split: str, number: int) -> list[Batch]:
-        """All cases in order. Every rank takes every `world_size`-th row; none is seen twice."""
+        """All cases in order. Each rank has every `world_size`-th row; no row is read twice."""
         mine = slice(self.run_position.rank, None, self.run_position.world_size)
         task, batches = self.task_of(split), []
         for case in map(tuple, self.cases):
@@ -157,9 +156,9 @@ class MQARDataModule(RecallDataModule):
     """Multi-query associative recall: see `mqar_rows` and `RecallDataModule`.
 
     Args:
-        stages: What to learn from: (length, n_pairs, rows) each, where `rows` is a share of all rows.
-        cases: What to measure: (length, n_pairs) each.
-        vocab_size: Number of tokens; the model's must be as large.
+        stages: Training cases (length, n_pairs, rows), where `rows` is a share of all rows.
+        cases: Cases (length, n_pairs) of validation and test.
+        vocab_size: Number of tokens; the model's must be at least as large.
         tokens_per_batch, test_rows, seed, num_workers: As in `RecallDataModule`.
     """
 
@@ -180,9 +179,9 @@ class CopyDataModule(RecallDataModule):
     """Copying rows of random tokens: see `copy_rows` and `RecallDataModule`.
 
     Args:
-        stages: What to learn from: (length, rows) each, where `rows` is a share of all rows.
-        cases: What to measure: (length,) each.
-        vocab_size: Number of tokens, the mark among them; the model's must be as large.
+        stages: Training cases (length, rows), where `rows` is a share of all rows.
+        cases: Cases (length,) of validation and test.
+        vocab_size: Number of tokens with the mark; the model's must be at least as large.
         tokens_per_batch, test_rows, seed, num_workers: As in `RecallDataModule`.
     """
 
@@ -203,9 +202,9 @@ class InductionDataModule(RecallDataModule):
     """One induction step in rows of random tokens: see `induction_rows` and `RecallDataModule`.
 
     Args:
-        stages: What to learn from: (length, rows) each, where `rows` is a share of all rows; the mark stands anywhere.
-        cases: What to measure: (length,) each, or (length, depth in percent).
-        vocab_size: Number of tokens, the mark among them; the model's must be as large.
+        stages: Training cases (length, rows), where `rows` is a share of all rows; the mark has a random place.
+        cases: Cases (length,) or (length, depth in percent) of validation and test.
+        vocab_size: Number of tokens with the mark; the model's must be at least as large.
         tokens_per_batch, test_rows, seed, num_workers: As in `RecallDataModule`.
     """
 

@@ -1,4 +1,4 @@
-"""Text for the Lightning trainer: loaders over the windows of `linrope.data`, resumable and right under DDP."""
+"""Text for training and evaluation: loaders over windows or contiguous batches, sharded over ranks."""
 
 from __future__ import annotations
 
@@ -26,41 +26,43 @@ Batch = dict[str, Tensor]
 
 
 class TextDataModule(ResumableDataModule):
-    """The text to learn from.
+    """The text to train on.
 
-    Batches are `{"inputs", "targets"}`, each int64 (batch_size, context), and with documents apart `"segment_ids"`, the
-    same: each run of equal numbers is a document. Contiguous batches have `"fresh"`, bool (batch_size,): see
-    `ContiguousBatches`. Where tokens are no bytes, `"n_bytes"`, the same, says how many bytes of text each target
-    stands for, or 0.
-    Training has no epochs: sample `i` of a run follows from `seed` and `i`, and a resumed run goes on with the sample
-    after the last that its checkpoint has learned from. Without a Trainer, `setup("fit")` and `train_dataloader()` give
-    the batches of one process from the first on.
+    A batch is a dictionary:
+        inputs, targets: int64 (batch_size, context).
+        n_bytes: int64 (batch_size, context), the bytes of text of each target; only where a token is not one byte.
+        segment_ids: int64 (batch_size, context), the number of each token's document; only with a document mask.
+        fresh: bool (batch_size,), only of contiguous batches: see `ContiguousBatches`.
+
+    Training has no epochs: sample `i` of a run follows from `seed` and `i`. A resumed run continues with the sample
+    after the last one that its checkpoint was trained on. Without a Trainer, `setup("fit")` and `train_dataloader()`
+    give the batches of one process, from the first on.
 
     Args:
         path: Your text: a file, a folder or a glob; a folder that `linrope prepare` wrote; or a flat file of tokens
             (.bin, nanoGPT's format). null is the built-in corpus, the Python standard library's source.
         context: Tokens (bytes, by default) of one sample.
         batch_size: Samples of one batch, per device.
-        fractions: Shares of train, val and test. A single file is cut by position, in this order; several are dealt
-            out whole, by a hash of their names.
-        seed: Names the order of the training samples.
+        fractions: Shares of train, val and test. A single file is cut by position, in this order; of several files each
+            goes to one split as a whole, by a hash of its name.
+        seed: Decides the order of the training samples.
         num_workers: Processes that read samples ahead; 0 reads them in the training process.
-        documents: "flow" reads a sample as one text, past the ends of its documents; "apart" reads each document in it
-            by itself.
-        contiguous: Read the training text in order: each row of a batch goes on where that row of the batch before
-            ended, and the model's state is carried over, without gradient. false draws windows at random.
-        curriculum: Training rows of other lengths, a list of stages {tokens: N, seq_len: N, batch_size: N}: tokens to
-            train on before the next stage begins (the last goes on to the end), tokens of a sample, and samples of a
-            batch per device (left out: as many tokens as context · batch_size). null is context from first to last.
-            Evaluation keeps context.
-        tokenizer: Whose tokens a .bin file holds: "bytes" or the path of a tokenizer.json. null reads text as bytes and
-            a prepared folder with its own; of a .bin file it leaves bits per byte and text unknown.
-        token_dtype: Numbers of a .bin file: uint16 or uint32.
+        document_mask: Tokens see only their own document. false reads a sample as one text, across the ends of its
+            documents.
+        contiguous: Read the training text in order: each row of a batch continues the same row of the batch before, and
+            the model's state is carried over, without gradient. false draws windows at random.
+        curriculum: Lengths of training rows, a list of stages {tokens: N, seq_len: N, batch_size: N}: tokens to train
+            on before the next stage begins (the last stage has no end), tokens of a sample, and samples of a batch per
+            device (by default as many tokens as context · batch_size). null is context for the whole run. Evaluation
+            keeps context.
+        tokenizer: Tokenizer of a .bin file: "bytes" or the path of a tokenizer.json. null reads text as bytes and a
+            prepared folder with its own tokenizer; for a .bin file it leaves bits per byte and text unknown.
+        token_dtype: Number format of a .bin file: uint16 or uint32.
 
     Raises:
-        InputError: an option out of range, a stage that is none; when set up: nothing to read there, fractions that are
-            none, a split shorter than one sample (to evaluate on, than one for each device), or a curriculum longer
-            than `trainer.max_steps`.
+        InputError: an option out of range, an invalid stage; when set up: no text at `path`, invalid fractions, a split
+            shorter than one sample (for evaluation: than one for each device), or a curriculum longer than
+            `trainer.max_steps`.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class TextDataModule(ResumableDataModule):
         self._windows: dict[str, Any] = {}
 
     def open(self) -> dict[str, TokenSequence]:
-        """The corpora by split: opened at the first call, by `setup` if by nobody before."""
+        """The corpora by split, opened at the first call; `setup` calls it."""
         if not self.corpora:
             self._opened = open_text(self.path, self.fractions, self._tokenizer_name, self.token_dtype)
             self.origin, self.n_skipped = self._opened.origin, self._opened.n_skipped
@@ -120,11 +122,10 @@ class TextDataModule(ResumableDataModule):
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """How the tokens are text, None where nobody has told; it needs `setup`."""
+        """Tokenizer of these tokens, None if unknown; it needs `setup`."""
         return self._opened.tokenizer
 
     def require_vocabulary(self, vocab_size: int) -> None:
-        """Raise InputError where a model of `vocab_size` tokens does not know all of this text's; it needs `setup`."""
         if vocab_size < self._opened.vocab_size:
             raise InputError(
                 f"model.vocab_size={vocab_size} is too small for the text ({self._opened.reason}): set it to "
@@ -147,9 +148,10 @@ class TextDataModule(ResumableDataModule):
         return ContiguousBatches(self.corpora["train"], *options, self.run_position.rank, self.run_position.world_size)
 
     def evaluation_windows(self, split: str) -> EvaluationWindows:
-        """What validation or test reads; it needs `open`."""
+        """The windows of validation or test; it needs `open`."""
         windows = EvaluationWindows(self.corpora[split], self.context, split, self.document_mask)
-        if len(windows) < (world_size := self.run_position.world_size):  # one without any would not join in the sums
+        world_size = self.run_position.world_size
+        if len(windows) < world_size:  # a rank without any would not take part in the sums
             raise InputError(
                 f"the {split} split holds {len(windows)} × data.context={self.context} tokens, but {world_size} "
                 "devices need a sample each: lower data.context, raise its share in data.fractions, or set fewer "
@@ -159,17 +161,17 @@ class TextDataModule(ResumableDataModule):
 
     @property
     def plan(self) -> TrainingPlan:
-        """Which samples each optimizer step has; it depends on the trainer's devices and accumulation."""
+        """The samples of each optimizer step, with the trainer's devices and accumulation."""
         return self.plan_for(self.run_position.batches_per_step * self.run_position.world_size)
 
     def plan_for(self, batches_per_step: int) -> TrainingPlan:
-        """The same, with so many batches in an optimizer step, over all devices."""
-        # Without a curriculum the first step's stage goes on for ever.
+        """The samples of each optimizer step of `batches_per_step` batches, over all devices."""
+        # Without a curriculum there is one stage, which has no end.
         stages = self.curriculum or [CurriculumStage(1, self.context, self.batch_size)]
         return TrainingPlan(stages, batches_per_step)
 
     def require_steps(self, plan: TrainingPlan, max_steps: int) -> None:
-        """Raise InputError where a run of so many steps would end before its curriculum."""
+        """Raise InputError if a run of `max_steps` would end before its curriculum."""
         if self.curriculum is not None and max_steps < plan.n_steps:
             raise InputError(
                 f"trainer.max_steps={max_steps} ends before data.curriculum does, which takes {plan.n_steps:,} "
@@ -177,11 +179,9 @@ class TextDataModule(ResumableDataModule):
             )
 
     def tokens_at(self, step: int) -> int:
-        """Tokens that a run has trained on, over all devices, after `step` optimizer steps."""
         return self.plan.tokens_at(step)
 
     def samples_of(self, step: int) -> str:
-        """The training samples of the optimizer step after `step` finished ones, for people to read."""
         if self.contiguous:
             per_step = self.run_position.batches_per_step
             return f"batches {step * per_step} … {(step + 1) * per_step - 1} of the contiguous rows"
@@ -195,10 +195,6 @@ class TextDataModule(ResumableDataModule):
         return self._ready("train")[[(stage.seq_len, i) for i in samples]]
 
     def order(self) -> dict[str, Any]:
-        """All options that decide which samples follow which, and of what text, as plain values; it needs `setup`.
-
-        Beside it only the batches of an optimizer step count: devices times `trainer.accumulate_grad_batches`.
-        """
         train = self.corpora["train"]
         return {
             "fractions": list(self.fractions),
@@ -218,14 +214,14 @@ class TextDataModule(ResumableDataModule):
         return self.fractions[1] > 0 and (self.trainer is None or self.trainer.limit_val_batches > 0)
 
     def _ready(self, split: str) -> Any:
-        """The windows of a split, None where it is not read."""
+        """The windows or batches of a split, None if it is not read."""
         if split not in self._windows:
             stage = {"train": "fit", "val": "validate", "test": "test"}[split]
             raise InputError(f'the {split} split is not set up: call setup("{stage}") before {split}_dataloader().')
         return self._windows[split]
 
     def train_dataloader(self) -> TimedLoader:
-        """An endless loader. Lightning asks for it after it has restored the step that a checkpoint was saved at."""
+        """An endless loader. Lightning asks for it after it has restored the step of a checkpoint."""
         windows, position = self._ready("train"), self.run_position
         if self.contiguous:
             return self._loader(windows, _From(position.batches_done), batch_size=None)
@@ -240,7 +236,7 @@ class TextDataModule(ResumableDataModule):
         return self._evaluation_loader(self._ready("test"))
 
     def _evaluation_loader(self, windows: EvaluationWindows) -> TimedLoader:
-        """Every rank takes every `world_size`-th window; none is seen twice, so the last batches may be unequal."""
+        """Each rank reads every `world_size`-th window. No window is read twice, so the last batches may differ."""
         mine = range(self.run_position.rank, len(windows), self.run_position.world_size)
         return self._loader(windows, mine, batch_size=self.batch_size)
 
@@ -256,7 +252,7 @@ class TextDataModule(ResumableDataModule):
 
 
 class _From:
-    """All whole numbers from `first` on."""
+    """All integers from `first` on."""
 
     def __init__(self, first: int) -> None:
         self.first = first
@@ -266,7 +262,7 @@ class _From:
 
 
 def _stages(curriculum: Sequence[CurriculumStage | dict[str, Any]], tokens_per_batch: int) -> list[CurriculumStage]:
-    """The stages, each with its batch size: by default what makes `tokens_per_batch`."""
+    """The stages, each with its batch size: by default the one that gives `tokens_per_batch`."""
     if not isinstance(curriculum, list | tuple):
         raise InputError(f"data.curriculum={curriculum!r} must be a list of stages, or null for none.")
     if not curriculum:

@@ -188,7 +188,7 @@ def test_steps_follow_from_tokens_or_from_minutes(tmp_path):
         ({"variants": {"linear": {}, "x": {"model.vocab_size": 100}}}, "model.vocab_size=100 must be 257 or more"),
         (
             {"task": "mqar", "data": {}, "tokens": 10**5},
-            "model.vocab_size=257 is too small for the rows, whose tokens are 8192",
+            "model.vocab_size=257 is too small for the rows, whose tokens are below 8192",
         ),
         ({"evaluate": {"contexts": [300], "tokens": 3000}}, "300 must be a multiple of 8"),
         ({"evaluate": {"contexts": [400], "tokens": 4000}}, "400 is above 256 and must be a multiple of it"),

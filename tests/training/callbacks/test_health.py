@@ -208,7 +208,7 @@ def test_a_real_spike_names_the_very_samples(tiny, run_folder, capsys, monkeypat
     assert torch.equal(data.train_dataloader().dataset[samples]["inputs"], batches[30])
 
 
-def test_samples_are_named_by_stage_and_in_lanes(text_file):
+def test_samples_are_named_by_stage_and_in_contiguous_rows(text_file):
     stages = [{"tokens": 128, "seq_len": 16}, {"tokens": 64, "seq_len": 32}]
     data = attached(text_file, curriculum=stages, accumulate=2)
     # steps of 2 batches of 64 tokens: one of 8 × 16, then rows of 32

@@ -1,4 +1,4 @@
-"""What a recall task is: rows of a case, and the checks of cases."""
+"""The interface of recall tasks: rows of a case, and checks of cases."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 from linrope.errors import InputError
 
 Case = tuple[int, ...]
-"""What a row is like: its length, and what else the task has; all whole numbers."""
+"""The integers that describe a row: its length, then those of the task."""
 
 
 Stage = tuple[int, ...]
-"""A case, and its share of all rows."""
+"""A case, followed by its share of all rows."""
 
 
-class Task(Protocol):
-    """A way of making rows; a frozen dataclass of plain values, so that workers can have it."""
+class RecallTask(Protocol):
+    """Makes rows; a frozen dataclass of plain values, so that it can be sent to workers."""
 
     @property
     def vocab_size(self) -> int:
@@ -28,18 +28,18 @@ class Task(Protocol):
         """(inputs, targets), each int64 (n_rows, case[0])."""
 
     def require(self, case: Case) -> None:
-        """Raise InputError unless there are such rows."""
+        """Raise InputError unless the case is valid."""
 
     def name(self, case: Case) -> str:
-        """The case as metrics call it."""
+        """The name of the case in metrics."""
 
 
 def require_numbers(case: Case, *names: str) -> None:
-    """Raise InputError unless the case has a number for each name."""
+    """Raise InputError unless the case has one number for each name."""
     if len(case) != len(names):
-        raise InputError(f"{case} must be ({', '.join(names)}), in stages with a share of rows after it.")
+        raise InputError(f"{case} must be ({', '.join(names)}), in stages followed by a share of rows.")
 
 
 def at_depth(case: Case) -> str:
-    """A case (length,) or (length, depth) as metrics call it: "1024" or "1024@50%"."""
+    """The name of a case (length,) or (length, depth) in metrics: "1024" or "1024@50%"."""
     return "@".join((str(case[0]), *(f"{depth}%" for depth in case[1:])))
