@@ -320,14 +320,14 @@ def test_damaged_or_missing_weights_are_refused(trained, tmp_path):
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     file.write_bytes(content)
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "linrope"}))
-    with pytest.raises(InputError, match="None is no set of options of LanguageModelConfig"):
+    with pytest.raises(InputError, match="None cannot be the options of LanguageModelConfig"):
         LanguageModel.from_pretrained(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_bytes(b'{"\xff": 3}')
     with pytest.raises(InputError, match="is not valid JSON"):
         LanguageModel.from_pretrained(tmp_path / "model")
     config["linrope"]["d_modle"] = 3
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match=r"'d_modle' is no option.*Did you mean 'd_model'"):
+    with pytest.raises(InputError, match=r"'d_modle' is not an option.*Did you mean 'd_model'"):
         LanguageModel.from_pretrained(tmp_path / "model")
 
 
