@@ -46,6 +46,12 @@ class LossByPosition:
         self.sums.index_add_(0, bucket_of(torch.arange(targets.shape[1])), of_position.double())
         self.longest = max(self.longest, targets.shape[1])
 
+    def __add__(self, other: LossByPosition) -> LossByPosition:
+        """Both together, of the losses that two ranks have seen."""
+        both = LossByPosition()
+        both.sums, both.longest = self.sums + other.sums, max(self.longest, other.longest)
+        return both
+
     @property
     def totals(self) -> Tensor:
         """(3,) float64: nats, bytes and targets of all positions."""

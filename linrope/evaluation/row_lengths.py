@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linrope.data.batches.windows import document_numbers
+from linrope.data.batches.windows import segment_ids_of
 from linrope.data.corpus.sequences import TokenSequence
 from linrope.data.tokenizers.bytes import bytes_of
 from linrope.errors import InputError
@@ -130,11 +130,11 @@ class Excerpt:
         return self.tokens[:-1].view(-1, length), self.tokens[1:].view(-1, length), n_bytes
 
 
-def excerpt_for(corpus: TokenSequence, lengths: list[int], tokens: int, documents: str = "flow") -> Excerpt:
+def excerpt_for(corpus: TokenSequence, lengths: list[int], tokens: int, document_mask: bool = False) -> Excerpt:
     """The beginning of a corpus: about `tokens`, a multiple of the longest length and no less.
 
     Args:
-        documents: "flow", or "apart" to read each by itself.
+        document_mask: whether tokens see their own document only.
 
     Raises:
         InputError: there is not text enough for one row.
@@ -146,7 +146,7 @@ def excerpt_for(corpus: TokenSequence, lengths: list[int], tokens: int, document
             "each: leave the longest out, or give more text."
         )
     n = min(max(tokens, longest), len(corpus) - 1) // longest * longest
-    separator = corpus.separator if documents == "apart" else None
+    separator = corpus.separator if document_mask else None
     return Excerpt(corpus.tokens(0, n + 1), corpus.text_bytes(1, n + 1), separator)
 
 
@@ -158,7 +158,7 @@ def read_at_lengths(
     for number, length in enumerate(sorted(lengths)):
         inputs, targets, n_bytes = text.rows(length)
         now = losses[1].view(-1, length)
-        ids = None if text.separator is None else document_numbers(inputs, text.separator)
+        ids = None if text.separator is None else segment_ids_of(inputs, text.separator)
         for rows, places, logits in piece_logits(model, inputs, ids):
             now[rows, places] = token_losses(logits, targets[rows, places].to(logits.device)).cpu()
             tick(targets[rows, places].numel())

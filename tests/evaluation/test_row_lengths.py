@@ -150,6 +150,6 @@ def test_a_text_holds_whole_rows_of_the_longest_length():
     assert len(excerpt_for(Text(1000), [64, 256], 600).tokens) == 2 * 256 + 1
     assert len(excerpt_for(Text(1000), [64, 256], 10).tokens) == 256 + 1
     assert len(excerpt_for(Text(1000), [64, 256], 10_000).tokens) == 3 * 256 + 1
-    assert [excerpt_for(Text(1000), [64], 64, documents).separator for documents in ("flow", "apart")] == [None, 7]
+    assert [excerpt_for(Text(1000), [64], 64, mask).separator for mask in (False, True)] == [None, 7]
     with pytest.raises(InputError, match="1024 tokens are more than the validation split has, 999 with a target"):
         excerpt_for(Text(1000), [1024], 600)

@@ -132,7 +132,7 @@ def test_tokens_of_a_step_count_all_devices_and_batches(text_file):
 
 
 def test_validation_keeps_its_context_under_a_curriculum(text_file):
-    data = attached(text_file, curriculum=UP_AND_DOWN, documents="apart")
+    data = attached(text_file, curriculum=UP_AND_DOWN, document_mask=True)
     assert {batch["inputs"].shape[1] for batch in data.val_dataloader()} == {32}
     assert {batch["segment_ids"].shape[1] for batch in data.val_dataloader()} == {32}
 
@@ -177,7 +177,7 @@ def test_a_run_must_be_as_long_as_its_curriculum(text_file, max_steps, fits):
 
 
 def test_the_order_names_all_that_decides_it_in_plain_values(text_file, tmp_path):
-    options = {"curriculum": UP_AND_DOWN[:2], "seed": 7, "documents": "apart"}
+    options = {"curriculum": UP_AND_DOWN[:2], "seed": 7, "document_mask": True}
     order = attached(text_file, **options).order()
     fingerprint = order.pop("train_documents")
     assert order == {
@@ -185,7 +185,7 @@ def test_the_order_names_all_that_decides_it_in_plain_values(text_file, tmp_path
         "context": 32,
         "batch_size": 2,
         "seed": 7,
-        "documents": "apart",
+        "document_mask": True,
         "contiguous rows × devices": None,
         "curriculum": [
             {"tokens": 200, "seq_len": 16, "batch_size": 4},
