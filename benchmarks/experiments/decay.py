@@ -25,7 +25,7 @@ from torch import Tensor
 from benchmarks.experiments.grid import held_out
 from benchmarks.harness import report
 from linrope import LanguageModel, RotaryEmbedding
-from linrope.feature_maps import after_signed, get_feature_map
+from linrope.feature_maps import get_feature_map, skip_first
 from linrope.profiling.hooks import OperatorCall, operator_hook
 from linrope.rotary import frequencies, unit_rotations
 
@@ -88,7 +88,7 @@ def measure(model: LanguageModel, longest: int, tick: Callable[[], None]) -> lis
     def watch(seen: OperatorCall) -> None:
         rope, log_decay = seen.options["rope"], seen.options["log_decay"]
         signed = 0 if rope is None else rope.signed_dim
-        phi = after_signed(get_feature_map(seen.options["feature_map"]), signed).forward
+        phi = skip_first(get_feature_map(seen.options["feature_map"]), signed).forward
         for curve, means in mean_weights(phi(seen.q), phi(seen.k), rope, log_decay, longest, signed).items():
             found.extend(Weight(curve, seen.layer, distance, value) for distance, value in enumerate(means.tolist()))
         tick()

@@ -36,7 +36,7 @@ def test_a_validation_says_where_in_the_row_losses_fall(trained_run, tmp_path, c
     contents = json.loads((out / "lengths.json").read_text())
     assert contents["command"].startswith("linrope validate --model.d_model=16")
     assert contents["checkpoint"] == str(checkpoint)
-    assert (out / "lengths.png").read_bytes()[:4] == b"\x89PNG"
+    assert (out / "positions.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_longer_rows_are_read_in_pieces_of_the_same_text(trained_run, tmp_path, capsys, monkeypatch):

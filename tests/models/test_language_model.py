@@ -26,9 +26,11 @@ CONFIGS = {
     "scaled rope": LanguageModelConfig(
         **SMALL, attention=["linear", "softmax"], rope=RotaryConfig(scaling=RotaryScaling("yarn", 2.0, 32))
     ),
-    "before map": LanguageModelConfig(**SMALL, attention=["linear", "softmax"], rope=RotaryConfig(before_map=True)),
+    "before map": LanguageModelConfig(
+        **SMALL, attention=["linear", "softmax"], rope=RotaryConfig(placement="before_map")
+    ),
     "selective": LanguageModelConfig(
-        **SMALL, attention=["linear", "softmax"], rope=RotaryConfig(signed=True, selective=True), forget_gate=True
+        **SMALL, attention=["linear", "softmax"], rope=RotaryConfig(placement="selective"), forget_gate=True
     ),
     "sinusoidal": LanguageModelConfig(**SMALL, rope=None, sinusoidal=True, short_conv=4),
     "norm": LanguageModelConfig(**SMALL, attention=["linear", "softmax"], output_norm=True, temperature=True),
@@ -139,13 +141,13 @@ def test_loading_what_is_no_model_is_refused(tmp_path):
     (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama"}')
     torch.save({"linrope": {}, "state_dict": {}}, tmp_path / "empty.ckpt")
     for name, message in {
-        "rope": "'bse' is no option of RotaryConfig.*Did you mean 'base'",
-        "words": "of the wrong kind",
-        "list": "must be a dictionary",
+        "rope": "'bse' is not an option of RotaryConfig.*Did you mean 'base'",
+        "words": "the wrong type",
+        "list": "pass a dictionary",
         "cut": "is not valid JSON",
         "tensor": "do not fit its configuration",
         "bare": "bare' has no weights, model.pt or model.safetensors",
-        "llama": "checkpoint '.*llama': 'model_type' is no option of LanguageModelConfig",
+        "llama": "checkpoint '.*llama': 'model_type' is not an option of LanguageModelConfig",
         "empty.ckpt": "not written by linrope",
         "nowhere": "does not exist",
         "text.ckpt": "damaged or no checkpoint",
@@ -153,7 +155,7 @@ def test_loading_what_is_no_model_is_refused(tmp_path):
         "foreign.ckpt": "not written by linrope",
         ".": "is a folder without config.json",
         "other": "do not fit its configuration",
-        "misspelt": "'d_modl' is no option.*Did you mean 'd_model'",
+        "misspelt": "'d_modl' is not an option.*Did you mean 'd_model'",
     }.items():
         with pytest.raises(InputError, match=message):
             LanguageModel.from_pretrained(tmp_path / name)
@@ -276,44 +278,47 @@ def test_bad_calls_are_named(tokens):
         (lambda: model(tokens.float()), "float32"),
         (lambda: model(tokens + 30), "vocab_size is 40"),
         (lambda: model([[1, 2]]), "tokens is a list"),
-        (lambda: model(tokens, state[:1]), "state has 1 layers, the model has 2"),
-        (lambda: model(tokens, state[0]), "state is a AttentionState"),
+        (lambda: model(tokens, state[:1]), "state holds AttentionState: pass the tuple of 2"),
+        (lambda: model(tokens, state[0]), "state holds AttentionState: pass"),
         (lambda: model(tokens, [layer.past for layer in state]), "state holds State, State"),
         (lambda: model(tokens, segment_ids=tokens[:, :3]), r"segment_ids is \(2, 3\)"),
         (lambda: model(tokens, logits_to_keep=0), "logits_to_keep=0 must be at least 1"),
         (lambda: model.generate(tokens[:, :0], 3), "at least one token"),
         (lambda: model.generate(tokens, -1), "max_new_tokens=-1"),
         (lambda: model.generate(tokens, 2.5), "max_new_tokens=2.5 must be a whole number"),
-        (lambda: model.generate(tokens, 3, top_k=2.5), "top_k=2.5 is of the wrong kind: .* a whole number, or None"),
+        (lambda: model.generate(tokens, 3, top_k=2.5), "top_k=2.5 has the wrong type: .* a whole number, or None"),
         (lambda: model.generate(tokens, 3, temperature=-1.0), "temperature=-1.0"),
         (lambda: model.generate(tokens, 3, top_k=0), "top_k=0"),
         (lambda: model.generate(tokens, 3, top_p=1.5), "top_p=1.5"),
         (lambda: LanguageModelConfig(d_model=0), "d_model=0"),
         (lambda: LanguageModelConfig(attention="linaer"), "attention='linaer'.*Did you mean 'linear'"),
-        (lambda: LanguageModelConfig(attention=["linear"] * 5), "must have 1 to n_layers=4 kinds"),
-        (lambda: LanguageModelConfig(attention=[]), r"attention=\[\] must have 1 to n_layers=4 kinds"),
+        (lambda: LanguageModelConfig(attention=["linear"] * 5), "must have 1 to n_layers=4 types"),
+        (lambda: LanguageModelConfig(attention=[]), r"attention=\[\] must have 1 to n_layers=4 types"),
         (lambda: LanguageModelConfig(attention=["linear", "sofmax"]), "attention='sofmax'.*Did you mean 'softmax'"),
         (lambda: LanguageModelConfig(dropout=1.0), "dropout=1.0"),
         (lambda: LanguageModelConfig(d_ff=0), "d_ff=0"),
         (lambda: LanguageModelConfig(window=0), "window=0"),
-        (lambda: LanguageModelConfig(rope_layers=[0, 4]), r"rope_layers=\[0, 4\] must lie in 0 … 3"),
+        (lambda: LanguageModelConfig(rope_layers=[0, 4]), r"rope_layers=\[0, 4\] must be in 0 … 3"),
         (lambda: LanguageModelConfig(d_model=9, n_heads=1, sinusoidal=True), "an even d_model, not 9"),
         (lambda: LanguageModelConfig(feature_map="favour"), "feature_map='favour'.*Did you mean 'favor'"),
-        (lambda: LanguageModelConfig.from_dict({"rope": {"scaling": {"rule": "ntk"}}}), "has no 'factor'"),
+        (lambda: LanguageModelConfig.from_dict({"rope": {"scaling": {"rule": "ntk"}}}), "needs 'factor'"),
         (lambda: LanguageModelConfig(norm_eps=-1.0), "norm_eps=-1.0"),
         (lambda: LanguageModelConfig(rope=RotaryEmbedding(8)), "rope is a RotaryEmbedding: pass a linrope.RotaryC"),
         (lambda: LanguageModelConfig.from_dict({"rope": 3}), "rope is a int"),
-        (lambda: LanguageModelConfig(rope=RotaryConfig(signed="yes")), "rope.signed='yes' is of the wrong kind"),
-        (lambda: LanguageModelConfig(rope=RotaryConfig(scaling={"rule": "ntk"})), "rope.scaling=.* of the wrong kind"),
-        (lambda: LanguageModelConfig.from_dict({"rope": {"base": "1e5"}}), "rope.base='1e5' is .* write 1_000_000"),
-        (lambda: LanguageModelConfig.from_dict({"rope_layers": 3}), "rope_layers=3 is of the wrong kind: .* a list,"),
+        (
+            lambda: LanguageModelConfig(rope=RotaryConfig(placement="signd")),
+            "rope.placement='signd' is unknown: .*mean",
+        ),
+        (lambda: LanguageModelConfig(rope=RotaryConfig(scaling={"rule": "ntk"})), "rope.scaling=.* the wrong type"),
+        (lambda: LanguageModelConfig.from_dict({"rope": {"base": "1e5"}}), "rope.base='1e5' has .* write 1_000_000"),
+        (lambda: LanguageModelConfig.from_dict({"rope_layers": 3}), "rope_layers=3 has the wrong type: .* a list,"),
         (lambda: LanguageModelConfig.from_dict({"n_layers": 2.5}), "n_layers=2.5 .*: it must be a whole number"),
         (lambda: LanguageModelConfig.from_dict({"n_heads": True}), "n_heads=True .*: it must be a whole number"),
         (lambda: LanguageModelConfig(attention=[1]), r"attention=\[1\] .* a string, or a list, each entry a string"),
         (lambda: LanguageModelConfig(dropout="0"), "dropout='0' .*: it must be a number"),
         (lambda: LanguageModelConfig(window=2.5), "window=2.5 .*: it must be a whole number, or None"),
         (lambda: LanguageModelConfig(tie_embeddings="no"), "tie_embeddings='no' .*: it must be True or False"),
-        (lambda: LanguageModelConfig.from_dict({"n_layer": 3}), "'n_layer' is no option.*'n_layers'"),
+        (lambda: LanguageModelConfig.from_dict({"n_layer": 3}), "'n_layer' is not an option.*'n_layers'"),
         (lambda: LanguageModel(LanguageModelConfig(d_model=20, n_heads=3)), "n_heads=3 does not divide d_model=20"),
     ]:
         with pytest.raises(InputError, match=message):

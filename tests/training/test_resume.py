@@ -97,9 +97,11 @@ def test_ctrl_c_of_a_whole_process_group_finishes_the_step(tiny, run_folder):
     for _ in range(3):
         next(line for line in process.stdout if line.startswith("step ") and "/" in line)
     os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGINT, err
     assert err.count("finishing this step") == 1
+    assert re.search(r"stopped after step \d+\. To resume:\n  \S+ fit .* --ckpt_path \S+/last\.ckpt\n$", err)
+    assert not re.search("Traceback|\x1b", out + err)
     assert load(run_folder)["global_step"] >= 3
 
 

@@ -39,8 +39,8 @@ def test_a_training_loop_without_a_trainer_gets_the_batches_of_one_process(text_
     [
         (5, r"data\.curriculum=5 must be a list of stages"),
         ({"tokens": 64, "seq_len": 16}, r"data\.curriculum=\{'tokens.* must be a list of stages"),
-        ([{"tokens": 64, "seq_length": 16}], r"data\.curriculum\[0\]: 'seq_length' is no option"),
-        ([5], r"data\.curriculum\[0\]: 5 is no set of options"),
+        ([{"tokens": 64, "seq_length": 16}], r"data\.curriculum\[0\]: 'seq_length' is not an option"),
+        ([5], r"data\.curriculum\[0\]: 5 cannot be the options"),
     ],
 )
 def test_a_curriculum_that_is_none_is_refused(text_file, curriculum, message):
@@ -141,8 +141,8 @@ def test_validation_keeps_its_context_under_a_curriculum(text_file):
     ("stages", "message"),
     [
         ([], r"data\.curriculum=\[\] has no stage: give at least one, or null"),
-        ([{"seq_len": 16}], r"has no 'tokens': give it"),
-        ([{"tokens": 1, "seq_len": 16}, {"tokens": 1, "seq": 16}], r"'seq' is no option of CurriculumStage"),
+        ([{"seq_len": 16}], r"needs 'tokens', which has no default"),
+        ([{"tokens": 1, "seq_len": 16}, {"tokens": 1, "seq": 16}], r"'seq' is not an option of CurriculumStage"),
         ([{"tokens": 0, "seq_len": 16}], r"data\.curriculum\[0\]\.tokens=0 must be a whole number, 1 or more"),
         ([{"tokens": 1.5, "seq_len": 16}], r"data\.curriculum\[0\]\.tokens=1\.5 must be"),
         ([{"tokens": None, "seq_len": 16}], r"data\.curriculum\[0\]\.tokens=None must be"),
