@@ -93,13 +93,14 @@ def require_files(args: Sequence[str]) -> None:
 def require_known(parser: ArgumentParser, args: Sequence[str]) -> None:
     """Raise InputError for an option, on the command line or in a --config file, that the parser does not have."""
     known = list(_dotted(parser.get_defaults()))
+    accepted = {*known, *(f"no_{name}" for name in known), "help", "print_config"}
     leaves = [name for name in known if not any(other.startswith(f"{name}.") for other in known)]
     given = [arg.removeprefix("--").partition("=")[0].removesuffix("+") for arg in args if arg.startswith("--")]
     for text in _config_files(args):
         given += _dotted(_mapping(Path(text).read_text() if Path(text).is_file() else text))
     for name in given:
         # what stands within an option's own value, `data.curriculum.tokens`, is for jsonargparse to judge
-        if name not in known and not any(name.startswith(f"{leaf}.") for leaf in leaves):
+        if name not in accepted and not any(name.startswith(f"{leaf}.") for leaf in leaves):
             raise InputError(f"unknown option {name!r}.{_nearest(name, known)} `{parser.prog} --help` lists options.")
 
 
@@ -135,6 +136,6 @@ def _dotted(section: Mapping[str, Any] | Namespace, prefix: str = "") -> Iterato
         inner = value if isinstance(value, Mapping | Namespace) else {}
         if name == "init_args":
             yield from _dotted(inner, prefix)
-        elif name not in ("class_path", "__subclasses_disabled__"):
+        elif name != "class_path" and not name.startswith("__"):
             yield f"{prefix}{name}"
             yield from _dotted(inner, f"{prefix}{name}.")

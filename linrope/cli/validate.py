@@ -35,7 +35,7 @@ class ValidateOptions(CheckpointOptions):
         if tokenizer is None:
             option = "--lengths" if self.lengths else "--report"
             raise InputError(
-                f"{option} counts bits per byte, and how many bytes tokens stand for is unknown: set data.tokenizer."
+                f"{option} counts bits per byte, and the tokens' byte counts are unknown: set data.tokenizer."
             )
 
 

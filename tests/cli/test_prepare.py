@@ -1,18 +1,25 @@
-"""`linrope prepare`: what it prints, its progress, and Ctrl-C."""
+"""`linrope prepare`: what it prints, its progress, Ctrl-C, and the batches of what it wrote."""
 
 from __future__ import annotations
 
 import json
 import re
 from functools import partial
+from pathlib import Path
 
+import pytest
+import torch
 from rich.console import Console
 
 from linrope.cli.main import main
+from linrope.data.batches.curriculum import CurriculumStage
 from linrope.data.corpus.opening import open_text
+from linrope.data.prepare.config import PrepareConfig
 from linrope.data.prepare.parts import write_part
+from linrope.data.prepare.preparation import prepare
 from linrope.data.tokenizers.subwords import SubwordTokenizer
-from tests.data.tokenizers.subword_files import byte_level
+from tests.data.tokenizers.subword_files import byte_level, write_tokenizer
+from tests.training.attached import attached
 
 
 def fails(capsys, *args: str) -> str:
@@ -80,3 +87,42 @@ def test_prepare_shows_how_far_it_is_and_stops_on_ctrl_c(texts, tmp_path, capsys
     assert "stopped: run the same command again to continue." in out
     assert main(args) == 0
     assert open_text(tmp_path / "out", [1.0, 0.0, 0.0]).corpora["train"].n_documents == 60
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"document_mask": True},
+        {"contiguous": True},
+        {"contiguous": True, "document_mask": True},
+        {"curriculum": [CurriculumStage(200, 16), CurriculumStage(100, 64)]},
+        {"document_mask": True, "num_workers": 2, "world_size": 2, "rank": 1, "step": 3},
+    ],
+    ids=str,
+)
+def test_prepared_bytes_give_the_batches_of_the_text(texts, tmp_path, options):
+    prepare(PrepareConfig(path=str(texts), output=str(tmp_path / "bytes"), workers=1))
+    options = {"fractions": [0.6, 0.2, 0.2], **options}
+    plain, ready = (attached(path, **options) for path in (texts, tmp_path / "bytes"))
+    for loaders in zip(*((data.train_dataloader(), data.val_dataloader()) for data in (plain, ready)), strict=True):
+        for _, one, other in zip(range(6), *loaders):
+            assert one.keys() == other.keys()
+            assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_order_notices_another_tokenizer_and_other_data(texts, subwords, tmp_path):
+    def order(path: Path, **options: object) -> dict:
+        return attached(path, **options).order()
+
+    first = order(subwords)
+    assert first == order(subwords) == {**first, "tokenizer": SubwordTokenizer(byte_level()).fingerprint}
+    same_size = tmp_path / "other"
+    (texts / "07.txt").write_text((texts / "07.txt").read_text().swapcase())
+    tokenizer = str(write_tokenizer(tmp_path, byte_level(special=("</s>",)), "other.json"))  # whose tokens are as many
+    for name, file in (("data", tmp_path / "tokenizer.json"), ("tokenizer", tokenizer)):
+        folder = same_size / name
+        prepare(PrepareConfig(path=str(texts), output=str(folder), tokenizer=str(file), workers=1))
+        changed = order(folder)
+        assert changed["train_documents"] != first["train_documents"]
+        assert (changed["tokenizer"] == first["tokenizer"]) == (name == "data")

@@ -142,7 +142,7 @@ def test_a_flat_file_trains_without_a_tokenizer_and_then_has_no_text(flat, tiny,
     assert main(["validate", *options, tokenizer, f"--ckpt_path={last(run_folder)}"]) == 0
     assert re.match(r"val_loss (\S+)  val_bpb (\S+)\n", capsys.readouterr().out)
     assert main(["validate", *options, f"--ckpt_path={last(run_folder)}"]) == 0
-    assert "how many bytes tokens stand for is unknown: set data.tokenizer" in capsys.readouterr().out
+    assert "byte counts are unknown: set data.tokenizer" in capsys.readouterr().out
     report = f"--report={tmp_path / 'report'}"
     for option, asked in (("--report", [report]), ("--lengths", [report, "--lengths", "2x"])):
         err = fails(capsys, "validate", *options, f"--ckpt_path={last(run_folder)}", *asked)
