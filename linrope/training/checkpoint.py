@@ -111,8 +111,8 @@ def start_from(model: LanguageModel, path: str, fractions: list[float]) -> list[
         ) from error
     rope = model.config.rope
     may_differ = WITHOUT_WEIGHTS + (() if rope is None or rope.trainable else THETA)
-    theirs, ours = _flat(source.config.to_dict()), _flat(model.config.to_dict())
-    fixed = [_without(options, may_differ) for options in (theirs, ours)]
+    trained, here = _flat(source.config.to_dict()), _flat(model.config.to_dict())
+    fixed = [_without(options, may_differ) for options in (trained, here)]
     if differing := list(_differences(*fixed)):
         raise InputError(
             f"run.start_from={path!r} holds a model that differs in more than {', '.join(may_differ)}; {_fix(path)}:"
@@ -122,7 +122,7 @@ def start_from(model: LanguageModel, path: str, fractions: list[float]) -> list[
     model.tokenizer = source.tokenizer
     if Path(path).is_file():
         warn_of_other_split(open_checkpoint(path), fractions, path)
-    return list(_differences(theirs, ours))
+    return list(_differences(trained, here))
 
 
 def _without(options: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

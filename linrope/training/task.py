@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
@@ -168,7 +169,8 @@ class TrainingTask(LightningModule):
             torch._foreach_mul_(gradients, n_positions / sums["targets"])
         norm = nn.utils.get_total_norm(gradients)
         grad_norm = norm.item()
-        if getattr(self.trainer.precision_plugin, "scaler", None) is None:  # GradScaler skips such steps by itself
+        precision = self.trainer.precision_plugin
+        if not (isinstance(precision, MixedPrecision) and precision.scaler):  # GradScaler skips such steps by itself
             self._require_finite("gradient norm", grad_norm)
         if clip_norm := self.optimizer_config.clip_norm:
             nn.utils.clip_grads_with_norm_(self.model.parameters(), clip_norm, norm)

@@ -5,6 +5,8 @@ import os
 import re
 import shlex
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -213,3 +215,24 @@ def test_a_checkpoint_loads_into_the_module_and_into_the_model_alone(trained_run
     module = LanguageModelingModule.load_from_checkpoint(last, model_config=model.config, weights_only=True).eval()
     tokens = torch.randint(0, 257, (2, 40))
     assert torch.equal(module(tokens), model(tokens))
+
+
+def test_ctrl_c_sent_to_a_real_process_leaves_a_checkpoint_that_resumes(tiny, run_folder, capsys):
+    command = [sys.executable, "-m", "linrope.cli.main", "fit", *tiny, "--trainer.log_every_n_steps=1"]
+    process = subprocess.Popen(
+        [*command, "--trainer.max_steps=1000000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    line = next(line for line in process.stdout if line.startswith("step 3/"))
+    assert re.match(r"step 3/1000000  loss \d", line)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert "\x1b" not in out + err
+    step = int(re.search(r"stopped after step (\d+)\. To resume:", err)[1])
+    assert step >= 3
+
+    resume = shlex.split(err.splitlines()[-1])[1:]
+    assert main([*resume, f"--trainer.max_steps={step + 2}"]) == 0
+    logged = [int(row["step"]) for row in rows(run_folder.with_name("version_1")) if row["train_loss"]]
+    assert logged == [step, step + 1]

@@ -7,8 +7,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +27,6 @@ from tests.processes import Run
 pytestmark = pytest.mark.xdist_group("processes")
 ROOT = Path(__file__).parents[2]
 TRAINED = ("state_dict", "optimizer_states", "lr_schedulers")
-WITH_WORKERS = ["--trainer.max_steps=100000", "--data.num_workers=2", "--trainer.log_every_n_steps=1"]
 
 
 def load(run_folder: Path, name: str = "last") -> dict:
@@ -89,29 +86,15 @@ def test_a_process_stopped_again_and_again_trains_the_very_weights_of_one_that_w
     assert sorted(losses(ended)) == list(range(min(losses(ended)), n_steps))
 
 
-def test_ctrl_c_of_a_whole_process_group_finishes_the_step(tiny, run_folder):
-    """As a terminal sends it; the loader's workers must not end before the run does. In a fresh interpreter."""
-    command = [sys.executable, "-m", "linrope.cli.main", "fit", *tiny, *WITH_WORKERS]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, **pipes, cwd=ROOT, start_new_session=True)
-    for _ in range(3):
-        next(line for line in process.stdout if line.startswith("step ") and "/" in line)
-    os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGINT, err
-    assert err.count("finishing this step") == 1
-    assert re.search(r"stopped after step \d+\. To resume:\n  \S+ fit .* --ckpt_path \S+/last\.ckpt\n$", err)
-    assert not re.search("Traceback|\x1b", out + err)
-    assert load(run_folder)["global_step"] >= 3
-
-
-def test_sigterm_of_a_whole_process_group_finishes_the_step(tiny, run_folder, tmp_path):
-    """As a scheduler sends it."""
-    run = Run(["fit", *tiny, *WITH_WORKERS], tmp_path)
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_a_whole_process_group_finishes_the_step(tiny, run_folder, tmp_path, stop):
+    """As a terminal's Ctrl-C and a scheduler send them; the loader's workers must not end before the run does."""
+    endless = ["--trainer.max_steps=100000", "--data.num_workers=2", "--trainer.log_every_n_steps=1"]
+    run = Run(["fit", *tiny, *endless], tmp_path)
     run.wait_for_steps(3)
-    run.send(signal.SIGTERM, to_group=True)
+    run.send(stop, to_group=True)
     code, _, err = run.wait()
-    assert code == 128 + signal.SIGTERM, err
+    assert code == 128 + stop, err
     assert err.count("finishing this step") == 1
     assert load(run_folder)["global_step"] >= 3
 

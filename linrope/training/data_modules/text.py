@@ -47,8 +47,8 @@ class TextDataModule(ResumableDataModule):
             goes to one split as a whole, by a hash of its name.
         seed: Decides the order of the training samples.
         num_workers: Processes that read samples ahead; 0 reads them in the training process.
-        document_mask: Tokens see only their own document. false reads a sample as one text, across the ends of its
-            documents.
+        document_mask: true: tokens see only their own document. false: a sample is read as one text, across the ends of
+            its documents.
         contiguous: Read the training text in order: each row of a batch continues the same row of the batch before, and
             the model's state is carried over, without gradient. false draws windows at random.
         curriculum: Lengths of training rows, a list of stages {tokens: N, seq_len: N, batch_size: N}: tokens to train
@@ -112,7 +112,7 @@ class TextDataModule(ResumableDataModule):
     def setup(self, stage: str) -> None:
         super().setup(stage)
         self.open()
-        # Made here, before any work, so that a split that is too short is found at once.
+        # Made here, so that a split that is too short is found before any work.
         if stage == "fit":
             self._windows["train"] = self._contiguous_batches() if self.contiguous else self._training_windows()
             self._windows["val"] = self.evaluation_windows("val") if self._validates else None

@@ -1,6 +1,5 @@
 import math
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,28 +13,17 @@ from linrope.errors import InputError
 from linrope.losses import IGNORE, token_losses
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
 from linrope.training import LanguageModelingModule, MQARDataModule, OptimizerConfig, RecallBatches, RecallModule
+from tests.training.attached import attach, first_batches
 
 STAGES = ((16, 2, 3), (32, 4, 1))
 SMALL = {"stages": STAGES, "cases": ((16, 2), (32, 4)), "vocab_size": 64, "tokens_per_batch": 128, "test_rows": 11}
 MODEL = LanguageModelConfig(vocab_size=64, d_model=16, n_layers=1, n_heads=2)
 
 
-def attached(*, rank=0, world_size=1, step=0, accumulate=1, **options) -> MQARDataModule:
-    """A data module of rank `rank` of a trainer that has finished `step` steps."""
-    data = MQARDataModule(**{**SMALL, **options})
-    data.trainer = SimpleNamespace(
-        global_rank=rank,
-        world_size=world_size,
-        global_step=step,
-        accumulate_grad_batches=accumulate,
-        strategy=SimpleNamespace(root_device=torch.device("cpu")),
-    )
+def attached(*, seed: int = 0, num_workers: int = 0, **of_trainer) -> MQARDataModule:
+    data = MQARDataModule(**SMALL, seed=seed, num_workers=num_workers)
+    attach(data, **of_trainer)
     return data
-
-
-def first_batches(data: MQARDataModule, n: int) -> list[torch.Tensor]:
-    loader = iter(data.train_dataloader())
-    return [next(loader)["inputs"] for _ in range(n)]
 
 
 def small_trainer(**options) -> Trainer:
