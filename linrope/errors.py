@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import signal
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class InputError(ValueError):
@@ -12,6 +14,26 @@ class InputError(ValueError):
 
 class NonFiniteError(RuntimeError):
     """A loss, gradient or logit is infinite or NaN. For a gradient it is raised before the weights change."""
+
+
+class DocumentChanged(RuntimeError):
+    """A file of the corpus changed while a run was reading it."""
+
+
+class DamagedFile(InputError):
+    """A file of the corpus holds what it cannot hold. Found while reading, so perhaps on one rank only."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written; the earlier ones are unchanged."""
+
+
+class Interrupted(Exception):
+    """A signal stopped training, after a whole step and with a checkpoint (None before the first step)."""
+
+    def __init__(self, signum: int, step: int, checkpoint: Path | None) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name} after step {step}")
+        self.signum, self.step, self.checkpoint = signum, step, checkpoint
 
 
 def suggest(name: str, choices: Iterable[str]) -> str:

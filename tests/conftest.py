@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,30 +16,28 @@ del os.environ["TRITON_INTERPRET"]
 
 import torch
 
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tensors this small only lose by more threads, and lose much beside other work on the machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # for the processes that tests start
-    yield
-    torch.set_num_threads(threads)
+# Tests this small only lose by more threads, and lose much beside other work on the machine. Not in a fixture, since
+# fixtures of modules and of the session run before one of a test.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 
 
 LINE = "for i in range(10): print('the quick brown fox jumps over the lazy dog', i)\n"
 
 
-@pytest.fixture
-def text_file(tmp_path: Path) -> Path:
+def write_text_file(folder: Path) -> Path:
     """About 20 kB of text in one file, split by position."""
-    file = tmp_path / "corpus.txt"
+    file = folder / "corpus.txt"
     file.write_text("".join(LINE.replace("i", str(i)) for i in range(250)))
     return file
 
 
 @pytest.fixture
-def tiny(text_file: Path, tmp_path: Path) -> list[str]:
+def text_file(tmp_path: Path) -> Path:
+    return write_text_file(tmp_path)
+
+
+def tiny_options(text_file: Path, folder: Path) -> list[str]:
     """Options that make any run small: model, text, folder and a few steps on the CPU."""
     options = {
         "model.d_model": 16,
@@ -56,11 +53,16 @@ def tiny(text_file: Path, tmp_path: Path) -> list[str]:
         "trainer.val_check_interval": 2,
         "trainer.limit_val_batches": 2,
         "trainer.accumulate_grad_batches": 1,
-        "run.folder": tmp_path / "runs",
+        "run.folder": folder / "runs",
         "run.name": "tiny",
         "sample.max_new_tokens": 8,
     }
     return [f"--{name}={value}" for name, value in options.items()]
+
+
+@pytest.fixture
+def tiny(text_file: Path, tmp_path: Path) -> list[str]:
+    return tiny_options(text_file, tmp_path)
 
 
 @pytest.fixture

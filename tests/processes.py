@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from linrope.cli.main import main
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.processes"])
+CONTEXT.set_forkserver_preload(["tests.processes", "linrope.cli.fit"])
 
 
 class Run:

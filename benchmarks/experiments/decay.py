@@ -26,7 +26,7 @@ from benchmarks.experiments.grid import held_out
 from benchmarks.harness import report
 from linrope import LanguageModel, RotaryEmbedding
 from linrope.feature_maps import get_feature_map, skip_first
-from linrope.profiling.hooks import Seen, watched
+from linrope.profiling.hooks import OperatorCall, operator_hook
 from linrope.rotary import frequencies, unit_rotations
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def measure(model: LanguageModel, longest: int, tick: Callable[[], None]) -> lis
     text = held_out().tokens(0, N_ROWS * 4 * longest)
     found: list[Weight] = []
 
-    def watch(seen: Seen) -> None:
+    def watch(seen: OperatorCall) -> None:
         rope, log_decay = seen.options["rope"], seen.options["log_decay"]
         signed = 0 if rope is None else rope.signed_dim
         phi = skip_first(get_feature_map(seen.options["feature_map"]), signed).forward
@@ -93,7 +93,7 @@ def measure(model: LanguageModel, longest: int, tick: Callable[[], None]) -> lis
             found.extend(Weight(curve, seen.layer, distance, value) for distance, value in enumerate(means.tolist()))
         tick()
 
-    with watched(model, watch):
+    with operator_hook(model, watch):
         model(text.view(N_ROWS, -1))
     return found
 

@@ -22,7 +22,7 @@ from rich.console import Console
 from benchmarks.experiments.grid import held_out
 from benchmarks.harness import report
 from linrope import LanguageModel
-from linrope.profiling.hooks import Seen, watched
+from linrope.profiling.hooks import OperatorCall, operator_hook
 
 
 @dataclass
@@ -51,7 +51,7 @@ def measure(model: LanguageModel, rows: torch.Tensor, tick: Callable[[], None]) 
     """Of every head of every layer that forgets, on rows of text (B, T); `tick` is called after each layer."""
     found: list[Reach] = []
 
-    def watch(seen: Seen) -> None:
+    def watch(seen: OperatorCall) -> None:
         if (log_decay := seen.options["log_decay"]) is None:
             return
         for head, lives in enumerate(lifetimes(log_decay).transpose(0, 1).flatten(1)):  # (H, B · T/2)
@@ -61,7 +61,7 @@ def measure(model: LanguageModel, rows: torch.Tensor, tick: Callable[[], None]) 
             found.append(Reach(seen.layer + 1, head + 1, median, low, high))
         tick()
 
-    with watched(model, watch):
+    with operator_hook(model, watch):
         model(rows)
     return found
 

@@ -1,4 +1,4 @@
-"""What a command leaves behind beside its words: tables as CSV, all of it as JSON with the command, a picture."""
+"""What a command writes to files: tables as CSV, results as JSON, pictures as PNG."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.markup import escape
-from rich.table import Table
+from rich.console import Console
 
 from linrope.utils.files import require_writable, whole_file
 
@@ -21,11 +19,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def make_folder(option: str, folder: str) -> Path:
-    """The folder, made where missing; called before any work.
+def make_folder(option: str, folder: str | Path) -> Path:
+    """The folder, created where missing. Call it before the work starts.
 
     Raises:
-        InputError: nothing can be written there.
+        InputError: the folder cannot be written; the message names the option.
     """
     path = Path(folder).expanduser()
     require_writable(path, option)
@@ -34,33 +32,40 @@ def make_folder(option: str, folder: str) -> Path:
 
 
 def name_of(checkpoint: str | Path) -> str:
-    """What a title calls a checkpoint: `recipe-seed0`, or with its run where the file is called as in all others,
-    `lm-long/version_0, last`."""
+    """A checkpoint's name in titles: `recipe-seed0`, or for a file in a run's `checkpoints` folder, where names repeat
+    from run to run, `lm-long/version_0, last`."""
     path = Path(checkpoint)
     if path.parent.name != "checkpoints":
         return path.stem
     return f"{'/'.join(path.parts[-4:-2])}, {path.stem}"
 
 
-def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    """Rows of the same keys, at least one; numbers that are not finite are left empty."""
+def write_csv(path: Path, rows: Sequence[dict[str, Any]], columns: Sequence[str] | None = None) -> Path:
+    """Write rows as CSV. Numbers that are not finite become empty cells.
+
+    Args:
+        path: the file; it is replaced as a whole.
+        rows: dictionaries with the same keys.
+        columns: the keys in order; by default those of the first row, so that one row at least is needed.
+    """
     text = io.StringIO(newline="")
-    table = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+    table = csv.DictWriter(text, fieldnames=list(columns or rows[0]), lineterminator="\n")
     table.writeheader()
-    table.writerows({key: _finite(value) for key, value in row.items()} for row in rows)
+    table.writerows(map(finite, rows))
     with whole_file(path) as file:
         file.write(text.getvalue().encode())
     return path
 
 
 def write_json(path: Path, contents: dict[str, Any]) -> Path:
+    """Write plain values as JSON. Numbers that are not finite become null. The file is replaced as a whole."""
     with whole_file(path) as file:
-        file.write(f"{json.dumps(contents, indent=1, ensure_ascii=False, allow_nan=False)}\n".encode())
+        file.write(f"{json.dumps(finite(contents), indent=2, ensure_ascii=False, allow_nan=False)}\n".encode())
     return path
 
 
 def write_picture(path: Path, draw: Callable[[], Figure]) -> list[Path]:
-    """The picture, where matplotlib is there to draw it."""
+    """Write the figure that `draw` returns as PNG: [path]. Without matplotlib `draw` is not called: []."""
     if not can_draw():
         return []
     with whole_file(path) as file:
@@ -69,20 +74,28 @@ def write_picture(path: Path, draw: Callable[[], Figure]) -> list[Path]:
 
 
 def can_draw() -> bool:
+    """Whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
-WITHOUT_PICTURES = "matplotlib is not installed: no picture (pip install 'linrope[bench]')"
+def warn_without_matplotlib(console: Console) -> None:
+    """Print how to install matplotlib if it is missing."""
+    if not can_draw():
+        console.print(
+            "matplotlib is not installed: no picture (pip install 'linrope[bench]')", markup=False, highlight=False
+        )
 
 
-def new_table(title: str, *columns: str) -> Table:
-    """An empty table of numbers, as wide as its title where that fits a terminal."""
-    table = Table(title=escape(title), box=box.SIMPLE_HEAD, show_edge=False, title_justify="left", padding=(0, 1, 0, 0))
-    table.min_width = min(78, len(title))
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
+def print_written(console: Console, written: Sequence[Path]) -> None:
+    """Print the names of the files that were written."""
+    console.print("wrote", *map(str, written), soft_wrap=True, highlight=False)
+    warn_without_matplotlib(console)
 
 
-def _finite(value: Any) -> Any:
-    return "" if isinstance(value, float) and not math.isfinite(value) else value
+def finite(value: Any) -> Any:
+    """The same value with None for numbers that are not finite, also inside dictionaries, lists and tuples."""
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

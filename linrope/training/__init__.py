@@ -5,7 +5,7 @@ Tasks: `LanguageModelingModule` trains on a `TextDataModule`; `RecallModule` tra
 """
 
 from linrope.data.synthetic.batches import RecallBatches
-from linrope.errors import NonFiniteError
+from linrope.errors import CheckpointError, NonFiniteError
 from linrope.training.callbacks.interruption import GracefulStop
 from linrope.training.callbacks.last_checkpoint import LastCheckpoint
 from linrope.training.callbacks.memory_preflight import MemoryPreflight
@@ -13,7 +13,7 @@ from linrope.training.callbacks.progress import ProgressReport
 from linrope.training.callbacks.sample import PrintSample
 from linrope.training.callbacks.summary import RunSummary
 from linrope.training.callbacks.throughput import Throughput
-from linrope.training.checkpoint import CheckpointError, WholeCheckpointIO
+from linrope.training.checkpoint import WholeCheckpointIO
 from linrope.training.data_modules.base import ResumableDataModule
 from linrope.training.data_modules.passkey import PasskeyDataModule
 from linrope.training.data_modules.recall import CopyDataModule, InductionDataModule, MQARDataModule, RecallDataModule

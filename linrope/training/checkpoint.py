@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from linrope.data.tokenizers.base import Tokenizer, tokenizer_from_serialized
-from linrope.errors import InputError
+from linrope.errors import CheckpointError, InputError
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
 from linrope.models.saving import open_checkpoint
 from linrope.training.data_modules.base import ResumableDataModule
@@ -27,10 +27,6 @@ WITHOUT_WEIGHTS = ("model.window", "model.dropout", "model.gate_normalizer")
 
 THETA = ("model.rope.base", "model.rope.scaling")
 """Options of θ, which a new run may change too unless θ is trained."""
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written; earlier ones are unchanged."""
 
 
 class WholeCheckpointIO(TorchCheckpointIO):

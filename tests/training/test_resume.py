@@ -212,7 +212,7 @@ def test_weights_alone_can_be_measured_but_not_resumed(exact, run_folder, capsys
 def test_a_folder_of_save_pretrained_is_no_run_to_resume(exact, tmp_path, capsys):
     LanguageModel(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2)).save_pretrained(tmp_path / "saved")
     assert main(["fit", *exact, f"--ckpt_path={tmp_path / 'saved'}"]) == 2
-    assert "saved' holds weights and no training state to go on from: name a .ckpt" in capsys.readouterr().err
+    assert "saved' holds weights, but no training state to resume: name a .ckpt" in capsys.readouterr().err
 
 
 def test_a_new_run_starts_from_the_weights_of_a_model_with_a_shorter_window(tiny, tmp_path, run_folder, capsys):

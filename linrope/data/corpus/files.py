@@ -1,10 +1,8 @@
-"""Where text comes from: the documents under a path, split into train, val and test, read as one run of tokens.
+"""Text files: the documents under a path.
 
-Here they are bytes of files; `token_files` has those that were tokenized before.
-
-Nothing is loaded or cached: a corpus is a table of offsets, and reading tokens reads the bytes of those files that the
-range touches. Files larger than memory therefore work. They are read rather than mapped, because a mapped file that
-shrinks kills the process (SIGBUS) where a read can say which file it was.
+Nothing is loaded or cached: a corpus is a table of offsets, and reading tokens reads the bytes of the files in that
+range. Files may be larger than memory. They are read, not mapped: a mapped file that shrinks kills the process
+(SIGBUS), while a read can name the file.
 """
 
 from __future__ import annotations
@@ -20,7 +18,8 @@ from pathlib import Path
 from linrope.data.corpus.sequences import Document
 from linrope.errors import InputError, suggest
 
-BINARY_PROBE = 8192  # bytes looked at: a NUL among them marks a binary file, as git and grep decide it
+BINARY_PROBE = 8192
+"""A file with a NUL among this many first bytes is binary, as for git and grep."""
 
 
 JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
@@ -35,27 +34,27 @@ class Sources:
 
     documents: list[Document]
     n_skipped: int
-    """Files left out: binary, empty or unreadable."""
+    """Number of skipped files: binary, empty or unreadable."""
     origin: str
-    """Where they come from, for people to read."""
+    """Where the documents come from, as people read it."""
 
 
 def find_sources(path: str | Path | None) -> Sources:
     """The documents under `path`.
 
     Args:
-        path: a file, a folder (with all below it), a glob, or None for the Python standard library's own source.
-            In folders, hidden, binary and empty files are left out; the latter two kinds are counted.
+        path: a file, a folder (with its subfolders), a glob, or None for the source of the Python standard library.
+            Hidden, binary and empty files of a folder are skipped; the last two types are counted.
 
     Raises:
-        InputError: nothing there, nothing there that is text, or JSON lines, whose text must be prepared.
+        InputError: no file there, no text, or JSON lines, which must be prepared.
     """
     return _sources_of(find_files(path))
 
 
 @dataclass(frozen=True)
 class FoundFiles:
-    """The files under a path, in no order; their names are their paths below `root`."""
+    """The files under a path, unordered. The name of a file is its path below `root`."""
 
     files: list[Path]
     root: Path
@@ -63,13 +62,14 @@ class FoundFiles:
 
 
 def find_files(path: str | Path | None, option: str = "data.path") -> FoundFiles:
-    """The files that `path` means, see `find_sources`; what is in them is not looked at.
+    """The files under a path, whatever they contain.
 
     Args:
-        option: where the path comes from, for the error message.
+        path: see `find_sources`.
+        option: the option with the path, for the error message.
 
     Raises:
-        InputError: nothing there.
+        InputError: the path does not exist.
     """
     if path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -91,7 +91,7 @@ def find_files(path: str | Path | None, option: str = "data.path") -> FoundFiles
 
 
 def _walk(root: Path, above: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """The files below `root` but hidden ones. Links to folders are followed, but not back to one of those `above`."""
+    """The files below `root` that are not hidden. Links to folders are followed, except back to a folder in `above`."""
     above |= {os.path.realpath(root)}
     folder, subfolders, files = next(os.walk(root), (root, [], []))
     yield from (Path(folder, name) for name in files if not name.startswith("."))
@@ -101,7 +101,7 @@ def _walk(root: Path, above: frozenset[str] = frozenset()) -> Iterator[Path]:
 
 
 def _standard_library(root: Path) -> Iterator[Path]:
-    """The modules below `root`, without what others put there."""
+    """The modules of the standard library below `root`, without tests and installed packages."""
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in NOT_STANDARD_LIBRARY and not name.startswith(".")]
         yield from (Path(folder, name) for name in files if name.endswith(".py") and not name.startswith("."))
@@ -114,9 +114,9 @@ def _sources_of(found: FoundFiles) -> Sources:
             continue  # a folder that a glob matched, a socket, a broken link
         if file.name.endswith(JSON_LINES):
             raise InputError(
-                f"data.path={found.origin!r} holds JSON lines ({file.relative_to(found.root)}), whose text is read "
-                f"once: linrope prepare --path {shlex.quote(found.origin)} --output FOLDER, then data.path: FOLDER. Or "
-                "give a glob that leaves them out."
+                f"data.path={found.origin!r} holds JSON lines ({file.relative_to(found.root)}), which must be "
+                f"prepared first: linrope prepare --path {shlex.quote(found.origin)} --output FOLDER, then data.path: "
+                "FOLDER. Or give a glob without them."
             )
         if size := text_size(file):
             documents.append(Document(file.relative_to(found.root).as_posix(), file, size, 0, size))
@@ -128,7 +128,7 @@ def _sources_of(found: FoundFiles) -> Sources:
 
 
 def no_text(option: str, origin: str, n_skipped: int) -> InputError:
-    """What to raise where nothing that was found is text."""
+    """The error for a path without text."""
     skipped = f" ({n_skipped} skipped: binary, empty or unreadable)" if n_skipped else ""
     return InputError(f"{option}={origin!r} holds no text{skipped}: give a file, folder or glob of text files.")
 

@@ -1,4 +1,4 @@
-"""What `data.path` names, opened: text files, a folder that `linrope prepare` wrote, or a flat file of tokens."""
+"""Open `data.path`: text files, a folder that `linrope prepare` wrote, or a flat file of tokens."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 from linrope.data.corpus.files import find_sources
 from linrope.data.corpus.sequences import TokenSequence
 from linrope.data.corpus.splits import SPLITS, cut_by_position, split_bounds, split_corpus
-from linrope.data.corpus.token_files import NumberFile, PreparedCorpus, TokenRun, deal_documents, sum_of, survey
-from linrope.data.prepare.preparation import (
+from linrope.data.corpus.token_files import NumberFile, PreparedCorpus, TokenRun, assign_documents, sum_of, survey
+from linrope.data.prepare.manifest import (
     DOCUMENTS,
     LOCK,
     MANIFEST,
@@ -30,35 +30,35 @@ from linrope.errors import InputError
 
 @dataclass(frozen=True)
 class OpenedText:
-    """A corpus for each split, and how its tokens are text."""
+    """A corpus for each split, and its tokenizer."""
 
     corpora: dict[str, TokenSequence]
     tokenizer: Tokenizer | None
-    """None where nobody has told."""
+    """None if unknown."""
     vocab_size: int
-    """How many tokens a model must know."""
+    """The smallest vocabulary of a model for this text."""
     reason: str
-    """Why so many, for error messages."""
+    """What determines `vocab_size`, for error messages."""
     origin: str
-    """Where the text comes from, for people to read."""
+    """Where the text comes from, as people read it."""
     n_skipped: int
-    """Files left out: binary, empty or unreadable."""
+    """Number of skipped files: binary, empty or unreadable."""
 
 
 def open_text(
     path: str | Path | None, fractions: Sequence[float], tokenizer: str | None = None, token_dtype: str = "uint16"
 ) -> OpenedText:
-    """The train, val and test corpora under a path: see `find_sources`, `prepare` and `token_files`.
+    """The train, val and test corpora under a path.
 
     Args:
-        path: text, a prepared folder, or a flat file whose name ends in ".bin".
-        fractions: of train, val and test: see `split_corpus`.
-        tokenizer: "bytes" or the path of a tokenizer.json. None: bytes of text, a prepared folder's own, and none for a
-            flat file.
-        token_dtype: of a flat file, uint16 or uint32.
+        path: text (see `find_sources`), a prepared folder, or a flat file whose name ends in ".bin".
+        fractions: of train, val and test (see `split_corpus`).
+        tokenizer: "bytes" or the path of a tokenizer.json. None: bytes for text, its own tokenizer for a prepared
+            folder, unknown for a flat file.
+        token_dtype: dtype of a flat file, uint16 or uint32.
 
     Raises:
-        InputError: nothing to read there, something damaged, or a tokenizer that is not that of the tokens.
+        InputError: no text there, a damaged file, or a tokenizer other than that of the tokens.
     """
     given = None if tokenizer is None else open_tokenizer(tokenizer, "data.tokenizer")
     folder = None if path is None else Path(path).expanduser()
@@ -66,8 +66,8 @@ def open_text(
         return _open_prepared(folder, fractions, given)
     if folder is not None and (folder / PARTS / LOCK).is_file():
         raise InputError(
-            f"data.path={str(folder)!r} is not prepared to its end: run the same `linrope prepare` again, which goes "
-            "on where it stopped."
+            f"data.path={str(folder)!r} is not completely prepared: run the same `linrope prepare` again; it continues "
+            "where it stopped."
         )
     if folder is not None and folder.suffix == ".bin" and folder.is_file():
         return _open_flat(folder, fractions, given, token_dtype)
@@ -88,18 +88,18 @@ def _open_prepared(folder: Path, fractions: Sequence[float], given: Tokenizer | 
         raise InputError(f"{folder / TOKENIZER} is not the one that {folder} was prepared with: prepare it again.")
     if given is not None and given.fingerprint != own.fingerprint:
         raise InputError(
-            f"data.tokenizer is another one than data.path={str(folder)!r} was prepared with: leave it out, or prepare "
-            "the text again with it."
+            f"data.tokenizer is another one than data.path={str(folder)!r} was prepared with: omit it, or prepare the "
+            "text again with it."
         )
     documents, tokens, text_bytes = _prepared_files(folder, manifest)
-    starts, sizes, n_bytes, shares = documents.T
+    starts, sizes, n_bytes, hashes = documents.T
     if len(documents) == 1:
         parts = [
             _part_of_one(tokens, text_bytes, int(starts[0]), cut) for cut in cut_by_position(int(sizes[0]), bounds)
         ]
     else:
-        dealt = deal_documents(shares, bounds)
-        parts = [(starts[numbers], sizes[numbers], int(n_bytes[numbers].sum())) for numbers in dealt]
+        assigned = assign_documents(hashes, bounds)
+        parts = [(starts[numbers], sizes[numbers], int(n_bytes[numbers].sum())) for numbers in assigned]
     corpora = {
         split: PreparedCorpus(tokens, text_bytes, *part, own.separator, manifest.fingerprint)
         for split, part in zip(SPLITS, parts, strict=True)
@@ -109,7 +109,7 @@ def _open_prepared(folder: Path, fractions: Sequence[float], given: Tokenizer | 
 
 
 def _prepared_files(folder: Path, manifest: Manifest) -> tuple[np.ndarray, NumberFile, NumberFile | None]:
-    """The table of documents, the tokens, and how many bytes each stands for. InputError where they are damaged."""
+    """The table of documents, the tokens, and the tokens' bytes of text. InputError if they are damaged."""
     try:
         documents = np.load(folder / DOCUMENTS, allow_pickle=False)
         tokens = NumberFile.of_size(folder / TOKENS, manifest.token_dtype, manifest.vocab_size)
@@ -130,7 +130,7 @@ def _prepared_files(folder: Path, manifest: Manifest) -> tuple[np.ndarray, Numbe
 def _part_of_one(
     tokens: NumberFile, text_bytes: NumberFile | None, start: int, cut: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """A split of the only document: where it starts, its size and its bytes; no document where it is empty."""
+    """A split of a single document: its start, size and bytes, as for several; no document if it is empty."""
     first, last = start + cut[0], start + cut[1]
     n_bytes = last - first if text_bytes is None else sum_of(text_bytes, first, last)
     there = slice(None if last > first else 0)

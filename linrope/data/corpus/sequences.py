@@ -1,4 +1,4 @@
-"""A corpus as one long sequence of tokens, read range by range."""
+"""A corpus as one sequence of tokens, read range by range."""
 
 from __future__ import annotations
 
@@ -14,15 +14,12 @@ import torch
 from torch import Tensor
 
 from linrope.data.tokenizers.bytes import SEPARATOR
-
-
-class DocumentChanged(RuntimeError):
-    """A file changed its size while a run was reading it."""
+from linrope.errors import DocumentChanged
 
 
 @dataclass(frozen=True)
 class Document:
-    """`size` bytes of a file from byte `start` on; `name` decides its place in the order and its split."""
+    """`size` bytes of a file from byte `start` on. `name` determines its place in the order and its split."""
 
     name: str
     path: Path
@@ -34,59 +31,58 @@ class Document:
         """Bytes `start … stop` of the document.
 
         Raises:
-            DocumentChanged: the file no longer has the size it had when the corpus was made.
+            DocumentChanged: the size of the file has changed since the corpus was made.
         """
         with open(self.path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             if size != self.file_size:
                 raise DocumentChanged(
                     f"{self.path} changed from {self.file_size} to {size} bytes while in use: "
-                    "leave the corpus as it is during a run, then start (or resume) the run again."
+                    "do not change the corpus during a run, then start (or resume) the run again."
                 )
             file.seek(self.start + start)
             return file.read(stop - start)
 
 
 class TokenSequence(ABC):
-    """Tokens that training reads by their positions, 0 … len - 1."""
+    """Tokens, read by position 0 … len - 1."""
 
     separator: int | None
-    """The token that ends a document; None where nobody has told."""
+    """The token that ends a document; None if unknown."""
     n_documents: int | None
     n_bytes: int | None
-    """Bytes of text that the tokens stand for; None where nobody has told."""
+    """Bytes of the text; None if unknown."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Tokens, separators among them."""
+        """The number of tokens, separators included."""
 
     def tokens(self, start: int, stop: int) -> Tensor:
         """Tokens `start … stop` as int64 (stop - start,).
 
         Raises:
-            IndexError: the range leaves the corpus.
-            DocumentChanged: a file in it changed its size.
-            InputError: a file holds a token that the vocabulary does not.
+            IndexError: the range exceeds the corpus.
+            DocumentChanged: the size of a file has changed.
+            DamagedFile: a file holds a token outside the vocabulary.
         """
         if not 0 <= start <= stop <= len(self):
-            raise IndexError(f"tokens({start}, {stop}) leaves a corpus of {len(self)} tokens")
+            raise IndexError(f"tokens({start}, {stop}) exceeds a corpus of {len(self)} tokens")
         return torch.from_numpy(self._tokens(start, stop))
 
     @abstractmethod
     def _tokens(self, start: int, stop: int) -> np.ndarray: ...
 
     def text_bytes(self, start: int, stop: int) -> Tensor | None:
-        """How many bytes of text each token `start … stop` stands for, int64 (stop - start,); 0 where nobody knows, and
-        None where tokens are bytes."""
+        """Bytes of text of each token `start … stop`, int64 (stop - start,): 0 if unknown. None if tokens are bytes."""
         return None
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """A hash of what the corpus consists of."""
+        """A hash of the corpus."""
 
 
 class DocumentSequence(TokenSequence):
-    """Documents of `sizes` tokens laid end to end, each followed by a separator.
+    """Documents of `sizes` tokens, one after another, each followed by a separator.
 
     Token `offsets[d] + i` is token `i` of document `d`; token `offsets[d + 1] - 1` is the separator after it.
     """
@@ -106,7 +102,7 @@ class DocumentSequence(TokenSequence):
         """Tokens `first … last` of a document."""
 
     def _gather(self, start: int, stop: int, read: Callable[[int, int, int], np.ndarray], between: int) -> np.ndarray:
-        """What `read` has for the tokens `start … stop`, and `between` for separators: int64 (stop - start,)."""
+        """The values of `read` for tokens `start … stop`, and `between` for separators: int64 (stop - start,)."""
         out = np.full(stop - start, between, dtype=np.int64)
         index = int(np.searchsorted(self.offsets, start, side="right")) - 1
         while index < self.n_documents and (origin := int(self.offsets[index])) < stop:
@@ -118,7 +114,7 @@ class DocumentSequence(TokenSequence):
 
 
 class Corpus(DocumentSequence):
-    """Documents of bytes, which are their tokens."""
+    """Documents whose tokens are their bytes."""
 
     def __init__(self, documents: Sequence[Document]) -> None:
         self.documents = list(documents)
@@ -126,7 +122,7 @@ class Corpus(DocumentSequence):
 
     @property
     def n_bytes(self) -> int:
-        """Bytes: tokens without the separators."""
+        """Bytes of text: the tokens without separators."""
         return len(self) - len(self.documents)
 
     def _read(self, document: int, first: int, last: int) -> np.ndarray:

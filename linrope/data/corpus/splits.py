@@ -14,32 +14,34 @@ SPLITS = ("train", "val", "test")
 
 
 HASH_BITS = 48
+"""Bits of the hash of a document's name."""
 
 
 def split_corpus(sources: Sources, fractions: Sequence[float]) -> dict[str, Corpus]:
     """The train, val and test corpora.
 
-    Several documents are dealt out whole, each by a hash of its name: adding a file moves no other. A single
-    document is cut by position, train first, as the usual splits of enwik8 and text8 are ([0.9, 0.05, 0.05]).
+    A hash of its name assigns each document to a split, so a new file moves no other. A single document is cut by
+    position, train first, as is usual for enwik8 and text8 ([0.9, 0.05, 0.05]).
 
     Args:
-        fractions: of train, val and test: three numbers, none negative, that sum to 1.
+        sources: the documents.
+        fractions: of train, val and test: three numbers of at least 0 that sum to 1.
 
     Raises:
-        InputError: fractions that are none.
+        InputError: fractions of other values.
     """
     bounds = split_bounds(fractions)
     if len(sources.documents) == 1:
         return dict(zip(SPLITS, _split_by_position(sources.documents[0], bounds), strict=True))
-    dealt: list[list[Document]] = [[] for _ in SPLITS]
+    assigned: list[list[Document]] = [[] for _ in SPLITS]
     for document in sources.documents:
         share = name_hash(document.name) / 2**HASH_BITS
-        dealt[next(split for split, bound in enumerate(bounds) if share < bound)].append(document)
-    return {split: Corpus(documents) for split, documents in zip(SPLITS, dealt, strict=True)}
+        assigned[next(split for split, bound in enumerate(bounds) if share < bound)].append(document)
+    return {split: Corpus(documents) for split, documents in zip(SPLITS, assigned, strict=True)}
 
 
 def split_bounds(fractions: Sequence[float]) -> tuple[float, float, float]:
-    """The shares at which train, val and test end. Raises InputError for fractions that are none."""
+    """The cumulative fractions at which train, val and test end. Raises InputError as `split_corpus`."""
     values = [float(fraction) for fraction in fractions]
     if len(values) != len(SPLITS) or not min(values) >= 0 or values[0] == 0 or not abs(sum(values) - 1) <= 1e-6:
         raise InputError(
@@ -56,11 +58,11 @@ def _split_by_position(document: Document, bounds: tuple[float, float, float]) -
 
 
 def cut_by_position(size: int, bounds: tuple[float, float, float]) -> Iterator[tuple[int, int]]:
-    """Where each split of `size` tokens starts and stops."""
+    """The start and stop of each split of `size` tokens."""
     return itertools.pairwise([0, *(round(bound * size) for bound in bounds)])
 
 
 def name_hash(name: str) -> int:
-    """A number of HASH_BITS bits that depends on `name` alone, the same on every machine."""
+    """A hash of the name with HASH_BITS bits, the same on every machine."""
     digest = hashlib.blake2b(name.encode("utf-8", errors="surrogateescape"), digest_size=HASH_BITS // 8).digest()
     return int.from_bytes(digest, "big")

@@ -1,7 +1,7 @@
-"""Corpora that are tokens already: folders that `linrope prepare` wrote, and flat `.bin` files (nanoGPT's format).
+"""Corpora of tokens: folders that `linrope prepare` wrote, and flat `.bin` files (nanoGPT's format).
 
-Tokens are read where they lie, range by range, so that a corpus may be larger than memory. They are not mapped: see
-`corpus`.
+Tokens are read range by range, so that a corpus may be larger than memory. Files are not mapped, see
+`linrope.data.corpus.files`.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linrope.data.corpus.sequences import DocumentChanged, DocumentSequence, TokenSequence
+from linrope.data.corpus.sequences import DocumentSequence, TokenSequence
 from linrope.data.corpus.splits import HASH_BITS
 from linrope.data.tokenizers.base import Tokenizer
-from linrope.errors import InputError
+from linrope.errors import DamagedFile, DocumentChanged, InputError
 
 TOKEN_DTYPES = ("uint16", "uint32")
 
 
 HIGH_HALF = 16
-"""The upper two bytes of a token of four are less, in vocabularies of up to a million."""
+"""The upper 16 bits of a uint32 token are below this, in vocabularies of up to a million."""
 
 
 CHUNK = 1 << 22
-"""Numbers looked at in one go where a whole file is read."""
+"""Numbers of one read, where a whole file is read."""
 
 
 @dataclass(frozen=True)
 class NumberFile:
-    """A file of `n` little-endian unsigned integers, no header, each below `limit` (None: any)."""
+    """A file of `n` little-endian unsigned integers without a header, each below `limit` (None: no limit)."""
 
     path: Path
     dtype: str
@@ -43,16 +43,16 @@ class NumberFile:
 
     @classmethod
     def of_size(cls, path: Path, dtype: str, limit: int | None = None) -> NumberFile:
-        """As many numbers as the file has room for.
+        """The file with `n` from its size.
 
         Raises:
-            InputError: that is no whole number, or none.
+            InputError: the size is 0 or not a multiple of the dtype's.
         """
         size, width = path.stat().st_size, np.dtype(dtype).itemsize
         if size == 0 or size % width:
             raise InputError(
-                f"{path} is damaged or no file of {dtype} tokens: its size, {size:,} bytes, is no multiple of {width} "
-                "above 0. Write it again, or set data.token_dtype."
+                f"{path} is damaged or not a file of {dtype} tokens: its size, {size:,} bytes, is not a multiple of "
+                f"{width} above 0. Write it again, or set data.token_dtype."
             )
         return cls(path, dtype, size // width, limit)
 
@@ -60,29 +60,29 @@ class NumberFile:
         """Numbers `start … stop`.
 
         Raises:
-            DocumentChanged: the file no longer has the size it had.
-            InputError: a number is not below the limit.
+            DocumentChanged: the size of the file has changed.
+            DamagedFile: a number is not below the limit.
         """
         dtype = np.dtype(self.dtype).newbyteorder("<")
         with open(self.path, "rb", buffering=0) as file:
             size, expected = os.fstat(file.fileno()).st_size, self.n * dtype.itemsize
             if size != expected:
                 raise DocumentChanged(
-                    f"{self.path} has {size} bytes instead of {expected}: it changed while in use. Leave it as it is "
+                    f"{self.path} has {size} bytes instead of {expected}: it changed while in use. Do not change it "
                     "during a run, then start (or resume) the run again."
                 )
             file.seek(start * dtype.itemsize)
             numbers = np.fromfile(file, dtype, stop - start)
         if self.limit is not None and len(numbers) and numbers.max() >= self.limit:
             at = int(np.argmax(numbers >= self.limit))
-            raise InputError(
+            raise DamagedFile(
                 f"{self.path} is damaged or of another vocabulary: it holds {numbers[at]} at position {start + at:,}, "
                 f"where tokens are below {self.limit:,}."
             )
         return numbers
 
     def chunks(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
-        """All numbers `start … stop` in pieces, each with its position."""
+        """The numbers `start … stop` in chunks, each with its position."""
         stop = self.n if stop is None else stop
         for first in range(start, stop, CHUNK):
             yield first, self.read(first, min(first + CHUNK, stop))
@@ -92,10 +92,11 @@ class PreparedCorpus(DocumentSequence):
     """Documents of a folder that `linrope prepare` wrote.
 
     Args:
-        tokens: the file of them all.
-        n_text_bytes: how many bytes each token stands for; None where tokens are bytes.
-        starts, sizes: where each document's tokens lie in these files, separators apart: int64 (n_documents,).
-        n_bytes: of text, in all.
+        tokens: the file of all tokens.
+        n_text_bytes: the file of the tokens' bytes of text; None if tokens are bytes.
+        starts: position of each document's first token in these files, int64 (n_documents,).
+        sizes: tokens of each document, without the separator, int64 (n_documents,).
+        n_bytes: bytes of text of all documents.
         separator: the token after each document.
         source: the fingerprint of the folder.
     """
@@ -129,18 +130,20 @@ class PreparedCorpus(DocumentSequence):
         return torch.from_numpy(self._gather(start, stop, read, 0))
 
     def fingerprint(self) -> str:
-        """A hash of the folder's fingerprint, which follows from all its tokens, and of the documents' places."""
+        """A hash of the folder's fingerprint, which depends on all tokens, and of the documents' positions."""
         digest = hashlib.blake2b(self._source.encode(), digest_size=16)
         digest.update(self._starts.tobytes() + self.offsets.tobytes())
         return digest.hexdigest()
 
 
 class TokenRun(TokenSequence):
-    """Tokens `first … last` of a flat file, separators among them where it has them.
+    """Tokens `first … last` of a flat file, with any separators it has.
 
     Args:
-        file: where they lie.
-        tokenizer: theirs; None where nobody has told.
+        file: the file.
+        first: position of the first token.
+        last: position after the last token.
+        tokenizer: tokenizer of these tokens; None if unknown.
         digest: a hash of the file's contents.
     """
 
@@ -167,26 +170,27 @@ class TokenRun(TokenSequence):
         return torch.from_numpy(self._bytes_of[self._tokens(start, stop)])
 
     def fingerprint(self) -> str:
-        """A hash of the whole file's contents and of the place in it."""
+        """A hash of the whole file's contents and of the range."""
         return hashlib.blake2b(f"{self._digest} {self._first} {self._last}".encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What reading a flat file once has found."""
+    """What `survey` found in a flat file."""
 
     digest: str
-    """A hash of its contents."""
+    """A hash of the contents."""
     highest: int
-    """The largest token, and the first position that has it."""
+    """The largest token."""
     position: int
+    """The first position of the largest token."""
 
 
 def survey(file: NumberFile) -> Survey:
-    """Reads a flat file once, so that a token that is none is found before any work.
+    """Read a flat file once, to find a wrong token before any work.
 
     Raises:
-        InputError: a token is not below the file's limit, or the file is of another dtype.
+        InputError: a token is not below the file's limit, or the file has another dtype.
     """
     digest, highest, position, odd = hashlib.blake2b(digest_size=16), -1, 0, 0
     for first, tokens in file.chunks():
@@ -202,9 +206,9 @@ def survey(file: NumberFile) -> Survey:
     return Survey(digest.hexdigest(), highest, position)
 
 
-def deal_documents(shares: np.ndarray, bounds: tuple[float, float, float]) -> list[np.ndarray]:
-    """The numbers of the documents of each split, by the hashes of their names: see `corpus.split_corpus`."""
-    split = np.searchsorted(np.array(bounds), shares.astype(np.float64) / 2**HASH_BITS, side="right")
+def assign_documents(hashes: np.ndarray, bounds: tuple[float, float, float]) -> list[np.ndarray]:
+    """The indices of the documents of each split, by the hashes of their names: see `splits.split_corpus`."""
+    split = np.searchsorted(np.array(bounds), hashes.astype(np.float64) / 2**HASH_BITS, side="right")
     return [np.flatnonzero(split == number) for number in range(len(bounds))]
 
 

@@ -1,6 +1,6 @@
-"""How text becomes tokens and back: by default bytes, where 0 … 255 are those of UTF-8 text and 256 ends a document.
+"""Tokenizers: text to tokens and back. The default is bytes.
 
-In checkpoints a `Tokenizer` is a dictionary of strings (`tokenizer_to_serialized`, `tokenizer_from_serialized`).
+In checkpoints a tokenizer is a dictionary of strings (`tokenizer_to_serialized`, `tokenizer_from_serialized`).
 """
 
 from __future__ import annotations
@@ -13,60 +13,62 @@ import numpy as np
 from torch import Tensor
 
 from linrope.data.tokenizers.bytes import ByteTokenizer
+from linrope.data.tokenizers.subwords import SubwordTokenizer
 from linrope.errors import InputError, suggest
 
 UNKNOWN = {"kind": "unknown"}
-"""The plain form of no tokenizer: tokens whose text nobody has told."""
+"""The serialized form of an unknown tokenizer."""
 
 
 class Decoder(Protocol):
-    """Decodes tokens piece by piece into valid text: a character split over two pieces comes out with the second."""
+    """Decodes a stream of tokens into valid text. A character is complete with its last byte."""
 
     def feed(self, tokens: Iterable[int] | Tensor) -> str:
-        """The text that `tokens` (T,) complete; separators are left out."""
+        """The text that `tokens` (T,) complete; separators are skipped."""
 
     def finish(self) -> str:
-        """What is left of an unfinished character: U+FFFD, or nothing."""
+        """U+FFFD for an incomplete character at the end, or nothing."""
 
 
 class Tokenizer(Protocol):
-    """Tokens 0 … vocab_size - 1, one of which, the separator, ends a document and stands for no text."""
+    """Tokens 0 … vocab_size - 1. One of them, the separator, ends a document and stands for no text."""
 
     name: str
-    """For people to read."""
+    """The name in messages."""
     vocab_size: int
     separator: int
     fingerprint: str | None
-    """The same for equal tokenizers; None for bytes."""
+    """A hash that is the same for equal tokenizers; None for bytes."""
 
     def encode_document(self, data: bytes) -> tuple[np.ndarray, np.ndarray | None]:
-        """Tokens (T,) of text, without a separator, and how many of its bytes each stands for (None: one each).
+        """Tokens (T,) of a text, without a separator, and their bytes of text (T,); None for one byte per token.
 
         Raises:
-            UnicodeDecodeError: the tokenizer needs UTF-8, and this is none.
+            UnicodeDecodeError: the tokenizer needs UTF-8, and the text is not.
         """
 
     def encode_prompt(self, text: str) -> Tensor:
-        """int64 tokens (1 + T,) of a document that begins with `text`: the separator says that a document begins."""
+        """int64 tokens (1 + T,) of a document that starts with `text`; the first is a separator, which starts it."""
 
     def decoder(self) -> Decoder:
-        """A decoder of one text."""
+        """A decoder for one text."""
 
     def token_bytes(self) -> np.ndarray:
-        """How many bytes of text each token stands for, int64 (vocab_size,), in the text that tokens decode to."""
+        """Bytes of each token in decoded text, int64 (vocab_size,)."""
 
     def to_serialized(self) -> dict[str, str]:
-        """What `tokenizer_from_serialized` makes this tokenizer of."""
+        """The serialized form, for `tokenizer_from_serialized`."""
 
 
 def open_tokenizer(name: str, option: str) -> Tokenizer:
     """The tokenizer `name`: "bytes", or the path of a `tokenizer.json` of Hugging Face's `tokenizers`.
 
     Args:
-        option: where the name comes from, for error messages.
+        name: the name or path.
+        option: the option with the name, for error messages.
 
     Raises:
-        InputError: no such file, or one that is no such tokenizer; the package `tokenizers` is missing.
+        InputError: the file does not exist or is not a tokenizer, or the package `tokenizers` is missing.
     """
     if name == "bytes":
         return ByteTokenizer()
@@ -83,25 +85,24 @@ def open_tokenizer(name: str, option: str) -> Tokenizer:
     return tokenizer_from_serialized({"kind": "tokenizers", "json": text}, f"{option}={name!r}")
 
 
-def tokenizer_from_serialized(plain: dict[str, str] | None, where: str = "the tokenizer") -> Tokenizer | None:
-    """The tokenizer of a plain form: bytes for None (of models from before there were others), None for UNKNOWN.
+def tokenizer_from_serialized(values: dict[str, str] | None, where: str = "the tokenizer") -> Tokenizer | None:
+    """The tokenizer of a serialized form; None for UNKNOWN.
 
     Args:
-        where: it comes from, for error messages.
+        values: the serialized form; None, for a model that was made without a tokenizer, is bytes.
+        where: the source of `values`, for error messages.
 
     Raises:
-        InputError: it is none, or the package `tokenizers` is missing.
+        InputError: `values` is not a tokenizer, or the package `tokenizers` is missing.
     """
-    kind = "bytes" if plain is None else plain.get("kind")
+    kind = "bytes" if values is None else values.get("kind")
     if kind == "bytes":
         return ByteTokenizer()
     if kind == "tokenizers":
-        from linrope.data.tokenizers.subwords import SubwordTokenizer
-
-        return SubwordTokenizer(plain["json"], where)
+        return SubwordTokenizer(values["json"], where)
     if kind == "unknown":
         return None
-    raise InputError(f"{where} is of kind {kind!r}, which this version of linrope does not know: update linrope.")
+    raise InputError(f"{where} has type {kind!r}, which this version of linrope does not know: update linrope.")
 
 
 def tokenizer_to_serialized(tokenizer: Tokenizer | None) -> dict[str, str]:

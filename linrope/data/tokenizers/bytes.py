@@ -1,4 +1,4 @@
-"""Bytes as tokens: 0 … 255 are those of UTF-8 text, 256 ends a document."""
+"""Bytes as tokens: 0 … 255 are the bytes of UTF-8 text, 256 ends a document."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from linrope.losses import IGNORE
 
 SEPARATOR = 256
-"""The token after every document of bytes; no byte."""
+"""The token after each document."""
 
 
 VOCAB_SIZE = 257
@@ -25,35 +25,35 @@ def encode(text: str | bytes) -> Tensor:
 
 
 def encode_prompt(text: str | bytes) -> Tensor:
-    """Tokens (1 + T,) of a document that begins with `text`: the separator before it stands for "a document begins"."""
+    """Tokens (1 + T,) of a document that starts with `text`; the first is a separator, which starts it."""
     return torch.cat([torch.tensor([SEPARATOR]), encode(text)])
 
 
 def decode(tokens: Iterable[int] | Tensor) -> str:
-    """Text of `tokens` (T,): separators left out, bytes that are no valid UTF-8 shown as U+FFFD."""
+    """Text of `tokens` (T,) without separators; bytes that are not valid UTF-8 become U+FFFD."""
     decoder = TextDecoder()
     return decoder.feed(tokens) + decoder.finish()
 
 
 class TextDecoder:
-    """The `Decoder` of bytes. Tokens that are neither byte nor separator, of a larger vocabulary, show as U+FFFD."""
+    """The `Decoder` of bytes. Tokens above the separator, of a larger vocabulary, become U+FFFD."""
 
     def __init__(self) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, tokens: Iterable[int] | Tensor) -> str:
-        """The characters that `tokens` (T,) complete; separators are left out."""
+        """See `Decoder`."""
         values = tokens.tolist() if isinstance(tokens, Tensor) else tokens
-        # 0xFF is a byte of no UTF-8 text
+        # 0xFF is never a byte of UTF-8 text
         return self._utf8.decode(bytes(min(token, 0xFF) for token in values if token != SEPARATOR))
 
     def finish(self) -> str:
-        """What is left of an unfinished character: U+FFFD, or nothing."""
+        """See `Decoder`."""
         return self._utf8.decode(b"", final=True)
 
 
 class ByteTokenizer:
-    """Bytes and a separator, as a `Tokenizer`."""
+    """The `Tokenizer` of bytes and a separator."""
 
     name, vocab_size, separator, fingerprint = "bytes", VOCAB_SIZE, SEPARATOR, None
 
@@ -74,5 +74,5 @@ class ByteTokenizer:
 
 
 def bytes_of(targets: Tensor, n_bytes: Tensor | None = None) -> Tensor:
-    """How many bytes each target stands for: `n_bytes` where given; else targets are bytes, separators and IGNORE."""
+    """Bytes of each target: `n_bytes` if given; else targets are bytes (1), separators and IGNORE (0)."""
     return (targets != IGNORE) & (targets != SEPARATOR) if n_bytes is None else n_bytes

@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face's `tokenizers`, read from a `tokenizer.json`. The package is an optional extra."""
+"""Tokenizers of Hugging Face's `tokenizers`, an optional package, from a `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from torch import Tensor
 from linrope.errors import InputError
 
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-"""Special tokens that end a document; the first of them that a tokenizer has is its separator."""
+"""Special tokens that end a document. The first one that a tokenizer has is its separator."""
 
 
 class SubwordTokenizer:
-    """A `tokenizer.json` as a `Tokenizer` of `linrope.data.tokenizers`.
+    """The `Tokenizer` of a `tokenizer.json`.
 
-    Its separator is the special token that ends a document, by one of the usual names, or, where it has none, one of
-    our own after all tokens. A special token's name within a text is text: no document can end itself. What the file
-    says about truncating, padding and tokens to be put around each text is not done.
+    The separator is the special token of one of the names in END_OF_DOCUMENT; without one, a new token after all
+    others. The name of a special token within a text is text, so no document can end itself. The file's truncation,
+    padding and tokens around each text are ignored.
 
     Args:
         text: the contents of the file.
-        where: it comes from, for error messages.
+        where: the file, for error messages.
 
     Raises:
-        InputError: it is no such tokenizer, or the package `tokenizers` is missing.
+        InputError: `text` is not a tokenizer, or the package `tokenizers` is missing.
     """
 
     def __init__(self, text: str, where: str = "the tokenizer") -> None:
@@ -46,17 +46,17 @@ class SubwordTokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of all that decides tokens; how the file is indented does not."""
+        """A hash of all that determines tokens; the file's indentation does not matter."""
         decisive = {key: value for key, value in json.loads(self._text).items() if key not in ("truncation", "padding")}
         return hashlib.blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def encode_document(self, data: bytes) -> tuple[np.ndarray, np.ndarray]:
-        """See `Tokenizer`. A token stands for the bytes up to its end that no token before it reaches; the last one for
-        all that are left. So they sum to `len(data)`, whatever the tokenizer leaves out or changes, if there are any.
+        """See `Tokenizer`. The bytes of a token are those up to its end that no earlier token covers; the last token
+        also has the rest. They sum to `len(data)`, whatever the tokenizer drops or changes, if there is a token.
 
         Raises:
-            UnicodeDecodeError: not UTF-8.
-            ValueError: the text reads as the separator.
+            UnicodeDecodeError: the text is not UTF-8.
+            ValueError: the text contains the separator as a token.
         """
         text = data.decode("utf-8")
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
@@ -73,7 +73,7 @@ class SubwordTokenizer:
         """See `Tokenizer`.
 
         Raises:
-            InputError: the text is not Unicode, or reads as the separator.
+            InputError: the text is not Unicode, or contains the separator as a token.
         """
         try:
             tokens, _ = self.encode_document(text.encode("utf-8"))
@@ -85,7 +85,7 @@ class SubwordTokenizer:
         return SubwordDecoder(self._tokenizer, self.vocab_size, self.separator)
 
     def token_bytes(self) -> np.ndarray:
-        """See `Tokenizer`: within a text, that is, after another token."""
+        """See `Tokenizer`. A token is counted after another token, not at the start of a text."""
         decoder = json.dumps(json.loads(self._text).get("decoder"))
         byte_level, byte_fallback = '"ByteLevel"' in decoder, '"ByteFallback"' in decoder
         added = self._tokenizer.get_added_tokens_decoder()
@@ -96,7 +96,7 @@ class SubwordTokenizer:
             if token is None or number == self.separator:
                 continue
             if byte_level and number not in added:
-                n_bytes[number] = len(token)  # its alphabet has a character for each byte
+                n_bytes[number] = len(token)  # one character for each byte
             elif byte_fallback and re.fullmatch(r"<0x[0-9A-F]{2}>", token):
                 n_bytes[number] = 1
             else:
@@ -111,10 +111,10 @@ class SubwordTokenizer:
 
 
 class SubwordDecoder:
-    """The `Decoder` of a `SubwordTokenizer`. Tokens that it does not know show as U+FFFD.
+    """The `Decoder` of a `SubwordTokenizer`. Unknown tokens become U+FFFD.
 
-    Whether a token begins with a space depends on whether one stands before it, so the last tokens that gave text are
-    decoded again together with the new ones.
+    Whether a token starts with a space depends on the token before it. So the last tokens that gave text are decoded
+    again, together with the new ones.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, separator: int) -> None:
@@ -132,7 +132,7 @@ class SubwordDecoder:
             return self.finish() + "\ufffd"
         self._pending.append(token)
         text = self._pending_text()
-        if text.endswith("\ufffd"):  # perhaps a character whose other bytes are to come
+        if text.endswith("\ufffd"):  # perhaps a character whose other bytes follow
             return ""
         self._shown, self._pending = self._pending, []
         return text
@@ -152,7 +152,7 @@ class SubwordDecoder:
 
 
 def _load(text: str, where: str) -> Any:
-    """The tokenizer of `tokenizers`, set to read any text whole and as text."""
+    """The tokenizer of `tokenizers`, set up to encode a text completely, and special names as text."""
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
@@ -163,7 +163,7 @@ def _load(text: str, where: str) -> Any:
         tokenizer = Tokenizer.from_str(text)
     except Exception as error:  # the package raises Exception itself
         raise InputError(
-            f"{where} is no tokenizer.json of Hugging Face's tokenizers ({error}): give one, or 'bytes'."
+            f"{where} is not a tokenizer.json of Hugging Face's tokenizers ({error}): give one, or 'bytes'."
         ) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -172,7 +172,7 @@ def _load(text: str, where: str) -> Any:
 
 
 def _byte_positions(text: str) -> np.ndarray:
-    """Where each character of `text` begins in its UTF-8, and where the last one ends: int64 (len(text) + 1,)."""
+    """The byte at which each character of `text` starts in UTF-8, and the end of the last: int64 (len(text) + 1,)."""
     codes = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
     sizes = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
     return np.concatenate([[0], np.cumsum(sizes)])

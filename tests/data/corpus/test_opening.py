@@ -12,10 +12,10 @@ import torch
 from linrope.data.batches.contiguous import ContiguousBatches
 from linrope.data.batches.windows import EvaluationWindows, TrainingWindows
 from linrope.data.corpus.opening import open_text
-from linrope.data.corpus.sequences import DocumentChanged
-from linrope.data.prepare.preparation import PrepareConfig, prepare
+from linrope.data.prepare.config import PrepareConfig
+from linrope.data.prepare.preparation import prepare
 from linrope.data.tokenizers.subwords import SubwordTokenizer
-from linrope.errors import InputError
+from linrope.errors import DocumentChanged, InputError
 from tests.data.tokenizers.subword_files import TEXT, byte_level, write_tokenizer
 
 FRACTIONS = [0.6, 0.2, 0.2]
@@ -100,10 +100,10 @@ def test_samples_of_a_tokenizer_say_how_many_bytes_their_targets_stand_for(texts
     ("name", "change", "message"),
     [
         ("tokens.bin", lambda data: data[:-2], r"is damaged: it holds 1,219 tokens and 40 documents, .* says 1,220"),
-        ("tokens.bin", lambda data: data[:-1], r"is damaged \(.*tokens\.bin is damaged .* is no multiple of 2"),
+        ("tokens.bin", lambda data: data[:-1], r"is damaged \(.*tokens\.bin is damaged .* is not a multiple of 2"),
         ("documents.npy", lambda data: data[: len(data) // 2], r"is damaged \(.*: prepare it again"),
         ("linrope-corpus.json", lambda data: data[:50], r"corpus\.json is damaged"),
-        ("linrope-corpus.json", lambda data: data.replace(b'"format": 1', b'"format": 2'), r"is of format 2, this"),
+        ("linrope-corpus.json", lambda data: data.replace(b'"format": 1', b'"format": 2'), r"has format 2, this"),
         ("linrope-corpus.json", lambda data: data.replace(b'"n_bytes"', b'"nbytes"'), r"corpus\.json is damaged"),
     ],
 )
@@ -181,7 +181,9 @@ def test_a_flat_file_that_cannot_be_is_named(tmp_path):
     file = tmp_path / "x.bin"
     for data in (b"", b"abc"):
         file.write_bytes(data)
-        with pytest.raises(InputError, match=rf"x\.bin is damaged .* its size, {len(data)} bytes, is no multiple of 2"):
+        with pytest.raises(
+            InputError, match=rf"x\.bin is damaged .* its size, {len(data)} bytes, is not a multiple of 2"
+        ):
             open_text(file, FRACTIONS)
     write_flat(file, [1, 2, 299, 300, 301])
     with pytest.raises(InputError, match=r"it holds 300 at position 3, where tokens are below 300"):

@@ -134,7 +134,7 @@ def test_the_plain_form_makes_the_same_tokenizer(tokenizer):
     assert isinstance(tokenizer_from_serialized(ByteTokenizer().to_serialized()), ByteTokenizer)
     assert isinstance(tokenizer_from_serialized(None), ByteTokenizer)
     assert tokenizer_from_serialized(tokenizer_to_serialized(None)) is None
-    with pytest.raises(InputError, match=r"of kind 'runes', which this version of linrope does not know"):
+    with pytest.raises(InputError, match=r"has type 'runes', which this version of linrope does not know"):
         tokenizer_from_serialized({"kind": "runes"})
 
 
@@ -145,7 +145,7 @@ def test_a_prompt_that_cannot_be_read_is_named():
 
 def test_a_file_that_is_no_tokenizer_is_named(tmp_path, monkeypatch):
     file = write_tokenizer(tmp_path, '{"model": 3}')
-    with pytest.raises(InputError, match=r"--tokenizer='.*tokenizer\.json' is no tokenizer\.json of Hugging Face"):
+    with pytest.raises(InputError, match=r"--tokenizer='.*tokenizer\.json' is not a tokenizer\.json of Hugging Face"):
         open_tokenizer(str(file), "--tokenizer")
     with pytest.raises(InputError, match=r"--tokenizer='.*' cannot be read \(No such .*Did you mean 'tokenizer\.js"):
         open_tokenizer(str(tmp_path / "tokeniser.json"), "--tokenizer")

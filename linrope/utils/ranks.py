@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 
-from lightning.pytorch.utilities import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only  # Lightning sets its rank; importing it loads no torch
 
 HEAD_START = 2.0
 """Seconds that rank 0 has to print an error that all ranks meet, before the other ranks exit."""
 
 
-def is_first_rank() -> bool:
-    """Whether this process has rank 0; True in a process that has not started others."""
-    return rank_zero_only.rank == 0
+def rank() -> int:
+    """The rank of this process in its run; 0 in a process that has not started others, and without Lightning."""
+    return getattr(rank_zero_only, "rank", 0)
 
 
 def leave_error_to_first_rank() -> bool:
@@ -20,7 +20,7 @@ def leave_error_to_first_rank() -> bool:
 
     It waits `HEAD_START` there: a launcher ends all processes once one has failed, and rank 0 must have printed before.
     """
-    if is_first_rank():
+    if rank() == 0:
         return False
     time.sleep(HEAD_START)
     return True
