@@ -95,7 +95,7 @@ class _Attention(nn.Module):
         if self.selective is not None:  # documents go on with the angle of the last: only differences count
             q, k, angle = self.selective.turn(x, q, k, self.rope, angle)
         offset, document_start = (0, None) if state is None else (state.past.length, state.document_start)
-        positions, document_start = document_positions(x.shape[1], segment_ids, offset, document_start)
+        positions, document_start = document_positions(x.shape[:2], segment_ids, offset, document_start)
         o, past = self.attend(x, q, k, v, None if state is None else state.past, segment_ids, positions)
         if self.norm is not None:
             o = self.norm(o.to(self.norm.weight.dtype))  # in float32 under autocast, as autocast has its norms
@@ -122,9 +122,6 @@ class _Attention(nn.Module):
         if not isinstance(state, AttentionState) or not isinstance(state.past, self.past_type):
             kind = type(getattr(state, "past", state)).__name__
             raise InputError(f"state holds a {kind}: pass the AttentionState that {type(self).__name__} returned.")
-        start = state.document_start
-        if start is not None and start.shape != x.shape[:1]:
-            raise InputError(f"state.document_start is {tuple(start.shape)}, this call needs ({x.shape[0]},).")
         if (state.conv_tail is None) != (self.conv is None):
             raise InputError("state.conv_tail does not fit short_conv: pass the state that this layer returned.")
         if self.conv is not None:

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 
 from linrope.errors import InputError, require_choice
 from linrope.feature_maps import FEATURE_MAP_NAMES
-from linrope.layers.attention import document_positions
 from linrope.layers.linear_attention import LinearAttention
 from linrope.layers.softmax_attention import SoftmaxAttention
 from linrope.layers.state import AttentionState
 from linrope.models.saving import read_model, write_folder
-from linrope.ops.documents import check_segment_ids
+from linrope.ops.documents import check_segment_ids, document_positions
 from linrope.rotary import RotaryConfig, check_config
 from linrope.utils.options import check_keys, check_types
 
@@ -269,10 +268,9 @@ class LanguageModel(nn.Module):
 
         As large as the token embeddings at the start: a sine's mean square is ½.
         """
-        first = None if state is None else state[0]
-        positions, _ = document_positions(tokens, first, segment_ids)
+        offset, document_start = (0, None) if state is None else (state[0].past.length, state[0].document_start)
+        positions, _ = document_positions(tokens.shape, segment_ids, offset, document_start)
         if positions is None:
-            offset = 0 if first is None else first.past.length
             positions = torch.arange(offset, offset + tokens.shape[1], device=tokens.device)
         return EMBEDDING_STD * 2**0.5 * sinusoids(positions, self.config.d_model)
 
