@@ -51,6 +51,7 @@ class Case:
 
 EVERYTHING = {"decay": True, "packed": True, "masked": True}
 CASES = {
+    "16, everything, trained θ": Case(16, 16, rope={"trainable": True}, **EVERYTHING),
     "64": Case(),
     "128": Case(128, 128),
     "128, decay": Case(128, 128, decay=True),

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from linrope.errors import InputError
 from linrope.ops.checks import check_tensor
 
 
@@ -25,19 +26,25 @@ def number_documents(segment_ids: Tensor) -> Tensor:
 
 
 def document_positions(
-    length: int, segment_ids: Tensor | None, offset: int, document_start: Tensor | None
+    shape: tuple[int, int], segment_ids: Tensor | None, offset: int, document_start: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """The position of each token within its own document.
 
     Args:
-        length: T.
+        shape: (B, T).
         segment_ids: (B, T) integers, or None if no document ends in these tokens.
         offset: the position of the first token in its row.
         document_start: (B,) int64, the position at which each row's open document began; None if all began at 0.
 
     Returns:
         (B, T) int64 positions, or None if they are those of the row; and the `document_start` after the last token.
+
+    Raises:
+        InputError: a document_start of another batch.
     """
+    batch, length = shape
+    if document_start is not None and document_start.shape != (batch,):
+        raise InputError(f"state.document_start is {tuple(document_start.shape)}, this call needs ({batch},).")
     if length == 0 or (document_start is None and segment_ids is None):
         return None, document_start
     device = (document_start if segment_ids is None else segment_ids).device

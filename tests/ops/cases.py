@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -121,8 +121,25 @@ NONCAUSAL = [
 ]
 
 
-def named(cases: list[Case]) -> list:
-    return [pytest.param(case, id=case.name) for case in cases]
+COVERING = {
+    "T=1", "T=2", "T=64", "T=65", "T=130", "one feature", "wide values", "part of the head, half-split",
+    "forgetting at once", "forgetting without positions", "continued far away", "normalize=rotary, packed",
+    "normalize=rotary, continued", "phi=relu", "phi=exp", "phi=identity", "a base for each head",
+    "a base for each head, continued, one token", "signed, half-split, softmax features", "signed, callable",
+    "signed, everything", "signed, no denominator", "noncausal fewer keys", "noncausal more keys",
+    "noncausal no positions", "noncausal rotary", "noncausal signed", "noncausal a base for each head",
+}  # fmt: skip
+"""The cases that slow tests run by default. `test_triton_kernel.py` asserts that they reach every branch of the Triton
+kernels, and every pair of options that interact, which all cases together reach."""
+
+
+def named(cases: list[Case], default: Container[str] | None = None) -> list:
+    """The cases as parameters. Those not in `default`, if given, run only with `-m exhaustive`."""
+
+    def marks(case: Case) -> tuple:
+        return () if default is None or case.name in default else (pytest.mark.exhaustive,)
+
+    return [pytest.param(case, id=case.name, marks=marks(case)) for case in cases]
 
 
 def run(case: Case, operator: Callable = linear_attention, backend: str = "reference", seed: int = 0):
@@ -144,6 +161,13 @@ def run(case: Case, operator: Callable = linear_attention, backend: str = "refer
         outputs["grad " + name] = torch.zeros(1) if gradient is None else gradient
     assert final.length == (case.past or 0) + (case.length if case.keys is None else case.keys)
     return {name: tensor.detach() for name, tensor in outputs.items()}
+
+
+def smaller(case: Case) -> Case:
+    """One row if rows do not differ, and fewer heads: the interpreter's time grows with both."""
+    one_row = not (case.masked or case.packed or case.length == 1)
+    heads = case.heads if "base" in (case.rope or {}) else 2 if case.decay and not one_row else 1
+    return replace(case, batch=1 if one_row else case.batch, heads=heads)
 
 
 def make(case: Case, seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -78,9 +78,10 @@ def test_float32_forgets_strongly_without_losing_digits():
     assert_close(2e-6, torch.float32, decay=30.0, grad=False)
 
 
+@pytest.mark.parametrize("length", [65_536, pytest.param(262_144, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("decay", [30.0, 1e-6])
-def test_float32_keeps_its_digits_over_a_long_sequence(decay):
-    assert_close(2e-6, torch.float32, decay=decay, length=262_144, grad=decay < 1)
+def test_float32_keeps_its_digits_over_a_long_sequence(decay, length):
+    assert_close(2e-6, torch.float32, decay=decay, length=length, grad=decay < 1)
 
 
 @pytest.mark.parametrize(

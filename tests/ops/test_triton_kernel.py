@@ -1,5 +1,6 @@
 """The CUDA backend where there is no GPU: in Triton's interpreter. `test_backends.py` holds it to the definition."""
 
+import itertools
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from linrope.ops import linear_attention as ops
 from linrope.ops.backends import BACKENDS
 from linrope.ops.call import check_call
 from linrope.ops.triton_kernel import availability, kernel, launch
-from tests.ops.cases import CAUSAL, assert_agree, make, named, run
+from tests.ops.cases import CAUSAL, COVERING, NONCAUSAL, assert_agree, make, named, run, smaller
 
 pytest.importorskip("triton", reason="Triton is there for Linux only")
 
@@ -47,8 +48,9 @@ def errors(actual, expected):
         (16, 256, {"signed": True}),
     ],
 )
-def test_wide_and_odd_heads(features, width, rope):
-    options = {"features": features, "width": width, "rope": RotaryEmbedding(features, **rope)}
+@pytest.mark.parametrize("length", [20, pytest.param(150, marks=pytest.mark.exhaustive)])
+def test_wide_and_odd_heads(features, width, rope, length):
+    options = {"features": features, "width": width, "length": length, "rope": RotaryEmbedding(features, **rope)}
     found = gradients_and_output(torch.float64, "triton", **options)
     assert max(errors(found, gradients_and_output(torch.float64, "chunked", **options))) < 1e-12
 
@@ -58,7 +60,7 @@ def test_wide_and_odd_heads(features, width, rope):
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2**-7), (torch.float16, 2**-10)]
 )
-@pytest.mark.parametrize("decay", [False, True])
+@pytest.mark.parametrize("decay", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_precision(dtype, tolerance, decay):
     log_decay = -0.05 * torch.rand(1, 1, 150, generator=torch.Generator().manual_seed(1)) if decay else None
     options = {"features": 32, "width": 32, "rope": RotaryEmbedding(32), "log_decay": log_decay}
@@ -82,10 +84,12 @@ def test_the_gradient_of_a_decay_keeps_its_digits_in_bfloat16():
     assert ((gradient(torch.bfloat16, "triton") - exact).norm() / exact.norm()).item() < 2**-6
 
 
-@pytest.mark.parametrize("name", ["T=130", "everything at once, unpacked", "normalize=none, continued"])
-def test_token_by_token_is_the_whole(name):
-    """Through the kernel of decoding, one launch a token."""
-    case = next(case for case in CAUSAL if case.name == name)
+TOKENS = ("everything at once, unpacked", "T=130", "normalize=none, continued")
+
+
+@pytest.mark.parametrize("case", named([case for case in CAUSAL if case.name in TOKENS], TOKENS[:1]))
+def test_token_by_token_is_the_whole(case):
+    """By the kernel of decoding, one launch for each token."""
     with torch.no_grad():
         expected, state = _outputs(case, "chunked")
         found, final = _outputs(case, "triton", pieces=3)
@@ -117,9 +121,10 @@ def _outputs(case, backend, pieces=0):
     return torch.cat(outputs, dim=2), state
 
 
-@pytest.mark.parametrize("case", named([case for case in CAUSAL if case.name in (
-    "T=65", "continued, one token",
-)]))  # fmt: skip
+COMPILED = ("continued, one token", "T=65")
+
+
+@pytest.mark.parametrize("case", named([case for case in CAUSAL if case.name in COMPILED], COMPILED[:1]))
 def test_compiled_in_one_graph(case):
     torch._dynamo.reset()
     compiled = torch.compile(linear_attention, backend="aot_eager", fullgraph=True)
@@ -127,22 +132,22 @@ def test_compiled_in_one_graph(case):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on the CPU")
-def test_compiled_by_inductor_with_a_decay_as_the_model_lays_it_out():
-    """PyTorch's own compiler, which looks at strides and at names of arguments; both backends, forward and backward."""
+@pytest.mark.parametrize("backend", ["chunked", pytest.param("triton", marks=pytest.mark.exhaustive)])
+def test_compiled_by_inductor_with_a_decay_as_the_model_lays_it_out(backend):
+    """PyTorch's own compiler, which looks at strides and at names of arguments, forward and backward."""
     draw = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 70, 8, generator=draw).unbind()
     gate = torch.randn(1, 70, 2, generator=draw)
-    for backend in ("chunked", "triton"):
 
-        def gradients(gate, operator=linear_attention, backend=backend):
-            x = gate.clone().requires_grad_()
-            o = operator(q, k, v, log_decay=torch.nn.functional.logsigmoid(x).transpose(1, 2), backend=backend)
-            return o.detach(), torch.autograd.grad(o.sum(), x)[0]
+    def gradients(gate, operator=linear_attention):
+        x = gate.clone().requires_grad_()
+        o = operator(q, k, v, log_decay=torch.nn.functional.logsigmoid(x).transpose(1, 2), backend=backend)
+        return o.detach(), torch.autograd.grad(o.sum(), x)[0]
 
-        torch._dynamo.reset()
-        compiled = gradients(gate, torch.compile(linear_attention, fullgraph=True))
-        for actual, expected in zip(compiled, gradients(gate)):
-            torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)  # float32, fused elementwise passes
+    torch._dynamo.reset()
+    compiled = gradients(gate, torch.compile(linear_attention, fullgraph=True))
+    for actual, expected in zip(compiled, gradients(gate)):
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)  # float32, fused elementwise passes
 
 
 def test_a_mask_of_any_strides():
@@ -156,7 +161,7 @@ def test_a_mask_of_any_strides():
 @pytest.mark.parametrize("switch", ["high", "tf32"])
 def test_float32_takes_tf32_where_pytorch_allows_it(switch, monkeypatch):
     """By either of PyTorch's switches; operands are then rounded to the nearest of 10 binary digits."""
-    options = {"features": 32, "width": 32, "rope": RotaryEmbedding(32)}
+    options = {"features": 32, "width": 32, "length": 70, "rope": RotaryEmbedding(32)}
     exact = gradients_and_output(torch.float64, "chunked", **options)
     matmul, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
     if switch == "high":
@@ -230,6 +235,33 @@ def test_stretches_by_shape(monkeypatch, rows, length, width, itemsize, stretch)
     assert launch.stretch_of(rows, length, width, itemsize) == stretch
 
 
+INTERACTING = {"PLAIN", "DECAY", "DOCUMENTS", "MASKED", "CAUSAL", "SUMS", "WEIGHTED", "LATER", "VALUES", "FEATURES"}
+INTERACTING |= {"R", "SIGNED", "GIVEN_KV", "GIVEN_SUM"}
+SIZES = {"D", "E", "P", "BLOCK_E", "BLOCK_SUM", "STRETCH", "BLOCK", "KV", "X", "SCAN_BLOCK", "num_warps", "num_stages"}
+
+
+def branches(case, monkeypatch) -> set[tuple]:
+    """The values of the kernels' flags in one case's launches, and the pairs of those that interact."""
+    recorder, found = Recorder(), set()
+    monkeypatch.setattr(launch, "_kernels", lambda: recorder)
+    run(smaller(case), backend="triton")
+    for launched in recorder.launches:
+        flags = {name: value for name, value in launched.constants.items() if name not in SIZES}
+        flags |= {name: flags[name] > 0 for name in ("R", "SIGNED") if name in flags}
+        values = sorted((name, str(value)) for name, value in flags.items())
+        pairs = itertools.combinations([value for value in values if value[0] in INTERACTING], 2)
+        found |= {(launched.kernel, *pair) for pair in [*((value,) for value in values), *pairs]}
+    return found
+
+
+def test_the_default_cases_reach_every_branch(monkeypatch):
+    reached = {case.name: branches(case, monkeypatch) for case in CAUSAL + NONCAUSAL}
+    assert reached.keys() >= COVERING
+    everything = set().union(*reached.values())
+    assert len(everything) > 200
+    assert everything - set().union(*(reached[name] for name in COVERING)) == set()
+
+
 # --- where it cannot run ---------------------------------------------------------------------------------------------
 
 
@@ -286,16 +318,23 @@ def test_on_a_gpu_it_is_the_default_and_does_without_with_one_warning(monkeypatc
 # --- the compiler ----------------------------------------------------------------------------------------------------
 
 
-def test_every_kernel_compiles_for_gpus_that_are_not_there(monkeypatch):
+@pytest.mark.parametrize(
+    ("targets", "cases"),
+    [
+        (["90"], ["16, everything, trained θ", "64, one token"]),
+        pytest.param(["80", "90"], ["64, everything, trained θ", "64, one token"], marks=pytest.mark.exhaustive),
+    ],
+    ids=["16 dimensions", "64 dimensions"],
+)
+def test_every_kernel_compiles_for_gpus_that_are_not_there(monkeypatch, targets, cases):
     """What the interpreter does not see: layouts, shared memory, names that Triton's compiler lacks."""
     monkeypatch.delenv("TRITON_INTERPRET")
     monkeypatch.setenv("COLUMNS", "200")
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.compile_kernels", "--target", "80", "90", "--case"]
-    cases = ["64, everything, trained θ", "64, one token"]
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.compile_kernels", "--target", *targets, "--case"]
     done = subprocess.run([*command, *cases], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     for name in (
         "write_angles", "write_weights", "stretch_sums", "scan", "attend values", "write_d_den", "attend features",
         "attend later", "finish_log_decay", "decode",
     ):  # fmt: skip
-        assert done.stdout.count(name) >= 2, name
+        assert done.stdout.count(name) >= len(targets), name

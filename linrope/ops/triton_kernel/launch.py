@@ -197,8 +197,7 @@ class Launch:
             out = self.empty(self.batch * self.heads, n + 1, whole)
         mask = None if later else self.call.key_mask
         flags = {"LATER": later, "PLAIN": self.call.plain, "WEIGHTED": self.weighted, "MASKED": mask is not None}
-        weights, between = self.decay_weights
-        tensors = x, u, den, d_den, out, self.angles, weights, mask
+        tensors = x, u, den, d_den, out, self.angles, self.decay_weights[0], mask
         _kernels().stretch_sums[(self.batch * self.heads * n * self.e_blocks,)](
             *tensors,
             *(self.heads, length, n),
@@ -217,7 +216,7 @@ class Launch:
         first_kv, first_k_sum = (None if x is None else x.contiguous() for x in first)
         given = {"GIVEN_KV": first_kv is not None, "GIVEN_SUM": first_k_sum is not None}
         sizes = {"KV": kv, "X": whole, "SCAN_BLOCK": SCAN_BLOCK, "ACC": self.acc}
-        tensors = out, first_kv, first_k_sum, last_kv, last_k_sum, between
+        tensors = out, first_kv, first_k_sum, last_kv, last_k_sum, self.decay_weights[1]
         _kernels().scan[(self.batch * self.heads * cdiv(whole, SCAN_BLOCK),)](
             *tensors, self.heads, n, self.heads_of_weights, LATER=later, WEIGHTED=self.weighted, **given, **sizes
         )

@@ -1,0 +1,99 @@
+"""`summarize`: the final state of the definition, without queries and outputs."""
+
+import pytest
+import torch
+
+from linrope import InputError, RotaryEmbedding, linear_attention, merge, summarize
+from linrope.ops import summarize as module
+from tests.ops.cases import CAUSAL, Case, assert_agree, named, run
+
+CASES = [case for case in CAUSAL if case.past is None]
+
+
+@pytest.fixture(autouse=True)
+def several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 64 tokens: several, and a ragged end, at lengths that the definition can afford."""
+    monkeypatch.setattr(module, "BLOCK", 64)
+
+
+def state_only(q, k, v, rope, *, causal=True, eps=0.0, return_state, backend, **options):
+    return q.sum() * 0, summarize(k, v, rope, **options)
+
+
+def defined(q, k, v, rope, **options):
+    return q.sum() * 0, linear_attention(q, k, v, rope, **options)[1]
+
+
+@pytest.mark.parametrize("case", named(CASES))
+def test_it_is_the_final_state_of_the_definition(case: Case):
+    """Every option and ragged length; the state, and the gradients through it."""
+    assert_agree(run(case, state_only), run(case, defined), 1e-10)
+
+
+@pytest.mark.parametrize("rope", [{}, {"signed": True}, {"base": (100.0, None), "rotary_dim": 4}], ids=str)
+@pytest.mark.parametrize("normalize", ["plain", "rotary", "none"])
+def test_states_of_parts_merge_into_that_of_the_whole(rope, normalize):
+    if "signed" in rope and normalize == "rotary":
+        return  # refused
+    draw = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, 1, 2, 200, 6, generator=draw, dtype=torch.float64).unbind()
+    decay = -torch.rand(1, 2, 200, generator=draw, dtype=torch.float64) / 10
+    ids = (torch.arange(200) >= 40).long()[None]
+    rope = RotaryEmbedding(6, **rope)
+
+    def part(start, stop):
+        some = slice(start, stop)
+        options = {"log_decay": decay[:, :, some], "segment_ids": ids[:, some], "normalize": normalize}
+        return summarize(k[:, :, some], v[:, :, some], rope, **options)
+
+    whole, merged = part(0, 200), merge(part(0, 77), part(77, 200), rope)
+    assert whole.length == merged.length == 200
+    for name, tensor in whole.tensors.items():
+        torch.testing.assert_close(merged.tensors[name], tensor, rtol=1e-10, atol=1e-12)
+
+
+def test_float32_at_many_tokens(monkeypatch):
+    """Sums of bfloat16 inputs are float32, and the angles of late tokens are exact."""
+    monkeypatch.undo()
+    draw = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, 1, 1, 50_000, 8, generator=draw).bfloat16().unbind()
+    state, exact = summarize(k, v, RotaryEmbedding(8)), summarize(k.double(), v.double(), RotaryEmbedding(8))
+    assert state.kv.dtype == torch.float32
+    for name in ("kv", "k_sum"):
+        found, expected = getattr(state, name), getattr(exact, name)
+        assert (found - expected).norm() / expected.norm() < 2e-6
+
+
+def test_masked_nans_and_no_tokens():
+    k, v = torch.randn(2, 1, 2, 70, 4).unbind()
+    mask = torch.arange(70)[None] != 5
+    expected = summarize(k, v, key_mask=mask)
+    k[:, :, 5] = torch.nan
+    assert torch.equal(summarize(k, v, key_mask=mask).kv, expected.kv)
+    nothing = summarize(k[:, :, :0], v[:, :, :0], RotaryEmbedding(4), segment_ids=torch.zeros(1, 0, dtype=torch.int64))
+    assert nothing.length == 0
+    assert (nothing.kv == 0).all()
+
+
+def test_under_autocast_it_takes_the_autocast_dtype():
+    k, v = torch.randn(2, 1, 2, 70, 4).unbind()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        state = summarize(k, v, RotaryEmbedding(4))
+    assert torch.equal(state.kv, summarize(k.bfloat16(), v.bfloat16(), RotaryEmbedding(4)).kv)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"k": None}, "k is a NoneType"),
+        ({"v": torch.zeros(1, 2, 9, 4)}, r"k \(1, 2, 5, 4\), v \(1, 2, 9, 4\) do not fit together"),
+        ({"v": torch.zeros(1, 2, 5, 4).double()}, "v is torch.float64 on cpu, k is torch.float32"),
+        ({"rope": RotaryEmbedding(6)}, "rope has dim=6"),
+        ({"log_decay": torch.ones(1, 2, 5)}, "at most 0"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_named(changes, message):
+    given = {"k": torch.zeros(1, 2, 5, 4), "v": torch.zeros(1, 2, 5, 4)} | changes
+    with pytest.raises(InputError, match=message):
+        summarize(**given)
