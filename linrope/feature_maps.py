@@ -41,12 +41,17 @@ def _vjp_elementwise(grad: Tensor, y: Tensor, derivative: Tensor, out: Tensor) -
     torch.mul(grad, derivative, out=out)
 
 
+def _at_most(x: Tensor, bound: float) -> Tensor:
+    """`min(x, bound)` with derivative 1 at the bound, where that of `clamp` depends on PyTorch's version."""
+    return x.masked_fill(x > bound, bound)
+
+
 def elu1(x: Tensor) -> Tensor:
     """`elu(x) + 1`, positive everywhere (Katharopoulos et al., arXiv 2006.16236).
 
     `elu(x) + 1` as written is exactly 0 in bfloat16 from x ≈ -8 down. Here it is `exp(min(x, 0)) + max(x, 0)`.
     """
-    return x.clamp(max=0).exp() + x.relu()
+    return _at_most(x, 0).exp() + x.relu()
 
 
 def exp_below_zero(x: Tensor, out: Tensor) -> Tensor:
@@ -71,7 +76,7 @@ def _load_relu(x: Tensor, y: Tensor, derivative: Tensor) -> None:
 
 def exp(x: Tensor) -> Tensor:
     """`exp(min(x, 10))`: bounded, so that neither it nor a sum of its products overflows (derivative 0 above 10)."""
-    return x.clamp(max=EXP_CEILING).exp()
+    return _at_most(x, EXP_CEILING).exp()
 
 
 def _load_exp(x: Tensor, y: Tensor, derivative: Tensor) -> None:

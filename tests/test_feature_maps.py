@@ -39,7 +39,8 @@ def test_elu1_is_elu_plus_one():
     torch.testing.assert_close(elu1(x), expected, rtol=1e-12, atol=3e-16)  # elu + 1 itself loses to 1e-16
     derivative = torch.autograd.grad(elu1(x).sum(), x)[0]
     torch.testing.assert_close(derivative, torch.autograd.grad(expected.sum(), x)[0], rtol=1e-12, atol=1e-15)
-    assert torch.autograd.grad(elu1(z := torch.zeros(1, requires_grad=True)), z)[0] == 1
+    at_zero = torch.zeros(1, requires_grad=True)  # padding; PyTorch 2.15 gives clamp the derivative 0 at its bound
+    assert torch.autograd.grad(elu1(at_zero), at_zero)[0] == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from linrope import RotaryEmbedding, State, linear_attention
 from linrope.feature_maps import elu1
-from linrope.ops.linear_attention import BACKENDS
+from linrope.ops.backends import BACKENDS
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 MODES = ("forward", "forward+backward", "decode")

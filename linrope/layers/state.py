@@ -52,10 +52,8 @@ def token_positions(
     """
     if segment_ids is not None:
         check_segment_ids(segment_ids, x.shape[0], x.shape[1], x.device)
-    start = None if state is None else state.document_start
-    if start is not None and start.shape != x.shape[:1]:
-        raise InputError(f"state.document_start is {tuple(start.shape)}, this call needs ({x.shape[0]},).")
-    return document_positions(x.shape[1], segment_ids, 0 if state is None else state.past.length, start)
+    offset, start = (0, None) if state is None else (state.past.length, state.document_start)
+    return document_positions(x.shape[:2], segment_ids, offset, start)
 
 
 def map_state(change: Callable[[str, Tensor], Tensor], state: Any) -> Any:
