@@ -20,177 +20,37 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.experiments import ablation_report
-from benchmarks.experiments.grid import (
-    Grid,
-    Settings,
-    longest_context,
-    n_steps,
-    read_grid,
-    settings_of,
-    text_fingerprint,
-)
+from benchmarks.experiments import ablation_pictures, ablation_report
+from benchmarks.experiments.grid import Settings, n_steps, read_grid, settings_of
+from benchmarks.experiments.results_folder import Folder, Speed
 from benchmarks.experiments.training_run import INTERRUPTED
-from benchmarks.harness import report
+from benchmarks.harness.machine import device_name
+from benchmarks.harness.options import check_names
+from benchmarks.harness.runner import Benchmark
 from benchmarks.harness.timing import Alternation
 from linrope import LanguageModel
 from linrope.errors import InputError
 from linrope.losses import token_losses
 from linrope.training import OptimizerConfig
 from linrope.training.optimizer import parameter_groups
-from linrope.utils.files import claim, whole_file
+from linrope.utils.files import claim
+from linrope.utils.terminal import progress_bar
 
 DRIFT = 0.1
 """A reference whose speed differs by more from what it was is worth a word."""
 
 
-@dataclass(frozen=True)
-class Speed:
-    """Of a variant in training, by the median of some rounds."""
-
-    tokens_per_second: float
-    spread: float | None = None
-    """Between which half of the rounds lie, as a share of the median."""
-    machine: str | None = None
-    """The processor or GPU that it was measured on: what is faster there may be slower elsewhere."""
-
-
 class RunFailed(RuntimeError):
     """A run's process ended without a result; the message holds what it said last."""
-
-
-class Folder:
-    """Where a grid's results lie: `runs/VARIANT-seedN.json`, and `speed.json` of the device that they are made on."""
-
-    def __init__(self, path: Path, grid: Grid, settings: dict[str, Settings], device: str = "cpu"):
-        self.path, self.grid, self.settings, self.device = path, grid, settings, device
-        self.runs = path / "runs"
-        self.longest_context = longest_context(settings.values())
-
-    def check(self, runs_follow: bool) -> None:
-        """Raise InputError where the folder holds results of another grid, or of another text where `runs_follow`."""
-        self.read_speeds()
-        for file in sorted(self.runs.glob("*.json")):
-            found = read_object(file)
-            known = {"variant", "fingerprint", "settings"} <= found.keys()
-            if not known or not isinstance(found.get("measured"), dict) or "title" not in found["measured"]:
-                raise InputError(f"--output {self.path}: {file} is no result of a grid. Give another folder.")
-            variant = found["variant"]
-            if found["measured"]["title"] != self.grid.title:
-                other = f"those of {found['measured']['title']!r}"
-            elif variant in self.settings and not self._matches(found):
-                other = f"runs of {variant!r} with other options ({self._difference(found)})"
-            elif runs_follow and variant in self.settings and not self._same_text(found):
-                other = f"runs of {variant!r} on another text (another version of Python has another standard library)"
-            else:
-                continue
-            raise InputError(
-                f"--output {self.path} holds results of another grid: {other}. Nothing there was changed; "
-                "give another folder, or name the changed variant anew."
-            )
-
-    def _matches(self, found: dict[str, Any]) -> bool:
-        own = self.settings[found["variant"]]
-        measured = found["measured"] == self.grid.measured and self._validated_on(found) == self.longest_context
-        return measured and found["fingerprint"] == own.fingerprint
-
-    def _validated_on(self, found: dict[str, Any]) -> int | None:
-        """Of which length the windows were; runs that do not say it had windows of their own."""
-        return found.get("longest_context", longest_context([Settings(**found["settings"])]))
-
-    def _same_text(self, found: dict[str, Any]) -> bool:
-        return found.get("text") == text_fingerprint(self.settings[found["variant"]])
-
-    def _difference(self, found: dict[str, Any]) -> str:
-        then = {**found["measured"], **found["settings"], "longest context": self._validated_on(found)}
-        own = asdict(self.settings[found["variant"]])
-        now = {**self.grid.measured, **own, "longest context": self.longest_context}
-        return ", ".join(f"{name} was {then[name]}" for name in then if then[name] != now.get(name))
-
-    def result_of(self, variant: str, seed: int) -> Path:
-        return self.runs / f"{variant}-seed{seed}.json"
-
-    def results(self) -> list[dict[str, Any]]:
-        """Every finished run of the grid."""
-        files = (self.result_of(*run) for run in self.grid.runs)
-        return [read_object(file) for file in files if file.exists()]
-
-    @property
-    def missing(self) -> list[tuple[str, int]]:
-        return [run for run in self.grid.runs if not self.result_of(*run).exists()]
-
-    def identity(self, variant: str, seed: int) -> dict[str, Any]:
-        """What a result says of itself."""
-        own = self.settings[variant]
-        return {
-            "variant": variant,
-            "seed": seed,
-            "measured": self.grid.measured,
-            "fingerprint": own.fingerprint,
-            "settings": asdict(own),
-            "text": text_fingerprint(own),
-            "longest_context": self.longest_context,
-            "device": self.device,
-            "processor": report.device_name(self.device),
-            "commit": report.commit(),
-            "torch": torch.__version__,
-        }
-
-    def read_speeds(self) -> dict[str, Speed]:
-        speeds, keys = self._known_speeds(), self._speed_keys()
-        try:
-            return {name: Speed(**speeds[key]) for name, key in keys.items() if key in speeds}
-        except TypeError as error:
-            raise InputError(
-                f"--output {self.path}: speed.json holds what is no speed. Move it away, and all are measured again."
-            ) from error
-
-    def write_speeds(self, speeds: dict[str, Speed]) -> None:
-        """Keep them beside those of variants that this grid does not have: another that shares the folder may."""
-        keys = self._speed_keys()
-        known = self._known_speeds() | {keys[name]: asdict(speed) for name, speed in speeds.items()}
-        with whole_file(self.path / "speed.json") as file:
-            file.write((json.dumps(known, indent=1) + "\n").encode())
-
-    @property
-    def timed(self) -> Collection[str]:
-        """The variants whose steps all take the same time; those of a curriculum do not."""
-        return self._speed_keys().keys()
-
-    def _speed_keys(self) -> dict[str, str]:
-        timed = {name: own for name, own in self.settings.items() if own.curriculum is None}
-        return {name: own.speed_key(self.device) for name, own in timed.items()}
-
-    def _known_speeds(self) -> dict[str, dict[str, Any]]:
-        file = self.path / "speed.json"
-        return read_object(file) if file.exists() else {}
-
-
-def read_object(file: Path) -> dict[str, Any]:
-    """What a file of JSON in the folder holds.
-
-    Raises:
-        InputError: it cannot be read, or is no object.
-    """
-    try:
-        found = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{file} cannot be read: {error}. Move it away, and what it held is measured again."
-        ) from error
-    if not isinstance(found, dict):
-        raise InputError(f"{file} is no result of a grid. Move it away, or give another --output.")
-    return found
 
 
 # --- speed -----------------------------------------------------------------------------------------------------------
@@ -255,7 +115,7 @@ def time_steps(folder: Folder, names: list[str], rounds: int, bar: Progress) -> 
         name, error = next(iter(alternation.failures.items()))
         raise RunFailed(f"{name}: a training step failed: {error}") from error
     tokens = {name: own.timed_rows * own.longest_row for name, own in settings.items()}
-    machine = report.device_name(folder.device)
+    machine = device_name(folder.device)
     return {
         name: Speed(tokens[name] / found.median, found.spread if rounds > 1 else None, machine)
         for name, found in alternation.samples.items()
@@ -357,63 +217,104 @@ def _said(line: str) -> dict[str, Any] | None:
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def parse(args: list[str] | None) -> argparse.Namespace:
-    """The options, with the grid and the folder checked before anything runs."""
-    parser = argparse.ArgumentParser("benchmarks.ablation", description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--grid", type=Path, required=True, help="a YAML file; benchmarks/grids has some, benchmarks/grid.py the form")
-    add("--output", type=Path, help="folder for results (default: results/ablation/GRID)")
-    add("--only", nargs="+", metavar="VARIANT", help="run these alone, every seed of them (default: all)")
-    add("--rounds", type=int, default=5, help="rounds in which the training speeds are measured")
-    add("--device", choices=["cpu", "cuda"], default="cpu", help="where models are trained and speeds measured")
-    add("--report", action="store_true", help="only report what is there")
-    options = parser.parse_args(args)
-    report.check_positive(parser, options, "rounds")
-    report.check_device(parser, options.device)
-    options.output = options.output or Path("results/ablation", options.grid.stem)
-    try:
-        grid = read_grid(options.grid)
-        options.folder = Folder(options.output, grid, settings_of(grid), options.device)
-        options.folder.check(runs_follow=not options.report)
-    except InputError as error:
-        parser.error(str(error))
-    options.only = options.only or list(grid.variants)
-    report.check_names(parser, "--only", options.only, grid.variants)
-    if options.report and not options.folder.results():
-        parser.error(f"--report: {options.output} holds no finished run of {options.grid}; run it without --report")
-    report.make_folder(parser, options.folder.runs)
-    return options
+class Ablation(Benchmark):
+    """
+    Attributes:
+        folder: the results.
+        results: the finished runs, and `speeds` by variant, when the table is made.
+        failure: the error of a run that failed.
+    """
 
+    name = "ablation"
+    point = ablation_report.Row
+    positive = ("rounds",)
+    output = ""
 
-def main(args: list[str] | None = None) -> int:
-    options = parse(args)
-    console, folder = Console(), options.folder
-    report.say_if_without_pictures(console)
-    interrupted, failure = False, None
-    # also where a shell has told its background processes to ignore Ctrl-C: a run must not outlive this process
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, signal.default_int_handler)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[now]}"))
-    if not options.report:
+    @classmethod
+    def add_options(cls, add: Callable[..., Any]) -> None:
+        add("--grid", type=Path, required=True, help="a YAML file, such as those in benchmarks/grids")
+        add("--output", type=Path, help="folder for results (default: results/ablation/GRID)")
+        add(
+            "--only", nargs="+", metavar="VARIANT", help="run these variants alone, with all their seeds (default: all)"
+        )
+        add("--rounds", type=int, default=5, help="rounds in which the training speeds are measured (default: 5)")
+        add("--device", choices=["cpu", "cuda"], default="cpu", help="where models are trained and speeds measured")
+        add("--report", action="store_true", help="report the finished runs, and run nothing")
+
+    @classmethod
+    def check(cls, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+        """`folder` is added."""
+        options.output = options.output or Path("results/ablation", options.grid.stem)
         try:
-            with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
-                make_runs(folder, measure_speeds(folder, options.rounds, bar), options.only, bar)
-        except KeyboardInterrupt:
-            interrupted = True
-        except RunFailed as error:
-            failure = str(error)
-    try:
-        if results := folder.results():
-            ablation_report.finish(console, folder, results, report.surroundings(options.device, "ablation", args))
-    except KeyboardInterrupt:
-        interrupted = True
-    if failure:
-        console.print(failure, markup=False, highlight=False)
-        return 1
-    if interrupted:
-        console.print(f"interrupted: {len(folder.missing)} runs are left; the same command goes on with them")
-    return 130 if interrupted else 0
+            grid = read_grid(options.grid)
+            options.folder = Folder(options.output, grid, settings_of(grid), options.device)
+            options.folder.check(runs_follow=not options.report)
+        except InputError as error:
+            parser.error(str(error))
+        options.only = options.only or list(grid.variants)
+        check_names(parser, "--only", options.only, grid.variants)
+        if options.report and not options.folder.results():
+            parser.error(f"--report: {options.output} holds no finished run of {options.grid}; run it without --report")
 
+    def measure(self) -> None:
+        self.failure = ""
+        # also where a shell starts background processes that ignore Ctrl-C: a run must not outlive this process
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, signal.default_int_handler)
+        if self.options.report:
+            return
+        folder = self.options.folder
+        folder.runs.mkdir(parents=True, exist_ok=True)
+        columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[now]}"), TimeElapsedColumn()
+        try:
+            with progress_bar(self.console, *columns) as bar:
+                make_runs(folder, measure_speeds(folder, self.options.rounds, bar), self.options.only, bar)
+        except RunFailed as error:
+            self.failure = str(error)
+
+    def read(self, folder: Folder) -> None:
+        """Read the finished runs, and make the rows of the table."""
+        self.folder, self.results, self.speeds = folder, folder.results(), folder.read_speeds()
+        self.points = ablation_report.rows_of(
+            self.results, folder.grid, {name: speed.tokens_per_second for name, speed in self.speeds.items()}
+        )
+
+    def finish(self, args: list[str] | None) -> int:
+        self.read(self.options.folder)
+        if not self.results:
+            self.options.output = None  # no files
+        status = super().finish(args)
+        if self.failure:
+            self.console.print(self.failure, markup=False, highlight=False)
+        return status
+
+    def show(self) -> None:
+        if self.results:
+            ablation_report.show(self.console, self.points, self.results, self.folder.grid, self.speeds)
+
+    @property
+    def kept(self) -> str:
+        return f"{len(self.folder.missing)} runs are left; the same command continues with them"
+
+    def status(self) -> int:
+        return 1 if self.failure else 0
+
+    def details(self) -> dict[str, Any]:
+        return ablation_report.details_of(self.results, self.folder.grid, self.speeds)
+
+    def figures(self) -> dict[str, Callable]:
+        return ablation_pictures.figures_of(self.points, self.results, self.folder.grid)
+
+    @classmethod
+    def redraw(cls, file: Path) -> list[Path]:
+        """The pictures show single runs too, so that they are drawn from the runs beside the file."""
+        run = cls(cls.options_of(json.loads(file.read_text())))
+        grid = read_grid(run.options.grid)
+        run.read(Folder(file.parent, grid, settings_of(grid), run.options.device))
+        return run.draw(file.parent)
+
+
+main = Ablation.main
 
 if __name__ == "__main__":
     sys.exit(main())

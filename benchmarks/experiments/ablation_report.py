@@ -1,4 +1,4 @@
-"""What a grid of runs shows: means and intervals over seeds, differences, stability, tables and pictures."""
+"""The results of a grid: means and intervals over seeds, differences, stability; tables of them."""
 
 from __future__ import annotations
 
@@ -7,22 +7,20 @@ import math
 import statistics
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
-from benchmarks.experiments.grid import BLOCK, TOLERANCE, Settings
-from benchmarks.harness import report
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from benchmarks.experiments.grid import BLOCK, TOLERANCE, Grid, Settings
+from benchmarks.experiments.results_folder import Speed
+from benchmarks.harness.runner import print_table
+from linrope.utils.terminal import new_table
 
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 """Student's t at 97.5 % for 1, 2, … degrees of freedom."""
 SPIKE, SPIKE_WINDOW = 1.25, 5
 CASE = "accuracy/"
-STYLES = ("-", "--", ":")
 METRIC = {"text": ("bpb", "bits per byte", -1), "mqar": ("accuracy", "accuracy", 1)}
 """By task: the metric, how it is called, and whether more (1) or less (-1) of it is better. Differences in bits per
 byte are shares of the reference's, in accuracy (which may be 0) they are what they are."""
@@ -88,29 +86,33 @@ class Row:
     state_bytes: int
 
 
-def finish(console: Console, folder: Any, results: list[dict[str, Any]], details: dict[str, Any]) -> None:
-    """Print the table and write CSV, JSON and the picture beside the runs."""
-    grid = folder.grid
-    measured = folder.read_speeds()
-    speeds = {name: speed.tokens_per_second for name, speed in measured.items()}
-    spreads = {name: speed.spread for name, speed in measured.items() if speed.spread is not None}
-    machines = {speed.machine for speed in measured.values() if speed.machine is not None}
-    rows = rows_of(results, grid, speeds)
-    report.show(console, table_of(rows, grid), remarks(rows, results, grid))
+def show(
+    console: Console, rows: list[Row], results: list[dict[str, Any]], grid: Grid, speeds: dict[str, Speed]
+) -> None:
+    """Print the tables and what they do not say."""
+    print_table(console, table_of(rows, grid), remarks(rows, results, grid))
     if (in_time := table_at_equal_seconds(rows, grid)) is not None:
         without = [row.variant for row in rows if math.isnan(row.at_equal_seconds)]
-        report.show(console, in_time, remarks_on_speeds(spreads, machines, without))
-    details = {**details, "title": grid.title, "reference": grid.reference}
-    details |= {"by_context": by_context(results), "by_eighth": by_eighth(results), "by_case": by_case(results)}
-    details |= {"tokens_per_second": speeds, "spread_of_tokens_per_second": spreads}
-    written = report.write(folder.path, "ablation", rows, details, lambda path: draw(path, rows, results, grid))
-    console.print("wrote", *map(str, written), soft_wrap=True, highlight=False)
+        print_table(console, in_time, remarks_on_speeds(speeds, without))
+
+
+def details_of(results: list[dict[str, Any]], grid: Grid, speeds: dict[str, Speed]) -> dict[str, Any]:
+    """The entries of the JSON file beside the rows."""
+    return {
+        "title": grid.title,
+        "reference": grid.reference,
+        "by_context": by_context(results),
+        "by_eighth": by_eighth(results),
+        "by_case": by_case(results),
+        "tokens_per_second": {name: speed.tokens_per_second for name, speed in speeds.items()},
+        "spread_of_tokens_per_second": {name: s.spread for name, s in speeds.items() if s.spread is not None},
+    }
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
 
 
-def rows_of(results: list[dict[str, Any]], grid: Any, speeds: dict[str, float]) -> list[Row]:
+def rows_of(results: list[dict[str, Any]], grid: Grid, speeds: dict[str, float]) -> list[Row]:
     """A row for each variant that has a finished run, best mean first; those without any mean come last."""
     metric, _, better = METRIC[grid.task]
     by_variant = {name: [r for r in results if r["variant"] == name] for name in grid.variants}
@@ -137,7 +139,7 @@ class Compared:
     verdict: str
 
     @classmethod
-    def of(cls, values: dict[str, dict[int, float]], name: str, grid: Any) -> Compared:
+    def of(cls, values: dict[str, dict[int, float]], name: str, grid: Grid) -> Compared:
         """From every variant's values by seed; the reference is not compared with itself."""
         metric, _, better = METRIC[grid.task]
         own, reference = values[name], {} if name == grid.reference else values[grid.reference]
@@ -299,19 +301,20 @@ def _late_change(evaluation: dict[str, Any], context: int, short: int) -> float:
     return _mean(long_blocks[b] for b in chosen) / _mean(short_blocks[b] for b in chosen) - 1
 
 
-# --- table and picture -----------------------------------------------------------------------------------------------
+# --- tables ----------------------------------------------------------------------------------------------------------
 
 
-def table_of(rows: list[Row], grid: Any):
+def table_of(rows: list[Row], grid: Grid) -> Table:
     """A row for each variant, best first."""
     metric, label, _ = METRIC[grid.task]
     length = f"{grid.tokens:,} tokens" if grid.tokens else f"{grid.minutes:g} minutes"
-    table = report.new_table(
+    table = new_table(
         f"{grid.title}\n{label} after {length}",
-        f"±: 95 % over seeds. vs: to {grid.reference}, seed by seed\n+ better, - worse, ~ within noise, ? one seed\n"
-        "1st, 8th: bits per token in that eighth of a row\npeak: gradient norm after the warm-up, any seed",
+        *(metric, "±", "vs", "±", "", "1st", "8th", "peak", "runs"),
         text=["variant"],
-        numbers=[metric, "±", "vs", "±", "", "1st", "8th", "peak", "runs"],
+        caption=f"±: 95 % interval over seeds. vs: difference from {grid.reference}, seed by seed\n"
+        "+ better, - worse, ~ within noise, ? one seed\n1st, 8th: bits per token in that eighth of a row\n"
+        "peak: largest gradient norm after the warm-up, of all seeds",
     )
     for row in rows:
         table.add_row(
@@ -325,17 +328,17 @@ def table_of(rows: list[Row], grid: Any):
     return table
 
 
-def table_at_equal_seconds(rows: list[Row], grid: Any):
+def table_at_equal_seconds(rows: list[Row], grid: Grid) -> Table | None:
     """The same rows at equal wall-clock; None where no speed is known, or the runs themselves have equal time."""
     known = [row for row in rows if not math.isnan(row.at_equal_seconds)]
     if grid.minutes or not known:
         return None
     metric, label, _ = METRIC[grid.task]
-    table = report.new_table(
+    table = new_table(
         f"{grid.title}\n{label} at equal wall-clock",
-        "in the time of the fastest: of slower ones from\ntheir curve, in the middle of their schedule",
+        *(metric, "±", "vs", "±", "", "tok/s"),
         text=["variant"],
-        numbers=[metric, "±", "vs", "±", "", "tok/s"],
+        caption="after the time of the fastest variant; slower ones are\nread from their curve, in mid-schedule",
     )
     for row in sorted(known, key=lambda row: -METRIC[grid.task][2] * row.at_equal_seconds):
         found = (
@@ -360,7 +363,7 @@ def _or_blank(form: str, value: float) -> str:
     return "" if math.isnan(value) else form.format(value)
 
 
-def remarks(rows: list[Row], results: list[dict[str, Any]], grid: Any) -> list[str]:
+def remarks(rows: list[Row], results: list[dict[str, Any]], grid: Grid) -> list[str]:
     """What the table does not say: runs that diverged, spikes, unequal sizes."""
     said = [f"{r['variant']}, seed {r['seed']}: diverged, {r['diverged']}" for r in results if r["diverged"]]
     said += [f"{row.variant}: the loss spiked, in {row.spikes} hundredths of a run" for row in rows if row.spikes]
@@ -382,102 +385,16 @@ def remarks(rows: list[Row], results: list[dict[str, Any]], grid: Any) -> list[s
     return said
 
 
-def remarks_on_speeds(spreads: dict[str, float], machines: set[str], without: list[str]) -> list[str]:
-    """How well speeds are known: of which variants not, the widest spread over the rounds that they were measured in,
-    and where."""
+def remarks_on_speeds(speeds: dict[str, Speed], without: list[str]) -> list[str]:
+    """How well speeds are known: variants without one, the widest spread over rounds, and different machines."""
     said = []
     if without:
-        said.append(f"not in this table, for want of a speed or of a validation so early: {', '.join(without)}")
-    if spreads:
+        said.append(f"not in this table, without a speed or a validation that early: {', '.join(without)}")
+    if spreads := {name: speed.spread for name, speed in speeds.items() if speed.spread is not None}:
         name = max(spreads, key=spreads.__getitem__)
         said.append(f"tok/s are medians: half of the rounds lie within {spreads[name]:.0%} of each other ({name})")
+    machines = {speed.machine for speed in speeds.values() if speed.machine is not None}
     if len(machines) > 1:
-        said.append(f"tok/s were measured on different machines, so equal s is a guess: {', '.join(sorted(machines))}")
+        found = ", ".join(sorted(machines))
+        said.append(f"tok/s were measured on different machines, so this table is an estimate: {found}")
     return said
-
-
-def draw(path: Path, rows: list[Row], results: list[dict[str, Any]], grid: Any) -> None:
-    """Means with intervals; validation against tokens; by position; by the length of the rows; recall by case."""
-    from matplotlib.figure import Figure
-
-    shown = [row for row in rows if not math.isnan(row.mean)]
-    contexts, parts, cases = by_context(results), by_eighth(results), by_case(results)
-    looks = {row.variant: {"color": f"C{i % 10}", "linestyle": STYLES[i // 10 % 3]} for i, row in enumerate(shown)}
-    panels = [
-        lambda axes: _draw_means(axes, shown, results, grid, looks),
-        lambda axes: _draw_curves(axes, shown, results, grid, looks),
-    ]
-    if parts:
-        panels.append(lambda axes: _draw_eighths(axes, parts, looks))
-    if any(len(values) > 1 for values in contexts.values()):
-        panels.append(lambda axes: _draw_contexts(axes, contexts, looks))
-    if cases:
-        panels.append(lambda axes: _draw_cases(axes, cases, looks))
-    figure = Figure(figsize=(5.2 * len(panels), max(4.5, 0.3 * len(shown) + 2)), layout="constrained")
-    figure.suptitle(grid.title, fontsize="medium")
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        panel(axes)
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=110)
-
-
-def _draw_means(axes: Axes, rows: list[Row], results, grid: Any, looks: dict[str, Any]) -> None:
-    metric, label, _ = METRIC[grid.task]
-    for height, row in enumerate(reversed(rows)):
-        half = 0 if math.isnan(row.interval) else row.interval
-        axes.errorbar(row.mean, height, xerr=half, fmt="o", color=looks[row.variant]["color"], capsize=3)
-        seeds = [r["final"][metric] for r in results if r["variant"] == row.variant and r["diverged"] is None]
-        axes.plot(seeds, [height] * len(seeds), "|", color="black", markersize=7)
-    axes.set_yticks(range(len(rows)), [row.variant for row in reversed(rows)], fontsize="small")
-    axes.set_xlabel(f"{label}: mean, 95 % interval, each seed")
-
-
-def _draw_curves(axes: Axes, rows: list[Row], results, grid: Any, looks: dict[str, Any]) -> None:
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    metric, label, _ = METRIC[grid.task]
-    for row in rows:
-        curves = [r["curve"] for r in results if r["variant"] == row.variant and r["diverged"] is None]
-        points = {p["tokens"] for curve in curves for p in curve if metric in p}
-        means = {t: _mean(p[metric] for curve in curves for p in curve if p["tokens"] == t) for t in sorted(points)}
-        axes.plot(means.keys(), means.values(), marker=".", label=row.variant, **looks[row.variant])
-    axes.set_xlabel("training tokens")
-    # see training_run.validation_batches
-    axes.set_ylabel(f"{label} on part of the validation text" if grid.task == "text" else f"{label} in validation")
-    axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(lambda tokens, _: report.count_text(tokens))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    # beside the curves where there are many, lest it cover one of them
-    place = {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if len(rows) > 6 else {}
-    axes.legend(fontsize="x-small", **place)
-
-
-def _draw_eighths(axes: Axes, parts: dict[str, list[float]], looks: dict[str, Any]) -> None:
-    for name in filter(parts.__contains__, looks):
-        axes.plot(range(1, len(parts[name]) + 1), parts[name], marker=".", **looks[name])
-    axes.set_xlabel("eighths of a row as long as in training")
-    axes.set_ylabel("bits per token")
-
-
-def _draw_contexts(axes: Axes, contexts: dict[str, Any], looks: dict[str, Any]) -> None:
-    lengths = sorted({int(length) for found in contexts.values() for length in found})
-    for number, name in enumerate(filter(contexts.__contains__, looks)):
-        found = {length: contexts[name][str(length)] for length in lengths if str(length) in contexts[name]}
-        halves = [0 if math.isnan(values["half"]) else values["half"] for values in found.values()]
-        means = [values["mean"] for values in found.values()]
-        aside = [length * 1.02 ** (number - len(contexts) / 2) for length in found]  # bars in one place hide each other
-        axes.errorbar(aside, means, yerr=halves, marker=".", capsize=3, **looks[name])
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-    axes.set_xlabel("rows of so many tokens (the same text)")
-    axes.set_ylabel("bits per byte")
-
-
-def _draw_cases(axes: Axes, cases: dict[str, Any], looks: dict[str, Any]) -> None:
-    for name in filter(cases.__contains__, looks):
-        means = [values["mean"] for values in cases[name].values()]
-        axes.plot(list(cases[name]), means, marker=".", **looks[name])
-    axes.tick_params(axis="x", labelsize="x-small")
-    axes.set_xlabel("length x pairs")
-    axes.set_ylabel("accuracy, mean over seeds")

@@ -180,3 +180,9 @@ def gemm_rate(dtype: torch.dtype, device: str = "cpu", rounds: int = 5) -> float
     """Measured FLOPs per second of a large matrix product."""
     product, flops = gemm(dtype, device)
     return flops / alternate({"gemm": product}, rounds, device, count=False).samples["gemm"].median
+
+
+def milliseconds_text(seconds: float) -> str:
+    """Seconds as text in milliseconds, so that a column of times lines up."""
+    milliseconds = 1e3 * seconds
+    return f"{milliseconds:,.{3 if milliseconds < 1 else 2 if milliseconds < 10 else 1}f}"

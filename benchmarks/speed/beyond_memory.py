@@ -14,18 +14,22 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import memory, report
-from benchmarks.harness.pictures import Panel, draw
-from benchmarks.harness.sweep import INTERRUPTED, MEASURED, Budget, Point
+from benchmarks.harness import memory
+from benchmarks.harness.options import parse_bytes
+from benchmarks.harness.pictures import Quantity, against_length
+from benchmarks.harness.runner import Benchmark
+from benchmarks.harness.sweep import INTERRUPTED, MEASURED, Budget, Point, series
 from benchmarks.harness.timing import alternate
 from linrope import LanguageModel, LanguageModelConfig, RotaryConfig, segmented_loss
 from linrope.losses import summed_cross_entropy
+from linrope.utils.formatting import bytes_text
+from linrope.utils.terminal import new_table
 
 METHODS = ("softmax", "linear", "linear in segments")
 GROWTH = {"softmax": (2, 1), "linear": (1, 1), "linear in segments": (1, 0)}
@@ -107,115 +111,101 @@ def cost_ratio(options: argparse.Namespace) -> float:
     return samples["linear in segments"].median / samples["linear"].median
 
 
-# --- showing ---------------------------------------------------------------------------------------------------------
+# --- the command -----------------------------------------------------------------------------------------------------
 
 
-def title_of(options: argparse.Namespace) -> str:
-    model = f"{options.layers} layers, d_model {options.d_model}, {options.heads} heads, one row"
-    return f"a training step: {model}\n{report.device_name(options.device)}"
+class BeyondMemory(Benchmark):
+    name = "beyond_memory"
+    positive = ("lengths", "segment_length", "layers", "d_model", "heads", "seconds", "repeats")
 
+    @classmethod
+    def add_options(cls, add: Callable[..., Any]) -> None:
+        lengths = [2**power for power in range(14, 21)]
+        add("--lengths", type=int, nargs="+", default=lengths, help="tokens in the row (default: 16384 to 1048576)")
+        add("--segment_length", type=int, default=8192, help="tokens in a segment (default: 8192)")
+        add("--layers", type=int, default=4)
+        add("--d_model", type=int, default=128)
+        add("--heads", type=int, default=4)
+        add("--device", choices=["cpu", "cuda"], default="cpu")
+        add("--memory", type=parse_bytes, help="largest size of the whole process (default: 0.9 of the free memory)")
+        add("--seconds", type=float, default=900, help="longest step that is tried (default: 900)")
+        add("--cost", type=int, default=32768, help="length at which the time of segments is measured; 0: not measured")
+        add("--repeats", type=int, default=3, help="rounds of this timing, after one for warm-up (default: 3)")
 
-def table_of(points: list[Point], options: argparse.Namespace) -> Table:
-    """A row for each length: peak memory of the process, and tokens per second of that one step."""
-    table = report.new_table(
-        title_of(options),
-        f"peak memory of the process, tokens per second of one step; segments of {options.segment_length:,}",
-        text=[],
-        numbers=["length", *(column for method in METHODS for column in (method, "tok/s"))],
-    )
-    for length in options.lengths:
-        row = {p.method: p for p in points if p.length == length}
-        table.add_row(f"{length:,}", *(cell for method in METHODS for cell in cells(row.get(method))))
-    return table
+    @classmethod
+    def check(cls, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+        if options.cost < 0:
+            parser.error(f"--cost {options.cost}: must be 0 or more")
+        if options.d_model % (4 * options.heads):
+            parser.error(
+                f"--heads {options.heads}: --d_model {options.d_model} must be a multiple of 4 times it, for RoPE"
+            )
+        options.lengths = sorted(set(options.lengths))
+        options.memory = options.memory or int(0.9 * memory.available(options.device))
+
+    def measure(self) -> None:
+        self.ratio = self.failure = None
+        options = self.options
+        tick = self.progress("", len(options.lengths) * len(METHODS) + bool(options.cost))
+        for length in options.lengths:
+            for method in METHODS:
+                tick(description=f"{method} at {length:,}")
+                self.points.append(Point(method, length, 1, INTERRUPTED))
+                earlier = [p for p in self.points[:-1] if p.method == method]
+                self.points[-1] = measure(method, length, options, earlier)
+                tick(advance=1)
+        if options.cost:
+            tick(description=f"cost at {options.cost:,}")
+            try:
+                self.ratio = cost_ratio(options)
+            except Exception as error:  # the points are kept
+                self.failure = f"cost at {options.cost:,}: {memory.describe(error)}"
+
+    def details(self) -> dict[str, Any]:
+        settings = {name: value for name, value in vars(self.options).items() if name != "output"}
+        return {"settings": settings, "cost_ratio": self.ratio, "cost_failure": self.failure}
+
+    def table(self) -> Table:
+        """A row for each length: peak memory of the process, and tokens per second of one step."""
+        options = self.options
+        table = new_table(
+            f"a training step: {options.layers} layers, d_model {options.d_model}, {options.heads} heads, one row\n"
+            f"{self.device}",
+            *("length", *(column for method in METHODS for column in (method, "tok/s"))),
+            caption="peak memory of the process, tokens per second of one step; "
+            f"segments of {options.segment_length:,} tokens",
+        )
+        for length in options.lengths:
+            row = {p.method: p for p in self.points if p.length == length}
+            table.add_row(f"{length:,}", *(cell for method in METHODS for cell in cells(row.get(method))))
+        return table
+
+    def remarks(self) -> list[str]:
+        lines = [f"{p.method} at {p.length:,}: {p.status}, {p.detail}" for p in self.points if p.detail]
+        if self.ratio is not None:
+            lines.append(
+                f"at {self.options.cost:,} tokens a step in segments takes {self.ratio:.2f} times that of a whole row"
+            )
+        return lines + [self.failure] * (self.failure is not None)
+
+    def figures(self) -> dict[str, Callable]:
+        growth = {method: exponents[1] for method, exponents in GROWTH.items()}
+        quantity = Quantity("memory_bytes", "peak memory of the process", "bytes", growth)
+        flat = series(self.points, METHODS[-1], "memory_bytes")
+        title = "Peak memory of a training step on one row"
+        if flat:
+            longest = max(flat)
+            title = f"A training step on {longest:,} tokens in segments takes {bytes_text(flat[longest])}"
+        return {"": partial(against_length, title, self.points, quantity)}
 
 
 def cells(point: Point | None) -> tuple[str, str]:
     if point is None or point.status != MEASURED:
         return ("" if point is None else f"[yellow]{point.status}[/yellow]"), ""
-    return report.bytes_text(point.memory_bytes), f"{point.tokens_per_second:,.0f}"
+    return bytes_text(point.memory_bytes), f"{point.tokens_per_second:,.0f}"
 
 
-def picture_of(points: list[Point], options: argparse.Namespace, path: Path) -> None:
-    growth = {method: exponents[1] for method, exponents in GROWTH.items()}
-    panel = Panel("memory_bytes", "memory", "peak memory of the process", "bytes", growth)
-    draw(path, title_of(options), points, [panel])
-
-
-# --- the command -----------------------------------------------------------------------------------------------------
-
-
-def parse(args: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("benchmarks.beyond_memory", description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    lengths = [2**power for power in range(14, 21)]
-    add("--lengths", type=int, nargs="+", default=lengths, help="tokens of the row (default: 16384 to 1048576)")
-    add("--segment_length", type=int, default=8192, help="tokens of a segment (default: 8192)")
-    add("--layers", type=int, default=4)
-    add("--d_model", type=int, default=128)
-    add("--heads", type=int, default=4)
-    add("--device", choices=["cpu", "cuda"], default="cpu")
-    add("--memory", type=report.parse_bytes, help="what the whole process may take (default: what is free)")
-    add("--seconds", type=float, default=900, help="the longest step that is tried (default: 900)")
-    add(
-        "--cost", type=int, default=32768, help="length at which segments are timed against the whole; 0 for not at all"
-    )
-    add("--repeats", type=int, default=3, help="rounds of that; one more is warm-up")
-    add("--output", type=Path, default=Path("results"), help="folder for CSV, JSON and PNG (default: results)")
-    options = parser.parse_args(args)
-    names = ("lengths", "segment_length", "layers", "d_model", "heads", "seconds", "repeats")
-    report.check_positive(parser, options, *names)
-    if options.cost < 0:
-        parser.error(f"--cost {options.cost}: must be 0 or more")
-    if options.d_model % (4 * options.heads):
-        parser.error(f"--heads {options.heads}: --d_model {options.d_model} must be a multiple of 4 times it, for RoPE")
-    report.check_device(parser, options.device)
-    options.lengths = sorted(set(options.lengths))
-    options.memory = options.memory or int(0.9 * memory.available(options.device))
-    report.make_folder(parser, options.output)
-    return options
-
-
-def main(args: list[str] | None = None) -> int:
-    options = parse(args)
-    console = Console()
-    report.say_if_without_pictures(console)
-    points: list[Point] = []
-    ratio, failure, interrupted = None, None, False
-    try:
-        with report.progress_bar(console) as bar:
-            task = bar.add_task("", total=len(options.lengths) * len(METHODS) + bool(options.cost))
-            for length in options.lengths:
-                for method in METHODS:
-                    bar.update(task, description=f"{method} at {length:,}")
-                    points.append(Point(method, length, 1, INTERRUPTED))
-                    earlier = [p for p in points[:-1] if p.method == method]
-                    points[-1] = measure(method, length, options, earlier)
-                    bar.advance(task)
-            if options.cost:
-                bar.update(task, description=f"cost at {options.cost:,}")
-                try:
-                    ratio = cost_ratio(options)
-                except Exception as error:  # what was measured before is kept
-                    failure = f"cost at {options.cost:,}: {memory.describe(error)}"
-    except KeyboardInterrupt:
-        interrupted = True
-    remarks = [f"{p.method} at {p.length:,}: {p.status}, {p.detail}" for p in points if p.detail]
-    if ratio is not None:
-        remarks.append(f"a step in segments takes {ratio:.2f} times that of one at once, at {options.cost:,} tokens")
-    if failure is not None:
-        remarks.append(failure)
-    report.show(console, table_of(points, options), remarks)
-    details = {
-        **report.surroundings(options.device, "beyond_memory", args),
-        "settings": {k: v for k, v in vars(options).items() if k != "output"},
-        "cost_ratio": ratio,
-        "cost_failure": failure,
-        "interrupted": interrupted,
-    }
-    return report.finish(
-        console, options.output, "beyond_memory", points, details, lambda path: picture_of(points, options, path)
-    )
-
+main = BeyondMemory.main
 
 if __name__ == "__main__":
     sys.exit(main())

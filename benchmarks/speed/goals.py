@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -23,10 +24,13 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from benchmarks.harness import memory, report
+from benchmarks.harness import memory
+from benchmarks.harness.options import check_names
+from benchmarks.harness.runner import Benchmark
 from benchmarks.harness.timing import Call, Sample, Several, alternate, copy, gemm
 from benchmarks.speed import decode
 from benchmarks.speed.methods import Inputs, Method, Setting, call_of, linear, softmax, whole_sequence
+from linrope.utils.terminal import new_table
 
 FLOAT32 = 4
 PACKED_DOCUMENT = 300
@@ -300,8 +304,8 @@ def run(goal: Goal, row: Row) -> None:
         row.result = PASS if goal.met(measured.value) else FAIL
 
 
-def short_of(rows: list[Row]) -> list[Row]:
-    """Those whose goal was missed, or could not be measured though it should."""
+def missed_of(rows: list[Row]) -> list[Row]:
+    """Those whose goal was missed, or whose measurement failed."""
     return [row for row in rows if row.result.startswith((FAIL, FAILED))]
 
 
@@ -312,13 +316,13 @@ def measured_text(row: Row) -> tuple[str, str]:
     return f"{row.value:.3g}", "" if row.low is None else f"{row.low:.3g} – {row.high:.3g}"
 
 
-def table_of(rows: list[Row], title: str = "") -> Table:
-    """A row for each goal; what is being measured has a wheel that turns."""
-    table = report.new_table(
-        title or f"{report.device_name('cpu')}, {torch.get_num_threads()} threads",
-        "quartiles: of the ratio, from round to round",
+def table_of(rows: list[Row], title: str) -> Table:
+    """A row for each goal; the one that is being measured has a spinner."""
+    table = new_table(
+        title,
+        *("measured", "quartiles", "bound"),
         text=["goal"],
-        numbers=["measured", "quartiles", "bound"],
+        caption="quartiles: of the ratio, over the rounds",
     )
     table.add_column("result", overflow="fold")
     for row in rows:
@@ -329,68 +333,68 @@ def table_of(rows: list[Row], title: str = "") -> Table:
 
 
 def list_of(goals: list[Goal]) -> Table:
-    table = report.new_table("goals", "", text=["goal"], numbers=["bound"])
+    table = new_table("goals", "bound", text=["goal"])
     table.add_column("what is measured", overflow="fold")
     for goal in goals:
         table.add_row(goal.name, goal.bound, goal.what)
     return table
 
 
-def run_all(goals: list[Goal], rows: list[Row], console: Console) -> None:
-    """Measure one goal after the other, and show on a terminal as much of the table as it has lines for."""
-    room = max(3, console.height - 6)
-    with Live(console=console, transient=True) as live:
-        for number, (goal, row) in enumerate(zip(goals, rows), 1):
-            row.result = RUNNING
-            live.update(table_of(rows[:number][-room:]))
-            try:
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+class Goals(Benchmark):
+    name = "goals"
+    point = Row
+    output = ""
+
+    @classmethod
+    def add_options(cls, add: Callable[..., Any]) -> None:
+        add("--only", nargs="+", metavar="NAME", help="measure these goals alone")
+        add("--list", action="store_true", help="list the goals, and measure nothing")
+        add("--output", type=Path, help="folder for CSV and JSON (default: no files)")
+
+    @classmethod
+    def check(cls, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+        """`goals` is added: those chosen."""
+        options.goals = all_goals()
+        if options.only:
+            check_names(parser, "--only", options.only, [goal.name for goal in options.goals])
+            options.goals = [goal for goal in options.goals if goal.name in options.only]
+        if options.list:
+            Console().print(list_of(options.goals))
+            parser.exit()
+
+    @property
+    def title(self) -> str:
+        return f"{self.device}, {torch.get_num_threads()} threads"
+
+    def measure(self) -> None:
+        """One goal after the other; a terminal shows as many rows of the table as it has lines for."""
+        room = max(3, self.console.height - 6)
+        with Live(console=self.console, transient=True) as live:
+            for goal in self.options.goals:
+                row = Row(goal.name, goal.what, goal.bound, RUNNING)
+                live.update(table_of([*self.points, row][-room:], self.title))
                 run(goal, row)
-            finally:
-                row.result = "" if row.result == RUNNING else row.result
-            if not console.is_terminal:
-                console.print(*(row.name, *measured_text(row)[:1], row.goal, row.result), highlight=False, markup=False)
+                self.points.append(row)
+                if not self.console.is_terminal:
+                    cells = row.name, *measured_text(row)[:1], row.goal, row.result
+                    self.console.print(*cells, highlight=False, markup=False)
+
+    def table(self) -> Table:
+        return table_of(self.points, self.title)
+
+    def remarks(self) -> list[str]:
+        missed = ", ".join(row.name for row in missed_of(self.points))
+        met = sum(row.result == PASS for row in self.points)
+        return [f"{met} of {len(self.options.goals)} goals met" + f"; missed: {missed}" * bool(missed)]
+
+    def status(self) -> int:
+        return 1 if missed_of(self.points) else 0
 
 
-def parse(args: list[str] | None) -> argparse.Namespace:
-    """The options, checked before anything runs; `goals` are those chosen."""
-    parser = argparse.ArgumentParser("benchmarks.goals", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these goals alone")
-    parser.add_argument("--list", action="store_true", help="say what they are, and measure nothing")
-    parser.add_argument("--output", type=Path, help="folder for CSV and JSON (default: nothing is written)")
-    options = parser.parse_args(args)
-    options.goals = all_goals()
-    if options.only:
-        report.check_names(parser, "--only", options.only, [goal.name for goal in options.goals])
-        options.goals = [goal for goal in options.goals if goal.name in options.only]
-    if options.output:
-        report.make_folder(parser, options.output)
-    return options
-
-
-def main(args: list[str] | None = None) -> int:
-    options = parse(args)
-    console = Console()
-    if options.list:
-        console.print(list_of(options.goals))
-        return 0
-    rows = [Row(goal.name, goal.what, goal.bound) for goal in options.goals]
-    interrupted = False
-    try:
-        run_all(options.goals, rows, console)
-    except KeyboardInterrupt:
-        interrupted = True
-    done = [row for row in rows if row.result]
-    console.print(table_of(done))
-    if options.output:
-        details = {**report.surroundings("cpu", "goals", args), "interrupted": interrupted}
-        report.finish(console, options.output, "goals", done, details)
-    missed = short_of(done)
-    met = sum(row.result == PASS for row in done)
-    console.print(
-        f"{met} of {len(rows)} goals met" + (f"; missed: {', '.join(r.name for r in missed)}" if missed else "")
-    )
-    return 130 if interrupted else 1 if missed else 0
-
+main = Goals.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import re
 import sys
 import tempfile
@@ -26,14 +25,17 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.harness import memory, report, timing
+from benchmarks.harness import memory, timing
+from benchmarks.harness.machine import device_name, surroundings
+from benchmarks.harness.options import check_positive, make_folder
 from benchmarks.harness.sweep import MEASURED
-from benchmarks.harness.timing import Alternation, Call, Sample, Several, clock
+from benchmarks.harness.timing import Alternation, Call, Sample, Several, clock, milliseconds_text
 from benchmarks.speed import goals, gpu_correctness
 from benchmarks.speed.goals import PASS, Goal, Measured, Row, Skipped
 from benchmarks.speed.gpu_correctness import FAILED, Outcome
 from benchmarks.speed.gpu_peers import FLA, LINEAR, SOFTMAX, forms
 from benchmarks.speed.methods import Inputs, Setting
+from linrope.evaluation.reports import write_json
 from linrope.ops.triton_kernel.launch import interpreted
 from linrope.utils.files import whole_file
 
@@ -93,7 +95,7 @@ class Point:
     memory_share: float | None = None
 
     def __str__(self) -> str:
-        known = "" if self.seconds is None else f", {report.seconds_text(self.seconds)} ms"
+        known = "" if self.seconds is None else f", {milliseconds_text(self.seconds)} ms"
         remark = f" ({self.detail})" if self.detail else ""
         return f"{self.method}, {self.mode}, {self.size}: {self.status}{known}{remark}"
 
@@ -133,8 +135,7 @@ class Run:
     def write(self) -> None:
         found = {k: [asdict(one) for one in getattr(self, k)] for k in ("checks", "points", "goals")}
         contents = {**self.details, "seconds": time.monotonic() - self.begin, "notes": self.notes, **found}
-        with whole_file(self.folder / "gpu_check.json") as file:
-            file.write((json.dumps(contents, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
+        write_json(self.folder / "gpu_check.json", contents)
 
 
 # --- is it right -----------------------------------------------------------------------------------------------------
@@ -346,7 +347,7 @@ def parse(args: list[str] | None) -> argparse.Namespace:
     add("--quick", action="store_true", help="a tenth of the checks, two lengths and two sizes")
     add("--output", type=Path, help="folder for JSON and the profile (default: benchmarks/results/ and the GPU's name)")
     options = parser.parse_args(args)
-    report.check_positive(parser, options, "seconds")
+    check_positive(parser, options, "seconds")
     if not torch.cuda.is_available():
         parser.error("it needs CUDA, and PyTorch sees no such device here: run it where there is an NVIDIA GPU")
     if importlib.util.find_spec("triton") is None:
@@ -354,15 +355,15 @@ def parse(args: list[str] | None) -> argparse.Namespace:
     if interpreted():
         parser.error("TRITON_INTERPRET=1 is set, which runs no kernel on the GPU: unset it")
     if options.output is None:
-        name = re.sub(r"[^a-z0-9]+", "-", report.device_name("cuda").lower()).strip("-")
+        name = re.sub(r"[^a-z0-9]+", "-", device_name("cuda").lower()).strip("-")
         options.output = Path(__file__).parents[1] / "results" / name
-    report.make_folder(parser, options.output)
+    make_folder(parser, options.output)
     return options
 
 
 def main(args: list[str] | None = None) -> int:
     options = parse(args)
-    details = report.surroundings("cuda", "gpu_check", args)
+    details = surroundings("cuda", "gpu_check", args)
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
             details["versions"][name] = version(name)
@@ -389,7 +390,7 @@ def finish(run: Run, sizes: list[Size], interrupted: bool = False) -> int:
         run.goals.append(row)
     run.console.print(goals.table_of(run.goals, run.details["machine"]["device"]))
     wrong = [check.name for check in run.checks if check.result != PASS]
-    missed = [row.name for row in goals.short_of(run.goals)]
+    missed = [row.name for row in goals.missed_of(run.goals)]
     met = sum(row.result == PASS for row in run.goals)
     run.note(f"{len(run.checks) - len(wrong)} of {len(run.checks)} checks passed" + f"; not: {wrong}" * bool(wrong))
     run.note(f"{met} of {len(run.goals)} goals met" + f"; missed: {missed}" * bool(missed))

@@ -7,20 +7,23 @@ A model of configs/quickstart.yaml's sizes trains as `linrope fit` does, with `r
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
+from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import Trainer, seed_everything
-from rich.console import Console
+from rich.table import Table
 
-from benchmarks.harness import report
+from benchmarks.harness.runner import Benchmark
+from benchmarks.harness.timing import milliseconds_text
 from linrope import LanguageModelConfig
 from linrope.cli.training import quiet_lightning
 from linrope.training import LanguageModelingModule, OptimizerConfig, TextDataModule
 from linrope.training.callbacks.health import HealthMonitor
+from linrope.utils.terminal import new_table
 
 
 @dataclass
@@ -34,7 +37,7 @@ class Cost:
     share_of_time: float
 
 
-def measure(options: argparse.Namespace) -> Cost:
+def measure(options: Namespace) -> Cost:
     seed_everything(0, verbose=False)
     sizes = {"d_model": options.d_model, "n_layers": options.layers, "n_heads": options.heads}
     module = LanguageModelingModule(
@@ -59,37 +62,35 @@ def measure(options: argparse.Namespace) -> Cost:
     return Cost(options.every, looks, monitor.seconds, seconds, monitor.seconds / seconds)
 
 
-def parse(args: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("benchmarks.health", description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--steps", type=int, default=200)
-    add("--every", type=int, default=100, help="steps between two looks (default: 100, that of `linrope fit`)")
-    add("--context", type=int, default=1024)
-    add("--batch_size", type=int, default=2)
-    add("--layers", type=int, default=4)
-    add("--d_model", type=int, default=128)
-    add("--heads", type=int, default=4)
-    add("--output", type=Path, default=Path("results"), help="folder for CSV and JSON (default: results)")
-    options = parser.parse_args(args)
-    report.check_positive(parser, options, "steps", "every", "context", "batch_size", "layers", "d_model", "heads")
-    report.make_folder(parser, options.output)
-    return options
+class Health(Benchmark):
+    name = "health"
+    point = Cost
+    positive = ("steps", "every", "context", "batch_size", "layers", "d_model", "heads")
+
+    @classmethod
+    def add_options(cls, add: Callable[..., Any]) -> None:
+        add("--steps", type=int, default=200)
+        add("--every", type=int, default=100, help="steps between two measurements (default: 100, as `linrope fit`)")
+        add("--context", type=int, default=1024)
+        add("--batch_size", type=int, default=2)
+        add("--layers", type=int, default=4)
+        add("--d_model", type=int, default=128)
+        add("--heads", type=int, default=4)
+
+    def measure(self) -> None:
+        quiet_lightning()
+        with self.console.status("training"):
+            self.points.append(measure(self.options))
+
+    def table(self) -> Table:
+        table = new_table("Cost of health metrics", "measurements", "ms each", "s of the run", "share of the time")
+        for cost in self.points:
+            each = milliseconds_text(cost.seconds_of_looks / max(1, cost.looks))
+            table.add_row(str(cost.looks), each, f"{cost.seconds:.1f}", f"{100 * cost.share_of_time:.2f} %")
+        return table
 
 
-def main(args: list[str] | None = None) -> int:
-    options = parse(args)
-    quiet_lightning()
-    console = Console()
-    with console.status("training"):
-        cost = measure(options)
-    per_look = report.seconds_text(cost.seconds_of_looks / max(1, cost.looks))
-    console.print(
-        f"{cost.looks} looks of {per_look} ms in {cost.seconds:.1f} s: {100 * cost.share_of_time:.2f} % of the time",
-        highlight=False,
-    )
-    details = {**report.surroundings("cpu", "health", args), "interrupted": False}
-    return report.finish(console, options.output, "health", [cost], details)
-
+main = Health.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -54,7 +54,7 @@ def fail(*args, **options):
 
 
 def test_all_models_have_the_same_sizes():
-    options = beyond_memory.parse(["--output", "/tmp"])
+    options = beyond_memory.BeyondMemory.parse(["--output", "/tmp"])
     sizes = {m: task_of(m, 8, options).config for m in beyond_memory.METHODS}
     assert sizes["linear"] == sizes["linear in segments"]
     assert task_of("linear", 8, options).segment_length is None
