@@ -283,8 +283,8 @@ def make_feature_map(
         if feature_map in MAP_MODULES:
             if head_dim < 1:
                 raise InputError(
-                    f"feature_map={feature_map!r} has no dimension to work on, where rope.signed=True takes all of a "
-                    "head past it: lower rope.rotary_dim."
+                    f"feature_map={feature_map!r} has no dimension to work on, the signed dimensions of rope are "
+                    "all of a head: lower rope.rotary_dim."
                 )
             return MAP_MODULES[feature_map](n_heads, head_dim)
     get_feature_map(feature_map)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,8 @@ MAX_POSITION = 2**53
 
 Base = float | Sequence[float | None]
 """One number for all heads, or one for each; None for a head that does not turn."""
+Placement = Literal["numerator", "both", "before_map", "signed", "selective"]
+"""Where linear attention applies the rotation: see `RotaryConfig`."""
 SCALING_RULES = ("linear", "ntk", "yarn")
 YARN_TURNS = 1.0, 32.0
 """α and β of YaRN: pairs that turn less often than α in the original context slow down wholly, those beyond β not."""
@@ -203,29 +205,43 @@ class RotaryScaling:
 
 @dataclass(frozen=True)
 class RotaryConfig:
-    """How an attention layer turns its queries and keys."""
+    """How an attention layer rotates its queries and keys.
+
+    `placement` says where linear attention applies the rotation R. Softmax attention has neither a feature map φ nor a
+    denominator of its own: it rotates queries and keys, and ignores the placement.
+
+    | placement    | numerator sums       | denominator sums | what it is                                              |
+    |--------------|----------------------|------------------|---------------------------------------------------------|
+    | "numerator"  | R φ(q), R φ(k)       | φ(q), φ(k)       | RoFormer (arXiv 2104.09864, eq. 19)                     |
+    | "both"       | R φ(q), R φ(k)       | R φ(q), R φ(k)   | weights add up to 1; denominators may come close to 0   |
+    | "before_map" | φ(R q), φ(R k)       | φ(R q), φ(R k)   | positive weights, not a function of the distance alone  |
+    | "signed"     | R q, R k and φ(rest) | φ(rest)          | rotated dimensions skip φ: products of either sign      |
+    | "selective"  | as "signed"          | as "signed"      | each token adds an angle that it decides, 0 to 2θ       |
+
+    "rest" are the dimensions of a head beyond the first `rotary_dim`. With `normalize="none"` there is no denominator.
+    """
 
     base: float | list[float | None] = 10000.0
     """Wavelengths run from 2π up to 2π·base tokens; a list has one base for each head, null for one that does not
     turn."""
     rotary_dim: int | None = None
-    """Turn only the first `rotary_dim` dimensions of each head (even); null turns all, or half where signed."""
+    """Rotate only the first `rotary_dim` dimensions of each head (even); null: all, or half if signed or selective."""
     interleaved: bool = True
     """Pair dimensions (2m, 2m+1) as RoFormer does; false pairs (m, m + rotary_dim/2) as GPT-NeoX and Llama do."""
     trainable: bool = False
     """Learn the frequencies, starting from those that `base` and `scaling` give."""
-    before_map: bool = False
-    """Turn queries and keys before the feature map instead of after it, so that both sums of linear attention see the
-    turned ones; softmax has no map and ignores it."""
-    signed: bool = False
-    """Let the turned dimensions (rotary_dim of them) skip the feature map and the denominator of linear attention:
-    there queries and keys meet with either sign, which positive features cannot; softmax ignores it."""
-    selective: bool = False
-    """Let each token of linear attention decide how far it turns, θ (1 + tanh(W x)) with W learned and 0 at the start
-    (needs signed); heads attend in float32 then. Softmax ignores it, and turns by θ."""
+    placement: Placement = "numerator"
+    """Where linear attention applies the rotation; softmax ignores it. numerator: to the features in the numerator;
+    both: also in the denominator; before_map: before the feature map; signed: rotated dimensions skip feature map and
+    denominator; selective: signed, by angles that the input decides (W is learned, 0 at the start; in float32)."""
     scaling: RotaryScaling | None = None
     """Slow the frequencies down for longer contexts than trained with: rule (linear, ntk or yarn), factor and, for
     yarn, original_context; null leaves them."""
+
+    @property
+    def signed(self) -> bool:
+        """Whether the rotated dimensions of linear attention skip the feature map and the denominator."""
+        return self.placement in ("signed", "selective")
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> RotaryConfig:

@@ -208,7 +208,9 @@ def test_only_yarn_has_a_temperature():
 
 
 def test_a_configuration_survives_json_and_makes_its_embedding():
-    config = RotaryConfig([10.0, None], 4, trainable=True, before_map=True, scaling=RotaryScaling("yarn", 2.0, 99))
+    config = RotaryConfig(
+        [10.0, None], 4, trainable=True, placement="before_map", scaling=RotaryScaling("yarn", 2.0, 99)
+    )
     assert RotaryConfig.from_dict(json.loads(json.dumps(asdict(config)))) == config
     assert RotaryConfig.from_dict({}) == RotaryConfig()
     rope = RotaryEmbedding.from_config(8, config)

@@ -18,11 +18,11 @@ from tests.models.test_language_model import awake
 SMALL = {"d_model": 16, "n_layers": 2, "n_heads": 2}
 MODELS = {
     "plain": {},
-    "recipe": {"short_conv": 4, "forget_gate": True, "rope": RotaryConfig(rotary_dim=4, signed=True)},
-    "rope by the input": {"rope": RotaryConfig(signed=True, selective=True), "forget_gate": True},
-    "rope in both sums": {"normalize": "rotary"},
+    "recipe": {"short_conv": 4, "forget_gate": True, "rope": RotaryConfig(rotary_dim=4, placement="signed")},
+    "rope by the input": {"rope": RotaryConfig(placement="selective"), "forget_gate": True},
+    "rope in both sums": {"rope": RotaryConfig(placement="both")},
     "frequencies trained by head": {"rope": RotaryConfig(base=[10.0, 100.0], trainable=True), "forget_gate": True},
-    "before the map, learned map": {"rope": RotaryConfig(before_map=True), "feature_map": "hedgehog"},
+    "before the map, learned map": {"rope": RotaryConfig(placement="before_map"), "feature_map": "hedgehog"},
     "sinusoids": {"rope": None, "sinusoidal": True, "short_conv": 4},
     "window": {"attention": ["linear", "softmax"], "window": 6, "short_conv": 3},
 }

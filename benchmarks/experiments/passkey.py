@@ -56,7 +56,7 @@ def config_of(options: argparse.Namespace) -> LanguageModelConfig:
         n_heads=options.heads,
         short_conv=4,
         forget_gate=True,
-        rope=RotaryConfig(signed=True),
+        rope=RotaryConfig(placement="signed"),
     )
 
 

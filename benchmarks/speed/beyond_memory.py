@@ -82,7 +82,7 @@ def task_of(method: str, length: int, options: argparse.Namespace) -> Task:
     if method == "softmax":
         config = LanguageModelConfig(attention="softmax", **sizes)
     else:
-        config = LanguageModelConfig(forget_gate=True, rope=RotaryConfig(signed=True), **sizes)
+        config = LanguageModelConfig(forget_gate=True, rope=RotaryConfig(placement="signed"), **sizes)
     segment = options.segment_length if method == "linear in segments" else None
     return Task(method, length, segment, config, options.device)
 

@@ -155,7 +155,9 @@ class _Attention(nn.Module):
         if self.selective is not None:
             self.selective.check_past(state.angle, x.shape[0])
         elif state.angle is not None:
-            raise InputError("state.angle was given to a layer without rope.selective: pass what this layer returned.")
+            raise InputError(
+                "state.angle was given to a layer without rope.placement='selective': pass what this layer returned."
+            )
 
 
 def _head_dim(d_model: int, n_heads: int, head_dim: int | None) -> int:

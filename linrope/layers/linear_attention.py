@@ -15,7 +15,7 @@ from linrope.feature_maps import MapModule, make_feature_map
 from linrope.layers.attention import _Attention, _head_dim
 from linrope.layers.forget_gate import ForgetGate
 from linrope.layers.selective_rope import SelectiveRope
-from linrope.ops.call import NORMALIZE, check_eps, check_signed
+from linrope.ops.call import check_eps
 from linrope.ops.linear_attention import BACKENDS, linear_attention
 from linrope.ops.state import State
 from linrope.rotary import RotaryConfig, RotaryEmbedding, check_config, half_of
@@ -25,7 +25,7 @@ def _embedding(rope: RotaryConfig | None, head_dim: int, n_features: int | None 
     """What turns heads, or the features made of them: an odd number of those all but the last."""
     if rope is None:
         return None
-    if n_features is None or rope.before_map:
+    if n_features is None or rope.placement == "before_map":
         return RotaryEmbedding.from_config(head_dim, rope)
     if rope.rotary_dim is None and n_features != head_dim:
         rope = replace(rope, rotary_dim=half_of(head_dim) if rope.signed else n_features // 2 * 2)
@@ -33,23 +33,16 @@ def _embedding(rope: RotaryConfig | None, head_dim: int, n_features: int | None 
 
 
 def _signed_dim(rope: RotaryConfig | None, head_dim: int, normalize: str) -> int:
-    """How many dimensions of a head skip the feature map, since they turn with either sign."""
+    """How many of the first dimensions of a head skip the feature map and the denominator."""
     if rope is None or not rope.signed:
         return 0
-    if rope.before_map:
-        raise InputError("rope.before_map=True turns what φ is of, rope.signed=True what it is not of: drop one.")
     signed = half_of(head_dim) if rope.rotary_dim is None else rope.rotary_dim
-    check_signed(signed, head_dim, normalize)
+    if normalize == "plain" and signed >= head_dim:
+        raise InputError(
+            f"rope.rotary_dim={signed} with rope.placement={rope.placement!r} leaves none of the {head_dim} dimensions "
+            "of a head to the denominator: lower rotary_dim, or set normalize='none'."
+        )
     return signed
-
-
-def _check_selective(rope: RotaryConfig | None, causal: bool) -> None:
-    if rope is None or not rope.selective:
-        return
-    if not rope.signed:
-        raise InputError("rope.selective=True turns dimensions that skip the feature map: set rope.signed=True too.")
-    if not causal:
-        raise InputError("rope.selective=True sums angles along the row: it needs causal=True.")
 
 
 class LinearAttention(_Attention):
@@ -57,11 +50,7 @@ class LinearAttention(_Attention):
 
     By default the plain form: q, k, v = W x, `linear_attention`, W_o. Its state does not grow with the length.
 
-    Where RoPE stands is one of five: in neither sum (`rope=None`), in the numerator (the default), in both
-    (`normalize="rotary"`), before φ (`RotaryConfig(before_map=True)`), where both sums see φ of what was turned:
-    weights stay positive, and depend on positions themselves, not on distances alone; or in the numerator with either
-    sign (`RotaryConfig(signed=True)`): half of the dimensions turn, and skip φ and the denominator. Those can turn by
-    angles that the input decides (`RotaryConfig(signed=True, selective=True)`, see `linrope.layers.selective_rope`).
+    `rope.placement` says where RoPE is applied: see the table of `linrope.RotaryConfig`.
 
     Args:
         d_model: width of the model.
@@ -73,7 +62,7 @@ class LinearAttention(_Attention):
             heads; RoPE turns their features, all or all but the last.
         temperature: learn a scale for each head inside φ: φ(e^τ x) with τ = 0 at the start, for queries and keys alike
             (and for dimensions that skip φ).
-        normalize: the denominator: "plain", "rotary" or "none" (see `linear_attention`).
+        normalize: "plain" divides by the denominator, "none" leaves it out (see `linear_attention`).
         causal: see earlier tokens only; False sees all.
         short_conv: tokens seen by a depthwise causal convolution with SiLU on q, k and v (4 is usual); 0 for none.
         conv_silu: where SiLU follows that convolution: "qkv", or "v" alone, so that q and k take either sign. After
@@ -91,8 +80,7 @@ class LinearAttention(_Attention):
 
     Raises:
         InputError: sizes that do not fit, unknown names, `short_conv` or `forget_gate` with `causal=False`,
-            `rope.before_map` or `rope.signed` with `normalize="rotary"`, or with each other, `rope.selective` without
-            `rope.signed` or with `causal=False`.
+            `rope.placement="selective"` with `causal=False`, a `rope.rotary_dim` that leaves the denominator nothing.
     """
 
     past_type = State
@@ -122,14 +110,13 @@ class LinearAttention(_Attention):
             raise InputError("forget_gate=True needs causal=True: forgetting is defined for causal attention only.")
         if gate_normalizer != 1 and not forget_gate:
             raise InputError(f"gate_normalizer={gate_normalizer} divides the forget gate's log decay: set forget_gate.")
-        require_choice("normalize", normalize, NORMALIZE)
+        require_choice("normalize", normalize, ("plain", "none"))
         require_choice("backend", backend, ("auto", *BACKENDS))
         check_eps(eps)
         check_config(rope)
-        before_map = rope is not None and rope.before_map
-        if before_map and normalize == "rotary":
-            raise InputError("rope.before_map=True turns nothing after φ, normalize='rotary' sums what is: drop one.")
-        _check_selective(rope, causal)
+        placement = None if rope is None else rope.placement
+        if placement == "selective" and not causal:
+            raise InputError("rope.placement='selective' sums angles along the row: it needs causal=True.")
         head_dim = _head_dim(d_model, n_heads, head_dim)
         signed = _signed_dim(rope, head_dim, normalize)
         phi = make_feature_map(feature_map, n_heads, head_dim - signed)
@@ -148,12 +135,13 @@ class LinearAttention(_Attention):
         )
         self.feature_map = phi  # a module becomes part of this one
         self.n_features = n_features
-        self.before_map = before_map
-        self.options = {"normalize": normalize, "eps": eps, "backend": backend}
+        self.before_map = placement == "before_map"
+        in_both = placement == "both" and normalize == "plain"
+        self.options = {"normalize": "rotary" if in_both else normalize, "eps": eps, "backend": backend}
         self.watch: Callable[..., None] | None = None  # see linrope.profiling.hooks
         self.log_scale = nn.Parameter(torch.zeros(n_heads)) if temperature else None
         self.forget = ForgetGate(d_model, n_heads, gate_normalizer) if forget_gate else None
-        if rope is not None and rope.selective:
+        if placement == "selective":
             self.selective = SelectiveRope(d_model, n_heads, self.rope)
 
     def attend(self, x, q, k, v, past, segment_ids, positions):

@@ -51,7 +51,7 @@ class SoftmaxAttention(_Attention):
             d_model,
             n_heads,
             head_dim=head_dim,
-            rope=_embedding(None if rope is None else replace(rope, signed=False), head_dim),
+            rope=_embedding(None if rope is None else replace(rope, placement="numerator"), head_dim),
             causal=causal,
             short_conv=short_conv,
             conv_silu=conv_silu,

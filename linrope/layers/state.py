@@ -24,8 +24,8 @@ class AttentionState:
         past: the operator's `State` (linear) or a `KeyValueCache` (softmax).
         conv_tail: (B, short_conv - 1, channels), the short convolution's last inputs; None without one.
         document_start: (B,) int64, the position at which each row's open document began; None where all began at 0.
-        angle: (B, H, R/2) float64, where the last token stands with `rope.selective`, in radians modulo 2π; None
-            without it.
+        angle: (B, H, R/2) float64, angle of the last token with `rope.placement="selective"`, in radians modulo 2π;
+            None without it.
     """
 
     past: State | KeyValueCache

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -66,8 +66,8 @@ class LanguageModelConfig:
     for each head)."""
     temperature: bool = False
     """Let linear layers learn a scale for each head inside the feature map; softmax layers have none."""
-    normalize: str = "plain"
-    """Denominator of linear layers: plain (unrotated), rotary or none."""
+    normalize: Literal["plain", "none"] = "plain"
+    """Whether linear layers divide by a denominator (plain), or not (none)."""
     short_conv: int = 0
     """Tokens seen by a causal convolution on queries, keys and values (4 is usual); 0 for none."""
     conv_silu: str = "qkv"

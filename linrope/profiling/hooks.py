@@ -22,7 +22,7 @@ class Seen:
     Attributes:
         layer: which of the model's blocks, counted from 0.
         attention: the layer itself.
-        q, k, v: (B, H, T, D), as the operator was given them: with `rope.selective` already turned.
+        q, k, v: (B, H, T, D), as the operator was given them: with `rope.placement="selective"` already rotated.
         options: the operator's keyword arguments, `rope`, `log_decay`, `state` and `segment_ids` among them.
         o: (B, H, T, D), what came out.
         final: the state after the last token.

@@ -8,7 +8,7 @@ from numbers import Integral, Real
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from linrope.errors import InputError, suggest
+from linrope.errors import InputError, require_choice, suggest
 
 
 def check_keys(values: Any, config: type, section: str = "") -> None:
@@ -48,6 +48,8 @@ def check_types(values: Any, config: type | None = None, section: str = "") -> N
         if raw and options is not None and isinstance(value, dict):
             check_keys(value, options, f"{section}{name}.")
             check_types(value, options, f"{section}{name}.")
+        elif get_origin(kind) is Literal:
+            require_choice(f"{section}{name}", value, get_args(kind))
         elif not _is_of(value, kind, raw):
             raise InputError(
                 f"{section}{name}={value!r} is of the wrong kind: it must be {_spelled(kind)}.{_unquoted(value)}"

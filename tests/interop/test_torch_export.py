@@ -14,10 +14,10 @@ from tests.models.test_language_model import CONFIGS, SMALL, awake
 
 LINEAR = {
     "sinusoidal": CONFIGS["sinusoidal"],
-    "before map": LanguageModelConfig(**SMALL, rope=RotaryConfig(before_map=True)),
-    "signed": LanguageModelConfig(**SMALL, rope=RotaryConfig(signed=True), forget_gate=True, short_conv=4),
-    "selective": LanguageModelConfig(**SMALL, rope=RotaryConfig(signed=True, selective=True), forget_gate=True),
-    "rotary": LanguageModelConfig(**SMALL, normalize="rotary"),
+    "before map": LanguageModelConfig(**SMALL, rope=RotaryConfig(placement="before_map")),
+    "signed": LanguageModelConfig(**SMALL, rope=RotaryConfig(placement="signed"), forget_gate=True, short_conv=4),
+    "selective": LanguageModelConfig(**SMALL, rope=RotaryConfig(placement="selective"), forget_gate=True),
+    "rotary": LanguageModelConfig(**SMALL, rope=RotaryConfig(placement="both")),
 }
 
 

@@ -22,7 +22,7 @@ from linrope.layers.state import reset_rows
 from linrope.rotary import RotaryScaling
 
 D_MODEL, HEADS = 24, 3
-SELECTIVE = RotaryConfig(rotary_dim=4, signed=True, selective=True)
+SELECTIVE = RotaryConfig(rotary_dim=4, placement="selective")
 LAYERS = {
     "linear": lambda **options: LinearAttention(D_MODEL, HEADS, **options).double(),
     "softmax": lambda **options: SoftmaxAttention(D_MODEL, HEADS, **options).double(),
@@ -42,17 +42,17 @@ LINEAR_OPTIONS = {
     "forget_gate": {"forget_gate": True},
     "gate_normalizer": {"forget_gate": True, "gate_normalizer": [1, 8, 64]},
     "all of linear": {"forget_gate": True, "short_conv": 4, "output_gate": True},
-    "rotary denominator": {"normalize": "rotary"},
-    "before map": {"rope": RotaryConfig(before_map=True)},
-    "signed": {"rope": RotaryConfig(rotary_dim=4, signed=True), "forget_gate": True},
-    "signed, learned features": {"rope": RotaryConfig(rotary_dim=2, signed=True), "feature_map": "hedgehog"},
+    "rotary denominator": {"rope": RotaryConfig(placement="both")},
+    "before map": {"rope": RotaryConfig(placement="before_map")},
+    "signed": {"rope": RotaryConfig(rotary_dim=4, placement="signed"), "forget_gate": True},
+    "signed, learned features": {"rope": RotaryConfig(rotary_dim=2, placement="signed"), "feature_map": "hedgehog"},
     "selective": {"rope": SELECTIVE, "forget_gate": True, "short_conv": 4},
     "selective, by head": {"rope": replace(SELECTIVE, base=[9.0, None, 1e4], trainable=True, interleaved=False)},
-    "before map, partly": {"rope": RotaryConfig(before_map=True, rotary_dim=4), "feature_map": "hedgehog"},
+    "before map, partly": {"rope": RotaryConfig(placement="before_map", rotary_dim=4), "feature_map": "hedgehog"},
     "temperature": {"temperature": True},
     "favor": {"feature_map": "favor"},
     "hedgehog": {"feature_map": "hedgehog"},
-    "taylor": {"feature_map": "taylor", "normalize": "rotary"},
+    "taylor": {"feature_map": "taylor", "rope": RotaryConfig(placement="both")},
 }
 SOFTMAX_OPTIONS = {
     "window of 1": {"window": 1},
@@ -105,7 +105,7 @@ def merged(layer, o):
 
 
 def test_positions_before_the_map_stand_in_both_sums():
-    layer, x = layer_and_input("linear", {"rope": RotaryConfig(before_map=True)})
+    layer, x = layer_and_input("linear", {"rope": RotaryConfig(placement="before_map")})
     q, k, v = projected(layer, x)
     rope = RotaryEmbedding(D_MODEL // HEADS)
     weights = (elu1(rope.rotate(q)) @ elu1(rope.rotate(k)).mT).tril()
@@ -141,7 +141,7 @@ def test_a_selective_rotation_by_its_definition(interleaved, base):
 def test_a_selective_rotation_starts_as_rope():
     torch.manual_seed(0)
     layer = LinearAttention(D_MODEL, HEADS, rope=SELECTIVE).double()
-    plain = LinearAttention(D_MODEL, HEADS, rope=replace(SELECTIVE, selective=False)).double()
+    plain = LinearAttention(D_MODEL, HEADS, rope=replace(SELECTIVE, placement="signed")).double()
     plain.load_state_dict(layer.state_dict(), strict=False)
     x = torch.randn(2, 90, D_MODEL, dtype=torch.float64)
     torch.testing.assert_close(layer(x), plain(x), **CLOSE)
@@ -197,7 +197,7 @@ def test_a_row_that_forgot_has_the_angle_of_a_new_one():
 
 def test_a_seed_makes_the_other_weights_that_it_makes_without_a_selective_rotation():
     made = []
-    for rope in (SELECTIVE, replace(SELECTIVE, selective=False)):
+    for rope in (SELECTIVE, replace(SELECTIVE, placement="signed")):
         torch.manual_seed(0)
         made.append((LinearAttention(D_MODEL, HEADS, rope=rope), torch.rand(1)))
     (layer, drawn), (plain, same) = made
@@ -480,7 +480,7 @@ def test_new_options_leave_a_plain_layer_as_it_was():
 
 def test_a_packed_state_knows_where_its_document_began():
     """Positions before the map are those in the document: three calls give what each document gives by itself."""
-    layer, x = layer_and_input("linear", {"rope": RotaryConfig(before_map=True)})
+    layer, x = layer_and_input("linear", {"rope": RotaryConfig(placement="before_map")})
     ids = torch.tensor([[0] * 10 + [1] * 80, [0] * 30 + [1] * 60])
     _, state = layer(x[:, :40], segment_ids=ids[:, :40], return_state=True)
     assert state.document_start.tolist() == [10, 30]
@@ -521,21 +521,13 @@ def test_bad_arguments_are_named():
         (lambda: LinearAttention(12, 2, rope=RotaryConfig(rotary_dim=8)), "rotary_dim=8 is larger than dim=6"),
         (lambda: LinearAttention(12, 2, rope=RotaryConfig(base=[5.0] * 3)), "rope.base has 3 entries"),
         (
-            lambda: LinearAttention(12, 2, rope=RotaryConfig(before_map=True, signed=True)),
-            "rope.before_map=True turns what φ is of, rope.signed=True what it is not of",
+            lambda: LinearAttention(12, 2, rope=RotaryConfig(rotary_dim=6, placement="signed")),
+            "rope.rotary_dim=6 with rope.placement='signed' leaves none of the 6 dimensions",
         ),
+        (lambda: LinearAttention(12, 2, rope=RotaryConfig(placement="signd")), "Did you mean 'signed'"),
         (
-            lambda: LinearAttention(12, 2, rope=RotaryConfig(rotary_dim=6, signed=True)),
-            "rope.signed=True with rotary_dim=6 leaves none of the 6 dimensions",
-        ),
-        (
-            lambda: LinearAttention(12, 2, rope=RotaryConfig(before_map=True), normalize="rotary"),
-            "rope.before_map=True turns nothing after φ",
-        ),
-        (lambda: LinearAttention(12, 2, rope=RotaryConfig(selective=True)), "set rope.signed=True too"),
-        (
-            lambda: LinearAttention(12, 2, rope=RotaryConfig(signed=True, selective=True), causal=False),
-            "rope.selective=True sums angles along the row: it needs causal=True",
+            lambda: LinearAttention(12, 2, rope=RotaryConfig(placement="selective"), causal=False),
+            "rope.placement='selective' sums angles along the row: it needs causal=True",
         ),
         (lambda: LinearAttention(12, 2, feature_map="hedgehgo"), "'hedgehgo'.*Did you mean 'hedgehog'"),
         (lambda: LinearAttention(12, 2, feature_map=3), "feature_map=3 is neither"),
@@ -568,18 +560,18 @@ def test_bad_calls_are_named(kind):
 
 def test_signed_beside_a_module_in_half_precision():
     phi = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Softplus())
-    layer = LinearAttention(32, 2, feature_map=phi, rope=RotaryConfig(signed=True)).bfloat16()
+    layer = LinearAttention(32, 2, feature_map=phi, rope=RotaryConfig(placement="signed")).bfloat16()
     assert layer(torch.randn(1, 5, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
 def test_a_state_of_another_rotation_is_named():
-    plain, x = layer_and_input("linear", {"rope": replace(SELECTIVE, selective=False)})
+    plain, x = layer_and_input("linear", {"rope": replace(SELECTIVE, placement="signed")})
     layer, _ = layer_and_input("linear", {"rope": SELECTIVE})
     (_, of_plain), (_, state) = plain(x, return_state=True), layer(x, return_state=True)
     for call, message in [
         (lambda: layer(x, of_plain), r"state.angle is None, this call needs \(2, 3, 2\)"),
         (lambda: layer(x, replace(state, angle=state.angle[:1])), r"state.angle is \(1, 3, 2\)"),
-        (lambda: plain(x, state), "state.angle was given to a layer without rope.selective"),
+        (lambda: plain(x, state), "state.angle was given to a layer without rope.placement"),
     ]:
         with pytest.raises(InputError, match=message):
             call()
@@ -587,11 +579,11 @@ def test_a_state_of_another_rotation_is_named():
 
 def test_signed_is_a_matter_of_linear_layers():
     """Softmax layers of a hybrid turn all of their dimensions, and by θ."""
-    config = RotaryConfig(signed=True)
+    config = RotaryConfig(placement="signed")
     assert LinearAttention(32, 2, rope=config).rope.rotary_dim == 8
     assert LinearAttention(32, 2, rope=config, feature_map="hedgehog").rope.rotary_dim == 8
     assert LinearAttention(32, 2, rope=config, feature_map="hedgehog").n_features == 8 + 2 * 8
     assert SoftmaxAttention(32, 2, rope=config).rope.rotary_dim == 16
-    selective = SoftmaxAttention(32, 2, rope=replace(config, selective=True))
+    selective = SoftmaxAttention(32, 2, rope=replace(config, placement="selective"))
     assert selective.selective is None
     assert selective.rope.rotary_dim == 16

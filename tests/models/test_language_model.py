@@ -26,9 +26,11 @@ CONFIGS = {
     "scaled rope": LanguageModelConfig(
         **SMALL, attention=["linear", "softmax"], rope=RotaryConfig(scaling=RotaryScaling("yarn", 2.0, 32))
     ),
-    "before map": LanguageModelConfig(**SMALL, attention=["linear", "softmax"], rope=RotaryConfig(before_map=True)),
+    "before map": LanguageModelConfig(
+        **SMALL, attention=["linear", "softmax"], rope=RotaryConfig(placement="before_map")
+    ),
     "selective": LanguageModelConfig(
-        **SMALL, attention=["linear", "softmax"], rope=RotaryConfig(signed=True, selective=True), forget_gate=True
+        **SMALL, attention=["linear", "softmax"], rope=RotaryConfig(placement="selective"), forget_gate=True
     ),
     "sinusoidal": LanguageModelConfig(**SMALL, rope=None, sinusoidal=True, short_conv=4),
     "norm": LanguageModelConfig(**SMALL, attention=["linear", "softmax"], output_norm=True, temperature=True),
@@ -303,7 +305,10 @@ def test_bad_calls_are_named(tokens):
         (lambda: LanguageModelConfig(norm_eps=-1.0), "norm_eps=-1.0"),
         (lambda: LanguageModelConfig(rope=RotaryEmbedding(8)), "rope is a RotaryEmbedding: pass a linrope.RotaryC"),
         (lambda: LanguageModelConfig.from_dict({"rope": 3}), "rope is a int"),
-        (lambda: LanguageModelConfig(rope=RotaryConfig(signed="yes")), "rope.signed='yes' is of the wrong kind"),
+        (
+            lambda: LanguageModelConfig(rope=RotaryConfig(placement="signd")),
+            "rope.placement='signd' is unknown: .*mean",
+        ),
         (lambda: LanguageModelConfig(rope=RotaryConfig(scaling={"rule": "ntk"})), "rope.scaling=.* of the wrong kind"),
         (lambda: LanguageModelConfig.from_dict({"rope": {"base": "1e5"}}), "rope.base='1e5' is .* write 1_000_000"),
         (lambda: LanguageModelConfig.from_dict({"rope_layers": 3}), "rope_layers=3 is of the wrong kind: .* a list,"),

@@ -12,9 +12,9 @@ from linrope.profiling.flops import forward_flops, step_flops
 SIZES = {"d_model": 32, "n_layers": 2, "n_heads": 2}
 FORMS = [
     {},
-    {"forget_gate": True, "output_gate": True, "rope": RotaryConfig(signed=True)},
-    {"rope": RotaryConfig(signed=True, selective=True)},
-    {"normalize": "rotary"},
+    {"forget_gate": True, "output_gate": True, "rope": RotaryConfig(placement="signed")},
+    {"rope": RotaryConfig(placement="selective")},
+    {"rope": RotaryConfig(placement="both")},
     {"normalize": "none"},
     {"feature_map": "taylor"},
     {"feature_map": "favor"},

@@ -13,12 +13,13 @@ from torch.nn import functional as F
 from linrope.cli.main import main
 from linrope.data.tokenizers.bytes import SEPARATOR
 from linrope.models.language_model import LanguageModelConfig
+from linrope.rotary import RotaryConfig
 from linrope.training import LanguageModelingModule
 from tests.training.attached import attached
 
 MODELS = {
     "linear": {"attention": "linear"},
-    "rotary": {"attention": "linear", "normalize": "rotary"},
+    "rotary": {"attention": "linear", "rope": RotaryConfig(placement="both")},
     "mixed": {"attention": ["linear", "softmax"], "window": 6},
 }
 

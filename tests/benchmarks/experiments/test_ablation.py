@@ -499,7 +499,9 @@ class Rows:
     corpora: ClassVar = {"val": Text}
 
 
-@pytest.mark.parametrize("rope", [RotaryConfig(), RotaryConfig(rotary_dim=4, signed=True)], ids=["plain", "signed"])
+@pytest.mark.parametrize(
+    "rope", [RotaryConfig(), RotaryConfig(rotary_dim=4, placement="signed")], ids=["plain", "signed"]
+)
 def test_the_smallest_denominator_is_that_of_the_operator(rope):
     torch.manual_seed(0)
     model = LanguageModel(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2, rope=rope)).eval()

@@ -123,7 +123,10 @@ def test_steps_follow_from_tokens_or_from_minutes(tmp_path):
         ({"evaluate": {"tokens": 1e5}}, r"evaluate.tokens=100000.0 is of the wrong kind: it must be a whole number\."),
         ({"model": {"window": 20.5}}, r"model.window=20.5 is of the wrong kind: it must be a whole number, or None\."),
         ({"model": {"forget_gate": "yes"}}, r"model.forget_gate='yes' is of the wrong kind: it must be True or False"),
-        ({"model": {"rope": {"signed": "yes"}}}, r"model.rope.signed='yes' is of the wrong kind: it must be True or"),
+        (
+            {"model": {"rope": {"placement": "signd"}}},
+            "model.rope.placement='signd' is unknown: .* you mean",
+        ),
         ({"optimizer": {"lr": "1e-2"}}, r"optimizer.lr='1e-2' is of the wrong kind: it must be a number\."),
         ({"seeds": [0, -1]}, "must be different whole numbers from 0"),
         ({"validation_tokens": 10**9}, "validation_tokens=1000000000 must be less than the "),

@@ -75,7 +75,7 @@ def by_definition(seen: Seen) -> dict[str, float]:
 @pytest.mark.parametrize("documents", [False, True])
 def test_what_is_seen_of_a_short_row_is_the_operators_own(signed, documents):
     """Sixteen tokens: every query and key is looked at."""
-    model = small(rope=RotaryConfig(signed=signed))
+    model = small(rope=RotaryConfig(placement="signed" if signed else "numerator"))
     tokens = torch.randint(257, (2, 16))
     ids = (torch.arange(16) // 7).expand(2, -1) if documents else None
     for seen in seen_by(model, tokens, segment_ids=ids):
