@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,22 +10,22 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.experiments.ablation_report import METRIC, Interval, Row, by_case
 from benchmarks.experiments.grid import Grid
 from benchmarks.harness.pictures import COLORS, legend_by_end, new_axes
-from linrope.utils.formatting import count_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LINES = 6
+LINES, FEWEST = 6, 3
+"""Lines in a picture, at most; variants in a picture, at least: a table says as much of two."""
 
 
 def figures_of(rows: list[Row], results: list[dict[str, Any]], grid: Grid) -> dict[str, Callable[[], Figure]]:
     """The pictures by the ending of their names, those for which there are results."""
     rows = [row for row in rows if not math.isnan(row.mean)]
-    if not rows:
+    if len(rows) < FEWEST:
         return {}
     results = [run for run in results if run["diverged"] is None]
-    figures = {"": partial(means, rows, results, grid), "-curves": partial(curves, rows, results, grid)}
+    figures = {"": partial(means, rows, results, grid)}
     if len(lengths_of(results)) > 1:
         figures["-lengths"] = partial(lengths, rows, results, grid)
     if by_case(results):
@@ -37,15 +36,13 @@ def figures_of(rows: list[Row], results: list[dict[str, Any]], grid: Grid) -> di
 def means(rows: list[Row], results: list[dict[str, Any]], grid: Grid) -> Figure:
     """A row for each variant: the mean, its 95 % interval, and each seed."""
     metric, label, _ = METRIC[grid.task]
-    best, gap = rows[0], ""
+    best, message = rows[0], f"{rows[0].variant} has the best mean"
     if not math.isnan(best.difference):
-        change = f"{best.difference:+.3f}" if metric == "accuracy" else f"{best.difference:+.1%}"
-        gap = f", {change} against {grid.reference}"
-    axes = dots(
-        f"{grid.title}: {best.variant} is best{gap}",
-        {row.variant: Interval(row.mean, row.interval) for row in rows},
-        grid,
-    )
+        change = f"{best.difference:+.3f}" if metric == "accuracy" else f"{100 * best.difference:+.1f} %"
+        message += f", {change} against {grid.reference}"
+        message += f" ({best.verdict})" if best.verdict != "better" else ""
+    intervals = {row.variant: Interval(row.mean, row.interval) for row in rows}
+    axes = dots(f"{grid.title}:\n{message}", intervals, grid)
     for height, row in enumerate(reversed(rows)):
         seeds = [run["final"][metric] for run in results if run["variant"] == row.variant]
         axes.plot(seeds, [height] * len(seeds), "|", color="black", markersize=7)
@@ -67,31 +64,9 @@ def dots(title: str, intervals: dict[str, Interval], grid: Grid) -> Axes:
 
 
 def chosen(rows: list[Row], grid: Grid) -> list[Row]:
-    """The best variants and the reference, as many as a picture of lines may have."""
+    """The best variants and the reference: as many as a picture of lines may have."""
     best = [row for row in rows if row.variant != grid.reference][: LINES - 1]
     return [row for row in rows if row in best or row.variant == grid.reference]
-
-
-def curves(rows: list[Row], results: list[dict[str, Any]], grid: Grid) -> Figure:
-    """Validation during training."""
-    metric, label, _ = METRIC[grid.task]
-    shown = chosen(rows, grid)
-    which = "all variants" if len(shown) == len(rows) else f"the best and {grid.reference}"
-    axes = new_axes(f"{grid.title}: {which} during training")
-    for color, row in zip(COLORS, shown):
-        points: dict[int, list[float]] = {}
-        for run in results:
-            for point in run["curve"] if run["variant"] == row.variant else []:
-                if metric in point:
-                    points.setdefault(point["tokens"], []).append(point[metric])
-        values = [statistics.fmean(points[tokens]) for tokens in sorted(points)]
-        axes.plot(sorted(points), values, marker=".", color=color, label=row.variant)
-    axes.set_xlabel("training tokens")
-    axes.xaxis.set_major_formatter(lambda tokens, _: count_text(tokens))
-    # see training_run.validation_batches
-    axes.set_ylabel(f"{label}, a quarter of the validation text" if grid.task == "text" else f"{label} in validation")
-    legend_by_end(axes)
-    return axes.figure
 
 
 def lengths_of(results: list[dict[str, Any]]) -> list[int]:
@@ -111,11 +86,12 @@ def lengths(rows: list[Row], results: list[dict[str, Any]], grid: Grid) -> Figur
             changes[row.variant] = Interval.of(values)
     changes = dict(sorted(changes.items(), key=lambda change: change[1].mean))
     best = next(iter(changes))
-    title = f"{grid.title}: rows of {known[-1]:,} against {known[0]:,} tokens, {best} {changes[best].mean:+.1f} %"
-    axes = dots(title, changes, grid)
+    message = f"rows of {known[-1]:,} instead of {known[0]:,} tokens change {best} by {changes[best].mean:+.1f} %"
+    axes = dots(f"{grid.title}:\n{message}", changes, grid)
     axes.axvline(0, color="black", linewidth=0.8)
-    axes.set_xscale("symlog", linthresh=10)
-    axes.xaxis.set_major_formatter(lambda percent, _: f"{percent:+g}")
+    if max(change.mean for change in changes.values()) > 50:
+        axes.set_xscale("symlog", linthresh=10)
+    axes.xaxis.set_major_formatter(lambda percent, _: f"{percent:+g}" if percent else "0")
     axes.set_xlabel("change of bits per byte in %, the same text: mean, 95 % interval")
     return axes.figure
 
@@ -124,8 +100,9 @@ def cases(rows: list[Row], results: list[dict[str, Any]], grid: Grid) -> Figure:
     """Accuracy of a recall task by the length of a row and its pairs."""
     found = by_case(results)
     shown = [row for row in chosen(rows, grid) if row.variant in found]
-    which = "" if len(shown) == len(rows) else f" of the best and {grid.reference}"
-    axes = new_axes(f"{grid.title}: accuracy{which} by length and pairs")
+    hardest = list(found[shown[0].variant])[-1]
+    message = ", ".join(f"{row.variant} {found[row.variant][hardest]['mean']:.2f}" for row in shown[:3])
+    axes = new_axes(f"{grid.title}: accuracy in the last case,\n{message}")
     for color, row in zip(COLORS, shown):
         values = [case["mean"] for case in found[row.variant].values()]
         axes.plot(list(found[row.variant]), values, marker=".", color=color, label=row.variant)

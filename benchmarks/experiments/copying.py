@@ -67,7 +67,9 @@ def texts_of(lengths: list[int], gap: int, n_pieces: int) -> dict[int, torch.Ten
 
 def figure_of(found: list[Copying], gap: int) -> Figure:
     """A colour for each model: dashed at the first reading, solid at the second."""
-    axes = new_axes(f"{title(gap)}: first reading dashed, second solid")
+    best = min(found, key=lambda one: one.again / one.first)
+    saved = f"{best.model} saves {100 * (1 - best.again / best.first):.0f} % of a piece of {best.length:,}"
+    axes = new_axes(f"{title(gap)}: {saved}\n(first reading dashed, second solid)")
     for number, name in enumerate(dict.fromkeys(one.model for one in found)):
         own = [one for one in found if one.model == name]
         x, first, again = zip(*((one.length, one.first, one.again) for one in own))

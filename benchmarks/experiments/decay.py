@@ -12,7 +12,9 @@ decay too.
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -110,7 +112,7 @@ def figure_of(weights: list[Weight], title: str) -> Figure:
     n_rows = -(-len(layers) // 2)
     figure = Figure(figsize=(9, 1 + 2.6 * n_rows), layout="constrained")
     panels = figure.subplots(n_rows, min(2, len(layers)), squeeze=False).flat
-    for axes, layer in zip(panels, layers):
+    for layer, axes in zip(layers, panels):
         for curve in curves:
             values = [w.value for w in weights if (w.layer, w.curve) == (layer, curve)]
             if values:
@@ -175,7 +177,15 @@ class Decay(Benchmark):
         return table
 
     def figures(self) -> dict[str, Callable]:
-        return {"": partial(figure_of, self.points, self.title)}
+        """The message: the weight at a distance of 64, or at the longest."""
+        at = min(64, self.options.longest)
+        left = defaultdict(list)
+        for weight in self.points:
+            if weight.distance == at and weight.curve in ("|rotated|", "rotated × decay"):
+                left[weight.curve].append(weight.value)
+        said = ", ".join(f"{curve} {100 * statistics.fmean(values):.0f} %" for curve, values in left.items())
+        message = f":\nrelative weight at a distance of {at} tokens, mean of the layers: {said}" if said else ""
+        return {"": partial(figure_of, self.points, f"{self.title}{message}")}
 
 
 main = Decay.main

@@ -79,13 +79,16 @@ def against_length(
     allowed no measurement.
 
     Args:
-        marks: vertical lines by label.
+        marks: by label, lengths with a vertical line; not those at the edge.
     """
     axes = new_axes(title)
     for number, method in enumerate(dict.fromkeys(p.method for p in points)):
         _measured(axes, points, method, quantity, number)
         _extrapolated(axes, points, method, quantity, number)
+    shortest = min((p.length for p in points), default=0)
     for label, length in (marks or {}).items():
+        if length <= shortest:
+            continue
         axes.axvline(length, color="grey", linestyle=":")
         axes.annotate(label, (length, 0.02), (4, 0), xycoords=("data", "axes fraction"), textcoords="offset points")
     length_ticks(axes, sorted({p.length for p in points}))

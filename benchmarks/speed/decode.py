@@ -209,7 +209,9 @@ class Decode(Benchmark):
         space = Quantity("memory_bytes", "memory of the state or the cache", "bytes", exponents)
         draw = partial(against_length, points=self.points, length_label="tokens before the one generated")
         found = {name.split(", batch ")[0]: ratio for name, (_, _, ratio) in reversed(self.growth().items())}
-        ratios = ", ".join(f"{name} {ratio:.3g}×" for name, ratio in reversed(found.items()))  # the first batch size
+        ratios = ", ".join(
+            f"{name} {ratio:,.{2 if ratio < 10 else 0}f}×" for name, ratio in reversed(found.items())
+        )  # the first batch size
         return {
             "": partial(draw, f"Time of a token, longest context over shortest: {ratios}", quantity=time),
             "-memory": partial(draw, "Linear attention's memory does not grow with the context", quantity=space),

@@ -244,8 +244,7 @@ class Scaling(Benchmark):
         label = "state or cache, and peak memory" if mode == "decode" else "peak memory beyond the inputs"
         peak = Quantity("memory_bytes", label, "bytes", space)
         draw = partial(against_length, points=self.points)
-        shortest = min(p.length for p in self.points)
-        marks = {f"{name} is faster": length for name, length in self.crossovers().items() if length > shortest}
+        marks = {f"{name} is faster": length for name, length in self.crossovers().items()}
         return {
             "": partial(draw, self.title("tokens_per_second", "throughput"), quantity=speed, marks=marks),
             "-memory": partial(draw, self.title("memory_bytes", "memory"), quantity=peak),
