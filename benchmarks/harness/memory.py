@@ -195,7 +195,7 @@ def _context():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     # an operator of a library's own has PyTorch import its compiler when it is first called
-    context.set_forkserver_preload(["benchmarks.memory", "torch._dynamo"])
+    context.set_forkserver_preload(["benchmarks.harness.memory", "torch._dynamo"])
     return context
 
 

@@ -78,9 +78,10 @@ def here(monkeypatch):
     return lambda: monkeypatch.setattr(ablation, "run_process", lambda file, show: (run(str(file)) or 0, []))
 
 
-def test_a_grid_end_to_end(grid, here, capsys):
-    assert grid.run("--only", "softmax") == 0  # not even the one that the others are compared with
+def test_a_grid_end_to_end(grid, here, capsys, monkeypatch):
+    in_new_process = ablation.run_process
     here()
+    assert grid.run("--only", "softmax") == 0  # not even the one that the others are compared with
     alone = grid.files
     assert set(alone) == {"softmax-seed0.json", "softmax-seed1.json"}
     assert "softmax" in capsys.readouterr().out
@@ -109,8 +110,10 @@ def test_a_grid_end_to_end(grid, here, capsys):
     # again: nothing is run, or measured, anew; one seed more is, and no other
     assert grid.run() == 0
     assert grid.files == files
+    monkeypatch.setattr(ablation, "run_process", in_new_process)
     assert grid.run(more_seeds={"linear": [2]}) == 0
     assert grid.files.keys() - files.keys() == {"linear-seed2.json"}
+    assert (json.loads((folder / "runs" / "linear-seed2.json").read_text())["steps"]) == 20
     assert files.items() <= grid.files.items()
 
     # the folder of another grid is left as it is
