@@ -1,21 +1,22 @@
 """Exact gradients of sequences that do not fit in memory.
 
-All that crosses from one segment of a sequence to the next is the model's state, which is small and of fixed size. So
-the forward keeps the states between segments and nothing else; the backward goes through the segments from the last
-to the first, computes each again with autograd, and hands the gradient of the state before it to the segment before:
+Only the model's state, which is small and of fixed size, passes from one segment of a sequence to the next. The forward
+keeps these states and nothing else. The backward goes from the last segment to the first, computes each again with
+autograd, and passes the gradient of its initial state to the segment before:
 
     forward     s_1 = f(s_0, x_1),  s_2 = f(s_1, x_2),  …               no graph; the s_i are kept
     backward    (∂s_{i-1}, ∂w) += the vector-Jacobian product of (s_i, loss_i) with (∂s_i, 1)        i = n … 1
 
-The gradient is that of the whole sequence, for one more forward in time, in memory that does not depend on the length
-but for the tokens and one state for each segment: of linear layers 70 kB for 128 wide ones with 4 heads, of softmax
-layers the keys and values of a window.
+The gradient is that of the whole sequence. It costs one more forward pass. Memory grows with the
+length by the tokens and one state a segment: 70 kB for a linear layer of width 128 with 4 heads, the keys and values
+of a window for a softmax layer.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from linrope.models.language_model import LanguageModel
 from linrope.ops.torch_kernel.memory import give_back
 
 SEGMENTS_BETWEEN = 8
+"""Freed memory goes back to the system after this many segments: it is as slow as writing the memory again."""
 
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -55,32 +57,32 @@ def segmented_loss(
     Args:
         model: every layer linear, or softmax with a window.
         inputs: (B, T) tokens.
-        targets: (B, T), or (B, T, ...): what `loss` takes beside the logits of those tokens.
+        targets: (B, T) or (B, T, ...), the second argument of `loss`.
         segment_length: tokens of a segment, at least 1; the last may be shorter.
-        loss: `loss(logits, targets)` of one segment is a scalar, and that of a sequence the sum over its segments (so
-            divide by a number of tokens afterwards).
-        segment_ids: (B, T) integers, documents of packed rows, as the model takes them.
-        state: what came before, without gradient.
-        truncated: cut the gradient between segments (truncated backpropagation through time): the states go on, each
-            segment's loss reaches its own tokens only. Not with trained frequencies.
+        loss: `loss(logits, targets)` is the scalar loss of one segment. The loss of the sequence is the sum over its
+            segments, so divide by the number of tokens afterwards.
+        segment_ids: (B, T) integers, the documents of packed rows, as the model takes them.
+        state: the state before the first token; it gets no gradient.
+        truncated: truncated backpropagation through time: states pass between segments, gradients do not. Not with
+            trained frequencies.
 
     Returns:
         The loss, a scalar to call `backward` on, and the state after the last token, without gradient.
 
     Raises:
-        InputError: a segment length below 1, no tokens, shapes that do not fit, a softmax layer without a window (its
-            past is all keys, which is what segments are to spare) or with one longer than a segment.
+        InputError: a segment length below 1, no tokens, shapes that do not fit, or a softmax layer whose window is
+            missing (its state would grow with the length) or longer than a segment.
     """
     _check(model, inputs, targets, segment_length, segment_ids, state)
     if truncated:
         require_fixed_frequencies(model, "truncated=True")
-    pieces = _Pieces(model, loss, inputs, targets, segment_ids, segment_length)
+    segments = _Segments(model, loss, inputs, targets, segment_ids, segment_length)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not (torch.is_grad_enabled() and parameters):
-        total, states, _ = pieces.forward(state, keep=False)
+        total, states, _ = segments.forward(state, keep=False)
         return total, states[-1]
     kept: dict[str, Any] = {"state": state, "truncated": truncated}
-    total = _SegmentedLoss.apply(pieces, kept, *parameters)
+    total = _SegmentedLoss.apply(segments, kept, *parameters)
     return total, kept["final"]
 
 
@@ -91,57 +93,56 @@ def _check(model: LanguageModel, inputs: Tensor, targets: Tensor, segment_length
             f"inputs {tuple(inputs.shape)} and targets {tuple(targets.shape)}: pass (B, T) with T ≥ 1, and one target "
             "for each token."
         )
-    model.check(inputs, state, segment_ids)  # now, and not when the segment with the mistake comes
+    model.check(inputs, state, segment_ids)  # before the first segment, not when its turn comes
 
 
 def require_segments(model: LanguageModel, segment_length: int) -> None:
-    """Raise InputError unless sequences can be read in segments of that length, the model's state not growing."""
+    """Raise InputError unless the model can read sequences in segments of that length with a state of fixed size."""
     if not (isinstance(segment_length, int) and segment_length >= 1):
         raise InputError(f"segment_length={segment_length!r} must be a whole number of tokens, at least 1.")
     require_fixed_state(model, f"segment_length={segment_length}")
     window = model.config.window
     if "softmax" in model.config.attention_types and segment_length < window:
         raise InputError(
-            f"segment_length={segment_length} is less than model.window={window}, whose keys and values each segment "
-            f"has to keep: set it to {window} or more."
+            f"segment_length={segment_length} is less than model.window={window}, whose keys and values the state "
+            f"keeps: set it to {window} or more."
         )
 
 
 def require_fixed_state(model: LanguageModel, option: str) -> None:
-    """Raise InputError, naming the option that asks for it, unless the model's state does not grow with the length."""
+    """Raise InputError if the model's state grows with the length; the message names the option that needs this."""
     for layer, kind in enumerate(model.config.attention_types):
         if kind == "softmax" and model.config.window is None:
             raise InputError(
-                f"{option} was given to a model whose layer {layer} is softmax attention without a window: its past is "
-                "all keys and values, so memory would grow all the same. Set model.window, make the layer linear, or "
-                "leave the option out."
+                f"{option} needs a state of fixed size, but layer {layer} is softmax attention without a window, which "
+                "keeps all keys and values. Set model.window, make the layer linear, or remove the option."
             )
 
 
 def require_carried_state(model: LanguageModel, option: str) -> None:
-    """Raise InputError, naming the option that carries states, cut from their graph, from batch to batch, unless the
-    model has such: of a fixed size, and of frequencies that are not trained."""
+    """Raise InputError unless states can pass from batch to batch without their graph: they need a fixed size and
+    frequencies that are not trained. The message names the option that needs this."""
     require_fixed_state(model, option)
     require_fixed_frequencies(model, option)
 
 
 def require_fixed_frequencies(model: LanguageModel, option: str) -> None:
-    """Raise InputError, naming the option that cuts states from their graph, where frequencies are trained.
+    """Raise InputError if frequencies are trained; the message names the option that detaches states.
 
-    A state that is cut holds keys turned by the frequencies of before. Its part in ∂θ is as large as its position, and
-    says how the whole past would turn, which is not what training is to change.
+    A detached state holds keys rotated by earlier frequencies. Its part of ∂θ is proportional to the position, as if
+    the whole past were rotated anew, which is no useful gradient.
     """
     rope = model.config.rope
     if rope is not None and rope.trainable:
         raise InputError(
-            f"{option} cuts the gradient of the state, through which trained frequencies (rope.trainable=True) would "
-            "get a meaningless one, as large as the position: leave one of the two out."
+            f"{option} detaches the state, but trained frequencies (rope.trainable=True) need its gradient: without it "
+            "theirs is meaningless and grows with the position. Remove one of the two."
         )
 
 
 @dataclasses.dataclass(frozen=True)
-class _Pieces:
-    """A sequence and what is to be computed on each of its segments."""
+class _Segments:
+    """A sequence in segments, and the loss of each."""
 
     model: LanguageModel
     loss: Loss
@@ -154,43 +155,43 @@ class _Pieces:
         for start in range(0, self.inputs.shape[1], self.length):
             yield slice(start, min(start + self.length, self.inputs.shape[1]))
 
-    def run(self, piece: slice, state: ModelState | None) -> tuple[Tensor, ModelState]:
+    def run(self, segment: slice, state: ModelState | None) -> tuple[Tensor, ModelState]:
         """The loss of one segment, and the state after it."""
-        ids = None if self.segment_ids is None else self.segment_ids[:, piece]
-        state = state_before(piece.start, self.segment_ids, state)
-        logits, state = self.model(self.inputs[:, piece], state, segment_ids=ids, return_state=True)
-        return self.loss(logits, self.targets[:, piece]), state
+        ids = None if self.segment_ids is None else self.segment_ids[:, segment]
+        state = state_before(segment.start, self.segment_ids, state)
+        logits, state = self.model(self.inputs[:, segment], state, segment_ids=ids, return_state=True)
+        return self.loss(logits, self.targets[:, segment]), state
 
-    def give_back_at(self, number: int) -> None:
-        """After every few segments: it costs as much as writing the memory that the next one needs anew."""
+    def free_after(self, number: int) -> None:
+        """Return freed memory to the system after every few segments."""
         if number % SEGMENTS_BETWEEN == SEGMENTS_BETWEEN - 1 and self.inputs.device.type == "cpu":
             give_back()
 
     @torch.no_grad()
     def forward(self, state: ModelState | None, keep: bool) -> tuple[Tensor, list[ModelState | None], list]:
-        """The whole loss; the state before each segment (with `keep`) and after the last; the random states."""
-        total, states, draws = 0.0, [], []
-        for number, piece in enumerate(self.slices()):
-            self.give_back_at(number)
+        """The loss, the states (before each segment, with `keep`, and after the last), and the random states."""
+        total, states, random_states = 0.0, [], []
+        for number, segment in enumerate(self.slices()):
+            self.free_after(number)
             if keep:
                 states.append(state)
-                draws.append(_random_state(self.inputs.device))
-            value, state = self.run(piece, state)
+                random_states.append(_random_state(self.inputs.device))
+            value, state = self.run(segment, state)
             total = total + value
-        return total, [*states, state], draws
+        return total, [*states, state], random_states
 
 
 class _SegmentedLoss(torch.autograd.Function):
-    """One node of autograd: parameters in, the loss out. So a step of any trainer, with accumulation, clipping, scaled
-    losses and one all-reduce over devices, is what it was."""
+    """One autograd node from the parameters to the loss, so that accumulation, clipping, loss scaling and the
+    all-reduce over devices work as usual."""
 
     @staticmethod
-    def forward(ctx, pieces: _Pieces, kept: dict[str, Any], *parameters: Tensor) -> Tensor:
-        total, states, draws = pieces.forward(kept["state"], keep=True)
+    def forward(ctx, segments: _Segments, kept: dict[str, Any], *parameters: Tensor) -> Tensor:
+        total, states, random_states = segments.forward(kept["state"], keep=True)
         kept["final"] = states.pop()
-        ctx.pieces, ctx.states, ctx.draws, ctx.truncated = pieces, states, draws, kept["truncated"]
+        ctx.segments, ctx.states, ctx.random_states, ctx.truncated = segments, states, random_states, kept["truncated"]
         ctx.parameters = parameters
-        device = pieces.inputs.device.type
+        device = segments.inputs.device.type
         ctx.autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         return total
 
@@ -198,22 +199,23 @@ class _SegmentedLoss(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         if torch.is_grad_enabled():
             raise InputError(
-                "create_graph=True asks for a second derivative, which segmented_loss does not have: take the loss of "
-                "the model at once."
+                "create_graph=True asks for a second derivative, which segmented_loss does not have: compute the loss "
+                "without segments."
             )
-        pieces, parameters = ctx.pieces, ctx.parameters
-        device = pieces.inputs.device
-        # summed in float32 at least (there may be hundreds of segments), in memory that is there from the start: small
-        # tensors made between large ones would keep the allocator from giving those back
+        segments, parameters = ctx.segments, ctx.parameters
+        device = segments.inputs.device
+        # At least float32, as there may be hundreds of segments. Allocated first, since small tensors between large
+        # ones would keep the allocator from returning those.
         sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
         used = [False] * len(parameters)
         grad_state: list[Tensor | None] = []
         enabled, dtype = ctx.autocast
-        steps = list(zip(pieces.slices(), ctx.states, ctx.draws, strict=True))
-        for number, (piece, state, draw) in enumerate(reversed(steps)):
-            with torch.enable_grad(), torch.autocast(device.type, dtype, enabled), _drawing_again(draw, device):
+        steps = list(zip(segments.slices(), ctx.states, ctx.random_states, strict=True))
+        for number, (segment, state, random_state) in enumerate(reversed(steps)):
+            autocast = torch.autocast(device.type, dtype, enabled)
+            with torch.enable_grad(), autocast, _same_random_numbers(random_state, device):
                 before = detach(state, not ctx.truncated)
-                value, after = pieces.run(piece, before)
+                value, after = segments.run(segment, before)
             sources = [*parameters, *([] if ctx.truncated else tensors_of(before))]
             outputs, gradients = [value], [grad.to(value.dtype)]
             for tensor, gradient in zip(tensors_of(after), grad_state):
@@ -227,7 +229,7 @@ class _SegmentedLoss(torch.autograd.Function):
                     sums[i] += gradient
             grad_state = list(found[len(parameters) :])
             del value, after, before, outputs, found
-            pieces.give_back_at(number)
+            segments.free_after(number)
         rounded = (total.to(p.dtype) for total, p in zip(sums, parameters, strict=True))
         return None, None, *(total if has else None for total, has in zip(rounded, used, strict=True))
 
@@ -237,20 +239,11 @@ def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
     return torch.get_rng_state(), on_device
 
 
-class _drawing_again:
-    """Inside, random numbers are those that were drawn from a given state on; after it, the draw goes on as before."""
-
-    def __init__(self, draw: tuple[Tensor, Tensor | None], device: torch.device):
-        self.draw, self.device = draw, device
-
-    def __enter__(self) -> None:
-        self.now = _random_state(self.device)
-        self._set(self.draw)
-
-    def __exit__(self, *error: object) -> None:
-        self._set(self.now)
-
-    def _set(self, state: tuple[Tensor, Tensor | None]) -> None:
+@contextmanager
+def _same_random_numbers(state: tuple[Tensor, Tensor | None], device: torch.device) -> Iterator[None]:
+    """Inside, random numbers are those drawn after `state`; afterwards the generators are as before."""
+    with torch.random.fork_rng([] if state[1] is None else [device]):
         torch.set_rng_state(state[0])
         if state[1] is not None:
-            torch.cuda.set_rng_state(state[1], self.device)
+            torch.cuda.set_rng_state(state[1], device)
+        yield

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,15 +16,10 @@ del os.environ["TRITON_INTERPRET"]
 
 import torch
 
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tensors this small only lose by more threads, and lose much beside other work on the machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # for the processes that tests start
-    yield
-    torch.set_num_threads(threads)
+# Tests this small only lose by more threads, and lose much beside other work on the machine. Not in a fixture, since
+# fixtures of modules and of the session run before one of a test.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 
 
 LINE = "for i in range(10): print('the quick brown fox jumps over the lazy dog', i)\n"

@@ -31,7 +31,7 @@ from benchmarks.harness.pictures import COLORS
 from benchmarks.harness.runner import Benchmark
 from linrope import LanguageModel, RotaryEmbedding
 from linrope.feature_maps import after_signed, get_feature_map
-from linrope.profiling.hooks import Seen, watched
+from linrope.profiling.hooks import OperatorCall, operator_hook
 from linrope.rotary import frequencies, unit_rotations
 from linrope.utils.terminal import new_table
 
@@ -90,15 +90,15 @@ def measure(model: LanguageModel, longest: int, found: list[Weight], tick: Calla
     """Add to `found` the weights of every linear layer, on text of the built-in corpus that the grids hold out."""
     text = held_out().tokens(0, N_ROWS * 4 * longest)
 
-    def watch(seen: Seen) -> None:
-        rope, log_decay = seen.options["rope"], seen.options["log_decay"]
+    def observe(call: OperatorCall) -> None:
+        rope, log_decay = call.options["rope"], call.options["log_decay"]
         signed = 0 if rope is None else rope.signed_dim
-        phi = after_signed(get_feature_map(seen.options["feature_map"]), signed).forward
-        for curve, means in mean_weights(phi(seen.q), phi(seen.k), rope, log_decay, longest, signed).items():
-            found.extend(Weight(curve, seen.layer, distance, value) for distance, value in enumerate(means.tolist()))
+        phi = after_signed(get_feature_map(call.options["feature_map"]), signed).forward
+        for curve, means in mean_weights(phi(call.q), phi(call.k), rope, log_decay, longest, signed).items():
+            found.extend(Weight(curve, call.layer, distance, value) for distance, value in enumerate(means.tolist()))
         tick(advance=1)
 
-    with watched(model, watch):
+    with operator_hook(model, observe):
         model(text.view(N_ROWS, -1))
 
 

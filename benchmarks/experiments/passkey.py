@@ -24,7 +24,7 @@ from linrope import InputError, LanguageModelConfig, RotaryConfig
 from linrope.cli.training import quiet_lightning
 from linrope.evaluation import recall_map
 from linrope.evaluation.recall_map import Recalled, recall_by_depth, require_cases
-from linrope.profiling.memory_estimate import shapes_only
+from linrope.profiling.fake_tensors import shapes_only
 from linrope.training import OptimizerConfig, PasskeyDataModule, RecallModule
 
 STAGES = ((96, 4), (128, 2), (256, 1), (512, 1))

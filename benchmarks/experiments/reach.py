@@ -26,7 +26,7 @@ from benchmarks.harness.options import read_byte_model
 from benchmarks.harness.pictures import COLORS, new_axes
 from benchmarks.harness.runner import Benchmark
 from linrope import LanguageModel
-from linrope.profiling.hooks import Seen, watched
+from linrope.profiling.hooks import OperatorCall, operator_hook
 from linrope.utils.terminal import new_table
 
 if TYPE_CHECKING:
@@ -58,16 +58,16 @@ def lifetimes(log_decay: torch.Tensor) -> torch.Tensor:
 def measure(model: LanguageModel, rows: torch.Tensor, found: list[Reach], tick: Callable[..., None]) -> None:
     """Add to `found` every head of every layer with a forget gate, on rows of text (B, T)."""
 
-    def watch(seen: Seen) -> None:
-        if (log_decay := seen.options["log_decay"]) is None:
+    def observe(call: OperatorCall) -> None:
+        if (log_decay := call.options["log_decay"]) is None:
             return
         levels = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
         for head, lives in enumerate(lifetimes(log_decay).transpose(0, 1).flatten(1)):  # (H, B · T/2)
             low, median, high = torch.quantile(lives.double(), levels).tolist()
-            found.append(Reach(seen.layer + 1, head + 1, median, low, high))
+            found.append(Reach(call.layer + 1, head + 1, median, low, high))
         tick(advance=1)
 
-    with watched(model, watch):
+    with operator_hook(model, observe):
         model(rows)
 
 

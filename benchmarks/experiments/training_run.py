@@ -32,7 +32,7 @@ from linrope.data.tokenizers.bytes import bytes_of
 from linrope.errors import NonFiniteError
 from linrope.evaluation.row_lengths import row_losses
 from linrope.losses import bits_per_byte
-from linrope.profiling.hooks import Seen, watched
+from linrope.profiling.hooks import OperatorCall, operator_hook
 from linrope.training import LanguageModelingModule, MQARDataModule, OptimizerConfig, RecallModule, TextDataModule
 from linrope.training.callbacks.interruption import GracefulStop, Interrupted
 from linrope.training.callbacks.last_checkpoint import LastCheckpoint
@@ -274,15 +274,15 @@ def smallest_denominator(model: LanguageModel, data: TextDataModule) -> float | 
     device = next(model.parameters()).device
     rows, smallest = data.corpora["val"].tokens(0, data.context)[None].to(device), []
 
-    def watch(seen: Seen) -> None:
-        rope, normalize = seen.options["rope"], seen.options["normalize"]
+    def observe(call: OperatorCall) -> None:
+        rope, normalize = call.options["rope"], call.options["normalize"]
         if normalize != "none":
             signed, turned = 0 if rope is None else rope.signed_dim, rope if normalize == "rotary" else None
-            positive = seen.q[..., signed:], seen.k[..., signed:], torch.ones_like(seen.v[..., :1])
-            options = {**seen.options, "rope": turned, "normalize": "none"}
+            positive = call.q[..., signed:], call.k[..., signed:], torch.ones_like(call.v[..., :1])
+            options = {**call.options, "rope": turned, "normalize": "none"}
             smallest.append(linear_attention(*positive, **options).abs().min().item())
 
-    with watched(model, watch):
+    with operator_hook(model, observe):
         model(rows)
     return min(smallest, default=None)
 

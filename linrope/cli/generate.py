@@ -100,18 +100,18 @@ def run_generate(config: GenerateConfig, model: LanguageModel, write: Write, con
     """
     if config.save_state is not None:
         require_new(Path(config.save_state), "--save_state", config.overwrite)
-    context = None if config.load_state is None else load_prompt_state(config.load_state, model)
+    state = None if config.load_state is None else load_prompt_state(config.load_state, model)
     prompt = Prompt(config)
     StopStrings(config.stop)  # now, and not after the prompt was read
-    n_before = 0 if context is None else context.length
+    n_before = 0 if state is None else state.length
     require_memory(model, n_before + prompt.n_bytes + config.max_new_tokens)
-    writer = TextWriter(model, write, context, config.segment_length)
+    writer = TextWriter(model, write, state, config.segment_length)
     pieces = prompt.pieces() if writer.tokenizer.name == "bytes" else _after_lines(prompt.pieces(LARGEST_PIECE))
     write(printable(_read_prompt(writer, pieces, prompt.n_bytes, console)))
     if config.interactive:
         converse(writer, config, sys.stdin.buffer.readline, console)
     if config.save_state is not None:
-        save_prompt_state(config.save_state, model, writer.context)
+        save_prompt_state(config.save_state, model, writer.state)
     if not config.interactive:
         _write_continuations(writer, config)
     if writer.speed.spent:
@@ -120,11 +120,11 @@ def run_generate(config: GenerateConfig, model: LanguageModel, write: Write, con
 
 def _write_continuations(writer: TextWriter, config: GenerateConfig) -> None:
     """All of them from what was read, by the draws of rows 0, 1, … of a batch."""
-    context = writer.context
+    state = writer.state
     for row in range(config.n_continuations):
         if config.n_continuations > 1:
             writer.write(f"\n--- continuation {row + 1} ---\n")
-        writer.context = context
+        writer.state = state
         writer.continue_text(config.max_new_tokens, Sampler(config, first_row=row), config.stop)
         writer.write("\n")
 

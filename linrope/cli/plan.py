@@ -8,7 +8,7 @@ import torch
 from jsonargparse import Namespace
 
 from linrope.cli.training import TrainingCLI
-from linrope.profiling.memory_estimate import shapes_only
+from linrope.profiling.fake_tensors import shapes_only
 from linrope.profiling.run_plan import Setting, measure_rate
 from linrope.profiling.run_plan import show as show_plan
 from linrope.segmented import require_segments
@@ -45,7 +45,7 @@ def planned(config: Namespace) -> Setting:
         devices=devices,
         max_steps=trainer.max_steps,
         segment_length=config.segment_length,
-        apart=data.documents == "apart",
+        document_mask=data.documents == "apart",
         precision=str(trainer.precision or "32-true"),
         averaged=config.run.ema_decay is not None,
         device="cuda" if gpu else "cpu",

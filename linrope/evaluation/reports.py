@@ -65,7 +65,7 @@ def write_json(path: Path, contents: dict[str, Any]) -> Path:
 
 
 def write_picture(path: Path, draw: Callable[[], Figure]) -> list[Path]:
-    """Write the figure that `draw` returns as PNG. Returns [path], or [] without matplotlib, where `draw` is not called."""
+    """Write the figure that `draw` returns as PNG: [path]. Without matplotlib `draw` is not called: []."""
     if not can_draw():
         return []
     with whole_file(path) as file:

@@ -1,10 +1,10 @@
-"""Reading a prompt and writing on from it, in memory that does not grow with either.
+"""The decode loop: a prompt is read, then tokens are drawn and read one by one.
 
-    context = read(model, tokens)                     # the prompt, segment by segment
-    token = Sampler(Sampling(top_p=0.9)).draw(context)
-    context = read(model, token[:, None], context)    # one token more
+    state = read(model, tokens)                     # the prompt, segment by segment
+    for token in stream(model, state, 100, top_p=0.9):
+        ...
 
-`stream` is this loop. A `PromptState` is immutable: it can be kept, forked for several continuations, and saved.
+A step costs the same however long the text is. A `PromptState` is immutable: it can be kept, forked and saved.
 """
 
 from __future__ import annotations
@@ -12,24 +12,22 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from linrope.errors import InputError
 from linrope.generation.prompt_state import PromptState
+from linrope.generation.protocol import CausalModel
+from linrope.generation.sampling import Sampler, Sampling
 from linrope.layers.state import state_before
 
-if TYPE_CHECKING:
-    from linrope.models.language_model import LanguageModel
-from linrope.generation.sampling import Sampler, Sampling
-
 SEGMENT_LENGTH = 2048
+"""Default number of prompt tokens in one forward pass."""
 
 
 REPETITION_WINDOW = 1024
-"""Tokens that the repetition penalty looks back over, the prompt's among them."""
+"""The repetition penalty applies to this many last tokens, prompt included."""
 
 
 Prompts = Tensor | Sequence[Tensor]
@@ -37,51 +35,53 @@ Prompts = Tensor | Sequence[Tensor]
 
 @torch.no_grad()
 def read(
-    model: LanguageModel, tokens: Prompts, context: PromptState | None = None, *, segment_length: int = SEGMENT_LENGTH
+    model: CausalModel, tokens: Prompts, state: PromptState | None = None, *, segment_length: int = SEGMENT_LENGTH
 ) -> PromptState:
-    """Read tokens, segment by segment: only the state passes from one to the next, so memory does not grow with the
-    length (but for the keys and values of softmax layers without a window).
+    """Read tokens, segment by segment, and return the state after the last one.
 
-    Prompts of different lengths become rows that end together. Each stands behind a document of padding, which no
-    layer looks past, so that it is read as if it were alone.
+    Only the state passes from segment to segment, so memory does not grow with the length (except for the keys and
+    values of softmax layers without a window).
+
+    Prompts of different lengths are padded on the left. The padding is a document of its own, so each prompt is read as
+    if it were alone.
 
     Args:
         model: in evaluation mode, or dropout applies.
         tokens: (B, T), T ≥ 1, on the model's device, or a list of (T_b,).
-        context: what was read before; the tokens continue it.
-        segment_length: tokens that are read at once.
+        state: what was read before; the tokens continue it. Not with prompts of different lengths.
+        segment_length: tokens in one forward pass.
 
     Raises:
-        InputError: no tokens, tokens of another shape or out of range, a list of different lengths with a context, a
-            context of another batch or model.
+        InputError: tokens that are empty, of the wrong shape or out of range; prompts of different lengths with a
+            state; a state of another batch size or model.
     """
     if segment_length < 1:
         raise InputError(f"segment_length={segment_length} must be at least 1.")
-    tokens, ids = _rows(tokens)
-    if ids is not None and context is not None:
-        raise InputError("tokens are prompts of different lengths, which only a new context can hold: read each alone.")
-    state, logits = (None, None) if context is None else (context.state, context.logits)
+    tokens, segment_ids = _pad_left(tokens)
+    if segment_ids is not None and state is not None:
+        raise InputError("tokens are prompts of different lengths, and a state is given: read each prompt alone.")
+    model_state, logits = (None, None) if state is None else (state.state, state.logits)
     for start in range(0, tokens.shape[1], segment_length):
-        piece = slice(start, start + segment_length)
-        of_piece = None if ids is None else ids[:, piece]
-        state = state_before(start, ids, state)
-        logits, state = model(tokens[:, piece], state, of_piece, return_state=True, logits_to_keep=1)
+        segment = slice(start, start + segment_length)
+        ids = None if segment_ids is None else segment_ids[:, segment]
+        model_state = state_before(start, segment_ids, model_state)
+        logits, model_state = model(tokens[:, segment], model_state, ids, return_state=True, logits_to_keep=1)
     recent = tokens[:, -REPETITION_WINDOW:].long()
-    if ids is not None:
-        recent = recent.masked_fill(ids[:, -REPETITION_WINDOW:] == 0, -1)
-    if context is not None:
-        recent = torch.cat((context.recent, recent), dim=1)[:, -REPETITION_WINDOW:]
-    return PromptState(state, logits[:, -1], recent)
+    if segment_ids is not None:
+        recent = recent.masked_fill(segment_ids[:, -REPETITION_WINDOW:] == 0, -1)
+    if state is not None:
+        recent = torch.cat((state.recent, recent), dim=1)[:, -REPETITION_WINDOW:]
+    return PromptState(model_state, logits[:, -1], recent)
 
 
-def _rows(prompts: Prompts) -> tuple[Tensor, Tensor | None]:
-    """(B, T) tokens, and (B, T) the number of each one's document: 0 is padding, 1 the prompt; None without padding."""
+def _pad_left(prompts: Prompts) -> tuple[Tensor, Tensor | None]:
+    """(B, T) tokens, and their segment_ids (B, T): 0 for padding, 1 for the prompt; None without padding."""
     if isinstance(prompts, Tensor):
         if prompts.ndim != 2 or prompts.shape[1] == 0:
             raise InputError(f"tokens is {tuple(prompts.shape)}: pass a prompt (B, T) of at least one token.")
         return prompts, None
     if not prompts or any(not isinstance(prompt, Tensor) or prompt.ndim != 1 for prompt in prompts):
-        raise InputError("tokens is no list of prompts: pass tensors (T_b,), one at least.")
+        raise InputError("tokens is not a list of prompts: pass at least one tensor (T_b,).")
     if empty := [row for row, prompt in enumerate(prompts) if len(prompt) == 0]:
         raise InputError(f"tokens[{empty[0]}] is empty: each prompt needs at least one token.")
     longest = max(map(len, prompts))
@@ -92,65 +92,71 @@ def _rows(prompts: Prompts) -> tuple[Tensor, Tensor | None]:
     return padded, (torch.arange(longest, device=padded.device) >= longest - lengths[:, None]).long()
 
 
-def require_memory(model: LanguageModel, n_tokens: int) -> None:
-    """Raise InputError where the keys and values of so many tokens are more than the device's whole memory."""
+def require_memory(model: CausalModel, n_tokens: int) -> None:
+    """Raise InputError if the keys and values of `n_tokens` tokens exceed the device's total memory."""
     parameter = next(model.parameters())
     needed = model.state_bytes(n_tokens, parameter.dtype)
     if parameter.device.type == "cuda":
-        there = torch.cuda.mem_get_info(parameter.device)[1]
+        total = torch.cuda.mem_get_info(parameter.device)[1]
     else:
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > there:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > total:
         raise InputError(
             f"a text of {n_tokens:,} tokens needs {needed / 2**30:,.1f} GiB for the keys and values of softmax layers "
-            f"without a window, and there are {there / 2**30:,.1f}: give a shorter prompt, or a model whose layers are "
-            "linear or have a window, which reads any length."
+            f"without a window, and the device has {total / 2**30:,.1f}: give a shorter prompt, or a model whose "
+            "layers are linear or have a window, which reads any length."
         )
 
 
+def decode(
+    model: CausalModel, state: PromptState, max_new_tokens: int, sampler: Sampler
+) -> Iterator[tuple[Tensor, PromptState]]:
+    """The decode loop: yields each new token (B,) together with the state before it.
+
+    A token is read when the next one is asked for; the last one is not read.
+    """
+    for step in range(max_new_tokens):
+        token = sampler.draw(state)
+        yield token, state
+        if step + 1 < max_new_tokens:
+            state = read(model, token[:, None], state)
+
+
 def stream(
-    model: LanguageModel,
+    model: CausalModel,
     tokens: Prompts | PromptState,
     max_new_tokens: int,
     *,
     segment_length: int = SEGMENT_LENGTH,
     **sampling,
 ) -> Iterator[Tensor]:
-    """Read the prompt once, then write: each new token costs one step from the state, however long the past.
+    """Read the prompt once, then generate token by token.
 
     Args:
         model: in evaluation mode, or dropout applies.
-        tokens: (B, T) prompt, T ≥ 1, on the model's device; or a list of (T_b,), of which each is continued as if it
-            were alone; or a context, from `read` or a file.
-        max_new_tokens: how many to write.
-        segment_length: tokens of the prompt that are read at once.
+        tokens: prompts (B, T), T ≥ 1, on the model's device; or a list of (T_b,), each continued as if it were alone;
+            or a state, from `read` or a file.
+        max_new_tokens: number of tokens to generate.
+        segment_length: prompt tokens in one forward pass.
         sampling: the fields of `Sampling`.
 
     Yields:
         (B,) int64, the next token of each row.
 
     Raises:
-        InputError: an empty prompt, or an option outside its range; raised at the call.
+        InputError: an empty prompt, or an option out of range; raised by the call, before the first token.
     """
     check_max_new_tokens(max_new_tokens)
     sampler = Sampler(Sampling(**sampling))
-    context = tokens if isinstance(tokens, PromptState) else read(model, tokens, segment_length=segment_length)
-    return _steps(model, context, max_new_tokens, sampler)
-
-
-def _steps(model: LanguageModel, context: PromptState, max_new_tokens: int, sampler: Sampler) -> Iterator[Tensor]:
-    for step in range(max_new_tokens):
-        token = sampler.draw(context)
-        yield token
-        if step + 1 < max_new_tokens:
-            context = read(model, token[:, None], context)
+    state = tokens if isinstance(tokens, PromptState) else read(model, tokens, segment_length=segment_length)
+    return (token for token, _ in decode(model, state, max_new_tokens, sampler))
 
 
 def generate(
-    model: LanguageModel, tokens: Prompts | PromptState, max_new_tokens: int, **options
+    model: CausalModel, tokens: Prompts | PromptState, max_new_tokens: int, **options
 ) -> Tensor | list[Tensor]:
-    """The prompts (B, T), or a list of (T_b,), each with the tokens that `stream` adds to it; these alone, (B,
-    max_new_tokens), after a context."""
+    """The prompts (B, T), or a list of (T_b,), each followed by the tokens of `stream`. After a state: only the new
+    tokens, (B, max_new_tokens)."""
     new = list(stream(model, tokens, max_new_tokens, **options))
     if isinstance(tokens, PromptState):
         tokens = tokens.recent[:, :0]
@@ -160,6 +166,6 @@ def generate(
 
 
 def check_max_new_tokens(max_new_tokens: int) -> None:
-    """Raise InputError for less than none, and for what is no number of them."""
+    """Raise InputError unless this is a whole number, at least 0."""
     if not isinstance(max_new_tokens, Integral) or max_new_tokens < 0:
         raise InputError(f"max_new_tokens={max_new_tokens!r} must be a whole number, at least 0.")

@@ -1,7 +1,7 @@
-"""What a model has read, as generation goes on from it: kept in memory, forked, and in a file.
+"""Prompt states: what a model has read, kept in memory, forked, and saved to a file.
 
-A state file is tensors and plain values (`weights_only`), and names the model that it belongs to: the states of one
-model mean nothing to another, and a mix-up would give wrong text, not an error.
+A state file holds tensors and plain values only (it loads with `weights_only`) and identifies its model: the state of
+one model is meaningless to another.
 """
 
 from __future__ import annotations
@@ -9,30 +9,27 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from linrope.errors import InputError
+from linrope.generation.protocol import CausalModel
 from linrope.layers.state import ModelState, from_serialized, map_state, to_serialized
 from linrope.utils.files import load_plain, whole_file
-
-if TYPE_CHECKING:
-    from linrope.models.language_model import LanguageModel
-
 
 FORMAT = "linrope state 1"
 
 
 @dataclass(frozen=True)
 class PromptState:
-    """What a model has read of each row.
+    """A model's state after a prompt, and what sampling needs of it.
 
     Attributes:
-        state: the model's, after the last token.
-        logits: (B, vocab_size) of the next token.
-        recent: (B, R) int64, the last tokens that were read; -1 where a row began later.
+        state: the model's state after the last token.
+        logits: (B, vocab_size), for the next token.
+        recent: (B, R) int64, the last tokens read; -1 for padding.
     """
 
     state: ModelState
@@ -40,9 +37,9 @@ class PromptState:
     recent: Tensor
 
     def fork(self, n: int) -> PromptState:
-        """Each row `n` times, one after another: (B · n) rows that may be continued differently."""
+        """Each row repeated `n` times, next to each other: B · n rows, to be continued in different ways."""
         if n < 1:
-            raise InputError(f"n={n} must be at least 1: it is how often each row is there.")
+            raise InputError(f"n={n} must be at least 1.")
 
         def repeated(_: str, x: Tensor) -> Tensor:
             return x.repeat_interleave(n, dim=0)
@@ -51,12 +48,12 @@ class PromptState:
 
     @property
     def length(self) -> int:
-        """Tokens read, by the longest row."""
+        """Number of tokens read, in the longest row."""
         return self.state[0].past.length
 
 
-def fingerprint(model: LanguageModel) -> dict[str, Any]:
-    """What tells a model from others: its configuration, and the SHA-256 of its weights."""
+def fingerprint(model: CausalModel) -> dict[str, Any]:
+    """Identifies a model: its configuration, and the SHA-256 of its weights."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -64,48 +61,47 @@ def fingerprint(model: LanguageModel) -> dict[str, Any]:
     return {"config": model.config.to_dict(), "weights": digest.hexdigest()}
 
 
-def save_prompt_state(path: str | Path, model: LanguageModel, context: PromptState) -> None:
-    """Write a context to a file, whole or not at all; a file that is there is replaced."""
-    on_cpu = map_state(lambda _, x: x.cpu(), context.state)
+def save_prompt_state(path: str | Path, model: CausalModel, state: PromptState) -> None:
+    """Write a state to a file. An existing file is replaced as a whole."""
+    on_cpu = map_state(lambda _, x: x.cpu(), state.state)
     content = {
         "format": FORMAT,
         "model": fingerprint(model),
         "state": to_serialized(on_cpu),
-        "logits": context.logits.cpu(),
-        "recent": context.recent.cpu(),
+        "logits": state.logits.cpu(),
+        "recent": state.recent.cpu(),
     }
     with whole_file(Path(path)) as file:
         torch.save(content, file)
 
 
-def load_prompt_state(path: str | Path, model: LanguageModel) -> PromptState:
-    """The context in a file that `save_prompt_state` wrote with this model, on the model's device.
+def load_prompt_state(path: str | Path, model: CausalModel) -> PromptState:
+    """The state that `save_prompt_state` wrote with this model, on the model's device.
 
     Raises:
-        InputError: no such file, a damaged one, something else, or the state of another model, with what differs.
+        InputError: the file is missing, damaged or not a state file, or its state belongs to another model; the message
+            says what differs.
     """
     content = load_plain(Path(path), "state file")
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise InputError(f"state file {str(path)!r} is none of this version ({FORMAT}): save it with --save_state.")
-    saved = content["model"]
-    saved["config"] = model.config.from_dict(saved["config"]).to_dict()  # files do not know of options that came later
-    _require_same(saved, fingerprint(model), path)
+        raise InputError(f"state file {str(path)!r} is not in the format {FORMAT!r}: write it with --save_state.")
+    _require_same(content["model"], fingerprint(model), path)
     device = next(model.parameters()).device
     state = from_serialized(content["state"], device)
     return PromptState(state, content["logits"].to(device), content["recent"].to(device))
 
 
-def _require_same(saved: dict[str, Any], ours: dict[str, Any], path: str | Path) -> None:
-    if saved == ours:
+def _require_same(saved: dict[str, Any], given: dict[str, Any], path: str | Path) -> None:
+    if saved == given:
         return
-    then, now = saved["config"], ours["config"]
+    old, new = saved["config"], given["config"]
     differing = [
-        f"model.{key}: {then.get(key)!r} in the file, {now.get(key)!r} here"
-        for key in sorted(then.keys() | now.keys())
-        if then.get(key) != now.get(key)
+        f"model.{key}: {old.get(key)!r} in the file, {new.get(key)!r} in this model"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
     ]
     what = "\n  ".join(differing) or "the same configuration, but other weights"
     raise InputError(
-        f"state file {str(path)!r} is of another model, whose states mean nothing to this one: give the checkpoint "
-        f"that it was saved with, or read the prompt again.\n  {what}"
+        f"state file {str(path)!r} belongs to another model: give the checkpoint that it was saved with, or read the "
+        f"prompt again.\n  {what}"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,30 +11,27 @@ from linrope.errors import InputError, NonFiniteError
 from linrope.generation.prompt_state import PromptState
 from linrope.utils.options import check_types
 
-if TYPE_CHECKING:
-    pass
-
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How to draw a token from the model's logits; the options apply in the order of penalty, temperature, k, p."""
+    """How to draw a token from the logits. Order: repetition penalty, temperature, top_k, top_p."""
 
     temperature: float = 1.0
-    """Below 1 the model writes more predictably, above 1 more wildly; 0 always takes the likeliest token."""
+    """Below 1 text is more predictable, above 1 more random; 0 always takes the likeliest token."""
     top_k: int | None = None
-    """Choose among the k likeliest tokens only."""
+    """Draw from the k likeliest tokens only; null for all."""
     top_p: float | None = None
-    """Choose among the likeliest tokens that together have this probability."""
+    """Draw from the likeliest tokens whose probabilities add up to this; null for all."""
     repetition_penalty: float = 1.0
-    """Above 1, tokens that stand among the last 1,024 are less likely (CTRL, arXiv 1909.05858, section 4.1)."""
+    """Above 1, the last 1,024 tokens become less likely to be repeated (CTRL, arXiv 1909.05858, section 4.1)."""
     seed: int | None = None
-    """Names the draw: the same seed gives the same text. null draws anew each time. In a batch row i has seed + i."""
+    """The same seed gives the same text; null gives a new text each time. Row i of a batch has seed + i."""
 
     def __post_init__(self) -> None:
         check_types(self)
         if not 0 <= self.temperature < float("inf"):
             raise InputError(
-                f"temperature={self.temperature} must be a number, at least 0 (0 takes the likeliest token)."
+                f"temperature={self.temperature} must be a finite number, at least 0 (0 takes the likeliest token)."
             )
         if self.top_k is not None and self.top_k < 1:
             raise InputError(f"top_k={self.top_k} must be at least 1, or None for all tokens.")
@@ -43,7 +39,7 @@ class Sampling:
             raise InputError(f"top_p={self.top_p} must be above 0 and at most 1, or None for all tokens.")
         if not 1e-6 <= self.repetition_penalty <= 1e6:  # beyond, float32 logits may overflow
             raise InputError(
-                f"repetition_penalty={self.repetition_penalty} must be a number from 1e-6 to 1e6 (1 is none)."
+                f"repetition_penalty={self.repetition_penalty} must be a number from 1e-6 to 1e6 (1 for no penalty)."
             )
         if self.seed is not None and not abs(self.seed) < 2**63:
             raise InputError(f"seed={self.seed} must be a number of at most 63 bits, or None for a new draw each time.")
@@ -52,28 +48,28 @@ class Sampling:
 class Sampler:
     """Draws the next token of each row.
 
-    Row i draws by a generator of its own, seeded by `seed + i`, on the CPU: neither its neighbours nor the device
-    change its text. With `first_row` the rows are counted from there.
+    Row i has its own random generator on the CPU, seeded with `seed + first_row + i`, so its text depends neither on
+    the other rows nor on the device.
     """
 
     def __init__(self, sampling: Sampling, first_row: int = 0) -> None:
         self.sampling, self.first_row = sampling, first_row
         self._generators: list[torch.Generator] = []
 
-    def draw(self, context: PromptState) -> Tensor:
-        """(B,) int64.
+    def draw(self, state: PromptState) -> Tensor:
+        """The next token of each row, (B,) int64.
 
         Raises:
-            NonFiniteError: logits that are not finite.
+            NonFiniteError: the logits are not finite.
         """
-        sampling, logits = self.sampling, context.logits.float()
+        sampling, logits = self.sampling, state.logits.float()
         if not torch.isfinite(logits).all():
             raise NonFiniteError(
                 "the model's logits are not finite: its weights are damaged, or its training diverged. Give another "
                 "checkpoint."
             )
         if sampling.repetition_penalty != 1:
-            logits = _penalised(logits, context.recent, sampling.repetition_penalty)
+            logits = _penalised(logits, state.recent, sampling.repetition_penalty)
         if sampling.temperature == 0:
             return logits.argmax(dim=-1)
         uniform = self._uniform(len(logits)).to(logits.device)
@@ -90,15 +86,15 @@ class Sampler:
 
 
 def _penalised(logits: Tensor, recent: Tensor, penalty: float) -> Tensor:
-    """Positive logits of recent tokens divided by the penalty, negative ones multiplied with it."""
-    places = recent.masked_fill(recent < 0, logits.shape[1])  # one more column, for what is no token
+    """Divide positive logits of recent tokens by the penalty, multiply negative ones with it."""
+    places = recent.masked_fill(recent < 0, logits.shape[1])  # padding goes to an extra column
     seen = torch.zeros(len(logits), logits.shape[1] + 1, dtype=torch.bool, device=logits.device)
     seen = seen.scatter(1, places, True)[:, :-1]
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def probabilities_of(logits: Tensor, sampling: Sampling) -> Tensor:
-    """(B, V) float32 logits -> (B, V) float64 probabilities, 0 for tokens that top_k or top_p leave out."""
+    """(B, V) float32 logits -> (B, V) float64 probabilities, 0 for tokens excluded by top_k or top_p."""
     # at most 0, and in float64: no temperature can overflow it
     logits = (logits - logits.amax(dim=-1, keepdim=True)).double() / sampling.temperature
     if sampling.top_k is not None:

@@ -1,4 +1,4 @@
-"""Strings that end a text, found in text that comes in pieces."""
+"""Stop strings: they end a text, also when they come in several pieces."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from linrope.errors import InputError
 
 
 class StopStrings:
-    """Passes text on up to the first of the strings that ends it, which is left out.
+    """Passes text through up to the first stop string, which is not shown.
 
-    What may be the beginning of one is held back until more text decides, so that nothing is shown that has to be
-    taken back. `found` is the string that ended the text, or None.
+    Text that may be the beginning of a stop string is held back until more text decides. `found` is the stop string
+    that ended the text, or None.
 
     Raises:
         InputError: an empty string.
     """
 
-    def __init__(self, stops: Sequence[str] = ()) -> None:
-        if "" in stops:
-            raise InputError("--stop='' is empty, and would end every text at once: leave it out.")
-        self.stops, self.found = tuple(stops), None
+    def __init__(self, stop_strings: Sequence[str] = ()) -> None:
+        if "" in stop_strings:
+            raise InputError("--stop='' is empty: it would end every text before its first character. Remove it.")
+        self.stop_strings, self.found = tuple(stop_strings), None
         self._held = ""
 
     def feed(self, text: str) -> str:
-        """What of the text so far is certain to come before any stop; nothing once one was found."""
+        """The text that certainly comes before any stop string; "" after one was found."""
         if self.found is not None:
             return ""
         text = self._held + text
-        places = [(text.find(stop), -len(stop), stop) for stop in self.stops if stop in text]
-        if places:  # of two that begin at one place, the longer
+        places = [(text.find(stop), -len(stop), stop) for stop in self.stop_strings if stop in text]
+        if places:  # the first; of two with the same beginning, the longer
             place, _, self.found = min(places)
             return text[:place]
         kept = len(text) - self._begun(text)
@@ -37,15 +37,15 @@ class StopStrings:
         return text[:kept]
 
     def _begun(self, text: str) -> int:
-        """How many characters at the end of the text some stop begins with."""
-        longest = max((len(stop) - 1 for stop in self.stops), default=0)
+        """Length of the longest end of the text with which some stop string begins."""
+        longest = max((len(stop) - 1 for stop in self.stop_strings), default=0)
         for length in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self.stops):
+            if any(stop.startswith(text[-length:]) for stop in self.stop_strings):
                 return length
         return 0
 
     def finish(self, text: str = "") -> str:
-        """What was held back, where the text ends (with `text`) and no stop was completed."""
+        """The rest of the text, which ends with `text`: what was held back is shown unless a stop string was found."""
         shown = self.feed(text)
         held, self._held = ("" if self.found is not None else self._held), ""
         return shown + held

@@ -1,4 +1,4 @@
-"""Text in, text out: prompts tokenized and read, answers written piece by piece as they are generated."""
+"""Text in, text out: prompts are tokenized and read, generated text is written piece by piece."""
 
 from __future__ import annotations
 
@@ -8,115 +8,127 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from linrope.data.tokenizers.base import Tokenizer, tokenizer_from_serialized
 from linrope.errors import InputError
-from linrope.generation.decoding import SEGMENT_LENGTH, read
+from linrope.generation.decoding import SEGMENT_LENGTH, decode, read
 from linrope.generation.prompt_state import PromptState
+from linrope.generation.protocol import CausalModel
 from linrope.generation.sampling import Sampler, Sampling
 from linrope.generation.stop_strings import StopStrings
-from linrope.models.language_model import LanguageModel
 
 Write = Callable[[str], Any]
 
 
 class TextWriter:
-    """A text under way: `context` is what the model has read of it, what it wrote itself among that.
+    """Reads and writes one text. `state` is the state after all that was read, generated tokens included.
 
-    It is whole after every token, so that writing may be broken off anywhere.
+    `state` is valid after every token, so generation may be interrupted anywhere.
 
     Args:
         model: in evaluation mode.
-        write: where text goes, piece by piece as it is made.
-        context: a text to go on with; None begins a document.
-        segment_length: tokens of a prompt that are read at once.
+        write: called with each piece of generated text.
+        state: of a text to continue; None starts a document.
+        segment_length: prompt tokens in one forward pass.
     """
 
     def __init__(
         self,
-        model: LanguageModel,
+        model: CausalModel,
         write: Write,
-        context: PromptState | None = None,
+        state: PromptState | None = None,
         segment_length: int = SEGMENT_LENGTH,
     ) -> None:
-        self.model, self.write, self.context, self.segment_length = model, write, context, segment_length
+        self.model, self.write, self.state, self.segment_length = model, write, state, segment_length
         self.device = next(model.parameters()).device
         self.tokenizer = require_tokenizer(model, "prompt")
         self.speed = Speed()
 
     def read(self, text: str) -> None:
-        """Read on."""
+        """Read text that continues what was read before."""
         tokens = self.tokenizer.encode_prompt(text)
-        if self.context is not None:  # the text goes on: no document begins
+        if self.state is not None:  # no new document begins: drop the separator
             tokens = tokens[1:]
         if len(tokens) == 0:
             return
-        with self.speed.of("read", len(tokens)):
-            tokens = tokens[None].to(self.device)
-            self.context = read(self.model, tokens, self.context, segment_length=self.segment_length)
+        with self.speed.measure("read") as count:
+            self._read(tokens[None].to(self.device))
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
+            count(len(tokens))
 
-    def continue_text(self, max_new_tokens: int, sampler: Sampler, stops: Sequence[str] = ()) -> tuple[str, str]:
-        """Write until the document ends, a stop string comes, or so many tokens are there.
+    def _read(self, tokens: Tensor) -> None:
+        self.state = read(self.model, tokens, self.state, segment_length=self.segment_length)
 
-        The token that ends a document counts as written, but is not read: what is read next goes on in the same one.
+    def continue_text(self, max_new_tokens: int, sampler: Sampler, stop_strings: Sequence[str] = ()) -> tuple[str, str]:
+        """Write until the document ends, a stop string is complete, or `max_new_tokens` tokens are written.
+
+        The separator that ends a document counts as written, but is not read: text that is read next continues the same
+        document.
 
         Returns:
-            The text that was shown, and that which was read: a stop string is in the latter only.
+            The text that was shown, and the text that was read. Only the second includes a stop string.
         """
-        decoder, until = self.tokenizer.decoder(), StopStrings(stops)
+        decoder, until = self.tokenizer.decoder(), StopStrings(stop_strings)
         shown: list[str] = []
         kept: list[str] = []
+        unread = None
 
         def show(text: str) -> None:
             shown.append(text)
             self.write(printable(text))
 
-        for _ in range(max_new_tokens):
-            with self.speed.of("written", 1):
-                token = sampler.draw(self.context)
-                if token.item() == self.tokenizer.separator:
+        with self.speed.measure("written") as count:
+            for token, before in decode(self.model, self.state, max_new_tokens, sampler):
+                self.state = before
+                count(1)
+                unread = None if token.item() == self.tokenizer.separator else token
+                if unread is None:
                     break
                 kept.append(decoder.feed(token))
                 show(until.feed(kept[-1]))
-                self.context = read(self.model, token[:, None], self.context)
-            if until.found is not None:
-                break
+                if until.found is not None:
+                    break
+            if unread is not None:
+                self._read(unread[:, None])
         kept.append(decoder.finish())
         show(until.finish(kept[-1]))
         return "".join(shown), "".join(kept)
 
 
 class Speed:
-    """Tokens and seconds by what was done with them."""
+    """Numbers of tokens and seconds, by what was done with the tokens."""
 
     def __init__(self) -> None:
         self.spent: dict[str, tuple[int, float]] = {}
 
     @contextmanager
-    def of(self, what: str, tokens: int) -> Iterator[None]:
-        """The time inside counts for so many tokens, unless it ends with an exception."""
-        began = time.perf_counter()
-        yield
-        before, seconds = self.spent.get(what, (0, 0.0))
-        self.spent[what] = before + tokens, seconds + time.perf_counter() - began
+    def measure(self, action: str) -> Iterator[Callable[[int], None]]:
+        """Add the time inside, and the tokens that the block counts with the function it gets, to an action."""
+        started, counted = time.perf_counter(), []
+        try:
+            yield counted.append
+        finally:
+            if counted:
+                tokens, seconds = self.spent.get(action, (0, 0.0))
+                self.spent[action] = tokens + sum(counted), seconds + time.perf_counter() - started
 
     def __str__(self) -> str:
         return ", ".join(
-            f"{tokens:,} tokens {what} ({tokens / seconds:,.0f} per second)"
-            for what, (tokens, seconds) in self.spent.items()
+            f"{tokens:,} tokens {action} ({tokens / seconds:,.0f} per second)"
+            for action, (tokens, seconds) in self.spent.items()
         )
 
 
-def write_sample(write: Write, model: LanguageModel, prompt: str, *, max_new_tokens: int, **sampling: Any) -> None:
-    """Writes `prompt` and what `model` adds to it, piece by piece as it is made, up to the end of the document.
+def write_sample(write: Write, model: CausalModel, prompt: str, *, max_new_tokens: int, **sampling: Any) -> None:
+    """Write `prompt` and its continuation by the model, up to the end of the document.
 
     Args:
-        write: where the pieces go.
+        write: called with each piece of text.
         model: in evaluation mode.
-        prompt: what the document begins with.
-        max_new_tokens: how many to write at most.
+        prompt: the beginning of a document.
+        max_new_tokens: the most tokens to generate.
         sampling: the fields of `linrope.generation.sampling.Sampling`.
     """
     writer = TextWriter(model, write)
@@ -126,8 +138,12 @@ def write_sample(write: Write, model: LanguageModel, prompt: str, *, max_new_tok
     write("\n")
 
 
-def require_tokenizer(model: LanguageModel, option: str) -> Tokenizer:
-    """The tokenizer that a model was trained with; InputError, for what `option` asks, where nobody has told."""
+def require_tokenizer(model: CausalModel, option: str) -> Tokenizer:
+    """The tokenizer that the model was trained with.
+
+    Raises:
+        InputError: the tokenizer is unknown, or has more tokens than the model; the message names `option`.
+    """
     if (tokenizer := tokenizer_from_serialized(model.tokenizer, "the model's tokenizer")) is None:
         raise InputError(
             f"{option} needs a tokenizer, and the model was trained on tokens without one: train it with "
@@ -145,5 +161,5 @@ _CONTROL_CHARACTERS = {code: "\ufffd" for code in [*range(32), *range(127, 160)]
 
 
 def printable(text: str) -> str:
-    """`text` with U+FFFD for what would steer a terminal: a model may write any byte."""
+    """The text with U+FFFD for control characters, which would steer a terminal: a model may generate any byte."""
     return text.encode("utf-8", errors="replace").decode("utf-8").translate(_CONTROL_CHARACTERS)

@@ -1,14 +1,14 @@
-"""The decoding step as a graph of its own (`torch.export`), for programs that do not have this package.
+"""The decoding step as a graph (`torch.export`), for programs without this package.
 
     program = export_decoding_step(model)
     torch.export.save(program, "step.pt2")
 
-A step takes a token, its position and the state's tensors, and gives logits and the tensors after it:
+A step takes a token, its position and the state's tensors, and returns logits and the new tensors:
 
-    tensors = tensors_of(initial_state(model))  # or those of prompts of one length: tensors_of(context.state)
+    tensors = tensors_of(initial_state(model))  # or of prompts of the same length: tensors_of(read(...).state)
     logits, tensors = program.module()(token, position, tensors)
 
-The position is an integer that the graph leaves open: angles are as exact as elsewhere, at any length.
+The position is a dynamic integer of the graph, so angles are exact at any length.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class DecodingStep(nn.Module):
 
     Args:
         model: every layer linear.
-        like: any state of the model's, which says how the tensors are to be put together.
+        like: any state of the model, whose structure the tensors are put into.
     """
 
     def __init__(self, model: LanguageModel, like: ModelState):
@@ -40,7 +40,7 @@ class DecodingStep(nn.Module):
         self.model, self.like = model, like
 
     def forward(self, token: Tensor, position: int, tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """(B,) int64, the number of tokens before it, what they left -> (B, vocab_size) logits, what is left now."""
+        """Token (B,) int64, number of tokens before it, state -> logits (B, vocab_size), new state."""
         given = iter(tensors)
         state = _at_position(map_state(lambda name, x: next(given), self.like), position)
         logits, state = self.model(token[:, None], state, return_state=True)
@@ -48,16 +48,15 @@ class DecodingStep(nn.Module):
 
 
 def tensors_of(state: ModelState) -> list[Tensor]:
-    """The state's tensors, as a step takes and gives them.
+    """The state's tensors, as a step takes and returns them.
 
     Raises:
-        InputError: rows whose documents began at other positions, as those of prompts of unequal lengths did: a step
-            counts all rows from one.
+        InputError: the rows have different positions, as after prompts of different lengths; a step has one position.
     """
     if any(layer.document_start is not None and layer.document_start.any() for layer in state):
         raise InputError(
-            "state is that of prompts of unequal lengths, or of rows that forgot: the decoding step has one position "
-            "for all its rows. Read prompts of unequal lengths one by one."
+            "state comes from prompts of different lengths, or from rows that were reset: the decoding step has one "
+            "position for all rows. Read prompts of different lengths one by one."
         )
     return states.tensors_of(state)
 
@@ -68,7 +67,7 @@ def _at_position(state: ModelState, position: int) -> ModelState:
 
 @torch.no_grad()
 def initial_state(model: LanguageModel, batch: int = 1) -> ModelState:
-    """The state of no tokens, every layer linear: zeros."""
+    """The state before the first token, all zeros. Every layer must be linear."""
     token = torch.zeros(batch, 1, dtype=torch.int64, device=next(model.parameters()).device)
     _, state = model(token, return_state=True)
     return _at_position(map_state(lambda name, x: torch.zeros_like(x), state), 0)
@@ -76,13 +75,13 @@ def initial_state(model: LanguageModel, batch: int = 1) -> ModelState:
 
 @torch.no_grad()
 def export_decoding_step(model: LanguageModel, batch: int = 1) -> torch.export.ExportedProgram:
-    """The program of a `DecodingStep` on `batch` rows.
+    """The exported program of a `DecodingStep` on `batch` rows.
 
     Raises:
-        InputError: a model in training mode, or with softmax layers, whose caches change their size.
+        InputError: the model is in training mode, or has softmax layers, whose caches grow.
     """
     if model.training:
-        raise InputError("model is in training mode, where dropout draws: call model.eval() first.")
+        raise InputError("model is in training mode, where dropout is active: call model.eval() first.")
     if "softmax" in model.config.attention_types:
         raise InputError(
             f"attention={model.config.attention!r}: the decoding step is exported for linear layers only, whose states "
@@ -91,7 +90,7 @@ def export_decoding_step(model: LanguageModel, batch: int = 1) -> torch.export.E
     like = initial_state(model, batch)
     tensors = states.tensors_of(like)
     token = torch.zeros(batch, dtype=torch.int64, device=tensors[0].device)
-    # the example's position is none that export would take for a constant, as it does 0 and 1
+    # the example's position is 2: export would make a constant of 0 or 1
     return torch.export.export(
         DecodingStep(model, like),
         (token, 2, tensors),

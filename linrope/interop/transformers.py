@@ -1,14 +1,14 @@
-"""linrope models in `transformers`: `generate`, `pipeline` and lm-evaluation-harness take them.
+"""linrope models in `transformers`, for its `generate` and `pipeline` and for lm-evaluation-harness.
 
-Importing this module registers them with the Auto classes:
+Importing this module registers linrope with the Auto classes:
 
     import linrope.interop.transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained("exported")  # a folder of `linrope export`
 
-The folder also names its classes, so that programs which import nothing of ours take it with `trust_remote_code=True`,
-where linrope is installed. It needs `pip install "linrope[hf]"`.
+The folder also names its classes, so programs that do not import linrope load it with `trust_remote_code=True`, if
+linrope is installed. This module needs `pip install "linrope[hf]"`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ except ImportError as error:
 
 
 DOCUMENT = "<|document|>"
-"""The separator, as text of the tokenizer."""
+"""The separator's text in the exported tokenizer."""
 
 
 TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
@@ -61,7 +61,7 @@ CODE = "from linrope.interop.transformers import LinropeConfig, LinropeForCausal
 
 
 class LinropeConfig(PreTrainedConfig):
-    """The configuration of transformers around ours.
+    """The configuration of transformers, with that of the linrope model inside.
 
     Args:
         linrope: the fields of `LanguageModelConfig`.
@@ -93,7 +93,7 @@ class LinropeConfig(PreTrainedConfig):
 
 
 class StateCache:
-    """A model's state, as `generate` of transformers handles caches."""
+    """A model's state as a cache for `generate` of transformers."""
 
     is_compileable = False
 
@@ -101,26 +101,26 @@ class StateCache:
         self.state = state
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens read."""
+        """Number of tokens read."""
         return self.state[layer_idx].past.length
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes what row beam_idx[i] was (beam search)."""
+        """Row i becomes a copy of row beam_idx[i] (beam search)."""
         self.state = map_state(lambda _, x: x.index_select(0, beam_idx.to(x.device)), self.state)
 
     batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row so many times."""
+        """Repeat each row `repeats` times."""
         self.state = map_state(lambda _, x: x.repeat_interleave(repeats, dim=0), self.state)
 
     def crop(self, max_length: int) -> None:
-        raise InputError("a linrope state cannot forget its last tokens: assisted generation is not possible with it.")
+        raise InputError("a linrope state cannot drop its last tokens, which assisted generation needs.")
 
 
 class LinropeForCausalLM(PreTrainedModel, GenerationMixin):
-    """A `LanguageModel` with the interface of transformers. Its cache is the model's state, of a size that does not
-    grow; padding is known by `attention_mask`, positions follow from it."""
+    """A `LanguageModel` with the interface of transformers. Its cache is the model's state, whose size is fixed;
+    `attention_mask` marks padding and decides positions."""
 
     config_class = LinropeConfig
     base_model_prefix = "model"
@@ -135,7 +135,7 @@ class LinropeForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def of(cls, model: LanguageModel) -> LinropeForCausalLM:
-        """A model of ours, its weights not copied."""
+        """The wrapper of a linrope model, which shares its weights."""
         with torch.device("meta"):
             wrapped = cls(LinropeConfig(linrope=model.config.to_dict()))
         wrapped.model = model
@@ -146,7 +146,7 @@ class LinropeForCausalLM(PreTrainedModel, GenerationMixin):
         return wrapped.train(model.training)
 
     def _init_weights(self, module: torch.nn.Module) -> None:
-        """Nothing: a LanguageModel makes its own first weights."""
+        """Does nothing: a LanguageModel initialises its own weights."""
 
     def get_input_embeddings(self) -> torch.nn.Module:
         return self.model.embedding
@@ -156,7 +156,7 @@ class LinropeForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # the first call makes the cache: the state of what it read
+        return False  # the first call returns the cache
 
     def forward(
         self,
@@ -168,25 +168,24 @@ class LinropeForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         **options: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits, the loss of labels, the state.
+        """Logits, and if asked for the loss and the state.
 
         Args:
-            input_ids: (B, T), those that `past_key_values` has not seen.
-            attention_mask: (B, tokens so far), 0 for padding, which may stand before a row's text, or after it where no
-                more of the row follows.
-            past_key_values: what an earlier call returned.
-            labels: (B, T), the input_ids again, -100 where nothing is asked.
-            use_cache: whether to return the state; None does, outside of training.
-            logits_to_keep: make those of the last so many tokens only; 0 makes all.
-            options: what else transformers hands around. Positions follow from the mask and the state, so
-                `position_ids` may say nothing else.
+            input_ids: (B, T), tokens that `past_key_values` does not include.
+            attention_mask: (B, tokens so far), 0 for padding. Padding may come before a row's text, or after it if the
+                row ends there.
+            past_key_values: the cache that an earlier call returned.
+            labels: (B, T), the input_ids again; -100 for tokens without a loss.
+            use_cache: whether to return the state; None returns it outside of training.
+            logits_to_keep: number of last tokens whose logits are computed; 0 for all.
+            options: other arguments of transformers. `position_ids` must agree with the mask and the state.
 
         Raises:
-            InputError: a mask of another shape, with holes, or that hides tokens after the first call; text that would
-                go on after padding, position_ids of packed rows, inputs_embeds.
+            InputError: a mask of the wrong shape, with holes, or that hides tokens after the first call; text that
+                continues after padding, position_ids of packed rows, inputs_embeds.
         """
         if options.get("inputs_embeds") is not None:
-            raise InputError("inputs_embeds are not taken: pass input_ids.")
+            raise InputError("inputs_embeds are not supported: pass input_ids.")
         use_cache = not self.training if use_cache is None else use_cache
         _check_positions(options.get("position_ids"), attention_mask)
         past = None if past_key_values is None else past_key_values.state
@@ -208,7 +207,7 @@ class LinropeForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def _documents(mask: Tensor, input_ids: Tensor, n_read: int) -> Tensor | None:
-    """Padding as documents of its own, which the text does not see; None where none is among the input_ids."""
+    """segment_ids that make padding a document of its own; None without padding in the input_ids."""
     n_rows, n_new = input_ids.shape
     if mask.shape != (n_rows, n_read + n_new):
         raise InputError(
@@ -221,13 +220,13 @@ def _documents(mask: Tensor, input_ids: Tensor, n_read: int) -> Tensor | None:
     if n_read:
         hidden = "hides tokens after past_key_values" if mask[:, n_read - 1].all() else "ends in padding there"
         raise InputError(
-            f"attention_mask {hidden}: a row goes on after its text only. Pad on the left, and pass the padding "
-            "together with the first of every row's text."
+            f"attention_mask {hidden}: a row can only continue after its text. Pad on the left, and pass the padding "
+            "together with the first tokens of the rows."
         )
     if (mask.long().diff(dim=1, prepend=torch.zeros_like(mask[:, :1]).long()) > 0).sum(dim=1).max() > 1:
         raise InputError(
-            "attention_mask has a hole: the text after it would not see the text before it. Pass each row's text in "
-            "one piece, padding before or after it."
+            "attention_mask has a hole: the text after it would not see the text before it. Padding may only come "
+            "before or after the text of a row."
         )
     return mask.long()
 
@@ -236,7 +235,7 @@ def _check_positions(position_ids: Tensor | None, mask: Tensor | None) -> None:
     if position_ids is None or position_ids.shape[-1] < 2:
         return
     jumps = position_ids.diff(dim=-1) != 1
-    if mask is not None:  # padding has none
+    if mask is not None:  # padding has no position
         seen = mask[:, mask.shape[1] - position_ids.shape[-1] :].bool()
         jumps = jumps & seen[:, 1:] & seen[:, :-1]
     if jumps.any():
@@ -250,13 +249,13 @@ AutoModelForCausalLM.register(LinropeConfig, LinropeForCausalLM, exist_ok=True)
 
 
 def _tokenizer_of(model: LanguageModel) -> TextTokenizer | None:
-    """The one the model was trained with; None where that is unknown, or the model's tokens are no text."""
+    """The model's tokenizer; None if it is unknown, or if the model has fewer tokens than it."""
     tokenizer = tokenizer_from_serialized(model.tokenizer)
     return None if tokenizer is None or model.config.vocab_size < tokenizer.vocab_size else tokenizer
 
 
 def tokenizer_for_transformers(tokenizer: TextTokenizer) -> PreTrainedTokenizerFast:
-    """The same tokens, for transformers: the ids of `tokenizer.encode_prompt`."""
+    """The tokenizer for transformers; it gives the ids of `tokenizer.encode_prompt`."""
     if isinstance(tokenizer, ByteTokenizer):
         made = _of_bytes()
     else:
@@ -264,7 +263,7 @@ def tokenizer_for_transformers(tokenizer: TextTokenizer) -> PreTrainedTokenizerF
         made.no_truncation()
         made.no_padding()
     mark = made.id_to_token(tokenizer.separator) or DOCUMENT
-    made.add_special_tokens([mark])  # a separator of our own comes after all others, as it does there
+    made.add_special_tokens([mark])  # without one in the vocabulary, the separator is the last id
     made.post_processor = processors.TemplateProcessing(
         single=f"{mark} $A", pair=f"{mark} $A {mark} $B", special_tokens=[(mark, tokenizer.separator)]
     )
@@ -280,8 +279,8 @@ def tokenizer_for_transformers(tokenizer: TextTokenizer) -> PreTrainedTokenizerF
 
 
 def _of_bytes() -> Tokenizer:
-    """Byte-level BPE without merges, so that nothing of ours is needed to load it."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # as GPT-2 shows bytes
+    """Bytes as byte-level BPE without merges, which loads without linrope."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's characters for bytes
     others = [byte for byte in range(256) if byte not in printable]
     vocabulary = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
     tokenizer = Tokenizer(models.BPE({**vocabulary, DOCUMENT: ByteTokenizer.separator}, []))
@@ -291,12 +290,12 @@ def _of_bytes() -> Tokenizer:
 
 
 def export(model: LanguageModel, folder: str | os.PathLike, *, overwrite: bool = False) -> None:
-    """Write a model as transformers has them: `model.safetensors`, `config.json` and the tokenizer, where it is known.
+    """Write a model in the format of transformers: `model.safetensors`, `config.json` and the tokenizer, if known.
 
     `LanguageModel.from_pretrained` reads the folder too, without transformers.
 
     Raises:
-        InputError: the folder is there and not empty, without `overwrite`.
+        InputError: the folder is not empty, and `overwrite` is False.
     """
     folder = Path(folder)
     require_free(folder, overwrite)
@@ -304,16 +303,21 @@ def export(model: LanguageModel, folder: str | os.PathLike, *, overwrite: bool =
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.partial-") as partial:
         _write(model, Path(partial))
         folder.mkdir(exist_ok=True)
-        for old in (CONFIG_FILE, WEIGHTS_FILE, EXPORTED_TOKENIZER_FILE, *TOKENIZER_FILES):  # none of another model's
+        for old in (
+            CONFIG_FILE,
+            WEIGHTS_FILE,
+            EXPORTED_TOKENIZER_FILE,
+            *TOKENIZER_FILES,
+        ):  # of another model
             (folder / old).unlink(missing_ok=True)
-        mode = Path(partial, CONFIG_FILE).stat().st_mode  # safetensors lets nobody else read its file
-        for file in sorted(Path(partial).iterdir(), key=lambda file: file.name == CONFIG_FILE):  # it comes last
+        mode = Path(partial, CONFIG_FILE).stat().st_mode  # safetensors makes its file readable for the owner only
+        for file in sorted(Path(partial).iterdir(), key=lambda file: file.name == CONFIG_FILE):  # config.json last
             file.chmod(mode)
             file.replace(folder / file.name)
 
 
 def require_free(folder: Path, overwrite: bool) -> None:
-    """Raise InputError unless a model may be written into the folder."""
+    """Raise InputError unless the folder is new or empty, or may be overwritten."""
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--output={str(folder)!r} is a file: choose a folder.")
     if not overwrite and folder.is_dir() and any(folder.iterdir()):

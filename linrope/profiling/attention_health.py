@@ -1,4 +1,4 @@
-"""Signs of how a run's attention does, taken from the training steps themselves, and a word where one goes wrong."""
+"""Health metrics of linear attention, computed from training steps."""
 
 from __future__ import annotations
 
@@ -7,53 +7,55 @@ from torch import Tensor
 
 from linrope.feature_maps import after_signed, get_feature_map
 from linrope.ops.documents import number_documents
-from linrope.profiling.hooks import Seen
+from linrope.profiling.hooks import OperatorCall
 
 N_QUERIES, N_KEYS = 16, 256
-"""Denominators are taken at so many places of a row, signs of weights between them and so many keys."""
+"""Denominators are computed at 16 positions of a row, signs of weights between these and 256 keys."""
 
 
 class LayerHealth:
-    """What was seen of one layer in one step, as tensors on its device: reading them would wait for it.
+    """Metrics of one layer in one step, from the first row of the batch and all of its segments.
 
-    Of the first row of the batch; of a row in segments every one counts.
+    They stay tensors on the layer's device, so that collecting them does not wait for it.
     """
 
     def __init__(self) -> None:
         self.denominators: list[Tensor] = []
-        self.signs: list[Tensor] = []  # (2,): negative weights, and all
+        self.signs: list[Tensor] = []  # (2,): number of negative weights, number of weights
         self.decays: list[Tensor] = []  # (H,)
         self.outputs: list[Tensor] = []
         self.state_norm, self.state_length = torch.zeros(()), -1
 
-    def note(self, seen: Seen) -> None:
-        rope, log_decay, ids = (seen.options[name] for name in ("rope", "log_decay", "segment_ids"))
-        length = seen.q.shape[2]
-        queries, keys = (_spread(length, n, seen.q.device) for n in (N_QUERIES, N_KEYS))
+    def add(self, call: OperatorCall) -> None:
+        """Collect the metrics of one call of the layer's operator."""
+        rope, log_decay, ids = (call.options[name] for name in ("rope", "log_decay", "segment_ids"))
+        length = call.q.shape[2]
+        queries, keys = (_spread(length, n, call.q.device) for n in (N_QUERIES, N_KEYS))
         documents = None if ids is None else number_documents(ids[:1])[0]
         signed = 0 if rope is None else rope.signed_dim
-        phi = after_signed(get_feature_map(seen.options["feature_map"]), signed).forward
-        q, k = phi(seen.q[:1, :, queries].float()), phi(seen.k[:1].float())
-        turned = (q, k[:, :, keys])
+        phi = after_signed(get_feature_map(call.options["feature_map"]), signed).forward
+        q, k = phi(call.q[:1, :, queries].float()), phi(call.k[:1].float())
+        rotated = (q, k[:, :, keys])
         if rope is not None:
-            turned = rope.rotate(q, positions=queries), rope.rotate(k[:, :, keys], positions=keys)
-        negative = (turned[0] @ turned[1].mT)[0] < 0
+            rotated = rope.rotate(q, positions=queries), rope.rotate(k[:, :, keys], positions=keys)
+        negative = (rotated[0] @ rotated[1].mT)[0] < 0
         pairs = _visible(queries, keys, documents)
         self.signs.append(torch.stack([(negative & pairs).sum(), pairs.sum() * len(negative)]))
-        if seen.options["normalize"] == "plain":
+        if call.options["normalize"] == "plain":
             decay = None if log_decay is None else log_decay[0]
-            past = None if seen.options["state"] is None else seen.options["state"].k_sum[0]
+            state = call.options["state"]
+            past = None if state is None else state.k_sum[0, :, signed:]
             self.denominators.append(
-                denominators(q[0, :, :, signed:], k[0, :, :, signed:], queries, decay, documents, _from(past, signed))
+                denominators(q[0, :, :, signed:], k[0, :, :, signed:], queries, decay, documents, past)
             )
         if log_decay is not None:
             self.decays.append(log_decay[0].float().mean(-1))
-        self.outputs.append(seen.o[0].abs().float().mean())
-        if seen.final.length > self.state_length:
-            self.state_norm, self.state_length = seen.final.kv[0].norm(), seen.final.length
+        self.outputs.append(call.o[0].abs().float().mean())
+        if call.final.length > self.state_length:
+            self.state_norm, self.state_length = call.final.kv[0].norm(), call.final.length
 
     def values(self) -> dict[str, Tensor]:
-        """By name, scalars: what there is to say of this kind of layer."""
+        """Scalars by name. Denominators and reach are omitted for layers without them."""
         found = {"output": torch.stack(self.outputs).mean(), "state_norm": self.state_norm}
         negative, pairs = torch.stack(self.signs).sum(0)
         found["negative_weights"] = negative / pairs
@@ -68,13 +70,14 @@ class LayerHealth:
 def denominators(
     q: Tensor, k: Tensor, queries: Tensor, log_decay: Tensor | None, documents: Tensor | None, past: Tensor | None
 ) -> Tensor:
-    """Σ_j≤i e^(G_i - G_j) q_iᵀ k_j of features at some places i of a row.
+    """Σ_j≤i e^(G_i - G_j) q_iᵀ k_j of features, at some positions i of a row.
 
     Args:
-        q: (H, P, D), at the places `queries` (P,).
+        q: (H, P, D), the queries at these positions.
         k: (H, T, D), all keys.
+        queries: (P,) the positions.
         log_decay: (H, T), or None.
-        documents: (T,) numbers, or None.
+        documents: (T,) numbers of documents, or None.
         past: (H, D), the sum of the keys before the row, or None.
 
     Returns:
@@ -95,16 +98,12 @@ def denominators(
     return found
 
 
-def _from(past: Tensor | None, signed: int) -> Tensor | None:
-    return None if past is None else past[:, signed:]
-
-
 def _spread(length: int, n: int, device: torch.device) -> Tensor:
-    """Up to n places of a row, from its first to its last."""
+    """Up to n positions of a row, evenly spaced from the first to the last."""
     return torch.linspace(0, length - 1, min(n, length), device=device).round().long()
 
 
 def _visible(queries: Tensor, keys: Tensor, documents: Tensor | None) -> Tensor:
-    """(P, S) booleans: which keys come no later than a query, in its own document."""
+    """(P, S) booleans: keys at or before a query's position, in the same document."""
     visible = keys[None, :] <= queries[:, None]
     return visible if documents is None else visible & (documents[keys][None, :] == documents[queries][:, None])

@@ -1,30 +1,29 @@
-"""Looking at what attention layers compute, without changing it."""
+"""Hooks on linear attention layers: see what their operator computes, without changing it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from linrope.layers.linear_attention import LinearAttention
-    from linrope.models.language_model import LanguageModel
-    from linrope.ops.state import State
+from linrope.layers.linear_attention import LinearAttention
+from linrope.models.language_model import LanguageModel
+from linrope.ops.state import State
 
 
 @dataclass(frozen=True)
-class Seen:
-    """One call of a linear layer's operator.
+class OperatorCall:
+    """One call of a layer's operator.
 
     Attributes:
-        layer: which of the model's blocks, counted from 0.
-        attention: the layer itself.
-        q, k, v: (B, H, T, D), as the operator was given them: with `rope.placement="selective"` already rotated.
-        options: the operator's keyword arguments, `rope`, `log_decay`, `state` and `segment_ids` among them.
-        o: (B, H, T, D), what came out.
+        layer: the block's number, counted from 0.
+        attention: the layer.
+        q, k, v: (B, H, T, D), the operator's arguments; already rotated if the angles depend on the input.
+        options: the operator's keyword arguments, such as `rope`, `log_decay`, `state` and `segment_ids`.
+        o: (B, H, T, D), its output.
         final: the state after the last token.
     """
 
@@ -39,15 +38,12 @@ class Seen:
 
 
 @contextmanager
-def watched(model: LanguageModel, watch: Callable[[Seen], None]) -> Iterator[None]:
-    """Inside, `watch` is called with what every linear layer computes, as it computes it."""
-    layers = [
-        (number, block.attention)
-        for number, block in enumerate(model.blocks)
-        if model.config.attention_types[number] == "linear"
-    ]
+def operator_hook(model: LanguageModel, hook: Callable[[OperatorCall], None]) -> Iterator[None]:
+    """Inside, `hook` is called after each call of the operator in a linear layer of the model."""
+    layers = [(n, block.attention) for n, block in enumerate(model.blocks)]
+    layers = [(n, attention) for n, attention in layers if isinstance(attention, LinearAttention)]
     for number, attention in layers:
-        attention.watch = lambda *seen, number=number, attention=attention: watch(Seen(number, attention, *seen))
+        attention.watch = lambda *call, n=number, attention=attention: hook(OperatorCall(n, attention, *call))
     try:
         yield
     finally:

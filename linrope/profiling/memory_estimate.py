@@ -1,7 +1,7 @@
-"""How much memory a training step takes, found out without taking it.
+"""The memory of a training step, estimated without allocating it.
 
-The step is run on fake tensors, which have shapes and no contents, while every storage that PyTorch would make and free
-is counted. So the estimate follows the code, whatever options a model has, and costs a second at any length.
+The step runs on fake tensors, and every storage that PyTorch would allocate and free is counted. So the estimate
+follows the code, whatever the model's options, and takes about a second at any length.
 """
 
 from __future__ import annotations
@@ -11,37 +11,37 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from linrope.losses import summed_cross_entropy
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
+from linrope.profiling.fake_tensors import fake_tensors
 from linrope.segmented import segmented_loss
 
 WORKSPACE = 56 * 2**20
-"""What the kernel works on its blocks in, and what PyTorch's libraries and threads keep, at any length."""
+"""Bytes of the kernel's block buffers and of PyTorch's libraries and threads, at any length."""
 
 
 MMAP_THRESHOLD = 32 * 2**20
-"""What is larger, glibc's malloc takes from the system and gives back to it; of smaller tensors it keeps the gaps."""
+"""glibc's malloc returns larger allocations to the system when they are freed; smaller ones leave gaps in its heap."""
 
 
 GAPS = {"cpu": 1.28, "cuda": 1.1}
-"""What a process holds for each byte of tensors between which there are gaps. On a CPU measured on training steps of
-several shapes (1.23 to 1.35); on a GPU, where the gaps are those of PyTorch's allocator, a guess and not measured."""
+"""Bytes that a process holds for each byte of tensors, gaps included, by device. CPU: measured on training steps of
+several shapes (1.23 to 1.35). CUDA: a guess for the gaps of PyTorch's allocator, not measured."""
 
 
 LEFT_BETWEEN_SEGMENTS = 24 * 2**20
-"""What freed segments still hold on a CPU until it is given back, which happens every few of them."""
+"""Bytes that freed segments still hold on a CPU; `segmented_loss` returns them to the system every few segments."""
 
 
 SEGMENTS_RUN = 4
-"""Of a sequence in segments so many are run; each further one adds what is kept between two."""
+"""Segments of a sequence that are run; each further one adds what is kept between two segments."""
 
 
 class _Meter(TorchDispatchMode):
-    """Counts the bytes that all storages alive hold on a device, and the most there were."""
+    """Counts the bytes that all live storages hold on a device, and their peak."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -50,12 +50,10 @@ class _Meter(TorchDispatchMode):
         self._known: set[int] = set()
 
     def held(self, nbytes: int) -> int:
-        """Of one storage, with its share of the gaps."""
+        """Bytes held for one storage, with its share of the gaps."""
         return nbytes if self.device == "cpu" and nbytes >= MMAP_THRESHOLD else round(GAPS[self.device] * nbytes)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return 0  # what checks ask of a value, fake tensors cannot say
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
@@ -79,11 +77,11 @@ class _Meter(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes that a training step takes on one device, beside what a process takes in which PyTorch is imported.
+    """Bytes of a training step on one device, in addition to those of a process that has imported PyTorch.
 
     Attributes:
-        weights: parameters, their gradients, AdamW's two moments and, where there is one, the moving average.
-        activations: all other tensors, and the gaps between them, at the moment when they are most.
+        weights: parameters, their gradients, AdamW's two moments and, if there is one, the moving average.
+        activations: all other tensors and the gaps between them, at their peak.
     """
 
     weights: int
@@ -100,7 +98,7 @@ def estimate_training_memory(
     length: int,
     segment_length: int | None = None,
     *,
-    apart: bool = False,
+    document_mask: bool = False,
     autocast: torch.dtype | None = None,
     averaged: bool = False,
     device: str = "cpu",
@@ -108,17 +106,17 @@ def estimate_training_memory(
     """The memory of one step, forward, backward and AdamW, on `batch_size` rows of `length` tokens.
 
     Args:
-        segment_length: the rows are read in segments of so many tokens; None reads each at once.
-        apart: rows are packed with documents.
-        autocast: the dtype of mixed precision, or None for none.
-        averaged: a moving average of the weights is kept.
-        device: whose allocator holds it.
+        segment_length: tokens of a segment where rows are read in segments; None otherwise.
+        document_mask: rows are packed documents, and each attends to itself only.
+        autocast: the dtype of mixed precision; None for full precision.
+        averaged: whether a moving average of the weights is kept.
+        device: "cpu" or "cuda", whose allocator holds the tensors.
     """
     n_run = length if segment_length is None else min(length, SEGMENTS_RUN * segment_length)
-    with torch.random.fork_rng([]), FakeTensorMode(), _Meter(device) as meter:
+    with fake_tensors(), _Meter(device) as meter:
         model = LanguageModel(config)
         tokens = torch.zeros(batch_size, n_run + 1, dtype=torch.int64)
-        ids = torch.zeros(batch_size, n_run, dtype=torch.int64) if apart else None
+        ids = torch.zeros(batch_size, n_run, dtype=torch.int64) if document_mask else None
         before = meter.peak = meter.live  # parameters and tokens
         with torch.autocast("cpu", autocast, enabled=autocast is not None):
             loss = _loss(model, tokens, ids, segment_length)
@@ -134,12 +132,6 @@ def estimate_training_memory(
         activations += further * kept // n_segments + batch_size * (length - n_run) * tokens.element_size()
     copies = 5 if averaged else 4  # the weights, their gradients, AdamW's two moments
     return MemoryEstimate(copies * of_parameters, activations)
-
-
-def shapes_only(config: LanguageModelConfig) -> LanguageModel:
-    """A model whose weights have shapes and no memory: to count its parameters, its state and its operations."""
-    with torch.random.fork_rng([]), FakeTensorMode():
-        return LanguageModel(config)
 
 
 def _loss(model: LanguageModel, tokens: Tensor, ids: Tensor | None, segment_length: int | None) -> Tensor:

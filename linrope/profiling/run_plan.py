@@ -1,4 +1,4 @@
-"""What a run will take, before anything runs: parameters, state, operations, memory against length, and time."""
+"""`linrope plan`: parameters, state, FLOPs, memory by length and duration of a run, before it starts."""
 
 from __future__ import annotations
 
@@ -16,35 +16,39 @@ from linrope.data.batches.curriculum import PlannedStage, TrainingPlan
 from linrope.errors import InputError
 from linrope.losses import summed_cross_entropy
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
+from linrope.profiling.fake_tensors import shapes_only
 from linrope.profiling.flops import step_flops
-from linrope.profiling.memory_estimate import estimate_training_memory, shapes_only
+from linrope.profiling.memory_estimate import estimate_training_memory
 from linrope.segmented import require_segments, segmented_loss
 from linrope.utils.formatting import bytes_text, count_text, duration_text
 from linrope.utils.terminal import new_table, progress_bar
 
 DEFAULT_SEGMENT = 4096
+"""Segment length of the table's variant in segments."""
 
 
 LONGEST = 2**24
-"""No length beyond this is tried against a memory."""
+"""The longest length that is tried against a memory."""
 
 
 AUTOCAST = {"32-true": None, "32": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+"""The dtype of autocast by Lightning's precision."""
 
 
 MULTIPLES = (1, 4, 16, 64)
+"""The table's lengths, as multiples of the context."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Of a run, what its costs follow from."""
+    """The options of a run that decide its costs."""
 
     model: LanguageModelConfig
     plan: TrainingPlan
     devices: int
     max_steps: int
     segment_length: int | None
-    apart: bool
+    document_mask: bool
     precision: str
     averaged: bool
     device: str
@@ -52,78 +56,79 @@ class Setting:
     def __post_init__(self) -> None:
         if self.precision not in AUTOCAST:
             raise InputError(
-                f"trainer.precision={self.precision!r} is none that `linrope plan` knows the memory of: it is for "
-                f"{', '.join(AUTOCAST)}."
+                f"trainer.precision={self.precision!r} is unknown to `linrope plan`: it estimates the memory "
+                f"of {', '.join(AUTOCAST)}."
             )
 
     @property
     def largest(self) -> PlannedStage:
-        """The stage whose batches take the most."""
+        """The stage with the largest batches."""
         return max(self.plan.stages, key=lambda stage: (stage.batch_size * stage.seq_len, stage.seq_len))
 
     @property
     def context(self) -> int:
-        """Tokens of the largest stage's rows."""
+        """Tokens in a row of the largest stage."""
         return self.largest.seq_len
 
     @property
     def batch_size(self) -> int:
-        """Rows of the largest stage's batches, on one device."""
+        """Rows in a batch of the largest stage, on one device."""
         return self.largest.batch_size
 
     def rows_of(self, length: int) -> int:
-        """Rows of a batch: as many tokens as the run's own has, and one row at least."""
+        """Rows of this length in a batch with as many tokens as the run's, at least one."""
         return max(1, self.context * self.batch_size // length)
 
 
 @dataclass(frozen=True)
-class Way:
-    """A model and how it reads its rows."""
+class Variant:
+    """A model, and whether it reads its rows in segments."""
 
     name: str
     config: LanguageModelConfig
     segment_length: int | None = None
 
     def memory(self, setting: Setting, length: int, rows: int) -> int:
-        """Bytes of a training step."""
+        """Bytes of a training step on one device."""
         return estimate_training_memory(
             self.config,
             rows,
             length,
             self.segment_length,
-            apart=setting.apart,
+            document_mask=setting.document_mask,
             autocast=AUTOCAST[setting.precision],
             averaged=setting.averaged,
             device=setting.device,
         ).total
 
     def flops(self, length: int, rows: int) -> int:
+        """Operations of a training step."""
         return step_flops(shapes_only(self.config), rows, length, self.segment_length)
 
 
-def ways(setting: Setting) -> list[Way]:
-    """This model as it is configured; with softmax attention in place of its own; and in segments, where it can be."""
+def variants(setting: Setting) -> list[Variant]:
+    """The model as configured, with softmax attention instead, and with or without segments if it can be read so."""
     softmax = replace(setting.model, attention="softmax", window=None)
-    found = [Way("this model", setting.model, setting.segment_length), Way("with softmax", softmax)]
+    found = [Variant("this model", setting.model, setting.segment_length), Variant("with softmax", softmax)]
     if setting.segment_length is not None:
-        return [*found, Way("at once", setting.model)]
+        return [*found, Variant("without segments", setting.model)]
     try:
         require_segments(shapes_only(setting.model), DEFAULT_SEGMENT)
-    except InputError:  # its state grows with the length, or its window is longer than a segment
+    except InputError:  # the state grows with the length, or the window exceeds a segment
         return found
-    return [*found, Way("in segments", setting.model, DEFAULT_SEGMENT)]
+    return [*found, Variant("in segments", setting.model, DEFAULT_SEGMENT)]
 
 
 def longest_that_fits(total: Callable[[int], int], memory: int, unit: int = 1024) -> int:
-    """The longest length, `unit` times a power of two, whose `total` is no more than `memory`; 0 where none is."""
+    """The longest length, `unit` times a power of two, with `total(length)` ≤ `memory`; 0 if there is none."""
     doublings = range((LONGEST // unit).bit_length())
     n_fit = bisect_left(doublings, True, key=lambda n: total(unit << n) > memory)
     return unit << (n_fit - 1) if n_fit else 0
 
 
 def measure_rate(setting: Setting, steps: int = 3) -> float:
-    """Tokens per second on one device, of a few steps on the largest stage's rows: random bytes, without loading,
-    logging or validation."""
+    """Tokens per second on one device, from a few steps on random rows of the largest stage; without loading, logging
+    and validation."""
     device = torch.device(setting.device)
     model = LanguageModel(setting.model).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -139,7 +144,7 @@ def measure_rate(setting: Setting, steps: int = 3) -> float:
                 loss, _ = segmented_loss(model, tokens[:, :-1], tokens[:, 1:], setting.segment_length)
         (loss / tokens.numel()).backward()
         optimizer.step()
-        loss.item()  # which waits for the device
+        loss.item()  # waits for the device
 
     step()
     began = time.perf_counter()
@@ -149,7 +154,7 @@ def measure_rate(setting: Setting, steps: int = 3) -> float:
 
 
 def show(console: Console, setting: Setting, memory: int | None, rate: float | None) -> None:
-    """All of it: what the run is, a table against length, what fits, how long it takes."""
+    """Print the plan: parameters, state, steps, duration, the table by length, and what fits the memory."""
     model = shapes_only(setting.model)
     for name, value in (
         ("parameters", f"{model.n_parameters:,}"),
@@ -158,20 +163,20 @@ def show(console: Console, setting: Setting, memory: int | None, rate: float | N
         ("the run", _run_text(setting, rate)),
     ):
         console.print(f"{name:<16}{value}", highlight=False, markup=False, soft_wrap=True)
-    found = ways(setting)
+    found = variants(setting)
     console.print()
     console.print(_table(console, setting, found))
     console.print(_caption(setting), highlight=False, markup=False, soft_wrap=True)
     if memory is not None:
-        for way in found:
-            longest = longest_that_fits(lambda length, way=way: way.memory(setting, length, 1), memory)
+        for variant in found:
+            longest = longest_that_fits(lambda length, v=variant: v.memory(setting, length, 1), memory)
             beyond = " or more" if longest == LONGEST else ""
             text = f"a row of {longest:,} tokens{beyond}" if longest else "not even a row of 1,024 tokens"
-            console.print(f"fits {bytes_text(memory)}: {way.name}: {text}", highlight=False, soft_wrap=True)
+            console.print(f"fits {bytes_text(memory)}: {variant.name}: {text}", highlight=False, soft_wrap=True)
 
 
 def _stage_texts(setting: Setting) -> list[tuple[str, str]]:
-    """What a step is: one line, or one for each stage of a curriculum."""
+    """Name and cost of a step; for a curriculum, of each stage's step."""
     stages = setting.plan.stages
     if len(stages) == 1:
         return [("a step", _step_text(setting, stages[0]))]
@@ -182,7 +187,7 @@ def _stage_texts(setting: Setting) -> list[tuple[str, str]]:
 
 
 def _step_text(setting: Setting, stage: PlannedStage) -> str:
-    flops = Way("", setting.model, setting.segment_length).flops(stage.seq_len, 1) / stage.seq_len
+    flops = Variant("", setting.model, setting.segment_length).flops(stage.seq_len, 1) / stage.seq_len
     of_step = f"{count_text(flops * stage.tokens_per_step)}FLOP ({count_text(flops)}FLOP a token)"
     return f"{stage.tokens_per_step:,} tokens, {of_step}"
 
@@ -193,31 +198,31 @@ def _run_text(setting: Setting, rate: float | None) -> str:
     tokens = setting.plan.tokens_at(setting.max_steps)
     text = f"{setting.max_steps:,} steps, {count_text(tokens)} tokens"
     if rate is None:
-        return f"{text}; how long it takes is said with --tokens_per_second N, or with --measure"
+        return f"{text}; give --tokens_per_second N or --measure for its duration"
     return f"{text}: {duration_text(tokens / rate)} at {rate:,.0f} tokens per second"
 
 
-def _table(console: Console, setting: Setting, found: list[Way]) -> Table:
+def _table(console: Console, setting: Setting, found: list[Variant]) -> Table:
     table = new_table("a training step on one device, by the length of its rows", "length", "rows")
-    for way in found:
-        table.add_column(f"{way.name}\nmemory", justify="right", no_wrap=True)
+    for variant in found:
+        table.add_column(f"{variant.name}\nmemory", justify="right", no_wrap=True)
         table.add_column("FLOP/\ntoken", justify="right", no_wrap=True)
     with progress_bar(console, BarColumn()) as bar:
-        task = bar.add_task("running shapes", total=len(MULTIPLES) * len(found))
+        task = bar.add_task("estimating", total=len(MULTIPLES) * len(found))
         for multiple in MULTIPLES:
             length = multiple * setting.context
             rows = setting.rows_of(length)
             cells = []
-            for way in found:
-                per_token = way.flops(length, rows) / (rows * length)
-                cells += [bytes_text(way.memory(setting, length, rows)), count_text(per_token)]
+            for variant in found:
+                per_token = variant.flops(length, rows) / (rows * length)
+                cells += [bytes_text(variant.memory(setting, length, rows)), count_text(per_token)]
                 bar.advance(task)
             table.add_row(f"{length:,}", str(rows), *cells)
     return table
 
 
 def _caption(setting: Setting) -> str:
-    segments = "" if setting.segment_length is not None else f"Segments are of {DEFAULT_SEGMENT:,} tokens. "
+    segments = "" if setting.segment_length is not None else f"A segment has {DEFAULT_SEGMENT:,} tokens. "
     if setting.device == "cpu":
-        return f"{segments}Memory is beside that of a bare process with PyTorch in it; runs took within 15 % of it."
-    return f"{segments}Memory is of tensors, and a guessed tenth for the GPU's allocator, without the CUDA context."
+        return f"{segments}Memory is in addition to a process that has imported PyTorch; runs took within 15 % of it."
+    return f"{segments}Memory is that of tensors plus 10 % (a guess) for the GPU's allocator, without the CUDA context."

@@ -193,7 +193,7 @@ def test_a_state_of_another_model_is_refused(model, folder, tmp_path, capsys):
     capsys.readouterr()
     assert main(["generate", f"--ckpt_path={tmp_path / 'trained-on'}", f"--load_state={state}"]) == 2
     out, err = capsys.readouterr()
-    assert "is of another model" in err
+    assert "belongs to another model" in err
     assert out == ""
 
 
@@ -270,9 +270,7 @@ def talk(model: LanguageModel, lines: list, write, **options) -> TextWriter:
 def same(writer: TextWriter, text: bytes) -> bool:
     """Whether what was read is that text, to float32's rounding."""
     expected = read(writer.model, encode_prompt(text)[None])
-    return writer.context.length == expected.length and torch.allclose(
-        writer.context.logits, expected.logits, atol=1e-4
-    )
+    return writer.state.length == expected.length and torch.allclose(writer.state.logits, expected.logits, atol=1e-4)
 
 
 def test_a_conversation_is_one_text_whose_state_is_kept(model):

@@ -10,7 +10,7 @@ from linrope.data.batches.curriculum import CurriculumStage, TrainingPlan
 from linrope.errors import InputError
 from linrope.profiling import run_plan as plan
 from linrope.profiling.flops import step_flops
-from linrope.profiling.run_plan import Setting, Way, longest_that_fits, ways
+from linrope.profiling.run_plan import Setting, Variant, longest_that_fits, variants
 from linrope.utils.formatting import duration_text, parse_bytes
 
 SMALL = LanguageModelConfig(d_model=16, n_layers=1, n_heads=2, forget_gate=True)
@@ -18,7 +18,13 @@ SMALL = LanguageModelConfig(d_model=16, n_layers=1, n_heads=2, forget_gate=True)
 
 def setting(**options) -> Setting:
     values = {"model": SMALL, "plan": TrainingPlan([CurriculumStage(1, 64, 8)]), "devices": 1, "max_steps": 100}
-    others = {"segment_length": None, "apart": False, "precision": "32-true", "averaged": False, "device": "cpu"}
+    others = {
+        "segment_length": None,
+        "document_mask": False,
+        "precision": "32-true",
+        "averaged": False,
+        "device": "cpu",
+    }
     return Setting(**{**values, **others, **options})
 
 
@@ -41,8 +47,8 @@ def test_the_command_says_all_before_anything_runs(tiny, tmp_path, capsys, monke
     fits = dict(re.findall(r"^fits 90 MiB: (.+): a row of ([\d,]+) tokens", out, re.M))
     assert fits.keys() == {"this model", "with softmax", "in segments"}
     length = int(fits["this model"].replace(",", ""))
-    way = Way("", LanguageModelConfig(d_model=16, n_layers=1, n_heads=2))
-    assert way.memory(setting(), length, 1) <= parse_bytes("90MiB") < way.memory(setting(), 2 * length, 1)
+    variant = Variant("", LanguageModelConfig(d_model=16, n_layers=1, n_heads=2))
+    assert variant.memory(setting(), length, 1) <= parse_bytes("90MiB") < variant.memory(setting(), 2 * length, 1)
     assert not list(tmp_path.rglob("*.ckpt"))
     assert not (tmp_path / "runs").exists()
 
@@ -60,8 +66,8 @@ def test_a_plan_needs_no_gpu_and_no_text(capsys, monkeypatch):
 def test_a_moving_average_is_a_copy_of_the_weights_more(tiny, capsys, monkeypatch):
     monkeypatch.setattr(plan, "MULTIPLES", (1,))
     n_bytes = 4 * LanguageModel(SMALL).n_parameters
-    way = Way("", SMALL)
-    assert way.memory(setting(averaged=True), 64, 1) == way.memory(setting(), 64, 1) + n_bytes
+    variant = Variant("", SMALL)
+    assert variant.memory(setting(averaged=True), 64, 1) == variant.memory(setting(), 64, 1) + n_bytes
     found = []
     monkeypatch.setattr("linrope.cli.plan.show_plan", lambda console, setting, *_: found.append(setting.averaged))
     for options in ([], ["--run.ema_decay=0.9"]):
@@ -100,15 +106,15 @@ def test_a_curriculum_is_planned_stage_by_stage(tiny, capsys, monkeypatch):
 
 
 def test_what_is_compared_follows_from_the_model():
-    assert [way.name for way in ways(setting())] == ["this model", "with softmax", "in segments"]
+    assert [variant.name for variant in variants(setting())] == ["this model", "with softmax", "in segments"]
     growing = LanguageModelConfig(d_model=16, n_layers=1, n_heads=2, attention="softmax")
-    assert [way.name for way in ways(setting(model=growing))] == ["this model", "with softmax"]
-    in_segments = ways(setting(segment_length=32))
-    assert [(way.name, way.segment_length) for way in in_segments] == [
-        ("this model", 32), ("with softmax", None), ("at once", None)
+    assert [variant.name for variant in variants(setting(model=growing))] == ["this model", "with softmax"]
+    in_segments = variants(setting(segment_length=32))
+    assert [(variant.name, variant.segment_length) for variant in in_segments] == [
+        ("this model", 32), ("with softmax", None), ("without segments", None)
     ]  # fmt: skip
-    way = ways(setting())[2]
-    assert way.flops(128, 2) == step_flops(LanguageModel(SMALL), 2, 128, plan.DEFAULT_SEGMENT)
+    variant = variants(setting())[2]
+    assert variant.flops(128, 2) == step_flops(LanguageModel(SMALL), 2, 128, plan.DEFAULT_SEGMENT)
 
 
 def test_the_longest_that_fits_is_the_last_power_of_two_within_the_memory():
@@ -130,7 +136,7 @@ def test_durations_are_in_two_units():
         (["--memory=much"], "'much' is no size: give one such as 4GiB"),
         (["--tokens_per_second=0"], r"--tokens_per_second=0\.0 must be above 0"),
         (["--tokens_per_second=5", "--measure"], "exclude each other"),
-        (["--trainer.precision=64-true"], r"trainer\.precision='64-true' is none that `linrope plan` knows"),
+        (["--trainer.precision=64-true"], r"trainer\.precision='64-true' is unknown to `linrope plan`"),
         (["--segment_length=0"], "segment_length=0 must be a whole number"),
         (["--segment_length=8", "--model.attention=softmax"], "softmax attention without a window"),
     ],

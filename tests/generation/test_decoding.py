@@ -1,4 +1,4 @@
-"""Reading and writing: in segments, in batches of different lengths, forked, penalised; and states in files."""
+"""Generation: prompts in segments and of different lengths, forked states, the repetition penalty, state files."""
 
 import dataclasses
 import os
@@ -40,13 +40,13 @@ def prompts():
 
 @pytest.mark.parametrize("segment_length", [1, 16, 33, 1000])
 def test_segments_and_the_whole_leave_the_same(model, prompts, segment_length):
-    whole, state = model(prompts[3][None], return_state=True)
-    context = read(model, prompts[3][None], segment_length=segment_length)
-    torch.testing.assert_close(context.logits, whole[:, -1], **EXACT)
-    for ours, expected in zip(tensors_of(context.state), tensors_of(state), strict=True):
+    whole, after = model(prompts[3][None], return_state=True)
+    state = read(model, prompts[3][None], segment_length=segment_length)
+    torch.testing.assert_close(state.logits, whole[:, -1], **EXACT)
+    for ours, expected in zip(tensors_of(state.state), tensors_of(after), strict=True):
         torch.testing.assert_close(ours, expected, **EXACT)
-    assert context.length == 70
-    assert torch.equal(context.recent, prompts[3][None])
+    assert state.length == 70
+    assert torch.equal(state.recent, prompts[3][None])
 
 
 @pytest.mark.parametrize("segment_length", [16, 1000])
@@ -68,7 +68,7 @@ def test_a_list_comes_back_as_a_list(recipe, prompts):
         assert torch.equal(text, recipe.generate(prompt[None], 4, temperature=0)[0])
 
 
-def test_a_fork_goes_several_ways_from_one_reading(model, prompts):
+def test_a_fork_is_continued_in_several_ways(model, prompts):
     two = read(model, torch.stack(prompts[3:5]))
     forked = two.fork(3)
     ways = torch.stack(list(stream(model, forked, 8, seed=2)), dim=1)
@@ -81,28 +81,28 @@ def test_a_fork_goes_several_ways_from_one_reading(model, prompts):
         two.fork(0)
 
 
-def test_what_follows_a_context_is_the_new_tokens_alone(recipe, prompts):
+def test_after_a_state_only_the_new_tokens_come_back(recipe, prompts):
     two = torch.stack(prompts[3:5])
     new = recipe.generate(read(recipe, two), 5, temperature=0)
     assert torch.equal(torch.cat((two, new), dim=1), recipe.generate(two, 5, temperature=0))
     assert recipe.generate(read(recipe, two), 0).shape == (2, 0)
 
 
-def test_a_context_is_not_changed_by_going_on(recipe, prompts):
-    context = read(recipe, prompts[2][None])
-    before = [tensor.clone() for tensor in tensors_of(context.state)]
-    first = torch.stack(list(stream(recipe, context, 10, seed=1)))
-    assert torch.equal(torch.stack(list(stream(recipe, context, 10, seed=1))), first)
-    assert all(map(torch.equal, tensors_of(context.state), before))
+def test_continuing_does_not_change_a_state(recipe, prompts):
+    state = read(recipe, prompts[2][None])
+    before = [tensor.clone() for tensor in tensors_of(state.state)]
+    first = torch.stack(list(stream(recipe, state, 10, seed=1)))
+    assert torch.equal(torch.stack(list(stream(recipe, state, 10, seed=1))), first)
+    assert all(map(torch.equal, tensors_of(state.state), before))
 
 
 def test_memory_does_not_grow_with_the_prompt(recipe):
-    """What a context holds; and reading asks for logits of one token only, not of a segment."""
+    """What a state holds; and reading asks for logits of one token only, not of a segment."""
     sizes = []
     for length in (REPETITION_WINDOW, 5 * REPETITION_WINDOW):
-        context = read(recipe, torch.zeros(1, length, dtype=torch.int64), segment_length=512)
-        sizes.append(sum(x.untyped_storage().nbytes() for x in tensors_of(context.state)))
-        assert context.recent.shape == (1, REPETITION_WINDOW)
+        state = read(recipe, torch.zeros(1, length, dtype=torch.int64), segment_length=512)
+        sizes.append(sum(x.untyped_storage().nbytes() for x in tensors_of(state.state)))
+        assert state.recent.shape == (1, REPETITION_WINDOW)
     assert sizes[0] == sizes[1]
     asked = []
     recipe.output.register_forward_hook(lambda module, args, out: asked.append(out.shape[1]))
@@ -117,10 +117,10 @@ def test_the_penalty_is_ctrls_over_the_recent_tokens(recipe):
     assert penalised.tolist() == [[1.0, -1.0, 0.5, -6.0], [2.0, -1.0, 0.25, -3.0]]
     # a token that was written counts as one that was read, and those beyond the window do not count
     first = torch.tensor([[3]])
-    context = read(recipe, torch.cat((first, torch.full((1, REPETITION_WINDOW - 1), 7)), dim=1))
-    assert 3 in context.recent
-    assert 3 not in read(recipe, torch.tensor([[9]]), context).recent
-    assert read(recipe, torch.tensor([[9]]), context).recent[0, -1] == 9
+    state = read(recipe, torch.cat((first, torch.full((1, REPETITION_WINDOW - 1), 7)), dim=1))
+    assert 3 in state.recent
+    assert 3 not in read(recipe, torch.tensor([[9]]), state).recent
+    assert read(recipe, torch.tensor([[9]]), state).recent[0, -1] == 9
 
 
 def test_a_strong_penalty_never_repeats(recipe, prompts):
@@ -146,13 +146,13 @@ def test_rows_without_a_seed_follow_the_global_generator(recipe, prompts):
 
 
 @pytest.mark.parametrize("ragged", [False, True])
-def test_a_saved_state_goes_on_as_the_one_that_was_not(model, prompts, tmp_path, ragged):
+def test_a_saved_state_is_continued_as_the_original(model, prompts, tmp_path, ragged):
     model = model.float()
-    context = read(model, prompts if ragged else prompts[3][None])
-    save_prompt_state(tmp_path / "state.pt", model, context)
+    state = read(model, prompts if ragged else prompts[3][None])
+    save_prompt_state(tmp_path / "state.pt", model, state)
     loaded = load_prompt_state(tmp_path / "state.pt", model)
-    assert torch.equal(loaded.logits, context.logits)
-    ours, again = (list(stream(model, c, 8, seed=1, repetition_penalty=1.5)) for c in (context, loaded))
+    assert torch.equal(loaded.logits, state.logits)
+    ours, again = (list(stream(model, c, 8, seed=1, repetition_penalty=1.5)) for c in (state, loaded))
     assert all(map(torch.equal, ours, again))
     torch.load(tmp_path / "state.pt", weights_only=True)  # nothing but tensors and plain values
 
@@ -162,7 +162,7 @@ def test_a_state_of_another_model_is_refused_with_what_differs(recipe, prompts, 
     save_prompt_state(path, recipe, read(recipe, prompts[1][None]))
     wider = LanguageModel(dataclasses.replace(recipe.config, d_ff=32, output_gate=False))
     with pytest.raises(
-        InputError, match=r"of another model.*\n  model.d_ff: None in the file, 32 here\n  model.output"
+        InputError, match=r"belongs to another model.*\n  model.d_ff: None in the file, 32 in this model\n  model.out"
     ):
         load_prompt_state(path, wider)
     with torch.no_grad():
@@ -171,19 +171,13 @@ def test_a_state_of_another_model_is_refused_with_what_differs(recipe, prompts, 
         load_prompt_state(path, recipe)
 
 
-def test_a_state_of_before_an_option_was_there_serves_its_model(recipe, prompts, tmp_path):
-    """And one of a model that a tuple was given where its file has a list."""
-    path, context = tmp_path / "state.pt", read(recipe, prompts[1][None])
-    save_prompt_state(path, recipe, context)
-    content = torch.load(path, weights_only=True)
-    assert content["model"]["config"].pop("conv_silu") == "qkv"  # the default
-    torch.save(content, path)
-    assert torch.equal(load_prompt_state(path, recipe).logits, context.logits)
+def test_a_list_and_a_tuple_make_the_same_model(recipe, prompts, tmp_path):
+    path, state = tmp_path / "state.pt", read(recipe, prompts[1][None])
     of_tuple = LanguageModel(dataclasses.replace(recipe.config, attention=("linear",)))
     of_list = LanguageModel(dataclasses.replace(recipe.config, attention=["linear"]))
     of_list.load_state_dict(of_tuple.state_dict())
-    save_prompt_state(path, of_tuple, context)
-    assert torch.equal(load_prompt_state(path, of_list).logits, context.logits)
+    save_prompt_state(path, of_tuple, state)
+    assert torch.equal(load_prompt_state(path, of_list).logits, state.logits)
 
 
 def test_a_damaged_state_file_or_none_is_refused(recipe, prompts, tmp_path):
@@ -197,7 +191,7 @@ def test_a_damaged_state_file_or_none_is_refused(recipe, prompts, tmp_path):
     (tmp_path / "cut.pt").write_bytes(content[: len(content) // 2])
     for name, message in {
         "sate.pt": r"state file '.*sate.pt' does not exist. Did you mean 'state.pt'",
-        "other.pt": "none of this version",
+        "other.pt": "is not in the format",
         "flipped.pt": "damaged or no state file",
         "cut.pt": "damaged or no state file",
     }.items():
@@ -206,24 +200,24 @@ def test_a_damaged_state_file_or_none_is_refused(recipe, prompts, tmp_path):
 
 
 def test_bad_calls_are_named(recipe, prompts):
-    context = read(recipe, prompts[1][None])
+    state = read(recipe, prompts[1][None])
     for call, message in [
         (lambda: read(recipe, torch.zeros(1, 0, dtype=torch.int64)), "at least one token"),
-        (lambda: read(recipe, []), "is no list of prompts"),
+        (lambda: read(recipe, []), "is not a list of prompts"),
         (lambda: read(recipe, [prompts[0], prompts[1][:0]]), r"tokens\[1\] is empty"),
-        (lambda: read(recipe, prompts[:2], context), "which only a new context can hold"),
-        (lambda: read(recipe, prompts[1][None].expand(2, -1), context), "state.*this call needs"),
+        (lambda: read(recipe, prompts[:2], state), "and a state is given: read each prompt alone"),
+        (lambda: read(recipe, prompts[1][None].expand(2, -1), state), "state.*this call needs"),
         (lambda: read(recipe, prompts[1][None], segment_length=0), "segment_length=0"),
-        (lambda: recipe.stream(context, 3, repetition_penalty=0), "repetition_penalty=0 must be a number from 1e-6"),
-        (lambda: recipe.stream(context, -3), "max_new_tokens=-3"),
+        (lambda: recipe.stream(state, 3, repetition_penalty=0), "repetition_penalty=0 must be a number from 1e-6"),
+        (lambda: recipe.stream(state, -3), "max_new_tokens=-3"),
     ]:
         with pytest.raises(InputError, match=message):
             call()
 
 
 def test_logits_that_are_not_finite_are_never_drawn_from(recipe, prompts):
-    context = read(recipe, prompts[1][None])
-    broken = PromptState(context.state, context.logits.index_fill(1, torch.tensor([3]), torch.inf), context.recent)
+    state = read(recipe, prompts[1][None])
+    broken = PromptState(state.state, state.logits.index_fill(1, torch.tensor([3]), torch.inf), state.recent)
     with pytest.raises(NonFiniteError, match="logits are not finite"):
         Sampler(Sampling(temperature=0)).draw(broken)
 

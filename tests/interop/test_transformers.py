@@ -20,6 +20,7 @@ from linrope.data.tokenizers.subwords import SubwordTokenizer
 from tests.data.tokenizers.subword_files import byte_level
 from tests.models.test_language_model import CONFIGS
 
+pytestmark = pytest.mark.xdist_group("transformers")  # one worker imports it, and trains the model
 ROOT = Path(__file__).parents[2]
 TEXT = "the cat sat on the mat, "
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -69,16 +70,9 @@ def test_auto_classes_take_the_folder_and_logits_are_ours(trained, loaded, folde
     torch.testing.assert_close(loaded(tokens, logits_to_keep=3).logits, trained(tokens)[:, -3:], **CLOSE)
 
 
-def test_from_pretrained_of_ours_takes_it_without_transformers(trained, folder, tmp_path):
+def test_the_folder_has_all_files_for_all_readers(folder):
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in folder.iterdir()}
-    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1  # whoever may read one may read all
-    code = "import sys, torch, linrope; model = linrope.LanguageModel.from_pretrained(sys.argv[1]); "
-    code += "print(model.training, sorted({'transformers', 'lightning', 'yaml'} & set(sys.modules))); "
-    code += "torch.save(model(torch.arange(9)[None]), sys.argv[2])"
-    command = [sys.executable, "-c", code, folder, tmp_path / "logits.pt"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "False []\n"
-    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), trained(torch.arange(9)[None]), **CLOSE)
+    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1
 
 
 def test_labels_give_the_loss_of_the_next_token(trained, loaded):
@@ -182,15 +176,26 @@ def test_a_model_of_subwords_takes_its_tokenizer_along(special, tmp_path):
     assert loaded.generation_config.eos_token_id == ours.separator
 
 
-def test_the_folder_serves_programs_that_import_nothing_of_ours(folder, trained, tmp_path):
-    """A harness is told `trust_remote_code=True`; the file it then runs imports linrope.interop.transformers."""
-    code = "import sys, torch; from transformers import AutoModelForCausalLM as Auto; "
-    code += "model = Auto.from_pretrained(sys.argv[1], trust_remote_code=True); "
-    code += "torch.save(model(torch.arange(9)[None]).logits, sys.argv[2])"
-    command = [sys.executable, "-c", code, folder, tmp_path / "logits.pt"]
+PROGRAM = """
+import sys, torch, linrope
+ours = linrope.LanguageModel.from_pretrained(sys.argv[1])
+print(ours.training, sorted({"transformers", "lightning", "yaml"} & set(sys.modules)))
+from transformers import AutoModelForCausalLM
+theirs = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+tokens = torch.arange(9)[None]
+torch.save((ours(tokens), theirs(tokens).logits), sys.argv[2])
+"""
+
+
+def test_another_program_reads_the_folder_without_transformers_and_without_the_interop(folder, trained, tmp_path):
+    """`LanguageModel.from_pretrained` imports no transformers, and with `trust_remote_code=True` the Auto classes take
+    the folder although nothing registered linrope."""
     environment = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
-    subprocess.run(command, cwd=tmp_path, capture_output=True, check=True, env=environment)
-    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), trained(torch.arange(9)[None]), **CLOSE)
+    command = [sys.executable, "-c", PROGRAM, folder, tmp_path / "logits.pt"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout == "False []\n"
+    for logits in torch.load(tmp_path / "logits.pt"):
+        torch.testing.assert_close(logits, trained(torch.arange(9)[None]), **CLOSE)
 
 
 def test_lm_evaluation_harness_takes_the_folder(folder, trained):
@@ -238,11 +243,11 @@ def test_what_is_not_taken_is_refused(loaded):
     mask = torch.ones(1, 2 * tokens.shape[1], dtype=torch.int64)
     mask[0, -1] = 0
     for call, message in [
-        (lambda: loaded(tokens, inputs_embeds=torch.zeros(1)), "inputs_embeds are not taken"),
+        (lambda: loaded(tokens, inputs_embeds=torch.zeros(1)), "inputs_embeds are not supported"),
         (lambda: loaded(tokens, attention_mask=mask[:, :3]), r"attention_mask is \(1, 3\)"),
         (lambda: loaded(tokens, attention_mask=mask, past_key_values=cache), "hides tokens after past_key_values"),
         (lambda: loaded(tokens, position_ids=torch.arange(len(tokens[0]))[None] % 9), "position_ids jump"),
-        (lambda: cache.crop(3), "cannot forget its last tokens"),
+        (lambda: cache.crop(3), "cannot drop its last tokens"),
     ]:
         with pytest.raises(InputError, match=message):
             call()

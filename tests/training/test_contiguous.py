@@ -94,9 +94,9 @@ def test_a_second_fit_of_a_module_begins_anew(text_file):
 
 def test_lanes_need_a_state_that_does_not_grow_and_rows_of_one_length(tiny, capsys):
     assert main(["fit", *tiny, "--data.contiguous=true", "--model.attention=softmax"]) == 2
-    assert "data.contiguous=True was given to a model whose layer 0 is softmax" in capsys.readouterr().err
+    assert "data.contiguous=True needs a state of fixed size, but layer 0 is softmax" in capsys.readouterr().err
     assert main(["fit", *tiny, "--data.contiguous=true", "--model.rope.trainable=true"]) == 2
-    assert "data.contiguous=True cuts the gradient of the state" in capsys.readouterr().err
+    assert "data.contiguous=True detaches the state" in capsys.readouterr().err
     with pytest.raises(
         InputError, match=r"data\.contiguous=True needs rows of one length, data\.curriculum changes it"
     ):

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from linrope.profiling.attention_health import LayerHealth
-from linrope.profiling.hooks import Seen, watched
+from linrope.profiling.hooks import OperatorCall, operator_hook
 
 
 class HealthMonitor(Callback):
@@ -42,7 +42,7 @@ class HealthMonitor(Callback):
         last_of_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         if last_of_step and (trainer.global_step + 1) % self.every_n_steps == 0:
             self._layers = {}
-            self._watching.enter_context(watched(pl_module.model, self._note))
+            self._watching.enter_context(operator_hook(pl_module.model, self._note))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -63,10 +63,10 @@ class HealthMonitor(Callback):
         self._watching.close()
 
     @torch.no_grad()
-    def _note(self, seen: Seen) -> None:
+    def _note(self, seen: OperatorCall) -> None:
         began = time.perf_counter()
         with torch.autocast(seen.q.device.type, enabled=False):
-            self._layers.setdefault(seen.layer, LayerHealth()).note(seen)
+            self._layers.setdefault(seen.layer, LayerHealth()).add(seen)
         self.seconds += time.perf_counter() - began
 
     def _metrics(self) -> dict[str, float]:

@@ -89,7 +89,9 @@ class Throughput(Callback):
     def _batch_flops(self, module: LightningModule, rows: int, length: int) -> int:
         """Of this device's batch; computed once for each shape."""
         if (rows, length) not in self._flops_of:
+            began = time.perf_counter()
             self._flops_of[rows, length] = step_flops(module.model, rows, length, module.segment_length)
+            self._began += time.perf_counter() - began  # counting is no part of the step
         return self._flops_of[rows, length]
 
     @staticmethod

@@ -102,7 +102,7 @@ def test_steps_follow_from_tokens_or_from_minutes(tmp_path):
         ({"variants": {"linear": {}, "x": {"model.d_model": 64}}}, "no width of the MLPs makes them equal"),
         (
             {"variants": {"linear": {}, "x": {"data.contiguous": True, "model.attention": "softmax"}}},
-            "variant 'x': data.contiguous=True was given to a model whose layer 0 is softmax attention without a",
+            "variant 'x': data.contiguous=True needs a state of fixed size, but layer 0 is softmax attention",
         ),
         (
             {
@@ -111,7 +111,7 @@ def test_steps_follow_from_tokens_or_from_minutes(tmp_path):
                     "x": {"data.contiguous": True, "model.rope.trainable": True},
                 }
             },
-            "variant 'x': data.contiguous=True cuts the gradient of the state",
+            "variant 'x': data.contiguous=True detaches the state",
         ),
         ({"minutes": 3}, "tokens=1000 and minutes=3: give one of them"),
         ({"tokens": 0}, "tokens=0 must be a finite number above 0"),

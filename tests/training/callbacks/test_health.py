@@ -13,15 +13,15 @@ from rich.console import Console
 from linrope import LanguageModel, LanguageModelConfig, RotaryConfig, linear_attention
 from linrope.cli.main import main
 from linrope.profiling.attention_health import LayerHealth
-from linrope.profiling.hooks import Seen, watched
+from linrope.profiling.hooks import OperatorCall, operator_hook
 from linrope.training import LanguageModelingModule, TextDataModule
 from linrope.training.callbacks.spikes import SpikeWarning
 from tests.training.attached import attached
 
 
-def seen_by(model: LanguageModel, tokens: torch.Tensor, **options) -> list[Seen]:
+def seen_by(model: LanguageModel, tokens: torch.Tensor, **options) -> list[OperatorCall]:
     found = []
-    with torch.no_grad(), watched(model, found.append):
+    with torch.no_grad(), operator_hook(model, found.append):
         model(tokens, **options)
     return found
 
@@ -36,7 +36,7 @@ def small(**options) -> LanguageModel:
     return model
 
 
-def by_definition(seen: Seen) -> dict[str, float]:
+def by_definition(seen: OperatorCall) -> dict[str, float]:
     """All denominators and all signs of the first row, from the operator and from all pairs."""
     rope, log_decay = seen.options["rope"], seen.options["log_decay"][:1]
     signed = 0 if rope is None else rope.signed_dim
@@ -80,7 +80,7 @@ def test_what_is_seen_of_a_short_row_is_the_operators_own(signed, documents):
     ids = (torch.arange(16) // 7).expand(2, -1) if documents else None
     for seen in seen_by(model, tokens, segment_ids=ids):
         health = LayerHealth()
-        health.note(seen)
+        health.add(seen)
         found = {name: value.item() for name, value in health.values().items()}
         assert found == pytest.approx(by_definition(seen), rel=1e-4)  # float32 sums in another order
     assert found["negative_weights"] > 0 or not signed
@@ -89,15 +89,15 @@ def test_what_is_seen_of_a_short_row_is_the_operators_own(signed, documents):
 def test_the_past_counts_in_denominators_and_segments_are_one_row():
     model, tokens = small(), torch.randint(257, (1, 32))
     whole = LayerHealth()
-    whole.note(seen_by(model, tokens)[0])
+    whole.add(seen_by(model, tokens)[0])
     _, state = model(tokens[:, :16], return_state=True)
     second = seen_by(model, tokens[:, 16:], state=state)[0]
     pieces = LayerHealth()
-    pieces.note(second)
+    pieces.add(second)
     assert pieces.values()["smallest_denominator"].item() == pytest.approx(
         by_definition(second)["smallest_denominator"], rel=1e-4
     )
-    pieces.note(seen_by(model, tokens[:, :16])[0])  # the way back through segments comes in this order
+    pieces.add(seen_by(model, tokens[:, :16])[0])  # the way back through segments comes in this order
     for name, value in whole.values().items():
         if name in ("output", "state_norm") or name.startswith("reach"):
             assert pieces.values()[name].item() == pytest.approx(value.item(), rel=1e-4)
@@ -106,7 +106,7 @@ def test_the_past_counts_in_denominators_and_segments_are_one_row():
 def test_watching_changes_nothing_and_ends():
     model, tokens = small(), torch.randint(257, (1, 20))
     before = model(tokens)
-    with watched(model, lambda seen: LayerHealth().note(seen)):
+    with operator_hook(model, lambda seen: LayerHealth().add(seen)):
         assert torch.equal(model(tokens), before)
     assert all(block.attention.watch is None for block in model.blocks)
     mixed = LanguageModel(LanguageModelConfig(d_model=16, n_layers=3, attention=["softmax", "linear", "softmax"]))
