@@ -20,6 +20,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from rich.table import Table
 
 from benchmarks.harness.runner import Benchmark
+from benchmarks.harness.trainer import quiet_trainer
 from linrope import InputError, LanguageModelConfig, RotaryConfig
 from linrope.cli.training import quiet_lightning
 from linrope.evaluation import recall_map
@@ -63,18 +64,7 @@ def config_of(options: argparse.Namespace) -> LanguageModelConfig:
 def train(options: argparse.Namespace, watch: Watch) -> RecallModule:
     seed_everything(options.seed, verbose=False)
     module = RecallModule(config_of(options), OptimizerConfig(lr=options.lr))
-    trainer = Trainer(
-        max_steps=options.steps,
-        accelerator="cpu",
-        devices=1,
-        callbacks=[watch],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
-    )
-    trainer.fit(module, options.data)
+    quiet_trainer(options.steps, [watch], limit_val_batches=0).fit(module, options.data)
     return module
 
 
@@ -126,9 +116,7 @@ class Passkey(Benchmark):
     def write(self, folder: Path, details: dict[str, Any]) -> list[Path]:
         if not self.points:
             return []
-        settings = {name: value for name, value in vars(self.options).items() if name not in ("output", "data")}
-        details |= {"settings": settings, "stages": STAGES, "trained_to": STAGES[-1][0]}
-        details["train_losses"] = self.watch.means()
+        details |= {"stages": STAGES, "trained_to": STAGES[-1][0], "train_losses": self.watch.means()}
         return recall_map.write(folder, self.points, details, self.title)
 
     def figures(self) -> dict[str, Callable]:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.experiments.grid import BLOCK, EIGHTHS, Evaluation, Settings
+from benchmarks.harness.trainer import quiet_trainer
 from linrope import LanguageModel, linear_attention
 from linrope.cli.training import quiet_lightning
 from linrope.data.batches.windows import EvaluationWindows
@@ -159,15 +160,10 @@ def run(
         device: cpu or cuda.
     """
     seed_everything(seed, verbose=False)
-    optimizer_config = OptimizerConfig(**settings.optimizer)
     if settings.task == "text":
         longest_context = longest_context or settings.option("context")
-        module = LanguageModelingModule(settings.model_config, optimizer_config, seed=seed)
-        data = GridText(longest_context, **settings.data, seed=seed)
-    else:
-        module = RecallModule(settings.model_config, optimizer_config, seed=seed)
-        data = MQARDataModule(**settings.data, seed=seed)
-    # named for all that decides the run: what was begun with other options is not gone on with
+    module, data = module_and_data(settings, seed, longest_context)
+    # its name holds all that decides the run, so that a run with other options does not continue from it
     decides = (settings.fingerprint, steps, options["validations"], options["validation_tokens"], longest_context)
     recorder = Recorder(stem.with_name(f"{stem.name}.{'-'.join(map(str, decides))}{UNFINISHED}"))
     checkpoint = recorder.folder / "last.ckpt"
@@ -206,6 +202,17 @@ def run(
     return result
 
 
+def module_and_data(
+    settings: Settings, seed: int, longest_context: int | None
+) -> tuple[LanguageModelingModule, TextDataModule | MQARDataModule]:
+    optimizer_config = OptimizerConfig(**settings.optimizer)
+    if settings.task == "text":
+        module = LanguageModelingModule(settings.model_config, optimizer_config, seed=seed)
+        return module, GridText(longest_context, **settings.data, seed=seed)
+    module = RecallModule(settings.model_config, optimizer_config, seed=seed)
+    return module, MQARDataModule(**settings.data, seed=seed)
+
+
 def validation_batches(task: str, tokens: int, window: int | None) -> tuple[int, int] | tuple[float, float]:
     """`limit_val_batches` for the curves, which see a quarter, and for the end: whole windows of so many tokens. Recall
     tasks are always measured on all of their rows, which are few."""
@@ -213,15 +220,10 @@ def validation_batches(task: str, tokens: int, window: int | None) -> tuple[int,
 
 
 def _trainer(device: str, steps: int, validation_batches: float, every: int, callbacks: list[Callback]) -> Trainer:
-    return Trainer(
-        max_steps=steps,
-        accelerator="gpu" if device == "cuda" else "cpu",
-        devices=1,
-        callbacks=callbacks,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    return quiet_trainer(
+        steps,
+        callbacks,
+        device,
         limit_val_batches=validation_batches,
         val_check_interval=every,
         check_val_every_n_epoch=None,

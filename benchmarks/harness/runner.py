@@ -76,8 +76,9 @@ class Benchmark:
         raise NotImplementedError
 
     def remarks(self) -> list[str]:
-        """Lines below the table."""
-        return []
+        """Lines below the table: by default, why points were not measured."""
+        points = (p for p in self.points if isinstance(p, Point) and p.detail)
+        return [f"{p.method} at {p.length:,}: {p.status}, {p.detail}" for p in points]
 
     def details(self) -> dict[str, Any]:
         """Further entries of the JSON file."""
@@ -118,6 +119,7 @@ class Benchmark:
         """The options, checked; the output folder exists."""
         parser = cls.parser()
         options = parser.parse_args(args)
+        options.settings = [name for name in vars(options) if name != "output"]  # `check` adds more
         check_positive(parser, options, *cls.positive)
         check_device(parser, getattr(options, "device", "cpu"))
         cls.check(parser, options)
@@ -150,12 +152,18 @@ class Benchmark:
         self.show()
         if getattr(self.options, "output", None):
             device = getattr(self.options, "device", "cpu")
-            details = surroundings(device, self.name, args) | self.details() | {"interrupted": self.interrupted}
+            details = surroundings(device, self.name, args) | {"settings": self.settings()} | self.details()
+            details["interrupted"] = self.interrupted
             if written := self.write(self.options.output, details):
                 print_written(self.console, written)
         if self.interrupted:
             self.console.print(f"interrupted: {self.kept}", highlight=False)
         return 130 if self.interrupted else self.status()
+
+    def settings(self) -> dict[str, Any]:
+        """The options as plain values, as the JSON file has them."""
+        values = {name: getattr(self.options, name) for name in self.options.settings}
+        return json.loads(json.dumps(values, default=str))
 
     def show(self) -> None:
         print_table(self.console, self.table(), self.remarks())

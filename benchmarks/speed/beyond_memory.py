@@ -162,8 +162,7 @@ class BeyondMemory(Benchmark):
                 self.failure = f"cost at {options.cost:,}: {memory.describe(error)}"
 
     def details(self) -> dict[str, Any]:
-        settings = {name: value for name, value in vars(self.options).items() if name != "output"}
-        return {"settings": settings, "cost_ratio": self.ratio, "cost_failure": self.failure}
+        return {"cost_ratio": self.ratio, "cost_failure": self.failure}
 
     def table(self) -> Table:
         """A row for each length: peak memory of the process, and tokens per second of one step."""
@@ -181,7 +180,7 @@ class BeyondMemory(Benchmark):
         return table
 
     def remarks(self) -> list[str]:
-        lines = [f"{p.method} at {p.length:,}: {p.status}, {p.detail}" for p in self.points if p.detail]
+        lines = super().remarks()
         if self.ratio is not None:
             lines.append(
                 f"at {self.options.cost:,} tokens a step in segments takes {self.ratio:.2f} times that of a whole row"

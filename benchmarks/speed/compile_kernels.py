@@ -244,28 +244,8 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple[str, Recorded, int, int,
                 yield from ((name, launch, target, warps, stages) for target in options.target)
 
 
-@dataclass
-class Result:
-    """One kernel compiled for one target, or the compiler's error."""
-
-    case: str
-    kernel: str
-    target: int
-    warps: int
-    stages: int
-    compiled: Compiled | None = None
-    error: str = ""
-
-    @property
-    def failure(self) -> str:
-        if self.compiled is not None and self.compiled.shared > SHARED_MEMORY[self.target]:
-            return f"{self.compiled.shared:,} bytes of shared memory"
-        return self.error
-
-
 class CompileKernels(Benchmark):
     name = "compile_kernels"
-    point = Result
     output = ""
 
     @classmethod
@@ -282,16 +262,19 @@ class CompileKernels(Benchmark):
             parser.error("TRITON_INTERPRET=1 is set, and the interpreter compiles nothing: unset it")
 
     def measure(self) -> None:
+        self.rows, self.failures = [], []
         everything = list(jobs(self.options))
         tick = self.progress("", len(everything))
         for name, launch, target, warps, stages in everything:
             tick(description=f"{name}: {role_of(launch)}, sm_{target}")
-            result = Result(name, role_of(launch), target, warps, stages)
+            row = [name, role_of(launch), str(target), str(warps), str(stages)]
             try:
-                result.compiled = compile_launch(launch, target, warps, stages)
+                found = compile_launch(launch, target, warps, stages)
+                self.rows.append([*row, str(found.registers), str(found.stack), bytes_text(found.shared)])
+                if found.shared > SHARED_MEMORY[target]:
+                    self.failures.append(f"{', '.join(row)}: {found.shared:,} bytes of shared memory")
             except Exception as error:  # the compiler's errors have many types
-                result.error = f"{type(error).__name__}: {error}"
-            self.points.append(result)
+                self.failures.append(f"{', '.join(row)}: {type(error).__name__}: {error}")
             tick(advance=1)
 
     def table(self) -> Table:
@@ -301,18 +284,15 @@ class CompileKernels(Benchmark):
             text=["case", "kernel"],
             caption="stack: bytes of each thread in memory instead of registers",
         )
-        for one in self.points:
-            if found := one.compiled:
-                numbers = one.target, one.warps, one.stages, found.registers, found.stack
-                table.add_row(one.case, one.kernel, *map(str, numbers), bytes_text(found.shared))
+        for row in self.rows:
+            table.add_row(*row)
         return table
 
     def remarks(self) -> list[str]:
-        failed = [one for one in self.points if one.failure]
-        return [f"{o.case}, {o.kernel}, {o.target}, {o.warps}, {o.stages}: {o.failure}" for o in failed]
+        return self.failures
 
     def status(self) -> int:
-        return 1 if any(one.failure for one in self.points) else 0
+        return 1 if self.failures else 0
 
 
 main = CompileKernels.main

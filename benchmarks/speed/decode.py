@@ -162,8 +162,7 @@ class Decode(Benchmark):
             tick(completed=number * total // len(options.batch))
 
     def details(self) -> dict[str, Any]:
-        settings = {name: value for name, value in vars(self.options).items() if name != "output"}
-        return {"settings": settings, "memory_budget": self.limit}
+        return {"memory_budget": self.limit}
 
     def table(self) -> Table:
         """A section for each method and batch size, a row for each context."""
@@ -182,8 +181,7 @@ class Decode(Benchmark):
 
     def remarks(self) -> list[str]:
         """Points that were not measured, and how the time grows from the first context to the last."""
-        lines = [f"{p.method} at {p.length:,}: {p.status}, {p.detail}" for p in self.points if p.detail]
-        return lines + [
+        return super().remarks() + [
             f"{name}: a token at {last:,} takes {ratio:.3g} times that at {first:,}"
             for name, (first, last, ratio) in self.growth().items()
         ]

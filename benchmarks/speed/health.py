@@ -14,11 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from rich.table import Table
 
 from benchmarks.harness.runner import Benchmark
 from benchmarks.harness.timing import milliseconds_text
+from benchmarks.harness.trainer import quiet_trainer
 from linrope import LanguageModelConfig
 from linrope.cli.training import quiet_lightning
 from linrope.training import LanguageModelingModule, OptimizerConfig, TextDataModule
@@ -44,17 +45,7 @@ def measure(options: Namespace) -> Cost:
         LanguageModelConfig(**sizes, short_conv=4, forget_gate=True), OptimizerConfig(lr=1e-2)
     )
     monitor = HealthMonitor(options.every)
-    trainer = Trainer(
-        max_steps=options.steps,
-        accelerator="cpu",
-        devices=1,
-        callbacks=[monitor],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
-    )
+    trainer = quiet_trainer(options.steps, [monitor], limit_val_batches=0)
     began = time.perf_counter()
     trainer.fit(module, TextDataModule(context=options.context, batch_size=options.batch_size))
     seconds = time.perf_counter() - began

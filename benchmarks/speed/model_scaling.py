@@ -116,9 +116,7 @@ class ModelScaling(Benchmark):
             measure_length(length, self.options, self.points, tick)
 
     def details(self) -> dict[str, Any]:
-        settings = {name: value for name, value in vars(self.options).items() if name not in ("output", "config")}
-        model = self.options.config.to_dict()
-        return {"settings": settings, "model": model, "crossover": crossovers(self.points)}
+        return {"model": self.options.config.to_dict(), "crossover": crossovers(self.points)}
 
     def model_name(self) -> str:
         options = self.options
@@ -141,9 +139,6 @@ class ModelScaling(Benchmark):
             faster = [f"{speed[k] / speed['softmax']:.2f}×" if {k, "softmax"} <= speed.keys() else "" for k in ratios]
             table.add_row(f"{length:,}", f"{options.tokens // length:,}", *shown, *faster)
         return table
-
-    def remarks(self) -> list[str]:
-        return [f"{p.method} at {p.length:,}: {p.status}, {p.detail}" for p in self.points if p.detail]
 
     def figures(self) -> dict[str, Callable]:
         quantity = Quantity("tokens_per_second", "tokens per second in training", "count", {})

@@ -77,7 +77,7 @@ class Scaling(Benchmark):
 
     @classmethod
     def check(cls, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-        """The names in `methods` become methods; `absent` is added: those that cannot run here."""
+        """`chosen` is added: the methods by name; and `absent`: why others cannot run here."""
         check_even(parser, options, "head_dim")
         options.lengths = sorted(set(options.lengths))
         known = catalogue(options.device, options.dtype)
@@ -88,7 +88,8 @@ class Scaling(Benchmark):
             reason = "has no decoding step"
             known = {n: m if m.decoding or m.absent else replace(m, absent=reason) for n, m in known.items()}
         options.absent = {name: method.absent for name, method in known.items() if method.absent}
-        options.methods = {name: method for name, method in known.items() if not method.absent}
+        options.chosen = {name: method for name, method in known.items() if not method.absent}
+        options.methods = list(options.chosen)
 
     @property
     def stem(self) -> str:
@@ -101,7 +102,7 @@ class Scaling(Benchmark):
         return Setting(length, o.batch, o.heads, o.head_dim, None, o.dtype, o.device, o.mode)
 
     def measure(self) -> None:
-        options, methods = self.options, self.options.methods
+        options, methods = self.options, self.options.chosen
         self.budget = Budget(options.budget, options.memory or memory.available(options.device))
         calls = options.repeats + 2  # memory, warm-up and the rounds
         tick = self.progress("matrix product", len(options.lengths) * len(methods) * calls)
@@ -115,7 +116,7 @@ class Scaling(Benchmark):
     def measure_length(self, length: int, progress: Callable[..., None]) -> None:
         """All methods at one length: memory first, which shows which methods fit, then the times in turn."""
         setting = self.setting(length)
-        methods = self.options.methods
+        methods = self.options.chosen
         points = {name: self.new_point(method, setting) for name, method in methods.items()}
         running = {name: point for name, point in points.items() if point.status == INTERRUPTED}
 
@@ -157,8 +158,8 @@ class Scaling(Benchmark):
 
     def search(self) -> None:
         """Find the largest length of each method within the memory, each length in a process of its own."""
-        tick = self.progress("largest length", len(self.options.methods))
-        for name, method in self.options.methods.items():
+        tick = self.progress("largest length", len(self.options.chosen))
+        for name, method in self.options.chosen.items():
 
             def fits(length: int, method: Method = method) -> float | None:
                 tick(description=f"largest length: {method.name} at {length:,}")
@@ -185,9 +186,7 @@ class Scaling(Benchmark):
         return {name: length for name, length in found.items() if length is not None}
 
     def details(self) -> dict[str, Any]:
-        settings = {k: v for k, v in vars(self.options).items() if k not in ("methods", "absent", "output")}
         return {
-            "settings": {**settings, "methods": list(self.options.methods)},
             "absent": self.options.absent,
             "gemm_flops_per_second": self.gemm_rate,
             "crossover": self.crossovers(),

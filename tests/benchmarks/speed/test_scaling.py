@@ -173,7 +173,7 @@ def test_linear_rope_names_all_its_backends(tmp_path, monkeypatch):
     names = ("linear-rope[a]", "linear-rope[b]", "linear")
     use(monkeypatch, *(Method(name, partial(linear)) for name in names))
     options = scaling.Scaling.parse(["--methods", "linear-rope", "--output", str(tmp_path)])
-    assert list(options.methods) == ["linear-rope[a]", "linear-rope[b]"]
+    assert options.methods == ["linear-rope[a]", "linear-rope[b]"]
 
 
 @pytest.mark.parametrize(
