@@ -2,13 +2,12 @@
 
     python -m benchmarks.ablation --grid benchmarks/grids/placement.yaml
 
-First the training speed of all variants is measured, in turn in one process (but not of those with a curriculum, whose
-steps have no one speed); then every run is made, one process at a time. Stop it whenever you like: the same command
-goes on where it was, inside a run too, and more seeds or variants may be added to the grid; --only makes the runs of
-some variants first. Two commands on one folder share the runs out between them. At the end, and with --report at any
-time, it says what was found: means and 95 % intervals over seeds at equal tokens and at equal wall-clock (of a grid of
-minutes, at the end of which every schedule ends, at equal wall-clock alone), which differences are noise, stability,
-loss by position.
+First the training speeds of all variants are measured, in turn in one process. (Variants with a curriculum have no
+single speed, and none is measured.) Then the runs are made, one process at a time. It can be stopped at any time: the
+same command continues, also inside a run. Seeds and variants may be added to the grid. --only makes the runs of some
+variants first. Two commands on one folder divide the runs. At the end, or with --report at any time, it shows means and
+95 % intervals over seeds, which differences are noise, stability, and loss by position: at equal tokens and at equal
+wall-clock. In a grid of minutes every schedule ends with the time, so that only equal wall-clock is shown.
 """
 
 from __future__ import annotations
@@ -46,18 +45,18 @@ from linrope.utils.files import claim
 from linrope.utils.terminal import progress_bar
 
 DRIFT = 0.1
-"""A reference whose speed differs by more from what it was is worth a word."""
+"""A larger change of the reference's speed is reported."""
 
 
 class RunFailed(RuntimeError):
-    """A run's process ended without a result; the message holds what it said last."""
+    """A run's process ended without a result; the message holds its last output."""
 
 
 # --- speed -----------------------------------------------------------------------------------------------------------
 
 
 def training_step(settings: Settings, device: str) -> Any:
-    """One optimizer step of the variant's model; what its rows hold does not matter to the time."""
+    """One optimizer step of the variant's model, on random tokens."""
     torch.manual_seed(0)
     model = LanguageModel(settings.model_config).to(device)
     optimizer_config = OptimizerConfig(**settings.optimizer)
@@ -74,23 +73,23 @@ def training_step(settings: Settings, device: str) -> Any:
 
 
 def measure_speeds(folder: Folder, rounds: int, bar: Progress) -> dict[str, Speed]:
-    """How fast every variant trains, measured once for a folder: all in turn, and those that are added later in turn
-    with the reference (where that is new too, with one that was measured), by whose speed then and now the hours are
-    brought to one. A curriculum has no one speed: its variants are left out."""
+    """Training speeds, measured once for a folder. Variants that are added later are measured in turn with the
+    reference (or with another that was measured, if the reference is new): the ratio of its speed then and now corrects
+    theirs. Variants with a curriculum have no single speed, and are omitted."""
     known, timed = folder.read_speeds(), folder.timed
     missing = [name for name in timed if name not in known]
     if not missing:
         return known
     reference = folder.grid.reference
     if reference not in (known or timed):
-        reference = [*known, *missing][0]  # what was measured before is the clock then
+        reference = [*known, *missing][0]  # a variant that was measured is the clock
     found = time_steps(folder, [reference, *missing], rounds, bar)
     if reference in known:
         drift = found[reference].tokens_per_second / known[reference].tokens_per_second
         if abs(drift - 1) > DRIFT:
             bar.console.print(
                 f"{reference} trains at {drift:.2f} times its speed when the other variants were measured: the new "
-                "ones are counted as if it had not changed",
+                "speeds are corrected by this",
                 highlight=False,
             )
         for name, speed in found.items():
@@ -100,7 +99,7 @@ def measure_speeds(folder: Folder, rounds: int, bar: Progress) -> dict[str, Spee
 
 
 def time_steps(folder: Folder, names: list[str], rounds: int, bar: Progress) -> dict[str, Speed]:
-    """The speeds of the variants named, steps that are the same measured once, by the first that has them."""
+    """The speeds of these variants; equal steps are measured once, for the first variant that has them."""
     first = {folder.settings[name].speed_key(folder.device): name for name in reversed(names)}
     settings = {name: folder.settings[name] for name in names if name in first.values()}
     task = bar.add_task("speed", total=(rounds + 1) * len(settings), now="")
@@ -126,20 +125,20 @@ def time_steps(folder: Folder, names: list[str], rounds: int, bar: Progress) -> 
 
 
 def make_runs(folder: Folder, speeds: dict[str, Speed], only: Collection[str], bar: Progress) -> None:
-    """Every run that is missing of the variants named, one process at a time."""
+    """Make the missing runs of these variants, one process at a time."""
     task = bar.add_task("runs", total=len(folder.grid.runs), completed=len(folder.results()), now="")
     current = bar.add_task("", total=1, now="")
     for variant, seed in folder.missing:
         if variant not in only:
             continue
-        speed = speeds[variant].tokens_per_second if variant in speeds else None  # a curriculum counts tokens
+        speed = speeds[variant].tokens_per_second if variant in speeds else None  # a curriculum needs none
         steps = n_steps(folder.grid, folder.settings[variant], speed)
         bar.reset(current, total=steps, description=f"{variant}, seed {seed}")
         with claimed(folder.result_of(variant, seed).with_suffix(".spec")) as spec_file:
             if spec_file is None:
-                told = "is being made by another process, and left to it"
+                told = "another process is making it"
             elif folder.result_of(variant, seed).exists():
-                told = "was made by another process meanwhile"
+                told = "another process made it meanwhile"
             else:
                 make_run(folder, variant, seed, steps, lambda **shown: bar.update(current, **shown), spec_file)
                 told = ablation_report.in_a_line(json.loads(folder.result_of(variant, seed).read_text()))
@@ -149,7 +148,7 @@ def make_runs(folder: Folder, speeds: dict[str, Speed], only: Collection[str], b
 
 @contextmanager
 def claimed(file: Path) -> Iterator[Path | None]:
-    """The file, made and held until the end, and then removed; None where another process holds it."""
+    """Make the file, lock it, and remove it at the end; None if another process holds the lock."""
     with file.open("a") as lock:
         if not claim(lock):
             yield None
@@ -161,7 +160,8 @@ def claimed(file: Path) -> Iterator[Path | None]:
 
 
 def make_run(folder: Folder, variant: str, seed: int, steps: int, show: Any, spec_file: Path) -> None:
-    """One run in a process of its own, told in `spec_file` what to do; `show(completed=, now=)` follows it."""
+    """One run in a process of its own, specified in `spec_file`; `show(completed=, now=)` is called with its
+    progress."""
     spec = {
         "identity": folder.identity(variant, seed),
         "steps": steps,
@@ -177,7 +177,7 @@ def make_run(folder: Folder, variant: str, seed: int, steps: int, show: Any, spe
 
 
 def run_process(spec_file: Path, show: Any) -> tuple[int, Collection[str]]:
-    """The exit status of `benchmarks.training_run`, and the last lines that were no progress: a traceback, if any."""
+    """The exit status of `benchmarks.training_run`, and its last output beside progress, such as a traceback."""
     command = [sys.executable, "-m", "benchmarks.training_run", str(spec_file)]
     path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     last = deque(maxlen=20)
@@ -202,7 +202,7 @@ def run_process(spec_file: Path, show: Any) -> tuple[int, Collection[str]]:
 
 
 def _said(line: str) -> dict[str, Any] | None:
-    """What a run's line of progress shows; None for any other line."""
+    """The values of a line of progress; None for any other line."""
     try:
         values = json.loads(line)
     except json.JSONDecodeError:

@@ -22,8 +22,8 @@ T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2
 SPIKE, SPIKE_WINDOW = 1.25, 5
 CASE = "accuracy/"
 METRIC = {"text": ("bpb", "bits per byte", -1), "mqar": ("accuracy", "accuracy", 1)}
-"""By task: the metric, how it is called, and whether more (1) or less (-1) of it is better. Differences in bits per
-byte are shares of the reference's, in accuracy (which may be 0) they are what they are."""
+"""By task: the metric, its label, and whether more (1) or less (-1) is better. Differences in bits per byte are shares
+of the reference's value; differences in accuracy, which may be 0, are absolute."""
 
 
 def t_95(degrees: int) -> float:
@@ -33,8 +33,8 @@ def t_95(degrees: int) -> float:
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over seeds and half the width of its 95 % interval (Student's t); NaN for a single seed. What is not known
-    of one seed is not known of their mean: a NaN among the values is not left out."""
+    """A mean over seeds and half the width of its 95 % interval (Student's t); NaN for a single seed. A NaN among the
+    values makes both NaN."""
 
     mean: float
     half: float
@@ -54,11 +54,11 @@ class Interval:
 class Row:
     """One variant: a row of the CSV.
 
-    `difference` is to the reference, seed by seed, in bits per byte as a share of the reference's mean: runs of a seed
-    share the order of their data where their rows are as long, and their first weights where their modules are the
-    same. `verdict` says on which side of it its whole interval lies. The three `…_at_equal_seconds` are the same at
-    equal wall-clock. `first_eighth` and `last_eighth` are bits per token there in rows as long as in training; `spikes`
-    counts hundredths of runs, see `spikes`; `state_bytes` is at 1,024 tokens.
+    `difference` is from the reference, seed by seed; in bits per byte, as a share of the reference's mean. Runs of one
+    seed have the same order of data if their rows have the same length, and the same first weights if their modules are
+    the same. `verdict` says whether its interval excludes 0. `…_at_equal_seconds` are the same at equal wall-clock.
+    `first_eighth` and `last_eighth` are bits per token there, in rows of the training length. `spikes` counts
+    hundredths of runs, see `spikes`. `state_bytes` is at 1,024 tokens.
     """
 
     variant: str
@@ -113,7 +113,7 @@ def details_of(results: list[dict[str, Any]], grid: Grid, speeds: dict[str, Spee
 
 
 def rows_of(results: list[dict[str, Any]], grid: Grid, speeds: dict[str, float]) -> list[Row]:
-    """A row for each variant that has a finished run, best mean first; those without any mean come last."""
+    """A row for each variant with a finished run, best mean first; variants without a mean come last."""
     metric, _, better = METRIC[grid.task]
     by_variant = {name: [r for r in results if r["variant"] == name] for name in grid.variants}
     budget = equal_seconds(by_variant, speeds)
@@ -132,7 +132,7 @@ def rows_of(results: list[dict[str, Any]], grid: Grid, speeds: dict[str, float])
 
 @dataclass(frozen=True)
 class Compared:
-    """A variant's metric over seeds, and how far it is from the reference's, seed by seed."""
+    """A variant's metric over seeds, and its difference from the reference, seed by seed."""
 
     total: Interval
     gap: Interval
@@ -182,8 +182,8 @@ def _row(name, runs, metric, at_end: Compared, in_time: Compared, speed) -> Row:
 
 
 def spikes(losses: list[float]) -> list[int]:
-    """Which hundredths of a run had a mean loss `SPIKE` times the median of the `SPIKE_WINDOW` before. (Single steps
-    say nothing: a batch of two rows may just be hard. Nor does recall, whose batches are of several kinds.)"""
+    """The hundredths of a run whose mean loss exceeds `SPIKE` times the median of the `SPIKE_WINDOW` before. (Single
+    steps say nothing: a batch of two rows may be hard. Nor do recall tasks, which mix batches of several types.)"""
     found = range(SPIKE_WINDOW, len(losses))
     return [i for i in found if losses[i] > SPIKE * statistics.median(losses[i - SPIKE_WINDOW : i])]
 
@@ -194,7 +194,7 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def verdict(gap: Interval, better: int) -> str:
-    """Whether the difference's interval excludes 0, and on which side it lies."""
+    """Whether the difference's interval excludes 0, and on which side."""
     if math.isnan(gap.mean):
         return ""
     if math.isnan(gap.half):
@@ -205,7 +205,7 @@ def verdict(gap: Interval, better: int) -> str:
 
 
 def equal_seconds(by_variant: dict[str, list[dict[str, Any]]], speeds: dict[str, float]) -> float:
-    """The seconds that the fastest variant takes for its run: all others are read at that time."""
+    """The seconds of the fastest variant's run; the others are compared at that time."""
     ended = {name: [r["tokens"] for r in runs if r["diverged"] is None] for name, runs in by_variant.items()}
     return min(
         (tokens[0] / speeds[name] for name, tokens in ended.items() if tokens and name in speeds), default=math.nan
@@ -213,9 +213,9 @@ def equal_seconds(by_variant: dict[str, list[dict[str, Any]]], speeds: dict[str,
 
 
 def at_tokens(run: dict[str, Any], metric: str, speed: float | None, seconds: float) -> float:
-    """The final metric, less what the curve still gained after so many seconds at that speed (it reads a part of the
-    text only); NaN before its first point. The learning rate had not come to its end there, so a run of that length
-    would have done a little better."""
+    """The metric after `seconds` at that speed: the final one, minus the curve's gain since then (the curve reads a
+    part of the text only); NaN before its first point. The learning rate has not decayed to its end there, so that a
+    run of this length would be a little better."""
     curve = [(p["tokens"], p[metric]) for p in run["curve"] if metric in p]
     if not speed or not curve:
         return math.nan
@@ -228,7 +228,7 @@ def at_tokens(run: dict[str, Any], metric: str, speed: float | None, seconds: fl
 
 
 def by_eighth(results: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """By variant: bits per token in each eighth of rows as long as those of training, the mean over seeds."""
+    """By variant: bits per token in each eighth of rows of the training length, the mean over seeds."""
     found = {name: [e for r in runs if (e := eighths(r))] for name, runs in _by_variant(results).items()}
     return {name: [_mean(one) for one in zip(*of_runs, strict=True)] for name, of_runs in found.items() if of_runs}
 
@@ -244,20 +244,20 @@ def by_case(results: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, floa
 
 
 def _by_variant(results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The runs that came to an end, by variant."""
+    """The runs that did not diverge, by variant."""
     ended = [r for r in results if r["diverged"] is None]
     return {name: [r for r in ended if r["variant"] == name] for name in dict.fromkeys(r["variant"] for r in ended)}
 
 
 def in_a_line(run: dict[str, Any]) -> str:
-    """What one run came to."""
+    """The result of one run in words."""
     metric, label, _ = METRIC[run["settings"]["task"]]
     return f"diverged, {run['diverged']}" if run["diverged"] else f"{run['final'][metric]:.3f} {label}"
 
 
 def eighths(run: dict[str, Any]) -> list[float] | None:
-    """Bits per token in each eighth of rows as long as those of training, where they were read."""
-    if not run.get("evaluation"):  # recall tasks have no text
+    """Bits per token in each eighth of rows of the training length; None if they were not evaluated."""
+    if not run.get("evaluation"):  # recall tasks read no text
         return None
     found = run["evaluation"].get(str(Settings(**run["settings"]).option("context")))
     return None if found is None else found["eighths"]
@@ -266,8 +266,8 @@ def eighths(run: dict[str, Any]) -> list[float] | None:
 def by_context(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """By variant and context: bits per byte over seeds.
 
-    `late` compares the last half of the rows with the same tokens read in rows of other lengths: positions 8k–16k of a
-    row of 16k are 1k–2k of rows of 2k, where the text is the same and only what came before it differs.
+    `late` compares the last half of the rows with the same tokens in rows of other lengths: positions 8k–16k of a row
+    of 16k are 1k–2k of rows of 2k. The text is the same, and only the context before it differs.
     """
     found: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(r["variant"] for r in results):
@@ -284,14 +284,14 @@ def by_context(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _late(runs: list[dict[str, Any]], context: int, short: int) -> Interval:
-    """Relative change of bits per token from reading with `short` rows to reading with rows of `context`, over tokens
-    that stand in the last half of both."""
+    """Relative change of bits per token from rows of `short` to rows of `context`, over the tokens in the last half of
+    both."""
     return Interval.of([_late_change(r["evaluation"], context, short) for r in runs])
 
 
 def _late_change(evaluation: dict[str, Any], context: int, short: int) -> float:
     if short < 2 * BLOCK:
-        return math.nan  # a block is no part of half a row
+        return math.nan  # half a row is shorter than a block
     long_blocks, short_blocks = evaluation[str(context)]["blocks"], evaluation[str(short)]["blocks"]
     chosen = [
         block
@@ -329,7 +329,7 @@ def table_of(rows: list[Row], grid: Grid) -> Table:
 
 
 def table_at_equal_seconds(rows: list[Row], grid: Grid) -> Table | None:
-    """The same rows at equal wall-clock; None where no speed is known, or the runs themselves have equal time."""
+    """The same rows at equal wall-clock; None if no speed is known, or the runs have equal time anyway."""
     known = [row for row in rows if not math.isnan(row.at_equal_seconds)]
     if grid.minutes or not known:
         return None
@@ -364,18 +364,18 @@ def _or_blank(form: str, value: float) -> str:
 
 
 def remarks(rows: list[Row], results: list[dict[str, Any]], grid: Grid) -> list[str]:
-    """What the table does not say: runs that diverged, spikes, unequal sizes."""
+    """Lines below the table: runs that diverged, spikes, unequal sizes."""
     said = [f"{r['variant']}, seed {r['seed']}: diverged, {r['diverged']}" for r in results if r["diverged"]]
     said += [f"{row.variant}: the loss spiked, in {row.spikes} hundredths of a run" for row in rows if row.spikes]
     for row in rows:
         lengths = {r["steps"] for r in results if r["variant"] == row.variant and not r["diverged"]}
         if len(lengths) > 1:
             said.append(
-                f"{row.variant}: its runs have {' and '.join(map(str, sorted(lengths)))} steps, not as many each"
+                f"{row.variant}: its runs have {' and '.join(map(str, sorted(lengths)))} steps, different numbers"
             )
     read = [row.tokens for row in rows if row.diverged < row.seeds]
     if read and grid.tokens is not None and max(read) > (1 + TOLERANCE) * min(read):
-        said.append(f"steps of unequal sizes: runs read {min(read):,} to {max(read):,} tokens, not as many each")
+        said.append(f"steps of unequal sizes: runs read {min(read):,} to {max(read):,} tokens")
     sizes = [row.parameters for row in rows]
     if max(sizes) > (1 + TOLERANCE) * min(sizes):
         said.append(f"models differ in size: {min(sizes):,} to {max(sizes):,} parameters")

@@ -1,11 +1,13 @@
-"""How training converges with RoPE, with absolute positions and with none: curves of the runs of placement.yaml.
+"""Convergence of training with RoPE, with absolute positions and without positions: curves of the runs of
+placement.yaml.
 
     python -m benchmarks.ablation --grid benchmarks/grids/placement.yaml
     python -m benchmarks.convergence --runs results/ablation/placement
 
-RoFormer's third figure shows this for softmax attention and for the Performer. Here are softmax, linear attention with
-RoPE in the numerator, and that with a short convolution and a forget gate, each against sinusoids that are added to the
-embeddings and against no positions. A point is the mean training loss of a twentieth of the run.
+Figure 3 of RoFormer shows this for softmax attention and for the Performer. Here are softmax attention, linear
+attention with RoPE in the numerator, and the latter with a short convolution and a forget gate. Each is compared with
+sinusoids that are added to the embeddings, and with no positions. A point is the mean training loss of a twentieth of
+the run.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ class Loss:
 
 
 def curve_of(run: dict[str, Any]) -> list[tuple[int, float]]:
-    """(tokens, bits per byte) of a run; each of its recorded means is of as many steps, the last of what was left."""
+    """(tokens, bits per byte) of a run; its recorded means cover equal numbers of steps, the last one the rest."""
     losses = run["training"]["losses"]
     steps_each = math.ceil(run["steps"] / len(losses))
     weights = [min(steps_each, run["steps"] - i * steps_each) for i in range(len(losses))]

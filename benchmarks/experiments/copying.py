@@ -1,11 +1,11 @@
-"""How much less a trained model pays for text that it has just read: bits per byte of the first and the second reading.
+"""Copying: bits per byte of text that a trained model reads for the first and for the second time.
 
     python -m benchmarks.copying --model SOFTMAX --model LINEAR --output results
 
-A piece of held-out text stands twice in a row, or with --gap so many tokens apart, in which its text goes on. The
-later half of the piece is judged at both readings: the same tokens, the first time after the piece's earlier half, the
-second time after the whole piece, whose like token stands `length` tokens (and the gap) back. A model that copies pays
-next to nothing then; one that cannot, or that has forgotten by then, pays what it paid before.
+A piece of held-out text stands twice in a row; with --gap, that many tokens of the following text stand between. The
+later half of the piece is judged at both readings. The tokens are the same; at the second reading each stands `length`
+tokens (and the gap) after its first copy. A model that copies needs almost no bits then. A model that cannot copy, or
+has forgotten, needs as many as at the first reading.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How attention fades with distance: RoFormer's bound, and what a trained model's numerators really do.
+"""How attention fades with distance: RoFormer's bound, and the numerators of a trained model.
 
     python -m benchmarks.decay --model results/ablation/placement/runs/conv+numerator-seed0.model
 

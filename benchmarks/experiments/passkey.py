@@ -1,9 +1,9 @@
-"""A small model learns to find a pass key in short rows of real text, and is asked in longer ones: a heat map.
+"""A small model learns to find a pass key in short rows of real text, and is tested on longer rows: a heat map.
 
     python -m benchmarks.passkey --output benchmarks/results/cpu/passkey
 
-Rows of 96 to 512 tokens to learn from, five digits told at any depth; then how many rows are answered whole, by length
-and depth. `linrope recall --task passkey` asks any other model.
+It trains on rows of 96 to 512 tokens with five digits at any depth. The map shows the share of rows with all digits
+right, by length and depth. `linrope recall --task passkey` tests any other model.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""How far each head of a trained model sees: how long what it wrote lives on text, head by head.
+"""The reach of each head of a trained model: the number of tokens until its forget gate leaves 1/e of what it wrote.
 
     python -m benchmarks.reach --model results/ablation/recipe/runs/recipe-seed0.model
 
-A head with a forget gate multiplies what it remembers by e^log_decay at every token, a number it learns from the token.
-What it wrote at a token lives until that has made 1/e of it: so many tokens. Shown are the median over tokens, and the
-tenth and the ninetieth percentile, of the first half of each row; what lives on to the row's end is given the row's
-length.
+A head with a forget gate multiplies its state by e^log_decay at every token, a number that depends on the token. Shown
+are the median over tokens and the 10th and 90th percentile, for tokens in the first half of each row. If more than 1/e
+is left at the end of the row, the reach is the row's length.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ class Reach:
 
 
 def lifetimes(log_decay: torch.Tensor) -> torch.Tensor:
-    """Tokens until decays (..., T) have made 1/e, or less, of what was written: (..., T/2), for the row's first half.
-    T where the row ends before."""
+    """Tokens until decays (..., T) leave 1/e or less of what was written: (..., T/2), for the row's first half; T if
+    the row ends before."""
     length = log_decay.shape[-1]
     lost = -log_decay.double().cumsum(dim=-1)
     written = torch.arange(length // 2, device=lost.device)

@@ -18,17 +18,17 @@ from linrope.utils.files import whole_file
 
 @dataclass(frozen=True)
 class Speed:
-    """Of a variant in training, by the median of some rounds."""
+    """The training speed of a variant: the median of the rounds."""
 
     tokens_per_second: float
     spread: float | None = None
-    """Between which half of the rounds lie, as a share of the median."""
+    """Interquartile range of the rounds, as a share of the median."""
     machine: str | None = None
-    """The processor or GPU that it was measured on: what is faster there may be slower elsewhere."""
+    """The processor or GPU that it was measured on."""
 
 
 class Folder:
-    """Where a grid's results lie: `runs/VARIANT-seedN.json`, and `speed.json` of the device that they are made on."""
+    """The folder: `runs/VARIANT-seedN.json`, and `speed.json` with the training speeds."""
 
     def __init__(self, path: Path, grid: Grid, settings: dict[str, Settings], device: str = "cpu"):
         self.path, self.grid, self.settings, self.device = path, grid, settings, device
@@ -36,13 +36,13 @@ class Folder:
         self.longest_context = longest_context(settings.values())
 
     def check(self, runs_follow: bool) -> None:
-        """Raise InputError where the folder holds results of another grid, or of another text where `runs_follow`."""
+        """Raise InputError if the folder holds results of another grid, or, if `runs_follow`, of another text."""
         self.read_speeds()
         for file in sorted(self.runs.glob("*.json")):
             found = read_object(file)
             known = {"variant", "fingerprint", "settings"} <= found.keys()
             if not known or not isinstance(found.get("measured"), dict) or "title" not in found["measured"]:
-                raise InputError(f"--output {self.path}: {file} is no result of a grid. Give another folder.")
+                raise InputError(f"--output {self.path}: {file} is not a result of a grid. Give another folder.")
             variant = found["variant"]
             if found["measured"]["title"] != self.grid.title:
                 other = f"those of {found['measured']['title']!r}"
@@ -54,7 +54,7 @@ class Folder:
                 continue
             raise InputError(
                 f"--output {self.path} holds results of another grid: {other}. Nothing there was changed; "
-                "give another folder, or name the changed variant anew."
+                "give another folder, or another name to the changed variant."
             )
 
     def _matches(self, found: dict[str, Any]) -> bool:
@@ -63,7 +63,7 @@ class Folder:
         return measured and found["fingerprint"] == own.fingerprint
 
     def _validated_on(self, found: dict[str, Any]) -> int | None:
-        """Of which length the windows were; runs that do not say it had windows of their own."""
+        """The length of the validation windows; without an entry, the run's own context."""
         return found.get("longest_context", longest_context([Settings(**found["settings"])]))
 
     def _same_text(self, found: dict[str, Any]) -> bool:
@@ -88,7 +88,7 @@ class Folder:
         return [run for run in self.grid.runs if not self.result_of(*run).exists()]
 
     def identity(self, variant: str, seed: int) -> dict[str, Any]:
-        """What a result says of itself."""
+        """The entries of a result that identify its run."""
         own = self.settings[variant]
         return {
             "variant": variant,
@@ -110,11 +110,12 @@ class Folder:
             return {name: Speed(**speeds[key]) for name, key in keys.items() if key in speeds}
         except TypeError as error:
             raise InputError(
-                f"--output {self.path}: speed.json holds what is no speed. Move it away, and all are measured again."
+                f"--output {self.path}: speed.json holds an entry that is not a speed. "
+                "Move the file, and all speeds are measured again."
             ) from error
 
     def write_speeds(self, speeds: dict[str, Speed]) -> None:
-        """Keep them beside those of variants that this grid does not have: another that shares the folder may."""
+        """Write the speeds; those of variants that this grid does not have are kept."""
         keys = self._speed_keys()
         known = self._known_speeds() | {keys[name]: asdict(speed) for name, speed in speeds.items()}
         with whole_file(self.path / "speed.json") as file:
@@ -122,7 +123,7 @@ class Folder:
 
     @property
     def timed(self) -> Collection[str]:
-        """The variants whose steps all take the same time; those of a curriculum do not."""
+        """The variants with a single speed: those without a curriculum."""
         return self._speed_keys().keys()
 
     def _speed_keys(self) -> dict[str, str]:
@@ -135,17 +136,15 @@ class Folder:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """What a file of JSON in the folder holds.
+    """The object in a JSON file of the folder.
 
     Raises:
-        InputError: it cannot be read, or is no object.
+        InputError: it cannot be read, or is not an object.
     """
     try:
         found = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise InputError(
-            f"{file} cannot be read: {error}. Move it away, and what it held is measured again."
-        ) from error
+        raise InputError(f"{file} cannot be read: {error}. Move it, and its contents are measured again.") from error
     if not isinstance(found, dict):
-        raise InputError(f"{file} is no result of a grid. Move it away, or give another --output.")
+        raise InputError(f"{file} is not a result of a grid. Move it, or give another --output.")
     return found

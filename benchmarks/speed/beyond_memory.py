@@ -2,10 +2,9 @@
 
     python -m benchmarks.beyond_memory --lengths 16384 65536 262144 1048576
 
-A step is forward, backward and AdamW on one row of random bytes, each in a process of its own; the peak is the whole
-process's, the bare one with PyTorch in it beside. What a method is predicted not to fit into --memory or --seconds is
-left out, and drawn as dashes. With --cost the times of a step at once and in segments are measured in turn, at a
-length that fits.
+A step is forward, backward and AdamW on one row of random bytes, each in a process of its own; the peak is that of the
+whole process, PyTorch included. Points that are predicted to exceed --memory or --seconds are not run, and drawn as
+dashes. --cost gives the length at which the times of a step with and without segments are measured in turn.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ GROWTH = {"softmax": (2, 1), "linear": (1, 1), "linear in segments": (1, 0)}
 
 @dataclass(frozen=True)
 class Task:
-    """A training step: of which model, on how long a row, in segments of how many tokens (None: at once)."""
+    """A training step of a model on a row of `length` tokens, in segments (None: the whole row at once)."""
 
     method: str
     length: int
@@ -47,7 +46,7 @@ class Task:
     device: str
 
     def make(self) -> Callable[[], None]:
-        """One step of a new model; what the row holds does not matter."""
+        """One step of a new model on a random row."""
         torch.manual_seed(0)
         model = LanguageModel(self.config).to(self.device)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -67,8 +66,8 @@ class Task:
 
 
 def peak_of(task: Task, limit: int) -> memory.Peak:
-    """In this process, which may take `limit` bytes in all: a short step first, for what a process has once and keeps,
-    then the peak of one step."""
+    """The peak of one step in this process, which may take `limit` bytes in all. A short step comes first and makes
+    what a process keeps."""
     warm_up = Task(task.method, memory.WARM_UP, task.segment_length, task.config, task.device)
     warm_up.make()()
     memory.limit_to(limit - memory.HighWater(task.device).before, task.device)
@@ -88,7 +87,7 @@ def task_of(method: str, length: int, options: argparse.Namespace) -> Task:
 
 
 def measure(method: str, length: int, options: argparse.Namespace, earlier: list[Point]) -> Point:
-    """The peak of one method at one length, or why there is none."""
+    """The peak of one method at one length, or why it was not measured."""
     point = Point(method, length, 1)
     limit = options.memory
     status, detail = Budget(options.seconds, limit).refusal(earlier, length, 1, GROWTH[method])
@@ -105,7 +104,7 @@ def measure(method: str, length: int, options: argparse.Namespace, earlier: list
 
 
 def cost_ratio(options: argparse.Namespace) -> float:
-    """Time of a step in segments over that of a step at once, medians of turns, at `--cost` tokens."""
+    """Time of a step in segments over that of a step on the whole row, medians of rounds, at `--cost` tokens."""
     steps = {method: task_of(method, options.cost, options).make() for method in METHODS if method != "softmax"}
     samples = alternate(steps, options.repeats, options.device, count=False).samples
     return samples["linear in segments"].median / samples["linear"].median

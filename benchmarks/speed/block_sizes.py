@@ -1,9 +1,9 @@
-"""What the kernel's block sizes cost: its constants, one changed at a time, forward and backward.
+"""The effect of the kernel's block sizes on its time: one constant changed at a time, forward and backward.
 
     python -m benchmarks.block_sizes --length 4096
 
-The settings run in turn in one process, batch 1 and 8 heads of 64 in float32; what is shown is the median, and the
-ratio to the constants as they stand.
+The settings run in turn in one process, with batch 1 and 8 heads of 64 in float32. Shown are the median and its ratio
+to that of the current constants.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Compile the CUDA kernels for GPUs that need not be there: registers, spills and shared memory of each.
+"""Compile the CUDA kernels without a GPU: registers, spills and shared memory of each.
 
     python -m benchmarks.compile_kernels --target 80 90
 
-Calls of the operator are made on the CPU with their launches recorded instead of run; what they would launch is then
-compiled for each target with Triton's own compiler, just as it would be on the GPU. Exits with 1 where a kernel does
-not compile, or takes more shared memory than the target has.
+Calls of the operator are made on the CPU; their launches are recorded instead of run. Triton's compiler then compiles
+them for each target, as it does on a GPU. The exit status is 1 if a kernel does not compile, or takes more shared
+memory than the target has.
 """
 
 from __future__ import annotations

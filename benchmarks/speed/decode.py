@@ -1,9 +1,9 @@
-"""Time and memory of one generated token, after a past of growing length.
+"""Time and memory of one generated token, by the number of tokens before it.
 
     python -m benchmarks.decode --contexts 1000 1000000
 
 Linear attention decodes from a state, softmax attention from a cache of all keys and values. All contexts run in
-turn, round after round in one process, so that their ratios are fair. A cache over the memory budget is not made.
+turn, round after round in one process, so that their ratios are fair. A cache over the memory budget is not created.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from linrope.utils.terminal import new_table
 
 LINEAR, SOFTMAX = "linear-rope", "softmax-rope"
 SLOWEST_SAMPLE = 1.0
-"""Seconds: where `steps` tokens of softmax attention take longer, a sample of it has fewer."""
+"""Seconds: if `steps` tokens of softmax attention take longer, its samples have fewer tokens."""
 
 
 def name_of(method: str, batch: int) -> str:
@@ -37,7 +37,7 @@ def name_of(method: str, batch: int) -> str:
 
 
 def measure_batch(batch: int, options: argparse.Namespace, limit: int, points: list[Point], tick: Callable) -> None:
-    """Both methods at all contexts with one batch size; what is found is added to `points`."""
+    """Both methods at all contexts with one batch size; results are added to `points`."""
     settings = {
         context: Setting(
             context, batch, options.heads, options.head_dim, None, options.dtype, options.device, mode="decode"
@@ -66,10 +66,10 @@ def measure_batch(batch: int, options: argparse.Namespace, limit: int, points: l
 def steps_of(
     kind: str, settings: dict[int, Setting], count: int, limit: int
 ) -> dict[int, tuple[Several | None, Point]]:
-    """A sample at each context; none where its tensors cannot be made, which the point then says."""
+    """A sample at each context; None if its tensors cannot be made, for the reason in the point."""
     try:
         return linear_steps(settings, count) if kind == LINEAR else softmax_steps(settings, count, limit)
-    except Exception as error:  # out of memory, for one: what was measured before is kept
+    except Exception as error:  # such as out of memory: earlier results are kept
         found = {}
         for context, setting in settings.items():
             found[context] = None, (point := Point(name_of(kind, setting.batch), context, setting.batch))
@@ -78,7 +78,7 @@ def steps_of(
 
 
 def linear_steps(settings: dict[int, Setting], count: int) -> dict[int, tuple[Several, Point]]:
-    """A sample at each context, from states that differ in their positions alone."""
+    """A sample at each context, from states that differ only in their positions."""
     found = {}
     for context, setting in settings.items():
         step = LinearDecoding(Inputs.make(setting))

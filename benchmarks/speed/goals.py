@@ -1,9 +1,9 @@
-"""How fast and how small linear attention has to be: each goal measured here and now, and whether it is met.
+"""The goals for speed and memory of linear attention: each is measured, and passes or fails.
 
     python -m benchmarks.goals --only softmax-4096 bf16-4096
 
 Unless a goal says otherwise: forward and backward, batch 1, 8 heads of 64, float32, all threads, and the ratio of
-medians of calls that run in turn in one process. The exit status is 1 where a goal is missed.
+medians of calls that run in turn in one process. The exit status is 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ STYLE = {PASS: "green", FAIL: "bold red", FAILED: "bold red", SKIPPED: "yellow"}
 
 
 class Skipped(Exception):
-    """This machine cannot measure it."""
+    """This machine cannot measure the goal."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A ratio, and how far it moved between rounds (its quartiles), where there were several."""
+    """A ratio, and its quartiles over the rounds if there were several."""
 
     value: float
     low: float | None = None
@@ -54,7 +54,7 @@ class Measured:
 
     @classmethod
     def ratio(cls, above: Sample, below: Sample, scale: float = 1.0) -> Measured:
-        """The ratio of medians, times `scale`; the quartiles are those of the ratio in each round."""
+        """The ratio of medians, times `scale`; its quartiles are those of the rounds' ratios."""
         rounds = Sample(tuple(a / b for a, b in zip(above.rounds, below.rounds)))
         low, high = rounds.quartiles
         return cls(scale * above.median / below.median, scale * low, scale * high)
@@ -62,7 +62,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Goal:
-    """One row: what is measured, and the bound that it must not cross."""
+    """One goal: what is measured, and its bound."""
 
     name: str
     what: str
@@ -80,7 +80,7 @@ class Goal:
 
 @dataclass
 class Row:
-    """What became of a goal."""
+    """The result of a goal: a row of the CSV."""
 
     name: str
     what: str
@@ -95,7 +95,7 @@ class Row:
 
 
 def attention(length: int, *, decay: bool = False, **options) -> Call:
-    """Forward and backward of linear_attention on inputs of its own; sizes go to the setting, the rest to the call."""
+    """Forward and backward of linear_attention on new inputs; sizes go to the setting, other options to the call."""
     sizes = {name: options.pop(name) for name in tuple(options) if name in Setting.__dataclass_fields__}
     return call_of(partial(linear, decay=decay, **options), Inputs.make(Setting(length, **sizes)))
 
@@ -115,7 +115,7 @@ def whole_over_linear(length: int, rounds: int = 5) -> Measured:
 
 
 def over_roofline(length: int, rounds: int = 7) -> Measured:
-    """Time over what the machine needs for its FLOPs or its bytes, whichever is more, at rates measured in turn."""
+    """Time over the time for its FLOPs or its bytes, whichever is longer, at rates measured in turn."""
     inputs = Inputs.make(Setting(length))
     (product, product_flops), (large_copy, copied) = gemm(torch.float32), copy()
     found = alternate({"linear": call_of(linear, inputs), "gemm": product, "copy": large_copy}, rounds)
@@ -128,7 +128,7 @@ def over_roofline(length: int, rounds: int = 7) -> Measured:
 
 
 def counted(flops: int) -> int:
-    """The count, if there is one."""
+    """The count; an error if nothing was counted."""
     if not flops:
         raise RuntimeError("no FLOPs were counted in linear_attention: its operator needs a registered formula")
     return flops
@@ -167,7 +167,7 @@ def key_mask(length: int, kept: float = 0.7) -> Tensor:
 
 
 def packed_documents(length: int) -> Tensor:
-    """(1, T) document numbers; a document ends after each token with the same probability."""
+    """(1, T) segment ids; a document ends after each token with the same probability."""
     ends = torch.rand(1, length, generator=torch.Generator().manual_seed(0)) < 1 / PACKED_DOCUMENT
     return ends.cumsum(dim=1)
 
@@ -177,7 +177,7 @@ def extra_memory(length: int, heads: int = 8, **options) -> Measured:
     setting = Setting(length, heads=heads)
     tensor = setting.new_tokens * heads * setting.head_dim * FLOAT32
     peak = memory.in_new_process(memory.measure, Method("linear", partial(linear, **options)), setting)
-    return Measured((peak.extra - 4 * tensor) / (8 * tensor))  # q, k, v and ∂o are there before the call
+    return Measured((peak.extra - 4 * tensor) / (8 * tensor))  # q, k, v and ∂o exist before the call
 
 
 def process_memory(length: int, heads: int = 4, needs_gib: float = 10) -> Measured:
@@ -190,7 +190,7 @@ def process_memory(length: int, heads: int = 4, needs_gib: float = 10) -> Measur
 
 
 def flat_decoding(batch: int) -> Measured:
-    """Time of one token after a long past over that after a short one."""
+    """Time of one token after a long context over that after a short one."""
     short, long = decode.flatness(batch)
     return Measured.ratio(long, short)
 
@@ -204,7 +204,7 @@ def all_goals() -> list[Goal]:
 
 
 def softmax_goals() -> list[Goal]:
-    """Faster than fused softmax attention, the more so the longer; fewer rounds where a call takes seconds."""
+    """Faster than fused softmax attention, and more so for longer rows; fewer rounds if a call takes seconds."""
     rounds_and_bounds = {512: (15, 2), 1024: (15, 3), 4096: (7, 10), 16384: (3, 40)}
     return [
         Goal(
@@ -218,7 +218,7 @@ def softmax_goals() -> list[Goal]:
 
 
 def length_goals() -> list[Goal]:
-    """Near to what the machine can do, and as near at any length."""
+    """Near the machine's limit, at any length."""
     whole, roofline = partial(whole_over_linear, 16_384), partial(over_roofline, 16_384)
     long = partial(per_token, 262_144, 8192)
     return [
@@ -241,7 +241,7 @@ def bfloat16_goals() -> list[Goal]:
 
 
 def memory_goals() -> list[Goal]:
-    """Hardly more than the inputs, the outputs and their gradients."""
+    """Little more than the inputs, the outputs and their gradients."""
     eight = "peak beyond q, k, v, o and gradients / these, T=65,536"
     million = partial(process_memory, 1_048_576)
     return [
@@ -252,7 +252,7 @@ def memory_goals() -> list[Goal]:
 
 
 def per_flop_goals() -> list[Goal]:
-    """Other shapes and options must not waste what the plain call does not."""
+    """Other shapes and options are nearly as efficient as the plain call."""
     cases = {
         "head-128": ("4 heads of 128", lambda: {"heads": 4, "head_dim": 128}, 4096),
         "head-256": ("2 heads of 256", lambda: {"heads": 2, "head_dim": 256}, 4096),
@@ -274,8 +274,8 @@ def per_flop_goals() -> list[Goal]:
 
 
 def option_goals() -> list[Goal]:
-    """Forgetting, the other feature maps, and decoding."""
-    unscaled = {"normalize": "none"}  # the identity is not positive: its sums would be no denominator
+    """The forget gate's decay, the other feature maps, and decoding."""
+    unscaled = {"normalize": "none"}  # the identity is not positive, so its sums cannot be a denominator
     decay = partial(time_over, {"decay": True}, {})
     goals = [Goal("decay-4096", "with log_decay / without, T=4,096", decay, at_most=1.4)]
     for phi in ("relu", "exp", "identity", "softmax"):
@@ -292,7 +292,7 @@ def option_goals() -> list[Goal]:
 
 
 def run(goal: Goal, row: Row) -> None:
-    """Measure a goal and enter what came of it."""
+    """Measure a goal and enter its result."""
     try:
         measured = goal.measure()
     except Skipped as reason:

@@ -1,9 +1,9 @@
-"""Everything about the CUDA backend in one run: is it right, how fast and small is it, and where does its time go.
+"""The CUDA backend in one run: correctness, speed, memory, and a profile of its kernels.
 
     python -m benchmarks.gpu_check
 
-Results are written after each step, so that a run that is cut off has lost nothing but its last one. The exit status
-is 1 where a check or a goal is missed, or a check gave no answer in its time, and 2 without a GPU.
+Results are written after each step, so that a run that is cut off loses only its last one. The exit status is 1 if a
+check or a goal is missed, or a check gave no answer in time, and 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SHAPES = ((16, 64), (16, 128), (64, 64), (64, 128))
 """(B·H, D = E)."""
 ROUNDS = 7
 TURN = 0.02
-"""Seconds of short calls in a row that are timed as one."""
+"""Seconds of short calls in a row that are timed as one call."""
 LONGEST_CALL = 15.0
 """Seconds: a call that would take longer is extrapolated; one of more than a tenth of them is made once."""
 FORWARD, BOTH, COPY = "forward", "forward+backward", "copy"
@@ -57,7 +57,7 @@ TENSORS = {FORWARD: 4, BOTH: 8}
 """Read or written once: q, k, v and o; with the gradients of all four."""
 EXTRA_MEMORY = 0.15
 PACKAGES = ("triton", "flash-linear-attention", "fla-core")
-"""What a run depends on beside PyTorch; only the first has to be there."""
+"""Packages whose versions are recorded; only the first is required."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Point:
 
 @dataclass
 class Run:
-    """The time there is, and what has been found; every finding is on the disk before the next one is sought."""
+    """The time limit and the results; each result is written before the next is measured."""
 
     folder: Path
     seconds: float
@@ -123,7 +123,7 @@ class Run:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
-        """Say it, and write it down with the results."""
+        """Print the text, and write it with the results."""
         self.notes.append(text)
         self.say(text)
         self.write()
@@ -138,11 +138,11 @@ class Run:
         write_json(self.folder / "gpu_check.json", contents)
 
 
-# --- is it right -----------------------------------------------------------------------------------------------------
+# --- correctness -----------------------------------------------------------------------------------------------------
 
 
 def check_all(run: Run, work: list[tuple], outcomes: Iterator[Outcome]) -> None:
-    """Record each outcome as it comes, then those that did not come."""
+    """Record each outcome when it arrives, then the missing ones."""
     for number, outcome in enumerate(outcomes, 1):
         error = "" if outcome.worst is None else f", {outcome.tensor} off by {outcome.worst:.1e}"
         run.say(f"check {number} of {len(work)}: {outcome.name}: {outcome.result}{error} ({outcome.seconds:.0f} s)")
@@ -157,7 +157,7 @@ def check_all(run: Run, work: list[tuple], outcomes: Iterator[Outcome]) -> None:
         )
 
 
-# --- how fast and how small ------------------------------------------------------------------------------------------
+# --- speed and memory ------------------------------------------------------------------------------------------
 
 
 def predicted(points: list[Point], point: Point, quadratic: bool) -> float | None:
@@ -171,7 +171,7 @@ def predicted(points: list[Point], point: Point, quadratic: bool) -> float | Non
 
 
 def measure(run: Run, size: Size, device: str = "cuda") -> None:
-    """All forms at one size in turn, forward and backward; at one length also a forward, memory, and a copy."""
+    """All forms at one size in turn, forward and backward; at length LONG also the forward, memory, and a copy."""
     inputs = Inputs.make(size.setting(device))
     calls, points = {}, {}
     for name, form in forms().items():
@@ -196,7 +196,7 @@ def measure(run: Run, size: Size, device: str = "cuda") -> None:
 
 
 def prepared(run: Run, point: Point, call: Call, quadratic: bool, device: str) -> Several | None:
-    """The call, compiled and warm, so many times in a row as to be timed well; None where its point is done."""
+    """The call, compiled and warm, repeated so that it can be timed well; None if its point is complete."""
     expected = predicted(run.points, point, quadratic)
     if expected is not None and expected > min(LONGEST_CALL, run.left - FOR_THE_PROFILE):
         point.status, point.seconds = EXTRAPOLATED, expected
@@ -206,7 +206,7 @@ def prepared(run: Run, point: Point, call: Call, quadratic: bool, device: str) -
         if expected is None or expected < LONGEST_CALL / 10:
             call()
         seconds = clock(call, device)
-    except Exception as error:  # out of memory, or a peer's own failure: the run goes on without it
+    except Exception as error:  # such as out of memory: the run continues without it
         point.status, point.detail = FAILED, memory.describe(error)
         return None
     if seconds < LONGEST_CALL / 10:
@@ -228,7 +228,7 @@ def take_turns(calls: dict[tuple[str, str], Several], points: dict[tuple[str, st
 
 
 def measure_all(run: Run, sizes: list[Size]) -> None:
-    """Size by size, as long as there is time."""
+    """Measure size by size while there is time."""
     slowest = 0.0
     for number, size in enumerate(sizes):
         if run.left < FOR_THE_PROFILE + slowest:
@@ -244,11 +244,11 @@ def measure_all(run: Run, sizes: list[Size]) -> None:
         slowest = max(slowest, time.monotonic() - begin) if number else 0.0  # the first one compiles
 
 
-# --- where the time goes ---------------------------------------------------------------------------------------------
+# --- profile ---------------------------------------------------------------------------------------------
 
 
 def profile(call: Call, device: str = "cuda") -> str:
-    """A line for each kernel of one call: how often it ran, and its microseconds in all; below them, their sum."""
+    """A line for each kernel of one call: how often it ran, and its total microseconds; then their sum."""
     call()
     with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, device.upper())]) as seen:
         call()
@@ -287,7 +287,7 @@ def seconds_of(points: list[Point], method: str, mode: str, size: Size) -> float
     """Seconds of one call.
 
     Raises:
-        Skipped: there are none. RuntimeError: there are none because our own call failed.
+        Skipped: there are none. RuntimeError: our own call failed.
     """
     point = next((p for p in points if (p.method, p.mode, p.size) == (method, mode, size)), None)
     if point is not None and point.seconds is not None:
@@ -297,7 +297,7 @@ def seconds_of(points: list[Point], method: str, mode: str, size: Size) -> float
 
 
 def all_goals(points: list[Point], sizes: list[Size]) -> list[Goal]:
-    """What the issue asks for at each size, out of the points measured."""
+    """The goals at each size, computed from the measured points."""
     found = []
     for size in sizes:
         seconds = partial(seconds_of, points, size=size)
@@ -317,7 +317,7 @@ def all_goals(points: list[Point], sizes: list[Size]) -> list[Goal]:
 
 
 def limit_goals(points: list[Point], size: Size) -> list[Goal]:
-    """Near to what memory allows in time, and hardly more than what must be there in space."""
+    """Time near the limit of memory bandwidth, and little more memory than the tensors need."""
     seconds = partial(seconds_of, points, size=size)
 
     def over_limit(mode: str) -> Measured:
@@ -383,7 +383,7 @@ def main(args: list[str] | None = None) -> int:
 
 
 def finish(run: Run, sizes: list[Size], interrupted: bool = False) -> int:
-    """Judge what was found and show it; the exit status."""
+    """Judge the results and show them; returns the exit status."""
     for goal in all_goals(run.points, sizes):
         row = Row(goal.name, goal.what, goal.bound)
         goals.run(goal, row)

@@ -1,4 +1,4 @@
-"""What looking at the health of attention costs: its share of a training run's time.
+"""The cost of the health metrics of attention: their share of a training run's time.
 
     python -m benchmarks.health --steps 200 --every 100
 

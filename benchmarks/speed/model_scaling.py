@@ -2,7 +2,7 @@
 
     python -m benchmarks.model_scaling --lengths 512 2048 8192
 
-A step is forward, backward and AdamW, over the same number of tokens at every length: the longer the rows, the fewer.
+A step is forward, backward and AdamW, over the same number of tokens at every length: longer rows are fewer.
 In the hybrid every second layer has softmax attention. All models run in turn, round after round in one process.
 """
 
@@ -37,7 +37,7 @@ def layers_of(kind: str, n_layers: int) -> list[str]:
 
 
 def training_step(config: LanguageModelConfig, length: int, tokens: int, device: str) -> Callable[[], None]:
-    """One step of a new model on rows of that length, random ones: their content does not matter to the time."""
+    """One step of a new model on rows of that length, of random tokens."""
     torch.manual_seed(0)
     model = LanguageModel(config).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -53,7 +53,7 @@ def training_step(config: LanguageModelConfig, length: int, tokens: int, device:
 
 
 def measure_length(length: int, options: argparse.Namespace, points: list[Point], tick: Callable[..., None]) -> None:
-    """All kinds of model at one length; what is found is added to `points`."""
+    """All types of model at one length; results are added to `points`."""
     found = {kind: Point(kind, length, options.tokens // length, INTERRUPTED) for kind in options.attention}
     points.extend(found.values())
     configs = {kind: replace(options.config, attention=layers_of(kind, options.layers)) for kind in found}

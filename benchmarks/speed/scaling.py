@@ -2,12 +2,10 @@
 
     python -m benchmarks.scaling --lengths 512 2048 8192
 
-Every length is run by all methods in turn, round after round in one process, so that a slow moment of the machine
-falls on all; the first round is warm-up. What is shown is the median of the rounds, and the ratio of medians. Peak
-memory comes from a process of its own for each point. A point that is predicted, from the length before it, to exceed
-the time or the memory budget is not run: a picture has dashes there, and the table says so.
-
-Ctrl-C keeps what has been measured, and writes it.
+At every length all methods run in turn, round after round in one process, so that a slow moment of the machine affects
+all; the first round is warm-up. Shown are the medians of the rounds, and the ratio of medians. Peak memory is measured
+in a process of its own for each point. A point is not run if the length before it predicts that it exceeds the time or
+the memory budget: the picture has dashes there, and the table says so. Ctrl-C keeps and writes the results so far.
 """
 
 from __future__ import annotations

@@ -78,8 +78,7 @@ def here(monkeypatch):
     return lambda: monkeypatch.setattr(ablation, "run_process", lambda file, show: (run(str(file)) or 0, []))
 
 
-def test_a_grid_end_to_end(grid, here, capsys, monkeypatch):
-    in_new_process = ablation.run_process
+def test_a_grid_end_to_end(grid, here, capsys):
     here()
     assert grid.run("--only", "softmax") == 0  # not even the one that the others are compared with
     alone = grid.files
@@ -110,7 +109,6 @@ def test_a_grid_end_to_end(grid, here, capsys, monkeypatch):
     # again: nothing is run, or measured, anew; one seed more is, and no other
     assert grid.run() == 0
     assert grid.files == files
-    monkeypatch.setattr(ablation, "run_process", in_new_process)
     assert grid.run(more_seeds={"linear": [2]}) == 0
     assert grid.files.keys() - files.keys() == {"linear-seed2.json"}
     assert (json.loads((folder / "runs" / "linear-seed2.json").read_text())["steps"]) == 20
@@ -284,8 +282,8 @@ def test_two_commands_on_one_folder_share_the_runs(grid, monkeypatch, capsys):
         assert grid.run() == 0
     assert made == [("linear", 0), ("linear", 1)]
     told = said(capsys)
-    assert "softmax, seed 0: was made by another process meanwhile" in told
-    assert "softmax, seed 1: is being made by another process, and left to it" in told
+    assert "softmax, seed 0: another process made it meanwhile" in told
+    assert "softmax, seed 1: another process is making it" in told
     assert {file.name for file in runs.iterdir()} == {
         "linear-seed0.json",
         "linear-seed1.json",
@@ -297,7 +295,7 @@ def test_two_commands_on_one_folder_share_the_runs(grid, monkeypatch, capsys):
 @pytest.mark.parametrize("text", ["{}", "[1]", "{bad"])
 def test_a_folder_with_files_of_something_else(grid, file, text, capsys):
     file = "runs/other.json" if text == "{}" else file  # speeds may be none
-    message = "cannot be read: .* Move it" if text == "{bad" else "is no result of a grid"
+    message = "cannot be read: .* Move it" if text == "{bad" else "is not a result of a grid"
     (grid.folder / "results" / "runs").mkdir(parents=True)
     (grid.folder / "results" / file).write_text(text)
     with pytest.raises(SystemExit):

@@ -373,7 +373,7 @@ def test_flash_linear_attention_computes_the_same(uncompiled, monkeypatch):
         return torch.einsum("bhij,bjhe->bihe", weights, v), None
 
     def rotary_embedding(x, cos, sin):
-        return gpu_peers.turn_halves(x, cos[:, None], sin[:, None])
+        return gpu_peers.rotate_halves(x, cos[:, None], sin[:, None])
 
     for name in ("fla", "fla.modules", "fla.ops", "fla.modules.rotary", "fla.ops.simple_gla"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
