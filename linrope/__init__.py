@@ -8,6 +8,7 @@ from linrope.models.language_model import LanguageModel, LanguageModelConfig
 from linrope.ops.linear_attention import linear_attention
 from linrope.ops.softmax import KeyValueCache
 from linrope.ops.state import State, merge
+from linrope.ops.summarize import summarize
 from linrope.rotary import RotaryConfig, RotaryEmbedding, RotaryScaling, permute_pairing
 from linrope.segmented import segmented_loss
 
@@ -29,4 +30,5 @@ __all__ = [
     "merge",
     "permute_pairing",
     "segmented_loss",
+    "summarize",
 ]

@@ -1,21 +1,43 @@
-"""What linrope raises when its caller made a mistake, and how it words it."""
+"""The exceptions of linrope, and helpers for their messages."""
 
 from __future__ import annotations
 
 import difflib
+import signal
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class InputError(ValueError):
-    """An argument that cannot be served. The message names the argument, its value and the mend."""
+    """An argument that linrope cannot use. The message names the argument, its value and the fix."""
 
 
 class NonFiniteError(RuntimeError):
-    """A loss, a gradient (raised before the weights change) or a logit is infinite or NaN."""
+    """A loss, gradient or logit is infinite or NaN. For a gradient it is raised before the weights change."""
+
+
+class DocumentChanged(RuntimeError):
+    """A file of the corpus changed while a run was reading it."""
+
+
+class DamagedFile(InputError):
+    """A file of the corpus holds what it cannot hold. Found while reading, so perhaps on one rank only."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written; the earlier ones are unchanged."""
+
+
+class Interrupted(Exception):
+    """A signal stopped training, after a whole step and with a checkpoint (None before the first step)."""
+
+    def __init__(self, signum: int, step: int, checkpoint: Path | None) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name} after step {step}")
+        self.signum, self.step, self.checkpoint = signum, step, checkpoint
 
 
 def suggest(name: str, choices: Iterable[str]) -> str:
-    """`" Did you mean 'x'?"` for the choice closest to `name`, or `""` where nothing is close."""
+    """`" Did you mean 'x'?"` with the choice closest to `name`, or `""` if none is close."""
     close = difflib.get_close_matches(str(name), list(choices))
     nearest = next((choice for choice in close if choice.startswith(str(name))), close[0] if close else None)
     return "" if nearest is None else f" Did you mean {nearest!r}?"

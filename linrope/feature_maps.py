@@ -1,11 +1,10 @@
-"""Feature maps φ: what stands in for the exponential of softmax attention, two tables of names.
+"""Feature maps φ, which replace the exponential of softmax attention. Two tables list them by name.
 
-Every map in `FEATURE_MAPS` acts on the last dimension (the head's) and keeps the shape. Besides its definition each
-map comes as a kernel's pair of passes, writing into buffers the kernel holds: φ and its slope on the way in, the
-product with the slope on the way back. So an operator with a hand-written backward saves raw queries and keys only.
+A map in `FEATURE_MAPS` acts on the last dimension and keeps the shape. It has a definition for autograd, and a `load`
+and a `vjp` that write into buffers of a kernel. With these a hand-written backward saves raw queries and keys only.
 
-Those in `MAP_MODULES` have weights of their own for each head, and features of another number than the head's size.
-A layer makes one for its heads, and the operator takes it as a callable.
+A map in `MAP_MODULES` is a module with weights for each head, and may change the number of features. A layer creates
+it for its heads and passes it to the operator as a callable.
 """
 
 from __future__ import annotations
@@ -19,47 +18,46 @@ from torch import Tensor, nn
 from linrope.errors import InputError, require_choice
 
 EXP_CEILING = 10.0
-"""`exp` stops growing here: e¹⁰·e¹⁰ summed over 64 features and 10⁹ tokens is still far below float32's 3·10³⁸."""
+"""`exp` is constant above this: e¹⁰·e¹⁰ summed over 64 features and 10⁹ tokens is far below float32's 3·10³⁸."""
 
 
 @dataclass(frozen=True)
 class FeatureMap:
-    """A feature map φ: its definition, and the same in passes over given buffers, all of one shape (..., D).
+    """A feature map φ: its definition, and the same for buffers of one shape (..., D).
 
     `forward(x) -> y` is the definition, differentiable by autograd.
-    `load(x, y, slope)` writes φ(x) into y and what `pull` needs into slope; x may be y itself.
-    `pull(grad, y, slope, out)` writes the vector-Jacobian product into out, and may overwrite grad; out may be grad.
-    The two are None for a map that came as a plain callable: it may change the number of features.
+    `load(x, y, derivative)` writes φ(x) into y, and what `vjp` needs into derivative. x may be y.
+    `vjp(grad, y, derivative, out)` writes the vector-Jacobian product into out. It may overwrite grad; out may be grad.
+    Both are None for a map given as a callable, which may change the number of features.
     """
 
     name: str
     forward: Callable[[Tensor], Tensor]
     load: Callable[[Tensor, Tensor, Tensor], None] | None = None
-    pull: Callable[[Tensor, Tensor, Tensor, Tensor], None] | None = None
+    vjp: Callable[[Tensor, Tensor, Tensor, Tensor], None] | None = None
 
 
-def _pull_elementwise(grad: Tensor, y: Tensor, slope: Tensor, out: Tensor) -> None:
-    torch.mul(grad, slope, out=out)
+def _vjp_elementwise(grad: Tensor, y: Tensor, derivative: Tensor, out: Tensor) -> None:
+    torch.mul(grad, derivative, out=out)
 
 
 def elu1(x: Tensor) -> Tensor:
     """`elu(x) + 1`, positive everywhere (Katharopoulos et al., arXiv 2006.16236).
 
-    Written without the `- 1 + 1`, which rounds to exactly 0 in bfloat16 from x ≈ -8 down: `exp(min(x, 0))` is 1 where
-    x is positive, `max(x, 0)` is 0 where it is not.
+    `elu(x) + 1` as written is exactly 0 in bfloat16 from x ≈ -8 down. Here it is `exp(min(x, 0)) + max(x, 0)`.
     """
     return x.clamp(max=0).exp() + x.relu()
 
 
 def exp_below_zero(x: Tensor, out: Tensor) -> Tensor:
-    """`exp(min(x, 0))` in one pass, faster than `exp` alone: it is the slope of elu, for which PyTorch has a kernel."""
+    """`exp(min(x, 0))` in one pass, faster than `exp` alone: PyTorch has a kernel for it, the derivative of elu."""
     one = torch.ones((), dtype=x.dtype, device=x.device)
     return torch.ops.aten.elu_backward.grad_input(one, 1.0, 1.0, 1.0, False, x, grad_input=out)
 
 
-def _load_elu1(x: Tensor, y: Tensor, slope: Tensor) -> None:
-    exp_below_zero(x, out=slope)
-    torch.clamp_min(x, 0, out=y).add_(slope)
+def _load_elu1(x: Tensor, y: Tensor, derivative: Tensor) -> None:
+    exp_below_zero(x, out=derivative)
+    torch.clamp_min(x, 0, out=y).add_(derivative)
 
 
 def relu(x: Tensor) -> Tensor:
@@ -67,31 +65,31 @@ def relu(x: Tensor) -> Tensor:
     return x.relu()
 
 
-def _load_relu(x: Tensor, y: Tensor, slope: Tensor) -> None:
-    torch.sign(torch.clamp_min(x, 0, out=y), out=slope)
+def _load_relu(x: Tensor, y: Tensor, derivative: Tensor) -> None:
+    torch.sign(torch.clamp_min(x, 0, out=y), out=derivative)
 
 
 def exp(x: Tensor) -> Tensor:
-    """`exp(min(x, 10))`: bounded, so that neither it nor a sum of its products overflows (slope 0 above the bound)."""
+    """`exp(min(x, 10))`: bounded, so that neither it nor a sum of its products overflows (derivative 0 above 10)."""
     return x.clamp(max=EXP_CEILING).exp()
 
 
-def _load_exp(x: Tensor, y: Tensor, slope: Tensor) -> None:
-    torch.le(x, EXP_CEILING, out=slope)
-    slope.mul_(torch.clamp_max(x, EXP_CEILING, out=y).exp_())
+def _load_exp(x: Tensor, y: Tensor, derivative: Tensor) -> None:
+    torch.le(x, EXP_CEILING, out=derivative)
+    derivative.mul_(torch.clamp_max(x, EXP_CEILING, out=y).exp_())
 
 
 def identity(x: Tensor) -> Tensor:
-    """`x` itself: for features computed by the caller. Nothing keeps the denominator positive then."""
+    """`x` itself: for features that the caller computes. Nothing keeps the denominator positive."""
     return x
 
 
-def _load_identity(x: Tensor, y: Tensor, slope: Tensor) -> None:
+def _load_identity(x: Tensor, y: Tensor, derivative: Tensor) -> None:
     if x is not y:
         y.copy_(x)
 
 
-def _pull_identity(grad: Tensor, y: Tensor, slope: Tensor, out: Tensor) -> None:
+def _vjp_identity(grad: Tensor, y: Tensor, derivative: Tensor, out: Tensor) -> None:
     out.copy_(grad)
 
 
@@ -100,58 +98,59 @@ def softmax(x: Tensor) -> Tensor:
     return x.softmax(dim=-1)
 
 
-def _load_softmax(x: Tensor, y: Tensor, slope: Tensor) -> None:
+def _load_softmax(x: Tensor, y: Tensor, derivative: Tensor) -> None:
     y.copy_(x.softmax(dim=-1))
 
 
-def _pull_softmax(grad: Tensor, y: Tensor, slope: Tensor, out: Tensor) -> None:
+def _vjp_softmax(grad: Tensor, y: Tensor, derivative: Tensor, out: Tensor) -> None:
     weighted = grad.mul_(y)
     torch.addcmul(weighted, y, weighted.sum(dim=-1, keepdim=True), value=-1, out=out)
 
 
 FEATURE_MAPS: dict[str, FeatureMap] = {
-    "elu1": FeatureMap("elu1", elu1, _load_elu1, _pull_elementwise),
-    "relu": FeatureMap("relu", relu, _load_relu, _pull_elementwise),
-    "exp": FeatureMap("exp", exp, _load_exp, _pull_elementwise),
-    "identity": FeatureMap("identity", identity, _load_identity, _pull_identity),
-    "softmax": FeatureMap("softmax", softmax, _load_softmax, _pull_softmax),
+    "elu1": FeatureMap("elu1", elu1, _load_elu1, _vjp_elementwise),
+    "relu": FeatureMap("relu", relu, _load_relu, _vjp_elementwise),
+    "exp": FeatureMap("exp", exp, _load_exp, _vjp_elementwise),
+    "identity": FeatureMap("identity", identity, _load_identity, _vjp_identity),
+    "softmax": FeatureMap("softmax", softmax, _load_softmax, _vjp_softmax),
 }
 
 
-def after_signed(phi: FeatureMap, signed: int) -> FeatureMap:
-    """φ of all but the first `signed` dimensions, which stay as they are."""
-    if signed == 0:
+def skip_first(phi: FeatureMap, n: int) -> FeatureMap:
+    """φ applied to all but the first n dimensions, which stay as they are (those of `rope.signed`)."""
+    if n == 0:
         return phi
 
     def forward(x: Tensor) -> Tensor:
-        return torch.cat((x[..., :signed], phi.forward(x[..., signed:])), dim=-1)
+        return torch.cat((x[..., :n], phi.forward(x[..., n:])), dim=-1)
 
-    def load(x: Tensor, y: Tensor, slope: Tensor) -> None:
-        phi.load(*(part[..., signed:] for part in (x, y, slope)))
-        y[..., :signed].copy_(x[..., :signed])
+    def load(x: Tensor, y: Tensor, derivative: Tensor) -> None:
+        phi.load(*(part[..., n:] for part in (x, y, derivative)))
+        y[..., :n].copy_(x[..., :n])
 
-    def pull(grad: Tensor, y: Tensor, slope: Tensor, out: Tensor) -> None:
-        phi.pull(*(part[..., signed:] for part in (grad, y, slope, out)))
-        out[..., :signed].copy_(grad[..., :signed])
+    def vjp(grad: Tensor, y: Tensor, derivative: Tensor, out: Tensor) -> None:
+        phi.vjp(*(part[..., n:] for part in (grad, y, derivative, out)))
+        out[..., :n].copy_(grad[..., :n])
 
-    return FeatureMap(phi.name, forward, *(None, None) if phi.load is None else (load, pull))
+    return FeatureMap(phi.name, forward, *(None, None) if phi.load is None else (load, vjp))
 
 
 class MapModule(nn.Module):
-    """A feature map that first multiplies by a matrix of each head, its `weight` (H, R, D): (B, H, T, D) -> (..., F).
+    """A feature map that first multiplies by a matrix for each head: (B, H, T, D) -> (B, H, T, F).
 
     Attributes:
         n_features: F.
+        weight: (H, R, D), the matrices.
     """
 
     n_features: int
     weight: Tensor
 
     def project(self, x: Tensor) -> Tensor:
-        """(B, H, T, D) -> (B, H, T, R), in float32 at least: what follows is exponential or of second order.
+        """(B, H, T, D) -> (B, H, T, R), in float32 at least: exponentials and squares follow.
 
         Raises:
-            InputError: x of another number of heads or head size.
+            InputError: x has another number of heads or another head size.
         """
         n_heads, _, head_dim = self.weight.shape
         if x.ndim != 4 or x.shape[1] != n_heads or x.shape[3] != head_dim:
@@ -175,13 +174,13 @@ class Favor(MapModule):
 
         φ(x)_f = (exp(w_fᵀy - |y|² / 2) + 10⁻⁴) / √F        y = x / D^¼,  F = D
 
-    The w_f are drawn once, orthogonal to each other and as long as normal vectors, and saved with the weights.
-    Performer's own code keeps the exponential small by a maximum over all keys, through which later tokens change
-    earlier outputs. Here the exponent has a ceiling instead, `EXP_CEILING`. The 10⁻⁴ is Performer's, which keeps
-    denominators positive where all exponentials vanish.
+    The w_f are drawn once: orthogonal to each other, with the lengths of normal vectors. They are saved with the model.
+    Performer's code subtracts a maximum over all keys to bound the exponential, so that later tokens change earlier
+    outputs. Here the exponent has a ceiling instead, `EXP_CEILING`. The 10⁻⁴ is Performer's: it keeps denominators
+    positive when all exponentials vanish.
 
     Args:
-        n_heads: H, each with directions of its own.
+        n_heads: H. Each head has its own directions.
         head_dim: D.
     """
 
@@ -202,7 +201,7 @@ class Favor(MapModule):
 class Hedgehog(MapModule):
     """`softmax([W x ; -W x])`, 2D features, with W learned for each head (Hedgehog, arXiv 2402.04347).
 
-    W starts as the identity. Queries and keys share it: each has a projection of its own before it.
+    W starts as the identity. Queries and keys share it.
 
     Args:
         n_heads: H.
@@ -224,7 +223,7 @@ class Taylor(MapModule):
 
         φ(q)ᵀφ(k) = 1 + s + s² / 2        s = (W q)ᵀ(W k) / √R,  F = R + R² + 1,  R = min(D, 16)
 
-    W (R, D) is learned for each head and keeps the features affordable: 273 for R = 16.
+    W (R, D) is learned for each head. It limits the number of features: 273 for R = 16.
 
     Args:
         n_heads: H.
@@ -242,7 +241,7 @@ class Taylor(MapModule):
     def forward(self, x: Tensor) -> Tensor:
         y = self.project(x) * self.weight.shape[1] ** -0.25
         products = (y.unsqueeze(-1) * y.unsqueeze(-2)).flatten(-2)
-        # the constant last, where a rope that turns pairs leaves it alone
+        # the constant is last, where the rotation of pairs does not reach it
         return torch.cat((y, products * 0.5**0.5, torch.ones_like(y[..., :1])), dim=-1)
 
 
@@ -251,13 +250,13 @@ FEATURE_MAP_NAMES = (*FEATURE_MAPS, *MAP_MODULES)
 
 
 def get_feature_map(feature_map: str | Callable[[Tensor], Tensor]) -> FeatureMap:
-    """The feature map of that name, or the given callable as one.
+    """The feature map with that name, or the given callable as a FeatureMap.
 
     Args:
         feature_map: a key of `FEATURE_MAPS`, or a callable from (..., D) to (..., F), differentiable by autograd.
 
     Raises:
-        InputError: unknown name, the name of a map that has weights, or neither a name nor callable.
+        InputError: an unknown name, the name of a map with weights, or neither a name nor a callable.
     """
     if callable(feature_map):
         return FeatureMap(getattr(feature_map, "__name__", type(feature_map).__name__), feature_map)
@@ -265,7 +264,7 @@ def get_feature_map(feature_map: str | Callable[[Tensor], Tensor]) -> FeatureMap
         raise InputError(f"feature_map={feature_map!r} is neither a name nor a callable: pass one of the two.")
     if feature_map in MAP_MODULES:
         module = f"linrope.feature_maps.{MAP_MODULES[feature_map].__name__}(n_heads, head_dim)"
-        raise InputError(f"feature_map={feature_map!r} has weights, which LinearAttention makes: pass {module} here.")
+        raise InputError(f"feature_map={feature_map!r} has weights, which LinearAttention creates: pass {module} here.")
     require_choice("feature_map", feature_map, FEATURE_MAPS)
     return FEATURE_MAPS[feature_map]
 
@@ -273,18 +272,18 @@ def get_feature_map(feature_map: str | Callable[[Tensor], Tensor]) -> FeatureMap
 def make_feature_map(
     feature_map: str | Callable[[Tensor], Tensor], n_heads: int, head_dim: int
 ) -> str | Callable[[Tensor], Tensor]:
-    """What a layer passes to the operator: a new module for a name in `MAP_MODULES`, or else the argument, checked.
+    """What a layer passes to the operator: a new module for a name in `MAP_MODULES`, else the argument, checked.
 
     Raises:
-        InputError: unknown name, or neither a name nor callable; a module for heads of no dimension.
+        InputError: an unknown name, or neither a name nor a callable; a map with weights when head_dim is 0.
     """
     if isinstance(feature_map, str):
         require_choice("feature_map", feature_map, FEATURE_MAP_NAMES)
         if feature_map in MAP_MODULES:
             if head_dim < 1:
                 raise InputError(
-                    f"feature_map={feature_map!r} has no dimension to work on, the signed dimensions of rope are "
-                    "all of a head: lower rope.rotary_dim."
+                    f"feature_map={feature_map!r} has no dimensions left: with signed rotation, rope.rotary_dim "
+                    "dimensions skip it. Lower rope.rotary_dim."
                 )
             return MAP_MODULES[feature_map](n_heads, head_dim)
     get_feature_map(feature_map)

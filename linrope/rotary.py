@@ -1,9 +1,9 @@
 """Rotary position embedding (RoFormer, arXiv 2104.09864, section 3.2) with angles that stay exact at any position.
 
-A rotation is held as unit complex numbers `turn = exp(i·t·θ_m)`, one for each position `t` and pair `m`: the pair
-`(x1, x2)` of a vector is the complex number `x1 + i·x2`, and turning it is one elementwise multiplication (eq. 34).
-Angles are products in float64, never a matrix product and never in a lower precision, whatever autocast or the
-matmul precision say; only the finished `turn` is rounded to the precision of what it multiplies.
+A rotation is held as unit complex numbers `exp(i·t·θ_m)`, one for each position `t` and pair `m`. The pair `(x1, x2)`
+of a vector is the complex number `x1 + i·x2`, and rotating it is one elementwise multiplication (eq. 34). Angles are
+elementwise products in float64, whatever autocast and the matmul precision are. Only the finished rotation is rounded
+to the dtype of the vectors.
 """
 
 from __future__ import annotations
@@ -21,23 +21,22 @@ from linrope.errors import InputError, require_choice
 from linrope.utils.options import check_keys, check_types
 
 MAX_POSITION = 2**53
-"""Positions are exact in float64 up to here, and no further."""
-
-
+"""The largest position that float64 represents exactly."""
 Base = float | Sequence[float | None]
-"""One number for all heads, or one for each; None for a head that does not turn."""
+"""One base for all heads, or one for each; None for a head without rotation."""
 Placement = Literal["numerator", "both", "before_map", "signed", "selective"]
 """Where linear attention applies the rotation: see `RotaryConfig`."""
 SCALING_RULES = ("linear", "ntk", "yarn")
-YARN_TURNS = 1.0, 32.0
-"""α and β of YaRN: pairs that turn less often than α in the original context slow down wholly, those beyond β not."""
+YARN_ROTATIONS = 1.0, 32.0
+"""α and β of YaRN, in full rotations within the original context. Pairs below α are slowed by the whole factor, pairs
+above β are unchanged."""
 
 
 def frequencies(rotary_dim: int, base: Base, device: torch.device | None = None) -> Tensor:
     """θ_m = base^(-2m / rotary_dim) for m = 0 … rotary_dim/2 - 1, float64, in radians per position (eq. 15).
 
     Returns:
-        (R/2,), or (H, R/2) where `base` has a number for each head; the θ of a base None is 0.
+        (R/2,), or (H, R/2) if `base` has one number for each head; θ = 0 for a base of None.
     """
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / rotary_dim
 
@@ -48,29 +47,29 @@ def frequencies(rotary_dim: int, base: Base, device: torch.device | None = None)
 
 
 def check_positions(name: str, first: int, count: int) -> None:
-    """Raise InputError unless the positions `first … first + count` are whole numbers, and exact in float64."""
-    if not isinstance(first, (Integral, torch.SymInt)):  # symbolic in a graph that leaves it open
-        raise InputError(f"{name}={first!r} must be a whole number, an int: floats collide at long range.")
+    """Raise InputError unless the positions `first … first + count` are integers that float64 represents exactly."""
+    if not isinstance(first, (Integral, torch.SymInt)):  # SymInt: a symbolic length while a graph is traced
+        raise InputError(f"{name}={first!r} must be an int: float positions are not exact at long range.")
     if not -MAX_POSITION <= first <= first + count <= MAX_POSITION:
         raise InputError(
-            f"{name}={first} with {count} tokens after it leaves ±2^53, beyond which positions are no longer exact: "
-            "start again from a smaller position (only differences of positions matter)."
+            f"{name}={first} with {count} tokens after it is beyond ±2^53, where positions are not exact: "
+            "start from a smaller position (only differences of positions matter)."
         )
 
 
 def unit_rotations(positions: Tensor, theta: Tensor) -> Tensor:
     """exp(i·t·θ) to full float64 accuracy for every |t| ≤ 2^53, differentiable in θ.
 
-    A rounded product t·θ is wrong by up to t·θ·2^-53 (1e-7 radians at position 10⁹), so the part that rounding took
-    away is computed too (Dekker's product of two halves each) and turned as a second, small rotation.
+    A rounded product t·θ is wrong by up to t·θ·2^-53 (1e-7 radians at position 10⁹). The rounding error is therefore
+    computed too (Dekker's product, from two halves of each factor), and applied as a second, small rotation.
 
     Args:
         positions: (...) integers.
-        theta: (R/2,) frequencies in radians per position, or (H, R/2), those of each head.
+        theta: frequencies in radians per position, (R/2,), or (H, R/2) for each head.
 
     Returns:
-        (..., R/2) complex128. With θ of each head (H, T, R/2) for positions (T,), (B, H, T, R/2) for (B, 1, T), and
-        (H, 1, R/2) for a single position: what turns vectors (B, H, T, D).
+        (..., R/2) complex128. With θ for each head: (H, T, R/2) for positions (T,), (B, H, T, R/2) for (B, 1, T), and
+        (H, 1, R/2) for a single position; each broadcasts to vectors (B, H, T, D).
     """
     t = positions.to(torch.float64).unsqueeze(-1)
     theta = theta.to(torch.float64)
@@ -80,11 +79,11 @@ def unit_rotations(positions: Tensor, theta: Tensor) -> Tensor:
     with torch.no_grad():
         t_low = t.fmod(2**26)
         t_high = t - t_low
-        spread = theta * (2**27 + 1)
-        theta_high = spread - (spread - theta)
+        scaled = theta * (2**27 + 1)
+        theta_high = scaled - (scaled - theta)
         theta_low = theta - theta_high
-        lost = (t_high * theta_high - angle) + t_high * theta_low + t_low * theta_high + t_low * theta_low
-        correction = torch.complex(lost.cos(), lost.sin())
+        error = (t_high * theta_high - angle) + t_high * theta_low + t_low * theta_high + t_low * theta_low
+        correction = torch.complex(error.cos(), error.sin())
     return torch.complex(angle.cos(), angle.sin()) * correction
 
 
@@ -96,105 +95,105 @@ def as_pairs(x: Tensor, rotary_dim: int, interleaved: bool) -> Tensor:
     return torch.complex(*(half.contiguous() for half in x.chunk(2, dim=-1)))
 
 
-def rotate(x: Tensor, turn: Tensor | None, interleaved: bool, out: Tensor | None = None) -> Tensor:
-    """Multiply the pairs of x by `turn`; dimensions beyond the rotary ones pass through (eq. 34).
+def rotate(x: Tensor, rotation: Tensor | None, interleaved: bool, out: Tensor | None = None) -> Tensor:
+    """Multiply the pairs of x by `rotation` (eq. 34); dimensions beyond the rotary ones stay as they are.
 
     Args:
         x: (..., D), float32 or float64.
-        turn: (R/2,) or anything that broadcasts to (..., R/2), complex; None leaves x as it is.
+        rotation: complex, (R/2,) or any shape that broadcasts to (..., R/2); None returns x.
         interleaved: pair dimensions (2m, 2m+1), as RoFormer does; False pairs (m, m + R/2), as GPT-NeoX and Llama do.
         out: (..., D) of x's dtype to write to, not x itself and not differentiable; None for a new tensor.
 
     Returns:
         (..., D) in x's dtype.
     """
-    if turn is None:
+    if rotation is None:
         return x
-    rotary_dim = 2 * turn.shape[-1]
+    rotary_dim = 2 * rotation.shape[-1]
     if out is not None:
-        return _rotate_into(x, turn, rotary_dim, interleaved, out)
-    turn_pairs = _turned_by_parts if torch.compiler.is_compiling() else _turned
-    turned = turn_pairs(x[..., :rotary_dim], turn, interleaved)
-    return turned if rotary_dim == x.shape[-1] else torch.cat((turned, x[..., rotary_dim:]), dim=-1)
+        return _rotate_into(x, rotation, rotary_dim, interleaved, out)
+    rotate_pairs = _rotate_real if torch.compiler.is_compiling() else _rotate_complex
+    rotated = rotate_pairs(x[..., :rotary_dim], rotation, interleaved)
+    return rotated if rotary_dim == x.shape[-1] else torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
 
 
-def _turned(x: Tensor, turn: Tensor, interleaved: bool) -> Tensor:
+def _rotate_complex(x: Tensor, rotation: Tensor, interleaved: bool) -> Tensor:
     """All pairs of x (..., R), by one complex product."""
     pairs = as_pairs(x, x.shape[-1], interleaved)
-    pairs = pairs * turn.to(pairs.dtype)
+    pairs = pairs * rotation.to(pairs.dtype)
     return torch.view_as_real(pairs).flatten(-2) if interleaved else torch.cat((pairs.real, pairs.imag), dim=-1)
 
 
-def _turned_by_parts(x: Tensor, turn: Tensor, interleaved: bool) -> Tensor:
-    """The same in real numbers: compilers fuse no others, and PyTorch 2.10's fails on the gradients of one token."""
-    (x1, x2), cos, sin = _halves(x, interleaved), turn.real.to(x.dtype), turn.imag.to(x.dtype)
+def _rotate_real(x: Tensor, rotation: Tensor, interleaved: bool) -> Tensor:
+    """The same in real numbers: compilers fuse no complex ones, and PyTorch 2.10's fails on gradients of one token."""
+    (x1, x2), cos, sin = _halves(x, interleaved), rotation.real.to(x.dtype), rotation.imag.to(x.dtype)
     halves = x1 * cos - x2 * sin, x1 * sin + x2 * cos
     return torch.stack(halves, dim=-1).flatten(-2) if interleaved else torch.cat(halves, dim=-1)
 
 
-def _rotate_into(x: Tensor, turn: Tensor, rotary_dim: int, interleaved: bool, out: Tensor) -> Tensor:
-    """One complex product where the pairs lie as complex numbers do, else its four real ones."""
+def _rotate_into(x: Tensor, rotation: Tensor, rotary_dim: int, interleaved: bool, out: Tensor) -> Tensor:
+    """One complex product if the pairs have the memory layout of complex numbers, else four real products."""
     if rotary_dim < x.shape[-1]:
         out[..., rotary_dim:].copy_(x[..., rotary_dim:])
     if interleaved and x.shape[-1] % 2 == 0:
-        pairs, turned = (torch.view_as_complex(y[..., :rotary_dim].unflatten(-1, (-1, 2))) for y in (x, out))
-        torch.mul(pairs, turn, out=turned)
+        pairs, rotated = (torch.view_as_complex(y[..., :rotary_dim].unflatten(-1, (-1, 2))) for y in (x, out))
+        torch.mul(pairs, rotation, out=rotated)
         return out
     (x1, x2), (y1, y2) = (_halves(y[..., :rotary_dim], interleaved) for y in (x, out))
-    torch.mul(x1, turn.real, out=y1).addcmul_(x2, turn.imag, value=-1)
-    torch.mul(x1, turn.imag, out=y2).addcmul_(x2, turn.real)
+    torch.mul(x1, rotation.real, out=y1).addcmul_(x2, rotation.imag, value=-1)
+    torch.mul(x1, rotation.imag, out=y2).addcmul_(x2, rotation.real)
     return out
 
 
 def _halves(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """The first and second dimensions of all pairs, as views."""
+    """The first and the second dimensions of all pairs, as views."""
     return (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
 
 
 @dataclass(frozen=True)
 class RotaryScaling:
-    """How the frequencies change for a context longer than the one that a model was trained with."""
+    """Changes the frequencies for a context longer than the one of training."""
 
     rule: str
-    """Which to slow down: linear (all, position interpolation), ntk (the slower the more, by a larger base) or yarn
-    (those that turn less than once in the original context wholly, those that turn over 32 times not at all)."""
+    """Which frequencies become lower: linear (all alike: position interpolation), ntk (low ones more: a larger base) or
+    yarn (those with less than one full rotation in the original context; those with over 32 stay)."""
     factor: float
-    """How many times longer the context becomes, at least 1."""
+    """Ratio of the new context to the original one, at least 1."""
     original_context: int | None = None
-    """Tokens of the context that the model was trained with; yarn needs it, the other rules ignore it."""
+    """Context of training, in tokens; yarn needs it, the other rules ignore it."""
 
     def check(self, rotary_dim: int) -> None:
-        """Raise InputError unless the frequencies of so many dimensions can be scaled like this."""
-        # not when made: a parser that tries the types of `RotaryScaling | None` in turn would bury the message
+        """Raise InputError unless the rule fits `rotary_dim` dimensions."""
+        # not in __post_init__: a parser that tries each type of `RotaryScaling | None` would hide the message
         require_choice("scaling.rule", self.rule, SCALING_RULES)
         if not (isinstance(self.factor, Real) and 1 <= self.factor < math.inf):
             raise InputError(f"scaling.factor={self.factor!r} must be a finite number, at least 1.")
         context = self.original_context
         if context is None and self.rule == "yarn":
-            raise InputError("scaling.original_context=None, and rule='yarn' counts turns in it: give its tokens.")
+            raise InputError("scaling.original_context=None, and rule='yarn' needs it: set it to the tokens in a row.")
         if context is not None and not (isinstance(context, int) and context >= 1):
             raise InputError(f"scaling.original_context={context!r} must be a whole number of tokens, at least 1.")
         if self.rule == "ntk" and rotary_dim < 4:
             raise InputError(
-                f"scaling.rule='ntk' needs more than rotary_dim={rotary_dim}, whose one θ no base changes."
+                f"scaling.rule='ntk' needs more than rotary_dim={rotary_dim}: its only θ is 1 with any base."
             )
 
     def apply(self, theta: Tensor) -> Tensor:
-        """θ (..., R/2) of the original context, scaled.
+        """The frequencies θ (..., R/2) after scaling.
 
-        "linear" is θ / factor (position interpolation, arXiv 2306.15595). "ntk" is the θ of base · factor^(R/(R-2)),
-        which leaves the first as it is and divides the last by the factor (arXiv 2309.00071, section 3.1). "yarn" goes
-        from θ / factor to θ while the turns in the original context, original_context · θ / 2π, go from α to β (NTK by
-        parts, section 3.2).
+        "linear" is θ / factor (position interpolation, arXiv 2306.15595). "ntk" is the θ of base · factor^(R/(R-2)):
+        the first θ stays, the last is divided by the factor (arXiv 2309.00071, section 3.1). "yarn" interpolates
+        between θ / factor and θ as the rotations in the original context, original_context · θ / 2π, go from α to β
+        (NTK by parts, section 3.2).
         """
         if self.rule == "ntk":
             # (factor^(R/(R-2)))^(-2m/R) = factor^(-2m/(R-2)), and 2m runs from 0 to R - 2
             return theta * self.factor ** -torch.linspace(0, 1, theta.shape[-1], dtype=theta.dtype, device=theta.device)
         if self.rule == "linear":
             return theta / self.factor
-        fewest, most = YARN_TURNS
-        turns = self.original_context * theta / (2 * math.pi)
-        kept = ((turns - fewest) / (most - fewest)).clamp(0, 1)
+        alpha, beta = YARN_ROTATIONS
+        rotations = self.original_context * theta / (2 * math.pi)
+        kept = ((rotations - alpha) / (beta - alpha)).clamp(0, 1)
         return kept * theta + (1 - kept) * theta / self.factor
 
     @property
@@ -222,21 +221,20 @@ class RotaryConfig:
     """
 
     base: float | list[float | None] = 10000.0
-    """Wavelengths run from 2π up to 2π·base tokens; a list has one base for each head, null for one that does not
-    turn."""
+    """Wavelengths go from 2π up to 2π·base tokens; a list has one base for each head, null for no rotation."""
     rotary_dim: int | None = None
     """Rotate only the first `rotary_dim` dimensions of each head (even); null: all, or half if signed or selective."""
     interleaved: bool = True
     """Pair dimensions (2m, 2m+1) as RoFormer does; false pairs (m, m + rotary_dim/2) as GPT-NeoX and Llama do."""
     trainable: bool = False
-    """Learn the frequencies, starting from those that `base` and `scaling` give."""
+    """Train the frequencies; `base` and `scaling` give their initial values."""
     placement: Placement = "numerator"
     """Where linear attention applies the rotation; softmax ignores it. numerator: to the features in the numerator;
     both: also in the denominator; before_map: before the feature map; signed: rotated dimensions skip feature map and
     denominator; selective: signed, by angles that the input decides (W is learned, 0 at the start; in float32)."""
     scaling: RotaryScaling | None = None
-    """Slow the frequencies down for longer contexts than trained with: rule (linear, ntk or yarn), factor and, for
-    yarn, original_context; null leaves them."""
+    """Lower frequencies for contexts longer than that of training: rule (linear, ntk or yarn), factor and, for yarn,
+    original_context; null for none."""
 
     @property
     def signed(self) -> bool:
@@ -245,10 +243,10 @@ class RotaryConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> RotaryConfig:
-        """The inverse of `dataclasses.asdict`, the nested scaling included.
+        """The inverse of `dataclasses.asdict`, including the nested scaling.
 
         Raises:
-            InputError: a key that no option has, with the nearest right one; a scaling without what it must have.
+            InputError: an unknown key (the message has the nearest known one), or a missing one of the scaling.
         """
         check_keys(values, cls)
         scaling = values.get("scaling")
@@ -259,43 +257,42 @@ class RotaryConfig:
 
 
 def check_config(rope: RotaryConfig | None) -> None:
-    """Raise InputError for what is no RotaryConfig (a RotaryEmbedding above all, which the operator takes), and for one
-    with a value of the wrong kind."""
-    if rope is None:
-        return
-    if not isinstance(rope, RotaryConfig):
+    """Raise InputError unless `rope` is None or a RotaryConfig whose values have the right types.
+
+    (A RotaryEmbedding is for the operator, not for layers.)
+    """
+    if rope is not None and not isinstance(rope, RotaryConfig):
         raise InputError(f"rope is a {type(rope).__name__}: pass a linrope.RotaryConfig, or None for no positions.")
-    check_types(rope, section="rope.")
+    if rope is not None:
+        check_types(rope, section="rope.")
 
 
 def half_of(dim: int) -> int:
-    """Half of the dimensions, in whole pairs."""
+    """Half of the dimensions, rounded down to whole pairs."""
     return dim // 4 * 2
 
 
 class RotaryEmbedding(nn.Module):
-    """RoPE: turns pair m of a vector at position t by the angle t·θ_m, θ_m = base^(-2m / rotary_dim).
+    """RoPE: rotates pair m of a vector at position t by the angle t·θ_m, θ_m = base^(-2m / rotary_dim).
 
-    Nothing but a trained θ is saved in a checkpoint: fixed frequencies are computed when needed, so none can be
-    clobbered on load or rounded by `module.to(torch.bfloat16)`.
+    A checkpoint holds trained θ only. Fixed frequencies are computed when they are needed, so that loading cannot
+    overwrite them and `module.to(torch.bfloat16)` cannot round them.
 
     Args:
-        dim: size D of the vectors to turn.
-        base: the longest wavelength is 2π·base^(1 - 2/rotary_dim) tokens. A list has one for each head: θ is (H, R/2)
-            then, and each head turns by its own. None in it is θ = 0: a head that does not turn (with `trainable`, not
-            at the start).
+        dim: size D of the vectors.
+        base: the longest wavelength is 2π·base^(1 - 2/rotary_dim) tokens. A list has one base for each head, and θ is
+            (H, R/2). None in the list is θ = 0, a head without rotation (with `trainable`: at the start).
         interleaved: pair dimensions (2m, 2m+1) (RoFormer); False pairs (m, m + rotary_dim/2) (GPT-NeoX, Llama).
-        trainable: make θ a parameter, float32.
-        rotary_dim: turn only the first `rotary_dim` dimensions, an even number ≤ dim; None turns all, or half (rounded
-            down to an even number) where `signed`.
-        scaling: how the frequencies that `base` gives change for longer contexts, before any training.
-        signed: in linear attention, leave φ and the denominator to the dimensions that do not turn: see
-            `linear_attention`.
+        trainable: make θ a float32 parameter.
+        rotary_dim: rotate only the first `rotary_dim` dimensions, an even number ≤ dim. None rotates all, or with
+            `signed` half of them, rounded down to an even number.
+        scaling: changes the frequencies for longer contexts, before any training.
+        signed: in linear attention, the rotated dimensions skip φ and the denominator: see `linear_attention`.
 
     Raises:
-        InputError: an odd or too large `rotary_dim` (or an odd `dim` without one), a base that is not positive or an
-            empty list of them, an `interleaved` that is no bool, a scaling with an unknown rule, a factor below 1 or
-            without what its rule needs.
+        InputError: an odd or too large `rotary_dim` (or an odd `dim` without one), a base that is not positive, an
+            empty list of bases, an `interleaved` that is not a bool, or a scaling with an unknown rule, a factor below
+            1 or a missing value.
     """
 
     def __init__(
@@ -320,7 +317,7 @@ class RotaryEmbedding(nn.Module):
         if width % 2 or width < 2:
             raise InputError(f"{name}={width} cannot be split into pairs: RoPE needs a positive even rotary_dim.")
         if width > dim:
-            raise InputError(f"rotary_dim={rotary_dim} is larger than dim={dim}: at most all dimensions can turn.")
+            raise InputError(f"rotary_dim={rotary_dim} is larger than dim={dim}: at most all dimensions rotate.")
         if scaling is not None:
             scaling.check(width)
         self.dim, self.rotary_dim, self.base, self.interleaved = dim, width, _checked_base(base), interleaved
@@ -330,7 +327,7 @@ class RotaryEmbedding(nn.Module):
 
     @classmethod
     def from_config(cls, dim: int, config: RotaryConfig) -> RotaryEmbedding:
-        """The embedding for heads of size `dim` that `config` describes."""
+        """The embedding that `config` describes, for heads of size `dim`."""
         return cls(
             dim,
             config.base,
@@ -343,18 +340,21 @@ class RotaryEmbedding(nn.Module):
 
     @property
     def signed_dim(self) -> int:
-        """How many of the first dimensions skip the feature map and the denominator of linear attention."""
+        """Number of first dimensions that skip the feature map and the denominator of linear attention."""
         return self.rotary_dim if self.signed else 0
 
     @property
     def logit_scale(self) -> float:
-        """What softmax attention multiplies its turned queries and its turned keys by, each: its logits grow by the
-        square. It is YaRN's √(1/t) = 0.1 · ln(factor) + 1 (arXiv 2309.00071), and 1.0 without "yarn" scaling. Linear
-        attention has no softmax to sharpen, and ignores it."""
+        """Factor on the rotated queries and on the rotated keys of softmax attention; its square multiplies the logits.
+
+        YaRN's √(1/t) = 0.1 · ln(factor) + 1 (arXiv 2309.00071), and 1.0 without "yarn" scaling. Linear attention
+        ignores it.
+        """
         return 1.0 if self.scaling is None else self.scaling.logit_scale
 
     def _apply(self, fn, recurse=True):
-        """Move with the module, but never let θ fall below float32: in bfloat16 angles are wrong after a few tokens."""
+        """Follow the module's moves and casts, but keep θ at float32 at least: bfloat16 angles are wrong after a few
+        tokens."""
 
         def keep_precision(tensor: Tensor) -> Tensor:
             changed = fn(tensor)
@@ -363,8 +363,10 @@ class RotaryEmbedding(nn.Module):
         return super()._apply(keep_precision, recurse)
 
     def frequencies(self, device: torch.device | None = None) -> Tensor:
-        """θ in radians per position: (rotary_dim/2,), or (H, rotary_dim/2) where `base` has one for each head; float64,
-        differentiable where it is trainable."""
+        """θ in radians per position, float64: (rotary_dim/2,), or (H, rotary_dim/2) if `base` has one for each head.
+
+        Differentiable if θ is trainable.
+        """
         if self.trainable:
             return self.theta.to(device=device, dtype=torch.float64)
         return self._initial_frequencies(device)
@@ -374,29 +376,29 @@ class RotaryEmbedding(nn.Module):
         return theta if self.scaling is None else self.scaling.apply(theta)
 
     def check_heads(self, heads: int) -> None:
-        """Raise InputError where `base` has one for each head, and not so many."""
+        """Raise InputError if `base` is a list of another length than `heads`."""
         if isinstance(self.base, tuple) and len(self.base) != heads:
             raise InputError(
-                f"rope.base has {len(self.base)} entries, the tensors to turn have {heads} heads: "
+                f"rope.base has {len(self.base)} entries, the tensors to rotate have {heads} heads: "
                 "give one base for each head, or a single number for all."
             )
 
     def rotate(self, x: Tensor, offset: int = 0, *, positions: Tensor | None = None) -> Tensor:
-        """Turn each x[..., t, :] by its position: `R_t x_t` (eq. 34).
+        """Rotate each x[..., t, :] by its position: `R_t x_t` (eq. 34).
 
         Args:
-            x: (..., T, dim), or (..., H, T, dim) where `base` has one for each head, floating; half precisions are
-                turned in float32 and rounded once.
-            offset: the position of the first of the T, the others following it.
-            positions: given positions instead, integers of shape (T,), or (B, T) for x of shape (B, H, T, dim) or
-                (B, T, dim).
+            x: floats (..., T, dim), or (..., H, T, dim) if `base` has one for each head. Half precisions are rotated in
+                float32 and rounded once.
+            offset: position of the first token; the others follow it.
+            positions: the positions themselves, instead of an offset: integers (T,), or (B, T) for x of shape
+                (B, H, T, dim) or (B, T, dim).
 
         Returns:
             The shape and dtype of x.
 
         Raises:
-            InputError: another last dimension than `dim`, another number of heads than of bases, integer x, positions
-                of another shape or dtype, both an offset and positions, or a position beyond ±2^53.
+            InputError: a last dimension other than `dim`, a number of heads other than that of the bases, integer x,
+                positions of the wrong shape or dtype, both an offset and positions, or a position beyond ±2^53.
         """
         if x.ndim < 2 or x.shape[-1] != self.dim or not x.is_floating_point():
             raise InputError(
@@ -408,16 +410,16 @@ class RotaryEmbedding(nn.Module):
             positions = torch.arange(offset, offset + x.shape[-2], dtype=torch.int64, device=x.device)
         else:
             positions = self._check_given(positions, offset, x)
-        turn = unit_rotations(positions, self.frequencies(x.device))
+        rotation = unit_rotations(positions, self.frequencies(x.device))
         working = torch.promote_types(x.dtype, torch.float32)
-        return rotate(x.to(working), turn, self.interleaved).to(x.dtype)
+        return rotate(x.to(working), rotation, self.interleaved).to(x.dtype)
 
     @staticmethod
     def _check_given(positions: Tensor, offset: int, x: Tensor) -> Tensor:
         if offset != 0:
             raise InputError(f"offset={offset} and positions exclude each other: add the offset to the positions.")
         if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
-            raise InputError(f"positions of dtype {positions.dtype} must be integers: floats collide at long range.")
+            raise InputError(f"positions of dtype {positions.dtype} must be integers: floats are not exact far out.")
         batched = x.ndim > 2 and positions.shape == (x.shape[0], x.shape[-2])
         if not batched and positions.shape != x.shape[-2:-1]:
             raise InputError(
@@ -427,7 +429,7 @@ class RotaryEmbedding(nn.Module):
         if not torch.compiler.is_compiling() and positions.numel():
             for end in map(int, positions.aminmax()):
                 if not -MAX_POSITION <= end <= MAX_POSITION:
-                    raise InputError(f"positions reach {end}, beyond ±2^53 where they are not exact.")
+                    raise InputError(f"positions reach {end}, beyond ±2^53 where they are not exact: use smaller ones")
         positions = positions.to(x.device)
         return positions.reshape(x.shape[0], *(1,) * (x.ndim - 3), -1) if batched else positions
 
@@ -441,7 +443,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def _checked_base(base: Base) -> float | tuple[float | None, ...]:
-    """The base in numbers of Python's own, one or one for each head."""
+    """The base as one Python float, or a tuple with one for each head."""
     per_head = isinstance(base, (list, tuple))
     numbers = [one for one in base if one is not None] if per_head else [base]
     fit = all(isinstance(one, Real) and math.isfinite(one) and one > 0 for one in numbers)
@@ -451,16 +453,16 @@ def _checked_base(base: Base) -> float | tuple[float | None, ...]:
 
 
 def permute_pairing(weight: Tensor, n_heads: int, *, to_interleaved: bool, rotary_dim: int | None = None) -> Tensor:
-    """Reorder a query or key projection so that the other pairing computes the same attention with it.
+    """Reorder a query or key projection for the other pairing of dimensions, with the same attention.
 
-    RoPE with `interleaved=True` on the reordered projection gives the inner products of `interleaved=False` on the
-    given one (with `to_interleaved=True`; the other way round with False): both pair the same outputs.
+    With `to_interleaved=True`, RoPE with `interleaved=True` on the new projection gives the inner products of
+    `interleaved=False` on the old one. With False it is the other way round.
 
     Args:
-        weight: (n_heads · head_dim, ...), a projection's weight or bias, head by head.
+        weight: (n_heads · head_dim, ...), weight or bias of a projection, one head after another.
         n_heads: number of heads in the first dimension.
-        to_interleaved: from half-split (m, m + rotary_dim/2) to interleaved (2m, 2m+1); False for the way back.
-        rotary_dim: how many dimensions of each head turn; None for all.
+        to_interleaved: from half-split (m, m + rotary_dim/2) to interleaved (2m, 2m+1); False for the inverse.
+        rotary_dim: number of rotated dimensions in each head; None for all.
 
     Returns:
         A new tensor of the same shape.

@@ -136,7 +136,7 @@ def require_fixed_frequencies(model: LanguageModel, option: str) -> None:
     if rope is not None and rope.trainable:
         raise InputError(
             f"{option} detaches the state, but trained frequencies (rope.trainable=True) need its gradient: without it "
-            "theirs is meaningless and grows with the position. Remove one of the two."
+            "their own is meaningless and grows with the position. Remove one of the two."
         )
 
 

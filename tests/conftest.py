@@ -25,16 +25,19 @@ os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 LINE = "for i in range(10): print('the quick brown fox jumps over the lazy dog', i)\n"
 
 
-@pytest.fixture
-def text_file(tmp_path: Path) -> Path:
+def write_text_file(folder: Path) -> Path:
     """About 20 kB of text in one file, split by position."""
-    file = tmp_path / "corpus.txt"
+    file = folder / "corpus.txt"
     file.write_text("".join(LINE.replace("i", str(i)) for i in range(250)))
     return file
 
 
 @pytest.fixture
-def tiny(text_file: Path, tmp_path: Path) -> list[str]:
+def text_file(tmp_path: Path) -> Path:
+    return write_text_file(tmp_path)
+
+
+def tiny_options(text_file: Path, folder: Path) -> list[str]:
     """Options that make any run small: model, text, folder and a few steps on the CPU."""
     options = {
         "model.d_model": 16,
@@ -50,11 +53,16 @@ def tiny(text_file: Path, tmp_path: Path) -> list[str]:
         "trainer.val_check_interval": 2,
         "trainer.limit_val_batches": 2,
         "trainer.accumulate_grad_batches": 1,
-        "run.folder": tmp_path / "runs",
+        "run.folder": folder / "runs",
         "run.name": "tiny",
         "sample.max_new_tokens": 8,
     }
     return [f"--{name}={value}" for name, value in options.items()]
+
+
+@pytest.fixture
+def tiny(text_file: Path, tmp_path: Path) -> list[str]:
+    return tiny_options(text_file, tmp_path)
 
 
 @pytest.fixture

@@ -4,28 +4,28 @@ from importlib.util import find_spec
 
 import pytest
 
-from linrope.ops.triton_kernel import launch as triton
+from linrope.ops.triton_kernel import launch
 
 
 def interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter runs the CUDA kernels on CPU tensors, with sizes that let two stretches, two blocks of one
-    and a ragged end appear at lengths the definition can afford."""
+    """Triton's interpreter runs the CUDA kernels on CPU tensors. With these sizes 130 tokens have two stretches, a
+    stretch of two blocks, and a ragged end."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(triton, "stretch_of", lambda *sizes: 128)
-    monkeypatch.setattr(triton, "BLOCK", 64)
-    monkeypatch.setattr(triton, "SPAN", 64)
+    monkeypatch.setattr(launch, "stretch_of", lambda *sizes: 128)
+    monkeypatch.setattr(launch, "BLOCK", 64)
+    monkeypatch.setattr(launch, "SCAN_BLOCK", 64)
     if find_spec("triton") is not None:
         _prepare_the_language_once(monkeypatch)
 
 
 def _prepare_the_language_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter prepares Triton's language at each call of a function within a kernel, on top of the preparation
-    before, which takes nine tenths of its time: do it once a launch."""
+    """The interpreter prepares Triton's language again at each call of a device function: nine tenths of its time.
+    Prepare it once for each launch."""
     import triton.language as tl
     from triton.runtime import interpreter
 
     prepared = set()
-    prepare, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    prepare, run_grid = interpreter._patch_lang, interpreter.GridExecutor.__call__
 
     def prepare_once(function):
         languages = frozenset(id(value) for value in function.__globals__.values() if value is tl or value is tl.core)
@@ -34,9 +34,9 @@ def _prepare_the_language_once(monkeypatch: pytest.MonkeyPatch) -> None:
         prepared.add(languages)
         return prepare(function)
 
-    def launch_anew(self, *args, **kwargs):
+    def run_prepared(self, *args, **kwargs):
         prepared.clear()
-        return launch(self, *args, **kwargs)
+        return run_grid(self, *args, **kwargs)
 
     monkeypatch.setattr(interpreter, "_patch_lang", prepare_once)
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", run_prepared)

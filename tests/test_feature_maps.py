@@ -1,4 +1,4 @@
-"""Feature maps: their values where precision is short, and each hand-written slope."""
+"""Feature maps: their values where precision is short, and each hand-written derivative."""
 
 import pytest
 import torch
@@ -18,17 +18,17 @@ from linrope.feature_maps import (
 
 
 @pytest.mark.parametrize("name", FEATURE_MAPS)
-def test_each_slope_is_the_derivative(name):
+def test_each_vjp_is_the_derivative(name):
     phi = FEATURE_MAPS[name]
     x = torch.randn(4, 7, 9, dtype=torch.float64).mul(8).requires_grad_()  # on both sides of 0 and of the ceiling
     grad = torch.randn(4, 7, 9, dtype=torch.float64)
     (expected,) = torch.autograd.grad(phi.forward(x), x, grad)
     for source in (x.detach(), x.detach().clone()):  # read where it lies, or replaced in its own buffer
         y = torch.empty_like(source) if source.data_ptr() == x.data_ptr() else source
-        slope, out = torch.empty_like(y), torch.empty_like(y)
-        phi.load(source, y, slope)
+        derivative, out = torch.empty_like(y), torch.empty_like(y)
+        phi.load(source, y, derivative)
         torch.testing.assert_close(y, phi.forward(x).detach(), rtol=1e-14, atol=0)  # two ways to round exp
-        phi.pull(grad.clone(), y, slope, out)
+        phi.vjp(grad.clone(), y, derivative, out)
         torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     assert torch.autograd.gradcheck(phi.forward, x)
 
@@ -37,8 +37,8 @@ def test_elu1_is_elu_plus_one():
     x = torch.linspace(-20, 20, 1001, dtype=torch.float64).requires_grad_()
     expected = torch.nn.functional.elu(x) + 1
     torch.testing.assert_close(elu1(x), expected, rtol=1e-12, atol=3e-16)  # elu + 1 itself loses to 1e-16
-    slope = torch.autograd.grad(elu1(x).sum(), x)[0]
-    torch.testing.assert_close(slope, torch.autograd.grad(expected.sum(), x)[0], rtol=1e-12, atol=1e-15)
+    derivative = torch.autograd.grad(elu1(x).sum(), x)[0]
+    torch.testing.assert_close(derivative, torch.autograd.grad(expected.sum(), x)[0], rtol=1e-12, atol=1e-15)
     assert torch.autograd.grad(elu1(z := torch.zeros(1, requires_grad=True)), z)[0] == 1
 
 
@@ -152,7 +152,7 @@ def test_the_operator_takes_the_module_and_not_its_name(name):
     weights = (phi(q) @ phi(k).mT).tril()
     expected = weights @ v / (weights.sum(-1, keepdim=True) + 1e-6)
     torch.testing.assert_close(linear_attention(q, k, v, feature_map=phi), expected, rtol=1e-4, atol=1e-5)
-    with pytest.raises(InputError, match=rf"feature_map='{name}' has no dimension to work on"):
+    with pytest.raises(InputError, match=rf"feature_map='{name}' has no dimensions left"):
         make_feature_map(name, 2, 0)
     assert make_feature_map(elu1, 2, 4) is elu1
     assert make_feature_map("relu", 2, 4) == "relu"

@@ -30,7 +30,7 @@ from benchmarks.harness.options import read_byte_model
 from benchmarks.harness.pictures import COLORS
 from benchmarks.harness.runner import Benchmark
 from linrope import LanguageModel, RotaryEmbedding
-from linrope.feature_maps import after_signed, get_feature_map
+from linrope.feature_maps import get_feature_map, skip_first
 from linrope.profiling.hooks import OperatorCall, operator_hook
 from linrope.rotary import frequencies, unit_rotations
 from linrope.utils.terminal import new_table
@@ -93,7 +93,7 @@ def measure(model: LanguageModel, longest: int, found: list[Weight], tick: Calla
     def observe(call: OperatorCall) -> None:
         rope, log_decay = call.options["rope"], call.options["log_decay"]
         signed = 0 if rope is None else rope.signed_dim
-        phi = after_signed(get_feature_map(call.options["feature_map"]), signed).forward
+        phi = skip_first(get_feature_map(call.options["feature_map"]), signed).forward
         for curve, means in mean_weights(phi(call.q), phi(call.k), rope, log_decay, longest, signed).items():
             found.extend(Weight(curve, call.layer, distance, value) for distance, value in enumerate(means.tolist()))
         tick(advance=1)

@@ -136,7 +136,7 @@ class GridText(TextDataModule):
         self.longest_context = longest_context
 
     def evaluation_windows(self, split: str) -> PiecesOfWindows:
-        windows = EvaluationWindows(self.corpora[split], self.longest_context, split, self.documents)
+        windows = EvaluationWindows(self.corpora[split], self.longest_context, split, self.document_mask)
         return PiecesOfWindows(windows, self.context)
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:

@@ -19,18 +19,18 @@ from rich.table import Table
 from benchmarks.harness.runner import Benchmark
 from benchmarks.harness.timing import Call, alternate
 from benchmarks.speed.methods import Inputs, Setting, call_of, linear
-from linrope.ops.torch_kernel import blocks, chunked
+from linrope.ops.torch_kernel import plan
 from linrope.ops.torch_kernel.memory import Pool
 
-CHANGES = {"CHUNK": chunked, "BLOCK_ELEMENTS": chunked, "BLOCK_TOKENS": chunked, "SUM_CHUNK": blocks}
-"""The constants, and the module that holds each."""
+CHANGES = ("CHUNK", "BLOCK_ELEMENTS", "BLOCK_TOKENS", "SUM_CHUNK")
+"""The constants of `plan` that are changed."""
 
 
 @contextmanager
 def changed(name: str, value: int, pool: Pool) -> Iterator[None]:
     """The kernel with another value of one constant, on workspace of its own."""
     workspace = mock.patch.object(Pool.of_thread, "pool", pool, create=True)
-    with workspace, mock.patch.object(CHANGES[name], name, value):
+    with workspace, mock.patch.object(plan, name, value):
         yield
 
 
@@ -47,7 +47,7 @@ def calls(inputs: Inputs) -> dict[tuple[str, int], Call]:
 
         return run
 
-    standing = {name: getattr(module, name) for name, module in CHANGES.items()}
+    standing = {name: getattr(plan, name) for name in CHANGES}
     settings = [(name, value * factor // 2) for name, value in standing.items() for factor in (2, 1, 4)]
     return {(name, value): with_change(name, value) for name, value in settings}
 
@@ -71,7 +71,7 @@ class BlockSizes(Benchmark):
     def table(self) -> Table:
         table = Table("constant", "value", "ms", "×", title=f"{self.options.length:,} tokens, forward+backward")
         for (name, value), sample in self.samples.items():
-            standing = self.samples[name, getattr(CHANGES[name], name)].median
+            standing = self.samples[name, getattr(plan, name)].median
             table.add_row(name, f"{value:,}", f"{1e3 * sample.median:.1f}", f"{sample.median / standing:.2f}")
         return table
 

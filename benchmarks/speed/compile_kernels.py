@@ -19,15 +19,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from rich.table import Table
 
 from benchmarks.harness.runner import Benchmark
 from linrope import RotaryEmbedding
-from linrope.ops.call import Options, check_inputs
-from linrope.ops.state import State
-from linrope.ops.triton_kernel import launch as triton
+from linrope.ops.call import Call, check_call
+from linrope.ops.triton_kernel import kernel as triton_kernel
+from linrope.ops.triton_kernel import launch as launching
 from linrope.utils.formatting import bytes_text
 from linrope.utils.terminal import new_table
 
@@ -103,41 +104,30 @@ class Recorder:
 
 def launches_of(case: Case) -> list[Recorded]:
     """Everything that the case would launch, forward and backward, or for its one token."""
-    recorder, real = Recorder(), triton._kernels
-    triton._kernels = lambda: recorder
-    try:
-        inputs = inputs_of(case)
-        past = State.zeros(*inputs.q.shape[:2], case.dim, case.width)
+    recorder = Recorder()
+    with mock.patch.object(launching, "_kernels", return_value=recorder):
+        call = call_of(case)
+        kv, k_sum = call.past.kv, call.past.k_sum
         if case.length == 1:
-            numbers = inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.theta, past.kv, past.k_sum
-            triton.one_token(*numbers, Options.of(inputs.settings))
+            triton_kernel.one_token(call, kv, k_sum)
         else:
-            _forward_and_backward(inputs, past)
-    finally:
-        triton._kernels = real
+            o, den, _, _, last_kv, last_k_sum = triton_kernel.forward(call, kv, k_sum)
+            trained = call.theta is not None and call.theta.requires_grad
+            saved, decay = (o, den, kv, k_sum), call.log_decay is not None
+            triton_kernel.backward(call, saved, torch.empty_like(o), last_kv, last_k_sum, decay, trained)
     return recorder.launches
 
 
-def inputs_of(case: Case) -> Any:
+def call_of(case: Case) -> Call:
     shape = (2, 4, case.length)
     q, k = (torch.zeros(*shape, case.dim, dtype=case.dtype) for _ in range(2))
     v = torch.zeros(*shape, case.width, dtype=case.dtype)
     rope = None if case.rope is None else RotaryEmbedding(case.dim, **case.rope)
-    options = {"feature_map": "elu1", "normalize": "plain", "causal": True, "state": None, "eps": 1e-6, **case.options}
+    options = {"eps": 1e-6, **case.options}
     options["log_decay"] = torch.zeros(shape) if case.decay else None
     options["key_mask"] = torch.ones(2, case.length, dtype=torch.bool) if case.masked else None
     options["segment_ids"] = torch.zeros(2, case.length, dtype=torch.int64) if case.packed else None
-    return check_inputs(q, k, v, rope, **options)
-
-
-def _forward_and_backward(inputs: Any, past: State) -> None:
-    options, theta = Options.of(inputs.settings), inputs.theta
-    numbers = inputs.q, inputs.k, inputs.v, inputs.log_decay, theta
-    o, den, _, _, kv, k_sum = triton.forward(*numbers, past.kv, past.k_sum, options)
-    trained = theta is not None and theta.requires_grad
-    decay = inputs.log_decay is not None
-    saved = o, den, past.kv, past.k_sum
-    triton.backward(torch.empty_like(o), kv, k_sum, *saved, decay, trained, *numbers, options)
+    return check_call(q, k, v, rope, **options)
 
 
 # --- compiling -------------------------------------------------------------------------------------------------------

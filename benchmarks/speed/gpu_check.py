@@ -36,7 +36,7 @@ from benchmarks.speed.gpu_correctness import FAILED, Outcome
 from benchmarks.speed.gpu_peers import FLA, LINEAR, SOFTMAX, forms
 from benchmarks.speed.methods import Inputs, Setting
 from linrope.evaluation.reports import write_json
-from linrope.ops.triton_kernel.launch import interpreted
+from linrope.ops.triton_kernel.availability import interpreted
 from linrope.utils.files import whole_file
 
 LENGTHS, LONG = (4096, 65_536, 524_288), 65_536

@@ -3,32 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
-from linrope.cli.output import _command_line, _say
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+
+from linrope.cli.output import command_line, say, write
 from linrope.cli.training import TrainingCLI
-from linrope.training.callbacks.interruption import Interrupted
+from linrope.errors import InputError, Interrupted
+from linrope.models.saving import CONFIG_FILE
+from linrope.training.callbacks.averaging import AverageWeights, require_same_averaging
+from linrope.training.callbacks.health import HealthMonitor
+from linrope.training.callbacks.interruption import GracefulStop
+from linrope.training.callbacks.last_checkpoint import LastCheckpoint
+from linrope.training.callbacks.memory_preflight import MemoryPreflight
+from linrope.training.callbacks.sample import PrintSample
+from linrope.training.callbacks.save_config import SaveConfig
+from linrope.training.callbacks.spikes import SpikeWarning
+from linrope.training.callbacks.summary import RunSummary
+from linrope.training.callbacks.throughput import Throughput
+from linrope.training.checkpoint import require_training_state, start_from
+from linrope.utils.files import require_writable
 
 
-def fit(args: Sequence[str]) -> None:
-    """Train a language model."""
-    cli = TrainingCLI("fit", args, fit.__doc__)
+@dataclass(frozen=True, kw_only=True)
+class FitOptions:
+    """The run to resume."""
+
+    ckpt_path: str | None = None
+    """Checkpoint file to resume from; last: last.ckpt of the newest run."""
+
+
+def run(args: Sequence[str]) -> None:
+    """Run `linrope fit` with the command line `args`."""
+    cli = FitCLI("fit", args, FitOptions)
     try:
-        cli.trainer.fit(cli.model, cli.datamodule, ckpt_path=cli.ckpt_path, weights_only=True)
+        cli.run()
     except Interrupted as interrupted:
         if not cli.trainer.is_global_zero:
-            pass  # the first rank speaks for all
+            pass  # rank 0 prints it
         elif interrupted.checkpoint is None:
             again = f"resume from {cli.ckpt_path} again" if cli.ckpt_path else "there is nothing to resume"
-            _say(f"stopped before a step was finished: {again}.")
+            say(f"stopped before the first step was finished: {again}.")
         else:
-            resume = _command_line("fit", _without_option(args, "--ckpt_path"), "--ckpt_path", interrupted.checkpoint)
-            _say(f"stopped after step {interrupted.step}. To go on from there:\n  {resume}")
+            resume = command_line("fit", _without_option(args, "--ckpt_path"), "--ckpt_path", interrupted.checkpoint)
+            say(f"stopped after step {interrupted.step}. To resume:\n  {resume}")
         raise
     if cli.trainer.is_global_zero:
         lines = [f"\ncheckpoint  {(path := cli.last_checkpoint.path)}"]
-        if cli.datamodule.tokenizer is not None:  # tokens that nobody can read are not written
+        if cli.datamodule.tokenizer is not None:  # without a tokenizer no text can be generated
             prompt = cli.config_init.sample.prompt or "import "
-            lines.append(f"sample      {_command_line('generate', ['--ckpt_path', path, '--prompt', prompt])}")
+            lines.append(f"sample      {command_line('generate', ['--ckpt_path', path, '--prompt', prompt])}")
         cli.console.print(*lines, sep="\n", markup=False, soft_wrap=True)
 
 
@@ -39,3 +68,68 @@ def _without_option(args: Sequence[str], option: str) -> list[str]:
         at = kept.index(option)
         del kept[at : at + 2]
     return kept
+
+
+class FitCLI(TrainingCLI):
+    """The run of `linrope fit`: new or resumed, with logs, checkpoints and callbacks."""
+
+    def check_checkpoint(self) -> None:
+        if self.checkpoint is None:
+            return
+        if Path(self.checkpoint, CONFIG_FILE).is_file():
+            raise InputError(
+                f"--ckpt_path={self.checkpoint!r} holds weights, but no training state to resume: name a .ckpt file of "
+                "`linrope fit`, or start a new run with these weights, with --run.start_from."
+            )
+        contents = self.open_checkpoint()
+        require_training_state(contents, self.checkpoint)
+        require_same_averaging(contents, self.config_init.run.ema_decay, self.checkpoint)
+        max_steps, step = self.config.trainer.max_steps, contents["global_step"]
+        if 0 < max_steps <= step:
+            raise InputError(
+                f"trainer.max_steps={max_steps} is already done: {self.checkpoint} is at step {step}. Raise it."
+            )
+
+    def instantiate_trainer(self) -> Trainer:
+        self.start = None  # a line of the run's summary
+        path = self.config_init.run.start_from
+        if self.checkpoint is None and path is not None:
+            self.start = ", ".join([path, *start_from(self.model.model, path, self.datamodule.fractions)])
+        return super().instantiate_trainer()
+
+    def loggers(self) -> Any:
+        run, loggers = self.config_init.run, self.config_init.trainer.logger
+        if loggers not in (None, True):
+            return loggers
+        require_writable(Path(run.folder), "run.folder")
+        csv = CSVLogger(run.folder, run.name, flush_logs_every_n_steps=1)
+        if find_spec("tensorboard") is None:
+            return [csv]
+        return [csv, TensorBoardLogger(run.folder, run.name, version=csv.version)]
+
+    def callbacks(self, loggers: Sequence[Logger] | Any) -> list[Callback]:
+        logged_to = [logger.log_dir for logger in loggers if logger.log_dir] if isinstance(loggers, list) else []
+        folder = Path((logged_to or [self.config_init.trainer.default_root_dir or "."])[0])
+        run, sample = self.config_init.run, self.config_init.sample
+        self.last_checkpoint = LastCheckpoint(folder / "checkpoints", run.checkpoint_every_n_steps)
+        callbacks = [
+            *([] if run.ema_decay is None else [AverageWeights(run.ema_decay)]),  # before what saves or samples
+            SaveConfig(folder / "config.yaml", self.parser.dump(self.config), replace=self._resumes_in(folder)),
+            RunSummary(self.console, self.start),
+            MemoryPreflight(),
+            Throughput(),
+            GracefulStop(self.last_checkpoint),
+            ModelCheckpoint(folder / "checkpoints", "best", monitor="val_loss", enable_version_counter=False),
+            self.last_checkpoint,  # after the best, whose score it keeps
+        ]
+        if run.health_every_n_steps:
+            callbacks.append(HealthMonitor(run.health_every_n_steps))
+        if run.spike_factor:
+            callbacks.append(SpikeWarning(self.console, run.spike_factor))
+        if sample.prompt is not None:
+            callbacks.append(PrintSample(write, sample.prompt, **sample.options))
+        return callbacks
+
+    def _resumes_in(self, folder: Path) -> bool:
+        """Whether the run to resume is in `folder`. Only runs without a version of their own share a folder."""
+        return self.checkpoint is not None and Path(self.checkpoint).resolve().is_relative_to(folder.resolve())

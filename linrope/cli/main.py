@@ -1,108 +1,90 @@
-"""The command line: `linrope fit | validate | test | plan | recall | generate | prepare | export`.
-
-The first three are Lightning's: every option of its Trainer can be set, in YAML or as `--trainer.OPTION`. `plan` takes
-the same options, and runs nothing.
-"""
+"""The command line: `linrope COMMAND [options]`. Only the module of the command that is asked for is imported."""
 
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Sequence
 
-from jsonargparse import set_parsing_settings
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
-from linrope.cli.export import export
-from linrope.cli.fit import fit
-from linrope.cli.generate import generate
-from linrope.cli.output import _say
-from linrope.cli.plan import plan
-from linrope.cli.prepare import prepare
-from linrope.cli.recall import recall
-from linrope.cli.test import test
-from linrope.cli.training import quiet_lightning
-from linrope.cli.validate import validate
-from linrope.data.corpus.sequences import DocumentChanged
-from linrope.errors import InputError, NonFiniteError, suggest
-from linrope.training.callbacks.interruption import Interrupted
-from linrope.training.checkpoint import (
+from linrope.cli.commands import COMMANDS
+from linrope.cli.output import say
+from linrope.errors import (
     CheckpointError,
+    DamagedFile,
+    DocumentChanged,
+    InputError,
+    Interrupted,
+    NonFiniteError,
+    suggest,
 )
-from linrope.training.ranks import first_rank_speaks
+from linrope.utils.ranks import leave_error_to_first_rank, rank
 
-set_parsing_settings(docstring_parse_attribute_docstrings=True)
-
-
-DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # for this user, too, and for one file
-
-
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
-    "fit": fit,
-    "validate": validate,
-    "test": test,
-    "plan": plan,
-    "recall": recall,
-    "generate": generate,
-    "prepare": prepare,
-    "export": export,
-}
+DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""The disk, the user's quota, or the largest size of one file."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs the command line `args` (without the program's name; by default the process's own).
+    """Run the command line `args` (without the program's name; by default the process's own).
+
+    Of a run on several devices, rank 0 prints the errors that all ranks meet; an error of one rank is printed by that
+    rank, with its number.
 
     Returns:
-        The exit code: 0; 1 where a run failed; 2 for a mistake in what it was given; 128 + N where signal N ended it.
+        The exit code: 0; 1 if a run failed; 2 for a mistake in the input; 128 + N if signal N ended it.
     """
     args = list(sys.argv[1:] if args is None else args)
-    quiet_lightning()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a model may write what the terminal's encoding lacks
     try:
         if not args or args[0] in ("-h", "--help"):
             print(_help())
         elif args[0] in COMMANDS:
-            with first_rank_speaks():
-                COMMANDS[args[0]](args[1:])
+            importlib.import_module(f"linrope.cli.{args[0]}").run(args[1:])
         else:
             raise InputError(
                 f"unknown command {args[0]!r}: choose one of {', '.join(COMMANDS)}.{suggest(args[0], COMMANDS)}"
             )
-    except (InputError, MisconfigurationException) as error:
-        _say(f"error: {error}")
-        return 2
-    except (NonFiniteError, DocumentChanged, CheckpointError) as error:
-        _say(f"error: {error}")
+    except (InputError, NonFiniteError) as error:
+        if isinstance(error, DamagedFile) or not leave_error_to_first_rank():
+            say(f"error: {error}")
+        return 1 if isinstance(error, NonFiniteError) else 2
+    except (DocumentChanged, CheckpointError) as error:
+        say(f"error: {error}")
         return 1
     except Interrupted as interrupted:
         return 128 + interrupted.signum
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again as it exits
         return 128 + signal.SIGPIPE  # the reader, `head` perhaps, has enough
-    except OSError as error:
-        if error.errno not in DISK_IS_FULL:
-            raise
-        _say(f"error: {error}. Make room; a training run then resumes with --ckpt_path last.")
-        return 1
     except KeyboardInterrupt:
-        _say("interrupted.")
+        if rank() == 0:
+            say("interrupted.")
         return 128 + signal.SIGINT
     except SystemExit as exit_:
         if isinstance(exit_.__context__, KeyboardInterrupt):  # Lightning turns Ctrl-C into exit code 1
             return 128 + signal.SIGINT
         raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in DISK_IS_FULL:
+            say(f"error: {error}. Make room; a training run then resumes with --ckpt_path last.")
+        elif rank() == 0:
+            raise
+        else:
+            say(traceback.format_exc())  # with the number of the rank
+        return 1
     return 0
 
 
 def _help() -> str:
     lines = [
         "usage: linrope COMMAND [options]\n",
-        "Language models with linear attention and rotary positions: train them and let them write.\n",
+        "Language models with linear attention and rotary position embeddings: train them and generate text.\n",
         "commands:",
-        *(f"  {name:<10}{command.__doc__}" for name, command in COMMANDS.items()),
+        *(f"  {name:<10}{text}" for name, text in COMMANDS.items()),
         "\n`linrope COMMAND --help` lists a command's options.",
         "A first run: linrope fit --config configs/quickstart.yaml",
     ]

@@ -9,22 +9,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_only
-
-from linrope.training.ranks import is_first_rank
+from linrope.utils.ranks import rank
 
 
-def _say(text: str) -> None:
-    rank = "" if is_first_rank() else f"rank {rank_zero_only.rank}: "
-    print(f"linrope: {rank}{text}", file=sys.stderr)
+def say(text: str) -> None:
+    """Print a line to the standard error, with the rank of this process if it is not 0."""
+    print(f"linrope: {f'rank {rank()}: ' if rank() else ''}{text}", file=sys.stderr)
 
 
-def _write(text: str) -> None:
+def write(text: str) -> None:
+    """Write text to the standard output without delay."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
-def _command_line(command: str, args: Sequence[Any], *more: Any) -> str:
-    """A line to copy: with the path to this program as it was typed, where its name alone would not be found."""
+def command_line(command: str, args: Sequence[Any], *more: Any) -> str:
+    """A command line to copy. It names this program as it was typed, where its bare name would not be found."""
     typed = sys.argv[0] if Path(sys.argv[0]).name == "linrope" and shutil.which("linrope") is None else "linrope"
     return shlex.join([typed, command, *map(str, args), *map(str, more)])

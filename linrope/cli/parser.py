@@ -1,109 +1,140 @@
-"""Command-line parsers whose errors are one readable line, with the nearest right option, instead of a usage dump."""
+"""Command-line parsers whose errors are one readable line with the nearest option, not a usage dump."""
 
 from __future__ import annotations
 
-import re
-from argparse import SUPPRESS, Action
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, TypeVar
 
-from jsonargparse import ArgumentParser, Namespace
-from lightning.pytorch.cli import LightningArgumentParser
+import yaml
+from docstring_parser import parse_from_object
+from jsonargparse import ActionYesNo, ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
+from linrope.cli.commands import COMMANDS
 from linrope.errors import InputError, suggest
 
-# How jsonargparse words an option that it does not know, with the section it stands in where it says so.
-_UNKNOWN_OPTION = (
-    r"unrecognized arguments: --(?P<option>[^\s=]+)",
-    r"Group '(?P<section>[^']+)' does not accept option '(?P<option>[^']+)'",
-    r"Parser key \"(?P<section>[^\"]+)\":[\s\S]*?unknown option '(?P<option>[^']+)'",  # ours, nested
-    r"Parser key \"(?P<section>[^\"]+)\":[\s\S]*?Option '(?P<option>[^']+)' is not accepted",
-    r"Option '(?P<option>[^']+)' is not accepted",
-)
+set_parsing_settings(docstring_parse_attribute_docstrings=True)  # the docstring of a field is its help
+
+Config = TypeVar("Config")
 
 
-class ReadableErrors:
-    """Mixin of a jsonargparse parser: raises InputError where the parser would print its usage and exit."""
+def parse_command(
+    command: str, config: type[Config], args: Sequence[str], usage: str, **by_hand: dict[str, Any]
+) -> Config:
+    """Parse the command line of a command whose options are the fields of a dataclass.
 
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        if missing := re.search(r"File does not exist: '([^']+)'", message):
-            file = Path(missing[1])
-            siblings = [sibling.name for sibling in file.parent.iterdir()] if file.parent.is_dir() else []
-            raise InputError(f"--config {file} does not exist.{suggest(file.name, siblings)}") from ex
-        if key := _unknown_option(message):
-            raise InputError(f"unknown option {key!r}.{self._nearest(key)} `{self.prog} --help` lists all.") from ex
-        if lacking := re.search(r"Parser key \"([^\"]+)\":[\s\S]*? arguments are required: (.+)", message):
-            raise InputError(f"option {lacking[1]!r} lacks {lacking[2]}: give it, there is no default.") from ex
-        raise InputError(message.replace('Parser key "', 'option "')) from ex
+    Args:
+        command: name of the command.
+        config: the dataclass.
+        args: the command line after the command's name.
+        usage: the options of the usage line.
+        by_hand: see `add_options`.
 
-    def _nearest(self, key: str) -> str:
-        known = list(_dotted(self.get_defaults()))
-        same_name = [option for option in known if option.split(".")[-1] == key.split(".")[-1]]
-        if len(same_name) == 1:
-            return f" Did you mean {same_name[0]!r}?"
-        of_entries = [f"{action.dest}.{name}" for action in self._actions for name in _entry_options(action)]
-        return suggest(key, [option for option in known + of_entries if not key.startswith(f"{option}.")])
-
-
-class TrainingParser(ReadableErrors, LightningArgumentParser):
-    """Parser of `linrope fit`, `validate` and `test`.
-
-    Options in `left_out_of_help` are accepted and saved like the others; they are too many for a newcomer to read.
+    Raises:
+        InputError: see `parse`; and what `config` raises.
     """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.left_out_of_help: list[Action] = []
-
-    def format_help(self) -> str:
-        helps = [action.help for action in self.left_out_of_help]
-        for action in self.left_out_of_help:
-            action.help = SUPPRESS  # only now: jsonargparse would not save an option whose help is suppressed
-        try:
-            return super().format_help()
-        finally:
-            for action, help_ in zip(self.left_out_of_help, helps, strict=True):
-                action.help = help_
+    parser = ArgumentParser(usage=f"linrope {command} {usage}", **parser_settings(command))
+    add_options(parser, config, **by_hand)
+    return config(**vars(parse(parser, args)))
 
 
-class PlainParser(ReadableErrors, ArgumentParser):
-    """Parser of a command that has nothing to do with Lightning; its booleans are flags, which need no value."""
-
-    def add_class_arguments(self, *args: Any, **kwargs: Any) -> list[str]:
-        added = super().add_class_arguments(*args, **kwargs)
-        for action in self._actions:
-            if getattr(action, "_typehint", None) is bool:
-                action.nargs, action.const = "?", True
-        return added
+def parser_settings(command: str) -> dict[str, Any]:
+    """What the parsers of all commands have in common, as arguments of jsonargparse's ArgumentParser."""
+    settings = {"prog": f"linrope {command}", "description": COMMANDS[command]}
+    return {**settings, "allow_abbrev": False, "exit_on_error": False}
 
 
-def _unknown_option(message: str) -> str | None:
-    """The dotted name of the option that an error message calls unknown, or None for another error."""
-    for pattern in _UNKNOWN_OPTION:
-        if match := re.search(pattern, message):
-            parts = match.groupdict()
-            return f"{parts['section']}.{parts['option']}" if parts.get("section") else parts["option"]
-    return None
+def add_options(parser: ArgumentParser, config: type, **by_hand: dict[str, Any]) -> None:
+    """Add an option for each field of a dataclass; an option for a boolean is a flag, which needs no value.
+
+    Args:
+        parser: the parser.
+        config: the dataclass.
+        by_hand: by field, arguments of `add_argument` for an option that its type does not describe.
+    """
+    helps = {parameter.arg_name: parameter.description for parameter in parse_from_object(config).params}
+    for field in fields(config):
+        if field.type in ("bool", bool):
+            flag = {"action": ActionYesNo, "nargs": "?", "default": field.default, "help": helps[field.name]}
+            by_hand = {**by_hand, field.name: flag}
+    parser.add_class_arguments(config, skip=set(by_hand))
+    for name, arguments in by_hand.items():
+        parser.add_argument(f"--{name}", **arguments)
 
 
-def _entry_options(action: Action) -> Iterator[str]:
-    """The options of what an option is a list of: `curriculum` has stages, which have tokens."""
-    hints = [getattr(action, "_typehint", None)]
-    while hints:
-        hint = hints.pop()
-        hints += get_args(hint)
-        if is_dataclass(hint):
-            yield from (field.name for field in fields(hint))
+def parse(parser: ArgumentParser, args: Sequence[str]) -> Namespace:
+    """Parse a command line.
+
+    Args:
+        parser: made with `exit_on_error=False`.
+        args: the command line after the command's name.
+
+    Raises:
+        InputError: an unknown option, a missing --config file, or a value that jsonargparse refuses.
+    """
+    try:
+        return parser.parse_args(list(args))
+    except ArgumentError as error:
+        require_files(args)
+        require_known(parser, args)
+        raise InputError(str(error)) from error
 
 
-def _dotted(section: Namespace, prefix: str = "") -> Iterator[str]:
-    """The dotted names of all options, sections among them."""
-    for name, value in vars(section).items():
-        if name == "init_args":  # how jsonargparse nests a dataclass within a section
-            yield from _dotted(value, prefix)
+def require_files(args: Sequence[str]) -> None:
+    """Raise InputError for a --config file that does not exist."""
+    for text in _config_files(args):
+        file = Path(text)
+        if not (file.is_file() or _mapping(text)):
+            siblings = [sibling.name for sibling in file.parent.iterdir()] if file.parent.is_dir() else []
+            raise InputError(f"--config {file} does not exist.{suggest(file.name, siblings)}")
+
+
+def require_known(parser: ArgumentParser, args: Sequence[str]) -> None:
+    """Raise InputError for an option, on the command line or in a --config file, that the parser does not have."""
+    known = list(_dotted(parser.get_defaults()))
+    leaves = [name for name in known if not any(other.startswith(f"{name}.") for other in known)]
+    given = [arg.removeprefix("--").partition("=")[0].removesuffix("+") for arg in args if arg.startswith("--")]
+    for text in _config_files(args):
+        given += _dotted(_mapping(Path(text).read_text() if Path(text).is_file() else text))
+    for name in given:
+        # what stands within an option's own value, `data.curriculum.tokens`, is for jsonargparse to judge
+        if name not in known and not any(name.startswith(f"{leaf}.") for leaf in leaves):
+            raise InputError(f"unknown option {name!r}.{_nearest(name, known)} `{parser.prog} --help` lists options.")
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    same_name = [option for option in known if option.split(".")[-1] == name.split(".")[-1]]
+    if len(same_name) == 1:
+        return f" Did you mean {same_name[0]!r}?"
+    return suggest(name, [option for option in known if not name.startswith(f"{option}.")])
+
+
+def _config_files(args: Sequence[str]) -> Iterator[str]:
+    """The values of --config."""
+    for arg, following in zip(args, [*args[1:], ""], strict=True):
+        if arg in ("-c", "--config"):
+            yield following
+        elif arg.startswith("--config="):
+            yield arg.partition("=")[2]
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    """The options that a YAML text sets; none where it is not a YAML mapping."""
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _dotted(section: Mapping[str, Any] | Namespace, prefix: str = "") -> Iterator[str]:
+    """The dotted names of all options and sections in a section. In jsonargparse's values a dataclass within another
+    one is a `class_path` and its `init_args`; they are not part of the name."""
+    for name, value in (vars(section) if isinstance(section, Namespace) else section).items():
+        inner = value if isinstance(value, Mapping | Namespace) else {}
+        if name == "init_args":
+            yield from _dotted(inner, prefix)
         elif name not in ("class_path", "__subclasses_disabled__"):
-            yield prefix + name
-            if isinstance(value, Namespace):
-                yield from _dotted(value, f"{prefix}{name}.")
+            yield f"{prefix}{name}"
+            yield from _dotted(inner, f"{prefix}{name}.")

@@ -1,13 +1,16 @@
-"""`linrope plan`: what a run will take, before it runs."""
+"""`linrope plan`: memory, FLOPs and time of a run, before it starts."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from jsonargparse import Namespace
 
-from linrope.cli.training import TrainingCLI
+from linrope.cli.training import ConfigCLI
+from linrope.errors import InputError
 from linrope.profiling.fake_tensors import shapes_only
 from linrope.profiling.run_plan import Setting, measure_rate
 from linrope.profiling.run_plan import show as show_plan
@@ -15,16 +18,34 @@ from linrope.segmented import require_segments
 from linrope.utils.formatting import parse_bytes
 
 
-def plan(args: Sequence[str]) -> None:
-    """Say what a run will take before it runs: memory against length, operations, time."""
-    cli = TrainingCLI("plan", args, plan.__doc__)
-    config, wanted = cli.config_init, cli.plan
-    memory = None if wanted.memory is None else parse_bytes(wanted.memory)
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What the run is compared with."""
+
+    memory: str | None = None
+    """A device's memory, 24GiB for example: print the longest row that fits."""
+    tokens_per_second: float | None = None
+    """A known rate: print how long the run takes."""
+    measure: bool = False
+    """Measure the rate in a few training steps on this machine, on random tokens."""
+
+    def __post_init__(self) -> None:
+        if self.tokens_per_second is not None and not 0 < self.tokens_per_second < math.inf:
+            raise InputError(f"--tokens_per_second={self.tokens_per_second} must be above 0.")
+        if self.measure and self.tokens_per_second is not None:
+            raise InputError("--measure and --tokens_per_second exclude each other: give one of them.")
+
+
+def run(args: Sequence[str]) -> None:
+    """Run `linrope plan` with the command line `args`."""
+    cli = ConfigCLI("plan", args, PlanOptions)
+    config, options = cli.config_init, cli.options
+    memory = None if options.memory is None else parse_bytes(options.memory)
     if config.segment_length is not None:
         require_segments(shapes_only(config.model), config.segment_length)
     setting = planned(config)
-    rate = wanted.tokens_per_second
-    if wanted.measure:
+    rate = options.tokens_per_second
+    if options.measure:
         rate = measure_rate(setting) * setting.devices
         if setting.devices > 1:
             cli.console.print(f"measured on one device, and counted {setting.devices} times")
@@ -32,7 +53,7 @@ def plan(args: Sequence[str]) -> None:
 
 
 def planned(config: Namespace) -> Setting:
-    """What a run's costs follow from, of its configuration."""
+    """The part of a run's configuration that its costs depend on."""
     data, trainer = config.data, config.trainer
     gpu = trainer.accelerator in ("gpu", "cuda") or (trainer.accelerator == "auto" and torch.cuda.is_available())
     devices = _n_devices(trainer.devices, gpu) * trainer.num_nodes
@@ -45,7 +66,7 @@ def planned(config: Namespace) -> Setting:
         devices=devices,
         max_steps=trainer.max_steps,
         segment_length=config.segment_length,
-        document_mask=data.documents == "apart",
+        document_mask=data.document_mask,
         precision=str(trainer.precision or "32-true"),
         averaged=config.run.ema_decay is not None,
         device="cuda" if gpu else "cpu",
@@ -53,7 +74,7 @@ def planned(config: Namespace) -> Setting:
 
 
 def _n_devices(devices: int | str | list[int], gpu: bool) -> int:
-    """How many a run would have; where it takes all there are, those of this machine."""
+    """Number of devices of a run; "auto" counts those of this machine."""
     if isinstance(devices, list):
         return len(devices)
     if str(devices).isdecimal():

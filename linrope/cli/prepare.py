@@ -1,4 +1,4 @@
-"""`linrope prepare`: tokenizes text once, behind a progress bar, and says what came of it."""
+"""`linrope prepare`: tokenize text once, and print what the folder holds."""
 
 from __future__ import annotations
 
@@ -7,33 +7,29 @@ from collections.abc import Sequence
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn
 from rich.table import Table
 
-from linrope.cli.parser import PlainParser
-from linrope.data.prepare.preparation import Manifest, PrepareConfig, document_sizes
-from linrope.data.prepare.preparation import prepare as prepare_corpus
+from linrope.cli.parser import parse_command
+from linrope.data.prepare.config import PrepareConfig
+from linrope.data.prepare.manifest import Manifest, document_sizes
+from linrope.data.prepare.preparation import prepare
+from linrope.utils.terminal import progress_bar
 
 BAR = 40
-"""Characters of the longest bar of the histogram."""
+"""Characters of the histogram's longest bar."""
 
 
-def run_prepare(args: Sequence[str], description: str) -> None:
-    """Runs `linrope prepare` with the command line `args`."""
-    usage = "linrope prepare --path FILE|FOLDER|GLOB --output FOLDER [options]"
-    parser = PlainParser(prog="linrope prepare", usage=usage, description=description, allow_abbrev=False)
-    parser.add_class_arguments(PrepareConfig)
-    flag = next(action for action in parser._actions if action.dest == "skip_bad_lines")
-    flag.nargs, flag.const = "?", True  # its name alone will do
-    config = PrepareConfig(**vars(parser.parse_args(args)))
+def run(args: Sequence[str]) -> None:
+    """Run `linrope prepare` with the command line `args`."""
+    config = parse_command("prepare", PrepareConfig, args, "--path FILE|FOLDER|GLOB --output FOLDER [options]")
     console = Console(highlight=False)
-    columns = TextColumn("reading"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
     try:
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("", total=None)
-            manifest = prepare_corpus(config, lambda done, total: bar.update(task, completed=done, total=total))
+        with progress_bar(console, BarColumn(), DownloadColumn(), TimeRemainingColumn()) as bar:
+            task = bar.add_task("reading", total=None)
+            manifest = prepare(config, lambda done, total: bar.update(task, completed=done, total=total))
     except KeyboardInterrupt:
-        console.print("stopped: the same line goes on from here.")
+        console.print("stopped: run the same command again to continue.")
         raise
     console.print(_summary(manifest))
     console.print(_histogram(document_sizes(config.output)))
@@ -51,7 +47,7 @@ def _summary(manifest: Manifest) -> Table:
 
 
 def _rows(manifest: Manifest) -> list[tuple[str, str]]:
-    left_out = {
+    skipped = {
         "files (binary, empty or unreadable)": manifest.n_skipped_files,
         "bad lines": manifest.n_skipped_lines,
         "documents without a token": manifest.n_empty,
@@ -60,15 +56,15 @@ def _rows(manifest: Manifest) -> list[tuple[str, str]]:
         ("corpus", manifest.origin),
         ("tokenizer", f"{manifest.tokenizer}, {manifest.vocab_size:,} tokens"),
         ("documents", f"{manifest.n_documents:,}"),
-        ("tokens", f"{manifest.n_tokens:,}, and a separator after each document"),
+        ("tokens", f"{manifest.n_tokens:,}, plus a separator after each document"),
         ("bytes per token", f"{manifest.n_bytes / manifest.n_tokens:.3f} ({manifest.n_bytes:,} bytes of text)"),
-        *(("left out", f"{n:,} {what}") for what, n in left_out.items() if n),
+        *(("skipped", f"{n:,} {what}") for what, n in skipped.items() if n),
     ]
 
 
 def _histogram(sizes: np.ndarray) -> Table:
-    """How many documents have 1, 2 … 3, 4 … 7, 8 … 15, … tokens."""
-    powers = np.frexp(sizes)[1] - 1  # of the largest power of two that is no more
+    """The number of documents with 1, 2 … 3, 4 … 7, 8 … 15, … tokens."""
+    powers = np.frexp(sizes)[1] - 1  # floor(log2(size))
     counts = np.bincount(powers)
     table = Table.grid(padding=(0, 2))
     table.add_column(justify="right")
@@ -80,8 +76,3 @@ def _histogram(sizes: np.ndarray) -> Table:
         bar = "█" * -(-BAR * int(counts[power]) // int(counts.max()))
         table.add_row(f"{lowest:,}" if power == 0 else f"{lowest:,} … {highest:,}", f"{counts[power]:,}", bar)
     return table
-
-
-def prepare(args: Sequence[str]) -> None:
-    """Tokenize text once, into a folder to train from."""
-    run_prepare(args, prepare.__doc__)

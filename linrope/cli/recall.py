@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jsonargparse import ArgumentParser
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn
 
-from linrope.cli.device import _pick_device
-from linrope.cli.output import _command_line
-from linrope.cli.parser import PlainParser
+from linrope.cli.device import pick_device
+from linrope.cli.output import command_line
+from linrope.cli.parser import parse_command
 from linrope.data.corpus.files import find_sources
 from linrope.data.corpus.splits import split_corpus
 from linrope.data.synthetic.copying import Induction
@@ -24,16 +23,17 @@ from linrope.evaluation.recall_map import recall_by_depth, require_cases, table_
 from linrope.evaluation.recall_map import write as write_recall
 from linrope.evaluation.reports import make_folder, name_of, print_written
 from linrope.models.language_model import LanguageModel
+from linrope.utils.terminal import progress_bar
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecallConfig:
-    """Which model is asked what."""
+    """The model and the task."""
 
     ckpt_path: str
     """Checkpoint file, or a folder that save_pretrained wrote."""
     task: Literal["passkey", "induction"] = "passkey"
-    """passkey: five digits told in real text; induction: which token followed a mark, in random tokens."""
+    """passkey: five digits stated in real text; induction: which token followed a mark, in random tokens."""
     lengths: list[int]
     depths: list[int]
     rows: int = 20
@@ -41,19 +41,19 @@ class RecallConfig:
     text: str | None = None
     """Text around pass keys: a file, a folder or a glob; null is the built-in corpus."""
     fractions: list[float] = field(default_factory=lambda: [0.9, 0.05, 0.05])
-    """Shares of the text for train, val and test, of which val is used: give those the model was trained with."""
+    """Fractions of the text for train, val and test; val is used. Give those of the model's training."""
     seed: int = 0
-    """Names the rows."""
+    """Seed of the rows."""
     report: str | None = None
     """Folder for the table as CSV and JSON and, with matplotlib, a heat map."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; auto takes a CUDA GPU if there is one."""
 
     def make_task(self, vocab_size: int) -> Task:
-        """The task, for a model of so many tokens.
+        """The task, for a model of `vocab_size` tokens.
 
         Raises:
-            InputError: a model that does not read bytes, for pass keys.
+            InputError: pass keys, and the model does not read bytes.
         """
         if self.task == "induction":
             return Induction(vocab_size)
@@ -64,39 +64,36 @@ class RecallConfig:
         return Passkey(split_corpus(find_sources(self.text), self.fractions)["val"])
 
 
-def add_case_options(parser: ArgumentParser) -> None:
-    """The lengths and depths of `RecallConfig`, as numbers one after the other."""
-    parser.add_argument(
-        "--lengths", nargs="+", type=int, default=[256, 512, 1024, 2048, 4096], help="Tokens of the rows."
-    )
-    parser.add_argument(
-        "--depths",
-        nargs="+",
-        type=int,
-        default=[0, 25, 50, 75, 100],
-        help="Where it is told, in percent of the row: 0 at its start, 100 right before it is asked.",
-    )
+LENGTHS = {
+    "nargs": "+",
+    "type": int,
+    "default": [256, 512, 1024, 2048, 4096],
+    "help": "Tokens of the rows.",
+}
+
+DEPTHS = {
+    "nargs": "+",
+    "type": int,
+    "default": [0, 25, 50, 75, 100],
+    "help": "Where the answer is stated, in percent of the row: 0 at its start, 100 right before the question.",
+}
 
 
-def recall(args: Sequence[str]) -> None:
-    """Measure what a model recalls, by length and depth: a pass key in text, or an induction step."""
-    parser = PlainParser(prog="linrope recall", usage="linrope recall --ckpt_path FILE [--lengths N N ...] [options]")
-    parser.description, parser.allow_abbrev = recall.__doc__, False
-    parser.add_class_arguments(RecallConfig, skip={"lengths", "depths"})
-    add_case_options(parser)
-    config = RecallConfig(**vars(parser.parse_args(args)))
+def run(args: Sequence[str]) -> None:
+    """Run `linrope recall` with the command line `args`."""
+    usage = "--ckpt_path FILE [--lengths N N ...] [options]"
+    config = parse_command("recall", RecallConfig, args, usage, lengths=LENGTHS, depths=DEPTHS)
     console = Console(highlight=False)
     folder = None if config.report is None else make_folder("--report", config.report)
-    model = LanguageModel.from_pretrained(config.ckpt_path).to(_pick_device(config.device)).eval()
+    model = LanguageModel.from_pretrained(config.ckpt_path).to(pick_device(config.device)).eval()
     task = config.make_task(model.config.vocab_size)
     require_cases(task, config.lengths, config.depths, config.rows)
-    bar = Progress(TextColumn("asking"), BarColumn(), console=console, transient=True, disable=not console.is_terminal)
-    with bar:
-        number = bar.add_task("", total=len(config.lengths) * len(config.depths))
+    with progress_bar(console, BarColumn()) as bar:
+        number = bar.add_task("asking", total=len(config.lengths) * len(config.depths))
         cases = config.lengths, config.depths, config.rows, config.seed
         found = list(recall_by_depth(model, task, *cases, tick=lambda: bar.advance(number)))
     title = f"{config.task}: rows answered, {name_of(config.ckpt_path)}"
     console.print(table_of(found, title))
     if folder is not None:
-        details = {"command": _command_line("recall", args)}
+        details = {"command": command_line("recall", args)}
         print_written(console, write_recall(folder, found, details, title))

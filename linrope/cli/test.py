@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from linrope.cli.training import TrainingCLI
+from linrope.cli.training import CheckpointOptions, TrainingCLI
 
 
-def test(args: Sequence[str]) -> None:
-    """Measure a checkpoint on the test split."""
-    cli = TrainingCLI("test", args, test.__doc__)
-    cli.trainer.test(cli.model, cli.datamodule, ckpt_path=cli.ckpt_path, verbose=False, weights_only=True)
+def run(args: Sequence[str]) -> None:
+    """Run `linrope test` with the command line `args`."""
+    TrainingCLI("test", args, CheckpointOptions).run(verbose=False)

@@ -3,37 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from linrope.cli.output import _command_line
-from linrope.cli.training import TrainingCLI
+from linrope.cli.output import command_line
+from linrope.cli.training import CheckpointOptions, TrainingCLI
+from linrope.data.tokenizers.base import Tokenizer
+from linrope.errors import InputError
 from linrope.evaluation.length_report import read_lengths
 from linrope.evaluation.length_report import show as show_lengths
 from linrope.evaluation.length_report import write as write_lengths
 from linrope.evaluation.reports import make_folder, name_of, print_written
-from linrope.evaluation.row_lengths import LengthReading
+from linrope.evaluation.row_lengths import Excerpt, LengthReading, excerpt_for, parse_lengths
 
 
-def validate(args: Sequence[str]) -> None:
-    """Measure a checkpoint on the validation split: by position in the row, and in longer rows (--lengths)."""
-    cli = TrainingCLI("validate", args, validate.__doc__)
-    data, checkpoint = cli.datamodule, cli.checkpoint_given
-    if cli.report.report is not None or cli.report.lengths:  # now, so that a mistake costs no validation
+@dataclass(frozen=True, kw_only=True)
+class ValidateOptions(CheckpointOptions):
+    """The checkpoint, rows longer than data.context, and files for the results."""
+
+    lengths: list[str] | None = None
+    report: str | None = None
+    """Folder for the tables as CSV and JSON and, with matplotlib, a picture."""
+    report_tokens: int = 262_144
+    """Tokens of text that --lengths reads; at least the longest length."""
+
+    def __post_init__(self) -> None:
+        if self.report_tokens < 1:
+            raise InputError(f"--report_tokens={self.report_tokens} must be 1 or more.")
+
+    def require_bytes(self, tokenizer: Tokenizer | None) -> None:
+        """Raise InputError if a report is asked for and the tokens' bytes are unknown."""
+        if tokenizer is None:
+            option = "--lengths" if self.lengths else "--report"
+            raise InputError(
+                f"{option} counts bits per byte, and how many bytes tokens stand for is unknown: set data.tokenizer."
+            )
+
+
+LENGTHS = {
+    "nargs": "+",
+    "type": str,
+    "default": None,
+    "help": "Measure rows of these lengths too, at the beginning of the validation split: in tokens, or as multiples "
+    "of data.context: 1x 4x 16x 64x. Rows are read in segments, so any length fits in memory.",
+}
+
+
+def run(args: Sequence[str]) -> None:
+    """Run `linrope validate` with the command line `args`."""
+    cli = TrainingCLI("validate", args, ValidateOptions, lengths=LENGTHS)
+    data, options = cli.datamodule, cli.options
+    if options.report is not None or options.lengths:  # checked before the validation, which takes long
         data.open()
-        cli.report.require_bytes(data.tokenizer)
-    folder = None if cli.report.report is None else make_folder("--report", cli.report.report)
-    if cli.report.lengths:
-        corpus = data.open()["val"]
-        lengths, text = cli.report.text_of(corpus, data.context, data.documents, cli.trainer.world_size)
-    cli.trainer.validate(cli.model, data, ckpt_path=cli.ckpt_path, verbose=False, weights_only=True)
+        options.require_bytes(data.tokenizer)
+    folder = None if options.report is None else make_folder("--report", options.report)
+    excerpt, lengths = _excerpt(cli) if options.lengths else (None, [])
+    cli.run(verbose=False)
     if not cli.trainer.is_global_zero:
         return
     readings = [LengthReading.of_rows(data.context, cli.model.loss_by_position)]
-    if cli.report.lengths:
+    if excerpt is not None:
         with cli.trainer.precision_plugin.val_step_context():
             model = cli.model.model.to(cli.trainer.strategy.root_device)
-            readings = read_lengths(cli.console, model, text, lengths, data.context)
-    show_lengths(cli.console, readings, data.context, at_lengths=bool(cli.report.lengths))
+            readings = read_lengths(cli.console, model, excerpt, lengths, data.context)
+    show_lengths(cli.console, readings, data.context, at_lengths=excerpt is not None)
     if folder is not None:
-        details = {"command": _command_line("validate", args), "checkpoint": checkpoint, "context": data.context}
-        written = write_lengths(folder, readings, details, f"{name_of(checkpoint)}, trained at {data.context:,}")
+        details = {"command": command_line("validate", args), "checkpoint": cli.checkpoint, "context": data.context}
+        written = write_lengths(folder, readings, details, f"{name_of(cli.checkpoint)}, trained at {data.context:,}")
         print_written(cli.console, written)
+
+
+def _excerpt(cli: TrainingCLI) -> tuple[Excerpt, list[int]]:
+    """The text that --lengths reads, and the lengths in tokens.
+
+    Raises:
+        InputError: lengths that cannot be read, or several devices.
+    """
+    data = cli.datamodule
+    lengths = parse_lengths(cli.options.lengths, data.context)
+    if cli.trainer.world_size > 1:
+        raise InputError(f"--lengths reads on one device, not on {cli.trainer.world_size}: set trainer.devices=1.")
+    return excerpt_for(data.open()["val"], lengths, cli.options.report_tokens, data.document_mask), lengths

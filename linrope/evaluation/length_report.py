@@ -1,4 +1,4 @@
-"""What a longer context buys: bits per byte by position in the row, and of the same text in rows of other lengths."""
+"""Report of `linrope validate`: bits per byte by position in the row, and of the same text in rows of other lengths."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from linrope.evaluation.loss_by_position import LossByPosition
 from linrope.evaluation.reports import write_csv, write_json, write_picture
 from linrope.evaluation.row_lengths import Excerpt, LengthReading, read_at_lengths
 from linrope.models.language_model import LanguageModel
@@ -22,16 +21,16 @@ if TYPE_CHECKING:
 def read_lengths(
     console: Console, model: LanguageModel, text: Excerpt, lengths: list[int], context: int
 ) -> list[LengthReading]:
-    """A text in rows of each length, with a bar in a terminal."""
+    """Read a text in rows of each length, with a progress bar."""
     with progress_bar(console) as bar:
         task = bar.add_task("reading rows of each length", total=len(lengths) * (len(text.tokens) - 1))
         return list(read_at_lengths(model.eval(), text, lengths, context, lambda n: bar.advance(task, n)))
 
 
 def show(console: Console, readings: list[LengthReading], context: int, at_lengths: bool) -> None:
-    """The tables: by length where more than the validation's own rows were read, and by position."""
+    """Print the tables: by length if there are several (`at_lengths`), and by position."""
     if not readings[0].by_position.buckets():
-        console.print("how many bytes tokens stand for is unknown: set data.tokenizer to see bits per byte by position")
+        console.print("the tokens' byte counts are unknown: set data.tokenizer to see bits per byte by position")
         return
     if at_lengths:
         console.print(_by_length(readings, context))
@@ -39,7 +38,7 @@ def show(console: Console, readings: list[LengthReading], context: int, at_lengt
 
 
 def _by_length(readings: list[LengthReading], context: int) -> Table:
-    """The last column compares tokens in the later half of either row, where none has just begun: what is left there is
+    """The last column compares tokens that are in the later half of both rows, where no row has just begun: it shows
     what the past beyond the shortest rows is worth."""
     table = new_table(f"the same text in rows of other lengths (data.context={context:,} is 1×)", "length", "×")
     for column in ("rows", "bits per byte", "against the shortest", "in later halves"):
@@ -64,7 +63,8 @@ def _by_position(readings: list[LengthReading]) -> Table:
 
 
 def write(folder: Path, readings: list[LengthReading], details: dict[str, Any], title: str) -> list[Path]:
-    """`lengths.csv` with a row for each length, `positions.csv` with one for each bucket, `lengths.json`, `.png`."""
+    """Write `lengths.csv` (a row a length), `positions.csv` (a row a bucket), both in `lengths.json`, and the pictures
+    `positions.png` and, for several lengths, `lengths.png`."""
     by_length = [
         {
             "length": reading.length,
@@ -87,56 +87,58 @@ def write(folder: Path, readings: list[LengthReading], details: dict[str, Any], 
         write_csv(folder / "lengths.csv", by_length),
         write_csv(folder / "positions.csv", by_position),
         write_json(folder / "lengths.json", contents),
-        *write_picture(folder / "lengths.png", lambda: figure_of(readings, title)),
+        *(write_picture(folder / "lengths.png", lambda: lengths_figure(by_length, title)) if len(readings) > 1 else []),
+        *write_picture(folder / "positions.png", lambda: positions_figure(by_position, title)),
     ]
 
 
-def figure_of(readings: list[LengthReading], title: str) -> Figure:
-    """Bits per byte by position in the shortest rows and, where there are others: against the rows' length, and what
-    each position of longer rows has less or more than the same text has in the shortest."""
-    from matplotlib.figure import Figure
-
-    several = len(readings) > 1
-    figure = Figure(figsize=(13 if several else 6, 4), layout="constrained")
-    all_axes = figure.subplots(1, 3 if several else 1, squeeze=False)[0]
-    shortest = readings[0]
-    _curve(all_axes[-1 - several], shortest.by_position, [b.bits_per_byte for b in shortest.by_position.buckets()], "")
-    all_axes[-1 - several].set_ylabel(f"bits per byte in rows of {shortest.length:,}, by position")
-    if several:
-        _draw_lengths(all_axes[0], readings)
-        for number, reading in enumerate(readings[1:], start=1):
-            pairs = zip(reading.by_position.buckets(), reading.shortest.buckets())
-            changes = [bucket.bits_per_byte - same.bits_per_byte for bucket, same in pairs]
-            label = f"{reading.length:,} ({reading.rows})"
-            _curve(all_axes[2], reading.by_position, changes, label, color=f"C{number}")
-        all_axes[2].axhline(0, color="black", linewidth=0.8)
-        all_axes[2].set_ylabel(f"change against rows of {shortest.length:,}")
-        all_axes[2].legend(title="rows of (how many)", fontsize="small")
-    figure.suptitle(title, fontsize="medium")
+def lengths_figure(by_length: list[dict[str, Any]], title: str) -> Figure:
+    """Bits per byte of the same text by the length of its rows, from the rows of `lengths.csv`."""
+    figure, axes = _figure(f"{title}\nbits per byte of the same text, by the length of its rows")
+    lengths = [row["length"] for row in by_length]
+    axes.plot(lengths, [row["bits_per_byte"] for row in by_length], marker="o")
+    axes.set_xticks(lengths, [f"{row['length']:,}\n{row['multiple']:g}×" for row in by_length])
+    axes.set_xlabel("length of the rows (tokens, and multiples of data.context)")
+    axes.set_ylabel("bits per byte")
+    low, high = axes.get_ylim()
+    if high - low < 0.1:  # a flat line looks flat
+        axes.set_ylim((low + high) / 2 - 0.05, (low + high) / 2 + 0.05)
     return figure
 
 
-def _draw_lengths(axes: Axes, readings: list[LengthReading]) -> None:
-    lengths = [reading.length for reading in readings]
-    axes.plot(lengths, [reading.by_position.bits_per_byte for reading in readings], marker="o", color="black")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [f"{reading.length:,}\n{reading.multiple:g}×" for reading in readings], fontsize=7)
-    axes.set_xlabel("length of the rows (tokens)")
-    axes.set_ylabel("bits per byte, whole rows")
-    low, high = axes.get_ylim()
-    if high - low < 0.1:  # a flat line is to look flat
-        axes.set_ylim((low + high) / 2 - 0.05, (low + high) / 2 + 0.05)
-    axes.grid(alpha=0.3)
+MOST_LINES = 6
+"""Lines of a picture; of more lengths the longest are drawn."""
 
 
-def _curve(axes: Axes, positions: LossByPosition, values: list[float], label: str, color: str = "C0") -> None:
-    """Values of the buckets of positions, at their middles."""
-    from matplotlib.ticker import FuncFormatter
+def positions_figure(by_position: list[dict[str, Any]], title: str) -> Figure:
+    """Bits per byte by position in the row, from the rows of `positions.csv`.
 
-    middles = [(bucket.first * bucket.last) ** 0.5 for bucket in positions.buckets()]
-    axes.plot(middles, values, marker=".", label=label, linewidth=1.2, color=color)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda position, _: f"{position:,.0f}"))
-    axes.tick_params(axis="x", labelsize=7)
+    For several lengths: the difference to the same tokens in the shortest rows, one line for each longer length.
+    """
+    shortest, *longer = sorted({row["length"] for row in by_position})
+    said = f"change against rows of {shortest:,}" if longer else f"rows of {shortest:,}"
+    figure, axes = _figure(f"{title}\nbits per byte by position, {said}")
+    for length in longer[-MOST_LINES:] or [shortest]:
+        buckets = [row for row in by_position if row["length"] == length]
+        middles = [(bucket["first"] * bucket["last"]) ** 0.5 for bucket in buckets]
+        base = [bucket["in_rows_of_the_shortest"] if longer else 0 for bucket in buckets]
+        values = [bucket["bits_per_byte"] - start for bucket, start in zip(buckets, base, strict=True)]
+        axes.plot(middles, values, marker=".", label=f"{length:,}")
+    if longer:
+        axes.axhline(0, color="black", linewidth=0.8)
+        axes.legend(title="rows of")
+    axes.xaxis.set_major_formatter(lambda position, _: f"{position:,.0f}")
     axes.set_xlabel("position in the row (tokens)")
+    axes.set_ylabel("change in bits per byte" if longer else "bits per byte")
+    return figure
+
+
+def _figure(title: str) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    figure.suptitle(title, fontsize="medium")
+    axes = figure.subplots()
+    axes.set_xscale("log", base=2)
     axes.grid(alpha=0.3)
+    return figure, axes

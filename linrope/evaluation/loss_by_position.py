@@ -11,15 +11,15 @@ from linrope.data.tokenizers.bytes import bytes_of
 from linrope.losses import IGNORE, bits_per_byte
 
 FIRST_BUCKET = 16
-"""Positions are counted in buckets: the first 16, the next 16, then each bucket twice as long as the one before."""
+"""Positions in the first bucket, and in the second; each further bucket is twice as long as the one before."""
 
 
-N_BUCKETS = 48  # rows of 10¹⁵ tokens
+N_BUCKETS = 48  # enough for rows of 10¹⁵ tokens
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Positions `first` … `last` of rows, counted from 1, and what their targets cost."""
+    """Positions `first` … `last` of rows, counted from 1, and the loss of their targets."""
 
     first: int
     last: int
@@ -32,7 +32,7 @@ class LossByPosition:
 
     Attributes:
         sums: (N_BUCKETS, 3) float64: nats, bytes and targets.
-        longest: positions seen.
+        longest: length of the longest row.
     """
 
     def __init__(self) -> None:
@@ -40,11 +40,17 @@ class LossByPosition:
         self.longest = 0
 
     def add(self, losses: Tensor, targets: Tensor, n_bytes: Tensor | None = None) -> None:
-        """Losses in nats of targets, and how many bytes each stands for, all (B, T); None where they are bytes."""
+        """Add losses in nats, targets and the targets' byte counts (None if tokens are bytes), all (B, T)."""
         n_bytes, asked = bytes_of(targets, n_bytes), targets != IGNORE
-        of_position = torch.stack([losses.sum(0).cpu(), n_bytes.sum(0).cpu(), asked.sum(0).cpu()], dim=1)
-        self.sums.index_add_(0, bucket_of(torch.arange(targets.shape[1])), of_position.double())
+        sums = torch.stack([losses.sum(0).cpu(), n_bytes.sum(0).cpu(), asked.sum(0).cpu()], dim=1)
+        self.sums.index_add_(0, bucket_of(torch.arange(targets.shape[1])), sums.double())
         self.longest = max(self.longest, targets.shape[1])
+
+    def __add__(self, other: LossByPosition) -> LossByPosition:
+        """The losses of both, for example of two ranks."""
+        both = LossByPosition()
+        both.sums, both.longest = self.sums + other.sums, max(self.longest, other.longest)
+        return both
 
     @property
     def totals(self) -> Tensor:
@@ -57,7 +63,7 @@ class LossByPosition:
         return bits_per_byte(nats, n_bytes)
 
     def buckets(self) -> list[Bucket]:
-        """Those that hold a byte, in order."""
+        """The buckets with at least one byte, in order."""
         found, first = [], 0
         for number, (nats, n_bytes, tokens) in enumerate(self.sums.tolist()):
             last = FIRST_BUCKET << number

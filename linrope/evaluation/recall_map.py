@@ -1,4 +1,4 @@
-"""What a model recalls by the length of a row and the depth at which it was told: a table, and a heat map."""
+"""Recall by row length and by depth, the place of the information in the row: a table and a heat map."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from linrope.data.synthetic.task import Task
 from linrope.errors import InputError
 from linrope.evaluation.reports import write_csv, write_json, write_picture
-from linrope.evaluation.row_lengths import piece_logits
+from linrope.evaluation.row_lengths import segment_logits
 from linrope.losses import IGNORE
 from linrope.models.language_model import LanguageModel
 from linrope.utils.terminal import new_table
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 
 _MAP = 4
-"""What a seed's first number is for: `linrope.data.synthetic.batches` has those below."""
+"""First number of the seeds of recall maps; `linrope.data.synthetic.batches` uses the smaller ones."""
 
 
 @dataclass(frozen=True)
 class Recalled:
-    """One case: shares of its rows, answered whole, and of its questions, each of one token."""
+    """One length and depth: the share of rows with all answers right, and the share of tokens of answers."""
 
     length: int
     depth: int
-    """In percent of the row: 0 is told at its start, 100 right before it is asked."""
+    """Place of the information, in percent of the row: 0 at its start, 100 right before the question."""
     rows: int
     answered: float
     tokens_right: float
@@ -48,12 +48,12 @@ def recall_by_depth(
     seed: int = 0,
     tick: Callable[[], None] = lambda: None,
 ) -> Iterator[Recalled]:
-    """What the model recalls in `n_rows` rows of each length and depth; `tick` is called after each case.
+    """Measure the recall in `n_rows` rows of each length and depth; `tick` is called after each of these cases.
 
-    Rows are read in pieces, the state going on, so that memory does not grow with the length.
+    Rows are read in segments, so with linear attention memory does not grow with the length.
 
     Raises:
-        InputError: rows that the task cannot make, all before the first is read.
+        InputError: the task cannot make such rows; raised before the first row is read.
     """
     require_cases(task, lengths, depths, n_rows)
     for length in lengths:
@@ -66,9 +66,9 @@ def recall_by_depth(
 
 
 def require_cases(task: Task, lengths: Sequence[int], depths: Sequence[int], n_rows: int) -> None:
-    """Raise InputError unless there are rows of each length and depth."""
+    """Raise InputError unless the task can make rows of each length and depth."""
     if n_rows < 1 or not lengths or not depths:
-        raise InputError(f"--rows={n_rows}, --lengths={list(lengths)}, --depths={list(depths)}: give one at least.")
+        raise InputError(f"--rows={n_rows}, --lengths={list(lengths)}, --depths={list(depths)}: give at least one.")
     for length in lengths:
         for depth in depths:
             task.require((length, depth))
@@ -76,15 +76,15 @@ def require_cases(task: Task, lengths: Sequence[int], depths: Sequence[int], n_r
 
 @torch.inference_mode()
 def answers(model: LanguageModel, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Where in rows (B, T) the target is the likeliest token: booleans (B, T)."""
+    """Booleans (B, T): whether the likeliest token is the target."""
     right = torch.zeros_like(targets, dtype=torch.bool)
-    for rows, places, logits in piece_logits(model, inputs):
-        right[rows, places] = logits.argmax(-1).cpu() == targets[rows, places]
+    for rows, positions, logits in segment_logits(model, inputs):
+        right[rows, positions] = logits.argmax(-1).cpu() == targets[rows, positions]
     return right
 
 
 def table_of(found: Sequence[Recalled], title: str) -> Table:
-    """Depths down, lengths across, shares of rows answered."""
+    """The shares of rows answered, with a row for each depth and a column for each length."""
     lengths = sorted({case.length for case in found})
     table = new_table(title, "depth", *(f"{length:,}" for length in lengths))
     for depth in sorted({case.depth for case in found}):
@@ -94,7 +94,7 @@ def table_of(found: Sequence[Recalled], title: str) -> Table:
 
 
 def write(folder: Path, found: Sequence[Recalled], details: dict[str, Any], title: str) -> list[Path]:
-    """`recall.csv`, `recall.json` with the details, and the heat map `recall.png`."""
+    """Write `recall.csv`, `recall.json` with the details, and the heat map `recall.png`."""
     rows = [asdict(case) for case in found]
     return [
         write_csv(folder / "recall.csv", rows),
@@ -104,7 +104,7 @@ def write(folder: Path, found: Sequence[Recalled], details: dict[str, Any], titl
 
 
 def figure_of(found: Sequence[Recalled], title: str, trained_to: int | None = None) -> Figure:
-    """The heat map; a line marks the longest row of training where it is known."""
+    """The heat map. A line marks the longest row of training, if known."""
     from matplotlib.figure import Figure
 
     lengths, depths = sorted({case.length for case in found}), sorted({case.depth for case in found})
@@ -118,7 +118,7 @@ def figure_of(found: Sequence[Recalled], title: str, trained_to: int | None = No
             axes.text(column, row, f"{shares[depth, length]:.0f}", ha="center", va="center", fontsize=8)
     if trained_to is not None and lengths[0] <= trained_to < lengths[-1]:
         axes.axvline(sum(length <= trained_to for length in lengths) - 0.5, color="black", linestyle="--")
-        axes.set_xlabel("length of the row (tokens); trained left of the dashes")
+        axes.set_xlabel("length of the row (tokens); trained to the left of the dashes")
     else:
         axes.set_xlabel("length of the row (tokens)")
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])

@@ -1,7 +1,7 @@
-"""Losses of text read in rows of any length, and where in a row they fall.
+"""Losses of the same text in rows of several lengths.
 
-Rows are read piece by piece, the model's state going on from one to the next, so that memory depends on the length only
-as the state does: with linear attention not at all.
+Long rows are read in segments, and the model's state passes from one to the next. So with linear attention memory does
+not grow with the length.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linrope.data.batches.windows import document_numbers
+from linrope.data.batches.windows import segment_ids_of
 from linrope.data.corpus.sequences import TokenSequence
 from linrope.data.tokenizers.bytes import bytes_of
 from linrope.errors import InputError
@@ -22,11 +22,11 @@ from linrope.losses import bits_per_byte, token_losses
 from linrope.models.language_model import LanguageModel
 
 SEGMENT = 4096
-"""Long rows are read in pieces of so many tokens, short rows so many together that they hold twice as many."""
+"""Tokens of a segment of long rows. Short rows are batched up to twice as many tokens."""
 
 
-def in_pieces(rows: Tensor) -> Iterator[tuple[slice, slice]]:
-    """How to read rows (B, T) that may be long: some of them at a time, each from its first piece to its last."""
+def _segments(rows: Tensor) -> Iterator[tuple[slice, slice]]:
+    """(rows, positions) of the segments of rows (B, T): some rows at a time, each from its first segment on."""
     n_rows, length = rows.shape
     at_once = max(1, 2 * SEGMENT // length)
     for first in range(0, n_rows, at_once):
@@ -35,65 +35,65 @@ def in_pieces(rows: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 @torch.no_grad()
-def piece_logits(
+def segment_logits(
     model: LanguageModel, rows: Tensor, segment_ids: Tensor | None = None
 ) -> Iterator[tuple[slice, slice, Tensor]]:
-    """(rows, places, logits of them) for each piece of rows (B, T), on the model's device.
+    """(rows, positions, their logits) for each segment of rows (B, T), on the model's device.
 
     With `segment_ids` (B, T) each run of equal numbers is a document that is read by itself.
     """
     device = next(model.parameters()).device
     segment_ids = None if segment_ids is None else segment_ids.to(device)
     state = None
-    for these, places in in_pieces(rows):
-        ids = None if segment_ids is None else segment_ids[these]
-        state = state_before(places.start, ids, state if places.start else None)
-        of_piece = None if ids is None else ids[:, places]
-        logits, state = model(rows[these, places].to(device), state, of_piece, return_state=True)
-        yield these, places, logits
+    for batch, positions in _segments(rows):
+        ids = None if segment_ids is None else segment_ids[batch]
+        state = state_before(positions.start, ids, state if positions.start else None)
+        ids = None if ids is None else ids[:, positions]
+        logits, state = model(rows[batch, positions].to(device), state, ids, return_state=True)
+        yield batch, positions, logits
 
 
 def row_losses(model: LanguageModel, text: Tensor, context: int, tick: Callable[[], None] = lambda: None) -> Tensor:
-    """Nats of each token of the text (N + 1,) but its first, read in rows of `context`: float64 (N / context, context).
+    """Losses in nats, float64 (N / context, context), of a text (N + 1,) in rows of `context` tokens.
 
-    `tick` is called after each piece.
+    `tick` is called after each segment.
     """
     inputs, targets = text[:-1].view(-1, context), text[1:].view(-1, context)
     losses = torch.empty(inputs.shape, dtype=torch.float64)
-    for rows, places, logits in piece_logits(model, inputs):
-        losses[rows, places] = token_losses(logits, targets[rows, places].to(logits.device)).double().cpu()
+    for rows, positions, logits in segment_logits(model, inputs):
+        losses[rows, positions] = token_losses(logits, targets[rows, positions].to(logits.device)).double().cpu()
         tick()
     return losses
 
 
 @dataclass(frozen=True)
 class LengthReading:
-    """What a text costs when it is read in rows of one length, the model starting anew at each."""
+    """The losses of a text in rows of one length; each row starts without a past."""
 
     length: int
     multiple: float
-    """Of the length that the model was trained at."""
+    """The length as a multiple of the training length."""
     rows: int
     by_position: LossByPosition
     shortest: LossByPosition
-    """The same tokens, at the same positions of these rows, as they cost in rows of the shortest length: so that what
-    text stands where is not taken for what its position costs."""
+    """The losses of the same tokens in the shortest rows, by their positions in these rows: the comparison separates
+    the effect of a position from that of the text that happens to be there."""
     later_half: float | None = None
-    """Bits per byte of the tokens that stand in the later half of these rows, and of the shortest too."""
+    """Bits per byte of the tokens that are in the later half of these rows and of the shortest rows."""
     later_half_of_the_shortest: float | None = None
-    """Of the same tokens, in the shortest rows: what the past beyond those is worth is the difference."""
+    """Bits per byte of the same tokens in the shortest rows. The difference is the gain from the longer past."""
 
     @classmethod
     def of_rows(cls, context: int, by_position: LossByPosition) -> LengthReading:
-        """A validation in rows of the training length, each with a target at every place."""
+        """A validation in rows of the training length, with a target at every position."""
         return cls(context, 1.0, round(by_position.totals[2].item() / context), by_position, by_position)
 
 
 def parse_lengths(lengths: list[str], context: int) -> list[int]:
-    """Lengths in tokens of "4x", which is four times the context, and of numbers, sorted.
+    """Sorted lengths in tokens from texts such as "256", or "4x" for four times the context.
 
     Raises:
-        InputError: neither, or one that does not divide the longest: all are to read the same text.
+        InputError: another text, or a length that does not divide the longest, so that it cannot read the same text.
     """
     found = set()
     for text in map(str, lengths):
@@ -107,72 +107,72 @@ def parse_lengths(lengths: list[str], context: int) -> list[int]:
     for length in sorted(found):
         if longest % length:
             raise InputError(
-                f"--lengths: {length} does not divide the longest, {longest}, so they could not read the same text: "
-                "give lengths that do, 1x 4x 16x for example."
+                f"--lengths: {length} does not divide the longest, {longest}, so it cannot read the same text: give "
+                "divisors, 1x 4x 16x for example."
             )
     return sorted(found)
 
 
 @dataclass(frozen=True)
 class Excerpt:
-    """Text to read in rows of several lengths."""
+    """A text to read in rows of several lengths."""
 
     tokens: Tensor
     """int64 (N + 1,)"""
     n_bytes: Tensor | None
-    """int64 (N,), how many bytes each token but the first stands for; None where tokens are bytes."""
+    """int64 (N,), byte counts of all tokens except the first; None if tokens are bytes."""
     separator: int | None = None
-    """The token that ends a document, where each is to be read by itself."""
+    """The token that ends a document, if each document is read by itself; None otherwise."""
 
     def rows(self, length: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Inputs, targets and the targets' bytes, each (N / length, length)."""
+        """Inputs, targets and the targets' byte counts, each (N / length, length)."""
         n_bytes = None if self.n_bytes is None else self.n_bytes.view(-1, length)
         return self.tokens[:-1].view(-1, length), self.tokens[1:].view(-1, length), n_bytes
 
 
-def excerpt_for(corpus: TokenSequence, lengths: list[int], tokens: int, documents: str = "flow") -> Excerpt:
-    """The beginning of a corpus: about `tokens`, a multiple of the longest length and no less.
+def excerpt_for(corpus: TokenSequence, lengths: list[int], tokens: int, document_mask: bool = False) -> Excerpt:
+    """The beginning of a corpus: about `tokens` tokens, a multiple of the longest length.
 
     Args:
-        documents: "flow", or "apart" to read each by itself.
+        document_mask: whether tokens see their own document only.
 
     Raises:
-        InputError: there is not text enough for one row.
+        InputError: the corpus is shorter than one row.
     """
     longest = max(lengths)
     if len(corpus) <= longest:
         raise InputError(
-            f"--lengths: {longest} tokens are more than the validation split has, {len(corpus) - 1:,} with a target "
-            "each: leave the longest out, or give more text."
+            f"--lengths: {longest} tokens are more than the validation split has ({len(corpus) - 1:,} with a "
+            "target): remove the longest, or give more text."
         )
     n = min(max(tokens, longest), len(corpus) - 1) // longest * longest
-    separator = corpus.separator if documents == "apart" else None
+    separator = corpus.separator if document_mask else None
     return Excerpt(corpus.tokens(0, n + 1), corpus.text_bytes(1, n + 1), separator)
 
 
 def read_at_lengths(
     model: LanguageModel, text: Excerpt, lengths: list[int], context: int, tick: Callable[[int], None] = lambda _: None
 ) -> Iterator[LengthReading]:
-    """The same text in rows of each length, the shortest first; `tick` is told of the tokens of each piece."""
+    """Read the same text in rows of each length, the shortest first; `tick` gets the number of tokens of a segment."""
     losses = torch.empty(2, len(text.tokens) - 1)  # in rows of the shortest length, and of this one
     for number, length in enumerate(sorted(lengths)):
         inputs, targets, n_bytes = text.rows(length)
-        now = losses[1].view(-1, length)
-        ids = None if text.separator is None else document_numbers(inputs, text.separator)
-        for rows, places, logits in piece_logits(model, inputs, ids):
-            now[rows, places] = token_losses(logits, targets[rows, places].to(logits.device)).cpu()
-            tick(targets[rows, places].numel())
+        current = losses[1].view(-1, length)
+        ids = None if text.separator is None else segment_ids_of(inputs, text.separator)
+        for rows, positions, logits in segment_logits(model, inputs, ids):
+            current[rows, positions] = token_losses(logits, targets[rows, positions].to(logits.device)).cpu()
+            tick(targets[rows, positions].numel())
         if number == 0:
             losses[0] = losses[1]
         by_position, shortest = LossByPosition(), LossByPosition()
-        by_position.add(now, targets, n_bytes)
+        by_position.add(current, targets, n_bytes)
         shortest.add(losses[0].view(-1, length), targets, n_bytes)
         later = _in_later_half(targets.numel(), length) & _in_later_half(targets.numel(), min(lengths))
-        there = bytes_of(targets, n_bytes).flatten()[later].sum().item()
-        in_shortest, here = (bits_per_byte(nats, there) for nats in losses[:, later].double().sum(1).tolist())
+        later_bytes = bytes_of(targets, n_bytes).flatten()[later].sum().item()
+        in_shortest, here = (bits_per_byte(nats, later_bytes) for nats in losses[:, later].double().sum(1).tolist())
         yield LengthReading(length, length / context, len(inputs), by_position, shortest, here, in_shortest)
 
 
 def _in_later_half(n_tokens: int, length: int) -> Tensor:
-    """(n_tokens,) bool: whether a token of a text stands in the later half of a row of that length."""
+    """(n_tokens,) bool: whether a token of a text is in the later half of a row of that length."""
     return torch.arange(n_tokens) % length >= length / 2

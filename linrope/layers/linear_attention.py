@@ -1,4 +1,4 @@
-"""`LinearAttention`: linear attention with rotary positions in the numerator only, as a layer."""
+"""`LinearAttention`: linear attention with rotary positions, as a layer."""
 
 from __future__ import annotations
 
@@ -6,72 +6,49 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from linrope.errors import InputError, require_choice
 from linrope.feature_maps import MapModule, make_feature_map
-from linrope.layers.attention import _Attention, _head_dim
+from linrope.layers.attention import Attention, checked_head_dim
 from linrope.layers.forget_gate import ForgetGate
 from linrope.layers.selective_rope import SelectiveRope
-from linrope.ops.call import check_eps
-from linrope.ops.linear_attention import BACKENDS, linear_attention
-from linrope.ops.state import State
+from linrope.ops.linear_attention import linear_attention
+from linrope.ops.state import State, merge
+from linrope.ops.summarize import summarize
 from linrope.rotary import RotaryConfig, RotaryEmbedding, check_config, half_of
 
 
-def _embedding(rope: RotaryConfig | None, head_dim: int, n_features: int | None = None) -> RotaryEmbedding | None:
-    """What turns heads, or the features made of them: an odd number of those all but the last."""
-    if rope is None:
-        return None
-    if n_features is None or rope.placement == "before_map":
-        return RotaryEmbedding.from_config(head_dim, rope)
-    if rope.rotary_dim is None and n_features != head_dim:
-        rope = replace(rope, rotary_dim=half_of(head_dim) if rope.signed else n_features // 2 * 2)
-    return RotaryEmbedding.from_config(n_features, rope)
-
-
-def _signed_dim(rope: RotaryConfig | None, head_dim: int, normalize: str) -> int:
-    """How many of the first dimensions of a head skip the feature map and the denominator."""
-    if rope is None or not rope.signed:
-        return 0
-    signed = half_of(head_dim) if rope.rotary_dim is None else rope.rotary_dim
-    if normalize == "plain" and signed >= head_dim:
-        raise InputError(
-            f"rope.rotary_dim={signed} with rope.placement={rope.placement!r} leaves none of the {head_dim} dimensions "
-            "of a head to the denominator: lower rotary_dim, or set normalize='none'."
-        )
-    return signed
-
-
-class LinearAttention(_Attention):
+class LinearAttention(Attention):
     """Linear attention with rotary positions in the numerator only (RoFormer eq. 19), as a layer.
 
-    By default the plain form: q, k, v = W x, `linear_attention`, W_o. Its state does not grow with the length.
-
-    `rope.placement` says where RoPE is applied: see the table of `linrope.RotaryConfig`.
+    By default the plain form: q, k, v = W x, `linear_attention`, W_o. The size of its state does not depend on the
+    length.
 
     Args:
         d_model: width of the model.
         n_heads: number of heads H.
         head_dim: size of each head; None for d_model / n_heads.
-        rope: how queries and keys turn; None for no positions.
-        feature_map: φ, a name of `linrope.feature_maps.FEATURE_MAP_NAMES`, or a callable that keeps the head's size (a
-            module is trained and saved with the layer). "favor", "hedgehog" and "taylor" are modules made for these
-            heads; RoPE turns their features, all or all but the last.
-        temperature: learn a scale for each head inside φ: φ(e^τ x) with τ = 0 at the start, for queries and keys alike
-            (and for dimensions that skip φ).
-        normalize: "plain" divides by the denominator, "none" leaves it out (see `linear_attention`).
+        rope: how queries and keys are rotated, and in which sums (`rope.placement`, see `linrope.RotaryConfig`); None
+            for no positions.
+        feature_map: φ, a name of `linrope.feature_maps.FEATURE_MAP_NAMES`, or a callable that keeps the size of a head
+            (a module is trained and saved with the layer). "favor", "hedgehog" and "taylor" are modules made for these
+            heads; RoPE rotates their features (without the last one if their number is odd).
+        temperature: learn a scale for each head inside φ: φ(e^τ x) for queries and keys, τ = 0 at the start. It also
+            scales dimensions that skip φ.
+        normalize: "plain" divides by the denominator, "none" does not (see `linear_attention`).
         causal: see earlier tokens only; False sees all.
         short_conv: tokens seen by a depthwise causal convolution with SiLU on q, k and v (4 is usual); 0 for none.
         conv_silu: where SiLU follows that convolution: "qkv", or "v" alone, so that q and k take either sign. After
-            SiLU they are at least -0.28 and elu + 1 of them at least 0.75: no feature comes near 0.
-        forget_gate: learn a decay for each head and token, `log_decay = logsigmoid(W x + b)`, which starts slow
+            SiLU they are at least -0.28 and elu + 1 of them is at least 0.75: no feature comes close to 0.
+        forget_gate: learn a decay for each head and token, `log_decay = logsigmoid(W x + b)`. At the start it is slow
             (W = 0, b = 4: half is forgotten in 38 tokens).
-        gate_normalizer: r ≥ 1 that divides the forget gate's log decay, a number for all heads (16 in GLA, arXiv
-            2312.06635) or one for each: the larger, the longer a head remembers (see `linrope.layers.forget_gate`).
-        output_norm: RMSNorm (ε = 10⁻⁵, one weight for all heads) over each head's output, before the gate. It undoes
+        gate_normalizer: r ≥ 1 that divides the forget gate's log decay, one number (16 in GLA, arXiv 2312.06635) or one
+            for each head. With a larger r a head remembers longer (see `linrope.layers.forget_gate`).
+        output_norm: RMSNorm (ε = 10⁻⁵, one weight for all heads) over each head's output, before the gate. It cancels
             the division by the denominator, up to ε: the scale of each o_i is lost.
         output_gate: multiply the heads' output by `silu(W x)`.
         bias: whether the projections have biases.
@@ -79,8 +56,8 @@ class LinearAttention(_Attention):
         backend: see `linear_attention`.
 
     Raises:
-        InputError: sizes that do not fit, unknown names, `short_conv` or `forget_gate` with `causal=False`,
-            `rope.placement="selective"` with `causal=False`, a `rope.rotary_dim` that leaves the denominator nothing.
+        InputError: sizes that do not fit, unknown names, `short_conv`, `forget_gate` or `rope.placement="selective"`
+            with `causal=False`, a `rope.rotary_dim` that leaves no dimension to the denominator.
     """
 
     past_type = State
@@ -111,13 +88,11 @@ class LinearAttention(_Attention):
         if gate_normalizer != 1 and not forget_gate:
             raise InputError(f"gate_normalizer={gate_normalizer} divides the forget gate's log decay: set forget_gate.")
         require_choice("normalize", normalize, ("plain", "none"))
-        require_choice("backend", backend, ("auto", *BACKENDS))
-        check_eps(eps)
         check_config(rope)
         placement = None if rope is None else rope.placement
         if placement == "selective" and not causal:
             raise InputError("rope.placement='selective' sums angles along the row: it needs causal=True.")
-        head_dim = _head_dim(d_model, n_heads, head_dim)
+        head_dim = checked_head_dim(d_model, n_heads, head_dim)
         signed = _signed_dim(rope, head_dim, normalize)
         phi = make_feature_map(feature_map, n_heads, head_dim - signed)
         n_features = signed + phi.n_features if isinstance(phi, MapModule) else head_dim
@@ -134,27 +109,24 @@ class LinearAttention(_Attention):
             bias=bias,
         )
         self.feature_map = phi  # a module becomes part of this one
-        self.n_features = n_features
-        self.before_map = placement == "before_map"
-        in_both = placement == "both" and normalize == "plain"
-        self.options = {"normalize": "rotary" if in_both else normalize, "eps": eps, "backend": backend}
+        self.n_features, self.before_map = n_features, placement == "before_map"
+        denominator = "rotary" if placement == "both" and normalize == "plain" else normalize
+        self.options = {"normalize": denominator, "eps": eps, "backend": backend}
         self.watch: Callable[..., None] | None = None  # see linrope.profiling.hooks
         self.log_scale = nn.Parameter(torch.zeros(n_heads)) if temperature else None
         self.forget = ForgetGate(d_model, n_heads, gate_normalizer) if forget_gate else None
         if placement == "selective":
             self.selective = SelectiveRope(d_model, n_heads, self.rope)
 
-    def attend(self, x, q, k, v, past, segment_ids, positions):
+    def attend(self, x, q, k, v, past, segment_ids, positions, outputs):
         if self.log_scale is not None:
             scale = self.log_scale.exp()[:, None, None]
             q, k = (q * scale).to(q.dtype), (k * scale).to(k.dtype)
         if self.before_map:
-            # φ(R_i q)ᵀφ(R_j k) is no function of i - j alone: documents of a packed row each start at 0
-            where = (
-                {"positions": positions} if positions is not None else {"offset": 0 if past is None else past.length}
-            )
-            q, k = self.rope.rotate(q, **where), self.rope.rotate(k, **where)
-        rope = self.rope if self.selective is None else self.selective.at_rest
+            # φ(R_i q)ᵀφ(R_j k) is not a function of i - j alone: documents of a packed row each start at 0
+            at = {"offset": 0 if past is None else past.length} if positions is None else {"positions": positions}
+            q, k = self.rope.rotate(q, **at), self.rope.rotate(k, **at)
+        rope = self.rope if self.selective is None else self.selective.identity
         options = {
             "rope": None if self.before_map else rope,
             "log_decay": None if self.forget is None else self.forget(x),
@@ -165,16 +137,48 @@ class LinearAttention(_Attention):
             **self.options,
         }
         dtype = v.dtype
-        # turned by the input: rounded, the gradients of q and k would not cancel where those of angles do
+        # selective q and k keep float32: gradients of angles are differences, which rounding would spoil
         with nullcontext() if self.selective is None else torch.autocast(q.device.type, enabled=False):
             v = v.to(q.dtype)
+            if not outputs:
+                return None, self._advanced(k, v, options)
             o, final = linear_attention(q, k, v, **options, return_state=True)
         if self.watch is not None:
             self.watch(q, k, v, options, o, final)
         return o.to(dtype), final
+
+    def _advanced(self, k: Tensor, v: Tensor, options: dict[str, Any]) -> State:
+        """The state after the keys and values of a call with these options."""
+        names = ("rope", "log_decay", "segment_ids", "feature_map", "normalize")
+        new = summarize(k, v, **{name: options[name] for name in names})
+        return new if options["state"] is None else merge(options["state"], new, options["rope"])
 
     def past_bytes(self, context, dtype):
         sums = 2 if self.options["normalize"] == "rotary" else 1
         working = torch.promote_types(dtype, torch.float32)
         angles = 0 if self.selective is None else math.prod(self.selective.n_angles) * torch.float64.itemsize
         return self.n_heads * (self.n_features * (self.head_dim + sums) + 1) * working.itemsize + angles
+
+
+def _embedding(rope: RotaryConfig | None, head_dim: int, n_features: int) -> RotaryEmbedding | None:
+    """RoPE for heads (`before_map`), or for the features made of them (without the last one of an odd number)."""
+    if rope is None:
+        return None
+    if rope.placement == "before_map":
+        return RotaryEmbedding.from_config(head_dim, rope)
+    if rope.rotary_dim is None and n_features != head_dim:
+        rope = replace(rope, rotary_dim=half_of(head_dim) if rope.signed else n_features // 2 * 2)
+    return RotaryEmbedding.from_config(n_features, rope)
+
+
+def _signed_dim(rope: RotaryConfig | None, head_dim: int, normalize: str) -> int:
+    """Number of first dimensions of a head that skip the feature map and the denominator."""
+    if rope is None or not rope.signed:
+        return 0
+    signed = half_of(head_dim) if rope.rotary_dim is None else rope.rotary_dim
+    if normalize == "plain" and signed >= head_dim:
+        raise InputError(
+            f"rope.rotary_dim={signed} with rope.placement={rope.placement!r} leaves none of the {head_dim} dimensions "
+            "of a head to the denominator: lower rotary_dim, or set normalize='none'."
+        )
+    return signed

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    pass
 
 
 class GatedMLP(nn.Module):
@@ -20,5 +15,6 @@ class GatedMLP(nn.Module):
         self.out = nn.Linear(width, d_model, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)  # (B, T, width) each
+        """(..., d_model) -> (..., d_model)."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)  # (..., width) each
         return self.out(F.silu(gate) * up)

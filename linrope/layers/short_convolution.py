@@ -1,4 +1,4 @@
-"""The short convolution that attention layers may put before their queries, keys and values."""
+"""The short convolution that attention layers may have before their queries, keys and values."""
 
 from __future__ import annotations
 
@@ -18,28 +18,39 @@ class ShortConvolution(nn.Module):
     Args:
         channels: C, each with its own `width` weights.
         width: tokens seen, the present one included; at least 2.
-        without_silu: how many of the first channels go without SiLU, which hardly lets any fall below 0.
+        without_silu: number of first channels without SiLU, which has hardly any values below 0.
     """
 
     def __init__(self, channels: int, width: int, without_silu: int = 0):
         super().__init__()
         if width < 2:
-            raise InputError(f"short_conv={width}: a convolution sees at least 2 tokens (0 leaves it out).")
+            raise InputError(f"short_conv={width}: a convolution sees at least 2 tokens (0 for no convolution).")
         self.width, self.without_silu = width, without_silu
         self.weight = nn.Parameter(torch.empty(channels, width).uniform_(-(width**-0.5), width**-0.5))
 
-    def forward(self, x: Tensor, tail: Tensor | None = None, segment_ids: Tensor | None = None):
-        """(B, T, C) -> (B, T, C) and the tail (B, width - 1, C) to continue from. Documents do not see each other."""
+    def forward(
+        self, x: Tensor, tail: Tensor | None = None, segment_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Convolve x; a token sees its own document only.
+
+        Args:
+            x: (B, T, C).
+            tail: (B, width - 1, C), the inputs before x; None for zeros.
+            segment_ids: (B, T) integers of packed rows; the tail belongs to the first document.
+
+        Returns:
+            (B, T, C), and the tail for the tokens after x.
+        """
         if tail is None:
             tail = x.new_zeros(x.shape[0], self.width - 1, x.shape[2])
         padded = torch.cat((tail.to(x.dtype), x), dim=1)
-        tail = padded[:, x.shape[1] :].clone()  # a view would keep all of `padded` alive
+        tail = padded[:, x.shape[1] :].clone()  # a view would keep all of `padded` in memory
         if segment_ids is None or x.shape[1] == 0:
-            # oneDNN is three times faster on long inputs, and slower on short ones and in float64; the convolution of
-            # cuDNN would take TF32 for float32, so that pieces of a text would not be what it is as a whole
+            # oneDNN is three times faster on long inputs, and slower on short ones and in float64. cuDNN would use TF32
+            # for float32, so that a text in pieces would not give what it gives as a whole.
             fast = x.device.type == "cpu" and x.shape[1] >= 256 and x.dtype != torch.float64
             return self._activated(self._as_image(padded) if fast else self._sum_of_taps(padded)), tail
-        document = F.pad(number_documents(segment_ids), (self.width - 1, 0))  # the tail belongs to the first one
+        document = F.pad(number_documents(segment_ids), (self.width - 1, 0))
         still_open = (document == document[:, -1:])[:, x.shape[1] :, None]
         return self._activated(self._sum_of_taps(padded, document)), tail * still_open
 
@@ -49,7 +60,7 @@ class ShortConvolution(nn.Module):
         return torch.cat((y[..., : self.without_silu], F.silu(y[..., self.without_silu :])), dim=-1)
 
     def _sum_of_taps(self, padded: Tensor, document: Tensor | None = None) -> Tensor:
-        """The formula: (B, width - 1 + T, C) -> (B, T, C), each token seeing those of its own document."""
+        """The formula: (B, width - 1 + T, C) -> (B, T, C), each token with the tokens of its own document."""
         weight, length = self.weight.to(padded.dtype), padded.shape[1] - self.width + 1
         y = padded[:, self.width - 1 :] * weight[:, -1]
         for i in range(self.width - 1):

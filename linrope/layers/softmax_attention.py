@@ -1,24 +1,23 @@
-"""`SoftmaxAttention`: the RoPE baseline with the same projections as `LinearAttention`."""
+"""`SoftmaxAttention`: softmax attention with RoPE, the baseline with the same projections as `LinearAttention`."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from linrope.errors import InputError
-from linrope.layers.attention import _Attention, _head_dim
-from linrope.layers.linear_attention import _embedding
-from linrope.ops.softmax import KeyValueCache, softmax_attention
-from linrope.rotary import RotaryConfig, check_config
+from linrope.layers.attention import Attention, checked_head_dim
+from linrope.ops.softmax import KeyValueCache, extend_cache, softmax_attention
+from linrope.rotary import RotaryConfig, RotaryEmbedding, check_config
 
 
-class SoftmaxAttention(_Attention):
-    """The baseline: RoPE on q and k, then `scaled_dot_product_attention`; a key-value cache for decoding.
+class SoftmaxAttention(Attention):
+    """RoPE on q and k, then `scaled_dot_product_attention`; a key-value cache for decoding.
 
-    The arguments are those of `LinearAttention`, without the ones that only linear attention has, and:
+    The arguments are those of `LinearAttention`, except those that only linear attention has, and:
 
     Args:
-        window: see the last `window` tokens only, the present one included, in time and memory linear in the length and
-            with a cache that holds `window - 1`; None sees all.
+        window: see the last `window` tokens only, the present one included. Time and memory are then linear in the
+            length, and the cache holds `window - 1` tokens. None sees all.
 
     Raises:
         InputError: sizes that do not fit, a window below 1, `short_conv` or a window with `causal=False`.
@@ -44,14 +43,16 @@ class SoftmaxAttention(_Attention):
         if window is not None and window < 1:
             raise InputError(f"window={window} must be at least 1, the token itself; None sees all.")
         if window is not None and not causal:
-            raise InputError(f"window={window} looks back only: it needs causal=True.")
+            raise InputError(f"window={window} sees earlier tokens only: it needs causal=True.")
         check_config(rope)
-        head_dim = _head_dim(d_model, n_heads, head_dim)
+        head_dim = checked_head_dim(d_model, n_heads, head_dim)
+        if rope is not None:
+            rope = RotaryEmbedding.from_config(head_dim, replace(rope, placement="numerator"))
         super().__init__(
             d_model,
             n_heads,
             head_dim=head_dim,
-            rope=_embedding(None if rope is None else replace(rope, placement="numerator"), head_dim),
+            rope=rope,
             causal=causal,
             short_conv=short_conv,
             conv_silu=conv_silu,
@@ -61,16 +62,19 @@ class SoftmaxAttention(_Attention):
         )
         self.window = window
 
-    def attend(self, x, q, k, v, past, segment_ids, positions):
+    def attend(self, x, q, k, v, past, segment_ids, positions, outputs):
         scale = None
         if self.rope is not None:
             offset = 0 if past is None else past.length
-            q, k = self.rope.rotate(q, offset), self.rope.rotate(k, offset)
+            k = self.rope.rotate(k, offset)
+            if outputs:
+                q = self.rope.rotate(q, offset)
             if self.rope.logit_scale != 1.0:
                 scale = self.rope.logit_scale**2 * self.head_dim**-0.5
-        return softmax_attention(
-            q, k, v, causal=self.causal, window=self.window, segment_ids=segment_ids, cache=past, scale=scale
-        )
+        options = {"window": self.window, "segment_ids": segment_ids, "cache": past}
+        if not outputs:
+            return None, extend_cache(k, v, **options)
+        return softmax_attention(q, k, v, causal=self.causal, scale=scale, **options)
 
     def past_bytes(self, context, dtype):
         kept = context if self.window is None else min(context, self.window - 1)

@@ -1,4 +1,4 @@
-"""A model's state, one `AttentionState` a layer, as a tree of tensors: to change, to forget by row, to save."""
+"""The state of a model, one `AttentionState` for each layer: change its tensors, reset rows, serialize."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from linrope.errors import InputError
+from linrope.ops.documents import check_segment_ids, document_positions
 from linrope.ops.softmax import KeyValueCache
 from linrope.ops.state import State
 
@@ -22,8 +23,8 @@ class AttentionState:
 
     Attributes:
         past: the operator's `State` (linear) or a `KeyValueCache` (softmax).
-        conv_tail: (B, short_conv - 1, channels), the short convolution's last inputs; None without one.
-        document_start: (B,) int64, the position at which each row's open document began; None where all began at 0.
+        conv_tail: (B, short_conv - 1, channels), the last inputs of the short convolution; None without one.
+        document_start: (B,) int64, the position at which the open document of each row begins; None if all begin at 0.
         angle: (B, H, R/2) float64, angle of the last token with `rope.placement="selective"`, in radians modulo 2π;
             None without it.
     """
@@ -35,13 +36,30 @@ class AttentionState:
 
 
 ModelState = tuple[AttentionState, ...]
+_TYPES = {cls.__name__: cls for cls in (AttentionState, State, KeyValueCache)}
 
 
-_KINDS = {kind.__name__: kind for kind in (AttentionState, State, KeyValueCache)}
+def token_positions(
+    x: Tensor, state: AttentionState | None, segment_ids: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The position of each token of x (B, T, ...) within its document.
+
+    Returns:
+        (B, T) int64 positions, or None if they are those of the row; and the `document_start` after x.
+
+    Raises:
+        InputError: segment_ids of the wrong shape or dtype, a state of another batch.
+    """
+    if segment_ids is not None:
+        check_segment_ids(segment_ids, x.shape[0], x.shape[1], x.device)
+    start = None if state is None else state.document_start
+    if start is not None and start.shape != x.shape[:1]:
+        raise InputError(f"state.document_start is {tuple(start.shape)}, this call needs ({x.shape[0]},).")
+    return document_positions(x.shape[1], segment_ids, 0 if state is None else state.past.length, start)
 
 
 def map_state(change: Callable[[str, Tensor], Tensor], state: Any) -> Any:
-    """The same state with `change(name, tensor)` in place of each of its tensors."""
+    """The same state with `change(name, tensor)` in place of each tensor."""
     if isinstance(state, tuple):
         return tuple(map_state(change, part) for part in state)
     values = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
@@ -54,7 +72,7 @@ def map_state(change: Callable[[str, Tensor], Tensor], state: Any) -> Any:
 
 
 def tensors_of(state: ModelState | None) -> list[Tensor]:
-    """The floating tensors of a state, in a fixed order."""
+    """The floating-point tensors of a state, in a fixed order."""
     found: list[Tensor] = []
 
     def note(_: str, tensor: Tensor) -> Tensor:
@@ -68,29 +86,29 @@ def tensors_of(state: ModelState | None) -> list[Tensor]:
 
 
 def detach(state: ModelState | None, differentiable: bool = False) -> ModelState | None:
-    """The state cut from its graph, its floating tensors ready to receive gradients where `differentiable`."""
+    """The state without its graph; with `differentiable`, its floating-point tensors require gradients."""
     if state is None:
         return None
     return map_state(lambda _, x: x.detach().requires_grad_(differentiable and x.is_floating_point()), state)
 
 
 def reset_rows(state: ModelState, ended: Tensor) -> ModelState:
-    """The state with no past in the rows where `ended` (B,) is True: their document is over, another begins.
+    """The state without a past in the rows where `ended` (B,) is True: a new document begins there.
 
-    Positions go on, as they do inside a packed row.
+    Positions continue, as they do inside a packed row.
     """
 
-    def emptied(part: AttentionState) -> AttentionState:
+    def reset(part: AttentionState) -> AttentionState:
         def change(name: str, x: Tensor) -> Tensor:
-            gone = ended.view(-1, *(1,) * (x.ndim - 1))
+            rows = ended.view(-1, *(1,) * (x.ndim - 1))
             if name == "log_decay":
-                return x.masked_fill(gone, -math.inf)
-            return x.masked_fill(gone, False if x.dtype == torch.bool else 0)
+                return x.masked_fill(rows, -math.inf)
+            return x.masked_fill(rows, False if x.dtype == torch.bool else 0)
 
         past, length = part.past, part.past.length
-        if not isinstance(past, State):  # keys of 0 would still be seen
-            seen = past.visible if past.visible is not None else past.k.new_ones(past.k[:, 0, :, 0].shape).bool()
-            past = dataclasses.replace(past, visible=seen)
+        if not isinstance(past, State):  # a key of 0 would still get weight: it must be invisible
+            visible = past.visible if past.visible is not None else past.k.new_ones(past.k[:, 0, :, 0].shape).bool()
+            past = dataclasses.replace(past, visible=visible)
         starts = part.document_start if part.document_start is not None else torch.zeros_like(ended, dtype=torch.int64)
         return AttentionState(
             map_state(change, past),
@@ -99,15 +117,18 @@ def reset_rows(state: ModelState, ended: Tensor) -> ModelState:
             None if part.angle is None else change("angle", part.angle),
         )
 
-    return tuple(emptied(part) for part in state)
+    return tuple(reset(part) for part in state)
 
 
 def state_before(start: int, segment_ids: Tensor | None, state: ModelState | None) -> ModelState | None:
-    """What rows that are read piece by piece begin the piece at token `start` with: the state after the piece before,
-    or no past in the rows where a document ended there.
+    """The state with which token `start` of longer rows begins, given the state after token `start - 1`.
+
+    Rows whose document ends before `start` are reset.
 
     Args:
-        segment_ids: (B, T) of the whole rows, each run of equal numbers a document; None for rows of one.
+        start: index of a token in the rows.
+        segment_ids: (B, T) of the whole rows, each run of equal numbers a document; None for rows of one document.
+        state: after token `start - 1`.
     """
     if state is None or segment_ids is None or start == 0:
         return state
@@ -115,33 +136,34 @@ def state_before(start: int, segment_ids: Tensor | None, state: ModelState | Non
 
 
 def to_serialized(state: ModelState) -> list[dict[str, Any]]:
-    """The state as lists, dictionaries, tensors and numbers, which `torch.save` writes and a load with `weights_only`
-    reads."""
+    """The state as lists, dictionaries, tensors and numbers, which `torch.load(weights_only=True)` can read."""
 
-    def plain(part: Any) -> dict[str, Any]:
-        values = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
-        named = {name: plain(value) if dataclasses.is_dataclass(value) else value for name, value in values.items()}
-        return {"kind": type(part).__name__, **named}
+    def serialized(part: Any) -> dict[str, Any]:
+        values: dict[str, Any] = {"type": type(part).__name__}
+        for field in dataclasses.fields(part):
+            value = getattr(part, field.name)
+            values[field.name] = serialized(value) if dataclasses.is_dataclass(value) else value
+        return values
 
-    return [plain(part) for part in state]
+    return [serialized(part) for part in state]
 
 
 def from_serialized(values: list[dict[str, Any]], device: torch.device | str | None = None) -> ModelState:
     """The inverse of `to_serialized`, on a device.
 
     Raises:
-        InputError: something else than what `to_serialized` gives.
+        InputError: `values` are not what `to_serialized` returns.
     """
 
-    def whole(part: Any) -> Any:
+    def restored(part: Any) -> Any:
         if isinstance(part, Tensor):
             return part if device is None else part.to(device)
         if not isinstance(part, dict):
             return part
-        named = {name: whole(value) for name, value in part.items() if name != "kind"}
-        return _KINDS[part["kind"]](**named)
+        nested = {name: restored(value) for name, value in part.items() if name != "type"}
+        return _TYPES[part["type"]](**nested)
 
     try:
-        return tuple(whole(part) for part in values)
+        return tuple(restored(part) for part in values)
     except (KeyError, TypeError) as error:
-        raise InputError(f"this is no state of a model as `to_serialized` gives it: {error}.") from error
+        raise InputError(f"not the state of a model, as `to_serialized` returns it: {error}.") from error

@@ -1,4 +1,4 @@
-"""The language model: configuration, block, model. It reads top to bottom."""
+"""The language model, from top to bottom: configuration, block, model."""
 
 from __future__ import annotations
 
@@ -9,88 +9,82 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from linrope.errors import InputError, require_choice
 from linrope.feature_maps import FEATURE_MAP_NAMES
-from linrope.layers.attention import document_positions
+from linrope.generation.decoding import generate, stream
+from linrope.generation.prompt_state import PromptState
 from linrope.layers.linear_attention import LinearAttention
+from linrope.layers.mlp import GatedMLP
 from linrope.layers.softmax_attention import SoftmaxAttention
-from linrope.layers.state import AttentionState
+from linrope.layers.state import AttentionState, ModelState, state_before, token_positions
 from linrope.models.saving import read_model, write_folder
 from linrope.ops.documents import check_segment_ids
+from linrope.positions.sinusoidal import sinusoids
 from linrope.rotary import RotaryConfig, check_config
 from linrope.utils.options import check_keys, check_types
 
-if TYPE_CHECKING:
-    from linrope.generation.prompt_state import PromptState
-from linrope.layers.mlp import GatedMLP
-from linrope.positions.sinusoidal import sinusoids
-
 ATTENTION_TYPES = ("linear", "softmax")
-
-
 EMBEDDING_STD = 0.02
-"""Of the token embeddings at the start: small, for logits near 0."""
-
-
-OUTPUT_NORM_START = 0.1
-"""Weight of the norms of heads at the start: at 1, what attention adds is ten times the embeddings (in four layers)."""
+"""Standard deviation of the token embeddings at the start: small, for logits close to 0."""
+INITIAL_OUTPUT_NORM = 0.1
+"""Weight of `output_norm` at the start. With 1, attention would add ten times the embeddings (in four layers)."""
 
 
 @dataclass(frozen=True)
 class LanguageModelConfig:
-    """Everything that decides a model's parameters and what it computes."""
+    """A model's parameters and computation, in one record."""
 
     vocab_size: int = 257
-    """Number of tokens; bytes and a document separator make 257."""
+    """Number of different tokens; 256 bytes and a document separator are 257."""
     d_model: int = 128
     """Width of the model."""
     n_layers: int = 4
-    """Number of blocks, each an attention and a gated MLP."""
+    """Number of blocks, each with attention and a gated MLP."""
     n_heads: int = 4
     """Attention heads in each layer."""
     attention: str | list[str] = "linear"
-    """"linear" or "softmax", or a list of them: the layers' kinds in turn, from its first again where it ends."""
+    """Attention of the layers, linear or softmax; a list gives the first layers' and repeats over the others."""
     rope: RotaryConfig | None = field(default_factory=RotaryConfig)
-    """How queries and keys turn with their position; null for no positions."""
+    """How queries and keys are rotated by their position; null for no positions."""
     rope_layers: list[int] | None = None
-    """The layers, counted from 0, whose attention turns by `rope`; null for all."""
+    """Numbers of the layers with `rope`, from 0; null for all layers."""
     sinusoidal: bool = False
-    """Add sines and cosines of the position to the token embeddings; `rope: null` makes them the only positions."""
+    """Add sines and cosines of the position to the token embeddings; with `rope: null` they are the only positions."""
     feature_map: str = "elu1"
-    """Feature map of linear layers: elu1, relu, exp, identity or softmax; favor (random), hedgehog or taylor (learned
-    for each head)."""
+    """Feature map of linear layers: elu1, relu, exp, identity or softmax; favor (random); hedgehog or taylor (learned,
+    one for each head)."""
     temperature: bool = False
-    """Let linear layers learn a scale for each head inside the feature map; softmax layers have none."""
+    """Learn a scale for each head inside the feature map of linear layers."""
     normalize: Literal["plain", "none"] = "plain"
-    """Whether linear layers divide by a denominator (plain), or not (none)."""
+    """plain: linear layers divide by the denominator; none: they do not."""
     short_conv: int = 0
-    """Tokens seen by a causal convolution on queries, keys and values (4 is usual); 0 for none."""
+    """Width in tokens of a causal convolution on queries, keys and values (4 is usual); 0 for none."""
     conv_silu: str = "qkv"
-    """Where SiLU follows that convolution: qkv, or v alone, so that queries and keys take either sign."""
+    """Where SiLU follows that convolution: qkv, or v alone, which leaves queries and keys of either sign."""
     forget_gate: bool = False
-    """Let linear layers learn to forget, by head and token; softmax layers have no such gate."""
+    """Learn a decay of the past for each head and token of linear layers."""
     gate_normalizer: float | list[float] = 1.0
-    """What the forget gate's log decay is divided by, for all heads or one for each: larger for longer memories."""
+    """Divisor of the forget gate's log decay, at least 1, one number or one for each head; larger for longer memory."""
     window: int | None = None
-    """Tokens that softmax layers see, the present one included; null for all. Linear layers always see all."""
+    """Number of last tokens that softmax layers see, with the present one; null for all. Linear layers see all."""
     output_norm: bool = False
-    """RMSNorm over each head's output, before the gate, its weights 0.1 at the start. In linear layers it undoes the
+    """RMSNorm over each head's output, before the gate, with weight 0.1 at the start. In linear layers it cancels the
     division by the denominator."""
     output_gate: bool = False
-    """Multiply each attention's output by a SiLU gate."""
+    """Multiply the output of attention by a SiLU gate."""
     d_ff: int | None = None
     """Hidden width of the MLP; null for 8/3 of d_model, rounded up to a multiple of 32."""
     tie_embeddings: bool = True
-    """Use the token embedding as the output layer too."""
+    """Use the token embedding also as the output layer."""
     dropout: float = 0.0
-    """Dropout on the embeddings and on each block's two outputs."""
+    """Dropout probability, on the embeddings and on the two outputs of each block."""
     norm_eps: float = 1e-5
-    """ε of the blocks' RMSNorms; `output_norm` has 1e-5."""
+    """ε of the RMSNorms of the blocks; `output_norm` always has 1e-5."""
 
     def __post_init__(self):
         check_config(self.rope)
@@ -104,11 +98,11 @@ class LanguageModelConfig:
             raise InputError(f"window={self.window} must be at least 1, the token itself, or null for all.")
         if not all(0 <= layer < self.n_layers for layer in self.rope_layers or []):
             raise InputError(
-                f"rope_layers={self.rope_layers} must lie in 0 … {self.n_layers - 1}, the layers' numbers."
+                f"rope_layers={self.rope_layers} must be in 0 … {self.n_layers - 1}, the numbers of the layers."
             )
         if self.sinusoidal and self.d_model % 2:
             raise InputError(
-                f"sinusoidal=True needs an even d_model, not {self.d_model}: a sine and a cosine for each θ."
+                f"sinusoidal=True needs an even d_model, not {self.d_model}: each θ has a sine and a cosine."
             )
         require_choice("feature_map", self.feature_map, FEATURE_MAP_NAMES)
         if not 0 <= self.dropout < 1:
@@ -117,25 +111,25 @@ class LanguageModelConfig:
             raise InputError(f"norm_eps={self.norm_eps} must be a finite number, at least 0.")
         if not (isinstance(self.attention, str) or 1 <= len(self.attention) <= self.n_layers):
             raise InputError(
-                f"attention={self.attention} must have 1 to n_layers={self.n_layers} kinds: it repeats over the layers."
+                f"attention={self.attention} must have 1 to n_layers={self.n_layers} types: it repeats over the layers."
             )
-        for kind in self.attention_types:
-            require_choice("attention", kind, ATTENTION_TYPES)
+        for attention in self.attention_types:
+            require_choice("attention", attention, ATTENTION_TYPES)
 
     @property
     def attention_types(self) -> list[str]:
-        """The kind of each layer's attention."""
-        kinds = [self.attention] if isinstance(self.attention, str) else self.attention
-        return list(islice(cycle(kinds), self.n_layers))
+        """The type of attention of each layer."""
+        types = [self.attention] if isinstance(self.attention, str) else self.attention
+        return list(islice(cycle(types), self.n_layers))
 
     @property
     def mlp_width(self) -> int:
-        """`d_ff`, or what stands in for it."""
+        """`d_ff`, or its default."""
         return self.d_ff if self.d_ff is not None else -(-8 * self.d_model // 3 // 32) * 32
 
     def to_dict(self) -> dict[str, Any]:
         """Plain scalars, lists and dicts, for JSON and checkpoints."""
-        # a tuple, where a list was meant, is a list then, and a number of NumPy's one of Python's
+        # JSON makes tuples to lists, and `item` makes numbers of NumPy to those of Python
         return json.loads(json.dumps(asdict(self), default=lambda number: number.item()))
 
     @classmethod
@@ -143,7 +137,7 @@ class LanguageModelConfig:
         """The inverse of `to_dict`.
 
         Raises:
-            InputError: a key that no option has, with the nearest right one.
+            InputError: an unknown key (the message has the nearest known one), or a value of the wrong type.
         """
         check_keys(values, cls)
         try:
@@ -151,7 +145,7 @@ class LanguageModelConfig:
                 values = {**values, "rope": RotaryConfig.from_dict(values["rope"])}
             return cls(**values)
         except TypeError as error:
-            raise InputError(f"a value of the model's configuration is of the wrong kind: {error}.") from error
+            raise InputError(f"a value of the model's configuration has the wrong type: {error}.") from error
 
 
 class Block(nn.Module):
@@ -185,10 +179,17 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x: Tensor, state: AttentionState | None, segment_ids: Tensor | None
+        self, x: Tensor, state: AttentionState | None, segment_ids: Tensor | None, start: int = 0
     ) -> tuple[Tensor, AttentionState]:
-        """(B, T, d_model) -> the same, and the attention's state after the last token."""
-        attended, state = self.attention(self.attention_norm(x), state, segment_ids, return_state=True)
+        """(B, T, d_model) -> (B, T - start, d_model), outputs from token `start` on; and the state after the last."""
+        normed = self.attention_norm(x)
+        if start > 0:
+            before = None if segment_ids is None else segment_ids[:, :start]
+            state = self.attention.advance(normed[:, :start], state, before)
+            (state,) = state_before(start, segment_ids, (state,))
+            x, normed = x[:, start:], normed[:, start:]
+            segment_ids = None if segment_ids is None else segment_ids[:, start:]
+        attended, state = self.attention(normed, state, segment_ids, return_state=True)
         x = x + self.dropout(attended)
         return x + self.dropout(self.mlp(self.mlp_norm(x))), state
 
@@ -196,14 +197,14 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     """A causal language model: embedding, pre-norm blocks, norm, output layer.
 
-    With linear attention in every layer its state has a fixed size: text is read in pieces, and written, at a cost
-    for each token that does not depend on how much came before.
+    With linear attention in every layer, the size of its state and the cost of a token do not depend on the number of
+    tokens before it.
     """
 
     def __init__(self, config: LanguageModelConfig):
         super().__init__()
         self.config = config
-        self.tokenizer: dict[str, str] | None = None  # carried along for those who read and write text
+        self.tokenizer: dict[str, str] | None = None  # serialized, see `linrope.data.tokenizers`; saved with the model
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
@@ -214,12 +215,15 @@ class LanguageModel(nn.Module):
             self.output.weight = self.embedding.weight
 
     def _initialise(self) -> None:
-        """PyTorch's own for the matrices (deviation (3 · fan-in)^-½, so that width does not matter), less for those
-        that add to the residual stream, whose sum grows with depth; small embeddings, for logits near 0, and norms of
-        heads that do not drown them."""
+        """Set the initial weights.
+
+        Matrices keep PyTorch's default, with standard deviation (3 · fan-in)^-½ at any width. Those that add to the
+        residual stream have a smaller one, because the sum grows with depth. Embeddings are small, and `output_norm`
+        does not exceed them.
+        """
         for block in self.blocks:
             if block.attention.norm is not None:
-                nn.init.constant_(block.attention.norm.weight, OUTPUT_NORM_START)
+                nn.init.constant_(block.attention.norm.weight, INITIAL_OUTPUT_NORM)
             for layer in (block.attention.out, block.mlp.out):
                 nn.init.normal_(layer.weight, std=(3 * layer.in_features * 2 * self.config.n_layers) ** -0.5)
         for weight in (self.embedding.weight, self.output.weight):
@@ -228,74 +232,75 @@ class LanguageModel(nn.Module):
     def forward(
         self,
         tokens: Tensor,
-        state: tuple[AttentionState, ...] | None = None,
+        state: ModelState | None = None,
         segment_ids: Tensor | None = None,
         return_state: bool = False,
         logits_to_keep: int | None = None,
-    ) -> Tensor | tuple[Tensor, tuple[AttentionState, ...]]:
-        """Predict the token after each.
+    ) -> Tensor | tuple[Tensor, ModelState]:
+        """The logits of the token after each token.
 
         Args:
             tokens: (B, T) integers in [0, vocab_size).
-            state: what an earlier call on the same rows returned: these tokens continue them.
-            segment_ids: (B, T) integers: each run of equal numbers is a document of a packed row, read by itself.
-            return_state: also return the state after the last token, one AttentionState a layer.
-            logits_to_keep: make the logits of the last so many tokens only, at least 1; None makes all.
+            state: returned by an earlier call on the same rows, which these tokens continue.
+            segment_ids: (B, T) integers of packed rows: each run of equal numbers is a document, read by itself.
+            return_state: also return the state after the last token, one AttentionState for each layer.
+            logits_to_keep: K ≥ 1 computes the last K logits only, and of the last block only what they and the state
+                need (for prompts); None computes all.
 
         Returns:
-            Logits (B, T, vocab_size), or (logits, state).
+            Logits (B, T, vocab_size) or (B, min(K, T), vocab_size), or (logits, state).
 
         Raises:
-            InputError: tokens of another shape or dtype or out of range, a state of another model.
+            InputError: tokens of the wrong shape or dtype or out of range, a state of another model.
         """
-        self.check(tokens, state, segment_ids)
-        x = self.embedding(tokens)
+        self.check(tokens, state)
+        if logits_to_keep is not None and logits_to_keep < 1:
+            raise InputError(f"logits_to_keep={logits_to_keep} must be at least 1, or None for all.")
+        x = self.embedding(tokens)  # (B, T, d_model)
         if self.config.sinusoidal:
             x = x + self._position_embedding(tokens, state, segment_ids).to(x.dtype)
         x = self.dropout(x)
+        first = 0 if logits_to_keep is None else max(0, tokens.shape[1] - logits_to_keep)
         after = []
-        for block, before in zip(self.blocks, state or [None] * len(self.blocks)):
-            x, layer_state = block(x, before, segment_ids)
+        for layer, block in enumerate(self.blocks):
+            start = first if layer == len(self.blocks) - 1 else 0
+            x, layer_state = block(x, None if state is None else state[layer], segment_ids, start)
             after.append(layer_state)
-        if logits_to_keep is not None:
-            if logits_to_keep < 1:
-                raise InputError(f"logits_to_keep={logits_to_keep} must be at least 1, or None for all.")
-            x = x[:, -logits_to_keep:]
-        logits = self.output(self.norm(x))
+        logits = self.output(self.norm(x))  # (B, T - first, vocab_size)
         return (logits, tuple(after)) if return_state else logits
 
-    def _position_embedding(self, tokens: Tensor, state, segment_ids: Tensor | None) -> Tensor:
-        """(T, d_model), or (B, T, d_model) of packed rows, whose documents each start at 0.
+    def _position_embedding(self, tokens: Tensor, state: ModelState | None, segment_ids: Tensor | None) -> Tensor:
+        """(T, d_model), or (B, T, d_model) for packed rows, in which each document starts at 0.
 
-        As large as the token embeddings at the start: a sine's mean square is ½.
+        Its mean square is that of the token embeddings at the start: that of a sine is ½.
         """
         first = None if state is None else state[0]
-        positions, _ = document_positions(tokens, first, segment_ids)
+        positions, _ = token_positions(tokens, first, segment_ids)
         if positions is None:
             offset = 0 if first is None else first.past.length
             positions = torch.arange(offset, offset + tokens.shape[1], device=tokens.device)
         return EMBEDDING_STD * 2**0.5 * sinusoids(positions, self.config.d_model)
 
-    def check(self, tokens: Tensor, state=None, segment_ids: Tensor | None = None) -> None:
-        """Raise InputError unless these fit the model, as its arguments."""
+    def check(self, tokens: Tensor, state: ModelState | None = None, segment_ids: Tensor | None = None) -> None:
+        """Raise InputError unless these can be arguments of `forward` (`segment_ids`: layers check them in a call)."""
         if not isinstance(tokens, Tensor):
             raise InputError(f"tokens is a {type(tokens).__name__}: pass int64 of shape (B, T).")
         if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
             raise InputError(f"tokens is {tuple(tokens.shape)} {tokens.dtype}: pass int64 of shape (B, T).")
         if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
-            lowest, highest = (bound.item() for bound in tokens.aminmax())  # a GPU asserts this by itself
+            lowest, highest = (bound.item() for bound in tokens.aminmax())  # on a GPU the embedding asserts it
             if lowest < 0 or highest >= self.config.vocab_size:
                 raise InputError(f"tokens lie in [{lowest}, {highest}], vocab_size is {self.config.vocab_size}.")
         if segment_ids is not None:
             check_segment_ids(segment_ids, *tokens.shape, tokens.device)
         if state is None:
             return
-        if not isinstance(state, (tuple, list)) or len(state) != len(self.blocks):
-            got = f"has {len(state)} layers" if isinstance(state, (tuple, list)) else f"is a {type(state).__name__}"
-            raise InputError(f"state {got}, the model has {len(self.blocks)} layers: pass its own state.")
-        if not all(isinstance(layer, AttentionState) for layer in state):
-            kinds = ", ".join(type(layer).__name__ for layer in state)
-            raise InputError(f"state holds {kinds}: pass the AttentionStates that the model returned.")
+        found = [type(layer) for layer in state] if isinstance(state, (tuple, list)) else [type(state)]
+        if found != [AttentionState] * len(self.blocks):
+            names = ", ".join(one.__name__ for one in found)
+            raise InputError(
+                f"state holds {names}: pass the tuple of {len(self.blocks)} AttentionStates that the model returned."
+            )
 
     @property
     def n_parameters(self) -> int:
@@ -303,34 +308,33 @@ class LanguageModel(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def state_bytes(self, context: int, dtype: torch.dtype = torch.float32) -> int:
-        """Bytes of one sequence's state after `context` tokens.
+        """Bytes of the state of one row after `context` tokens.
 
         Args:
-            context: tokens read; only softmax layers' caches depend on it.
-            dtype: that of the activations: caches and convolution tails are kept in it, linear states in float32.
+            context: number of tokens; only the caches of softmax layers depend on it.
+            dtype: of the activations, and so of caches and convolution tails; linear states have float32.
         """
         return sum(block.attention.state_bytes(context, dtype) for block in self.blocks)
 
     def save_pretrained(self, directory: str | os.PathLike) -> None:
-        """Write `config.json`, `model.pt` and, where it has one, `tokenizer.json` into the directory.
+        """Write `config.json`, `model.pt` and, if the model has one, `tokenizer.json` into a directory.
 
-        The directory is made where missing; each file is replaced whole.
+        The directory is made if it is missing. Each file is replaced as a whole, or not at all.
 
         Raises:
-            InputError: a directory of `linrope export`, whose weights have another name and would stay.
+            InputError: a directory of `linrope export`, whose weights would stay in a file of another name.
         """
         write_folder(Path(directory), self.config.to_dict(), self.state_dict(), self.tokenizer)
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike) -> LanguageModel:
-        """The model that `save_pretrained` or `linrope export` wrote into a folder, or that a `linrope fit` checkpoint
-        file holds.
+        """The model in a folder of `save_pretrained` or `linrope export`, or in a checkpoint of `linrope fit`.
 
-        The model is on the CPU, in the dtype that its weights were saved in, in evaluation mode. Only tensors and plain
-        values are unpickled.
+        The model is on the CPU, in the dtype of its saved weights, in evaluation mode. Only tensors and plain values
+        are unpickled.
 
         Raises:
-            InputError: nothing there, or something else than a linrope model.
+            InputError: no such file, or not a linrope model.
         """
         config, weights, tokenizer = read_model(Path(path))
         try:
@@ -341,7 +345,7 @@ class LanguageModel(nn.Module):
         if isinstance(embedding, Tensor) and embedding.is_floating_point():
             model.to(embedding.dtype)
             if model.config.tie_embeddings:
-                weights = {"output.weight": embedding, **weights}  # safetensors holds a tensor once
+                weights = {"output.weight": embedding, **weights}  # safetensors stores a shared tensor once
         try:
             model.load_state_dict(weights)
         except (RuntimeError, TypeError) as error:
@@ -352,16 +356,15 @@ class LanguageModel(nn.Module):
     def generate(
         self, tokens: Tensor | Sequence[Tensor] | PromptState, max_new_tokens: int, **options
     ) -> Tensor | list[Tensor]:
-        """Continue each prompt: (B, T) -> (B, T + max_new_tokens), or a list of (T_b,) -> a list, each longer by that
-        many; or a context -> (B, max_new_tokens). See `linrope.generation.decoding.stream` for the options."""
-        from linrope.generation.decoding import generate
+        """Continue each prompt by `max_new_tokens`; `linrope.generation.decoding.stream` describes the options.
 
+        Prompts (B, T) give (B, T + max_new_tokens), a list of (T_b,) gives a list, and a PromptState gives the new
+        tokens alone, (B, max_new_tokens).
+        """
         return generate(self, tokens, max_new_tokens, **options)
 
     def stream(
         self, tokens: Tensor | Sequence[Tensor] | PromptState, max_new_tokens: int, **options
     ) -> Iterator[Tensor]:
-        """`linrope.generation.decoding.stream` on this model: one (B,) of new tokens at a time."""
-        from linrope.generation.decoding import stream
-
+        """The new tokens one by one, each (B,): `linrope.generation.decoding.stream` with this model."""
         return stream(self, tokens, max_new_tokens, **options)

@@ -1,83 +1,34 @@
-"""What a backend is given: the arguments of `linear_attention`, checked once and brought to one form."""
+"""`Call`: one call of the operator, its arguments checked once. Every backend reads this record."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from linrope.errors import InputError, require_choice
-from linrope.feature_maps import FEATURE_MAPS, FeatureMap, after_signed, get_feature_map
+from linrope.feature_maps import FEATURE_MAPS, FeatureMap, get_feature_map, skip_first
+from linrope.ops.checks import check_rope, check_tensor
 from linrope.ops.documents import check_segment_ids, number_documents
-from linrope.ops.state import State, check_rope
+from linrope.ops.state import State
 from linrope.rotary import RotaryEmbedding, check_positions
 
 NORMALIZE = ("plain", "rotary", "none")
 
 
-FORGET_ALL = -1e4
-"""exp of it is 0 in every precision. Stronger decays count as this one: in a running sum they would swallow others."""
+STRONGEST_DECAY = -1e4
+"""exp of it is 0 in every precision. Stronger decays are set to it: a running sum with them would lose its digits."""
 
 
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Settings:
-    """All of a call that no gradient flows to."""
-
-    feature_map: FeatureMap
-    signed: int
-    """The first features, which turn, skip φ and the denominator: so many of them."""
-    normalize: str
-    causal: bool
-    eps: float
-    interleaved: bool
-    key_mask: Tensor | None
-    """(B, S) bool, True where the key takes part."""
-    documents: Tensor | None
-    """(B, T) int64: the number of document boundaries up to each token; None where rows are not packed."""
-    start: int
-    """The position of the first token."""
-    dtype: torch.dtype
-    """What is summed in: float64 for float64 inputs, float32 for all others."""
-
-
-class Options(NamedTuple):
-    """The settings in the form and order that the operators of PyTorch take them in, after their tensors of numbers."""
-
-    key_mask: Tensor | None
-    documents: Tensor | None
-    start: int
-    feature_map: str
-    plain: bool
-    eps: float
-    interleaved: bool
-    causal: bool
-    signed: int = 0
-
-    @classmethod
-    def of(cls, settings: Settings) -> Options:
-        return cls(
-            settings.key_mask,
-            settings.documents,
-            settings.start,
-            settings.feature_map.name,
-            settings.normalize == "plain",
-            settings.eps,
-            settings.interleaved,
-            settings.causal,
-            settings.signed,
-        )
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """One call of the operator, checked."""
+class Call:
+    """The arguments of one call, checked. B rows, H heads, T queries, S keys, D features, E values."""
 
     q: Tensor
     """(B, H, T, D)"""
@@ -86,128 +37,199 @@ class Inputs:
     v: Tensor
     """(B, H, S, E)"""
     log_decay: Tensor | None
-    """(B, H, T) in the working dtype."""
+    """(B, H, T) in the dtype of sums; (B, 1, T) if all heads share it."""
     theta: Tensor | None
-    """(R/2,) float64 frequencies, or (H, R/2), those of each head; None without positions."""
-    state: State | None
-    settings: Settings
+    """(R/2,) float64 frequencies, or (H, R/2) with one θ for each head; None without positions."""
+    key_mask: Tensor | None
+    """(B, S) booleans, False for masked keys."""
+    documents: Tensor | None
+    """(B, T) int64: the number of document boundaries up to each token; None if rows are not packed."""
+    start: int
+    """The position of the first token."""
+    feature_map: str
+    """A name in `FEATURE_MAPS`. A callable is applied before, and is "identity" here."""
+    normalize: str
+    eps: float
+    interleaved: bool
+    causal: bool
+    signed: int
+    """The number of first dimensions that are rotated but skip φ and the denominator."""
+    state: State | None = None
+    """What came before. The kernels get its kv and k_sum as tensors of their own, and leave this None."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of sums: float64 for float64 inputs, else float32."""
+        return torch.promote_types(self.q.dtype, torch.float32)
+
+    @property
+    def phi(self) -> FeatureMap:
+        return skip_first(FEATURE_MAPS[self.feature_map], self.signed)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the denominator sums plain features."""
+        return self.normalize == "plain"
+
+    @property
+    def is_empty(self) -> bool:
+        return 0 in (self.q.numel(), self.k.numel(), self.v.numel())
+
+    @property
+    def past(self) -> State:
+        """The state, or zeros without one."""
+        if self.state is not None:
+            return self.state
+        batch, heads, _, features = self.q.shape
+        return State.zeros(batch, heads, features, self.v.shape[3], dtype=self.dtype, device=self.q.device)
+
+    @property
+    def operator_args(self) -> tuple:
+        """All fields but `state`, in their order: what an operator of PyTorch takes. `Call(*args)` is the inverse."""
+        tensors = self.q, self.k, self.v, self.log_decay, self.theta, self.key_mask, self.documents
+        options = self.start, self.feature_map, self.normalize, self.eps, self.interleaved, self.causal, self.signed
+        return *tensors, *options
+
+    def rows(self, batch: slice, heads: slice) -> Call:
+        """The same call for some rows and some heads, without θ and the state."""
+
+        def cut(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[batch, heads if x.shape[1] > 1 else slice(None)]
+
+        return replace(
+            self,
+            q=cut(self.q),
+            k=cut(self.k),
+            v=cut(self.v),
+            log_decay=cut(self.log_decay),
+            theta=None,
+            key_mask=None if self.key_mask is None else self.key_mask[batch],
+            documents=None if self.documents is None else self.documents[batch],
+            state=None,
+        )
 
     def final_log_decay(self) -> Tensor:
-        """(B, H): the log decay of the state after this call; -inf in rows that hold a document boundary."""
+        """(B, H): the log decay of the state after this call; -inf in rows with a document boundary."""
         batch, heads = self.q.shape[:2]
-        total = self.q.new_zeros(batch, heads, dtype=self.settings.dtype)
+        total = self.q.new_zeros(batch, heads, dtype=self.dtype)
         if self.state is not None:
             total = total + self.state.log_decay
         if self.log_decay is not None:
             total = total + self.log_decay.sum(dim=-1)
-        documents = self.settings.documents
-        if documents is not None:
-            total = total.masked_fill(documents[:, -1:] > 0, -math.inf)
+        if self.documents is not None:
+            total = total.masked_fill(self.documents[:, -1:] > 0, -math.inf)
         return total
 
 
-def check_inputs(
-    q: Tensor,
+def check_call(
+    q: Tensor | None,
     k: Tensor,
     v: Tensor,
-    rope: RotaryEmbedding | None,
-    log_decay: Tensor | None,
-    feature_map: str | Callable[[Tensor], Tensor],
-    normalize: str,
-    causal: bool,
-    key_mask: Tensor | None,
-    segment_ids: Tensor | None,
-    state: State | None,
-    eps: float,
-) -> Inputs:
-    """Check every argument of `linear_attention` against the others; raise InputError, or return the call's Inputs.
+    rope: RotaryEmbedding | None = None,
+    *,
+    log_decay: Tensor | None = None,
+    feature_map: str | Callable[[Tensor], Tensor] = "elu1",
+    normalize: str = "plain",
+    causal: bool = True,
+    key_mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    state: State | None = None,
+    eps: float = 0.0,
+) -> Call:
+    """Check the arguments of `linear_attention` against each other, and return the Call.
 
-    A map given as a callable is applied here, by autograd, so that backends meet maps of the table only.
+    Args:
+        q: None if only the keys are used, as in `summarize`; the Call then has the keys in its place.
+
+    A feature map given as a callable is applied here, by autograd.
+
+    Raises:
+        InputError: any argument that does not fit.
     """
-    _check_tensors(q, k, v, causal)
+    _check_tensors({"k": k, "v": v} if q is None else {"q": q, "k": k, "v": v}, causal)
     require_choice("normalize", normalize, NORMALIZE)
     check_eps(eps)
     if not isinstance(causal, bool):
         raise InputError(f"causal={causal!r} must be True or False.")
+    batch, heads, keys = k.shape[:3]
+    length = keys if q is None else q.shape[2]
+    working = torch.promote_types(k.dtype, torch.float32)
     key_mask = _check_key_mask(key_mask, k)
-    signed = _check_signed(rope, q, normalize)
-    phi = after_signed(get_feature_map(feature_map), signed)
-    working = torch.promote_types(q.dtype, torch.float32)
+    signed = getattr(rope, "signed_dim", 0)  # what is not a rope is refused below
+    if signed:
+        check_signed(signed, k.shape[-1], normalize)
+    phi = get_feature_map(feature_map)
     if phi.load is None:
-        if key_mask is not None:  # before φ, through which the gradient of a masked NaN would be NaN
+        if key_mask is not None:  # before φ: the gradient of φ at a masked NaN would be NaN
             k = k.masked_fill(~key_mask[:, None, :, None], 0)
-        q, k = (_mapped(name, x, phi, feature_map, working) for name, x in (("q", q), ("k", k)))
-        v, phi = v.to(working), after_signed(FEATURE_MAPS["identity"], signed)
-    check_rope(rope, q.shape[1], q.shape[3])
-    log_decay = _check_log_decay(log_decay, q, causal, working)
-    documents = _check_segment_ids(segment_ids, q, k)
-    _check_state(state, q, v, normalize, working)
-    settings = Settings(
-        feature_map=phi,
-        signed=signed,
-        normalize=normalize,
-        causal=causal,
-        eps=float(eps),
-        interleaved=True if rope is None else rope.interleaved,
-        key_mask=key_mask,
-        documents=documents,
-        start=0 if state is None else state.length,
-        dtype=working,
-    )
-    check_positions("state.length", settings.start, max(q.shape[2], k.shape[2]))
-    return Inputs(q, k, v, log_decay, None if rope is None else rope.frequencies(q.device), state, settings)
+        phi = skip_first(phi, signed)
+        q, k = (None if x is None else _mapped(name, x, phi, feature_map, working) for name, x in (("q", q), ("k", k)))
+        v, phi = v.to(working), FEATURE_MAPS["identity"]
+    q = k if q is None else q
+    check_rope(rope, heads, k.shape[3])
+    log_decay = _check_log_decay(log_decay, (batch, heads, length), k.device, causal, working)
+    documents = _check_documents(segment_ids, batch, length, keys, k.device)
+    if state is not None:
+        _check_state(state, q, v, normalize, working)
+    start = 0 if state is None else state.length
+    check_positions("state.length", start, max(length, keys))
+    theta, interleaved = (None, True) if rope is None else (rope.frequencies(k.device), rope.interleaved)
+    tensors = q, k, v, log_decay, theta, key_mask, documents
+    return Call(*tensors, start, phi.name, normalize, float(eps), interleaved, causal, signed, state)
+
+
+def autocast_inputs(*tensors: Tensor) -> list[Tensor]:
+    """The tensors in the autocast dtype, if autocast is enabled for the first one's device."""
+    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+
+    def is_cast(x: Tensor) -> bool:
+        return isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+
+    return [x.to(dtype) if is_cast(x) else x for x in tensors]
 
 
 def check_eps(eps: float) -> None:
-    """Raise InputError unless ε can stand in a denominator."""
+    """Raise InputError unless eps is a finite number ≥ 0."""
     if not (isinstance(eps, (int, float)) and 0 <= eps < math.inf):
         raise InputError(f"eps={eps!r} must be a finite number, at least 0: it keeps the denominator away from 0.")
 
 
-def _check_signed(rope: RotaryEmbedding | None, q: Tensor, normalize: str) -> int:
-    """How many of the first dimensions skip φ and the denominator."""
-    signed = getattr(rope, "signed_dim", 0)  # what is no rope at all is refused later
-    if signed:
-        check_signed(signed, q.shape[-1], normalize)
-    return signed
-
-
 def check_signed(rotary_dim: int, dim: int, normalize: str) -> None:
-    """Raise InputError unless a denominator is left when `rotary_dim` of `dim` dimensions have no part in it."""
+    """Raise InputError unless a signed rotation of `rotary_dim` of `dim` dimensions leaves a denominator."""
     if normalize == "rotary":
         raise InputError(
-            "normalize='rotary' sums turned features, rope.signed=True keeps them out: drop one of the two."
+            "normalize='rotary' sums rotated features, rope.signed=True keeps them out of the denominator: "
+            "choose one of the two."
         )
     if normalize == "plain" and rotary_dim >= dim:
         raise InputError(
-            f"rope.signed=True with rotary_dim={rotary_dim} leaves none of the {dim} dimensions to the denominator: "
-            "let fewer turn, a quarter of them for example, or set normalize='none'."
+            f"rope.signed=True with rotary_dim={rotary_dim} leaves none of the {dim} dimensions for the denominator: "
+            "choose a smaller rotary_dim, a quarter of them for example, or set normalize='none'."
         )
 
 
-def values_may_be_checked(tensor: Tensor) -> bool:
-    """Whether looking at a tensor's values is possible and affordable: not while compiling or capturing a graph."""
-    capturing = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-    return not (torch.compiler.is_compiling() or capturing)
-
-
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+def _check_tensors(tensors: dict[str, Tensor], causal: bool) -> None:
+    first_name, first = next(iter(tensors.items()))
+    for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise InputError(f"{name} is a {type(tensor).__name__}: pass a tensor of shape (B, H, T, D).")
         if tensor.ndim != 4:
             raise InputError(f"{name} has shape {tuple(tensor.shape)}: pass 4 dimensions, (B, H, T, D).")
         if tensor.dtype not in FLOATING:
             raise InputError(f"{name} has dtype {tensor.dtype}: pass float32, float64, bfloat16 or float16.")
-        if (tensor.dtype, tensor.device) != (q.dtype, q.device):
+        if (tensor.dtype, tensor.device) != (first.dtype, first.device):
             raise InputError(
-                f"{name} is {tensor.dtype} on {tensor.device}, q is {q.dtype} on {q.device}: "
-                "bring q, k and v to one dtype and device."
+                f"{name} is {tensor.dtype} on {tensor.device}, {first_name} is {first.dtype} on {first.device}: "
+                "use one dtype and one device."
             )
+    q, k, v = tensors.get("q", tensors["k"]), tensors["k"], tensors["v"]
     if q.shape[:2] != k.shape[:2] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
         raise InputError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together: they share B and H, "
-            "q and k share D, k and v share their length."
+            f"{shapes} do not fit together: all share B and H, q and k share D, k and v share their length."
         )
     if causal and q.shape[2] != k.shape[2]:
         raise InputError(
@@ -217,70 +239,62 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
 
 
 def _mapped(name: str, x: Tensor, phi: FeatureMap, given: Callable[[Tensor], Tensor], working: torch.dtype) -> Tensor:
-    """φ of x, in the precision that a given module's own weights have."""
+    """φ of x in the working dtype. A module is run in the dtype of its own weights."""
     own = next(given.parameters(), None) if isinstance(given, torch.nn.Module) else None
     features = phi.forward(x.to(working if own is None else own.dtype))
     if not isinstance(features, Tensor) or features.shape[:-1] != x.shape[:-1] or not features.is_floating_point():
         got = f"{tuple(features.shape)} {features.dtype}" if isinstance(features, Tensor) else type(features).__name__
         raise InputError(
-            f"feature_map={phi.name} turned {name} of shape {tuple(x.shape)} into {got}: "
+            f"feature_map={phi.name} maps {name} of shape {tuple(x.shape)} to {got}: "
             "it must return floats and keep all but the last dimension."
         )
     return features.to(working)
 
 
-def _check_log_decay(log_decay: Tensor | None, q: Tensor, causal: bool, working: torch.dtype) -> Tensor | None:
+def _check_log_decay(
+    log_decay: Tensor | None, shape: tuple[int, int, int], device: torch.device, causal: bool, working: torch.dtype
+) -> Tensor | None:
     if log_decay is None:
         return None
     if not causal:
-        raise InputError("log_decay was given with causal=False: forgetting is defined for causal attention only.")
-    if not isinstance(log_decay, Tensor) or log_decay.shape != q.shape[:3] or not log_decay.is_floating_point():
-        shape = tuple(log_decay.shape) if isinstance(log_decay, Tensor) else type(log_decay).__name__
-        raise InputError(f"log_decay is {shape}: pass floats of shape (B, H, T) = {tuple(q.shape[:3])}.")
-    if log_decay.device != q.device:
-        raise InputError(f"log_decay is on {log_decay.device}, q on {q.device}: bring them to one device.")
-    if log_decay.is_cuda:  # to look at values would have the GPU wait: it looks for itself, and stops the program
+        raise InputError("log_decay was given with causal=False: decay is defined for causal attention only.")
+    check_tensor("log_decay", log_decay, "floats", lambda dtype: dtype.is_floating_point, "(B, H, T)", shape, device)
+    if log_decay.is_cuda:  # reading values here would make the host wait: the GPU checks, and stops the program
         torch._assert_async(((log_decay <= 0) & log_decay.isfinite()).all(), "log_decay must be finite and at most 0")
-    elif values_may_be_checked(log_decay) and log_decay.numel():
+    elif not torch.compiler.is_compiling() and log_decay.numel():
         lowest, highest = (bound.item() for bound in log_decay.detach().aminmax())
         if not (math.isfinite(lowest) and highest <= 0):
             raise InputError(
                 f"log_decay lies in [{lowest}, {highest}]: every entry must be finite and at most 0, as from "
-                "logsigmoid (segment_ids is what forgets everything at once)."
+                "logsigmoid (use segment_ids to forget everything before a token)."
             )
-    return log_decay.to(working).clamp(min=FORGET_ALL)
+    return log_decay.to(working).clamp(min=STRONGEST_DECAY)
 
 
 def _check_key_mask(key_mask: Tensor | None, k: Tensor) -> Tensor | None:
     if key_mask is None:
         return None
-    expected = (k.shape[0], k.shape[2])
-    if not isinstance(key_mask, Tensor) or key_mask.shape != expected or key_mask.dtype != torch.bool:
-        got = f"{tuple(key_mask.shape)} {key_mask.dtype}" if isinstance(key_mask, Tensor) else type(key_mask).__name__
-        raise InputError(f"key_mask is {got}: pass booleans of shape (B, S) = {expected}, True where a key counts.")
-    if key_mask.device != k.device:
-        raise InputError(f"key_mask is on {key_mask.device}, k on {k.device}: bring them to one device.")
-    # the backward looks at it again, when the caller may have filled it anew
+    shape = k.shape[0], k.shape[2]
+    check_tensor("key_mask", key_mask, "booleans", lambda dtype: dtype == torch.bool, "(B, S)", shape, k.device)
+    # the backward reads it again, after the caller may have overwritten it
     return key_mask.clone(memory_format=torch.contiguous_format)
 
 
-def _check_segment_ids(segment_ids: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+def _check_documents(
+    segment_ids: Tensor | None, batch: int, length: int, keys: int, device: torch.device
+) -> Tensor | None:
     if segment_ids is None:
         return None
-    if q.shape[2] != k.shape[2]:
+    if length != keys:
         raise InputError(
-            f"segment_ids was given with q of length {q.shape[2]} and k of length {k.shape[2]}: "
+            f"segment_ids was given with q of length {length} and k of length {keys}: "
             "packed documents need queries and keys of the same tokens."
         )
-    check_segment_ids(segment_ids, q.shape[0], q.shape[2], q.device)
-    if q.shape[2] == 0:
-        return None
-    return number_documents(segment_ids)
+    check_segment_ids(segment_ids, batch, length, device)
+    return None if length == 0 else number_documents(segment_ids)
 
 
-def _check_state(state: State | None, q: Tensor, v: Tensor, normalize: str, working: torch.dtype) -> None:
-    if state is None:
-        return
+def _check_state(state: State, q: Tensor, v: Tensor, normalize: str, working: torch.dtype) -> None:
     if not isinstance(state, State):
         raise InputError(f"state is a {type(state).__name__}: pass the linrope.State that an earlier call returned.")
     batch, heads, _, features = q.shape
@@ -303,5 +317,5 @@ def _check_state(state: State | None, q: Tensor, v: Tensor, normalize: str, work
             raise InputError(f"state.{name} is {tensor.dtype}, {q.dtype} inputs need {working}: state.to({working}).")
         if tensor.device != q.device:
             raise InputError(f"state.{name} is on {tensor.device}, q on {q.device}: state.to({str(q.device)!r}).")
-    if not isinstance(state.length, (int, torch.SymInt)) or state.length < 0:  # symbolic in a graph that leaves it open
+    if not isinstance(state.length, (int, torch.SymInt)) or state.length < 0:  # SymInt in a graph of open length
         raise InputError(f"state.length={state.length!r} must be a whole number of tokens, at least 0.")

@@ -1,25 +1,49 @@
-"""Packed rows: documents numbered from `segment_ids`, their boundaries, and positions within them."""
+"""Packed rows: `segment_ids` are integers, and each run of equal ones in a row is one document."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from linrope.errors import InputError
+from linrope.ops.checks import check_tensor
 
 
 def check_segment_ids(segment_ids: Tensor, batch: int, length: int, device: torch.device) -> None:
     """Raise InputError unless segment_ids are integers of shape (batch, length) on that device."""
-    got = segment_ids if not isinstance(segment_ids, Tensor) else f"{tuple(segment_ids.shape)} {segment_ids.dtype}"
-    if not isinstance(segment_ids, Tensor) or segment_ids.shape != (batch, length):
-        raise InputError(f"segment_ids is {got}: pass integers of shape (B, T) = {(batch, length)}.")
-    if segment_ids.is_floating_point() or segment_ids.is_complex() or segment_ids.dtype == torch.bool:
-        raise InputError(f"segment_ids is {got}: pass integers, one number for each document of a row.")
-    if segment_ids.device != device:
-        raise InputError(f"segment_ids is on {segment_ids.device}, the inputs on {device}: bring them together.")
+
+    def is_integer(dtype: torch.dtype) -> bool:
+        return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+    check_tensor("segment_ids", segment_ids, "integers", is_integer, "(B, T)", (batch, length), device)
 
 
 def number_documents(segment_ids: Tensor) -> Tensor:
-    """(B, T) ids, T > 0 -> (B, T) int64: how many boundaries, changes of id, lie up to each token of its row."""
+    """(B, T) ids, T > 0 -> (B, T) int64: the number of document boundaries (changes of id) up to each token."""
     boundaries = segment_ids[:, 1:] != segment_ids[:, :-1]
-    return torch.nn.functional.pad(boundaries.cumsum(dim=1), (1, 0))
+    return F.pad(boundaries.cumsum(dim=1), (1, 0))
+
+
+def document_positions(
+    length: int, segment_ids: Tensor | None, offset: int, document_start: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The position of each token within its own document.
+
+    Args:
+        length: T.
+        segment_ids: (B, T) integers, or None if no document ends in these tokens.
+        offset: the position of the first token in its row.
+        document_start: (B,) int64, the position at which each row's open document began; None if all began at 0.
+
+    Returns:
+        (B, T) int64 positions, or None if they are those of the row; and the `document_start` after the last token.
+    """
+    if length == 0 or (document_start is None and segment_ids is None):
+        return None, document_start
+    device = (document_start if segment_ids is None else segment_ids).device
+    position = torch.arange(offset, offset + length, device=device)
+    starts = torch.zeros_like(position[:1, None]) if document_start is None else document_start[:, None]
+    if segment_ids is not None:
+        is_first = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))
+        starts = torch.where(is_first, position, starts).cummax(dim=1).values
+    return position - starts, starts[:, -1].clone()

@@ -64,26 +64,60 @@ def softmax_attention(
     Raises:
         InputError: a cache of another batch, number of heads or head size.
     """
-    n_queries = q.shape[2]
-    length = n_queries + (0 if cache is None else cache.length)
-    document = None if segment_ids is None or n_queries == 0 else number_documents(segment_ids)
-    of_key, visible = document, None
-    if cache is not None:
+    keys = _Keys.of(k, v, segment_ids, cache)
+    document = None if keys.document is None else keys.document[:, -q.shape[2] :]
+    if q.shape[2] == 0:
+        o = v[:, :, :0]
+    elif window is None or q.shape[2] <= window:
+        o = _dense(q, keys.k, keys.v, causal, window, document, keys.document, keys.visible, scale)
+    else:
+        o = _banded(q, keys.k, keys.v, window, document, keys.document, keys.visible, scale)
+    return o, keys.cache(window)
+
+
+def extend_cache(
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int | None = None,
+    segment_ids: Tensor | None = None,
+    cache: KeyValueCache | None = None,
+) -> KeyValueCache:
+    """The cache that `softmax_attention` returns, without the outputs; the arguments are the same."""
+    return _Keys.of(k, v, segment_ids, cache).cache(window)
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """The keys and values of a call, those of the cache first."""
+
+    k: Tensor
+    v: Tensor
+    document: Tensor | None
+    """(B, S) the number of each key's document; None without boundaries. The cache belongs to the first one."""
+    visible: Tensor | None
+    length: int
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor, segment_ids: Tensor | None, cache: KeyValueCache | None) -> _Keys:
+        new = k.shape[2]
+        document = None if segment_ids is None or new == 0 else number_documents(segment_ids)
+        if cache is None:
+            return cls(k, v, document, None, new)
         if cache.k.shape[:2] != k.shape[:2] or cache.k.shape[3] != k.shape[3]:
             raise InputError(f"state.past.k is {tuple(cache.k.shape)}, this call's keys are {tuple(k.shape)}.")
         k, v = torch.cat((cache.k.to(k.dtype), k), dim=2), torch.cat((cache.v.to(v.dtype), v), dim=2)
-        visible = None if cache.visible is None else F.pad(cache.visible, (0, n_queries), value=True)
-        of_key = None if document is None else F.pad(document, (cache.k.shape[2], 0))  # the past is the first's
-    if n_queries == 0:
-        o = v[:, :, :0]
-    elif window is None or n_queries <= window:
-        o = _dense(q, k, v, causal, window, document, of_key, visible, scale)
-    else:
-        o = _banded(q, k, v, window, document, of_key, visible, scale)
-    if document is not None:
-        last = of_key == document[:, -1:]
-        visible = last if visible is None else last & visible
-    return o, _keep(k, v, visible, length, window)
+        document = None if document is None else F.pad(document, (cache.k.shape[2], 0))
+        visible = None if cache.visible is None else F.pad(cache.visible, (0, new), value=True)
+        return cls(k, v, document, visible, cache.length + new)
+
+    def cache(self, window: int | None) -> KeyValueCache:
+        """For the next call, which continues the last document."""
+        visible = self.visible
+        if self.document is not None:
+            last = self.document == self.document[:, -1:]
+            visible = last if visible is None else last & visible
+        return _keep(self.k, self.v, visible, self.length, window)
 
 
 def _keep(k: Tensor, v: Tensor, visible: Tensor | None, length: int, window: int | None) -> KeyValueCache:

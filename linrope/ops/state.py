@@ -1,4 +1,4 @@
-"""The state of linear attention: all that the past says to the future, and the monoid it forms.
+"""`State`, what linear attention keeps of the past, and `merge`, which joins the states of two runs of tokens.
 
 For a run of n tokens, in the frame of its own first token, with `G` the running sum of `log_decay`:
 
@@ -6,7 +6,7 @@ For a run of n tokens, in the frame of its own first token, with `G` the running
     length  = n                                          log_decay = G_n
 
 `merge` is associative and `State.zeros` is its identity. Chunked kernels, streaming, decoding and splitting a
-sequence over devices are all prefix sums under it. A document boundary inside a run is `log_decay = -inf`: what came
+sequence over devices are all prefix sums with it. A run with a document boundary has `log_decay = -inf`: what came
 before has weight e^{-inf} = 0.
 """
 
@@ -18,19 +18,22 @@ import torch
 from torch import Tensor
 
 from linrope.errors import InputError
+from linrope.ops.checks import check_rope
 from linrope.rotary import RotaryEmbedding, check_positions, rotate, unit_rotations
 
 
 @dataclass(frozen=True)
 class State:
-    """What a run of tokens leaves behind: float32 (float64 for float64 inputs), of a size that does not grow.
+    """What linear attention keeps of a run of tokens: tensors whose size does not depend on the length.
+
+    float32, or float64 for float64 inputs.
 
     Attributes:
         kv: (B, H, D, E), decayed sum of rotated keys times values.
         k_sum: (B, H, D), decayed sum of unrotated keys, for the denominator.
-        length: number of tokens in the run; the next token stands at this position.
-        log_decay: (B, H), the run's total log decay, at most 0; zeros where None is given.
-        k_rotated_sum: (B, H, D), decayed sum of rotated keys: present only with `normalize="rotary"`.
+        length: number of tokens in the run, which is the position of the next token.
+        log_decay: (B, H), the run's total log decay, at most 0; None is replaced by zeros.
+        k_rotated_sum: (B, H, D), decayed sum of rotated keys; only with `normalize="rotary"`, else None.
     """
 
     kv: Tensor
@@ -58,9 +61,9 @@ class State:
         """The state of no tokens: the identity of `merge`.
 
         Args:
-            batch, n_heads, head_dim: B, H and D (the number of features, where φ changes it).
+            batch, n_heads, head_dim: B, H and D (the number of features, if φ changes it).
             value_dim: E; None for `head_dim`.
-            normalize: the operator's; "rotary" carries one sum more.
+            normalize: as in `linear_attention`; "rotary" has one more sum.
             dtype: float32, or float64 for float64 inputs.
         """
         value_dim = head_dim if value_dim is None else value_dim
@@ -70,7 +73,7 @@ class State:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The state's tensors by name, without the one that its `normalize` does not carry."""
+        """The state's tensors by name, without those that are None."""
         named = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "length"}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
@@ -78,7 +81,7 @@ class State:
         return replace(self, **{name: change(tensor) for name, tensor in self.tensors.items()})
 
     def detach(self) -> State:
-        """The same numbers, cut from the graph that made them."""
+        """The same values, detached from the graph."""
         return self._map(Tensor.detach)
 
     def to(self, *args, **kwargs) -> State:
@@ -87,24 +90,8 @@ class State:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by the state's tensors."""
+        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
-
-
-def check_rope(rope: RotaryEmbedding | None, heads: int, features: int) -> None:
-    """Raise InputError unless rope turns so many heads of that many features, or is None."""
-    if rope is None:
-        return
-    if not isinstance(rope, RotaryEmbedding):
-        raise InputError(f"rope is a {type(rope).__name__}: pass a linrope.RotaryEmbedding or None.")
-    if rope.dim != features:
-        raise InputError(f"rope has dim={rope.dim}, the features of q and k have {features}: make them equal.")
-    rope.check_heads(heads)
-
-
-def rotate_rows(kv: Tensor, turn: Tensor | None, interleaved: bool) -> Tensor:
-    """`R kv`: turn the D axis of kv (..., H, D, E), by one rotation `turn`, (R/2,) or (H, 1, R/2), or None."""
-    return kv if turn is None else rotate(kv.mT, turn, interleaved).mT
 
 
 def merge(left: State, right: State, rope: RotaryEmbedding | None = None) -> State:
@@ -112,16 +99,41 @@ def merge(left: State, right: State, rope: RotaryEmbedding | None = None) -> Sta
 
         State(e^{g} left.kv + R_{left.length} right.kv,  e^{g} left.k_sum + right.k_sum,  lengths and log_decays added)
 
-    with g = right.log_decay. Associative; `State.zeros` is neutral on both sides; differentiable.
+    with g = right.log_decay. Associative and differentiable; `State.zeros` is neutral on both sides.
 
     Args:
         left, right: states of the same shapes, dtype and device, each in the frame of its own first token.
-        rope: the rotation they were made with; None for linear attention without positions.
+        rope: the rotation that both were made with; None for linear attention without positions.
 
     Raises:
-        InputError: what is no State; states of different shapes, dtypes or devices, or of different `normalize`; a rope
-            of another size; a length that is no whole number, or beyond 2^53.
+        InputError: an argument that is not a State; states of different shapes, dtypes or devices, or of different
+            `normalize`; a rope of another size; a length that is not a whole number, or beyond 2^53.
     """
+    _check_pair(left, right, rope)
+    decay = right.log_decay.exp()
+    rotation, interleaved = None, True
+    if rope is not None:
+        position = torch.full((), left.length, dtype=torch.int64, device=left.kv.device)
+        rotation, interleaved = unit_rotations(position, rope.frequencies(left.kv.device)), rope.interleaved
+    k_rotated_sum = None
+    if left.k_rotated_sum is not None:
+        rotated = rotate_keys(right.k_rotated_sum[..., None], rotation, interleaved)[..., 0]
+        k_rotated_sum = decay[..., None] * left.k_rotated_sum + rotated
+    return State(
+        kv=decay[..., None, None] * left.kv + rotate_keys(right.kv, rotation, interleaved),
+        k_sum=decay[..., None] * left.k_sum + right.k_sum,
+        length=left.length + right.length,
+        log_decay=left.log_decay + right.log_decay,
+        k_rotated_sum=k_rotated_sum,
+    )
+
+
+def rotate_keys(kv: Tensor, rotation: Tensor | None, interleaved: bool) -> Tensor:
+    """`R kv`: rotate the D axis of kv (..., H, D, E) by one rotation, (R/2,) or (H, 1, R/2); None changes nothing."""
+    return kv if rotation is None else rotate(kv.mT, rotation, interleaved).mT
+
+
+def _check_pair(left: State, right: State, rope: RotaryEmbedding | None) -> None:
     for name, state in (("left", left), ("right", right)):
         if not isinstance(state, State):
             raise InputError(f"{name} is a {type(state).__name__}: pass a linrope.State.")
@@ -137,19 +149,3 @@ def merge(left: State, right: State, rope: RotaryEmbedding | None = None) -> Sta
             )
     check_positions("right.length", right.length, 0)
     check_positions("left.length", left.length, right.length)
-    decay = right.log_decay.exp()
-    turn, interleaved = None, True
-    if rope is not None:
-        position = torch.full((), left.length, dtype=torch.int64, device=left.kv.device)
-        turn, interleaved = unit_rotations(position, rope.frequencies(left.kv.device)), rope.interleaved
-    k_rotated_sum = None
-    if left.k_rotated_sum is not None:
-        turned = rotate_rows(right.k_rotated_sum[..., None], turn, interleaved)[..., 0]
-        k_rotated_sum = decay[..., None] * left.k_rotated_sum + turned
-    return State(
-        kv=decay[..., None, None] * left.kv + rotate_rows(right.kv, turn, interleaved),
-        k_sum=decay[..., None] * left.k_sum + right.k_sum,
-        length=left.length + right.length,
-        log_decay=left.log_decay + right.log_decay,
-        k_rotated_sum=k_rotated_sum,
-    )

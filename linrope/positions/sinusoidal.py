@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from linrope.rotary import frequencies, unit_rotations
 
-if TYPE_CHECKING:
-    pass
-
 
 def sinusoids(positions: Tensor, d_model: int) -> Tensor:
-    """sin(t·θ_m) and cos(t·θ_m) in turn, θ_m = 10000^(-2m / d_model) (arXiv 1706.03762, section 3.5).
+    """sin(t·θ_m) in dimension 2m and cos(t·θ_m) in dimension 2m + 1, θ_m = 10000^(-2m / d_model).
 
     Args:
         positions: (...) integers t.
@@ -23,5 +18,5 @@ def sinusoids(positions: Tensor, d_model: int) -> Tensor:
     Returns:
         (..., d_model) float64, exact at any position.
     """
-    turn = unit_rotations(positions, frequencies(d_model, 10000.0, positions.device))
-    return torch.stack((turn.imag, turn.real), dim=-1).flatten(-2)
+    rotation = unit_rotations(positions, frequencies(d_model, 10000.0, positions.device))
+    return torch.stack((rotation.imag, rotation.real), dim=-1).flatten(-2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linrope.feature_maps import after_signed, get_feature_map
+from linrope.feature_maps import get_feature_map, skip_first
 from linrope.ops.documents import number_documents
 from linrope.profiling.hooks import OperatorCall
 
@@ -33,7 +33,7 @@ class LayerHealth:
         queries, keys = (_spread(length, n, call.q.device) for n in (N_QUERIES, N_KEYS))
         documents = None if ids is None else number_documents(ids[:1])[0]
         signed = 0 if rope is None else rope.signed_dim
-        phi = after_signed(get_feature_map(call.options["feature_map"]), signed).forward
+        phi = skip_first(get_feature_map(call.options["feature_map"]), signed).forward
         q, k = phi(call.q[:1, :, queries].float()), phi(call.k[:1].float())
         rotated = (q, k[:, :, keys])
         if rope is not None:

@@ -21,7 +21,7 @@ class OperatorCall:
     Attributes:
         layer: the block's number, counted from 0.
         attention: the layer.
-        q, k, v: (B, H, T, D), the operator's arguments; already rotated if the angles depend on the input.
+        q, k, v: (B, H, T, D), the operator's arguments; already rotated with `rope.placement="selective"`.
         options: the operator's keyword arguments, such as `rope`, `log_decay`, `state` and `segment_ids`.
         o: (B, H, T, D), its output.
         final: the state after the last token.

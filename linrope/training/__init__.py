@@ -1,10 +1,11 @@
-"""Training with Lightning: the module, the data module, the callbacks and the command line `linrope`.
+"""Training with Lightning: tasks, data modules and callbacks.
 
-And recall as a task: `RecallModule` on `MQARDataModule`, `CopyDataModule`, `InductionDataModule`, `PasskeyDataModule`.
+Tasks: `LanguageModelingModule` trains on a `TextDataModule`; `RecallModule` trains on an `MQARDataModule`,
+`CopyDataModule`, `InductionDataModule` or `PasskeyDataModule`. A new task derives from `TrainingTask`.
 """
 
 from linrope.data.synthetic.batches import RecallBatches
-from linrope.errors import NonFiniteError
+from linrope.errors import CheckpointError, NonFiniteError
 from linrope.training.callbacks.interruption import GracefulStop
 from linrope.training.callbacks.last_checkpoint import LastCheckpoint
 from linrope.training.callbacks.memory_preflight import MemoryPreflight
@@ -12,15 +13,18 @@ from linrope.training.callbacks.progress import ProgressReport
 from linrope.training.callbacks.sample import PrintSample
 from linrope.training.callbacks.summary import RunSummary
 from linrope.training.callbacks.throughput import Throughput
-from linrope.training.checkpoint import CheckpointError, WholeCheckpointIO
+from linrope.training.checkpoint import WholeCheckpointIO
+from linrope.training.data_modules.base import ResumableDataModule
 from linrope.training.data_modules.passkey import PasskeyDataModule
 from linrope.training.data_modules.recall import CopyDataModule, InductionDataModule, MQARDataModule, RecallDataModule
 from linrope.training.data_modules.text import TextDataModule
 from linrope.training.optimizer import OptimizerConfig, learning_rate_factor
-from linrope.training.task import LanguageModelingModule
+from linrope.training.task import BatchLoss, TrainingTask
+from linrope.training.tasks.language_modeling import LanguageModelingModule
 from linrope.training.tasks.recall import RecallModule
 
 __all__ = [
+    "BatchLoss",
     "CheckpointError",
     "CopyDataModule",
     "GracefulStop",
@@ -37,9 +41,11 @@ __all__ = [
     "RecallBatches",
     "RecallDataModule",
     "RecallModule",
+    "ResumableDataModule",
     "RunSummary",
     "TextDataModule",
     "Throughput",
+    "TrainingTask",
     "WholeCheckpointIO",
     "learning_rate_factor",
 ]

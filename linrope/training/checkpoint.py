@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from linrope.data.tokenizers.base import Tokenizer, tokenizer_from_serialized
-from linrope.errors import InputError
+from linrope.errors import CheckpointError, InputError
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
 from linrope.models.saving import open_checkpoint
+from linrope.training.data_modules.base import ResumableDataModule
 from linrope.utils.files import whole_file
 
 TRAINING_STATE = ("global_step", "loops", "lr_schedulers", "optimizer_states")
@@ -25,10 +26,6 @@ WITHOUT_WEIGHTS = ("model.window", "model.dropout", "model.gate_normalizer")
 
 THETA = ("model.rope.base", "model.rope.scaling")
 """What a new run may set anew on trained weights; what θ follows from, only where θ is not learned."""
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written; those from before are as they were."""
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
@@ -88,7 +85,7 @@ def require_same_model(trained: LanguageModelConfig, config: LanguageModelConfig
     """Raises InputError, naming the fields that differ, where a checkpoint's model is not the one configured."""
     if differing := list(_differences(_flat(trained.to_dict()), _flat(config.to_dict()))):
         raise InputError(
-            f"checkpoint {str(path)!r} holds another model than the one configured; {_mend(path)}:\n  "
+            f"checkpoint {str(path)!r} holds another model than the one configured; {_fix(path)}:\n  "
             + "\n  ".join(differing)
         )
 
@@ -115,7 +112,7 @@ def start_from(model: LanguageModel, path: str, fractions: list[float]) -> list[
     fixed = [_without(options, may_differ) for options in (theirs, ours)]
     if differing := list(_differences(*fixed)):
         raise InputError(
-            f"run.start_from={path!r} holds a model that differs in more than {', '.join(may_differ)}; {_mend(path)}:"
+            f"run.start_from={path!r} holds a model that differs in more than {', '.join(may_differ)}; {_fix(path)}:"
             + "".join(f"\n  {difference}" for difference in differing)
         )
     model.load_state_dict(source.state_dict())
@@ -132,7 +129,7 @@ def _without(options: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
 
 def warn_of_other_split(checkpoint: dict[str, Any], fractions: list[float], path: str | Path) -> None:
     """Says where a text's shares are not those that a checkpoint was trained with: what it learned may be held out."""
-    then = (checkpoint["linrope"].get("order") or {}).get("data.fractions")
+    then = checkpoint["linrope"]["order"].get("data.fractions")
     if then is not None and then != fractions:
         rank_zero_warn(
             f"checkpoint {str(path)!r} was trained with data.fractions={then}, and here they are {fractions}: where "
@@ -172,36 +169,25 @@ def require_training_state(checkpoint: dict[str, Any], path: str | Path) -> None
 
 
 def run_order(trainer: Trainer, seed: int) -> dict[str, Any]:
-    """What decides the samples of every step and dropout's draws: plain values by the names of their options.
+    """What decides the samples of every step and dropout's random numbers: plain values by the names of their options.
 
-    The data's part is what `order()` of the data module returns. Of loaders without one (see `deals_by_step`) only
-    Lightning knows where they go on, and it does not check whether they are the same.
+    The data's part is `order()` of a `ResumableDataModule`. Other data are not compared: only Lightning knows where
+    their loaders continue.
     """
-    if not deals_by_step(trainer.datamodule):
+    if not isinstance(data := trainer.datamodule, ResumableDataModule):
         return {"seed_everything": seed}
     return {
-        **{f"data.{name}": value for name, value in trainer.datamodule.order().items()},
+        **{f"data.{name}": value for name, value in data.order().items()},
         "trainer.accumulate_grad_batches × devices": trainer.accumulate_grad_batches * trainer.world_size,
         "seed_everything": seed,
     }
 
 
-def deals_by_step(datamodule: LightningDataModule | None) -> bool:
-    """Whether a data module is like ours: endless, from the batches of `trainer.global_step` on, and with `order()`."""
-    return hasattr(datamodule, "order")
-
-
 def require_same_order(checkpoint: dict[str, Any], order: dict[str, Any], path: str | Path) -> None:
-    """Raises InputError, naming what differs, where a checkpoint's run saw other samples than `order`, or in another
-    order; warns where it does not say. An option that is None is as good as one that an older checkpoint lacks."""
-    if (then := checkpoint["linrope"].get("order")) is None:
-        rank_zero_warn(
-            f"checkpoint {str(path)!r} does not say which data and seed its run had (an older linrope wrote it), so "
-            "whether they are the same could not be checked."
-        )
-    elif differing := list(_differences(then, order)):
+    """Raises InputError, naming what differs, if the checkpoint's run had other samples, or another order of them."""
+    if differing := list(_differences(checkpoint["linrope"]["order"], order)):
         raise InputError(
-            f"checkpoint {str(path)!r} is of a run with other data, batches or seed; {_mend(path)} (a new run needs no "
+            f"checkpoint {str(path)!r} is of a run with other data, batches or seed; {_fix(path)} (a new run needs no "
             "--ckpt_path):\n  " + "\n  ".join(differing)
         )
 
@@ -212,10 +198,10 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
             yield f"{key}: {then.get(key)!r} in the checkpoint, {now.get(key)!r} here"
 
 
-def _mend(path: str | Path) -> str:
+def _fix(path: str | Path) -> str:
     beside = Path(path).parent.parent / "config.yaml"
-    mend = f"--config {beside}" if beside.is_file() else "--config with the YAML that trained it"
-    return f"pass {mend}, or make these equal"
+    fix = f"--config {beside}" if beside.is_file() else "--config with the YAML that trained it"
+    return f"pass {fix}, or make these equal"
 
 
 def _flat(tree: dict[str, Any], prefix: str = "model.") -> dict[str, Any]:

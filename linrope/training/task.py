@@ -1,8 +1,10 @@
-"""The language model as Lightning trains it: loss, bits per byte, optimizer, schedule, clipping."""
+"""The base class of training tasks: everything of training but the loss and the metrics."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,164 +15,202 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from linrope.data.batches.shuffling import mix
 from linrope.data.tokenizers.base import tokenizer_to_serialized
-from linrope.data.tokenizers.bytes import bytes_of
 from linrope.errors import InputError, NonFiniteError
-from linrope.evaluation.loss_by_position import LossByPosition
-from linrope.layers.state import ModelState, detach, from_serialized, map_state, reset_rows, to_serialized
-from linrope.losses import IGNORE, bits_per_byte, summed_cross_entropy, token_losses
-from linrope.models.language_model import LanguageModel, LanguageModelConfig
-from linrope.segmented import require_carried_state, require_segments, segmented_loss
+from linrope.training.callbacks.last_checkpoint import LastCheckpoint
 from linrope.training.checkpoint import (
-    deals_by_step,
     require_same_order,
     require_same_tokenizer,
     rewind_to_step,
     run_order,
     warn_of_other_split,
 )
+from linrope.training.data_modules.base import ResumableDataModule
 from linrope.training.optimizer import OptimizerConfig, learning_rate_factor, parameter_groups
 
+Batch = dict[str, Any]
 
-class LanguageModelingModule(LightningModule):
-    """Trains a `LanguageModel` on batches `{"inputs", "targets"}`, each int64 (B, T); targets may be IGNORE.
 
-    Targets are bytes and separators unless `"n_bytes"`, int64 (B, T), says how many bytes each stands for.
-    Batches may have `"segment_ids"`, documents as the model takes them, and `"fresh"`, bool (B,): then rows go on from
-    the state after the batch before, but for those that are fresh.
+@dataclass(frozen=True)
+class BatchLoss:
+    """The loss of one training batch, as a sum, so that each target of an optimizer step has the same weight."""
 
-    Logs `train_loss` (nats per target), `train_bpb` (bits per byte), `grad_norm` (before clipping) and `lr` of each
-    optimizer step, over all its micro-batches and devices, and `val_loss`, `val_bpb`, `test_loss`, `test_bpb` over a
-    whole evaluation. Bits per byte are left out where the targets stand for no byte, or for nobody knows how many.
-    `loss_by_position` holds the losses of the last evaluation by where in the row they fell.
+    total: Tensor
+    """Sum of the losses of all targets, a scalar with gradient."""
+    n_targets: Tensor
+    """Number of targets, a scalar."""
+    n_positions: int
+    """Number of positions, with or without a target; the same in all batches of an optimizer step."""
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    """Other scalars to add up over the step, for `training_metrics`; the same names in every batch."""
+
+
+class TrainingTask(LightningModule):
+    """What all tasks share; a new task derives from it and writes its loss and its metrics.
+
+    A task writes
+
+    - `batch_loss(batch)`: the loss of a training batch, as a `BatchLoss`.
+    - `evaluate(batch, sums)`: adds the contribution of a validation or test batch to `sums`.
+    - `evaluation_metrics(split, sums)`: the metrics of a whole validation or test, from the sums over all ranks.
+    - optionally `training_metrics(sums)`, and `task_state` and `load_task_state` for what else a checkpoint must hold.
+
+    and gets
+
+    - the loss as mean over all targets of an optimizer step, whatever their share of its micro-batches and devices;
+    - AdamW with its schedule and clipping (see `OptimizerConfig`), and `grad_norm` (before clipping), `lr` and the
+      training metrics logged in each step;
+    - an error at the first loss or gradient that is not finite, before the weights change;
+    - random numbers that follow from the seed and the batch's number: a resumed run draws what it would have drawn;
+    - checkpoints that resume at the next step, on the same data, with this run's optimizer options. With a
+      `ResumableDataModule` a run that differs in data, batches or seed is refused.
 
     Args:
-        model_config: the model to make.
+        model: the model to train. It has `config`, with `vocab_size` and `to_dict()`, and `tokenizer`.
         optimizer_config: how to train it.
-        segment_length: read sequences in segments of so many tokens, with the gradients of the whole, so that memory
-            does not grow with the length (see `linrope.segmented`); None reads each at once.
-        seed: names dropout's draws: those of a training batch follow from it and the batch's number alone, so that a
-            resumed run makes those that the run before it would have made.
+        seed: decides the random numbers of training.
 
     Raises:
-        InputError: a segment length below 1, or one for a model whose past grows; when training starts, if
-            `trainer.max_steps` is unset or `trainer.gradient_clip_val` is set, or if the run to resume had other data,
-            batches or another seed.
+        InputError: when training starts: `trainer.max_steps` is unset, `trainer.gradient_clip_val` is set, or the run
+            to resume had other data, batches or another seed.
         NonFiniteError: in training, at the first loss or gradient that is not finite.
     """
 
     # No save_hyperparameters(): Lightning's command line would let those in a checkpoint override the user's YAML.
 
-    def __init__(
-        self,
-        model_config: LanguageModelConfig,
-        optimizer_config: OptimizerConfig | None = None,
-        segment_length: int | None = None,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer_config: OptimizerConfig | None = None, seed: int = 0) -> None:
         super().__init__()
-        self.model = LanguageModel(model_config)
-        if segment_length is not None:
-            require_segments(self.model, segment_length)
-        self.model_config, self.segment_length, self.seed = model_config, segment_length, seed
+        self.model, self.model_config, self.seed = model, model.config, seed
         self.optimizer_config = optimizer_config or OptimizerConfig()
-        self._train_sums = torch.zeros(3)  # nats, bytes and targets since the last step
-        self._train_places = 0  # the same, of places, with a target or without
+        self.evaluation: dict[Hashable, Any] = {}
+        """Sums of the running or last evaluation; once it has ended, over all ranks."""
+        self._step_sums: dict[str, Tensor] = {}  # of the micro-batches since the last optimizer step
+        self._step_positions = 0
+        self._stage: str | None = None  # what a trainer does with this module; None before there was one
         self._order: dict[str, Any] = {}
-        self._carried: ModelState | None = None  # in lanes: the state after the last batch
-        self._carried_at_step: ModelState | None = None  # and after the last optimizer step, for checkpoints
-        self._start_evaluation()
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (B, T, vocab_size) of tokens (B, T)."""
-        return self.model(tokens)
+    # What a task writes.
+
+    def batch_loss(self, batch: Batch) -> BatchLoss:
+        """The loss of a training batch."""
+        raise NotImplementedError
+
+    def training_metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        """The metrics of an optimizer step, from its sums over all micro-batches and ranks.
+
+        Args:
+            sums: "loss", "targets", and those of `BatchLoss.sums`.
+        """
+        return {"train_loss": sums["loss"] / max(sums["targets"], 1)}
+
+    def evaluate(self, batch: Batch, sums: dict[Hashable, Any]) -> None:
+        """Adds the contribution of one batch to `sums`, whose values of one name are added over ranks with `+`."""
+        raise NotImplementedError
+
+    def evaluation_metrics(self, split: str, sums: dict[Hashable, Any]) -> dict[str, float]:
+        """The metrics of an evaluation by name, `{split}_loss` among them; `split` is "val" or "test"."""
+        raise NotImplementedError
+
+    def task_state(self) -> dict[str, Any]:
+        """What else training needs to resume, as tensors and plain values; every rank calls it."""
+        return {}
+
+    def load_task_state(self, saved: dict[str, Any]) -> None:
+        """Restores `task_state` when training resumes; `saved` has more than that."""
+
+    # What a task may use.
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every rank, by rank; every rank must call it."""
+        values = [value] * self.trainer.world_size
+        if self.trainer.world_size > 1:
+            torch.distributed.all_gather_object(values, value)
+        return values
+
+    @property
+    def resumable_data(self) -> ResumableDataModule | None:
+        """The trainer's data module; None if it is not a `ResumableDataModule`."""
+        data = self.trainer.datamodule
+        return data if isinstance(data, ResumableDataModule) else None
 
     # Training.
 
     def on_train_start(self) -> None:
-        self._train_sums, self._train_places = torch.zeros(3), 0  # an earlier run may have stopped within a step
+        self._step_sums, self._step_positions = {}, 0  # an earlier run may have stopped within a step
 
-    def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Makes every random draw of the batch a function of the seed and the batch's number in the run.
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        """Makes every random number of the batch a function of the seed and the batch's number in the run.
 
-        Batches are counted over all devices, as the data module deals them: two devices draw what one draws in two.
+        Batches are numbered over all devices, as the data module shards them: two devices draw what one device draws in
+        two batches.
         """
         trainer = self.trainer
         in_step = batch_idx % trainer.accumulate_grad_batches
         number = trainer.global_step * trainer.accumulate_grad_batches + in_step
         torch.manual_seed(mix(self.seed, number * trainer.world_size + trainer.global_rank))
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        nats, after = self._read(batch, self._carried_into(batch))
-        if "fresh" in batch:
-            self._carried = detach(after)
-            if (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0:
-                self._carried_at_step = self._carried
-        sums = _sums(nats.detach(), batch)
-        self._train_sums = self._train_sums.to(nats.device) + sums
-        self._train_places += batch["targets"].numel()
-        # The trainer takes the mean of these over micro-batches and devices. Those have as many places each, but not
-        # always as many targets: `configure_gradient_clipping` puts that right, once for the whole step.
-        return nats / batch["targets"].numel()
-
-    def _carried_into(self, batch: dict[str, Tensor]) -> ModelState | None:
-        """In lanes, the state that the rows of a batch go on from: none in those that begin anew."""
-        if self._carried is None or "fresh" not in batch:
-            return None
-        return reset_rows(map_state(lambda _, x: x.to(self.device), self._carried), batch["fresh"])
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = self.batch_loss(batch)
+        for name, value in {"loss": loss.total.detach(), "targets": loss.n_targets, **loss.sums}.items():
+            self._step_sums[name] = self._step_sums.get(name, 0) + value
+        self._step_positions += loss.n_positions
+        # The trainer takes the mean of these over micro-batches and devices. All have the same number of positions, but
+        # not of targets: `configure_gradient_clipping` corrects that, once for the whole step.
+        return loss.total / loss.n_positions
 
     def configure_gradient_clipping(
         self, optimizer: AdamW, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Refuses a non-finite loss or gradient, logs and clips: Lightning calls it right before the weights change."""
-        nats, n_bytes, targets, places = self._sums_of_step()
-        metrics = self._metrics("train", nats, n_bytes, targets)
-        self._require_finite("loss", metrics["train_loss"])
+        sums, n_positions = self._finish_step_sums()
+        self._require_finite("loss", sums["loss"])
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        if 0 < targets < places:  # from the gradient of the mean over all places to that of the mean over targets
-            torch._foreach_mul_(gradients, places / targets)
+        if 0 < sums["targets"] < n_positions:  # from the mean over all positions to the mean over targets
+            torch._foreach_mul_(gradients, n_positions / sums["targets"])
         norm = nn.utils.get_total_norm(gradients)
         grad_norm = norm.item()
         if getattr(self.trainer.precision_plugin, "scaler", None) is None:  # GradScaler skips such steps by itself
             self._require_finite("gradient norm", grad_norm)
         if clip_norm := self.optimizer_config.clip_norm:
             nn.utils.clip_grads_with_norm_(self.model.parameters(), clip_norm, norm)
-        self.log_dict({**metrics, "grad_norm": grad_norm, "lr": optimizer.param_groups[0]["lr"]})
+        learning_rate = optimizer.param_groups[0]["lr"]
+        self.log_dict({**self.training_metrics(sums), "grad_norm": grad_norm, "lr": learning_rate})
 
-    def _sums_of_step(self) -> list[float]:
-        """Nats, bytes, targets and places of the whole step: all its micro-batches, on all devices."""
-        sums = torch.cat([self._train_sums, self._train_sums.new_tensor([self._train_places])])
-        self._train_sums, self._train_places = torch.zeros(3), 0
+    def _finish_step_sums(self) -> tuple[dict[str, float], float]:
+        """The sums and the number of positions of the whole step, over its micro-batches and ranks."""
+        names, loss = list(self._step_sums), self._step_sums["loss"]
+        counted = [*self._step_sums.values(), loss.new_tensor(self._step_positions)]
+        sums = torch.stack([value.to(loss.dtype) for value in counted])
+        self._step_sums, self._step_positions = {}, 0
         if self.trainer.world_size > 1:
             sums = self.trainer.strategy.reduce(sums, reduce_op="sum")
-        return sums.tolist()
+        *values, n_positions = sums.tolist()
+        return dict(zip(names, values, strict=True)), n_positions
 
     def _require_finite(self, what: str, value: float) -> None:
         if math.isfinite(value):
             return
-        paths = [getattr(callback, "last_path", None) for callback in self.trainer.checkpoint_callbacks]
-        last_good = next(filter(None, paths), self.trainer.ckpt_path)
+        savers = [callback for callback in self.trainer.checkpoint_callbacks if isinstance(callback, LastCheckpoint)]
+        last_good = next(filter(None, (saver.last_path for saver in savers)), self.trainer.ckpt_path)
         step = self.trainer.global_step + 1
-        restart = (
-            f"Resume from the last good checkpoint, {last_good}," if last_good else "No checkpoint yet: start again"
-        )
+        restart = f"Resume from the last good checkpoint, {last_good}," if last_good else "Start again (no checkpoint)"
         raise NonFiniteError(
-            f"the {what} is {value} at step {step}; the weights are as the step before left them. {restart} with a "
+            f"the {what} is {value} at step {step}; the weights are those of the step before. {restart} with a "
             "lower optimizer.lr, a longer optimizer.warmup_steps or a smaller optimizer.clip_norm."
         )
 
     # Evaluation.
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self._add_to_evaluation(batch)
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.evaluate(batch, self.evaluation)
 
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self._add_to_evaluation(batch)
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self.evaluate(batch, self.evaluation)
 
     def on_validation_epoch_start(self) -> None:
-        self._start_evaluation()
+        self.evaluation = {}
 
     def on_test_epoch_start(self) -> None:
-        self._start_evaluation()
+        self.evaluation = {}
 
     def on_validation_epoch_end(self) -> None:
         self._log_evaluation("val")
@@ -178,51 +218,16 @@ class LanguageModelingModule(LightningModule):
     def on_test_epoch_end(self) -> None:
         self._log_evaluation("test")
 
-    def _start_evaluation(self) -> None:
-        self.loss_by_position = LossByPosition()
-
-    def _add_to_evaluation(self, batch: dict[str, Tensor]) -> None:
-        self.loss_by_position.add(self._token_losses(batch), batch["targets"], batch.get("n_bytes"))
-
     def _log_evaluation(self, split: str) -> None:
-        if self.trainer.world_size > 1:  # sums, not means of means: ranks may have seen unequal numbers of windows
-            sums = self.loss_by_position.sums.to(self.device)
-            self.loss_by_position.sums = self.trainer.strategy.reduce(sums, reduce_op="sum").cpu()
-        # Every rank holds the sums already, so the logged values need no synchronising.
-        self.log_dict(self._metrics(split, *self.loss_by_position.totals.tolist()))
+        first, *others = self.gather(self.evaluation)
+        self.evaluation = dict(first)
+        for sums in others:  # ranks may have different names
+            for name, value in sums.items():
+                self.evaluation[name] = self.evaluation[name] + value if name in self.evaluation else value
+        # Every rank has the sums of all ranks, so the logged values need no synchronisation.
+        self.log_dict(self.evaluation_metrics(split, self.evaluation))
 
-    def _metrics(self, split: str, nats: float, n_bytes: float, tokens: float) -> dict[str, float]:
-        loss = {f"{split}_loss": nats / max(tokens, 1)}
-        return {**loss, f"{split}_bpb": bits_per_byte(nats, n_bytes)} if n_bytes else loss
-
-    def _token_losses(self, batch: dict[str, Tensor]) -> Tensor:
-        """The nats of each target of a batch, (B, T)."""
-        inputs, targets, ids = batch["inputs"], batch["targets"], batch.get("segment_ids")
-        if self.segment_length is None:
-            return token_losses(self.model(inputs, segment_ids=ids), targets)
-        pieces: list[Tensor] = []
-
-        def loss(logits: Tensor, targets: Tensor) -> Tensor:
-            pieces.append(token_losses(logits, targets))
-            return pieces[-1].sum()
-
-        with torch.no_grad():  # segments then come once each, in order
-            segmented_loss(self.model, inputs, targets, self.segment_length, loss=loss, segment_ids=ids)
-        return torch.cat(pieces, dim=1)
-
-    def _nats(self, batch: dict[str, Tensor]) -> Tensor:
-        """The nats of a batch's targets, in all."""
-        return self._read(batch, None)[0]
-
-    def _read(self, batch: dict[str, Tensor], state: ModelState | None) -> tuple[Tensor, ModelState]:
-        """The nats of a batch's targets, in all, where it goes on from a state; and the state after it."""
-        inputs, targets, ids = batch["inputs"], batch["targets"], batch.get("segment_ids")
-        if self.segment_length is not None:
-            return segmented_loss(self.model, inputs, targets, self.segment_length, segment_ids=ids, state=state)
-        logits, after = self.model(inputs, state, segment_ids=ids, return_state=True)
-        return summed_cross_entropy(logits, targets), after
-
-    # The optimizer, and what checkpoints hold.
+    # The optimizer.
 
     def configure_optimizers(self) -> dict[str, Any]:
         config = self.optimizer_config
@@ -234,27 +239,27 @@ class LanguageModelingModule(LightningModule):
         }
 
     def _learning_rate_factor(self, step: int) -> float:
-        config = self.optimizer_config
+        config, data = self.optimizer_config, self.resumable_data
         return learning_rate_factor(
             step,
             warmup_steps=config.warmup_steps,
             max_steps=self.trainer.max_steps,
             final_fraction=config.final_lr_fraction,
-            # Data whose steps may differ in tokens counts them.
-            tokens_at=getattr(self.trainer.datamodule, "tokens_at", lambda step: step),
+            **({} if data is None else {"tokens_at": data.tokens_at}),
         )
 
+    # The start of a run, and what checkpoints hold.
+
     def setup(self, stage: str) -> None:
-        datamodule = self.trainer.datamodule
-        if hasattr(datamodule, "require_vocabulary"):  # data of ours
-            datamodule.require_vocabulary(self.model_config.vocab_size)
-            ours = tokenizer_to_serialized(datamodule.tokenizer)
+        self._stage, trainer = stage, self.trainer
+        if (data := self.resumable_data) is not None:
+            data.require_vocabulary(self.model_config.vocab_size)
+            tokenizer = tokenizer_to_serialized(data.tokenizer)
             if self.model.tokenizer is not None:  # of a trained model
-                require_same_tokenizer(self.model.tokenizer, ours, "the model that was loaded")
-            self.model.tokenizer = ours
+                require_same_tokenizer(self.model.tokenizer, tokenizer, "the model that was loaded")
+            self.model.tokenizer = tokenizer
         if stage != "fit":
             return
-        trainer = self.trainer
         if trainer.max_steps < 1:
             raise InputError(
                 f"trainer.max_steps={trainer.max_steps} must be set to 1 or more: it is the number of optimizer steps, "
@@ -265,9 +270,6 @@ class LanguageModelingModule(LightningModule):
                 f"trainer.gradient_clip_val={trainer.gradient_clip_val} would clip beside optimizer.clip_norm="
                 f"{self.optimizer_config.clip_norm}: remove it and set optimizer.clip_norm."
             )
-        self._carried = self._carried_at_step = None  # an earlier run's; a checkpoint is loaded after this
-        if getattr(trainer.datamodule, "contiguous", False):
-            require_carried_state(self.model, "data.contiguous=True")
         self._order = run_order(trainer, self.seed)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -275,39 +277,31 @@ class LanguageModelingModule(LightningModule):
             "config": self.model_config.to_dict(),
             "order": self._order,
             "tokenizer": self.model.tokenizer,
+            **self.task_state(),
         }
-        if self._carried_at_step is not None:
-            on_cpu = map_state(lambda _, x: x.cpu(), self._carried_at_step)
-            checkpoint["linrope"]["carried"] = self._of_all_ranks(to_serialized(on_cpu))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Has training go on right after the checkpoint's last step, on the same data, with this run's own options."""
-        if self._trainer is None:  # it is only loaded
-            self.model.tokenizer = checkpoint["linrope"].get("tokenizer")
+        """Makes training continue after the checkpoint's last step, on the same data, with this run's own options."""
+        saved = checkpoint["linrope"]
+        if self._stage is None:  # loaded without a trainer
+            self.model.tokenizer = saved["tokenizer"]
             return
+        path = self.trainer.ckpt_path
         if self.model.tokenizer is not None:
-            theirs = checkpoint["linrope"].get("tokenizer")
-            require_same_tokenizer(theirs, self.model.tokenizer, f"checkpoint {str(self.trainer.ckpt_path)!r}")
-        if self.trainer.state.fn != "fit":  # nothing is trained
-            if (fractions := getattr(self.trainer.datamodule, "fractions", None)) is not None:
-                warn_of_other_split(checkpoint, fractions, self.trainer.ckpt_path)
+            require_same_tokenizer(saved["tokenizer"], self.model.tokenizer, f"checkpoint {str(path)!r}")
+        data = self.resumable_data
+        if self._stage != "fit":
+            if data is not None and data.fractions is not None:
+                warn_of_other_split(checkpoint, data.fractions, path)
             return
-        require_same_order(checkpoint, self._order, self.trainer.ckpt_path)
-        if deals_by_step(self.trainer.datamodule):
+        require_same_order(checkpoint, self._order, path)
+        if data is not None:
             rewind_to_step(checkpoint, self.trainer.accumulate_grad_batches)
         self._take_optimizer_options(checkpoint)
-        if (carried := checkpoint["linrope"].get("carried")) is not None:
-            self._carried = self._carried_at_step = from_serialized(carried[self.trainer.global_rank])
-
-    def _of_all_ranks(self, value: Any) -> list[Any]:
-        """What every rank has; all of them save checkpoints at the same moments."""
-        values = [value] * self.trainer.world_size
-        if self.trainer.world_size > 1:
-            torch.distributed.all_gather_object(values, value)
-        return values
+        self.load_task_state(saved)
 
     def _take_optimizer_options(self, checkpoint: dict[str, Any]) -> None:
-        """Lets this run's optimizer options win over the checkpoint's, which Lightning would restore silently."""
+        """Replaces the checkpoint's optimizer options, which Lightning would restore silently, by this run's."""
         config, step = self.optimizer_config, checkpoint["global_step"]
         lr_now = config.lr * self._learning_rate_factor(step) if self.trainer.max_steps > 0 else config.lr
         for state in checkpoint.get("optimizer_states", []):
@@ -315,10 +309,3 @@ class LanguageModelingModule(LightningModule):
                 group.update(lr=lr_now, initial_lr=config.lr, betas=config.betas, weight_decay=decay)
         for state in checkpoint.get("lr_schedulers", []):
             state["base_lrs"] = [config.lr] * len(state["base_lrs"])
-
-
-def _sums(nats: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """The nats of a batch's targets, the bytes they stand for and how many they are, IGNORE apart: float32 (3,)."""
-    targets = batch["targets"]
-    n_bytes = bytes_of(targets, batch.get("n_bytes"))
-    return torch.stack([nats, n_bytes.sum().float(), (targets != IGNORE).sum().float()])

@@ -1,4 +1,4 @@
-"""The command line, in process wherever that proves the same as a process of its own."""
+"""`linrope fit`: runs, what they print and leave, interrupted and resumed ones."""
 
 import csv
 import os
@@ -14,7 +14,7 @@ import torch
 
 from linrope import LanguageModel
 from linrope.cli.main import main
-from linrope.training.task import LanguageModelingModule
+from linrope.training.tasks.language_modeling import LanguageModelingModule
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,99 +77,11 @@ def test_metrics_checkpoint_and_config_of_a_run_serve_the_other_commands(tiny, r
     assert len(written[0]) > 10
 
 
-def test_help_is_short_and_names_every_command(capsys):
-    assert main(["--help"]) == 0
-    commands = ["fit", "validate", "test", "plan", "recall", "generate", "prepare", "export"]
-    assert re.findall(r"^  (\w+)", capsys.readouterr().out, re.M) == commands
-    helps = {}
-    for command in commands:
-        with pytest.raises(SystemExit, match="0"):
-            main([command, "--help"])
-        helps[command] = " ".join(capsys.readouterr().out.split())
-    for command, words in {
-        "validate": ["--lengths", "1x 4x 16x 64x", "--report"],
-        "plan": ["--memory", "24GiB for example: say which length of rows fits", "--measure"],
-        "recall": ["--task", "passkey: five digits told in real text", "--depths", "right before it is asked"],
-    }.items():
-        assert helps[command].startswith(f"usage: linrope {command} --c")
-        assert all(word in helps[command] for word in words)
-    with pytest.raises(SystemExit, match="0"):
-        main(["fit", "--help"])
-    out = capsys.readouterr().out
-    assert "--trainer.max_steps" in out
-    assert "--optimizer.lr LR     Peak learning rate." in out
-    assert "barebones" not in out
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["ft"], r"unknown command 'ft': .* Did you mean 'fit'\?"),
-        (["fit", "--model.d_modle=3"], r"unknown option 'model\.d_modle'\. Did you mean 'model\.d_model'\?"),
-        (["fit", "--trainer.max_step=3"], r"unknown option 'trainer\.max_step'\. Did you mean 'trainer\.max_steps'\?"),
-        (["fit", "--lr=3"], r"unknown option 'lr'\. Did you mean 'optimizer\.lr'\?"),
-        (["fit", "--model.d_model=wide"], r"option \"model\.d_model\":\n  Expected a <class 'int'>. Got value: wide"),
-        (["fit", "--config=nowhere.yaml"], r"--config .*nowhere\.yaml does not exist\."),
-        (["fit", "--trainer.accelerator=gpuu"], r"section trainer: .*'gpuu'"),
-        (["fit", "--trainer.max_epochs=3"], r"trainer\.max_epochs=3 has no meaning here.*: set trainer\.max_steps"),
-        (["fit", "--run.checkpoint_every_n_steps=0"], r"run\.checkpoint_every_n_steps=0 must be 1 or more"),
-        (["fit"], r"trainer\.max_steps=-1 must be set to 1 or more"),
-        (["fit", "--data.path=/nowhere/at/all"], r"data\.path='/nowhere/at/all' does not exist"),
-        (["fit", "--seed_everything=-3"], r"--seed_everything=-3 must be a number from 0 to 4294967295"),
-        (["fit", "--trainer.accumulate_grad_batches=0"], r"trainer\.accumulate_grad_batches=0 must be 1 or more"),
-        (["plan", "--trainer.accumulate_grad_batches=-1"], r"Set trainer\.accumulate_grad_batches to 1 or more"),
-        (["fit", "--sample.prompt=a", "--sample.temperature=-1"], r"temperature=-1\.0 must be a number, at least 0"),
-        (["generate", "--ckpt_path=a", "--temperature=-1"], r"temperature=-1\.0 must be a number, at least 0"),
-        (["fit", "--data.batch_size=0"], r"data\.batch_size=0 must be 1 or more"),
-        (["validate", "--lengths", "3x"], r"--ckpt_path is missing"),
-        (["validate"], r"--ckpt_path is missing: name the checkpoint to validate\."),
-        (["generate", "--prompt=a"], "ckpt_path"),
-        (["generate", "--ckpt_path=nowhere.ckpt"], r"'nowhere\.ckpt' does not exist"),
-    ],
-)
-def test_a_mistake_is_one_clean_message_and_exit_code_2(args, message, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(args) == 2
-    err = capsys.readouterr().err
-    assert re.match("linrope: error: .*" + message, err, re.S)
-    assert "Traceback" not in err
-    assert not list(tmp_path.rglob("*.ckpt"))
-
-
-@pytest.mark.parametrize(
-    ("yaml", "message"),
-    [
-        ("model: {d_modle: 3}", r"unknown option 'model\.d_modle'\. Did you mean 'model\.d_model'\?"),
-        ("modle: {d_model: 3}", r"unknown option 'modle\.d_model'\. Did you mean 'model\.d_model'\?"),
-        ("model: {rope: {bse: 3}}", r"unknown option 'model\.rope\.bse'\. Did you mean 'model\.rope\.base'\?"),
-        ("model: 3", r"model: 3 must be a section of options"),
-        ("model: [", r"Problems parsing config"),
-        ("trainer: {max_steps: 2, gradient_clip_val: 1}", r"trainer\.gradient_clip_val=1.* optimizer\.clip_norm=1\.0"),
-    ],
-)
-def test_a_mistake_in_the_yaml_is_named(yaml, message, tmp_path, capsys):
-    (tmp_path / "run.yaml").write_text(yaml)
-    assert main(["fit", f"--config={tmp_path / 'run.yaml'}", option("run.folder", tmp_path / "runs")]) == 2
-    assert re.match("linrope: error: .*" + message, capsys.readouterr().err, re.S)
-
-
-@pytest.mark.parametrize("command", ["fit", "validate", "test", "generate", "export --output=out"])
-def test_a_file_that_is_no_checkpoint_is_named(command, tmp_path, capsys):
-    (tmp_path / "text.ckpt").write_text("not a checkpoint")
-    torch.save({"weights": torch.zeros(3)}, tmp_path / "foreign.ckpt")
-    (tmp_path / "folder").mkdir()
-    for name in ("text.ckpt", "foreign.ckpt", "folder", "missing.ckpt"):
-        assert main([*command.split(), option("ckpt_path", tmp_path / name)]) == 2
-        assert re.match(rf"linrope: error: checkpoint '.*{name}' ", capsys.readouterr().err)
-
-
-def test_a_checkpoint_of_another_model_or_a_finished_run_is_named(tiny, run_folder, capsys):
-    assert main(["fit", *tiny]) == 0
-    capsys.readouterr()
-    resume = ["fit", *tiny, option("ckpt_path", run_folder / "checkpoints" / "last.ckpt")]
+def test_a_checkpoint_of_another_model_or_a_finished_run_is_named(trained_run, capsys):
+    resume = ["fit", *trained_run.options, option("ckpt_path", trained_run.checkpoint)]
     assert main([*resume, "--model.n_heads=4", "--model.rope.base=500"]) == 2
     err = capsys.readouterr().err
-    assert f"--config {run_folder / 'config.yaml'}" in err
+    assert f"--config {trained_run.folder / 'config.yaml'}" in err
     assert "model.n_heads: 2 in the checkpoint, 4 here" in err
     assert "model.rope.base: 10000.0 in the checkpoint, 500.0 here" in err
     assert "d_model" not in err
@@ -227,7 +139,7 @@ def test_an_interrupted_run_resumes_with_the_very_batches_that_are_left(
         assert main(["fit", *tiny]) == 128 + signum
     assert len(batches_seen) == 6
     err = capsys.readouterr().err
-    assert "stopped after step 3. To go on from there:" in err
+    assert "stopped after step 3. To resume:" in err
     resume = shlex.split(err.splitlines()[-1])
     assert resume[:2] == ["linrope", "fit"]
     assert resume[-2:] == ["--ckpt_path", str(run_folder.with_name("version_1") / "checkpoints" / "last.ckpt")]
@@ -268,7 +180,7 @@ def test_ctrl_c_before_the_first_step_says_that_there_is_nothing_to_resume(tiny,
 
     monkeypatch.setattr(LanguageModelingModule, "setup", interrupted)
     assert main(["fit", *tiny]) == 130
-    assert "stopped before a step was finished: there is nothing to resume." in capsys.readouterr().err
+    assert "stopped before the first step was finished: there is nothing to resume." in capsys.readouterr().err
     assert not (run_folder / "checkpoints" / "last.ckpt").exists()
 
 
@@ -284,45 +196,6 @@ def test_ctrl_c_twice_aborts_at_once(tiny, run_folder, monkeypatch):
     signal.signal(signal.SIGINT, handlers[0])  # Lightning leaves it ignored
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (
-            ["--data.path=/nowhere/at/all"],
-            "data.path='/nowhere/at/all' does not exist: give a file, a folder or a glob",
-        ),
-        (["--model.d_modle=16"], "unknown option 'model.d_modle'. Did you mean 'model.d_model'?"),
-    ],
-)
-def test_the_installed_command_names_a_bad_path_and_a_bad_key(tiny, args, message):
-    script = Path(sys.executable).with_name("linrope")
-    done = subprocess.run([script, "fit", *tiny, *args], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"linrope: error: {message}")
-    assert "Traceback" not in done.stderr
-
-
-def test_a_reader_that_leaves_early_is_no_error(tiny, run_folder):
-    assert main(["fit", *tiny]) == 0
-    command = [Path(sys.executable).with_name("linrope"), "generate", "--max_new_tokens=200", "--prompt=hello"]
-    command += ["--ckpt_path", run_folder / "checkpoints" / "last.ckpt"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout.read(5) == b"hello"
-    process.stdout.close()
-    assert b"Traceback" not in process.stderr.read()
-    assert process.wait(timeout=60) in (0, 128 + signal.SIGPIPE)  # 0 where it had written all before the pipe closed
-
-
-@pytest.mark.parametrize(("on_path", "program"), [(True, "linrope"), (False, "env/bin/linrope")])
-def test_the_line_to_copy_runs_as_it_stands(tiny, tmp_path, capsys, monkeypatch, on_path, program):
-    """With an environment that is not activated the bare name would not be found."""
-    monkeypatch.setattr(sys, "argv", ["env/bin/linrope"])
-    (tmp_path / "linrope").touch(mode=0o755)
-    monkeypatch.setenv("PATH", str(tmp_path if on_path else tmp_path / "nothing"))
-    assert main(["fit", *tiny]) == 0
-    assert f"sample      {program} generate --ckpt_path" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("loggers", ["[]", "false", '[{"class_path": "lightning.pytorch.loggers.logger.DummyLogger"}]'])
 def test_a_run_without_a_log_keeps_its_checkpoint(tiny, tmp_path, loggers):
     root = tmp_path / "root"
@@ -336,9 +209,8 @@ def test_a_run_without_a_validation_share_trains(tiny, run_folder):
     assert (run_folder / "checkpoints" / "last.ckpt").is_file()
 
 
-def test_a_checkpoint_loads_into_the_module_and_into_the_model_alone(tiny, run_folder):
-    assert main(["fit", *tiny]) == 0
-    last = run_folder / "checkpoints" / "last.ckpt"
+def test_a_checkpoint_loads_into_the_module_and_into_the_model_alone(trained_run):
+    last = trained_run.checkpoint
     model = LanguageModel.from_pretrained(last)
     module = LanguageModelingModule.load_from_checkpoint(last, model_config=model.config, weights_only=True).eval()
     tokens = torch.randint(0, 257, (2, 40))
@@ -357,7 +229,7 @@ def test_ctrl_c_sent_to_a_real_process_leaves_a_checkpoint_that_resumes(tiny, ru
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert "\x1b" not in out + err
-    step = int(re.search(r"stopped after step (\d+)\. To go on from there:", err)[1])
+    step = int(re.search(r"stopped after step (\d+)\. To resume:", err)[1])
     assert step >= 3
 
     resume = shlex.split(err.splitlines()[-1])[1:]

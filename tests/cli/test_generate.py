@@ -15,9 +15,10 @@ import torch
 from rich.console import Console
 
 from linrope import LanguageModel, LanguageModelConfig
-from linrope.cli import generate as writing
-from linrope.cli.generate import GenerateConfig, Prompt, converse, run_generate
+from linrope.cli import prompts
+from linrope.cli.generate import GenerateConfig, converse, generate
 from linrope.cli.main import main
+from linrope.cli.prompts import Prompt, cut_after_lines
 from linrope.data.tokenizers.bytes import SEPARATOR, decode, encode_prompt
 from linrope.generation.decoding import read
 from linrope.generation.sampling import Sampler, Sampling
@@ -94,16 +95,16 @@ def test_a_pipe_is_read_once(model, folder, tmp_path, capsys, content):
         assert (code, out) == (0, "a pipe ü" + written(model, "a pipe ü", 9) + "\n")
 
 
-def test_a_gigabyte_is_looked_through_and_read_piece_by_piece(tmp_path):
+def test_a_large_file_is_looked_through_and_read_piece_by_piece(tmp_path):
     with open(tmp_path / "large", "wb") as file:
-        file.truncate(2**30)
+        file.truncate(2**28)
     tracemalloc.start()
-    prompt = Prompt(GenerateConfig(ckpt_path="", prompt_file=str(tmp_path / "large"), segment_length=2**20))
-    assert prompt.n_bytes == sum(map(len, prompt.pieces())) == 2**30
+    prompt = Prompt("", str(tmp_path / "large"), 2**20)
+    assert prompt.n_bytes == sum(map(len, prompt.parts())) == 2**28
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 8 * 2**20  # a few pieces of a mebibyte, as bytes and as text
-    assert {len(piece) for piece in Prompt(GenerateConfig(ckpt_path="", prompt="abc")).pieces()} == {3}
+    assert list(Prompt("abc", None, 1).parts()) == ["abc"]
 
 
 def test_a_bar_shows_how_much_of_the_prompt_is_read(model, tmp_path):
@@ -112,11 +113,11 @@ def test_a_bar_shows_how_much_of_the_prompt_is_read(model, tmp_path):
     config = GenerateConfig(
         ckpt_path="", prompt_file=str(tmp_path / "prompt.txt"), segment_length=500, max_new_tokens=0
     )
-    run_generate(config, model, lambda text: None, terminal)
+    generate(config, model, lambda text: None, terminal)
     shown = terminal.file.getvalue()
     assert re.search(r"prompt .*100%.*2\.0/2\.0 kB", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown))
     pipe = Console(file=io.StringIO())
-    run_generate(config, model, lambda text: None, pipe)
+    generate(config, model, lambda text: None, pipe)
     assert re.fullmatch(r"2,001 tokens read \([\d,]+ per second\)\n", pipe.file.getvalue())
 
 
@@ -361,11 +362,11 @@ def test_a_real_process_talks_through_a_pipe_is_interrupted_and_saves_its_state(
     assert re.search(r"5 tokens read .*, [\d,]+ tokens written", err)
     assert state.is_file()
     again = GenerateConfig(ckpt_path="", load_state=str(state), max_new_tokens=5)
-    run_generate(again, model, lambda text: None, Console(file=io.StringIO()))
+    generate(again, model, lambda text: None, Console(file=io.StringIO()))
 
 
 def test_long_prompts_of_subwords_are_cut_after_lines_and_short_ones_nowhere(monkeypatch):
-    assert list(writing._after_lines(["def f():\n  ", "  return"])) == ["def f():\n    return"]
-    assert list(writing._after_lines([])) == list(writing._after_lines([""])) == [""]
-    monkeypatch.setattr(writing, "LARGEST_PIECE", 6)
-    assert list(writing._after_lines(["ab", "c\nd", "e\n\nf", "ghijklm", "n"])) == ["abc\nde\n\n", "fghijklm", "n"]
+    assert list(cut_after_lines(["def f():\n  ", "  return"])) == ["def f():\n    return"]
+    assert list(cut_after_lines([])) == list(cut_after_lines([""])) == [""]
+    monkeypatch.setattr(prompts, "LARGEST_PART", 6)
+    assert list(cut_after_lines(["ab", "c\nd", "e\n\nf", "ghijklm", "n"])) == ["abc\nde\n\n", "fghijklm", "n"]

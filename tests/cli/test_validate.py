@@ -9,16 +9,8 @@ import torch
 
 from linrope import LanguageModel
 from linrope.cli.main import main
+from linrope.evaluation import row_lengths
 from linrope.evaluation.reports import name_of
-
-
-@pytest.fixture
-def trained(tiny, run_folder, capsys):
-    """The options and the checkpoint of a run on rows of 32, with 1,048 tokens to validate on."""
-    options = [*tiny, "--trainer.limit_val_batches=1.0", "--trainer.val_check_interval=2"]
-    assert main(["fit", *options]) == 0
-    capsys.readouterr()
-    return options, run_folder / "checkpoints" / "last.ckpt"
 
 
 def read(path):
@@ -26,8 +18,8 @@ def read(path):
         return list(csv.DictReader(file))
 
 
-def test_a_validation_says_where_in_the_row_losses_fall(trained, tmp_path, capsys):
-    options, checkpoint = trained
+def test_a_validation_says_where_in_the_row_losses_fall(trained_run, tmp_path, capsys):
+    options, checkpoint = trained_run.options, trained_run.checkpoint
     out = tmp_path / "report"
     assert main(["validate", *options, f"--ckpt_path={checkpoint}", f"--report={out}"]) == 0
     printed = capsys.readouterr().out
@@ -44,14 +36,12 @@ def test_a_validation_says_where_in_the_row_losses_fall(trained, tmp_path, capsy
     contents = json.loads((out / "lengths.json").read_text())
     assert contents["command"].startswith("linrope validate --model.d_model=16")
     assert contents["checkpoint"] == str(checkpoint)
-    assert (out / "lengths.png").read_bytes()[:4] == b"\x89PNG"
+    assert (out / "positions.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_longer_rows_are_read_in_pieces_of_the_same_text(trained, tmp_path, capsys, monkeypatch):
-    from linrope.evaluation import row_lengths as reading
-
-    monkeypatch.setattr(reading, "SEGMENT", 100)
-    options, checkpoint = trained
+def test_longer_rows_are_read_in_pieces_of_the_same_text(trained_run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(row_lengths, "SEGMENT", 100)
+    options, checkpoint = trained_run.options, trained_run.checkpoint
     args = ["validate", *options, f"--ckpt_path={checkpoint}", f"--report={tmp_path}", "--report_tokens=300"]
     assert main([*args, "--lengths", "1x", "4x", "512"]) == 0
     printed = capsys.readouterr().out
@@ -59,7 +49,7 @@ def test_longer_rows_are_read_in_pieces_of_the_same_text(trained, tmp_path, caps
         ("32", "1", "16"), ("128", "4", "4"), ("512", "16", "1")
     ]  # fmt: skip
     model = LanguageModel.from_pretrained(checkpoint)
-    corpus = (tmp_path / "corpus.txt").read_bytes()
+    corpus = (trained_run.folder.parents[2] / "corpus.txt").read_bytes()
     start = round(0.9 * len(corpus))  # where a single file's validation split begins
     text = torch.tensor(list(corpus[start : start + 513]))
     for row in read(tmp_path / "lengths.csv"):
@@ -69,10 +59,10 @@ def test_longer_rows_are_read_in_pieces_of_the_same_text(trained, tmp_path, caps
         assert float(row["bits_per_byte"]) == pytest.approx(nats / 0.6931472, rel=1e-5)  # float32 sums, reordered
 
 
-def test_segments_and_packed_documents_have_positions_too(trained, tmp_path, capsys):
-    options, checkpoint = trained
+def test_segments_and_packed_documents_have_positions_too(trained_run, tmp_path, capsys):
+    options, checkpoint = trained_run.options, trained_run.checkpoint
     rows = []
-    for more in ([], ["--segment_length=10"], ["--data.documents=apart"]):
+    for more in ([], ["--segment_length=10"], ["--data.document_mask=true"]):
         out = tmp_path / f"report{len(rows)}"
         assert main(["validate", *options, *more, f"--ckpt_path={checkpoint}", f"--report={out}"]) == 0
         rows.append([float(b["bits_per_byte"]) for b in read(out / "positions.csv")])
@@ -80,8 +70,8 @@ def test_segments_and_packed_documents_have_positions_too(trained, tmp_path, cap
     assert rows[2] == pytest.approx(rows[0], rel=1e-5)  # there is one document
 
 
-def test_a_folder_of_save_pretrained_is_validated_like_its_checkpoint(trained, tmp_path, capsys):
-    options, checkpoint = trained
+def test_a_folder_of_save_pretrained_is_validated_like_its_checkpoint(trained_run, tmp_path, capsys):
+    options, checkpoint = trained_run.options, trained_run.checkpoint
     LanguageModel.from_pretrained(checkpoint).save_pretrained(tmp_path / "saved")
     printed = []
     for source in (checkpoint, tmp_path / "saved"):
@@ -102,8 +92,8 @@ def test_a_folder_of_save_pretrained_is_validated_like_its_checkpoint(trained, t
         (["--report=/dev/null/x"], "--report='/dev/null/x': cannot write there"),
     ],
 )
-def test_mistakes_are_named_before_work_starts(trained, more, message, capsys):
-    options, checkpoint = trained
+def test_mistakes_are_named_before_work_starts(trained_run, more, message, capsys):
+    options, checkpoint = trained_run.options, trained_run.checkpoint
     assert main(["validate", *options, f"--ckpt_path={checkpoint}", *more]) == 2
     captured = capsys.readouterr()
     assert message in captured.err

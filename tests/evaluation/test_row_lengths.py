@@ -11,6 +11,7 @@ from linrope import LanguageModel, LanguageModelConfig
 from linrope.data.tokenizers.bytes import SEPARATOR
 from linrope.errors import InputError
 from linrope.evaluation import row_lengths as reading
+from linrope.evaluation.length_report import lengths_figure, positions_figure
 from linrope.evaluation.loss_by_position import LossByPosition, bucket_of
 from linrope.evaluation.row_lengths import Excerpt, excerpt_for, parse_lengths, read_at_lengths, row_losses
 from linrope.losses import IGNORE, token_losses
@@ -150,6 +151,23 @@ def test_a_text_holds_whole_rows_of_the_longest_length():
     assert len(excerpt_for(Text(1000), [64, 256], 600).tokens) == 2 * 256 + 1
     assert len(excerpt_for(Text(1000), [64, 256], 10).tokens) == 256 + 1
     assert len(excerpt_for(Text(1000), [64, 256], 10_000).tokens) == 3 * 256 + 1
-    assert [excerpt_for(Text(1000), [64], 64, documents).separator for documents in ("flow", "apart")] == [None, 7]
-    with pytest.raises(InputError, match="1024 tokens are more than the validation split has, 999 with a target"):
+    assert [excerpt_for(Text(1000), [64], 64, mask).separator for mask in (False, True)] == [None, 7]
+    with pytest.raises(InputError, match="1024 tokens are more than the validation split has \\(999 with a target"):
         excerpt_for(Text(1000), [1024], 600)
+
+
+def test_pictures_have_few_lines_and_say_what_they_show():
+    lengths = [16 << n for n in range(9)]
+    by_length = [{"length": n, "multiple": n / 16, "bits_per_byte": 2.0 + n / 2**20} for n in lengths]
+    bucket = {"first": 1, "last": 16, "tokens": 16, "bits_per_byte": 2.25, "in_rows_of_the_shortest": 2.0}
+    axes = lengths_figure(by_length, "some model").axes[0]
+    assert axes.get_ylabel() == "bits per byte"
+    low, high = axes.get_ylim()
+    assert high - low == pytest.approx(0.1)  # a flat line looks flat
+    figure = positions_figure([{"length": n, **bucket} for n in lengths], "some model")
+    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert labels == ["128", "256", "512", "1,024", "2,048", "4,096"]
+    assert figure.axes[0].lines[0].get_data() == ([4.0], [0.25])
+    assert "change against rows of 16" in figure.get_suptitle()
+    (line,) = positions_figure([{"length": 16, **bucket}], "some model").axes[0].lines
+    assert line.get_data() == ([4.0], [2.25])

@@ -18,7 +18,12 @@ LENGTHS = (1, 7, 33, 70, 70, 64)
 EXACT = {"rtol": 1e-9, "atol": 1e-11}  # float64, and sums in another order
 
 
-@pytest.fixture(params=CONFIGS)
+BY_DEFAULT = ("recipe", "hybrid", "selective", "sinusoidal", "window")
+
+
+@pytest.fixture(
+    params=[pytest.param(name, marks=[] if name in BY_DEFAULT else pytest.mark.exhaustive) for name in CONFIGS]
+)
 def model(request):
     torch.manual_seed(0)
     return LanguageModel(CONFIGS[request.param]).double().eval()

@@ -22,7 +22,7 @@ def test_a_state_survives_a_file(options):
     assert [layer.past.length for layer in read] == [60, 60]
 
 
-@pytest.mark.parametrize("values", [[{}], [{"kind": "Other"}], [{"kind": "State"}], 3])
+@pytest.mark.parametrize("values", [[{}], [{"type": "Other"}], [{"type": "State"}], 3])
 def test_something_else_is_refused(values):
-    with pytest.raises(InputError, match="this is no state of a model"):
+    with pytest.raises(InputError, match="not the state of a model"):
         from_serialized(values)

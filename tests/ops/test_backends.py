@@ -12,9 +12,9 @@ import torch
 import torch.utils.checkpoint
 
 from linrope import RotaryEmbedding, State, linear_attention, merge
-from linrope.ops import linear_attention as ops
+from linrope.ops.backends import BACKENDS
 from linrope.ops.call import NORMALIZE
-from linrope.ops.torch_kernel import chunked
+from linrope.ops.torch_kernel import plan
 from linrope.ops.torch_kernel.memory import Pool
 from tests.ops.cases import CAUSAL, NONCAUSAL, Case, assert_agree, make, named, run
 
@@ -24,7 +24,7 @@ TOLERANCE = 1e-10
 @pytest.fixture(autouse=True)
 def several_blocks(monkeypatch):
     """Let blocks of two chunks, and a ragged end, appear at lengths the definition can afford."""
-    monkeypatch.setattr(chunked, "MAX_BLOCK", 128)
+    monkeypatch.setattr(plan, "MAX_BLOCK", 128)
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def smaller(case: Case) -> Case:
 
 
 @pytest.mark.parametrize("case", named(CAUSAL + NONCAUSAL))
-@pytest.mark.parametrize("backend", [name for name in ops.BACKENDS if name != "reference"])
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "reference"])
 def test_backend_agrees_with_the_definition(case, backend):
     if backend == "triton":
         case = smaller(case)
@@ -121,7 +121,7 @@ def test_a_base_for_each_head_is_each_head_by_itself(case, backend):
     assert_agree(run(case, backend=backend), run(case, head_by_head, backend), TOLERANCE)
 
 
-@pytest.mark.parametrize("backend", ops.BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_document_boundary_is_a_fresh_start(backend):
     """A packed row equals its documents run apart; its final state is the last document's, and forgets all before."""
     case = next(case for case in CAUSAL if case.name == "everything at once")
@@ -164,7 +164,7 @@ def test_a_document_boundary_is_a_fresh_start(backend):
         ]
     ),
 )
-@pytest.mark.parametrize("backend", ops.BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_later_tokens_change_nothing_earlier(case, backend):
     """Bit for bit: whatever stands at position t and after it, outputs before t are the same."""
     _, call = make(smaller(case) if backend == "triton" else case)
@@ -183,7 +183,7 @@ def test_later_tokens_change_nothing_earlier(case, backend):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("backend", ops.BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_masked_keys_change_nothing(backend, causal):
     """Whatever a masked key holds, NaN and infinity included: outputs, state and gradients are those without it."""
     torch.manual_seed(0)
@@ -211,7 +211,7 @@ def test_masked_keys_change_nothing(backend, causal):
     assert (plain[5][:, :, ~mask[0]] == 0).all()
 
 
-@pytest.mark.parametrize("backend", ops.BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_masked_nan_does_not_reach_a_learned_feature_map(backend):
     phi = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softplus())
     q, k, v = torch.randn(3, 1, 1, 70, 4).unbind()
@@ -221,7 +221,7 @@ def test_a_masked_nan_does_not_reach_a_learned_feature_map(backend):
     assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(o.sum(), phi.parameters()))
 
 
-@pytest.mark.parametrize("backend", ops.BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_mask_filled_anew_before_the_backward_changes_nothing(backend):
     q, k, v = (torch.randn(1, 1, 70, 4, requires_grad=True) for _ in range(3))
     mask = torch.arange(70)[None] != 5
@@ -231,7 +231,7 @@ def test_a_mask_filled_anew_before_the_backward_changes_nothing(backend):
     assert all(map(torch.equal, torch.autograd.grad(o.sum(), (q, k, v)), expected))
 
 
-@pytest.mark.parametrize("backend", ops.BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_padding_at_the_end_changes_nothing(backend):
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 2, 100, 4) for _ in range(3))
@@ -278,7 +278,7 @@ def test_a_second_derivative_is_refused_clearly():
     assert torch.autograd.grad(first.sum(), k)[0].isfinite().all()
 
 
-@pytest.mark.parametrize("backend", ops.BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_no_tokens_give_no_output_and_leave_the_state(backend):
     q, k, v = torch.randn(2, 3, 0, 4), torch.randn(2, 3, 0, 4), torch.randn(2, 3, 0, 5)
     past = State(torch.randn(2, 3, 4, 5), torch.rand(2, 3, 4), 9, -torch.rand(2, 3))
@@ -294,7 +294,7 @@ def test_no_tokens_give_no_output_and_leave_the_state(backend):
 
 @pytest.mark.parametrize("normalize", NORMALIZE)
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("backend", ops.BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_an_empty_batch_gives_an_empty_output(backend, causal, normalize):
     q, ids = torch.randn(0, 2, 70, 4, requires_grad=True), torch.zeros(0, 70, dtype=torch.int64)
     o = linear_attention(q, q, q, causal=causal, normalize=normalize, segment_ids=ids, backend=backend)
@@ -303,7 +303,7 @@ def test_an_empty_batch_gives_an_empty_output(backend, causal, normalize):
 
 
 @pytest.mark.parametrize("strongest", [-1e3, -1e18, torch.finfo(torch.float32).min])
-@pytest.mark.parametrize("backend", ops.BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_forgetting_everything_at_once_is_a_fresh_start(backend, strongest):
     """However strong one decay, those after it keep their digits."""
     torch.manual_seed(0)
@@ -348,7 +348,7 @@ def test_strided_inputs_give_the_same():
     assert torch.equal(linear_attention(q, k, one), linear_attention(q, k, one.contiguous()))
 
 
-@pytest.mark.parametrize("backend", ops.BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_turned_dimensions_with_either_sign_by_their_formula(backend):
     """num_i = Σ ((R q)ᵀ(R k) + φ(q')ᵀφ(k')) v, den_i = Σ φ(q')ᵀφ(k'), pair by pair."""
     torch.manual_seed(0)

@@ -5,8 +5,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, baddbmm_flop
 
 from linrope import linear_attention
-from linrope.ops.call import Options
-from linrope.ops.torch_kernel import chunked
+from linrope.ops.call import check_call
+from linrope.ops.torch_kernel import kernel
+from linrope.ops.torch_kernel.plan import MAX_BLOCK
 
 IN_PLACE = {torch.ops.aten.baddbmm_: lambda *shapes, **_: baddbmm_flop(*shapes)}
 """What PyTorch counts for `baddbmm` but not for its in-place form."""
@@ -49,45 +50,51 @@ def saved_bytes(length, **options):
 
 
 def test_the_backward_keeps_q_k_v_o_den_and_a_state_for_each_block():
-    beyond, own = saved_bytes(8 * chunked.MAX_BLOCK)
-    den = 4 * 2 * 8 * chunked.MAX_BLOCK
+    beyond, own = saved_bytes(8 * MAX_BLOCK)
+    den = 4 * 2 * 8 * MAX_BLOCK
     states = 10 * 4 * 2 * (32 * 32 + 32)  # at the ends of 8 blocks, and one to spare for a ragged end
     assert beyond == den + states
     assert beyond < 0.02 * own
 
 
 def test_without_a_denominator_the_output_is_not_kept():
-    beyond, own = saved_bytes(2 * chunked.MAX_BLOCK, normalize="none")
+    beyond, own = saved_bytes(2 * MAX_BLOCK, normalize="none")
     assert beyond == 4 * 4 * 2 * (32 * 32 + 32) - own // 4
 
 
 @pytest.mark.parametrize("plain", [True, False])
 @pytest.mark.parametrize(
     ("length", "features", "width", "causal", "decay"),
-    [(1000, 32, 32, True, False), (777, 32, 48, True, True), (3 * chunked.MAX_BLOCK, 32, 16, False, False)],
+    [(1000, 32, 32, True, False), (777, 32, 48, True, True), (3 * MAX_BLOCK, 32, 16, False, False)],
 )
 def test_the_flops_reported_are_those_of_the_products_computed(length, features, width, causal, decay, plain):
     """The operators' formulas against PyTorch's count of the matrix products inside them."""
     q, k, v = (torch.randn(2, 3, length, size) for size in (features, features, width))
     log_decay = -torch.rand(2, 3, length) if decay else None
     past = torch.zeros(2, 3, features, width), torch.zeros(2, 3, features)
-    options = Options(None, None, 0, "elu1", plain, 1e-6, True, causal)
-    forward = (q, k, v, log_decay, None, *past)
-    saved = chunked.forward(*forward, options)[:4]
-    backward = (torch.randn_like(v), None, None, *saved, False, False, q, k, v, log_decay, None)
-    for operator, inside, arguments in (
-        (torch.ops.linrope.linear_attention, chunked.forward, forward),
-        (torch.ops.linrope.linear_attention_backward, chunked.backward, backward),
+    call = check_call(q, k, v, log_decay=log_decay, normalize="plain" if plain else "none", causal=causal, eps=1e-6)
+    saved = kernel.forward(call, *past)[:4]
+    grads = torch.randn_like(v), None, None
+    operators = torch.ops.linrope
+    for operator, inside in (
+        (
+            lambda: operators.linear_attention(*past, *call.operator_args, "chunked"),
+            lambda: kernel.forward(call, *past),
+        ),
+        (
+            lambda: operators.linear_attention_backward(*grads, *saved, False, False, *call.operator_args, "chunked"),
+            lambda: kernel.backward(call, saved, *grads, False, False),
+        ),
     ):
         with FlopCounterMode(display=False) as reported:
-            operator(*arguments, *options)
+            operator()
         with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as computed:
-            inside(*arguments, options)
+            inside()
         assert reported.get_total_flops() == computed.get_total_flops() > 0
 
 
 def test_flops_and_saved_memory_grow_with_the_length():
-    block = chunked.MAX_BLOCK
+    block = MAX_BLOCK
     assert flops(8 * block, backward=True) == 4 * flops(2 * block, backward=True)
     beyond_2, _ = saved_bytes(2 * block)
     beyond_8, _ = saved_bytes(8 * block)

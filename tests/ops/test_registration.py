@@ -6,8 +6,9 @@ import sys
 import pytest
 import torch
 
-from linrope import LanguageModel, LanguageModelConfig, RotaryEmbedding, linear_attention
-from linrope.ops.torch_kernel import chunked
+from linrope import InputError, LanguageModel, LanguageModelConfig, RotaryEmbedding, linear_attention
+from linrope.ops.torch_kernel import plan
+from linrope.ops.torch_kernel.memory import Pool
 from tests.ops.cases import CAUSAL, NONCAUSAL, assert_agree, named, run
 
 FORWARD = torch.ops.linrope.linear_attention.default
@@ -24,7 +25,9 @@ def arguments(
     past = torch.randn(2, 3, width, 6).mT.requires_grad_(), torch.rand(2, 3, 6, requires_grad=True)
     key_mask = torch.rand(2, length) > 0.3 if mask else None
     documents = (torch.arange(length) // 50).expand(2, -1).contiguous() if packed else None
-    return q, k, v, log_decay, theta, *past, key_mask, documents, 7, "elu1", plain, 1e-6, True, causal, signed
+    normalize = "plain" if plain else "none"
+    options = 7, "elu1", normalize, 1e-6, True, causal, signed, "chunked"
+    return *past, q, k, v, log_decay, theta, key_mask, documents, *options
 
 
 @pytest.mark.parametrize(
@@ -87,24 +90,26 @@ def test_exported_with_a_length_left_open():
         torch.testing.assert_close(program.module()(*tensors), Attention()(*tensors))
 
 
-def test_vmap_is_refused_with_the_mend():
-    q = torch.randn(4, 1, 2, 70, 8)
-    with pytest.raises(ValueError, match=r"torch.vmap.*put the mapped dimension into B.*backend='reference'"):
-        torch.vmap(lambda x: linear_attention(x, x, x))(q)
-
-
-def test_forward_mode_is_refused_with_the_mend():
-    """Without a rule of its own an operator's tangent would be 0, silently."""
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda attend, x: torch.vmap(attend)(x[None]),
+        lambda attend, x: torch.func.jvp(attend, (x,), (x,)),
+        lambda attend, x: torch.func.grad(lambda x: attend(x).sum())(x),
+    ],
+    ids=["vmap", "jvp", "grad"],
+)
+def test_transforms_are_refused_with_the_fix(transformed):
+    """Without a rule for it an operator's tangent would be 0, silently."""
     x = torch.randn(1, 2, 70, 8)
-    with pytest.raises(ValueError, match=r"jvp.*backend='chunked': use 'reference'"):
-        torch.func.jvp(lambda x: linear_attention(x, x, x, backend="chunked"), (x,), (x,))
-    linear_attention(x, x, x)  # without a tangent all is well
+    with pytest.raises(InputError, match=r"'chunked' supports no transforms.*backend='reference'.*larger B"):
+        transformed(lambda x: linear_attention(x, x, x, backend="chunked"), x)
+    linear_attention(x, x, x)  # without a transform all is well
+    transformed(lambda x: linear_attention(x, x, x, backend="reference"), x)
 
 
-def test_functional_gradients_are_refused_with_the_mend():
+def test_functional_gradients_of_the_definition_are_those_of_autograd():
     x = torch.randn(1, 2, 70, 8)
-    with pytest.raises(ValueError, match=r"torch\.func\.grad .*backend='chunked': use 'reference'"):
-        torch.func.grad(lambda x: linear_attention(x, x, x, backend="chunked").sum())(x)
     found = torch.func.grad(lambda x: linear_attention(x, x, x, backend="reference").sum())(x)
     tracked = x.clone().requires_grad_()
     linear_attention(tracked, tracked, tracked).sum().backward()
@@ -131,8 +136,8 @@ def test_gradients_that_arrive_are_left_as_they_are(width, causal):
 def test_groups_of_rows_give_what_all_rows_give(monkeypatch, rows, case):
     """Many heads are worked through in groups: any grouping is the same sum."""
     expected = run(case)
-    monkeypatch.setattr(chunked, "MAX_BLOCK", 128)
-    monkeypatch.setattr(chunked.Tile, "_rows", staticmethod(lambda *sizes: rows))
+    monkeypatch.setattr(plan, "MAX_BLOCK", 128)
+    monkeypatch.setattr(plan.Partition, "_rows", staticmethod(lambda *sizes: rows))
     assert_agree(run(case, backend="chunked"), expected, 1e-10)
 
 
@@ -148,15 +153,15 @@ def test_groups_of_rows_give_what_all_rows_give(monkeypatch, rows, case):
     ],
 )
 def test_blocks_fit_the_cache_whatever_the_sizes(sizes, tile):
-    chosen = chunked.Tile.of(*sizes)
+    chosen = plan.Partition.of(*sizes)
     assert (chosen.batch, chosen.heads, chosen.tokens) == tile
     tokens = min(chosen.tokens, sizes[2])
-    assert chosen.batch * chosen.heads * tokens * sizes[-1] <= max(chunked.BLOCK_ELEMENTS, 64 * sizes[-1])
+    assert chosen.batch * chosen.heads * tokens * sizes[-1] <= max(plan.BLOCK_ELEMENTS, 64 * sizes[-1])
 
 
 def test_workspace_made_in_inference_serves_training():
     tensors = [torch.randn(1, 2, 200, 16, requires_grad=True) for _ in range(3)]
-    chunked.Pool.of_thread.__dict__.clear()
+    Pool.of_thread.__dict__.clear()
     with torch.inference_mode():
         inferred = linear_attention(*tensors)
     o = linear_attention(*tensors)

@@ -4,17 +4,20 @@ import shutil
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks.speed.compile_kernels import Case as Compilable
-from benchmarks.speed.compile_kernels import Recorder, inputs_of
+from benchmarks.speed.compile_kernels import Recorder, call_of
 from linrope import RotaryEmbedding, linear_attention
 from linrope.errors import InputError
 from linrope.ops import linear_attention as ops
-from linrope.ops.triton_kernel import launch as triton
+from linrope.ops.backends import BACKENDS
+from linrope.ops.call import check_call
+from linrope.ops.triton_kernel import availability, kernel, launch
 from tests.ops.cases import CAUSAL, assert_agree, make, named, run
 
 pytest.importorskip("triton", reason="Triton is there for Linux only")
@@ -174,10 +177,10 @@ def test_opcheck():
     theta = RotaryEmbedding(6).frequencies().requires_grad_()
     past = torch.randn(1, 2, 6, 5, requires_grad=True), torch.rand(1, 2, 6, requires_grad=True)
     log_decay = (-torch.rand(1, 2, 70)).requires_grad_()
-    rest = (None, None, 7, "elu1", True, 1e-6, True, True, 0, "triton")
+    rest = (None, None, 7, "elu1", "plain", 1e-6, True, True, 0, "triton")
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")  # tracing: test_compiled_in_one_graph
     torch.library.opcheck(
-        torch.ops.linrope.linear_attention.default, (q, k, v, log_decay, theta, *past, *rest), test_utils=checks
+        torch.ops.linrope.linear_attention.default, (*past, q, k, v, log_decay, theta, *rest), test_utils=checks
     )
 
 
@@ -186,15 +189,10 @@ def test_opcheck():
 
 def recorded(case: Compilable, monkeypatch) -> tuple[list[str], Recorder]:
     recorder = Recorder()
-    monkeypatch.setattr(triton, "_kernels", lambda: recorder)
-    linear_attention_launches(case)
-    return [launch.kernel for launch in recorder.launches], recorder
-
-
-def linear_attention_launches(case: Compilable) -> None:
-    inputs = inputs_of(case)
+    monkeypatch.setattr(launch, "_kernels", lambda: recorder)
     with torch.no_grad():
-        ops.BACKENDS["triton"](inputs)
+        BACKENDS["triton"](call_of(case))
+    return [launched.kernel for launched in recorder.launches], recorder
 
 
 def test_a_forward_is_four_launches_and_a_token_one(monkeypatch):
@@ -208,12 +206,11 @@ def test_the_states_take_half_of_q_and_nothing_is_kept_for_the_backward(monkeypa
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     case = Compilable(dim=128, width=128, length=65_536)
     _, recorder = recorded(case, monkeypatch)
-    states = next(launch.args[4] for launch in recorder.launches if launch.kernel == "stretch_sums")
-    q = next(launch.args[0] for launch in recorder.launches if launch.kernel == "attend")
+    states = next(launched.args[4] for launched in recorder.launches if launched.kernel == "stretch_sums")
+    q = next(launched.args[0] for launched in recorder.launches if launched.kernel == "attend")
     assert states.nbytes <= 0.51 * q.nbytes  # one sum of keys to 128 columns of kv, and one state more than stretches
     small = torch.zeros(1, 1, 512, 16)
-    options = triton.Options(None, None, 0, "elu1", True, 1e-6, True, True)
-    kept = triton.outputs(small, small, torch.zeros(1, 1, 16, 16), torch.zeros(1, 1, 16), options)[2:4]
+    kept = kernel.outputs(check_call(small, small, small), torch.zeros(1, 1, 16, 16), torch.zeros(1, 1, 16))[2:4]
     assert [x.numel() for x in kept] == [0, 0]
 
 
@@ -230,7 +227,7 @@ def test_the_states_take_half_of_q_and_nothing_is_kept_for_the_backward(monkeypa
 )
 def test_stretches_by_shape(monkeypatch, rows, length, width, itemsize, stretch):
     monkeypatch.undo()
-    assert triton.stretch_of(rows, length, width, itemsize) == stretch
+    assert launch.stretch_of(rows, length, width, itemsize) == stretch
 
 
 # --- where it cannot run ---------------------------------------------------------------------------------------------
@@ -246,7 +243,7 @@ def test_without_a_gpu_it_is_refused_with_the_reason(monkeypatch):
 
 def test_heads_that_are_too_wide_are_refused():
     q = torch.randn(1, 1, 4, 257)
-    with pytest.raises(InputError, match=r"q has 257 features and v 257 values, and it takes at most 256"):
+    with pytest.raises(InputError, match=r"q has 257 features and v 257 values, it takes at most 256"):
         linear_attention(q, q, q, backend="triton")
     q = torch.randn(1, 1, 4, 256)
     with pytest.raises(InputError, match=r"v 257 values"):  # one more for the denominator
@@ -258,9 +255,8 @@ def test_a_nan_is_carried_on_and_hidden_by_nothing():
         inputs = {name: torch.randn(1, 1, 70, 4) for name in "qkv"} | {"log_decay": -torch.rand(1, 1, 70)}
         inputs[name][0, 0, 40] = torch.nan
         log_decay = inputs.pop("log_decay")
-        options = triton.Options(None, None, 0, "elu1", True, 1e-6, True, True)
-        past = torch.zeros(1, 1, 4, 4), torch.zeros(1, 1, 4)
-        o = triton.forward(*inputs.values(), log_decay, None, *past, options)[0]
+        call = replace(check_call(**inputs), log_decay=log_decay)
+        o = kernel.forward(call, torch.zeros(1, 1, 4, 4), torch.zeros(1, 1, 4))[0]
         later = o[0, 0, 40 if name == "q" else 41 :]
         assert (later[0] if name == "q" else later).isnan().all()
 
@@ -268,23 +264,23 @@ def test_a_nan_is_carried_on_and_hidden_by_nothing():
 def test_on_a_gpu_it_is_the_default_and_does_without_with_one_warning(monkeypatch):
     def inputs(width):
         q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 1, 4, width))
-        return SimpleNamespace(q=q, v=q, settings=SimpleNamespace(normalize="plain"))
+        return SimpleNamespace(q=q, v=q, normalize="plain")
 
     ops._warn_once.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert ops._pick(inputs(64)) == "triton"
+    assert ops._fastest(inputs(64)) == "triton"
     with pytest.warns(UserWarning, match=r"slower backend 'chunked' on this GPU: q has 300 features"):
-        assert ops._pick(inputs(300)) == "chunked"
+        assert ops._fastest(inputs(300)) == "chunked"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert ops._pick(inputs(300)) == "chunked"
+        assert ops._fastest(inputs(300)) == "chunked"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "T4")
-    with pytest.warns(UserWarning, match=r"T4 is older than what it is made for, compute capability 8\.0"):
-        assert ops._pick(inputs(64)) == "chunked"
-    monkeypatch.setattr(triton, "INSTALLED", False)
+    with pytest.warns(UserWarning, match=r"T4 is older than compute capability 8\.0"):
+        assert ops._fastest(inputs(64)) == "chunked"
+    monkeypatch.setattr(availability, "INSTALLED", False)
     with pytest.warns(UserWarning, match="Triton is not installed: pip install triton"):
-        assert ops._pick(inputs(64)) == "chunked"
+        assert ops._fastest(inputs(64)) == "chunked"
 
 
 # --- the compiler ----------------------------------------------------------------------------------------------------
@@ -298,8 +294,8 @@ def test_every_kernel_compiles_for_gpus_that_are_not_there(monkeypatch):
     cases = ["64, everything, trained θ", "64, one token"]
     done = subprocess.run([*command, *cases], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
-    for kernel in (
+    for name in (
         "write_angles", "write_weights", "stretch_sums", "scan", "attend values", "write_d_den", "attend features",
         "attend later", "finish_log_decay", "decode",
     ):  # fmt: skip
-        assert done.stdout.count(kernel) >= 2, kernel
+        assert done.stdout.count(name) >= 2, name

@@ -15,7 +15,7 @@ from torch import Tensor
 from linrope.cli.main import main
 from linrope.losses import IGNORE
 from linrope.training.data_modules.text import TextDataModule
-from linrope.training.task import LanguageModelingModule
+from linrope.training.tasks.language_modeling import LanguageModelingModule
 
 
 def ask_for_some(self: TextDataModule, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:

@@ -17,12 +17,12 @@ from tests.training.test_resume import TRAINED, equal, load, version
 LANES = ["--data.contiguous=true", "--model.short_conv=3", "--model.forget_gate=true", "--trainer.log_every_n_steps=1"]
 
 
-@pytest.mark.parametrize("documents", ["flow", "apart"])
-def test_the_loss_of_a_batch_is_that_of_its_lane_read_from_the_start(tmp_path, documents):
+@pytest.mark.parametrize("document_mask", [False, True])
+def test_the_loss_of_a_batch_is_that_of_its_lane_read_from_the_start(tmp_path, document_mask):
     (tmp_path / "texts").mkdir()
     for number in range(100):  # of seven tokens with the separator: every seventh row of eight begins with one
         (tmp_path / "texts" / f"{number:03}.txt").write_text(f"a{number:04}b")
-    data = TextDataModule(str(tmp_path / "texts"), 8, 2, [1.0, 0.0, 0.0], contiguous=True, documents=documents)
+    data = TextDataModule(str(tmp_path / "texts"), 8, 2, [1.0, 0.0, 0.0], contiguous=True, document_mask=document_mask)
     found = []
 
     class Remembering(LanguageModelingModule):
@@ -37,7 +37,7 @@ def test_the_loss_of_a_batch_is_that_of_its_lane_read_from_the_start(tmp_path, d
     text = torch.cat([batch["inputs"] for batch, _ in found], dim=1)
     targets = torch.cat([batch["targets"] for batch, _ in found], dim=1)
     ids = None
-    if documents == "apart":  # numbers that go on from batch to batch
+    if document_mask:  # numbers that go on from batch to batch
         fresh = torch.cat([torch.nn.functional.pad(batch["fresh"][:, None].long(), (0, 7)) for batch, _ in found], 1)
         ids = [batch["segment_ids"] for batch, _ in found]
         within = torch.cat([each.diff(dim=1, prepend=each[:, :1]) for each in ids], dim=1)
@@ -51,7 +51,9 @@ def test_the_loss_of_a_batch_is_that_of_its_lane_read_from_the_start(tmp_path, d
         assert nats == pytest.approx(expected.item(), rel=1e-5)  # float32, in other pieces
 
 
-@pytest.mark.parametrize("options", [[], ["--segment_length=10", "--data.documents=apart"]], ids=["whole", "segments"])
+@pytest.mark.parametrize(
+    "options", [[], ["--segment_length=10", "--data.document_mask=true"]], ids=["whole", "segments"]
+)
 def test_a_resumed_run_goes_on_from_the_carried_state(tiny, run_folder, tmp_path, options, monkeypatch):
     """From the checkpoint of any step, in the middle of a pass, and from one of the middle of a step."""
     save = LastCheckpoint.save

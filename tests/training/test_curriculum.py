@@ -13,13 +13,13 @@ import torch
 from linrope import LanguageModel, LanguageModelConfig
 from linrope.cli.main import main
 from linrope.training import LanguageModelingModule, MemoryPreflight, Throughput
-from linrope.training.callbacks import memory_preflight as trial
+from linrope.training.callbacks import memory_preflight
 
 # 4 steps of 4 × 16 (that is context · batch_size, 64 tokens), 3 steps of 1 × 128, 2 steps of 4 × 16: 768 tokens.
 YAML = """
 model: {short_conv: 4, forget_gate: true, dropout: 0.1}
 data:
-  documents: apart
+  document_mask: true
   curriculum:
     - {tokens: 200, seq_len: 16}
     - tokens: 3_00
@@ -60,13 +60,13 @@ def seen(monkeypatch) -> list[dict[str, torch.Tensor]]:
 def tried(monkeypatch) -> list[tuple[int, ...]]:
     """The shapes of the batches that were tried before training."""
     shapes: list[tuple[int, ...]] = []
-    try_batch = trial._try_batch
+    try_batch = memory_preflight._try_batch
 
     def recorded(trainer, module, batch):
         shapes.append(tuple(batch["inputs"].shape))
         try_batch(trainer, module, batch)
 
-    monkeypatch.setattr(trial, "_try_batch", recorded)
+    monkeypatch.setattr(memory_preflight, "_try_batch", recorded)
     return shapes
 
 
@@ -114,14 +114,14 @@ def test_the_trial_changes_nothing(run, run_folder, monkeypatch):
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried\nto"), MemoryError()])
 def test_a_stage_that_does_not_fit_is_named_before_training(run, run_folder, seen, capsys, monkeypatch, error):
-    nats = LanguageModelingModule._nats
+    batch_loss = LanguageModelingModule.batch_loss
 
     def scarce(self, batch):
         if batch["inputs"].shape[1] > 32:
             raise error
-        return nats(self, batch)
+        return batch_loss(self, batch)
 
-    monkeypatch.setattr(LanguageModelingModule, "_nats", scarce)
+    monkeypatch.setattr(LanguageModelingModule, "batch_loss", scarce)
     assert main(["fit", *run]) == 2
     assert seen == []
     what = re.escape(str(error).partition("\n")[0] or "MemoryError")

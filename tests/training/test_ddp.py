@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from linrope.training.ranks import first_rank_speaks, rank_zero_only
 
 from linrope import LanguageModel
 from linrope.cli.main import main
 from linrope.errors import InputError
 from linrope.training import ranks
 from linrope.training.data_modules.text import TextDataModule
-from linrope.training.ranks import first_rank_speaks, rank_zero_only
 from tests.training.attached import attached
 from tests.training.several_runs import ask_for_some
 from tests.training.test_resume import ROOT, TRAINED, equal, load, losses, version
@@ -30,8 +30,8 @@ CONSTANT = ["--optimizer.lr=0.01", "--optimizer.warmup_steps=2", "--optimizer.fi
 
 PLAIN = ["--model.dropout=0.2", "--trainer.max_steps=6", "--data.context=24"]
 ALONE = [*PLAIN, "--trainer.val_check_interval=12", "--trainer.accumulate_grad_batches=2"]
-PACKED = ["--data.documents=apart", "--trainer.precision=64-true", "--trainer.max_steps=6"]
-LANES = ["--data.contiguous=true", "--data.documents=apart", "--trainer.accumulate_grad_batches=2"]
+PACKED = ["--data.document_mask=true", "--trainer.precision=64-true", "--trainer.max_steps=6"]
+LANES = ["--data.contiguous=true", "--data.document_mask=true", "--trainer.accumulate_grad_batches=2"]
 LANES_EXACT = [*LANES, "--trainer.precision=64-true", "--trainer.max_steps=8"]
 RESUMED = [*LANES, "--model.dropout=0.2", "--segment_length=20", "--trainer.max_steps=36"]
 RESUMED += ["--run.checkpoint_every_n_steps=2", "--trainer.val_check_interval=14", "--trainer.limit_val_batches=2"]

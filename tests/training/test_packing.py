@@ -1,4 +1,4 @@
-"""`documents: apart`: a packed batch is its documents, each read by itself."""
+"""`document_mask`: a packed batch gives what its documents give one by one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def texts(tmp_path: Path) -> Path:
 
 
 def batches(texts: Path, stage: str) -> list[dict[str, Tensor]]:
-    options = {"context": 97, "batch_size": 2, "documents": "apart", "fractions": [0.5, 0.5, 0.0]}
+    options = {"context": 97, "batch_size": 2, "document_mask": True, "fractions": [0.5, 0.5, 0.0]}
     data = attached(texts, stage=stage, **options)
     loader = iter(data.train_dataloader() if stage == "fit" else data.val_dataloader())
     return [next(loader) for _ in range(2)]
@@ -90,9 +90,9 @@ def test_a_packed_batch_is_its_documents_run_apart(texts, name, stage):
         loss = F.cross_entropy(packed.flatten(0, 1), batch["targets"].flatten(), reduction="sum")
         assert_same([loss], [nats])
         assert_same(gradients(module, loss), gradients(module, nats))
-        trained_on = module._nats(batch)  # in float32
+        trained_on = module.batch_loss(batch).total  # in float32
         torch.testing.assert_close(trained_on.double(), nats, rtol=1e-6, atol=0)
-        flowing = module._nats({name: batch[name] for name in ("inputs", "targets")})
+        flowing = module.batch_loss({name: batch[name] for name in ("inputs", "targets")}).total
         assert abs(flowing - trained_on) > 1e-5 * trained_on
 
 
@@ -103,7 +103,7 @@ def test_in_segments_too(texts, name, segment_length):
     module = module_of(name, segment_length)
     for batch in batches(texts, "fit"):
         _, nats = read_apart(module, batch)
-        in_segments = module._nats(batch)
+        in_segments = module.batch_loss(batch).total
         assert_same([in_segments], [nats])
         assert_same(gradients(module, in_segments), gradients(module, nats))
 

@@ -12,8 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from torch.utils.data import Sampler
-
 from linrope.errors import InputError
 
 Sample = tuple[int, int]
@@ -117,7 +115,7 @@ class TrainingPlan:
         return sorted(n for n in largest if n != ahead[0])
 
 
-class TrainingBatches(Sampler[list[Sample]]):
+class TrainingBatches:
     """Endless lists of a batch's samples, those of one rank, from optimizer step `first_step` on.
 
     A step's samples are dealt to ranks batch by batch: batch `b` of rank `r` is the step's `b · world_size + r`-th.

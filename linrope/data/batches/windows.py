@@ -1,7 +1,7 @@
-"""What training and evaluation see of a corpus: windows of `context` tokens, in an order that needs no memory.
+"""Windows: the samples of `context` tokens that training and evaluation read from a corpus.
 
-The order is arithmetic, not a stored shuffle: sample `i` of a run follows from the seed and `i` alone. A run can
-start anywhere, ranks and workers need not talk, and a corpus of any size costs nothing to shuffle.
+The order is arithmetic, not a stored shuffle: sample `i` of a run follows from the seed and `i` alone. So a run can
+start at any sample, ranks and workers need no communication, and shuffling takes no memory.
 """
 
 from __future__ import annotations
@@ -9,45 +9,46 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from linrope.data.batches.curriculum import Sample
 from linrope.data.batches.shuffling import mix, permute
 from linrope.data.corpus.sequences import TokenSequence
 from linrope.data.tokenizers.bytes import SEPARATOR
-from linrope.errors import InputError, require_choice
-
-DOCUMENTS = ("flow", "apart")
-"""How documents stand in a window: as one text, or each by itself."""
+from linrope.errors import InputError
 
 
-def document_numbers(tokens: Tensor, separator: int = SEPARATOR) -> Tensor:
-    """The document of each token, int64 of the shape of tokens (..., T): 0 for a row's first, then 1, 2, …
+def segment_ids_of(tokens: Tensor, separator: int = SEPARATOR) -> Tensor:
+    """The number of each token's document in its row: 0 for the first document, then 1, 2, …
 
-    A separator belongs to the document that it ends.
+    Args:
+        tokens: int64 (..., T). A separator belongs to the document that it ends.
+
+    Returns:
+        int64 (..., T).
     """
     ends = (tokens == separator).long()
     return ends.cumsum(-1) - ends
 
 
-def _window(corpus: TokenSequence, start: int, context: int, documents: str) -> dict[str, Tensor]:
-    """`inputs` and `targets`, each int64 (context,): targets are the inputs' next tokens. Apart: `segment_ids` too.
+def _window(corpus: TokenSequence, start: int, context: int, document_mask: bool) -> dict[str, Tensor]:
+    """`inputs` and `targets` (the inputs' next tokens), with a document mask `segment_ids`, each int64 (context,).
 
-    Where tokens are no bytes, `n_bytes`, int64 (context,): how many each target stands for.
+    Where a token is not one byte, also `n_bytes`, int64 (context,): the bytes of each target.
     """
     tokens = corpus.tokens(start, start + context + 1)
     window = {"inputs": tokens[:-1], "targets": tokens[1:]}
     if (n_bytes := corpus.text_bytes(start + 1, start + context + 1)) is not None:
         window["n_bytes"] = n_bytes
-    return window if documents == "flow" else {**window, "segment_ids": document_numbers(tokens[:-1], corpus.separator)}
+    return {**window, "segment_ids": segment_ids_of(tokens[:-1], corpus.separator)} if document_mask else window
 
 
-def require_documents(corpus: TokenSequence, documents: str) -> None:
-    """Raise InputError unless `documents` is one of DOCUMENTS, and the corpus knows where documents end if need be."""
-    require_choice("data.documents", documents, DOCUMENTS)
-    if documents == "apart" and corpus.separator is None:
+def require_separator(corpus: TokenSequence, document_mask: bool) -> None:
+    """Raise InputError for a document mask on a corpus whose separator token is unknown."""
+    if document_mask and corpus.separator is None:
         raise InputError(
-            "data.documents='apart' needs to know which token ends a document: set data.tokenizer to the tokens' own."
+            "data.document_mask=True needs to know which token ends a document: set data.tokenizer to the tokenizer "
+            "of these tokens."
         )
 
 
@@ -58,34 +59,39 @@ def _require_one_window(corpus: TokenSequence, context: int, split: str, option:
         raise InputError(
             f"the {split} split holds {len(corpus):,} tokens, too few for one sample of {option}={context} + 1: "
             f"lower {option}, raise its share in data.fractions, or give more text "
-            f"(several documents are dealt out whole; a single file is cut by position)."
+            f"(each of several documents goes to one split as a whole; a single file is cut by position)."
         )
 
 
 class TrainingWindows(Dataset[dict[str, Tensor]]):
     """The endless training samples of a corpus: sample `i` for every `i ≥ 0`.
 
-    Samples come in epochs of `n_windows`. Within an epoch none repeats and none overlaps another (but for the one token
-    that is the last target of one and the first input of the next). Each epoch shuffles anew and shifts all windows by
-    an offset of its own, so that they do not always start at the same places.
+    Samples come in epochs of `n_windows`. Within an epoch no sample repeats and no two overlap (except that the last
+    target of one can be the first input of the next). Each epoch has a new shuffle and a new offset of all windows, so
+    that windows do not always start at the same tokens.
 
     Args:
-        corpus: what to read, at least `context + 1` tokens.
+        corpus: the tokens to read, at least `context + 1`.
         context: tokens of one sample.
-        seed: names the order.
-        documents: "flow", or "apart" for samples with `segment_ids`, int64 (context,): see `document_numbers`.
-        option: where `context` comes from, for the error message.
+        seed: decides the order.
+        document_mask: whether samples have `segment_ids`, int64 (context,): see `segment_ids_of`.
+        option: the option that sets `context`, for the error message.
 
     Raises:
-        InputError: the corpus is shorter than one sample; `documents` is neither.
+        InputError: the corpus is shorter than one sample, or a document mask needs a separator that is unknown.
     """
 
     def __init__(
-        self, corpus: TokenSequence, context: int, seed: int = 0, documents: str = "flow", option: str = "data.context"
+        self,
+        corpus: TokenSequence,
+        context: int,
+        seed: int = 0,
+        document_mask: bool = False,
+        option: str = "data.context",
     ) -> None:
         _require_one_window(corpus, context, "train", option)
-        require_documents(corpus, documents)
-        self.corpus, self.context, self.seed, self.documents = corpus, context, seed, documents
+        require_separator(corpus, document_mask)
+        self.corpus, self.context, self.seed, self.document_mask = corpus, context, seed, document_mask
         # One window fewer than fit, so that there is room to shift them by up to a whole window.
         self.n_windows = max(1, (len(corpus) - 1) // context - 1)
         self._max_offset = min(context - 1, len(corpus) - 1 - self.n_windows * context)
@@ -97,38 +103,35 @@ class TrainingWindows(Dataset[dict[str, Tensor]]):
         return offset + permute(index, self.n_windows, self.seed, epoch) * self.context
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
-        return _window(self.corpus, self.start_of(i), self.context, self.documents)
+        return _window(self.corpus, self.start_of(i), self.context, self.document_mask)
 
 
 class CurriculumWindows(Dataset[dict[str, Tensor]]):
-    """The training samples of several lengths: `(seq_len, i)` is sample `i` of the windows of that length."""
+    """The training batches of several lengths, by lists of samples: `(seq_len, i)` is sample `i` of that length."""
 
     def __init__(self, windows: Iterable[TrainingWindows]) -> None:
-        self._of_length = {each.context: each for each in windows}
+        self._by_length = {each.context: each for each in windows}
 
-    def __getitem__(self, sample: Sample) -> dict[str, Tensor]:
-        seq_len, i = sample
-        return self._of_length[seq_len][i]
+    def __getitem__(self, samples: list[Sample]) -> dict[str, Tensor]:
+        return default_collate([self._by_length[seq_len][i] for seq_len, i in samples])
 
 
 class EvaluationWindows(Dataset[dict[str, Tensor]]):
-    """The windows that cover a split once, without overlap, for validation and test.
+    """The windows of validation and test: they cover a split once, without overlap.
 
-    The order is shuffled but always the same, so that the first batches are an even sample of the whole split. The
-    last `(tokens - 1) mod context` targets, less than one window, are left out. `documents` is `TrainingWindows`'.
-
-    Raises:
-        InputError: the corpus is shorter than one sample; `documents` is neither.
+    The order is shuffled and always the same, so that the first batches are an even sample of the whole split. The
+    last `(tokens - 1) mod context` targets, less than one window, are omitted. Arguments and errors are those of
+    `TrainingWindows`.
     """
 
-    def __init__(self, corpus: TokenSequence, context: int, split: str = "val", documents: str = "flow") -> None:
+    def __init__(self, corpus: TokenSequence, context: int, split: str = "val", document_mask: bool = False) -> None:
         _require_one_window(corpus, context, split)
-        require_documents(corpus, documents)
-        self.corpus, self.context, self.documents = corpus, context, documents
+        require_separator(corpus, document_mask)
+        self.corpus, self.context, self.document_mask = corpus, context, document_mask
         self.n_windows = (len(corpus) - 1) // context
 
     def __len__(self) -> int:
         return self.n_windows
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
-        return _window(self.corpus, permute(i, self.n_windows, 0) * self.context, self.context, self.documents)
+        return _window(self.corpus, permute(i, self.n_windows, 0) * self.context, self.context, self.document_mask)

@@ -12,7 +12,7 @@ from linrope.data.corpus.files import find_sources
 from linrope.data.corpus.sequences import TokenSequence
 from linrope.data.corpus.splits import SPLITS, cut_by_position, split_bounds, split_corpus
 from linrope.data.corpus.token_files import NumberFile, PreparedCorpus, TokenRun, deal_documents, sum_of, survey
-from linrope.data.prepare.preparation import (
+from linrope.data.prepare.manifest import (
     DOCUMENTS,
     LOCK,
     MANIFEST,

@@ -14,10 +14,7 @@ import torch
 from torch import Tensor
 
 from linrope.data.tokenizers.bytes import SEPARATOR
-
-
-class DocumentChanged(RuntimeError):
-    """A file changed its size while a run was reading it."""
+from linrope.errors import DocumentChanged
 
 
 @dataclass(frozen=True)

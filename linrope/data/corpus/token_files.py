@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linrope.data.corpus.sequences import DocumentChanged, DocumentSequence, TokenSequence
+from linrope.data.corpus.sequences import DocumentSequence, TokenSequence
 from linrope.data.corpus.splits import HASH_BITS
 from linrope.data.tokenizers.base import Tokenizer
-from linrope.errors import InputError
+from linrope.errors import DamagedFile, DocumentChanged, InputError
 
 TOKEN_DTYPES = ("uint16", "uint32")
 
@@ -61,7 +61,7 @@ class NumberFile:
 
         Raises:
             DocumentChanged: the file no longer has the size it had.
-            InputError: a number is not below the limit.
+            DamagedFile: a number is not below the limit.
         """
         dtype = np.dtype(self.dtype).newbyteorder("<")
         with open(self.path, "rb", buffering=0) as file:
@@ -75,7 +75,7 @@ class NumberFile:
             numbers = np.fromfile(file, dtype, stop - start)
         if self.limit is not None and len(numbers) and numbers.max() >= self.limit:
             at = int(np.argmax(numbers >= self.limit))
-            raise InputError(
+            raise DamagedFile(
                 f"{self.path} is damaged or of another vocabulary: it holds {numbers[at]} at position {start + at:,}, "
                 f"where tokens are below {self.limit:,}."
             )

@@ -1,4 +1,4 @@
-"""JSON lines, plain or compressed (`.jsonl`, `.jsonl.gz`, `.jsonl.zst`): each line's text field is a document."""
+"""JSON lines, plain or compressed (`.jsonl`, `.jsonl.gz`, `.jsonl.zst`): the text field of each line is a document."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from linrope.data.corpus.sequences import DocumentChanged
-from linrope.errors import InputError
+from linrope.errors import DocumentChanged, InputError
 
-CHUNK = 1 << 20
-"""Bytes read in one go."""
+READ_BYTES = 1 << 20
+"""Bytes of one read."""
 
 
 def read_lines(path: Path, start: int, stop: int, count: Callable[[int], None]) -> Iterator[tuple[int, bytes]]:
     """The lines of a file, each with the offset of its first byte in the (decompressed) text.
 
     Args:
-        start, stop: bytes of the file to read, whole lines; a compressed file is read whole.
-        count: is told how many bytes of the file were read.
+        path: the file.
+        start: first byte to read, at the start of a line; 0 for a compressed file.
+        stop: byte after the last one, at the end of a line.
+        count: called with the number of bytes read.
 
     Raises:
-        InputError: a compressed file is damaged or cut short, naming the line; zstandard is missing.
+        InputError: a compressed file is damaged or incomplete (the message names the line); zstandard is missing.
         DocumentChanged: the file ends before `stop`.
     """
     chunks = _chunks(path, start, stop, count)
@@ -52,26 +53,26 @@ def read_lines(path: Path, start: int, stop: int, count: Callable[[int], None]) 
 
 
 class DamagedArchive(Exception):
-    """A compressed file that is cut short or holds something else."""
+    """A compressed file is incomplete or damaged."""
 
 
 def _chunks(path: Path, start: int, stop: int, count: Callable[[int], None]) -> Iterator[bytes]:
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
         while start < stop:
-            chunk = file.read(min(CHUNK, stop - start))
+            chunk = file.read(min(READ_BYTES, stop - start))
             if not chunk:
-                raise DocumentChanged(f"{path} became shorter while it was read: leave it as it is, and prepare again.")
+                raise DocumentChanged(f"{path} became shorter while it was read: do not change it, and prepare again.")
             start += len(chunk)
             count(len(chunk))
             yield chunk
 
 
 def _decompressed(chunks: Iterator[bytes], start: Callable[[], Any], broken: type, path: Path) -> Iterator[bytes]:
-    """What `chunks` say decompressed; several archives may follow each other, none may be cut short.
+    """The decompressed chunks. Several archives may follow each other; each must be complete.
 
-    `start` makes a decompressor as zlib's are: the readers of whole files take an archive that ends early for one that
-    is complete (zstandard's does), or read on into what follows it.
+    `start` makes a decompressor with zlib's interface. The packages' readers of whole files do not serve: zstandard's
+    takes an incomplete archive for a complete one, and others read beyond the archive's end.
     """
     decompressor, begun = start(), False
     for chunk in chunks:
@@ -98,14 +99,14 @@ def _zstandard(path: Path) -> Any:
 
 
 class BadLine(ValueError):
-    """A line, or a row of a dataset, that holds no text where it should."""
+    """A line, or a row of a dataset, without text in its text field."""
 
 
 def text_of_line(line: bytes, field: str) -> bytes | None:
-    """The UTF-8 of the text in a line; None for a blank one.
+    """The text of a line as UTF-8; None for a blank line.
 
     Raises:
-        BadLine: not UTF-8, not JSON, or `text_of_row`'s reasons.
+        BadLine: the line is not UTF-8 or not JSON; see also `text_of_row`.
     """
     if not line.strip():
         return None
@@ -113,16 +114,16 @@ def text_of_line(line: bytes, field: str) -> bytes | None:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise BadLine(f"is not UTF-8 (byte {error.start + 1} of the line)") from error
-    except (ValueError, RecursionError) as error:  # among them a number of more digits than Python reads
+    except (ValueError, RecursionError) as error:  # ValueError also for a number with more digits than Python reads
         raise BadLine(f"is not JSON that can be read ({error})") from error
     return text_of_row(row, field)
 
 
 def text_of_row(row: Any, field: str) -> bytes:
-    """The UTF-8 of the text in the field of a row.
+    """The text in the field of a row, as UTF-8.
 
     Raises:
-        BadLine: the row has no such field, or something else than text there.
+        BadLine: the row has no such field, or the field holds no text.
     """
     if not isinstance(row, dict):
         raise BadLine(f"holds a {type(row).__name__} where an object with the field {field!r} was expected")
@@ -138,6 +139,6 @@ def text_of_row(row: Any, field: str) -> bytes:
 
 
 def line_number(path: Path, offset: int) -> int:
-    """The number, from 1, of the line that begins at byte `offset` of the decompressed text."""
+    """The number of the line that starts at byte `offset` of the decompressed text; the first line is 1."""
     lines = read_lines(path, 0, path.stat().st_size, lambda n: None)
     return 1 + sum(1 for _ in takewhile(lambda line: line[0] < offset, lines))

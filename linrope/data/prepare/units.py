@@ -1,6 +1,6 @@
-"""What `linrope prepare` reads, in units that one process takes at a time: files, spans of files, shards of a dataset.
+"""Units of text that one process tokenizes: files, ranges of files, shards of a dataset.
 
-Which documents there are, and how they are cut, follows from the sources alone, not from the number of processes.
+The units and their documents depend on the sources alone, not on the number of processes.
 """
 
 from __future__ import annotations
@@ -13,38 +13,37 @@ from pathlib import Path
 from typing import Any
 
 from linrope.data.corpus.files import JSON_LINES, find_files, no_text, text_size
-from linrope.data.corpus.sequences import DocumentChanged
 from linrope.data.prepare.jsonlines import BadLine, line_number, read_lines, text_of_line, text_of_row
-from linrope.errors import InputError
+from linrope.errors import DocumentChanged, InputError
 
 UNIT_BYTES = 1 << 23
-"""Bytes of a unit, about: small files are taken together, large ones in spans."""
+"""About the bytes of a unit: small files are grouped, large files are cut into ranges."""
 
 
-PIECE_BYTES = 1 << 20
-"""A document longer than this is tokenized in pieces of about so many bytes, cut after a line."""
+CHUNK_BYTES = 1 << 20
+"""A longer document is tokenized in chunks of about this many bytes, cut after a line."""
 
 
 LINE_REACH = 1 << 16
-"""How far to look for the end of a line where text is cut; without one it is cut between two characters."""
+"""A cut is made after the first end of a line within this many bytes, or else between two characters."""
 
 
 @dataclass(frozen=True)
-class Span:
-    """Bytes `start … stop` of a file: of its text, or whole lines of JSON lines."""
+class FileRange:
+    """Bytes `start … stop` of a text file, or of whole JSON lines."""
 
     name: str
     path: Path
     size: int
     modified: int
-    """Size and time of last change (ns) of the file when it was found."""
+    """Size and modification time (ns) of the file when it was found."""
     start: int
     stop: int
 
 
 @dataclass(frozen=True)
 class DatasetShard:
-    """Shard `index` of `n` of a dataset of Hugging Face's `datasets`, read as a stream."""
+    """Shard `index` of `n` of a dataset of Hugging Face's `datasets`; it is read as a stream."""
 
     name: str
     config: str | None
@@ -53,19 +52,20 @@ class DatasetShard:
     n: int
 
 
-Unit = list[Span] | list[DatasetShard]
+Unit = list[FileRange] | list[DatasetShard]
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Text of a document: a whole one, or as much of it as comes at once."""
+class TextChunk:
+    """A chunk of a document's text; most documents are one chunk."""
 
     name: str
-    """The document's; its hash decides the split."""
+    """Name of the document; its hash determines the split."""
     data: bytes
     ends: bool
+    """Whether the document ends with this chunk."""
     where: str
-    """It comes from, for error messages."""
+    """Place of the chunk in its source, for error messages."""
 
 
 @dataclass(frozen=True)
@@ -73,76 +73,81 @@ class Reading:
     """How units are read."""
 
     field: str
-    """The field of the text in rows."""
+    """Field with the text, in JSON lines and datasets."""
     count: Callable[[int], None]
-    """Is told how many bytes were read, as they are."""
+    """Called with the number of bytes read, while reading."""
     bad: Callable[[Callable[[], str], BadLine], None]
-    """Is told about a line that holds no text, with what says its name (which takes time); it may raise."""
+    """Called for a line without text, with a function that names the line (which takes time); it may raise."""
+
+
+def unit_bytes(unit: Unit) -> int:
+    """Bytes of a unit's files; 0 for a dataset, whose size is unknown."""
+    return sum(source.stop - source.start for source in unit if isinstance(source, FileRange))
 
 
 def file_units(path: str | None) -> tuple[list[Unit], str, int]:
     """The units of the text files and JSON lines under a path, in the order of their names.
 
     Returns:
-        The units, where they come from, for people to read, and how many files were left out.
+        The units, their origin as people read it, and the number of skipped files.
 
     Raises:
-        InputError: nothing there, or nothing there that is text.
+        InputError: no file there, or no text.
     """
     found = find_files(path, "--path")
-    spans, n_skipped = [], 0
+    ranges, n_skipped = [], 0
     for file in found.files:
         if not file.is_file():
             continue
         if size := _size(file):
             name = file.relative_to(found.root).as_posix()
-            spans.append(Span(name, file, size, file.stat().st_mtime_ns, 0, size))
+            ranges.append(FileRange(name, file, size, file.stat().st_mtime_ns, 0, size))
         else:
             n_skipped += 1
-    if not spans:
+    if not ranges:
         raise no_text("--path", found.origin, n_skipped)
-    spans.sort(key=lambda span: span.name)
-    return list(_grouped(part for span in spans for part in _parts(span))), found.origin, n_skipped
+    ranges.sort(key=lambda source: source.name)
+    return list(_grouped(part for source in ranges for part in _parts(source))), found.origin, n_skipped
 
 
 def _size(file: Path) -> int:
-    """Bytes of a file with text; 0 for one to leave out."""
+    """Bytes of a file with text; 0 for a file to skip."""
     if not file.name.endswith(JSON_LINES):
         return text_size(file)
     return file.stat().st_size if os.access(file, os.R_OK) else 0
 
 
-def _parts(span: Span) -> Iterator[Span]:
-    """A file in spans of about UNIT_BYTES, cut where a line ends; compressed ones as a whole."""
+def _parts(source: FileRange) -> Iterator[FileRange]:
+    """A file in ranges of about UNIT_BYTES, cut after lines; a compressed file is one range."""
     start = 0
-    if not span.name.endswith(JSON_LINES[1:]):
-        whole_lines = span.name.endswith(JSON_LINES)
-        with open(span.path, "rb") as file:
-            while span.size - start > UNIT_BYTES:
+    if not source.name.endswith(JSON_LINES[1:]):
+        whole_lines = source.name.endswith(JSON_LINES)
+        with open(source.path, "rb") as file:
+            while source.size - start > UNIT_BYTES:
                 stop = start + UNIT_BYTES
                 file.seek(stop)
                 stop += len(file.readline()) if whole_lines else cut(file.read(LINE_REACH), 0)
-                yield Span(span.name, span.path, span.size, span.modified, start, stop)
+                yield FileRange(source.name, source.path, source.size, source.modified, start, stop)
                 start = stop
-    if start < span.size:
-        yield Span(span.name, span.path, span.size, span.modified, start, span.size)
+    if start < source.size:
+        yield FileRange(source.name, source.path, source.size, source.modified, start, source.size)
 
 
-def _grouped(spans: Iterable[Span]) -> Iterator[Unit]:
-    """Spans in runs of at most UNIT_BYTES, or of one."""
+def _grouped(ranges: Iterable[FileRange]) -> Iterator[Unit]:
+    """Ranges in groups of at most UNIT_BYTES; a longer range is a group of its own."""
     unit, n_bytes = [], 0
-    for span in spans:
-        if unit and n_bytes + span.stop - span.start > UNIT_BYTES:
+    for source in ranges:
+        if unit and n_bytes + source.stop - source.start > UNIT_BYTES:
             yield unit
             unit, n_bytes = [], 0
-        unit.append(span)
-        n_bytes += span.stop - span.start
+        unit.append(source)
+        n_bytes += source.stop - source.start
     if unit:
         yield unit
 
 
 def cut(data: bytes, at: int) -> int:
-    """The first good place to cut text at byte `at` or later: after the end of a line that is near, or a character."""
+    """Where to cut text at byte `at` or later: after the next line within LINE_REACH, else after a character."""
     newline = data.find(b"\n", at, at + LINE_REACH)
     if newline >= 0:
         return newline + 1
@@ -152,11 +157,7 @@ def cut(data: bytes, at: int) -> int:
 
 
 def dataset_units(name: str, config: str | None, split: str) -> list[Unit]:
-    """The units of a dataset: its shards.
-
-    Raises:
-        InputError: there is none, or the package `datasets` is missing.
-    """
+    """The units of a dataset: its shards. Raises as `open_dataset`."""
     n = open_dataset(name, config, split).num_shards
     return [[DatasetShard(name, config, split, index, n)] for index in range(n)]
 
@@ -165,7 +166,7 @@ def open_dataset(name: str, config: str | None, split: str) -> Any:
     """The dataset as a stream.
 
     Raises:
-        InputError: there is none, or the package `datasets` is missing.
+        InputError: the dataset cannot be opened, or the package `datasets` is missing.
     """
     try:
         from datasets import load_dataset
@@ -181,11 +182,11 @@ def open_dataset(name: str, config: str | None, split: str) -> Any:
         ) from error
 
 
-def read_unit(unit: Unit, reading: Reading) -> Iterator[Piece]:
+def read_unit(unit: Unit, reading: Reading) -> Iterator[TextChunk]:
     """The documents of a unit, in order.
 
     Raises:
-        DocumentChanged: a file is not what it was when it was found.
+        DocumentChanged: a file has changed since it was found.
         InputError: a damaged archive; a dataset that cannot be read.
     """
     for part in unit:
@@ -197,39 +198,39 @@ def read_unit(unit: Unit, reading: Reading) -> Iterator[Piece]:
         _require_unchanged(part)
 
 
-def _require_unchanged(span: Span) -> None:
-    status = span.path.stat() if span.path.exists() else None
-    if status is None or (status.st_size, status.st_mtime_ns) != (span.size, span.modified):
+def _require_unchanged(source: FileRange) -> None:
+    status = source.path.stat() if source.path.exists() else None
+    if status is None or (status.st_size, status.st_mtime_ns) != (source.size, source.modified):
         raise DocumentChanged(
-            f"{span.path} changed while the corpus was being prepared: remove the output, leave the sources as they "
-            "are, and prepare it again."
+            f"{source.path} changed while the corpus was being prepared: remove the output, do not change the sources, "
+            "and prepare it again."
         )
 
 
-def _text(span: Span, reading: Reading) -> Iterator[Piece]:
-    with open(span.path, "rb") as file:
-        file.seek(span.start)
-        data = file.read(span.stop - span.start)
+def _text(source: FileRange, reading: Reading) -> Iterator[TextChunk]:
+    with open(source.path, "rb") as file:
+        file.seek(source.start)
+        data = file.read(source.stop - source.start)
     reading.count(len(data))
-    yield from _pieces(span.name, data, str(span.path), span.start, ends=span.stop == span.size)
+    yield from _chunks(source.name, data, str(source.path), source.start, ends=source.stop == source.size)
 
 
-def _lines(span: Span, reading: Reading) -> Iterator[Piece]:
-    for offset, line in read_lines(span.path, span.start, span.stop, reading.count):
+def _lines(source: FileRange, reading: Reading) -> Iterator[TextChunk]:
+    for offset, line in read_lines(source.path, source.start, source.stop, reading.count):
         try:
             text = text_of_line(line, reading.field)
         except BadLine as bad:
-            reading.bad(partial(_line_name, span.path, offset), bad)
+            reading.bad(partial(_line_name, source.path, offset), bad)
             continue
         if text is not None:
-            yield from _pieces(f"{span.name}:{offset}", text, f"{span.path}, the line at byte {offset},")
+            yield from _chunks(f"{source.name}:{offset}", text, f"{source.path}, the line at byte {offset},")
 
 
 def _line_name(path: Path, offset: int) -> str:
     return f"{path} line {line_number(path, offset)}"
 
 
-def _rows(shard: DatasetShard, reading: Reading) -> Iterator[Piece]:
+def _rows(shard: DatasetShard, reading: Reading) -> Iterator[TextChunk]:
     rows = open_dataset(shard.name, shard.config, shard.split).shard(shard.n, shard.index)
     for number, row in enumerate(_read_rows(rows, shard)):
         where = f"dataset {shard.name!r} shard {shard.index} row {number}"
@@ -239,7 +240,7 @@ def _rows(shard: DatasetShard, reading: Reading) -> Iterator[Piece]:
             reading.bad(lambda: where, bad)  # noqa: B023 (called at once)
             continue
         reading.count(len(text))
-        yield from _pieces(f"{shard.index}:{number}", text, where)
+        yield from _chunks(f"{shard.index}:{number}", text, where)
 
 
 def _read_rows(rows: Any, shard: DatasetShard) -> Iterator[Any]:
@@ -247,17 +248,17 @@ def _read_rows(rows: Any, shard: DatasetShard) -> Iterator[Any]:
         yield from rows
     except Exception as error:  # see open_dataset
         raise InputError(
-            f"--dataset={shard.name!r} stopped in shard {shard.index}: {error}. Run the same line again to go on."
+            f"--dataset={shard.name!r} stopped in shard {shard.index}: {error}. Run the same command again to continue."
         ) from error
 
 
-def _pieces(name: str, data: bytes, where: str, offset: int = 0, ends: bool = True) -> Iterator[Piece]:
-    """Text in pieces of about PIECE_BYTES; `offset` is where it begins in its source."""
+def _chunks(name: str, data: bytes, where: str, offset: int = 0, ends: bool = True) -> Iterator[TextChunk]:
+    """Text in chunks of about CHUNK_BYTES; `offset` is the text's first byte in its source."""
     start = 0
     while True:
-        stop = cut(data, start + PIECE_BYTES) if len(data) - start > PIECE_BYTES else len(data)
+        stop = cut(data, start + CHUNK_BYTES) if len(data) - start > CHUNK_BYTES else len(data)
         last = stop == len(data)
-        yield Piece(name, data[start:stop], ends and last, f"{where} from byte {offset + start}")
+        yield TextChunk(name, data[start:stop], ends and last, f"{where} from byte {offset + start}")
         if last:
             return
         start = stop

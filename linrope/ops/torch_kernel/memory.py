@@ -1,8 +1,7 @@
-"""Memory on the CPU: large results on large pages, and workspace that outlives the call.
+"""Memory on the CPU: large results on large pages, and workspace that is kept from call to call.
 
-A tensor fetched anew from the system costs a page fault for every 4 KiB first written, in long sequences a quarter of
-the kernel's time. Pages of 2 MiB cut that to a few hundredths; Linux gives them to whoever asks, where it is not set
-to "never".
+New memory costs a page fault for every 4 KiB that is first written: a quarter of the kernel's time for long sequences.
+Pages of 2 MiB reduce that to a few hundredths. Linux gives them on request, unless they are set to "never".
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ HUGE_PAGE = 2 * 2**20
 
 
 SLAB = 16 * HUGE_PAGE
-"""Workspace is fetched in pieces of this size; of what is not written to, nothing is taken."""
+"""Workspace is allocated in units of this size. The system gives no memory for what is not written to."""
 
 
 def empty(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`torch.empty`, on large pages where that is possible and pays."""
+    """`torch.empty`, on large pages if that is possible and the tensor is large."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
     if tensor.nbytes >= 2 * HUGE_PAGE and tensor.device.type == "cpu" and _madvise is not None:
         _madvise(*_whole_pages(tensor.data_ptr(), tensor.nbytes), _MADV_HUGEPAGE)  # a hint: failing changes nothing
@@ -45,10 +44,10 @@ _madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux
 
 
 class Pool:
-    """Memory by name, cut to the shape of each block that uses it, and kept from call to call.
+    """Buffers by name, in the shape of each block that uses them, kept from call to call.
 
-    Some tens of MiB for each thread that calls, whatever the length: fetching and returning them would cost a short
-    call a quarter of its time. What blocks and rotations are built of is kept beside it.
+    Some tens of MiB for each calling thread, at any length: allocating and freeing them would cost a short call a
+    quarter of its time. Objects built on the buffers, and rotations, are kept too.
     """
 
     of_thread = threading.local()
@@ -61,7 +60,7 @@ class Pool:
 
     @classmethod
     def on(cls, device: torch.device) -> Pool:
-        """This thread's pool; a fresh one where memory is not the CPU's, whose allocator keeps its own."""
+        """This thread's pool on the CPU; a new one on other devices, whose allocators keep memory themselves."""
         if device.type != "cpu":
             return cls(device)
         if not hasattr(cls.of_thread, "pool"):
@@ -72,14 +71,14 @@ class Pool:
         size = math.prod(shape)
         flat = self.flat.get((name, dtype))
         if flat is None or flat.shape[0] < size:
-            self.made.clear()  # some of it stands on the smaller piece
+            self.made.clear()  # some of it uses the smaller buffer
             with torch.inference_mode(False):  # or a later call outside of inference could not write to it
-                flat = self.flat[name, dtype] = self.fetch(size * dtype.itemsize).view(dtype)
+                flat = self.flat[name, dtype] = self.allocate(size * dtype.itemsize).view(dtype)
         return flat[:size].view(shape)
 
-    def keep(self, kind: str, key: tuple, make: Callable[[], object], most: int) -> object:
-        """What `make` made for that key, now or in an earlier call; of a kind so many at most, the oldest go."""
-        made = self.made.setdefault(kind, {})
+    def keep(self, group: str, key: tuple, make: Callable[[], object], most: int) -> object:
+        """What `make` returned for that key, now or in an earlier call; the newest `most` of a group are kept."""
+        made = self.made.setdefault(group, {})
         if key not in made:
             if len(made) >= most:
                 made.pop(next(iter(made)))
@@ -87,8 +86,8 @@ class Pool:
                 made[key] = make()
         return made[key]
 
-    def fetch(self, size: int) -> Tensor:
-        """So many bytes, a multiple of 64 from the start of a slab."""
+    def allocate(self, size: int) -> Tensor:
+        """`size` bytes, at a multiple of 64 from the start of a slab."""
         padded = -(-size // 64) * 64
         if self.slab.shape[0] < padded:
             self.slab = empty((max(padded, SLAB),), dtype=torch.uint8, device=self.device)
@@ -97,7 +96,7 @@ class Pool:
 
 
 def give_back() -> None:
-    """Return freed memory to the system, where the C library can: between small tensors that live long it keeps what
-    large ones have left, and hundreds of segments of a sequence would leave gigabytes of that."""
+    """Return freed memory to the system, if the C library can. Long-lived small tensors keep it from doing so itself:
+    after hundreds of segments of a sequence it would hold gigabytes."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

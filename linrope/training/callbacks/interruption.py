@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from linrope.errors import Interrupted
 from linrope.training.callbacks.last_checkpoint import LastCheckpoint
-
-
-class Interrupted(Exception):
-    """Training was stopped by a signal, after a whole step and with a checkpoint (None before the first step)."""
-
-    def __init__(self, signum: int, step: int, checkpoint: Path | None) -> None:
-        super().__init__(f"stopped by {signal.Signals(signum).name} after step {step}")
-        self.signum, self.step, self.checkpoint = signum, step, checkpoint
 
 
 class GracefulStop(Callback):

@@ -1,4 +1,4 @@
-"""A try of a curriculum's largest batches, so that running out of memory happens before training, not hours into it."""
+"""The memory preflight: the largest batches of a curriculum, tried before training."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from lightning.pytorch import Callback, Trainer
 
 from linrope.errors import InputError
 from linrope.training.data_modules.text import Batch, TextDataModule
-from linrope.training.task import LanguageModelingModule
+from linrope.training.task import TrainingTask
 
 
 class MemoryPreflight(Callback):
-    """Tries the largest batches of a curriculum before training, so that one that does not fit stops the run at once.
+    """Tries the largest batches of a curriculum before training, so that a run out of memory fails at its start.
 
-    A stage's first batch goes forward and backward; its gradients are thrown away, and random numbers go on as if it
-    had not been. Which stages: those ahead that `TrainingPlan.larger_later` names, so none where the first is largest.
+    The first batch of a stage goes forward and backward; its gradients are dropped and the random state is restored.
+    Stages: those ahead that `TrainingPlan.larger_later` names, so none if the first stage has the largest batches.
 
     Raises:
-        InputError: as training starts, naming the stage that failed.
+        InputError: when training starts, naming the stage that failed.
     """
 
-    def on_train_start(self, trainer: Trainer, pl_module: LanguageModelingModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: TrainingTask) -> None:
         data: TextDataModule = trainer.datamodule
         for number in data.plan.larger_later(trainer.global_step):
             stage = data.plan.stages[number]
@@ -37,21 +37,21 @@ class MemoryPreflight(Callback):
                 ) from error
 
 
-def _try_batch(trainer: Trainer, module: LanguageModelingModule, batch: Batch) -> None:
-    """The batch forward and backward, beside what the optimizer will keep; nothing of it stays."""
-    device = module.device
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    fresh = not any(optimizer.state for optimizer in trainer.optimizers)
-    # AdamW's moments come with its first step; gradients lie there already while later micro-batches run
-    n_beside = 2 * fresh + (trainer.accumulate_grad_batches > 1)
-    beside = [torch.empty_like(parameter) for parameter in parameters for _ in range(n_beside)]
+def _try_batch(trainer: Trainer, task: TrainingTask, batch: Batch) -> None:
+    """Runs the batch forward and backward, beside as much memory as the optimizer will take; keeps nothing."""
+    device = task.device
+    parameters = [parameter for parameter in task.parameters() if parameter.requires_grad]
+    first_step = not any(optimizer.state for optimizer in trainer.optimizers)
+    # AdamW's moments come with its first step; gradients exist already while later micro-batches run
+    n_copies = 2 * first_step + (trainer.accumulate_grad_batches > 1)
+    copies = [torch.empty_like(parameter) for parameter in parameters for _ in range(n_copies)]
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             with trainer.precision_plugin.train_step_context():
-                nats = module._nats(batch)
-            nats.backward()
+                loss = task.batch_loss(batch).total
+            loss.backward()
     finally:
-        beside.clear()
+        copies.clear()
         for parameter in parameters:
             parameter.grad = None
 

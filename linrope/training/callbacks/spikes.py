@@ -9,18 +9,20 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
 
+from linrope.training.callbacks.last_checkpoint import finished_a_step
+from linrope.training.data_modules.base import ResumableDataModule
+
 
 class SpikeWarning(Callback):
-    """Says where the loss or the gradient's norm leaves its course: above `factor` times the running median.
+    """Prints a line when the loss or the gradient norm exceeds `factor` × its running median.
 
-    One line on the console, with the step and the samples of its batch, which a data module with `samples_of(step)`
-    names: the order is a function of the seed and the step, so that the batch can be looked at. `found` keeps them as
-    (step, what, value, median).
+    The line has the step and, with a `ResumableDataModule`, the samples of its batches, so that they can be inspected.
+    `found` holds all spikes as (step, name, value, median).
 
     Args:
-        console: where to.
-        factor: from where on it is a spike.
-        window: how many steps the median is of; before there are a quarter of them nothing is said.
+        console: where to print.
+        factor: the smallest ratio to the median that is a spike.
+        window: number of steps of the median; nothing is printed before a quarter of them.
     """
 
     def __init__(self, console: Console, factor: float, window: int = 100) -> None:
@@ -31,7 +33,7 @@ class SpikeWarning(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+        if not finished_a_step(trainer, batch_idx):
             return
         spikes = []
         for name, before in self.before.items():
@@ -42,7 +44,8 @@ class SpikeWarning(Callback):
                 spikes.append(f"{name} {value:.3g} is {value / median:.1f} times its median")
             before.append(value)
         if spikes and trainer.is_global_zero:
-            samples = getattr(trainer.datamodule, "samples_of", lambda step: f"batch {batch_idx}")
-            where = samples(trainer.global_step - 1)
+            data = trainer.datamodule
+            resumable = isinstance(data, ResumableDataModule)
+            where = data.samples_of(trainer.global_step - 1) if resumable else f"batch {batch_idx}"
             line = f"spike at step {trainer.global_step}: {', '.join(spikes)}; {where}"
             self.console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)

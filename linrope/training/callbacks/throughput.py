@@ -1,7 +1,8 @@
-"""How fast a run is, told honestly: tokens, operations, their share of what the device can do, waiting, and memory."""
+"""Speed of a run: tokens and operations per second, share of the device's peak, time waiting for data, and memory."""
 
 from __future__ import annotations
 
+import resource
 import sys
 import time
 from collections import deque
@@ -9,12 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from linrope.profiling.flops import step_flops
 from linrope.training.callbacks.last_checkpoint import finished_a_step
 from linrope.training.data_modules.base import TimedLoader
-from linrope.training.peaks import peak_flops
+
+DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32, "64": torch.float64}
+"""The dtype of matrix products by the first part of Lightning's precision."""
 
 
 @dataclass(frozen=True)
@@ -26,15 +30,15 @@ class _Step:
 
 
 class Throughput(Callback):
-    """Logs how fast a run is, as means over the last `window` optimizer steps:
+    """Logs the speed of a run, as means over the last `window` optimizer steps:
 
-    - `tokens_per_second`: tokens trained on, over all devices, per second of wall time between steps. Loading data
-      counts as time, validation does not.
-    - `tflops_per_device`: 10¹² operations per second of each device, by the formula of `linrope.flops`.
-    - `share_of_peak`: that, of what the GPU can do at most in this precision; left out where `linrope.training.peaks`
-      does not know it.
-    - `waiting_for_data`: the share of the time spent waiting for the loader, where it is a `TimedLoader`.
-    - `peak_memory_gib`: the most that this device's tensors took since training began; on a CPU, that the process took.
+    - `tokens_per_second`: tokens trained on, over all devices, per second of wall time between steps. The time includes
+      loading data, not validation.
+    - `tflops_per_device`: 10¹² operations per second of each device, by the formula of `linrope.profiling.flops`.
+    - `share_of_peak`: the same as a share of the GPU's peak in this precision, by Lightning's `get_available_flops`;
+      omitted for a device that it does not list.
+    - `waiting_for_data`: the share of the time spent waiting for a `TimedLoader`; omitted for other loaders.
+    - `peak_memory_gib`: the largest memory of this device's tensors since training began; on a CPU, of the process.
     """
 
     def __init__(self, window: int = 20) -> None:
@@ -50,8 +54,8 @@ class Throughput(Callback):
         device = trainer.strategy.root_device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-            tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
-            self._peak = peak_flops(torch.cuda.get_device_name(device), trainer.precision, tf32)
+            dtype = DTYPES.get(str(trainer.precision).partition("-")[0])
+            self._peak = None if dtype is None else get_available_flops(device, dtype)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -87,7 +91,7 @@ class Throughput(Callback):
         return metrics
 
     def _batch_flops(self, module: LightningModule, rows: int, length: int) -> int:
-        """Of this device's batch; computed once for each shape."""
+        """Operations for one batch of this device; computed once for each shape."""
         if (rows, length) not in self._flops_of:
             began = time.perf_counter()
             self._flops_of[rows, length] = step_flops(module.model, rows, length, module.segment_length)
@@ -96,13 +100,12 @@ class Throughput(Callback):
 
     @staticmethod
     def _waited_so_far(trainer: Trainer) -> float:
-        return getattr(trainer.train_dataloader, "waited", 0.0)
+        loader = trainer.train_dataloader
+        return loader.waited if isinstance(loader, TimedLoader) else 0.0
 
 
 def _peak_memory(device: torch.device) -> int:
     """Bytes."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    import resource  # not everywhere
-
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,34 +1,35 @@
-"""Loaders that know how long they were waited for, and whom they deal to."""
+"""The base class of data modules whose training batches follow from the step alone, and their loader."""
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, Trainer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
+from linrope.data.tokenizers.base import Tokenizer
 from linrope.errors import InputError
 
 
 @dataclass(frozen=True)
-class Place:
-    """Whom loaders deal to: a process of a run, and how far the run has come. By default the only one, at the start."""
+class RunPosition:
+    """Rank, world size and progress: what a loader needs to shard and to resume. Default: one process, at the start."""
 
     rank: int = 0
     world_size: int = 1
     batches_per_step: int = 1
-    """Batches that a process learns from in one optimizer step."""
+    """Batches of one process in one optimizer step."""
     step: int = 0
-    """Optimizer steps that are done."""
+    """Finished optimizer steps."""
     on_gpu: bool = False
 
     @classmethod
-    def of(cls, trainer: Trainer | None) -> Place:
-        """The place of `trainer`'s own process; without one, that of a training loop of somebody's own."""
+    def of(cls, trainer: Trainer | None) -> RunPosition:
+        """The position of this process of `trainer`; None (a training loop without Lightning) gives the default."""
         if trainer is None:
             return cls()
         on_gpu = trainer.strategy.root_device.type == "cuda"
@@ -37,55 +38,103 @@ class Place:
 
     @property
     def batches_done(self) -> int:
-        """Batches that each process has learned from."""
+        """Training batches that each process has finished."""
         return self.step * self.batches_per_step
 
 
-class PlacedDataModule(LightningDataModule):
-    """A data module whose loaders deal by `place`, with a Trainer or without."""
+class ResumableDataModule(LightningDataModule):
+    """Training batches that follow from the options and the number of finished steps, so that any run can resume.
+
+    A new data module derives from it and writes
+
+    - `train_dataloader`: an endless loader. It starts at `run_position` and yields the batches of that rank only.
+    - `val_dataloader` and `test_dataloader`: each sample of the split on exactly one rank.
+    - `order`, `samples_of` and `require_vocabulary`; `tokens_at` if steps differ in tokens.
+
+    Loaders are `TimedLoader`s with a `RankSampler`. `TrainingTask` saves `order` in checkpoints and refuses to resume a
+    run whose order differs. Other data modules train too: Lightning then decides where their loaders continue.
+    """
+
+    tokenizer: Tokenizer | None = None
+    """Tokenizer of these tokens; None if unknown."""
+    fractions: list[float] | None = None
+    """Shares of the text in train, val and test; None for data that is not split."""
+    contiguous = False
+    """Whether each row continues the same row of the batch before, so that the model's state is carried over."""
 
     @property
-    def place(self) -> Place:
-        """Whom the loaders deal to."""
-        return Place.of(self.trainer)
+    def run_position(self) -> RunPosition:
+        """Rank, world size and progress of the trainer, if there is one."""
+        return RunPosition.of(self.trainer)
+
+    def setup(self, stage: str) -> None:
+        """Raise InputError for Trainer options with which training would repeat samples or never finish a step."""
+        trainer = self.trainer
+        if trainer is None:
+            return
+        if trainer.accumulate_grad_batches < 1:
+            raise InputError(f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} must be 1 or more.")
+        if stage == "fit" and (trainer.limit_train_batches not in (None, 1.0) or trainer.overfit_batches):
+            raise InputError(
+                f"trainer.limit_train_batches={trainer.limit_train_batches} and "
+                f"overfit_batches={trainer.overfit_batches} would train on the same first samples again and again, "
+                "but training data here is endless: remove both options and set trainer.max_steps."
+            )
+
+    def order(self) -> dict[str, Any]:
+        """All options that decide the training samples and their order, as plain values; it needs `setup`."""
+        raise NotImplementedError
+
+    def require_vocabulary(self, vocab_size: int) -> None:
+        """Raise InputError where a token is `vocab_size` or more; it needs `setup`."""
+        raise NotImplementedError
+
+    def samples_of(self, step: int) -> str:
+        """Describes the training samples of the optimizer step that follows `step` finished ones, for messages."""
+        raise NotImplementedError
+
+    def tokens_at(self, step: int) -> int:
+        """Tokens trained on, over all devices, after `step` steps; in any unit if all steps have the same number."""
+        return step
 
 
-def require_own_order(trainer: Trainer | None, stage: str) -> None:
-    """Raise InputError where the trainer would deal samples in another way than loaders do that deal by `Place`, or
-    never end a step."""
-    if trainer is None:
-        return
-    if trainer.accumulate_grad_batches < 1:
-        raise InputError(f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} must be 1 or more.")
-    if stage == "fit" and (trainer.limit_train_batches not in (None, 1.0) or trainer.overfit_batches):
-        raise InputError(
-            f"trainer.limit_train_batches={trainer.limit_train_batches} and overfit_batches={trainer.overfit_batches} "
-            "would train on the same first samples again and again, where training draws from an endless stream: set "
-            "trainer.max_steps, and leave them out."
-        )
-    connector = getattr(trainer, "_accelerator_connector", None)
-    if trainer.world_size > 1 and getattr(connector, "use_distributed_sampler", False):
-        raise InputError(
-            "trainer.use_distributed_sampler=True would deal out samples that these loaders have dealt to devices "
-            "already: set it to False."
-        )
+def ignore_signals(worker: int) -> None:
+    """Makes a worker ignore SIGINT and SIGTERM; the argument is its number.
 
-
-def leave_signals_to_the_run(worker: int) -> None:
-    """What a worker does first. Ctrl-C, and SIGTERM of a scheduler, reach all processes of a run: the main one finishes
-    its step and saves, for which it needs batches. Workers end when it does."""
+    Ctrl-C and a scheduler's SIGTERM reach all processes of a run. The main process still needs batches to finish its
+    step and to save. Workers end when it ends.
+    """
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
 
 
+class RankSampler(DistributedSampler[Any]):
+    """The indices of one rank, in the order given.
+
+    `trainer.use_distributed_sampler` makes Lightning replace the samplers of loaders, which would shard them a second
+    time. It leaves a DistributedSampler as it is.
+
+    Args:
+        indices: to iterate over, as often as asked; without a length for an endless loader.
+    """
+
+    def __init__(self, indices: Iterable[Any]) -> None:
+        self.indices = indices
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
 class TimedLoader(DataLoader[Any]):
-    """A DataLoader that keeps count, in `waited`, of the seconds in which somebody waited for its batches; its workers
-    heed no signals."""
+    """A DataLoader that measures in `waited` the seconds that its caller waited for batches; workers ignore signals."""
 
     waited = 0.0
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, worker_init_fn=leave_signals_to_the_run, **options)
+        super().__init__(*args, worker_init_fn=ignore_signals, **options)
 
     def __iter__(self) -> Iterator[Any]:
         batches = super().__iter__()

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
-
 from linrope.data.synthetic.batches import TEST, VAL, Batch, RecallBatches
 from linrope.data.synthetic.copying import (
     Copy,
@@ -18,9 +16,8 @@ from linrope.data.synthetic.copying import (
 )
 from linrope.data.synthetic.mqar import MQAR
 from linrope.data.synthetic.task import Case, Stage, Task
-from linrope.data.tokenizers.base import Tokenizer
 from linrope.errors import InputError
-from linrope.training.data_modules.base import PlacedDataModule, TimedLoader, require_own_order
+from linrope.training.data_modules.base import RankSampler, ResumableDataModule, TimedLoader
 
 # As in Zoology's experiments (arXiv 2312.04927): what it learns from, in thousands of rows, and what it is asked.
 STAGES: tuple[Stage, ...] = ((64, 4, 100), (128, 8, 20), (256, 16, 20), (256, 32, 20), (256, 64, 20))
@@ -29,7 +26,7 @@ STAGES: tuple[Stage, ...] = ((64, 4, 100), (128, 8, 20), (256, 16, 20), (256, 32
 CASES: tuple[Case, ...] = ((64, 4), (64, 8), (64, 16), (128, 32), (256, 64), (512, 64), (512, 128), (1024, 256))
 
 
-class RecallDataModule(PlacedDataModule):
+class RecallDataModule(ResumableDataModule):
     """What the recall tasks share: batches from a task's rows.
 
     Batches are `{"inputs", "targets"}`, each int64 (rows, length), of one case; targets are IGNORE where nothing is
@@ -52,8 +49,6 @@ class RecallDataModule(PlacedDataModule):
         InputError: no stage or case, one that the task cannot serve or that does not fit a batch, or a number out of
             range; when set up: a trainer that limits or deals out training batches by itself.
     """
-
-    tokenizer: Tokenizer | None = None
 
     def __init__(
         self,
@@ -93,11 +88,7 @@ class RecallDataModule(PlacedDataModule):
                     f"data.{name}: raise it to {case[0]} or more."
                 )
 
-    def setup(self, stage: str) -> None:
-        require_own_order(self.trainer, stage)
-
     def require_vocabulary(self, vocab_size: int) -> None:
-        """Raise InputError where a model of `vocab_size` tokens does not know all of the task's."""
         if vocab_size < self.task.vocab_size:
             raise InputError(
                 f"model.vocab_size={vocab_size} is too small for the rows, whose tokens are {self.task.vocab_size}: "
@@ -105,7 +96,6 @@ class RecallDataModule(PlacedDataModule):
             )
 
     def order(self) -> dict[str, Any]:
-        """All options that decide which rows follow which, as plain values."""
         return {
             "stages": [list(stage) for stage in self.stages],
             **asdict(self.task),
@@ -114,35 +104,40 @@ class RecallDataModule(PlacedDataModule):
         }
 
     def samples_of(self, step: int) -> str:
-        """The training batches of the optimizer step after `step` finished ones, for people to read."""
-        per_step = self.place.batches_per_step
+        per_step = self.run_position.batches_per_step
         return f"batches {step * per_step} … {(step + 1) * per_step - 1}"
 
     def task_of(self, split: str) -> Task:
         """What makes the rows of a split: "train", "val" or "test"."""
         return self.task
 
-    def train_dataloader(self) -> DataLoader[Batch]:
+    def train_dataloader(self) -> TimedLoader:
         """An endless loader. Lightning asks for it after it has restored the step that a checkpoint was saved at."""
         batches = RecallBatches(
             self.task_of("train"),
             self.stages,
             self.tokens_per_batch,
             self.seed,
-            rank=self.place.rank,
-            first=self.place.batches_done,
+            rank=self.run_position.rank,
+            first=self.run_position.batches_done,
         )
-        return self._loader(batches, num_workers=self.num_workers, persistent_workers=self.num_workers > 0)
+        return TimedLoader(
+            batches,
+            batch_size=None,
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+            pin_memory=self.run_position.on_gpu,
+        )
 
-    def val_dataloader(self) -> DataLoader[Batch]:
-        return self._loader(self._evaluation_batches("val", VAL))
+    def val_dataloader(self) -> TimedLoader:
+        return self._evaluation_loader(self._evaluation_batches("val", VAL))
 
-    def test_dataloader(self) -> DataLoader[Batch]:
-        return self._loader(self._evaluation_batches("test", TEST))
+    def test_dataloader(self) -> TimedLoader:
+        return self._evaluation_loader(self._evaluation_batches("test", TEST))
 
     def _evaluation_batches(self, split: str, number: int) -> list[Batch]:
         """All cases in order. Every rank takes every `world_size`-th row; none is seen twice."""
-        mine = slice(self.place.rank, None, self.place.world_size)
+        mine = slice(self.run_position.rank, None, self.run_position.world_size)
         task, batches = self.task_of(split), []
         for case in map(tuple, self.cases):
             inputs, targets = (tokens[mine] for tokens in task.rows(self.test_rows, case, (number, *case)))
@@ -153,8 +148,9 @@ class RecallDataModule(PlacedDataModule):
             ]
         return batches
 
-    def _loader(self, batches: IterableDataset[Batch] | list[Batch], **options: object) -> DataLoader[Batch]:
-        return TimedLoader(batches, batch_size=None, pin_memory=self.place.on_gpu, **options)
+    def _evaluation_loader(self, batches: list[Batch]) -> TimedLoader:
+        sampler = RankSampler(range(len(batches)))
+        return TimedLoader(batches, batch_size=None, sampler=sampler, pin_memory=self.run_position.on_gpu)
 
 
 class MQARDataModule(RecallDataModule):

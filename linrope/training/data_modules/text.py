@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler, Subset, default_collate
+from torch.utils.data import Dataset
 
 from linrope.data.batches.contiguous import ContiguousBatches
 from linrope.data.batches.curriculum import CurriculumStage, PlannedStage, TrainingBatches, TrainingPlan
-from linrope.data.batches.windows import DOCUMENTS, CurriculumWindows, EvaluationWindows, TrainingWindows
+from linrope.data.batches.windows import CurriculumWindows, EvaluationWindows, TrainingWindows
 from linrope.data.corpus.opening import open_text
 from linrope.data.corpus.sequences import TokenSequence
 from linrope.data.corpus.token_files import TOKEN_DTYPES
 from linrope.data.tokenizers.base import Tokenizer
 from linrope.errors import InputError, require_choice
-from linrope.training.data_modules.base import PlacedDataModule, TimedLoader, require_own_order
+from linrope.training.data_modules.base import RankSampler, ResumableDataModule, TimedLoader
 from linrope.utils.options import check_keys
 
 Batch = dict[str, Tensor]
 
 
-class TextDataModule(PlacedDataModule):
+class TextDataModule(ResumableDataModule):
     """The text to learn from.
 
     Batches are `{"inputs", "targets"}`, each int64 (batch_size, context), and with documents apart `"segment_ids"`, the
@@ -71,7 +71,7 @@ class TextDataModule(PlacedDataModule):
         fractions: list[float] = [0.9, 0.05, 0.05],  # noqa: B006 (read only; a list is what YAML and help can show)
         seed: int = 0,
         num_workers: int = 0,
-        documents: str = "flow",
+        document_mask: bool = False,
         contiguous: bool = False,
         curriculum: list[CurriculumStage] | None = None,
         tokenizer: str | None = None,
@@ -85,7 +85,6 @@ class TextDataModule(PlacedDataModule):
         ):
             if value < least:
                 raise InputError(f"data.{name}={value} must be {least} or more.")
-        require_choice("data.documents", documents, DOCUMENTS)
         require_choice("data.token_dtype", token_dtype, TOKEN_DTYPES)
         self.path = Path(path) if path is not None else None
         self.context, self.batch_size, self.fractions = context, batch_size, fractions
@@ -93,7 +92,8 @@ class TextDataModule(PlacedDataModule):
             raise InputError(
                 "data.contiguous=True needs rows of one length, data.curriculum changes it: drop one of them."
             )
-        self.seed, self.num_workers, self.documents, self.contiguous = seed, num_workers, documents, contiguous
+        self.seed, self.num_workers = seed, num_workers
+        self.document_mask, self.contiguous = document_mask, contiguous
         self.curriculum = None if curriculum is None else _stages(curriculum, context * batch_size)
         self._tokenizer_name, self.token_dtype = tokenizer, token_dtype
         self.corpora: dict[str, TokenSequence] = {}
@@ -108,11 +108,11 @@ class TextDataModule(PlacedDataModule):
         return self.corpora
 
     def setup(self, stage: str) -> None:
+        super().setup(stage)
         self.open()
-        require_own_order(self.trainer, stage)
         # Made here, before any work, so that a split that is too short is found at once.
         if stage == "fit":
-            self._windows["train"] = self._training_lanes() if self.contiguous else self._training_windows()
+            self._windows["train"] = self._contiguous_batches() if self.contiguous else self._training_windows()
             self._windows["val"] = self.evaluation_windows("val") if self._validates else None
         if stage in ("validate", "test"):
             split = "val" if stage == "validate" else "test"
@@ -134,22 +134,22 @@ class TextDataModule(PlacedDataModule):
     def _training_windows(self) -> CurriculumWindows:
         corpus = self.corpora["train"]
         if self.curriculum is None:
-            return CurriculumWindows([TrainingWindows(corpus, self.context, self.seed, self.documents)])
+            return CurriculumWindows([TrainingWindows(corpus, self.context, self.seed, self.document_mask)])
         if self.trainer is not None:
             self.require_steps(self.plan, self.trainer.max_steps)
         return CurriculumWindows(
-            TrainingWindows(corpus, stage.seq_len, self.seed, self.documents, f"data.curriculum[{number}].seq_len")
+            TrainingWindows(corpus, stage.seq_len, self.seed, self.document_mask, f"data.curriculum[{number}].seq_len")
             for number, stage in enumerate(self.curriculum)
         )
 
-    def _training_lanes(self) -> ContiguousBatches:
-        options = self.context, self.batch_size, self.seed, self.documents
-        return ContiguousBatches(self.corpora["train"], *options, self.place.rank, self.place.world_size)
+    def _contiguous_batches(self) -> ContiguousBatches:
+        options = self.context, self.batch_size, self.seed, self.document_mask
+        return ContiguousBatches(self.corpora["train"], *options, self.run_position.rank, self.run_position.world_size)
 
     def evaluation_windows(self, split: str) -> EvaluationWindows:
         """What validation or test reads; it needs `open`."""
-        windows = EvaluationWindows(self.corpora[split], self.context, split, self.documents)
-        if len(windows) < (world_size := self.place.world_size):  # one without any would not join in the sums
+        windows = EvaluationWindows(self.corpora[split], self.context, split, self.document_mask)
+        if len(windows) < (world_size := self.run_position.world_size):  # one without any would not join in the sums
             raise InputError(
                 f"the {split} split holds {len(windows)} × data.context={self.context} tokens, but {world_size} "
                 "devices need a sample each: lower data.context, raise its share in data.fractions, or set fewer "
@@ -160,7 +160,7 @@ class TextDataModule(PlacedDataModule):
     @property
     def plan(self) -> TrainingPlan:
         """Which samples each optimizer step has; it depends on the trainer's devices and accumulation."""
-        return self.plan_for(self.place.batches_per_step * self.place.world_size)
+        return self.plan_for(self.run_position.batches_per_step * self.run_position.world_size)
 
     def plan_for(self, batches_per_step: int) -> TrainingPlan:
         """The same, with so many batches in an optimizer step, over all devices."""
@@ -183,7 +183,7 @@ class TextDataModule(PlacedDataModule):
     def samples_of(self, step: int) -> str:
         """The training samples of the optimizer step after `step` finished ones, for people to read."""
         if self.contiguous:
-            per_step = self.place.batches_per_step
+            per_step = self.run_position.batches_per_step
             return f"batches {step * per_step} … {(step + 1) * per_step - 1} of the contiguous rows"
         stage = self.plan.stage_at(step)
         first = stage.first_sample + (step - stage.first_step) * stage.samples_per_step
@@ -192,7 +192,7 @@ class TextDataModule(PlacedDataModule):
     def first_batch(self, stage: PlannedStage) -> Batch:
         """The first training batch of a stage of `plan`, on the CPU; it needs `setup("fit")`."""
         samples = range(stage.first_sample, stage.first_sample + stage.batch_size)
-        return default_collate([self._ready("train")[stage.seq_len, i] for i in samples])
+        return self._ready("train")[[(stage.seq_len, i) for i in samples]]
 
     def order(self) -> dict[str, Any]:
         """All options that decide which samples follow which, and of what text, as plain values; it needs `setup`.
@@ -205,8 +205,8 @@ class TextDataModule(PlacedDataModule):
             "context": self.context,
             "batch_size": self.batch_size,
             "seed": self.seed,
-            "documents": self.documents,
-            "contiguous rows × devices": self.batch_size * self.place.world_size if self.contiguous else None,
+            "document_mask": self.document_mask,
+            "contiguous rows × devices": self.batch_size * self.run_position.world_size if self.contiguous else None,
             "curriculum": None if self.curriculum is None else [asdict(stage) for stage in self.curriculum],
             "train_tokens": len(train),
             "train_documents": train.fingerprint(),
@@ -224,37 +224,38 @@ class TextDataModule(PlacedDataModule):
             raise InputError(f'the {split} split is not set up: call setup("{stage}") before {split}_dataloader().')
         return self._windows[split]
 
-    def train_dataloader(self) -> DataLoader[Batch]:
+    def train_dataloader(self) -> TimedLoader:
         """An endless loader. Lightning asks for it after it has restored the step that a checkpoint was saved at."""
-        windows, place = self._ready("train"), self.place
+        windows, position = self._ready("train"), self.run_position
         if self.contiguous:
-            return self._loader(windows, sampler=_From(place.batches_done), batch_size=None)
-        batches = TrainingBatches(self.plan, place.step, place.rank, place.world_size)
-        return self._loader(windows, batch_sampler=batches)
+            return self._loader(windows, _From(position.batches_done), batch_size=None)
+        batches = TrainingBatches(self.plan, position.step, position.rank, position.world_size)
+        return self._loader(windows, batches, batch_size=None)
 
-    def val_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
+    def val_dataloader(self) -> TimedLoader | list[TimedLoader]:
         windows = self._ready("val")
         return [] if windows is None else self._evaluation_loader(windows)
 
-    def test_dataloader(self) -> DataLoader[Batch]:
+    def test_dataloader(self) -> TimedLoader:
         return self._evaluation_loader(self._ready("test"))
 
-    def _evaluation_loader(self, windows: EvaluationWindows) -> DataLoader[Batch]:
+    def _evaluation_loader(self, windows: EvaluationWindows) -> TimedLoader:
         """Every rank takes every `world_size`-th window; none is seen twice, so the last batches may be unequal."""
-        mine = Subset(windows, range(self.place.rank, len(windows), self.place.world_size))
-        return self._loader(mine, batch_size=self.batch_size)
+        mine = range(self.run_position.rank, len(windows), self.run_position.world_size)
+        return self._loader(windows, mine, batch_size=self.batch_size)
 
-    def _loader(self, dataset: Dataset[Batch], **options: object) -> DataLoader[Batch]:
+    def _loader(self, dataset: Dataset[Batch], indices: Iterable[Any], batch_size: int | None) -> TimedLoader:
         return TimedLoader(
             dataset,
+            batch_size,
+            sampler=RankSampler(indices),
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
-            pin_memory=self.place.on_gpu,
-            **options,
+            pin_memory=self.run_position.on_gpu,
         )
 
 
-class _From(Sampler[int]):
+class _From:
     """All whole numbers from `first` on."""
 
     def __init__(self, first: int) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.speed import block_sizes
-from linrope.ops.torch_kernel import chunked
+from linrope.ops.torch_kernel import plan
 
 
 def test_every_setting_is_measured_and_undone(capsys):
@@ -11,7 +11,7 @@ def test_every_setting_is_measured_and_undone(capsys):
     shown = capsys.readouterr().out
     for value in (32, 64, 128, 2**17, 2**18, 2**19):
         assert f" {value:,} " in shown
-    assert (chunked.CHUNK, chunked.BLOCK_ELEMENTS) == (64, 2**18)
+    assert (plan.CHUNK, plan.BLOCK_ELEMENTS) == (64, 2**18)
 
 
 def test_a_bad_length_is_refused_before_any_run(capsys):

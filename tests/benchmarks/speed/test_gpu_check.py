@@ -18,7 +18,7 @@ from benchmarks.speed.gpu_correctness import Case, Outcome, check, errors_of
 from benchmarks.speed.gpu_peers import FLA, LINEAR, SOFTMAX
 from benchmarks.speed.methods import Inputs, Method, Setting, linear
 from linrope import RotaryEmbedding, linear_attention
-from linrope.ops.triton_kernel import launch as triton
+from linrope.ops.triton_kernel import kernel as triton
 from tests.interpreter import interpret_kernels
 
 SMALL = {"dim": 16, "width": 16, "length": 70, "batch": 1}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from linrope.data.batches.shuffling import permute
-from linrope.data.batches.windows import CurriculumWindows, EvaluationWindows, TrainingWindows, document_numbers
+from linrope.data.batches.windows import CurriculumWindows, EvaluationWindows, TrainingWindows, segment_ids_of
 from linrope.data.corpus.files import find_sources
 from linrope.data.corpus.sequences import Corpus
 from linrope.data.tokenizers.bytes import SEPARATOR
@@ -91,27 +91,25 @@ def test_a_split_that_is_too_short_is_named_with_the_mend(corpus):
 
 def test_a_separator_belongs_to_the_document_that_it_ends():
     tokens = torch.tensor([[1, 2, SEPARATOR, 3, SEPARATOR, SEPARATOR, 4], [SEPARATOR, 1, 2, 3, 4, 5, SEPARATOR]])
-    assert document_numbers(tokens).tolist() == [[0, 0, 0, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1, 1]]
-    assert document_numbers(tokens[0]).tolist() == [0, 0, 0, 1, 1, 2, 3]
+    assert segment_ids_of(tokens).tolist() == [[0, 0, 0, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1, 1]]
+    assert segment_ids_of(tokens[0]).tolist() == [0, 0, 0, 1, 1, 2, 3]
 
 
 @pytest.mark.parametrize("kind", [TrainingWindows, EvaluationWindows])
-def test_documents_apart_are_numbered_and_otherwise_the_same_samples(corpus, kind):
-    flow, apart = kind(corpus, 100), kind(corpus, 100, documents="apart")
-    assert set(flow[0]) == {"inputs", "targets"}
-    for name in flow[0]:
-        assert torch.equal(flow[0][name], apart[0][name])
-    ids, inputs = apart[0]["segment_ids"], apart[0]["inputs"]
+def test_a_document_mask_numbers_documents_and_otherwise_the_same_samples(corpus, kind):
+    plain, masked = kind(corpus, 100), kind(corpus, 100, document_mask=True)
+    assert set(plain[0]) == {"inputs", "targets"}
+    for name in plain[0]:
+        assert torch.equal(plain[0][name], masked[0][name])
+    ids, inputs = masked[0]["segment_ids"], masked[0]["inputs"]
     assert (ids.dtype, ids.shape) == (torch.int64, (100,))
     ends = (inputs == SEPARATOR).nonzero().flatten()
     assert len(ends) in (1, 2)  # documents have 51 tokens
     assert (ids[1:] != ids[:-1]).nonzero().flatten().tolist() == [end for end in ends.tolist() if end < 99]
-    with pytest.raises(InputError, match=r"data\.documents='part' is unknown: .* Did you mean 'apart'\?"):
-        kind(corpus, 100, documents="part")
 
 
 def test_samples_of_several_lengths_are_those_of_each(corpus):
     by_length = {context: TrainingWindows(corpus, context, seed=3) for context in (10, 40)}
     windows = CurriculumWindows(by_length.values())
     for context, i in ((10, 0), (40, 0), (10, 57), (40, 9)):
-        assert torch.equal(windows[context, i]["inputs"], by_length[context][i]["inputs"])
+        assert torch.equal(windows[[(context, i)]]["inputs"][0], by_length[context][i]["inputs"])

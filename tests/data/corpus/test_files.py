@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from linrope.data.corpus.files import find_sources
-from linrope.data.corpus.sequences import Corpus, DocumentChanged
+from linrope.data.corpus.sequences import Corpus
 from linrope.data.corpus.splits import split_corpus
 from linrope.data.tokenizers.bytes import SEPARATOR
-from linrope.errors import InputError
+from linrope.errors import DocumentChanged, InputError
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ import torch
 from linrope.data.batches.contiguous import ContiguousBatches
 from linrope.data.batches.windows import EvaluationWindows, TrainingWindows
 from linrope.data.corpus.opening import open_text
-from linrope.data.corpus.sequences import DocumentChanged
-from linrope.data.prepare.preparation import PrepareConfig, prepare
+from linrope.data.prepare.config import PrepareConfig
+from linrope.data.prepare.preparation import prepare
 from linrope.data.tokenizers.subwords import SubwordTokenizer
-from linrope.errors import InputError
+from linrope.errors import DocumentChanged, InputError
 from tests.data.tokenizers.subword_files import TEXT, byte_level, write_tokenizer
 
 FRACTIONS = [0.6, 0.2, 0.2]
@@ -72,27 +72,28 @@ def test_the_only_document_of_a_tokenizer_is_cut_by_position(tmp_path):
         EvaluationWindows(open_text(folder, [0.9, 0.0, 0.1]).corpora["val"], 10)
 
 
-@pytest.mark.parametrize("documents", ["flow", "apart"])
-def test_samples_of_a_tokenizer_say_how_many_bytes_their_targets_stand_for(texts, tmp_path, documents):
+@pytest.mark.parametrize("document_mask", [False, True])
+def test_samples_of_a_tokenizer_say_how_many_bytes_their_targets_stand_for(texts, tmp_path, document_mask):
     folder = prepared(texts, tokenizer=str(write_tokenizer(tmp_path)))
     opened = open_text(folder, [1.0, 0.0, 0.0])
     corpus, separator = opened.corpora["train"], opened.tokenizer.separator
-    for windows in (TrainingWindows(corpus, 50, documents=documents), EvaluationWindows(corpus, 50, "val", documents)):
+    for kind in (TrainingWindows, EvaluationWindows):
+        windows = kind(corpus, 50, document_mask=document_mask)
         for i in range(8):
             sample = windows[i]
             decoded = opened.tokenizer.decoder().feed(sample["targets"].tolist())
             assert sample["n_bytes"].sum() == len(decoded.encode())  # byte-level tokens, text of single bytes
-            if documents == "apart":
+            if document_mask:
                 ends = (sample["inputs"] == separator).nonzero().flatten() + 1
                 assert torch.equal((sample["segment_ids"].diff() != 0).nonzero().flatten() + 1, ends[ends < 50])
-    lanes = ContiguousBatches(corpus, 20, 3, documents=documents)
-    batches = [lanes[number] for number in range(lanes.batches_per_pass)]
+    rows = ContiguousBatches(corpus, 20, 3, document_mask=document_mask)
+    batches = [rows[number] for number in range(rows.batches_per_pass)]
     for batch in batches:
         decoded = [opened.tokenizer.decoder().feed(row.tolist()) for row in batch["targets"]]
         assert batch["n_bytes"].sum(dim=1).tolist() == [len(text.encode()) for text in decoded]
     fresh = torch.stack([batch["fresh"] for batch in batches[1:]])
     before = torch.stack([batch["inputs"][:, -1] for batch in batches[:-1]])
-    assert torch.equal(fresh, (before == separator) & (documents == "apart"))
+    assert torch.equal(fresh, (before == separator) & document_mask)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_samples_of_a_tokenizer_say_how_many_bytes_their_targets_stand_for(texts
         ("tokens.bin", lambda data: data[:-1], r"is damaged \(.*tokens\.bin is damaged .* is no multiple of 2"),
         ("documents.npy", lambda data: data[: len(data) // 2], r"is damaged \(.*: prepare it again"),
         ("linrope-corpus.json", lambda data: data[:50], r"corpus\.json is damaged"),
-        ("linrope-corpus.json", lambda data: data.replace(b'"format": 1', b'"format": 2'), r"is of format 2, this"),
+        ("linrope-corpus.json", lambda data: data.replace(b'"format": 1', b'"format": 2'), r"has format 2, this"),
         ("linrope-corpus.json", lambda data: data.replace(b'"n_bytes"', b'"nbytes"'), r"corpus\.json is damaged"),
     ],
 )
@@ -165,11 +166,11 @@ def test_a_tokenizer_makes_a_flat_files_documents_and_bytes_known(tmp_path):
     train = opened.corpora["train"]
     assert train.n_bytes == train.text_bytes(0, len(tokens)).sum() == 4 * len(TEXT.encode())
     assert train.separator == tokenizer.separator
-    assert TrainingWindows(train, len(tokens) - 1, documents="apart")[0]["segment_ids"].max() == 3
+    assert TrainingWindows(train, len(tokens) - 1, document_mask=True)[0]["segment_ids"].max() == 3
     unknown = open_text(file, [1.0, 0.0, 0.0]).corpora["train"]
     for windows in (TrainingWindows, ContiguousBatches):
-        options = {"context": 10, "documents": "apart"} | ({"batch_size": 2} if windows is ContiguousBatches else {})
-        with pytest.raises(InputError, match=r"data\.documents='apart' needs to know .*: set data\.tokenizer"):
+        options = {"context": 10, "document_mask": True} | ({"batch_size": 2} if windows is ContiguousBatches else {})
+        with pytest.raises(InputError, match=r"data\.document_mask=True needs to know .*: set data\.tokenizer"):
             windows(unknown, **options)
     assert train.fingerprint() == unknown.fingerprint()  # the same tokens; `order` names the tokenizer itself
     tokens[0] += 1

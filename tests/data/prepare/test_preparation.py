@@ -14,11 +14,12 @@ import pytest
 import zstandard
 
 from linrope.data.corpus.opening import open_text
-from linrope.data.corpus.sequences import DocumentChanged
 from linrope.data.prepare import units
-from linrope.data.prepare.preparation import Manifest, PrepareConfig, document_sizes, prepare
+from linrope.data.prepare.config import PrepareConfig
+from linrope.data.prepare.manifest import Manifest, document_sizes
+from linrope.data.prepare.preparation import prepare
 from linrope.data.tokenizers.subwords import SubwordTokenizer
-from linrope.errors import InputError
+from linrope.errors import DocumentChanged, InputError
 from tests.data.tokenizers.subword_files import TEXT, byte_level, wordpiece, write_tokenizer
 
 ALL = [1.0, 0.0, 0.0]
@@ -51,7 +52,7 @@ def source(tmp_path: Path) -> Path:
 @pytest.fixture
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(units, "UNIT_BYTES", 100)
-    monkeypatch.setattr(units, "PIECE_BYTES", 30)
+    monkeypatch.setattr(units, "CHUNK_BYTES", 30)
     monkeypatch.setattr(units, "LINE_REACH", 20)
 
 
@@ -111,13 +112,13 @@ BAD_LINES = [
 @pytest.mark.parametrize(("line", "message"), BAD_LINES)
 def test_a_bad_line_is_named_or_counted(source, tmp_path, name, line, message, small_units):
     (source / name).write_bytes(compressed(name, json_lines(*LINES) + line + b"\n" + json_lines("last")))
-    with pytest.raises(InputError, match=rf"{name} line 5 {message}.*\. Mend it, or .* --skip_bad_lines\."):
+    with pytest.raises(InputError, match=rf"{name} line 5 {message}.*\. Fix the line, or .* --skip_bad_lines\."):
         run(tmp_path)
     assert not (tmp_path / "out" / "linrope-corpus.json").exists()
     out, manifest = run(tmp_path, skip_bad_lines=True)  # which goes on from there
     assert flat(out) == with_separators(*LINES, "last")
     assert manifest.n_skipped_lines == 1
-    with pytest.raises(InputError, match=r"was prepared with --skip_bad_lines, and 1 were left out: say so again"):
+    with pytest.raises(InputError, match=r"was prepared with --skip_bad_lines, and 1 lines were skipped: give"):
         run(tmp_path)
 
 
@@ -237,22 +238,24 @@ def test_a_preparation_that_was_interrupted_goes_on_where_it_stopped(many, tmp_p
 
 
 def test_a_process_that_is_killed_leaves_what_another_finishes(many, tmp_path):
-    """With two workers, which end with it; the result is that of one process that was not killed."""
+    """Its two workers end with it. The result is that of a process that was not killed."""
     whole, _ = run(tmp_path, "whole")
     code = (
-        "import sys; from linrope.data.prepare import preparation, units; units.UNIT_BYTES = 100\n"
+        "import sys; from linrope.data.prepare import config, preparation, units; units.UNIT_BYTES = 100\n"
         "say = lambda done, total: print(done, total, flush=True)\n"
-        "preparation.prepare(preparation.PrepareConfig(path=sys.argv[1], output=sys.argv[2], workers=2), say)"
+        "preparation.prepare(config.PrepareConfig(path=sys.argv[1], output=sys.argv[2], workers=2), say)"
     )
     command = [sys.executable, "-c", code, str(many), str(tmp_path / "out")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     next(line for line in process.stdout if not line.startswith("0 "))
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
+    seen = []
+    prepare(
+        PrepareConfig(path=str(many), output=str(tmp_path / "out"), workers=1), lambda *progress: seen.append(progress)
+    )
     total = sum(file.stat().st_size for file in many.iterdir())
-    assert done.stdout.splitlines()[-1] == f"{total} {total}"
+    assert seen[-1] == (total, total)
     assert files_of(tmp_path / "out") == files_of(whole)
 
 
@@ -279,7 +282,7 @@ def test_something_else_is_not_prepared_into_an_unfinished_folder(source, tmp_pa
     before = files_of(tmp_path / "out")
     (tmp_path / "other.txt").write_text("other")
     for options in ({"path": str(tmp_path / "other.txt")}, {"tokenizer": str(write_tokenizer(tmp_path))}):
-        with pytest.raises(InputError, match=r"holds an unfinished preparation of something else, .*: name another"):
+        with pytest.raises(InputError, match=r"holds an unfinished preparation of other text, .*: name another"):
             run(tmp_path, **options)
     assert files_of(tmp_path / "out") == before
 
@@ -298,16 +301,18 @@ def test_an_output_that_holds_something_else_is_refused_and_kept(many, tmp_path)
         ({"tokenizer": str(write_tokenizer(tmp_path))}, "tokenizer"),
         ({"text_field": "body"}, "text_field"),
     ):
-        with pytest.raises(InputError, match=rf"--output='.*out' holds a corpus .*\(not the same: {differing}\): name"):
+        with pytest.raises(
+            InputError, match=rf"--output='.*out' holds another corpus .*\(different: {differing}\): name"
+        ):
             run(tmp_path, **options)
     (many / "12.txt").write_text("new")
-    with pytest.raises(InputError, match=r"\(not the same: sources\): name another folder, or remove it"):
+    with pytest.raises(InputError, match=r"\(different: sources\): name another folder, or remove it"):
         run(tmp_path)
     assert files_of(out) == before
 
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("all of it")
-    with pytest.raises(InputError, match=r"--output='.*mine' exists and holds other files, .*: name another folder"):
+    with pytest.raises(InputError, match=r"--output='.*mine' exists and holds other files: name another folder"):
         run(tmp_path, "mine")
     with pytest.raises(InputError, match=r"--output='.*thesis\.txt' is a file: name a folder"):
         run(tmp_path, "mine/thesis.txt")

@@ -9,7 +9,7 @@ import torch
 
 from linrope import LanguageModel
 from linrope.cli.main import main
-from linrope.training.task import LanguageModelingModule
+from linrope.training.tasks.language_modeling import LanguageModelingModule
 from tests.training.test_resume import TRAINED, equal, load, losses, version
 
 AVERAGED = ("current_model_state", "averaging_state")

@@ -14,7 +14,7 @@ from linrope import LanguageModel, LanguageModelConfig, RotaryConfig, linear_att
 from linrope.cli.main import main
 from linrope.profiling.attention_health import LayerHealth
 from linrope.profiling.hooks import OperatorCall, operator_hook
-from linrope.training import LanguageModelingModule, TextDataModule
+from linrope.training import LanguageModelingModule, ResumableDataModule, TextDataModule
 from linrope.training.callbacks.spikes import SpikeWarning
 from tests.training.attached import attached
 
@@ -154,7 +154,8 @@ def test_none_is_logged_where_it_is_off_or_no_layer_is_linear(tiny, run_folder):
 def told(values: list[float], factor: float = 3.0, accumulate: int = 1) -> tuple[str, SpikeWarning]:
     console = Console(file=None, record=True, width=200)
     warning = SpikeWarning(console, factor, window=8)
-    data = SimpleNamespace(samples_of=lambda step: f"samples of {step}")
+    data = ResumableDataModule()
+    data.samples_of = lambda step: f"samples of {step}"
     trainer = SimpleNamespace(accumulate_grad_batches=accumulate, is_global_zero=True, datamodule=data)
     with console.capture() as captured:
         for number, value in enumerate(values):
@@ -203,8 +204,8 @@ def test_a_real_spike_names_the_very_samples(tiny, run_folder, capsys, monkeypat
     )
     path = next(option.split("=")[1] for option in tiny if option.startswith("--data.path"))
     data: TextDataModule = attached(path)
-    rows = [data.train_dataloader().dataset[32, i]["inputs"] for i in range(int(line[1]), int(line[2]) + 1)]
-    assert torch.equal(torch.stack(rows), batches[30])
+    samples = [(32, i) for i in range(int(line[1]), int(line[2]) + 1)]
+    assert torch.equal(data.train_dataloader().dataset[samples]["inputs"], batches[30])
 
 
 def test_samples_are_named_by_stage_and_in_lanes(text_file):

@@ -13,32 +13,20 @@ from linrope.profiling.flops import step_flops
 from linrope.training import Throughput
 from linrope.training.callbacks import throughput
 from linrope.training.data_modules.base import TimedLoader
-from linrope.training.peaks import peak_flops
 
 
-@pytest.mark.parametrize(
-    ("name", "precision", "tf32", "teraflops"),
-    [
-        ("NVIDIA H200", "bf16-mixed", False, 989.4),
-        ("NVIDIA H200", "32-true", False, 67),
-        ("NVIDIA H200", "32-true", True, 494.7),
-        ("NVIDIA H200 NVL", "bf16-mixed", False, 835),
-        ("NVIDIA H100 80GB HBM3", "16-mixed", False, 989.4),
-        ("NVIDIA H100 PCIe", "bf16-true", False, 756),
-        ("NVIDIA A100-SXM4-80GB", "bf16-mixed", False, 312),
-        ("NVIDIA A10", "bf16-mixed", False, 125),
-        ("NVIDIA L4", "bf16-mixed", False, 121),
-        ("NVIDIA L40S", "bf16-mixed", False, 362),
-        ("NVIDIA GeForce RTX 4090", "bf16-mixed", False, 165.2),
-        ("Tesla V100-SXM2-16GB", "16-mixed", False, 125),
-        ("NVIDIA A10G", "bf16-mixed", False, None),  # another card than the A10
-        ("NVIDIA L400", "bf16-mixed", False, None),
-        ("AMD Instinct", "bf16-mixed", False, None),
-        ("NVIDIA H200", "64-true", False, None),
-    ],
-)
-def test_peaks_are_found_by_the_cards_whole_name(name, precision, tf32, teraflops):
-    assert peak_flops(name, precision, tf32) == (None if teraflops is None else pytest.approx(teraflops * 1e12))
+def test_the_peak_is_that_of_the_device_in_the_runs_precision(monkeypatch):
+    asked = []
+    monkeypatch.setattr(throughput, "get_available_flops", lambda device, dtype: asked.append(dtype) or 5e12)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    for precision in ("bf16-mixed", "16-true", "32-true", "64-true", "transformer-engine"):
+        trainer = SimpleNamespace(
+            precision=precision, strategy=SimpleNamespace(root_device=torch.device("cuda")), train_dataloader=None
+        )
+        rate = Throughput()
+        rate.on_train_start(trainer, None)
+        assert rate._peak == (None if precision == "transformer-engine" else 5e12)
+    assert asked == [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
 
 def test_a_timed_loader_counts_the_time_in_which_batches_are_made():

@@ -39,8 +39,8 @@ def test_a_training_loop_without_a_trainer_gets_the_batches_of_one_process(text_
     [
         (5, r"data\.curriculum=5 must be a list of stages"),
         ({"tokens": 64, "seq_len": 16}, r"data\.curriculum=\{'tokens.* must be a list of stages"),
-        ([{"tokens": 64, "seq_length": 16}], r"data\.curriculum\[0\]: 'seq_length' is no option"),
-        ([5], r"data\.curriculum\[0\]: 5 is no set of options"),
+        ([{"tokens": 64, "seq_length": 16}], r"data\.curriculum\[0\]: 'seq_length' is not an option"),
+        ([5], r"data\.curriculum\[0\]: 5 cannot be the options"),
     ],
 )
 def test_a_curriculum_that_is_none_is_refused(text_file, curriculum, message):
@@ -132,7 +132,7 @@ def test_tokens_of_a_step_count_all_devices_and_batches(text_file):
 
 
 def test_validation_keeps_its_context_under_a_curriculum(text_file):
-    data = attached(text_file, curriculum=UP_AND_DOWN, documents="apart")
+    data = attached(text_file, curriculum=UP_AND_DOWN, document_mask=True)
     assert {batch["inputs"].shape[1] for batch in data.val_dataloader()} == {32}
     assert {batch["segment_ids"].shape[1] for batch in data.val_dataloader()} == {32}
 
@@ -141,8 +141,8 @@ def test_validation_keeps_its_context_under_a_curriculum(text_file):
     ("stages", "message"),
     [
         ([], r"data\.curriculum=\[\] has no stage: give at least one, or null"),
-        ([{"seq_len": 16}], r"has no 'tokens': give it"),
-        ([{"tokens": 1, "seq_len": 16}, {"tokens": 1, "seq": 16}], r"'seq' is no option of CurriculumStage"),
+        ([{"seq_len": 16}], r"needs 'tokens', which has no default"),
+        ([{"tokens": 1, "seq_len": 16}, {"tokens": 1, "seq": 16}], r"'seq' is not an option of CurriculumStage"),
         ([{"tokens": 0, "seq_len": 16}], r"data\.curriculum\[0\]\.tokens=0 must be a whole number, 1 or more"),
         ([{"tokens": 1.5, "seq_len": 16}], r"data\.curriculum\[0\]\.tokens=1\.5 must be"),
         ([{"tokens": None, "seq_len": 16}], r"data\.curriculum\[0\]\.tokens=None must be"),
@@ -177,7 +177,7 @@ def test_a_run_must_be_as_long_as_its_curriculum(text_file, max_steps, fits):
 
 
 def test_the_order_names_all_that_decides_it_in_plain_values(text_file, tmp_path):
-    options = {"curriculum": UP_AND_DOWN[:2], "seed": 7, "documents": "apart"}
+    options = {"curriculum": UP_AND_DOWN[:2], "seed": 7, "document_mask": True}
     order = attached(text_file, **options).order()
     fingerprint = order.pop("train_documents")
     assert order == {
@@ -185,7 +185,7 @@ def test_the_order_names_all_that_decides_it_in_plain_values(text_file, tmp_path
         "context": 32,
         "batch_size": 2,
         "seed": 7,
-        "documents": "apart",
+        "document_mask": True,
         "contiguous rows × devices": None,
         "curriculum": [
             {"tokens": 200, "seq_len": 16, "batch_size": 4},

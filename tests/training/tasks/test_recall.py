@@ -136,14 +136,6 @@ def test_a_trainer_that_would_repeat_the_first_batches_is_refused(limit):
         small_trainer(max_steps=6, **limit).fit(RecallModule(MODEL), MQARDataModule(**SMALL))
 
 
-def test_rows_are_not_dealt_out_twice():
-    data = attached(world_size=2)
-    data.setup("validate")
-    data.trainer._accelerator_connector = SimpleNamespace(use_distributed_sampler=True)
-    with pytest.raises(InputError, match=r"trainer\.use_distributed_sampler=True .*: set it to False"):
-        data.setup("validate")
-
-
 def test_a_model_that_lacks_tokens_of_the_task_is_refused_before_the_first_batch():
     data = MQARDataModule(**{**SMALL, "vocab_size": 65})
     with pytest.raises(InputError, match=r"model\.vocab_size=64 is too small .* set it to 65 or more"):
@@ -170,7 +162,7 @@ def test_ignored_targets_cost_nothing_and_are_no_bytes():
     assert (losses[targets == IGNORE] == 0).all()
     loss = module.training_step({"inputs": inputs, "targets": targets}, 0)
     torch.testing.assert_close(loss, losses[targets != IGNORE].sum() / 6)  # the step puts it right: see below
-    nats, n_bytes, n_targets = module._train_sums.tolist()
+    nats, n_bytes, n_targets = (module._step_sums[name].item() for name in ("loss", "bytes", "targets"))
     assert (n_bytes, n_targets) == (2, 3)
     assert nats == pytest.approx(losses.sum().item())
     module.validation_step({"inputs": inputs, "targets": targets}, 0)

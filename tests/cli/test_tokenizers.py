@@ -1,5 +1,4 @@
-"""Training on text of any kind: the same batches however bytes are stored, bits per byte whatever the tokenizer, and
-models that keep theirs."""
+"""The commands on text of any tokenizer: bits per byte, models that keep their tokenizer, tokens without one."""
 
 from __future__ import annotations
 
@@ -7,50 +6,23 @@ import csv
 import json
 import math
 import re
-import subprocess
-import sys
-from dataclasses import fields
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from rich.console import Console
 from torch.nn import functional as F
 
 from linrope import LanguageModel, LanguageModelConfig
 from linrope.cli.main import main
-from linrope.data.batches.curriculum import CurriculumStage
 from linrope.data.corpus.opening import open_text
-from linrope.data.prepare.preparation import PrepareConfig, prepare, write_part
+from linrope.data.prepare.config import PrepareConfig
+from linrope.data.prepare.preparation import prepare
 from linrope.data.tokenizers.subwords import SubwordTokenizer
 from linrope.errors import InputError
 from linrope.training import LanguageModelingModule
-from tests.conftest import LINE
 from tests.data.tokenizers.subword_files import byte_level, write_tokenizer
-from tests.training.attached import attached
 
-ROOT = Path(__file__).parents[2]
 VOCAB = 300  # of byte_level()
-
-
-@pytest.fixture
-def texts(tmp_path: Path) -> Path:
-    """60 documents of up to 400 bytes."""
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for number in range(60):
-        (folder / f"{number:02}.txt").write_text((f"{number} " + LINE * 6)[: 1 + 97 * number % 400])
-    return folder
-
-
-@pytest.fixture
-def subwords(texts: Path, tmp_path: Path) -> Path:
-    """The same, prepared with a tokenizer."""
-    options = {"path": str(texts), "tokenizer": str(write_tokenizer(tmp_path)), "workers": 1}
-    prepare(PrepareConfig(output=str(tmp_path / "subwords"), **options))
-    return tmp_path / "subwords"
 
 
 def last(run_folder: Path, number: int = 0) -> Path:
@@ -61,129 +33,6 @@ def fails(capsys: pytest.CaptureFixture, *args: str) -> str:
     """The error of a command that must stop with exit code 2."""
     assert main(list(args)) == 2
     return capsys.readouterr().err
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
-
-
-def test_prepare_says_what_it_found(tmp_path, capsys):
-    sizes = [1, 2, 3, 4, 4, 7, 8, 300]
-    lines = [json.dumps({"body": "x" * size}) for size in sizes]
-    (tmp_path / "text.jsonl").write_text("\n".join([*lines, "not JSON", json.dumps({"body": ""})]))
-    args = ["prepare", f"--path={tmp_path / 'text.jsonl'}", f"--output={tmp_path / 'out'}", "--workers=1"]
-    assert "text.jsonl line 9 is not JSON" in fails(capsys, *args, "--text_field=body")
-    assert main([*args, f"--output={tmp_path / 'skipped'}", "--text_field=body", "--skip_bad_lines"]) == 0
-    out = capsys.readouterr().out
-    assert re.search(r"^documents +8 *$", out, re.M)
-    assert re.search(r"^tokens +329, and a separator", out, re.M)
-    assert re.search(r"^bytes per token +1\.000 \(329 bytes of text\)", out, re.M)
-    assert re.search(r"^left out +1 bad lines *$", out, re.M)
-    assert re.search(r"^left out +1 documents without a token *$", out, re.M)
-    rows = re.findall(r"^ *(\d+)(?: … (\d+))?  +(\d+)  (█*) *$", out, re.M)
-    found = [(int(low), int(high or low), int(n)) for low, high, n, _ in rows]
-    powers = [(2**power, 2 ** (power + 1) - 1) for power in range(9)]
-    assert found == [(low, high, sum(low <= size <= high for size in sizes)) for low, high in powers]
-    assert [len(bar) for *_, bar in rows] == [-(-40 * n // 3) for *_, n in found]
-    assert f"train on it with --data.path {tmp_path / 'skipped'}\n" in out
-    assert main([*args, f"--output={tmp_path / 'skipped'}", "--text_field=body", "--skip_bad_lines=true"]) == 0
-    assert capsys.readouterr().out == out
-    assert "was prepared with --skip_bad_lines, and 1 were left out" in fails(
-        capsys, *args, f"--output={tmp_path / 'skipped'}", "--text_field=body", "--skip_bad_lines=false"
-    )
-
-
-def test_bytes_per_token_are_those_of_the_text(texts, subwords, tmp_path, capsys):
-    args = ["--tokenizer", str(tmp_path / "tokenizer.json"), "--output", str(subwords), "--path", str(texts)]
-    assert main(["prepare", *args]) == 0
-    out = capsys.readouterr().out
-    tokenizer = SubwordTokenizer(byte_level())
-    documents = [file.read_bytes() for file in texts.iterdir()]
-    n_bytes = sum(map(len, documents))
-    n_tokens = sum(len(tokenizer.encode_document(document)[0]) for document in documents)
-    assert re.search(rf"^tokens +{n_tokens:,},", out, re.M)
-    assert re.search(rf"^bytes per token +{n_bytes / n_tokens:.3f} ", out, re.M)
-    assert f"--data.path {subwords} --model.vocab_size {VOCAB}" in out
-
-
-def test_prepare_shows_how_far_it_is_and_stops_on_ctrl_c(texts, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("linrope.cli.prepare.Console", partial(Console, force_terminal=True, width=100))
-    monkeypatch.setattr("linrope.data.prepare.units.UNIT_BYTES", 1000)
-    args = ["prepare", f"--path={texts}", f"--output={tmp_path / 'out'}", "--workers=1"]
-
-    def interrupted(unit, part, *options):
-        if len(list(part.parent.glob("*.npz"))) == 5:
-            raise KeyboardInterrupt
-        write_part(unit, part, *options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("linrope.data.prepare.preparation.write_part", interrupted)
-        assert main(args) == 130
-    out = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", capsys.readouterr().out)
-    total = sum(file.stat().st_size for file in texts.iterdir()) / 1000
-    shown = [float(size) for size in re.findall(rf"reading.* (\d+\.\d)/{total:.1f} kB", out)]
-    assert 0 < shown[-1] < total
-    assert "stopped: the same line goes on from here." in out
-    assert main(args) == 0
-    assert open_text(tmp_path / "out", [1.0, 0.0, 0.0]).corpora["train"].n_documents == 60
-
-
-def test_the_readmes_lines_have_options_that_there_are():
-    lines = re.findall(r"^linrope prepare (.*)$", (ROOT / "README.md").read_text(), re.M)
-    assert len(lines) == 3
-    assert {option for line in lines for option in re.findall(r"--(\w+)", line)} <= {
-        f.name for f in fields(PrepareConfig)
-    }
-
-
-def test_optional_packages_are_imported_where_they_are_used():
-    code = "import sys, linrope.data; print({'tokenizers', 'zstandard', 'datasets', 'rich'} & sys.modules.keys())"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
-
-
-# --- the same batches -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"documents": "flow"},
-        {"documents": "apart"},
-        {"contiguous": True},
-        {"contiguous": True, "documents": "apart"},
-        {"curriculum": [CurriculumStage(200, 16), CurriculumStage(100, 64)]},
-        {"documents": "apart", "num_workers": 2, "world_size": 2, "rank": 1, "step": 3},
-    ],
-    ids=str,
-)
-def test_prepared_bytes_give_the_batches_of_the_text(texts, tmp_path, options):
-    prepare(PrepareConfig(path=str(texts), output=str(tmp_path / "bytes"), workers=1))
-    options = {"fractions": [0.6, 0.2, 0.2], **options}
-    plain, ready = (attached(path, **options) for path in (texts, tmp_path / "bytes"))
-    for loaders in zip(*((data.train_dataloader(), data.val_dataloader()) for data in (plain, ready)), strict=True):
-        for _, one, other in zip(range(6), *loaders):
-            assert one.keys() == other.keys()
-            assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-def test_the_order_notices_another_tokenizer_and_other_data(texts, subwords, tmp_path):
-    def order(path: Path, **options: object) -> dict:
-        return attached(path, **options).order()
-
-    first = order(subwords)
-    assert first == order(subwords) == {**first, "tokenizer": SubwordTokenizer(byte_level()).fingerprint}
-    same_size = tmp_path / "other"
-    (texts / "07.txt").write_text((texts / "07.txt").read_text().swapcase())
-    tokenizer = str(write_tokenizer(tmp_path, byte_level(special=("</s>",)), "other.json"))  # whose tokens are as many
-    for name, file in (("data", tmp_path / "tokenizer.json"), ("tokenizer", tokenizer)):
-        folder = same_size / name
-        prepare(PrepareConfig(path=str(texts), output=str(folder), tokenizer=str(file), workers=1))
-        changed = order(folder)
-        assert changed["train_documents"] != first["train_documents"]
-        assert (changed["tokenizer"] == first["tokenizer"]) == (name == "data")
-
-
-# --- training, validating, writing ------------------------------------------------------------------------------------
 
 
 def test_a_tokenizers_run_from_text_to_text(subwords, tiny, run_folder, tmp_path, capsys):
@@ -247,22 +96,6 @@ def test_another_tokenizer_than_the_checkpoints_is_refused(texts, subwords, tiny
     assert main(["fit", *tiny, ckpt, vocab, f"--data.path={subwords}", "--trainer.max_steps=4"]) == 0
 
 
-def test_a_checkpoint_from_before_there_were_tokenizers_is_one_of_bytes(tiny, subwords, run_folder, capsys):
-    assert main(["fit", *tiny, f"--model.vocab_size={VOCAB}"]) == 0
-    checkpoint = torch.load(last(run_folder), weights_only=True)
-    assert checkpoint["linrope"].pop("tokenizer") == {"kind": "bytes"}
-    checkpoint["linrope"]["order"].pop("data.tokenizer")
-    torch.save(checkpoint, last(run_folder))
-    options = [*tiny, f"--model.vocab_size={VOCAB}", f"--ckpt_path={last(run_folder)}"]
-    assert main(["validate", *options]) == 0
-    assert main(["generate", f"--ckpt_path={last(run_folder)}", "--prompt=hé", "--max_new_tokens=3"]) == 0
-    assert "\nhé" in capsys.readouterr().out
-    assert main(["fit", *options, "--trainer.max_steps=3"]) == 0
-    assert "was trained with the tokenizer bytes (257 tokens)" in fails(
-        capsys, "validate", *options, f"--data.path={subwords}"
-    )
-
-
 @pytest.mark.parametrize("command", ["fit", "validate"])
 def test_a_model_that_knows_too_few_tokens_is_refused(subwords, tiny, run_folder, capsys, command):
     vocab = "--model.vocab_size=299"
@@ -275,9 +108,6 @@ def test_a_model_that_knows_too_few_tokens_is_refused(subwords, tiny, run_folder
     assert "model.vocab_size=256 is too small for the text (bytes and a separator): set it to 257" in fails(
         capsys, "fit", *tiny, "--model.vocab_size=256"
     )
-
-
-# --- flat files -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

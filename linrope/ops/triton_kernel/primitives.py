@@ -1,7 +1,7 @@
-"""What the kernels of the CUDA backend are written in: tiles of features, their maps and turns, and products.
+"""Device functions that the Triton kernels share: features, their maps and rotations, and products.
 
-The features of C tokens are two tiles (C, P), the first and the second half of each pair that RoPE turns, whatever the
-pairing: turning is then elementwise, and a product of features is the sum of two products of halves.
+The features of C tokens are two matrices (C, P): the first and the second dimensions of all pairs that RoPE rotates,
+for either pairing. A rotation is then elementwise, and a product of features is the sum of two products of halves.
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+OPEN = ["T", "N", "rows", "start", "position", "slot_of_all", "n_weights", "sines"]
+"""Arguments that follow the length: Triton compiles nothing anew for particular values of them."""
+
 
 @triton.jit
 def halves(R: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """(P,) and (P,): the dimensions that are the first and the second of pair m; beyond the turned ones, neighbours."""
+    """(P,) and (P,): the first and the second dimension of pair m. Beyond the rotated ones, pairs are neighbours."""
     m = tl.arange(0, P)
     if INTERLEAVED:
         return 2 * m, 2 * m + 1
@@ -24,7 +27,7 @@ def halves(R: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr):
 def load_halves(
     ptr, t, valid, stride_t, stride_d, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
-    """Two (C, P) tiles of rows t, 0 beyond D and where not valid."""
+    """Both halves, (C, P) each, of rows t; 0 beyond D and in rows that are not valid."""
     a, b = halves(R, P, INTERLEAVED)
     a, b = a.to(tl.int64), b.to(tl.int64)
     row = ptr + t[:, None] * stride_t
@@ -43,19 +46,19 @@ def store_halves(ptr, t, inside, xa, xb, D: tl.constexpr, R: tl.constexpr, P: tl
 
 @triton.jit
 def is_mapped(d, D: tl.constexpr, SIGNED: tl.constexpr):
-    """Which dimensions φ and the denominator take: not the first SIGNED."""
+    """(1, P): whether φ and the denominator use a dimension: not the first SIGNED."""
     return ((d >= SIGNED) & (d < D))[None, :]
 
 
 @triton.jit
 def summed(x, where):
-    """(C, P) -> (C,): the sum of each row, where told."""
+    """(C, P) -> (C,): the sum of each row over the dimensions in `where`."""
     return tl.sum(tl.where(where, x, 0.0), axis=1)
 
 
 @triton.jit
 def phi(x, PHI: tl.constexpr):
-    """The elementwise maps; comparisons are such that a NaN stays one."""
+    """The elementwise maps. The comparisons keep a NaN."""
     if PHI == "elu1":
         return tl.where(x > 0, x + 1, tl.exp(x))
     elif PHI == "relu":
@@ -99,7 +102,7 @@ def features(
 
 
 @triton.jit
-def slope_times(x, f, df, PHI: tl.constexpr):
+def times_derivative(x, f, df, PHI: tl.constexpr):
     """φ'(x) ∂f for the elementwise maps."""
     if PHI == "elu1":
         return df * tl.where(x > 0, 1.0, f)
@@ -112,7 +115,7 @@ def slope_times(x, f, df, PHI: tl.constexpr):
 
 
 @triton.jit
-def pull_features(
+def vjp_features(
     xa,
     xb,
     fa,
@@ -134,21 +137,22 @@ def pull_features(
         total = (tl.sum(wa, axis=1) + tl.sum(w_b, axis=1))[:, None]
         ga, gb = wa - fa * total, w_b - fb * total
     else:
-        ga, gb = slope_times(xa, fa, da, PHI), slope_times(xb, fb, db, PHI)
+        ga, gb = times_derivative(xa, fa, da, PHI), times_derivative(xb, fb, db, PHI)
     return tl.where(mapped_a, ga, da), tl.where(mapped_b, gb, db)
 
 
 @triton.jit
-def load_turns(angles, row, sines, R: tl.constexpr, P: tl.constexpr):
-    """cos and sin, (rows, P), of some rows of a table (·, R/2); `sines` further on lie the sines."""
+def load_rotations(angles, row, sines, R: tl.constexpr, P: tl.constexpr):
+    """cos and sin, (rows, P), of some rows of a table (·, R/2). Sines begin `sines` elements after cosines."""
     m = tl.arange(0, P)
     at = angles + row[:, None] * (R // 2) + m[None, :]
-    turned = (m < R // 2)[None, :]
-    return tl.load(at, mask=turned, other=1.0), tl.load(at + sines, mask=turned, other=0.0)
+    rotated = (m < R // 2)[None, :]
+    return tl.load(at, mask=rotated, other=1.0), tl.load(at + sines, mask=rotated, other=0.0)
 
 
 @triton.jit
-def turn(a, b, cos, sin):
+def rotate(a, b, cos, sin):
+    """Both halves, rotated."""
     return a * cos - b * sin, a * sin + b * cos
 
 
@@ -157,19 +161,19 @@ def to_bfloat16(x):
     """float32 rounded to the nearest bfloat16, by its bits, and still float32."""
     bits = x.to(tl.int32, bitcast=True)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -(1 << 16)).to(tl.float32, bitcast=True)
-    return tl.where(x == x, rounded, x)  # a NaN's bits may run over
+    return tl.where(x == x, rounded, x)  # a NaN's bits may overflow
 
 
 @triton.jit
 def to_tf32(x):
-    """float32 rounded to the nearest TF32, and still float32: tensor cores cut the other digits off."""
+    """float32 rounded to the nearest TF32, and still float32: tensor cores truncate the other digits."""
     rounded = ((x.to(tl.int32, bitcast=True) + 0x1000) & -(1 << 13)).to(tl.float32, bitcast=True)
-    return tl.where(x == x, rounded, x)  # a NaN's bits may run over
+    return tl.where(x == x, rounded, x)  # a NaN's bits may overflow
 
 
 @triton.jit
 def product(x, y, LOW: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, EMULATED: tl.constexpr):
-    """x @ y of operands rounded to LOW, summed in ACC. Triton's interpreter multiplies no bfloat16: emulated there."""
+    """x @ y of operands rounded to LOW, summed in ACC. Triton's interpreter has no bfloat16 products: EMULATED."""
     if EMULATED:
         x, y = to_bfloat16(x), to_bfloat16(y)
     else:
@@ -180,11 +184,11 @@ def product(x, y, LOW: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 
 
 @triton.jit
-def exact_turn(t, theta):
+def exact_rotation(t, theta):
     """cos and sin of t·θ in float64 for 0 ≤ t < 2^52 (for twice that with an error of 10⁻⁸).
 
-    Both factors are cut into two halves whose four products are exact, so that nothing is rounded before a sine; θ is
-    cut by its bits, which no compiler's contraction of products and sums can undo.
+    Both factors are split in two so that the four products are exact: nothing is rounded before a sine. θ is split by
+    its bits, since a compiler may contract products and sums.
     """
     t_low = t & ((1 << 26) - 1)
     t_high = (t - t_low).to(tl.float64)
@@ -192,6 +196,6 @@ def exact_turn(t, theta):
     theta_low = theta - theta_high
     t_low = t_low.to(tl.float64)
     cos, sin = tl.cos(t_high * theta_high), tl.sin(t_high * theta_high)
-    cos, sin = turn(cos, sin, tl.cos(t_low * theta_high), tl.sin(t_low * theta_high))
-    cos, sin = turn(cos, sin, tl.cos(t_high * theta_low), tl.sin(t_high * theta_low))
-    return turn(cos, sin, tl.cos(t_low * theta_low), tl.sin(t_low * theta_low))
+    cos, sin = rotate(cos, sin, tl.cos(t_low * theta_high), tl.sin(t_low * theta_high))
+    cos, sin = rotate(cos, sin, tl.cos(t_high * theta_low), tl.sin(t_high * theta_low))
+    return rotate(cos, sin, tl.cos(t_low * theta_low), tl.sin(t_low * theta_low))

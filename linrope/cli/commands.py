@@ -1,0 +1,13 @@
+"""The commands of `linrope`. A new command is a line here and a module of its name with `run(args)`."""
+
+COMMANDS = {
+    "fit": "Train a language model.",
+    "validate": "Measure a checkpoint on the validation split: by position in the row, and in longer rows (--lengths).",
+    "test": "Measure a checkpoint on the test split.",
+    "plan": "Estimate a run before it starts: memory by length, FLOPs, time.",
+    "recall": "Measure what a model recalls, by length and depth: a pass key in text, or an induction step.",
+    "generate": "Generate text with a trained model.",
+    "prepare": "Tokenize text once, into a folder to train from.",
+    "export": "Write a trained model for transformers: safetensors, config.json, tokenizer.",
+}
+"""Name and help line of each command, in the order of `linrope --help`."""

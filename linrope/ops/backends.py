@@ -1,0 +1,124 @@
+"""The backends by name, and the work that the linear ones share: from a checked `Call` to outputs and state.
+
+A kernel is given causal calls, and calls to all keys of one document. Other calls are reduced to those here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from linrope.errors import InputError
+from linrope.ops import registration
+from linrope.ops.call import Call
+from linrope.ops.reference import reference_attention
+from linrope.ops.state import State
+from linrope.ops.torch_kernel.one_token import one_token
+from linrope.ops.triton_kernel.availability import why_not
+
+Operator = Callable[[Call], tuple[Tensor, State]]
+
+
+def _linear(call: Call, backend: str) -> tuple[Tensor, State]:
+    """(o, final state) of one call, in time and memory linear in the length."""
+    if backend == "triton" and (reason := why_not(call)):
+        raise InputError(f"backend='triton' cannot take this call: {reason}; choose 'auto' or 'chunked'.")
+    if call.is_empty:
+        return reference_attention(call)
+    return _rotary_denominator(call, partial(_any_order, backend=backend))
+
+
+BACKENDS: dict[str, Operator] = {
+    "reference": reference_attention,
+    "chunked": partial(_linear, backend="chunked"),
+    "triton": partial(_linear, backend="triton"),
+}
+
+
+def _rotary_denominator(call: Call, operator: Operator) -> tuple[Tensor, State]:
+    """`normalize="rotary"`: its denominator is one more value column, of ones: Σ_j w_ij q̃ᵀk̃ · 1."""
+    if call.normalize != "rotary":
+        return operator(call)
+    v = torch.nn.functional.pad(call.v.to(call.dtype), (0, 1), value=1)
+    past = call.state
+    if past is not None:
+        past = replace(past, kv=torch.cat((past.kv, past.k_rotated_sum[..., None]), dim=-1), k_rotated_sum=None)
+    both, final = operator(replace(call, v=v, state=past, normalize="none"))
+    num, den = both[..., :-1], both[..., -1:]
+    o = num / (den + den.new_tensor(call.eps).copysign(den))  # ε never moves a negative one towards 0
+    final = replace(final, kv=final.kv[..., :-1], k_rotated_sum=final.kv[..., -1])
+    return o.to(call.v.dtype), final
+
+
+def _any_order(call: Call, backend: str) -> tuple[Tensor, State]:
+    """Causal or not, with a denominator of plain features or none."""
+    if not call.causal:
+        return _by_document(call, backend)
+    if call.q.shape[2] == 1 and backend == "chunked":
+        return one_token(call)
+    if call.q.shape[2] == 1 and not _needs_gradient(call):
+        return registration.one_token(call)
+    return registration.operator(call, backend)
+
+
+def _needs_gradient(call: Call) -> bool:
+    past = () if call.state is None else call.state.tensors.values()
+    tensors = call.q, call.k, call.v, call.log_decay, call.theta, *past
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+# --- all keys, earlier and later ones --------------------------------------------------------------------------------
+
+
+def _by_document(call: Call, backend: str) -> tuple[Tensor, State]:
+    """`causal=False`: each document of each row is a call of its own."""
+    if call.documents is None:
+        return _all_keys(call, backend)
+    if torch.compiler.is_compiling():
+        raise InputError("segment_ids with causal=False decide the amount of work: call it outside of a graph.")
+    rows = [_documents_of(row, backend) for row in _rows(call)]
+    o = torch.cat([o for o, _ in rows])
+    finals = [final for _, final in rows]
+    stacked = {name: torch.cat([final.tensors[name] for final in finals]) for name in finals[0].tensors}
+    return o, State(length=finals[0].length, **{**stacked, "log_decay": call.final_log_decay()})
+
+
+def _all_keys(call: Call, backend: str) -> tuple[Tensor, State]:
+    """One document: (q kᵀ) v if it is short, which the definition computes, else q (kᵀ v) by the kernel."""
+    queries, features = call.q.shape[2:]
+    keys, width = call.v.shape[2:]
+    quadratic_is_less = queries * keys * (features + width) <= (queries + keys) * features * width
+    return reference_attention(call) if quadratic_is_less else registration.operator(call, backend)
+
+
+def _rows(call: Call) -> list[Call]:
+    """One call for each row (`split`, whose backward is one concatenation)."""
+    batch = call.q.shape[0]
+    masks = [None] * batch if call.key_mask is None else call.key_mask.split(1)
+    states = [None] * batch
+    if call.state is not None:
+        by_row = zip(*(tensor.split(1) for tensor in call.state.tensors.values()))
+        states = [State(length=call.state.length, **dict(zip(call.state.tensors, row))) for row in by_row]
+    return [
+        replace(call, q=q, k=k, v=v, state=state, key_mask=mask, documents=documents)
+        for q, k, v, state, mask, documents in zip(
+            call.q.split(1), call.k.split(1), call.v.split(1), states, masks, call.documents.split(1)
+        )
+    ]
+
+
+def _documents_of(row: Call, backend: str) -> tuple[Tensor, State]:
+    """One row's documents, each at its position in the row; the past belongs to the first."""
+    lengths = row.documents[0].unique_consecutive(return_counts=True)[1].tolist()
+    masks = [None] * len(lengths) if row.key_mask is None else row.key_mask.split(lengths, dim=1)
+    outputs, start, state = [], row.start, row.state
+    for q, k, v, mask in zip(*(x.split(lengths, dim=2) for x in (row.q, row.k, row.v)), masks):
+        alone = replace(row, q=q, k=k, v=v, key_mask=mask, documents=None, start=start, state=state)
+        o, final = _all_keys(alone, backend)
+        outputs.append(o)
+        start, state = final.length, None
+    return torch.cat(outputs, dim=2), final

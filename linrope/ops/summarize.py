@@ -1,0 +1,108 @@
+"""`summarize`: the state of a run of tokens, without their outputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from linrope.ops.call import Call, autocast_inputs, check_call
+from linrope.ops.state import State, rotate_keys
+from linrope.rotary import RotaryEmbedding, rotate, unit_rotations
+
+BLOCK = 1024
+"""Tokens whose rotated keys are in memory at a time."""
+
+
+def summarize(
+    k: Tensor,
+    v: Tensor,
+    rope: RotaryEmbedding | None = None,
+    *,
+    log_decay: Tensor | None = None,
+    feature_map: str | Callable[[Tensor], Tensor] = "elu1",
+    normalize: str = "plain",
+    key_mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+) -> State:
+    """The state that `linear_attention` returns after these keys and values, without queries and outputs.
+
+    `merge(state, summarize(k, v, ...), rope)` continues an earlier state. Time and memory are linear in T; without
+    gradients the memory does not depend on T. Sums and products are float32 (float64 for float64 inputs), angles are
+    exact. Differentiable by autograd.
+
+    Args:
+        k, v: (B, H, T, D) keys and (B, H, T, E) values, any strides.
+        rope, log_decay, feature_map, normalize, key_mask, segment_ids: as in `linear_attention`, causal.
+
+    Raises:
+        InputError: an argument that does not fit; the message names it, its value and the fix.
+    """
+    k, v = autocast_inputs(k, v)
+    with torch.autocast(k.device.type if isinstance(k, Tensor) else "cpu", enabled=False):
+        call = check_call(
+            None,
+            k,
+            v,
+            rope,
+            log_decay=log_decay,
+            feature_map=feature_map,
+            normalize=normalize,
+            key_mask=key_mask,
+            segment_ids=segment_ids,
+        )
+        return _sum_blocks(call)
+
+
+def _sum_blocks(call: Call) -> State:
+    """Rotate the keys of each block by their place in it, and the block's sums by the position of its first token."""
+    batch, heads, length, features = call.k.shape
+    normalize = "rotary" if call.normalize == "rotary" else "plain"
+    zeros = {"normalize": normalize, "dtype": call.dtype, "device": call.k.device}
+    sums = State.zeros(batch, heads, features, call.v.shape[3], **zeros)
+    kv, k_sum, k_rotated_sum = sums.kv, sums.k_sum, sums.k_rotated_sum
+    weight, local = _weights(call), None
+    if call.theta is not None:
+        positions = torch.arange(min(length, BLOCK), device=call.k.device)
+        local = unit_rotations(positions, call.theta).to(torch.promote_types(call.dtype, torch.complex64))
+    for start in range(0, length, BLOCK):
+        block = slice(start, min(start + BLOCK, length))
+        k, v = _features(call, block)
+        if weight is not None:
+            k = k * weight[:, :, block, None].to(k.dtype)
+        k_sum = k_sum + torch.cat((torch.zeros_like(k_sum[..., : call.signed]), k[..., call.signed :].sum(dim=2)), -1)
+        rotation = None
+        if local is not None:
+            k = rotate(k, local[..., : k.shape[2], :], call.interleaved)
+            rotation = unit_rotations(torch.full((), start, device=k.device), call.theta)
+        kv = kv + rotate_keys(k.mT @ v, rotation, call.interleaved)
+        if k_rotated_sum is not None:
+            k_rotated_sum = k_rotated_sum + rotate_keys(k.sum(dim=2)[..., None], rotation, call.interleaved)[..., 0]
+    return State(kv, k_sum, length, call.final_log_decay(), k_rotated_sum)
+
+
+def _features(call: Call, block: slice) -> tuple[Tensor, Tensor]:
+    """φ(k) and v of some tokens; 0 where masked, whatever the masked tokens hold."""
+    k, v = call.k[:, :, block].to(call.dtype), call.v[:, :, block].to(call.dtype)
+    if call.key_mask is None:
+        return call.phi.forward(k), v
+    hidden = ~call.key_mask[:, None, block, None]
+    return call.phi.forward(k.masked_fill(hidden, 0)).masked_fill(hidden, 0), v.masked_fill(hidden, 0)
+
+
+def _weights(call: Call) -> Tensor | None:
+    """(B, H or 1, T) float64: the weight of each token in the final state, exp(G_T - G_t); None if all are 1.
+
+    0 before the last document.
+    """
+    if call.log_decay is None and call.documents is None:
+        return None
+    exponent = torch.zeros(1, 1, 1, dtype=torch.float64, device=call.k.device)
+    if call.log_decay is not None:
+        total = call.log_decay.cumsum(dim=-1, dtype=torch.float64)
+        exponent = total[..., -1:] - total
+    if call.documents is not None:
+        exponent = exponent.masked_fill((call.documents != call.documents[:, -1:])[:, None], -math.inf)
+    return exponent.exp()

@@ -1,0 +1,147 @@
+"""Language modeling: predict the next token."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linrope.data.tokenizers.bytes import bytes_of
+from linrope.evaluation.loss_by_position import LossByPosition
+from linrope.layers.state import ModelState, detach, from_serialized, map_state, reset_rows, to_serialized
+from linrope.losses import IGNORE, bits_per_byte, summed_cross_entropy, token_losses
+from linrope.models.language_model import LanguageModel, LanguageModelConfig
+from linrope.segmented import require_carried_state, require_segments, segmented_loss
+from linrope.training.optimizer import OptimizerConfig
+from linrope.training.task import Batch, BatchLoss, TrainingTask
+
+
+class LanguageModelingModule(TrainingTask):
+    """Trains a `LanguageModel` to predict the next token; see `TrainingTask` for what all tasks share.
+
+    Keys of a batch:
+        inputs, targets: int64 (B, T); a target may be IGNORE.
+        n_bytes: int64 (B, T), the bytes of each target; without it a target is one byte, or a separator of no byte.
+        segment_ids: int64 (B, T), the documents of packed rows, as the model takes them; optional.
+        fresh: bool (B,), only in contiguous batches: rows that start without a state. The other rows start from the
+            model's state after the batch before, without gradient.
+
+    Logs `train_loss` (nats per target) and `train_bpb` (bits per byte) of each optimizer step, and `val_loss`,
+    `val_bpb`, `test_loss` and `test_bpb` of a whole evaluation. Bits per byte are omitted when the targets' byte count
+    is zero or unknown.
+
+    Args:
+        model_config: the model to build.
+        optimizer_config: how to train it.
+        segment_length: tokens of a segment: sequences are read segment by segment, with exact gradients, so that memory
+            does not grow with their length (see `linrope.segmented`). None reads a sequence in one call.
+        seed: decides the random numbers of training.
+
+    Raises:
+        InputError: a segment length below 1, or one for a model whose state grows with the length; when training
+            starts: contiguous batches for such a model; and as in `TrainingTask`.
+        NonFiniteError: as in `TrainingTask`.
+    """
+
+    def __init__(
+        self,
+        model_config: LanguageModelConfig,
+        optimizer_config: OptimizerConfig | None = None,
+        segment_length: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(LanguageModel(model_config), optimizer_config, seed)
+        if segment_length is not None:
+            require_segments(self.model, segment_length)
+        self.segment_length = segment_length
+        self._carried: ModelState | None = None  # with contiguous batches: the state after the last batch
+        self._carried_at_step: ModelState | None = None  # and after the last optimizer step, for checkpoints
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits (B, T, vocab_size) of tokens (B, T)."""
+        return self.model(tokens)
+
+    @property
+    def loss_by_position(self) -> LossByPosition:
+        """The losses of the running or last evaluation by position in the row."""
+        return self.evaluation.get("by_position", LossByPosition())
+
+    # Training.
+
+    def batch_loss(self, batch: Batch) -> BatchLoss:
+        inputs, targets, ids = batch["inputs"], batch["targets"], batch.get("segment_ids")
+        state = self._state_before(batch)
+        if self.segment_length is not None:
+            nats, after = segmented_loss(self.model, inputs, targets, self.segment_length, segment_ids=ids, state=state)
+        else:
+            logits, after = self.model(inputs, state, segment_ids=ids, return_state=True)
+            nats = summed_cross_entropy(logits, targets)
+        if "fresh" in batch:
+            self._carried = detach(after)
+        n_bytes = bytes_of(targets, batch.get("n_bytes"))
+        return BatchLoss(nats, (targets != IGNORE).sum(), targets.numel(), {"bytes": n_bytes.sum()})
+
+    def _state_before(self, batch: Batch) -> ModelState | None:
+        """With contiguous batches, the state that each row starts from."""
+        if self._carried is None or "fresh" not in batch:
+            return None
+        return reset_rows(map_state(lambda _, x: x.to(self.device), self._carried), batch["fresh"])
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if "fresh" in batch and (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0:
+            self._carried_at_step = self._carried
+        return loss
+
+    def training_metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        return _metrics("train", sums["loss"], sums["bytes"], sums["targets"])
+
+    # Evaluation.
+
+    def evaluate(self, batch: Batch, sums: dict[Hashable, Any]) -> None:
+        by_position = sums.setdefault("by_position", LossByPosition())
+        by_position.add(self._token_losses(batch), batch["targets"], batch.get("n_bytes"))
+
+    def evaluation_metrics(self, split: str, sums: dict[Hashable, Any]) -> dict[str, float]:
+        return _metrics(split, *sums["by_position"].totals.tolist())
+
+    def _token_losses(self, batch: Batch) -> Tensor:
+        """The loss of each target of a batch in nats, (B, T)."""
+        inputs, targets, ids = batch["inputs"], batch["targets"], batch.get("segment_ids")
+        if self.segment_length is None:
+            return token_losses(self.model(inputs, segment_ids=ids), targets)
+        segments: list[Tensor] = []
+
+        def loss(logits: Tensor, targets: Tensor) -> Tensor:
+            segments.append(token_losses(logits, targets))
+            return segments[-1].sum()
+
+        with torch.no_grad():  # then each segment is computed once, in order
+            segmented_loss(self.model, inputs, targets, self.segment_length, loss=loss, segment_ids=ids)
+        return torch.cat(segments, dim=1)
+
+    # The start of a run, and what checkpoints hold.
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        if stage == "fit":
+            self._carried = self._carried_at_step = None  # of an earlier run; a checkpoint is loaded after this
+            if (data := self.resumable_data) is not None and data.contiguous:
+                require_carried_state(self.model, "data.contiguous=True")
+
+    def task_state(self) -> dict[str, Any]:
+        if self._carried_at_step is None:
+            return {}
+        on_cpu = map_state(lambda _, x: x.cpu(), self._carried_at_step)
+        return {"carried": self.gather(to_serialized(on_cpu))}
+
+    def load_task_state(self, saved: dict[str, Any]) -> None:
+        if "carried" in saved:
+            self._carried = self._carried_at_step = from_serialized(saved["carried"][self.trainer.global_rank])
+
+
+def _metrics(split: str, nats: float, n_bytes: float, n_targets: float) -> dict[str, float]:
+    loss = {f"{split}_loss": nats / max(n_targets, 1)}
+    return {**loss, f"{split}_bpb": bits_per_byte(nats, n_bytes)} if n_bytes else loss

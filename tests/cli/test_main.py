@@ -1,0 +1,157 @@
+"""`linrope`: its commands, their help, and what a mistake on the command line gives."""
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from linrope.cli.commands import COMMANDS
+from linrope.cli.main import main
+from linrope.cli.output import command_line
+
+IMPORTS = """
+import sys
+
+def require_unloaded(*names):
+    found = set(names) & sys.modules.keys()
+    assert not found, found
+
+import linrope
+require_unloaded("lightning", "lightning_utilities", "jsonargparse", "rich", "torchmetrics", "transformers", "yaml")
+import linrope.cli.main
+import linrope.data.corpus.opening, linrope.data.prepare.preparation
+require_unloaded("lightning", "jsonargparse", "rich", "tokenizers", "zstandard", "datasets")
+import linrope.cli.generate, linrope.cli.prepare, linrope.cli.recall, linrope.cli.export
+require_unloaded("lightning", "torchmetrics", "transformers", "tokenizers", "zstandard", "datasets", "matplotlib")
+"""
+
+
+def test_a_command_imports_what_it_needs():
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_each_command_is_a_module():
+    folder = Path(sys.modules["linrope.cli.main"].__file__).parent
+    assert all((folder / f"{name}.py").is_file() for name in COMMANDS)
+
+
+def test_help_is_short_and_names_every_command(capsys):
+    assert main(["--help"]) == 0
+    assert re.findall(r"^  (\w+)", capsys.readouterr().out, re.M) == list(COMMANDS)
+    helps = {}
+    for command in COMMANDS:
+        with pytest.raises(SystemExit, match="0"):
+            main([command, "--help"])
+        helps[command] = " ".join(capsys.readouterr().out.split())
+    for command, words in {
+        "validate": ["--lengths", "1x 4x 16x 64x", "--report"],
+        "plan": ["--memory", "24GiB for example: print the longest row that fits", "--measure"],
+        "recall": ["--task", "passkey: five digits stated in real text", "--depths", "right before the question"],
+    }.items():
+        assert helps[command].startswith(f"usage: linrope {command} --c")
+        assert all(word in helps[command] for word in words)
+    with pytest.raises(SystemExit, match="0"):
+        main(["fit", "--help"])
+    out = capsys.readouterr().out
+    assert "--trainer.max_steps" in out
+    assert "--optimizer.lr LR     Peak learning rate." in out
+    assert "barebones" not in out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["ft"], r"unknown command 'ft': .* Did you mean 'fit'\?"),
+        (["fit", "--model.d_modle=3"], r"unknown option 'model\.d_modle'\. Did you mean 'model\.d_model'\?"),
+        (["fit", "--trainer.max_step=3"], r"unknown option 'trainer\.max_step'\. Did you mean 'trainer\.max_steps'\?"),
+        (["fit", "--lr=3"], r"unknown option 'lr'\. Did you mean 'optimizer\.lr'\?"),
+        (["fit", "--model.d_model=wide"], r"\"model\.d_model\":\n  Expected a <class 'int'>. Got value: wide"),
+        (["fit", "--config=nowhere.yaml"], r"--config .*nowhere\.yaml does not exist\."),
+        (["fit", "--trainer.accelerator=gpuu"], r"section trainer: .*'gpuu'"),
+        (["fit", "--trainer.max_epochs=3"], r"trainer\.max_epochs=3 has no meaning here.*\. Set trainer\.max_steps"),
+        (["fit", "--run.checkpoint_every_n_steps=0"], r"run\.checkpoint_every_n_steps=0 must be 1 or more"),
+        (["fit"], r"trainer\.max_steps=-1 must be set to 1 or more"),
+        (["fit", "--data.path=/nowhere/at/all"], r"data\.path='/nowhere/at/all' does not exist"),
+        (["fit", "--seed_everything=-3"], r"--seed_everything=-3 must be a number from 0 to 4294967295"),
+        (["fit", "--trainer.accumulate_grad_batches=0"], r"trainer\.accumulate_grad_batches=0 must be 1 or more"),
+        (["plan", "--trainer.accumulate_grad_batches=-1"], r"Set trainer\.accumulate_grad_batches to 1 or more"),
+        (
+            ["fit", "--sample.prompt=a", "--sample.temperature=-1"],
+            r"temperature=-1\.0 must be a finite number",
+        ),
+        (["generate", "--ckpt_path=a", "--temperature=-1"], r"temperature=-1\.0 must be a finite number"),
+        (["fit", "--data.batch_size=0"], r"data\.batch_size=0 must be 1 or more"),
+        (["validate", "--lengths", "3x"], r"--ckpt_path is missing"),
+        (["validate"], r"--ckpt_path is missing: name the checkpoint to validate\."),
+        (["generate", "--prompt=a"], "ckpt_path"),
+        (["generate", "--ckpt_path=nowhere.ckpt"], r"'nowhere\.ckpt' does not exist"),
+    ],
+)
+def test_a_mistake_is_one_clean_message_and_exit_code_2(args, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(args) == 2
+    err = capsys.readouterr().err
+    assert re.match("linrope: error: .*" + message, err, re.S)
+    assert "Traceback" not in err
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+@pytest.mark.parametrize(
+    ("yaml", "message"),
+    [
+        ("model: {d_modle: 3}", r"unknown option 'model\.d_modle'\. Did you mean 'model\.d_model'\?"),
+        ("modle: {d_model: 3}", r"unknown option 'modle'\. Did you mean 'model'\?"),
+        ("model: {rope: {bse: 3}}", r"unknown option 'model\.rope\.bse'\. Did you mean 'model\.rope\.base'\?"),
+        ("model: 3", r"model: 3 must be a section of options"),
+        ("model: [", r"Problems parsing config"),
+        ("trainer: {max_steps: 2, gradient_clip_val: 1}", r"trainer\.gradient_clip_val=1.* optimizer\.clip_norm=1\.0"),
+    ],
+)
+def test_a_mistake_in_the_yaml_is_named(yaml, message, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(yaml)
+    assert main(["fit", f"--config={tmp_path / 'run.yaml'}", f"--run.folder={tmp_path / 'runs'}"]) == 2
+    assert re.match("linrope: error: .*" + message, capsys.readouterr().err, re.S)
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "generate", "export --output=out"])
+def test_a_file_that_is_no_checkpoint_is_named(command, tmp_path, capsys):
+    (tmp_path / "text.ckpt").write_text("not a checkpoint")
+    torch.save({"weights": torch.zeros(3)}, tmp_path / "foreign.ckpt")
+    (tmp_path / "folder").mkdir()
+    for name in ("text.ckpt", "foreign.ckpt", "folder", "missing.ckpt"):
+        assert main([*command.split(), f"--ckpt_path={tmp_path / name}"]) == 2
+        assert re.match(rf"linrope: error: checkpoint '.*{name}' ", capsys.readouterr().err)
+
+
+def test_the_installed_command_exits_with_the_code(tmp_path):
+    script = Path(sys.executable).with_name("linrope")
+    args = ["prepare", "--path=/nowhere/at/all", f"--output={tmp_path / 'out'}"]
+    done = subprocess.run([script, *args], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.startswith("linrope: error: --path='/nowhere/at/all' does not exist: give a file, a folder")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_reader_that_leaves_early_is_no_error(trained_run):
+    command = [Path(sys.executable).with_name("linrope"), "generate", "--max_new_tokens=200", "--prompt=hello"]
+    process = subprocess.Popen(
+        [*command, f"--ckpt_path={trained_run.checkpoint}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout.read(5) == b"hello"
+    process.stdout.close()
+    assert b"Traceback" not in process.stderr.read()
+    assert process.wait(timeout=60) in (0, 128 + signal.SIGPIPE)  # 0 where it had written all before the pipe closed
+
+
+@pytest.mark.parametrize(("on_path", "program"), [(True, "linrope"), (False, "env/bin/linrope")])
+def test_a_line_to_copy_runs_as_it_stands(tmp_path, monkeypatch, on_path, program):
+    """In an environment that is not activated the bare name would not be found."""
+    monkeypatch.setattr(sys, "argv", ["env/bin/linrope"])
+    (tmp_path / "linrope").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path if on_path else tmp_path / "nothing"))
+    assert command_line("generate", ["--prompt", "a b"], "--seed", 1) == f"{program} generate --prompt 'a b' --seed 1"
