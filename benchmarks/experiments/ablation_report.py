@@ -1,4 +1,4 @@
-"""What a grid of runs shows: means and intervals over seeds, differences, stability, tables and pictures."""
+"""The results of a grid: means and intervals over seeds, differences, stability; tables of them."""
 
 from __future__ import annotations
 
@@ -7,25 +7,23 @@ import math
 import statistics
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
-from benchmarks.experiments.grid import BLOCK, TOLERANCE, Settings
-from benchmarks.harness import report
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from benchmarks.experiments.grid import BLOCK, TOLERANCE, Grid, Settings
+from benchmarks.experiments.results_folder import Speed
+from benchmarks.harness.runner import print_table
+from linrope.utils.terminal import new_table
 
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 """Student's t at 97.5 % for 1, 2, … degrees of freedom."""
 SPIKE, SPIKE_WINDOW = 1.25, 5
 CASE = "accuracy/"
-STYLES = ("-", "--", ":")
 METRIC = {"text": ("bpb", "bits per byte", -1), "mqar": ("accuracy", "accuracy", 1)}
-"""By task: the metric, how it is called, and whether more (1) or less (-1) of it is better. Differences in bits per
-byte are shares of the reference's, in accuracy (which may be 0) they are what they are."""
+"""By task: the metric, its label, and whether more (1) or less (-1) is better. Differences in bits per byte are shares
+of the reference's value; differences in accuracy, which may be 0, are absolute."""
 
 
 def t_95(degrees: int) -> float:
@@ -35,8 +33,8 @@ def t_95(degrees: int) -> float:
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over seeds and half the width of its 95 % interval (Student's t); NaN for a single seed. What is not known
-    of one seed is not known of their mean: a NaN among the values is not left out."""
+    """A mean over seeds and half the width of its 95 % interval (Student's t); NaN for a single seed. A NaN among the
+    values makes both NaN."""
 
     mean: float
     half: float
@@ -56,11 +54,11 @@ class Interval:
 class Row:
     """One variant: a row of the CSV.
 
-    `difference` is to the reference, seed by seed, in bits per byte as a share of the reference's mean: runs of a seed
-    share the order of their data where their rows are as long, and their first weights where their modules are the
-    same. `verdict` says on which side of it its whole interval lies. The three `…_at_equal_seconds` are the same at
-    equal wall-clock. `first_eighth` and `last_eighth` are bits per token there in rows as long as in training; `spikes`
-    counts hundredths of runs, see `spikes`; `state_bytes` is at 1,024 tokens.
+    `difference` is from the reference, seed by seed; in bits per byte, as a share of the reference's mean. Runs of one
+    seed have the same order of data if their rows have the same length, and the same first weights if their modules are
+    the same. `verdict` says whether its interval excludes 0. `…_at_equal_seconds` are the same at equal wall-clock.
+    `first_eighth` and `last_eighth` are bits per token there, in rows of the training length. `spikes` counts
+    hundredths of runs, see `spikes`. `state_bytes` is at 1,024 tokens.
     """
 
     variant: str
@@ -88,30 +86,34 @@ class Row:
     state_bytes: int
 
 
-def finish(console: Console, folder: Any, results: list[dict[str, Any]], details: dict[str, Any]) -> None:
-    """Print the table and write CSV, JSON and the picture beside the runs."""
-    grid = folder.grid
-    measured = folder.read_speeds()
-    speeds = {name: speed.tokens_per_second for name, speed in measured.items()}
-    spreads = {name: speed.spread for name, speed in measured.items() if speed.spread is not None}
-    machines = {speed.machine for speed in measured.values() if speed.machine is not None}
-    rows = rows_of(results, grid, speeds)
-    report.show(console, table_of(rows, grid), remarks(rows, results, grid))
+def show(
+    console: Console, rows: list[Row], results: list[dict[str, Any]], grid: Grid, speeds: dict[str, Speed]
+) -> None:
+    """Print the tables and what they do not say."""
+    print_table(console, table_of(rows, grid), remarks(rows, results, grid))
     if (in_time := table_at_equal_seconds(rows, grid)) is not None:
         without = [row.variant for row in rows if math.isnan(row.at_equal_seconds)]
-        report.show(console, in_time, remarks_on_speeds(spreads, machines, without))
-    details = {**details, "title": grid.title, "reference": grid.reference}
-    details |= {"by_context": by_context(results), "by_eighth": by_eighth(results), "by_case": by_case(results)}
-    details |= {"tokens_per_second": speeds, "spread_of_tokens_per_second": spreads}
-    written = report.write(folder.path, "ablation", rows, details, lambda path: draw(path, rows, results, grid))
-    console.print("wrote", *map(str, written), soft_wrap=True, highlight=False)
+        print_table(console, in_time, remarks_on_speeds(speeds, without))
+
+
+def details_of(results: list[dict[str, Any]], grid: Grid, speeds: dict[str, Speed]) -> dict[str, Any]:
+    """The entries of the JSON file beside the rows."""
+    return {
+        "title": grid.title,
+        "reference": grid.reference,
+        "by_context": by_context(results),
+        "by_eighth": by_eighth(results),
+        "by_case": by_case(results),
+        "tokens_per_second": {name: speed.tokens_per_second for name, speed in speeds.items()},
+        "spread_of_tokens_per_second": {name: s.spread for name, s in speeds.items() if s.spread is not None},
+    }
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
 
 
-def rows_of(results: list[dict[str, Any]], grid: Any, speeds: dict[str, float]) -> list[Row]:
-    """A row for each variant that has a finished run, best mean first; those without any mean come last."""
+def rows_of(results: list[dict[str, Any]], grid: Grid, speeds: dict[str, float]) -> list[Row]:
+    """A row for each variant with a finished run, best mean first; variants without a mean come last."""
     metric, _, better = METRIC[grid.task]
     by_variant = {name: [r for r in results if r["variant"] == name] for name in grid.variants}
     budget = equal_seconds(by_variant, speeds)
@@ -130,14 +132,14 @@ def rows_of(results: list[dict[str, Any]], grid: Any, speeds: dict[str, float]) 
 
 @dataclass(frozen=True)
 class Compared:
-    """A variant's metric over seeds, and how far it is from the reference's, seed by seed."""
+    """A variant's metric over seeds, and its difference from the reference, seed by seed."""
 
     total: Interval
     gap: Interval
     verdict: str
 
     @classmethod
-    def of(cls, values: dict[str, dict[int, float]], name: str, grid: Any) -> Compared:
+    def of(cls, values: dict[str, dict[int, float]], name: str, grid: Grid) -> Compared:
         """From every variant's values by seed; the reference is not compared with itself."""
         metric, _, better = METRIC[grid.task]
         own, reference = values[name], {} if name == grid.reference else values[grid.reference]
@@ -180,8 +182,8 @@ def _row(name, runs, metric, at_end: Compared, in_time: Compared, speed) -> Row:
 
 
 def spikes(losses: list[float]) -> list[int]:
-    """Which hundredths of a run had a mean loss `SPIKE` times the median of the `SPIKE_WINDOW` before. (Single steps
-    say nothing: a batch of two rows may just be hard. Nor does recall, whose batches are of several kinds.)"""
+    """The hundredths of a run whose mean loss exceeds `SPIKE` times the median of the `SPIKE_WINDOW` before. (Single
+    steps say nothing: a batch of two rows may be hard. Nor do recall tasks, which mix batches of several types.)"""
     found = range(SPIKE_WINDOW, len(losses))
     return [i for i in found if losses[i] > SPIKE * statistics.median(losses[i - SPIKE_WINDOW : i])]
 
@@ -192,7 +194,7 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def verdict(gap: Interval, better: int) -> str:
-    """Whether the difference's interval excludes 0, and on which side it lies."""
+    """Whether the difference's interval excludes 0, and on which side."""
     if math.isnan(gap.mean):
         return ""
     if math.isnan(gap.half):
@@ -203,7 +205,7 @@ def verdict(gap: Interval, better: int) -> str:
 
 
 def equal_seconds(by_variant: dict[str, list[dict[str, Any]]], speeds: dict[str, float]) -> float:
-    """The seconds that the fastest variant takes for its run: all others are read at that time."""
+    """The seconds of the fastest variant's run; the others are compared at that time."""
     ended = {name: [r["tokens"] for r in runs if r["diverged"] is None] for name, runs in by_variant.items()}
     return min(
         (tokens[0] / speeds[name] for name, tokens in ended.items() if tokens and name in speeds), default=math.nan
@@ -211,9 +213,9 @@ def equal_seconds(by_variant: dict[str, list[dict[str, Any]]], speeds: dict[str,
 
 
 def at_tokens(run: dict[str, Any], metric: str, speed: float | None, seconds: float) -> float:
-    """The final metric, less what the curve still gained after so many seconds at that speed (it reads a part of the
-    text only); NaN before its first point. The learning rate had not come to its end there, so a run of that length
-    would have done a little better."""
+    """The metric after `seconds` at that speed: the final one, minus the curve's gain since then (the curve reads a
+    part of the text only); NaN before its first point. The learning rate has not decayed to its end there, so that a
+    run of this length would be a little better."""
     curve = [(p["tokens"], p[metric]) for p in run["curve"] if metric in p]
     if not speed or not curve:
         return math.nan
@@ -226,7 +228,7 @@ def at_tokens(run: dict[str, Any], metric: str, speed: float | None, seconds: fl
 
 
 def by_eighth(results: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """By variant: bits per token in each eighth of rows as long as those of training, the mean over seeds."""
+    """By variant: bits per token in each eighth of rows of the training length, the mean over seeds."""
     found = {name: [e for r in runs if (e := eighths(r))] for name, runs in _by_variant(results).items()}
     return {name: [_mean(one) for one in zip(*of_runs, strict=True)] for name, of_runs in found.items() if of_runs}
 
@@ -242,20 +244,20 @@ def by_case(results: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, floa
 
 
 def _by_variant(results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The runs that came to an end, by variant."""
+    """The runs that did not diverge, by variant."""
     ended = [r for r in results if r["diverged"] is None]
     return {name: [r for r in ended if r["variant"] == name] for name in dict.fromkeys(r["variant"] for r in ended)}
 
 
 def in_a_line(run: dict[str, Any]) -> str:
-    """What one run came to."""
+    """The result of one run in words."""
     metric, label, _ = METRIC[run["settings"]["task"]]
     return f"diverged, {run['diverged']}" if run["diverged"] else f"{run['final'][metric]:.3f} {label}"
 
 
 def eighths(run: dict[str, Any]) -> list[float] | None:
-    """Bits per token in each eighth of rows as long as those of training, where they were read."""
-    if not run.get("evaluation"):  # recall tasks have no text
+    """Bits per token in each eighth of rows of the training length; None if they were not evaluated."""
+    if not run.get("evaluation"):  # recall tasks read no text
         return None
     found = run["evaluation"].get(str(Settings(**run["settings"]).option("context")))
     return None if found is None else found["eighths"]
@@ -264,8 +266,8 @@ def eighths(run: dict[str, Any]) -> list[float] | None:
 def by_context(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """By variant and context: bits per byte over seeds.
 
-    `late` compares the last half of the rows with the same tokens read in rows of other lengths: positions 8k–16k of a
-    row of 16k are 1k–2k of rows of 2k, where the text is the same and only what came before it differs.
+    `late` compares the last half of the rows with the same tokens in rows of other lengths: positions 8k–16k of a row
+    of 16k are 1k–2k of rows of 2k. The text is the same, and only the context before it differs.
     """
     found: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(r["variant"] for r in results):
@@ -282,14 +284,14 @@ def by_context(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _late(runs: list[dict[str, Any]], context: int, short: int) -> Interval:
-    """Relative change of bits per token from reading with `short` rows to reading with rows of `context`, over tokens
-    that stand in the last half of both."""
+    """Relative change of bits per token from rows of `short` to rows of `context`, over the tokens in the last half of
+    both."""
     return Interval.of([_late_change(r["evaluation"], context, short) for r in runs])
 
 
 def _late_change(evaluation: dict[str, Any], context: int, short: int) -> float:
     if short < 2 * BLOCK:
-        return math.nan  # a block is no part of half a row
+        return math.nan  # half a row is shorter than a block
     long_blocks, short_blocks = evaluation[str(context)]["blocks"], evaluation[str(short)]["blocks"]
     chosen = [
         block
@@ -299,19 +301,20 @@ def _late_change(evaluation: dict[str, Any], context: int, short: int) -> float:
     return _mean(long_blocks[b] for b in chosen) / _mean(short_blocks[b] for b in chosen) - 1
 
 
-# --- table and picture -----------------------------------------------------------------------------------------------
+# --- tables ----------------------------------------------------------------------------------------------------------
 
 
-def table_of(rows: list[Row], grid: Any):
+def table_of(rows: list[Row], grid: Grid) -> Table:
     """A row for each variant, best first."""
     metric, label, _ = METRIC[grid.task]
     length = f"{grid.tokens:,} tokens" if grid.tokens else f"{grid.minutes:g} minutes"
-    table = report.new_table(
+    table = new_table(
         f"{grid.title}\n{label} after {length}",
-        f"±: 95 % over seeds. vs: to {grid.reference}, seed by seed\n+ better, - worse, ~ within noise, ? one seed\n"
-        "1st, 8th: bits per token in that eighth of a row\npeak: gradient norm after the warm-up, any seed",
+        *(metric, "±", "vs", "±", "", "1st", "8th", "peak", "runs"),
         text=["variant"],
-        numbers=[metric, "±", "vs", "±", "", "1st", "8th", "peak", "runs"],
+        caption=f"±: 95 % interval over seeds. vs: difference from {grid.reference}, seed by seed\n"
+        "+ better, - worse, ~ within noise, ? one seed\n1st, 8th: bits per token in that eighth of a row\n"
+        "peak: largest gradient norm after the warm-up, of all seeds",
     )
     for row in rows:
         table.add_row(
@@ -325,17 +328,17 @@ def table_of(rows: list[Row], grid: Any):
     return table
 
 
-def table_at_equal_seconds(rows: list[Row], grid: Any):
-    """The same rows at equal wall-clock; None where no speed is known, or the runs themselves have equal time."""
+def table_at_equal_seconds(rows: list[Row], grid: Grid) -> Table | None:
+    """The same rows at equal wall-clock; None if no speed is known, or the runs have equal time anyway."""
     known = [row for row in rows if not math.isnan(row.at_equal_seconds)]
     if grid.minutes or not known:
         return None
     metric, label, _ = METRIC[grid.task]
-    table = report.new_table(
+    table = new_table(
         f"{grid.title}\n{label} at equal wall-clock",
-        "in the time of the fastest: of slower ones from\ntheir curve, in the middle of their schedule",
+        *(metric, "±", "vs", "±", "", "tok/s"),
         text=["variant"],
-        numbers=[metric, "±", "vs", "±", "", "tok/s"],
+        caption="after the time of the fastest variant; slower ones are\nread from their curve, in mid-schedule",
     )
     for row in sorted(known, key=lambda row: -METRIC[grid.task][2] * row.at_equal_seconds):
         found = (
@@ -360,19 +363,19 @@ def _or_blank(form: str, value: float) -> str:
     return "" if math.isnan(value) else form.format(value)
 
 
-def remarks(rows: list[Row], results: list[dict[str, Any]], grid: Any) -> list[str]:
-    """What the table does not say: runs that diverged, spikes, unequal sizes."""
+def remarks(rows: list[Row], results: list[dict[str, Any]], grid: Grid) -> list[str]:
+    """Lines below the table: runs that diverged, spikes, unequal sizes."""
     said = [f"{r['variant']}, seed {r['seed']}: diverged, {r['diverged']}" for r in results if r["diverged"]]
     said += [f"{row.variant}: the loss spiked, in {row.spikes} hundredths of a run" for row in rows if row.spikes]
     for row in rows:
         lengths = {r["steps"] for r in results if r["variant"] == row.variant and not r["diverged"]}
         if len(lengths) > 1:
             said.append(
-                f"{row.variant}: its runs have {' and '.join(map(str, sorted(lengths)))} steps, not as many each"
+                f"{row.variant}: its runs have {' and '.join(map(str, sorted(lengths)))} steps, different numbers"
             )
     read = [row.tokens for row in rows if row.diverged < row.seeds]
     if read and grid.tokens is not None and max(read) > (1 + TOLERANCE) * min(read):
-        said.append(f"steps of unequal sizes: runs read {min(read):,} to {max(read):,} tokens, not as many each")
+        said.append(f"steps of unequal sizes: runs read {min(read):,} to {max(read):,} tokens")
     sizes = [row.parameters for row in rows]
     if max(sizes) > (1 + TOLERANCE) * min(sizes):
         said.append(f"models differ in size: {min(sizes):,} to {max(sizes):,} parameters")
@@ -382,102 +385,16 @@ def remarks(rows: list[Row], results: list[dict[str, Any]], grid: Any) -> list[s
     return said
 
 
-def remarks_on_speeds(spreads: dict[str, float], machines: set[str], without: list[str]) -> list[str]:
-    """How well speeds are known: of which variants not, the widest spread over the rounds that they were measured in,
-    and where."""
+def remarks_on_speeds(speeds: dict[str, Speed], without: list[str]) -> list[str]:
+    """How well speeds are known: variants without one, the widest spread over rounds, and different machines."""
     said = []
     if without:
-        said.append(f"not in this table, for want of a speed or of a validation so early: {', '.join(without)}")
-    if spreads:
+        said.append(f"not in this table, without a speed or a validation that early: {', '.join(without)}")
+    if spreads := {name: speed.spread for name, speed in speeds.items() if speed.spread is not None}:
         name = max(spreads, key=spreads.__getitem__)
         said.append(f"tok/s are medians: half of the rounds lie within {spreads[name]:.0%} of each other ({name})")
+    machines = {speed.machine for speed in speeds.values() if speed.machine is not None}
     if len(machines) > 1:
-        said.append(f"tok/s were measured on different machines, so equal s is a guess: {', '.join(sorted(machines))}")
+        found = ", ".join(sorted(machines))
+        said.append(f"tok/s were measured on different machines, so this table is an estimate: {found}")
     return said
-
-
-def draw(path: Path, rows: list[Row], results: list[dict[str, Any]], grid: Any) -> None:
-    """Means with intervals; validation against tokens; by position; by the length of the rows; recall by case."""
-    from matplotlib.figure import Figure
-
-    shown = [row for row in rows if not math.isnan(row.mean)]
-    contexts, parts, cases = by_context(results), by_eighth(results), by_case(results)
-    looks = {row.variant: {"color": f"C{i % 10}", "linestyle": STYLES[i // 10 % 3]} for i, row in enumerate(shown)}
-    panels = [
-        lambda axes: _draw_means(axes, shown, results, grid, looks),
-        lambda axes: _draw_curves(axes, shown, results, grid, looks),
-    ]
-    if parts:
-        panels.append(lambda axes: _draw_eighths(axes, parts, looks))
-    if any(len(values) > 1 for values in contexts.values()):
-        panels.append(lambda axes: _draw_contexts(axes, contexts, looks))
-    if cases:
-        panels.append(lambda axes: _draw_cases(axes, cases, looks))
-    figure = Figure(figsize=(5.2 * len(panels), max(4.5, 0.3 * len(shown) + 2)), layout="constrained")
-    figure.suptitle(grid.title, fontsize="medium")
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        panel(axes)
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=110)
-
-
-def _draw_means(axes: Axes, rows: list[Row], results, grid: Any, looks: dict[str, Any]) -> None:
-    metric, label, _ = METRIC[grid.task]
-    for height, row in enumerate(reversed(rows)):
-        half = 0 if math.isnan(row.interval) else row.interval
-        axes.errorbar(row.mean, height, xerr=half, fmt="o", color=looks[row.variant]["color"], capsize=3)
-        seeds = [r["final"][metric] for r in results if r["variant"] == row.variant and r["diverged"] is None]
-        axes.plot(seeds, [height] * len(seeds), "|", color="black", markersize=7)
-    axes.set_yticks(range(len(rows)), [row.variant for row in reversed(rows)], fontsize="small")
-    axes.set_xlabel(f"{label}: mean, 95 % interval, each seed")
-
-
-def _draw_curves(axes: Axes, rows: list[Row], results, grid: Any, looks: dict[str, Any]) -> None:
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    metric, label, _ = METRIC[grid.task]
-    for row in rows:
-        curves = [r["curve"] for r in results if r["variant"] == row.variant and r["diverged"] is None]
-        points = {p["tokens"] for curve in curves for p in curve if metric in p}
-        means = {t: _mean(p[metric] for curve in curves for p in curve if p["tokens"] == t) for t in sorted(points)}
-        axes.plot(means.keys(), means.values(), marker=".", label=row.variant, **looks[row.variant])
-    axes.set_xlabel("training tokens")
-    # see training_run.validation_batches
-    axes.set_ylabel(f"{label} on part of the validation text" if grid.task == "text" else f"{label} in validation")
-    axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(lambda tokens, _: report.count_text(tokens))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    # beside the curves where there are many, lest it cover one of them
-    place = {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if len(rows) > 6 else {}
-    axes.legend(fontsize="x-small", **place)
-
-
-def _draw_eighths(axes: Axes, parts: dict[str, list[float]], looks: dict[str, Any]) -> None:
-    for name in filter(parts.__contains__, looks):
-        axes.plot(range(1, len(parts[name]) + 1), parts[name], marker=".", **looks[name])
-    axes.set_xlabel("eighths of a row as long as in training")
-    axes.set_ylabel("bits per token")
-
-
-def _draw_contexts(axes: Axes, contexts: dict[str, Any], looks: dict[str, Any]) -> None:
-    lengths = sorted({int(length) for found in contexts.values() for length in found})
-    for number, name in enumerate(filter(contexts.__contains__, looks)):
-        found = {length: contexts[name][str(length)] for length in lengths if str(length) in contexts[name]}
-        halves = [0 if math.isnan(values["half"]) else values["half"] for values in found.values()]
-        means = [values["mean"] for values in found.values()]
-        aside = [length * 1.02 ** (number - len(contexts) / 2) for length in found]  # bars in one place hide each other
-        axes.errorbar(aside, means, yerr=halves, marker=".", capsize=3, **looks[name])
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-    axes.set_xlabel("rows of so many tokens (the same text)")
-    axes.set_ylabel("bits per byte")
-
-
-def _draw_cases(axes: Axes, cases: dict[str, Any], looks: dict[str, Any]) -> None:
-    for name in filter(cases.__contains__, looks):
-        means = [values["mean"] for values in cases[name].values()]
-        axes.plot(list(cases[name]), means, marker=".", **looks[name])
-    axes.tick_params(axis="x", labelsize="x-small")
-    axes.set_xlabel("length x pairs")
-    axes.set_ylabel("accuracy, mean over seeds")

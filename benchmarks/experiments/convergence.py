@@ -1,11 +1,13 @@
-"""How training converges with RoPE, with absolute positions and with none: curves of the runs of placement.yaml.
+"""Convergence of training with RoPE, with absolute positions and without positions: curves of the runs of
+placement.yaml.
 
     python -m benchmarks.ablation --grid benchmarks/grids/placement.yaml
     python -m benchmarks.convergence --runs results/ablation/placement
 
-RoFormer's third figure shows this for softmax attention and for the Performer. Here are softmax, linear attention with
-RoPE in the numerator, and that with a short convolution and a forget gate, each against sinusoids that are added to the
-embeddings and against no positions. A point is the mean training loss of a twentieth of the run.
+Figure 3 of RoFormer shows this for softmax attention and for the Performer. Here are softmax attention, linear
+attention with RoPE in the numerator, and the latter with a short convolution and a forget gate. Each is compared with
+sinusoids that are added to the embeddings, and with no positions. A point is the mean training loss of a twentieth of
+the run.
 """
 
 from __future__ import annotations
@@ -16,15 +18,22 @@ import math
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.table import Table
 
 from benchmarks.experiments.grid import read_grid
-from benchmarks.harness import report
+from benchmarks.harness.pictures import COLORS
+from benchmarks.harness.runner import Benchmark
+from linrope.utils.formatting import count_text
+from linrope.utils.terminal import new_table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 GRID = Path(__file__).parents[1] / "grids" / "placement.yaml"
 PANELS = {
@@ -54,7 +63,7 @@ class Loss:
 
 
 def curve_of(run: dict[str, Any]) -> list[tuple[int, float]]:
-    """(tokens, bits per byte) of a run; each of its recorded means is of as many steps, the last of what was left."""
+    """(tokens, bits per byte) of a run; its recorded means cover equal numbers of steps, the last one the rest."""
     losses = run["training"]["losses"]
     steps_each = math.ceil(run["steps"] / len(losses))
     weights = [min(steps_each, run["steps"] - i * steps_each) for i in range(len(losses))]
@@ -67,18 +76,18 @@ def curve_of(run: dict[str, Any]) -> list[tuple[int, float]]:
     return curve
 
 
-def curves(runs: list[dict[str, Any]]) -> dict[str, dict[str, list[Loss]]]:
-    """By attention and positions, of those that have finished runs. A run that diverged has no curve to average."""
+def curves(runs: list[dict[str, Any]]) -> list[Loss]:
+    """The curves of the finished runs, one after the other. A run that diverged has no curve to average."""
     by_variant = defaultdict(list)
     for run in runs:
         if run["diverged"] is None:
             by_variant[run["variant"]].append(curve_of(run))
-    found = defaultdict(dict)
-    for attention, variants in PANELS.items():
-        for positions, variant in variants.items():
-            if own := by_variant[variant]:
-                found[attention][positions] = [mean_of(attention, positions, points) for points in zip(*own)]
-    return found
+    return [
+        mean_of(attention, positions, points)
+        for attention, variants in PANELS.items()
+        for positions, variant in variants.items()
+        for points in zip(*by_variant[variant])
+    ]
 
 
 def mean_of(attention: str, positions: str, points: Sequence[tuple[int, float]]) -> Loss:
@@ -87,64 +96,87 @@ def mean_of(attention: str, positions: str, points: Sequence[tuple[int, float]])
     return Loss(attention, positions, len(bits), points[0][0], statistics.fmean(bits), min(bits), max(bits))
 
 
-def draw(path: Path, found: dict[str, dict[str, list[Loss]]]) -> None:
-    """A panel for each attention, a line for each kind of positions, and between its seeds a band."""
+def by_curve(losses: list[Loss]) -> dict[tuple[str, str], list[Loss]]:
+    """The points of each curve by attention and positions."""
+    found = defaultdict(list)
+    for loss in losses:
+        found[loss.attention, loss.positions].append(loss)
+    return found
+
+
+def gain_of_rope(lines: dict[tuple[str, str], list[Loss]]) -> dict[str, float]:
+    """By attention: the last loss with RoPE less that without positions, where both are known."""
+    ends = {curve: line[-1].mean for curve, line in lines.items()}
+    pairs = {attention: ((attention, "RoPE"), (attention, "none")) for attention in PANELS}
+    return {name: ends[rope] - ends[none] for name, (rope, none) in pairs.items() if {rope, none} <= ends.keys()}
+
+
+def figure_of(losses: list[Loss]) -> Figure:
+    """A panel for each attention, a line for each type of positions, and between its seeds a band."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4.4 * len(found), 4), layout="constrained")
-    colors = {positions: f"C{number}" for number, positions in enumerate(PANELS["linear"])}
-    for axes, (attention, lines) in zip(figure.subplots(1, len(found), sharey=True, squeeze=False)[0], found.items()):
-        for positions, line in lines.items():
-            tokens, color = [loss.tokens for loss in line], colors[positions]
+    lines = by_curve(losses)
+    panels = dict.fromkeys(attention for attention, _ in lines)
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    colors = dict(zip(PANELS["linear"], COLORS))
+    for axes, attention in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels):
+        for positions, color in colors.items():
+            line = lines.get((attention, positions), [])
+            tokens = [loss.tokens for loss in line]
             axes.plot(tokens, [loss.mean for loss in line], color=color, label=positions)
             axes.fill_between(tokens, [x.low for x in line], [x.high for x in line], color=color, alpha=0.2)
-        axes.set_title(attention, fontsize="medium")
+        axes.set_title(attention, fontsize=11)
         axes.set_xlabel("training tokens")
-        axes.xaxis.set_major_formatter(lambda tokens, _: report.count_text(tokens))
+        axes.xaxis.set_major_formatter(lambda tokens, _: count_text(tokens))
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("bits per byte in training")
-    figure.axes[0].legend()
-    figure.savefig(path, dpi=120)
+    figure.axes[-1].legend()
+    gains = [f"{attention} {gain:+.2f}" for attention, gain in gain_of_rope(lines).items()]
+    figure.suptitle(f"RoPE against no positions at the end, bits per byte:\n{'; '.join(gains)}", fontsize=12)
+    return figure
 
 
-def parse(args: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("benchmarks.convergence", description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--runs", type=Path, required=True, help="the folder of results of benchmarks/grids/placement.yaml")
-    add("--output", type=Path, help="folder for CSV, JSON and PNG (default: that of --runs)")
-    options = parser.parse_args(args)
-    options.output = options.output or options.runs
-    runs = [json.loads(file.read_text()) for file in sorted(options.runs.glob("runs/*.json"))]
-    for other in {run["measured"]["title"] for run in runs} - {read_grid(GRID).title}:
-        parser.error(f"--runs {options.runs}: holds results of {other!r}, whose variants mean something else")
-    options.found = curves(runs)
-    if not options.found:
-        parser.error(f"--runs {options.runs}: holds no finished run of {PANELS['linear']['RoPE']!r} or its likes")
-    report.make_folder(parser, options.output)
-    return options
+class Convergence(Benchmark):
+    name = "convergence"
+    point = Loss
+    output = ""
+
+    @classmethod
+    def add_options(cls, add: Callable[..., Any]) -> None:
+        add("--runs", type=Path, required=True, help="the results folder of benchmarks/grids/placement.yaml")
+        add("--output", type=Path, help="folder for CSV, JSON and PNG (default: that of --runs)")
+
+    @classmethod
+    def check(cls, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+        """`found` is added: the curves."""
+        options.output = options.output or options.runs
+        runs = [json.loads(file.read_text()) for file in sorted(options.runs.glob("runs/*.json"))]
+        for other in {run["measured"]["title"] for run in runs} - {read_grid(GRID).title}:
+            parser.error(f"--runs {options.runs}: holds results of {other!r}, which has other variants")
+        options.found = curves(runs)
+        if not options.found:
+            parser.error(f"--runs {options.runs}: holds no finished run of the variants of {GRID.name}")
+
+    def measure(self) -> None:
+        self.points = self.options.found
+
+    def table(self) -> Table:
+        table = new_table(
+            "Convergence by positions",
+            *("a quarter", "half", "the end", "seeds"),
+            text=["attention", "positions"],
+            caption="bits per byte in training, means over seeds",
+        )
+        for (attention, positions), line in by_curve(self.points).items():
+            marks = (line[max(0, len(line) * share // 4 - 1)].mean for share in (1, 2, 4))
+            table.add_row(attention, positions, *(f"{bits:.3f}" for bits in marks), str(line[0].seeds))
+        return table
+
+    def figures(self) -> dict[str, Callable]:
+        return {"": partial(figure_of, self.points)}
 
 
-def main(args: list[str] | None = None) -> int:
-    options = parse(args)
-    console = Console()
-    report.say_if_without_pictures(console)
-    table = report.new_table(
-        "Convergence by positions",
-        "bits per byte in training, means over seeds",
-        text=["attention", "positions"],
-        numbers=["a quarter", "half", "the end", "seeds"],
-    )
-    lines = [line for attention in options.found.values() for line in attention.values()]
-    for line in lines:
-        marks = (line[max(0, len(line) * share // 4 - 1)].mean for share in (1, 2, 4))
-        table.add_row(line[0].attention, line[0].positions, *(f"{bits:.3f}" for bits in marks), str(line[0].seeds))
-    report.show(console, table, [])
-    details = {**report.surroundings("cpu", "convergence", args), "interrupted": False}
-    losses = [loss for line in lines for loss in line]
-    return report.finish(
-        console, options.output, "convergence", losses, details, lambda path: draw(path, options.found)
-    )
-
+main = Convergence.main
 
 if __name__ == "__main__":
     sys.exit(main())

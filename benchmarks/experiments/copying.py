@@ -1,11 +1,11 @@
-"""How much less a trained model pays for text that it has just read: bits per byte of the first and the second reading.
+"""Copying: bits per byte of text that a trained model reads for the first and for the second time.
 
     python -m benchmarks.copying --model SOFTMAX --model LINEAR --output results
 
-A piece of held-out text stands twice in a row, or with --gap so many tokens apart, in which its text goes on. The
-later half of the piece is judged at both readings: the same tokens, the first time after the piece's earlier half, the
-second time after the whole piece, whose like token stands `length` tokens (and the gap) back. A model that copies pays
-next to nothing then; one that cannot, or that has forgotten by then, pays what it paid before.
+A piece of held-out text stands twice in a row; with --gap, that many tokens of the following text stand between. The
+later half of the piece is judged at both readings. The tokens are the same; at the second reading each stands `length`
+tokens (and the gap) after its first copy. A model that copies needs almost no bits then. A model that cannot copy, or
+has forgotten, needs as many as at the first reading.
 """
 
 from __future__ import annotations
@@ -15,15 +15,23 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
+from rich.table import Table
 
 from benchmarks.experiments.grid import held_out
-from benchmarks.harness import report
+from benchmarks.harness.options import read_byte_model
+from benchmarks.harness.pictures import COLORS, legend_by_end, length_ticks, new_axes
+from benchmarks.harness.runner import Benchmark
 from linrope import LanguageModel
+from linrope.utils.terminal import new_table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass
@@ -47,102 +55,98 @@ def measure(model: LanguageModel, texts: torch.Tensor, length: int) -> tuple[flo
     return bits[:, later].mean().item(), bits[:, texts.shape[1] :][:, later].mean().item()
 
 
-def measure_all(
-    models: dict[str, LanguageModel], lengths: list[int], gap: int, n_pieces: int, tick: Callable[[], None]
-) -> list[Copying]:
-    """Every model on the same pieces, spread over the held-out text; `tick` is called after each length."""
-    text = held_out()
-    texts = {}
+def texts_of(lengths: list[int], gap: int, n_pieces: int) -> dict[int, torch.Tensor]:
+    """By length: pieces with the gap after them, (n_pieces, length + gap), spread over the held-out text."""
+    text, texts = held_out(), {}
     for length in lengths:
         whole = length + gap
         starts = range(0, len(text) - whole, (len(text) - whole) // n_pieces)[:n_pieces]
         texts[length] = torch.stack([text.tokens(start, start + whole) for start in starts])
-    found = []
-    for name, model in models.items():
-        for length in lengths:
-            found.append(Copying(name, length, *measure(model, texts[length], length)))
-            tick()
-    return found
+    return texts
 
 
-def draw(path: Path, found: list[Copying], gap: int) -> None:
-    """A colour for each model: dashed at the first reading, whole at the second."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
+def figure_of(found: list[Copying], gap: int) -> Figure:
+    """A colour for each model: dashed at the first reading, solid at the second."""
+    best = min(found, key=lambda one: one.again / one.first)
+    saved = f"{best.model} saves {100 * (1 - best.again / best.first):.0f} % of a piece of {best.length:,}"
+    axes = new_axes(f"{title(gap)}: {saved}\n(first reading dashed, second solid)")
     for number, name in enumerate(dict.fromkeys(one.model for one in found)):
         own = [one for one in found if one.model == name]
         x, first, again = zip(*((one.length, one.first, one.again) for one in own))
-        axes.plot(x, first, color=f"C{number}", linestyle="--", marker="o", markersize=3)
-        axes.plot(x, again, color=f"C{number}", marker="o", label=name)
-    axes.set_xscale("log", base=2)
-    lengths = sorted({one.length for one in found})
-    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+        axes.plot(x, first, color=COLORS[number], linestyle="--", marker="o", markersize=3)
+        axes.plot(x, again, color=COLORS[number], marker="o", label=name)
+    length_ticks(axes, sorted({one.length for one in found}))
     distance = f", and {gap:,} more to its first reading" if gap else ", and distance to its first reading"
     axes.set_xlabel(f"length of the piece{distance} (tokens)")
     axes.set_ylabel("bits per byte")
     axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
-    figure.suptitle(f"{title(gap)}: first reading dashed, second whole", fontsize="medium")
-    figure.savefig(path, dpi=120)
+    legend_by_end(axes)
+    return axes.figure
 
 
 def title(gap: int) -> str:
     return f"Text that was read {gap:,} tokens ago" if gap else "Text that was just read"
 
 
-def parse(args: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("benchmarks.copying", description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--model", type=Path, action="append", required=True, help="a trained model's folder or checkpoint; repeatable")
-    add("--lengths", type=int, nargs="+", default=[32, 64, 128, 256, 512], help="tokens of a piece (32 … 512)")
-    add("--gap", type=int, default=0, help="tokens of other text between the two readings (default: 0)")
-    add("--pieces", type=int, default=64, help="pieces of held-out text of the built-in corpus (default: 64)")
-    add("--output", type=Path, default=Path("results"), help="folder for CSV, JSON and PNG (default: results)")
-    options = parser.parse_args(args)
-    report.check_positive(parser, options, "lengths", "pieces")
-    stems = [path.stem for path in options.model]
-    names = [path.stem if stems.count(path.stem) == 1 else str(path) for path in options.model]
-    options.trained = {name: report.read_byte_model(parser, path) for name, path in zip(names, options.model)}
-    available = len(held_out())
-    if options.gap < 0:
-        parser.error(f"--gap {options.gap}: must be 0 or more")
-    for length in options.lengths:
-        if length < 4:
-            parser.error(f"--lengths {length}: half a piece is judged; give 4 or more")
-        if length + options.gap + options.pieces > available:
-            with_gap = f" with --gap {options.gap}" if options.gap else ""
-            parser.error(
-                f"--lengths {length}{with_gap}: {options.pieces} pieces need more than the text's {available} tokens"
-            )
-    report.make_folder(parser, options.output)
-    return options
+class TextReadTwice(Benchmark):
+    name = "copying"
+    point = Copying
+    positive = ("lengths", "pieces")
+
+    @classmethod
+    def add_options(cls, add: Callable[..., Any]) -> None:
+        models = "a trained model: a folder of save_pretrained or a checkpoint; repeatable"
+        add("--model", type=Path, action="append", required=True, help=models)
+        add("--lengths", type=int, nargs="+", default=[32, 64, 128, 256, 512], help="tokens of a piece (32 … 512)")
+        add("--gap", type=int, default=0, help="tokens of other text between the two readings (default: 0)")
+        add("--pieces", type=int, default=64, help="pieces of held-out text of the built-in corpus (default: 64)")
+
+    @classmethod
+    def check(cls, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+        """`trained` is added: the models by name."""
+        stems = [path.stem for path in options.model]
+        names = [path.stem if stems.count(path.stem) == 1 else str(path) for path in options.model]
+        options.trained = {name: read_byte_model(parser, path) for name, path in zip(names, options.model)}
+        available = len(held_out())
+        if options.gap < 0:
+            parser.error(f"--gap {options.gap}: must be 0 or more")
+        for length in options.lengths:
+            if length < 4:
+                parser.error(f"--lengths {length}: must be 4 or more, because half a piece is judged")
+            if length + options.gap + options.pieces > available:
+                with_gap = f" with --gap {options.gap}" if options.gap else ""
+                needed = f"{options.pieces} pieces need more than the text's {available} tokens"
+                parser.error(f"--lengths {length}{with_gap}: {needed}")
+
+    def measure(self) -> None:
+        options = self.options
+        tick = self.progress("pieces", len(options.trained) * len(options.lengths))
+        texts = texts_of(options.lengths, options.gap, options.pieces)
+        for name, model in options.trained.items():
+            for length, pieces in texts.items():
+                self.points.append(Copying(name, length, *measure(model, pieces, length)))
+                tick(advance=1)
+
+    def details(self) -> dict[str, Any]:
+        return {"gap": self.options.gap}
+
+    def table(self) -> Table:
+        table = new_table(
+            title(self.options.gap),
+            *("length", "first", "again", "saved"),
+            text=["model"],
+            caption="bits per byte of the same text, at both readings",
+        )
+        for one in self.points:
+            saved = f"{100 * (1 - one.again / one.first):.0f} %"
+            table.add_row(one.model, str(one.length), f"{one.first:.3f}", f"{one.again:.3f}", saved)
+        return table
+
+    def figures(self) -> dict[str, Callable]:
+        return {"": partial(figure_of, self.points, self.options.gap)}
 
 
-def main(args: list[str] | None = None) -> int:
-    options = parse(args)
-    console = Console()
-    report.say_if_without_pictures(console)
-    with report.progress_bar(console) as bar:
-        task = bar.add_task("pieces", total=len(options.trained) * len(options.lengths))
-        sizes = options.lengths, options.gap, options.pieces
-        found = measure_all(options.trained, *sizes, lambda: bar.advance(task))
-    table = report.new_table(
-        title(options.gap), "bits per byte of the same text, at both readings", text=["model"],
-        numbers=["length", "first", "again", "saved"],
-    )  # fmt: skip
-    for one in found:
-        saved = f"{100 * (1 - one.again / one.first):.0f} %"
-        table.add_row(one.model, str(one.length), f"{one.first:.3f}", f"{one.again:.3f}", saved)
-    report.show(console, table, [])
-    details = {**report.surroundings("cpu", "copying", args), "interrupted": False}
-    details["gap"] = options.gap
-    return report.finish(
-        console, options.output, "copying", found, details, lambda path: draw(path, found, options.gap)
-    )
-
+main = TextReadTwice.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""How attention fades with distance: RoFormer's bound, and what a trained model's numerators really do.
+"""How attention fades with distance: RoFormer's bound, and the numerators of a trained model.
 
     python -m benchmarks.decay --model results/ablation/placement/runs/conv+numerator-seed0.model
 
@@ -12,25 +12,31 @@ decay too.
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 
 from benchmarks.experiments.grid import held_out
-from benchmarks.harness import report
+from benchmarks.harness.options import read_byte_model
+from benchmarks.harness.pictures import COLORS
+from benchmarks.harness.runner import Benchmark
 from linrope import LanguageModel, RotaryEmbedding
 from linrope.feature_maps import get_feature_map, skip_first
 from linrope.profiling.hooks import OperatorCall, operator_hook
 from linrope.rotary import frequencies, unit_rotations
+from linrope.utils.terminal import new_table
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 HEAD_DIM = 128
 """The d of RoFormer's figure."""
@@ -80,97 +86,109 @@ def mean_weights(
 
 
 @torch.no_grad()
-def measure(model: LanguageModel, longest: int, tick: Callable[[], None]) -> list[Weight]:
-    """The weights of every linear layer on text of the built-in corpus that the grids hold out."""
+def measure(model: LanguageModel, longest: int, found: list[Weight], tick: Callable[..., None]) -> None:
+    """Add to `found` the weights of every linear layer, on text of the built-in corpus that the grids hold out."""
     text = held_out().tokens(0, N_ROWS * 4 * longest)
-    found: list[Weight] = []
 
-    def watch(seen: OperatorCall) -> None:
-        rope, log_decay = seen.options["rope"], seen.options["log_decay"]
+    def observe(call: OperatorCall) -> None:
+        rope, log_decay = call.options["rope"], call.options["log_decay"]
         signed = 0 if rope is None else rope.signed_dim
-        phi = skip_first(get_feature_map(seen.options["feature_map"]), signed).forward
-        for curve, means in mean_weights(phi(seen.q), phi(seen.k), rope, log_decay, longest, signed).items():
-            found.extend(Weight(curve, seen.layer, distance, value) for distance, value in enumerate(means.tolist()))
-        tick()
+        phi = skip_first(get_feature_map(call.options["feature_map"]), signed).forward
+        for curve, means in mean_weights(phi(call.q), phi(call.k), rope, log_decay, longest, signed).items():
+            found.extend(Weight(curve, call.layer, distance, value) for distance, value in enumerate(means.tolist()))
+        tick(advance=1)
 
-    with operator_hook(model, watch):
+    with operator_hook(model, observe):
         model(text.view(N_ROWS, -1))
-    return found
 
 
-def draw(path: Path, weights: list[Weight], title: str) -> None:
-    """The bound on the left, then each layer's curves."""
+def figure_of(weights: list[Weight], title: str) -> Figure:
+    """A panel for the bound and one for each layer, two in a row."""
     from matplotlib.figure import Figure
 
     layers = sorted({w.layer for w in weights})
-    figure = Figure(figsize=(3.6 * len(layers), 4), layout="constrained")
-    for axes, layer in zip(figure.subplots(1, len(layers), squeeze=False)[0], layers):
-        own = [w for w in weights if w.layer == layer]
-        for curve in dict.fromkeys(w.curve for w in own):
-            axes.plot([w.value for w in own if w.curve == curve], label=curve, linewidth=1.2)
-        _dress(axes, "bound, d = 128" if layer < 0 else f"layer {layer + 1}, measured", layer)
-    if layers[-1] >= 0:
-        axes.legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1, 0.5))  # where it covers no curve
-    figure.suptitle(title, fontsize="medium")
-    figure.savefig(path, dpi=110)
-
-
-def _dress(axes: Axes, title: str, layer: int) -> None:
-    axes.set_title(title, fontsize="small")
-    axes.set_xlabel("distance (tokens)")
-    axes.set_ylabel("Σ |S_i| / (d/2)" if layer < 0 else "share of the plain weight at distance 0", fontsize="small")
-    if layer >= 0:
+    curves = dict.fromkeys(w.curve for w in weights)
+    colors = dict(zip(curves, COLORS))
+    n_rows = -(-len(layers) // 2)
+    figure = Figure(figsize=(9, 1 + 2.6 * n_rows), layout="constrained")
+    panels = figure.subplots(n_rows, min(2, len(layers)), squeeze=False).flat
+    for layer, axes in zip(layers, panels):
+        for curve in curves:
+            values = [w.value for w in weights if (w.layer, w.curve) == (layer, curve)]
+            if values:
+                axes.plot(values, color=colors[curve], label=curve, linewidth=1.2)
+        axes.set_title(f"bound, d = {HEAD_DIM}" if layer < 0 else f"layer {layer + 1}, measured", fontsize=10)
+        axes.set_xlabel("distance (tokens)")
+        axes.set_ylabel("Σ |S_i| / (d/2)" if layer < 0 else "relative weight")
         axes.axhline(0, color="black", linewidth=0.5)
-    axes.grid(alpha=0.3)
+        axes.grid(alpha=0.3)
+    for axes in list(panels):
+        axes.remove()
+    lines = {line.get_label(): line for axes in figure.axes for line in axes.get_lines()}
+    figure.legend([lines[curve] for curve in curves], list(curves), loc="outside lower center", ncols=len(curves))
+    figure.suptitle(title)
+    return figure
 
 
-def parse(args: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("benchmarks.decay", description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--model", type=Path, help="a trained model with linear layers: a folder of save_pretrained or a checkpoint")
-    add("--longest", type=int, default=256, help="longest distance (default: 256)")
-    add("--output", type=Path, default=Path("results"), help="folder for CSV, JSON and PNG (default: results)")
-    options = parser.parse_args(args)
-    report.check_positive(parser, options, "longest")
-    options.trained = None
-    if options.model:
-        options.trained = report.read_byte_model(parser, options.model)
+class Decay(Benchmark):
+    name = "decay"
+    point = Weight
+    positive = ("longest",)
+
+    @classmethod
+    def add_options(cls, add: Callable[..., Any]) -> None:
+        text = (
+            "a trained model with linear layers: a folder of save_pretrained or a checkpoint (default: the bound alone)"
+        )
+        add("--model", type=Path, help=text)
+        add("--longest", type=int, default=256, help="longest distance (default: 256)")
+
+    @classmethod
+    def check(cls, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+        """`trained` is added: the model, or None."""
+        options.trained = read_byte_model(parser, options.model) if options.model else None
+        if options.trained is None:
+            return
         if "linear" not in options.trained.config.attention_types:
             parser.error(f"--model {options.model}: none of its layers is linear, so it has no numerators to measure")
         available = len(held_out()) // (4 * N_ROWS)
         if options.longest > available:
-            parser.error(f"--longest {options.longest}: the text has rows for distances up to {available}; give less")
-    report.make_folder(parser, options.output)
-    return options
+            parser.error(f"--longest {options.longest}: the text allows distances up to {available}")
+
+    @property
+    def title(self) -> str:
+        model = f": {self.options.model.stem}" if self.options.model else ""
+        return f"How attention fades with distance{model}"
+
+    def measure(self) -> None:
+        distances = torch.arange(self.options.longest + 1)
+        self.points += [Weight("bound", -1, d, value) for d, value in enumerate(bound(distances).tolist())]
+        if (model := self.options.trained) is not None:
+            tick = self.progress("layers", model.config.attention_types.count("linear"))
+            measure(model, self.options.longest, self.points, tick)
+
+    def table(self) -> Table:
+        shown = [d for d in (0, 1, 4, 16, 64, 256) if d <= self.options.longest]
+        caption = "as a share of the plain weight at distance 0"
+        table = new_table(self.title, "layer", *map(str, shown), text=["curve"], caption=caption)
+        for curve, layer in dict.fromkeys((w.curve, w.layer) for w in self.points):
+            values = {w.distance: w.value for w in self.points if (w.curve, w.layer) == (curve, layer)}
+            table.add_row(curve, "" if layer < 0 else str(layer + 1), *(f"{values[d]:.3f}" for d in shown))
+        return table
+
+    def figures(self) -> dict[str, Callable]:
+        """The message: the weight at a distance of 64, or at the longest."""
+        at = min(64, self.options.longest)
+        left = defaultdict(list)
+        for weight in self.points:
+            if weight.distance == at and weight.curve in ("|rotated|", "rotated × decay"):
+                left[weight.curve].append(weight.value)
+        said = ", ".join(f"{curve} {100 * statistics.fmean(values):.0f} %" for curve, values in left.items())
+        message = f":\nrelative weight at a distance of {at} tokens, mean of the layers: {said}" if said else ""
+        return {"": partial(figure_of, self.points, f"{self.title}{message}")}
 
 
-def main(args: list[str] | None = None) -> int:
-    options = parse(args)
-    console = Console()
-    report.say_if_without_pictures(console)
-    distances = torch.arange(options.longest + 1)
-    weights = [Weight("bound", -1, d, value) for d, value in enumerate(bound(distances).tolist())]
-    title = "How attention fades with distance"
-    interrupted = False
-    if options.trained is not None:
-        title += f": {options.trained.config.feature_map}, {options.model.name}"
-        with report.progress_bar(console) as bar:
-            task = bar.add_task("layers", total=options.trained.config.attention_types.count("linear"))
-            try:
-                weights += measure(options.trained, options.longest, lambda: bar.advance(task))
-            except KeyboardInterrupt:
-                interrupted = True
-    table = report.new_table(title, "as a share of the plain weight at distance 0", text=["curve"], numbers=["layer"])
-    shown = [d for d in (0, 1, 4, 16, 64, 256) if d <= options.longest]
-    for distance in shown:
-        table.add_column(str(distance), justify="right")
-    for curve, layer in dict.fromkeys((w.curve, w.layer) for w in weights):
-        values = {w.distance: w.value for w in weights if (w.curve, w.layer) == (curve, layer)}
-        table.add_row(curve, "" if layer < 0 else str(layer + 1), *(f"{values[d]:.3f}" for d in shown))
-    report.show(console, table, [])
-    details = {**report.surroundings("cpu", "decay", args), "interrupted": interrupted}
-    return report.finish(console, options.output, "decay", weights, details, lambda path: draw(path, weights, title))
-
+main = Decay.main
 
 if __name__ == "__main__":
     sys.exit(main())

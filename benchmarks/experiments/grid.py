@@ -1,17 +1,17 @@
-"""Grids of training runs: a YAML file with what all runs share, the variants, and the seeds.
+"""Grids of training runs: a YAML file with the options that all runs share, the variants, and the seeds.
 
     title: Where the rotation stands
-    tokens: 1_000_000               # of each run; or minutes: 10, at each variant's own speed
+    tokens: 1_000_000               # of each run; or minutes: 10, at the variant's speed
     seeds: [0, 1, 2]
-    reference: numerator            # what the others are compared with
+    reference: numerator            # the others are compared with it
     model: {d_model: 128, short_conv: 4}                    # the sections of `linrope fit`
     data: {context: 512, batch_size: 4}
     optimizer: {lr: 1.0e-2, warmup_steps: 50}
     variants:
       numerator: {}
-      none: {model.rope: null}      # what differs, by its path
+      none: {model.rope: null}      # the options that differ, by path
 
-Everything is checked before anything runs: a mistake in the last variant costs no hour.
+Everything is checked before anything runs, also the last variant.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ SECTIONS = ("model", "data", "optimizer")
 DATA_MODULES = {"text": TextDataModule, "mqar": MQARDataModule}
 """By task."""
 BLOCK, EIGHTHS = 256, 8
-"""Losses are kept by blocks of so many tokens of a text, and by parts of a row, so many."""
+"""Losses are kept by blocks of BLOCK tokens of the text, and by EIGHTHS parts of a row."""
 HELD_OUT = (0.95, 0.05, 0.0)
 """The `data.fractions` of the shipped grids. (Three fifths of the default's validation text are one file of prose.)"""
 SPEED_TOKENS = 8192
-"""Tokens of a step whose time is measured, at most: the speed at which long rows are trained needs one row."""
+"""Tokens of a step whose time is measured, at most; for long rows one row is enough."""
 TOLERANCE = 0.02
-"""Models count as equally large when their numbers of parameters differ by no more than this share."""
+"""Models have equal size if their numbers of parameters differ by this share at most."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is measured of a trained model besides its validation."""
+    """What is measured of a trained model beside its validation."""
 
     contexts: list[int] = field(default_factory=list)
-    """The same text is read in rows of each of these lengths, the model starting anew at each row."""
+    """Lengths of rows in which the same text is evaluated; each row starts from an empty state."""
     tokens: int = 262_144
-    """How much of the validation split that text is, from its beginning."""
+    """Tokens of this text, from the start of the validation split."""
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
@@ -78,14 +78,14 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Grid:
-    """A grid as its file has it; `variants` maps names to what differs."""
+    """A grid as in its file; `variants` maps names to the options that differ."""
 
     title: str
     variants: dict[str, Any]
     reference: str
     seeds: list[int]
     more_seeds: dict[str, list[int]] = field(default_factory=dict)
-    """Further seeds of some variants, for a difference as small as that between seeds."""
+    """Further seeds of some variants, for small differences."""
     tokens: int | None = None
     minutes: float | None = None
     task: str = "text"
@@ -94,11 +94,11 @@ class Grid:
     optimizer: dict[str, Any] = field(default_factory=dict)
     evaluate: Evaluation = field(default_factory=Evaluation)
     validations: int = 8
-    """How often a run is validated, for the curves."""
+    """Validations during a run, for the curves."""
     validation_tokens: int = 163_840
-    """How much of the validation split is read at the end; a quarter of it for the curves."""
+    """Tokens of the validation split that are read at the end; a quarter of them for the curves."""
     match_parameters: bool = True
-    """Widen or narrow the MLPs of variants, so that all models are as large as the reference."""
+    """Change the width of the variants' MLPs so that all models have the reference's number of parameters."""
 
     def __post_init__(self) -> None:
         require_choice("task", self.task, DATA_MODULES)
@@ -126,13 +126,14 @@ class Grid:
 
     @property
     def measured(self) -> dict[str, Any]:
-        """What of the grid decides its results, besides the settings of each variant."""
+        """The grid's options that decide its results, beside the settings of each variant."""
         names = ("title", "tokens", "minutes", "validations", "validation_tokens")
         return {**{name: getattr(self, name) for name in names}, "evaluate": asdict(self.evaluate)}
 
     @property
     def runs(self) -> list[tuple[str, int]]:
-        """Every (variant, seed), seed by seed: an interrupted grid has whole seeds. Further seeds come last."""
+        """Every (variant, seed), seed by seed, so that an interrupted grid has complete seeds. Further seeds come
+        last."""
         more = sorted((seed, variant) for variant, seeds in self.more_seeds.items() for seed in seeds)
         runs = [(variant, seed) for seed in self.seeds for variant in self.variants]
         return runs + [(variant, seed) for seed, variant in more]
@@ -140,7 +141,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Settings:
-    """All that decides one variant's runs, but for the seed and the number of steps."""
+    """The options that decide one variant's runs, beside the seed and the number of steps."""
 
     task: str
     model: dict[str, Any]
@@ -157,19 +158,19 @@ class Settings:
 
     @property
     def plan(self) -> TrainingPlan:
-        """Which rows each step has; one without a curriculum, of rows of text or not, has a single stage."""
+        """The rows of each step; without a curriculum there is a single stage."""
         if self.task == "text":
             return TextDataModule(**self.data).plan_for(batches_per_step=1)
         return TrainingPlan([CurriculumStage(1, self.option("tokens_per_batch"), batch_size=1)])
 
     def option(self, name: str) -> Any:
-        """An option of the data, given or by default."""
+        """An option of the data: the given value, or the default."""
         parameters = inspect.signature(DATA_MODULES[self.task]).parameters
         return self.data.get(name, parameters[name].default)
 
     @property
     def longest_row(self) -> int:
-        """Tokens of the longest row that is trained on."""
+        """Tokens of the longest training row."""
         if self.task == "mqar":
             return max(length for length, _, _ in self.option("stages"))
         return max(stage.seq_len for stage in self.plan.stages)
@@ -181,11 +182,11 @@ class Settings:
 
     @property
     def fingerprint(self) -> str:
-        """The same for the same settings, whatever else changed."""
+        """A hash of the settings."""
         return _hash(asdict(self))
 
     def speed_key(self, device: str) -> str:
-        """The same for the same training step on the same kind of device: a learning rate takes no time."""
+        """A hash of what decides the time of a training step: the model, the rows, the type of the device."""
         return _hash([self.task, self.model, self.timed_rows, self.longest_row, device])
 
 
@@ -197,7 +198,7 @@ def read_grid(path: Path) -> Grid:
     """The grid in a YAML file.
 
     Raises:
-        InputError: no such file, no YAML, an option that a grid does not have or that does not fit the others.
+        InputError: no such file, no valid YAML, an unknown option, or options that exclude each other.
     """
     try:
         values = yaml.load(path.read_text(), _Loader)
@@ -206,7 +207,7 @@ def read_grid(path: Path) -> Grid:
         raise InputError(
             f"--grid {path}: cannot be read ({error.strerror}). benchmarks/grids has {', '.join(shipped)}."
         ) from error
-    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # a date that is none, not UTF-8, …
+    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # an impossible date, not UTF-8, …
         raise InputError(f"--grid {path} is no YAML: {error}") from error
     if not isinstance(values, dict):
         raise InputError(f"--grid {path} must be a set of options, as benchmarks/grid.py describes.")
@@ -217,7 +218,7 @@ def read_grid(path: Path) -> Grid:
 
 
 class _Loader(yaml.SafeLoader):
-    """One that says where a name is there twice, of which YAML keeps the last: a variant would be lost."""
+    """Raises an error for a name that stands twice; YAML would keep the last, and lose a variant."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -238,13 +239,13 @@ def settings_of(grid: Grid) -> dict[str, Settings]:
     """The settings of every variant, checked, with models of equal size.
 
     Raises:
-        InputError: an option that does not exist or does not fit, named with its variant.
+        InputError: an unknown or impossible option; the message names the variant.
     """
     settings = {}
     for name, changes in grid.variants.items():
         try:
             settings[name] = _variant(grid, {} if changes is None else changes)
-        # of the others a value too large for PyTorch or a float, or one that nobody foresaw
+        # the others: values too large for PyTorch or a float, and unforeseen errors
         except (InputError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
             raise InputError(f"variant {name!r}: {str(error).splitlines()[0]}") from error
     _check_same_text(settings)
@@ -270,7 +271,7 @@ def _variant(grid: Grid, changes: dict[str, Any]) -> Settings:
     check_types(settings.optimizer, OptimizerConfig, "optimizer.")
     OptimizerConfig(**settings.optimizer)
     check_types(settings.model, LanguageModelConfig, "model.")
-    settings.model_config  # noqa: B018  it names an unknown option, and the nearest right one
+    settings.model_config  # noqa: B018  it raises an error that names unknown options
     data_module(**settings.data)
     if grid.tokens is not None and grid.tokens < (tokens := settings.plan.tokens_at(1)):
         raise InputError(f"tokens={grid.tokens} is less than one step has, {tokens}.")
@@ -278,20 +279,20 @@ def _variant(grid: Grid, changes: dict[str, Any]) -> Settings:
         _check_curriculum(grid, settings)
     _check_text(grid, settings) if grid.task == "text" else _check_recall(grid, settings)
     with torch.device("meta"):
-        model = LanguageModel(settings.model_config)  # layers check more than the configuration can
+        model = LanguageModel(settings.model_config)  # layers check more than the configuration
     if settings.data.get("contiguous"):
         require_carried_state(model, "data.contiguous=True")
     return settings
 
 
 def longest_context(settings: Iterable[Settings]) -> int | None:
-    """The longest `data.context` of variants that read text: all are validated on windows of so many tokens, each in
-    rows of its own."""
+    """The longest `data.context` of variants that read text. All are validated on windows of this length, cut into
+    their own rows."""
     return max((own.option("context") for own in settings if own.task == "text"), default=None)
 
 
 def _check_same_text(settings: dict[str, Settings]) -> None:
-    """Raise InputError unless the windows of the longest rows can be cut into those of every variant."""
+    """Raise InputError unless windows of the longest rows can be cut into the rows of every variant."""
     longest = longest_context(settings.values())
     for name, own in settings.items():
         if longest is not None and longest % own.option("context"):
@@ -302,11 +303,11 @@ def _check_same_text(settings: dict[str, Settings]) -> None:
 
 
 def _check_curriculum(grid: Grid, settings: Settings) -> None:
-    """Raise InputError where a run's length does not follow from tokens, or is too short for all stages."""
+    """Raise InputError if the grid gives minutes, or too few tokens for all stages."""
     if grid.tokens is None:
         raise InputError(
-            "data.curriculum has steps of different speeds, so what a run reads in so many minutes is not known: give "
-            "the grid tokens instead of minutes, or leave it out."
+            "data.curriculum has steps of different speeds, so the tokens of a run with a given time are unknown: give "
+            "the grid tokens instead of minutes, or remove the curriculum."
         )
     planned, steps = settings.plan, n_steps(grid, settings)
     if steps < planned.n_steps:
@@ -317,14 +318,14 @@ def _check_curriculum(grid: Grid, settings: Settings) -> None:
 
 
 def _check_text(grid: Grid, settings: Settings) -> None:
-    """Raise InputError unless the model reads bytes and there is as much validation text as is to be read."""
+    """Raise InputError unless the model reads bytes and the text is long enough."""
     if settings.model_config.vocab_size < VOCAB_SIZE:
         raise InputError(
             f"model.vocab_size={settings.model_config.vocab_size} must be {VOCAB_SIZE} or more, for bytes."
         )
     if not isinstance(_opened(settings).tokenizer, ByteTokenizer):
         raise InputError(
-            f"data.path={settings.option('path')!r} holds tokens that are no bytes, and a grid measures bits per byte "
+            f"data.path={settings.option('path')!r} holds tokens that are not bytes, and a grid measures bits per byte "
             "of text: give text files."
         )
     trained_on, available = (len(splits_of(settings)[split]) for split in ("train", "val"))
@@ -346,7 +347,7 @@ def _check_text(grid: Grid, settings: Settings) -> None:
 
 @cache
 def held_out() -> Corpus:
-    """The text that the grids for text in benchmarks/grids are validated on, none of which they train on."""
+    """The validation text of the grids in benchmarks/grids that read text."""
     return open_text(None, HELD_OUT).corpora["val"]
 
 
@@ -364,19 +365,17 @@ _open_text = cache(open_text)
 
 
 def text_fingerprint(settings: Settings) -> str | None:
-    """The same for the same files in the same splits; None where the task makes its own rows."""
+    """A hash of the text and its splits; None if the task makes its own rows."""
     if settings.task != "text":
         return None
     return _hash({name: corpus.fingerprint() for name, corpus in splits_of(settings).items()})
 
 
 def _check_recall(grid: Grid, settings: Settings) -> None:
-    """Raise InputError unless the model knows the task's tokens."""
+    """Raise InputError unless the model's vocabulary has the task's tokens."""
     MQARDataModule(**settings.data).require_vocabulary(settings.model_config.vocab_size)
     if grid.evaluate.contexts:
-        raise InputError(
-            f"evaluate.contexts={grid.evaluate.contexts} are rows of text: leave them out of recall tasks."
-        )
+        raise InputError(f"evaluate.contexts={grid.evaluate.contexts} are rows of text: remove them from recall tasks.")
 
 
 def _set(sections: dict[str, Any], path: str, value: Any) -> None:
@@ -393,16 +392,16 @@ def _set(sections: dict[str, Any], path: str, value: Any) -> None:
 
 
 def n_parameters(settings: Settings) -> int:
-    """How many parameters the model has, without making them."""
+    """The model's number of parameters, counted without memory for them."""
     with torch.device("meta"):
         return LanguageModel(settings.model_config).n_parameters
 
 
 def _matched(name: str, settings: Settings, size: int) -> Settings:
-    """The settings with the width of the MLPs at which the model has `size` parameters, as nearly as a width can."""
+    """The settings with the width of the MLPs at which the model has nearly `size` parameters."""
     own = n_parameters(settings)
     if abs(own - size) <= TOLERANCE / 4 * size:
-        return settings  # a temperature or an odd number of heads is no reason for odd widths
+        return settings  # small differences, such as a temperature, do not need odd widths
     width = settings.model_config.mlp_width
 
     def at(new_width: int) -> Settings:
@@ -419,8 +418,8 @@ def _matched(name: str, settings: Settings, size: int) -> Settings:
 
 
 def n_steps(grid: Grid, settings: Settings, tokens_per_second: float | None = None) -> int:
-    """Optimizer steps of a run: by tokens, or by the time they take at that speed; a multiple of its validations, so
-    that the last comes at the end."""
+    """Optimizer steps of a run, by its tokens, or by its minutes at that speed. They are a multiple of the validations,
+    so that the last validation is at the end."""
     tokens = grid.tokens if grid.tokens is not None else grid.minutes * 60 * tokens_per_second
     steps = max(1, settings.plan.steps_within(tokens))
     return steps - steps % grid.validations if steps >= grid.validations else steps

@@ -1,8 +1,8 @@
 """One training run of a grid, in a process of its own: `python -m benchmarks.training_run SPEC.json`.
 
-It trains as `linrope fit` does, keeps a checkpoint beside its result so that an interrupted run goes on where it was
-(Ctrl-C and SIGTERM finish the step and save), prints a line of JSON for each few steps (the parent's progress bar reads
-them), and writes SPEC's `result`.
+It trains as `linrope fit` does. A checkpoint beside the result lets an interrupted run continue: Ctrl-C and SIGTERM
+finish the step and save. It prints a line of JSON every few steps, for the parent's progress bar, and writes SPEC's
+`result`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.experiments.grid import BLOCK, EIGHTHS, Evaluation, Settings
+from benchmarks.harness.trainer import quiet_trainer
 from linrope import LanguageModel, linear_attention
 from linrope.cli.training import quiet_lightning
 from linrope.data.batches.windows import EvaluationWindows
@@ -48,7 +49,7 @@ UNFINISHED = ".unfinished"
 
 @dataclass
 class Recorder(Callback):
-    """What happens in a run, as plain values that go into its checkpoints.
+    """Records a run as plain values, which its checkpoints contain.
 
     Attributes:
         losses, grad_norms: of every step, in nats per token and before clipping.
@@ -86,7 +87,9 @@ class Recorder(Callback):
         if now - self._said > SAY_EVERY_SECONDS or trainer.global_step == trainer.max_steps:
             self._said = now
             say(step=trainer.global_step, of=trainer.max_steps, loss=self.losses[-1])
-        validates = trainer.global_step % trainer.val_check_interval == 0  # which a resumed run would not do again
+        validates = (
+            trainer.global_step % trainer.val_check_interval == 0
+        )  # a resumed run would not repeat this validation
         if now - self._saved > SAVE_EVERY_SECONDS and not validates:
             self._save(trainer)
 
@@ -108,7 +111,7 @@ def say(**values: Any) -> None:
 
 
 class PiecesOfWindows(Dataset[dict[str, Tensor]]):
-    """Windows, each cut into rows of `context` tokens."""
+    """Windows cut into rows of `context` tokens."""
 
     def __init__(self, windows: EvaluationWindows, context: int) -> None:
         self.windows, self.context = windows, context
@@ -124,8 +127,9 @@ class PiecesOfWindows(Dataset[dict[str, Tensor]]):
 
 
 class GridText(TextDataModule):
-    """Text as users train on it, but validated on windows of a grid's longest rows, one a batch, cut into the variant's
-    own: which windows come first depends on their length, and all variants are to be judged on the same text."""
+    """Text as in `linrope fit`, but validated on windows of the grid's longest rows, one a batch, cut into the
+    variant's own rows. The order of windows depends on their length, and all variants must be validated on the same
+    text."""
 
     def __init__(self, longest_context: int, **options: Any) -> None:
         super().__init__(**options)
@@ -150,24 +154,19 @@ def run(
     longest_context: int | None = None,
     device: str = "cpu",
 ) -> dict:
-    """Train once, and say all that is to be known of it.
+    """Train once, and return the result.
 
     Args:
-        options: `validations` and `validation_tokens`, as a Grid has them.
-        stem: where checkpoints and weights go, without an ending.
-        longest_context: of the grid's variants that read text; None for this variant's own.
+        options: `validations` and `validation_tokens` of the grid.
+        stem: the path of checkpoints and weights, without an ending.
+        longest_context: of all variants that read text; None for this variant's context.
         device: cpu or cuda.
     """
     seed_everything(seed, verbose=False)
-    optimizer_config = OptimizerConfig(**settings.optimizer)
     if settings.task == "text":
         longest_context = longest_context or settings.option("context")
-        module = LanguageModelingModule(settings.model_config, optimizer_config, seed=seed)
-        data = GridText(longest_context, **settings.data, seed=seed)
-    else:
-        module = RecallModule(settings.model_config, optimizer_config, seed=seed)
-        data = MQARDataModule(**settings.data, seed=seed)
-    # named for all that decides the run: what was begun with other options is not gone on with
+    module, data = module_and_data(settings, seed, longest_context)
+    # its name holds all that decides the run, so that a run with other options does not continue from it
     decides = (settings.fingerprint, steps, options["validations"], options["validation_tokens"], longest_context)
     recorder = Recorder(stem.with_name(f"{stem.name}.{'-'.join(map(str, decides))}{UNFINISHED}"))
     checkpoint = recorder.folder / "last.ckpt"
@@ -199,29 +198,35 @@ def run(
         if not all(map(math.isfinite, result["final"].values())):
             result["diverged"] = f"val_loss is {result['final']['loss']} after the last step"
         if settings.task == "text":
-            model = module.model.to(device).eval()  # the trainer has left it on the CPU
+            model = module.model.to(device).eval()  # the trainer moved it to the CPU
             result["evaluation"] = evaluate_text(model, data, evaluation)
             result["smallest_denominator"] = smallest_denominator(model, data)
         module.model.save_pretrained(stem.with_name(stem.name + ".model"))
     return result
 
 
+def module_and_data(
+    settings: Settings, seed: int, longest_context: int | None
+) -> tuple[LanguageModelingModule, TextDataModule | MQARDataModule]:
+    optimizer_config = OptimizerConfig(**settings.optimizer)
+    if settings.task == "text":
+        module = LanguageModelingModule(settings.model_config, optimizer_config, seed=seed)
+        return module, GridText(longest_context, **settings.data, seed=seed)
+    module = RecallModule(settings.model_config, optimizer_config, seed=seed)
+    return module, MQARDataModule(**settings.data, seed=seed)
+
+
 def validation_batches(task: str, tokens: int, window: int | None) -> tuple[int, int] | tuple[float, float]:
-    """`limit_val_batches` for the curves, which see a quarter, and for the end: whole windows of so many tokens. Recall
-    tasks are always measured on all of their rows, which are few."""
+    """`limit_val_batches` for the curves, which read a quarter of the tokens, and for the end; in whole windows. Recall
+    tasks read all of their rows, which are few."""
     return (1.0, 1.0) if task != "text" else (max(1, tokens // 4 // window), max(1, tokens // window))
 
 
 def _trainer(device: str, steps: int, validation_batches: float, every: int, callbacks: list[Callback]) -> Trainer:
-    return Trainer(
-        max_steps=steps,
-        accelerator="gpu" if device == "cuda" else "cpu",
-        devices=1,
-        callbacks=callbacks,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    return quiet_trainer(
+        steps,
+        callbacks,
+        device,
         limit_val_batches=validation_batches,
         val_check_interval=every,
         check_val_every_n_epoch=None,
@@ -230,7 +235,7 @@ def _trainer(device: str, steps: int, validation_batches: float, every: int, cal
 
 
 def training_summary(recorder: Recorder, settings: Settings) -> dict[str, Any]:
-    """The losses of training in at most a hundred means, and what gradients and losses did after the warm-up."""
+    """The training losses in at most a hundred means, and the gradient norms after the warm-up."""
     losses, norms = recorder.losses, recorder.grad_norms
     per_mean = max(1, math.ceil(len(losses) / 100))
     warm = min(OptimizerConfig(**settings.optimizer).warmup_steps, max(0, len(norms) - 1))
@@ -243,12 +248,12 @@ def training_summary(recorder: Recorder, settings: Settings) -> dict[str, Any]:
     }
 
 
-# --- what a trained model does with text -----------------------------------------------------------------------------
+# --- evaluation of a trained model on text ---------------------------------------------------------------------------
 
 
 def evaluate_text(model: LanguageModel, data: TextDataModule, evaluation: Evaluation) -> dict[str, Any]:
     """Bits per byte of the same text in rows of each length; bits per token by eighths of a row, over all rows, and by
-    blocks in the text's order."""
+    blocks of the text in order."""
     corpus: Corpus = data.corpora["val"]
     found = {}
     for context in evaluation.contexts:
@@ -274,15 +279,15 @@ def smallest_denominator(model: LanguageModel, data: TextDataModule) -> float | 
     device = next(model.parameters()).device
     rows, smallest = data.corpora["val"].tokens(0, data.context)[None].to(device), []
 
-    def watch(seen: OperatorCall) -> None:
-        rope, normalize = seen.options["rope"], seen.options["normalize"]
+    def observe(call: OperatorCall) -> None:
+        rope, normalize = call.options["rope"], call.options["normalize"]
         if normalize != "none":
             signed, turned = 0 if rope is None else rope.signed_dim, rope if normalize == "rotary" else None
-            positive = seen.q[..., signed:], seen.k[..., signed:], torch.ones_like(seen.v[..., :1])
-            options = {**seen.options, "rope": turned, "normalize": "none"}
+            positive = call.q[..., signed:], call.k[..., signed:], torch.ones_like(call.v[..., :1])
+            options = {**call.options, "rope": turned, "normalize": "none"}
             smallest.append(linear_attention(*positive, **options).abs().min().item())
 
-    with operator_hook(model, watch):
+    with operator_hook(model, observe):
         model(rows)
     return min(smallest, default=None)
 
@@ -291,7 +296,7 @@ def smallest_denominator(model: LanguageModel, data: TextDataModule) -> float | 
 
 
 def main(spec_path: str) -> None:
-    """Run what the file says, and put its result in place as a whole."""
+    """Run the file's specification, and write its result as a whole."""
     spec = json.loads(Path(spec_path).read_text())
     identity, target = spec["identity"], Path(spec["result"])
     settings, measured = Settings(**identity["settings"]), identity["measured"]
@@ -308,5 +313,5 @@ def main(spec_path: str) -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv[1])
-    except (Interrupted, KeyboardInterrupt, SystemExit):  # Lightning turns signals into exits, which look like success
+    except (Interrupted, KeyboardInterrupt, SystemExit):  # Lightning makes signals exits, which look like success
         sys.exit(INTERRUPTED)

@@ -1,8 +1,8 @@
 """Peak memory of one call.
 
-On a GPU the allocator keeps count. On a CPU every point is measured in a process of its own: its peak resident size
-less what was resident just before the call, when the inputs already existed. There the data a process may hold is
-limited, so that running out is an error in it rather than the end of some process that the kernel chooses.
+On a GPU the allocator counts. On a CPU every point is measured in a process of its own: its peak resident size minus
+that just before the call, when the inputs exist already. The data of that process is limited, so that it gets
+an error when memory runs out; otherwise the kernel would kill some process.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from benchmarks.speed.methods import Inputs, Method, Setting
 from linrope.ops.torch_kernel.memory import give_back
 
 WARM_UP = 128
-"""Length of the call that comes first, for what a process has once and keeps: threads, code pages, workspaces."""
+"""Length of the first call, which makes what a process keeps: threads, code pages, workspaces."""
 
 
 class OutOfMemory(Exception):
-    """There was not memory enough."""
+    """There was not enough memory."""
 
 
 class Failed(Exception):
-    """A process of its own ended otherwise than well."""
+    """A new process failed."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Peak:
     """Memory and time of one call.
 
     Attributes:
-        extra: peak bytes beyond what was there before the call (in decoding: before its past was made).
+        extra: peak bytes beyond those before the call (in decoding: before its state or cache was made).
         process: peak bytes of the whole process; on a GPU, of its allocator.
-        seconds: of this one call, the first at this size: memory is touched for the first time.
+        seconds: of this one call, the first at this size, which also touches its memory for the first time.
     """
 
     extra: int
@@ -53,7 +53,7 @@ class Peak:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out, in one of the ways PyTorch says it."""
+    """Whether an exception says that memory ran out, in one of PyTorch's forms."""
     words = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc")
     return isinstance(error, (MemoryError, OutOfMemory, torch.OutOfMemoryError)) or any(w in str(error) for w in words)
 
@@ -67,14 +67,14 @@ def describe(error: BaseException) -> str:
 
 
 def available(device: str = "cpu") -> int:
-    """Bytes of memory that a new process could have."""
+    """Bytes of memory that a new process can have."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[0]
     amounts = []
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         amounts.append(1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")))
-    with contextlib.suppress(OSError, ValueError):  # a container's own limit; "max" where it has none
+    with contextlib.suppress(OSError, ValueError):  # a container's limit; "max" if it has none
         group = Path("/sys/fs/cgroup")
         used = int((group / "memory.current").read_text())
         amounts.append(int((group / "memory.max").read_text()) - used)
@@ -88,7 +88,7 @@ def available(device: str = "cpu") -> int:
 
 
 def _status(field: str) -> int | None:
-    """A size from Linux's account of this process, in bytes; None elsewhere."""
+    """A size of this process from Linux's /proc, in bytes; None on other systems."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(field + ":"):
@@ -97,7 +97,7 @@ def _status(field: str) -> int | None:
 
 
 def _highest() -> int:
-    """The most that was ever resident in this process, or since `_forget_highest`."""
+    """The peak resident size of this process, since `_forget_highest` if it was called."""
     if (highest := _status("VmHWM")) is not None:
         return highest
     import resource
@@ -106,8 +106,8 @@ def _highest() -> int:
 
 
 def _forget_highest() -> int:
-    """Start a new high-water mark where the system can, and return the bytes that it starts from."""
-    give_back()  # what the C library keeps of freed memory would hide as much of what comes
+    """Start a new peak if the system can do that, and return the bytes that it starts from."""
+    give_back()  # freed memory that the C library keeps would hide as much of the next peak
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
         return _status("VmRSS") or _highest()
@@ -115,7 +115,7 @@ def _forget_highest() -> int:
 
 
 class HighWater:
-    """The most memory in use from the moment this is made."""
+    """The peak of memory in use since this object was made."""
 
     def __init__(self, device: str):
         self.on_gpu = device == "cuda"
@@ -125,7 +125,7 @@ class HighWater:
         self.before = torch.cuda.memory_allocated() if self.on_gpu else _forget_highest()
 
     def peak_of(self, call: Callable[[], object]) -> Peak:
-        """Of one call, and of what came before it since this was made."""
+        """The peak of one call, and of everything since this object was made."""
         begin = time.perf_counter()
         kept = call()
         if self.on_gpu:
@@ -137,7 +137,7 @@ class HighWater:
 
 
 def limit_to(nbytes: int | None, device: str) -> None:
-    """Let this process hold that much more from now on."""
+    """Let this process take `nbytes` more from now on."""
     if nbytes is None:
         return
     give_back()
@@ -150,14 +150,14 @@ def limit_to(nbytes: int | None, device: str) -> None:
 
 
 def measure(method: Method, setting: Setting, limit: int | None = None) -> Peak:
-    """The peak of one call in this process, which can hold `limit` more bytes from then on."""
+    """The peak of one call in this process, which can take `limit` more bytes from then on."""
     warm_up = replace(setting, length=min(setting.length, WARM_UP))
     method.prepare(Inputs.make(warm_up))()
     limit_to(limit, setting.device)
     inputs = Inputs.make(setting)
     call = None if setting.mode == "decode" else method.prepare(inputs)
     water = HighWater(setting.device)
-    return water.peak_of(call or method.prepare(inputs))  # what decoding costs is its past, above all
+    return water.peak_of(call or method.prepare(inputs))  # most of decoding's memory is its state or cache
 
 
 # --- processes of their own ------------------------------------------------------------------------------------------
@@ -167,8 +167,8 @@ def in_new_process(work: Callable, *args) -> Any:
     """`work(*args)` in a new process with as many threads as this one; all of it can be pickled.
 
     Raises:
-        OutOfMemory: it ran out of memory, by its own account or by the kernel's.
-        Failed: it raised something else, or ended without a word.
+        OutOfMemory: it ran out of memory, or the kernel killed it.
+        Failed: it raised another error, or ended without an answer.
     """
     context = _context()
     here, there = context.Pipe(duplex=False)
@@ -181,7 +181,7 @@ def in_new_process(work: Callable, *args) -> Any:
         process.join()
         kind, answer = _ending(process.exitcode)
     finally:
-        process.kill()  # a reply was its last act; on Ctrl-C it may be far from done
+        process.kill()  # it is done after its answer; on Ctrl-C it may not be
         process.join()
         here.close()
     if kind == "answer":
@@ -190,18 +190,18 @@ def in_new_process(work: Callable, *args) -> Any:
 
 
 def _context():
-    """Where possible, processes that fork from one in which PyTorch is imported and nothing has run: new, and soon."""
+    """If possible, processes that fork from one that has imported PyTorch and run nothing: new, and started fast."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    # an operator of a library's own has PyTorch import its compiler when it is first called
-    context.set_forkserver_preload(["benchmarks.memory", "torch._dynamo"])
+    # the first call of a custom operator makes PyTorch import its compiler
+    context.set_forkserver_preload(["benchmarks.harness.memory", "torch._dynamo"])
     return context
 
 
 def _answer(connection, threads: int, work: Callable, args: tuple) -> None:
-    """What the new process does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, who ends this process
+    """Run in the new process: do the work, and send the answer."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
     torch.set_num_threads(threads)
     try:
         reply = ("answer", work(*args))
@@ -211,7 +211,7 @@ def _answer(connection, threads: int, work: Callable, args: tuple) -> None:
 
 
 def _ending(exit_code: int) -> tuple[str, str]:
-    """What a process that said nothing has died of."""
+    """Why a process ended that sent no answer."""
     if exit_code == -signal.SIGKILL:
         return "out of memory", "killed by the system"
     if exit_code < 0:

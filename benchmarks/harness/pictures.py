@@ -1,9 +1,9 @@
-"""Curves over length on logarithmic axes: points are measured, dashes are not."""
+"""Pictures that a page can show 800 pixels wide: one pair of axes, readable text, a colour for each line."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.harness.sweep import Point, extrapolated, series
@@ -15,106 +15,116 @@ if TYPE_CHECKING:
     from matplotlib.lines import Line2D
 
 LAW = {-1: "∝ 1/T", 0: "constant", 1: "∝ T", 2: "∝ T²"}
-MARKERS = "osD^vPX*<>hp"
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#000000", "#e69f00", "#7f7f7f", "#8c564b", "#9467bd")
+"""Colours that colour-blind readers can tell apart, for the first six at least."""
+MARKERS = "osD^vPX*<>"
 
 
 @dataclass(frozen=True)
-class Panel:
-    """One pair of axes.
+class Quantity:
+    """What a picture shows against the length.
 
     Attributes:
-        attribute: of `Point`, the quantity that is drawn.
-        short: its name in the legend.
-        label: its name on the axis.
-        unit: "bytes", "count" or "seconds": how ticks are written.
-        growth: by method, the exponent that dashes follow; a method that is not in it has none.
+        attribute: the field of `Point`.
+        label: the label of the axis.
+        unit: "bytes", "count" or "seconds": the format of the ticks.
+        growth: by method, the exponent by which it is extrapolated; other methods are not.
     """
 
     attribute: str
-    short: str
     label: str
     unit: str
     growth: dict[str, int]
 
 
-def draw(path: Path, *args, **kwargs) -> None:
-    """Write `figure_of(...)` to a file."""
-    figure_of(*args, **kwargs).savefig(path, dpi=150)
-
-
-def figure_of(
-    title: str,
-    points: list[Point],
-    panels: list[Panel],
-    *,
-    length_label: str = "length (tokens)",
-    faster_than: str = "",
-    marks: dict[str, float] | None = None,
-) -> Figure:
-    """A picture with a panel beside a panel.
-
-    Args:
-        marks: by method, the length from which on it is faster than the method `faster_than`.
-    """
+def new_axes(title: str, height: float = 4.5, width: float = 8) -> Axes:
+    """One pair of axes in a figure of its own; sizes in inches."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.2 * len(panels), 5.6), layout="constrained")
-    figure.suptitle(title, fontsize="medium")
-    all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    solid, dashed, said = {}, {}, {}
-    for axes, panel in zip(all_axes, panels):
-        for number, method in enumerate(dict.fromkeys(p.method for p in points)):
-            if line := _measured(axes, points, method, panel, number):
-                solid[method] = line
-            if line := _dashes(axes, points, method, panel, number):
-                dashed[method] = line
-                said.setdefault(method, []).append(f"{panel.short} {LAW[panel.growth[method]]}")
-        _dress(axes, sorted({p.length for p in points}), panel, length_label)
-    legend = dict(solid)
-    legend |= {f"{name}, extrapolated, not measured: {', '.join(said[name])}": line for name, line in dashed.items()}
-    for name, length in (marks or {}).items():
-        label = f"{name} is faster than {faster_than} from {length:,.0f} tokens on"
-        legend[label] = all_axes[0].axvline(length, color=solid[name].get_color(), linestyle=":")
-    if legend:
-        figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=2, fontsize="small")
-    return figure
+    figure = Figure(figsize=(width, height), layout="constrained")
+    figure.suptitle(title, fontsize=12)
+    axes = figure.subplots()
+    axes.grid(alpha=0.3)
+    return axes
 
 
-def _measured(axes: Axes, points: list[Point], method: str, panel: Panel, number: int) -> Line2D | None:
-    """A line through the points that were measured."""
-    curve = series(points, method, panel.attribute)
-    style = {"color": f"C{number % 10}", "marker": MARKERS[number % len(MARKERS)], "markersize": 5}
-    return axes.plot(*zip(*curve.items()), **style)[0] if curve else None
+def legend_by_end(axes: Axes, **options) -> None:
+    """A legend beside the axes, in the order in which the lines end, the highest first."""
+    lines = [line for line in axes.get_lines() if not line.get_label().startswith("_")]
+    lines.sort(key=lambda line: -line.get_ydata()[-1])
+    axes.legend(lines, [line.get_label() for line in lines], loc="center left", bbox_to_anchor=(1, 0.5), **options)
 
 
-def _dashes(axes: Axes, points: list[Point], method: str, panel: Panel, number: int) -> Line2D | None:
-    """From the last point on, dashes for what did not fit a budget."""
-    if method not in panel.growth:
-        return None
-    curve = extrapolated(points, method, panel.attribute, panel.growth[method])
-    style = {"color": f"C{number % 10}", "linestyle": (0, (4, 3)), "linewidth": 1.2}
-    return axes.plot(*zip(*curve.items()), **style)[0] if curve else None
+def length_ticks(axes: Axes, lengths: list[int]) -> None:
+    """A logarithmic axis of lengths, with at most eight of them as ticks."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-
-def _dress(axes: Axes, lengths: list[int], panel: Panel, length_label: str) -> None:
-    """Logarithmic axes whose ticks are numbers that people read."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
-
-    axes.set_xscale("log")
-    axes.set_yscale("log", base=2 if panel.unit == "bytes" else 10)
     ticks = lengths[:: -(-len(lengths) // 8)]
+    axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(ticks))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda length, _: f"{length:,.0f}"))
-    if panel.unit != "bytes":
+    axes.tick_params(axis="x", labelrotation=30 if len(ticks) > 6 else 0)
+
+
+def against_length(
+    title: str,
+    points: list[Point],
+    quantity: Quantity,
+    *,
+    length_label: str = "length (tokens)",
+    marks: dict[str, float] | None = None,
+) -> Figure:
+    """A quantity against the length, both logarithmic: a line with marks through measured points, dashes where a budget
+    allowed no measurement.
+
+    Args:
+        marks: by label, lengths with a vertical line; not those at the edge.
+    """
+    axes = new_axes(title)
+    for number, method in enumerate(dict.fromkeys(p.method for p in points)):
+        _measured(axes, points, method, quantity, number)
+        _extrapolated(axes, points, method, quantity, number)
+    shortest = min((p.length for p in points), default=0)
+    for label, length in (marks or {}).items():
+        if length <= shortest:
+            continue
+        axes.axvline(length, color="grey", linestyle=":")
+        axes.annotate(label, (length, 0.02), (4, 0), xycoords=("data", "axes fraction"), textcoords="offset points")
+    length_ticks(axes, sorted({p.length for p in points}))
+    _value_ticks(axes, quantity.unit)
+    axes.set_xlabel(length_label)
+    axes.set_ylabel(quantity.label)
+    legend_by_end(axes)
+    return axes.figure
+
+
+def _measured(axes: Axes, points: list[Point], method: str, quantity: Quantity, number: int) -> Line2D | None:
+    if curve := series(points, method, quantity.attribute):
+        style = {"color": COLORS[number % 10], "marker": MARKERS[number % 10], "markersize": 5}
+        return axes.plot(*zip(*curve.items()), label=method, **style)[0]
+    return None
+
+
+def _extrapolated(axes: Axes, points: list[Point], method: str, quantity: Quantity, number: int) -> Line2D | None:
+    growth = quantity.growth.get(method)
+    if growth is not None and (curve := extrapolated(points, method, quantity.attribute, growth)):
+        label = f"{method},\nextrapolated {LAW[growth]}"
+        style = {"color": COLORS[number % 10], "linestyle": (0, (4, 3)), "linewidth": 1.2}
+        return axes.plot(*zip(*curve.items()), label=label, **style)[0]
+    return None
+
+
+def _value_ticks(axes: Axes, unit: str) -> None:
+    """A logarithmic axis of values, with ticks as people write them."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_yscale("log", base=2 if unit == "bytes" else 10)
+    if unit != "bytes":
         axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5), numticks=12))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    write = {"bytes": bytes_text, "count": count_text, "seconds": _seconds}[panel.unit]
+    write: Callable[[float], str] = {"bytes": bytes_text, "count": count_text, "seconds": _seconds}[unit]
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: write(value)))
-    axes.tick_params(axis="x", labelrotation=30 if len(ticks) > 5 else 0)
-    axes.set_xlabel(length_label)
-    axes.set_ylabel(panel.label)
-    axes.grid(alpha=0.3)
 
 
 def _seconds(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""What a sweep over lengths finds, and what can be said of lengths that were not run."""
+"""Results of a sweep over lengths, budgets, and extrapolation to lengths that were not run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from linrope.utils.formatting import bytes_text
 MEASURED, OVER_BUDGET, OUT_OF_MEMORY = "measured", "over budget", "out of memory"
 FAILED, INTERRUPTED = "failed", "interrupted"
 SINCE = "as since"
-"""How the detail of a point begins whose method was over budget at a shorter length already."""
+"""The start of a point's detail if its method was over budget at a shorter length."""
 
 
 @dataclass
@@ -35,13 +35,13 @@ class Point:
     gemm_share: float | None = None
 
     def record(self, sample: Sample, tokens: int) -> None:
-        """Enter the times of a call that works through that many tokens."""
+        """Enter the times of a call that processes `tokens` tokens."""
         self.status, self.detail = MEASURED, ""
         self.seconds, (self.seconds_q1, self.seconds_q3) = sample.median, sample.quartiles
         self.rounds, self.tokens_per_second = len(sample.rounds), tokens / sample.median
 
     def record_failure(self, error: Exception) -> None:
-        """Enter that it ran out of memory, or failed: the run goes on without it."""
+        """Enter that it ran out of memory, or failed; the run continues."""
         self.status = OUT_OF_MEMORY if is_out_of_memory(error) else FAILED
         self.detail = describe(error)
 
@@ -52,13 +52,13 @@ class Point:
 
 
 def series(points: Iterable[Point], method: str, attribute: str) -> dict[int, float]:
-    """What was measured of one method, by length in rising order."""
+    """The measured values of one method by length, shortest first."""
     found = {p.length: getattr(p, attribute) for p in points if p.method == method and p.status == MEASURED}
     return {length: found[length] for length in sorted(found) if found[length]}
 
 
 def extrapolated(points: Iterable[Point], method: str, attribute: str, growth: float) -> dict[int, float]:
-    """From the last point measured on to the lengths that did not fit a budget: ∝ lengthᵍʳᵒʷᵗʰ. Empty if all did."""
+    """Values ∝ lengthᵍʳᵒʷᵗʰ from the last measured point to the lengths over a budget; empty if there are none."""
     points = list(points)
     measured = series(points, method, attribute)
     unfit = {p.length for p in points if p.method == method and p.status in (OVER_BUDGET, OUT_OF_MEMORY)}
@@ -70,13 +70,13 @@ def extrapolated(points: Iterable[Point], method: str, attribute: str, growth: f
 
 
 def crossover(linear: Mapping[int, float], softmax: Mapping[int, float]) -> float | None:
-    """The length from which on `linear` is faster, interpolated between lengths in log space.
+    """The length from which on `linear` is faster, interpolated in log space.
 
     Args:
         linear, softmax: seconds by length.
 
     Returns:
-        The shortest common length where linear is faster there already; None where it never is for good.
+        The shortest common length if linear is faster there already; None if linear is slower at the longest.
     """
     lengths = sorted(linear.keys() & softmax.keys())
     gain = [math.log(softmax[length] / linear[length]) for length in lengths]
@@ -90,13 +90,13 @@ def crossover(linear: Mapping[int, float], softmax: Mapping[int, float]) -> floa
 
 @dataclass(frozen=True)
 class Budget:
-    """What one point may cost: seconds for its rounds, bytes beyond the bare process (None: any)."""
+    """Limits of one point: seconds for its rounds, bytes beyond the bare process (None: no limit)."""
 
     seconds: float
     memory: int | None
 
     def refusal(self, earlier: list[Point], length: int, rounds: int, growth: tuple[int, int]) -> tuple[str, str]:
-        """Status and detail where the method's shorter points tell that this one will not fit, else ("", "").
+        """Status and detail if the shorter points predict that this one does not fit, else ("", "").
 
         Args:
             earlier: the method's points so far, by rising length.
@@ -121,20 +121,20 @@ class Budget:
 
 @dataclass(frozen=True)
 class Largest:
-    """The longest sequence that a method could do, and what kept it from a longer one."""
+    """The longest sequence that a method can process, and what limits it."""
 
     length: int
     limited_by: str
 
 
 def largest_length(fits: Callable[[int], float | None], start: int, growth: int, seconds: float) -> Largest:
-    """Double until it no longer fits, then bisect to 6 %.
+    """Double the length until it does not fit, then bisect to 6 %.
 
     Args:
-        fits: the seconds that a length took, or None where it ran out of memory.
+        fits: the seconds that a length takes, or None if it runs out of memory.
         start: the first length to try.
         growth: the time grows as lengthᵍʳᵒʷᵗʰ.
-        seconds: no length is tried that is predicted to take longer.
+        seconds: lengths that are predicted to take longer are not tried.
     """
     low, high, took = 0, None, 0.0
     while length := _next_length(low, high, start):
@@ -149,7 +149,7 @@ def largest_length(fits: Callable[[int], float | None], start: int, growth: int,
 
 
 def _next_length(low: int, high: int | None, start: int, step: int = 64) -> int:
-    """What to try where `low` fits and `high` does not; 0 where they are close enough."""
+    """The next length to try if `low` fits and `high` does not; 0 if they are close enough."""
     if high is None:
         return 2 * low or start
     if high <= 1.06 * low:

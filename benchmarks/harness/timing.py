@@ -1,9 +1,8 @@
 """Time, FLOPs, and what the machine itself can do.
 
-Timings are noisy, so calls that are to be compared run in turn, round after round in one process: a slow moment of
-the machine falls on all of them. A turn is a few calls in a row, of which the first, that meets caches and memory as
-another left them, does not count where there are more. What is reported is the median of the rounds, and ratios of
-medians.
+Timings are noisy. Calls that are compared therefore run in turn, round after round in one process: a slow moment
+of the machine affects all of them. A turn is a few calls in a row. Its first call finds the caches as another call left
+them, and is not counted if there are more. Results are medians of the rounds, and ratios of medians.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 GEMM_SIZE = 2048
-"""Rows and columns of the matrix product whose rate stands for the device's."""
+"""Rows and columns of the matrix product that measures the device's rate."""
 COPY_ELEMENTS = 2**25
-"""float32 numbers copied to measure the memory's rate: 128 MiB, beyond any cache."""
+"""float32 numbers that are copied to measure the memory's rate: 128 MiB, more than any cache."""
 
 TURN_SECONDS, TURN_CALLS = 0.5, 5
-"""A turn ends after so many seconds or calls, whichever comes first."""
+"""A turn ends after this many seconds or calls, whichever comes first."""
 
 Call = Callable[[], object]
 
@@ -39,7 +38,7 @@ class Sample:
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        """Half of the rounds lie between these."""
+        """Half of the rounds lie between them."""
         if len(self.rounds) < 2:
             return self.rounds[0], self.rounds[0]
         low, _, high = statistics.quantiles(self.rounds, n=4, method="inclusive")
@@ -54,7 +53,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Several:
-    """Calls in a row that are timed as one: short ones are lost in the clock and in what comes before them."""
+    """Calls in a row that are timed as one, because a short call alone cannot be timed well."""
 
     call: Call
     count: int
@@ -75,7 +74,7 @@ def clock(call: Call, device: str = "cpu") -> float:
 
 
 def turn(call: Call, device: str = "cpu") -> float:
-    """Median seconds of a few calls in a row without the first, or of one long call."""
+    """Median seconds of a few calls in a row without the first, or the seconds of one long call."""
     times = [clock(call, device)]
     while len(times) < TURN_CALLS and sum(times) < TURN_SECONDS:
         times.append(clock(call, device))
@@ -83,12 +82,12 @@ def turn(call: Call, device: str = "cpu") -> float:
 
 
 class Alternation:
-    """Calls timed in turn, round after round; the first round is warm-up, in which FLOPs are counted (or not).
+    """Calls timed in turn, round after round. The first round is warm-up; it also counts the FLOPs if `count`.
 
     Attributes:
-        seconds: of each call, the rounds so far; they stay when `run` is interrupted.
-        flops: of each call; 0 where nothing in it could be counted.
-        failures: what a call raised; it is left out of the rounds after.
+        seconds: by call, the rounds so far; they stay when `run` is interrupted.
+        flops: by call; 0 if nothing could be counted.
+        failures: by call, the exception it raised; later rounds omit the call.
     """
 
     def __init__(self, calls: Mapping[str, Call], device: str = "cpu", count: bool = True):
@@ -119,7 +118,7 @@ class Alternation:
 
     @property
     def samples(self) -> dict[str, Sample]:
-        """Of the calls that ran at least once after the warm-up, without those that failed."""
+        """By call; without calls that failed or have no round yet."""
         return {
             name: Sample(tuple(times)) for name, times in self.seconds.items() if times and name not in self.failures
         }
@@ -129,7 +128,7 @@ def alternate(calls: Mapping[str, Call], rounds: int, device: str = "cpu", count
     """All calls in turn.
 
     Raises:
-        Exception: whatever a call raised.
+        Exception: the exception of a call.
     """
     alternation = Alternation(calls, device, count).run(rounds)
     for error in alternation.failures.values():
@@ -146,7 +145,7 @@ def _fused_backward(grad, q, k, v, *args, out_shape=None, **kwargs) -> int:
 
 
 def _formulas() -> dict:
-    """FLOPs of the fused attention on CPUs, which PyTorch counts on GPUs only: there all pairs, causal or not."""
+    """FLOPs of the fused attention on CPUs, counted as PyTorch counts them on GPUs: all pairs, causal or not."""
     aten = torch.ops.aten
     fused = {
         "_scaled_dot_product_flash_attention_for_cpu": _fused_forward,
@@ -180,3 +179,9 @@ def gemm_rate(dtype: torch.dtype, device: str = "cpu", rounds: int = 5) -> float
     """Measured FLOPs per second of a large matrix product."""
     product, flops = gemm(dtype, device)
     return flops / alternate({"gemm": product}, rounds, device, count=False).samples["gemm"].median
+
+
+def milliseconds_text(seconds: float) -> str:
+    """Seconds as text in milliseconds, so that a column of times lines up."""
+    milliseconds = 1e3 * seconds
+    return f"{milliseconds:,.{3 if milliseconds < 1 else 2 if milliseconds < 10 else 1}f}"

@@ -2,10 +2,9 @@
 
     python -m benchmarks.beyond_memory --lengths 16384 65536 262144 1048576
 
-A step is forward, backward and AdamW on one row of random bytes, each in a process of its own; the peak is the whole
-process's, the bare one with PyTorch in it beside. What a method is predicted not to fit into --memory or --seconds is
-left out, and drawn as dashes. With --cost the times of a step at once and in segments are measured in turn, at a
-length that fits.
+A step is forward, backward and AdamW on one row of random bytes, each in a process of its own; the peak is that of the
+whole process, PyTorch included. Points that are predicted to exceed --memory or --seconds are not run, and drawn as
+dashes. --cost gives the length at which the times of a step with and without segments are measured in turn.
 """
 
 from __future__ import annotations
@@ -14,18 +13,22 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import memory, report
-from benchmarks.harness.pictures import Panel, draw
-from benchmarks.harness.sweep import INTERRUPTED, MEASURED, Budget, Point
+from benchmarks.harness import memory
+from benchmarks.harness.options import parse_bytes
+from benchmarks.harness.pictures import Quantity, against_length
+from benchmarks.harness.runner import Benchmark
+from benchmarks.harness.sweep import INTERRUPTED, MEASURED, Budget, Point, series
 from benchmarks.harness.timing import alternate
 from linrope import LanguageModel, LanguageModelConfig, RotaryConfig, segmented_loss
 from linrope.losses import summed_cross_entropy
+from linrope.utils.formatting import bytes_text
+from linrope.utils.terminal import new_table
 
 METHODS = ("softmax", "linear", "linear in segments")
 GROWTH = {"softmax": (2, 1), "linear": (1, 1), "linear in segments": (1, 0)}
@@ -34,7 +37,7 @@ GROWTH = {"softmax": (2, 1), "linear": (1, 1), "linear in segments": (1, 0)}
 
 @dataclass(frozen=True)
 class Task:
-    """A training step: of which model, on how long a row, in segments of how many tokens (None: at once)."""
+    """A training step of a model on a row of `length` tokens, in segments (None: the whole row at once)."""
 
     method: str
     length: int
@@ -43,7 +46,7 @@ class Task:
     device: str
 
     def make(self) -> Callable[[], None]:
-        """One step of a new model; what the row holds does not matter."""
+        """One step of a new model on a random row."""
         torch.manual_seed(0)
         model = LanguageModel(self.config).to(self.device)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -63,8 +66,8 @@ class Task:
 
 
 def peak_of(task: Task, limit: int) -> memory.Peak:
-    """In this process, which may take `limit` bytes in all: a short step first, for what a process has once and keeps,
-    then the peak of one step."""
+    """The peak of one step in this process, which may take `limit` bytes in all. A short step comes first and makes
+    what a process keeps."""
     warm_up = Task(task.method, memory.WARM_UP, task.segment_length, task.config, task.device)
     warm_up.make()()
     memory.limit_to(limit - memory.HighWater(task.device).before, task.device)
@@ -84,7 +87,7 @@ def task_of(method: str, length: int, options: argparse.Namespace) -> Task:
 
 
 def measure(method: str, length: int, options: argparse.Namespace, earlier: list[Point]) -> Point:
-    """The peak of one method at one length, or why there is none."""
+    """The peak of one method at one length, or why it was not measured."""
     point = Point(method, length, 1)
     limit = options.memory
     status, detail = Budget(options.seconds, limit).refusal(earlier, length, 1, GROWTH[method])
@@ -101,121 +104,106 @@ def measure(method: str, length: int, options: argparse.Namespace, earlier: list
 
 
 def cost_ratio(options: argparse.Namespace) -> float:
-    """Time of a step in segments over that of a step at once, medians of turns, at `--cost` tokens."""
-    steps = {method: task_of(method, options.cost, options).make() for method in METHODS[1:]}
+    """Time of a step in segments over that of a step on the whole row, medians of rounds, at `--cost` tokens."""
+    steps = {method: task_of(method, options.cost, options).make() for method in METHODS if method != "softmax"}
     samples = alternate(steps, options.repeats, options.device, count=False).samples
     return samples["linear in segments"].median / samples["linear"].median
-
-
-# --- showing ---------------------------------------------------------------------------------------------------------
-
-
-def title_of(options: argparse.Namespace) -> str:
-    model = f"{options.layers} layers, d_model {options.d_model}, {options.heads} heads, one row"
-    return f"a training step: {model}\n{report.device_name(options.device)}"
-
-
-def table_of(points: list[Point], options: argparse.Namespace) -> Table:
-    """A row for each length: peak memory of the process, and tokens per second of that one step."""
-    table = report.new_table(
-        title_of(options),
-        f"peak memory of the process, tokens per second of one step; segments of {options.segment_length:,}",
-        text=[],
-        numbers=["length", *(column for method in METHODS for column in (method, "tok/s"))],
-    )
-    for length in options.lengths:
-        row = {p.method: p for p in points if p.length == length}
-        table.add_row(f"{length:,}", *(cell for method in METHODS for cell in cells(row.get(method))))
-    return table
-
-
-def cells(point: Point | None) -> tuple[str, str]:
-    if point is None or point.status != MEASURED:
-        return ("" if point is None else f"[yellow]{point.status}[/yellow]"), ""
-    return report.bytes_text(point.memory_bytes), f"{point.tokens_per_second:,.0f}"
-
-
-def picture_of(points: list[Point], options: argparse.Namespace, path: Path) -> None:
-    growth = {method: exponents[1] for method, exponents in GROWTH.items()}
-    panel = Panel("memory_bytes", "memory", "peak memory of the process", "bytes", growth)
-    draw(path, title_of(options), points, [panel])
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def parse(args: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("benchmarks.beyond_memory", description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    lengths = [2**power for power in range(14, 21)]
-    add("--lengths", type=int, nargs="+", default=lengths, help="tokens of the row (default: 16384 to 1048576)")
-    add("--segment_length", type=int, default=8192, help="tokens of a segment (default: 8192)")
-    add("--layers", type=int, default=4)
-    add("--d_model", type=int, default=128)
-    add("--heads", type=int, default=4)
-    add("--device", choices=["cpu", "cuda"], default="cpu")
-    add("--memory", type=report.parse_bytes, help="what the whole process may take (default: what is free)")
-    add("--seconds", type=float, default=900, help="the longest step that is tried (default: 900)")
-    add(
-        "--cost", type=int, default=32768, help="length at which segments are timed against the whole; 0 for not at all"
-    )
-    add("--repeats", type=int, default=3, help="rounds of that; one more is warm-up")
-    add("--output", type=Path, default=Path("results"), help="folder for CSV, JSON and PNG (default: results)")
-    options = parser.parse_args(args)
-    names = ("lengths", "segment_length", "layers", "d_model", "heads", "seconds", "repeats")
-    report.check_positive(parser, options, *names)
-    if options.cost < 0:
-        parser.error(f"--cost {options.cost}: must be 0 or more")
-    if options.d_model % (4 * options.heads):
-        parser.error(f"--heads {options.heads}: --d_model {options.d_model} must be a multiple of 4 times it, for RoPE")
-    report.check_device(parser, options.device)
-    options.lengths = sorted(set(options.lengths))
-    options.memory = options.memory or int(0.9 * memory.available(options.device))
-    report.make_folder(parser, options.output)
-    return options
+class BeyondMemory(Benchmark):
+    name = "beyond_memory"
+    positive = ("lengths", "segment_length", "layers", "d_model", "heads", "seconds", "repeats")
+
+    @classmethod
+    def add_options(cls, add: Callable[..., Any]) -> None:
+        lengths = [2**power for power in range(14, 21)]
+        add("--lengths", type=int, nargs="+", default=lengths, help="tokens in the row (default: 16384 to 1048576)")
+        add("--segment_length", type=int, default=8192, help="tokens in a segment (default: 8192)")
+        add("--layers", type=int, default=4)
+        add("--d_model", type=int, default=128)
+        add("--heads", type=int, default=4)
+        add("--device", choices=["cpu", "cuda"], default="cpu")
+        add("--memory", type=parse_bytes, help="largest size of the whole process (default: 0.9 of the free memory)")
+        add("--seconds", type=float, default=900, help="longest step that is tried (default: 900)")
+        add("--cost", type=int, default=32768, help="length at which the time of segments is measured; 0: not measured")
+        add("--repeats", type=int, default=3, help="rounds of this timing, after one for warm-up (default: 3)")
+
+    @classmethod
+    def check(cls, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+        if options.cost < 0:
+            parser.error(f"--cost {options.cost}: must be 0 or more")
+        if options.d_model % (4 * options.heads):
+            parser.error(
+                f"--heads {options.heads}: --d_model {options.d_model} must be a multiple of 4 times it, for RoPE"
+            )
+        options.lengths = sorted(set(options.lengths))
+        options.memory = options.memory or int(0.9 * memory.available(options.device))
+
+    def measure(self) -> None:
+        self.ratio = self.failure = None
+        options = self.options
+        tick = self.progress("", len(options.lengths) * len(METHODS) + bool(options.cost))
+        for length in options.lengths:
+            for method in METHODS:
+                tick(description=f"{method} at {length:,}")
+                self.points.append(Point(method, length, 1, INTERRUPTED))
+                earlier = [p for p in self.points[:-1] if p.method == method]
+                self.points[-1] = measure(method, length, options, earlier)
+                tick(advance=1)
+        if options.cost:
+            tick(description=f"cost at {options.cost:,}")
+            try:
+                self.ratio = cost_ratio(options)
+            except Exception as error:  # the points are kept
+                self.failure = f"cost at {options.cost:,}: {memory.describe(error)}"
+
+    def details(self) -> dict[str, Any]:
+        return {"cost_ratio": self.ratio, "cost_failure": self.failure}
+
+    def table(self) -> Table:
+        """A row for each length: peak memory of the process, and tokens per second of one step."""
+        options = self.options
+        table = new_table(
+            f"a training step: {options.layers} layers, d_model {options.d_model}, {options.heads} heads, one row\n"
+            f"{self.device}",
+            *("length", *(column for method in METHODS for column in (method, "tok/s"))),
+            caption="peak memory of the process, tokens per second of one step; "
+            f"segments of {options.segment_length:,} tokens",
+        )
+        for length in options.lengths:
+            row = {p.method: p for p in self.points if p.length == length}
+            table.add_row(f"{length:,}", *(cell for method in METHODS for cell in cells(row.get(method))))
+        return table
+
+    def remarks(self) -> list[str]:
+        lines = super().remarks()
+        if self.ratio is not None:
+            lines.append(
+                f"at {self.options.cost:,} tokens a step in segments takes {self.ratio:.2f} times that of a whole row"
+            )
+        return lines + [self.failure] * (self.failure is not None)
+
+    def figures(self) -> dict[str, Callable]:
+        growth = {method: exponents[1] for method, exponents in GROWTH.items()}
+        quantity = Quantity("memory_bytes", "peak memory of the process", "bytes", growth)
+        flat = series(self.points, METHODS[-1], "memory_bytes")
+        title = "Peak memory of a training step on one row"
+        if flat:
+            longest = max(flat)
+            title = f"A training step on {longest:,} tokens in segments takes {bytes_text(flat[longest])}"
+        return {"": partial(against_length, title, self.points, quantity)}
 
 
-def main(args: list[str] | None = None) -> int:
-    options = parse(args)
-    console = Console()
-    report.say_if_without_pictures(console)
-    points: list[Point] = []
-    ratio, failure, interrupted = None, None, False
-    try:
-        with report.progress_bar(console) as bar:
-            task = bar.add_task("", total=len(options.lengths) * len(METHODS) + bool(options.cost))
-            for length in options.lengths:
-                for method in METHODS:
-                    bar.update(task, description=f"{method} at {length:,}")
-                    points.append(Point(method, length, 1, INTERRUPTED))
-                    earlier = [p for p in points[:-1] if p.method == method]
-                    points[-1] = measure(method, length, options, earlier)
-                    bar.advance(task)
-            if options.cost:
-                bar.update(task, description=f"cost at {options.cost:,}")
-                try:
-                    ratio = cost_ratio(options)
-                except Exception as error:  # what was measured before is kept
-                    failure = f"cost at {options.cost:,}: {memory.describe(error)}"
-    except KeyboardInterrupt:
-        interrupted = True
-    remarks = [f"{p.method} at {p.length:,}: {p.status}, {p.detail}" for p in points if p.detail]
-    if ratio is not None:
-        remarks.append(f"a step in segments takes {ratio:.2f} times that of one at once, at {options.cost:,} tokens")
-    if failure is not None:
-        remarks.append(failure)
-    report.show(console, table_of(points, options), remarks)
-    details = {
-        **report.surroundings(options.device, "beyond_memory", args),
-        "settings": {k: v for k, v in vars(options).items() if k != "output"},
-        "cost_ratio": ratio,
-        "cost_failure": failure,
-        "interrupted": interrupted,
-    }
-    return report.finish(
-        console, options.output, "beyond_memory", points, details, lambda path: picture_of(points, options, path)
-    )
+def cells(point: Point | None) -> tuple[str, str]:
+    if point is None or point.status != MEASURED:
+        return ("" if point is None else f"[yellow]{point.status}[/yellow]"), ""
+    return bytes_text(point.memory_bytes), f"{point.tokens_per_second:,.0f}"
 
+
+main = BeyondMemory.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,22 +1,22 @@
-"""What the kernel's block sizes cost: its constants, one changed at a time, forward and backward.
+"""The effect of the kernel's block sizes on its time: one constant changed at a time, forward and backward.
 
     python -m benchmarks.block_sizes --length 4096
 
-The settings run in turn in one process, batch 1 and 8 heads of 64 in float32; what is shown is the median, and the
-ratio to the constants as they stand.
+The settings run in turn in one process, with batch 1 and 8 heads of 64 in float32. Shown are the median and its ratio
+to that of the current constants.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness.report import check_positive
+from benchmarks.harness.runner import Benchmark
 from benchmarks.harness.timing import Call, alternate
 from benchmarks.speed.methods import Inputs, Setting, call_of, linear
 from linrope.ops.torch_kernel import plan
@@ -52,21 +52,31 @@ def calls(inputs: Inputs) -> dict[tuple[str, int], Call]:
     return {(name, value): with_change(name, value) for name, value in settings}
 
 
-def main(args: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("benchmarks.block_sizes", description=__doc__.splitlines()[0])
-    parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--repeats", type=int, default=7)
-    options = parser.parse_args(args)
-    check_positive(parser, options, "length", "repeats")
-    console = Console()
-    with console.status("measuring"):
-        samples = alternate(calls(Inputs.make(Setting(options.length))), options.repeats, count=False).samples
-    table = Table("constant", "value", "ms", "×", title=f"{options.length:,} tokens, forward+backward")
-    for (name, value), sample in samples.items():
-        standing = samples[name, getattr(plan, name)].median
-        table.add_row(name, f"{value:,}", f"{1e3 * sample.median:.1f}", f"{sample.median / standing:.2f}")
-    console.print(table)
+class BlockSizes(Benchmark):
+    name = "block_sizes"
+    positive = ("length", "repeats")
+    output = ""
 
+    @classmethod
+    def add_options(cls, add: Callable[..., Any]) -> None:
+        add("--length", type=int, default=4096, help="tokens (default: 4096)")
+        add("--repeats", type=int, default=7, help="rounds that count, after one for warm-up (default: 7)")
+
+    def measure(self) -> None:
+        self.samples = {}
+        with self.console.status("measuring"):
+            work = calls(Inputs.make(Setting(self.options.length)))
+            self.samples = alternate(work, self.options.repeats, count=False).samples
+
+    def table(self) -> Table:
+        table = Table("constant", "value", "ms", "×", title=f"{self.options.length:,} tokens, forward+backward")
+        for (name, value), sample in self.samples.items():
+            standing = self.samples[name, getattr(plan, name)].median
+            table.add_row(name, f"{value:,}", f"{1e3 * sample.median:.1f}", f"{sample.median / standing:.2f}")
+        return table
+
+
+main = BlockSizes.main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,10 +1,10 @@
-"""Compile the CUDA kernels for GPUs that need not be there: registers, spills and shared memory of each.
+"""Compile the CUDA kernels without a GPU: registers, spills and shared memory of each.
 
     python -m benchmarks.compile_kernels --target 80 90
 
-Calls of the operator are made on the CPU with their launches recorded instead of run; what they would launch is then
-compiled for each target with Triton's own compiler, just as it would be on the GPU. Exits with 1 where a kernel does
-not compile, or takes more shared memory than the target has.
+Calls of the operator are made on the CPU; their launches are recorded instead of run. Triton's compiler then compiles
+them for each target, as it does on a GPU. The exit status is 1 if a kernel does not compile, or takes more shared
+memory than the target has.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from rich.console import Console
+from rich.table import Table
 
-from benchmarks.harness import report
+from benchmarks.harness.runner import Benchmark
 from linrope import RotaryEmbedding
 from linrope.ops.call import Call, check_call
 from linrope.ops.triton_kernel import kernel as triton_kernel
 from linrope.ops.triton_kernel import launch as launching
+from linrope.utils.formatting import bytes_text
+from linrope.utils.terminal import new_table
 
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """Bytes that one program may take, by compute capability."""
@@ -233,42 +235,58 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple[str, Recorded, int, int,
                 yield from ((name, launch, target, warps, stages) for target in options.target)
 
 
-def main(args: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("benchmarks.compile_kernels", description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--target", type=int, nargs="+", default=[80, 90], choices=sorted(SHARED_MEMORY), help="compute capabilities")
-    add("--case", nargs="+", default=list(CASES), choices=list(CASES), metavar="NAME", help="; ".join(CASES))
-    add("--all_configurations", action="store_true", help="each that autotuning tries, not one for each kernel")
-    options = parser.parse_args(args)
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        parser.error("TRITON_INTERPRET=1 is set: the interpreter compiles nothing; unset it")
-    console = Console()
-    everything = list(jobs(options))
-    table = report.new_table(
-        "compiled kernels",
-        "stack: bytes of each thread in memory instead of registers",
-        text=["case", "kernel"],
-        numbers=["sm", "warps", "stages", "registers", "stack", "shared"],
-    )
-    failures = []
-    with report.progress_bar(console) as bar:
-        task = bar.add_task("", total=len(everything))
+class CompileKernels(Benchmark):
+    name = "compile_kernels"
+    output = ""
+
+    @classmethod
+    def add_options(cls, add: Callable[..., Any]) -> None:
+        targets = sorted(SHARED_MEMORY)
+        add("--target", type=int, nargs="+", default=[80, 90], choices=targets, help="compute capabilities")
+        add("--case", nargs="+", default=list(CASES), choices=list(CASES), metavar="NAME", help="; ".join(CASES))
+        text = "compile each configuration that autotuning tries, not one for each kernel"
+        add("--all_configurations", action="store_true", help=text)
+
+    @classmethod
+    def check(cls, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            parser.error("TRITON_INTERPRET=1 is set, and the interpreter compiles nothing: unset it")
+
+    def measure(self) -> None:
+        self.rows, self.failures = [], []
+        everything = list(jobs(self.options))
+        tick = self.progress("", len(everything))
         for name, launch, target, warps, stages in everything:
-            bar.update(task, description=f"{name}: {role_of(launch)}, sm_{target}")
+            tick(description=f"{name}: {role_of(launch)}, sm_{target}")
             row = [name, role_of(launch), str(target), str(warps), str(stages)]
             try:
                 found = compile_launch(launch, target, warps, stages)
-                table.add_row(*row, str(found.registers), str(found.stack), report.bytes_text(found.shared))
+                self.rows.append([*row, str(found.registers), str(found.stack), bytes_text(found.shared)])
                 if found.shared > SHARED_MEMORY[target]:
-                    failures.append(f"{', '.join(row)}: {found.shared:,} bytes of shared memory")
-            except Exception as error:  # the compiler's own errors are of many kinds
-                failures.append(f"{', '.join(row)}: {type(error).__name__}: {error}")
-            bar.advance(task)
-    console.print(table)
-    for failure in failures:
-        console.print(failure, style="red", markup=False)
-    return 1 if failures else 0
+                    self.failures.append(f"{', '.join(row)}: {found.shared:,} bytes of shared memory")
+            except Exception as error:  # the compiler's errors have many types
+                self.failures.append(f"{', '.join(row)}: {type(error).__name__}: {error}")
+            tick(advance=1)
 
+    def table(self) -> Table:
+        table = new_table(
+            "compiled kernels",
+            *("sm", "warps", "stages", "registers", "stack", "shared"),
+            text=["case", "kernel"],
+            caption="stack: bytes of each thread in memory instead of registers",
+        )
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def remarks(self) -> list[str]:
+        return self.failures
+
+    def status(self) -> int:
+        return 1 if self.failures else 0
+
+
+main = CompileKernels.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,9 +1,9 @@
-"""Time and memory of one generated token, after a past of growing length.
+"""Time and memory of one generated token, by the number of tokens before it.
 
     python -m benchmarks.decode --contexts 1000 1000000
 
 Linear attention decodes from a state, softmax attention from a cache of all keys and values. All contexts run in
-turn, round after round in one process, so that their ratios are fair. A cache over the memory budget is not made.
+turn, round after round in one process, so that their ratios are fair. A cache over the memory budget is not created.
 """
 
 from __future__ import annotations
@@ -11,21 +11,25 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
+from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import memory, report
-from benchmarks.harness.pictures import Panel, draw
+from benchmarks.harness import memory
+from benchmarks.harness.options import check_even, parse_bytes
+from benchmarks.harness.pictures import Quantity, against_length
+from benchmarks.harness.runner import Benchmark
 from benchmarks.harness.sweep import INTERRUPTED, MEASURED, OVER_BUDGET, Point
-from benchmarks.harness.timing import Alternation, Sample, Several, alternate, clock
+from benchmarks.harness.timing import Alternation, Sample, Several, alternate, clock, milliseconds_text
 from benchmarks.speed.methods import DTYPES, Inputs, LinearDecoding, Setting, SoftmaxDecoding
+from linrope.utils.formatting import bytes_text
+from linrope.utils.terminal import new_table
 
 LINEAR, SOFTMAX = "linear-rope", "softmax-rope"
 SLOWEST_SAMPLE = 1.0
-"""Seconds: where `steps` tokens of softmax attention take longer, a sample of it has fewer."""
+"""Seconds: if `steps` tokens of softmax attention take longer, its samples have fewer tokens."""
 
 
 def name_of(method: str, batch: int) -> str:
@@ -33,7 +37,7 @@ def name_of(method: str, batch: int) -> str:
 
 
 def measure_batch(batch: int, options: argparse.Namespace, limit: int, points: list[Point], tick: Callable) -> None:
-    """Both methods at all contexts with one batch size; what is found is added to `points`."""
+    """Both methods at all contexts with one batch size; results are added to `points`."""
     settings = {
         context: Setting(
             context, batch, options.heads, options.head_dim, None, options.dtype, options.device, mode="decode"
@@ -48,7 +52,9 @@ def measure_batch(batch: int, options: argparse.Namespace, limit: int, points: l
                 samplers[kind, context], found[kind, context] = sampler, point
     alternation = Alternation(samplers, options.device, count=False)
     try:
-        alternation.run(options.repeats, lambda key: tick(f"batch {batch}: {key[0]} at {key[1]:,}"))
+        alternation.run(
+            options.repeats, lambda key: tick(description=f"batch {batch}: {key[0]} at {key[1]:,}", advance=1)
+        )
     finally:
         for key, sample in alternation.samples.items():
             per_token = Sample(tuple(seconds / samplers[key].count for seconds in sample.rounds))
@@ -60,10 +66,10 @@ def measure_batch(batch: int, options: argparse.Namespace, limit: int, points: l
 def steps_of(
     kind: str, settings: dict[int, Setting], count: int, limit: int
 ) -> dict[int, tuple[Several | None, Point]]:
-    """A sample at each context; none where its tensors cannot be made, which the point then says."""
+    """A sample at each context; None if its tensors cannot be made, for the reason in the point."""
     try:
         return linear_steps(settings, count) if kind == LINEAR else softmax_steps(settings, count, limit)
-    except Exception as error:  # out of memory, for one: what was measured before is kept
+    except Exception as error:  # such as out of memory: earlier results are kept
         found = {}
         for context, setting in settings.items():
             found[context] = None, (point := Point(name_of(kind, setting.batch), context, setting.batch))
@@ -72,7 +78,7 @@ def steps_of(
 
 
 def linear_steps(settings: dict[int, Setting], count: int) -> dict[int, tuple[Several, Point]]:
-    """A sample at each context, from states that differ in their positions alone."""
+    """A sample at each context, from states that differ only in their positions."""
     found = {}
     for context, setting in settings.items():
         step = LinearDecoding(Inputs.make(setting))
@@ -102,7 +108,7 @@ def softmax_steps(settings: dict[int, Setting], count: int, limit: int) -> dict[
             sampler = Several(step, max(1, min(count, int(SLOWEST_SAMPLE / clock(step, setting.device)))))
         else:
             point.status = OVER_BUDGET
-            point.detail = f"the cache takes {report.bytes_text(nbytes[context])} of {report.bytes_text(limit)}"
+            point.detail = f"the cache takes {bytes_text(nbytes[context])} of {bytes_text(limit)}"
         found[context] = sampler, point
     return found
 
@@ -117,114 +123,107 @@ def flatness(
     return samples[contexts[0]], samples[contexts[1]]
 
 
-# --- showing ---------------------------------------------------------------------------------------------------------
-
-
-def title_of(options: argparse.Namespace) -> str:
-    setting = f"{options.heads} heads of {options.head_dim}, {options.dtype}"
-    return f"one token, {setting}\n{report.device_name(options.device)}"
-
-
-def table_of(points: list[Point], options: argparse.Namespace) -> Table:
-    """A section for each method and batch size, a row for each context."""
-    table = report.new_table(
-        title_of(options),
-        "ms: median of one token (all rows); ±: interquartile range\npast: bytes of the state, or of the cache",
-        text=["method"],
-        numbers=["context", "ms", "±", "tokens/s", "past"],
-    )
-    for name in dict.fromkeys(p.method for p in points):
-        for point in (p for p in points if p.method == name):
-            table.add_row(name, f"{point.length:,}", *cells(point))
-        table.add_section()
-    return table
-
-
-def cells(point: Point) -> list[str]:
-    past = "" if point.memory_bytes is None else report.bytes_text(point.memory_bytes)
-    if point.status != MEASURED:
-        return [f"[yellow]{point.status}[/yellow]", "", "", past]
-    return [report.seconds_text(point.seconds), f"{point.spread:.0%}", f"{point.tokens_per_second:,.0f}", past]
-
-
-def remarks(points: list[Point]) -> list[str]:
-    """What the table does not say: points left out, and how the time grew from first to last."""
-    lines = [f"{p.method} at {p.length:,}: {p.status}, {p.detail}" for p in points if p.detail]
-    for name in dict.fromkeys(p.method for p in points):
-        measured = [p for p in points if p.method == name and p.status == MEASURED]
-        if len(measured) > 1:
-            first, last = measured[0], measured[-1]
-            ratio = last.seconds / first.seconds
-            lines.append(f"{name}: a token at {last.length:,} takes {ratio:.3g} times that at {first.length:,}")
-    return lines
-
-
-def picture_of(points: list[Point], options: argparse.Namespace, path: Path) -> None:
-    """Time of a token and memory of the past, over context; a cache's size is known without making it."""
-    growth = {name: int(name.startswith(SOFTMAX)) for name in dict.fromkeys(p.method for p in points)}
-    draw(
-        path,
-        title_of(options),
-        points,
-        [
-            Panel("seconds", "time", "time per token (all rows)", "seconds", growth),
-            Panel("memory_bytes", "memory", "memory of the past (state or cache)", "bytes", growth),
-        ],
-        length_label="past (tokens)",
-    )
-
-
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def parse(args: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("benchmarks.decode", description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--contexts", type=int, nargs="+", default=[1000, 10_000, 100_000, 1_000_000], help="tokens in the past")
-    add("--batch", type=int, nargs="+", default=[1, 64], help="rows that decode together (default: 1 64)")
-    add("--heads", type=int, default=8)
-    add("--head_dim", type=int, default=64)
-    add("--dtype", choices=DTYPES, default="float32")
-    add("--device", choices=["cpu", "cuda"], default="cpu")
-    add("--steps", type=int, default=200, help="tokens in a sample (default: 200)")
-    add("--repeats", type=int, default=7, help="samples that count; one more is warm-up")
-    add("--memory", type=report.parse_bytes, help="largest cache, such as 4GiB (default: 3/4 of what is free)")
-    add("--output", type=Path, default=Path("results"), help="folder for CSV, JSON and PNG (default: results)")
-    options = parser.parse_args(args)
-    report.check_positive(parser, options, "contexts", "batch", "heads", "head_dim", "steps", "repeats")
-    report.check_even(parser, options, "head_dim")
-    report.check_device(parser, options.device)
-    options.contexts, options.batch = sorted(set(options.contexts)), sorted(set(options.batch))
-    report.make_folder(parser, options.output)
-    return options
+class Decode(Benchmark):
+    name = "decode"
+    positive = ("contexts", "batch", "heads", "head_dim", "steps", "repeats")
+
+    @classmethod
+    def add_options(cls, add: Callable[..., Any]) -> None:
+        contexts = [1000, 10_000, 100_000, 1_000_000]
+        add("--contexts", type=int, nargs="+", default=contexts, help="tokens before the one that is generated")
+        add("--batch", type=int, nargs="+", default=[1, 64], help="rows that decode together (default: 1 64)")
+        add("--heads", type=int, default=8)
+        add("--head_dim", type=int, default=64)
+        add("--dtype", choices=DTYPES, default="float32")
+        add("--device", choices=["cpu", "cuda"], default="cpu")
+        add("--steps", type=int, default=200, help="tokens in a sample (default: 200)")
+        add("--repeats", type=int, default=7, help="samples that count, after one for warm-up (default: 7)")
+        add("--memory", type=parse_bytes, help="largest cache, such as 4GiB (default: 3/4 of the free memory)")
+
+    @classmethod
+    def check(cls, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+        check_even(parser, options, "head_dim")
+        options.contexts, options.batch = sorted(set(options.contexts)), sorted(set(options.batch))
+
+    @property
+    def stem(self) -> str:
+        return f"decode-{self.options.dtype}"
+
+    def measure(self) -> None:
+        options = self.options
+        self.limit = options.memory or memory.available(options.device) * 3 // 4
+        total = 2 * len(options.batch) * len(options.contexts) * (options.repeats + 1)
+        tick = self.progress("decoding", total)
+        for number, batch in enumerate(options.batch, 1):
+            measure_batch(batch, options, self.limit, self.points, tick)
+            tick(completed=number * total // len(options.batch))
+
+    def details(self) -> dict[str, Any]:
+        return {"memory_budget": self.limit}
+
+    def table(self) -> Table:
+        """A section for each method and batch size, a row for each context."""
+        setting = f"{self.options.heads} heads of {self.options.head_dim}, {self.options.dtype}"
+        table = new_table(
+            f"one token, {setting}\n{self.device}",
+            *("context", "ms", "±", "tokens/s", "memory"),
+            text=["method"],
+            caption="ms: median of one token (all rows); ±: interquartile range\nmemory: of the state or of the cache",
+        )
+        for name, points in self.by_method().items():
+            for point in points:
+                table.add_row(name, f"{point.length:,}", *cells(point))
+            table.add_section()
+        return table
+
+    def remarks(self) -> list[str]:
+        """Points that were not measured, and how the time grows from the first context to the last."""
+        return super().remarks() + [
+            f"{name}: a token at {last:,} takes {ratio:.3g} times that at {first:,}"
+            for name, (first, last, ratio) in self.growth().items()
+        ]
+
+    def by_method(self) -> dict[str, list[Point]]:
+        names = dict.fromkeys(p.method for p in self.points)
+        return {name: [p for p in self.points if p.method == name] for name in names}
+
+    def growth(self) -> dict[str, tuple[int, int, float]]:
+        """By method: the first and the last context that were measured, and the ratio of their times."""
+        found = {}
+        for name, points in self.by_method().items():
+            measured = [p for p in points if p.status == MEASURED]
+            if len(measured) > 1:
+                first, last = measured[0], measured[-1]
+                found[name] = first.length, last.length, last.seconds / first.seconds
+        return found
+
+    def figures(self) -> dict[str, Callable]:
+        """Time of a token, and memory of the past; the size of a cache is known without making it."""
+        exponents = {name: int(name.startswith(SOFTMAX)) for name in self.by_method()}
+        time = Quantity("seconds", "time per token, all rows", "seconds", exponents)
+        space = Quantity("memory_bytes", "memory of the state or the cache", "bytes", exponents)
+        draw = partial(against_length, points=self.points, length_label="tokens before the one generated")
+        found = {name.split(", batch ")[0]: ratio for name, (_, _, ratio) in reversed(self.growth().items())}
+        ratios = ", ".join(
+            f"{name} {ratio:,.{2 if ratio < 10 else 0}f}×" for name, ratio in reversed(found.items())
+        )  # the first batch size
+        return {
+            "": partial(draw, f"Time of a token, longest context over shortest: {ratios}", quantity=time),
+            "-memory": partial(draw, "Linear attention's memory does not grow with the context", quantity=space),
+        }
 
 
-def main(args: list[str] | None = None) -> int:
-    options = parse(args)
-    console = Console()
-    report.say_if_without_pictures(console)
-    limit = options.memory or memory.available(options.device) * 3 // 4
-    points: list[Point] = []
-    interrupted = False
-    try:
-        with report.progress_bar(console) as bar:
-            total = 2 * len(options.batch) * len(options.contexts) * (options.repeats + 1)
-            task = bar.add_task("decoding", total=total)
-            for number, batch in enumerate(options.batch, 1):
-                measure_batch(batch, options, limit, points, lambda what: bar.update(task, description=what, advance=1))
-                bar.update(task, completed=number * total // len(options.batch))
-    except KeyboardInterrupt:
-        interrupted = True
-    report.show(console, table_of(points, options), remarks(points))
-    details = {
-        **report.surroundings(options.device, "decode", args),
-        "settings": {k: v for k, v in vars(options).items() if k != "output"},
-        "memory_budget": limit,
-        "interrupted": interrupted,
-    }
-    stem = f"decode-{options.dtype}"
-    return report.finish(console, options.output, stem, points, details, lambda path: picture_of(points, options, path))
+def cells(point: Point) -> list[str]:
+    memory_text = "" if point.memory_bytes is None else bytes_text(point.memory_bytes)
+    if point.status != MEASURED:
+        return [f"[yellow]{point.status}[/yellow]", "", "", memory_text]
+    return [milliseconds_text(point.seconds), f"{point.spread:.0%}", f"{point.tokens_per_second:,.0f}", memory_text]
 
+
+main = Decode.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,9 +1,9 @@
-"""How fast and how small linear attention has to be: each goal measured here and now, and whether it is met.
+"""The goals for speed and memory of linear attention: each is measured, and passes or fails.
 
     python -m benchmarks.goals --only softmax-4096 bf16-4096
 
 Unless a goal says otherwise: forward and backward, batch 1, 8 heads of 64, float32, all threads, and the ratio of
-medians of calls that run in turn in one process. The exit status is 1 where a goal is missed.
+medians of calls that run in turn in one process. The exit status is 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -23,10 +24,13 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from benchmarks.harness import memory, report
+from benchmarks.harness import memory
+from benchmarks.harness.options import check_names
+from benchmarks.harness.runner import Benchmark
 from benchmarks.harness.timing import Call, Sample, Several, alternate, copy, gemm
 from benchmarks.speed import decode
 from benchmarks.speed.methods import Inputs, Method, Setting, call_of, linear, softmax, whole_sequence
+from linrope.utils.terminal import new_table
 
 FLOAT32 = 4
 PACKED_DOCUMENT = 300
@@ -37,12 +41,12 @@ STYLE = {PASS: "green", FAIL: "bold red", FAILED: "bold red", SKIPPED: "yellow"}
 
 
 class Skipped(Exception):
-    """This machine cannot measure it."""
+    """This machine cannot measure the goal."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A ratio, and how far it moved between rounds (its quartiles), where there were several."""
+    """A ratio, and its quartiles over the rounds if there were several."""
 
     value: float
     low: float | None = None
@@ -50,7 +54,7 @@ class Measured:
 
     @classmethod
     def ratio(cls, above: Sample, below: Sample, scale: float = 1.0) -> Measured:
-        """The ratio of medians, times `scale`; the quartiles are those of the ratio in each round."""
+        """The ratio of medians, times `scale`; its quartiles are those of the rounds' ratios."""
         rounds = Sample(tuple(a / b for a, b in zip(above.rounds, below.rounds)))
         low, high = rounds.quartiles
         return cls(scale * above.median / below.median, scale * low, scale * high)
@@ -58,7 +62,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Goal:
-    """One row: what is measured, and the bound that it must not cross."""
+    """One goal: what is measured, and its bound."""
 
     name: str
     what: str
@@ -76,7 +80,7 @@ class Goal:
 
 @dataclass
 class Row:
-    """What became of a goal."""
+    """The result of a goal: a row of the CSV."""
 
     name: str
     what: str
@@ -91,7 +95,7 @@ class Row:
 
 
 def attention(length: int, *, decay: bool = False, **options) -> Call:
-    """Forward and backward of linear_attention on inputs of its own; sizes go to the setting, the rest to the call."""
+    """Forward and backward of linear_attention on new inputs; sizes go to the setting, other options to the call."""
     sizes = {name: options.pop(name) for name in tuple(options) if name in Setting.__dataclass_fields__}
     return call_of(partial(linear, decay=decay, **options), Inputs.make(Setting(length, **sizes)))
 
@@ -111,7 +115,7 @@ def whole_over_linear(length: int, rounds: int = 5) -> Measured:
 
 
 def over_roofline(length: int, rounds: int = 7) -> Measured:
-    """Time over what the machine needs for its FLOPs or its bytes, whichever is more, at rates measured in turn."""
+    """Time over the time for its FLOPs or its bytes, whichever is longer, at rates measured in turn."""
     inputs = Inputs.make(Setting(length))
     (product, product_flops), (large_copy, copied) = gemm(torch.float32), copy()
     found = alternate({"linear": call_of(linear, inputs), "gemm": product, "copy": large_copy}, rounds)
@@ -124,7 +128,7 @@ def over_roofline(length: int, rounds: int = 7) -> Measured:
 
 
 def counted(flops: int) -> int:
-    """The count, if there is one."""
+    """The count; an error if nothing was counted."""
     if not flops:
         raise RuntimeError("no FLOPs were counted in linear_attention: its operator needs a registered formula")
     return flops
@@ -163,7 +167,7 @@ def key_mask(length: int, kept: float = 0.7) -> Tensor:
 
 
 def packed_documents(length: int) -> Tensor:
-    """(1, T) document numbers; a document ends after each token with the same probability."""
+    """(1, T) segment ids; a document ends after each token with the same probability."""
     ends = torch.rand(1, length, generator=torch.Generator().manual_seed(0)) < 1 / PACKED_DOCUMENT
     return ends.cumsum(dim=1)
 
@@ -173,7 +177,7 @@ def extra_memory(length: int, heads: int = 8, **options) -> Measured:
     setting = Setting(length, heads=heads)
     tensor = setting.new_tokens * heads * setting.head_dim * FLOAT32
     peak = memory.in_new_process(memory.measure, Method("linear", partial(linear, **options)), setting)
-    return Measured((peak.extra - 4 * tensor) / (8 * tensor))  # q, k, v and ∂o are there before the call
+    return Measured((peak.extra - 4 * tensor) / (8 * tensor))  # q, k, v and ∂o exist before the call
 
 
 def process_memory(length: int, heads: int = 4, needs_gib: float = 10) -> Measured:
@@ -186,7 +190,7 @@ def process_memory(length: int, heads: int = 4, needs_gib: float = 10) -> Measur
 
 
 def flat_decoding(batch: int) -> Measured:
-    """Time of one token after a long past over that after a short one."""
+    """Time of one token after a long context over that after a short one."""
     short, long = decode.flatness(batch)
     return Measured.ratio(long, short)
 
@@ -200,7 +204,7 @@ def all_goals() -> list[Goal]:
 
 
 def softmax_goals() -> list[Goal]:
-    """Faster than fused softmax attention, the more so the longer; fewer rounds where a call takes seconds."""
+    """Faster than fused softmax attention, and more so for longer rows; fewer rounds if a call takes seconds."""
     rounds_and_bounds = {512: (15, 2), 1024: (15, 3), 4096: (7, 10), 16384: (3, 40)}
     return [
         Goal(
@@ -214,7 +218,7 @@ def softmax_goals() -> list[Goal]:
 
 
 def length_goals() -> list[Goal]:
-    """Near to what the machine can do, and as near at any length."""
+    """Near the machine's limit, at any length."""
     whole, roofline = partial(whole_over_linear, 16_384), partial(over_roofline, 16_384)
     long = partial(per_token, 262_144, 8192)
     return [
@@ -237,7 +241,7 @@ def bfloat16_goals() -> list[Goal]:
 
 
 def memory_goals() -> list[Goal]:
-    """Hardly more than the inputs, the outputs and their gradients."""
+    """Little more than the inputs, the outputs and their gradients."""
     eight = "peak beyond q, k, v, o and gradients / these, T=65,536"
     million = partial(process_memory, 1_048_576)
     return [
@@ -248,7 +252,7 @@ def memory_goals() -> list[Goal]:
 
 
 def per_flop_goals() -> list[Goal]:
-    """Other shapes and options must not waste what the plain call does not."""
+    """Other shapes and options are nearly as efficient as the plain call."""
     cases = {
         "head-128": ("4 heads of 128", lambda: {"heads": 4, "head_dim": 128}, 4096),
         "head-256": ("2 heads of 256", lambda: {"heads": 2, "head_dim": 256}, 4096),
@@ -270,8 +274,8 @@ def per_flop_goals() -> list[Goal]:
 
 
 def option_goals() -> list[Goal]:
-    """Forgetting, the other feature maps, and decoding."""
-    unscaled = {"normalize": "none"}  # the identity is not positive: its sums would be no denominator
+    """The forget gate's decay, the other feature maps, and decoding."""
+    unscaled = {"normalize": "none"}  # the identity is not positive, so its sums cannot be a denominator
     decay = partial(time_over, {"decay": True}, {})
     goals = [Goal("decay-4096", "with log_decay / without, T=4,096", decay, at_most=1.4)]
     for phi in ("relu", "exp", "identity", "softmax"):
@@ -288,7 +292,7 @@ def option_goals() -> list[Goal]:
 
 
 def run(goal: Goal, row: Row) -> None:
-    """Measure a goal and enter what came of it."""
+    """Measure a goal and enter its result."""
     try:
         measured = goal.measure()
     except Skipped as reason:
@@ -300,8 +304,8 @@ def run(goal: Goal, row: Row) -> None:
         row.result = PASS if goal.met(measured.value) else FAIL
 
 
-def short_of(rows: list[Row]) -> list[Row]:
-    """Those whose goal was missed, or could not be measured though it should."""
+def missed_of(rows: list[Row]) -> list[Row]:
+    """Those whose goal was missed, or whose measurement failed."""
     return [row for row in rows if row.result.startswith((FAIL, FAILED))]
 
 
@@ -312,13 +316,13 @@ def measured_text(row: Row) -> tuple[str, str]:
     return f"{row.value:.3g}", "" if row.low is None else f"{row.low:.3g} – {row.high:.3g}"
 
 
-def table_of(rows: list[Row], title: str = "") -> Table:
-    """A row for each goal; what is being measured has a wheel that turns."""
-    table = report.new_table(
-        title or f"{report.device_name('cpu')}, {torch.get_num_threads()} threads",
-        "quartiles: of the ratio, from round to round",
+def table_of(rows: list[Row], title: str) -> Table:
+    """A row for each goal; the one that is being measured has a spinner."""
+    table = new_table(
+        title,
+        *("measured", "quartiles", "bound"),
         text=["goal"],
-        numbers=["measured", "quartiles", "bound"],
+        caption="quartiles: of the ratio, over the rounds",
     )
     table.add_column("result", overflow="fold")
     for row in rows:
@@ -329,68 +333,68 @@ def table_of(rows: list[Row], title: str = "") -> Table:
 
 
 def list_of(goals: list[Goal]) -> Table:
-    table = report.new_table("goals", "", text=["goal"], numbers=["bound"])
+    table = new_table("goals", "bound", text=["goal"])
     table.add_column("what is measured", overflow="fold")
     for goal in goals:
         table.add_row(goal.name, goal.bound, goal.what)
     return table
 
 
-def run_all(goals: list[Goal], rows: list[Row], console: Console) -> None:
-    """Measure one goal after the other, and show on a terminal as much of the table as it has lines for."""
-    room = max(3, console.height - 6)
-    with Live(console=console, transient=True) as live:
-        for number, (goal, row) in enumerate(zip(goals, rows), 1):
-            row.result = RUNNING
-            live.update(table_of(rows[:number][-room:]))
-            try:
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+class Goals(Benchmark):
+    name = "goals"
+    point = Row
+    output = ""
+
+    @classmethod
+    def add_options(cls, add: Callable[..., Any]) -> None:
+        add("--only", nargs="+", metavar="NAME", help="measure these goals alone")
+        add("--list", action="store_true", help="list the goals, and measure nothing")
+        add("--output", type=Path, help="folder for CSV and JSON (default: no files)")
+
+    @classmethod
+    def check(cls, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+        """`goals` is added: those chosen."""
+        options.goals = all_goals()
+        if options.only:
+            check_names(parser, "--only", options.only, [goal.name for goal in options.goals])
+            options.goals = [goal for goal in options.goals if goal.name in options.only]
+        if options.list:
+            Console().print(list_of(options.goals))
+            parser.exit()
+
+    @property
+    def title(self) -> str:
+        return f"{self.device}, {torch.get_num_threads()} threads"
+
+    def measure(self) -> None:
+        """One goal after the other; a terminal shows as many rows of the table as it has lines for."""
+        room = max(3, self.console.height - 6)
+        with Live(console=self.console, transient=True) as live:
+            for goal in self.options.goals:
+                row = Row(goal.name, goal.what, goal.bound, RUNNING)
+                live.update(table_of([*self.points, row][-room:], self.title))
                 run(goal, row)
-            finally:
-                row.result = "" if row.result == RUNNING else row.result
-            if not console.is_terminal:
-                console.print(*(row.name, *measured_text(row)[:1], row.goal, row.result), highlight=False, markup=False)
+                self.points.append(row)
+                if not self.console.is_terminal:
+                    cells = row.name, *measured_text(row)[:1], row.goal, row.result
+                    self.console.print(*cells, highlight=False, markup=False)
+
+    def table(self) -> Table:
+        return table_of(self.points, self.title)
+
+    def remarks(self) -> list[str]:
+        missed = ", ".join(row.name for row in missed_of(self.points))
+        met = sum(row.result == PASS for row in self.points)
+        return [f"{met} of {len(self.options.goals)} goals met" + f"; missed: {missed}" * bool(missed)]
+
+    def status(self) -> int:
+        return 1 if missed_of(self.points) else 0
 
 
-def parse(args: list[str] | None) -> argparse.Namespace:
-    """The options, checked before anything runs; `goals` are those chosen."""
-    parser = argparse.ArgumentParser("benchmarks.goals", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these goals alone")
-    parser.add_argument("--list", action="store_true", help="say what they are, and measure nothing")
-    parser.add_argument("--output", type=Path, help="folder for CSV and JSON (default: nothing is written)")
-    options = parser.parse_args(args)
-    options.goals = all_goals()
-    if options.only:
-        report.check_names(parser, "--only", options.only, [goal.name for goal in options.goals])
-        options.goals = [goal for goal in options.goals if goal.name in options.only]
-    if options.output:
-        report.make_folder(parser, options.output)
-    return options
-
-
-def main(args: list[str] | None = None) -> int:
-    options = parse(args)
-    console = Console()
-    if options.list:
-        console.print(list_of(options.goals))
-        return 0
-    rows = [Row(goal.name, goal.what, goal.bound) for goal in options.goals]
-    interrupted = False
-    try:
-        run_all(options.goals, rows, console)
-    except KeyboardInterrupt:
-        interrupted = True
-    done = [row for row in rows if row.result]
-    console.print(table_of(done))
-    if options.output:
-        details = {**report.surroundings("cpu", "goals", args), "interrupted": interrupted}
-        report.finish(console, options.output, "goals", done, details)
-    missed = short_of(done)
-    met = sum(row.result == PASS for row in done)
-    console.print(
-        f"{met} of {len(rows)} goals met" + (f"; missed: {', '.join(r.name for r in missed)}" if missed else "")
-    )
-    return 130 if interrupted else 1 if missed else 0
-
+main = Goals.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,16 +1,15 @@
-"""Everything about the CUDA backend in one run: is it right, how fast and small is it, and where does its time go.
+"""The CUDA backend in one run: correctness, speed, memory, and a profile of its kernels.
 
     python -m benchmarks.gpu_check
 
-Results are written after each step, so that a run that is cut off has lost nothing but its last one. The exit status
-is 1 where a check or a goal is missed, or a check gave no answer in its time, and 2 without a GPU.
+Results are written after each step, so that a run that is cut off loses only its last one. The exit status is 1 if a
+check or a goal is missed, or a check gave no answer in time, and 2 without a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import re
 import sys
 import tempfile
@@ -26,14 +25,17 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.harness import memory, report, timing
+from benchmarks.harness import memory, timing
+from benchmarks.harness.machine import device_name, surroundings
+from benchmarks.harness.options import check_positive, make_folder
 from benchmarks.harness.sweep import MEASURED
-from benchmarks.harness.timing import Alternation, Call, Sample, Several, clock
+from benchmarks.harness.timing import Alternation, Call, Sample, Several, clock, milliseconds_text
 from benchmarks.speed import goals, gpu_correctness
 from benchmarks.speed.goals import PASS, Goal, Measured, Row, Skipped
 from benchmarks.speed.gpu_correctness import FAILED, Outcome
 from benchmarks.speed.gpu_peers import FLA, LINEAR, SOFTMAX, forms
 from benchmarks.speed.methods import Inputs, Setting
+from linrope.evaluation.reports import write_json
 from linrope.ops.triton_kernel.availability import interpreted
 from linrope.utils.files import whole_file
 
@@ -42,7 +44,7 @@ SHAPES = ((16, 64), (16, 128), (64, 64), (64, 128))
 """(B·H, D = E)."""
 ROUNDS = 7
 TURN = 0.02
-"""Seconds of short calls in a row that are timed as one."""
+"""Seconds of short calls in a row that are timed as one call."""
 LONGEST_CALL = 15.0
 """Seconds: a call that would take longer is extrapolated; one of more than a tenth of them is made once."""
 FORWARD, BOTH, COPY = "forward", "forward+backward", "copy"
@@ -55,7 +57,7 @@ TENSORS = {FORWARD: 4, BOTH: 8}
 """Read or written once: q, k, v and o; with the gradients of all four."""
 EXTRA_MEMORY = 0.15
 PACKAGES = ("triton", "flash-linear-attention", "fla-core")
-"""What a run depends on beside PyTorch; only the first has to be there."""
+"""Packages whose versions are recorded; only the first is required."""
 
 
 @dataclass(frozen=True)
@@ -93,14 +95,14 @@ class Point:
     memory_share: float | None = None
 
     def __str__(self) -> str:
-        known = "" if self.seconds is None else f", {report.seconds_text(self.seconds)} ms"
+        known = "" if self.seconds is None else f", {milliseconds_text(self.seconds)} ms"
         remark = f" ({self.detail})" if self.detail else ""
         return f"{self.method}, {self.mode}, {self.size}: {self.status}{known}{remark}"
 
 
 @dataclass
 class Run:
-    """The time there is, and what has been found; every finding is on the disk before the next one is sought."""
+    """The time limit and the results; each result is written before the next is measured."""
 
     folder: Path
     seconds: float
@@ -121,7 +123,7 @@ class Run:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
-        """Say it, and write it down with the results."""
+        """Print the text, and write it with the results."""
         self.notes.append(text)
         self.say(text)
         self.write()
@@ -133,15 +135,14 @@ class Run:
     def write(self) -> None:
         found = {k: [asdict(one) for one in getattr(self, k)] for k in ("checks", "points", "goals")}
         contents = {**self.details, "seconds": time.monotonic() - self.begin, "notes": self.notes, **found}
-        with whole_file(self.folder / "gpu_check.json") as file:
-            file.write((json.dumps(contents, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
+        write_json(self.folder / "gpu_check.json", contents)
 
 
-# --- is it right -----------------------------------------------------------------------------------------------------
+# --- correctness -----------------------------------------------------------------------------------------------------
 
 
 def check_all(run: Run, work: list[tuple], outcomes: Iterator[Outcome]) -> None:
-    """Record each outcome as it comes, then those that did not come."""
+    """Record each outcome when it arrives, then the missing ones."""
     for number, outcome in enumerate(outcomes, 1):
         error = "" if outcome.worst is None else f", {outcome.tensor} off by {outcome.worst:.1e}"
         run.say(f"check {number} of {len(work)}: {outcome.name}: {outcome.result}{error} ({outcome.seconds:.0f} s)")
@@ -156,7 +157,7 @@ def check_all(run: Run, work: list[tuple], outcomes: Iterator[Outcome]) -> None:
         )
 
 
-# --- how fast and how small ------------------------------------------------------------------------------------------
+# --- speed and memory ------------------------------------------------------------------------------------------
 
 
 def predicted(points: list[Point], point: Point, quadratic: bool) -> float | None:
@@ -170,7 +171,7 @@ def predicted(points: list[Point], point: Point, quadratic: bool) -> float | Non
 
 
 def measure(run: Run, size: Size, device: str = "cuda") -> None:
-    """All forms at one size in turn, forward and backward; at one length also a forward, memory, and a copy."""
+    """All forms at one size in turn, forward and backward; at length LONG also the forward, memory, and a copy."""
     inputs = Inputs.make(size.setting(device))
     calls, points = {}, {}
     for name, form in forms().items():
@@ -195,7 +196,7 @@ def measure(run: Run, size: Size, device: str = "cuda") -> None:
 
 
 def prepared(run: Run, point: Point, call: Call, quadratic: bool, device: str) -> Several | None:
-    """The call, compiled and warm, so many times in a row as to be timed well; None where its point is done."""
+    """The call, compiled and warm, repeated so that it can be timed well; None if its point is complete."""
     expected = predicted(run.points, point, quadratic)
     if expected is not None and expected > min(LONGEST_CALL, run.left - FOR_THE_PROFILE):
         point.status, point.seconds = EXTRAPOLATED, expected
@@ -205,7 +206,7 @@ def prepared(run: Run, point: Point, call: Call, quadratic: bool, device: str) -
         if expected is None or expected < LONGEST_CALL / 10:
             call()
         seconds = clock(call, device)
-    except Exception as error:  # out of memory, or a peer's own failure: the run goes on without it
+    except Exception as error:  # such as out of memory: the run continues without it
         point.status, point.detail = FAILED, memory.describe(error)
         return None
     if seconds < LONGEST_CALL / 10:
@@ -227,7 +228,7 @@ def take_turns(calls: dict[tuple[str, str], Several], points: dict[tuple[str, st
 
 
 def measure_all(run: Run, sizes: list[Size]) -> None:
-    """Size by size, as long as there is time."""
+    """Measure size by size while there is time."""
     slowest = 0.0
     for number, size in enumerate(sizes):
         if run.left < FOR_THE_PROFILE + slowest:
@@ -243,11 +244,11 @@ def measure_all(run: Run, sizes: list[Size]) -> None:
         slowest = max(slowest, time.monotonic() - begin) if number else 0.0  # the first one compiles
 
 
-# --- where the time goes ---------------------------------------------------------------------------------------------
+# --- profile ---------------------------------------------------------------------------------------------
 
 
 def profile(call: Call, device: str = "cuda") -> str:
-    """A line for each kernel of one call: how often it ran, and its microseconds in all; below them, their sum."""
+    """A line for each kernel of one call: how often it ran, and its total microseconds; then their sum."""
     call()
     with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, device.upper())]) as seen:
         call()
@@ -286,7 +287,7 @@ def seconds_of(points: list[Point], method: str, mode: str, size: Size) -> float
     """Seconds of one call.
 
     Raises:
-        Skipped: there are none. RuntimeError: there are none because our own call failed.
+        Skipped: there are none. RuntimeError: our own call failed.
     """
     point = next((p for p in points if (p.method, p.mode, p.size) == (method, mode, size)), None)
     if point is not None and point.seconds is not None:
@@ -296,7 +297,7 @@ def seconds_of(points: list[Point], method: str, mode: str, size: Size) -> float
 
 
 def all_goals(points: list[Point], sizes: list[Size]) -> list[Goal]:
-    """What the issue asks for at each size, out of the points measured."""
+    """The goals at each size, computed from the measured points."""
     found = []
     for size in sizes:
         seconds = partial(seconds_of, points, size=size)
@@ -316,7 +317,7 @@ def all_goals(points: list[Point], sizes: list[Size]) -> list[Goal]:
 
 
 def limit_goals(points: list[Point], size: Size) -> list[Goal]:
-    """Near to what memory allows in time, and hardly more than what must be there in space."""
+    """Time near the limit of memory bandwidth, and little more memory than the tensors need."""
     seconds = partial(seconds_of, points, size=size)
 
     def over_limit(mode: str) -> Measured:
@@ -346,7 +347,7 @@ def parse(args: list[str] | None) -> argparse.Namespace:
     add("--quick", action="store_true", help="a tenth of the checks, two lengths and two sizes")
     add("--output", type=Path, help="folder for JSON and the profile (default: benchmarks/results/ and the GPU's name)")
     options = parser.parse_args(args)
-    report.check_positive(parser, options, "seconds")
+    check_positive(parser, options, "seconds")
     if not torch.cuda.is_available():
         parser.error("it needs CUDA, and PyTorch sees no such device here: run it where there is an NVIDIA GPU")
     if importlib.util.find_spec("triton") is None:
@@ -354,15 +355,15 @@ def parse(args: list[str] | None) -> argparse.Namespace:
     if interpreted():
         parser.error("TRITON_INTERPRET=1 is set, which runs no kernel on the GPU: unset it")
     if options.output is None:
-        name = re.sub(r"[^a-z0-9]+", "-", report.device_name("cuda").lower()).strip("-")
+        name = re.sub(r"[^a-z0-9]+", "-", device_name("cuda").lower()).strip("-")
         options.output = Path(__file__).parents[1] / "results" / name
-    report.make_folder(parser, options.output)
+    make_folder(parser, options.output)
     return options
 
 
 def main(args: list[str] | None = None) -> int:
     options = parse(args)
-    details = report.surroundings("cuda", "gpu_check", args)
+    details = surroundings("cuda", "gpu_check", args)
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
             details["versions"][name] = version(name)
@@ -382,14 +383,14 @@ def main(args: list[str] | None = None) -> int:
 
 
 def finish(run: Run, sizes: list[Size], interrupted: bool = False) -> int:
-    """Judge what was found and show it; the exit status."""
+    """Judge the results and show them; returns the exit status."""
     for goal in all_goals(run.points, sizes):
         row = Row(goal.name, goal.what, goal.bound)
         goals.run(goal, row)
         run.goals.append(row)
     run.console.print(goals.table_of(run.goals, run.details["machine"]["device"]))
     wrong = [check.name for check in run.checks if check.result != PASS]
-    missed = [row.name for row in goals.short_of(run.goals)]
+    missed = [row.name for row in goals.missed_of(run.goals)]
     met = sum(row.result == PASS for row in run.goals)
     run.note(f"{len(run.checks) - len(wrong)} of {len(run.checks)} checks passed" + f"; not: {wrong}" * bool(wrong))
     run.note(f"{met} of {len(run.goals)} goals met" + f"; missed: {missed}" * bool(missed))

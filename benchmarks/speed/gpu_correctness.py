@@ -1,7 +1,7 @@
-"""The CUDA backend against the definition in float64, on the GPU itself: one list of cases, and what only CUDA has.
+"""The CUDA backend against the definition in float64, on the GPU: one list of cases, and features of CUDA alone.
 
-Each check runs in a process of its own, several at a time: kernels compile on all cores, one that faults leaves the
-others a sound device, and one that hangs ends with the run. `torch.empty` is filled with NaN throughout.
+Each check runs in a process of its own, several at a time: kernels compile on all cores, a fault in one check does not
+affect the others, and a check that hangs ends with the run. `torch.empty` is filled with NaN.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TOLERANCES = {"bfloat16": 2**-7, "float16": 2**-9, "high": 2**-9, "highest": 1e-
 products, products and outputs are rounded in turn; float32 ("highest") rounds to 6e-8, over sums of thousands. The
 gradients, with as many products again between them and the inputs, may be twice as far off."""
 LONGEST_BY_DEFINITION = 1100
-"""Beyond it the exact result is that of the chunked backend, which the tests hold to the definition."""
+"""For longer rows the exact result is that of the chunked backend, which the tests compare with the definition."""
 STEP = "one token at a time"
 
 
@@ -50,7 +50,7 @@ class Case:
     masked: bool = False
     packed: bool = False
     past: int | None = None
-    steps: int = 0  # so many of the last tokens one by one, without gradients
+    steps: int = 0  # number of last tokens that are decoded one by one, without gradients
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -60,7 +60,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one check: its worst tensor, and how far that one is off."""
+    """The outcome of one check: its worst tensor, and the error of it."""
 
     name: str
     result: str
@@ -114,7 +114,7 @@ OTHERS = {"float16": {"dtype": "float16"}} | {
 
 
 def all_cases(quick: bool = False) -> dict[str, Case]:
-    """By name, the most used first: shapes and options in bfloat16, then both in the other dtypes."""
+    """By name, the most used first: shapes and options in bfloat16, then in the other dtypes."""
     varied = SHAPES | OPTIONS | SIZES | RARER
     if quick:
         varied = SHAPES | {name: OPTIONS[name] for name in ("decay", "trained θ", "everything", STEP)}
@@ -130,7 +130,7 @@ def all_cases(quick: bool = False) -> dict[str, Case]:
 
 
 def inputs_of(case: Case, device: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The differentiable inputs by name, rounded as the case has them, and what no gradient flows to."""
+    """The differentiable inputs by name, in the case's dtype, and the other inputs."""
     draw = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -155,7 +155,7 @@ def inputs_of(case: Case, device: str) -> tuple[dict[str, Tensor], dict[str, Ten
 
 
 def outputs_of(case: Case, tensors: dict[str, Tensor], fixed: dict[str, Tensor], backend: str) -> dict[str, Tensor]:
-    """Output, final state and the gradients of all inputs, in the dtype of `tensors`; of steps, no gradients."""
+    """Output, final state and the gradients of all inputs, in the dtype of `tensors`; without gradients for steps."""
     leaves = {name: x.detach().requires_grad_(not case.steps) for name, x in tensors.items()}
     rope = None if case.rope is None else RotaryEmbedding(case.dim, **case.rope).to(leaves["q"].device)
     past = None
@@ -186,7 +186,7 @@ def outputs_of(case: Case, tensors: dict[str, Tensor], fixed: dict[str, Tensor],
 
 
 def gradients(outputs: dict[str, Tensor], leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of all leaves, for a fixed random gradient of each output."""
+    """The gradients of all leaves, for a fixed random gradient of each output."""
     draw = torch.Generator().manual_seed(1)
     given = [torch.randn(x.shape, generator=draw).to(x.device, torch.bfloat16).to(x.dtype) for x in outputs.values()]
     found = torch.autograd.grad(list(outputs.values()), list(leaves.values()), given, allow_unused=True)
@@ -194,7 +194,7 @@ def gradients(outputs: dict[str, Tensor], leaves: dict[str, Tensor]) -> dict[str
 
 
 def errors(actual: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
-    """‖actual - exact‖ / ‖exact‖ of each; gradients that nearly cancel are measured by the largest one's thousandth."""
+    """‖actual - exact‖ / ‖exact‖ of each; for small gradients relative to a thousandth of the largest."""
     if actual.keys() != exact.keys():
         raise AssertionError(f"{sorted(actual)} where there should be {sorted(exact)}")
     norms = {name: x.detach().double().norm().item() for name, x in exact.items()}
@@ -213,11 +213,11 @@ def errors_of(case: Case, device: str) -> dict[str, float]:
     return errors(actual, outputs_of(case, {name: x.double() for name, x in tensors.items()}, fixed, backend))
 
 
-# --- what only CUDA has ----------------------------------------------------------------------------------------------
+# --- features of CUDA alone ------------------------------------------------------------------------------------------
 
 
 def plain_call(length: int = 1000, heads: int = 4, dtype: torch.dtype = torch.bfloat16) -> tuple[Callable, list]:
-    """`linear_attention` with RoPE on the CUDA backend, and q, k, v that want gradients."""
+    """`linear_attention` with RoPE on the CUDA backend, and q, k, v that require gradients."""
     rope = RotaryEmbedding(64)
     torch.manual_seed(0)
     tensors = [torch.randn(1, heads, length, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
@@ -231,13 +231,13 @@ def results_of(attend: Callable, tensors: list[Tensor]) -> dict[str, Tensor]:
 
 
 def compiled() -> dict[str, float]:
-    """torch.compile without a graph break gives what the call gives."""
+    """torch.compile without a graph break gives the same as the call."""
     attend, tensors = plain_call()
     return errors(results_of(torch.compile(attend, fullgraph=True), tensors), results_of(attend, tensors))
 
 
 def repeated() -> dict[str, float]:
-    """The same call twice, to the bit."""
+    """The same call twice gives the same bits."""
     attend, tensors = plain_call(4097)
     first, second = (results_of(attend, tensors) for _ in range(2))
     return {name: float(not torch.equal(first[name], second[name])) for name in first}
@@ -263,8 +263,8 @@ def replayed(length: int) -> dict[str, float]:
 
 
 def beyond_32_bits() -> dict[str, float]:
-    """Tensors of more than 2^31 numbers, whose last head is what it is alone; values with their heads inside, so that
-    late tokens lie as far from a head's first."""
+    """Tensors of more than 2^31 numbers: the last head equals the same head alone. The values have their heads inside,
+    so that offsets within a head are as large."""
     attend, tensors = plain_call(2**21 + 1, heads=17)
     tensors[2] = tensors[2].detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
     found = {name: x[:, -1:] for name, x in results_of(attend, tensors).items()}
@@ -287,7 +287,7 @@ TRAITS: dict[str, tuple[float, Callable[[], dict[str, float]]]] = {
 
 @contextmanager
 def unwritten_is_nan() -> Iterator[None]:
-    """An entry of `torch.empty` that is never written shows, and other settings that a check changes come back."""
+    """Fill `torch.empty` with NaN, so that unwritten entries show; restore the settings that a check changes."""
     precision = torch.get_float32_matmul_precision()
     torch.use_deterministic_algorithms(True, warn_only=True)  # PyTorch's own sums have no such form on CUDA
     try:
@@ -300,7 +300,7 @@ def unwritten_is_nan() -> Iterator[None]:
 
 
 def check(name: str, tolerance: float, measure: Callable[[], dict[str, float]]) -> Outcome:
-    """Measure, and say what came of it; an error is an outcome too."""
+    """Measure, and compare with the tolerance; an error is an outcome too."""
     begin = time.perf_counter()
     try:
         with unwritten_is_nan():
@@ -308,7 +308,7 @@ def check(name: str, tolerance: float, measure: Callable[[], dict[str, float]]) 
     except Exception as error:
         return Outcome(name, f"{FAILED}: {describe(error)}", tolerance, seconds=time.perf_counter() - begin)
     allowed = {name: tolerance * (2 if name.startswith("grad") else 1) for name in found}
-    missed = {name: not error <= allowed[name] for name, error in found.items()}  # a NaN is no pass
+    missed = {name: not error <= allowed[name] for name, error in found.items()}  # a NaN does not pass
     tensor = max(found, key=lambda name: (missed[name], math.isnan(found[name]), found[name]))
     worst = found[tensor] if math.isfinite(found[tensor]) else None  # JSON has no NaN
     result = FAIL if missed[tensor] else PASS
@@ -323,7 +323,7 @@ def check(name: str, tolerance: float, measure: Callable[[], dict[str, float]]) 
 
 
 def checks(quick: bool = False) -> list[tuple[str, float, Callable[[], dict[str, float]]]]:
-    """Everything to be checked on a GPU, as arguments of `check`, what takes longest first."""
+    """All checks on a GPU, as arguments of `check`, the slowest first."""
     cases = all_cases(quick).items()
     traits = [(name, *trait) for name, trait in TRAITS.items()]
     return traits + [(name, case.tolerance, partial(errors_of, case, "cuda")) for name, case in cases]
@@ -334,13 +334,13 @@ def _check(arguments: tuple) -> Outcome:
 
 
 def _prepare(cache: str) -> None:
-    os.environ["TRITON_CACHE_DIR"] = cache  # choices timed beside other work are not for later calls
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a process of a pool starts none of its own
+    os.environ["TRITON_CACHE_DIR"] = cache  # autotuning beside other work must not decide later calls
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a process of a pool must not start processes
     torch.set_num_threads(1)
 
 
 def in_processes(work: list[tuple], seconds: float, cache: str) -> Iterator[Outcome]:
-    """Outcomes as they come, each from a new process, until the time is over."""
+    """Outcomes as they arrive, each from a new process, until the time is over."""
     deadline = time.monotonic() + seconds
     workers = max(1, min(12, (os.cpu_count() or 2) - 2))
     context = multiprocessing.get_context("spawn")

@@ -1,7 +1,7 @@
-"""What the CUDA backend is measured against: attention as others would write it, at its best.
+"""The peers of the CUDA backend: attention as others write it, at its fastest.
 
-Their tables of angles exist before the call, and what they do element by element is compiled, so that nothing but
-their own kernels and the traffic between these is timed. Both pair dimension m with m + D/2, as they do by default.
+Their tables of angles exist before the call, and their elementwise operations are compiled, so that only their kernels
+and the memory traffic between them are timed. Both pair dimension m with m + D/2, as they do by default.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ LINEAR, SOFTMAX, FLA = "linear", "RoPE + SDPA flash", "flash-linear-attention"
 
 @functools.lru_cache(maxsize=2)
 def tables(length: int, dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin (T, D/2) of the angles that `RotaryEmbedding(dim)` turns by."""
+    """cos and sin (T, D/2) of the angles of `RotaryEmbedding(dim)`."""
     theta = 10000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
-    turns = unit_rotations(torch.arange(length, device=device), theta)
-    return turns.real.to(dtype), turns.imag.to(dtype)
+    rotations = unit_rotations(torch.arange(length, device=device), theta)
+    return rotations.real.to(dtype), rotations.imag.to(dtype)
 
 
 def tables_of(x: Inputs) -> tuple[Tensor, Tensor]:
     return tables(x.q.shape[2], x.q.shape[3], x.q.dtype, x.q.device)
 
 
-def turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """RoPE on pairs (m, m + D/2) of x (..., T, D)."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
@@ -45,23 +45,23 @@ def divide(num: Tensor, den: Tensor) -> Tensor:
 
 @functools.cache
 def fused(function: Callable) -> Callable:
-    """Compiled, once for all lengths."""
+    """The function, compiled once for all lengths."""
     return torch.compile(function, dynamic=True)
 
 
 def softmax_flash(x: Inputs) -> Tensor:
     """RoPE, then FlashAttention of PyTorch."""
-    turn = fused(turn_halves)
+    rotate = fused(rotate_halves)
     cos, sin = tables_of(x)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        return F.scaled_dot_product_attention(turn(x.q, cos, sin), turn(x.k, cos, sin), x.v, is_causal=True)
+        return F.scaled_dot_product_attention(rotate(x.q, cos, sin), rotate(x.k, cos, sin), x.v, is_causal=True)
 
 
 def flash_linear_attention(x: Inputs) -> Tensor:
     """Numerator-only RoPE with the plain denominator on the chunked kernel and the rotary embedding of fla.
 
-    They take (B, T, H, D), and so are the inputs read here: (B, H, T, D) of other numbers, without a copy. The
-    denominator is the same kernel's, of values that are one, so that no running sum of features is written.
+    They take (B, T, H, D). The inputs' memory is read as such without a copy, which makes other numbers of it. The
+    denominator is the same kernel's with values of 1, so that no running sum of features is written.
     """
     from fla.modules.rotary import rotary_embedding
     from fla.ops.simple_gla import chunk_simple_gla
@@ -75,7 +75,7 @@ def flash_linear_attention(x: Inputs) -> Tensor:
 
 
 def forms() -> dict[str, Method]:
-    """By name, ours first; a package that is not there is absent with the reason."""
+    """By name, ours first; a missing package is absent with the reason."""
     absent = missing("fla.modules.rotary") or missing("fla.ops.simple_gla")
     return {
         form.name: form

@@ -1,4 +1,4 @@
-"""What looking at the health of attention costs: its share of a training run's time.
+"""The cost of the health metrics of attention: their share of a training run's time.
 
     python -m benchmarks.health --steps 200 --every 100
 
@@ -7,20 +7,24 @@ A model of configs/quickstart.yaml's sizes trains as `linrope fit` does, with `r
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
+from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
-from lightning.pytorch import Trainer, seed_everything
-from rich.console import Console
+from lightning.pytorch import seed_everything
+from rich.table import Table
 
-from benchmarks.harness import report
+from benchmarks.harness.runner import Benchmark
+from benchmarks.harness.timing import milliseconds_text
+from benchmarks.harness.trainer import quiet_trainer
 from linrope import LanguageModelConfig
 from linrope.cli.training import quiet_lightning
 from linrope.training import LanguageModelingModule, OptimizerConfig, TextDataModule
 from linrope.training.callbacks.health import HealthMonitor
+from linrope.utils.terminal import new_table
 
 
 @dataclass
@@ -34,24 +38,14 @@ class Cost:
     share_of_time: float
 
 
-def measure(options: argparse.Namespace) -> Cost:
+def measure(options: Namespace) -> Cost:
     seed_everything(0, verbose=False)
     sizes = {"d_model": options.d_model, "n_layers": options.layers, "n_heads": options.heads}
     module = LanguageModelingModule(
         LanguageModelConfig(**sizes, short_conv=4, forget_gate=True), OptimizerConfig(lr=1e-2)
     )
     monitor = HealthMonitor(options.every)
-    trainer = Trainer(
-        max_steps=options.steps,
-        accelerator="cpu",
-        devices=1,
-        callbacks=[monitor],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
-    )
+    trainer = quiet_trainer(options.steps, [monitor], limit_val_batches=0)
     began = time.perf_counter()
     trainer.fit(module, TextDataModule(context=options.context, batch_size=options.batch_size))
     seconds = time.perf_counter() - began
@@ -59,37 +53,35 @@ def measure(options: argparse.Namespace) -> Cost:
     return Cost(options.every, looks, monitor.seconds, seconds, monitor.seconds / seconds)
 
 
-def parse(args: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("benchmarks.health", description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--steps", type=int, default=200)
-    add("--every", type=int, default=100, help="steps between two looks (default: 100, that of `linrope fit`)")
-    add("--context", type=int, default=1024)
-    add("--batch_size", type=int, default=2)
-    add("--layers", type=int, default=4)
-    add("--d_model", type=int, default=128)
-    add("--heads", type=int, default=4)
-    add("--output", type=Path, default=Path("results"), help="folder for CSV and JSON (default: results)")
-    options = parser.parse_args(args)
-    report.check_positive(parser, options, "steps", "every", "context", "batch_size", "layers", "d_model", "heads")
-    report.make_folder(parser, options.output)
-    return options
+class Health(Benchmark):
+    name = "health"
+    point = Cost
+    positive = ("steps", "every", "context", "batch_size", "layers", "d_model", "heads")
+
+    @classmethod
+    def add_options(cls, add: Callable[..., Any]) -> None:
+        add("--steps", type=int, default=200)
+        add("--every", type=int, default=100, help="steps between two measurements (default: 100, as `linrope fit`)")
+        add("--context", type=int, default=1024)
+        add("--batch_size", type=int, default=2)
+        add("--layers", type=int, default=4)
+        add("--d_model", type=int, default=128)
+        add("--heads", type=int, default=4)
+
+    def measure(self) -> None:
+        quiet_lightning()
+        with self.console.status("training"):
+            self.points.append(measure(self.options))
+
+    def table(self) -> Table:
+        table = new_table("Cost of health metrics", "measurements", "ms each", "s of the run", "share of the time")
+        for cost in self.points:
+            each = milliseconds_text(cost.seconds_of_looks / max(1, cost.looks))
+            table.add_row(str(cost.looks), each, f"{cost.seconds:.1f}", f"{100 * cost.share_of_time:.2f} %")
+        return table
 
 
-def main(args: list[str] | None = None) -> int:
-    options = parse(args)
-    quiet_lightning()
-    console = Console()
-    with console.status("training"):
-        cost = measure(options)
-    per_look = report.seconds_text(cost.seconds_of_looks / max(1, cost.looks))
-    console.print(
-        f"{cost.looks} looks of {per_look} ms in {cost.seconds:.1f} s: {100 * cost.share_of_time:.2f} % of the time",
-        highlight=False,
-    )
-    details = {**report.surroundings("cpu", "health", args), "interrupted": False}
-    return report.finish(console, options.output, "health", [cost], details)
-
+main = Health.main
 
 if __name__ == "__main__":
     sys.exit(main())

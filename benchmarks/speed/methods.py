@@ -1,7 +1,7 @@
-"""What is measured: each form of attention as one call, on tensors that exist before it.
+"""The methods that are measured: each form of attention as one call, on tensors that exist before it.
 
-All forms take the same `Inputs`. A peer library that is not there, or that cannot run on the device, is a method with
-a reason in `absent`: it is listed as such, never guessed.
+All forms take the same `Inputs`. A library that is missing, or that cannot run on the device, is a method with the
+reason in `absent`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Setting:
-    """One problem size; `length` is that of the past in mode "decode"."""
+    """One problem size; in mode "decode", `length` counts the tokens before the one that is decoded."""
 
     length: int
     batch: int = 1
@@ -41,7 +41,7 @@ class Setting:
 
     @property
     def new_tokens(self) -> int:
-        """Tokens that one call works through."""
+        """Tokens that one call processes."""
         return self.batch * (1 if self.mode == "decode" else self.length)
 
 
@@ -82,11 +82,11 @@ class Method:
 
     Attributes:
         attend: from Inputs to o (B, H, T, E).
-        decoding: from Inputs to a callable that decodes one token after a past of `setting.length`, with the bytes
-            of that past in `nbytes`; None where the form has none of its own.
-        quadratic: whether the time is that of all pairs of tokens.
-        quadratic_memory: whether the memory is, too.
-        absent: why it cannot run here; "" where it can.
+        decoding: from Inputs to a callable that decodes one token after `setting.length` others, with the bytes of its
+            state or cache in `nbytes`; None if the form has no decoding step.
+        quadratic: whether the time grows with all pairs of tokens.
+        quadratic_memory: whether the memory does.
+        absent: why it cannot run here; "" if it can.
     """
 
     name: str
@@ -97,11 +97,11 @@ class Method:
     absent: str = ""
 
     def time_growth(self, mode: str) -> int:
-        """n where the time of a call grows as lengthⁿ."""
+        """n if the time of a call grows as lengthⁿ."""
         return (2 if self.quadratic else 1) - (mode == "decode")
 
     def memory_growth(self, mode: str) -> int:
-        """n where the memory of a call (with the past, in decoding) grows as lengthⁿ."""
+        """n if the memory of a call (in decoding with its state or cache) grows as lengthⁿ."""
         if mode == "decode":
             return int(self.quadratic)
         return 2 if self.quadratic_memory else 1
@@ -112,7 +112,7 @@ class Method:
 
 
 def call_of(attend: Callable[[Inputs], Tensor], inputs: Inputs) -> Callable[[], object]:
-    """One forward, or one forward and backward, of `attend`; it returns what a caller would keep."""
+    """One forward, or one forward and backward, of `attend`; it returns the tensors that a caller keeps."""
 
     def forward() -> Tensor:
         with torch.no_grad():
@@ -121,7 +121,7 @@ def call_of(attend: Callable[[Inputs], Tensor], inputs: Inputs) -> Callable[[], 
     def forward_backward() -> tuple:
         o = attend(inputs)
         leaves = (inputs.q, inputs.k, inputs.v, inputs.log_decay)
-        return o, torch.autograd.grad(o, leaves, inputs.grad, allow_unused=True)  # few forms have a decay
+        return o, torch.autograd.grad(o, leaves, inputs.grad, allow_unused=True)  # most forms have no decay
 
     return forward_backward if inputs.setting.mode == "forward+backward" else forward
 
@@ -130,7 +130,7 @@ def call_of(attend: Callable[[Inputs], Tensor], inputs: Inputs) -> Callable[[], 
 
 
 def linear(x: Inputs, *, rope: bool = True, decay: bool = False, **options) -> Tensor:
-    """`linear_attention`, with RoPE in the numerator and a decay for each head and token where asked."""
+    """`linear_attention`, with RoPE in the numerator (`rope`) and a decay for each head and token (`decay`)."""
     log_decay = x.log_decay if decay else None
     return linear_attention(x.q, x.k, x.v, x.rope if rope else None, log_decay=log_decay, **options)
 
@@ -141,16 +141,16 @@ def softmax(x: Inputs) -> Tensor:
 
 
 def softmax_materialised(x: Inputs) -> Tensor:
-    """The same with the T × T matrix of weights written out, which is what the fused form saves."""
+    """The same with the T × T matrix of weights in memory, which the fused form avoids."""
     scores = x.rope.rotate(x.q) @ x.rope.rotate(x.k).mT * x.q.shape[-1] ** -0.5
     later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     return scores.masked_fill(later, -torch.inf).softmax(dim=-1) @ x.v
 
 
 def whole_sequence(x: Inputs, chunk: int = 64) -> Tensor:
-    """Chunked linear attention on whole tensors, differentiated by autograd: the plain way to write it.
+    """Chunked linear attention on whole tensors, differentiated by autograd: the simplest way to write it.
 
-    T is a multiple of the chunk. The goals hold `linear_attention`, which works block by block, against it.
+    T is a multiple of the chunk. The goals compare `linear_attention`, which works block by block, with it.
     """
     q, k = elu1(x.q), elu1(x.k)
     den = (q * k.cumsum(dim=2)).sum(dim=-1, keepdim=True)
@@ -186,7 +186,7 @@ def flash_linear_attention(x: Inputs) -> Tensor:
 
 
 class LinearDecoding:
-    """One token after a past of `setting.length`: `linear_attention` from a state to the next."""
+    """One token after `setting.length` others: `linear_attention` from one state to the next."""
 
     def __init__(self, x: Inputs, *, rope: bool = True, decay: bool = False, **options):
         dtype = torch.promote_types(x.q.dtype, torch.float32)
@@ -207,7 +207,7 @@ class LinearDecoding:
 
 
 class SoftmaxDecoding:
-    """One token after a past of `setting.length`: into its place in the cache, then attention to all of it.
+    """One token after `setting.length` others: written into the cache, then attention to all of it.
 
     Args:
         cache: (2, B, H, at least length + 1, D) rotated keys, and values; None makes one of random numbers.
@@ -236,7 +236,7 @@ class SoftmaxDecoding:
 
 
 def catalogue(device: str, dtype: str) -> dict[str, Method]:
-    """Every method by name, those that cannot run there among them."""
+    """Every method by name, also those that cannot run there."""
     reasons = {name: _unfit(name, device) for name in BACKENDS if name != "reference"}
     alone = list(reasons.values()).count("") == 1
     methods = [
@@ -267,7 +267,7 @@ def _linear_method(name: str, absent: str = "", **options) -> Method:
 
 
 def _unfit(backend: str, device: str) -> str:
-    """Why a backend does not take tensors on that device, or "": the smallest call tells."""
+    """Why a backend does not take tensors on that device, or "", found by the smallest call."""
     try:
         linear(Inputs.make(Setting(2, heads=1, head_dim=2, device=device, mode="forward")), backend=backend)
     except Exception as error:
@@ -276,11 +276,11 @@ def _unfit(backend: str, device: str) -> str:
 
 
 def missing(module: str) -> str:
-    """Why a peer cannot be imported, or ""."""
+    """Why a module cannot be imported, or ""."""
     try:
         importlib.import_module(module)
     except ImportError:
         return "not installed"
-    except Exception as error:  # a binary built for another version fails in ways of its own
+    except Exception as error:  # a binary for another version may raise anything
         return f"cannot be imported: {error}"
     return ""

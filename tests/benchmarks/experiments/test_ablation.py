@@ -15,6 +15,7 @@ import yaml
 from benchmarks.experiments import ablation, ablation_report, training_run
 from benchmarks.experiments.ablation_report import Interval, verdict
 from benchmarks.experiments.grid import read_grid, settings_of
+from benchmarks.experiments.results_folder import Speed
 from benchmarks.experiments.training_run import GridText, smallest_denominator, validation_batches
 from benchmarks.harness.timing import Sample
 from linrope import LanguageModel, LanguageModelConfig, RotaryConfig
@@ -78,8 +79,8 @@ def here(monkeypatch):
 
 
 def test_a_grid_end_to_end(grid, here, capsys):
-    assert grid.run("--only", "softmax") == 0  # not even the one that the others are compared with
     here()
+    assert grid.run("--only", "softmax") == 0  # not even the one that the others are compared with
     alone = grid.files
     assert set(alone) == {"softmax-seed0.json", "softmax-seed1.json"}
     assert "softmax" in capsys.readouterr().out
@@ -110,6 +111,7 @@ def test_a_grid_end_to_end(grid, here, capsys):
     assert grid.files == files
     assert grid.run(more_seeds={"linear": [2]}) == 0
     assert grid.files.keys() - files.keys() == {"linear-seed2.json"}
+    assert (json.loads((folder / "runs" / "linear-seed2.json").read_text())["steps"]) == 20
     assert files.items() <= grid.files.items()
 
     # the folder of another grid is left as it is
@@ -233,7 +235,7 @@ def test_a_curriculum_counts_the_tokens_of_its_steps_and_has_no_one_speed(grid, 
     monkeypatch.setattr(ablation, "make_runs", lambda *args: None)
     grid.run(variants={"longer": longer, "linear": {}}, reference="longer")
     path = grid.folder / "small.yaml"
-    folder = ablation.parse(["--grid", str(path), "--output", str(grid.folder / "results")]).folder
+    folder = ablation.Ablation.parse(["--grid", str(path), "--output", str(grid.folder / "results")]).folder
     assert folder.read_speeds().keys() == {"linear"}
     settings = folder.settings["longer"]
     steps = n_steps(folder.grid, settings)
@@ -273,15 +275,15 @@ def test_two_commands_on_one_folder_share_the_runs(grid, monkeypatch, capsys):
 
     monkeypatch.setattr(ablation, "make_run", make_run)
     monkeypatch.setattr(ablation, "measure_speeds", lambda *args: {})
-    monkeypatch.setattr(ablation_report, "finish", lambda *args: None)
+    monkeypatch.setattr(ablation.Ablation, "finish", lambda self, args: 0)
     runs = grid.folder / "results" / "runs"
     runs.mkdir(parents=True)
     with ablation.claimed(runs / "softmax-seed1.spec"):
         assert grid.run() == 0
     assert made == [("linear", 0), ("linear", 1)]
     told = said(capsys)
-    assert "softmax, seed 0: was made by another process meanwhile" in told
-    assert "softmax, seed 1: is being made by another process, and left to it" in told
+    assert "softmax, seed 0: another process made it meanwhile" in told
+    assert "softmax, seed 1: another process is making it" in told
     assert {file.name for file in runs.iterdir()} == {
         "linear-seed0.json",
         "linear-seed1.json",
@@ -293,7 +295,7 @@ def test_two_commands_on_one_folder_share_the_runs(grid, monkeypatch, capsys):
 @pytest.mark.parametrize("text", ["{}", "[1]", "{bad"])
 def test_a_folder_with_files_of_something_else(grid, file, text, capsys):
     file = "runs/other.json" if text == "{}" else file  # speeds may be none
-    message = "cannot be read: .* Move it" if text == "{bad" else "is no result of a grid"
+    message = "cannot be read: .* Move it" if text == "{bad" else "is not a result of a grid"
     (grid.folder / "results" / "runs").mkdir(parents=True)
     (grid.folder / "results" / file).write_text(text)
     with pytest.raises(SystemExit):
@@ -583,11 +585,11 @@ def test_speeds_that_are_added_later_are_brought_to_the_same_hour(grid, monkeypa
 
 
 def test_what_is_not_known_of_speeds_is_said():
-    said = ablation_report.remarks_on_speeds({"a": 0.1, "b": 0.25}, {"one", "two"}, [])
+    said = ablation_report.remarks_on_speeds({"a": Speed(1.0, 0.1, "one"), "b": Speed(1.0, 0.25, "two")}, [])
     assert "within 25% of each other (b)" in said[0]
-    assert "on different machines, so equal s is a guess: one, two" in said[1]
-    assert ablation_report.remarks_on_speeds({}, {"one"}, ["a"]) == [
-        "not in this table, for want of a speed or of a validation so early: a"
+    assert "on different machines, so this table is an estimate: one, two" in said[1]
+    assert ablation_report.remarks_on_speeds({"b": Speed(1.0, None, "one")}, ["a"]) == [
+        "not in this table, without a speed or a validation that early: a"
     ]
 
 
@@ -595,7 +597,7 @@ def test_steps_that_are_the_same_are_measured_once(grid, monkeypatch):
     monkeypatch.setattr(ablation, "make_runs", lambda *args: None)
     grid.run(variants={"linear": {}, "slow": {"optimizer.lr": 0.005}, "softmax": {"model.attention": "softmax"}})
     assert len(json.loads((grid.folder / "results" / "speed.json").read_text())) == 2
-    folder = ablation.parse(
+    folder = ablation.Ablation.parse(
         ["--grid", str(grid.folder / "small.yaml"), "--output", str(grid.folder / "results")]
     ).folder
     found = folder.read_speeds()

@@ -72,7 +72,7 @@ def test_models_are_shown_side_by_side(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--lengths", "3"], "--lengths 3: half a piece is judged; give 4 or more"),
+        (["--lengths", "3"], "--lengths 3: must be 4 or more, because half a piece is judged"),
         (["--lengths", "9000000"], "--lengths 9000000: 64 pieces need more than the text's"),
         (["--lengths", "8", "--gap", "9000000"], "--lengths 8 with --gap 9000000: 64 pieces need more than"),
         (["--gap", "-1"], "--gap -1: must be 0 or more"),
@@ -94,4 +94,4 @@ def test_models_that_read_no_bytes_are_named(vocab_size, tokenizer, tmp_path, ca
     model.save_pretrained(tmp_path)
     with pytest.raises(SystemExit):
         copying.main(["--model", str(tmp_path), "--output", str(tmp_path)])
-    assert "it needs to read bytes, with a vocabulary of 257 or more" in " ".join(capsys.readouterr().err.split())
+    assert "its tokens must be bytes, with a vocabulary of 257 or more" in " ".join(capsys.readouterr().err.split())

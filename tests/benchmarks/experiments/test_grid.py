@@ -211,7 +211,7 @@ def test_mistakes_are_named(tmp_path, changes, message):
 def test_tokens_that_are_no_bytes_are_refused(tmp_path):
     """A grid measures bits per byte of text; one byte a token is what it counts."""
     np.zeros(300_000, dtype="<u2").tofile(tmp_path / "flat.bin")
-    with pytest.raises(InputError, match=r"data\.path='.*flat\.bin' holds tokens that are no bytes"):
+    with pytest.raises(InputError, match=r"data\.path='.*flat\.bin' holds tokens that are not bytes"):
         settings_of(grid_of(tmp_path, variants={"linear": {"data.path": str(tmp_path / "flat.bin")}, "softmax": {}}))
 
 

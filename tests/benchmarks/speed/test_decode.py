@@ -84,7 +84,7 @@ def test_flatness_compares_two_contexts():
         (["--contexts", "10", "0"], "--contexts 0: must be above 0"),
         (["--batch", "-1"], "--batch -1: must be above 0"),
         (["--steps", "0"], "--steps 0: must be above 0"),
-        (["--head_dim", "5"], "--head_dim 5: RoPE turns pairs"),
+        (["--head_dim", "5"], "--head_dim 5: must be even, because RoPE rotates pairs"),
     ],
 )
 def test_bad_options_are_named(args, message, capsys, tmp_path, monkeypatch):

@@ -63,8 +63,8 @@ def test_help_and_options(capsys):
 
 def test_on_a_gpu_results_go_to_its_name(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu_check.report, "device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(gpu_check.report, "make_folder", lambda parser, folder: None)
+    monkeypatch.setattr(gpu_check, "device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(gpu_check, "make_folder", lambda parser, folder: None)
     options = gpu_check.parse([])
     assert options.output.parts[-3:] == ("benchmarks", "results", "nvidia-h200")
     assert options.seconds < 9 * 60
@@ -80,7 +80,7 @@ def test_everything_runs_in_order_and_is_finished(monkeypatch, tmp_path, quick, 
     handed = {}
     options = gpu_check.argparse.Namespace(seconds=60.0, quick=quick, output=tmp_path)
     monkeypatch.setattr(gpu_check, "parse", lambda args: options)
-    monkeypatch.setattr(gpu_check.report, "device_name", lambda device: "a device")
+    monkeypatch.setattr("benchmarks.harness.machine.device_name", lambda device: "a device")
     monkeypatch.setattr(
         gpu_correctness, "in_processes", lambda work, seconds, cache: [Outcome(name, "pass") for name, *_ in work]
     )
@@ -373,7 +373,7 @@ def test_flash_linear_attention_computes_the_same(uncompiled, monkeypatch):
         return torch.einsum("bhij,bjhe->bihe", weights, v), None
 
     def rotary_embedding(x, cos, sin):
-        return gpu_peers.turn_halves(x, cos[:, None], sin[:, None])
+        return gpu_peers.rotate_halves(x, cos[:, None], sin[:, None])
 
     for name in ("fla", "fla.modules", "fla.ops", "fla.modules.rotary", "fla.ops.simple_gla"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))

@@ -89,7 +89,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch, capsys, without_m
     use(monkeypatch, Method("linear-rope", linear), Method("softmax-rope", impatient))
     status, points, contents = run(tmp_path, "--lengths", "16", "32", "64")
     assert status == 130
-    assert "interrupted: what was measured until then is kept" in capsys.readouterr().out
+    assert "interrupted: the results so far are kept" in capsys.readouterr().out
     assert contents["interrupted"] is True
     assert points["softmax-rope", 16]["rounds"] == 2
     assert points["linear-rope", 32]["rounds"] == 2  # its share of the round that was cut short
@@ -157,7 +157,7 @@ def test_what_would_exceed_the_budget_is_not_run(tmp_path, capsys, without_memor
 
 
 def test_crossovers_of_every_backend():
-    results = scaling.Results()
+    run = scaling.Scaling(None, "a device")
     for length in (256, 1024):
         for name, seconds in (
             ("linear-rope[a]", length),
@@ -165,15 +165,15 @@ def test_crossovers_of_every_backend():
             ("softmax-rope", length**2 / 512),
             ("linear-rope-decay", 1),
         ):
-            results.points.append(scaling.Point(name, length, 1, seconds=seconds))
-    assert results.crossovers() == {"linear-rope[a]": pytest.approx(512), "linear-rope[b]": 256}
+            run.points.append(scaling.Point(name, length, 1, seconds=seconds))
+    assert run.crossovers() == {"linear-rope[a]": pytest.approx(512), "linear-rope[b]": 256}
 
 
 def test_linear_rope_names_all_its_backends(tmp_path, monkeypatch):
     names = ("linear-rope[a]", "linear-rope[b]", "linear")
     use(monkeypatch, *(Method(name, partial(linear)) for name in names))
-    options = scaling.parse(["--methods", "linear-rope", "--output", str(tmp_path)])
-    assert list(options.methods) == ["linear-rope[a]", "linear-rope[b]"]
+    options = scaling.Scaling.parse(["--methods", "linear-rope", "--output", str(tmp_path)])
+    assert options.methods == ["linear-rope[a]", "linear-rope[b]"]
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_linear_rope_names_all_its_backends(tmp_path, monkeypatch):
         (["--methods", "softmax-rop"], "--methods softmax-rop: unknown. Did you mean 'softmax-rope'?"),
         (["--mode", "backward"], "invalid choice: 'backward'"),
         (["--repeats", "0"], "--repeats 0: must be above 0"),
-        (["--head_dim", "7"], "--head_dim 7: RoPE turns pairs, so it must be even"),
+        (["--head_dim", "7"], "--head_dim 7: must be even, because RoPE rotates pairs"),
         (["--memory", "lots"], "'lots' is no size: give one such as 4GiB"),
         (["--budget", "-1"], "--budget -1.0: must be above 0"),
         (["--output", "{file}/results"], "cannot write there"),
@@ -191,7 +191,7 @@ def test_linear_rope_names_all_its_backends(tmp_path, monkeypatch):
 )
 def test_bad_options_are_named_before_any_run(args, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(scaling.Run, "measure", lambda self: pytest.fail("it ran"))
+    monkeypatch.setattr(scaling.Scaling, "measure", lambda self: pytest.fail("it ran"))
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(SystemExit) as exit_:
@@ -204,4 +204,4 @@ def test_a_device_that_is_not_there_is_named(capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit):
         scaling.main(["--device", "cuda"])
-    assert "--device cuda: PyTorch sees no CUDA device here" in capsys.readouterr().err
+    assert "--device cuda: PyTorch finds no CUDA device here" in capsys.readouterr().err

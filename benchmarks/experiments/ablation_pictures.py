@@ -1,0 +1,113 @@
+"""Pictures of a grid's results, each with one message; a picture of lines has at most six."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.experiments.ablation_report import METRIC, Interval, Row, by_case
+from benchmarks.experiments.grid import Grid
+from benchmarks.harness.pictures import COLORS, legend_by_end, new_axes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LINES, FEWEST = 6, 3
+"""Lines in a picture, at most; variants in a picture, at least: a table says as much of two."""
+
+
+def figures_of(rows: list[Row], results: list[dict[str, Any]], grid: Grid) -> dict[str, Callable[[], Figure]]:
+    """The pictures by the ending of their names, those for which there are results."""
+    rows = [row for row in rows if not math.isnan(row.mean)]
+    if len(rows) < FEWEST:
+        return {}
+    results = [run for run in results if run["diverged"] is None]
+    figures = {"": partial(means, rows, results, grid)}
+    if len(lengths_of(results)) > 1:
+        figures["-lengths"] = partial(lengths, rows, results, grid)
+    if by_case(results):
+        figures["-cases"] = partial(cases, rows, results, grid)
+    return figures
+
+
+def means(rows: list[Row], results: list[dict[str, Any]], grid: Grid) -> Figure:
+    """A row for each variant: the mean, its 95 % interval, and each seed."""
+    metric, label, _ = METRIC[grid.task]
+    best, message = rows[0], f"{rows[0].variant} has the best mean"
+    if not math.isnan(best.difference):
+        change = f"{best.difference:+.3f}" if metric == "accuracy" else f"{100 * best.difference:+.1f} %"
+        message += f", {change} against {grid.reference}"
+        message += f" ({best.verdict})" if best.verdict != "better" else ""
+    intervals = {row.variant: Interval(row.mean, row.interval) for row in rows}
+    axes = dots(f"{grid.title}:\n{message}", intervals, grid)
+    for height, row in enumerate(reversed(rows)):
+        seeds = [run["final"][metric] for run in results if run["variant"] == row.variant]
+        axes.plot(seeds, [height] * len(seeds), "|", color="black", markersize=7)
+    axes.set_xlabel(f"{label}: mean, 95 % interval, each seed")
+    return axes.figure
+
+
+def dots(title: str, intervals: dict[str, Interval], grid: Grid) -> Axes:
+    """A row for each variant, the first on top; the reference has another colour."""
+    axes = new_axes(title, height=1.3 + 0.26 * len(intervals))
+    for height, (name, interval) in enumerate(reversed(intervals.items())):
+        half = 0 if math.isnan(interval.half) else interval.half
+        color = COLORS[1] if name == grid.reference else COLORS[0]
+        axes.errorbar(interval.mean, height, xerr=half, fmt="o", color=color, capsize=3)
+    if grid.reference in intervals:
+        axes.axvline(intervals[grid.reference].mean, color=COLORS[1], linewidth=0.8, linestyle=":")
+    axes.set_yticks(range(len(intervals)), list(reversed(intervals)))
+    return axes
+
+
+def chosen(rows: list[Row], grid: Grid) -> list[Row]:
+    """The best variants and the reference: as many as a picture of lines may have."""
+    best = [row for row in rows if row.variant != grid.reference][: LINES - 1]
+    return [row for row in rows if row in best or row.variant == grid.reference]
+
+
+def lengths_of(results: list[dict[str, Any]]) -> list[int]:
+    """The lengths of rows in which the same text was evaluated."""
+    return sorted({int(length) for run in results for length in run.get("evaluation") or {}})
+
+
+def lengths(rows: list[Row], results: list[dict[str, Any]], grid: Grid) -> Figure:
+    """How bits per byte change from the shortest rows to the longest, the lowest on top."""
+    known = lengths_of(results)
+    short, long = str(known[0]), str(known[-1])
+    changes = {}
+    for row in rows:
+        runs = [run["evaluation"] for run in results if run["variant"] == row.variant]
+        values = [100 * (r[long]["bpb"] / r[short]["bpb"] - 1) for r in runs if {short, long} <= r.keys()]
+        if values:
+            changes[row.variant] = Interval.of(values)
+    changes = dict(sorted(changes.items(), key=lambda change: change[1].mean))
+    best = next(iter(changes))
+    message = f"rows of {known[-1]:,} instead of {known[0]:,} tokens change {best} by {changes[best].mean:+.1f} %"
+    axes = dots(f"{grid.title}:\n{message}", changes, grid)
+    axes.axvline(0, color="black", linewidth=0.8)
+    if max(change.mean for change in changes.values()) > 50:
+        axes.set_xscale("symlog", linthresh=10)
+    axes.xaxis.set_major_formatter(lambda percent, _: f"{percent:+g}" if percent else "0")
+    axes.set_xlabel("change of bits per byte in %, the same text: mean, 95 % interval")
+    return axes.figure
+
+
+def cases(rows: list[Row], results: list[dict[str, Any]], grid: Grid) -> Figure:
+    """Accuracy of a recall task by the length of a row and its pairs."""
+    found = by_case(results)
+    shown = [row for row in chosen(rows, grid) if row.variant in found]
+    hardest = list(found[shown[0].variant])[-1]
+    message = ", ".join(f"{row.variant} {found[row.variant][hardest]['mean']:.2f}" for row in shown[:3])
+    axes = new_axes(f"{grid.title}: accuracy in the last case,\n{message}")
+    for color, row in zip(COLORS, shown):
+        values = [case["mean"] for case in found[row.variant].values()]
+        axes.plot(list(found[row.variant]), values, marker=".", color=color, label=row.variant)
+    axes.set_xlabel("length of the row × pairs")
+    axes.set_ylabel("accuracy, mean over seeds")
+    axes.tick_params(axis="x", labelrotation=30)
+    legend_by_end(axes)
+    return axes.figure

@@ -1,0 +1,74 @@
+"""Options of the benchmarks' commands: types and checks that several of them share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from linrope import LanguageModel
+from linrope.data.tokenizers.base import tokenizer_from_serialized
+from linrope.data.tokenizers.bytes import VOCAB_SIZE, ByteTokenizer
+from linrope.errors import InputError, suggest
+from linrope.evaluation import reports
+from linrope.utils import formatting
+
+
+def parse_bytes(text: str) -> int:
+    """The argparse type of a number of bytes: "4GiB", "500 MB" or "1000"."""
+    try:
+        return formatting.parse_bytes(text)
+    except InputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def check_positive(parser: argparse.ArgumentParser, options: argparse.Namespace, *names: str) -> None:
+    """Exit with an error unless each option, or every number in its list, is above 0."""
+    for name in names:
+        value = getattr(options, name)
+        for number in value if isinstance(value, list) else [value]:
+            if number <= 0:
+                parser.error(f"--{name} {number}: must be above 0")
+
+
+def check_even(parser: argparse.ArgumentParser, options: argparse.Namespace, name: str) -> None:
+    """Exit with an error unless the size can be divided into RoPE's pairs."""
+    if getattr(options, name) % 2:
+        parser.error(f"--{name} {getattr(options, name)}: must be even, because RoPE rotates pairs")
+
+
+def check_names(parser: argparse.ArgumentParser, option: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Exit with an error unless every name is known."""
+    known = list(known)
+    for name in names:
+        if name not in known:
+            parser.error(f"{option} {name}: unknown.{suggest(name, known)} There are {', '.join(known)}")
+
+
+def check_device(parser: argparse.ArgumentParser, device: str) -> None:
+    """Exit with an error unless PyTorch can use the device."""
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: PyTorch finds no CUDA device here; use cpu")
+
+
+def make_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
+    """Create the output folder, or exit with an error if it cannot be written."""
+    try:
+        reports.make_folder("--output", folder)
+    except InputError as error:
+        parser.error(str(error))
+
+
+def read_byte_model(parser: argparse.ArgumentParser, path: Path) -> LanguageModel:
+    """The trained model of `--model PATH`, or exit with an error if there is none or its tokens are not bytes."""
+    try:
+        model = LanguageModel.from_pretrained(path)
+    except InputError as error:
+        parser.error(f"--model: {error}")
+    if model.config.vocab_size < VOCAB_SIZE or not isinstance(
+        tokenizer_from_serialized(model.tokenizer), ByteTokenizer
+    ):
+        parser.error(f"--model {path}: its tokens must be bytes, with a vocabulary of {VOCAB_SIZE} or more")
+    return model

@@ -1,0 +1,221 @@
+"""The runner of all benchmarks: options, progress bar, Ctrl-C, tables, files, exit status.
+
+A script derives a class from `Benchmark`. It defines what is its own: the options, what is measured, the table and the
+pictures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, fields
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+from rich.table import Table
+
+from benchmarks.harness.machine import device_name, surroundings
+from benchmarks.harness.options import check_device, check_positive, make_folder
+from benchmarks.harness.sweep import Point
+from linrope.evaluation.reports import print_written, write_csv, write_json, write_picture
+from linrope.utils.terminal import progress_bar
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Benchmark:
+    """One run of a benchmark.
+
+    Attributes:
+        name: the command is `python -m benchmarks.NAME`.
+        point: the dataclass of one result, a row of the CSV.
+        positive: options that must be above 0.
+        output: the default of --output; "" for a benchmark that has no such option, or its own.
+        key: the entry of the JSON file that holds the points.
+        options: the parsed options.
+        points: the results so far. Ctrl-C keeps them.
+        device: the name of the processor or GPU.
+        interrupted: whether Ctrl-C ended the run.
+    """
+
+    name: ClassVar[str]
+    point: ClassVar[type] = Point
+    positive: ClassVar[tuple[str, ...]] = ()
+    output: ClassVar[str] = "results"
+    key: ClassVar[str] = "points"
+
+    def __init__(self, options: argparse.Namespace, device: str = "", points: Iterable[Any] = ()):
+        self.options, self.points, self.interrupted = options, list(points), False
+        self.device = device or device_name(getattr(options, "device", "cpu"))
+        self.console = Console()
+        self.bar: Progress | None = None
+
+    # --- what a script defines ---------------------------------------------------------------------------------------
+
+    @classmethod
+    def add_options(cls, add: Callable[..., Any]) -> None:
+        """Add the script's options; `add` is `parser.add_argument`."""
+
+    @classmethod
+    def check(cls, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+        """Call `parser.error` for options that cannot be used. This runs before the output folder is made."""
+
+    def measure(self) -> None:
+        """Measure, and add each result to `points` as soon as it is known."""
+        raise NotImplementedError
+
+    def table(self) -> Table:
+        raise NotImplementedError
+
+    def remarks(self) -> list[str]:
+        """Lines below the table: by default, why points were not measured."""
+        points = (p for p in self.points if isinstance(p, Point) and p.detail)
+        return [f"{p.method} at {p.length:,}: {p.status}, {p.detail}" for p in points]
+
+    def details(self) -> dict[str, Any]:
+        """Further entries of the JSON file."""
+        return {}
+
+    def figures(self) -> dict[str, Callable[[], Figure]]:
+        """The pictures by the ending of their names: "" for NAME.png, "-memory" for NAME-memory.png. They depend on the
+        points, the options and the device's name alone, so that --redraw can make them from the JSON file."""
+        return {}
+
+    def status(self) -> int:
+        """The exit status of a run that was not interrupted."""
+        return 0
+
+    @property
+    def stem(self) -> str:
+        """The name of the files, without ending."""
+        return self.name
+
+    # --- the command -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def parser(cls) -> argparse.ArgumentParser:
+        description = inspect.getdoc(sys.modules[cls.__module__]).splitlines()[0]
+        parser = argparse.ArgumentParser(f"benchmarks.{cls.name}", description=description)
+        cls.add_options(parser.add_argument)
+        if cls.output:
+            default = Path(cls.output)
+            parser.add_argument("--output", type=Path, default=default, help=f"folder for results (default: {default})")
+        if cls.figures is not Benchmark.figures:
+            parser.add_argument(
+                "--redraw", action=_Redraw, benchmark=cls, metavar="JSON", help="draw the pictures of a JSON file again"
+            )
+        return parser
+
+    @classmethod
+    def parse(cls, args: list[str] | None = None) -> argparse.Namespace:
+        """The options, checked; the output folder exists."""
+        parser = cls.parser()
+        options = parser.parse_args(args)
+        options.settings = [name for name in vars(options) if name != "output"]  # `check` adds more
+        check_positive(parser, options, *cls.positive)
+        check_device(parser, getattr(options, "device", "cpu"))
+        cls.check(parser, options)
+        if getattr(options, "output", None):
+            make_folder(parser, options.output)
+        return options
+
+    @classmethod
+    def main(cls, args: list[str] | None = None) -> int:
+        """Run the command. Returns the exit status: 130 after Ctrl-C."""
+        run = cls(cls.parse(args))
+        try:
+            run.measure()
+        except KeyboardInterrupt:
+            run.interrupted = True
+        finally:
+            if run.bar is not None:
+                run.bar.stop()
+        return run.finish(args)
+
+    def progress(self, description: str, total: int) -> Callable[..., None]:
+        """Show a progress bar. Returns `tick(description=…, advance=…, completed=…)`."""
+        if self.bar is None:
+            self.bar = progress_bar(self.console, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            self.bar.start()
+        return partial(self.bar.update, self.bar.add_task(description, total=total))
+
+    def finish(self, args: list[str] | None) -> int:
+        """Show the results, write the files, and return the exit status."""
+        self.show()
+        if getattr(self.options, "output", None):
+            device = getattr(self.options, "device", "cpu")
+            details = surroundings(device, self.name, args) | {"settings": self.settings()} | self.details()
+            details["interrupted"] = self.interrupted
+            if written := self.write(self.options.output, details):
+                print_written(self.console, written)
+        if self.interrupted:
+            self.console.print(f"interrupted: {self.kept}", highlight=False)
+        return 130 if self.interrupted else self.status()
+
+    def settings(self) -> dict[str, Any]:
+        """The options as plain values, as the JSON file has them."""
+        values = {name: getattr(self.options, name) for name in self.options.settings}
+        return json.loads(json.dumps(values, default=str))
+
+    def show(self) -> None:
+        print_table(self.console, self.table(), self.remarks())
+
+    @property
+    def kept(self) -> str:
+        """The message after Ctrl-C."""
+        return "the results so far are kept"
+
+    def write(self, folder: Path, details: dict[str, Any]) -> list[Path]:
+        """`stem`.csv with a row for each point, `stem`.json with the points and the details, and the pictures."""
+        rows = [asdict(point) for point in self.points]
+        table = write_csv(folder / f"{self.stem}.csv", rows, [f.name for f in fields(self.point)])
+        return [table, write_json(folder / f"{self.stem}.json", {**details, self.key: rows}), *self.draw(folder)]
+
+    def draw(self, folder: Path) -> list[Path]:
+        """Write the pictures; without points there are none."""
+        figures = self.figures() if self.points else {}
+        files = {folder / f"{self.stem}{ending}.png": figure for ending, figure in figures.items()}
+        return [written for file, figure in files.items() for written in write_picture(file, figure)]
+
+    @classmethod
+    def redraw(cls, file: Path) -> list[Path]:
+        """Draw the pictures again from a JSON file that the benchmark wrote."""
+        contents = json.loads(file.read_text())
+        points = [cls.point(**point) for point in contents[cls.key]]
+        return cls(cls.options_of(contents), contents["machine"]["device"], points).draw(file.parent)
+
+    @classmethod
+    def options_of(cls, contents: dict[str, Any]) -> argparse.Namespace:
+        """The options of the command that wrote a JSON file."""
+        return cls.parser().parse_args(shlex.split(contents["command"])[3:])
+
+
+def print_table(console: Console, table: Table, remarks: Iterable[str]) -> None:
+    """Print a table and the lines below it."""
+    console.print(table)
+    for line in remarks:
+        console.print(line, markup=False, highlight=False)
+
+
+class _Redraw(argparse.Action):
+    """`--redraw JSON`: draws and exits, as --help does; no other option is needed."""
+
+    def __init__(self, *args: Any, benchmark: type[Benchmark], **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.benchmark = benchmark
+
+    def __call__(self, parser: argparse.ArgumentParser, options: argparse.Namespace, file: str, *args: Any) -> None:
+        try:
+            written = self.benchmark.redraw(Path(file))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            parser.error(f"--redraw {file}: cannot be read as a result of {self.benchmark.name}: {error!r}")
+        print_written(Console(), written)
+        parser.exit()

@@ -1,0 +1,120 @@
+"""One run from options to files: checks, results, Ctrl-C, and pictures drawn again."""
+
+import argparse
+import csv
+import json
+from functools import partial
+
+import pytest
+
+from benchmarks.harness import options
+from benchmarks.harness.machine import surroundings
+from benchmarks.harness.pictures import new_axes
+from benchmarks.harness.runner import Benchmark
+from benchmarks.harness.sweep import Point
+from benchmarks.harness.timing import milliseconds_text
+from linrope.utils.terminal import new_table
+
+POINTS = [Point("a", 8, 1, seconds=0.5), Point("b", 8, 1, "over budget", "predicted 2 s of 1 s")]
+
+
+class Some(Benchmark):
+    name = "some"
+    positive = ("sizes",)
+
+    @classmethod
+    def add_options(cls, add):
+        add("--sizes", type=int, nargs="+", required=True)
+        add("--device", default="cpu")
+
+    def measure(self):
+        for size, point in zip(self.options.sizes, POINTS, strict=False):
+            if size == 13:
+                raise KeyboardInterrupt
+            self.points.append(point)
+
+    def table(self):
+        return new_table("Some", "size")
+
+    def remarks(self):
+        return [f"{len(self.points)} points"]
+
+    def figures(self):
+        title = f"{self.points[0].method} of {self.options.sizes}"
+        return {"": lambda: new_axes(title).figure, "-more": partial(lambda: new_axes(title).figure)}
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("4GiB", 2**32), ("500MB", 500_000_000), ("1.5 kib", 1536), ("77", 77), ("2g", 2_000_000_000)]
+)
+def test_sizes_are_read(text, nbytes):
+    assert options.parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0", "4Gob"])
+def test_what_is_no_size_is_named(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="is no size: give one such as 4GiB"):
+        options.parse_bytes(text)
+
+
+def test_times_as_text():
+    assert [milliseconds_text(s) for s in (0.0001, 0.005, 6.4861)] == ["0.100", "5.00", "6,486.1"]
+
+
+def test_a_run_says_where_it_ran():
+    found = surroundings("cpu", "scaling", ["--lengths", "8"])
+    assert found["command"] == "python -m benchmarks.scaling --lengths 8"
+    assert found["machine"]["device"]
+    assert set(found["versions"]) == {"python", "torch", "linrope"}
+
+
+def test_results_are_written(tmp_path, capsys):
+    assert Some.main(["--sizes", "1", "2", "--output", str(tmp_path)]) == 0
+    with (tmp_path / "some.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["seconds"] for row in rows] == ["0.5", ""]
+    contents = json.loads((tmp_path / "some.json").read_text())
+    assert contents["points"][1]["detail"] == "predicted 2 s of 1 s"
+    assert contents["interrupted"] is False
+    assert "2 points" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("sizes", "kept"), [(["1", "13"], 1), (["13"], 0)])
+def test_an_interruption_keeps_the_points_and_is_said(tmp_path, capsys, sizes, kept):
+    assert Some.main(["--sizes", *sizes, "--output", str(tmp_path)]) == 130
+    assert "interrupted: the results so far are kept" in capsys.readouterr().out
+    contents = json.loads((tmp_path / "some.json").read_text())
+    assert (len(contents["points"]), contents["interrupted"]) == (kept, True)
+    assert (tmp_path / "some.csv").read_text().startswith("method,length,")
+
+
+def test_pictures_are_drawn_again_from_the_json_file(tmp_path, capsys):
+    Some.main(["--sizes", "1", "--output", str(tmp_path)])
+    pictures = [tmp_path / "some.png", tmp_path / "some-more.png"]
+    first = [picture.read_bytes() for picture in pictures]
+    for picture in pictures:
+        picture.unlink()
+    with pytest.raises(SystemExit) as exit_:
+        Some.main(["--redraw", str(tmp_path / "some.json")])
+    assert exit_.value.code == 0
+    assert [picture.read_bytes() for picture in pictures] == first
+    with pytest.raises(SystemExit) as exit_:
+        Some.main(["--redraw", str(tmp_path / "none.json")])
+    assert exit_.value.code == 2
+    assert "none.json: cannot be read as a result of some" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--sizes", "1", "0"], "--sizes 0: must be above 0"),
+        (["--sizes", "1", "--device", "cuda"], "--device cuda: PyTorch finds no CUDA device here"),
+    ],
+)
+def test_bad_options_are_named(args, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(options.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as exit_:
+        Some.main([*args, "--output", str(tmp_path / "new")])
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
