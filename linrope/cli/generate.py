@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -85,28 +85,19 @@ class GenerateConfig(SamplingConfig):
             raise InputError(f"--n_continuations={self.n_continuations} and --interactive exclude each other.")
 
 
-STOP = {
-    "action": "append",
-    "default": [],
-    "help": "End the text before this string; the option may be given several times.",
-}
+STOP_HELP = "End the text before this string; the option may be given several times."
 
 
 def run(args: Sequence[str]) -> None:
     """Run `linrope generate` with the command line `args`."""
-    config = parse_command("generate", GenerateConfig, args, "--ckpt_path FILE --prompt TEXT [options]", stop=STOP)
+    stop = {"action": "append", "default": [], "help": STOP_HELP}
+    config = parse_command("generate", GenerateConfig, args, "--ckpt_path FILE --prompt TEXT [options]", stop=stop)
     model = LanguageModel.from_pretrained(config.ckpt_path).to(pick_device(config.device)).eval()
     generate(config, model, write_to_stdout, Console(stderr=True))
 
 
 def generate(config: GenerateConfig, model: LanguageModel, write: Write, console: Console) -> None:
-    """Read the prompt and write text.
-
-    Args:
-        config: the options.
-        model: in evaluation mode, on its device.
-        write: takes the text, part by part.
-        console: where the progress bar and the speed go; the text does not go there.
+    """Read the prompt and write text, part by part; the progress bar and the speed go to the console.
 
     Raises:
         InputError: before any work: a file that exists or cannot be read, a prompt that is not UTF-8, a state of
@@ -115,12 +106,15 @@ def generate(config: GenerateConfig, model: LanguageModel, write: Write, console
     if config.save_state is not None:
         require_new(Path(config.save_state), "--save_state", config.overwrite)
     state = None if config.load_state is None else load_prompt_state(config.load_state, model)
-    prompt = Prompt(config.prompt, config.prompt_file, config.segment_length)
+    prompt = Prompt(config.prompt, config.prompt_file)
     StopStrings(config.stop)  # checks them before the prompt is read
     n_before = 0 if state is None else state.length
     require_memory(model, n_before + prompt.n_bytes + config.max_new_tokens)
     writer = TextWriter(model, write, state, config.segment_length)
-    parts = prompt.parts() if writer.tokenizer.name == "bytes" else cut_after_lines(prompt.parts(LARGEST_PART))
+    if writer.tokenizer.name == "bytes":
+        parts = prompt.parts(config.segment_length)
+    else:
+        parts = cut_after_lines(prompt.parts(LARGEST_PART))
     write(printable(_read_prompt(writer, parts, prompt.n_bytes, console)))
     if config.interactive:
         converse(writer, config, sys.stdin.buffer.readline, console)
@@ -177,19 +171,13 @@ def converse(writer: TextWriter, config: GenerateConfig, readline: Callable[[], 
 
 
 def _read_prompt(writer: TextWriter, parts: Iterable[str], n_bytes: int, console: Console) -> str:
-    """Read the prompt behind a progress bar; return its end, to be printed."""
+    """Read the prompt behind a bar that counts its bytes; return its end, to be printed."""
     shown = ""
-    for part in _with_bar(parts, n_bytes, console):
-        writer.read(part)
-        shown = (shown + part)[-ECHO - 1 :]
-    return shown if len(shown) <= ECHO else f"…{shown[1:]}"
-
-
-def _with_bar(parts: Iterable[str], n_bytes: int, console: Console) -> Iterator[str]:
-    """The parts, behind a bar that counts their bytes; outside of a terminal there is no bar."""
     columns = BarColumn(bar_width=None), TaskProgressColumn(), DownloadColumn(), TimeRemainingColumn()
     with progress_bar(console, *columns) as bar:
         task = bar.add_task("prompt", total=n_bytes or None)
         for part in parts:
-            yield part
+            writer.read(part)
+            shown = (shown + part)[-ECHO - 1 :]
             bar.advance(task, len(part.encode()))
+    return shown if len(shown) <= ECHO else f"…{shown[1:]}"

@@ -41,12 +41,9 @@ def name_of(checkpoint: str | Path) -> str:
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]], columns: Sequence[str] | None = None) -> Path:
-    """Write rows as CSV. Numbers that are not finite become empty cells.
+    """Write rows, dictionaries with the same keys, as CSV. Numbers that are not finite become empty cells.
 
-    Args:
-        path: the file; it is replaced as a whole.
-        rows: dictionaries with the same keys.
-        columns: the keys in order; by default those of the first row, so that one row at least is needed.
+    `columns` are the keys in order; by default those of the first row. The file is replaced as a whole.
     """
     text = io.StringIO(newline="")
     table = csv.DictWriter(text, fieldnames=list(columns or rows[0]), lineterminator="\n")

@@ -32,17 +32,13 @@ class StopStrings:
         if places:  # the first; of two with the same beginning, the longer
             place, _, self.found = min(places)
             return text[:place]
-        kept = len(text) - self._begun(text)
-        self._held = text[kept:]
-        return text[:kept]
-
-    def _begun(self, text: str) -> int:
-        """Length of the longest end of the text with which some stop string begins."""
         longest = max((len(stop) - 1 for stop in self.stop_strings), default=0)
-        for length in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self.stop_strings):
-                return length
-        return 0
+        for kept in range(max(0, len(text) - longest), len(text)):
+            if any(stop.startswith(text[kept:]) for stop in self.stop_strings):
+                self._held = text[kept:]
+                return text[:kept]
+        self._held = ""
+        return text
 
     def finish(self, text: str = "") -> str:
         """The rest of the text, which ends with `text`: what was held back is shown unless a stop string was found."""

@@ -22,15 +22,10 @@ Write = Callable[[str], Any]
 
 
 class TextWriter:
-    """Reads and writes one text. `state` is the state after all that was read, generated tokens included.
+    """Reads and writes one text, with a model in evaluation mode; `write` takes each piece of generated text.
 
-    `state` is valid after every token, so generation may be interrupted anywhere.
-
-    Args:
-        model: in evaluation mode.
-        write: called with each piece of generated text.
-        state: of a text to continue; None starts a document.
-        segment_length: prompt tokens in one forward pass.
+    `state` is the state after all that was read, generated tokens included; None before a document. It is valid after
+    every token, so generation may be interrupted anywhere.
     """
 
     def __init__(
@@ -71,9 +66,7 @@ class TextWriter:
             The text that was shown, and the text that was read. Only the second includes a stop string.
         """
         decoder, until = self.tokenizer.decoder(), StopStrings(stop_strings)
-        shown: list[str] = []
-        kept: list[str] = []
-        unread = None
+        shown, kept, unread = [], [], None
 
         def show(text: str) -> None:
             shown.append(text)
@@ -122,14 +115,9 @@ class Speed:
 
 
 def write_sample(write: Write, model: CausalModel, prompt: str, *, max_new_tokens: int, **sampling: Any) -> None:
-    """Write `prompt` and its continuation by the model, up to the end of the document.
+    """Write `prompt`, the beginning of a document, and its continuation by a model in evaluation mode.
 
-    Args:
-        write: called with each piece of text.
-        model: in evaluation mode.
-        prompt: the beginning of a document.
-        max_new_tokens: the most tokens to generate.
-        sampling: the fields of `linrope.generation.sampling.Sampling`.
+    At most `max_new_tokens` tokens, up to the end of the document. `sampling` are the fields of `Sampling`.
     """
     writer = TextWriter(model, write)
     write(printable(prompt))

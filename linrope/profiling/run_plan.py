@@ -14,26 +14,22 @@ from rich.table import Table
 
 from linrope.data.batches.curriculum import PlannedStage, TrainingPlan
 from linrope.errors import InputError
-from linrope.losses import summed_cross_entropy
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
 from linrope.profiling.fake_tensors import shapes_only
 from linrope.profiling.flops import step_flops
-from linrope.profiling.memory_estimate import estimate_training_memory
-from linrope.segmented import require_segments, segmented_loss
+from linrope.profiling.memory_estimate import estimate_training_memory, step_loss
+from linrope.segmented import require_segments
 from linrope.utils.formatting import bytes_text, count_text, duration_text
 from linrope.utils.terminal import new_table, progress_bar
 
 DEFAULT_SEGMENT = 4096
 """Segment length of the table's variant in segments."""
 
-
 LONGEST = 2**24
 """The longest length that is tried against a memory."""
 
-
 AUTOCAST = {"32-true": None, "32": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 """The dtype of autocast by Lightning's precision."""
-
 
 MULTIPLES = (1, 4, 16, 64)
 """The table's lengths, as multiples of the context."""
@@ -138,10 +134,7 @@ def measure_rate(setting: Setting, steps: int = 3) -> float:
         optimizer.zero_grad()
         autocast = AUTOCAST[setting.precision]
         with torch.autocast(device.type, autocast, enabled=autocast is not None):
-            if setting.segment_length is None:
-                loss = summed_cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
-            else:
-                loss, _ = segmented_loss(model, tokens[:, :-1], tokens[:, 1:], setting.segment_length)
+            loss = step_loss(model, tokens, setting.segment_length)
         (loss / tokens.numel()).backward()
         optimizer.step()
         loss.item()  # waits for the device
@@ -177,19 +170,14 @@ def show(console: Console, setting: Setting, memory: int | None, rate: float | N
 
 def _stage_texts(setting: Setting) -> list[tuple[str, str]]:
     """Name and cost of a step; for a curriculum, of each stage's step."""
-    stages = setting.plan.stages
+    stages, texts = setting.plan.stages, []
+    for stage in stages:
+        flops = Variant("", setting.model, setting.segment_length).flops(stage.seq_len, 1) / stage.seq_len
+        of_step = f"{count_text(flops * stage.tokens_per_step)}FLOP ({count_text(flops)}FLOP a token)"
+        texts.append(f"{stage.tokens_per_step:,} tokens, {of_step}")
     if len(stages) == 1:
-        return [("a step", _step_text(setting, stages[0]))]
-    return [
-        (f"from step {stage.first_step:,}", f"rows of {stage.seq_len:,}: {_step_text(setting, stage)}")
-        for stage in stages
-    ]
-
-
-def _step_text(setting: Setting, stage: PlannedStage) -> str:
-    flops = Variant("", setting.model, setting.segment_length).flops(stage.seq_len, 1) / stage.seq_len
-    of_step = f"{count_text(flops * stage.tokens_per_step)}FLOP ({count_text(flops)}FLOP a token)"
-    return f"{stage.tokens_per_step:,} tokens, {of_step}"
+        return [("a step", texts[0])]
+    return [(f"from step {s.first_step:,}", f"rows of {s.seq_len:,}: {text}") for s, text in zip(stages, texts)]
 
 
 def _run_text(setting: Setting, rate: float | None) -> str:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,11 @@ class TrainedRun:
     folder: Path
 
     @property
+    def resumed(self) -> list[str]:
+        """The options, with the checkpoint."""
+        return [*self.options, f"--ckpt_path={self.checkpoint}"]
+
+    @property
     def checkpoint(self) -> Path:
         return self.folder / "checkpoints" / "last.ckpt"
 
@@ -32,6 +38,18 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
     options = [*tiny_options(write_text_file(folder), folder), "--trainer.limit_val_batches=1.0"]
     assert main(["fit", *options]) == 0
     return TrainedRun(options, folder / "runs" / "tiny" / "version_0")
+
+
+@pytest.fixture
+def error_of(capsys: pytest.CaptureFixture) -> Callable[..., str]:
+    """The error of a command that must stop with exit code 2."""
+
+    def run(*args: object) -> str:
+        capsys.readouterr()
+        assert main(list(map(str, args))) == 2
+        return capsys.readouterr().err
+
+    return run
 
 
 @pytest.fixture

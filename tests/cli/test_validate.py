@@ -19,9 +19,8 @@ def read(path):
 
 
 def test_a_validation_says_where_in_the_row_losses_fall(trained_run, tmp_path, capsys):
-    options, checkpoint = trained_run.options, trained_run.checkpoint
     out = tmp_path / "report"
-    assert main(["validate", *options, f"--ckpt_path={checkpoint}", f"--report={out}"]) == 0
+    assert main(["validate", *trained_run.resumed, f"--report={out}"]) == 0
     printed = capsys.readouterr().out
     bpb = float(re.match(r"val_loss \S+  val_bpb (\S+)\n", printed)[1])
     assert re.findall(r"^ +(\d+ … \d+) ", printed, re.M) == ["1 … 16", "17 … 32"]
@@ -35,20 +34,19 @@ def test_a_validation_says_where_in_the_row_losses_fall(trained_run, tmp_path, c
     assert sum(float(b["bits_per_byte"]) for b in buckets) / 2 == pytest.approx(bpb, abs=1e-4)
     contents = json.loads((out / "lengths.json").read_text())
     assert contents["command"].startswith("linrope validate --model.d_model=16")
-    assert contents["checkpoint"] == str(checkpoint)
+    assert contents["checkpoint"] == str(trained_run.checkpoint)
     assert (out / "positions.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_longer_rows_are_read_in_pieces_of_the_same_text(trained_run, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(row_lengths, "SEGMENT", 100)
-    options, checkpoint = trained_run.options, trained_run.checkpoint
-    args = ["validate", *options, f"--ckpt_path={checkpoint}", f"--report={tmp_path}", "--report_tokens=300"]
+    args = ["validate", *trained_run.resumed, f"--report={tmp_path}", "--report_tokens=300"]
     assert main([*args, "--lengths", "1x", "4x", "512"]) == 0
     printed = capsys.readouterr().out
     assert re.findall(r"^ +(\d+) +(\d+)× +(\d+) ", printed, re.M) == [
         ("32", "1", "16"), ("128", "4", "4"), ("512", "16", "1")
     ]  # fmt: skip
-    model = LanguageModel.from_pretrained(checkpoint)
+    model = LanguageModel.from_pretrained(trained_run.checkpoint)
     corpus = (trained_run.folder.parents[2] / "corpus.txt").read_bytes()
     start = round(0.9 * len(corpus))  # where a single file's validation split begins
     text = torch.tensor(list(corpus[start : start + 513]))
@@ -60,26 +58,23 @@ def test_longer_rows_are_read_in_pieces_of_the_same_text(trained_run, tmp_path, 
 
 
 def test_segments_and_packed_documents_have_positions_too(trained_run, tmp_path, capsys):
-    options, checkpoint = trained_run.options, trained_run.checkpoint
     rows = []
     for more in ([], ["--segment_length=10"], ["--data.document_mask=true"]):
-        out = tmp_path / f"report{len(rows)}"
-        assert main(["validate", *options, *more, f"--ckpt_path={checkpoint}", f"--report={out}"]) == 0
-        rows.append([float(b["bits_per_byte"]) for b in read(out / "positions.csv")])
+        assert main(["validate", *trained_run.resumed, *more, f"--report={tmp_path / 'report'}"]) == 0
+        rows.append([float(b["bits_per_byte"]) for b in read(tmp_path / "report" / "positions.csv")])
     assert rows[1] == pytest.approx(rows[0], rel=1e-5)  # float32 sums in another order
     assert rows[2] == pytest.approx(rows[0], rel=1e-5)  # there is one document
 
 
-def test_a_folder_of_save_pretrained_is_validated_like_its_checkpoint(trained_run, tmp_path, capsys):
-    options, checkpoint = trained_run.options, trained_run.checkpoint
-    LanguageModel.from_pretrained(checkpoint).save_pretrained(tmp_path / "saved")
+def test_a_folder_of_save_pretrained_is_validated_like_its_checkpoint(trained_run, tmp_path, capsys, error_of):
+    LanguageModel.from_pretrained(trained_run.checkpoint).save_pretrained(tmp_path / "saved")
+    folder = ["validate", *trained_run.options, f"--ckpt_path={tmp_path / 'saved'}"]
     printed = []
-    for source in (checkpoint, tmp_path / "saved"):
-        assert main(["validate", *options, f"--ckpt_path={source}"]) == 0
+    for args in (["validate", *trained_run.resumed], folder):
+        assert main(args) == 0
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1]
-    assert main(["validate", *options, "--model.n_heads=4", f"--ckpt_path={tmp_path / 'saved'}"]) == 2
-    assert "model.n_heads: 2 in the checkpoint, 4 here" in capsys.readouterr().err
+    assert "model.n_heads: 2 in the checkpoint, 4 here" in error_of(*folder, "--model.n_heads=4")
 
 
 @pytest.mark.parametrize(
@@ -93,8 +88,7 @@ def test_a_folder_of_save_pretrained_is_validated_like_its_checkpoint(trained_ru
     ],
 )
 def test_mistakes_are_named_before_work_starts(trained_run, more, message, capsys):
-    options, checkpoint = trained_run.options, trained_run.checkpoint
-    assert main(["validate", *options, f"--ckpt_path={checkpoint}", *more]) == 2
+    assert main(["validate", *trained_run.resumed, *more]) == 2
     captured = capsys.readouterr()
     assert message in captured.err
     assert "val_loss" not in captured.out
