@@ -181,8 +181,7 @@ class _Segments:
 
 
 class _SegmentedLoss(torch.autograd.Function):
-    """One autograd node from the parameters to the loss, so that accumulation, clipping, loss scaling and the
-    all-reduce over devices work as usual."""
+    """One autograd node from the parameters to the loss, so that accumulation, clipping and all-reduce work."""
 
     @staticmethod
     def forward(ctx, segments: _Segments, kept: dict[str, Any], *parameters: Tensor) -> Tensor:

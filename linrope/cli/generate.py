@@ -77,10 +77,9 @@ class GenerateConfig(SamplingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.segment_length < 1:
-            raise InputError(f"--segment_length={self.segment_length} must be at least 1.")
-        if self.n_continuations < 1:
-            raise InputError(f"--n_continuations={self.n_continuations} must be at least 1.")
+        for name in ("segment_length", "n_continuations"):
+            if (value := getattr(self, name)) < 1:
+                raise InputError(f"--{name}={value} must be at least 1.")
         if self.interactive and self.n_continuations > 1:
             raise InputError(f"--n_continuations={self.n_continuations} and --interactive exclude each other.")
 
@@ -140,8 +139,7 @@ def _write_continuations(writer: TextWriter, config: GenerateConfig) -> None:
 def converse(writer: TextWriter, config: GenerateConfig, readline: Callable[[], bytes], console: Console) -> None:
     """Read a line, write an answer, and so on; all of it is one text, whose state is kept.
 
-    Ctrl-C ends an answer. The end of the input (Ctrl-D) ends the conversation, and so does Ctrl-C between answers. A
-    line that is not UTF-8 is refused and asked for again.
+    Ctrl-C ends an answer; between answers it ends the conversation, as Ctrl-D does. A line that is no UTF-8 is refused.
     """
     sampler, line_is_open = Sampler(config), False  # whether the text so far ends within a line
     while True:

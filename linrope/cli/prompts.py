@@ -13,14 +13,10 @@ LARGEST_PART = 2**20
 
 
 class Prompt:
-    """The text of a prompt.
+    """The text of a prompt: `text`, or the contents of `file`.
 
     A file, unless it is a pipe, is decoded once before it is used: a mistake in its last byte is found before the model
     reads the first.
-
-    Args:
-        text: the text; empty where a file is given.
-        file: path of the file, or None.
 
     Raises:
         InputError: both are given, the file cannot be read, or the text is not UTF-8.

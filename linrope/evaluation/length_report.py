@@ -67,10 +67,13 @@ def write(folder: Path, readings: list[LengthReading], details: dict[str, Any], 
     `positions.png` and, for several lengths, `lengths.png`."""
     by_length = [
         {
-            **{name: getattr(reading, name) for name in ("length", "multiple", "rows")},
+            "length": reading.length,
+            "multiple": reading.multiple,
+            "rows": reading.rows,
             "tokens": int(reading.by_position.totals[2]),
             "bits_per_byte": reading.by_position.bits_per_byte,
-            **{name: getattr(reading, name) for name in ("later_half", "later_half_of_the_shortest")},
+            "later_half": reading.later_half,
+            "later_half_of_the_shortest": reading.later_half_of_the_shortest,
         }
         for reading in readings
     ]

@@ -22,7 +22,6 @@ from linrope.utils.terminal import new_table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-
 _MAP = 4
 """First number of the seeds of recall maps; `linrope.data.synthetic.batches` uses the smaller ones."""
 

@@ -70,21 +70,11 @@ class LinropeConfig(PreTrainedConfig):
         super().__init__(**options)
         self.tie_word_embeddings = config.tie_embeddings
 
-    @property
-    def vocab_size(self) -> int:
-        return self.linrope["vocab_size"]
-
-    @property
-    def hidden_size(self) -> int:
-        return self.linrope["d_model"]
-
-    @property
-    def num_hidden_layers(self) -> int:
-        return self.linrope["n_layers"]
-
-    @property
-    def num_attention_heads(self) -> int:
-        return self.linrope["n_heads"]
+    # what transformers calls these fields
+    vocab_size = property(lambda self: self.linrope["vocab_size"])
+    hidden_size = property(lambda self: self.linrope["d_model"])
+    num_hidden_layers = property(lambda self: self.linrope["n_layers"])
+    num_attention_heads = property(lambda self: self.linrope["n_heads"])
 
 
 class StateCache:

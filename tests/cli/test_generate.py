@@ -9,6 +9,7 @@ import sys
 import threading
 import tracemalloc
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -76,20 +77,19 @@ def test_a_file_is_read_in_pieces_as_the_whole_text_is(model, folder, tmp_path, 
     assert capsys.readouterr().out == "…" + (text * 5)[-2000:] + written(model, text * 5, 20) + "\n"
 
 
-@pytest.mark.parametrize("content", ["a pipe ü".encode(), b"\xff"])
-def test_a_pipe_is_read_once(model, folder, tmp_path, capsys, content):
-    pipe = tmp_path / "pipe"
+def test_a_pipe_is_read_once(model, folder, tmp_path, capsys):
+    pipe, text = tmp_path / "pipe", "a pipe ü"
     os.mkfifo(pipe)
-    thread = threading.Thread(target=pipe.write_bytes, args=(content,))
-    thread.start()
-    code = main(["generate", folder, "--temperature=0", "--max_new_tokens=9", f"--prompt_file={pipe}"])
-    thread.join()
-    out, err = capsys.readouterr()
-    if content == b"\xff":
-        assert (code, out) == (2, "")
-        assert "invalid start byte at byte 0" in err
-    else:
-        assert (code, out) == (0, "a pipe ü" + written(model, "a pipe ü", 9) + "\n")
+    for content, code, shown, message in (
+        (text.encode(), 0, text + written(model, text, 9) + "\n", "tokens read"),
+        (b"\xff", 2, "", "invalid start byte at byte 0"),
+    ):
+        thread = threading.Thread(target=pipe.write_bytes, args=(content,))
+        thread.start()
+        assert main(["generate", folder, "--temperature=0", "--max_new_tokens=9", f"--prompt_file={pipe}"]) == code
+        thread.join()
+        out, err = capsys.readouterr()
+        assert (out, message in err) == (shown, True)
 
 
 def test_a_large_file_is_looked_through_and_read_piece_by_piece(tmp_path):
@@ -161,14 +161,12 @@ def test_a_state_file_is_not_overwritten_without_being_asked(folder, tmp_path, e
 
 
 def test_a_state_that_could_not_be_written_is_refused_before_the_reading(folder, tmp_path, capsys, monkeypatch):
-    def refuse(dir):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("linrope.utils.files.tempfile.TemporaryFile", refuse)
+    refusal = Mock(side_effect=PermissionError(13, "Permission denied"))
+    monkeypatch.setattr("linrope.utils.files.tempfile.TemporaryFile", refusal)
     assert main(["generate", folder, "--prompt=a", f"--save_state={tmp_path}/state.pt"]) == 2
-    captured = capsys.readouterr()
-    assert f"--save_state='{tmp_path}': cannot write there (Permission denied). Give another folder" in captured.err
-    assert captured.out == ""
+    out, err = capsys.readouterr()
+    assert f"--save_state='{tmp_path}': cannot write there (Permission denied). Give another folder" in err
+    assert out == ""
 
 
 def test_damaged_weights_end_with_a_sentence(model, tmp_path, capsys):
@@ -220,8 +218,7 @@ def test_a_prompt_that_cannot_fit_is_refused(tmp_path, error_of):
 def test_streamed_text_is_valid_utf8_whatever_the_model_writes():
     """An untrained model writes bytes in any order."""
     torch.manual_seed(0)
-    model = LanguageModel(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2)).eval()
-    pieces = []
+    model, pieces = LanguageModel(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2)).eval(), []
     writer = TextWriter(model, pieces.append)
     writer.read("é")
     writer.continue_text(400, Sampler(Sampling(seed=0)))
@@ -237,8 +234,7 @@ def talk(model: LanguageModel, lines: list, write, **options) -> TextWriter:
     config = GenerateConfig(ckpt_path="", interactive=True, temperature=0.0, max_new_tokens=9, **options)
     writer = TextWriter(model, write)
     writer.read("")
-    given = iter([*lines, b""])
-    converse(writer, config, lambda: next(given), Console(file=io.StringIO()))
+    converse(writer, config, Mock(side_effect=[*lines, b""]), Console(file=io.StringIO()))
     return writer
 
 
@@ -307,14 +303,7 @@ def test_ctrl_c_ends_the_answer_and_what_was_shown_is_kept(model):
 
 
 def test_ctrl_c_instead_of_a_line_ends_the_conversation(model):
-    writer = TextWriter(model, lambda text: None)
-    writer.read("a")
-
-    def readline():
-        raise KeyboardInterrupt
-
-    converse(writer, GenerateConfig(ckpt_path="", interactive=True), readline, Console(file=io.StringIO()))
-    assert same(writer, b"a")
+    assert same(talk(model, [KeyboardInterrupt, b"one\n"], lambda text: None), b"")
 
 
 @pytest.mark.exhaustive

@@ -114,16 +114,18 @@ def test_a_mistake_in_the_yaml_is_named(yaml, message, tmp_path, capsys):
     assert re.match("linrope: error: .*" + message, capsys.readouterr().err, re.S)
 
 
-@pytest.mark.parametrize("command", ["fit", "validate", "test", "generate", "export --output=out"])
-def test_a_file_that_is_no_checkpoint_is_named(command, tmp_path, capsys):
+def test_a_file_that_is_no_checkpoint_is_named(tmp_path, error_of):
     (tmp_path / "text.ckpt").write_text("not a checkpoint")
     torch.save({"weights": torch.zeros(3)}, tmp_path / "foreign.ckpt")
     (tmp_path / "folder").mkdir()
-    for name in ("text.ckpt", "foreign.ckpt", "folder", "missing.ckpt"):
-        assert main([*command.split(), f"--ckpt_path={tmp_path / name}"]) == 2
-        assert re.match(rf"linrope: error: checkpoint '.*{name}' ", capsys.readouterr().err)
+    cases = [("generate", name) for name in ("text.ckpt", "foreign.ckpt", "folder", "missing.ckpt")]
+    cases += [(command, "foreign.ckpt") for command in ("fit", "validate", "test", "export --output=out")]
+    for command, name in cases:
+        err = error_of(*command.split(), f"--ckpt_path={tmp_path / name}")
+        assert re.match(rf"linrope: error: checkpoint '.*{name}' ", err)
 
 
+@pytest.mark.exhaustive
 def test_the_installed_command_exits_with_the_code():
     script = Path(sys.executable).with_name("linrope")
     done = subprocess.run([script, "ft"], capture_output=True, text=True, timeout=120)

@@ -4,7 +4,6 @@ import csv
 import itertools
 import json
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from linrope.evaluation import row_lengths as reading
 from linrope.evaluation.recall_map import answers, recall_by_depth
 from linrope.losses import IGNORE
 from linrope.training import CopyDataModule, InductionDataModule, PasskeyDataModule
+from tests.training.attached import attach, first_batches
 
 
 class Remembers(torch.nn.Module):
@@ -104,35 +104,18 @@ def test_mistakes_are_named(model, text_file, args, message, capsys):
     assert re.search(message, capsys.readouterr().err)
 
 
-def attached(data, *, rank=0, world_size=1, step=0):
-    data.trainer = SimpleNamespace(
-        global_rank=rank,
-        world_size=world_size,
-        global_step=step,
-        accumulate_grad_batches=1,
-        strategy=SimpleNamespace(root_device=torch.device("cpu")),
-    )
-    return data
-
-
-def modules(text_file):
-    small = {"tokens_per_batch": 256, "test_rows": 4}
-    yield CopyDataModule(stages=[(16, 1), (32, 1)], cases=[(16,), (64,)], **small), ["16", "64"]
-    yield InductionDataModule(stages=[(16, 1)], cases=[(16,), (64, 50)], **small), ["16", "64@50%"]
-    options = {"path": str(text_file), "fractions": (0.6, 0.2, 0.2)}
-    yield PasskeyDataModule(stages=[(96, 1)], cases=[(96,), (128, 0)], **options, **small), ["96", "128@0%"]
-
-
 def test_the_tasks_share_order_resumption_and_named_cases(text_file):
-    for data, names in modules(text_file):
-        whole = iter(attached(data).train_dataloader())
-        batches = [next(whole)["inputs"] for _ in range(6)]
-        resumed = iter(attached(data, step=4).train_dataloader())
-        assert all(torch.equal(next(resumed)["inputs"], batch) for batch in batches[4:])
-        other = next(iter(attached(data, rank=1, world_size=2).train_dataloader()))["inputs"]
-        assert other.shape == batches[0].shape
-        assert not torch.equal(other, batches[0])
-        evaluated = list(attached(data).val_dataloader())
+    small = {"tokens_per_batch": 256, "test_rows": 4}
+    text = {"path": str(text_file), "fractions": (0.6, 0.2, 0.2)}
+    for data, names in [
+        (CopyDataModule(stages=[(16, 1), (32, 1)], cases=[(16,), (64,)], **small), ["16", "64"]),
+        (InductionDataModule(stages=[(16, 1)], cases=[(16,), (64, 50)], **small), ["16", "64@50%"]),
+        (PasskeyDataModule(stages=[(96, 1)], cases=[(96,), (128, 0)], **text, **small), ["96", "128@0%"]),
+    ]:
+        attach(data)
+        batches, evaluated = first_batches(data, 6), list(data.val_dataloader())
+        attach(data, step=4)
+        assert all(map(torch.equal, first_batches(data, 2), batches[4:]))
         assert list(dict.fromkeys(batch["case"] for batch in evaluated)) == names
         assert sum(len(batch["inputs"]) for batch in evaluated) == 8
         json.dumps(data.order())  # plain values, for checkpoints
@@ -140,14 +123,12 @@ def test_the_tasks_share_order_resumption_and_named_cases(text_file):
 
 
 def test_what_the_tasks_cannot_serve_is_named(text_file):
-    for make, message in (
-        (lambda: CopyDataModule(cases=[(63,)]), r"data\.cases: length=63 must be even"),
-        (lambda: InductionDataModule(stages=[(2, 1)]), r"data\.stages: length=2 must be 3 or more"),
-        (lambda: PasskeyDataModule(cases=[(50,)]), r"data\.cases: length=50 is too short"),
-        (
-            lambda: PasskeyDataModule(str(text_file), cases=[(4000,)]),
-            r"data\.cases in the val split: length=4000 needs",
-        ),
+    in_val = {"path": str(text_file), "cases": [(4000,)]}
+    for module, options, message in (
+        (CopyDataModule, {"cases": [(63,)]}, r"data\.cases: length=63 must be even"),
+        (InductionDataModule, {"stages": [(2, 1)]}, r"data\.stages: length=2 must be 3 or more"),
+        (PasskeyDataModule, {"cases": [(50,)]}, r"data\.cases: length=50 is too short"),
+        (PasskeyDataModule, in_val, r"data\.cases in the val split: length=4000 needs"),
     ):
         with pytest.raises(InputError, match=message):
-            make()
+            module(**options)
