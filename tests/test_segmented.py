@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.utils.checkpoint
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from linrope import InputError, LanguageModel, LanguageModelConfig, RotaryConfig, segmented_loss
@@ -284,7 +285,12 @@ def on_one_of_two(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     wrapped = DistributedDataParallel(Loss(model_of(**MODELS["recipe"])))
     reduced = []
-    wrapped.register_comm_hook(None, lambda _, bucket: (reduced.append(bucket.index()), _all_reduce(bucket))[1])
+
+    def counted(group, bucket):
+        reduced.append(bucket.index())
+        return allreduce_hook(group, bucket)
+
+    wrapped.register_comm_hook(None, counted)
     inputs, targets = text(4)
     mine = slice(2 * rank, 2 * rank + 2)
     with wrapped.no_sync():  # accumulation: the first half without any exchange
@@ -294,11 +300,6 @@ def on_one_of_two(rank: int, folder: str) -> None:
     found = [p.grad for p in wrapped.module.parameters()]
     torch.save({"gradients": found, "reduced": reduced}, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
-
-
-def _all_reduce(bucket):
-    future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-    return future.then(lambda done: done.value()[0] / 2)
 
 
 def test_two_processes_exchange_gradients_once(tmp_path):

@@ -19,8 +19,7 @@ from linrope.errors import InputError
 from linrope.generation.decoding import SEGMENT_LENGTH, check_max_new_tokens, require_memory
 from linrope.generation.prompt_state import load_prompt_state, save_prompt_state
 from linrope.generation.sampling import Sampler, Sampling
-from linrope.generation.stop_strings import StopStrings
-from linrope.generation.text import TextWriter, Write, printable
+from linrope.generation.text import StopStrings, TextWriter, Write, printable
 from linrope.models.language_model import LanguageModel
 from linrope.utils.files import require_new
 from linrope.utils.terminal import progress_bar

@@ -19,7 +19,7 @@ from linrope.data.synthetic.passkey import Passkey
 from linrope.data.synthetic.recall_task import RecallTask
 from linrope.data.tokenizers.bytes import VOCAB_SIZE
 from linrope.errors import InputError
-from linrope.evaluation.recall_map import recall_by_depth, require_cases, table_of
+from linrope.evaluation.recall_map import recall_by_depth, table_of
 from linrope.evaluation.recall_map import write as write_recall
 from linrope.evaluation.reports import make_folder, name_of, print_written
 from linrope.models.language_model import LanguageModel
@@ -73,7 +73,6 @@ def run(args: Sequence[str]) -> None:
     folder = None if config.report is None else make_folder("--report", config.report)
     model = LanguageModel.from_pretrained(config.ckpt_path).to(pick_device(config.device)).eval()
     task = config.make_task(model.config.vocab_size)
-    require_cases(task, config.lengths, config.depths, config.rows)
     with progress_bar(console, BarColumn()) as bar:
         number = bar.add_task("asking", total=len(config.lengths) * len(config.depths))
         cases = config.lengths, config.depths, config.rows, config.seed

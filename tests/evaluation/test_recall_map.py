@@ -88,20 +88,17 @@ def test_the_command_writes_a_table_and_a_heat_map(model, text_file, tmp_path, c
     assert (tmp_path / "out" / "recall.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
+def test_mistakes_are_named(model, text_file, capsys):
+    for args, message in [
         (["--lengths", "10"], "length=10 is too short for a pass key"),
         (["--depths", "101"], "depth=101 must be a whole number of percent"),
         (["--rows=0"], "--rows=0"),
         (["--text=/nowhere/at/all"], "'/nowhere/at/all' does not exist"),
         (["--task=mqar"], "mqar"),
         (["--lengths", "5000000"], "length=5000000 needs .* tokens of text"),
-    ],
-)
-def test_mistakes_are_named(model, text_file, args, message, capsys):
-    assert main(["recall", f"--ckpt_path={model}", f"--text={text_file}", *args]) == 2
-    assert re.search(message, capsys.readouterr().err)
+    ]:
+        assert main(["recall", f"--ckpt_path={model}", f"--text={text_file}", *args]) == 2
+        assert re.search(message, capsys.readouterr().err)
 
 
 def test_the_tasks_share_order_resumption_and_named_cases(text_file):

@@ -14,7 +14,7 @@ from linrope.evaluation import row_lengths as reading
 from linrope.evaluation.length_report import lengths_figure, positions_figure
 from linrope.evaluation.loss_by_position import LossByPosition, bucket_of
 from linrope.evaluation.row_lengths import Excerpt, excerpt_for, parse_lengths, read_at_lengths, row_losses
-from linrope.losses import IGNORE, token_losses
+from linrope.losses import IGNORE
 
 
 def bits_of(model: LanguageModel, text: torch.Tensor, length: int, kept: slice | torch.Tensor = slice(None)) -> float:
@@ -27,17 +27,6 @@ def bits_of(model: LanguageModel, text: torch.Tensor, length: int, kept: slice |
 def small(**options) -> LanguageModel:
     torch.manual_seed(0)
     return LanguageModel(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2, short_conv=4, **options)).eval()
-
-
-@pytest.mark.parametrize("attention", ["linear", "softmax"])
-def test_rows_are_read_in_pieces_as_a_whole(monkeypatch, attention):
-    model = small(attention=attention)
-    text = torch.randint(256, (4 * 60 + 1,))
-    with torch.no_grad():
-        whole = token_losses(model(text[:-1].view(4, 60)), text[1:].view(4, 60)).double()
-    monkeypatch.setattr(reading, "SEGMENT", 25)
-    # float32 sums in another order
-    torch.testing.assert_close(row_losses(model, text, 60), whole, rtol=1e-5, atol=1e-5)
 
 
 def test_buckets_double():
@@ -106,6 +95,8 @@ def test_documents_apart_are_read_by_themselves(monkeypatch, attention):
     n_bytes = (text[1:] != SEPARATOR).sum().item()
     bits = cross_entropy(logits, text[1:], reduction="sum").item() / math.log(2) / n_bytes
     assert found.by_position.bits_per_byte == pytest.approx(bits, rel=1e-5)  # float32 sums in another order
+    whole = cross_entropy(model(text[None, :-1])[0], text[1:], reduction="sum").item()
+    assert row_losses(model, text, 128).sum().item() == pytest.approx(whole, rel=1e-5)
     (flowing,) = read_at_lengths(model, Excerpt(text, None), [128], 32)
     assert flowing.by_position.bits_per_byte != pytest.approx(bits, rel=1e-4)  # ten times as much
 

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from linrope.generation.stop_strings import StopStrings
+from linrope.generation.text import StopStrings
 
 
 def fed(stops: list[str], pieces: list[str]) -> tuple[str, str | None]:
