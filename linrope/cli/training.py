@@ -95,9 +95,8 @@ class ConfigCLI(LightningCLI):
 class TrainingCLI(ConfigCLI):
     """The run of a command with a checkpoint: its data, model and Trainer. This class measures; `FitCLI` trains.
 
-    Attributes:
-        checkpoint: path of the checkpoint or folder; None without one.
-        ckpt_path: what Lightning loads: the checkpoint, or None where the model holds its weights already.
+    `checkpoint` is the path of the checkpoint or folder, `ckpt_path` what Lightning loads: None where the model holds
+    its weights already.
     """
 
     def instantiate_classes(self) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,11 @@ from linrope.data.prepare.config import PrepareConfig
 from linrope.data.prepare.preparation import prepare
 from tests.conftest import LINE, tiny_options, write_text_file
 from tests.data.tokenizers.subword_files import write_tokenizer
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with open(path) as file:
+        return list(csv.DictReader(file))
 
 
 @dataclass(frozen=True)

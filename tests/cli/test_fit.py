@@ -1,6 +1,5 @@
 """`linrope fit`: runs, what they print and leave, interrupted and resumed ones."""
 
-import csv
 import os
 import re
 import shlex
@@ -15,13 +14,13 @@ import torch
 from linrope import LanguageModel
 from linrope.cli.main import main
 from linrope.training.tasks.language_modeling import LanguageModelingModule
+from tests.cli.conftest import read_csv
 
 ROOT = Path(__file__).parents[2]
 
 
 def rows(run_folder: Path) -> list[dict[str, str]]:
-    with open(run_folder / "metrics.csv") as file:
-        return list(csv.DictReader(file))
+    return read_csv(run_folder / "metrics.csv")
 
 
 def configs() -> list:

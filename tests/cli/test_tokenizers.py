@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import re
@@ -20,6 +19,7 @@ from linrope.data.prepare.preparation import prepare
 from linrope.data.tokenizers.subwords import SubwordTokenizer
 from linrope.errors import InputError
 from linrope.training import LanguageModelingModule
+from tests.cli.conftest import read_csv
 from tests.data.tokenizers.subword_files import byte_level, write_tokenizer
 
 VOCAB = 300  # of byte_level()
@@ -52,8 +52,7 @@ def test_a_tokenizers_run_from_text_to_text(subwords, tiny, run_folder, last, tm
     loss, bpb = map(float, re.match(r"val_loss (\S+)  val_bpb (\S+)\n", capsys.readouterr().out).groups())
     assert loss == pytest.approx(nats / (32 * len(windows)), abs=1e-4)  # four digits are printed
     assert bpb == pytest.approx(nats / math.log(2) / n_bytes, abs=1e-4)
-    with open(run_folder / "metrics.csv") as file:
-        train = [row for row in csv.DictReader(file) if row["train_loss"]]
+    train = [row for row in read_csv(run_folder / "metrics.csv") if row["train_loss"]]
     assert all(0 < float(row["train_bpb"]) < float(row["train_loss"]) / math.log(2) for row in train)
 
     # the checkpoint carries the tokenizer, and so does a folder made of it

@@ -1,6 +1,5 @@
 """`linrope validate`: by position in the row, at other lengths, and what it leaves in a folder."""
 
-import csv
 import json
 import re
 
@@ -11,11 +10,7 @@ from linrope import LanguageModel
 from linrope.cli.main import main
 from linrope.evaluation import row_lengths
 from linrope.evaluation.reports import name_of
-
-
-def read(path):
-    with open(path) as file:
-        return list(csv.DictReader(file))
+from tests.cli.conftest import read_csv
 
 
 def test_a_validation_says_where_in_the_row_losses_fall(trained_run, tmp_path, capsys):
@@ -25,10 +20,10 @@ def test_a_validation_says_where_in_the_row_losses_fall(trained_run, tmp_path, c
     bpb = float(re.match(r"val_loss \S+  val_bpb (\S+)\n", printed)[1])
     assert re.findall(r"^ +(\d+ … \d+) ", printed, re.M) == ["1 … 16", "17 … 32"]
     assert "other lengths" not in printed
-    (whole,) = read(out / "lengths.csv")
+    (whole,) = read_csv(out / "lengths.csv")
     assert (whole["length"], whole["multiple"], whole["rows"], whole["tokens"]) == ("32", "1.0", "32", "1024")
     assert float(whole["bits_per_byte"]) == pytest.approx(bpb, abs=1e-4)
-    buckets = read(out / "positions.csv")
+    buckets = read_csv(out / "positions.csv")
     assert [(b["first"], b["last"], b["tokens"]) for b in buckets] == [("1", "16", "512"), ("17", "32", "512")]
     # no separator stands in one document, so the mean over buckets of one size is that of the whole
     assert sum(float(b["bits_per_byte"]) for b in buckets) / 2 == pytest.approx(bpb, abs=1e-4)
@@ -50,7 +45,7 @@ def test_longer_rows_are_read_in_pieces_of_the_same_text(trained_run, tmp_path, 
     corpus = (trained_run.folder.parents[2] / "corpus.txt").read_bytes()
     start = round(0.9 * len(corpus))  # where a single file's validation split begins
     text = torch.tensor(list(corpus[start : start + 513]))
-    for row in read(tmp_path / "lengths.csv"):
+    for row in read_csv(tmp_path / "lengths.csv"):
         with torch.no_grad():
             logits = model(text[:-1].view(-1, int(row["length"])))
         nats = torch.nn.functional.cross_entropy(logits.flatten(0, 1), text[1:]).item()
@@ -61,7 +56,7 @@ def test_segments_and_packed_documents_have_positions_too(trained_run, tmp_path,
     rows = []
     for more in ([], ["--segment_length=10"], ["--data.document_mask=true"]):
         assert main(["validate", *trained_run.resumed, *more, f"--report={tmp_path / 'report'}"]) == 0
-        rows.append([float(b["bits_per_byte"]) for b in read(tmp_path / "report" / "positions.csv")])
+        rows.append([float(b["bits_per_byte"]) for b in read_csv(tmp_path / "report" / "positions.csv")])
     assert rows[1] == pytest.approx(rows[0], rel=1e-5)  # float32 sums in another order
     assert rows[2] == pytest.approx(rows[0], rel=1e-5)  # there is one document
 

@@ -1,6 +1,5 @@
 """Recall by length and depth, and the data modules of the tasks beside MQAR."""
 
-import csv
 import itertools
 import json
 import re
@@ -16,6 +15,7 @@ from linrope.evaluation import row_lengths as reading
 from linrope.evaluation.recall_map import answers, recall_by_depth
 from linrope.losses import IGNORE
 from linrope.training import CopyDataModule, InductionDataModule, PasskeyDataModule
+from tests.cli.conftest import read_csv
 from tests.training.attached import attach, first_batches
 
 
@@ -77,8 +77,7 @@ def test_the_command_writes_a_table_and_a_heat_map(model, text_file, tmp_path, c
     assert main([*args, "--lengths", "96", "128", "--depths", "0", "100", f"--report={tmp_path / 'out'}"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"depth +96 +128", out)
-    with open(tmp_path / "out" / "recall.csv") as file:
-        cases = list(csv.DictReader(file))
+    cases = read_csv(tmp_path / "out" / "recall.csv")
     assert [(c["length"], c["depth"], c["rows"]) for c in cases] == [
         ("96", "0", "2"), ("96", "100", "2"), ("128", "0", "2"), ("128", "100", "2")
     ]  # fmt: skip
