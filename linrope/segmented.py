@@ -31,7 +31,6 @@ from linrope.ops.torch_kernel.memory import give_back
 SEGMENTS_BETWEEN = 8
 """Freed memory goes back to the system after this many segments: it is as slow as writing the memory again."""
 
-
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -182,8 +181,7 @@ class _Segments:
 
 
 class _SegmentedLoss(torch.autograd.Function):
-    """One autograd node from the parameters to the loss, so that accumulation, clipping, loss scaling and the
-    all-reduce over devices work as usual."""
+    """One autograd node from the parameters to the loss, so that accumulation, clipping and all-reduce work."""
 
     @staticmethod
     def forward(ctx, segments: _Segments, kept: dict[str, Any], *parameters: Tensor) -> Tensor:
@@ -235,8 +233,7 @@ class _SegmentedLoss(torch.autograd.Function):
 
 
 def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return torch.get_rng_state(), on_device
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -19,8 +19,7 @@ from linrope.errors import InputError
 from linrope.generation.decoding import SEGMENT_LENGTH, check_max_new_tokens, require_memory
 from linrope.generation.prompt_state import load_prompt_state, save_prompt_state
 from linrope.generation.sampling import Sampler, Sampling
-from linrope.generation.stop_strings import StopStrings
-from linrope.generation.text import TextWriter, Write, printable
+from linrope.generation.text import StopStrings, TextWriter, Write, printable
 from linrope.models.language_model import LanguageModel
 from linrope.utils.files import require_new
 from linrope.utils.terminal import progress_bar
@@ -77,36 +76,26 @@ class GenerateConfig(SamplingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.segment_length < 1:
-            raise InputError(f"--segment_length={self.segment_length} must be at least 1.")
-        if self.n_continuations < 1:
-            raise InputError(f"--n_continuations={self.n_continuations} must be at least 1.")
+        for name in ("segment_length", "n_continuations"):
+            if (value := getattr(self, name)) < 1:
+                raise InputError(f"--{name}={value} must be at least 1.")
         if self.interactive and self.n_continuations > 1:
             raise InputError(f"--n_continuations={self.n_continuations} and --interactive exclude each other.")
 
 
-STOP = {
-    "action": "append",
-    "default": [],
-    "help": "End the text before this string; the option may be given several times.",
-}
+STOP_HELP = "End the text before this string; the option may be given several times."
 
 
 def run(args: Sequence[str]) -> None:
     """Run `linrope generate` with the command line `args`."""
-    config = parse_command("generate", GenerateConfig, args, "--ckpt_path FILE --prompt TEXT [options]", stop=STOP)
+    stop = {"action": "append", "default": [], "help": STOP_HELP}
+    config = parse_command("generate", GenerateConfig, args, "--ckpt_path FILE --prompt TEXT [options]", stop=stop)
     model = LanguageModel.from_pretrained(config.ckpt_path).to(pick_device(config.device)).eval()
     generate(config, model, write_to_stdout, Console(stderr=True))
 
 
 def generate(config: GenerateConfig, model: LanguageModel, write: Write, console: Console) -> None:
-    """Read the prompt and write text.
-
-    Args:
-        config: the options.
-        model: in evaluation mode, on its device.
-        write: takes the text, part by part.
-        console: where the progress bar and the speed go; the text does not go there.
+    """Read the prompt and write text, part by part; the progress bar and the speed go to the console.
 
     Raises:
         InputError: before any work: a file that exists or cannot be read, a prompt that is not UTF-8, a state of
@@ -115,12 +104,15 @@ def generate(config: GenerateConfig, model: LanguageModel, write: Write, console
     if config.save_state is not None:
         require_new(Path(config.save_state), "--save_state", config.overwrite)
     state = None if config.load_state is None else load_prompt_state(config.load_state, model)
-    prompt = Prompt(config.prompt, config.prompt_file, config.segment_length)
+    prompt = Prompt(config.prompt, config.prompt_file)
     StopStrings(config.stop)  # checks them before the prompt is read
     n_before = 0 if state is None else state.length
     require_memory(model, n_before + prompt.n_bytes + config.max_new_tokens)
     writer = TextWriter(model, write, state, config.segment_length)
-    parts = prompt.parts() if writer.tokenizer.name == "bytes" else cut_after_lines(prompt.parts(LARGEST_PART))
+    if writer.tokenizer.name == "bytes":
+        parts = prompt.parts(config.segment_length)
+    else:
+        parts = cut_after_lines(prompt.parts(LARGEST_PART))
     write(printable(_read_prompt(writer, parts, prompt.n_bytes, console)))
     if config.interactive:
         converse(writer, config, sys.stdin.buffer.readline, console)
@@ -146,8 +138,7 @@ def _write_continuations(writer: TextWriter, config: GenerateConfig) -> None:
 def converse(writer: TextWriter, config: GenerateConfig, readline: Callable[[], bytes], console: Console) -> None:
     """Read a line, write an answer, and so on; all of it is one text, whose state is kept.
 
-    Ctrl-C ends an answer. The end of the input (Ctrl-D) ends the conversation, and so does Ctrl-C between answers. A
-    line that is not UTF-8 is refused and asked for again.
+    Ctrl-C ends an answer; between answers it ends the conversation, as Ctrl-D does. A line that is no UTF-8 is refused.
     """
     sampler, line_is_open = Sampler(config), False  # whether the text so far ends within a line
     while True:
@@ -177,19 +168,13 @@ def converse(writer: TextWriter, config: GenerateConfig, readline: Callable[[], 
 
 
 def _read_prompt(writer: TextWriter, parts: Iterable[str], n_bytes: int, console: Console) -> str:
-    """Read the prompt behind a progress bar; return its end, to be printed."""
+    """Read the prompt behind a bar that counts its bytes; return its end, to be printed."""
     shown = ""
-    for part in _with_bar(parts, n_bytes, console):
-        writer.read(part)
-        shown = (shown + part)[-ECHO - 1 :]
-    return shown if len(shown) <= ECHO else f"…{shown[1:]}"
-
-
-def _with_bar(parts: Iterable[str], n_bytes: int, console: Console) -> Iterator[str]:
-    """The parts, behind a bar that counts their bytes; outside of a terminal there is no bar."""
     columns = BarColumn(bar_width=None), TaskProgressColumn(), DownloadColumn(), TimeRemainingColumn()
     with progress_bar(console, *columns) as bar:
         task = bar.add_task("prompt", total=n_bytes or None)
         for part in parts:
-            yield part
+            writer.read(part)
+            shown = (shown + part)[-ECHO - 1 :]
             bar.advance(task, len(part.encode()))
+    return shown if len(shown) <= ECHO else f"…{shown[1:]}"

@@ -31,10 +31,8 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run the command line `args` (without the program's name; by default the process's own).
 
     Of a run on several devices, rank 0 prints the errors that all ranks meet; an error of one rank is printed by that
-    rank, with its number.
-
-    Returns:
-        The exit code: 0; 1 if a run failed; 2 for a mistake in the input; 128 + N if signal N ended it.
+    rank, with its number. Returns the exit code: 0; 1 if a run failed; 2 for a mistake in the input; 128 + N if signal
+    N ended it.
     """
     args = list(sys.argv[1:] if args is None else args)
     if hasattr(sys.stdout, "reconfigure"):

@@ -22,12 +22,9 @@ Config = TypeVar("Config")
 def parse_command(
     command: str, config: type[Config], args: Sequence[str], usage: str, **by_hand: dict[str, Any]
 ) -> Config:
-    """Parse the command line of a command whose options are the fields of a dataclass.
+    """Parse the command line of a command whose options are the fields of the dataclass `config`.
 
     Args:
-        command: name of the command.
-        config: the dataclass.
-        args: the command line after the command's name.
         usage: the options of the usage line.
         by_hand: see `add_options`.
 
@@ -41,17 +38,14 @@ def parse_command(
 
 def parser_settings(command: str) -> dict[str, Any]:
     """What the parsers of all commands have in common, as arguments of jsonargparse's ArgumentParser."""
-    settings = {"prog": f"linrope {command}", "description": COMMANDS[command]}
-    return {**settings, "allow_abbrev": False, "exit_on_error": False}
+    names = {"prog": f"linrope {command}", "description": COMMANDS[command]}
+    return {**names, "allow_abbrev": False, "exit_on_error": False}
 
 
 def add_options(parser: ArgumentParser, config: type, **by_hand: dict[str, Any]) -> None:
     """Add an option for each field of a dataclass; an option for a boolean is a flag, which needs no value.
 
-    Args:
-        parser: the parser.
-        config: the dataclass.
-        by_hand: by field, arguments of `add_argument` for an option that its type does not describe.
+    `by_hand` has, by field, arguments of `add_argument` for an option that its type does not describe.
     """
     helps = {parameter.arg_name: parameter.description for parameter in parse_from_object(config).params}
     for field in fields(config):
@@ -64,11 +58,7 @@ def add_options(parser: ArgumentParser, config: type, **by_hand: dict[str, Any])
 
 
 def parse(parser: ArgumentParser, args: Sequence[str]) -> Namespace:
-    """Parse a command line.
-
-    Args:
-        parser: made with `exit_on_error=False`.
-        args: the command line after the command's name.
+    """Parse a command line with a parser that has `exit_on_error=False`.
 
     Raises:
         InputError: an unknown option, a missing --config file, or a value that jsonargparse refuses.

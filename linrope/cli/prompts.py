@@ -13,22 +13,17 @@ LARGEST_PART = 2**20
 
 
 class Prompt:
-    """The text of a prompt.
+    """The text of a prompt: `text`, or the contents of `file`.
 
     A file, unless it is a pipe, is decoded once before it is used: a mistake in its last byte is found before the model
     reads the first.
-
-    Args:
-        text: the text; empty where a file is given.
-        file: path of the file, or None.
-        part: bytes of a file that are read together.
 
     Raises:
         InputError: both are given, the file cannot be read, or the text is not UTF-8.
     """
 
-    def __init__(self, text: str, file: str | None, part: int) -> None:
-        self.text, self.file, self.part = text, None if file is None else Path(file), part
+    def __init__(self, text: str, file: str | None) -> None:
+        self.text, self.file = text, None if file is None else Path(file)
         if self.file is not None and self.text:
             raise InputError("--prompt and --prompt_file exclude each other: give one of them.")
         if self.file is None:
@@ -47,14 +42,14 @@ class Prompt:
         except OSError as error:
             raise InputError(f"--prompt_file={str(self.file)!r} cannot be read: {error.strerror}.") from error
 
-    def parts(self, n_bytes: int | None = None) -> Iterator[str]:
-        """The text, in parts of `n_bytes` (default: `part`)."""
+    def parts(self, n_bytes: int) -> Iterator[str]:
+        """The text; that of a file in parts of `n_bytes`."""
         if self.file is None:
             yield self.text
             return
         decoder, position = codecs.getincrementaldecoder("utf-8")(), 0
         with open(self.file, "rb") as file:
-            while block := file.read(n_bytes or self.part):
+            while block := file.read(n_bytes):
                 yield self._decoded(decoder, block, position)
                 position += len(block)
         yield self._decoded(decoder, b"", position)

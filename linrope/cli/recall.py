@@ -19,7 +19,7 @@ from linrope.data.synthetic.passkey import Passkey
 from linrope.data.synthetic.recall_task import RecallTask
 from linrope.data.tokenizers.bytes import VOCAB_SIZE
 from linrope.errors import InputError
-from linrope.evaluation.recall_map import recall_by_depth, require_cases, table_of
+from linrope.evaluation.recall_map import recall_by_depth, table_of
 from linrope.evaluation.recall_map import write as write_recall
 from linrope.evaluation.reports import make_folder, name_of, print_written
 from linrope.models.language_model import LanguageModel
@@ -50,11 +50,7 @@ class RecallConfig:
     """Where to run; auto takes a CUDA GPU if there is one."""
 
     def make_task(self, vocab_size: int) -> RecallTask:
-        """The task, for a model of `vocab_size` tokens.
-
-        Raises:
-            InputError: pass keys, and the model does not read bytes.
-        """
+        """The task, for a model of `vocab_size` tokens. InputError if pass keys cannot be written in them."""
         if self.task == "induction":
             return Induction(vocab_size)
         if vocab_size != VOCAB_SIZE:
@@ -64,19 +60,9 @@ class RecallConfig:
         return Passkey(split_corpus(find_sources(self.text), self.fractions)["val"])
 
 
-LENGTHS = {
-    "nargs": "+",
-    "type": int,
-    "default": [256, 512, 1024, 2048, 4096],
-    "help": "Tokens of the rows.",
-}
-
-DEPTHS = {
-    "nargs": "+",
-    "type": int,
-    "default": [0, 25, 50, 75, 100],
-    "help": "Where the answer is stated, in percent of the row: 0 at its start, 100 right before the question.",
-}
+LENGTHS = {"nargs": "+", "type": int, "default": [256, 512, 1024, 2048, 4096], "help": "Tokens of the rows."}
+DEPTHS_HELP = "Where the answer is stated, in percent of the row: 0 at its start, 100 right before the question."
+DEPTHS = {"nargs": "+", "type": int, "default": [0, 25, 50, 75, 100], "help": DEPTHS_HELP}
 
 
 def run(args: Sequence[str]) -> None:
@@ -87,7 +73,6 @@ def run(args: Sequence[str]) -> None:
     folder = None if config.report is None else make_folder("--report", config.report)
     model = LanguageModel.from_pretrained(config.ckpt_path).to(pick_device(config.device)).eval()
     task = config.make_task(model.config.vocab_size)
-    require_cases(task, config.lengths, config.depths, config.rows)
     with progress_bar(console, BarColumn()) as bar:
         number = bar.add_task("asking", total=len(config.lengths) * len(config.depths))
         cases = config.lengths, config.depths, config.rows, config.seed
@@ -95,5 +80,4 @@ def run(args: Sequence[str]) -> None:
     title = f"{config.task}: rows answered, {name_of(config.ckpt_path)}"
     console.print(table_of(found, title))
     if folder is not None:
-        details = {"command": command_line("recall", args)}
-        print_written(console, write_recall(folder, found, details, title))
+        print_written(console, write_recall(folder, found, {"command": command_line("recall", args)}, title))

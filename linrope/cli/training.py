@@ -41,17 +41,8 @@ class CheckpointOptions:
 class ConfigCLI(LightningCLI):
     """The command line of a run: sections model, optimizer, data, run, sample, trainer, and a command's own options.
 
-    Attributes:
-        config: the configuration as values, without the command's own options.
-        config_init: the configuration with an object for each section.
-        options: the command's own options.
-        console: where tables go.
-
-    Args:
-        command: name of the command.
-        args: the command line after the command's name.
-        options: a dataclass of the command's own options.
-        by_hand: see `linrope.cli.parser.add_options`.
+    `config` holds the configuration as values, `config_init` an object for each section, both without the command's own
+    options, which `options` holds. `by_hand`: see `linrope.cli.parser.add_options`.
     """
 
     def __init__(self, command: str, args: Sequence[str], options: type, **by_hand: dict[str, Any]) -> None:
@@ -104,9 +95,8 @@ class ConfigCLI(LightningCLI):
 class TrainingCLI(ConfigCLI):
     """The run of a command with a checkpoint: its data, model and Trainer. This class measures; `FitCLI` trains.
 
-    Attributes:
-        checkpoint: path of the checkpoint or folder; None without one.
-        ckpt_path: what Lightning loads: the checkpoint, or None where the model holds its weights already.
+    `checkpoint` is the path of the checkpoint or folder, `ckpt_path` what Lightning loads: None where the model holds
+    its weights already.
     """
 
     def instantiate_classes(self) -> None:

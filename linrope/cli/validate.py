@@ -73,11 +73,7 @@ def run(args: Sequence[str]) -> None:
 
 
 def _excerpt(cli: TrainingCLI) -> tuple[Excerpt, list[int]]:
-    """The text that --lengths reads, and the lengths in tokens.
-
-    Raises:
-        InputError: lengths that cannot be read, or several devices.
-    """
+    """The text that --lengths reads, and the lengths in tokens. InputError for several devices or unusable lengths."""
     data = cli.datamodule
     lengths = parse_lengths(cli.options.lengths, data.context)
     if cli.trainer.world_size > 1:

@@ -22,7 +22,6 @@ from linrope.utils.terminal import new_table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-
 _MAP = 4
 """First number of the seeds of recall maps; `linrope.data.synthetic.batches` uses the smaller ones."""
 
@@ -99,7 +98,7 @@ def write(folder: Path, found: Sequence[Recalled], details: dict[str, Any], titl
     return [
         write_csv(folder / "recall.csv", rows),
         write_json(folder / "recall.json", {**details, "cases": rows}),
-        *write_picture(folder / "recall.png", lambda: figure_of(found, title, details.get("trained_to"))),
+        *write_picture(folder / "recall.png", lambda: figure_of(found, title)),
     ]
 
 
@@ -116,11 +115,10 @@ def figure_of(found: Sequence[Recalled], title: str, trained_to: int | None = No
     for row, depth in enumerate(depths):
         for column, length in enumerate(lengths):
             axes.text(column, row, f"{shares[depth, length]:.0f}", ha="center", va="center", fontsize=8)
+    axes.set_xlabel("length of the row (tokens)")
     if trained_to is not None and lengths[0] <= trained_to < lengths[-1]:
         axes.axvline(sum(length <= trained_to for length in lengths) - 0.5, color="black", linestyle="--")
         axes.set_xlabel("length of the row (tokens); trained to the left of the dashes")
-    else:
-        axes.set_xlabel("length of the row (tokens)")
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
     axes.set_yticks(range(len(depths)), [f"{depth} %" for depth in depths])
     axes.set_ylabel("depth (0 %: at the start)")

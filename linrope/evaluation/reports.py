@@ -41,12 +41,9 @@ def name_of(checkpoint: str | Path) -> str:
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]], columns: Sequence[str] | None = None) -> Path:
-    """Write rows as CSV. Numbers that are not finite become empty cells.
+    """Write rows, dictionaries with the same keys, as CSV. Numbers that are not finite become empty cells.
 
-    Args:
-        path: the file; it is replaced as a whole.
-        rows: dictionaries with the same keys.
-        columns: the keys in order; by default those of the first row, so that one row at least is needed.
+    `columns` are the keys in order; by default those of the first row. The file is replaced as a whole.
     """
     text = io.StringIO(newline="")
     table = csv.DictWriter(text, fieldnames=list(columns or rows[0]), lineterminator="\n")
@@ -66,30 +63,23 @@ def write_json(path: Path, contents: dict[str, Any]) -> Path:
 
 def write_picture(path: Path, draw: Callable[[], Figure]) -> list[Path]:
     """Write the figure that `draw` returns as PNG: [path]. Without matplotlib `draw` is not called: []."""
-    if not can_draw():
+    if not _can_draw():
         return []
     with whole_file(path) as file:
         draw().savefig(file, dpi=120, format="png")
     return [path]
 
 
-def can_draw() -> bool:
-    """Whether matplotlib is installed."""
+def _can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def warn_without_matplotlib(console: Console) -> None:
-    """Print how to install matplotlib if it is missing."""
-    if not can_draw():
-        console.print(
-            "matplotlib is not installed: no picture (pip install 'linrope[bench]')", markup=False, highlight=False
-        )
-
-
 def print_written(console: Console, written: Sequence[Path]) -> None:
-    """Print the names of the files that were written."""
+    """Print the names of the files that were written, and how to install matplotlib if it is missing."""
     console.print("wrote", *map(str, written), soft_wrap=True, highlight=False)
-    warn_without_matplotlib(console)
+    if not _can_draw():
+        text = "matplotlib is not installed: no picture (pip install 'linrope[bench]')"
+        console.print(text, markup=False, highlight=False)
 
 
 def finite(value: Any) -> Any:

@@ -25,15 +25,6 @@ SEGMENT = 4096
 """Tokens of a segment of long rows. Short rows are batched up to twice as many tokens."""
 
 
-def _segments(rows: Tensor) -> Iterator[tuple[slice, slice]]:
-    """(rows, positions) of the segments of rows (B, T): some rows at a time, each from its first segment on."""
-    n_rows, length = rows.shape
-    at_once = max(1, 2 * SEGMENT // length)
-    for first in range(0, n_rows, at_once):
-        for start in range(0, length, SEGMENT):
-            yield slice(first, min(first + at_once, n_rows)), slice(start, min(start + SEGMENT, length))
-
-
 @torch.no_grad()
 def segment_logits(
     model: LanguageModel, rows: Tensor, segment_ids: Tensor | None = None
@@ -43,14 +34,29 @@ def segment_logits(
     With `segment_ids` (B, T) each run of equal numbers is a document that is read by itself.
     """
     device = next(model.parameters()).device
-    segment_ids = None if segment_ids is None else segment_ids.to(device)
-    state = None
-    for batch, positions in _segments(rows):
-        ids = None if segment_ids is None else segment_ids[batch]
-        state = state_before(positions.start, ids, state if positions.start else None)
-        ids = None if ids is None else ids[:, positions]
-        logits, state = model(rows[batch, positions].to(device), state, ids, return_state=True)
-        yield batch, positions, logits
+    length = rows.shape[1]
+    at_once = max(1, 2 * SEGMENT // length)
+    for first in range(0, len(rows), at_once):
+        batch, state = slice(first, min(first + at_once, len(rows))), None
+        ids = None if segment_ids is None else segment_ids[batch].to(device)
+        for start in range(0, length, SEGMENT):
+            positions = slice(start, min(start + SEGMENT, length))
+            state = state_before(start, ids, state)
+            ids_here = None if ids is None else ids[:, positions]
+            logits, state = model(rows[batch, positions].to(device), state, ids_here, return_state=True)
+            yield batch, positions, logits
+
+
+def _losses(
+    model: LanguageModel, inputs: Tensor, targets: Tensor, ids: Tensor | None, tick: Callable[[int], None]
+) -> Tensor:
+    """Losses in nats, float32, of rows (B, T); `tick` gets the number of tokens of each segment."""
+    losses = torch.empty(inputs.shape)
+    for rows, positions, logits in segment_logits(model, inputs, ids):
+        asked = targets[rows, positions]
+        losses[rows, positions] = token_losses(logits, asked.to(logits.device)).cpu()
+        tick(asked.numel())
+    return losses
 
 
 def row_losses(model: LanguageModel, text: Tensor, context: int, tick: Callable[[], None] = lambda: None) -> Tensor:
@@ -59,11 +65,7 @@ def row_losses(model: LanguageModel, text: Tensor, context: int, tick: Callable[
     `tick` is called after each segment.
     """
     inputs, targets = text[:-1].view(-1, context), text[1:].view(-1, context)
-    losses = torch.empty(inputs.shape, dtype=torch.float64)
-    for rows, positions, logits in segment_logits(model, inputs):
-        losses[rows, positions] = token_losses(logits, targets[rows, positions].to(logits.device)).double().cpu()
-        tick()
-    return losses
+    return _losses(model, inputs, targets, None, lambda _: tick()).double()
 
 
 @dataclass(frozen=True)
@@ -133,11 +135,7 @@ class Excerpt:
 def excerpt_for(corpus: TokenSequence, lengths: list[int], tokens: int, document_mask: bool = False) -> Excerpt:
     """The beginning of a corpus: about `tokens` tokens, a multiple of the longest length.
 
-    Args:
-        document_mask: whether tokens see their own document only.
-
-    Raises:
-        InputError: the corpus is shorter than one row.
+    With `document_mask`, tokens see their own document only. InputError if the corpus is shorter than one row.
     """
     longest = max(lengths)
     if len(corpus) <= longest:
@@ -154,22 +152,19 @@ def read_at_lengths(
     model: LanguageModel, text: Excerpt, lengths: list[int], context: int, tick: Callable[[int], None] = lambda _: None
 ) -> Iterator[LengthReading]:
     """Read the same text in rows of each length, the shortest first; `tick` gets the number of tokens of a segment."""
-    losses = torch.empty(2, len(text.tokens) - 1)  # in rows of the shortest length, and of this one
-    for number, length in enumerate(sorted(lengths)):
+    of_shortest = None
+    for length in sorted(lengths):
         inputs, targets, n_bytes = text.rows(length)
-        current = losses[1].view(-1, length)
         ids = None if text.separator is None else segment_ids_of(inputs, text.separator)
-        for rows, positions, logits in segment_logits(model, inputs, ids):
-            current[rows, positions] = token_losses(logits, targets[rows, positions].to(logits.device)).cpu()
-            tick(targets[rows, positions].numel())
-        if number == 0:
-            losses[0] = losses[1]
+        losses = _losses(model, inputs, targets, ids, tick)
+        of_shortest = (losses if of_shortest is None else of_shortest).view(-1, length)
         by_position, shortest = LossByPosition(), LossByPosition()
-        by_position.add(current, targets, n_bytes)
-        shortest.add(losses[0].view(-1, length), targets, n_bytes)
+        by_position.add(losses, targets, n_bytes)
+        shortest.add(of_shortest, targets, n_bytes)
         later = _in_later_half(targets.numel(), length) & _in_later_half(targets.numel(), min(lengths))
         later_bytes = bytes_of(targets, n_bytes).flatten()[later].sum().item()
-        in_shortest, here = (bits_per_byte(nats, later_bytes) for nats in losses[:, later].double().sum(1).tolist())
+        nats = torch.stack([of_shortest.flatten()[later], losses.flatten()[later]]).double().sum(1)
+        in_shortest, here = (bits_per_byte(n, later_bytes) for n in nats.tolist())
         yield LengthReading(length, length / context, len(inputs), by_position, shortest, here, in_shortest)
 
 

@@ -25,10 +25,8 @@ from linrope.layers.state import state_before
 SEGMENT_LENGTH = 2048
 """Default number of prompt tokens in one forward pass."""
 
-
 REPETITION_WINDOW = 1024
 """The repetition penalty applies to this many last tokens, prompt included."""
-
 
 Prompts = Tensor | Sequence[Tensor]
 
@@ -133,11 +131,8 @@ def stream(
     """Read the prompt once, then generate token by token.
 
     Args:
-        model: in evaluation mode, or dropout applies.
-        tokens: prompts (B, T), T ≥ 1, on the model's device; or a list of (T_b,), each continued as if it were alone;
-            or a state, from `read` or a file.
+        model, tokens, segment_length: as `read` takes them; instead of tokens also a state, from `read` or a file.
         max_new_tokens: number of tokens to generate.
-        segment_length: prompt tokens in one forward pass.
         sampling: the fields of `Sampling`.
 
     Yields:

@@ -40,11 +40,8 @@ class PromptState:
         """Each row repeated `n` times, next to each other: B · n rows, to be continued in different ways."""
         if n < 1:
             raise InputError(f"n={n} must be at least 1.")
-
-        def repeated(_: str, x: Tensor) -> Tensor:
-            return x.repeat_interleave(n, dim=0)
-
-        return PromptState(map_state(repeated, self.state), repeated("", self.logits), repeated("", self.recent))
+        state = map_state(lambda _, x: x.repeat_interleave(n, dim=0), self.state)
+        return PromptState(state, self.logits.repeat_interleave(n, dim=0), self.recent.repeat_interleave(n, dim=0))
 
     @property
     def length(self) -> int:
@@ -85,23 +82,20 @@ def load_prompt_state(path: str | Path, model: CausalModel) -> PromptState:
     content = load_plain(Path(path), "state file")
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InputError(f"state file {str(path)!r} is not in the format {FORMAT!r}: write it with --save_state.")
-    _require_same(content["model"], fingerprint(model), path)
+    if content["model"] != fingerprint(model):
+        raise InputError(
+            f"state file {str(path)!r} belongs to another model: give the checkpoint that it was saved with, or read "
+            f"the prompt again.\n  {_difference(content['model']['config'], model.config.to_dict())}"
+        )
     device = next(model.parameters()).device
     state = from_serialized(content["state"], device)
     return PromptState(state, content["logits"].to(device), content["recent"].to(device))
 
 
-def _require_same(saved: dict[str, Any], given: dict[str, Any], path: str | Path) -> None:
-    if saved == given:
-        return
-    old, new = saved["config"], given["config"]
+def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
     differing = [
         f"model.{key}: {old.get(key)!r} in the file, {new.get(key)!r} in this model"
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     ]
-    what = "\n  ".join(differing) or "the same configuration, but other weights"
-    raise InputError(
-        f"state file {str(path)!r} belongs to another model: give the checkpoint that it was saved with, or read the "
-        f"prompt again.\n  {what}"
-    )
+    return "\n  ".join(differing) or "the same configuration, but other weights"

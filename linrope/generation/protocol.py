@@ -18,13 +18,7 @@ class CausalModel(Protocol):
     tokenizer: dict[str, str] | None  # serialized; None if unknown
 
     def __call__(
-        self,
-        tokens: Tensor,
-        state: ModelState | None,
-        segment_ids: Tensor | None,
-        *,
-        return_state: bool,
-        logits_to_keep: int,
+        self, tokens: Tensor, state: ModelState | None, ids: Tensor | None, *, return_state: bool, logits_to_keep: int
     ) -> tuple[Tensor, ModelState]: ...
 
     def state_bytes(self, context: int, dtype: torch.dtype) -> int: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +30,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if not 0 <= self.temperature < float("inf"):
+        if not 0 <= self.temperature < math.inf:
             raise InputError(
                 f"temperature={self.temperature} must be a finite number, at least 0 (0 takes the likeliest token)."
             )

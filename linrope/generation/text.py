@@ -1,4 +1,4 @@
-"""Text in, text out: prompts are tokenized and read, generated text is written piece by piece."""
+"""Text in, text out: prompts are tokenized and read, generated text is written piece by piece, up to a stop string."""
 
 from __future__ import annotations
 
@@ -16,21 +16,15 @@ from linrope.generation.decoding import SEGMENT_LENGTH, decode, read
 from linrope.generation.prompt_state import PromptState
 from linrope.generation.protocol import CausalModel
 from linrope.generation.sampling import Sampler, Sampling
-from linrope.generation.stop_strings import StopStrings
 
 Write = Callable[[str], Any]
 
 
 class TextWriter:
-    """Reads and writes one text. `state` is the state after all that was read, generated tokens included.
+    """Reads and writes one text, with a model in evaluation mode; `write` takes each piece of generated text.
 
-    `state` is valid after every token, so generation may be interrupted anywhere.
-
-    Args:
-        model: in evaluation mode.
-        write: called with each piece of generated text.
-        state: of a text to continue; None starts a document.
-        segment_length: prompt tokens in one forward pass.
+    `state` is the state after all that was read, generated tokens included; None before a document. It is valid after
+    every token, so generation may be interrupted anywhere.
     """
 
     def __init__(
@@ -71,9 +65,7 @@ class TextWriter:
             The text that was shown, and the text that was read. Only the second includes a stop string.
         """
         decoder, until = self.tokenizer.decoder(), StopStrings(stop_strings)
-        shown: list[str] = []
-        kept: list[str] = []
-        unread = None
+        shown, kept, unread = [], [], None
 
         def show(text: str) -> None:
             shown.append(text)
@@ -95,6 +87,46 @@ class TextWriter:
         kept.append(decoder.finish())
         show(until.finish(kept[-1]))
         return "".join(shown), "".join(kept)
+
+
+class StopStrings:
+    """Passes text through up to the first stop string, which is not shown.
+
+    Text that may be the beginning of a stop string is held back until more text decides. `found` is the stop string
+    that ended the text, or None.
+
+    Raises:
+        InputError: an empty string.
+    """
+
+    def __init__(self, stop_strings: Sequence[str] = ()) -> None:
+        if "" in stop_strings:
+            raise InputError("--stop='' is empty: it would end every text before its first character. Remove it.")
+        self.stop_strings, self.found = tuple(stop_strings), None
+        self._held = ""
+
+    def feed(self, text: str) -> str:
+        """The text that certainly comes before any stop string; "" after one was found."""
+        if self.found is not None:
+            return ""
+        text = self._held + text
+        places = [(text.find(stop), -len(stop), stop) for stop in self.stop_strings if stop in text]
+        if places:  # the first; of two with the same beginning, the longer
+            place, _, self.found = min(places)
+            return text[:place]
+        longest = max((len(stop) - 1 for stop in self.stop_strings), default=0)
+        for kept in range(max(0, len(text) - longest), len(text)):
+            if any(stop.startswith(text[kept:]) for stop in self.stop_strings):
+                self._held = text[kept:]
+                return text[:kept]
+        self._held = ""
+        return text
+
+    def finish(self, text: str = "") -> str:
+        """The rest of the text, which ends with `text`: what was held back is shown unless a stop string was found."""
+        shown = self.feed(text)
+        held, self._held = ("" if self.found is not None else self._held), ""
+        return shown + held
 
 
 class Speed:
@@ -122,14 +154,9 @@ class Speed:
 
 
 def write_sample(write: Write, model: CausalModel, prompt: str, *, max_new_tokens: int, **sampling: Any) -> None:
-    """Write `prompt` and its continuation by the model, up to the end of the document.
+    """Write `prompt`, the beginning of a document, and its continuation by a model in evaluation mode.
 
-    Args:
-        write: called with each piece of text.
-        model: in evaluation mode.
-        prompt: the beginning of a document.
-        max_new_tokens: the most tokens to generate.
-        sampling: the fields of `linrope.generation.sampling.Sampling`.
+    At most `max_new_tokens` tokens, up to the end of the document. `sampling` are the fields of `Sampling`.
     """
     writer = TextWriter(model, write)
     write(printable(prompt))

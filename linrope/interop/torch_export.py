@@ -28,12 +28,7 @@ __all__ = ["DecodingStep", "export_decoding_step", "initial_state", "tensors_of"
 
 
 class DecodingStep(nn.Module):
-    """One token through a model, with the state as a list of tensors.
-
-    Args:
-        model: every layer linear.
-        like: any state of the model, whose structure the tensors are put into.
-    """
+    """One token through a model with linear layers only, with the state as a list of tensors in the order of `like`."""
 
     def __init__(self, model: LanguageModel, like: ModelState):
         super().__init__()

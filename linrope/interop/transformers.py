@@ -50,13 +50,8 @@ except ImportError as error:
 DOCUMENT = "<|document|>"
 """The separator's text in the exported tokenizer."""
 
-
 TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
-
-
-CODE_FILE = "modeling_linrope.py"
-
-
+CODE_MODULE = "modeling_linrope"
 CODE = "from linrope.interop.transformers import LinropeConfig, LinropeForCausalLM\n"
 
 
@@ -75,21 +70,11 @@ class LinropeConfig(PreTrainedConfig):
         super().__init__(**options)
         self.tie_word_embeddings = config.tie_embeddings
 
-    @property
-    def vocab_size(self) -> int:
-        return self.linrope["vocab_size"]
-
-    @property
-    def hidden_size(self) -> int:
-        return self.linrope["d_model"]
-
-    @property
-    def num_hidden_layers(self) -> int:
-        return self.linrope["n_layers"]
-
-    @property
-    def num_attention_heads(self) -> int:
-        return self.linrope["n_heads"]
+    # what transformers calls these fields
+    vocab_size = property(lambda self: self.linrope["vocab_size"])
+    hidden_size = property(lambda self: self.linrope["d_model"])
+    num_hidden_layers = property(lambda self: self.linrope["n_layers"])
+    num_attention_heads = property(lambda self: self.linrope["n_heads"])
 
 
 class StateCache:
@@ -190,20 +175,14 @@ class LinropeForCausalLM(PreTrainedModel, GenerationMixin):
         _check_positions(options.get("position_ids"), attention_mask)
         past = None if past_key_values is None else past_key_values.state
         n_read = 0 if past_key_values is None else past_key_values.get_seq_length()
-        logits, state = self.model(
-            input_ids,
-            past,
-            None if attention_mask is None else _documents(attention_mask, input_ids, n_read),
-            return_state=True,
-            logits_to_keep=logits_to_keep or None,
-        )
+        ids = None if attention_mask is None else _documents(attention_mask, input_ids, n_read)
+        logits, state = self.model(input_ids, past, ids, return_state=True, logits_to_keep=logits_to_keep or None)
         loss = None
         if labels is not None:
             items = options.get("num_items_in_batch")
             loss = self.loss_function(logits, labels, self.config.vocab_size, num_items_in_batch=items)
-        return CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=StateCache(state) if use_cache else None
-        )
+        cache = StateCache(state) if use_cache else None
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
 
 
 def _documents(mask: Tensor, input_ids: Tensor, n_read: int) -> Tensor | None:
@@ -243,8 +222,6 @@ def _check_positions(position_ids: Tensor | None, mask: Tensor | None) -> None:
 
 
 AutoConfig.register("linrope", LinropeConfig, exist_ok=True)
-
-
 AutoModelForCausalLM.register(LinropeConfig, LinropeForCausalLM, exist_ok=True)
 
 
@@ -269,9 +246,7 @@ def tokenizer_for_transformers(tokenizer: TextTokenizer) -> PreTrainedTokenizerF
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=made,
-        bos_token=mark,
-        eos_token=mark,
-        pad_token=mark,
+        **dict.fromkeys(("bos_token", "eos_token", "pad_token"), mark),
         padding_side="left",
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
@@ -303,12 +278,7 @@ def export(model: LanguageModel, folder: str | os.PathLike, *, overwrite: bool =
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.partial-") as partial:
         _write(model, Path(partial))
         folder.mkdir(exist_ok=True)
-        for old in (
-            CONFIG_FILE,
-            WEIGHTS_FILE,
-            EXPORTED_TOKENIZER_FILE,
-            *TOKENIZER_FILES,
-        ):  # of another model
+        for old in (CONFIG_FILE, WEIGHTS_FILE, EXPORTED_TOKENIZER_FILE, *TOKENIZER_FILES):  # of another model
             (folder / old).unlink(missing_ok=True)
         mode = Path(partial, CONFIG_FILE).stat().st_mode  # safetensors makes its file readable for the owner only
         for file in sorted(Path(partial).iterdir(), key=lambda file: file.name == CONFIG_FILE):  # config.json last
@@ -328,16 +298,13 @@ def require_free(folder: Path, overwrite: bool) -> None:
 def _write(model: LanguageModel, folder: Path) -> None:
     LinropeForCausalLM.of(model).save_pretrained(folder)
     config = json.loads((folder / CONFIG_FILE).read_text())
-    module = CODE_FILE.removesuffix(".py")
-    config["auto_map"] = {
-        "AutoConfig": f"{module}.LinropeConfig",
-        "AutoModelForCausalLM": f"{module}.LinropeForCausalLM",
-    }
+    classes = {"AutoConfig": LinropeConfig, "AutoModelForCausalLM": LinropeForCausalLM}
+    config["auto_map"] = {name: f"{CODE_MODULE}.{one.__name__}" for name, one in classes.items()}
     if model.tokenizer is not None:
         config["linrope_tokenizer"] = model.tokenizer["kind"]
         if "json" in model.tokenizer:
             (folder / EXPORTED_TOKENIZER_FILE).write_text(model.tokenizer["json"], encoding="utf-8")
     (folder / CONFIG_FILE).write_text(f"{json.dumps(config, indent=2)}\n")
-    (folder / CODE_FILE).write_text(CODE)
+    (folder / f"{CODE_MODULE}.py").write_text(CODE)
     if (tokenizer := _tokenizer_of(model)) is not None:
         tokenizer_for_transformers(tokenizer).save_pretrained(folder)

@@ -46,7 +46,7 @@ class LayerHealth:
             state = call.options["state"]
             past = None if state is None else state.k_sum[0, :, signed:]
             self.denominators.append(
-                denominators(q[0, :, :, signed:], k[0, :, :, signed:], queries, decay, documents, past)
+                _denominators(q[0, :, :, signed:], k[0, :, :, signed:], queries, decay, documents, past)
             )
         if log_decay is not None:
             self.decays.append(log_decay[0].float().mean(-1))
@@ -67,21 +67,13 @@ class LayerHealth:
         return found
 
 
-def denominators(
+def _denominators(
     q: Tensor, k: Tensor, queries: Tensor, log_decay: Tensor | None, documents: Tensor | None, past: Tensor | None
 ) -> Tensor:
-    """Σ_j≤i e^(G_i - G_j) q_iᵀ k_j of features, at some positions i of a row.
+    """Σ_j≤i e^(G_i - G_j) q_iᵀ k_j of features, (H, P) float32, at the positions `queries` (P,) of a row.
 
-    Args:
-        q: (H, P, D), the queries at these positions.
-        k: (H, T, D), all keys.
-        queries: (P,) the positions.
-        log_decay: (H, T), or None.
-        documents: (T,) numbers of documents, or None.
-        past: (H, D), the sum of the keys before the row, or None.
-
-    Returns:
-        (H, P) float32.
+    q (H, P, D) are those at these positions, k (H, T, D) all keys, log_decay (H, T), documents (T,) their numbers, and
+    past (H, D) the sum of the keys before the row.
     """
     every = torch.arange(k.shape[1], device=k.device)
     weights = q @ k.mT * _visible(queries, every, documents)

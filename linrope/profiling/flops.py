@@ -24,14 +24,8 @@ _NO_CONVOLUTIONS = dict.fromkeys(
 
 
 def step_flops(model: LanguageModel, batch_size: int, length: int, segment_length: int | None = None) -> int:
-    """FLOPs of a forward and a backward pass over (batch_size, length) tokens.
-
-    Args:
-        model: only its configuration matters.
-        batch_size: rows.
-        length: tokens of a row.
-        segment_length: tokens of a segment where rows are read in segments, whose forward pass runs twice; None
-            otherwise.
+    """FLOPs of a forward and a backward pass over (batch_size, length) tokens; of the model only the configuration
+    matters. Where rows are read in segments, of `segment_length` tokens, the forward pass runs twice.
     """
     size = segment_length or length
     forwards = 1 if segment_length is None else 2

@@ -40,12 +40,13 @@ class OperatorCall:
 @contextmanager
 def operator_hook(model: LanguageModel, hook: Callable[[OperatorCall], None]) -> Iterator[None]:
     """Inside, `hook` is called after each call of the operator in a linear layer of the model."""
-    layers = [(n, block.attention) for n, block in enumerate(model.blocks)]
-    layers = [(n, attention) for n, attention in layers if isinstance(attention, LinearAttention)]
-    for number, attention in layers:
+    layers = {
+        n: block.attention for n, block in enumerate(model.blocks) if isinstance(block.attention, LinearAttention)
+    }
+    for number, attention in layers.items():
         attention.watch = lambda *call, n=number, attention=attention: hook(OperatorCall(n, attention, *call))
     try:
         yield
     finally:
-        for _, attention in layers:
+        for attention in layers.values():
             attention.watch = None

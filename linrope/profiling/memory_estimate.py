@@ -22,19 +22,15 @@ from linrope.segmented import segmented_loss
 WORKSPACE = 56 * 2**20
 """Bytes of the kernel's block buffers and of PyTorch's libraries and threads, at any length."""
 
-
 MMAP_THRESHOLD = 32 * 2**20
 """glibc's malloc returns larger allocations to the system when they are freed; smaller ones leave gaps in its heap."""
-
 
 GAPS = {"cpu": 1.28, "cuda": 1.1}
 """Bytes that a process holds for each byte of tensors, gaps included, by device. CPU: measured on training steps of
 several shapes (1.23 to 1.35). CUDA: a guess for the gaps of PyTorch's allocator, not measured."""
 
-
 LEFT_BETWEEN_SEGMENTS = 24 * 2**20
 """Bytes that freed segments still hold on a CPU; `segmented_loss` returns them to the system every few segments."""
-
 
 SEGMENTS_RUN = 4
 """Segments of a sequence that are run; each further one adds what is kept between two segments."""
@@ -49,23 +45,21 @@ class _Meter(TorchDispatchMode):
         self.live = self.peak = 0
         self._known: set[int] = set()
 
-    def held(self, nbytes: int) -> int:
-        """Bytes held for one storage, with its share of the gaps."""
-        return nbytes if self.device == "cpu" and nbytes >= MMAP_THRESHOLD else round(GAPS[self.device] * nbytes)
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
-                self.note(leaf)
+                self._note(leaf)
         return out
 
-    def note(self, tensor: Tensor) -> None:
+    def _note(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         if id(storage) in self._known:
             return
         self._known.add(id(storage))
-        held = self.held(storage.nbytes())
+        held = storage.nbytes()
+        if self.device != "cpu" or held < MMAP_THRESHOLD:
+            held = round(GAPS[self.device] * held)
         self.live += held
         self.peak = max(self.peak, self.live)
         weakref.finalize(storage, self._freed, id(storage), held)
@@ -119,7 +113,7 @@ def estimate_training_memory(
         ids = torch.zeros(batch_size, n_run, dtype=torch.int64) if document_mask else None
         before = meter.peak = meter.live  # parameters and tokens
         with torch.autocast("cpu", autocast, enabled=autocast is not None):
-            loss = _loss(model, tokens, ids, segment_length)
+            loss = step_loss(model, tokens, segment_length, ids)
         kept = meter.live - before
         loss.backward()
     of_parameters = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -134,7 +128,8 @@ def estimate_training_memory(
     return MemoryEstimate(copies * of_parameters, activations)
 
 
-def _loss(model: LanguageModel, tokens: Tensor, ids: Tensor | None, segment_length: int | None) -> Tensor:
+def step_loss(model: LanguageModel, tokens: Tensor, segment_length: int | None, ids: Tensor | None = None) -> Tensor:
+    """The summed loss of tokens (B, T + 1), read as a whole or in segments; `ids` (B, T) are the documents' numbers."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     if segment_length is not None:
         return segmented_loss(model, inputs, targets, segment_length, segment_ids=ids)[0]

@@ -14,26 +14,24 @@ from rich.table import Table
 
 from linrope.data.batches.curriculum import PlannedStage, TrainingPlan
 from linrope.errors import InputError
-from linrope.losses import summed_cross_entropy
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
 from linrope.profiling.fake_tensors import shapes_only
 from linrope.profiling.flops import step_flops
-from linrope.profiling.memory_estimate import estimate_training_memory
-from linrope.segmented import require_segments, segmented_loss
+from linrope.profiling.memory_estimate import estimate_training_memory, step_loss
+from linrope.segmented import require_segments
 from linrope.utils.formatting import bytes_text, count_text, duration_text
 from linrope.utils.terminal import new_table, progress_bar
 
 DEFAULT_SEGMENT = 4096
 """Segment length of the table's variant in segments."""
 
+MEASURED_STEPS = 3
 
 LONGEST = 2**24
 """The longest length that is tried against a memory."""
 
-
 AUTOCAST = {"32-true": None, "32": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 """The dtype of autocast by Lightning's precision."""
-
 
 MULTIPLES = (1, 4, 16, 64)
 """The table's lengths, as multiples of the context."""
@@ -75,10 +73,6 @@ class Setting:
         """Rows in a batch of the largest stage, on one device."""
         return self.largest.batch_size
 
-    def rows_of(self, length: int) -> int:
-        """Rows of this length in a batch with as many tokens as the run's, at least one."""
-        return max(1, self.context * self.batch_size // length)
-
 
 @dataclass(frozen=True)
 class Variant:
@@ -119,14 +113,14 @@ def variants(setting: Setting) -> list[Variant]:
     return [*found, Variant("in segments", setting.model, DEFAULT_SEGMENT)]
 
 
-def longest_that_fits(total: Callable[[int], int], memory: int, unit: int = 1024) -> int:
-    """The longest length, `unit` times a power of two, with `total(length)` ≤ `memory`; 0 if there is none."""
-    doublings = range((LONGEST // unit).bit_length())
-    n_fit = bisect_left(doublings, True, key=lambda n: total(unit << n) > memory)
-    return unit << (n_fit - 1) if n_fit else 0
+def longest_that_fits(total: Callable[[int], int], memory: int) -> int:
+    """The longest length, 1024 times a power of two, with `total(length)` ≤ `memory`; 0 if there is none."""
+    lengths = [1024 << n for n in range((LONGEST // 1024).bit_length())]
+    n_fit = bisect_left(lengths, True, key=lambda length: total(length) > memory)
+    return lengths[n_fit - 1] if n_fit else 0
 
 
-def measure_rate(setting: Setting, steps: int = 3) -> float:
+def measure_rate(setting: Setting) -> float:
     """Tokens per second on one device, from a few steps on random rows of the largest stage; without loading, logging
     and validation."""
     device = torch.device(setting.device)
@@ -138,19 +132,16 @@ def measure_rate(setting: Setting, steps: int = 3) -> float:
         optimizer.zero_grad()
         autocast = AUTOCAST[setting.precision]
         with torch.autocast(device.type, autocast, enabled=autocast is not None):
-            if setting.segment_length is None:
-                loss = summed_cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
-            else:
-                loss, _ = segmented_loss(model, tokens[:, :-1], tokens[:, 1:], setting.segment_length)
+            loss = step_loss(model, tokens, setting.segment_length)
         (loss / tokens.numel()).backward()
         optimizer.step()
         loss.item()  # waits for the device
 
     step()
     began = time.perf_counter()
-    for _ in range(steps):
+    for _ in range(MEASURED_STEPS):
         step()
-    return steps * setting.batch_size * setting.context / (time.perf_counter() - began)
+    return MEASURED_STEPS * setting.batch_size * setting.context / (time.perf_counter() - began)
 
 
 def show(console: Console, setting: Setting, memory: int | None, rate: float | None) -> None:
@@ -177,19 +168,14 @@ def show(console: Console, setting: Setting, memory: int | None, rate: float | N
 
 def _stage_texts(setting: Setting) -> list[tuple[str, str]]:
     """Name and cost of a step; for a curriculum, of each stage's step."""
-    stages = setting.plan.stages
+    stages, texts = setting.plan.stages, []
+    for stage in stages:
+        flops = Variant("", setting.model, setting.segment_length).flops(stage.seq_len, 1) / stage.seq_len
+        of_step = f"{count_text(flops * stage.tokens_per_step)}FLOP ({count_text(flops)}FLOP a token)"
+        texts.append(f"{stage.tokens_per_step:,} tokens, {of_step}")
     if len(stages) == 1:
-        return [("a step", _step_text(setting, stages[0]))]
-    return [
-        (f"from step {stage.first_step:,}", f"rows of {stage.seq_len:,}: {_step_text(setting, stage)}")
-        for stage in stages
-    ]
-
-
-def _step_text(setting: Setting, stage: PlannedStage) -> str:
-    flops = Variant("", setting.model, setting.segment_length).flops(stage.seq_len, 1) / stage.seq_len
-    of_step = f"{count_text(flops * stage.tokens_per_step)}FLOP ({count_text(flops)}FLOP a token)"
-    return f"{stage.tokens_per_step:,} tokens, {of_step}"
+        return [("a step", texts[0])]
+    return [(f"from step {s.first_step:,}", f"rows of {s.seq_len:,}: {text}") for s, text in zip(stages, texts)]
 
 
 def _run_text(setting: Setting, rate: float | None) -> str:
@@ -203,16 +189,13 @@ def _run_text(setting: Setting, rate: float | None) -> str:
 
 
 def _table(console: Console, setting: Setting, found: list[Variant]) -> Table:
-    table = new_table("a training step on one device, by the length of its rows", "length", "rows")
-    for variant in found:
-        table.add_column(f"{variant.name}\nmemory", justify="right", no_wrap=True)
-        table.add_column("FLOP/\ntoken", justify="right", no_wrap=True)
+    columns = [column for variant in found for column in (f"{variant.name}\nmemory", "FLOP/\ntoken")]
+    table = new_table("a training step on one device, by the length of its rows", "length", "rows", *columns)
     with progress_bar(console, BarColumn()) as bar:
         task = bar.add_task("estimating", total=len(MULTIPLES) * len(found))
         for multiple in MULTIPLES:
             length = multiple * setting.context
-            rows = setting.rows_of(length)
-            cells = []
+            rows, cells = max(1, setting.batch_size // multiple), []  # as many tokens as in the run's batch
             for variant in found:
                 per_token = variant.flops(length, rows) / (rows * length)
                 cells += [bytes_text(variant.memory(setting, length, rows)), count_text(per_token)]

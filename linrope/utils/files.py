@@ -34,7 +34,12 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         with suppress(OSError):
             partial.unlink()
         raise
-    _sync_folder(path.parent)
+    with suppress(OSError):  # the new name, if the file system can sync folders
+        descriptor = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def require_writable(folder: Path, option: str) -> None:
@@ -57,16 +62,6 @@ def require_new(path: Path, option: str, overwrite: bool) -> None:
         what = "is a folder" if path.is_dir() else "exists"
         raise InputError(f"{option}={str(path)!r} {what}: choose another name, or replace a file with --overwrite.")
     require_writable(path.parent, option)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk, if its file system supports that."""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def load_plain(path: Path, what: str = "checkpoint") -> Any:

@@ -32,9 +32,7 @@ def new_table(title: str, *numbers: str, text: Iterable[str] = (), caption: str 
 def progress_bar(console: Console, *columns: ProgressColumn) -> Progress:
     """A progress bar that disappears when it is done; outside of a terminal it shows nothing.
 
-    Args:
-        console: where it is drawn.
-        columns: what follows the task's description; by default a bar and the remaining time.
+    `columns` follow the task's description; by default a bar and the remaining time.
     """
     columns = columns or (BarColumn(), TimeRemainingColumn())
     description = TextColumn("{task.description}")

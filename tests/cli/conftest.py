@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import csv
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,12 +15,22 @@ from tests.conftest import LINE, tiny_options, write_text_file
 from tests.data.tokenizers.subword_files import write_tokenizer
 
 
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with open(path) as file:
+        return list(csv.DictReader(file))
+
+
 @dataclass(frozen=True)
 class TrainedRun:
     """A run of two steps on rows of 32 tokens, with 1,048 tokens to validate on. Tests only read it."""
 
     options: list[str]
     folder: Path
+
+    @property
+    def resumed(self) -> list[str]:
+        """The options, with the checkpoint."""
+        return [*self.options, f"--ckpt_path={self.checkpoint}"]
 
     @property
     def checkpoint(self) -> Path:
@@ -32,6 +44,18 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
     options = [*tiny_options(write_text_file(folder), folder), "--trainer.limit_val_batches=1.0"]
     assert main(["fit", *options]) == 0
     return TrainedRun(options, folder / "runs" / "tiny" / "version_0")
+
+
+@pytest.fixture
+def error_of(capsys: pytest.CaptureFixture) -> Callable[..., str]:
+    """The error of a command that must stop with exit code 2."""
+
+    def run(*args: object) -> str:
+        capsys.readouterr()
+        assert main(list(map(str, args))) == 2
+        return capsys.readouterr().err
+
+    return run
 
 
 @pytest.fixture

@@ -22,18 +22,12 @@ from tests.data.tokenizers.subword_files import byte_level, write_tokenizer
 from tests.training.attached import attached
 
 
-def fails(capsys, *args: str) -> str:
-    """The error of a command that must stop with exit code 2."""
-    assert main(list(args)) == 2
-    return capsys.readouterr().err
-
-
-def test_prepare_says_what_it_found(tmp_path, capsys):
+def test_prepare_says_what_it_found(tmp_path, capsys, error_of):
     sizes = [1, 2, 3, 4, 4, 7, 8, 300]
     lines = [json.dumps({"body": "x" * size}) for size in sizes]
     (tmp_path / "text.jsonl").write_text("\n".join([*lines, "not JSON", json.dumps({"body": ""})]))
     args = ["prepare", f"--path={tmp_path / 'text.jsonl'}", f"--output={tmp_path / 'out'}", "--workers=1"]
-    assert "text.jsonl line 9 is not JSON" in fails(capsys, *args, "--text_field=body")
+    assert "text.jsonl line 9 is not JSON" in error_of(*args, "--text_field=body")
     assert main([*args, f"--output={tmp_path / 'skipped'}", "--text_field=body", "--skip_bad_lines"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^documents +8 *$", out, re.M)
@@ -49,9 +43,8 @@ def test_prepare_says_what_it_found(tmp_path, capsys):
     assert f"train on it with --data.path {tmp_path / 'skipped'}\n" in out
     assert main([*args, f"--output={tmp_path / 'skipped'}", "--text_field=body", "--skip_bad_lines=true"]) == 0
     assert capsys.readouterr().out == out
-    assert "was prepared with --skip_bad_lines, and 1 lines were skipped" in fails(
-        capsys, *args, f"--output={tmp_path / 'skipped'}", "--text_field=body", "--skip_bad_lines=false"
-    )
+    args += [f"--output={tmp_path / 'skipped'}", "--text_field=body", "--skip_bad_lines=false"]
+    assert "was prepared with --skip_bad_lines, and 1 lines were skipped" in error_of(*args)
 
 
 def test_bytes_per_token_are_those_of_the_text(texts, subwords, tmp_path, capsys):

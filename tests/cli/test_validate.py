@@ -1,6 +1,5 @@
 """`linrope validate`: by position in the row, at other lengths, and what it leaves in a folder."""
 
-import csv
 import json
 import re
 
@@ -11,48 +10,42 @@ from linrope import LanguageModel
 from linrope.cli.main import main
 from linrope.evaluation import row_lengths
 from linrope.evaluation.reports import name_of
-
-
-def read(path):
-    with open(path) as file:
-        return list(csv.DictReader(file))
+from tests.cli.conftest import read_csv
 
 
 def test_a_validation_says_where_in_the_row_losses_fall(trained_run, tmp_path, capsys):
-    options, checkpoint = trained_run.options, trained_run.checkpoint
     out = tmp_path / "report"
-    assert main(["validate", *options, f"--ckpt_path={checkpoint}", f"--report={out}"]) == 0
+    assert main(["validate", *trained_run.resumed, f"--report={out}"]) == 0
     printed = capsys.readouterr().out
     bpb = float(re.match(r"val_loss \S+  val_bpb (\S+)\n", printed)[1])
     assert re.findall(r"^ +(\d+ … \d+) ", printed, re.M) == ["1 … 16", "17 … 32"]
     assert "other lengths" not in printed
-    (whole,) = read(out / "lengths.csv")
+    (whole,) = read_csv(out / "lengths.csv")
     assert (whole["length"], whole["multiple"], whole["rows"], whole["tokens"]) == ("32", "1.0", "32", "1024")
     assert float(whole["bits_per_byte"]) == pytest.approx(bpb, abs=1e-4)
-    buckets = read(out / "positions.csv")
+    buckets = read_csv(out / "positions.csv")
     assert [(b["first"], b["last"], b["tokens"]) for b in buckets] == [("1", "16", "512"), ("17", "32", "512")]
     # no separator stands in one document, so the mean over buckets of one size is that of the whole
     assert sum(float(b["bits_per_byte"]) for b in buckets) / 2 == pytest.approx(bpb, abs=1e-4)
     contents = json.loads((out / "lengths.json").read_text())
     assert contents["command"].startswith("linrope validate --model.d_model=16")
-    assert contents["checkpoint"] == str(checkpoint)
+    assert contents["checkpoint"] == str(trained_run.checkpoint)
     assert (out / "positions.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_longer_rows_are_read_in_pieces_of_the_same_text(trained_run, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(row_lengths, "SEGMENT", 100)
-    options, checkpoint = trained_run.options, trained_run.checkpoint
-    args = ["validate", *options, f"--ckpt_path={checkpoint}", f"--report={tmp_path}", "--report_tokens=300"]
+    args = ["validate", *trained_run.resumed, f"--report={tmp_path}", "--report_tokens=300"]
     assert main([*args, "--lengths", "1x", "4x", "512"]) == 0
     printed = capsys.readouterr().out
     assert re.findall(r"^ +(\d+) +(\d+)× +(\d+) ", printed, re.M) == [
         ("32", "1", "16"), ("128", "4", "4"), ("512", "16", "1")
     ]  # fmt: skip
-    model = LanguageModel.from_pretrained(checkpoint)
+    model = LanguageModel.from_pretrained(trained_run.checkpoint)
     corpus = (trained_run.folder.parents[2] / "corpus.txt").read_bytes()
     start = round(0.9 * len(corpus))  # where a single file's validation split begins
     text = torch.tensor(list(corpus[start : start + 513]))
-    for row in read(tmp_path / "lengths.csv"):
+    for row in read_csv(tmp_path / "lengths.csv"):
         with torch.no_grad():
             logits = model(text[:-1].view(-1, int(row["length"])))
         nats = torch.nn.functional.cross_entropy(logits.flatten(0, 1), text[1:]).item()
@@ -60,53 +53,39 @@ def test_longer_rows_are_read_in_pieces_of_the_same_text(trained_run, tmp_path, 
 
 
 def test_segments_and_packed_documents_have_positions_too(trained_run, tmp_path, capsys):
-    options, checkpoint = trained_run.options, trained_run.checkpoint
     rows = []
     for more in ([], ["--segment_length=10"], ["--data.document_mask=true"]):
-        out = tmp_path / f"report{len(rows)}"
-        assert main(["validate", *options, *more, f"--ckpt_path={checkpoint}", f"--report={out}"]) == 0
-        rows.append([float(b["bits_per_byte"]) for b in read(out / "positions.csv")])
+        assert main(["validate", *trained_run.resumed, *more, f"--report={tmp_path / 'report'}"]) == 0
+        rows.append([float(b["bits_per_byte"]) for b in read_csv(tmp_path / "report" / "positions.csv")])
     assert rows[1] == pytest.approx(rows[0], rel=1e-5)  # float32 sums in another order
     assert rows[2] == pytest.approx(rows[0], rel=1e-5)  # there is one document
 
 
-def test_a_folder_of_save_pretrained_is_validated_like_its_checkpoint(trained_run, tmp_path, capsys):
-    options, checkpoint = trained_run.options, trained_run.checkpoint
-    LanguageModel.from_pretrained(checkpoint).save_pretrained(tmp_path / "saved")
+def test_a_folder_of_save_pretrained_is_validated_like_its_checkpoint(trained_run, tmp_path, capsys, error_of):
+    LanguageModel.from_pretrained(trained_run.checkpoint).save_pretrained(tmp_path / "saved")
+    folder = ["validate", *trained_run.options, f"--ckpt_path={tmp_path / 'saved'}"]
     printed = []
-    for source in (checkpoint, tmp_path / "saved"):
-        assert main(["validate", *options, f"--ckpt_path={source}"]) == 0
+    for args in (["validate", *trained_run.resumed], folder):
+        assert main(args) == 0
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1]
-    assert main(["validate", *options, "--model.n_heads=4", f"--ckpt_path={tmp_path / 'saved'}"]) == 2
-    assert "model.n_heads: 2 in the checkpoint, 4 here" in capsys.readouterr().err
+    assert "model.n_heads: 2 in the checkpoint, 4 here" in error_of(*folder, "--model.n_heads=4")
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
+def test_mistakes_are_named_before_work_starts(trained_run, capsys):
+    for more, message in [
         (["--lengths", "1x", "soon"], "--lengths soon: give numbers of tokens, or multiples of data.context=32"),
-        (["--lengths", "3x", "4x"], "--lengths: 96 does not divide the longest, 128"),
         (["--lengths", "64x"], "--lengths: 2048 tokens are more than the validation split has"),
         (["--report_tokens=0"], "--report_tokens=0 must be 1 or more"),
         (["--report=/dev/null/x"], "--report='/dev/null/x': cannot write there"),
-    ],
-)
-def test_mistakes_are_named_before_work_starts(trained_run, more, message, capsys):
-    options, checkpoint = trained_run.options, trained_run.checkpoint
-    assert main(["validate", *options, f"--ckpt_path={checkpoint}", *more]) == 2
-    captured = capsys.readouterr()
-    assert message in captured.err
-    assert "val_loss" not in captured.out
+    ]:
+        assert main(["validate", *trained_run.resumed, *more]) == 2
+        out, err = capsys.readouterr()
+        assert message in err
+        assert "val_loss" not in out
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "name"),
-    [
-        ("ablation/long/runs/recall-seed0.model", "recall-seed0"),
-        ("runs/lm-long/version_0/checkpoints/last.ckpt", "lm-long/version_0, last"),
-        ("last.ckpt", "last"),
-    ],
-)
-def test_titles_tell_checkpoints_apart(checkpoint, name):
-    assert name_of(checkpoint) == name
+def test_titles_tell_checkpoints_apart():
+    assert name_of("ablation/long/runs/recall-seed0.model") == "recall-seed0"
+    assert name_of("runs/lm-long/version_0/checkpoints/last.ckpt") == "lm-long/version_0, last"
+    assert name_of("last.ckpt") == "last"

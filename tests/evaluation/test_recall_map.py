@@ -1,10 +1,8 @@
 """Recall by length and depth, and the data modules of the tasks beside MQAR."""
 
-import csv
 import itertools
 import json
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +15,8 @@ from linrope.evaluation import row_lengths as reading
 from linrope.evaluation.recall_map import answers, recall_by_depth
 from linrope.losses import IGNORE
 from linrope.training import CopyDataModule, InductionDataModule, PasskeyDataModule
+from tests.cli.conftest import read_csv
+from tests.training.attached import attach, first_batches
 
 
 class Remembers(torch.nn.Module):
@@ -77,8 +77,7 @@ def test_the_command_writes_a_table_and_a_heat_map(model, text_file, tmp_path, c
     assert main([*args, "--lengths", "96", "128", "--depths", "0", "100", f"--report={tmp_path / 'out'}"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"depth +96 +128", out)
-    with open(tmp_path / "out" / "recall.csv") as file:
-        cases = list(csv.DictReader(file))
+    cases = read_csv(tmp_path / "out" / "recall.csv")
     assert [(c["length"], c["depth"], c["rows"]) for c in cases] == [
         ("96", "0", "2"), ("96", "100", "2"), ("128", "0", "2"), ("128", "100", "2")
     ]  # fmt: skip
@@ -88,51 +87,31 @@ def test_the_command_writes_a_table_and_a_heat_map(model, text_file, tmp_path, c
     assert (tmp_path / "out" / "recall.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
+def test_mistakes_are_named(model, text_file, capsys):
+    for args, message in [
         (["--lengths", "10"], "length=10 is too short for a pass key"),
         (["--depths", "101"], "depth=101 must be a whole number of percent"),
         (["--rows=0"], "--rows=0"),
         (["--text=/nowhere/at/all"], "'/nowhere/at/all' does not exist"),
         (["--task=mqar"], "mqar"),
         (["--lengths", "5000000"], "length=5000000 needs .* tokens of text"),
-    ],
-)
-def test_mistakes_are_named(model, text_file, args, message, capsys):
-    assert main(["recall", f"--ckpt_path={model}", f"--text={text_file}", *args]) == 2
-    assert re.search(message, capsys.readouterr().err)
-
-
-def attached(data, *, rank=0, world_size=1, step=0):
-    data.trainer = SimpleNamespace(
-        global_rank=rank,
-        world_size=world_size,
-        global_step=step,
-        accumulate_grad_batches=1,
-        strategy=SimpleNamespace(root_device=torch.device("cpu")),
-    )
-    return data
-
-
-def modules(text_file):
-    small = {"tokens_per_batch": 256, "test_rows": 4}
-    yield CopyDataModule(stages=[(16, 1), (32, 1)], cases=[(16,), (64,)], **small), ["16", "64"]
-    yield InductionDataModule(stages=[(16, 1)], cases=[(16,), (64, 50)], **small), ["16", "64@50%"]
-    options = {"path": str(text_file), "fractions": (0.6, 0.2, 0.2)}
-    yield PasskeyDataModule(stages=[(96, 1)], cases=[(96,), (128, 0)], **options, **small), ["96", "128@0%"]
+    ]:
+        assert main(["recall", f"--ckpt_path={model}", f"--text={text_file}", *args]) == 2
+        assert re.search(message, capsys.readouterr().err)
 
 
 def test_the_tasks_share_order_resumption_and_named_cases(text_file):
-    for data, names in modules(text_file):
-        whole = iter(attached(data).train_dataloader())
-        batches = [next(whole)["inputs"] for _ in range(6)]
-        resumed = iter(attached(data, step=4).train_dataloader())
-        assert all(torch.equal(next(resumed)["inputs"], batch) for batch in batches[4:])
-        other = next(iter(attached(data, rank=1, world_size=2).train_dataloader()))["inputs"]
-        assert other.shape == batches[0].shape
-        assert not torch.equal(other, batches[0])
-        evaluated = list(attached(data).val_dataloader())
+    small = {"tokens_per_batch": 256, "test_rows": 4}
+    text = {"path": str(text_file), "fractions": (0.6, 0.2, 0.2)}
+    for data, names in [
+        (CopyDataModule(stages=[(16, 1), (32, 1)], cases=[(16,), (64,)], **small), ["16", "64"]),
+        (InductionDataModule(stages=[(16, 1)], cases=[(16,), (64, 50)], **small), ["16", "64@50%"]),
+        (PasskeyDataModule(stages=[(96, 1)], cases=[(96,), (128, 0)], **text, **small), ["96", "128@0%"]),
+    ]:
+        attach(data)
+        batches, evaluated = first_batches(data, 6), list(data.val_dataloader())
+        attach(data, step=4)
+        assert all(map(torch.equal, first_batches(data, 2), batches[4:]))
         assert list(dict.fromkeys(batch["case"] for batch in evaluated)) == names
         assert sum(len(batch["inputs"]) for batch in evaluated) == 8
         json.dumps(data.order())  # plain values, for checkpoints
@@ -140,14 +119,12 @@ def test_the_tasks_share_order_resumption_and_named_cases(text_file):
 
 
 def test_what_the_tasks_cannot_serve_is_named(text_file):
-    for make, message in (
-        (lambda: CopyDataModule(cases=[(63,)]), r"data\.cases: length=63 must be even"),
-        (lambda: InductionDataModule(stages=[(2, 1)]), r"data\.stages: length=2 must be 3 or more"),
-        (lambda: PasskeyDataModule(cases=[(50,)]), r"data\.cases: length=50 is too short"),
-        (
-            lambda: PasskeyDataModule(str(text_file), cases=[(4000,)]),
-            r"data\.cases in the val split: length=4000 needs",
-        ),
+    in_val = {"path": str(text_file), "cases": [(4000,)]}
+    for module, options, message in (
+        (CopyDataModule, {"cases": [(63,)]}, r"data\.cases: length=63 must be even"),
+        (InductionDataModule, {"stages": [(2, 1)]}, r"data\.stages: length=2 must be 3 or more"),
+        (PasskeyDataModule, {"cases": [(50,)]}, r"data\.cases: length=50 is too short"),
+        (PasskeyDataModule, in_val, r"data\.cases in the val split: length=4000 needs"),
     ):
         with pytest.raises(InputError, match=message):
-            make()
+            module(**options)

@@ -14,23 +14,19 @@ from linrope.evaluation import row_lengths as reading
 from linrope.evaluation.length_report import lengths_figure, positions_figure
 from linrope.evaluation.loss_by_position import LossByPosition, bucket_of
 from linrope.evaluation.row_lengths import Excerpt, excerpt_for, parse_lengths, read_at_lengths, row_losses
-from linrope.losses import IGNORE, token_losses
+from linrope.losses import IGNORE
+
+
+def bits_of(model: LanguageModel, text: torch.Tensor, length: int, kept: slice | torch.Tensor = slice(None)) -> float:
+    """Bits per token of a text in rows of a length, all rows read at once."""
+    with torch.no_grad():
+        logits = model(text[:-1].view(-1, length)).flatten(0, 1)
+    return cross_entropy(logits[kept], text[1:][kept]).item() / math.log(2)
 
 
 def small(**options) -> LanguageModel:
     torch.manual_seed(0)
     return LanguageModel(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2, short_conv=4, **options)).eval()
-
-
-@pytest.mark.parametrize("attention", ["linear", "softmax"])
-def test_rows_are_read_in_pieces_as_a_whole(monkeypatch, attention):
-    model = small(attention=attention)
-    text = torch.randint(256, (4 * 60 + 1,))
-    with torch.no_grad():
-        whole = token_losses(model(text[:-1].view(4, 60)), text[1:].view(4, 60)).double()
-    monkeypatch.setattr(reading, "SEGMENT", 25)
-    # float32 sums in another order
-    torch.testing.assert_close(row_losses(model, text, 60), whole, rtol=1e-5, atol=1e-5)
 
 
 def test_buckets_double():
@@ -71,25 +67,18 @@ def test_the_same_text_is_read_at_each_length(monkeypatch):
     assert [(r.length, r.multiple, r.rows) for r in readings] == [(32, 1.0, 4), (128, 4.0, 1)]
     assert sum(told) == 2 * 128
     for found in readings:
-        with torch.no_grad():
-            logits = model(text[:-1].view(-1, found.length))
-        bits = cross_entropy(logits.flatten(0, 1), text[1:]).item() / math.log(2)
         # float32 sums in another order; no separator among these tokens, so bits per token are bits per byte
-        assert found.by_position.bits_per_byte == pytest.approx(bits, rel=1e-5)
+        assert found.by_position.bits_per_byte == pytest.approx(bits_of(model, text, found.length), rel=1e-5)
         assert found.shortest.bits_per_byte == pytest.approx(readings[0].by_position.bits_per_byte, rel=1e-6)
     # the same tokens at the same places: positions 65 … 128 of the long row are the third and the fourth short one
     last = readings[1].shortest.buckets()[-1]
-    with torch.no_grad():
-        bits = cross_entropy(model(text[64:-1].view(2, 32)).flatten(0, 1), text[65:]).item() / math.log(2)
     assert (last.first, last.last) == (65, 128)
-    assert last.bits_per_byte == pytest.approx(bits, rel=1e-5)
+    assert last.bits_per_byte == pytest.approx(bits_of(model, text[64:], 32), rel=1e-5)
     # in the later half of both: the later halves of the last two short rows, read in them and in the long one
     later = torch.zeros(128, dtype=torch.bool)
     later[80:96] = later[112:128] = True
     for rows, found in ((32, readings[1].later_half_of_the_shortest), (128, readings[1].later_half)):
-        with torch.no_grad():
-            logits = model(text[:-1].view(-1, rows)).flatten(0, 1)
-        assert found == pytest.approx(cross_entropy(logits[later], text[1:][later]).item() / math.log(2), rel=1e-5)
+        assert found == pytest.approx(bits_of(model, text, rows, later), rel=1e-5)
     assert readings[1].later_half != pytest.approx(readings[1].later_half_of_the_shortest, rel=1e-4)
 
 
@@ -106,54 +95,43 @@ def test_documents_apart_are_read_by_themselves(monkeypatch, attention):
     n_bytes = (text[1:] != SEPARATOR).sum().item()
     bits = cross_entropy(logits, text[1:], reduction="sum").item() / math.log(2) / n_bytes
     assert found.by_position.bits_per_byte == pytest.approx(bits, rel=1e-5)  # float32 sums in another order
+    whole = cross_entropy(model(text[None, :-1])[0], text[1:], reduction="sum").item()
+    assert row_losses(model, text, 128).sum().item() == pytest.approx(whole, rel=1e-5)
     (flowing,) = read_at_lengths(model, Excerpt(text, None), [128], 32)
     assert flowing.by_position.bits_per_byte != pytest.approx(bits, rel=1e-4)  # ten times as much
 
 
 def test_lengths_are_tokens_or_multiples_of_the_context():
     assert parse_lengths(["4x", "1x", "256", "16x"], 64) == [64, 256, 1024]
-
-
-@pytest.mark.parametrize(
-    ("lengths", "message"),
-    [
-        (["x"], "--lengths x: give numbers of tokens, or multiples of data.context=64"),
-        (["0x"], "--lengths 0x: give numbers"),
-        (["-4"], "--lengths -4: give numbers"),
-        (["1.5x"], "--lengths 1.5x: give numbers"),
-        (["1x", "100", "4x"], "--lengths: 100 does not divide the longest, 256"),
-    ],
-)
-def test_lengths_that_are_none_are_named(lengths, message):
-    with pytest.raises(InputError, match=message):
-        parse_lengths(lengths, 64)
+    for text in ("x", "0x", "-4", "1.5x"):
+        message = f"--lengths {text}: give numbers of tokens, or multiples of data.context=64"
+        with pytest.raises(InputError, match=message):
+            parse_lengths([text], 64)
+    with pytest.raises(InputError, match="--lengths: 100 does not divide the longest, 256"):
+        parse_lengths(["1x", "100", "4x"], 64)
 
 
 class Text:
-    """A corpus of so many tokens."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
+    """A corpus of 1,000 tokens."""
 
     separator = 7
 
+    def __len__(self) -> int:
+        return 1000
+
     def tokens(self, start: int, stop: int) -> torch.Tensor:
-        return torch.arange(self.n)[start:stop]
+        return torch.arange(1000)[start:stop]
 
     def text_bytes(self, start: int, stop: int) -> None:
         return None
 
 
 def test_a_text_holds_whole_rows_of_the_longest_length():
-    assert len(excerpt_for(Text(1000), [64, 256], 600).tokens) == 2 * 256 + 1
-    assert len(excerpt_for(Text(1000), [64, 256], 10).tokens) == 256 + 1
-    assert len(excerpt_for(Text(1000), [64, 256], 10_000).tokens) == 3 * 256 + 1
-    assert [excerpt_for(Text(1000), [64], 64, mask).separator for mask in (False, True)] == [None, 7]
+    for asked, n_rows in ((600, 2), (10, 1), (10_000, 3)):
+        assert len(excerpt_for(Text(), [64, 256], asked).tokens) == n_rows * 256 + 1
+    assert [excerpt_for(Text(), [64], 64, mask).separator for mask in (False, True)] == [None, 7]
     with pytest.raises(InputError, match="1024 tokens are more than the validation split has \\(999 with a target"):
-        excerpt_for(Text(1000), [1024], 600)
+        excerpt_for(Text(), [1024], 600)
 
 
 def test_pictures_have_few_lines_and_say_what_they_show():

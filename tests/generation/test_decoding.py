@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from linrope import InputError, LanguageModel, LanguageModelConfig
-from linrope.errors import NonFiniteError
 from linrope.generation.decoding import REPETITION_WINDOW, read, require_memory, stream
-from linrope.generation.prompt_state import PromptState, load_prompt_state, save_prompt_state
-from linrope.generation.sampling import Sampler, Sampling, _inverse, _penalised
+from linrope.generation.prompt_state import load_prompt_state, save_prompt_state
+from linrope.generation.sampling import _inverse, _penalised
 from linrope.layers.state import tensors_of
 from tests.models.test_language_model import CONFIGS, SMALL
 
@@ -166,9 +165,8 @@ def test_a_state_of_another_model_is_refused_with_what_differs(recipe, prompts, 
     path = tmp_path / "state.pt"
     save_prompt_state(path, recipe, read(recipe, prompts[1][None]))
     wider = LanguageModel(dataclasses.replace(recipe.config, d_ff=32, output_gate=False))
-    with pytest.raises(
-        InputError, match=r"belongs to another model.*\n  model.d_ff: None in the file, 32 in this model\n  model.out"
-    ):
+    differs = r"belongs to another model.*\n  model.d_ff: None in the file, 32 in this model\n  model.out"
+    with pytest.raises(InputError, match=differs):
         load_prompt_state(path, wider)
     with torch.no_grad():
         recipe.norm.weight[3] += 1e-6
@@ -194,12 +192,9 @@ def test_a_damaged_state_file_or_none_is_refused(recipe, prompts, tmp_path):
     torch.save({"format": "something else"}, tmp_path / "other.pt")
     (tmp_path / "flipped.pt").write_bytes(bytes(damaged))
     (tmp_path / "cut.pt").write_bytes(content[: len(content) // 2])
-    for name, message in {
-        "sate.pt": r"state file '.*sate.pt' does not exist. Did you mean 'state.pt'",
-        "other.pt": "is not in the format",
-        "flipped.pt": "damaged or no state file",
-        "cut.pt": "damaged or no state file",
-    }.items():
+    missing = r"state file '.*sate.pt' does not exist. Did you mean 'state.pt'"
+    damage = dict.fromkeys(("flipped.pt", "cut.pt"), "damaged or no state file")
+    for name, message in {"sate.pt": missing, "other.pt": "is not in the format", **damage}.items():
         with pytest.raises(InputError, match=message):
             load_prompt_state(tmp_path / name, recipe)
 
@@ -218,13 +213,6 @@ def test_bad_calls_are_named(recipe, prompts):
     ]:
         with pytest.raises(InputError, match=message):
             call()
-
-
-def test_logits_that_are_not_finite_are_never_drawn_from(recipe, prompts):
-    state = read(recipe, prompts[1][None])
-    broken = PromptState(state.state, state.logits.index_fill(1, torch.tensor([3]), torch.inf), state.recent)
-    with pytest.raises(NonFiniteError, match="logits are not finite"):
-        Sampler(Sampling(temperature=0)).draw(broken)
 
 
 def test_keys_and_values_beyond_the_memory_are_refused_before_the_reading():

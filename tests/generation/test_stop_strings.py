@@ -2,8 +2,7 @@ import itertools
 
 import pytest
 
-from linrope import InputError
-from linrope.generation.stop_strings import StopStrings
+from linrope.generation.text import StopStrings
 
 
 def fed(stops: list[str], pieces: list[str]) -> tuple[str, str | None]:
@@ -47,8 +46,3 @@ def test_nothing_is_held_back_that_no_stop_begins_with():
     assert until.finish("ND") == ""
     assert until.found == "END"
     assert until.feed("more") == ""
-
-
-def test_an_empty_stop_is_refused():
-    with pytest.raises(InputError, match="--stop='' is empty"):
-        StopStrings(["a", ""])

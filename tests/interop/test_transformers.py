@@ -63,16 +63,13 @@ def tokenizer(folder):
 
 
 def test_auto_classes_take_the_folder_and_logits_are_ours(trained, loaded, folder):
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in folder.iterdir()}
+    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1
     assert type(loaded) is transformers_interop.LinropeForCausalLM
     assert AutoConfig.from_pretrained(folder).linrope == trained.config.to_dict()
     tokens = encode_prompt(TEXT)[None]
     assert torch.equal(loaded(tokens).logits, trained(tokens))
     torch.testing.assert_close(loaded(tokens, logits_to_keep=3).logits, trained(tokens)[:, -3:], **CLOSE)
-
-
-def test_the_folder_has_all_files_for_all_readers(folder):
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in folder.iterdir()}
-    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1
 
 
 def test_labels_give_the_loss_of_the_next_token(trained, loaded):
@@ -271,9 +268,8 @@ def test_the_command_exports_and_overwrites_only_when_asked(trained, tmp_path, c
     before = {file.name: file.read_bytes() for file in output.iterdir()}
     capsys.readouterr()
     assert main(command) == 2
-    assert (
-        f"--output='{output}' exists and is not empty: choose another, or pass --overwrite" in capsys.readouterr().err
-    )
+    message = f"--output='{output}' exists and is not empty: choose another, or pass --overwrite"
+    assert message in capsys.readouterr().err
     assert {file.name: file.read_bytes() for file in output.iterdir()} == before
     other = LanguageModel(dataclasses.replace(trained.config, short_conv=0))
     other.save_pretrained(tmp_path / "ours")
@@ -281,10 +277,9 @@ def test_the_command_exports_and_overwrites_only_when_asked(trained, tmp_path, c
     assert LanguageModel.from_pretrained(output).config.short_conv == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["exported", "ours"]  # nothing is left over
     (tmp_path / "file").touch()
-    assert main([*command[:2], f"--output={tmp_path / 'file'}"]) == 2
-    assert "is a file: choose a folder" in capsys.readouterr().err
-    assert main([*command[:2], f"--output={tmp_path / 'file' / 'below'}"]) == 2
-    assert "cannot write there (Not a directory). Give another folder" in capsys.readouterr().err
+    for name, message in (("file", "is a file: choose"), ("file/below", "cannot write there (Not a directory). Give")):
+        assert main([*command[:2], f"--output={tmp_path / name}"]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_one_folder_holds_one_model(trained, tmp_path):
@@ -300,10 +295,7 @@ def test_one_folder_holds_one_model(trained, tmp_path):
     transformers_interop.export(other, tmp_path / "model", overwrite=True)
     tokens = encode_prompt(TEXT)[None]
     assert torch.equal(LanguageModel.from_pretrained(tmp_path / "model")(tokens), other(tokens))
-
-
-def test_an_overwritten_folder_has_no_tokenizer_of_the_model_before(trained, tmp_path):
-    transformers_interop.export(trained, tmp_path / "model")
+    # nor is a tokenizer of the model before left in it
     silent = LanguageModel(dataclasses.replace(trained.config, vocab_size=40))  # its tokens are no bytes
     transformers_interop.export(silent, tmp_path / "fresh")
     transformers_interop.export(silent, tmp_path / "model", overwrite=True)
@@ -313,26 +305,23 @@ def test_an_overwritten_folder_has_no_tokenizer_of_the_model_before(trained, tmp
 
 def test_damaged_or_missing_weights_are_refused(trained, tmp_path):
     transformers_interop.export(trained, tmp_path / "model")
-    file = tmp_path / "model" / "model.safetensors"
-    content = file.read_bytes()
-    for damaged in (content[:100], content[:-100], b"", b"\xff" * len(content)):
-        file.write_bytes(damaged)
-        with pytest.raises(InputError, match="is damaged or not a safetensors file"):
+    weights, config = tmp_path / "model" / "model.safetensors", tmp_path / "model" / "config.json"
+    content, misspelt = weights.read_bytes(), json.loads(config.read_text())
+    misspelt["linrope"]["d_modle"] = 3
+    damaged = [content[:100], content[:-100], b"", b"\xff" * len(content)]
+    for file, text, message in [
+        *((weights, text, "is damaged or not a safetensors file") for text in damaged),
+        (config, b'{"model_type": "linrope"}', "None cannot be the options of LanguageModelConfig"),
+        (config, b'{"\xff": 3}', "is not valid JSON"),
+        (config, json.dumps(misspelt).encode(), r"'d_modle' is not an option.*Did you mean 'd_model'"),
+    ]:
+        before = file.read_bytes()
+        file.write_bytes(text)
+        with pytest.raises(InputError, match=message):
             LanguageModel.from_pretrained(tmp_path / "model")
-    file.unlink()
+        file.write_bytes(before)
+    weights.unlink()
     with pytest.raises(InputError, match=r"has no weights, model\.pt or model\.safetensors"):
-        LanguageModel.from_pretrained(tmp_path / "model")
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    file.write_bytes(content)
-    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "linrope"}))
-    with pytest.raises(InputError, match="None cannot be the options of LanguageModelConfig"):
-        LanguageModel.from_pretrained(tmp_path / "model")
-    (tmp_path / "model" / "config.json").write_bytes(b'{"\xff": 3}')
-    with pytest.raises(InputError, match="is not valid JSON"):
-        LanguageModel.from_pretrained(tmp_path / "model")
-    config["linrope"]["d_modle"] = 3
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match=r"'d_modle' is not an option.*Did you mean 'd_model'"):
         LanguageModel.from_pretrained(tmp_path / "model")
 
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from benchmarks.harness import memory
-from linrope import LanguageModel, LanguageModelConfig, segmented_loss
-from linrope.losses import summed_cross_entropy
+from linrope import LanguageModel, LanguageModelConfig
 from linrope.profiling.fake_tensors import shapes_only
-from linrope.profiling.memory_estimate import estimate_training_memory
+from linrope.profiling.memory_estimate import estimate_training_memory, step_loss
 
 SIZES = {"d_model": 64, "n_layers": 3, "n_heads": 4, "short_conv": 4}
 MODELS = {
@@ -24,15 +23,10 @@ def peak_of_two_steps(config: LanguageModelConfig, batch_size: int, length: int,
     model = LanguageModel(config)
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.randint(256, (batch_size, length + 1))
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
 
     def step() -> None:
         optimizer.zero_grad()
-        if segment_length is None:
-            loss = summed_cross_entropy(model(inputs), targets)
-        else:
-            loss, _ = segmented_loss(model, inputs, targets, segment_length)
-        (loss / targets.numel()).backward()
+        (step_loss(model, tokens, segment_length) / (batch_size * length)).backward()
         optimizer.step()
 
     return water.peak_of(lambda: (step(), step())).extra
@@ -81,9 +75,9 @@ def test_random_numbers_go_on_as_if_nothing_had_been():
 
 
 def test_a_document_mask_costs_softmax_memory_and_mixed_precision_costs_less():
-    at_once = estimate_training_memory(MODELS["softmax"], 1, 4096).activations
+    def activations(name: str, **options) -> int:
+        return estimate_training_memory(MODELS[name], 1, 4096, **options).activations
+
     mask = 4096**2  # one byte a pair
-    assert estimate_training_memory(MODELS["softmax"], 1, 4096, document_mask=True).activations > at_once + mask
-    assert estimate_training_memory(MODELS["linear"], 1, 4096, autocast=torch.bfloat16).activations < (
-        estimate_training_memory(MODELS["linear"], 1, 4096).activations
-    )
+    assert activations("softmax", document_mask=True) > activations("softmax") + mask
+    assert activations("linear", autocast=torch.bfloat16) < activations("linear")
