@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from benchmarks.harness.memory import describe, is_out_of_memory
-from benchmarks.harness.timing import Sample
+from benchmarks.harness.timing import Sample, milliseconds_text
 from linrope.utils.formatting import bytes_text
 
 MEASURED, OVER_BUDGET, OUT_OF_MEMORY = "measured", "over budget", "out of memory"
@@ -34,11 +34,11 @@ class Point:
     flops: int | None = None
     gemm_share: float | None = None
 
-    def record(self, sample: Sample, tokens: int) -> None:
-        """Enter the times of a call that processes `tokens` tokens."""
+    def record(self, sample: Sample, tokens: int, flops: int | None = None) -> None:
+        """Enter the times of a call that processes `tokens` tokens, and the FLOPs if any were counted."""
         self.status, self.detail = MEASURED, ""
         self.seconds, (self.seconds_q1, self.seconds_q3) = sample.median, sample.quartiles
-        self.rounds, self.tokens_per_second = len(sample.rounds), tokens / sample.median
+        self.rounds, self.tokens_per_second, self.flops = len(sample.rounds), tokens / sample.median, flops or None
 
     def record_failure(self, error: Exception) -> None:
         """Enter that it ran out of memory, or failed; the run continues."""
@@ -49,6 +49,13 @@ class Point:
     def spread(self) -> float:
         """Interquartile range as a share of the median."""
         return (self.seconds_q3 - self.seconds_q1) / self.seconds
+
+    def cells(self) -> list[str]:
+        """Milliseconds, spread, tokens per second and memory, for a table; unknown ones are empty."""
+        memory = "" if self.memory_bytes is None else bytes_text(self.memory_bytes)
+        if self.status != MEASURED:
+            return [f"[yellow]{self.status}[/yellow]", "", "", memory]
+        return [milliseconds_text(self.seconds), f"{self.spread:.0%}", f"{self.tokens_per_second:,.0f}", memory]
 
 
 def series(points: Iterable[Point], method: str, attribute: str) -> dict[int, float]:
@@ -86,6 +93,14 @@ def crossover(linear: Mapping[int, float], softmax: Mapping[int, float]) -> floa
     before, after = gain[faster_from - 1], gain[faster_from]
     low, high = (math.log(lengths[i]) for i in (faster_from - 1, faster_from))
     return math.exp(low + (high - low) * before / (before - after))
+
+
+def crossovers(points: Iterable[Point], methods: Iterable[str], baseline: str) -> dict[str, float]:
+    """By method, the length from which on it is faster than the baseline; without those that never are."""
+    points = list(points)
+    against = series(points, baseline, "seconds")
+    found = {method: crossover(series(points, method, "seconds"), against) for method in methods}
+    return {method: length for method, length in found.items() if length is not None}
 
 
 @dataclass(frozen=True)
