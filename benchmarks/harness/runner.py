@@ -12,7 +12,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -186,9 +186,13 @@ class Benchmark:
     def contents(self) -> dict[str, Any]:
         """What the JSON file says beside the points: the surroundings, the options as plain values, the details."""
         settings = {name: getattr(self.options, name) for name in self.options.settings}
-        found = surroundings(getattr(self.options, "device", "cpu"), self.name, self.args)
-        found["settings"] = json.loads(json.dumps(settings, default=str))
-        return found | self.details() | {"interrupted": self.interrupted}
+        plain = json.loads(json.dumps(settings, default=str))
+        return self.surroundings | {"settings": plain} | self.details() | {"interrupted": self.interrupted}
+
+    @cached_property
+    def surroundings(self) -> dict[str, Any]:
+        """Command, machine, versions and commit."""
+        return surroundings(getattr(self.options, "device", "cpu"), self.name, self.args)
 
     def show(self) -> None:
         print_table(self.console, self.table(), self.remarks())

@@ -203,7 +203,5 @@ def cells(point: Point | None) -> tuple[str, str]:
     return bytes_text(point.memory_bytes), f"{point.tokens_per_second:,.0f}"
 
 
-main = BeyondMemory.main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BeyondMemory.main())

@@ -76,7 +76,5 @@ class BlockSizes(Benchmark):
         return table
 
 
-main = BlockSizes.main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BlockSizes.main())

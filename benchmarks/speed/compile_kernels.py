@@ -286,7 +286,5 @@ class CompileKernels(Benchmark):
         return 1 if self.failures else 0
 
 
-main = CompileKernels.main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(CompileKernels.main())

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -253,12 +253,13 @@ class GpuCheck(Benchmark):
         found = {k: [asdict(one) for one in getattr(self, k)] for k in ("checks", "points", "goals")}
         return {"seconds": time.monotonic() - self.begin, "notes": self.notes, **found}
 
-    def contents(self) -> dict[str, Any]:
-        contents = super().contents()
+    @cached_property
+    def surroundings(self) -> dict[str, Any]:
+        found = super().surroundings
         for name in PACKAGES:
             with suppress(PackageNotFoundError):
-                contents["versions"][name] = version(name)
-        return contents
+                found["versions"][name] = version(name)
+        return found
 
     def write(self, folder: Path, details: dict[str, Any]) -> list[Path]:
         return [write_json(folder / "gpu_check.json", details)]

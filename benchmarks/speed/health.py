@@ -81,7 +81,5 @@ class Health(Benchmark):
         return table
 
 
-main = Health.main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(Health.main())

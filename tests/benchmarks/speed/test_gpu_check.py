@@ -5,6 +5,7 @@ import io
 import json
 import sys
 import time
+from argparse import Namespace
 from functools import partial
 from types import ModuleType
 
@@ -12,8 +13,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from benchmarks.harness import runner
 from benchmarks.speed import gpu_check, gpu_correctness, gpu_peers
-from benchmarks.speed.gpu_check import BOTH, COPY, FORWARD, Point, Run, Size
+from benchmarks.speed.gpu_check import BOTH, COPY, FORWARD, GpuCheck, Point, Size
 from benchmarks.speed.gpu_correctness import Case, Outcome, check, errors_of
 from benchmarks.speed.gpu_peers import FLA, LINEAR, SOFTMAX
 from benchmarks.speed.methods import Inputs, Method, Setting, linear
@@ -25,73 +27,59 @@ SMALL = {"dim": 16, "width": 16, "length": 70, "batch": 1}
 
 
 @pytest.fixture
-def run(tmp_path) -> Run:
-    console = Console(file=io.StringIO(), width=200)
-    return Run(tmp_path, 100.0, {"machine": {"device": "a device"}}, console)
+def run(tmp_path) -> GpuCheck:
+    options = Namespace(settings=[], seconds=100.0, quick=False, output=tmp_path, device="cpu")
+    run = GpuCheck(options, "a device")
+    run.console = Console(file=io.StringIO(), width=200)
+    return run
 
 
-def written(run: Run) -> dict:
-    return json.loads((run.folder / "gpu_check.json").read_text())
+def written(run: GpuCheck) -> dict:
+    return json.loads((run.options.output / "gpu_check.json").read_text())
 
 
-def said(run: Run) -> str:
+def said(run: GpuCheck) -> str:
     return run.console.file.getvalue()
+
+
+def judged(run: GpuCheck, sizes: list[Size]) -> int:
+    """The exit status."""
+    run.sizes = sizes
+    run.judge()
+    return run.finish()
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def test_without_a_gpu_it_says_so(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as exit_:
-        gpu_check.main(["--output", str(tmp_path / "new")])
-    assert exit_.value.code == 2
-    assert "it needs CUDA, and PyTorch sees no such device here" in capsys.readouterr().err
-    assert not (tmp_path / "new").exists()
-
-
-def test_help_and_options(capsys):
-    with pytest.raises(SystemExit) as exit_:
-        gpu_check.main(["--help"])
-    assert exit_.value.code == 0
-    assert "--seconds" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as exit_:
-        gpu_check.main(["--seconds", "0"])
-    assert exit_.value.code == 2
-    assert "--seconds 0.0: must be above 0" in capsys.readouterr().err
-
-
 def test_on_a_gpu_results_go_to_its_name(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_check, "device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(gpu_check, "make_folder", lambda parser, folder: None)
-    options = gpu_check.parse([])
+    monkeypatch.setattr(runner, "make_folder", lambda parser, folder: None)
+    options = GpuCheck.parse([])
     assert options.output.parts[-3:] == ("benchmarks", "results", "nvidia-h200")
     assert options.seconds < 9 * 60
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(SystemExit):
-        gpu_check.parse([])
+        GpuCheck.parse([])
     assert "TRITON_INTERPRET=1 is set, which runs no kernel on the GPU: unset it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("quick", "n_sizes"), [(False, 12), (True, 4)])
-def test_everything_runs_in_order_and_is_finished(monkeypatch, tmp_path, quick, n_sizes):
+def test_everything_runs_in_order_and_is_finished(monkeypatch, run, quick, n_sizes):
     """All but the GPU: what the command hands on, and its exit status where nothing could be measured."""
-    handed = {}
-    options = gpu_check.argparse.Namespace(seconds=60.0, quick=quick, output=tmp_path)
-    monkeypatch.setattr(gpu_check, "parse", lambda args: options)
-    monkeypatch.setattr("benchmarks.harness.machine.device_name", lambda device: "a device")
-    monkeypatch.setattr(
-        gpu_correctness, "in_processes", lambda work, seconds, cache: [Outcome(name, "pass") for name, *_ in work]
-    )
-    monkeypatch.setattr(gpu_check, "measure_all", lambda run, sizes: handed.update(sizes=sizes))
-    monkeypatch.setattr(gpu_check, "profile_all", lambda run, sizes: handed.update(profiled=sizes))
-    assert gpu_check.main([]) == 0
-    assert len(handed["sizes"]) == n_sizes
-    assert [size.length for size in handed["profiled"]] == [4096, 65_536, 65_536]
-    contents = json.loads((tmp_path / "gpu_check.json").read_text())
-    assert len(contents["checks"]) == len(gpu_correctness.checks(quick))
-    assert {row["result"] for row in contents["goals"]} == {"skipped: not measured"}
+    profiled = []
+    run.options.quick = quick
+    passes = lambda work, seconds, cache: [Outcome(name, "pass") for name, *_ in work]  # noqa: E731
+    monkeypatch.setattr(gpu_correctness, "in_processes", passes)
+    monkeypatch.setattr(run, "measure_all", lambda: None)
+    monkeypatch.setattr(run, "profile_all", profiled.extend)
+    run.measure()
+    assert run.finish() == 0
+    assert len(run.sizes) == n_sizes
+    assert [size.length for size in profiled] == [4096, 65_536, 65_536]
+    assert len(written(run)["checks"]) == len(gpu_correctness.checks(quick))
+    assert {row["result"] for row in written(run)["goals"]} == {"skipped: not measured"}
 
 
 # --- is it right -----------------------------------------------------------------------------------------------------
@@ -189,11 +177,11 @@ def test_outcomes_are_written_as_they_come(run):
         yield Outcome("b", "FAIL", 0.1, 0.2, "o")
         assert [one["result"] for one in written(run)["checks"]] == ["pass", "FAIL"]
 
-    gpu_check.check_all(run, [("a",), ("b",), ("c",)], outcomes())
+    run.check_all([("a",), ("b",), ("c",)], outcomes())
     assert written(run)["checks"][-1]["result"] == "failed: no answer in its time"
     assert "1 of 3 checks gave no answer" in written(run)["notes"][0]
     assert "check 2 of 3: b: FAIL, o off by 2.0e-01" in said(run)
-    assert gpu_check.finish(run, []) == 1
+    assert judged(run, []) == 1
 
 
 def test_checks_run_in_processes_of_their_own(tmp_path):
@@ -226,8 +214,8 @@ def cpu_forms(monkeypatch):
 
 
 def test_a_size_is_measured_and_what_fails_is_said(run, cpu_forms):
-    size = Size(128, 2, 16)
-    gpu_check.measure(run, size, device="cpu")
+    run.sizes = [Size(128, 2, 16)]
+    run.measure_all()
     points = {(p["method"], p["mode"]): p for p in written(run)["points"]}
     assert points[LINEAR, BOTH]["seconds"] > 0
     assert points[LINEAR, BOTH]["memory_share"] is not None
@@ -246,7 +234,7 @@ def test_what_takes_too_long_is_extrapolated(run, quadratic, expected):
         Point(SOFTMAX, BOTH, Size(100, 64, 64), seconds=9),
     ]
     point = Point(SOFTMAX, BOTH, Size(8000, 16, 64))
-    assert gpu_check.prepared(run, point, pytest.fail, quadratic, "cpu") is None
+    assert run.prepared(point, pytest.fail, quadratic) is None
     assert (point.status, point.seconds) == ("extrapolated", expected)
 
 
@@ -255,29 +243,30 @@ def test_a_long_call_is_made_once(run, monkeypatch):
     monkeypatch.setattr(gpu_check, "clock", lambda call, device: call() or 2.0)
     run.points = [Point(SOFTMAX, BOTH, Size(100, 16, 64), seconds=0.5)]
     point = Point(SOFTMAX, BOTH, Size(200, 16, 64))
-    assert gpu_check.prepared(run, point, lambda: calls.append(1), True, "cpu") is None
+    assert run.prepared(point, lambda: calls.append(1), True) is None
     assert (len(calls), point.seconds, point.detail) == (1, 2.0, "one call")
 
 
 def test_the_rest_is_skipped_when_the_time_is_over(run, monkeypatch):
-    sizes = [Size(100, 16, 64), Size(200, 16, 64)]
-    run.seconds = 10.0  # less than is kept for the profile
-    monkeypatch.setattr(gpu_check, "measure", pytest.fail)
-    gpu_check.measure_all(run, sizes)
+    run.sizes = [Size(100, 16, 64), Size(200, 16, 64)]
+    run.options.seconds = 10.0  # less than is kept for the profile
+    monkeypatch.setattr(run, "points_of", pytest.fail)
+    run.measure_all()
     assert "not measured, the time is over: B·H=16, D=64, T=100; B·H=16, D=64, T=200" in written(run)["notes"]
-    run.seconds = 0.0
-    gpu_check.profile_all(run, sizes[:1])
+    run.options.seconds = 0.0
+    run.profile_all(run.sizes[:1])
     assert written(run)["notes"][-1] == "profile of B·H=16, D=64, T=100: skipped, the time is over"
 
 
 def test_a_size_that_fails_does_not_end_the_run(run, monkeypatch):
-    def measure(run, size):
+    def points_of(size):
         if size.length == 100:
             raise RuntimeError("a fault")
-        run.add("points", Point(LINEAR, BOTH, size, seconds=1.0))
+        return [Point(LINEAR, BOTH, size, seconds=1.0)]
 
-    monkeypatch.setattr(gpu_check, "measure", measure)
-    gpu_check.measure_all(run, [Size(100, 16, 64), Size(200, 16, 64)])
+    monkeypatch.setattr(run, "points_of", points_of)
+    run.sizes = [Size(100, 16, 64), Size(200, 16, 64)]
+    run.measure_all()
     assert [p.status for p in run.points] == ["failed", "measured"]
 
 
@@ -307,7 +296,7 @@ def at(length: int, softmax: float, fla: float | None, status: str = "measured")
 def test_goals_are_ratios_with_their_bounds(run, monkeypatch):
     monkeypatch.setattr(gpu_check.timing, "COPY_ELEMENTS", 2**24)
     run.points = at(65_536, 0.041, 2.9e-3)
-    assert gpu_check.finish(run, [Size(65_536, 16, 64)]) == 1
+    assert judged(run, [Size(65_536, 16, 64)]) == 1
     values = {row.name.split(",")[0]: (row.value, row.goal, row.result) for row in run.goals}
     tensor, rate = 2 * 65_536 * 16 * 64, 2**27 / 64e-6
     assert values == {
@@ -326,7 +315,7 @@ def test_goals_are_ratios_with_their_bounds(run, monkeypatch):
 
 def test_a_peer_that_cannot_is_skipped_and_a_guess_is_named(run):
     run.points = at(524_288, 0.31, None, status="extrapolated")
-    assert gpu_check.finish(run, [Size(524_288, 16, 64)]) == 0
+    assert judged(run, [Size(524_288, 16, 64)]) == 0
     softmax, fla = run.goals
     assert (softmax.result, softmax.goal) == ("pass", "≥ 300")
     assert softmax.name.endswith("T=524,288, extrapolated")
@@ -336,7 +325,7 @@ def test_a_peer_that_cannot_is_skipped_and_a_guess_is_named(run):
 def test_our_own_failure_is_one(run):
     size = Size(4096, 16, 64)
     run.points = [Point(LINEAR, BOTH, size, "failed", "a fault"), Point(SOFTMAX, BOTH, size, seconds=1.0)]
-    assert gpu_check.finish(run, [size]) == 1
+    assert judged(run, [size]) == 1
     assert run.goals[0].result == "failed: RuntimeError: linear: failed a fault"
 
 

@@ -1,17 +1,14 @@
 """Whole models are trained at every length, with the same number of tokens in every step."""
 
+from functools import partial
+
 import pytest
 
 from benchmarks.speed import model_scaling
-from tests.benchmarks.results import read
+from tests.benchmarks.speed import results
 
 SMALL = ["--layers", "2", "--d_model", "16", "--heads", "2", "--tokens", "64", "--repeats", "2"]
-
-
-def run(tmp_path, *args: str) -> tuple[int, dict, dict]:
-    status = model_scaling.main([*SMALL, *args, "--output", str(tmp_path)])
-    _, contents = read(tmp_path, "model_scaling")
-    return status, {(p["method"], p["length"]): p for p in contents["points"]}, contents
+run = partial(results.run, model_scaling.ModelScaling, SMALL, stem="model_scaling")
 
 
 def test_every_kind_of_model_at_every_length(tmp_path, capsys):
@@ -72,20 +69,3 @@ def test_failures_and_ctrl_c_keep_the_rest(tmp_path, monkeypatch):
     assert status == 130
     found = {kind: (points[kind, 16]["status"], points[kind, 16]["rounds"]) for kind in errors}
     assert found == {"linear": ("measured", 2), "softmax": ("out of memory", 0), "hybrid": ("measured", 1)}
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--lengths", "100"], "--lengths 100: does not divide --tokens 8192"),
-        (["--lengths", "0"], "--lengths 0: must be above 0"),
-        (["--attention", "linera"], "--attention linera: unknown. Did you mean 'linear'?"),
-        (["--heads", "3"], "--heads 3: --d_model 256 must be an even multiple of it"),
-    ],
-)
-def test_bad_options_are_named(args, message, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as exit_:
-        model_scaling.main(args)
-    assert exit_.value.code == 2
-    assert message in capsys.readouterr().err
