@@ -110,9 +110,6 @@ def cost_ratio(options: argparse.Namespace) -> float:
     return samples["linear in segments"].median / samples["linear"].median
 
 
-# --- the command -----------------------------------------------------------------------------------------------------
-
-
 class BeyondMemory(Benchmark):
     name = "beyond_memory"
     positive = ("lengths", "segment_length", "layers", "d_model", "heads", "seconds", "repeats")

@@ -32,8 +32,7 @@ from benchmarks.harness.timing import Alternation, Call, Several, clock, millise
 from benchmarks.speed import goals, gpu_correctness
 from benchmarks.speed.goals import PASS, Goal, Measured, Row, Skipped
 from benchmarks.speed.gpu_correctness import FAILED, Outcome
-from benchmarks.speed.gpu_peers import FLA, LINEAR, SOFTMAX, forms
-from benchmarks.speed.methods import Inputs, Setting
+from benchmarks.speed.methods import FLA, LINEAR, SOFTMAX, Inputs, Setting, gpu_forms
 from linrope.evaluation.reports import write_json
 from linrope.ops.triton_kernel.availability import interpreted
 from linrope.utils.files import whole_file
@@ -124,9 +123,6 @@ def profile(call: Call, device: str = "cuda") -> str:
     return "\n".join([f"{'calls':>6} {'µs':>12}  kernel", *lines, f"{'':>6} {total:>12,.1f}  all"])
 
 
-# --- the goals -------------------------------------------------------------------------------------------------------
-
-
 def seconds_of(points: list[Point], method: str, mode: str, size: Size) -> float:
     """Seconds of one call.
 
@@ -179,9 +175,6 @@ def limit_goals(points: list[Point], size: Size) -> list[Goal]:
     ]
     what = "peak beyond inputs, outputs and gradients / these"
     return [*in_time, Goal(f"extra memory, {size}", what, extra_memory, at_most=EXTRA_MEMORY)]
-
-
-# --- the command -----------------------------------------------------------------------------------------------------
 
 
 class GpuCheck(Benchmark):
@@ -306,7 +299,7 @@ class GpuCheck(Benchmark):
         device = self.options.device
         inputs = Inputs.make(size.setting(device))
         calls, points = {}, {}
-        for name, form in forms().items():
+        for name, form in gpu_forms().items():
             for mode in (FORWARD, BOTH) if (name, size.length) == (LINEAR, LONG) else (BOTH,):
                 point = points[name, mode] = Point(name, mode, size, detail=form.absent)
                 if form.absent:
@@ -357,7 +350,7 @@ class GpuCheck(Benchmark):
                 self.note(f"profile of {size}: skipped, the time is over")
                 continue
             try:
-                table = profile(forms()[LINEAR].prepare(Inputs.make(size.setting("cuda"))))
+                table = profile(gpu_forms()[LINEAR].prepare(Inputs.make(size.setting("cuda"))))
             except Exception as error:
                 self.note(f"profile of {size}: {FAILED}: {memory.describe(error)}")
                 continue

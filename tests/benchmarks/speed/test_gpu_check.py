@@ -3,23 +3,19 @@ judgement and records on the CPU."""
 
 import io
 import json
-import sys
 import time
 from argparse import Namespace
 from functools import partial
-from types import ModuleType
 
 import pytest
 import torch
 from rich.console import Console
 
 from benchmarks.harness import runner
-from benchmarks.speed import gpu_check, gpu_correctness, gpu_peers
+from benchmarks.speed import gpu_check, gpu_correctness
 from benchmarks.speed.gpu_check import BOTH, COPY, FORWARD, GpuCheck, Point, Size
 from benchmarks.speed.gpu_correctness import Case, Outcome, check, errors_of
-from benchmarks.speed.gpu_peers import FLA, LINEAR, SOFTMAX
-from benchmarks.speed.methods import Inputs, Method, Setting, linear
-from linrope import RotaryEmbedding, linear_attention
+from benchmarks.speed.methods import FLA, LINEAR, SOFTMAX, Inputs, Method, linear
 from linrope.ops.triton_kernel import kernel as triton
 from tests.interpreter import interpret_kernels
 
@@ -47,9 +43,6 @@ def judged(run: GpuCheck, sizes: list[Size]) -> int:
     run.sizes = sizes
     run.judge()
     return run.finish()
-
-
-# --- the command -----------------------------------------------------------------------------------------------------
 
 
 def test_on_a_gpu_results_go_to_its_name(monkeypatch, capsys):
@@ -80,9 +73,6 @@ def test_everything_runs_in_order_and_is_finished(monkeypatch, run, quick, n_siz
     assert [size.length for size in profiled] == [4096, 65_536, 65_536]
     assert len(written(run)["checks"]) == len(gpu_correctness.checks(quick))
     assert {row["result"] for row in written(run)["goals"]} == {"skipped: not measured"}
-
-
-# --- is it right -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -195,9 +185,6 @@ def test_checks_that_hang_end_with_their_time(tmp_path):
     assert time.monotonic() - begin < 60
 
 
-# --- how fast and how small ------------------------------------------------------------------------------------------
-
-
 def fails(x: Inputs) -> torch.Tensor:
     raise torch.OutOfMemoryError("out of memory")
 
@@ -209,7 +196,7 @@ def cpu_forms(monkeypatch):
         Method(SOFTMAX, fails, quadratic=True),
         Method(FLA, fails, absent="not installed"),
     ]
-    monkeypatch.setattr(gpu_check, "forms", lambda: {form.name: form for form in forms})
+    monkeypatch.setattr(gpu_check, "gpu_forms", lambda: {form.name: form for form in forms})
     monkeypatch.setattr(gpu_check, "LONG", 128)
 
 
@@ -278,9 +265,6 @@ def test_a_profile_names_what_ran():
     assert float(lines[-1].split()[0].replace(",", "")) == pytest.approx(sum(parts), abs=0.1 * len(parts))  # as printed
 
 
-# --- the goals -------------------------------------------------------------------------------------------------------
-
-
 def at(length: int, softmax: float, fla: float | None, status: str = "measured") -> list[Point]:
     """Points of B·H = 16, D = 64 where our call takes 1 ms, its forward a third, and 128 MiB are copied in 64 µs."""
     size = Size(length, 16, 64)
@@ -327,54 +311,3 @@ def test_our_own_failure_is_one(run):
     run.points = [Point(LINEAR, BOTH, size, "failed", "a fault"), Point(SOFTMAX, BOTH, size, seconds=1.0)]
     assert judged(run, [size]) == 1
     assert run.goals[0].result == "failed: RuntimeError: linear: failed a fault"
-
-
-# --- the peers -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def uncompiled(monkeypatch):
-    monkeypatch.setattr(gpu_peers, "fused", lambda function: function)
-
-
-def inputs() -> Inputs:
-    return Inputs.make(Setting(70, heads=3, head_dim=16, dtype="float32"))
-
-
-def compare(ours, theirs, x: Inputs) -> None:
-    """Outputs and gradients, to float32's rounding over 70 terms."""
-    for a, b in zip(*((o, *torch.autograd.grad(o, (x.q, x.k, x.v), x.grad)) for o in (ours, theirs))):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-
-
-def test_flash_attention_has_the_angles_of_the_rope(uncompiled):
-    x = inputs()
-    rope = RotaryEmbedding(16, interleaved=False)
-    expected = torch.nn.functional.scaled_dot_product_attention(rope.rotate(x.q), rope.rotate(x.k), x.v, is_causal=True)
-    compare(gpu_peers.softmax_flash(x), expected, x)
-
-
-def test_flash_linear_attention_computes_the_same(uncompiled, monkeypatch):
-    """Its package need not be there: what its two functions promise to compute stands in for them."""
-
-    def chunk_simple_gla(q, k, v, scale):
-        weights = torch.einsum("bihd,bjhd->bhij", q * scale, k).tril()
-        return torch.einsum("bhij,bjhe->bihe", weights, v), None
-
-    def rotary_embedding(x, cos, sin):
-        return gpu_peers.rotate_halves(x, cos[:, None], sin[:, None])
-
-    for name in ("fla", "fla.modules", "fla.ops", "fla.modules.rotary", "fla.ops.simple_gla"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    sys.modules["fla.modules.rotary"].rotary_embedding = rotary_embedding
-    sys.modules["fla.ops.simple_gla"].chunk_simple_gla = chunk_simple_gla
-    assert not gpu_peers.forms()[FLA].absent
-    x = inputs()
-    q, k, v = (tensor.view(1, 70, 3, 16).transpose(1, 2) for tensor in (x.q, x.k, x.v))
-    expected = linear_attention(q, k, v, RotaryEmbedding(16, interleaved=False), backend="reference")
-    compare(gpu_peers.flash_linear_attention(x), expected.transpose(1, 2).reshape(x.v.shape), x)
-
-
-def test_forms_are_ours_and_two_peers():
-    assert list(gpu_peers.forms()) == [LINEAR, SOFTMAX, FLA]
-    assert gpu_peers.forms()[FLA].absent in ("", "not installed")
