@@ -16,12 +16,13 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
 from benchmarks.harness.machine import device_name, surroundings
-from benchmarks.harness.options import check_device, check_positive, make_folder
+from benchmarks.harness.options import check_positive, make_folder
 from benchmarks.harness.sweep import Point
 from benchmarks.harness.timing import Alternation, Call
 from linrope.evaluation.reports import print_written, write_csv, write_json, write_picture
@@ -123,7 +124,8 @@ class Benchmark:
         options = parser.parse_args(args)
         options.settings = [name for name in vars(options) if name != "output"]  # `check` adds more
         check_positive(parser, options, *cls.positive)
-        check_device(parser, getattr(options, "device", "cpu"))
+        if getattr(options, "device", "cpu") == "cuda" and not torch.cuda.is_available():
+            parser.error("--device cuda: PyTorch finds no CUDA device here; use cpu")
         cls.check(parser, options)
         if getattr(options, "output", None):
             make_folder(parser, options.output)

@@ -77,22 +77,17 @@ def extrapolated(points: Iterable[Point], method: str, attribute: str, growth: f
 
 
 def crossover(linear: Mapping[int, float], softmax: Mapping[int, float]) -> float | None:
-    """The length from which on `linear` is faster, interpolated in log space.
+    """The length from which on `linear` is faster, interpolated in log space; both are seconds by length.
 
-    Args:
-        linear, softmax: seconds by length.
-
-    Returns:
-        The shortest common length if linear is faster there already; None if linear is slower at the longest.
+    The shortest common length if linear is faster there already; None if it is slower at the longest.
     """
     lengths = sorted(linear.keys() & softmax.keys())
     gain = [math.log(softmax[length] / linear[length]) for length in lengths]
-    faster_from = next((i for i in range(len(lengths)) if all(g > 0 for g in gain[i:])), None)
-    if faster_from is None or faster_from == 0:
-        return None if faster_from is None else float(lengths[0])
-    before, after = gain[faster_from - 1], gain[faster_from]
-    low, high = (math.log(lengths[i]) for i in (faster_from - 1, faster_from))
-    return math.exp(low + (high - low) * before / (before - after))
+    first = next((i for i in range(len(lengths)) if all(g > 0 for g in gain[i:])), None)
+    if not first:
+        return None if first is None else float(lengths[0])
+    low, high = math.log(lengths[first - 1]), math.log(lengths[first])
+    return math.exp(low + (high - low) * gain[first - 1] / (gain[first - 1] - gain[first]))
 
 
 def crossovers(points: Iterable[Point], methods: Iterable[str], baseline: str) -> dict[str, float]:
@@ -111,15 +106,9 @@ class Budget:
     memory: int | None
 
     def refusal(self, earlier: list[Point], length: int, rounds: int, growth: tuple[int, int]) -> tuple[str, str]:
-        """Status and detail if the shorter points predict that this one does not fit, else ("", "").
-
-        Args:
-            earlier: the method's points so far, by rising length.
-            growth: exponents of its time and memory.
-        """
-        if not earlier:
-            return "", ""
-        last = earlier[-1]
+        """Status and detail if the method's shorter points, by rising length, predict that this one does not fit, else
+        ("", ""). `growth`: exponents of its time and memory."""
+        last = earlier[-1] if earlier else Point("", 0, 0)
         if last.status in (OVER_BUDGET, OUT_OF_MEMORY):
             return OVER_BUDGET, last.detail if last.detail.startswith(SINCE) else f"{SINCE} {last.length:,}"
         if last.seconds is None:

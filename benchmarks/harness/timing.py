@@ -1,8 +1,8 @@
 """Time, FLOPs, and what the machine itself can do.
 
-Timings are noisy. Calls that are compared therefore run in turn, round after round in one process: a slow moment
-of the machine affects all of them. A turn is a few calls in a row. Its first call finds the caches as another call left
-them, and is not counted if there are more. Results are medians of the rounds, and ratios of medians.
+Calls that are compared run in turn, round after round in one process: a slow moment of the machine affects all of them.
+A turn is a few calls in a row; the first finds the caches as another call left them, and is not counted if there are
+more. Results are medians of the rounds, and ratios of medians.
 """
 
 from __future__ import annotations

@@ -257,8 +257,6 @@ class GpuCheck(Benchmark):
     def write(self, folder: Path, details: dict[str, Any]) -> list[Path]:
         return [write_json(folder / "gpu_check.json", details)]
 
-    # --- correctness ---
-
     def check_all(self, work: list[tuple], outcomes: Iterator[Outcome]) -> None:
         """Record each outcome when it arrives, then the missing ones."""
         for number, outcome in enumerate(outcomes, 1):
@@ -272,8 +270,6 @@ class GpuCheck(Benchmark):
         if missing:
             part = f"{len(missing)} of {len(work)} checks gave no answer in {SHARE_OF_CHECKS:.0%} of the time"
             self.note(f"{part}: give more --seconds")
-
-    # --- speed and memory ---
 
     def measure_all(self) -> None:
         """Measure size by size while there is time."""
@@ -358,8 +354,6 @@ class GpuCheck(Benchmark):
             with whole_file(self.options.output / "profile.txt") as file:
                 file.write("\n".join(texts).encode())
             self.say(f"profile of {size}: written")
-
-    # --- judging ---
 
     def judge(self) -> None:
         for goal in all_goals(self.points, self.sizes):

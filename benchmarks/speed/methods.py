@@ -266,12 +266,9 @@ class LinearDecoding:
         zero = State.zeros(*x.q.shape[:2], x.q.shape[-1], x.v.shape[-1], dtype=dtype, device=x.q.device)
         k_sum = torch.rand_like(zero.k_sum) * x.setting.length
         self.state = State(torch.randn_like(zero.kv), k_sum, x.setting.length)
+        self.nbytes = zero.nbytes
         self.inputs, self.rope = x, x.rope if rope else None
         self.options = {**options, "log_decay": x.log_decay if decay else None}
-
-    @property
-    def nbytes(self) -> int:
-        return self.state.nbytes
 
     @torch.no_grad()
     def __call__(self) -> tuple[Tensor, State]:
@@ -292,10 +289,7 @@ class SoftmaxDecoding:
             cache = torch.randn(2, *x.q.shape[:2], n_keys, x.q.shape[-1], dtype=x.q.dtype, device=x.q.device)
         self.inputs = x
         self.k, self.v = cache[:, :, :, :n_keys]
-
-    @property
-    def nbytes(self) -> int:
-        return self.k.nbytes + self.v.nbytes
+        self.nbytes = self.k.nbytes + self.v.nbytes
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
@@ -316,21 +310,15 @@ def catalogue(device: str, dtype: str) -> dict[str, Method]:
         _linear_method("linear-rope" if alone and not absent else f"linear-rope[{name}]", absent, backend=name)
         for name, absent in reasons.items()
     ]
+    fast = missing("fast_transformers.causal_product") or ("float32 only" if dtype != "float32" else "")
+    flash = missing("fla.ops.simple_gla") or ("needs CUDA" if device != "cuda" else "")
     methods += [
         _linear_method("linear-rope-decay", decay=True),
         _linear_method("linear", rope=False),
         Method("softmax-rope", softmax, SoftmaxDecoding, quadratic=True),
         Method("softmax-rope-materialised", softmax_materialised, quadratic=True, quadratic_memory=True),
-        Method(
-            "fast-transformers",
-            fast_transformers,
-            absent=missing("fast_transformers.causal_product") or ("float32 only" if dtype != "float32" else ""),
-        ),
-        Method(
-            "flash-linear-attention",
-            flash_linear_attention,
-            absent=missing("fla.ops.simple_gla") or ("needs CUDA" if device != "cuda" else ""),
-        ),
+        Method("fast-transformers", fast_transformers, absent=fast),
+        Method("flash-linear-attention", flash_linear_attention, absent=flash),
     ]
     return {method.name: method for method in methods}
 

@@ -39,19 +39,13 @@ LINEAR, BASELINE = "linear-rope", "softmax-rope"
 
 
 class Scaling(Benchmark):
-    """
-    Attributes:
-        largest: by method, the longest sequence that fits --memory.
-        gemm_rate: FLOPs per second of a large matrix product.
-    """
-
     name = "scaling"
     positive = ("lengths", "batch", "heads", "head_dim", "repeats", "budget")
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.largest: dict[str, Largest] = {}
-        self.gemm_rate: float | None = None
+        self.largest: dict[str, Largest] = {}  # by method, in --memory
+        self.gemm_rate: float | None = None  # FLOPs per second of a large matrix product
 
     @classmethod
     def add_options(cls, add: Callable[..., Any]) -> None:
@@ -247,11 +241,8 @@ def family(method: str) -> str:
 def measure_memory(method: Method, setting: Setting, limit: int | None, point: Point) -> None:
     """Enter the peak memory of one call: in a process of its own on a CPU, in this one on a GPU."""
     try:
-        if setting.device == "cuda":
-            peak = memory.measure(method, setting, limit)
-        else:
-            peak = memory.in_new_process(memory.measure, method, setting, limit)
-        point.memory_bytes = peak.extra
+        measure = memory.measure if setting.device == "cuda" else partial(memory.in_new_process, memory.measure)
+        point.memory_bytes = measure(method, setting, limit).extra
     except Exception as error:
         point.record_failure(error)
 

@@ -55,21 +55,6 @@ def test_a_failure_keeps_what_was_measured(part, at, tmp_path, monkeypatch, caps
     assert "softmax-rope, batch 1 at 10: out of memory, " in " ".join(capsys.readouterr().out.split())
 
 
-def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch):
-    calls = []
-
-    def impatient(self):
-        calls.append(None)
-        if len(calls) == 2 * 2 * 2 + 1:  # warm-up and a round at both contexts, two steps each, and one step more
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(decode.LinearDecoding, "__call__", impatient)
-    status, points, contents = run(tmp_path, "--contexts", "10", "20", "--batch", "1", "2")
-    assert (status, contents["interrupted"]) == (130, True)
-    assert {(p["status"], p["rounds"]) for p in points.values()} == {("measured", 1)}
-    assert {p["batch"] for p in points.values()} == {1}
-
-
 def test_flatness_compares_two_contexts():
     short, long = decode.flatness(1, (10, 1000), steps=2, rounds=3)
     assert len(short.rounds) == len(long.rounds) == 3

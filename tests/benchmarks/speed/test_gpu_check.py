@@ -146,12 +146,8 @@ def test_errors_are_of_norms_and_of_the_same_tensors():
 def test_the_list_covers_what_it_should():
     cases = gpu_correctness.all_cases()
     assert all(cases[name] == case for name, case in gpu_correctness.all_cases(quick=True).items())
-    for dtype, precision in (
-        ("bfloat16", "highest"),
-        ("float16", "highest"),
-        ("float32", "highest"),
-        ("float32", "high"),
-    ):
+    kinds = [(dtype, "highest") for dtype in ("bfloat16", "float16", "float32")]
+    for dtype, precision in [*kinds, ("float32", "high")]:
         of_dtype = [case for case in cases.values() if (case.dtype, case.precision) == (dtype, precision)]
         assert {case.dim for case in of_dtype} == {16, 64, 80, 128, 256}
         assert {case.width for case in of_dtype} == {16, 64, 80, 128, 256}
@@ -191,12 +187,8 @@ def fails(x: Inputs) -> torch.Tensor:
 
 @pytest.fixture
 def cpu_forms(monkeypatch):
-    forms = [
-        Method(LINEAR, linear),
-        Method(SOFTMAX, fails, quadratic=True),
-        Method(FLA, fails, absent="not installed"),
-    ]
-    monkeypatch.setattr(gpu_check, "gpu_forms", lambda: {form.name: form for form in forms})
+    peers = {SOFTMAX: Method(SOFTMAX, fails, quadratic=True), FLA: Method(FLA, fails, absent="not installed")}
+    monkeypatch.setattr(gpu_check, "gpu_forms", lambda: {LINEAR: Method(LINEAR, linear), **peers})
     monkeypatch.setattr(gpu_check, "LONG", 128)
 
 
@@ -216,10 +208,7 @@ def test_a_size_is_measured_and_what_fails_is_said(run, cpu_forms):
 
 @pytest.mark.parametrize(("quadratic", "expected"), [(True, 6400.0), (False, 80.0)])
 def test_what_takes_too_long_is_extrapolated(run, quadratic, expected):
-    run.points = [
-        Point(SOFTMAX, BOTH, Size(100, 16, 64), seconds=1.0),
-        Point(SOFTMAX, BOTH, Size(100, 64, 64), seconds=9),
-    ]
+    run.points = [Point(SOFTMAX, BOTH, Size(100, rows, 64), seconds=s) for rows, s in ((16, 1.0), (64, 9.0))]
     point = Point(SOFTMAX, BOTH, Size(8000, 16, 64))
     assert run.prepared(point, pytest.fail, quadratic) is None
     assert (point.status, point.seconds) == ("extrapolated", expected)
@@ -290,10 +279,8 @@ def test_goals_are_ratios_with_their_bounds(run, monkeypatch):
         "forward+backward / limit of memory": (pytest.approx(1e-3 * rate / (8 * tensor)), "≤ 2.5", "pass"),
         "extra memory": (0.1, "≤ 0.15", "pass"),
     }
-    assert (
-        written(run)["notes"][-1]
-        == "4 of 5 goals met; missed: ['flash-linear-attention / linear, B·H=16, D=64, T=65,536']"
-    )
+    missed = "flash-linear-attention / linear, B·H=16, D=64, T=65,536"
+    assert written(run)["notes"][-1] == f"4 of 5 goals met; missed: ['{missed}']"
     assert "a device" in said(run)
 
 

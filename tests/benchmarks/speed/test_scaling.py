@@ -91,12 +91,6 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch, capsys, without_m
     assert ("linear-rope", 64) not in points
 
 
-def test_ctrl_c_at_once_still_writes(tmp_path, monkeypatch, without_memory):
-    use(monkeypatch, Method("linear-rope", Counted(KeyboardInterrupt(), at=1)))
-    status, points, _ = run(tmp_path, "--lengths", "16")
-    assert (status, points["linear-rope", 16]["status"]) == (130, "interrupted")
-
-
 def test_running_out_of_memory_is_recorded_and_the_run_goes_on(tmp_path, monkeypatch, capsys, without_memory):
     hungry = Counted(MemoryError("can't allocate memory"), at=5)
     use(monkeypatch, Method("linear-rope", hungry), Method("softmax-rope", softmax, quadratic=True))
@@ -132,14 +126,6 @@ def test_a_child_that_ran_out_of_memory_is_not_timed(tmp_path, monkeypatch):
     assert points["linear-rope", 16]["status"] == "out of memory"
     assert points["linear-rope", 16]["detail"] == "killed by the system"
     assert not attention.calls
-
-
-def test_a_failure_is_reported_and_the_run_goes_on(tmp_path, monkeypatch, capsys, without_memory):
-    use(monkeypatch, Method("peer", Counted(TypeError("no such argument"), at=1)), Method("linear-rope", linear))
-    status, points, _ = run(tmp_path, "--lengths", "16")
-    assert status == 0
-    assert (points["peer", 16]["status"], points["linear-rope", 16]["status"]) == ("failed", "measured")
-    assert "peer at 16: failed, TypeError: no such argument" in capsys.readouterr().out
 
 
 def test_what_would_exceed_the_budget_is_not_run(tmp_path, capsys, without_memory):
