@@ -279,11 +279,11 @@ class Ablation(Benchmark):
             self.results, folder.grid, {name: speed.tokens_per_second for name, speed in self.speeds.items()}
         )
 
-    def finish(self, args: list[str] | None) -> int:
+    def finish(self) -> int:
         self.read(self.options.folder)
         if not self.results:
             self.options.output = None  # no files
-        status = super().finish(args)
+        status = super().finish()
         if self.failure:
             self.console.print(self.failure, markup=False, highlight=False)
         return status

@@ -1,8 +1,7 @@
 """Peak memory of one call.
 
-On a GPU the allocator counts. On a CPU every point is measured in a process of its own: its peak resident size minus
-that just before the call, when the inputs exist already. The data of that process is limited, so that it gets
-an error when memory runs out; otherwise the kernel would kill some process.
+On a GPU the allocator counts. On a CPU it is the peak resident size of a new process, minus that just before the call.
+The data of that process is limited, so that it gets an error; otherwise the system would kill some process.
 """
 
 from __future__ import annotations

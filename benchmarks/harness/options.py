@@ -6,8 +6,6 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
-
 from linrope import LanguageModel
 from linrope.data.tokenizers.base import tokenizer_from_serialized
 from linrope.data.tokenizers.bytes import VOCAB_SIZE, ByteTokenizer
@@ -47,12 +45,6 @@ def check_names(parser: argparse.ArgumentParser, option: str, names: Iterable[st
             parser.error(f"{option} {name}: unknown.{suggest(name, known)} There are {', '.join(known)}")
 
 
-def check_device(parser: argparse.ArgumentParser, device: str) -> None:
-    """Exit with an error unless PyTorch can use the device."""
-    if device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: PyTorch finds no CUDA device here; use cpu")
-
-
 def make_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
     """Create the output folder, or exit with an error if it cannot be written."""
     try:
@@ -67,8 +59,7 @@ def read_byte_model(parser: argparse.ArgumentParser, path: Path) -> LanguageMode
         model = LanguageModel.from_pretrained(path)
     except InputError as error:
         parser.error(f"--model: {error}")
-    if model.config.vocab_size < VOCAB_SIZE or not isinstance(
-        tokenizer_from_serialized(model.tokenizer), ByteTokenizer
-    ):
+    tokenizer = tokenizer_from_serialized(model.tokenizer)
+    if model.config.vocab_size < VOCAB_SIZE or not isinstance(tokenizer, ByteTokenizer):
         parser.error(f"--model {path}: its tokens must be bytes, with a vocabulary of {VOCAB_SIZE} or more")
     return model

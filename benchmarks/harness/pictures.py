@@ -12,7 +12,6 @@ from linrope.utils.formatting import bytes_text, count_text, scaled
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
 
 LAW = {-1: "∝ 1/T", 0: "constant", 1: "∝ T", 2: "∝ T²"}
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#000000", "#e69f00", "#7f7f7f", "#8c564b", "#9467bd")
@@ -83,8 +82,12 @@ def against_length(
     """
     axes = new_axes(title)
     for number, method in enumerate(dict.fromkeys(p.method for p in points)):
-        _measured(axes, points, method, quantity, number)
-        _extrapolated(axes, points, method, quantity, number)
+        color, growth = COLORS[number % 10], quantity.growth.get(method)
+        if curve := series(points, method, quantity.attribute):
+            axes.plot(*zip(*curve.items()), label=method, color=color, marker=MARKERS[number % 10], markersize=5)
+        if growth is not None and (curve := extrapolated(points, method, quantity.attribute, growth)):
+            label = f"{method},\nextrapolated {LAW[growth]}"
+            axes.plot(*zip(*curve.items()), label=label, color=color, linestyle=(0, (4, 3)), linewidth=1.2)
     shortest = min((p.length for p in points), default=0)
     for label, length in (marks or {}).items():
         if length <= shortest:
@@ -97,22 +100,6 @@ def against_length(
     axes.set_ylabel(quantity.label)
     legend_by_end(axes)
     return axes.figure
-
-
-def _measured(axes: Axes, points: list[Point], method: str, quantity: Quantity, number: int) -> Line2D | None:
-    if curve := series(points, method, quantity.attribute):
-        style = {"color": COLORS[number % 10], "marker": MARKERS[number % 10], "markersize": 5}
-        return axes.plot(*zip(*curve.items()), label=method, **style)[0]
-    return None
-
-
-def _extrapolated(axes: Axes, points: list[Point], method: str, quantity: Quantity, number: int) -> Line2D | None:
-    growth = quantity.growth.get(method)
-    if growth is not None and (curve := extrapolated(points, method, quantity.attribute, growth)):
-        label = f"{method},\nextrapolated {LAW[growth]}"
-        style = {"color": COLORS[number % 10], "linestyle": (0, (4, 3)), "linewidth": 1.2}
-        return axes.plot(*zip(*curve.items()), label=label, **style)[0]
-    return None
 
 
 def _value_ticks(axes: Axes, unit: str) -> None:

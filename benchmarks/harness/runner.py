@@ -1,7 +1,6 @@
-"""The runner of all benchmarks: options, progress bar, Ctrl-C, tables, files, exit status.
+"""The runner of all benchmarks: options, progress bar, timing in turn, Ctrl-C, tables, files, exit status.
 
-A script derives a class from `Benchmark`. It defines what is its own: the options, what is measured, the table and the
-pictures.
+A script derives a class from `Benchmark` with its own options, measurements, table and pictures.
 """
 
 from __future__ import annotations
@@ -11,19 +10,21 @@ import inspect
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
 from benchmarks.harness.machine import device_name, surroundings
-from benchmarks.harness.options import check_device, check_positive, make_folder
+from benchmarks.harness.options import check_positive, make_folder
 from benchmarks.harness.sweep import Point
+from benchmarks.harness.timing import Alternation, Call
 from linrope.evaluation.reports import print_written, write_csv, write_json, write_picture
 from linrope.utils.terminal import progress_bar
 
@@ -42,6 +43,7 @@ class Benchmark:
         key: the entry of the JSON file that holds the points.
         options: the parsed options.
         points: the results so far. Ctrl-C keeps them.
+        args: those of the command; None: sys.argv.
         device: the name of the processor or GPU.
         interrupted: whether Ctrl-C ended the run.
     """
@@ -55,6 +57,7 @@ class Benchmark:
     def __init__(self, options: argparse.Namespace, device: str = "", points: Iterable[Any] = ()):
         self.options, self.points, self.interrupted = options, list(points), False
         self.device = device or device_name(getattr(options, "device", "cpu"))
+        self.args: list[str] | None = None
         self.console = Console()
         self.bar: Progress | None = None
 
@@ -121,7 +124,8 @@ class Benchmark:
         options = parser.parse_args(args)
         options.settings = [name for name in vars(options) if name != "output"]  # `check` adds more
         check_positive(parser, options, *cls.positive)
-        check_device(parser, getattr(options, "device", "cpu"))
+        if getattr(options, "device", "cpu") == "cuda" and not torch.cuda.is_available():
+            parser.error("--device cuda: PyTorch finds no CUDA device here; use cpu")
         cls.check(parser, options)
         if getattr(options, "output", None):
             make_folder(parser, options.output)
@@ -131,6 +135,7 @@ class Benchmark:
     def main(cls, args: list[str] | None = None) -> int:
         """Run the command. Returns the exit status: 130 after Ctrl-C."""
         run = cls(cls.parse(args))
+        run.args = args
         try:
             run.measure()
         except KeyboardInterrupt:
@@ -138,7 +143,7 @@ class Benchmark:
         finally:
             if run.bar is not None:
                 run.bar.stop()
-        return run.finish(args)
+        return run.finish()
 
     def progress(self, description: str, total: int) -> Callable[..., None]:
         """Show a progress bar. Returns `tick(description=…, advance=…, completed=…)`."""
@@ -147,23 +152,49 @@ class Benchmark:
             self.bar.start()
         return partial(self.bar.update, self.bar.add_task(description, total=total))
 
-    def finish(self, args: list[str] | None) -> int:
+    def time_in_turn(
+        self,
+        calls: Mapping[Any, Call],
+        points: Mapping[Any, Point],
+        tokens: int,
+        tick: Callable[..., None],
+        description: str,
+        count: bool = True,
+    ) -> None:
+        """Time calls of `tokens` tokens for --repeats rounds; each result goes to the point of the same key.
+
+        Ctrl-C keeps the rounds so far. The progress bar shows the description with the key for `{}`. `count`: count the
+        FLOPs too.
+        """
+        alternation = Alternation(calls, self.options.device, count)
+        try:
+            alternation.run(self.options.repeats, lambda key: tick(description=description.format(key), advance=1))
+        finally:
+            for key, sample in alternation.samples.items():
+                points[key].record(sample, tokens, alternation.flops.get(key))
+            for key, error in alternation.failures.items():
+                points[key].record_failure(error)
+
+    def finish(self) -> int:
         """Show the results, write the files, and return the exit status."""
         self.show()
-        if getattr(self.options, "output", None):
-            device = getattr(self.options, "device", "cpu")
-            details = surroundings(device, self.name, args) | {"settings": self.settings()} | self.details()
-            details["interrupted"] = self.interrupted
-            if written := self.write(self.options.output, details):
-                print_written(self.console, written)
+        folder = getattr(self.options, "output", None)
+        if folder and (written := self.write(folder, self.contents())):
+            print_written(self.console, written)
         if self.interrupted:
             self.console.print(f"interrupted: {self.kept}", highlight=False)
         return 130 if self.interrupted else self.status()
 
-    def settings(self) -> dict[str, Any]:
-        """The options as plain values, as the JSON file has them."""
-        values = {name: getattr(self.options, name) for name in self.options.settings}
-        return json.loads(json.dumps(values, default=str))
+    def contents(self) -> dict[str, Any]:
+        """What the JSON file says beside the points: the surroundings, the options as plain values, the details."""
+        settings = {name: getattr(self.options, name) for name in self.options.settings}
+        plain = json.loads(json.dumps(settings, default=str))
+        return self.surroundings | {"settings": plain} | self.details() | {"interrupted": self.interrupted}
+
+    @cached_property
+    def surroundings(self) -> dict[str, Any]:
+        """Command, machine, versions and commit."""
+        return surroundings(getattr(self.options, "device", "cpu"), self.name, self.args)
 
     def show(self) -> None:
         print_table(self.console, self.table(), self.remarks())

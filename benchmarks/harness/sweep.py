@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from benchmarks.harness.memory import describe, is_out_of_memory
-from benchmarks.harness.timing import Sample
+from benchmarks.harness.timing import Sample, milliseconds_text
 from linrope.utils.formatting import bytes_text
 
 MEASURED, OVER_BUDGET, OUT_OF_MEMORY = "measured", "over budget", "out of memory"
@@ -34,11 +34,11 @@ class Point:
     flops: int | None = None
     gemm_share: float | None = None
 
-    def record(self, sample: Sample, tokens: int) -> None:
-        """Enter the times of a call that processes `tokens` tokens."""
+    def record(self, sample: Sample, tokens: int, flops: int | None = None) -> None:
+        """Enter the times of a call that processes `tokens` tokens, and the FLOPs if any were counted."""
         self.status, self.detail = MEASURED, ""
         self.seconds, (self.seconds_q1, self.seconds_q3) = sample.median, sample.quartiles
-        self.rounds, self.tokens_per_second = len(sample.rounds), tokens / sample.median
+        self.rounds, self.tokens_per_second, self.flops = len(sample.rounds), tokens / sample.median, flops or None
 
     def record_failure(self, error: Exception) -> None:
         """Enter that it ran out of memory, or failed; the run continues."""
@@ -49,6 +49,13 @@ class Point:
     def spread(self) -> float:
         """Interquartile range as a share of the median."""
         return (self.seconds_q3 - self.seconds_q1) / self.seconds
+
+    def cells(self) -> list[str]:
+        """Milliseconds, spread, tokens per second and memory, for a table; unknown ones are empty."""
+        memory = "" if self.memory_bytes is None else bytes_text(self.memory_bytes)
+        if self.status != MEASURED:
+            return [f"[yellow]{self.status}[/yellow]", "", "", memory]
+        return [milliseconds_text(self.seconds), f"{self.spread:.0%}", f"{self.tokens_per_second:,.0f}", memory]
 
 
 def series(points: Iterable[Point], method: str, attribute: str) -> dict[int, float]:
@@ -70,22 +77,25 @@ def extrapolated(points: Iterable[Point], method: str, attribute: str, growth: f
 
 
 def crossover(linear: Mapping[int, float], softmax: Mapping[int, float]) -> float | None:
-    """The length from which on `linear` is faster, interpolated in log space.
+    """The length from which on `linear` is faster, interpolated in log space; both are seconds by length.
 
-    Args:
-        linear, softmax: seconds by length.
-
-    Returns:
-        The shortest common length if linear is faster there already; None if linear is slower at the longest.
+    The shortest common length if linear is faster there already; None if it is slower at the longest.
     """
     lengths = sorted(linear.keys() & softmax.keys())
     gain = [math.log(softmax[length] / linear[length]) for length in lengths]
-    faster_from = next((i for i in range(len(lengths)) if all(g > 0 for g in gain[i:])), None)
-    if faster_from is None or faster_from == 0:
-        return None if faster_from is None else float(lengths[0])
-    before, after = gain[faster_from - 1], gain[faster_from]
-    low, high = (math.log(lengths[i]) for i in (faster_from - 1, faster_from))
-    return math.exp(low + (high - low) * before / (before - after))
+    first = next((i for i in range(len(lengths)) if all(g > 0 for g in gain[i:])), None)
+    if not first:
+        return None if first is None else float(lengths[0])
+    low, high = math.log(lengths[first - 1]), math.log(lengths[first])
+    return math.exp(low + (high - low) * gain[first - 1] / (gain[first - 1] - gain[first]))
+
+
+def crossovers(points: Iterable[Point], methods: Iterable[str], baseline: str) -> dict[str, float]:
+    """By method, the length from which on it is faster than the baseline; without those that never are."""
+    points = list(points)
+    against = series(points, baseline, "seconds")
+    found = {method: crossover(series(points, method, "seconds"), against) for method in methods}
+    return {method: length for method, length in found.items() if length is not None}
 
 
 @dataclass(frozen=True)
@@ -96,15 +106,9 @@ class Budget:
     memory: int | None
 
     def refusal(self, earlier: list[Point], length: int, rounds: int, growth: tuple[int, int]) -> tuple[str, str]:
-        """Status and detail if the shorter points predict that this one does not fit, else ("", "").
-
-        Args:
-            earlier: the method's points so far, by rising length.
-            growth: exponents of its time and memory.
-        """
-        if not earlier:
-            return "", ""
-        last = earlier[-1]
+        """Status and detail if the method's shorter points, by rising length, predict that this one does not fit, else
+        ("", ""). `growth`: exponents of its time and memory."""
+        last = earlier[-1] if earlier else Point("", 0, 0)
         if last.status in (OVER_BUDGET, OUT_OF_MEMORY):
             return OVER_BUDGET, last.detail if last.detail.startswith(SINCE) else f"{SINCE} {last.length:,}"
         if last.seconds is None:

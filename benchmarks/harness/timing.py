@@ -1,8 +1,8 @@
 """Time, FLOPs, and what the machine itself can do.
 
-Timings are noisy. Calls that are compared therefore run in turn, round after round in one process: a slow moment
-of the machine affects all of them. A turn is a few calls in a row. Its first call finds the caches as another call left
-them, and is not counted if there are more. Results are medians of the rounds, and ratios of medians.
+Calls that are compared run in turn, round after round in one process: a slow moment of the machine affects all of them.
+A turn is a few calls in a row; the first finds the caches as another call left them, and is not counted if there are
+more. Results are medians of the rounds, and ratios of medians.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Several:
-    """Calls in a row that are timed as one, because a short call alone cannot be timed well."""
+    """Calls in a row that are timed together, because a short call alone cannot be timed well."""
 
     call: Call
     count: int
@@ -118,10 +118,13 @@ class Alternation:
 
     @property
     def samples(self) -> dict[str, Sample]:
-        """By call; without calls that failed or have no round yet."""
-        return {
-            name: Sample(tuple(times)) for name, times in self.seconds.items() if times and name not in self.failures
-        }
+        """By call, of one of `Several`; without calls that failed or have no round yet."""
+        found = {}
+        for name, times in self.seconds.items():
+            count = call.count if isinstance(call := self.calls[name], Several) else 1
+            if times and name not in self.failures:
+                found[name] = Sample(tuple(time / count for time in times))
+        return found
 
 
 def alternate(calls: Mapping[str, Call], rounds: int, device: str = "cpu", count: bool = True) -> Alternation:
@@ -136,23 +139,15 @@ def alternate(calls: Mapping[str, Call], rounds: int, device: str = "cpu", count
     return alternation
 
 
-def _fused_forward(q, k, v, *args, out_shape=None, **kwargs) -> int:
-    return sdpa_flop_count(q, k, v)
-
-
-def _fused_backward(grad, q, k, v, *args, out_shape=None, **kwargs) -> int:
-    return sdpa_backward_flop_count(grad, q, k, v)
-
-
 def _formulas() -> dict:
     """FLOPs of the fused attention on CPUs, counted as PyTorch counts them on GPUs: all pairs, causal or not."""
-    aten = torch.ops.aten
+    forward = "_scaled_dot_product_flash_attention_for_cpu"
     fused = {
-        "_scaled_dot_product_flash_attention_for_cpu": _fused_forward,
-        "_scaled_dot_product_flash_attention_for_cpu_backward": _fused_backward,
+        forward: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+        f"{forward}_backward": lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v),
     }
-    known = {getattr(aten, name): formula for name, formula in fused.items() if hasattr(aten, name)}
-    return {operator: formula for operator, formula in known.items() if operator not in flop_registry}
+    known = {getattr(torch.ops.aten, name, None): formula for name, formula in fused.items()}
+    return {operator: formula for operator, formula in known.items() if operator and operator not in flop_registry}
 
 
 def count_flops(call: Call) -> int:

@@ -1,10 +1,7 @@
 """Peak memory of a training step against the length: softmax, linear, and linear in segments.
 
-    python -m benchmarks.beyond_memory --lengths 16384 65536 262144 1048576
-
-A step is forward, backward and AdamW on one row of random bytes, each in a process of its own; the peak is that of the
-whole process, PyTorch included. Points that are predicted to exceed --memory or --seconds are not run, and drawn as
-dashes. --cost gives the length at which the times of a step with and without segments are measured in turn.
+A step is forward, backward and AdamW on one row of random bytes, in a process of its own; the peak is that of the whole
+process, PyTorch included. Points that are predicted to exceed --memory or --seconds are drawn as dashes.
 """
 
 from __future__ import annotations
@@ -88,12 +85,11 @@ def task_of(method: str, length: int, options: argparse.Namespace) -> Task:
 
 def measure(method: str, length: int, options: argparse.Namespace, earlier: list[Point]) -> Point:
     """The peak of one method at one length, or why it was not measured."""
-    point = Point(method, length, 1)
     limit = options.memory
     status, detail = Budget(options.seconds, limit).refusal(earlier, length, 1, GROWTH[method])
     if status:
-        point.status, point.detail = status, detail
-        return point
+        return Point(method, length, 1, status, detail)
+    point = Point(method, length, 1)
     try:
         peak = memory.in_new_process(peak_of, task_of(method, length, options), limit)
         point.memory_bytes, point.seconds, point.rounds = peak.process, peak.seconds, 1
@@ -108,9 +104,6 @@ def cost_ratio(options: argparse.Namespace) -> float:
     steps = {method: task_of(method, options.cost, options).make() for method in METHODS if method != "softmax"}
     samples = alternate(steps, options.repeats, options.device, count=False).samples
     return samples["linear in segments"].median / samples["linear"].median
-
-
-# --- the command -----------------------------------------------------------------------------------------------------
 
 
 class BeyondMemory(Benchmark):
@@ -136,9 +129,8 @@ class BeyondMemory(Benchmark):
         if options.cost < 0:
             parser.error(f"--cost {options.cost}: must be 0 or more")
         if options.d_model % (4 * options.heads):
-            parser.error(
-                f"--heads {options.heads}: --d_model {options.d_model} must be a multiple of 4 times it, for RoPE"
-            )
+            heads = f"--heads {options.heads}"
+            parser.error(f"{heads}: --d_model {options.d_model} must be a multiple of 4 times it, for RoPE")
         options.lengths = sorted(set(options.lengths))
         options.memory = options.memory or int(0.9 * memory.available(options.device))
 
@@ -181,19 +173,16 @@ class BeyondMemory(Benchmark):
     def remarks(self) -> list[str]:
         lines = super().remarks()
         if self.ratio is not None:
-            lines.append(
-                f"at {self.options.cost:,} tokens a step in segments takes {self.ratio:.2f} times that of a whole row"
-            )
+            cost = f"takes {self.ratio:.2f} times that of a whole row"
+            lines.append(f"at {self.options.cost:,} tokens a step in segments {cost}")
         return lines + [self.failure] * (self.failure is not None)
 
     def figures(self) -> dict[str, Callable]:
         growth = {method: exponents[1] for method, exponents in GROWTH.items()}
         quantity = Quantity("memory_bytes", "peak memory of the process", "bytes", growth)
-        flat = series(self.points, METHODS[-1], "memory_bytes")
         title = "Peak memory of a training step on one row"
-        if flat:
-            longest = max(flat)
-            title = f"A training step on {longest:,} tokens in segments takes {bytes_text(flat[longest])}"
+        if flat := series(self.points, METHODS[-1], "memory_bytes"):
+            title = f"A training step on {max(flat):,} tokens in segments takes {bytes_text(flat[max(flat)])}"
         return {"": partial(against_length, title, self.points, quantity)}
 
 
@@ -203,7 +192,5 @@ def cells(point: Point | None) -> tuple[str, str]:
     return bytes_text(point.memory_bytes), f"{point.tokens_per_second:,.0f}"
 
 
-main = BeyondMemory.main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BeyondMemory.main())

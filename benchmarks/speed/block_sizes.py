@@ -1,16 +1,12 @@
 """The effect of the kernel's block sizes on its time: one constant changed at a time, forward and backward.
 
-    python -m benchmarks.block_sizes --length 4096
-
-The settings run in turn in one process, with batch 1 and 8 heads of 64 in float32. Shown are the median and its ratio
-to that of the current constants.
+Batch 1, 8 heads of 64, float32. Shown are the median and its ratio to that of the current constants.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -26,23 +22,16 @@ CHANGES = ("CHUNK", "BLOCK_ELEMENTS", "BLOCK_TOKENS", "SUM_CHUNK")
 """The constants of `plan` that are changed."""
 
 
-@contextmanager
-def changed(name: str, value: int, pool: Pool) -> Iterator[None]:
-    """The kernel with another value of one constant, on workspace of its own."""
-    workspace = mock.patch.object(Pool.of_thread, "pool", pool, create=True)
-    with workspace, mock.patch.object(plan, name, value):
-        yield
-
-
 def calls(inputs: Inputs) -> dict[tuple[str, int], Call]:
-    """Each constant as it stands, halved and doubled."""
+    """Each constant as it stands, halved and doubled; each setting has workspace of its own."""
     call = call_of(linear, inputs)
 
     def with_change(name: str, value: int) -> Call:
         pool = Pool(inputs.q.device)
 
         def run() -> None:
-            with changed(name, value, pool):
+            workspace = mock.patch.object(Pool.of_thread, "pool", pool, create=True)
+            with workspace, mock.patch.object(plan, name, value):
                 call()
 
         return run
@@ -63,7 +52,6 @@ class BlockSizes(Benchmark):
         add("--repeats", type=int, default=7, help="rounds that count, after one for warm-up (default: 7)")
 
     def measure(self) -> None:
-        self.samples = {}
         with self.console.status("measuring"):
             work = calls(Inputs.make(Setting(self.options.length)))
             self.samples = alternate(work, self.options.repeats, count=False).samples
@@ -76,7 +64,5 @@ class BlockSizes(Benchmark):
         return table
 
 
-main = BlockSizes.main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BlockSizes.main())

@@ -1,10 +1,7 @@
 """Compile the CUDA kernels without a GPU: registers, spills and shared memory of each.
 
-    python -m benchmarks.compile_kernels --target 80 90
-
-Calls of the operator are made on the CPU; their launches are recorded instead of run. Triton's compiler then compiles
-them for each target, as it does on a GPU. The exit status is 1 if a kernel does not compile, or takes more shared
-memory than the target has.
+Launches of calls on the CPU are recorded instead of run, and compiled for each target. The exit status is 1 if a kernel
+does not compile, or takes more shared memory than the target has.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +22,7 @@ import torch
 from rich.table import Table
 
 from benchmarks.harness.runner import Benchmark
+from benchmarks.speed.gpu_correctness import Case, inputs_of
 from linrope import RotaryEmbedding
 from linrope.ops.call import Call, check_call
 from linrope.ops.triton_kernel import kernel as triton_kernel
@@ -36,46 +34,32 @@ SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """Bytes that one program may take, by compute capability."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """A call whose launches are compiled, forward and backward."""
-
-    dim: int = 64
-    width: int = 64
-    dtype: torch.dtype = torch.bfloat16
-    rope: dict[str, Any] | None = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)
-    decay: bool = False
-    packed: bool = False
-    masked: bool = False
-    length: int = 1024
-
-
-EVERYTHING = {"decay": True, "packed": True, "masked": True}
+TRAINED = {"rope": {"trainable": True}}
+EVERYTHING = {"decay": 0.1, "packed": True, "masked": True}
+HALF_SPLIT = {"rope": {"interleaved": False, "rotary_dim": 40}, "options": {"feature_map": "softmax"}}
 CASES = {
-    "16, everything, trained θ": Case(16, 16, rope={"trainable": True}, **EVERYTHING),
-    "64": Case(),
-    "128": Case(128, 128),
-    "128, decay": Case(128, 128, decay=True),
-    "64, everything, trained θ": Case(rope={"trainable": True}, **EVERYTHING),
-    "128, everything": Case(128, 128, **EVERYTHING),
-    "256": Case(256, 256),
-    "80 and 96, half-split, softmax features": Case(
-        80, 96, rope={"interleaved": False, "rotary_dim": 40}, options={"feature_map": "softmax"}
-    ),
-    "64, signed, float16, decay": Case(dtype=torch.float16, rope={"signed": True}, decay=True),
-    "64, float32": Case(dtype=torch.float32),
-    "128, float32": Case(128, 128, torch.float32),
-    "256, float32, everything": Case(256, 256, torch.float32, **EVERYTHING),
-    "256, float16": Case(256, 256, torch.float16),
-    "256, trained θ": Case(256, 256, rope={"trainable": True}),
-    "64, no positions, no denominator": Case(rope=None, options={"normalize": "none"}),
-    "64, not causal": Case(options={"causal": False}),
-    "64, one token": Case(decay=True, length=1),
+    name: Case(**{"length": 1024} | changes)
+    for name, changes in {
+        "16, everything, trained θ": {"dim": 16, "width": 16, **TRAINED, **EVERYTHING},
+        "64": {},
+        "128": {"dim": 128, "width": 128},
+        "128, decay": {"dim": 128, "width": 128, "decay": 0.1},
+        "64, everything, trained θ": TRAINED | EVERYTHING,
+        "128, everything": {"dim": 128, "width": 128, **EVERYTHING},
+        "256": {"dim": 256, "width": 256},
+        "80 and 96, half-split, softmax features": {"dim": 80, "width": 96, **HALF_SPLIT},
+        "64, signed, float16, decay": {"dtype": "float16", "rope": {"signed": True}, "decay": 0.1},
+        "64, float32": {"dtype": "float32"},
+        "128, float32": {"dim": 128, "width": 128, "dtype": "float32"},
+        "256, float32, everything": {"dim": 256, "width": 256, "dtype": "float32", **EVERYTHING},
+        "256, float16": {"dim": 256, "width": 256, "dtype": "float16"},
+        "256, trained θ": {"dim": 256, "width": 256, **TRAINED},
+        "64, no positions, no denominator": {"rope": None, "options": {"normalize": "none"}},
+        "64, not causal": {"options": {"causal": False}},
+        "64, one token": {"decay": 0.1, "length": 1},
+    }.items()
 }
-
-
-# --- what a call would launch ----------------------------------------------------------------------------------------
+"""Calls whose launches are compiled, forward and backward."""
 
 
 @dataclass(frozen=True)
@@ -120,18 +104,10 @@ def launches_of(case: Case) -> list[Recorded]:
 
 
 def call_of(case: Case) -> Call:
-    shape = (2, 4, case.length)
-    q, k = (torch.zeros(*shape, case.dim, dtype=case.dtype) for _ in range(2))
-    v = torch.zeros(*shape, case.width, dtype=case.dtype)
+    tensors, fixed = inputs_of(case, "cpu")
     rope = None if case.rope is None else RotaryEmbedding(case.dim, **case.rope)
-    options = {"eps": 1e-6, **case.options}
-    options["log_decay"] = torch.zeros(shape) if case.decay else None
-    options["key_mask"] = torch.ones(2, case.length, dtype=torch.bool) if case.masked else None
-    options["segment_ids"] = torch.zeros(2, case.length, dtype=torch.int64) if case.packed else None
-    return check_call(q, k, v, rope, **options)
-
-
-# --- compiling -------------------------------------------------------------------------------------------------------
+    options = {"eps": 1e-6, "log_decay": tensors.get("log_decay"), **fixed, **case.options}
+    return check_call(*(tensors[name] for name in "qkv"), rope, **options)
 
 
 @dataclass(frozen=True)
@@ -220,9 +196,6 @@ def role_of(launch: Recorded) -> str:
     return " ".join([launch.kernel, *map(str.lower, flags)])
 
 
-# --- the command -----------------------------------------------------------------------------------------------------
-
-
 def jobs(options: argparse.Namespace) -> Iterator[tuple[str, Recorded, int, int, int]]:
     for name in options.case:
         seen = set()
@@ -286,7 +259,5 @@ class CompileKernels(Benchmark):
         return 1 if self.failures else 0
 
 
-main = CompileKernels.main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(CompileKernels.main())

@@ -1,7 +1,5 @@
 """Time and memory of one generated token, by the number of tokens before it.
 
-    python -m benchmarks.decode --contexts 1000 1000000
-
 Linear attention decodes from a state, softmax attention from a cache of all keys and values. All contexts run in
 turn, round after round in one process, so that their ratios are fair. A cache over the memory budget is not created.
 """
@@ -22,7 +20,7 @@ from benchmarks.harness.options import check_even, parse_bytes
 from benchmarks.harness.pictures import Quantity, against_length
 from benchmarks.harness.runner import Benchmark
 from benchmarks.harness.sweep import INTERRUPTED, MEASURED, OVER_BUDGET, Point
-from benchmarks.harness.timing import Alternation, Sample, Several, alternate, clock, milliseconds_text
+from benchmarks.harness.timing import Sample, Several, alternate, clock
 from benchmarks.speed.methods import DTYPES, Inputs, LinearDecoding, Setting, SoftmaxDecoding
 from linrope.utils.formatting import bytes_text
 from linrope.utils.terminal import new_table
@@ -32,62 +30,36 @@ SLOWEST_SAMPLE = 1.0
 """Seconds: if `steps` tokens of softmax attention take longer, its samples have fewer tokens."""
 
 
-def name_of(method: str, batch: int) -> str:
-    return f"{method}, batch {batch}"
+def new_point(kind: str, setting: Setting, nbytes: int | None = None) -> Point:
+    """The point of a method at one context, to be measured."""
+    name = f"{kind}, batch {setting.batch}"
+    return Point(name, setting.length, setting.batch, INTERRUPTED, memory_bytes=nbytes)
 
 
-def measure_batch(batch: int, options: argparse.Namespace, limit: int, points: list[Point], tick: Callable) -> None:
-    """Both methods at all contexts with one batch size; results are added to `points`."""
-    settings = {
-        context: Setting(
-            context, batch, options.heads, options.head_dim, None, options.dtype, options.device, mode="decode"
-        )
-        for context in options.contexts
-    }
-    samplers, found = {}, {}
-    for kind in (LINEAR, SOFTMAX):
-        for context, (sampler, point) in steps_of(kind, settings, options.steps, limit).items():
-            points.append(point)
-            if sampler:
-                samplers[kind, context], found[kind, context] = sampler, point
-    alternation = Alternation(samplers, options.device, count=False)
-    try:
-        alternation.run(
-            options.repeats, lambda key: tick(description=f"batch {batch}: {key[0]} at {key[1]:,}", advance=1)
-        )
-    finally:
-        for key, sample in alternation.samples.items():
-            per_token = Sample(tuple(seconds / samplers[key].count for seconds in sample.rounds))
-            found[key].record(per_token, batch)
-    for key, error in alternation.failures.items():
-        found[key].record_failure(error)
+Steps = dict[int, tuple[Several | None, Point]]
+"""By context, a sample (None if its tensors cannot be made) and its point, with the reason."""
 
 
-def steps_of(
-    kind: str, settings: dict[int, Setting], count: int, limit: int
-) -> dict[int, tuple[Several | None, Point]]:
-    """A sample at each context; None if its tensors cannot be made, for the reason in the point."""
+def steps_of(kind: str, settings: dict[int, Setting], count: int, limit: int) -> Steps:
     try:
         return linear_steps(settings, count) if kind == LINEAR else softmax_steps(settings, count, limit)
     except Exception as error:  # such as out of memory: earlier results are kept
-        found = {}
-        for context, setting in settings.items():
-            found[context] = None, (point := Point(name_of(kind, setting.batch), context, setting.batch))
+        points = {context: new_point(kind, setting) for context, setting in settings.items()}
+        for point in points.values():
             point.record_failure(error)
-        return found
+        return {context: (None, point) for context, point in points.items()}
 
 
-def linear_steps(settings: dict[int, Setting], count: int) -> dict[int, tuple[Several, Point]]:
+def linear_steps(settings: dict[int, Setting], count: int) -> Steps:
     """A sample at each context, from states that differ only in their positions."""
     found = {}
     for context, setting in settings.items():
         step = LinearDecoding(Inputs.make(setting))
-        point = Point(name_of(LINEAR, setting.batch), context, setting.batch, INTERRUPTED, memory_bytes=step.nbytes)
-        found[context] = Several(step, count), point
+        found[context] = Several(step, count), new_point(LINEAR, setting, step.nbytes)
     return found
 
 
-def softmax_steps(settings: dict[int, Setting], count: int, limit: int) -> dict[int, tuple[Several | None, Point]]:
+def softmax_steps(settings: dict[int, Setting], count: int, limit: int) -> Steps:
     """A sample at each context that fits `limit` bytes, all in the one cache of the longest of them."""
     inputs = {context: Inputs.make(setting) for context, setting in settings.items()}
     nbytes = {context: 2 * x.q.nbytes * (context + 1) for context, x in inputs.items()}
@@ -98,10 +70,7 @@ def softmax_steps(settings: dict[int, Setting], count: int, limit: int) -> dict[
         cache = torch.randn(2, *q.shape[:2], fitting[-1] + 1, q.shape[-1], dtype=q.dtype, device=q.device)
     found = {}
     for context, setting in settings.items():
-        point = Point(
-            name_of(SOFTMAX, setting.batch), context, setting.batch, INTERRUPTED, memory_bytes=nbytes[context]
-        )
-        sampler = None
+        sampler, point = None, new_point(SOFTMAX, setting, nbytes[context])
         if context in fitting:
             step = SoftmaxDecoding(inputs[context], cache)
             step()
@@ -121,9 +90,6 @@ def flatness(
     samplers = {context: sampler for context, (sampler, _) in linear_steps(settings, steps).items()}
     samples = alternate(samplers, rounds, count=False).samples
     return samples[contexts[0]], samples[contexts[1]]
-
-
-# --- the command -----------------------------------------------------------------------------------------------------
 
 
 class Decode(Benchmark):
@@ -158,8 +124,23 @@ class Decode(Benchmark):
         total = 2 * len(options.batch) * len(options.contexts) * (options.repeats + 1)
         tick = self.progress("decoding", total)
         for number, batch in enumerate(options.batch, 1):
-            measure_batch(batch, options, self.limit, self.points, tick)
+            self.measure_batch(batch, tick)
             tick(completed=number * total // len(options.batch))
+
+    def measure_batch(self, batch: int, tick: Callable[..., None]) -> None:
+        """Both methods at all contexts with one batch size."""
+        o = self.options
+        settings = {
+            context: Setting(context, batch, o.heads, o.head_dim, None, o.dtype, o.device, mode="decode")
+            for context in o.contexts
+        }
+        samplers, points = {}, {}
+        for kind in (LINEAR, SOFTMAX):
+            for context, (sampler, point) in steps_of(kind, settings, o.steps, self.limit).items():
+                self.points.append(point)
+                if sampler:
+                    samplers[kind, context], points[kind, context] = sampler, point
+        self.time_in_turn(samplers, points, batch, tick, f"batch {batch}: {{0[0]}} at {{0[1]:,}}", count=False)
 
     def details(self) -> dict[str, Any]:
         return {"memory_budget": self.limit}
@@ -175,7 +156,7 @@ class Decode(Benchmark):
         )
         for name, points in self.by_method().items():
             for point in points:
-                table.add_row(name, f"{point.length:,}", *cells(point))
+                table.add_row(name, f"{point.length:,}", *point.cells())
             table.add_section()
         return table
 
@@ -206,24 +187,15 @@ class Decode(Benchmark):
         time = Quantity("seconds", "time per token, all rows", "seconds", exponents)
         space = Quantity("memory_bytes", "memory of the state or the cache", "bytes", exponents)
         draw = partial(against_length, points=self.points, length_label="tokens before the one generated")
-        found = {name.split(", batch ")[0]: ratio for name, (_, _, ratio) in reversed(self.growth().items())}
-        ratios = ", ".join(
-            f"{name} {ratio:,.{2 if ratio < 10 else 0}f}×" for name, ratio in reversed(found.items())
-        )  # the first batch size
+        found: dict[str, float] = {}
+        for name, (*_, ratio) in self.growth().items():
+            found.setdefault(name.split(", batch ")[0], ratio)  # the first batch size
+        ratios = ", ".join(f"{name} {ratio:,.{2 if ratio < 10 else 0}f}×" for name, ratio in found.items())
         return {
             "": partial(draw, f"Time of a token, longest context over shortest: {ratios}", quantity=time),
             "-memory": partial(draw, "Linear attention's memory does not grow with the context", quantity=space),
         }
 
 
-def cells(point: Point) -> list[str]:
-    memory_text = "" if point.memory_bytes is None else bytes_text(point.memory_bytes)
-    if point.status != MEASURED:
-        return [f"[yellow]{point.status}[/yellow]", "", "", memory_text]
-    return [milliseconds_text(point.seconds), f"{point.spread:.0%}", f"{point.tokens_per_second:,.0f}", memory_text]
-
-
-main = Decode.main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(Decode.main())

@@ -1,7 +1,5 @@
 """The goals for speed and memory of linear attention: each is measured, and passes or fails.
 
-    python -m benchmarks.goals --only softmax-4096 bf16-4096
-
 Unless a goal says otherwise: forward and backward, batch 1, 8 heads of 64, float32, all threads, and the ratio of
 medians of calls that run in turn in one process. The exit status is 1 if a goal is missed.
 """
@@ -100,18 +98,26 @@ def attention(length: int, *, decay: bool = False, **options) -> Call:
     return call_of(partial(linear, decay=decay, **options), Inputs.make(Setting(length, **sizes)))
 
 
-def softmax_over_linear(length: int, rounds: int = 7) -> Measured:
-    """RoPE and fused softmax attention over linear_attention."""
-    inputs = Inputs.make(Setting(length))
-    samples = alternate({"softmax": call_of(softmax, inputs), "linear": call_of(linear, inputs)}, rounds).samples
-    return Measured.ratio(samples["softmax"], samples["linear"])
+def time_ratio(above: Call, below: Call, rounds: int, scale: float = 1.0) -> Measured:
+    """Time of one call over that of another, times `scale`."""
+    samples = alternate({"above": above, "below": below}, rounds).samples
+    return Measured.ratio(samples["above"], samples["below"], scale)
 
 
-def whole_over_linear(length: int, rounds: int = 5) -> Measured:
-    """The whole-sequence form under autograd over linear_attention."""
+def over_linear(form: Callable[[Inputs], Tensor], length: int, rounds: int) -> Measured:
+    """Time of another form over that of linear_attention, on the same tensors."""
     inputs = Inputs.make(Setting(length))
-    samples = alternate({"whole": call_of(whole_sequence, inputs), "linear": call_of(linear, inputs)}, rounds).samples
-    return Measured.ratio(samples["whole"], samples["linear"])
+    return time_ratio(call_of(form, inputs), call_of(linear, inputs), rounds)
+
+
+def time_over(case: dict, plain: dict, length: int = 4096, rounds: int = 7) -> Measured:
+    """Time of a case over that of a plain one."""
+    return time_ratio(attention(length, **case), attention(length, **plain), rounds)
+
+
+def per_token(long: int, short: int, rounds: int = 3, several: int = 8) -> Measured:
+    """Time per token of a long sequence over that of a short one, which runs several times in a row."""
+    return time_ratio(attention(long), Several(attention(short), several), rounds, short / long)
 
 
 def over_roofline(length: int, rounds: int = 7) -> Measured:
@@ -127,38 +133,18 @@ def over_roofline(length: int, rounds: int = 7) -> Measured:
     return Measured(found.samples["linear"].median / least, low / least, high / least)
 
 
-def counted(flops: int) -> int:
-    """The count; an error if nothing was counted."""
-    if not flops:
-        raise RuntimeError("no FLOPs were counted in linear_attention: its operator needs a registered formula")
-    return flops
-
-
-def per_token(long: int, short: int, rounds: int = 3, several: int = 8) -> Measured:
-    """Time per token of a long sequence over that of a short one, which runs several times in a row."""
-    calls = {"long": attention(long), "short": Several(attention(short), several)}
-    samples = alternate(calls, rounds).samples
-    return Measured.ratio(samples["long"], samples["short"], several * short / long)
-
-
-def float32_over(dtype: str, length: int, rounds: int = 7) -> Measured:
-    """Time in float32 over that in another dtype."""
-    calls = {name: attention(length, dtype=name) for name in ("float32", dtype)}
-    samples = alternate(calls, rounds).samples
-    return Measured.ratio(samples["float32"], samples[dtype])
-
-
-def time_over(case: dict, plain: dict, length: int = 4096, rounds: int = 7) -> Measured:
-    """Time of a case over that of a plain one."""
-    samples = alternate({"case": attention(length, **case), "plain": attention(length, **plain)}, rounds).samples
-    return Measured.ratio(samples["case"], samples["plain"])
-
-
 def per_flop(case: Callable[[], dict], length: int = 4096, plain_length: int = 4096, rounds: int = 7) -> Measured:
     """Time per FLOP of a case over that of the plain call."""
     found = alternate({"case": attention(length, **case()), "plain": attention(plain_length)}, rounds)
     scale = counted(found.flops["plain"]) / counted(found.flops["case"])
     return Measured.ratio(found.samples["case"], found.samples["plain"], scale)
+
+
+def counted(flops: int) -> int:
+    """The count; an error if nothing was counted."""
+    if not flops:
+        raise RuntimeError("no FLOPs were counted in linear_attention: its operator needs a registered formula")
+    return flops
 
 
 def key_mask(length: int, kept: float = 0.7) -> Tensor:
@@ -200,44 +186,31 @@ def flat_decoding(batch: int) -> Measured:
 
 def all_goals() -> list[Goal]:
     """Every goal, in the order in which they run."""
-    return softmax_goals() + length_goals() + bfloat16_goals() + memory_goals() + per_flop_goals() + option_goals()
+    return softmax_goals() + length_goals() + memory_goals() + per_flop_goals() + option_goals()
 
 
 def softmax_goals() -> list[Goal]:
     """Faster than fused softmax attention, and more so for longer rows; fewer rounds if a call takes seconds."""
-    rounds_and_bounds = {512: (15, 2), 1024: (15, 3), 4096: (7, 10), 16384: (3, 40)}
-    return [
-        Goal(
-            f"softmax-{length}",
-            f"RoPE + fused softmax / linear, T={length:,}",
-            partial(softmax_over_linear, length, rounds),
-            at_least=bound,
-        )
-        for length, (rounds, bound) in rounds_and_bounds.items()
-    ]
+    goals = []
+    for length, rounds, bound in ((512, 15, 2), (1024, 15, 3), (4096, 7, 10), (16_384, 3, 40)):
+        measure = partial(over_linear, softmax, length, rounds)
+        goals.append(Goal(f"softmax-{length}", f"RoPE + fused softmax / linear, T={length:,}", measure, at_least=bound))
+    return goals
 
 
 def length_goals() -> list[Goal]:
-    """Near the machine's limit, at any length."""
-    whole, roofline = partial(whole_over_linear, 16_384), partial(over_roofline, 16_384)
+    """Near the machine's limit, at any length, and faster in bfloat16."""
+    whole, roofline = partial(over_linear, whole_sequence, 16_384, 5), partial(over_roofline, 16_384)
     long = partial(per_token, 262_144, 8192)
-    return [
+    goals = [
         Goal("whole-sequence-16384", "whole-sequence form under autograd / linear, T=16,384", whole, at_least=3.5),
         Goal("roofline-16384", "time / max(FLOPs, bytes) at measured rates, T=16,384", roofline, at_most=1.8),
         Goal("linear-262144", "time per token, T=262,144 / T=8,192", long, at_most=1.15),
     ]
-
-
-def bfloat16_goals() -> list[Goal]:
-    return [
-        Goal(
-            f"bf16-{length}",
-            f"float32 / bfloat16, T={length:,}",
-            partial(float32_over, "bfloat16", length),
-            at_least=1.5,
-        )
-        for length in (4096, 16_384)
-    ]
+    for length in (4096, 16_384):
+        measure = partial(time_over, {"dtype": "float32"}, {"dtype": "bfloat16"}, length)
+        goals.append(Goal(f"bf16-{length}", f"float32 / bfloat16, T={length:,}", measure, at_least=1.5))
+    return goals
 
 
 def memory_goals() -> list[Goal]:
@@ -253,6 +226,7 @@ def memory_goals() -> list[Goal]:
 
 def per_flop_goals() -> list[Goal]:
     """Other shapes and options are nearly as efficient as the plain call."""
+    documents = f"documents of {PACKED_DOCUMENT} tokens"
     cases = {
         "head-128": ("4 heads of 128", lambda: {"heads": 4, "head_dim": 128}, 4096),
         "head-256": ("2 heads of 256", lambda: {"heads": 2, "head_dim": 256}, 4096),
@@ -261,11 +235,7 @@ def per_flop_goals() -> list[Goal]:
         "value-dim-32": ("values of 32", lambda: {"value_dim": 32}, 4096),
         "noncausal": ("causal=False", lambda: {"causal": False}, 4096),
         "masked": ("key_mask, 70 % kept", lambda: {"key_mask": key_mask(4096)}, 4096),
-        "packed": (
-            f"documents of {PACKED_DOCUMENT} tokens",
-            lambda: {"segment_ids": packed_documents(4096)},
-            4096,
-        ),
+        "packed": (documents, lambda: {"segment_ids": packed_documents(4096)}, 4096),
     }
     return [
         Goal(name, f"time per FLOP / plain: {what}", partial(per_flop, case, length), at_most=1.5)
@@ -275,11 +245,11 @@ def per_flop_goals() -> list[Goal]:
 
 def option_goals() -> list[Goal]:
     """The forget gate's decay, the other feature maps, and decoding."""
-    unscaled = {"normalize": "none"}  # the identity is not positive, so its sums cannot be a denominator
     decay = partial(time_over, {"decay": True}, {})
     goals = [Goal("decay-4096", "with log_decay / without, T=4,096", decay, at_most=1.4)]
     for phi in ("relu", "exp", "identity", "softmax"):
-        common = unscaled if phi == "identity" else {}
+        # the identity is not positive, so its sums cannot be a denominator
+        common = {"normalize": "none"} if phi == "identity" else {}
         measure = partial(time_over, {"feature_map": phi, **common}, common)
         goals.append(Goal(f"phi-{phi}", f"φ = {phi} / elu1, T=4,096", measure, at_most=1.25))
     for batch in (1, 64):
@@ -318,12 +288,8 @@ def measured_text(row: Row) -> tuple[str, str]:
 
 def table_of(rows: list[Row], title: str) -> Table:
     """A row for each goal; the one that is being measured has a spinner."""
-    table = new_table(
-        title,
-        *("measured", "quartiles", "bound"),
-        text=["goal"],
-        caption="quartiles: of the ratio, over the rounds",
-    )
+    caption = "quartiles: of the ratio, over the rounds"
+    table = new_table(title, "measured", "quartiles", "bound", text=["goal"], caption=caption)
     table.add_column("result", overflow="fold")
     for row in rows:
         running = Spinner("dots") if row.result == RUNNING else None
@@ -338,9 +304,6 @@ def list_of(goals: list[Goal]) -> Table:
     for goal in goals:
         table.add_row(goal.name, goal.bound, goal.what)
     return table
-
-
-# --- the command -----------------------------------------------------------------------------------------------------
 
 
 class Goals(Benchmark):
@@ -394,7 +357,5 @@ class Goals(Benchmark):
         return 1 if missed_of(self.points) else 0
 
 
-main = Goals.main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(Goals.main())

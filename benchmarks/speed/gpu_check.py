@@ -1,7 +1,5 @@
 """The CUDA backend in one run: correctness, speed, memory, and a profile of its kernels.
 
-    python -m benchmarks.gpu_check
-
 Results are written after each step, so that a run that is cut off loses only its last one. The exit status is 1 if a
 check or a goal is missed, or a check gave no answer in time, and 2 without a GPU.
 """
@@ -14,27 +12,27 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from rich.table import Table
 
 from benchmarks.harness import memory, timing
-from benchmarks.harness.machine import device_name, surroundings
-from benchmarks.harness.options import check_positive, make_folder
+from benchmarks.harness.machine import device_name
+from benchmarks.harness.runner import Benchmark
 from benchmarks.harness.sweep import MEASURED
-from benchmarks.harness.timing import Alternation, Call, Sample, Several, clock, milliseconds_text
+from benchmarks.harness.timing import Alternation, Call, Several, clock, milliseconds_text
 from benchmarks.speed import goals, gpu_correctness
 from benchmarks.speed.goals import PASS, Goal, Measured, Row, Skipped
 from benchmarks.speed.gpu_correctness import FAILED, Outcome
-from benchmarks.speed.gpu_peers import FLA, LINEAR, SOFTMAX, forms
-from benchmarks.speed.methods import Inputs, Setting
+from benchmarks.speed.methods import FLA, LINEAR, SOFTMAX, Inputs, Setting, gpu_forms
 from linrope.evaluation.reports import write_json
 from linrope.ops.triton_kernel.availability import interpreted
 from linrope.utils.files import whole_file
@@ -100,66 +98,6 @@ class Point:
         return f"{self.method}, {self.mode}, {self.size}: {self.status}{known}{remark}"
 
 
-@dataclass
-class Run:
-    """The time limit and the results; each result is written before the next is measured."""
-
-    folder: Path
-    seconds: float
-    details: dict[str, Any]
-    console: Console
-    checks: list[Outcome] = field(default_factory=list)
-    points: list[Point] = field(default_factory=list)
-    goals: list[Row] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    begin: float = field(default_factory=time.monotonic)
-
-    @property
-    def left(self) -> float:
-        return self.seconds - (time.monotonic() - self.begin)
-
-    def say(self, text: str) -> None:
-        line = f"[{time.monotonic() - self.begin:6.1f} s] {text}"
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    def note(self, text: str) -> None:
-        """Print the text, and write it with the results."""
-        self.notes.append(text)
-        self.say(text)
-        self.write()
-
-    def add(self, kind: str, *found: Any) -> None:
-        getattr(self, kind).extend(found)
-        self.write()
-
-    def write(self) -> None:
-        found = {k: [asdict(one) for one in getattr(self, k)] for k in ("checks", "points", "goals")}
-        contents = {**self.details, "seconds": time.monotonic() - self.begin, "notes": self.notes, **found}
-        write_json(self.folder / "gpu_check.json", contents)
-
-
-# --- correctness -----------------------------------------------------------------------------------------------------
-
-
-def check_all(run: Run, work: list[tuple], outcomes: Iterator[Outcome]) -> None:
-    """Record each outcome when it arrives, then the missing ones."""
-    for number, outcome in enumerate(outcomes, 1):
-        error = "" if outcome.worst is None else f", {outcome.tensor} off by {outcome.worst:.1e}"
-        run.say(f"check {number} of {len(work)}: {outcome.name}: {outcome.result}{error} ({outcome.seconds:.0f} s)")
-        run.add("checks", outcome)
-    answered = {outcome.name for outcome in run.checks}
-    for name, *_ in work:
-        if name not in answered:
-            run.add("checks", Outcome(name, f"{FAILED}: no answer in its time"))
-    if missing := len(work) - len(answered):
-        run.note(
-            f"{missing} of {len(work)} checks gave no answer in {SHARE_OF_CHECKS:.0%} of the time: give more --seconds"
-        )
-
-
-# --- speed and memory ------------------------------------------------------------------------------------------
-
-
 def predicted(points: list[Point], point: Point, quadratic: bool) -> float | None:
     """Seconds of one call by the form's last point at a shorter length; None without one."""
     for p in reversed(points):
@@ -168,83 +106,6 @@ def predicted(points: list[Point], point: Point, quadratic: bool) -> float | Non
         if same and p.seconds is not None and p.size.length < point.size.length:
             return p.seconds * (point.size.length / p.size.length) ** (1 + quadratic)
     return None
-
-
-def measure(run: Run, size: Size, device: str = "cuda") -> None:
-    """All forms at one size in turn, forward and backward; at length LONG also the forward, memory, and a copy."""
-    inputs = Inputs.make(size.setting(device))
-    calls, points = {}, {}
-    for name, form in forms().items():
-        for mode in (FORWARD, BOTH) if (name, size.length) == (LINEAR, LONG) else (BOTH,):
-            point = points[name, mode] = Point(name, mode, size, detail=form.absent)
-            if form.absent:
-                point.status = ABSENT
-                continue
-            call = form.prepare(replace(inputs, setting=replace(inputs.setting, mode=mode)))
-            if ready := prepared(run, point, call, form.quadratic, device):
-                calls[name, mode] = ready
-                if (name, mode) == (LINEAR, BOTH):  # o, ∂q, ∂k, ∂v are among what the call adds
-                    extra = memory.HighWater(device).peak_of(call).extra - 4 * inputs.q.nbytes
-                    point.memory_share = extra / (8 * inputs.q.nbytes)
-    if size.length == LONG:
-        points[COPY, COPY] = Point(COPY, COPY, size)
-        calls[COPY, COPY] = Several(timing.copy(device)[0], 10)
-    take_turns(calls, points, device)
-    for point in points.values():
-        run.say(str(point))
-    run.add("points", *points.values())
-
-
-def prepared(run: Run, point: Point, call: Call, quadratic: bool, device: str) -> Several | None:
-    """The call, compiled and warm, repeated so that it can be timed well; None if its point is complete."""
-    expected = predicted(run.points, point, quadratic)
-    if expected is not None and expected > min(LONGEST_CALL, run.left - FOR_THE_PROFILE):
-        point.status, point.seconds = EXTRAPOLATED, expected
-        point.detail = "by the square of the length" if quadratic else "by the length"
-        return None
-    try:
-        if expected is None or expected < LONGEST_CALL / 10:
-            call()
-        seconds = clock(call, device)
-    except Exception as error:  # such as out of memory: the run continues without it
-        point.status, point.detail = FAILED, memory.describe(error)
-        return None
-    if seconds < LONGEST_CALL / 10:
-        return Several(call, max(1, min(50, round(TURN / seconds))))
-    point.seconds = point.seconds_q1 = point.seconds_q3 = seconds
-    point.detail = "one call"
-    return None
-
-
-def take_turns(calls: dict[tuple[str, str], Several], points: dict[tuple[str, str], Point], device: str) -> None:
-    """Enter the times of calls that run in turn, round after round."""
-    found = Alternation(calls, device, count=False).run(ROUNDS)
-    for key, point in points.items():
-        if error := found.failures.get(key):
-            point.status, point.detail = FAILED, memory.describe(error)
-        elif key in found.samples:
-            sample = Sample(tuple(time / calls[key].count for time in found.samples[key].rounds))
-            point.seconds, (point.seconds_q1, point.seconds_q3) = sample.median, sample.quartiles
-
-
-def measure_all(run: Run, sizes: list[Size]) -> None:
-    """Measure size by size while there is time."""
-    slowest = 0.0
-    for number, size in enumerate(sizes):
-        if run.left < FOR_THE_PROFILE + slowest:
-            run.note(f"not measured, the time is over: {'; '.join(map(str, sizes[number:]))}")
-            return
-        begin = time.monotonic()
-        try:
-            torch.cuda.empty_cache()
-            measure(run, size)
-        except Exception as error:
-            run.add("points", Point(LINEAR, BOTH, size, FAILED, memory.describe(error)))
-            run.say(str(run.points[-1]))
-        slowest = max(slowest, time.monotonic() - begin) if number else 0.0  # the first one compiles
-
-
-# --- profile ---------------------------------------------------------------------------------------------
 
 
 def profile(call: Call, device: str = "cuda") -> str:
@@ -260,27 +121,6 @@ def profile(call: Call, device: str = "cuda") -> str:
     lines = [f"{event.count:>6} {spent:>12,.1f}  {event.key}" for spent, event in sorted(kernels, key=lambda k: -k[0])]
     total = sum(spent for spent, _ in kernels)
     return "\n".join([f"{'calls':>6} {'µs':>12}  kernel", *lines, f"{'':>6} {total:>12,.1f}  all"])
-
-
-def profile_all(run: Run, sizes: list[Size]) -> None:
-    """One forward and backward at each size, to profile.txt."""
-    texts = []
-    for size in sizes:
-        if run.left < FOR_THE_PROFILE / 3:
-            run.note(f"profile of {size}: skipped, the time is over")
-            continue
-        try:
-            table = profile(forms()[LINEAR].prepare(Inputs.make(size.setting("cuda"))))
-        except Exception as error:
-            run.note(f"profile of {size}: {FAILED}: {memory.describe(error)}")
-            continue
-        texts.append(f"forward+backward, bfloat16, {size}\n\n{table}\n")
-        with whole_file(run.folder / "profile.txt") as file:
-            file.write("\n".join(texts).encode())
-        run.say(f"profile of {size}: written")
-
-
-# --- the goals -------------------------------------------------------------------------------------------------------
 
 
 def seconds_of(points: list[Point], method: str, mode: str, size: Size) -> float:
@@ -337,66 +177,205 @@ def limit_goals(points: list[Point], size: Size) -> list[Goal]:
     return [*in_time, Goal(f"extra memory, {size}", what, extra_memory, at_most=EXTRA_MEMORY)]
 
 
-# --- the command -----------------------------------------------------------------------------------------------------
+class GpuCheck(Benchmark):
+    """The results so far (`checks`, `points`, `goals`, `notes`); each is written before the next is measured."""
 
+    name = "gpu_check"
+    positive = ("seconds",)
+    output = ""
 
-def parse(args: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("benchmarks.gpu_check", description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--seconds", type=float, default=520.0, help="time for all of it; what does not fit is skipped (default: 520)")
-    add("--quick", action="store_true", help="a tenth of the checks, two lengths and two sizes")
-    add("--output", type=Path, help="folder for JSON and the profile (default: benchmarks/results/ and the GPU's name)")
-    options = parser.parse_args(args)
-    check_positive(parser, options, "seconds")
-    if not torch.cuda.is_available():
-        parser.error("it needs CUDA, and PyTorch sees no such device here: run it where there is an NVIDIA GPU")
-    if importlib.util.find_spec("triton") is None:
-        parser.error("it needs Triton, which is not installed: pip install triton")
-    if interpreted():
-        parser.error("TRITON_INTERPRET=1 is set, which runs no kernel on the GPU: unset it")
-    if options.output is None:
-        name = re.sub(r"[^a-z0-9]+", "-", device_name("cuda").lower()).strip("-")
-        options.output = Path(__file__).parents[1] / "results" / name
-    make_folder(parser, options.output)
-    return options
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.console = Console(width=max(120, self.console.width))
+        self.checks: list[Outcome] = []
+        self.goals: list[Row] = []
+        self.notes: list[str] = []
+        self.begin = time.monotonic()
 
+    @classmethod
+    def add_options(cls, add: Callable[..., Any]) -> None:
+        text = "time for all of it; what does not fit is skipped (default: 520)"
+        add("--seconds", type=float, default=520.0, help=text)
+        add("--quick", action="store_true", help="a tenth of the checks, two lengths and two sizes")
+        text = "folder for JSON and the profile (default: benchmarks/results/ and the GPU's name)"
+        add("--output", type=Path, help=text)
 
-def main(args: list[str] | None = None) -> int:
-    options = parse(args)
-    details = surroundings("cuda", "gpu_check", args)
-    for name in PACKAGES:
-        with suppress(PackageNotFoundError):
-            details["versions"][name] = version(name)
-    run = Run(options.output, options.seconds, details, Console(width=max(120, Console().width)))
-    shapes, lengths = (SHAPES[::3], LENGTHS[:2]) if options.quick else (SHAPES, LENGTHS)
-    sizes = [Size(length, *shape) for length in lengths for shape in shapes]
-    interrupted = False
-    try:
-        work = gpu_correctness.checks(options.quick)
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
-            check_all(run, work, gpu_correctness.in_processes(work, SHARE_OF_CHECKS * run.left, cache))
-        measure_all(run, sizes)
-        profile_all(run, sizes[:1] + [size for size in sizes if size.length == LONG][:2])
-    except KeyboardInterrupt:
-        interrupted = True
-    return finish(run, sizes, interrupted)
+    @classmethod
+    def check(cls, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+        if not torch.cuda.is_available():
+            parser.error("it needs CUDA, and PyTorch sees no such device here: run it where there is an NVIDIA GPU")
+        if importlib.util.find_spec("triton") is None:
+            parser.error("it needs Triton, which is not installed: pip install triton")
+        if interpreted():
+            parser.error("TRITON_INTERPRET=1 is set, which runs no kernel on the GPU: unset it")
+        options.device = "cuda"
+        if options.output is None:
+            name = re.sub(r"[^a-z0-9]+", "-", device_name("cuda").lower()).strip("-")
+            options.output = Path(__file__).parents[1] / "results" / name
 
+    def measure(self) -> None:
+        shapes, lengths = (SHAPES[::3], LENGTHS[:2]) if self.options.quick else (SHAPES, LENGTHS)
+        self.sizes = [Size(length, *shape) for length in lengths for shape in shapes]
+        try:
+            work = gpu_correctness.checks(self.options.quick)
+            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+                self.check_all(work, gpu_correctness.in_processes(work, SHARE_OF_CHECKS * self.left, cache))
+            self.measure_all()
+            self.profile_all(self.sizes[:1] + [size for size in self.sizes if size.length == LONG][:2])
+        finally:
+            self.judge()
 
-def finish(run: Run, sizes: list[Size], interrupted: bool = False) -> int:
-    """Judge the results and show them; returns the exit status."""
-    for goal in all_goals(run.points, sizes):
-        row = Row(goal.name, goal.what, goal.bound)
-        goals.run(goal, row)
-        run.goals.append(row)
-    run.console.print(goals.table_of(run.goals, run.details["machine"]["device"]))
-    wrong = [check.name for check in run.checks if check.result != PASS]
-    missed = [row.name for row in goals.missed_of(run.goals)]
-    met = sum(row.result == PASS for row in run.goals)
-    run.note(f"{len(run.checks) - len(wrong)} of {len(run.checks)} checks passed" + f"; not: {wrong}" * bool(wrong))
-    run.note(f"{met} of {len(run.goals)} goals met" + f"; missed: {missed}" * bool(missed))
-    run.say(f"wrote {run.folder}")
-    return 130 if interrupted else 1 if wrong or missed else 0
+    @property
+    def left(self) -> float:
+        return self.options.seconds - (time.monotonic() - self.begin)
+
+    def say(self, text: str) -> None:
+        line = f"[{time.monotonic() - self.begin:6.1f} s] {text}"
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def note(self, text: str) -> None:
+        """Print the text, and write it with the results."""
+        self.notes.append(text)
+        self.say(text)
+        self.save()
+
+    def save(self) -> None:
+        self.write(self.options.output, self.contents())
+
+    def details(self) -> dict[str, Any]:
+        found = {k: [asdict(one) for one in getattr(self, k)] for k in ("checks", "points", "goals")}
+        return {"seconds": time.monotonic() - self.begin, "notes": self.notes, **found}
+
+    @cached_property
+    def surroundings(self) -> dict[str, Any]:
+        found = super().surroundings
+        for name in PACKAGES:
+            with suppress(PackageNotFoundError):
+                found["versions"][name] = version(name)
+        return found
+
+    def write(self, folder: Path, details: dict[str, Any]) -> list[Path]:
+        return [write_json(folder / "gpu_check.json", details)]
+
+    def check_all(self, work: list[tuple], outcomes: Iterator[Outcome]) -> None:
+        """Record each outcome when it arrives, then the missing ones."""
+        for number, outcome in enumerate(outcomes, 1):
+            error = "" if outcome.worst is None else f", {outcome.tensor} off by {outcome.worst:.1e}"
+            found = f"{outcome.name}: {outcome.result}{error} ({outcome.seconds:.0f} s)"
+            self.say(f"check {number} of {len(work)}: {found}")
+            self.checks.append(outcome)
+            self.save()
+        missing = {name for name, *_ in work} - {outcome.name for outcome in self.checks}
+        self.checks += [Outcome(name, f"{FAILED}: no answer in its time") for name, *_ in work if name in missing]
+        if missing:
+            part = f"{len(missing)} of {len(work)} checks gave no answer in {SHARE_OF_CHECKS:.0%} of the time"
+            self.note(f"{part}: give more --seconds")
+
+    def measure_all(self) -> None:
+        """Measure size by size while there is time."""
+        slowest = 0.0
+        for number, size in enumerate(self.sizes):
+            if self.left < FOR_THE_PROFILE + slowest:
+                self.note(f"not measured, the time is over: {'; '.join(map(str, self.sizes[number:]))}")
+                return
+            begin = time.monotonic()
+            try:
+                torch.cuda.empty_cache()
+                points = self.points_of(size)
+            except Exception as error:
+                points = [Point(LINEAR, BOTH, size, FAILED, memory.describe(error))]
+            for point in points:
+                self.say(str(point))
+            self.points += points
+            self.save()
+            slowest = max(slowest, time.monotonic() - begin) if number else 0.0  # the first one compiles
+
+    def points_of(self, size: Size) -> list[Point]:
+        """All forms at one size in turn, forward and backward; at length LONG also the forward, memory, and a copy."""
+        device = self.options.device
+        inputs = Inputs.make(size.setting(device))
+        calls, points = {}, {}
+        for name, form in gpu_forms().items():
+            for mode in (FORWARD, BOTH) if (name, size.length) == (LINEAR, LONG) else (BOTH,):
+                point = points[name, mode] = Point(name, mode, size, detail=form.absent)
+                if form.absent:
+                    point.status = ABSENT
+                    continue
+                call = form.prepare(replace(inputs, setting=replace(inputs.setting, mode=mode)))
+                if ready := self.prepared(point, call, form.quadratic):
+                    calls[name, mode] = ready
+                    if (name, mode) == (LINEAR, BOTH):  # o, ∂q, ∂k, ∂v are among what the call adds
+                        extra = memory.HighWater(device).peak_of(call).extra - 4 * inputs.q.nbytes
+                        point.memory_share = extra / (8 * inputs.q.nbytes)
+        if size.length == LONG:
+            points[COPY, COPY] = Point(COPY, COPY, size)
+            calls[COPY, COPY] = Several(timing.copy(device)[0], 10)
+        found = Alternation(calls, device, count=False).run(ROUNDS)
+        for key, sample in found.samples.items():
+            point = points[key]
+            point.seconds, (point.seconds_q1, point.seconds_q3) = sample.median, sample.quartiles
+        for key, error in found.failures.items():
+            points[key].status, points[key].detail = FAILED, memory.describe(error)
+        return list(points.values())
+
+    def prepared(self, point: Point, call: Call, quadratic: bool) -> Several | None:
+        """The call, compiled and warm, repeated so that it can be timed well; None if its point is complete."""
+        expected = predicted(self.points, point, quadratic)
+        if expected is not None and expected > min(LONGEST_CALL, self.left - FOR_THE_PROFILE):
+            point.status, point.seconds = EXTRAPOLATED, expected
+            point.detail = "by the square of the length" if quadratic else "by the length"
+            return None
+        try:
+            if expected is None or expected < LONGEST_CALL / 10:
+                call()
+            seconds = clock(call, self.options.device)
+        except Exception as error:  # such as out of memory: the run continues without it
+            point.status, point.detail = FAILED, memory.describe(error)
+            return None
+        if seconds < LONGEST_CALL / 10:
+            return Several(call, max(1, min(50, round(TURN / seconds))))
+        point.seconds = point.seconds_q1 = point.seconds_q3 = seconds
+        point.detail = "one call"
+        return None
+
+    def profile_all(self, sizes: list[Size]) -> None:
+        """One forward and backward at each size, to profile.txt."""
+        texts = []
+        for size in sizes:
+            if self.left < FOR_THE_PROFILE / 3:
+                self.note(f"profile of {size}: skipped, the time is over")
+                continue
+            try:
+                table = profile(gpu_forms()[LINEAR].prepare(Inputs.make(size.setting("cuda"))))
+            except Exception as error:
+                self.note(f"profile of {size}: {FAILED}: {memory.describe(error)}")
+                continue
+            texts.append(f"forward+backward, bfloat16, {size}\n\n{table}\n")
+            with whole_file(self.options.output / "profile.txt") as file:
+                file.write("\n".join(texts).encode())
+            self.say(f"profile of {size}: written")
+
+    def judge(self) -> None:
+        for goal in all_goals(self.points, self.sizes):
+            self.goals.append(Row(goal.name, goal.what, goal.bound))
+            goals.run(goal, self.goals[-1])
+        n_checks, n_goals = len(self.checks), len(self.goals)
+        self.wrong = [check.name for check in self.checks if check.result != PASS]
+        self.missed = [row.name for row in goals.missed_of(self.goals)]
+        met = sum(row.result == PASS for row in self.goals)
+        not_passed, missed = f"; not: {self.wrong}" * bool(self.wrong), f"; missed: {self.missed}" * bool(self.missed)
+        self.notes.append(f"{n_checks - len(self.wrong)} of {n_checks} checks passed{not_passed}")
+        self.notes.append(f"{met} of {n_goals} goals met{missed}")
+
+    def table(self) -> Table:
+        return goals.table_of(self.goals, self.device)
+
+    def remarks(self) -> list[str]:
+        return self.notes[-2:]
+
+    def status(self) -> int:
+        return 1 if self.wrong or self.missed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(GpuCheck.main())

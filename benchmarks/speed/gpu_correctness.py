@@ -99,10 +99,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     STEP: {"steps": 8, "decay": 0.1, "past": 10**6},
     f"{STEP}, signed": {"steps": 8, "rope": SIGNED},
 }
-SHAPES = {f"D={dim}, E={width}": {"dim": dim, "width": width} for dim, width in ((64, 64), (128, 128), (256, 256))}
-RARER = {
-    f"D={dim}, E={width}": {"dim": dim, "width": width} for dim, width in ((16, 16), (80, 80), (80, 16), (64, 256))
-}
+
+
+def shapes(*sizes: tuple[int, int]) -> dict[str, dict[str, Any]]:
+    return {f"D={dim}, E={width}": {"dim": dim, "width": width} for dim, width in sizes}
+
+
+SHAPES, RARER = shapes((64, 64), (128, 128), (256, 256)), shapes((16, 16), (80, 80), (80, 16), (64, 256))
 SIZES = {f"T={length:,}": {"length": length} for length in (1, 63, 4097)} | {
     "B·H=1": {"batch": 1, "heads": 1},
     "B·H=16, T=4,097, D=128": {"heads": 8, "length": 4097, "dim": 128, "width": 128},
@@ -167,17 +170,11 @@ def outputs_of(case: Case, tensors: dict[str, Tensor], fixed: dict[str, Tensor],
         pieces = [slice(0, first), *(slice(t, t + 1) for t in range(first, case.length))]
     parts = []
     for piece in pieces:
-        by_token = {"log_decay": leaves["log_decay"][:, :, piece]} if case.decay else {}
-        o, past = linear_attention(
-            *(leaves[name][:, :, piece] for name in "qkv"),
-            rope,
-            state=past,
-            return_state=True,
-            backend=backend,
-            **by_token,
-            **fixed,
-            **case.options,
-        )
+        q, k, v = (leaves[name][:, :, piece] for name in "qkv")
+        options = {"state": past, "return_state": True, "backend": backend, **fixed, **case.options}
+        if case.decay:
+            options["log_decay"] = leaves["log_decay"][:, :, piece]
+        o, past = linear_attention(q, k, v, rope, **options)
         parts.append(o)
     found = {"o": torch.cat(parts, dim=2), "kv": past.kv, "k_sum": past.k_sum}
     if rope is not None and rope.trainable:
@@ -311,15 +308,8 @@ def check(name: str, tolerance: float, measure: Callable[[], dict[str, float]]) 
     missed = {name: not error <= allowed[name] for name, error in found.items()}  # a NaN does not pass
     tensor = max(found, key=lambda name: (missed[name], math.isnan(found[name]), found[name]))
     worst = found[tensor] if math.isfinite(found[tensor]) else None  # JSON has no NaN
-    result = FAIL if missed[tensor] else PASS
-    return Outcome(
-        name,
-        result if worst is not None else f"{FAIL}: not finite",
-        allowed[tensor],
-        worst,
-        tensor,
-        time.perf_counter() - begin,
-    )
+    result = f"{FAIL}: not finite" if worst is None else FAIL if missed[tensor] else PASS
+    return Outcome(name, result, allowed[tensor], worst, tensor, time.perf_counter() - begin)
 
 
 def checks(quick: bool = False) -> list[tuple[str, float, Callable[[], dict[str, float]]]]:

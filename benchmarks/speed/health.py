@@ -1,7 +1,5 @@
 """The cost of the health metrics of attention: their share of a training run's time.
 
-    python -m benchmarks.health --steps 200 --every 100
-
 A model of configs/quickstart.yaml's sizes trains as `linrope fit` does, with `run.health_every_n_steps` as given.
 """
 
@@ -81,7 +79,5 @@ class Health(Benchmark):
         return table
 
 
-main = Health.main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(Health.main())

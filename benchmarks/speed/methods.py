@@ -9,19 +9,23 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, lru_cache, partial
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from linrope import RotaryEmbedding, State, linear_attention
 from linrope.feature_maps import elu1
 from linrope.ops.backends import BACKENDS
+from linrope.rotary import unit_rotations
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 MODES = ("forward", "forward+backward", "decode")
+LINEAR, SOFTMAX, FLA = "linear", "RoPE + SDPA flash", "flash-linear-attention"
+"""The forms that the CUDA backend is compared with, and itself."""
 EPS = 1e-6
 """ε of the denominator, that of `linear_attention`."""
 
@@ -74,6 +78,10 @@ class Inputs:
         decay_dtype = torch.promote_types(q.dtype, torch.float32)
         log_decay = torch.full(q.shape[:3], -0.02, dtype=decay_dtype, device=q.device, requires_grad=leaf)
         return cls(setting, q, k, v, grad, log_decay, RotaryEmbedding(setting.head_dim))
+
+    def angles(self) -> tuple[Tensor, Tensor]:
+        """cos and sin for the peers of the CUDA backend."""
+        return angle_tables(self.q.shape[2], self.q.shape[3], self.q.dtype, self.q.device)
 
 
 @dataclass(frozen=True)
@@ -182,6 +190,71 @@ def flash_linear_attention(x: Inputs) -> Tensor:
     return (num.transpose(1, 2) / (den + EPS)).to(x.v.dtype)
 
 
+# --- the peers of the CUDA backend, at their fastest -----------------------------------------------------------------
+#
+# Their tables of angles exist before the call, and their elementwise operations are compiled, so that only their
+# kernels and the memory traffic between them are timed. Both pair dimension m with m + D/2, as they do by default.
+
+
+@lru_cache(maxsize=2)
+def angle_tables(length: int, dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin (T, D/2) of the angles of `RotaryEmbedding(dim)`."""
+    theta = 10000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
+    rotations = unit_rotations(torch.arange(length, device=device), theta)
+    return rotations.real.to(dtype), rotations.imag.to(dtype)
+
+
+def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE on pairs (m, m + D/2) of x (..., T, D)."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+
+
+def divide(num: Tensor, den: Tensor) -> Tensor:
+    return num / (den + EPS)
+
+
+@cache
+def fused(function: Callable) -> Callable:
+    """The function, compiled once for all lengths."""
+    return torch.compile(function, dynamic=True)
+
+
+def softmax_flash(x: Inputs) -> Tensor:
+    """RoPE, then FlashAttention of PyTorch."""
+    rotate, angles = fused(rotate_halves), x.angles()
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return F.scaled_dot_product_attention(rotate(x.q, *angles), rotate(x.k, *angles), x.v, is_causal=True)
+
+
+def fused_linear_attention(x: Inputs) -> Tensor:
+    """Numerator-only RoPE with the plain denominator on the chunked kernel and the rotary embedding of fla.
+
+    They take (B, T, H, D). The inputs' memory is read as such without a copy, which makes other numbers of it. The
+    denominator is the same kernel's with values of 1, so that no running sum of features is written.
+    """
+    from fla.modules.rotary import rotary_embedding
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    q, k, v = (tensor.view(tensor.shape[0], tensor.shape[2], tensor.shape[1], -1) for tensor in (x.q, x.k, x.v))
+    q, k = (fused(elu1)(tensor) for tensor in (q, k))
+    angles = x.angles()
+    num, _ = chunk_simple_gla(rotary_embedding(q, *angles), rotary_embedding(k, *angles), v, scale=1.0)
+    den, _ = chunk_simple_gla(q, k, torch.ones_like(v[..., :16], memory_format=torch.contiguous_format), scale=1.0)
+    return fused(divide)(num, den[..., :1]).reshape(x.v.shape)
+
+
+def gpu_forms() -> dict[str, Method]:
+    """Ours on the CUDA backend, then its peers; a missing package is absent with the reason."""
+    absent = missing("fla.modules.rotary") or missing("fla.ops.simple_gla")
+    forms = (
+        Method(LINEAR, partial(linear, backend="triton")),
+        Method(SOFTMAX, softmax_flash, quadratic=True),
+        Method(FLA, fused_linear_attention, absent=absent),
+    )
+    return {form.name: form for form in forms}
+
+
 # --- decoding --------------------------------------------------------------------------------------------------------
 
 
@@ -193,12 +266,9 @@ class LinearDecoding:
         zero = State.zeros(*x.q.shape[:2], x.q.shape[-1], x.v.shape[-1], dtype=dtype, device=x.q.device)
         k_sum = torch.rand_like(zero.k_sum) * x.setting.length
         self.state = State(torch.randn_like(zero.kv), k_sum, x.setting.length)
+        self.nbytes = zero.nbytes
         self.inputs, self.rope = x, x.rope if rope else None
         self.options = {**options, "log_decay": x.log_decay if decay else None}
-
-    @property
-    def nbytes(self) -> int:
-        return self.state.nbytes
 
     @torch.no_grad()
     def __call__(self) -> tuple[Tensor, State]:
@@ -219,10 +289,7 @@ class SoftmaxDecoding:
             cache = torch.randn(2, *x.q.shape[:2], n_keys, x.q.shape[-1], dtype=x.q.dtype, device=x.q.device)
         self.inputs = x
         self.k, self.v = cache[:, :, :, :n_keys]
-
-    @property
-    def nbytes(self) -> int:
-        return self.k.nbytes + self.v.nbytes
+        self.nbytes = self.k.nbytes + self.v.nbytes
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
@@ -243,21 +310,15 @@ def catalogue(device: str, dtype: str) -> dict[str, Method]:
         _linear_method("linear-rope" if alone and not absent else f"linear-rope[{name}]", absent, backend=name)
         for name, absent in reasons.items()
     ]
+    fast = missing("fast_transformers.causal_product") or ("float32 only" if dtype != "float32" else "")
+    flash = missing("fla.ops.simple_gla") or ("needs CUDA" if device != "cuda" else "")
     methods += [
         _linear_method("linear-rope-decay", decay=True),
         _linear_method("linear", rope=False),
         Method("softmax-rope", softmax, SoftmaxDecoding, quadratic=True),
         Method("softmax-rope-materialised", softmax_materialised, quadratic=True, quadratic_memory=True),
-        Method(
-            "fast-transformers",
-            fast_transformers,
-            absent=missing("fast_transformers.causal_product") or ("float32 only" if dtype != "float32" else ""),
-        ),
-        Method(
-            "flash-linear-attention",
-            flash_linear_attention,
-            absent=missing("fla.ops.simple_gla") or ("needs CUDA" if device != "cuda" else ""),
-        ),
+        Method("fast-transformers", fast_transformers, absent=fast),
+        Method("flash-linear-attention", flash_linear_attention, absent=flash),
     ]
     return {method.name: method for method in methods}
 

@@ -1,7 +1,5 @@
 """Training throughput of whole models with linear, softmax and hybrid attention, as the length grows.
 
-    python -m benchmarks.model_scaling --lengths 512 2048 8192
-
 A step is forward, backward and AdamW, over the same number of tokens at every length: longer rows are fewer.
 In the hybrid every second layer has softmax attention. All models run in turn, round after round in one process.
 """
@@ -22,8 +20,7 @@ from rich.table import Table
 from benchmarks.harness.options import check_names
 from benchmarks.harness.pictures import Quantity, against_length
 from benchmarks.harness.runner import Benchmark
-from benchmarks.harness.sweep import INTERRUPTED, MEASURED, Point, crossover, series
-from benchmarks.harness.timing import Alternation
+from benchmarks.harness.sweep import INTERRUPTED, MEASURED, Point, crossovers, series
 from linrope import LanguageModel, LanguageModelConfig
 from linrope.utils.terminal import new_table
 
@@ -50,33 +47,6 @@ def training_step(config: LanguageModelConfig, length: int, tokens: int, device:
         optimizer.step()
 
     return step
-
-
-def measure_length(length: int, options: argparse.Namespace, points: list[Point], tick: Callable[..., None]) -> None:
-    """All types of model at one length; results are added to `points`."""
-    found = {kind: Point(kind, length, options.tokens // length, INTERRUPTED) for kind in options.attention}
-    points.extend(found.values())
-    configs = {kind: replace(options.config, attention=layers_of(kind, options.layers)) for kind in found}
-    steps = {kind: training_step(config, length, options.tokens, options.device) for kind, config in configs.items()}
-    alternation = Alternation(steps, options.device)
-    try:
-        alternation.run(options.repeats, lambda kind: tick(description=f"{length:,} tokens: {kind}", advance=1))
-    finally:
-        for kind, sample in alternation.samples.items():
-            found[kind].record(sample, options.tokens)
-            found[kind].flops = alternation.flops.get(kind) or None
-        for kind, error in alternation.failures.items():
-            found[kind].record_failure(error)
-
-
-def crossovers(points: list[Point]) -> dict[str, float]:
-    """The lengths from which on the linear and the hybrid model are faster than the softmax one."""
-    against = series(points, "softmax", "seconds")
-    found = {kind: crossover(series(points, kind, "seconds"), against) for kind in ("linear", "hybrid")}
-    return {kind: length for kind, length in found.items() if length is not None}
-
-
-# --- the command -----------------------------------------------------------------------------------------------------
 
 
 class ModelScaling(Benchmark):
@@ -110,18 +80,27 @@ class ModelScaling(Benchmark):
         options.config = LanguageModelConfig(d_model=options.d_model, n_layers=options.layers, n_heads=options.heads)
 
     def measure(self) -> None:
-        rounds = (self.options.repeats + 1) * len(self.options.attention)
-        tick = self.progress("training", len(self.options.lengths) * rounds)
-        for length in self.options.lengths:
-            measure_length(length, self.options, self.points, tick)
+        options = self.options
+        rounds = (options.repeats + 1) * len(options.attention)
+        tick = self.progress("training", len(options.lengths) * rounds)
+        for length in options.lengths:
+            points = {kind: Point(kind, length, options.tokens // length, INTERRUPTED) for kind in options.attention}
+            self.points += points.values()
+            steps = {}
+            for kind in points:
+                config = replace(options.config, attention=layers_of(kind, options.layers))
+                steps[kind] = training_step(config, length, options.tokens, options.device)
+            self.time_in_turn(steps, points, options.tokens, tick, f"{length:,} tokens: {{}}")
 
     def details(self) -> dict[str, Any]:
-        return {"model": self.options.config.to_dict(), "crossover": crossovers(self.points)}
+        return {"model": self.options.config.to_dict(), "crossover": self.crossovers()}
+
+    def crossovers(self) -> dict[str, float]:
+        return crossovers(self.points, ("linear", "hybrid"), "softmax")
 
     def model_name(self) -> str:
-        options = self.options
-        sizes = f"{options.layers} layers, d_model {options.d_model}, {options.heads} heads"
-        return f"{sizes}, {options.tokens:,} tokens a step"
+        o = self.options
+        return f"{o.layers} layers, d_model {o.d_model}, {o.heads} heads, {o.tokens:,} tokens a step"
 
     def table(self) -> Table:
         """A row for each length: tokens per second, and their ratio to the softmax model's."""
@@ -147,7 +126,7 @@ class ModelScaling(Benchmark):
         if common := speed["linear"].keys() & speed["softmax"].keys():
             ratio = speed["linear"][max(common)] / speed["softmax"][max(common)]
             title = f"At {max(common):,} tokens the linear model trains {ratio:.1f} times as fast as the softmax model"
-        marks = {f"{kind}\nfaster": length for kind, length in crossovers(self.points).items()}
+        marks = {f"{kind}\nfaster": length for kind, length in self.crossovers().items()}
         return {"": partial(against_length, title, self.points, quantity, marks=marks)}
 
 
@@ -157,7 +136,5 @@ def cell(point: Point) -> str:
     return f"{point.tokens_per_second:,.0f} ±{point.spread:3.0%}"
 
 
-main = ModelScaling.main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ModelScaling.main())

@@ -1,11 +1,7 @@
 """Time and memory of linear attention against softmax attention, both with RoPE, as the length grows.
 
-    python -m benchmarks.scaling --lengths 512 2048 8192
-
-At every length all methods run in turn, round after round in one process, so that a slow moment of the machine affects
-all; the first round is warm-up. Shown are the medians of the rounds, and the ratio of medians. Peak memory is measured
-in a process of its own for each point. A point is not run if the length before it predicts that it exceeds the time or
-the memory budget: the picture has dashes there, and the table says so. Ctrl-C keeps and writes the results so far.
+At every length all methods run in turn; peak memory is measured in a process of its own for each point. A point is not
+run if the length before it predicts that it exceeds a budget: the picture has dashes there, and the table says so.
 """
 
 from __future__ import annotations
@@ -30,11 +26,11 @@ from benchmarks.harness.sweep import (
     Budget,
     Largest,
     Point,
-    crossover,
+    crossovers,
     largest_length,
     series,
 )
-from benchmarks.harness.timing import Alternation, gemm_rate, milliseconds_text
+from benchmarks.harness.timing import gemm_rate
 from benchmarks.speed.methods import DTYPES, MODES, Inputs, Method, Setting, catalogue
 from linrope.utils.formatting import bytes_text, count_text
 from linrope.utils.terminal import new_table
@@ -43,19 +39,13 @@ LINEAR, BASELINE = "linear-rope", "softmax-rope"
 
 
 class Scaling(Benchmark):
-    """
-    Attributes:
-        largest: by method, the longest sequence that fits --memory.
-        gemm_rate: FLOPs per second of a large matrix product.
-    """
-
     name = "scaling"
     positive = ("lengths", "batch", "heads", "head_dim", "repeats", "budget")
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.largest: dict[str, Largest] = {}
-        self.gemm_rate: float | None = None
+        self.largest: dict[str, Largest] = {}  # by method, in --memory
+        self.gemm_rate: float | None = None  # FLOPs per second of a large matrix product
 
     @classmethod
     def add_options(cls, add: Callable[..., Any]) -> None:
@@ -93,8 +83,6 @@ class Scaling(Benchmark):
     def stem(self) -> str:
         return f"scaling-{self.options.mode.replace('+', '-')}-{self.options.dtype}"
 
-    # --- measuring ---------------------------------------------------------------------------------------------------
-
     def setting(self, length: int) -> Setting:
         o = self.options
         return Setting(length, o.batch, o.heads, o.head_dim, None, o.dtype, o.device, o.mode)
@@ -111,28 +99,27 @@ class Scaling(Benchmark):
         if options.memory:
             self.search()
 
-    def measure_length(self, length: int, progress: Callable[..., None]) -> None:
+    def measure_length(self, length: int, tick: Callable[..., None]) -> None:
         """All methods at one length: memory first, which shows which methods fit, then the times in turn."""
         setting = self.setting(length)
         methods = self.options.chosen
         points = {name: self.new_point(method, setting) for name, method in methods.items()}
         running = {name: point for name, point in points.items() if point.status == INTERRUPTED}
 
-        def tick(name: str, what: str = "") -> None:
-            progress(description=f"{length:,} tokens: {name}{what}", advance=1)
-
         for name, point in running.items():
-            tick(name, ", memory")
+            tick(description=f"{length:,} tokens: {name}, memory", advance=1)
             measure_memory(methods[name], setting, self.budget.memory, point)
         fitting = [name for name, point in running.items() if point.status == INTERRUPTED]
         if not fitting:
             return
         inputs = Inputs.make(setting)
-        alternation = Alternation({name: methods[name].prepare(inputs) for name in fitting}, self.options.device)
         try:
-            alternation.run(self.options.repeats, tick)
+            calls = {name: methods[name].prepare(inputs) for name in fitting}
+            self.time_in_turn(calls, running, setting.new_tokens, tick, f"{length:,} tokens: {{}}")
         finally:
-            self.record(alternation, running, setting)
+            for point in running.values():
+                if point.flops:
+                    point.gemm_share = point.flops / point.seconds / self.gemm_rate
 
     def new_point(self, method: Method, setting: Setting) -> Point:
         """The method's point at this length: over budget, or interrupted until it is measured."""
@@ -142,17 +129,6 @@ class Scaling(Benchmark):
         point = Point(method.name, setting.length, setting.batch, status or INTERRUPTED, detail)
         self.points.append(point)
         return point
-
-    def record(self, alternation: Alternation, points: dict[str, Point], setting: Setting) -> None:
-        """Enter the times of the rounds that were run."""
-        for name, sample in alternation.samples.items():
-            point = points[name]
-            point.record(sample, setting.new_tokens)
-            point.flops = alternation.flops.get(name) or None
-            if point.flops:
-                point.gemm_share = point.flops / sample.median / self.gemm_rate
-        for name, error in alternation.failures.items():
-            points[name].record_failure(error)
 
     def search(self) -> None:
         """Find the largest length of each method within the memory, each length in a process of its own."""
@@ -174,14 +150,10 @@ class Scaling(Benchmark):
                 self.largest[name] = Largest(0, f"failed: {error}")
             tick(advance=1)
 
-    # --- showing -----------------------------------------------------------------------------------------------------
-
     def crossovers(self) -> dict[str, float]:
         """For every linear-rope: the length from which on it is faster than softmax-rope."""
-        against = series(self.points, BASELINE, "seconds")
         linear = [name for name in dict.fromkeys(p.method for p in self.points) if family(name) == LINEAR]
-        found = {name: crossover(series(self.points, name, "seconds"), against) for name in linear}
-        return {name: length for name, length in found.items() if length is not None}
+        return crossovers(self.points, linear, BASELINE)
 
     def details(self) -> dict[str, Any]:
         return {
@@ -269,32 +241,17 @@ def family(method: str) -> str:
 def measure_memory(method: Method, setting: Setting, limit: int | None, point: Point) -> None:
     """Enter the peak memory of one call: in a process of its own on a CPU, in this one on a GPU."""
     try:
-        if setting.device == "cuda":
-            peak = memory.measure(method, setting, limit)
-        else:
-            peak = memory.in_new_process(memory.measure, method, setting, limit)
-        point.memory_bytes = peak.extra
+        measure = memory.measure if setting.device == "cuda" else partial(memory.in_new_process, memory.measure)
+        point.memory_bytes = measure(method, setting, limit).extra
     except Exception as error:
         point.record_failure(error)
 
 
 def cells(point: Point) -> list[str]:
     """One method at one length; unknown values are empty."""
-    known = point.memory_bytes is not None
-    bytes_cell = bytes_text(point.memory_bytes) if known else ""
-    name = point.method.replace("[", "\\[")
-    if point.status != MEASURED:
-        return [name, f"[yellow]{point.status}[/yellow]", "", "", bytes_cell]
+    flops = count_text(point.flops) if point.flops else ""
     share = f"{point.gemm_share:.0%}" if point.gemm_share else ""
-    return [
-        name,
-        milliseconds_text(point.seconds),
-        f"{point.spread:.0%}",
-        f"{point.tokens_per_second:,.0f}",
-        bytes_cell,
-        count_text(point.flops) if point.flops else "",
-        share,
-    ]
+    return [point.method.replace("[", "\\["), *point.cells(), flops, share]
 
 
 def ratio_cells(points: list[Point]) -> list[str]:
@@ -306,7 +263,5 @@ def ratio_cells(points: list[Point]) -> list[str]:
     return ["[italic]softmax / linear[/italic]", f"[italic]{seconds[BASELINE] / linear:.1f}×[/italic]"]
 
 
-main = Scaling.main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(Scaling.main())

@@ -275,7 +275,7 @@ def test_two_commands_on_one_folder_share_the_runs(grid, monkeypatch, capsys):
 
     monkeypatch.setattr(ablation, "make_run", make_run)
     monkeypatch.setattr(ablation, "measure_speeds", lambda *args: {})
-    monkeypatch.setattr(ablation.Ablation, "finish", lambda self, args: 0)
+    monkeypatch.setattr(ablation.Ablation, "finish", lambda self: 0)
     runs = grid.folder / "results" / "runs"
     runs.mkdir(parents=True)
     with ablation.claimed(runs / "softmax-seed1.spec"):

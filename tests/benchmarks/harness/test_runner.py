@@ -6,12 +6,13 @@ import json
 from functools import partial
 
 import pytest
+import torch
 
 from benchmarks.harness import options
 from benchmarks.harness.machine import surroundings
 from benchmarks.harness.pictures import new_axes
 from benchmarks.harness.runner import Benchmark
-from benchmarks.harness.sweep import Point
+from benchmarks.harness.sweep import INTERRUPTED, Point
 from benchmarks.harness.timing import milliseconds_text
 from linrope.utils.terminal import new_table
 
@@ -79,6 +80,45 @@ def test_results_are_written(tmp_path, capsys):
     assert "2 points" in capsys.readouterr().out
 
 
+class InTurn(Some):
+    name = "in_turn"
+    error: BaseException
+
+    @classmethod
+    def add_options(cls, add):
+        super().add_options(add)
+        add("--repeats", type=int, default=2)
+
+    def measure(self):
+        calls = []
+
+        def fails_third():
+            calls.append(None)
+            if len(calls) == 3:
+                raise self.error
+
+        works = {"first": lambda: None, "second": fails_third}
+        points = {name: Point(name, 8, 1, INTERRUPTED) for name in works}
+        self.points += points.values()
+        self.time_in_turn(works, points, 8, self.progress("", 6), "{}")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "points"),
+    [
+        (KeyboardInterrupt(), 130, [("measured", 2, ""), ("measured", 1, "")]),
+        (MemoryError("no room"), 0, [("measured", 2, ""), ("out of memory", 0, "MemoryError: no room")]),
+        (TypeError("no such argument"), 0, [("measured", 2, ""), ("failed", 0, "TypeError: no such argument")]),
+    ],
+)
+def test_a_failure_in_turn_ends_one_call_and_ctrl_c_all(tmp_path, monkeypatch, error, status, points):
+    monkeypatch.setattr(InTurn, "error", error, raising=False)
+    assert InTurn.main(["--sizes", "1", "--output", str(tmp_path)]) == status
+    found = json.loads((tmp_path / "in_turn.json").read_text())["points"]
+    assert [(p["status"], p["rounds"], p["detail"]) for p in found] == points
+    assert found[0]["tokens_per_second"] == pytest.approx(8 / found[0]["seconds"])
+
+
 @pytest.mark.parametrize(("sizes", "kept"), [(["1", "13"], 1), (["13"], 0)])
 def test_an_interruption_keeps_the_points_and_is_said(tmp_path, capsys, sizes, kept):
     assert Some.main(["--sizes", *sizes, "--output", str(tmp_path)]) == 130
@@ -112,7 +152,7 @@ def test_pictures_are_drawn_again_from_the_json_file(tmp_path, capsys):
     ],
 )
 def test_bad_options_are_named(args, message, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(options.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as exit_:
         Some.main([*args, "--output", str(tmp_path / "new")])
     assert exit_.value.code == 2

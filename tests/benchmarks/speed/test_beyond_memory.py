@@ -1,18 +1,15 @@
 """Peak memory of training steps: flat in segments, growing without."""
 
+from functools import partial
+
 import pytest
 
 from benchmarks.speed import beyond_memory
 from benchmarks.speed.beyond_memory import task_of
-from tests.benchmarks.results import read
+from tests.benchmarks.speed import results
 
 SMALL = ["--layers", "1", "--d_model", "16", "--heads", "2", "--segment_length", "256"]
-
-
-def run(tmp_path, *args: str):
-    status = beyond_memory.main([*SMALL, *args, "--output", str(tmp_path)])
-    _, contents = read(tmp_path, "beyond_memory")
-    return status, {(p["method"], p["length"]): p for p in contents["points"]}, contents
+run = partial(results.run, beyond_memory.BeyondMemory, SMALL, stem="beyond_memory")
 
 
 @pytest.fixture
@@ -66,19 +63,3 @@ def test_all_models_have_the_same_sizes():
     assert task_of("linear", 8, options).segment_length is None
     assert task_of("linear in segments", 8, options).segment_length == 8192
     assert {c.d_model for c in sizes.values()} == {128}
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--lengths", "0"], "--lengths 0: must be above 0"),
-        (["--segment_length", "-1"], "--segment_length -1: must be above 0"),
-        (["--heads", "3"], "--heads 3: --d_model 16 must be a multiple of 4 times it"),
-        (["--memory", "much"], "'much' is no size"),
-        (["--cost", "-1"], "--cost -1: must be 0 or more"),
-    ],
-)
-def test_bad_options_are_named(args, message, capsys, tmp_path):
-    with pytest.raises(SystemExit):
-        run(tmp_path, *args)
-    assert message in capsys.readouterr().err

@@ -1,17 +1,14 @@
 """Decoding is measured at every context, and a cache that is too large is said to be."""
 
+from functools import partial
+
 import pytest
 
 from benchmarks.speed import decode
-from tests.benchmarks.results import read
+from tests.benchmarks.speed import results
 
 SMALL = ["--heads", "1", "--head_dim", "8", "--steps", "2", "--repeats", "2"]
-
-
-def run(tmp_path, *args: str) -> tuple[int, dict, dict]:
-    status = decode.main([*SMALL, *args, "--output", str(tmp_path)])
-    _, contents = read(tmp_path, "decode-float32")
-    return status, {(p["method"], p["length"]): p for p in contents["points"]}, contents
+run = partial(results.run, decode.Decode, SMALL, stem="decode-float32")
 
 
 def test_both_methods_at_every_context_and_batch(tmp_path, capsys):
@@ -58,38 +55,6 @@ def test_a_failure_keeps_what_was_measured(part, at, tmp_path, monkeypatch, caps
     assert "softmax-rope, batch 1 at 10: out of memory, " in " ".join(capsys.readouterr().out.split())
 
 
-def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch):
-    calls = []
-
-    def impatient(self):
-        calls.append(None)
-        if len(calls) == 2 * 2 * 2 + 1:  # warm-up and a round at both contexts, two steps each, and one step more
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(decode.LinearDecoding, "__call__", impatient)
-    status, points, contents = run(tmp_path, "--contexts", "10", "20", "--batch", "1", "2")
-    assert (status, contents["interrupted"]) == (130, True)
-    assert {(p["status"], p["rounds"]) for p in points.values()} == {("measured", 1)}
-    assert {p["batch"] for p in points.values()} == {1}
-
-
 def test_flatness_compares_two_contexts():
     short, long = decode.flatness(1, (10, 1000), steps=2, rounds=3)
     assert len(short.rounds) == len(long.rounds) == 3
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--contexts", "10", "0"], "--contexts 0: must be above 0"),
-        (["--batch", "-1"], "--batch -1: must be above 0"),
-        (["--steps", "0"], "--steps 0: must be above 0"),
-        (["--head_dim", "5"], "--head_dim 5: must be even, because RoPE rotates pairs"),
-    ],
-)
-def test_bad_options_are_named(args, message, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as exit_:
-        decode.main(args)
-    assert exit_.value.code == 2
-    assert message in capsys.readouterr().err

@@ -7,7 +7,8 @@ import pytest
 
 from benchmarks.harness.timing import Sample
 from benchmarks.speed import goals
-from benchmarks.speed.goals import Goal, Measured, Skipped
+from benchmarks.speed.goals import Goal, Goals, Measured, Skipped
+from benchmarks.speed.methods import softmax, whole_sequence
 
 
 def use(monkeypatch, **measures) -> None:
@@ -25,7 +26,7 @@ def raising(error: BaseException):
 
 def test_all_met_is_success(monkeypatch, capsys):
     use(monkeypatch, a=lambda: Measured(2.0), b=lambda: Measured(3.456, 3.1, 3.9))
-    assert goals.main([]) == 0
+    assert Goals.main([]) == 0
     printed = capsys.readouterr().out
     assert "3.46" in printed
     assert "3.1 – 3.9" in printed
@@ -34,23 +35,23 @@ def test_all_met_is_success(monkeypatch, capsys):
 
 def test_one_missed_is_failure(monkeypatch, capsys):
     use(monkeypatch, a=lambda: Measured(1.99), b=lambda: Measured(3.0))
-    assert goals.main([]) == 1
+    assert Goals.main([]) == 1
     assert "1 of 2 goals met; missed: a" in capsys.readouterr().out
-    assert goals.main(["--only", "b"]) == 0
+    assert Goals.main(["--only", "b"]) == 0
 
 
 def test_what_cannot_be_measured_is_said(monkeypatch, capsys):
     use(monkeypatch, a=raising(Skipped("4 GiB are free, it needs 10")), b=lambda: Measured(3.0))
-    assert goals.main([]) == 0
+    assert Goals.main([]) == 0
     assert "skipped: 4 GiB are free, it needs 10" in " ".join(capsys.readouterr().out.split())
     use(monkeypatch, a=raising(RuntimeError("broken")))
-    assert goals.main([]) == 1
+    assert Goals.main([]) == 1
     assert "failed: RuntimeError: broken" in " ".join(capsys.readouterr().out.split())
 
 
 def test_ctrl_c_keeps_what_was_measured(monkeypatch, tmp_path):
     use(monkeypatch, a=lambda: Measured(3.0), b=raising(KeyboardInterrupt()), c=lambda: Measured(3.0))
-    assert goals.main(["--output", str(tmp_path)]) == 130
+    assert Goals.main(["--output", str(tmp_path)]) == 130
     assert (tmp_path / "goals.csv").read_text().splitlines()[1:] == ["a,made up,≥ 2,pass,3.0,,"]
 
 
@@ -67,13 +68,9 @@ def test_a_ratio_is_of_medians_and_its_quartiles_of_rounds():
     assert (found.value, found.low, found.high) == (20.0, 20.0, 25.0)
 
 
-def test_names_are_checked_and_listed(capsys):
+def test_names_are_listed(capsys):
     with pytest.raises(SystemExit) as exit_:
-        goals.main(["--only", "many-shor"])
-    assert exit_.value.code == 2
-    assert "--only many-shor: unknown. Did you mean 'many-short'?" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as exit_:
-        goals.main(["--list"])
+        Goals.main(["--list"])
     assert exit_.value.code == 0
     printed = capsys.readouterr().out
     names = [goal.name for goal in goals.all_goals()]
@@ -82,16 +79,13 @@ def test_names_are_checked_and_listed(capsys):
 
 
 SMALL_CASES = {
-    "softmax": partial(goals.softmax_over_linear, 64, rounds=1),
-    "whole-sequence": partial(goals.whole_over_linear, 64, rounds=1),
+    "softmax": partial(goals.over_linear, softmax, 64, rounds=1),
+    "whole-sequence": partial(goals.over_linear, whole_sequence, 64, rounds=1),
     "roofline": partial(goals.over_roofline, 64, rounds=1),
     "linear": partial(goals.per_token, 64, 32, rounds=1, several=2),
-    "bf16": partial(goals.float32_over, "bfloat16", 64, rounds=1),
-    "decay": partial(goals.time_over, {"decay": True}, {}, 64, rounds=1),
+    "bf16": partial(goals.time_over, {"dtype": "float32"}, {"dtype": "bfloat16"}, 64, rounds=1),
     "phi": partial(goals.time_over, {"feature_map": "identity", "normalize": "none"}, {"normalize": "none"}, 64, 1),
     "head-256": partial(goals.per_flop, lambda: {"heads": 2, "head_dim": 256}, 64, 64, rounds=1),
-    "value-dim": partial(goals.per_flop, lambda: {"value_dim": 32}, 64, 64, rounds=1),
-    "noncausal": partial(goals.per_flop, lambda: {"causal": False}, 64, 64, rounds=1),
     "masked": partial(goals.per_flop, lambda: {"key_mask": goals.key_mask(64)}, 64, 64, rounds=1),
     "packed": partial(goals.per_flop, lambda: {"segment_ids": goals.packed_documents(64)}, 64, 64, rounds=1),
     "memory": partial(goals.extra_memory, 1024, heads=1),

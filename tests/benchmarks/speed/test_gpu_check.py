@@ -3,21 +3,19 @@ judgement and records on the CPU."""
 
 import io
 import json
-import sys
 import time
+from argparse import Namespace
 from functools import partial
-from types import ModuleType
 
 import pytest
 import torch
 from rich.console import Console
 
-from benchmarks.speed import gpu_check, gpu_correctness, gpu_peers
-from benchmarks.speed.gpu_check import BOTH, COPY, FORWARD, Point, Run, Size
+from benchmarks.harness import runner
+from benchmarks.speed import gpu_check, gpu_correctness
+from benchmarks.speed.gpu_check import BOTH, COPY, FORWARD, GpuCheck, Point, Size
 from benchmarks.speed.gpu_correctness import Case, Outcome, check, errors_of
-from benchmarks.speed.gpu_peers import FLA, LINEAR, SOFTMAX
-from benchmarks.speed.methods import Inputs, Method, Setting, linear
-from linrope import RotaryEmbedding, linear_attention
+from benchmarks.speed.methods import FLA, LINEAR, SOFTMAX, Inputs, Method, linear
 from linrope.ops.triton_kernel import kernel as triton
 from tests.interpreter import interpret_kernels
 
@@ -25,76 +23,56 @@ SMALL = {"dim": 16, "width": 16, "length": 70, "batch": 1}
 
 
 @pytest.fixture
-def run(tmp_path) -> Run:
-    console = Console(file=io.StringIO(), width=200)
-    return Run(tmp_path, 100.0, {"machine": {"device": "a device"}}, console)
+def run(tmp_path) -> GpuCheck:
+    options = Namespace(settings=[], seconds=100.0, quick=False, output=tmp_path, device="cpu")
+    run = GpuCheck(options, "a device")
+    run.console = Console(file=io.StringIO(), width=200)
+    return run
 
 
-def written(run: Run) -> dict:
-    return json.loads((run.folder / "gpu_check.json").read_text())
+def written(run: GpuCheck) -> dict:
+    return json.loads((run.options.output / "gpu_check.json").read_text())
 
 
-def said(run: Run) -> str:
+def said(run: GpuCheck) -> str:
     return run.console.file.getvalue()
 
 
-# --- the command -----------------------------------------------------------------------------------------------------
-
-
-def test_without_a_gpu_it_says_so(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as exit_:
-        gpu_check.main(["--output", str(tmp_path / "new")])
-    assert exit_.value.code == 2
-    assert "it needs CUDA, and PyTorch sees no such device here" in capsys.readouterr().err
-    assert not (tmp_path / "new").exists()
-
-
-def test_help_and_options(capsys):
-    with pytest.raises(SystemExit) as exit_:
-        gpu_check.main(["--help"])
-    assert exit_.value.code == 0
-    assert "--seconds" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as exit_:
-        gpu_check.main(["--seconds", "0"])
-    assert exit_.value.code == 2
-    assert "--seconds 0.0: must be above 0" in capsys.readouterr().err
+def judged(run: GpuCheck, sizes: list[Size]) -> int:
+    """The exit status."""
+    run.sizes = sizes
+    run.judge()
+    return run.finish()
 
 
 def test_on_a_gpu_results_go_to_its_name(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_check, "device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(gpu_check, "make_folder", lambda parser, folder: None)
-    options = gpu_check.parse([])
+    monkeypatch.setattr(runner, "make_folder", lambda parser, folder: None)
+    options = GpuCheck.parse([])
     assert options.output.parts[-3:] == ("benchmarks", "results", "nvidia-h200")
     assert options.seconds < 9 * 60
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(SystemExit):
-        gpu_check.parse([])
+        GpuCheck.parse([])
     assert "TRITON_INTERPRET=1 is set, which runs no kernel on the GPU: unset it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("quick", "n_sizes"), [(False, 12), (True, 4)])
-def test_everything_runs_in_order_and_is_finished(monkeypatch, tmp_path, quick, n_sizes):
+def test_everything_runs_in_order_and_is_finished(monkeypatch, run, quick, n_sizes):
     """All but the GPU: what the command hands on, and its exit status where nothing could be measured."""
-    handed = {}
-    options = gpu_check.argparse.Namespace(seconds=60.0, quick=quick, output=tmp_path)
-    monkeypatch.setattr(gpu_check, "parse", lambda args: options)
-    monkeypatch.setattr("benchmarks.harness.machine.device_name", lambda device: "a device")
-    monkeypatch.setattr(
-        gpu_correctness, "in_processes", lambda work, seconds, cache: [Outcome(name, "pass") for name, *_ in work]
-    )
-    monkeypatch.setattr(gpu_check, "measure_all", lambda run, sizes: handed.update(sizes=sizes))
-    monkeypatch.setattr(gpu_check, "profile_all", lambda run, sizes: handed.update(profiled=sizes))
-    assert gpu_check.main([]) == 0
-    assert len(handed["sizes"]) == n_sizes
-    assert [size.length for size in handed["profiled"]] == [4096, 65_536, 65_536]
-    contents = json.loads((tmp_path / "gpu_check.json").read_text())
-    assert len(contents["checks"]) == len(gpu_correctness.checks(quick))
-    assert {row["result"] for row in contents["goals"]} == {"skipped: not measured"}
-
-
-# --- is it right -----------------------------------------------------------------------------------------------------
+    profiled = []
+    run.options.quick = quick
+    passes = lambda work, seconds, cache: [Outcome(name, "pass") for name, *_ in work]  # noqa: E731
+    monkeypatch.setattr(gpu_correctness, "in_processes", passes)
+    monkeypatch.setattr(run, "measure_all", lambda: None)
+    monkeypatch.setattr(run, "profile_all", profiled.extend)
+    run.measure()
+    assert run.finish() == 0
+    assert len(run.sizes) == n_sizes
+    assert [size.length for size in profiled] == [4096, 65_536, 65_536]
+    assert len(written(run)["checks"]) == len(gpu_correctness.checks(quick))
+    assert {row["result"] for row in written(run)["goals"]} == {"skipped: not measured"}
 
 
 @pytest.mark.parametrize(
@@ -168,12 +146,8 @@ def test_errors_are_of_norms_and_of_the_same_tensors():
 def test_the_list_covers_what_it_should():
     cases = gpu_correctness.all_cases()
     assert all(cases[name] == case for name, case in gpu_correctness.all_cases(quick=True).items())
-    for dtype, precision in (
-        ("bfloat16", "highest"),
-        ("float16", "highest"),
-        ("float32", "highest"),
-        ("float32", "high"),
-    ):
+    kinds = [(dtype, "highest") for dtype in ("bfloat16", "float16", "float32")]
+    for dtype, precision in [*kinds, ("float32", "high")]:
         of_dtype = [case for case in cases.values() if (case.dtype, case.precision) == (dtype, precision)]
         assert {case.dim for case in of_dtype} == {16, 64, 80, 128, 256}
         assert {case.width for case in of_dtype} == {16, 64, 80, 128, 256}
@@ -189,11 +163,11 @@ def test_outcomes_are_written_as_they_come(run):
         yield Outcome("b", "FAIL", 0.1, 0.2, "o")
         assert [one["result"] for one in written(run)["checks"]] == ["pass", "FAIL"]
 
-    gpu_check.check_all(run, [("a",), ("b",), ("c",)], outcomes())
+    run.check_all([("a",), ("b",), ("c",)], outcomes())
     assert written(run)["checks"][-1]["result"] == "failed: no answer in its time"
     assert "1 of 3 checks gave no answer" in written(run)["notes"][0]
     assert "check 2 of 3: b: FAIL, o off by 2.0e-01" in said(run)
-    assert gpu_check.finish(run, []) == 1
+    assert judged(run, []) == 1
 
 
 def test_checks_run_in_processes_of_their_own(tmp_path):
@@ -207,27 +181,20 @@ def test_checks_that_hang_end_with_their_time(tmp_path):
     assert time.monotonic() - begin < 60
 
 
-# --- how fast and how small ------------------------------------------------------------------------------------------
-
-
 def fails(x: Inputs) -> torch.Tensor:
     raise torch.OutOfMemoryError("out of memory")
 
 
 @pytest.fixture
 def cpu_forms(monkeypatch):
-    forms = [
-        Method(LINEAR, linear),
-        Method(SOFTMAX, fails, quadratic=True),
-        Method(FLA, fails, absent="not installed"),
-    ]
-    monkeypatch.setattr(gpu_check, "forms", lambda: {form.name: form for form in forms})
+    peers = {SOFTMAX: Method(SOFTMAX, fails, quadratic=True), FLA: Method(FLA, fails, absent="not installed")}
+    monkeypatch.setattr(gpu_check, "gpu_forms", lambda: {LINEAR: Method(LINEAR, linear), **peers})
     monkeypatch.setattr(gpu_check, "LONG", 128)
 
 
 def test_a_size_is_measured_and_what_fails_is_said(run, cpu_forms):
-    size = Size(128, 2, 16)
-    gpu_check.measure(run, size, device="cpu")
+    run.sizes = [Size(128, 2, 16)]
+    run.measure_all()
     points = {(p["method"], p["mode"]): p for p in written(run)["points"]}
     assert points[LINEAR, BOTH]["seconds"] > 0
     assert points[LINEAR, BOTH]["memory_share"] is not None
@@ -241,12 +208,9 @@ def test_a_size_is_measured_and_what_fails_is_said(run, cpu_forms):
 
 @pytest.mark.parametrize(("quadratic", "expected"), [(True, 6400.0), (False, 80.0)])
 def test_what_takes_too_long_is_extrapolated(run, quadratic, expected):
-    run.points = [
-        Point(SOFTMAX, BOTH, Size(100, 16, 64), seconds=1.0),
-        Point(SOFTMAX, BOTH, Size(100, 64, 64), seconds=9),
-    ]
+    run.points = [Point(SOFTMAX, BOTH, Size(100, rows, 64), seconds=s) for rows, s in ((16, 1.0), (64, 9.0))]
     point = Point(SOFTMAX, BOTH, Size(8000, 16, 64))
-    assert gpu_check.prepared(run, point, pytest.fail, quadratic, "cpu") is None
+    assert run.prepared(point, pytest.fail, quadratic) is None
     assert (point.status, point.seconds) == ("extrapolated", expected)
 
 
@@ -255,29 +219,30 @@ def test_a_long_call_is_made_once(run, monkeypatch):
     monkeypatch.setattr(gpu_check, "clock", lambda call, device: call() or 2.0)
     run.points = [Point(SOFTMAX, BOTH, Size(100, 16, 64), seconds=0.5)]
     point = Point(SOFTMAX, BOTH, Size(200, 16, 64))
-    assert gpu_check.prepared(run, point, lambda: calls.append(1), True, "cpu") is None
+    assert run.prepared(point, lambda: calls.append(1), True) is None
     assert (len(calls), point.seconds, point.detail) == (1, 2.0, "one call")
 
 
 def test_the_rest_is_skipped_when_the_time_is_over(run, monkeypatch):
-    sizes = [Size(100, 16, 64), Size(200, 16, 64)]
-    run.seconds = 10.0  # less than is kept for the profile
-    monkeypatch.setattr(gpu_check, "measure", pytest.fail)
-    gpu_check.measure_all(run, sizes)
+    run.sizes = [Size(100, 16, 64), Size(200, 16, 64)]
+    run.options.seconds = 10.0  # less than is kept for the profile
+    monkeypatch.setattr(run, "points_of", pytest.fail)
+    run.measure_all()
     assert "not measured, the time is over: B·H=16, D=64, T=100; B·H=16, D=64, T=200" in written(run)["notes"]
-    run.seconds = 0.0
-    gpu_check.profile_all(run, sizes[:1])
+    run.options.seconds = 0.0
+    run.profile_all(run.sizes[:1])
     assert written(run)["notes"][-1] == "profile of B·H=16, D=64, T=100: skipped, the time is over"
 
 
 def test_a_size_that_fails_does_not_end_the_run(run, monkeypatch):
-    def measure(run, size):
+    def points_of(size):
         if size.length == 100:
             raise RuntimeError("a fault")
-        run.add("points", Point(LINEAR, BOTH, size, seconds=1.0))
+        return [Point(LINEAR, BOTH, size, seconds=1.0)]
 
-    monkeypatch.setattr(gpu_check, "measure", measure)
-    gpu_check.measure_all(run, [Size(100, 16, 64), Size(200, 16, 64)])
+    monkeypatch.setattr(run, "points_of", points_of)
+    run.sizes = [Size(100, 16, 64), Size(200, 16, 64)]
+    run.measure_all()
     assert [p.status for p in run.points] == ["failed", "measured"]
 
 
@@ -287,9 +252,6 @@ def test_a_profile_names_what_ran():
     assert [line.split()[0] for line in lines if line.endswith("aten::mm")] == ["1"]
     parts = [float(line.split()[1].replace(",", "")) for line in lines[1:-1]]
     assert float(lines[-1].split()[0].replace(",", "")) == pytest.approx(sum(parts), abs=0.1 * len(parts))  # as printed
-
-
-# --- the goals -------------------------------------------------------------------------------------------------------
 
 
 def at(length: int, softmax: float, fla: float | None, status: str = "measured") -> list[Point]:
@@ -307,7 +269,7 @@ def at(length: int, softmax: float, fla: float | None, status: str = "measured")
 def test_goals_are_ratios_with_their_bounds(run, monkeypatch):
     monkeypatch.setattr(gpu_check.timing, "COPY_ELEMENTS", 2**24)
     run.points = at(65_536, 0.041, 2.9e-3)
-    assert gpu_check.finish(run, [Size(65_536, 16, 64)]) == 1
+    assert judged(run, [Size(65_536, 16, 64)]) == 1
     values = {row.name.split(",")[0]: (row.value, row.goal, row.result) for row in run.goals}
     tensor, rate = 2 * 65_536 * 16 * 64, 2**27 / 64e-6
     assert values == {
@@ -317,16 +279,14 @@ def test_goals_are_ratios_with_their_bounds(run, monkeypatch):
         "forward+backward / limit of memory": (pytest.approx(1e-3 * rate / (8 * tensor)), "≤ 2.5", "pass"),
         "extra memory": (0.1, "≤ 0.15", "pass"),
     }
-    assert (
-        written(run)["notes"][-1]
-        == "4 of 5 goals met; missed: ['flash-linear-attention / linear, B·H=16, D=64, T=65,536']"
-    )
+    missed = "flash-linear-attention / linear, B·H=16, D=64, T=65,536"
+    assert written(run)["notes"][-1] == f"4 of 5 goals met; missed: ['{missed}']"
     assert "a device" in said(run)
 
 
 def test_a_peer_that_cannot_is_skipped_and_a_guess_is_named(run):
     run.points = at(524_288, 0.31, None, status="extrapolated")
-    assert gpu_check.finish(run, [Size(524_288, 16, 64)]) == 0
+    assert judged(run, [Size(524_288, 16, 64)]) == 0
     softmax, fla = run.goals
     assert (softmax.result, softmax.goal) == ("pass", "≥ 300")
     assert softmax.name.endswith("T=524,288, extrapolated")
@@ -336,56 +296,5 @@ def test_a_peer_that_cannot_is_skipped_and_a_guess_is_named(run):
 def test_our_own_failure_is_one(run):
     size = Size(4096, 16, 64)
     run.points = [Point(LINEAR, BOTH, size, "failed", "a fault"), Point(SOFTMAX, BOTH, size, seconds=1.0)]
-    assert gpu_check.finish(run, [size]) == 1
+    assert judged(run, [size]) == 1
     assert run.goals[0].result == "failed: RuntimeError: linear: failed a fault"
-
-
-# --- the peers -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def uncompiled(monkeypatch):
-    monkeypatch.setattr(gpu_peers, "fused", lambda function: function)
-
-
-def inputs() -> Inputs:
-    return Inputs.make(Setting(70, heads=3, head_dim=16, dtype="float32"))
-
-
-def compare(ours, theirs, x: Inputs) -> None:
-    """Outputs and gradients, to float32's rounding over 70 terms."""
-    for a, b in zip(*((o, *torch.autograd.grad(o, (x.q, x.k, x.v), x.grad)) for o in (ours, theirs))):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-
-
-def test_flash_attention_has_the_angles_of_the_rope(uncompiled):
-    x = inputs()
-    rope = RotaryEmbedding(16, interleaved=False)
-    expected = torch.nn.functional.scaled_dot_product_attention(rope.rotate(x.q), rope.rotate(x.k), x.v, is_causal=True)
-    compare(gpu_peers.softmax_flash(x), expected, x)
-
-
-def test_flash_linear_attention_computes_the_same(uncompiled, monkeypatch):
-    """Its package need not be there: what its two functions promise to compute stands in for them."""
-
-    def chunk_simple_gla(q, k, v, scale):
-        weights = torch.einsum("bihd,bjhd->bhij", q * scale, k).tril()
-        return torch.einsum("bhij,bjhe->bihe", weights, v), None
-
-    def rotary_embedding(x, cos, sin):
-        return gpu_peers.rotate_halves(x, cos[:, None], sin[:, None])
-
-    for name in ("fla", "fla.modules", "fla.ops", "fla.modules.rotary", "fla.ops.simple_gla"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    sys.modules["fla.modules.rotary"].rotary_embedding = rotary_embedding
-    sys.modules["fla.ops.simple_gla"].chunk_simple_gla = chunk_simple_gla
-    assert not gpu_peers.forms()[FLA].absent
-    x = inputs()
-    q, k, v = (tensor.view(1, 70, 3, 16).transpose(1, 2) for tensor in (x.q, x.k, x.v))
-    expected = linear_attention(q, k, v, RotaryEmbedding(16, interleaved=False), backend="reference")
-    compare(gpu_peers.flash_linear_attention(x), expected.transpose(1, 2).reshape(x.v.shape), x)
-
-
-def test_forms_are_ours_and_two_peers():
-    assert list(gpu_peers.forms()) == [LINEAR, SOFTMAX, FLA]
-    assert gpu_peers.forms()[FLA].absent in ("", "not installed")

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from benchmarks.speed import methods
 from benchmarks.speed.methods import Inputs, LinearDecoding, Setting, SoftmaxDecoding, catalogue
-from linrope import linear_attention
+from linrope import RotaryEmbedding, linear_attention
 
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}  # float64, a few hundred terms in another order
 
@@ -66,26 +67,26 @@ def test_methods_agree_with_their_definitions(name, expected):
             assert_same(method.attend, expected, inputs(67))
 
 
-def test_peers_are_listed_as_absent_where_they_are():
-    known = catalogue("cpu", "float32")
-    for name in ("fast-transformers", "flash-linear-attention"):
-        assert known[name].absent in ("", "not installed", "needs CUDA")
-
-
 def causal_product(q, k, v):
     return (q @ k.mT).tril() @ v
 
 
-def test_peers_compute_the_same_around_their_kernels(monkeypatch):
-    """Their own packages need not be there: what they promise to compute stands in for them."""
+def simple_gla(q, k, v, scale):
+    o = causal_product(*(x.transpose(1, 2) for x in (q * scale, k, v)))
+    return o.transpose(1, 2), None
 
-    def simple_gla(q, k, v, scale):
-        o = causal_product(*(x.transpose(1, 2) for x in (q * scale, k, v)))
-        return o.transpose(1, 2), None
 
+def rotary_embedding(x, cos, sin):
+    return methods.rotate_halves(x, cos[:, None], sin[:, None])
+
+
+@pytest.fixture
+def peers(monkeypatch):
+    """Their own packages need not be there: what they promise to compute stands in for them, uncompiled."""
     stand_ins = {
         "fast_transformers.causal_product": {"causal_dot_product": causal_product},
         "fla.ops.simple_gla": {"chunk_simple_gla": simple_gla},
+        "fla.modules.rotary": {"rotary_embedding": rotary_embedding},
     }
     for name, contents in stand_ins.items():
         parts = name.split(".")
@@ -94,12 +95,38 @@ def test_peers_compute_the_same_around_their_kernels(monkeypatch):
         module = ModuleType(name)
         module.__dict__.update(contents)
         monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(methods, "fused", lambda function: function)
+
+
+def test_peers_compute_the_same_around_their_kernels(peers):
     assert catalogue("cpu", "float32")["fast-transformers"].absent == ""
     assert catalogue("cpu", "bfloat16")["fast-transformers"].absent == "float32 only"
     assert catalogue("cpu", "float32")["flash-linear-attention"].absent == "needs CUDA"
     for attend in (methods.fast_transformers, methods.flash_linear_attention):
         x = inputs(65)
         torch.testing.assert_close(attend(x), reference(x), rtol=1e-6, atol=1e-6)  # one sums in float32
+
+
+def fused_by_definition(x: Inputs) -> torch.Tensor:
+    """Of the memory of x read as (B, T, H, D), with the angles of the half-split RoPE."""
+    q, k, v = (tensor.view(tensor.shape[0], tensor.shape[2], 3, -1).transpose(1, 2) for tensor in (x.q, x.k, x.v))
+    o = linear_attention(q, k, v, RotaryEmbedding(16, interleaved=False), backend="reference")
+    return o.transpose(1, 2).reshape(x.v.shape)
+
+
+def softmax_of_halves(x: Inputs) -> torch.Tensor:
+    return methods.softmax(replace(x, rope=RotaryEmbedding(16, interleaved=False)))
+
+
+def test_peers_of_the_cuda_backend_compute_the_same(peers):
+    """Outputs and gradients, to float32's rounding over 70 terms."""
+    assert list(methods.gpu_forms()) == [methods.LINEAR, methods.SOFTMAX, methods.FLA]
+    assert not methods.gpu_forms()[methods.FLA].absent
+    x = Inputs.make(Setting(70, heads=3, head_dim=16))
+    for name, expected in ((methods.SOFTMAX, softmax_of_halves), (methods.FLA, fused_by_definition)):
+        attend = methods.gpu_forms()[name].attend
+        for ours, theirs in zip(outputs_and_gradients(attend, x), outputs_and_gradients(expected, x)):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_several_backends_have_names_of_their_own(monkeypatch):
@@ -120,7 +147,7 @@ def test_several_backends_have_names_of_their_own(monkeypatch):
 
 def test_decoding_is_one_more_token_of_the_past():
     x = inputs(40, mode="decode")
-    x = Inputs(x.setting, x.q, x.k, x.q, x.grad, x.log_decay, x.rope)  # a cache holds keys and values of one size
+    x = replace(x, v=x.q)  # a cache holds keys and values of one size
     past = torch.randn(2, 2, 2, 40, 8, dtype=torch.float64)
     _, state = linear_attention(past[0], past[0], past[1], x.rope, return_state=True)
     linear = LinearDecoding(x)
@@ -128,13 +155,8 @@ def test_decoding_is_one_more_token_of_the_past():
     linear.state = state
     cache = torch.empty(2, 2, 2, 41, 8, dtype=torch.float64)
     cache[0, :, :, :40], cache[1, :, :, :40] = x.rope.rotate(past[0]), past[1]
-    whole = Inputs(
-        x.setting,
-        *(torch.cat((old, new), dim=2) for old, new in zip((past[0], past[0], past[1]), (x.q, x.k, x.v))),
-        x.grad,
-        x.log_decay,
-        x.rope,
-    )
+    q, k, v = (torch.cat(pair, dim=2) for pair in ((past[0], x.q), (past[0], x.k), (past[1], x.v)))
+    whole = replace(x, q=q, k=k, v=v)
     torch.testing.assert_close(linear()[0], reference(whole)[:, :, -1:], **TOLERANCE)
     softmax = SoftmaxDecoding(x, cache)
     torch.testing.assert_close(softmax(), softmax_by_definition(whole)[:, :, -1:], **TOLERANCE)

@@ -1,17 +1,14 @@
 """Whole models are trained at every length, with the same number of tokens in every step."""
 
+from functools import partial
+
 import pytest
 
 from benchmarks.speed import model_scaling
-from tests.benchmarks.results import read
+from tests.benchmarks.speed import results
 
 SMALL = ["--layers", "2", "--d_model", "16", "--heads", "2", "--tokens", "64", "--repeats", "2"]
-
-
-def run(tmp_path, *args: str) -> tuple[int, dict, dict]:
-    status = model_scaling.main([*SMALL, *args, "--output", str(tmp_path)])
-    _, contents = read(tmp_path, "model_scaling")
-    return status, {(p["method"], p["length"]): p for p in contents["points"]}, contents
+run = partial(results.run, model_scaling.ModelScaling, SMALL, stem="model_scaling")
 
 
 def test_every_kind_of_model_at_every_length(tmp_path, capsys):
@@ -47,45 +44,3 @@ def test_a_step_trains_the_model(monkeypatch):
     for _ in range(5):
         step()
     assert losses[-1] < losses[0]
-
-
-def test_failures_and_ctrl_c_keep_the_rest(tmp_path, monkeypatch):
-    make = model_scaling.training_step
-    errors = {"linear": None, "softmax": MemoryError("can't allocate memory"), "hybrid": KeyboardInterrupt()}
-
-    def failing(config, *args):
-        kinds = set(config.attention)
-        error = errors["hybrid" if len(kinds) > 1 else kinds.pop()]
-        step = make(config, *args)
-        calls = []
-
-        def run_step():
-            calls.append(None)
-            if error and len(calls) == 3:
-                raise error
-            step()
-
-        return run_step
-
-    monkeypatch.setattr(model_scaling, "training_step", failing)
-    status, points, _ = run(tmp_path, "--lengths", "16", "64")
-    assert status == 130
-    found = {kind: (points[kind, 16]["status"], points[kind, 16]["rounds"]) for kind in errors}
-    assert found == {"linear": ("measured", 2), "softmax": ("out of memory", 0), "hybrid": ("measured", 1)}
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--lengths", "100"], "--lengths 100: does not divide --tokens 8192"),
-        (["--lengths", "0"], "--lengths 0: must be above 0"),
-        (["--attention", "linera"], "--attention linera: unknown. Did you mean 'linear'?"),
-        (["--heads", "3"], "--heads 3: --d_model 256 must be an even multiple of it"),
-    ],
-)
-def test_bad_options_are_named(args, message, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as exit_:
-        model_scaling.main(args)
-    assert exit_.value.code == 2
-    assert message in capsys.readouterr().err

@@ -9,10 +9,9 @@ import pytest
 from benchmarks.harness.memory import OutOfMemory
 from benchmarks.speed import scaling
 from benchmarks.speed.methods import Method, catalogue, linear, softmax
-from tests.benchmarks.results import read
+from tests.benchmarks.speed import results
 
 SMALL = ["--heads", "1", "--head_dim", "8", "--repeats", "2"]
-STEM = "scaling-forward-backward-float32"
 
 
 @pytest.fixture
@@ -40,12 +39,7 @@ def use(monkeypatch, *methods: Method) -> None:
     monkeypatch.setattr(scaling, "catalogue", lambda device, dtype: {method.name: method for method in methods})
 
 
-def run(tmp_path, *args: str, stem: str = STEM) -> tuple[int, dict, dict]:
-    """Exit status, the points by method and length, and the JSON."""
-    status = scaling.main([*SMALL, *args, "--output", str(tmp_path)])
-    rows, contents = read(tmp_path, stem)
-    assert len(rows) == len(contents["points"])
-    return status, {(p["method"], p["length"]): p for p in contents["points"]}, contents
+run = partial(results.run, scaling.Scaling, SMALL, stem="scaling-forward-backward-float32")
 
 
 def test_all_methods_are_measured_at_every_length(tmp_path, capsys):
@@ -97,12 +91,6 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch, capsys, without_m
     assert ("linear-rope", 64) not in points
 
 
-def test_ctrl_c_at_once_still_writes(tmp_path, monkeypatch, without_memory):
-    use(monkeypatch, Method("linear-rope", Counted(KeyboardInterrupt(), at=1)))
-    status, points, _ = run(tmp_path, "--lengths", "16")
-    assert (status, points["linear-rope", 16]["status"]) == (130, "interrupted")
-
-
 def test_running_out_of_memory_is_recorded_and_the_run_goes_on(tmp_path, monkeypatch, capsys, without_memory):
     hungry = Counted(MemoryError("can't allocate memory"), at=5)
     use(monkeypatch, Method("linear-rope", hungry), Method("softmax-rope", softmax, quadratic=True))
@@ -140,14 +128,6 @@ def test_a_child_that_ran_out_of_memory_is_not_timed(tmp_path, monkeypatch):
     assert not attention.calls
 
 
-def test_a_failure_is_reported_and_the_run_goes_on(tmp_path, monkeypatch, capsys, without_memory):
-    use(monkeypatch, Method("peer", Counted(TypeError("no such argument"), at=1)), Method("linear-rope", linear))
-    status, points, _ = run(tmp_path, "--lengths", "16")
-    assert status == 0
-    assert (points["peer", 16]["status"], points["linear-rope", 16]["status"]) == ("failed", "measured")
-    assert "peer at 16: failed, TypeError: no such argument" in capsys.readouterr().out
-
-
 def test_what_would_exceed_the_budget_is_not_run(tmp_path, capsys, without_memory):
     methods = ["--methods", "softmax-rope", "--budget", "1e-6"]
     status, points, _ = run(tmp_path, *methods, "--lengths", "16", "32", "64")
@@ -174,34 +154,3 @@ def test_linear_rope_names_all_its_backends(tmp_path, monkeypatch):
     use(monkeypatch, *(Method(name, partial(linear)) for name in names))
     options = scaling.Scaling.parse(["--methods", "linear-rope", "--output", str(tmp_path)])
     assert options.methods == ["linear-rope[a]", "linear-rope[b]"]
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--lengths", "0"], "--lengths 0: must be above 0"),
-        (["--methods", "softmax-rop"], "--methods softmax-rop: unknown. Did you mean 'softmax-rope'?"),
-        (["--mode", "backward"], "invalid choice: 'backward'"),
-        (["--repeats", "0"], "--repeats 0: must be above 0"),
-        (["--head_dim", "7"], "--head_dim 7: must be even, because RoPE rotates pairs"),
-        (["--memory", "lots"], "'lots' is no size: give one such as 4GiB"),
-        (["--budget", "-1"], "--budget -1.0: must be above 0"),
-        (["--output", "{file}/results"], "cannot write there"),
-    ],
-)
-def test_bad_options_are_named_before_any_run(args, message, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(scaling.Scaling, "measure", lambda self: pytest.fail("it ran"))
-    file = tmp_path / "file"
-    file.touch()
-    with pytest.raises(SystemExit) as exit_:
-        scaling.main([arg.format(file=file) for arg in args])
-    assert exit_.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_device_that_is_not_there_is_named(capsys, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(SystemExit):
-        scaling.main(["--device", "cuda"])
-    assert "--device cuda: PyTorch finds no CUDA device here" in capsys.readouterr().err

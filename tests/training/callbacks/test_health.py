@@ -235,7 +235,7 @@ def test_the_share_of_time_is_logged_as_the_benchmark_reports_it(tmp_path, capsy
     from benchmarks.speed import health
 
     args = ["--steps", "6", "--every", "3", "--context", "64", "--d_model", "16", "--layers", "1", "--heads", "2"]
-    assert health.main([*args, "--output", str(tmp_path)]) == 0
+    assert health.Health.main([*args, "--output", str(tmp_path)]) == 0
     contents = json.loads((tmp_path / "health.json").read_text())
     (point,) = contents["points"]
     assert 0 < point["share_of_time"] < 1
