@@ -75,7 +75,7 @@ class TextDataModule(ResumableDataModule):
         num_workers: int = 0,
         document_mask: bool = False,
         contiguous: bool = False,
-        curriculum: list[CurriculumStage] | None = None,
+        curriculum: list[dict[str, Any]] | None = None,  # or of CurriculumStage; `_stage` checks both, in plain words
         tokenizer: str | None = None,
         token_dtype: str = "uint16",
     ) -> None:
