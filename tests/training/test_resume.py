@@ -386,10 +386,8 @@ def test_a_log_that_cannot_be_written_is_one_clear_message(tiny, capsys, monkeyp
 
     monkeypatch.setattr(CSVLogger, "save", no_room)
     assert main(["fit", *tiny, "--trainer.log_every_n_steps=1"]) == 1
-    assert capsys.readouterr().err == (
-        "linrope: error: [Errno 28] No space left on device: 'metrics.csv'. Make room; a training run then resumes "
-        "with --ckpt_path last.\n"
-    )
+    said = "No space left on device: 'metrics.csv'. Make room; a training run then resumes with --ckpt_path last."
+    assert capsys.readouterr().err == f"linrope: error: [Errno 28] {said}\n"
 
 
 def test_a_file_is_replaced_only_by_a_whole_one(tmp_path):

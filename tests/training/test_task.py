@@ -144,8 +144,7 @@ def test_a_new_task_writes_its_loss_and_its_metrics(tmp_path):
     task = DoublingTask(Doubler(), OptimizerConfig(lr=0.1, warmup_steps=0, weight_decay=0.0))
     trainer = doubling_trainer(max_steps=1, accumulate_grad_batches=2)
     trainer.fit(task, loader, loader)
-    metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
-    assert metrics == pytest.approx(
+    assert {name: value.item() for name, value in trainer.callback_metrics.items()} == pytest.approx(
         {
             "train_loss": (1 + 9 + 16) / 3,
             "train_largest": 4 + 16,

@@ -115,16 +115,18 @@ def test_options_out_of_range_are_named(options, message):
         MQARDataModule(**options)
 
 
-@pytest.mark.parametrize("limit", [{"limit_train_batches": 5}, {"overfit_batches": 3}])
-def test_a_trainer_that_would_repeat_the_first_batches_is_refused(limit):
-    with pytest.raises(InputError, match=r"would train on the same first samples again and again"):
-        small_trainer(max_steps=6, **limit).fit(RecallModule(MODEL), MQARDataModule(**SMALL))
-
-
-def test_a_model_that_lacks_tokens_of_the_task_is_refused_before_the_first_batch():
-    data = MQARDataModule(**{**SMALL, "vocab_size": 65})
-    with pytest.raises(InputError, match=r"model\.vocab_size=64 is too small .* set it to 65 or more"):
-        small_trainer(max_steps=1).fit(RecallModule(MODEL), data)
+@pytest.mark.parametrize(
+    ("trainer", "vocab_size", "message"),
+    [
+        ({"limit_train_batches": 5}, 64, r"would train on the same first samples again and again"),
+        ({"overfit_batches": 3}, 64, r"would train on the same first samples again and again"),
+        ({}, 65, r"model\.vocab_size=64 is too small .* set it to 65 or more"),
+    ],
+)
+def test_a_trainer_or_a_model_that_does_not_fit_the_data_is_refused(trainer, vocab_size, message):
+    data = MQARDataModule(**{**SMALL, "vocab_size": vocab_size})
+    with pytest.raises(InputError, match=message):
+        small_trainer(max_steps=6, **trainer).fit(RecallModule(MODEL), data)
 
 
 def test_tokens_of_no_text_have_no_tokenizer(tmp_path):
