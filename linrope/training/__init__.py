@@ -15,8 +15,13 @@ from linrope.training.callbacks.summary import RunSummary
 from linrope.training.callbacks.throughput import Throughput
 from linrope.training.checkpoint import WholeCheckpointIO
 from linrope.training.data_modules.base import ResumableDataModule
-from linrope.training.data_modules.passkey import PasskeyDataModule
-from linrope.training.data_modules.recall import CopyDataModule, InductionDataModule, MQARDataModule, RecallDataModule
+from linrope.training.data_modules.recall import (
+    CopyDataModule,
+    InductionDataModule,
+    MQARDataModule,
+    PasskeyDataModule,
+    RecallDataModule,
+)
 from linrope.training.data_modules.text import TextDataModule
 from linrope.training.optimizer import OptimizerConfig, learning_rate_factor
 from linrope.training.task import BatchLoss, TrainingTask

@@ -20,10 +20,8 @@ from linrope.utils.files import whole_file
 
 TRAINING_STATE = ("global_step", "loops", "lr_schedulers", "optimizer_states")
 
-
 WITHOUT_WEIGHTS = ("model.window", "model.dropout", "model.gate_normalizer")
 """Options that a new run may change on trained weights."""
-
 
 THETA = ("model.rope.base", "model.rope.scaling")
 """Options of θ, which a new run may change too unless θ is trained."""
@@ -111,9 +109,8 @@ def start_from(model: LanguageModel, path: str, fractions: list[float]) -> list[
         ) from error
     rope = model.config.rope
     may_differ = WITHOUT_WEIGHTS + (() if rope is None or rope.trainable else THETA)
-    trained, here = _flat(source.config.to_dict()), _flat(model.config.to_dict())
-    fixed = [_without(options, may_differ) for options in (trained, here)]
-    if differing := list(_differences(*fixed)):
+    options = _flat(source.config.to_dict()), _flat(model.config.to_dict())
+    if differing := list(_differences(*(_without(each, may_differ) for each in options))):
         raise InputError(
             f"run.start_from={path!r} holds a model that differs in more than {', '.join(may_differ)}; {_fix(path)}:"
             + "".join(f"\n  {difference}" for difference in differing)
@@ -122,7 +119,7 @@ def start_from(model: LanguageModel, path: str, fractions: list[float]) -> list[
     model.tokenizer = source.tokenizer
     if Path(path).is_file():
         warn_of_other_split(open_checkpoint(path), fractions, path)
-    return list(_differences(trained, here))
+    return list(_differences(*options))
 
 
 def _without(options: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
@@ -142,12 +139,7 @@ def warn_of_other_split(checkpoint: dict[str, Any], fractions: list[float], path
 
 
 def require_same_tokenizer(of_model: dict[str, str] | None, of_data: dict[str, str], source: str) -> None:
-    """Raises InputError unless model and data have the same tokenizer, or the model's is unknown.
-
-    Args:
-        of_model, of_data: the tokenizers, as `tokenizer_to_serialized` gives them.
-        source: where the model comes from, for messages.
-    """
+    """Raises InputError unless model and data have the same (serialized) tokenizer, or the model's is unknown."""
     trained, here = tokenizer_from_serialized(of_model, source), tokenizer_from_serialized(of_data)
     if trained is None or (here is not None and trained.fingerprint == here.fingerprint):
         return

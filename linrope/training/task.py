@@ -205,14 +205,10 @@ class TrainingTask(LightningModule):
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self.evaluate(batch, self.evaluation)
 
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self.evaluate(batch, self.evaluation)
-
     def on_validation_epoch_start(self) -> None:
         self.evaluation = {}
 
-    def on_test_epoch_start(self) -> None:
-        self.evaluation = {}
+    test_step, on_test_epoch_start = validation_step, on_validation_epoch_start
 
     def on_validation_epoch_end(self) -> None:
         self._log_evaluation("val")

@@ -14,12 +14,7 @@ from linrope.training.optimizer import OptimizerConfig
 from tests.test_segmented import model_of
 from tests.training.test_resume import TRAINED, equal, load, version
 
-CONTIGUOUS = [
-    "--data.contiguous=true",
-    "--model.short_conv=3",
-    "--model.forget_gate=true",
-    "--trainer.log_every_n_steps=1",
-]
+CONTIGUOUS = ["--data.contiguous=true", "--model.short_conv=3", "--model.forget_gate=true"]
 
 
 @pytest.mark.parametrize("document_mask", [False, True])
@@ -106,7 +101,5 @@ def test_contiguous_batches_need_a_state_that_does_not_grow_and_rows_of_one_leng
     assert "data.contiguous=True needs a state of fixed size, but layer 0 is softmax" in capsys.readouterr().err
     assert main(["fit", *tiny, "--data.contiguous=true", "--model.rope.trainable=true"]) == 2
     assert "data.contiguous=True detaches the state" in capsys.readouterr().err
-    with pytest.raises(
-        InputError, match=r"data\.contiguous=True needs rows of one length, data\.curriculum changes it"
-    ):
+    with pytest.raises(InputError, match=r"data\.contiguous=True needs rows of one length, data\.curriculum changes"):
         TextDataModule(contiguous=True, curriculum=[{"tokens": 10, "seq_len": 5}])

@@ -8,11 +8,14 @@ import resource
 import shutil
 import signal
 import warnings
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 
 from linrope.cli.main import main
@@ -26,6 +29,7 @@ from tests.processes import Run
 
 pytestmark = pytest.mark.xdist_group("processes")
 ROOT = Path(__file__).parents[2]
+SMALL = LanguageModelConfig(d_model=16, n_layers=1, n_heads=2)
 TRAINED = ("state_dict", "optimizer_states", "lr_schedulers")
 
 
@@ -52,6 +56,18 @@ def losses(run_folder: Path, name: str = "train_loss") -> dict[int, str]:
 
 def version(run_folder: Path, number: int) -> Path:
     return run_folder.with_name(f"version_{number}")
+
+
+def interrupt(patch: pytest.MonkeyPatch, when: Callable[[Trainer], bool], signum: int) -> None:
+    """Sends this process a signal in the backward pass of the batch for which `when` holds."""
+    backward = LanguageModelingModule.on_after_backward
+
+    def interrupted(self):
+        if when(self.trainer):
+            os.kill(os.getpid(), signum)
+        backward(self)
+
+    patch.setattr(LanguageModelingModule, "on_after_backward", interrupted)
 
 
 @pytest.fixture
@@ -119,16 +135,9 @@ def test_a_checkpoint_of_the_middle_of_a_step_goes_on_from_its_beginning(exact, 
 
 
 def test_a_validation_that_was_due_is_finished_before_the_run_stops(exact, run_folder, monkeypatch):
-    backward = LanguageModelingModule.on_after_backward
-
-    def interrupted(self):
-        if self.trainer.fit_loop.total_batch_idx == 3:  # the last batch of the second step
-            os.kill(os.getpid(), signal.SIGTERM)
-        backward(self)
-
     exact = [*exact, "--trainer.max_steps=4", "--trainer.val_check_interval=4"]
     with monkeypatch.context() as patch:
-        patch.setattr(LanguageModelingModule, "on_after_backward", interrupted)
+        interrupt(patch, lambda trainer: trainer.fit_loop.total_batch_idx == 3, signal.SIGTERM)  # ends the second step
         assert main(["fit", *exact]) == 128 + signal.SIGTERM
     assert (sorted(losses(run_folder)), sorted(losses(run_folder, "val_loss"))) == ([0, 1], [1])
     (best,) = load(run_folder)["callbacks"].values()
@@ -139,7 +148,7 @@ def test_a_validation_that_was_due_is_finished_before_the_run_stops(exact, run_f
 
 
 def test_draws_follow_from_the_seed_and_the_number_of_the_batch():
-    module = LanguageModelingModule(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2), seed=3)
+    module = LanguageModelingModule(SMALL, seed=3)
 
     def draw(batch_idx: int, global_step: int, accumulate: int = 1, world_size: int = 1, rank: int = 0) -> float:
         module.trainer = SimpleNamespace(
@@ -199,24 +208,21 @@ def test_a_damaged_checkpoint_is_one_clear_message(exact, run_folder, capsys):
         )
 
 
-def test_weights_alone_can_be_measured_but_not_resumed(exact, run_folder, capsys):
+def test_weights_alone_cannot_be_resumed(exact, run_folder, tmp_path, capsys):
     assert main(["fit", *exact]) == 0
     weights = {key: value for key, value in load(run_folder).items() if key in ("state_dict", "linrope")}
-    torch.save(weights, run_folder / "weights.ckpt")
-    assert main(["fit", *exact, "--trainer.max_steps=3", f"--ckpt_path={run_folder / 'weights.ckpt'}"]) == 2
-    assert "cannot be resumed from: it has no global_step, loops, lr_schedulers, optimizer_states" in (
-        capsys.readouterr().err
-    )
-
-
-def test_a_folder_of_save_pretrained_is_no_run_to_resume(exact, tmp_path, capsys):
-    LanguageModel(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2)).save_pretrained(tmp_path / "saved")
-    assert main(["fit", *exact, f"--ckpt_path={tmp_path / 'saved'}"]) == 2
-    assert "saved' holds weights, but no training state to resume: name a .ckpt" in capsys.readouterr().err
+    torch.save(weights, tmp_path / "weights.ckpt")
+    LanguageModel(SMALL).save_pretrained(tmp_path / "saved")
+    for name, said in {
+        "weights.ckpt": "cannot be resumed from: it has no global_step, loops, lr_schedulers, optimizer_states",
+        "saved": "saved' holds weights, but no training state to resume: name a .ckpt",
+    }.items():
+        assert main(["fit", *exact, "--trainer.max_steps=3", f"--ckpt_path={tmp_path / name}"]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_a_new_run_starts_from_the_weights_of_a_model_with_a_shorter_window(tiny, tmp_path, run_folder, capsys):
-    source = LanguageModel(LanguageModelConfig(attention="softmax", window=8, d_model=16, n_layers=1, n_heads=2))
+    source = LanguageModel(replace(SMALL, attention="softmax", window=8))
     source.save_pretrained(tmp_path / "saved")
     longer = [*tiny, "--model.attention=softmax", "--model.window=16", "--optimizer.lr=1e-9", "--trainer.max_steps=1"]
     assert main(["fit", *longer, f"--run.start_from={tmp_path / 'saved'}"]) == 0
@@ -235,15 +241,21 @@ def test_a_new_run_starts_from_the_weights_of_a_model_with_a_shorter_window(tiny
             assert torch.allclose(checkpoint["state_dict"][f"model.{name}"], weight, rtol=0, atol=1e-7), name
 
 
+def model_of(**options: object) -> LanguageModel:
+    return LanguageModel(LanguageModelConfig.from_dict({"d_model": 16, "n_layers": 1, "n_heads": 2, **options}))
+
+
+def start_from_saved(source: LanguageModel, model: LanguageModel, folder: Path) -> list[str]:
+    source.save_pretrained(folder / "saved")
+    return start_from(model, str(folder / "saved"), [0.9, 0.1, 0.0])
+
+
 @pytest.mark.parametrize("normalizer", [1.0, [1.0, 4.0]], ids=["without", "of other values"])
 def test_what_follows_from_an_option_is_not_taken_from_the_model_to_start_from(normalizer, tmp_path):
-    options = {"d_model": 16, "n_layers": 1, "n_heads": 2, "forget_gate": True}
-    source, model = (
-        LanguageModel(LanguageModelConfig(**options, gate_normalizer=value)) for value in (normalizer, [1.0, 64.0])
-    )
-    source.save_pretrained(tmp_path / "saved")
-    differing = start_from(model, str(tmp_path / "saved"), [0.9, 0.1, 0.0])
-    assert differing == [f"model.gate_normalizer: {normalizer!r} in the checkpoint, [1.0, 64.0] here"]
+    source, model = (model_of(forget_gate=True, gate_normalizer=value) for value in (normalizer, [1.0, 64.0]))
+    assert start_from_saved(source, model, tmp_path) == [
+        f"model.gate_normalizer: {normalizer!r} in the checkpoint, [1.0, 64.0] here"
+    ]
     (block,), (theirs,) = model.blocks, source.blocks
     assert block.attention.forget.normalizer == (1.0, 64.0)
     assert torch.equal(block.attention.forget.bias, theirs.attention.forget.bias)
@@ -254,7 +266,7 @@ def test_weights_that_a_run_cannot_start_from_are_refused(tiny, tmp_path, capsys
     assert main(["fit", *tiny, start]) == 2
     told = capsys.readouterr().err
     assert re.search(r"error: run\.start_from='.*/saved': checkpoint .* does not exist\. Name a \.ckpt file or", told)
-    source = LanguageModel(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2))
+    source = LanguageModel(SMALL)
     source.tokenizer = {"kind": "bytes"}
     source.save_pretrained(tmp_path / "saved")
     torch.arange(4000, dtype=torch.int16).remainder(256).numpy().tofile(tmp_path / "tokens.bin")
@@ -263,45 +275,34 @@ def test_weights_that_a_run_cannot_start_from_are_refused(tiny, tmp_path, capsys
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
+TRAINED_THETA = {"rope": {"trainable": True}}
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours", "told"),
     [
         ({"d_model": 32}, {}, "model.d_model: 32 in the checkpoint, 16 here"),
         ({"n_heads": 4}, {}, "model.n_heads: 4 in the checkpoint, 2 here"),  # the same shapes
         ({"tie_embeddings": False}, {}, "model.tie_embeddings: False in the checkpoint, True here"),  # two into one
-        ({"rope": {"trainable": True}}, {}, "model.rope.trainable: True in the checkpoint, False here"),
-        (
-            {"rope": {"trainable": True}},
-            {"rope": {"trainable": True, "base": 500.0}},
-            "model.rope.base: 10000.0 in the checkpoint, 500.0 here",
-        ),
-        (
-            {"rope": {"trainable": True}},
-            {"rope": {"trainable": True, "scaling": {"rule": "linear", "factor": 4.0}}},
-            "model.rope.scaling.factor: None in the checkpoint, 4.0 here",
-        ),
+        (TRAINED_THETA, {}, "model.rope.trainable: True in the checkpoint, False here"),
+        (TRAINED_THETA, {"base": 500.0}, "model.rope.base: 10000.0 in the checkpoint, 500.0 here"),
+        (TRAINED_THETA, {"scaling": {"rule": "linear", "factor": 4.0}}, "scaling.factor: None in the checkpoint, 4.0"),
     ],
     ids=["shapes", "heads", "untied", "trained θ", "trained θ, base", "trained θ, scaling"],
 )
 def test_a_model_whose_weights_mean_something_else_is_no_start(theirs, ours, told, tmp_path):
-    source, model = (
-        LanguageModel(LanguageModelConfig.from_dict({"d_model": 16, "n_layers": 1, "n_heads": 2, **options}))
-        for options in (theirs, ours)
-    )
-    source.save_pretrained(tmp_path / "saved")
+    source, model = model_of(**theirs), model_of(**({"rope": {"trainable": True, **ours}} if ours else {}))
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     with pytest.raises(InputError, match=r"differs in more than model\.window, model\.dropout") as raised:
-        start_from(model, str(tmp_path / "saved"), [0.9, 0.1, 0.0])
+        start_from_saved(source, model, tmp_path)
     assert told in str(raised.value)
-    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    assert equal(dict(model.state_dict()), before)
 
 
 def test_frequencies_that_are_not_learned_may_be_slower_in_a_new_run(tmp_path):
-    options = {"d_model": 16, "n_layers": 1, "n_heads": 2}
-    slower = {"base": 500_000.0, "scaling": {"rule": "linear", "factor": 4.0}}
-    source, model = (LanguageModel(LanguageModelConfig.from_dict({**options, "rope": r})) for r in ({}, slower))
-    source.save_pretrained(tmp_path / "saved")
-    assert start_from(model, str(tmp_path / "saved"), [0.9, 0.1, 0.0]) == [
+    source = model_of(rope={})
+    model = model_of(rope={"base": 500_000.0, "scaling": {"rule": "linear", "factor": 4.0}})
+    assert start_from_saved(source, model, tmp_path) == [
         "model.rope.base: 10000.0 in the checkpoint, 500000.0 here",
         "model.rope.scaling.factor: None in the checkpoint, 4.0 here",
         "model.rope.scaling.rule: None in the checkpoint, 'linear' here",
@@ -342,14 +343,11 @@ def test_last_is_the_newest_run_that_has_one(tmp_path):
     assert find_last(tmp_path) == tmp_path / "version_10" / "checkpoints" / "last.ckpt"
 
 
-@pytest.mark.parametrize("command", ["fit", "validate", "test"])
-def test_without_a_last_checkpoint_its_folder_is_named(tiny, run_folder, capsys, command):
-    assert main([command, *tiny, "--ckpt_path=last"]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"linrope: error: --ckpt_path=last: no run in '{run_folder.parent}' has a last.ckpt.")
-
-
-def test_last_serves_the_other_commands(tiny, run_folder, capsys):
+def test_last_serves_all_commands_and_without_one_its_folder_is_named(tiny, run_folder, capsys):
+    for command in ("fit", "validate", "test"):
+        assert main([command, *tiny, "--ckpt_path=last"]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith(f"linrope: error: --ckpt_path=last: no run in '{run_folder.parent}' has a last.ckpt.")
     assert main(["fit", *tiny]) == 0
     assert main(["validate", *tiny, "--ckpt_path=last"]) == 0
     assert f"--ckpt_path=last is {run_folder / 'checkpoints' / 'last.ckpt'}\n" in capsys.readouterr().err
@@ -388,10 +386,8 @@ def test_a_log_that_cannot_be_written_is_one_clear_message(tiny, capsys, monkeyp
 
     monkeypatch.setattr(CSVLogger, "save", no_room)
     assert main(["fit", *tiny, "--trainer.log_every_n_steps=1"]) == 1
-    assert capsys.readouterr().err == (
-        "linrope: error: [Errno 28] No space left on device: 'metrics.csv'. Make room; a training run then resumes "
-        "with --ckpt_path last.\n"
-    )
+    said = "No space left on device: 'metrics.csv'. Make room; a training run then resumes with --ckpt_path last."
+    assert capsys.readouterr().err == f"linrope: error: [Errno 28] {said}\n"
 
 
 def test_a_file_is_replaced_only_by_a_whole_one(tmp_path):

@@ -15,19 +15,6 @@ from linrope.models.language_model import LanguageModelConfig
 from linrope.training import BatchLoss, LanguageModelingModule, OptimizerConfig, TrainingTask, learning_rate_factor
 from linrope.training.optimizer import parameter_groups
 
-SCHEDULE = {"warmup_steps": 10, "max_steps": 110, "final_fraction": 0.1}
-
-
-def test_the_learning_rate_warms_up_then_follows_a_cosine():
-    factors = [learning_rate_factor(step, **SCHEDULE) for step in range(111)]
-    assert factors[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
-    assert factors[10] == 1
-    assert factors[60] == pytest.approx(0.55)  # halfway between 1 and 0.1
-    assert factors[110] == pytest.approx(0.1)
-    assert learning_rate_factor(1000, **SCHEDULE) == pytest.approx(0.1)
-    assert learning_rate_factor(0, warmup_steps=0, max_steps=1, final_fraction=0.1) == 1
-
-
 # 64 tokens in each of 4 steps, 128 in each of 3, and 64 again: 768 after 9.
 TOKENS = [0, 64, 128, 192, 256, 384, 512, 640, 704, 768, 832]
 
@@ -45,7 +32,7 @@ def test_the_learning_rate_follows_tokens():
     assert warming == [64 / 512, 128 / 512, 192 / 512, 256 / 512, 384 / 512, 1.0]
 
 
-@pytest.mark.parametrize(("warmup_steps", "max_steps"), [(0, 7), (10, 110), (7, 1001), (20, 10)])
+@pytest.mark.parametrize(("warmup_steps", "max_steps"), [(0, 1), (0, 7), (10, 110), (7, 1001), (20, 10)])
 def test_with_equal_steps_counting_tokens_changes_no_bit(warmup_steps, max_steps):
     schedule = {"warmup_steps": warmup_steps, "max_steps": max_steps, "final_fraction": 0.1}
     for step in range(max_steps + 20):
@@ -157,8 +144,7 @@ def test_a_new_task_writes_its_loss_and_its_metrics(tmp_path):
     task = DoublingTask(Doubler(), OptimizerConfig(lr=0.1, warmup_steps=0, weight_decay=0.0))
     trainer = doubling_trainer(max_steps=1, accumulate_grad_batches=2)
     trainer.fit(task, loader, loader)
-    metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
-    assert metrics == pytest.approx(
+    assert {name: value.item() for name, value in trainer.callback_metrics.items()} == pytest.approx(
         {
             "train_loss": (1 + 9 + 16) / 3,
             "train_largest": 4 + 16,

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from linrope.data.batches.shuffling import mix
-from linrope.data.batches.windows import require_separator, segment_ids_of
+from linrope.data.batches.windows import require_separator, window
 from linrope.data.corpus.sequences import TokenSequence
 from linrope.errors import InputError
 
@@ -71,20 +71,13 @@ class ContiguousBatches(Dataset[dict[str, Tensor]]):
         offset = mix(self.seed, number) % (self._max_offset + 1)
         return (self.rank * self.batch_size + row) * self.row_tokens + offset + batch * self.context
 
+    def _ends_document(self, i: int) -> bool:
+        return self.corpus.tokens(i, i + 1).item() == self.corpus.separator
+
     def __getitem__(self, n: int) -> dict[str, Tensor]:
         starts = [self.start_of(n, row) for row in range(self.batch_size)]
-        tokens = torch.stack([self.corpus.tokens(start, start + self.context + 1) for start in starts])
-        batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
-        n_bytes = [self.corpus.text_bytes(start + 1, start + self.context + 1) for start in starts]
-        if n_bytes[0] is not None:
-            batch["n_bytes"] = torch.stack(n_bytes)
-        pass_begins = n % self.batches_per_pass == 0
-        if not self.document_mask:
-            return {**batch, "fresh": torch.full((self.batch_size,), pass_begins)}
-        separator = self.corpus.separator
-        begins = [start == 0 or self.corpus.tokens(start - 1, start).item() == separator for start in starts]
-        return {
-            **batch,
-            "segment_ids": segment_ids_of(batch["inputs"], separator),
-            "fresh": torch.tensor(begins) | pass_begins,
-        }
+        rows = [window(self.corpus, start, self.context, self.document_mask) for start in starts]
+        fresh = torch.full((self.batch_size,), n % self.batches_per_pass == 0)
+        if self.document_mask:
+            fresh |= torch.tensor([start == 0 or self._ends_document(start - 1) for start in starts])
+        return {**default_collate(rows), "fresh": fresh}

@@ -87,6 +87,11 @@ class TrainingPlan:
         """The stage that optimizer step `step ≥ 0` belongs to."""
         return self.stages[self.index_at(step)]
 
+    def first_sample_of(self, step: int) -> int:
+        """The first sample of optimizer step `step ≥ 0`, counted within its length."""
+        stage = self.stage_at(step)
+        return stage.first_sample + (step - stage.first_step) * stage.samples_per_step
+
     def tokens_at(self, step: int) -> int:
         """Tokens that a run has trained on, over all devices, after `step` optimizer steps."""
         now = self.index_at(step)
@@ -125,8 +130,7 @@ class TrainingBatches:
 
     def __iter__(self) -> Iterator[list[Sample]]:
         for step in count(self.first_step):
-            stage = self.plan.stage_at(step)
-            first = stage.first_sample + (step - stage.first_step) * stage.samples_per_step
+            stage, first = self.plan.stage_at(step), self.plan.first_sample_of(step)
             for batch in range(self.rank, self.plan.batches_per_step, self.world_size):
                 start = first + batch * stage.batch_size
                 yield [(stage.seq_len, i) for i in range(start, start + stage.batch_size)]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 _UINT64 = (1 << 64) - 1
-
-
 _FEISTEL_ROUNDS = 6
 
 

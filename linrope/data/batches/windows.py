@@ -31,16 +31,16 @@ def segment_ids_of(tokens: Tensor, separator: int = SEPARATOR) -> Tensor:
     return ends.cumsum(-1) - ends
 
 
-def _window(corpus: TokenSequence, start: int, context: int, document_mask: bool) -> dict[str, Tensor]:
+def window(corpus: TokenSequence, start: int, context: int, document_mask: bool) -> dict[str, Tensor]:
     """`inputs` and `targets` (the inputs' next tokens), with a document mask `segment_ids`, each int64 (context,).
 
     Where a token is not one byte, also `n_bytes`, int64 (context,): the bytes of each target.
     """
     tokens = corpus.tokens(start, start + context + 1)
-    window = {"inputs": tokens[:-1], "targets": tokens[1:]}
+    found = {"inputs": tokens[:-1], "targets": tokens[1:]}
     if (n_bytes := corpus.text_bytes(start + 1, start + context + 1)) is not None:
-        window["n_bytes"] = n_bytes
-    return {**window, "segment_ids": segment_ids_of(tokens[:-1], corpus.separator)} if document_mask else window
+        found["n_bytes"] = n_bytes
+    return {**found, "segment_ids": segment_ids_of(tokens[:-1], corpus.separator)} if document_mask else found
 
 
 def require_separator(corpus: TokenSequence, document_mask: bool) -> None:
@@ -52,18 +52,30 @@ def require_separator(corpus: TokenSequence, document_mask: bool) -> None:
         )
 
 
-def _require_one_window(corpus: TokenSequence, context: int, split: str, option: str = "data.context") -> None:
-    if context < 1:
-        raise InputError(f"{option}={context} must be at least 1: it is the number of tokens of one sample.")
-    if len(corpus) <= context:
-        raise InputError(
-            f"the {split} split holds {len(corpus):,} tokens, too few for one sample of {option}={context} + 1: "
-            f"lower {option}, raise its share in data.fractions, or give more text "
-            f"(each of several documents goes to one split as a whole; a single file is cut by position)."
-        )
+class _Windows(Dataset[dict[str, Tensor]]):
+    """Samples of `context` tokens of a split of a corpus; `option` is the option that sets `context`, for errors."""
+
+    def __init__(self, corpus: TokenSequence, context: int, split: str, document_mask: bool, option: str) -> None:
+        if context < 1:
+            raise InputError(f"{option}={context} must be at least 1: it is the number of tokens of one sample.")
+        if len(corpus) <= context:
+            raise InputError(
+                f"the {split} split holds {len(corpus):,} tokens, too few for one sample of {option}={context} + 1: "
+                f"lower {option}, raise its share in data.fractions, or give more text "
+                f"(each of several documents goes to one split as a whole; a single file is cut by position)."
+            )
+        require_separator(corpus, document_mask)
+        self.corpus, self.context, self.document_mask = corpus, context, document_mask
+
+    def start_of(self, i: int) -> int:
+        """The first token of sample `i`."""
+        raise NotImplementedError
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return window(self.corpus, self.start_of(i), self.context, self.document_mask)
 
 
-class TrainingWindows(Dataset[dict[str, Tensor]]):
+class TrainingWindows(_Windows):
     """The endless training samples of a corpus: sample `i` for every `i ≥ 0`.
 
     Samples come in epochs of `n_windows`. Within an epoch no sample repeats and no two overlap (except that the last
@@ -89,21 +101,16 @@ class TrainingWindows(Dataset[dict[str, Tensor]]):
         document_mask: bool = False,
         option: str = "data.context",
     ) -> None:
-        _require_one_window(corpus, context, "train", option)
-        require_separator(corpus, document_mask)
-        self.corpus, self.context, self.seed, self.document_mask = corpus, context, seed, document_mask
+        super().__init__(corpus, context, "train", document_mask, option)
+        self.seed = seed
         # One window fewer than fit, so that there is room to shift them by up to a whole window.
         self.n_windows = max(1, (len(corpus) - 1) // context - 1)
         self._max_offset = min(context - 1, len(corpus) - 1 - self.n_windows * context)
 
     def start_of(self, i: int) -> int:
-        """The first token of sample `i`."""
         epoch, index = divmod(i, self.n_windows)
         offset = mix(self.seed, epoch) % (self._max_offset + 1)
         return offset + permute(index, self.n_windows, self.seed, epoch) * self.context
-
-    def __getitem__(self, i: int) -> dict[str, Tensor]:
-        return _window(self.corpus, self.start_of(i), self.context, self.document_mask)
 
 
 class CurriculumWindows(Dataset[dict[str, Tensor]]):
@@ -116,7 +123,7 @@ class CurriculumWindows(Dataset[dict[str, Tensor]]):
         return default_collate([self._by_length[seq_len][i] for seq_len, i in samples])
 
 
-class EvaluationWindows(Dataset[dict[str, Tensor]]):
+class EvaluationWindows(_Windows):
     """The windows of validation and test: they cover a split once, without overlap.
 
     The order is shuffled and always the same, so that the first batches are an even sample of the whole split. The
@@ -125,13 +132,10 @@ class EvaluationWindows(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(self, corpus: TokenSequence, context: int, split: str = "val", document_mask: bool = False) -> None:
-        _require_one_window(corpus, context, split)
-        require_separator(corpus, document_mask)
-        self.corpus, self.context, self.document_mask = corpus, context, document_mask
-        self.n_windows = (len(corpus) - 1) // context
+        super().__init__(corpus, context, split, document_mask, "data.context")
 
     def __len__(self) -> int:
-        return self.n_windows
+        return (len(self.corpus) - 1) // self.context
 
-    def __getitem__(self, i: int) -> dict[str, Tensor]:
-        return _window(self.corpus, permute(i, self.n_windows, 0) * self.context, self.context, self.document_mask)
+    def start_of(self, i: int) -> int:
+        return permute(i, len(self), 0) * self.context

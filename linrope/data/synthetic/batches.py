@@ -13,7 +13,6 @@ from linrope.data.synthetic.recall_task import RecallTask, Stage
 
 Batch = dict[str, Any]
 
-
 CHOICE, TRAIN, VAL, TEST = range(4)
 """First numbers of seeds, one for each use, so that no two uses draw the same rows."""
 

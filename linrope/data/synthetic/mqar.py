@@ -13,77 +13,66 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linrope.data.synthetic.recall_task import Case, require_numbers
+from linrope.data.synthetic.recall_task import Case, RecallTask, require_numbers
 from linrope.errors import InputError
 from linrope.losses import IGNORE
 
+POWER = 0.01
+"""Zoology's: 1 would spread the questions evenly, smaller values move them towards the pairs."""
 
-def mqar_rows(
-    n_rows: int, length: int, n_pairs: int, vocab_size: int, seed: int | Sequence[int], power: float = 0.01
-) -> tuple[Tensor, Tensor]:
-    """Rows of MQAR: `n_pairs` adjacent pairs (key, value), then every key once more among random tokens.
 
-    Keys are in 1 … V/2 - 1, values in V/2 … V - 1, all different within a row's pairs. After the pairs the row has
-    slots of two positions; a question stands at the first position of a slot. The probability of the slot with gap
-    1, 2, … from the pairs' end is proportional to gap^(power - 1); no slot has two questions. All other positions hold
-    random tokens, which can be keys too. (As Zoology's `multiquery_ar` with `random_non_queries=True`.)
+@dataclass(frozen=True)
+class MQAR(RecallTask):
+    """MQAR, cases (length, n_pairs): `n_pairs` adjacent pairs (key, value), then every key again among random tokens.
 
-    Args:
-        n_rows: rows to make, in 2 · n_rows · vocab_size bytes of temporary memory.
-        length: tokens of a row, even.
-        n_pairs: pairs of a row; a pair takes two tokens, and its question two more.
-        vocab_size: V, the number of tokens.
-        seed: one or more integers from 0. Row `i` follows from it and `i`, whatever `n_rows` is (with the same NumPy:
-            its generators may change between versions).
-        power: 1 spreads the questions evenly, smaller values move them towards the pairs.
+    With V tokens, keys are in 1 … V/2 - 1 and values in V/2 … V - 1, all different within a row's pairs. After the
+    pairs the row has slots of two positions; a question stands at the first position of a slot, and its target is the
+    value. The probability of the slot with gap 1, 2, … from the pairs' end is proportional to gap^(POWER - 1); no slot
+    has two questions. All other positions hold random tokens, which can be keys too. (As Zoology's `multiquery_ar` with
+    `random_non_queries=True`.)
 
-    Returns:
-        (inputs, targets), each int64 (n_rows, length). `targets[:, t]` is the token that a model must predict
-        after `inputs[:, t]`: the value at a question, IGNORE everywhere else.
-
-    Raises:
-        InputError: pairs that do not fit into the row or the vocabulary, or a number out of range.
+    Row `i` follows from the seed and `i`, whatever the number of rows is (with the same NumPy: its generators may
+    change between versions). Rows take 2 · n_rows · V bytes of temporary memory.
     """
-    if n_rows < 0:
-        raise InputError(f"n_rows={n_rows} must be 0 or more.")
-    if np.min(seed) < 0:
-        raise InputError(f"seed={seed} must be 0 or more.")
-    if not 0 < power < np.inf:
-        raise InputError(
-            f"power={power} must be above 0: 1 spreads the questions evenly, smaller values move them to the pairs."
-        )
-    require_mqar(length, n_pairs, vocab_size)
-    # One generator for each type of number, so that a row does not depend on the number of rows.
-    for_keys, for_values, for_slots, for_others = np.random.default_rng(seed).spawn(4)
-    first_value = vocab_size // 2
-    gaps = np.arange(1, (length - 2 * n_pairs) // 2 + 1)
-    keys = 1 + _distinct(for_keys, np.ones(first_value - 1), n_rows, n_pairs)
-    values = first_value + _distinct(for_values, np.ones(vocab_size - first_value), n_rows, n_pairs)
-    asked = 2 * n_pairs + 2 * _distinct(for_slots, gaps ** (power - 1.0), n_rows, n_pairs)
 
-    inputs = torch.from_numpy(for_others.integers(vocab_size, size=(n_rows, length)))
-    inputs[:, 0 : 2 * n_pairs : 2] = keys
-    inputs[:, 1 : 2 * n_pairs : 2] = values
-    inputs.scatter_(1, asked, keys)
-    return inputs, torch.full_like(inputs, IGNORE).scatter_(1, asked, values)
+    vocab_size: int
 
+    def draw(self, n_rows: int, case: Case, seed: int | Sequence[int]) -> tuple[Tensor, Tensor]:
+        length, n_pairs = case
+        # One generator for each type of number, so that a row does not depend on the number of rows.
+        for_keys, for_values, for_slots, for_others = np.random.default_rng(seed).spawn(4)
+        first_value = self.vocab_size // 2
+        gaps = np.arange(1, (length - 2 * n_pairs) // 2 + 1)
+        keys = 1 + _distinct(for_keys, np.ones(first_value - 1), n_rows, n_pairs)
+        values = first_value + _distinct(for_values, np.ones(self.vocab_size - first_value), n_rows, n_pairs)
+        asked = 2 * n_pairs + 2 * _distinct(for_slots, gaps ** (POWER - 1.0), n_rows, n_pairs)
 
-def require_mqar(length: int, n_pairs: int, vocab_size: int) -> None:
-    """Raise InputError unless the arguments are valid for `mqar_rows`."""
-    if n_pairs < 1:
-        raise InputError(f"n_pairs={n_pairs} must be 1 or more.")
-    if length % 2:
-        raise InputError(f"length={length} must be even: pairs and questions take two tokens each.")
-    if length < 4 * n_pairs:
-        raise InputError(
-            f"length={length} is too short for n_pairs={n_pairs}, each with two tokens and two for its question: "
-            f"raise length to {4 * n_pairs} or more, or lower n_pairs."
-        )
-    if vocab_size < 2 * n_pairs + 2:
-        raise InputError(
-            f"vocab_size={vocab_size} has too few keys (1 … vocab_size/2 - 1) for n_pairs={n_pairs} that differ: "
-            f"raise vocab_size to {2 * n_pairs + 2} or more, or lower n_pairs."
-        )
+        inputs = torch.from_numpy(for_others.integers(self.vocab_size, size=(n_rows, length)))
+        inputs[:, 0 : 2 * n_pairs : 2] = keys
+        inputs[:, 1 : 2 * n_pairs : 2] = values
+        inputs.scatter_(1, asked, keys)
+        return inputs, torch.full_like(inputs, IGNORE).scatter_(1, asked, values)
+
+    def require(self, case: Case) -> None:
+        require_numbers(case, "length", "n_pairs")
+        length, n_pairs = case
+        if n_pairs < 1:
+            raise InputError(f"n_pairs={n_pairs} must be 1 or more.")
+        if length % 2:
+            raise InputError(f"length={length} must be even: pairs and questions take two tokens each.")
+        if length < 4 * n_pairs:
+            raise InputError(
+                f"length={length} is too short for n_pairs={n_pairs}, each with two tokens and two for its question: "
+                f"raise length to {4 * n_pairs} or more, or lower n_pairs."
+            )
+        if self.vocab_size < 2 * n_pairs + 2:
+            raise InputError(
+                f"vocab_size={self.vocab_size} has too few keys (1 … vocab_size/2 - 1) for n_pairs={n_pairs} that "
+                f"differ: raise vocab_size to {2 * n_pairs + 2} or more, or lower n_pairs."
+            )
+
+    def name(self, case: Case) -> str:
+        return "{}x{}".format(*case)
 
 
 def _distinct(rng: np.random.Generator, weights: np.ndarray, n_rows: int, n: int) -> Tensor:
@@ -94,20 +83,3 @@ def _distinct(rng: np.random.Generator, weights: np.ndarray, n_rows: int, n: int
     arrivals = rng.standard_exponential((n_rows, len(weights)), dtype=np.float32)
     arrivals /= weights.astype(np.float32)
     return torch.from_numpy(arrivals).topk(n, largest=False).indices
-
-
-@dataclass(frozen=True)
-class MQAR:
-    """Multi-query associative recall, cases (length, n_pairs): see `mqar_rows`."""
-
-    vocab_size: int
-
-    def rows(self, n_rows: int, case: Case, seed: int | Sequence[int]) -> tuple[Tensor, Tensor]:
-        return mqar_rows(n_rows, *case, self.vocab_size, seed)
-
-    def require(self, case: Case) -> None:
-        require_numbers(case, "length", "n_pairs")
-        require_mqar(*case, self.vocab_size)
-
-    def name(self, case: Case) -> str:
-        return "{}x{}".format(*case)

@@ -13,6 +13,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from linrope.profiling.attention_health import LayerHealth
 from linrope.profiling.hooks import OperatorCall, operator_hook
 
+_OVERALL = {"health/smallest_denominator": min, "health/negative_weights": statistics.fmean}
+"""Metrics that are one number for all layers."""
+
 
 class HealthMonitor(Callback):
     """Logs every `every_n_steps` optimizer steps, for the linear layers of the model:
@@ -76,12 +79,8 @@ class HealthMonitor(Callback):
                 names.append("/".join(filter(None, ("health", first, f"layer{layer}", rest))))
                 tensors.append(value)
         values = dict(zip(names, torch.stack([tensor.float() for tensor in tensors]).tolist()))  # one transfer
-        found = {name: value for name, value in values.items() if not name.startswith(_OVERALL)}
-        for name, over in zip(_OVERALL, (min, statistics.fmean)):
+        found = {name: value for name, value in values.items() if not name.startswith(tuple(_OVERALL))}
+        for name, over in _OVERALL.items():
             if of_layers := [value for full, value in values.items() if full.startswith(name)]:
                 found[name] = over(of_layers)
         return found
-
-
-_OVERALL = ("health/smallest_denominator", "health/negative_weights")
-"""Metrics that are one number for all layers: their smallest, their mean."""

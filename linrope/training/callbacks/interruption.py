@@ -68,9 +68,7 @@ class GracefulStop(Callback):
         # Ranks may get the signal at different times, and saving needs all of them.
         if not trainer.strategy.reduce_boolean_decision(self._received is not None, all=False):
             return
-        stepped = trainer.global_step > self._first_step
-        if stepped:
+        path = self.checkpoint.path if trainer.global_step > self._first_step else None
+        if path is not None:
             self.checkpoint.save(trainer)
-        raise Interrupted(
-            self._received or signal.SIGTERM, trainer.global_step, self.checkpoint.path if stepped else None
-        )
+        raise Interrupted(self._received or signal.SIGTERM, trainer.global_step, path)

@@ -57,22 +57,30 @@ class ProgressReport(ProgressBar):
         self._close()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._start_evaluation(trainer, "val", sum(trainer.num_val_batches))
+        if self._progress is None:
+            self._open(trainer)  # `linrope validate` and `test` have no training bar
+        if self._progress is not None:
+            total = sum(trainer.num_test_batches if trainer.testing else trainer.num_val_batches)
+            self._progress.reset(self._eval, description=_split(trainer), total=total, visible=True)
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        self._advance_evaluation()
+        if self._progress is not None:
+            self._progress.advance(self._eval)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._end_evaluation(trainer, "val")
+        if self._progress is not None:
+            self._progress.update(self._eval, visible=False)
+        if trainer.state.fn != "fit":
+            self._close()
+        if self._enabled:
+            metrics = [f"{_split(trainer)}_{name}" for name in ("loss", "bpb")]
+            values = "  ".join(
+                f"{name} {trainer.callback_metrics[name]:.4f}" for name in metrics if name in trainer.callback_metrics
+            )
+            at = f"step {trainer.global_step}  " if trainer.state.fn == "fit" else ""
+            self._print(f"{at}{values}")
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._start_evaluation(trainer, "test", sum(trainer.num_test_batches))
-
-    def on_test_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        self._advance_evaluation()
-
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._end_evaluation(trainer, "test")
+    on_test_start, on_test_batch_end, on_test_end = on_validation_start, on_validation_batch_end, on_validation_end
 
     def _open(self, trainer: Trainer) -> None:
         if not (self._enabled and self.console.is_terminal):
@@ -99,29 +107,6 @@ class ProgressReport(ProgressBar):
             self._progress.stop()
             self._progress = None
 
-    def _start_evaluation(self, trainer: Trainer, split: str, n_batches: int) -> None:
-        if self._progress is None:
-            self._open(trainer)  # `linrope validate` and `test` have no training bar
-        if self._progress is not None:
-            self._progress.reset(self._eval, description=split, total=n_batches, visible=True)
-
-    def _advance_evaluation(self) -> None:
-        if self._progress is not None:
-            self._progress.advance(self._eval)
-
-    def _end_evaluation(self, trainer: Trainer, split: str) -> None:
-        if self._progress is not None:
-            self._progress.update(self._eval, visible=False)
-        if trainer.state.fn != "fit":
-            self._close()
-        if self._enabled:
-            metrics = [f"{split}_{name}" for name in ("loss", "bpb")]
-            values = "  ".join(
-                f"{name} {trainer.callback_metrics[name]:.4f}" for name in metrics if name in trainer.callback_metrics
-            )
-            at = f"step {trainer.global_step}  " if trainer.state.fn == "fit" else ""
-            self._print(f"{at}{values}")
-
     def _print(self, line: str) -> None:
         self.console.print(line, highlight=False, soft_wrap=True)
 
@@ -130,6 +115,10 @@ class ProgressReport(ProgressBar):
         per_step = (time.perf_counter() - began_at) / max(1, trainer.global_step - first_step)
         minutes, seconds = divmod(round(per_step * (trainer.max_steps - trainer.global_step)), 60)
         return f"{minutes}:{seconds:02d} left"
+
+
+def _split(trainer: Trainer) -> str:
+    return "test" if trainer.testing else "val"
 
 
 def _train_metrics(trainer: Trainer) -> str:

@@ -45,17 +45,11 @@ class RunSummary(Callback):
             ("corpus", f"{data.origin}{skipped}"),
         ]
         if data.tokenizer is None or data.tokenizer.fingerprint:
-            named = "unknown" if data.tokenizer is None else data.tokenizer.name
-            rows.append(("tokenizer", named))
-        for split in SPLITS:
-            corpus = data.corpora[split]
-            rows.append((f"  {split}", _corpus_size(corpus, data.tokenizer)))
-        rows += [
-            *_step_rows(data, trainer.max_steps),
-            ("steps", f"{trainer.max_steps:,}"),
-            ("device", f"{_device(trainer)}, {trainer.precision}"),
-        ]
-        return rows
+            rows.append(("tokenizer", "unknown" if data.tokenizer is None else data.tokenizer.name))
+        rows += [(f"  {split}", _corpus_size(data.corpora[split], data.tokenizer)) for split in SPLITS]
+        rows += [*_step_rows(data, trainer.max_steps), ("steps", f"{trainer.max_steps:,}")]
+        device, n = trainer.strategy.root_device.type, trainer.world_size
+        return [*rows, ("device", f"{device if n == 1 else f'{n} × {device}'}, {trainer.precision}")]
 
 
 def _step_rows(data: TextDataModule, max_steps: int) -> list[tuple[str, str]]:
@@ -95,8 +89,3 @@ def _bytes(n: int) -> str:
 
 def _count(n: int, noun: str) -> str:
     return f"{n:,} {noun}" + ("" if n == 1 else "s")
-
-
-def _device(trainer: Trainer) -> str:
-    name = trainer.strategy.root_device.type
-    return name if trainer.world_size == 1 else f"{trainer.world_size} × {name}"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, DistributedSampler
 
 from linrope.data.tokenizers.base import Tokenizer
@@ -27,15 +27,6 @@ class RunPosition:
     """Finished optimizer steps."""
     on_gpu: bool = False
 
-    @classmethod
-    def of(cls, trainer: Trainer | None) -> RunPosition:
-        """The position of this process of `trainer`; None (a training loop without Lightning) gives the default."""
-        if trainer is None:
-            return cls()
-        on_gpu = trainer.strategy.root_device.type == "cuda"
-        steps = trainer.accumulate_grad_batches, trainer.global_step
-        return cls(trainer.global_rank, trainer.world_size, *steps, on_gpu)
-
     @property
     def batches_done(self) -> int:
         """Training batches that each process has finished."""
@@ -51,8 +42,8 @@ class ResumableDataModule(LightningDataModule):
     - `val_dataloader` and `test_dataloader`: each sample of the split on exactly one rank.
     - `order`, `samples_of` and `require_vocabulary`; `tokens_at` if steps differ in tokens.
 
-    Loaders are `TimedLoader`s with a `RankSampler`. `TrainingTask` saves `order` in checkpoints and refuses to resume a
-    run whose order differs. Other data modules train too: Lightning then decides where their loaders continue.
+    Loaders are made by `loader`, with a `RankSampler`. `TrainingTask` saves `order` in checkpoints and refuses to
+    resume a run whose order differs. Other data modules train too: Lightning then decides where their loaders continue.
     """
 
     tokenizer: Tokenizer | None = None
@@ -64,13 +55,16 @@ class ResumableDataModule(LightningDataModule):
 
     @property
     def run_position(self) -> RunPosition:
-        """Rank, world size and progress of the trainer, if there is one."""
-        return RunPosition.of(self.trainer)
+        """Where this process is in its run; without a trainer the default."""
+        if (trainer := self.trainer) is None:
+            return RunPosition()
+        on_gpu = trainer.strategy.root_device.type == "cuda"
+        steps = trainer.accumulate_grad_batches, trainer.global_step
+        return RunPosition(trainer.global_rank, trainer.world_size, *steps, on_gpu)
 
     def setup(self, stage: str) -> None:
         """Raise InputError for Trainer options with which training would repeat samples or never finish a step."""
-        trainer = self.trainer
-        if trainer is None:
+        if (trainer := self.trainer) is None:
             return
         if trainer.accumulate_grad_batches < 1:
             raise InputError(f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} must be 1 or more.")
@@ -96,6 +90,17 @@ class ResumableDataModule(LightningDataModule):
     def tokens_at(self, step: int) -> int:
         """Tokens trained on, over all devices, after `step` steps; in any unit if all steps have the same number."""
         return step
+
+    def loader(self, dataset: Any, batch_size: int | None = None, num_workers: int = 0, **options: Any) -> TimedLoader:
+        """A loader for this process and its device; `options` are those of torch's DataLoader."""
+        options |= {"persistent_workers": num_workers > 0, "pin_memory": self.run_position.on_gpu}
+        return TimedLoader(dataset, batch_size, num_workers=num_workers, **options)
+
+
+def require_least(name: str, value: int, least: int) -> None:
+    """Raise InputError if an option of data is below `least`."""
+    if value < least:
+        raise InputError(f"data.{name}={value} must be {least} or more.")
 
 
 def ignore_signals(worker: int) -> None:

@@ -1,24 +1,25 @@
-"""Recall tasks of random tokens for training: multi-query associative recall, copying and induction."""
+"""Recall tasks for training: multi-query associative recall, copying, induction, and pass keys in real text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from linrope.data.synthetic.batches import TEST, VAL, Batch, RecallBatches
-from linrope.data.synthetic.copying import (
-    Copy,
-    Induction,
-)
+from linrope.data.corpus.files import find_sources
+from linrope.data.corpus.splits import SPLITS, split_corpus
+from linrope.data.synthetic.batches import TEST, VAL, RecallBatches
+from linrope.data.synthetic.copying import Copy, Induction
 from linrope.data.synthetic.mqar import MQAR
+from linrope.data.synthetic.passkey import Passkey
 from linrope.data.synthetic.recall_task import Case, RecallTask, Stage
+from linrope.data.tokenizers.bytes import ByteTokenizer
 from linrope.errors import InputError
-from linrope.training.data_modules.base import RankSampler, ResumableDataModule, TimedLoader
+from linrope.training.data_modules.base import RankSampler, ResumableDataModule, TimedLoader, require_least
 
 STAGES: tuple[Stage, ...] = ((64, 4, 100), (128, 8, 20), (256, 16, 20), (256, 32, 20), (256, 64, 20))
 """Training cases (length, n_pairs) of Zoology's experiments (arXiv 2312.04927), with thousands of rows."""
-
 
 CASES: tuple[Case, ...] = ((64, 4), (64, 8), (64, 16), (128, 32), (256, 64), (512, 64), (512, 128), (1024, 256))
 """Test cases of the same experiments."""
@@ -54,15 +55,15 @@ class RecallDataModule(ResumableDataModule):
         task: RecallTask,
         stages: Sequence[Stage],
         cases: Sequence[Case],
-        tokens_per_batch: int,
-        test_rows: int,
-        seed: int,
-        num_workers: int,
+        tokens_per_batch: int = 4096,
+        test_rows: int = 200,
+        seed: int = 0,
+        num_workers: int = 0,
     ) -> None:
         super().__init__()
-        for name, value, least in (("test_rows", test_rows, 1), ("seed", seed, 0), ("num_workers", num_workers, 0)):
-            if value < least:
-                raise InputError(f"data.{name}={value} must be {least} or more.")
+        require_least("test_rows", test_rows, 1)
+        require_least("seed", seed, 0)
+        require_least("num_workers", num_workers, 0)
         self.task = task
         self.stages, self.cases = stages, cases
         self.tokens_per_batch, self.test_rows = tokens_per_batch, test_rows
@@ -95,12 +96,12 @@ class RecallDataModule(ResumableDataModule):
             )
 
     def order(self) -> dict[str, Any]:
-        return {
-            "stages": [list(stage) for stage in self.stages],
-            **asdict(self.task),
-            "tokens_per_batch": self.tokens_per_batch,
-            "seed": self.seed,
-        }
+        return {**self.order_of_rows(), **asdict(self.task)}
+
+    def order_of_rows(self) -> dict[str, Any]:
+        """The part of `order` that does not depend on the task."""
+        stages = [list(stage) for stage in self.stages]
+        return {"stages": stages, "tokens_per_batch": self.tokens_per_batch, "seed": self.seed}
 
     def samples_of(self, step: int) -> str:
         per_step = self.run_position.batches_per_step
@@ -112,29 +113,17 @@ class RecallDataModule(ResumableDataModule):
 
     def train_dataloader(self) -> TimedLoader:
         """An endless loader. Lightning asks for it after it has restored the step of a checkpoint."""
-        batches = RecallBatches(
-            self.task_of("train"),
-            self.stages,
-            self.tokens_per_batch,
-            self.seed,
-            rank=self.run_position.rank,
-            first=self.run_position.batches_done,
-        )
-        return TimedLoader(
-            batches,
-            batch_size=None,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-            pin_memory=self.run_position.on_gpu,
-        )
+        options, position = (self.stages, self.tokens_per_batch, self.seed), self.run_position
+        batches = RecallBatches(self.task_of("train"), *options, position.rank, position.batches_done)
+        return self.loader(batches, num_workers=self.num_workers)
 
     def val_dataloader(self) -> TimedLoader:
-        return self._evaluation_loader(self._evaluation_batches("val", VAL))
+        return self._evaluation_loader("val", VAL)
 
     def test_dataloader(self) -> TimedLoader:
-        return self._evaluation_loader(self._evaluation_batches("test", TEST))
+        return self._evaluation_loader("test", TEST)
 
-    def _evaluation_batches(self, split: str, number: int) -> list[Batch]:
+    def _evaluation_loader(self, split: str, number: int) -> TimedLoader:
         """All cases in order. Each rank has every `world_size`-th row; no row is read twice."""
         mine = slice(self.run_position.rank, None, self.run_position.world_size)
         task, batches = self.task_of(split), []
@@ -145,15 +134,11 @@ class RecallDataModule(ResumableDataModule):
                 {"inputs": inputs[start : start + n], "targets": targets[start : start + n], "case": task.name(case)}
                 for start in range(0, len(inputs), n)
             ]
-        return batches
-
-    def _evaluation_loader(self, batches: list[Batch]) -> TimedLoader:
-        sampler = RankSampler(range(len(batches)))
-        return TimedLoader(batches, batch_size=None, sampler=sampler, pin_memory=self.run_position.on_gpu)
+        return self.loader(batches, sampler=RankSampler(range(len(batches))))
 
 
 class MQARDataModule(RecallDataModule):
-    """Multi-query associative recall: see `mqar_rows` and `RecallDataModule`.
+    """Multi-query associative recall: see `MQAR` and `RecallDataModule`.
 
     Args:
         stages: Training cases (length, n_pairs, rows), where `rows` is a share of all rows.
@@ -169,20 +154,15 @@ class MQARDataModule(RecallDataModule):
         vocab_size: int = 8192,
         tokens_per_batch: int = 16384,
         test_rows: int = 1000,
-        seed: int = 0,
-        num_workers: int = 0,
+        **options: int,
     ) -> None:
-        super().__init__(MQAR(vocab_size), stages, cases, tokens_per_batch, test_rows, seed, num_workers)
+        super().__init__(MQAR(vocab_size), stages, cases, tokens_per_batch, test_rows, **options)
 
 
 class CopyDataModule(RecallDataModule):
-    """Copying rows of random tokens: see `copy_rows` and `RecallDataModule`.
+    """Copying rows of random tokens: see `Copy` and `RecallDataModule`.
 
-    Args:
-        stages: Training cases (length, rows), where `rows` is a share of all rows.
-        cases: Cases (length,) of validation and test.
-        vocab_size: Number of tokens with the mark; the model's must be at least as large.
-        tokens_per_batch, test_rows, seed, num_workers: As in `RecallDataModule`.
+    Stages are (length, rows), cases (length,); the other arguments are those of `MQARDataModule`.
     """
 
     def __init__(
@@ -190,22 +170,16 @@ class CopyDataModule(RecallDataModule):
         stages: Sequence[Stage] = ((32, 1), (64, 1), (128, 1)),
         cases: Sequence[Case] = ((64,), (128,), (256,), (512,)),
         vocab_size: int = 32,
-        tokens_per_batch: int = 4096,
-        test_rows: int = 200,
-        seed: int = 0,
-        num_workers: int = 0,
+        **options: int,
     ) -> None:
-        super().__init__(Copy(vocab_size), stages, cases, tokens_per_batch, test_rows, seed, num_workers)
+        super().__init__(Copy(vocab_size), stages, cases, **options)
 
 
 class InductionDataModule(RecallDataModule):
-    """One induction step in rows of random tokens: see `induction_rows` and `RecallDataModule`.
+    """One induction step in rows of random tokens: see `Induction` and `RecallDataModule`.
 
-    Args:
-        stages: Training cases (length, rows), where `rows` is a share of all rows; the mark has a random place.
-        cases: Cases (length,) or (length, depth in percent) of validation and test.
-        vocab_size: Number of tokens with the mark; the model's must be at least as large.
-        tokens_per_batch, test_rows, seed, num_workers: As in `RecallDataModule`.
+    Stages are (length, rows), with the mark at a random place; cases are (length,) or (length, depth in percent). The
+    other arguments are those of `MQARDataModule`.
     """
 
     def __init__(
@@ -213,9 +187,54 @@ class InductionDataModule(RecallDataModule):
         stages: Sequence[Stage] = ((64, 1), (128, 1), (256, 1)),
         cases: Sequence[Case] = ((64,), (256,), (1024,), (4096,)),
         vocab_size: int = 16,
-        tokens_per_batch: int = 4096,
-        test_rows: int = 200,
-        seed: int = 0,
-        num_workers: int = 0,
+        **options: int,
     ) -> None:
-        super().__init__(Induction(vocab_size), stages, cases, tokens_per_batch, test_rows, seed, num_workers)
+        super().__init__(Induction(vocab_size), stages, cases, **options)
+
+
+class PasskeyDataModule(RecallDataModule):
+    """A pass key in real text: see `Passkey` and `RecallDataModule`.
+
+    Args:
+        path: Text around the keys: a file, a folder or a glob. null is the built-in corpus.
+        stages: Training cases (length, rows), where `rows` is a share of all rows; keys have a random place.
+        cases: Cases (length,) or (length, depth in percent) of validation and test.
+        fractions: Shares of the text for train, val and test, as in `TextDataModule`.
+        tokens_per_batch, test_rows, seed, num_workers: As in `RecallDataModule`.
+
+    Raises:
+        InputError: as in `RecallDataModule`; no text at `path`, or less than a row in one of the splits.
+    """
+
+    def __init__(
+        self,
+        path: str | None = None,
+        stages: Sequence[Stage] = ((128, 4), (256, 2), (512, 1)),
+        cases: Sequence[Case] = ((128,), (512,), (2048,)),
+        fractions: Sequence[float] = (0.9, 0.05, 0.05),
+        tokens_per_batch: int = 4096,
+        test_rows: int = 100,
+        **options: int,
+    ) -> None:
+        sources = find_sources(None if path is None else Path(path))
+        self.tasks = {split: Passkey(corpus) for split, corpus in split_corpus(sources, fractions).items()}
+        self.origin, self.fractions = sources.origin, list(fractions)
+        super().__init__(self.tasks["train"], stages, cases, tokens_per_batch, test_rows, **options)
+        for split in SPLITS[1:]:
+            for case in map(tuple, cases):
+                try:
+                    self.tasks[split].require(case)
+                except InputError as error:
+                    raise InputError(f"data.cases in the {split} split: {error}") from error
+
+    @property
+    def tokenizer(self) -> ByteTokenizer:
+        return ByteTokenizer()
+
+    def task_of(self, split: str) -> Passkey:
+        return self.tasks[split]
+
+    def order(self) -> dict[str, Any]:
+        text = self.task.text
+        of_text = {"train_tokens": len(text), "train_documents": text.fingerprint()}
+        return {**self.order_of_rows(), "fractions": self.fractions, **of_text}

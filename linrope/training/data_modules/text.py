@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from linrope.data.batches.contiguous import ContiguousBatches
 from linrope.data.batches.curriculum import CurriculumStage, PlannedStage, TrainingBatches, TrainingPlan
@@ -19,7 +18,7 @@ from linrope.data.corpus.sequences import TokenSequence
 from linrope.data.corpus.token_files import TOKEN_DTYPES
 from linrope.data.tokenizers.base import Tokenizer
 from linrope.errors import InputError, require_choice
-from linrope.training.data_modules.base import RankSampler, ResumableDataModule, TimedLoader
+from linrope.training.data_modules.base import RankSampler, ResumableDataModule, TimedLoader, require_least
 from linrope.utils.options import check_keys
 
 Batch = dict[str, Tensor]
@@ -75,18 +74,14 @@ class TextDataModule(ResumableDataModule):
         num_workers: int = 0,
         document_mask: bool = False,
         contiguous: bool = False,
-        curriculum: list[CurriculumStage] | None = None,
+        curriculum: list[dict[str, Any]] | None = None,  # or of CurriculumStage; `_stage` checks both, in plain words
         tokenizer: str | None = None,
         token_dtype: str = "uint16",
     ) -> None:
         super().__init__()
-        for name, value, least in (
-            ("context", context, 1),
-            ("batch_size", batch_size, 1),
-            ("num_workers", num_workers, 0),
-        ):
-            if value < least:
-                raise InputError(f"data.{name}={value} must be {least} or more.")
+        require_least("context", context, 1)
+        require_least("batch_size", batch_size, 1)
+        require_least("num_workers", num_workers, 0)
         require_choice("data.token_dtype", token_dtype, TOKEN_DTYPES)
         self.path = Path(path) if path is not None else None
         self.context, self.batch_size, self.fractions = context, batch_size, fractions
@@ -115,7 +110,8 @@ class TextDataModule(ResumableDataModule):
         # Made here, so that a split that is too short is found before any work.
         if stage == "fit":
             self._windows["train"] = self._contiguous_batches() if self.contiguous else self._training_windows()
-            self._windows["val"] = self.evaluation_windows("val") if self._validates else None
+            validates = self.fractions[1] > 0 and (self.trainer is None or self.trainer.limit_val_batches > 0)
+            self._windows["val"] = self.evaluation_windows("val") if validates else None
         if stage in ("validate", "test"):
             split = "val" if stage == "validate" else "test"
             self._windows[split] = self.evaluation_windows(split)
@@ -185,8 +181,7 @@ class TextDataModule(ResumableDataModule):
         if self.contiguous:
             per_step = self.run_position.batches_per_step
             return f"batches {step * per_step} … {(step + 1) * per_step - 1} of the contiguous rows"
-        stage = self.plan.stage_at(step)
-        first = stage.first_sample + (step - stage.first_step) * stage.samples_per_step
+        stage, first = self.plan.stage_at(step), self.plan.first_sample_of(step)
         return f"samples {first} … {first + stage.samples_per_step - 1} of length {stage.seq_len}"
 
     def first_batch(self, stage: PlannedStage) -> Batch:
@@ -209,10 +204,6 @@ class TextDataModule(ResumableDataModule):
             "tokenizer": None if self.tokenizer is None else self.tokenizer.fingerprint,
         }
 
-    @property
-    def _validates(self) -> bool:
-        return self.fractions[1] > 0 and (self.trainer is None or self.trainer.limit_val_batches > 0)
-
     def _ready(self, split: str) -> Any:
         """The windows or batches of a split, None if it is not read."""
         if split not in self._windows:
@@ -224,9 +215,10 @@ class TextDataModule(ResumableDataModule):
         """An endless loader. Lightning asks for it after it has restored the step of a checkpoint."""
         windows, position = self._ready("train"), self.run_position
         if self.contiguous:
-            return self._loader(windows, _From(position.batches_done), batch_size=None)
-        batches = TrainingBatches(self.plan, position.step, position.rank, position.world_size)
-        return self._loader(windows, batches, batch_size=None)
+            batches = _From(position.batches_done)
+        else:
+            batches = TrainingBatches(self.plan, position.step, position.rank, position.world_size)
+        return self.loader(windows, num_workers=self.num_workers, sampler=RankSampler(batches))
 
     def val_dataloader(self) -> TimedLoader | list[TimedLoader]:
         windows = self._ready("val")
@@ -238,17 +230,7 @@ class TextDataModule(ResumableDataModule):
     def _evaluation_loader(self, windows: EvaluationWindows) -> TimedLoader:
         """Each rank reads every `world_size`-th window. No window is read twice, so the last batches may differ."""
         mine = range(self.run_position.rank, len(windows), self.run_position.world_size)
-        return self._loader(windows, mine, batch_size=self.batch_size)
-
-    def _loader(self, dataset: Dataset[Batch], indices: Iterable[Any], batch_size: int | None) -> TimedLoader:
-        return TimedLoader(
-            dataset,
-            batch_size,
-            sampler=RankSampler(indices),
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-            pin_memory=self.run_position.on_gpu,
-        )
+        return self.loader(windows, self.batch_size, self.num_workers, sampler=RankSampler(mine))
 
 
 class _From:

@@ -29,7 +29,6 @@ def test_a_stage_lasts_the_fewest_whole_steps_that_hold_its_tokens():
 def test_tokens_are_counted_by_stage_and_the_last_goes_on():
     plan = TrainingPlan(UP_AND_DOWN)
     assert [plan.tokens_at(step) for step in (0, 1, 4, 5, 7, 8, 9, 19)] == [0, 64, 256, 384, 640, 704, 768, 1408]
-    assert [TrainingPlan(UP_AND_DOWN, 4).tokens_at(step) for step in range(5)] == [0, 256, 768, 1024, 1280]
 
 
 def test_steps_within_a_number_of_tokens_are_the_most_that_train_on_no_more():
@@ -55,22 +54,6 @@ def test_every_step_can_be_started_from(step):
         plan = TrainingPlan(UP_AND_DOWN, batches_per_step)
         whole = samples(plan, 12 * batches_per_step)
         assert samples(plan, batches_per_step, first_step=step) == whole[step * batches_per_step :][:batches_per_step]
-
-
-@pytest.mark.parametrize(("world_size", "accumulate"), [(2, 1), (2, 2), (3, 1)])
-def test_ranks_are_disjoint_and_jointly_complete_at_every_step(world_size, accumulate):
-    plan = TrainingPlan(UP_AND_DOWN, world_size * accumulate)
-    ranks = [samples(plan, 4 * accumulate, rank=rank, world_size=world_size) for rank in range(world_size)]
-    for batch in range(4 * accumulate):
-        assert len({seq_len for rank in ranks for seq_len, _ in rank[batch]}) == 1  # no step mixes two lengths
-    together = [ranks[i % world_size][i // world_size] for i in range(4 * accumulate * world_size)]
-    assert together == samples(plan, 4 * accumulate * world_size)  # batch by batch what one rank would see
-
-
-def test_one_stage_is_every_sample_in_turn():
-    plan = TrainingPlan([CurriculumStage(tokens=1, seq_len=8, batch_size=2)])
-    assert samples(plan, 3) == [[(8, 0), (8, 1)], [(8, 2), (8, 3)], [(8, 4), (8, 5)]]
-    assert [plan.tokens_at(step) for step in range(4)] == [0, 16, 32, 48]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from linrope.data.batches.shuffling import permute
-from linrope.data.batches.windows import CurriculumWindows, EvaluationWindows, TrainingWindows, segment_ids_of
+from linrope.data.batches.windows import EvaluationWindows, TrainingWindows, segment_ids_of
 from linrope.data.corpus.files import find_sources
 from linrope.data.corpus.sequences import Corpus
 from linrope.data.tokenizers.bytes import SEPARATOR
@@ -50,6 +50,8 @@ def test_an_epoch_of_training_never_repeats_and_the_next_starts_elsewhere(corpus
         assert sorted(starts) == [min(starts) + 10 * i for i in range(n)]
         assert max(starts) + 11 <= len(corpus)
     assert len({min(starts) for starts in epochs}) > 3
+    first_epochs = [[TrainingWindows(corpus, 10, seed).start_of(i) for i in range(n)] for seed in (1, 2)]
+    assert first_epochs[0] == epochs[0] != first_epochs[1]
     assert epochs[0] != [start - min(epochs[1]) + min(epochs[0]) for start in epochs[1]]
 
 
@@ -66,11 +68,6 @@ def test_a_corpus_of_little_more_than_a_window_still_serves(corpus, context):
     assert {len(windows[i]["targets"]) for i in range(20)} == {context}
 
 
-def test_the_order_depends_on_the_seed_alone(corpus):
-    starts = [[TrainingWindows(corpus, 10, seed).start_of(i) for i in range(19)] for seed in (0, 0, 1)]
-    assert starts[0] == starts[1] != starts[2]
-
-
 def test_evaluation_covers_the_split_once_in_a_shuffled_order(corpus):
     windows = EvaluationWindows(corpus, context=10)
     assert len(windows) == 20
@@ -81,9 +78,7 @@ def test_evaluation_covers_the_split_once_in_a_shuffled_order(corpus):
 
 
 def test_a_split_that_is_too_short_is_named_with_the_mend(corpus):
-    with pytest.raises(
-        InputError, match=r"train split holds 204 tokens, .* data\.context=204 \+ 1: lower data\.context"
-    ):
+    with pytest.raises(InputError, match=r"train split holds 204 tokens, .* data\.context=204 \+ 1: lower data\.con"):
         TrainingWindows(corpus, 204)
     with pytest.raises(InputError, match="the test split holds 0 tokens"):
         EvaluationWindows(Corpus([]), 10, "test")
@@ -106,10 +101,3 @@ def test_a_document_mask_numbers_documents_and_otherwise_the_same_samples(corpus
     ends = (inputs == SEPARATOR).nonzero().flatten()
     assert len(ends) in (1, 2)  # documents have 51 tokens
     assert (ids[1:] != ids[:-1]).nonzero().flatten().tolist() == [end for end in ends.tolist() if end < 99]
-
-
-def test_samples_of_several_lengths_are_those_of_each(corpus):
-    by_length = {context: TrainingWindows(corpus, context, seed=3) for context in (10, 40)}
-    windows = CurriculumWindows(by_length.values())
-    for context, i in ((10, 0), (40, 0), (10, 57), (40, 9)):
-        assert torch.equal(windows[[(context, i)]]["inputs"][0], by_length[context][i]["inputs"])

@@ -5,8 +5,8 @@ import torch
 
 from linrope.data.corpus.files import find_sources
 from linrope.data.corpus.sequences import Corpus
-from linrope.data.synthetic.copying import copy_rows, induction_rows
-from linrope.data.synthetic.passkey import SHORTEST, passkey_rows
+from linrope.data.synthetic.copying import Copy, Induction
+from linrope.data.synthetic.passkey import SHORTEST, Passkey
 from linrope.data.tokenizers.bytes import decode
 from linrope.errors import InputError
 from linrope.losses import IGNORE
@@ -19,7 +19,7 @@ def text(tmp_path) -> Corpus:
 
 
 def test_what_is_copied_is_asked_after_the_mark_token_by_token():
-    inputs, targets = copy_rows(30, 12, 5, seed=1)
+    inputs, targets = Copy(5).rows(30, (12,), seed=1)
     assert inputs.shape == targets.shape == (30, 12)
     assert (inputs[:, 6] == 0).all()
     assert (targets[:, :6] == IGNORE).all()
@@ -29,7 +29,7 @@ def test_what_is_copied_is_asked_after_the_mark_token_by_token():
 
 
 def test_the_symbol_after_the_mark_is_asked_at_the_end():
-    inputs, targets = induction_rows(300, 10, 6, seed=2)
+    inputs, targets = Induction(6).rows(300, (10,), seed=2)
     assert ((inputs == 0).sum(1) == 2).all()
     assert (inputs[:, -1] == 0).all()
     assert (targets[:, :-1] == IGNORE).all()
@@ -40,13 +40,13 @@ def test_the_symbol_after_the_mark_is_asked_at_the_end():
 
 @pytest.mark.parametrize(("depth", "place"), [(0, 0), (50, 4), (100, 7)])
 def test_the_mark_stands_at_its_depth(depth, place):
-    inputs, _ = induction_rows(3, 10, 6, seed=2, depth=depth)
+    inputs, _ = Induction(6).rows(3, (10, depth), seed=2)
     assert (inputs[:, place] == 0).all()
 
 
 def test_a_pass_key_is_told_in_the_text_and_asked_at_its_end(text):
     for depth, before in ((0, 0), (50, 60), (100, 120)):
-        inputs, targets = passkey_rows(4, SHORTEST + 120, text, 3, depth)
+        inputs, targets = Passkey(text).rows(4, (SHORTEST + 120, depth), 3)
         assert inputs.shape == targets.shape == (4, SHORTEST + 120)
         for row, row_targets in zip(inputs, targets):
             key = decode(row_targets[-5:])
@@ -62,44 +62,40 @@ def test_a_pass_key_is_told_in_the_text_and_asked_at_its_end(text):
 
 
 def test_keys_depths_and_places_of_the_text_differ_from_row_to_row(text):
-    inputs, targets = passkey_rows(50, SHORTEST + 100, text, 4)
+    inputs, targets = Passkey(text).rows(50, (SHORTEST + 100,), 4)
     written = [decode(row) for row in inputs]
     assert len({row.index("\nThe pass key") for row in written}) > 25
     assert len({decode(row[-5:]) for row in targets}) > 45
     assert len({row[:8] for row in written}) > 10
 
 
-@pytest.mark.parametrize(
-    "make", [lambda n, seed: copy_rows(n, 8, 9, seed), lambda n, seed: induction_rows(n, 8, 9, seed)]
-)
-def test_rows_follow_from_the_seed(make):
-    inputs, targets = make(6, 5)
-    assert torch.equal(make(6, 5)[0], inputs)
-    assert torch.equal(make(6, 5)[1], targets)
-    assert not torch.equal(make(6, (5, 1))[0], inputs)
-    assert make(0, 5)[0].shape == (0, 8)
+@pytest.mark.parametrize("task", [Copy(9), Induction(9)])
+def test_rows_follow_from_the_seed(task):
+    inputs, targets = task.rows(6, (8,), 5)
+    assert all(map(torch.equal, task.rows(6, (8,), 5), (inputs, targets)))
+    assert not torch.equal(task.rows(6, (8,), (5, 1))[0], inputs)
+    assert task.rows(0, (8,), 5)[0].shape == (0, 8)
 
 
 def test_pass_keys_follow_from_the_seed_and_their_number(text):
-    few, many = (passkey_rows(n, 200, text, (1, 7))[0] for n in (2, 5))
+    few, many = (Passkey(text).rows(n, (200,), (1, 7))[0] for n in (2, 5))
     assert torch.equal(few, many[:2])
-    assert passkey_rows(0, 200, text, 1)[0].shape == (0, 200)
+    assert Passkey(text).rows(0, (200,), 1)[0].shape == (0, 200)
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("task", "n_rows", "case", "message"),
     [
-        (lambda text: copy_rows(1, 7, 9, 0), "length=7 must be even"),
-        (lambda text: copy_rows(1, 8, 2, 0), "vocab_size=2 must be 3 or more"),
-        (lambda text: copy_rows(-1, 8, 9, 0), "n_rows=-1 and seed=0 must be 0 or more"),
-        (lambda text: induction_rows(1, 2, 9, 0), "length=2 must be 3 or more"),
-        (lambda text: induction_rows(1, 8, 9, 0, depth=101), "depth=101 must be a whole number of percent"),
-        (lambda text: induction_rows(1, 8, 9, 0, depth=0.5), r"depth=0\.5 must be a whole number of percent"),
-        (lambda text: passkey_rows(1, SHORTEST - 1, text, 0), f"raise it to {SHORTEST} or more"),
-        (lambda text: passkey_rows(1, 10_000, text, 0), r"length=10000 needs .* tokens of text around the key"),
-        (lambda text: passkey_rows(1, 200, text, -1), "seed=-1 must be 0 or more"),
+        (Copy(9), 1, (7,), "length=7 must be even"),
+        (Copy(2), 1, (8,), "vocab_size=2 must be 3 or more"),
+        (Copy(9), -1, (8,), "n_rows=-1 and seed=0 must be 0 or more"),
+        (Induction(9), 1, (2,), "length=2 must be 3 or more"),
+        (Induction(9), 1, (8, 101), "depth=101 must be a whole number of percent"),
+        (Induction(9), 1, (8, 0.5), r"depth=0\.5 must be a whole number of percent"),
+        (Passkey, 1, (SHORTEST - 1,), f"raise it to {SHORTEST} or more"),
+        (Passkey, 1, (10_000,), r"length=10000 needs .* tokens of text around the key"),
     ],
 )
-def test_what_does_not_fit_is_named(make, message, text):
+def test_what_does_not_fit_is_named(task, n_rows, case, message, text):
     with pytest.raises(InputError, match=message):
-        make(text)
+        (Passkey(text) if task is Passkey else task).rows(n_rows, case, 0)

@@ -1,6 +1,5 @@
 """Averaged weights: what they are, where they are seen, and that a resumed run goes on with them bit for bit."""
 
-import os
 import re
 import signal
 
@@ -10,7 +9,7 @@ import torch
 from linrope import LanguageModel
 from linrope.cli.main import main
 from linrope.training.tasks.language_modeling import LanguageModelingModule
-from tests.training.test_resume import TRAINED, equal, load, losses, version
+from tests.training.test_resume import TRAINED, equal, interrupt, load, losses, version
 
 AVERAGED = ("current_model_state", "averaging_state")
 
@@ -56,15 +55,8 @@ def test_checkpoints_and_validation_have_the_moving_average(averaged, run_folder
 def test_a_resumed_run_is_the_one_that_was_not_stopped(averaged, run_folder, monkeypatch):
     averaged = [*averaged, "--model.dropout=0.2", "--trainer.accumulate_grad_batches=2"]
     assert main(["fit", *averaged]) == 0
-    backward = LanguageModelingModule.on_after_backward
-
-    def interrupted(self):
-        if self.trainer.fit_loop.total_batch_idx == 5:
-            os.kill(os.getpid(), signal.SIGINT)
-        backward(self)
-
     with monkeypatch.context() as patch:
-        patch.setattr(LanguageModelingModule, "on_after_backward", interrupted)
+        interrupt(patch, lambda trainer: trainer.fit_loop.total_batch_idx == 5, signal.SIGINT)
         assert main(["fit", *averaged]) == 130
     assert load(version(run_folder, 1))["global_step"] == 3
     assert main(["fit", *averaged, f"--ckpt_path={version(run_folder, 1)}/checkpoints/last.ckpt"]) == 0

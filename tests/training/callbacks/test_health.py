@@ -43,16 +43,11 @@ def by_definition(seen: OperatorCall) -> dict[str, float]:
     q, k = seen.q[:1], seen.k[:1]
     ids, state = seen.options["segment_ids"], seen.options["state"]
     if state is not None:
-        state = type(state)(torch.zeros_like(state.kv[:1, :, signed:, :1]), state.k_sum[:1, :, signed:], state.length)
-        state = type(state)(state.k_sum[..., None], state.k_sum, state.length)
+        k_sum = state.k_sum[:1, :, signed:]
+        state = type(state)(k_sum[..., None], k_sum, state.length)
+    ones, more = torch.ones_like(q[..., :1]), {"segment_ids": None if ids is None else ids[:1], "state": state}
     denominator = linear_attention(
-        q[..., signed:],
-        k[..., signed:],
-        torch.ones_like(q[..., :1]),
-        log_decay=log_decay,
-        normalize="none",
-        segment_ids=None if ids is None else ids[:1],
-        state=state,
+        q[..., signed:], k[..., signed:], ones, log_decay=log_decay, normalize="none", **more
     )
 
     def phi(x):
@@ -94,9 +89,8 @@ def test_the_past_counts_in_denominators_and_segments_are_one_row():
     second = seen_by(model, tokens[:, 16:], state=state)[0]
     pieces = LayerHealth()
     pieces.add(second)
-    assert pieces.values()["smallest_denominator"].item() == pytest.approx(
-        by_definition(second)["smallest_denominator"], rel=1e-4
-    )
+    smallest = by_definition(second)["smallest_denominator"]
+    assert pieces.values()["smallest_denominator"].item() == pytest.approx(smallest, rel=1e-4)
     pieces.add(seen_by(model, tokens[:, :16])[0])  # the way back through segments comes in this order
     for name, value in whole.values().items():
         if name in ("output", "state_norm") or name.startswith("reach"):
@@ -124,15 +118,10 @@ def test_a_run_logs_health_every_n_steps(tiny, run_folder):
     assert main(["fit", *tiny, *options]) == 0
     logged = health_rows(run_folder)
     assert [row["step"] for row in logged] == ["2", "5"]  # counted from 0: after 3 and 6
-    names = {name for name in logged[0] if name.startswith("health/") and logged[0][name]}
-    assert names == {
-        "health/smallest_denominator",
-        "health/negative_weights",
-        "health/share_of_time",
-        "health/output/layer0",
-        "health/state_norm/layer0",
-        "health/reach/layer0/head0",
-        "health/reach/layer0/head1",
+    names = "smallest_denominator negative_weights share_of_time output/layer0 state_norm/layer0 "
+    names += "reach/layer0/head0 reach/layer0/head1"
+    assert {name for name in logged[0] if name.startswith("health/") and logged[0][name]} == {
+        f"health/{name}" for name in names.split()
     }
     for row in logged:
         assert 0 <= float(row["health/negative_weights"]) <= 1
@@ -171,11 +160,8 @@ def test_a_spike_is_named_with_its_step_and_samples():
     assert [(step, what) for step, what, *_ in warning.found] == [(4, "grad_norm")]
 
 
-def test_nothing_is_said_before_there_is_a_course_to_leave():
+def test_no_spike_without_a_median_and_micro_batches_are_one_step():
     assert told([1.0, 9.0])[0] == ""  # two steps are a quarter of the window, one is not
-
-
-def test_micro_batches_are_one_step():
     text, _ = told([1.0, 1.0, 1.0, 1.0, 50.0, 50.0], accumulate=2)
     assert text.count("spike at step 3") == 1
 
@@ -199,9 +185,8 @@ def test_a_real_spike_names_the_very_samples(tiny, run_folder, capsys, monkeypat
     monkeypatch.setattr(LanguageModelingModule, "configure_gradient_clipping", blown_up)
     monkeypatch.setattr(LanguageModelingModule, "training_step", remembered)
     assert main(["fit", *tiny, "--trainer.max_steps=32", "--trainer.val_check_interval=32"]) == 0
-    line = re.search(
-        r"spike at step 31: grad_norm .* times its median; samples (\d+) … (\d+) of length 32", capsys.readouterr().out
-    )
+    said = r"spike at step 31: grad_norm .* times its median; samples (\d+) … (\d+) of length 32"
+    line = re.search(said, capsys.readouterr().out)
     path = next(option.split("=")[1] for option in tiny if option.startswith("--data.path"))
     data: TextDataModule = attached(path)
     samples = [(32, i) for i in range(int(line[1]), int(line[2]) + 1)]

@@ -55,7 +55,7 @@ def test_rates_are_sums_over_the_window_and_validation_does_not_count(monkeypatc
     loader = TimedLoader([0])
     trainer = SimpleNamespace(
         world_size=2,
-        accumulate_grad_batches=1,
+        accumulate_grad_batches=2,
         train_dataloader=loader,
         strategy=SimpleNamespace(root_device=torch.device("cpu")),
     )
@@ -69,8 +69,10 @@ def test_rates_are_sums_over_the_window_and_validation_does_not_count(monkeypatc
             rate.on_validation_end(trainer, module)
         now[0] += seconds
         loader.waited += waited
-        rate.on_train_batch_end(trainer, module, None, {"inputs": torch.zeros(4, 16)}, number)
-    flops = 2 * step_flops(model, 4, 16) / 8  # the last two steps took eight seconds; of this device's rows
+        for micro_batch, shape in enumerate([(2, 16), (1, 32)]):
+            rate.on_train_batch_end(trainer, module, None, {"inputs": torch.zeros(shape)}, 2 * number + micro_batch)
+    # the last two steps took eight seconds; of this device's rows
+    flops = 2 * (step_flops(model, 2, 16) + step_flops(model, 1, 32)) / 8
     assert logged[-1]["tokens_per_second"] == pytest.approx(2 * 2 * 64 / 8)
     assert logged[-1]["tflops_per_device"] == pytest.approx(flops / 1e12)
     assert logged[-1]["share_of_peak"] == pytest.approx(flops / 1e9)
