@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,17 +19,12 @@ from benchmarks.harness.runner import print_table
 from linrope.utils.terminal import new_table
 
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-"""Student's t at 97.5 % for 1, 2, … degrees of freedom."""
+"""Student's t at 97.5 % for 1, 2, … degrees of freedom; 1.96 where the table ends is at most 9 % too small."""
 SPIKE, SPIKE_WINDOW = 1.25, 5
 CASE = "accuracy/"
 METRIC = {"text": ("bpb", "bits per byte", -1), "mqar": ("accuracy", "accuracy", 1)}
 """By task: the metric, its label, and whether more (1) or less (-1) is better. Differences in bits per byte are shares
 of the reference's value; differences in accuracy, which may be 0, are absolute."""
-
-
-def t_95(degrees: int) -> float:
-    """Student's t at 97.5 %; 1.96 where the table ends, at most 9 % too small."""
-    return T_95[degrees - 1] if degrees <= len(T_95) else 1.96
 
 
 @dataclass(frozen=True)
@@ -46,7 +42,8 @@ class Interval:
             return cls(math.nan, math.nan)
         if len(values) == 1:
             return cls(values[0], math.nan)
-        half = t_95(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+        t = T_95[len(values) - 2] if len(values) - 2 < len(T_95) else 1.96
+        half = t * statistics.stdev(values) / math.sqrt(len(values))
         return cls(statistics.fmean(values), half)
 
 
@@ -112,64 +109,61 @@ def details_of(results: list[dict[str, Any]], grid: Grid, speeds: dict[str, Spee
 # --- numbers ---------------------------------------------------------------------------------------------------------
 
 
+def by_variant(results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    found = defaultdict(list)
+    for run in results:
+        found[run["variant"]].append(run)
+    return dict(found)
+
+
+def ended(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The runs that did not diverge."""
+    return [run for run in runs if run["diverged"] is None]
+
+
 def rows_of(results: list[dict[str, Any]], grid: Grid, speeds: dict[str, float]) -> list[Row]:
     """A row for each variant with a finished run, best mean first; variants without a mean come last."""
     metric, _, better = METRIC[grid.task]
-    by_variant = {name: [r for r in results if r["variant"] == name] for name in grid.variants}
-    budget = equal_seconds(by_variant, speeds)
-    at_end, in_time = {}, {}
-    for name, runs in by_variant.items():
-        good = [r for r in runs if r["diverged"] is None]
-        at_end[name] = {r["seed"]: r["final"][metric] for r in good}
-        in_time[name] = {r["seed"]: at_tokens(r, metric, speeds.get(name), budget) for r in good}
+    found = by_variant(results)
+    runs = {name: found[name] for name in grid.variants if name in found}
+    good = {name: ended(own) for name, own in runs.items()}
+    # the fastest variant's time; the others are compared at that time
+    times = (own[0]["tokens"] / speeds[name] for name, own in good.items() if own and name in speeds)
+    seconds = min(times, default=math.nan)
+    at_end = {name: {r["seed"]: r["final"][metric] for r in own} for name, own in good.items()}
+    in_time = {
+        name: {r["seed"]: at_tokens(r, metric, speeds.get(name), seconds) for r in own} for name, own in good.items()
+    }
     rows = [
-        _row(name, runs, metric, Compared.of(at_end, name, grid), Compared.of(in_time, name, grid), speeds.get(name))
-        for name, runs in by_variant.items()
-        if runs
+        _row(own, [*compared(at_end, name, grid), *compared(in_time, name, grid)], metric, speeds.get(name))
+        for name, own in runs.items()
     ]
     return sorted(rows, key=lambda row: (math.isnan(row.mean), -better * row.mean))
 
 
-@dataclass(frozen=True)
-class Compared:
-    """A variant's metric over seeds, and its difference from the reference, seed by seed."""
-
-    total: Interval
-    gap: Interval
-    verdict: str
-
-    @classmethod
-    def of(cls, values: dict[str, dict[int, float]], name: str, grid: Grid) -> Compared:
-        """From every variant's values by seed; the reference is not compared with itself."""
-        metric, _, better = METRIC[grid.task]
-        own, reference = values[name], {} if name == grid.reference else values[grid.reference]
-        both = [seed for seed in own if seed in reference]
-        base = 1.0 if metric == "accuracy" else _mean(reference[seed] for seed in both)
-        gap = Interval.of([(own[seed] - reference[seed]) / base for seed in both])
-        return cls(Interval.of(own.values()), gap, verdict(gap, better))
+def compared(values: dict[str, dict[int, float]], name: str, grid: Grid) -> tuple[float, float, float, float, str]:
+    """Five columns of a row, from every variant's values by seed: `mean` to `verdict`. The reference is not compared
+    with itself."""
+    metric, _, better = METRIC[grid.task]
+    own, reference = values[name], {} if name == grid.reference else values.get(grid.reference, {})
+    both = [seed for seed in own if seed in reference]
+    base = 1.0 if metric == "accuracy" else _mean(reference[seed] for seed in both)
+    total, gap = Interval.of(own.values()), Interval.of((own[seed] - reference[seed]) / base for seed in both)
+    return total.mean, total.half, gap.mean, gap.half, verdict(gap, better)
 
 
-def _row(name, runs, metric, at_end: Compared, in_time: Compared, speed) -> Row:
-    good = [r for r in runs if r["diverged"] is None]
+def _row(runs: list[dict[str, Any]], of_metric: list[Any], metric: str, speed: float | None) -> Row:
+    good = ended(runs)
     positions = [parts for r in good if (parts := eighths(r))]
     training = [r["training"] for r in runs]
     denominators = [r["smallest_denominator"] for r in good if r.get("smallest_denominator") is not None]
     return Row(
-        variant=name,
-        seeds=len(runs),
-        diverged=len(runs) - len(good),
-        parameters=runs[0]["parameters"],
-        tokens=(good or runs)[0]["tokens"],
-        mean=at_end.total.mean,
-        interval=at_end.total.half,
-        difference=at_end.gap.mean,
-        difference_interval=at_end.gap.half,
-        verdict=at_end.verdict,
-        at_equal_seconds=in_time.total.mean,
-        interval_at_equal_seconds=in_time.total.half,
-        difference_at_equal_seconds=in_time.gap.mean,
-        difference_interval_at_equal_seconds=in_time.gap.half,
-        verdict_at_equal_seconds=in_time.verdict,
+        runs[0]["variant"],
+        len(runs),
+        len(runs) - len(good),
+        runs[0]["parameters"],
+        (good or runs)[0]["tokens"],
+        *of_metric,
         tokens_per_second=speed or math.nan,
         first_eighth=_mean(parts[0] for parts in positions),
         last_eighth=_mean(parts[-1] for parts in positions),
@@ -204,14 +198,6 @@ def verdict(gap: Interval, better: int) -> str:
     return "better" if gap.mean * better > 0 else "worse"
 
 
-def equal_seconds(by_variant: dict[str, list[dict[str, Any]]], speeds: dict[str, float]) -> float:
-    """The seconds of the fastest variant's run; the others are compared at that time."""
-    ended = {name: [r["tokens"] for r in runs if r["diverged"] is None] for name, runs in by_variant.items()}
-    return min(
-        (tokens[0] / speeds[name] for name, tokens in ended.items() if tokens and name in speeds), default=math.nan
-    )
-
-
 def at_tokens(run: dict[str, Any], metric: str, speed: float | None, seconds: float) -> float:
     """The metric after `seconds` at that speed: the final one, minus the curve's gain since then (the curve reads a
     part of the text only); NaN before its first point. The learning rate has not decayed to its end there, so that a
@@ -229,24 +215,18 @@ def at_tokens(run: dict[str, Any], metric: str, speed: float | None, seconds: fl
 
 def by_eighth(results: list[dict[str, Any]]) -> dict[str, list[float]]:
     """By variant: bits per token in each eighth of rows of the training length, the mean over seeds."""
-    found = {name: [e for r in runs if (e := eighths(r))] for name, runs in _by_variant(results).items()}
+    found = {name: [e for r in runs if (e := eighths(r))] for name, runs in by_variant(ended(results)).items()}
     return {name: [_mean(one) for one in zip(*of_runs, strict=True)] for name, of_runs in found.items() if of_runs}
 
 
 def by_case(results: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
     """By variant and case of a recall task, such as 256x16 (length x pairs): accuracy over seeds."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    for name, runs in _by_variant(results).items():
+    found = {}
+    for name, runs in by_variant(ended(results)).items():
         cases = [key for key in runs[0]["final"] if key.startswith(CASE)]
         if cases:
             found[name] = {c.removeprefix(CASE): asdict(Interval.of(r["final"][c] for r in runs)) for c in cases}
     return found
-
-
-def _by_variant(results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The runs that did not diverge, by variant."""
-    ended = [r for r in results if r["diverged"] is None]
-    return {name: [r for r in ended if r["variant"] == name] for name in dict.fromkeys(r["variant"] for r in ended)}
 
 
 def in_a_line(run: dict[str, Any]) -> str:
@@ -269,36 +249,33 @@ def by_context(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     `late` compares the last half of the rows with the same tokens in rows of other lengths: positions 8k–16k of a row
     of 16k are 1k–2k of rows of 2k. The text is the same, and only the context before it differs.
     """
-    found: dict[str, dict[str, Any]] = {}
-    for name in dict.fromkeys(r["variant"] for r in results):
-        runs = [r for r in results if r["variant"] == name and r.get("evaluation")]
-        contexts = sorted({int(c) for r in runs for c in r["evaluation"]})
+    found = {}
+    for name, runs in by_variant([r for r in results if r.get("evaluation")]).items():
+        texts = [r["evaluation"] for r in runs]
+        contexts = sorted({int(context) for text in texts for context in text})
         found[name] = {
             str(context): {
-                **asdict(Interval.of([r["evaluation"][str(context)]["bpb"] for r in runs])),
-                "late": {str(short): asdict(_late(runs, context, short)) for short in contexts if short < context},
+                **asdict(Interval.of(text[str(context)]["bpb"] for text in texts)),
+                "late": {
+                    str(short): asdict(Interval.of(late_change(text, context, short) for text in texts))
+                    for short in contexts
+                    if short < context
+                },
             }
             for context in contexts
         }
-    return {name: values for name, values in found.items() if values}
+    return found
 
 
-def _late(runs: list[dict[str, Any]], context: int, short: int) -> Interval:
+def late_change(evaluation: dict[str, Any], context: int, short: int) -> float:
     """Relative change of bits per token from rows of `short` to rows of `context`, over the tokens in the last half of
     both."""
-    return Interval.of([_late_change(r["evaluation"], context, short) for r in runs])
-
-
-def _late_change(evaluation: dict[str, Any], context: int, short: int) -> float:
     if short < 2 * BLOCK:
         return math.nan  # half a row is shorter than a block
-    long_blocks, short_blocks = evaluation[str(context)]["blocks"], evaluation[str(short)]["blocks"]
-    chosen = [
-        block
-        for block in range(len(long_blocks))
-        if block * BLOCK % context >= context / 2 and block * BLOCK % short >= short / 2
-    ]
-    return _mean(long_blocks[b] for b in chosen) / _mean(short_blocks[b] for b in chosen) - 1
+    starts = range(0, BLOCK * len(evaluation[str(context)]["blocks"]), BLOCK)
+    late = [i for i, start in enumerate(starts) if all(start % rows >= rows / 2 for rows in (context, short))]
+    long_bits, short_bits = ([evaluation[str(rows)]["blocks"][i] for i in late] for rows in (context, short))
+    return _mean(long_bits) / _mean(short_bits) - 1
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
@@ -319,7 +296,7 @@ def table_of(rows: list[Row], grid: Grid) -> Table:
     for row in rows:
         table.add_row(
             row.variant,
-            *_compared(row.mean, row.interval, row.difference, row.difference_interval, row.verdict),
+            *_cells(row.mean, row.interval, row.difference, row.difference_interval, row.verdict),
             _or_blank("{:.3f}", row.first_eighth),
             _or_blank("{:.3f}", row.last_eighth),
             f"{row.grad_norm_peak:.2g}",
@@ -333,26 +310,18 @@ def table_at_equal_seconds(rows: list[Row], grid: Grid) -> Table | None:
     known = [row for row in rows if not math.isnan(row.at_equal_seconds)]
     if grid.minutes or not known:
         return None
-    metric, label, _ = METRIC[grid.task]
-    table = new_table(
-        f"{grid.title}\n{label} at equal wall-clock",
-        *(metric, "±", "vs", "±", "", "tok/s"),
-        text=["variant"],
-        caption="after the time of the fastest variant; slower ones are\nread from their curve, in mid-schedule",
-    )
-    for row in sorted(known, key=lambda row: -METRIC[grid.task][2] * row.at_equal_seconds):
-        found = (
-            row.at_equal_seconds,
-            row.interval_at_equal_seconds,
-            row.difference_at_equal_seconds,
-            row.difference_interval_at_equal_seconds,
-            row.verdict_at_equal_seconds,
-        )
-        table.add_row(row.variant, *_compared(*found), f"{row.tokens_per_second:,.0f}")
+    metric, label, better = METRIC[grid.task]
+    caption = "after the time of the fastest variant; slower ones are\nread from their curve, in mid-schedule"
+    columns = metric, "±", "vs", "±", "", "tok/s"
+    table = new_table(f"{grid.title}\n{label} at equal wall-clock", *columns, text=["variant"], caption=caption)
+    for row in sorted(known, key=lambda row: -better * row.at_equal_seconds):
+        total = row.at_equal_seconds, row.interval_at_equal_seconds
+        gap = row.difference_at_equal_seconds, row.difference_interval_at_equal_seconds, row.verdict_at_equal_seconds
+        table.add_row(row.variant, *_cells(*total, *gap), f"{row.tokens_per_second:,.0f}")
     return table
 
 
-def _compared(mean: float, half: float, gap: float, gap_half: float, verdict: str) -> list[str]:
+def _cells(mean: float, half: float, gap: float, gap_half: float, verdict: str) -> list[str]:
     """A mean and a difference, as cells of a table."""
     marks = {"better": "[green]+[/green]", "worse": "[red]-[/red]", "within noise": "~", "one seed": "?"}
     forms = {"{:.3f}": half, "{:+.1%}": gap, "{:.1%}": gap_half}
@@ -367,12 +336,9 @@ def remarks(rows: list[Row], results: list[dict[str, Any]], grid: Grid) -> list[
     """Lines below the table: runs that diverged, spikes, unequal sizes."""
     said = [f"{r['variant']}, seed {r['seed']}: diverged, {r['diverged']}" for r in results if r["diverged"]]
     said += [f"{row.variant}: the loss spiked, in {row.spikes} hundredths of a run" for row in rows if row.spikes]
-    for row in rows:
-        lengths = {r["steps"] for r in results if r["variant"] == row.variant and not r["diverged"]}
-        if len(lengths) > 1:
-            said.append(
-                f"{row.variant}: its runs have {' and '.join(map(str, sorted(lengths)))} steps, different numbers"
-            )
+    for name, runs in by_variant(ended(results)).items():
+        if len(steps := {r["steps"] for r in runs}) > 1:
+            said.append(f"{name}: its runs have {' and '.join(map(str, sorted(steps)))} steps, different numbers")
     read = [row.tokens for row in rows if row.diverged < row.seeds]
     if read and grid.tokens is not None and max(read) > (1 + TOLERANCE) * min(read):
         said.append(f"steps of unequal sizes: runs read {min(read):,} to {max(read):,} tokens")
@@ -393,8 +359,7 @@ def remarks_on_speeds(speeds: dict[str, Speed], without: list[str]) -> list[str]
     if spreads := {name: speed.spread for name, speed in speeds.items() if speed.spread is not None}:
         name = max(spreads, key=spreads.__getitem__)
         said.append(f"tok/s are medians: half of the rounds lie within {spreads[name]:.0%} of each other ({name})")
-    machines = {speed.machine for speed in speeds.values() if speed.machine is not None}
+    machines = sorted({speed.machine for speed in speeds.values() if speed.machine is not None})
     if len(machines) > 1:
-        found = ", ".join(sorted(machines))
-        said.append(f"tok/s were measured on different machines, so this table is an estimate: {found}")
+        said.append(f"tok/s were measured on different machines, so this table is an estimate: {', '.join(machines)}")
     return said
