@@ -87,13 +87,11 @@ def measure_speeds(folder: Folder, rounds: int, bar: Progress) -> dict[str, Spee
     if reference in known:
         drift = found[reference].tokens_per_second / known[reference].tokens_per_second
         if abs(drift - 1) > DRIFT:
-            bar.console.print(
-                f"{reference} trains at {drift:.2f} times its speed when the other variants were measured: the new "
-                "speeds are corrected by this",
-                highlight=False,
-            )
-        for name, speed in found.items():
-            found[name] = replace(speed, tokens_per_second=speed.tokens_per_second / drift)
+            then = "its speed when the other variants were measured: the new speeds are corrected by this"
+            bar.console.print(f"{reference} trains at {drift:.2f} times {then}", highlight=False)
+        found = {
+            name: replace(speed, tokens_per_second=speed.tokens_per_second / drift) for name, speed in found.items()
+        }
     folder.write_speeds(found | known)
     return folder.read_speeds()
 
@@ -134,14 +132,15 @@ def make_runs(folder: Folder, speeds: dict[str, Speed], only: Collection[str], b
         speed = speeds[variant].tokens_per_second if variant in speeds else None  # a curriculum needs none
         steps = n_steps(folder.grid, folder.settings[variant], speed)
         bar.reset(current, total=steps, description=f"{variant}, seed {seed}")
-        with claimed(folder.result_of(variant, seed).with_suffix(".spec")) as spec_file:
+        result = folder.result_of(variant, seed)
+        with claimed(result.with_suffix(".spec")) as spec_file:
             if spec_file is None:
                 told = "another process is making it"
-            elif folder.result_of(variant, seed).exists():
+            elif result.exists():
                 told = "another process made it meanwhile"
             else:
                 make_run(folder, variant, seed, steps, lambda **shown: bar.update(current, **shown), spec_file)
-                told = ablation_report.in_a_line(json.loads(folder.result_of(variant, seed).read_text()))
+                told = ablation_report.in_a_line(json.loads(result.read_text()))
         bar.console.print(f"{variant}, seed {seed}: {told}", markup=False, highlight=False)
         bar.update(task, completed=len(folder.results()))
 
@@ -162,16 +161,13 @@ def claimed(file: Path) -> Iterator[Path | None]:
 def make_run(folder: Folder, variant: str, seed: int, steps: int, show: Any, spec_file: Path) -> None:
     """One run in a process of its own, specified in `spec_file`; `show(completed=, now=)` is called with its
     progress."""
-    spec = {
-        "identity": folder.identity(variant, seed),
-        "steps": steps,
-        "result": str(folder.result_of(variant, seed).resolve()),
-    }
+    result = folder.result_of(variant, seed)
+    spec = {"identity": folder.identity(variant, seed), "steps": steps, "result": str(result.resolve())}
     spec_file.write_text(json.dumps(spec))
     status, last = run_process(spec_file.resolve(), show)
     if status in (INTERRUPTED, -signal.SIGINT, -signal.SIGTERM):
         raise KeyboardInterrupt
-    if status or not folder.result_of(variant, seed).exists():
+    if status or not result.exists():
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else "failed"
         raise RunFailed(f"{variant}, seed {seed} {how}:\n" + "\n".join(last))
 
@@ -180,18 +176,17 @@ def run_process(spec_file: Path, show: Any) -> tuple[int, Collection[str]]:
     """The exit status of `benchmarks.training_run`, and its last output beside progress, such as a traceback."""
     command = [sys.executable, "-m", "benchmarks.training_run", str(spec_file)]
     path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONPATH": os.pathsep.join(path)}
     last = deque(maxlen=20)
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONPATH": os.pathsep.join(path)},
-    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
     try:
         for line in process.stdout:
-            if said := _said(line):
-                show(**said)
+            try:
+                shown = json.loads(line)
+            except json.JSONDecodeError:
+                shown = None
+            if isinstance(shown, dict):
+                show(**shown)
             else:
                 last.append(line.rstrip())
         return process.wait(), last
@@ -199,19 +194,6 @@ def run_process(spec_file: Path, show: Any) -> tuple[int, Collection[str]]:
         process.terminate()
         process.wait()
         raise
-
-
-def _said(line: str) -> dict[str, Any] | None:
-    """The values of a line of progress; None for any other line."""
-    try:
-        values = json.loads(line)
-    except json.JSONDecodeError:
-        return None
-    if not isinstance(values, dict):
-        return None
-    if "step" in values:
-        return {"completed": values["step"], "now": f"loss {values['loss']:.3f}"}
-    return {"now": values.get("doing", "")}
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
