@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import subprocess
@@ -28,13 +29,14 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.experiments import ablation_pictures, ablation_report
+from benchmarks.experiments import ablation_pictures
+from benchmarks.experiments import ablation_report as report
 from benchmarks.experiments.grid import Settings, n_steps, read_grid, settings_of
 from benchmarks.experiments.results_folder import Folder, Speed
 from benchmarks.experiments.training_run import INTERRUPTED
 from benchmarks.harness.machine import device_name
 from benchmarks.harness.options import check_names
-from benchmarks.harness.runner import Benchmark
+from benchmarks.harness.runner import Benchmark, print_table
 from benchmarks.harness.timing import Alternation
 from linrope import LanguageModel
 from linrope.errors import InputError
@@ -76,7 +78,7 @@ def measure_speeds(folder: Folder, rounds: int, bar: Progress) -> dict[str, Spee
     """Training speeds, measured once for a folder. Variants that are added later are measured in turn with the
     reference (or with another that was measured, if the reference is new): the ratio of its speed then and now corrects
     theirs. Variants with a curriculum have no single speed, and are omitted."""
-    known, timed = folder.read_speeds(), folder.timed
+    known, timed = folder.read_speeds(), folder.speed_keys
     missing = [name for name in timed if name not in known]
     if not missing:
         return known
@@ -140,7 +142,7 @@ def make_runs(folder: Folder, speeds: dict[str, Speed], only: Collection[str], b
                 told = "another process made it meanwhile"
             else:
                 make_run(folder, variant, seed, steps, lambda **shown: bar.update(current, **shown), spec_file)
-                told = ablation_report.in_a_line(json.loads(result.read_text()))
+                told = report.in_a_line(json.loads(result.read_text()))
         bar.console.print(f"{variant}, seed {seed}: {told}", markup=False, highlight=False)
         bar.update(task, completed=len(folder.results()))
 
@@ -200,15 +202,10 @@ def run_process(spec_file: Path, show: Any) -> tuple[int, Collection[str]]:
 
 
 class Ablation(Benchmark):
-    """
-    Attributes:
-        folder: the results.
-        results: the finished runs, and `speeds` by variant, when the table is made.
-        failure: the error of a run that failed.
-    """
+    """`failure` is the error of a run that failed; `results` are the finished runs, when the table is made."""
 
     name = "ablation"
-    point = ablation_report.Row
+    point = report.Row
     positive = ("rounds",)
     output = ""
 
@@ -216,9 +213,8 @@ class Ablation(Benchmark):
     def add_options(cls, add: Callable[..., Any]) -> None:
         add("--grid", type=Path, required=True, help="a YAML file, such as those in benchmarks/grids")
         add("--output", type=Path, help="folder for results (default: results/ablation/GRID)")
-        add(
-            "--only", nargs="+", metavar="VARIANT", help="run these variants alone, with all their seeds (default: all)"
-        )
+        only = "run these variants alone, with all their seeds (default: all)"
+        add("--only", nargs="+", metavar="VARIANT", help=only)
         add("--rounds", type=int, default=5, help="rounds in which the training speeds are measured (default: 5)")
         add("--device", choices=["cpu", "cuda"], default="cpu", help="where models are trained and speeds measured")
         add("--report", action="store_true", help="report the finished runs, and run nothing")
@@ -257,9 +253,7 @@ class Ablation(Benchmark):
     def read(self, folder: Folder) -> None:
         """Read the finished runs, and make the rows of the table."""
         self.folder, self.results, self.speeds = folder, folder.results(), folder.read_speeds()
-        self.points = ablation_report.rows_of(
-            self.results, folder.grid, {name: speed.tokens_per_second for name, speed in self.speeds.items()}
-        )
+        self.points = report.rows_of(self.results, folder.grid, self.speeds)
 
     def finish(self, args: list[str] | None) -> int:
         self.read(self.options.folder)
@@ -271,8 +265,12 @@ class Ablation(Benchmark):
         return status
 
     def show(self) -> None:
-        if self.results:
-            ablation_report.show(self.console, self.points, self.results, self.folder.grid, self.speeds)
+        rows, grid = self.points, self.folder.grid
+        if rows:
+            print_table(self.console, report.table_of(rows, grid), report.remarks(rows, self.results, grid))
+        if (in_time := report.table_at_equal_seconds(rows, grid)) is not None:
+            without = [row.variant for row in rows if math.isnan(row.at_equal_seconds)]
+            print_table(self.console, in_time, report.remarks_on_speeds(self.speeds, without))
 
     @property
     def kept(self) -> str:
@@ -282,7 +280,16 @@ class Ablation(Benchmark):
         return 1 if self.failure else 0
 
     def details(self) -> dict[str, Any]:
-        return ablation_report.details_of(self.results, self.folder.grid, self.speeds)
+        speeds = self.speeds.items()
+        return {
+            "title": self.folder.grid.title,
+            "reference": self.folder.grid.reference,
+            "by_context": report.by_context(self.results),
+            "by_eighth": report.by_eighth(self.results),
+            "by_case": report.by_case(self.results),
+            "tokens_per_second": {name: speed.tokens_per_second for name, speed in speeds},
+            "spread_of_tokens_per_second": {name: s.spread for name, s in speeds if s.spread is not None},
+        }
 
     def figures(self) -> dict[str, Callable]:
         return ablation_pictures.figures_of(self.points, self.results, self.folder.grid)

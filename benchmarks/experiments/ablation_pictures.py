@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.experiments.ablation_report import METRIC, Interval, Row, by_case
+from benchmarks.experiments.ablation_report import METRIC, Interval, Row, by_case, by_variant, ended
 from benchmarks.experiments.grid import Grid
 from benchmarks.harness.pictures import COLORS, legend_by_end, new_axes
 
@@ -24,16 +24,17 @@ def figures_of(rows: list[Row], results: list[dict[str, Any]], grid: Grid) -> di
     rows = [row for row in rows if not math.isnan(row.mean)]
     if len(rows) < FEWEST:
         return {}
-    results = [run for run in results if run["diverged"] is None]
-    figures = {"": partial(means, rows, results, grid)}
-    if len(lengths_of(results)) > 1:
-        figures["-lengths"] = partial(lengths, rows, results, grid)
-    if by_case(results):
-        figures["-cases"] = partial(cases, rows, results, grid)
+    runs, found = by_variant(ended(results)), by_case(results)
+    lengths = sorted({int(length) for run in ended(results) for length in run.get("evaluation") or {}})
+    figures = {"": partial(means, rows, runs, grid)}
+    if len(lengths) > 1:
+        figures["-lengths"] = partial(change_with_length, rows, runs, grid, lengths[0], lengths[-1])
+    if found:
+        figures["-cases"] = partial(cases, rows, found, grid)
     return figures
 
 
-def means(rows: list[Row], results: list[dict[str, Any]], grid: Grid) -> Figure:
+def means(rows: list[Row], runs: dict[str, list[dict[str, Any]]], grid: Grid) -> Figure:
     """A row for each variant: the mean, its 95 % interval, and each seed."""
     metric, label, _ = METRIC[grid.task]
     best, message = rows[0], f"{rows[0].variant} has the best mean"
@@ -44,7 +45,7 @@ def means(rows: list[Row], results: list[dict[str, Any]], grid: Grid) -> Figure:
     intervals = {row.variant: Interval(row.mean, row.interval) for row in rows}
     axes = dots(f"{grid.title}:\n{message}", intervals, grid)
     for height, row in enumerate(reversed(rows)):
-        seeds = [run["final"][metric] for run in results if run["variant"] == row.variant]
+        seeds = [run["final"][metric] for run in runs[row.variant]]
         axes.plot(seeds, [height] * len(seeds), "|", color="black", markersize=7)
     axes.set_xlabel(f"{label}: mean, 95 % interval, each seed")
     return axes.figure
@@ -63,30 +64,18 @@ def dots(title: str, intervals: dict[str, Interval], grid: Grid) -> Axes:
     return axes
 
 
-def chosen(rows: list[Row], grid: Grid) -> list[Row]:
-    """The best variants and the reference: as many as a picture of lines may have."""
-    best = [row for row in rows if row.variant != grid.reference][: LINES - 1]
-    return [row for row in rows if row in best or row.variant == grid.reference]
-
-
-def lengths_of(results: list[dict[str, Any]]) -> list[int]:
-    """The lengths of rows in which the same text was evaluated."""
-    return sorted({int(length) for run in results for length in run.get("evaluation") or {}})
-
-
-def lengths(rows: list[Row], results: list[dict[str, Any]], grid: Grid) -> Figure:
+def change_with_length(
+    rows: list[Row], runs: dict[str, list[dict[str, Any]]], grid: Grid, short: int, long: int
+) -> Figure:
     """How bits per byte change from the shortest rows to the longest, the lowest on top."""
-    known = lengths_of(results)
-    short, long = str(known[0]), str(known[-1])
     changes = {}
     for row in rows:
-        runs = [run["evaluation"] for run in results if run["variant"] == row.variant]
-        values = [100 * (r[long]["bpb"] / r[short]["bpb"] - 1) for r in runs if {short, long} <= r.keys()]
-        if values:
+        bits = [{int(length): text["bpb"] for length, text in run["evaluation"].items()} for run in runs[row.variant]]
+        if values := [100 * (by[long] / by[short] - 1) for by in bits if {short, long} <= by.keys()]:
             changes[row.variant] = Interval.of(values)
     changes = dict(sorted(changes.items(), key=lambda change: change[1].mean))
     best = next(iter(changes))
-    message = f"rows of {known[-1]:,} instead of {known[0]:,} tokens change {best} by {changes[best].mean:+.1f} %"
+    message = f"rows of {long:,} instead of {short:,} tokens change {best} by {changes[best].mean:+.1f} %"
     axes = dots(f"{grid.title}:\n{message}", changes, grid)
     axes.axvline(0, color="black", linewidth=0.8)
     if max(change.mean for change in changes.values()) > 50:
@@ -96,10 +85,10 @@ def lengths(rows: list[Row], results: list[dict[str, Any]], grid: Grid) -> Figur
     return axes.figure
 
 
-def cases(rows: list[Row], results: list[dict[str, Any]], grid: Grid) -> Figure:
-    """Accuracy of a recall task by the length of a row and its pairs."""
-    found = by_case(results)
-    shown = [row for row in chosen(rows, grid) if row.variant in found]
+def cases(rows: list[Row], found: dict[str, dict[str, dict[str, float]]], grid: Grid) -> Figure:
+    """Accuracy of a recall task by the length of a row and its pairs: the best variants and the reference."""
+    best = [row for row in rows if row.variant != grid.reference][: LINES - 1]
+    shown = [row for row in rows if (row in best or row.variant == grid.reference) and row.variant in found]
     hardest = list(found[shown[0].variant])[-1]
     message = ", ".join(f"{row.variant} {found[row.variant][hardest]['mean']:.2f}" for row in shown[:3])
     axes = new_axes(f"{grid.title}: accuracy in the last case,\n{message}")

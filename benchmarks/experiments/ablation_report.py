@@ -10,12 +10,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.experiments.grid import BLOCK, TOLERANCE, Grid, Settings
 from benchmarks.experiments.results_folder import Speed
-from benchmarks.harness.runner import print_table
 from linrope.utils.terminal import new_table
 
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
@@ -83,29 +81,6 @@ class Row:
     state_bytes: int
 
 
-def show(
-    console: Console, rows: list[Row], results: list[dict[str, Any]], grid: Grid, speeds: dict[str, Speed]
-) -> None:
-    """Print the tables and what they do not say."""
-    print_table(console, table_of(rows, grid), remarks(rows, results, grid))
-    if (in_time := table_at_equal_seconds(rows, grid)) is not None:
-        without = [row.variant for row in rows if math.isnan(row.at_equal_seconds)]
-        print_table(console, in_time, remarks_on_speeds(speeds, without))
-
-
-def details_of(results: list[dict[str, Any]], grid: Grid, speeds: dict[str, Speed]) -> dict[str, Any]:
-    """The entries of the JSON file beside the rows."""
-    return {
-        "title": grid.title,
-        "reference": grid.reference,
-        "by_context": by_context(results),
-        "by_eighth": by_eighth(results),
-        "by_case": by_case(results),
-        "tokens_per_second": {name: speed.tokens_per_second for name, speed in speeds.items()},
-        "spread_of_tokens_per_second": {name: s.spread for name, s in speeds.items() if s.spread is not None},
-    }
-
-
 # --- numbers ---------------------------------------------------------------------------------------------------------
 
 
@@ -121,21 +96,22 @@ def ended(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [run for run in runs if run["diverged"] is None]
 
 
-def rows_of(results: list[dict[str, Any]], grid: Grid, speeds: dict[str, float]) -> list[Row]:
+def rows_of(results: list[dict[str, Any]], grid: Grid, speeds: dict[str, Speed]) -> list[Row]:
     """A row for each variant with a finished run, best mean first; variants without a mean come last."""
     metric, _, better = METRIC[grid.task]
     found = by_variant(results)
     runs = {name: found[name] for name in grid.variants if name in found}
     good = {name: ended(own) for name, own in runs.items()}
+    speed = {name: speeds[name].tokens_per_second if name in speeds else math.nan for name in runs}
     # the fastest variant's time; the others are compared at that time
-    times = (own[0]["tokens"] / speeds[name] for name, own in good.items() if own and name in speeds)
+    times = (own[0]["tokens"] / speed[name] for name, own in good.items() if own and name in speeds)
     seconds = min(times, default=math.nan)
-    at_end = {name: {r["seed"]: r["final"][metric] for r in own} for name, own in good.items()}
-    in_time = {
-        name: {r["seed"]: at_tokens(r, metric, speeds.get(name), seconds) for r in own} for name, own in good.items()
-    }
+    at_end, in_time = {}, {}
+    for name, own in good.items():
+        at_end[name] = {r["seed"]: r["final"][metric] for r in own}
+        in_time[name] = {r["seed"]: at_tokens(r, metric, seconds * speed[name]) for r in own}
     rows = [
-        _row(own, [*compared(at_end, name, grid), *compared(in_time, name, grid)], metric, speeds.get(name))
+        _row(own, [*compared(at_end, name, grid), *compared(in_time, name, grid), speed[name]], metric)
         for name, own in runs.items()
     ]
     return sorted(rows, key=lambda row: (math.isnan(row.mean), -better * row.mean))
@@ -152,7 +128,8 @@ def compared(values: dict[str, dict[int, float]], name: str, grid: Grid) -> tupl
     return total.mean, total.half, gap.mean, gap.half, verdict(gap, better)
 
 
-def _row(runs: list[dict[str, Any]], of_metric: list[Any], metric: str, speed: float | None) -> Row:
+def _row(runs: list[dict[str, Any]], measured: list[Any], metric: str) -> Row:
+    """`measured` are the columns from `mean` to `tokens_per_second`."""
     good = ended(runs)
     positions = [parts for r in good if (parts := eighths(r))]
     training = [r["training"] for r in runs]
@@ -163,8 +140,7 @@ def _row(runs: list[dict[str, Any]], of_metric: list[Any], metric: str, speed: f
         len(runs) - len(good),
         runs[0]["parameters"],
         (good or runs)[0]["tokens"],
-        *of_metric,
-        tokens_per_second=speed or math.nan,
+        *measured,
         first_eighth=_mean(parts[0] for parts in positions),
         last_eighth=_mean(parts[-1] for parts in positions),
         grad_norm_median=statistics.median(t["grad_norm_median"] for t in training),
@@ -198,14 +174,14 @@ def verdict(gap: Interval, better: int) -> str:
     return "better" if gap.mean * better > 0 else "worse"
 
 
-def at_tokens(run: dict[str, Any], metric: str, speed: float | None, seconds: float) -> float:
-    """The metric after `seconds` at that speed: the final one, minus the curve's gain since then (the curve reads a
-    part of the text only); NaN before its first point. The learning rate has not decayed to its end there, so that a
-    run of this length would be a little better."""
+def at_tokens(run: dict[str, Any], metric: str, tokens: float) -> float:
+    """The metric after a number of tokens: the final one, minus the curve's gain since then (the curve reads a part of
+    the text only); NaN before its first point. The learning rate has not decayed to its end there, so that a run of
+    this length would be a little better."""
     curve = [(p["tokens"], p[metric]) for p in run["curve"] if metric in p]
-    if not speed or not curve:
+    if math.isnan(tokens) or not curve:
         return math.nan
-    tokens = min(seconds * speed, curve[-1][0])
+    tokens = min(tokens, curve[-1][0])
     for (t0, y0), (t1, y1) in itertools.pairwise(curve):
         if t0 <= tokens <= t1:
             share = math.log(tokens / t0) / math.log(t1 / t0)

@@ -191,14 +191,14 @@ class Settings:
 
     @property
     def fingerprint(self) -> str:
-        return _hash(asdict(self))
+        return hash_of(asdict(self))
 
     def speed_key(self, device: str) -> str:
         """A hash of what decides the time of a training step: the model, the rows, the type of the device."""
-        return _hash([self.task, self.model, self.timed_rows, self.longest_row, device])
+        return hash_of([self.task, self.model, self.timed_rows, self.longest_row, device])
 
 
-def _hash(values: Any) -> str:
+def hash_of(values: Any) -> str:
     return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
@@ -361,13 +361,6 @@ def opened(settings: Settings) -> OpenedText:
     """The text of a variant that reads text."""
     path, *options = map(settings.option, ("path", "tokenizer", "token_dtype"))
     return _open_text(path, tuple(settings.option("fractions")), *options)
-
-
-def text_fingerprint(settings: Settings) -> str | None:
-    """A hash of the text and its splits; None if the task makes its own rows."""
-    if settings.task != "text":
-        return None
-    return _hash({name: corpus.fingerprint() for name, corpus in opened(settings).corpora.items()})
 
 
 def _set(sections: dict[str, Any], path: str, value: Any) -> None:

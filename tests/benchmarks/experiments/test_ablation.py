@@ -355,7 +355,10 @@ class TwoVariants:
 
 
 def rows_by_variant(results, **speeds):
-    return {row.variant: row for row in ablation_report.rows_of(results, TwoVariants, speeds)}
+    return {
+        row.variant: row
+        for row in ablation_report.rows_of(results, TwoVariants, {name: Speed(speed) for name, speed in speeds.items()})
+    }
 
 
 def test_differences_are_taken_seed_by_seed_at_equal_tokens_and_at_equal_seconds():
