@@ -2,12 +2,10 @@
 
     python -m benchmarks.ablation --grid benchmarks/grids/placement.yaml
 
-First the training speeds of all variants are measured, in turn in one process. (Variants with a curriculum have no
-single speed, and none is measured.) Then the runs are made, one process at a time. It can be stopped at any time: the
-same command continues, also inside a run. Seeds and variants may be added to the grid. --only makes the runs of some
-variants first. Two commands on one folder divide the runs. At the end, or with --report at any time, it shows means and
-95 % intervals over seeds, which differences are noise, stability, and loss by position: at equal tokens and at equal
-wall-clock. In a grid of minutes every schedule ends with the time, so that only equal wall-clock is shown.
+First the training speeds of all variants are measured, in turn in one process. Then the runs are made, one process at a
+time. The same command continues a grid that was stopped, also inside a run. Seeds and variants may be added to the
+grid. Two commands on one folder divide the runs. --report shows means and 95 % intervals over seeds, which differences
+are noise, stability, and loss by position: at equal tokens and, unless the grid gives minutes, at equal wall-clock.
 """
 
 from __future__ import annotations

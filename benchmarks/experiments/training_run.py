@@ -1,8 +1,7 @@
 """One training run of a grid, in a process of its own: `python -m benchmarks.training_run SPEC.json`.
 
-It trains as `linrope fit` does. A checkpoint beside the result lets an interrupted run continue: Ctrl-C and SIGTERM
-finish the step and save. It prints a line of JSON every few steps, for the parent's progress bar, and writes SPEC's
-`result`.
+It trains as `linrope fit` does, prints lines of JSON for the parent's progress bar, and writes SPEC's `result`. A
+checkpoint beside it lets an interrupted run continue: Ctrl-C and SIGTERM finish the step and save.
 """
 
 from __future__ import annotations
@@ -48,13 +47,8 @@ UNFINISHED = ".unfinished"
 
 @dataclass
 class Recorder(Callback):
-    """Records a run as plain values, which its checkpoints contain.
-
-    Attributes:
-        losses, grad_norms: of every step, in nats per token and before clipping.
-        curve: (step, validation metrics) at every validation.
-        seconds: spent in training steps.
-    """
+    """Records a run as plain values, which its checkpoints contain: losses in nats per token and gradient norms before
+    clipping of every step, metrics at every validation, and the seconds of training steps."""
 
     folder: Path
     losses: list[float] = field(default_factory=list)

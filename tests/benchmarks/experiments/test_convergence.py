@@ -60,7 +60,7 @@ def test_a_short_run_has_as_many_points_as_losses():
 
 def test_its_variants_are_those_of_the_grid():
     grid = convergence.read_grid(convergence.GRID)
-    named = {name for variants in convergence.PANELS.values() for name in variants.values()}
+    named = {name for variants in convergence.PANELS.values() for name in variants}
     assert len(named) == 9
     assert named <= grid.variants.keys()
 
