@@ -145,12 +145,9 @@ class Convergence(Benchmark):
         self.points = self.options.found
 
     def table(self) -> Table:
-        table = new_table(
-            "Convergence by positions",
-            *("a quarter", "half", "the end", "seeds"),
-            text=["attention", "positions"],
-            caption="bits per byte in training, means over seeds",
-        )
+        caption, text = "bits per byte in training, means over seeds", ["attention", "positions"]
+        columns = "a quarter", "half", "the end", "seeds"
+        table = new_table("Convergence by positions", *columns, text=text, caption=caption)
         for (attention, positions), line in by_curve(self.points).items():
             marks = (line[max(0, len(line) * share // 4 - 1)].mean for share in (1, 2, 4))
             table.add_row(attention, positions, *(f"{bits:.3f}" for bits in marks), str(line[0].seeds))

@@ -23,7 +23,7 @@ import math
 import re
 from collections.abc import Iterable
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -271,15 +271,14 @@ def _variant(grid: Grid, changes: dict[str, Any]) -> Settings:
         _set(sections, path, value)
     settings = Settings(grid.task, **sections)
     data_module = DATA_MODULES[grid.task]
-    known = {"data": inspect.signature(data_module).parameters, "optimizer": [f.name for f in fields(OptimizerConfig)]}
-    for section, options in known.items():
+    for section, config in {"data": data_module, "optimizer": OptimizerConfig}.items():
+        known = inspect.signature(config).parameters
         for name in sections[section]:
-            if name not in options:
-                raise InputError(f"{name!r} is no option of {section}.{suggest(name, options)}")
+            if name not in known:
+                raise InputError(f"{name!r} is no option of {section}.{suggest(name, known)}")
+        check_types(sections[section], config, f"{section}.")
     if "seed" in settings.data:
         raise InputError(f"data.seed={settings.data['seed']}: a run's data follow from its seed; give them in `seeds`.")
-    check_types(settings.data, data_module, "data.")
-    check_types(settings.optimizer, OptimizerConfig, "optimizer.")
     OptimizerConfig(**settings.optimizer)
     check_types(settings.model, LanguageModelConfig, "model.")
     settings.model_config  # noqa: B018  it raises an error that names unknown options
@@ -323,10 +322,8 @@ def _check_curriculum(grid: Grid, settings: Settings) -> None:
 
 def _check_text(grid: Grid, settings: Settings) -> None:
     """Raise InputError unless the model reads bytes and the text is long enough."""
-    if settings.model_config.vocab_size < VOCAB_SIZE:
-        raise InputError(
-            f"model.vocab_size={settings.model_config.vocab_size} must be {VOCAB_SIZE} or more, for bytes."
-        )
+    if (vocab_size := settings.model_config.vocab_size) < VOCAB_SIZE:
+        raise InputError(f"model.vocab_size={vocab_size} must be {VOCAB_SIZE} or more, for bytes.")
     if not isinstance(opened(settings).tokenizer, ByteTokenizer):
         raise InputError(
             f"data.path={settings.option('path')!r} holds tokens that are not bytes, and a grid measures bits per byte "
@@ -343,10 +340,8 @@ def _check_text(grid: Grid, settings: Settings) -> None:
             raise InputError(f"{name}={needed} must be less than the {available} tokens for validation.")
     if trained_on <= settings.longest_row:
         name = "context" if settings.curriculum is None else "curriculum"
-        raise InputError(
-            f"data.{name} has rows of {settings.longest_row} tokens, and the text to train on {trained_on}: shorten "
-            "the rows."
-        )
+        lengths = f"rows of {settings.longest_row} tokens, and the text to train on {trained_on}"
+        raise InputError(f"data.{name} has {lengths}: shorten the rows.")
 
 
 _open_text = cache(open_text)

@@ -136,12 +136,15 @@ def run(
         measured: that of the grid.
         stem: the path of checkpoints and weights, without an ending.
         longest_context: of all variants that read text; None for this variant's context.
-        device: cpu or cuda.
     """
     seed_everything(seed, verbose=False)
     if settings.task == "text":
         longest_context = longest_context or settings.option("context")
-    module, data = module_and_data(settings, seed, longest_context)
+        data = GridText(longest_context, **settings.data, seed=seed)
+    else:
+        data = MQARDataModule(**settings.data, seed=seed)
+    task = LanguageModelingModule if settings.task == "text" else RecallModule
+    module = task(settings.model_config, OptimizerConfig(**settings.optimizer), seed=seed)
     # its name holds all that decides the run, so that a run with other options does not continue from it
     decides = settings.fingerprint, steps, measured["validations"], measured["validation_tokens"], longest_context
     recorder = Recorder(stem.with_name(f"{stem.name}.{'-'.join(map(str, decides))}{UNFINISHED}"))
@@ -178,26 +181,22 @@ def run(
     if failure is None:
         trainer = quiet_trainer(steps, [], device, limit_val_batches=all_)
         trainer.validate(module, data, verbose=False)
-        result["final"] = _validation_metrics(trainer)
-        if not all(map(math.isfinite, result["final"].values())):
-            result["diverged"] = f"val_loss is {result['final']['loss']} after the last step"
-        if settings.task == "text":
-            model = module.model.to(device).eval()  # the trainer moved it to the CPU
-            result["evaluation"] = evaluate_text(model, data, **measured["evaluate"])
-            result["smallest_denominator"] = smallest_denominator(model, data)
+        result |= of_trained(_validation_metrics(trainer), module.model.to(device), data, measured["evaluate"])
         module.model.save_pretrained(stem.with_name(stem.name + ".model"))
     return result
 
 
-def module_and_data(
-    settings: Settings, seed: int, longest_context: int | None
-) -> tuple[LanguageModelingModule, TextDataModule | MQARDataModule]:
-    optimizer_config = OptimizerConfig(**settings.optimizer)
-    if settings.task == "text":
-        module = LanguageModelingModule(settings.model_config, optimizer_config, seed=seed)
-        return module, GridText(longest_context, **settings.data, seed=seed)
-    module = RecallModule(settings.model_config, optimizer_config, seed=seed)
-    return module, MQARDataModule(**settings.data, seed=seed)
+def of_trained(
+    final: dict[str, float], model: LanguageModel, data: TextDataModule | MQARDataModule, evaluate: dict[str, Any]
+) -> dict[str, Any]:
+    """The entries of a result that are known at the end of a run alone; `final` are the metrics of validation."""
+    found: dict[str, Any] = {"final": final}
+    if not all(map(math.isfinite, final.values())):
+        found["diverged"] = f"val_loss is {final['loss']} after the last step"
+    if isinstance(data, TextDataModule):
+        found["evaluation"] = evaluate_text(model.eval(), data, **evaluate)
+        found["smallest_denominator"] = smallest_denominator(model, data)
+    return found
 
 
 def validation_batches(task: str, tokens: int, window: int | None) -> tuple[int, int] | tuple[float, float]:

@@ -459,22 +459,12 @@ def test_the_smallest_denominator_is_that_of_the_operator(rope):
     assert smallest_denominator(model, Rows) == pytest.approx(den.min().item(), rel=1e-5)
 
 
-def test_a_recall_grid_reports_accuracy(tmp_path, here, capsys):
-    cases = {"stages": [[16, 2, 1], [32, 4, 1]], "cases": [[16, 2], [32, 8]]}
-    values = {
-        "title": "Recall",
-        "task": "mqar",
-        "tokens": 2048,
-        "seeds": [0, 1],
-        "reference": "linear",
-        "validations": 2,
-        "model": {"vocab_size": 32, "d_model": 16, "n_layers": 1, "n_heads": 2},
-        "data": {"vocab_size": 32, "tokens_per_batch": 256, "test_rows": 8, **cases},
-        "variants": {"linear": {}, "softmax": {"model.attention": "softmax"}},
-    }
-    grid = Changed(tmp_path, values)
-    assert grid.run() == 0
-    runs = {(variant, seed): grid.read(variant, seed) for variant in values["variants"] for seed in (0, 1)}
+def test_a_recall_grid_reports_accuracy(grid, here, capsys):
+    model = {**grid.values["model"], "vocab_size": 32}
+    data = {"vocab_size": 32, "tokens_per_batch": 256, "test_rows": 8, "cases": [[16, 2], [32, 8]]}
+    data["stages"] = [[16, 2, 1], [32, 4, 1]]
+    assert grid.run(task="mqar", tokens=2048, validations=2, model=model, data=data, evaluate={}) == 0
+    runs = {(variant, seed): grid.read(variant, seed) for variant in ("linear", "softmax") for seed in (0, 1)}
     finals = {key: run["final"] for key, run in runs.items()}
     assert all({"accuracy", "accuracy/16x2", "accuracy/32x8"} <= final.keys() for final in finals.values())
     assert all(run["steps"] == 8 for run in runs.values())
