@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.experiments import ablation_pictures
 from benchmarks.experiments import ablation_report as report
 from benchmarks.experiments.grid import Settings, n_steps, read_grid, settings_of
 from benchmarks.experiments.results_folder import Folder, Speed
@@ -159,8 +158,7 @@ def claimed(file: Path) -> Iterator[Path | None]:
 
 
 def make_run(folder: Folder, variant: str, seed: int, steps: int, show: Any, spec_file: Path) -> None:
-    """One run in a process of its own, specified in `spec_file`; `show(completed=, now=)` is called with its
-    progress."""
+    """One run in a process of its own, specified in `spec_file`; `show(completed=, now=)` gets its progress."""
     result = folder.result_of(variant, seed)
     spec = {"identity": folder.identity(variant, seed), "steps": steps, "result": str(result.resolve())}
     spec_file.write_text(json.dumps(spec))
@@ -290,7 +288,7 @@ class Ablation(Benchmark):
         }
 
     def figures(self) -> dict[str, Callable]:
-        return ablation_pictures.figures_of(self.points, self.results, self.folder.grid)
+        return report.figures_of(self.points, self.results, self.folder.grid)
 
     @classmethod
     def redraw(cls, file: Path) -> list[Path]:

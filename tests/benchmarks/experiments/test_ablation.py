@@ -355,10 +355,8 @@ class TwoVariants:
 
 
 def rows_by_variant(results, **speeds):
-    return {
-        row.variant: row
-        for row in ablation_report.rows_of(results, TwoVariants, {name: Speed(speed) for name, speed in speeds.items()})
-    }
+    speeds = {name: Speed(speed) for name, speed in speeds.items()}
+    return {row.variant: row for row in ablation_report.rows_of(results, TwoVariants, speeds)}
 
 
 def test_differences_are_taken_seed_by_seed_at_equal_tokens_and_at_equal_seconds():
@@ -393,9 +391,9 @@ def test_equal_seconds_reads_the_curve_of_the_slower():
 
 def test_losses_by_position_are_means_over_seeds():
     parts = [[3.0, 2.0], [2.0, 1.0]]
-    results = [run_of("a", s, 2.0, evaluation={"1024": {"bpb": 2.0, "eighths": parts[s]}}) for s in (0, 1)]
-    for run in results:
-        run["settings"]["data"] = {"context": 1024}
+    settings = {"task": "text", "model": {}, "data": {"context": 8}, "optimizer": {}}
+    texts = [{"8": {"bpb": 2.0, "eighths": bits}} for bits in parts]
+    results = [run_of("a", seed, 2.0, evaluation=text, settings=settings) for seed, text in enumerate(texts)]
     assert ablation_report.by_eighth(results) == {"a": [2.5, 1.5]}
     (row,) = ablation_report.rows_of(results, TwoVariants, {})
     assert (row.first_eighth, row.last_eighth) == (2.5, 1.5)
@@ -437,16 +435,7 @@ def test_spikes():
     assert ablation_report.spikes(losses) == [70]
 
 
-class Rows:
-    """Data of one row."""
-
-    context = 9
-    corpora: ClassVar = {"val": SimpleNamespace(tokens=torch.arange)}
-
-
-@pytest.mark.parametrize(
-    "rope", [RotaryConfig(), RotaryConfig(rotary_dim=4, placement="signed")], ids=["plain", "signed"]
-)
+@pytest.mark.parametrize("rope", [RotaryConfig(), RotaryConfig(rotary_dim=4, placement="signed")], ids=str)
 def test_the_smallest_denominator_is_that_of_the_operator(rope):
     torch.manual_seed(0)
     model = LanguageModel(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2, rope=rope)).eval()
@@ -456,7 +445,8 @@ def test_the_smallest_denominator_is_that_of_the_operator(rope):
         q, k, _ = layer.qkv(x).view(1, 9, 3, 2, 8).permute(2, 0, 3, 1, 4)
         features_q, features_k = (torch.nn.functional.elu(x[..., 4 if rope.signed else 0 :]) + 1 for x in (q, k))
         den = (features_q * features_k.cumsum(dim=2)).sum(dim=-1)
-    assert smallest_denominator(model, Rows) == pytest.approx(den.min().item(), rel=1e-5)
+    row = SimpleNamespace(context=9, corpora={"val": SimpleNamespace(tokens=torch.arange)})
+    assert smallest_denominator(model, row) == pytest.approx(den.min().item(), rel=1e-5)
 
 
 def test_a_recall_grid_reports_accuracy(grid, here, capsys):
