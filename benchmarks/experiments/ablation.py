@@ -2,18 +2,17 @@
 
     python -m benchmarks.ablation --grid benchmarks/grids/placement.yaml
 
-First the training speeds of all variants are measured, in turn in one process. (Variants with a curriculum have no
-single speed, and none is measured.) Then the runs are made, one process at a time. It can be stopped at any time: the
-same command continues, also inside a run. Seeds and variants may be added to the grid. --only makes the runs of some
-variants first. Two commands on one folder divide the runs. At the end, or with --report at any time, it shows means and
-95 % intervals over seeds, which differences are noise, stability, and loss by position: at equal tokens and at equal
-wall-clock. In a grid of minutes every schedule ends with the time, so that only equal wall-clock is shown.
+First the training speeds of all variants are measured, in turn in one process. Then the runs are made, one process at a
+time. The same command continues a grid that was stopped, also inside a run. Seeds and variants may be added to the
+grid. Two commands on one folder divide the runs. --report shows means and 95 % intervals over seeds, which differences
+are noise, stability, and loss by position: at equal tokens and, unless the grid gives minutes, at equal wall-clock.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import subprocess
@@ -28,13 +27,13 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.experiments import ablation_pictures, ablation_report
+from benchmarks.experiments import ablation_report as report
 from benchmarks.experiments.grid import Settings, n_steps, read_grid, settings_of
 from benchmarks.experiments.results_folder import Folder, Speed
 from benchmarks.experiments.training_run import INTERRUPTED
 from benchmarks.harness.machine import device_name
 from benchmarks.harness.options import check_names
-from benchmarks.harness.runner import Benchmark
+from benchmarks.harness.runner import Benchmark, print_table
 from benchmarks.harness.timing import Alternation
 from linrope import LanguageModel
 from linrope.errors import InputError
@@ -76,7 +75,7 @@ def measure_speeds(folder: Folder, rounds: int, bar: Progress) -> dict[str, Spee
     """Training speeds, measured once for a folder. Variants that are added later are measured in turn with the
     reference (or with another that was measured, if the reference is new): the ratio of its speed then and now corrects
     theirs. Variants with a curriculum have no single speed, and are omitted."""
-    known, timed = folder.read_speeds(), folder.timed
+    known, timed = folder.read_speeds(), folder.speed_keys
     missing = [name for name in timed if name not in known]
     if not missing:
         return known
@@ -87,13 +86,11 @@ def measure_speeds(folder: Folder, rounds: int, bar: Progress) -> dict[str, Spee
     if reference in known:
         drift = found[reference].tokens_per_second / known[reference].tokens_per_second
         if abs(drift - 1) > DRIFT:
-            bar.console.print(
-                f"{reference} trains at {drift:.2f} times its speed when the other variants were measured: the new "
-                "speeds are corrected by this",
-                highlight=False,
-            )
-        for name, speed in found.items():
-            found[name] = replace(speed, tokens_per_second=speed.tokens_per_second / drift)
+            then = "its speed when the other variants were measured: the new speeds are corrected by this"
+            bar.console.print(f"{reference} trains at {drift:.2f} times {then}", highlight=False)
+        found = {
+            name: replace(speed, tokens_per_second=speed.tokens_per_second / drift) for name, speed in found.items()
+        }
     folder.write_speeds(found | known)
     return folder.read_speeds()
 
@@ -134,14 +131,15 @@ def make_runs(folder: Folder, speeds: dict[str, Speed], only: Collection[str], b
         speed = speeds[variant].tokens_per_second if variant in speeds else None  # a curriculum needs none
         steps = n_steps(folder.grid, folder.settings[variant], speed)
         bar.reset(current, total=steps, description=f"{variant}, seed {seed}")
-        with claimed(folder.result_of(variant, seed).with_suffix(".spec")) as spec_file:
+        result = folder.result_of(variant, seed)
+        with claimed(result.with_suffix(".spec")) as spec_file:
             if spec_file is None:
                 told = "another process is making it"
-            elif folder.result_of(variant, seed).exists():
+            elif result.exists():
                 told = "another process made it meanwhile"
             else:
                 make_run(folder, variant, seed, steps, lambda **shown: bar.update(current, **shown), spec_file)
-                told = ablation_report.in_a_line(json.loads(folder.result_of(variant, seed).read_text()))
+                told = report.in_a_line(json.loads(result.read_text()))
         bar.console.print(f"{variant}, seed {seed}: {told}", markup=False, highlight=False)
         bar.update(task, completed=len(folder.results()))
 
@@ -160,18 +158,14 @@ def claimed(file: Path) -> Iterator[Path | None]:
 
 
 def make_run(folder: Folder, variant: str, seed: int, steps: int, show: Any, spec_file: Path) -> None:
-    """One run in a process of its own, specified in `spec_file`; `show(completed=, now=)` is called with its
-    progress."""
-    spec = {
-        "identity": folder.identity(variant, seed),
-        "steps": steps,
-        "result": str(folder.result_of(variant, seed).resolve()),
-    }
+    """One run in a process of its own, specified in `spec_file`; `show(completed=, now=)` gets its progress."""
+    result = folder.result_of(variant, seed)
+    spec = {"identity": folder.identity(variant, seed), "steps": steps, "result": str(result.resolve())}
     spec_file.write_text(json.dumps(spec))
     status, last = run_process(spec_file.resolve(), show)
     if status in (INTERRUPTED, -signal.SIGINT, -signal.SIGTERM):
         raise KeyboardInterrupt
-    if status or not folder.result_of(variant, seed).exists():
+    if status or not result.exists():
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else "failed"
         raise RunFailed(f"{variant}, seed {seed} {how}:\n" + "\n".join(last))
 
@@ -180,18 +174,17 @@ def run_process(spec_file: Path, show: Any) -> tuple[int, Collection[str]]:
     """The exit status of `benchmarks.training_run`, and its last output beside progress, such as a traceback."""
     command = [sys.executable, "-m", "benchmarks.training_run", str(spec_file)]
     path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONPATH": os.pathsep.join(path)}
     last = deque(maxlen=20)
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONPATH": os.pathsep.join(path)},
-    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
     try:
         for line in process.stdout:
-            if said := _said(line):
-                show(**said)
+            try:
+                shown = json.loads(line)
+            except json.JSONDecodeError:
+                shown = None
+            if isinstance(shown, dict):
+                show(**shown)
             else:
                 last.append(line.rstrip())
         return process.wait(), last
@@ -201,32 +194,14 @@ def run_process(spec_file: Path, show: Any) -> tuple[int, Collection[str]]:
         raise
 
 
-def _said(line: str) -> dict[str, Any] | None:
-    """The values of a line of progress; None for any other line."""
-    try:
-        values = json.loads(line)
-    except json.JSONDecodeError:
-        return None
-    if not isinstance(values, dict):
-        return None
-    if "step" in values:
-        return {"completed": values["step"], "now": f"loss {values['loss']:.3f}"}
-    return {"now": values.get("doing", "")}
-
-
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
 class Ablation(Benchmark):
-    """
-    Attributes:
-        folder: the results.
-        results: the finished runs, and `speeds` by variant, when the table is made.
-        failure: the error of a run that failed.
-    """
+    """`failure` is the error of a run that failed; `results` are the finished runs, when the table is made."""
 
     name = "ablation"
-    point = ablation_report.Row
+    point = report.Row
     positive = ("rounds",)
     output = ""
 
@@ -234,9 +209,8 @@ class Ablation(Benchmark):
     def add_options(cls, add: Callable[..., Any]) -> None:
         add("--grid", type=Path, required=True, help="a YAML file, such as those in benchmarks/grids")
         add("--output", type=Path, help="folder for results (default: results/ablation/GRID)")
-        add(
-            "--only", nargs="+", metavar="VARIANT", help="run these variants alone, with all their seeds (default: all)"
-        )
+        only = "run these variants alone, with all their seeds (default: all)"
+        add("--only", nargs="+", metavar="VARIANT", help=only)
         add("--rounds", type=int, default=5, help="rounds in which the training speeds are measured (default: 5)")
         add("--device", choices=["cpu", "cuda"], default="cpu", help="where models are trained and speeds measured")
         add("--report", action="store_true", help="report the finished runs, and run nothing")
@@ -275,9 +249,7 @@ class Ablation(Benchmark):
     def read(self, folder: Folder) -> None:
         """Read the finished runs, and make the rows of the table."""
         self.folder, self.results, self.speeds = folder, folder.results(), folder.read_speeds()
-        self.points = ablation_report.rows_of(
-            self.results, folder.grid, {name: speed.tokens_per_second for name, speed in self.speeds.items()}
-        )
+        self.points = report.rows_of(self.results, folder.grid, self.speeds)
 
     def finish(self) -> int:
         self.read(self.options.folder)
@@ -289,8 +261,12 @@ class Ablation(Benchmark):
         return status
 
     def show(self) -> None:
-        if self.results:
-            ablation_report.show(self.console, self.points, self.results, self.folder.grid, self.speeds)
+        rows, grid = self.points, self.folder.grid
+        if rows:
+            print_table(self.console, report.table_of(rows, grid), report.remarks(rows, self.results, grid))
+        if (in_time := report.table_at_equal_seconds(rows, grid)) is not None:
+            without = [row.variant for row in rows if math.isnan(row.at_equal_seconds)]
+            print_table(self.console, in_time, report.remarks_on_speeds(self.speeds, without))
 
     @property
     def kept(self) -> str:
@@ -300,10 +276,19 @@ class Ablation(Benchmark):
         return 1 if self.failure else 0
 
     def details(self) -> dict[str, Any]:
-        return ablation_report.details_of(self.results, self.folder.grid, self.speeds)
+        speeds = self.speeds.items()
+        return {
+            "title": self.folder.grid.title,
+            "reference": self.folder.grid.reference,
+            "by_context": report.by_context(self.results),
+            "by_eighth": report.by_eighth(self.results),
+            "by_case": report.by_case(self.results),
+            "tokens_per_second": {name: speed.tokens_per_second for name, speed in speeds},
+            "spread_of_tokens_per_second": {name: s.spread for name, s in speeds if s.spread is not None},
+        }
 
     def figures(self) -> dict[str, Callable]:
-        return ablation_pictures.figures_of(self.points, self.results, self.folder.grid)
+        return report.figures_of(self.points, self.results, self.folder.grid)
 
     @classmethod
     def redraw(cls, file: Path) -> list[Path]:

@@ -1,34 +1,36 @@
-"""The results of a grid: means and intervals over seeds, differences, stability; tables of them."""
+"""The results of a grid: means and intervals over seeds, differences, stability; tables and pictures of them."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import statistics
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.experiments.grid import BLOCK, TOLERANCE, Grid, Settings
 from benchmarks.experiments.results_folder import Speed
-from benchmarks.harness.runner import print_table
+from benchmarks.harness.pictures import COLORS, legend_by_end, new_axes
 from linrope.utils.terminal import new_table
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-"""Student's t at 97.5 % for 1, 2, … degrees of freedom."""
+"""Student's t at 97.5 % for 1, 2, … degrees of freedom; 1.96 where the table ends is at most 9 % too small."""
 SPIKE, SPIKE_WINDOW = 1.25, 5
+LINES, FEWEST = 6, 3
+"""Lines in a picture, at most; variants in a picture, at least: a table says as much of two."""
 CASE = "accuracy/"
 METRIC = {"text": ("bpb", "bits per byte", -1), "mqar": ("accuracy", "accuracy", 1)}
 """By task: the metric, its label, and whether more (1) or less (-1) is better. Differences in bits per byte are shares
 of the reference's value; differences in accuracy, which may be 0, are absolute."""
-
-
-def t_95(degrees: int) -> float:
-    """Student's t at 97.5 %; 1.96 where the table ends, at most 9 % too small."""
-    return T_95[degrees - 1] if degrees <= len(T_95) else 1.96
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ class Interval:
             return cls(math.nan, math.nan)
         if len(values) == 1:
             return cls(values[0], math.nan)
-        half = t_95(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+        t = T_95[len(values) - 2] if len(values) - 2 < len(T_95) else 1.96
+        half = t * statistics.stdev(values) / math.sqrt(len(values))
         return cls(statistics.fmean(values), half)
 
 
@@ -86,91 +89,66 @@ class Row:
     state_bytes: int
 
 
-def show(
-    console: Console, rows: list[Row], results: list[dict[str, Any]], grid: Grid, speeds: dict[str, Speed]
-) -> None:
-    """Print the tables and what they do not say."""
-    print_table(console, table_of(rows, grid), remarks(rows, results, grid))
-    if (in_time := table_at_equal_seconds(rows, grid)) is not None:
-        without = [row.variant for row in rows if math.isnan(row.at_equal_seconds)]
-        print_table(console, in_time, remarks_on_speeds(speeds, without))
-
-
-def details_of(results: list[dict[str, Any]], grid: Grid, speeds: dict[str, Speed]) -> dict[str, Any]:
-    """The entries of the JSON file beside the rows."""
-    return {
-        "title": grid.title,
-        "reference": grid.reference,
-        "by_context": by_context(results),
-        "by_eighth": by_eighth(results),
-        "by_case": by_case(results),
-        "tokens_per_second": {name: speed.tokens_per_second for name, speed in speeds.items()},
-        "spread_of_tokens_per_second": {name: s.spread for name, s in speeds.items() if s.spread is not None},
-    }
-
-
 # --- numbers ---------------------------------------------------------------------------------------------------------
 
 
-def rows_of(results: list[dict[str, Any]], grid: Grid, speeds: dict[str, float]) -> list[Row]:
+def by_variant(results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    found = defaultdict(list)
+    for run in results:
+        found[run["variant"]].append(run)
+    return dict(found)
+
+
+def ended(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The runs that did not diverge."""
+    return [run for run in runs if run["diverged"] is None]
+
+
+def rows_of(results: list[dict[str, Any]], grid: Grid, speeds: dict[str, Speed]) -> list[Row]:
     """A row for each variant with a finished run, best mean first; variants without a mean come last."""
     metric, _, better = METRIC[grid.task]
-    by_variant = {name: [r for r in results if r["variant"] == name] for name in grid.variants}
-    budget = equal_seconds(by_variant, speeds)
+    found = by_variant(results)
+    runs = {name: found[name] for name in grid.variants if name in found}
+    good = {name: ended(own) for name, own in runs.items()}
+    speed = {name: speeds[name].tokens_per_second if name in speeds else math.nan for name in runs}
+    # the fastest variant's time; the others are compared at that time
+    times = (own[0]["tokens"] / speed[name] for name, own in good.items() if own and name in speeds)
+    seconds = min(times, default=math.nan)
     at_end, in_time = {}, {}
-    for name, runs in by_variant.items():
-        good = [r for r in runs if r["diverged"] is None]
-        at_end[name] = {r["seed"]: r["final"][metric] for r in good}
-        in_time[name] = {r["seed"]: at_tokens(r, metric, speeds.get(name), budget) for r in good}
+    for name, own in good.items():
+        at_end[name] = {r["seed"]: r["final"][metric] for r in own}
+        in_time[name] = {r["seed"]: at_tokens(r, metric, seconds * speed[name]) for r in own}
     rows = [
-        _row(name, runs, metric, Compared.of(at_end, name, grid), Compared.of(in_time, name, grid), speeds.get(name))
-        for name, runs in by_variant.items()
-        if runs
+        _row(own, [*compared(at_end, name, grid), *compared(in_time, name, grid), speed[name]], metric)
+        for name, own in runs.items()
     ]
     return sorted(rows, key=lambda row: (math.isnan(row.mean), -better * row.mean))
 
 
-@dataclass(frozen=True)
-class Compared:
-    """A variant's metric over seeds, and its difference from the reference, seed by seed."""
-
-    total: Interval
-    gap: Interval
-    verdict: str
-
-    @classmethod
-    def of(cls, values: dict[str, dict[int, float]], name: str, grid: Grid) -> Compared:
-        """From every variant's values by seed; the reference is not compared with itself."""
-        metric, _, better = METRIC[grid.task]
-        own, reference = values[name], {} if name == grid.reference else values[grid.reference]
-        both = [seed for seed in own if seed in reference]
-        base = 1.0 if metric == "accuracy" else _mean(reference[seed] for seed in both)
-        gap = Interval.of([(own[seed] - reference[seed]) / base for seed in both])
-        return cls(Interval.of(own.values()), gap, verdict(gap, better))
+def compared(values: dict[str, dict[int, float]], name: str, grid: Grid) -> tuple[float, float, float, float, str]:
+    """Five columns of a row, from every variant's values by seed: `mean` to `verdict`. The reference is not compared
+    with itself."""
+    metric, _, better = METRIC[grid.task]
+    own, reference = values[name], {} if name == grid.reference else values.get(grid.reference, {})
+    both = [seed for seed in own if seed in reference]
+    base = 1.0 if metric == "accuracy" else _mean(reference[seed] for seed in both)
+    total, gap = Interval.of(own.values()), Interval.of((own[seed] - reference[seed]) / base for seed in both)
+    return total.mean, total.half, gap.mean, gap.half, verdict(gap, better)
 
 
-def _row(name, runs, metric, at_end: Compared, in_time: Compared, speed) -> Row:
-    good = [r for r in runs if r["diverged"] is None]
+def _row(runs: list[dict[str, Any]], measured: list[Any], metric: str) -> Row:
+    """`measured` are the columns from `mean` to `tokens_per_second`."""
+    good = ended(runs)
     positions = [parts for r in good if (parts := eighths(r))]
     training = [r["training"] for r in runs]
     denominators = [r["smallest_denominator"] for r in good if r.get("smallest_denominator") is not None]
     return Row(
-        variant=name,
-        seeds=len(runs),
-        diverged=len(runs) - len(good),
-        parameters=runs[0]["parameters"],
-        tokens=(good or runs)[0]["tokens"],
-        mean=at_end.total.mean,
-        interval=at_end.total.half,
-        difference=at_end.gap.mean,
-        difference_interval=at_end.gap.half,
-        verdict=at_end.verdict,
-        at_equal_seconds=in_time.total.mean,
-        interval_at_equal_seconds=in_time.total.half,
-        difference_at_equal_seconds=in_time.gap.mean,
-        difference_interval_at_equal_seconds=in_time.gap.half,
-        verdict_at_equal_seconds=in_time.verdict,
-        tokens_per_second=speed or math.nan,
+        runs[0]["variant"],
+        len(runs),
+        len(runs) - len(good),
+        runs[0]["parameters"],
+        (good or runs)[0]["tokens"],
+        *measured,
         first_eighth=_mean(parts[0] for parts in positions),
         last_eighth=_mean(parts[-1] for parts in positions),
         grad_norm_median=statistics.median(t["grad_norm_median"] for t in training),
@@ -204,22 +182,14 @@ def verdict(gap: Interval, better: int) -> str:
     return "better" if gap.mean * better > 0 else "worse"
 
 
-def equal_seconds(by_variant: dict[str, list[dict[str, Any]]], speeds: dict[str, float]) -> float:
-    """The seconds of the fastest variant's run; the others are compared at that time."""
-    ended = {name: [r["tokens"] for r in runs if r["diverged"] is None] for name, runs in by_variant.items()}
-    return min(
-        (tokens[0] / speeds[name] for name, tokens in ended.items() if tokens and name in speeds), default=math.nan
-    )
-
-
-def at_tokens(run: dict[str, Any], metric: str, speed: float | None, seconds: float) -> float:
-    """The metric after `seconds` at that speed: the final one, minus the curve's gain since then (the curve reads a
-    part of the text only); NaN before its first point. The learning rate has not decayed to its end there, so that a
-    run of this length would be a little better."""
+def at_tokens(run: dict[str, Any], metric: str, tokens: float) -> float:
+    """The metric after a number of tokens: the final one, minus the curve's gain since then (the curve reads a part of
+    the text only); NaN before its first point. The learning rate has not decayed to its end there, so that a run of
+    this length would be a little better."""
     curve = [(p["tokens"], p[metric]) for p in run["curve"] if metric in p]
-    if not speed or not curve:
+    if math.isnan(tokens) or not curve:
         return math.nan
-    tokens = min(seconds * speed, curve[-1][0])
+    tokens = min(tokens, curve[-1][0])
     for (t0, y0), (t1, y1) in itertools.pairwise(curve):
         if t0 <= tokens <= t1:
             share = math.log(tokens / t0) / math.log(t1 / t0)
@@ -229,24 +199,18 @@ def at_tokens(run: dict[str, Any], metric: str, speed: float | None, seconds: fl
 
 def by_eighth(results: list[dict[str, Any]]) -> dict[str, list[float]]:
     """By variant: bits per token in each eighth of rows of the training length, the mean over seeds."""
-    found = {name: [e for r in runs if (e := eighths(r))] for name, runs in _by_variant(results).items()}
+    found = {name: [e for r in runs if (e := eighths(r))] for name, runs in by_variant(ended(results)).items()}
     return {name: [_mean(one) for one in zip(*of_runs, strict=True)] for name, of_runs in found.items() if of_runs}
 
 
 def by_case(results: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
     """By variant and case of a recall task, such as 256x16 (length x pairs): accuracy over seeds."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    for name, runs in _by_variant(results).items():
+    found = {}
+    for name, runs in by_variant(ended(results)).items():
         cases = [key for key in runs[0]["final"] if key.startswith(CASE)]
         if cases:
             found[name] = {c.removeprefix(CASE): asdict(Interval.of(r["final"][c] for r in runs)) for c in cases}
     return found
-
-
-def _by_variant(results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The runs that did not diverge, by variant."""
-    ended = [r for r in results if r["diverged"] is None]
-    return {name: [r for r in ended if r["variant"] == name] for name in dict.fromkeys(r["variant"] for r in ended)}
 
 
 def in_a_line(run: dict[str, Any]) -> str:
@@ -269,36 +233,33 @@ def by_context(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     `late` compares the last half of the rows with the same tokens in rows of other lengths: positions 8k–16k of a row
     of 16k are 1k–2k of rows of 2k. The text is the same, and only the context before it differs.
     """
-    found: dict[str, dict[str, Any]] = {}
-    for name in dict.fromkeys(r["variant"] for r in results):
-        runs = [r for r in results if r["variant"] == name and r.get("evaluation")]
-        contexts = sorted({int(c) for r in runs for c in r["evaluation"]})
+    found = {}
+    for name, runs in by_variant([r for r in results if r.get("evaluation")]).items():
+        texts = [r["evaluation"] for r in runs]
+        contexts = sorted({int(context) for text in texts for context in text})
         found[name] = {
             str(context): {
-                **asdict(Interval.of([r["evaluation"][str(context)]["bpb"] for r in runs])),
-                "late": {str(short): asdict(_late(runs, context, short)) for short in contexts if short < context},
+                **asdict(Interval.of(text[str(context)]["bpb"] for text in texts)),
+                "late": {
+                    str(short): asdict(Interval.of(late_change(text, context, short) for text in texts))
+                    for short in contexts
+                    if short < context
+                },
             }
             for context in contexts
         }
-    return {name: values for name, values in found.items() if values}
+    return found
 
 
-def _late(runs: list[dict[str, Any]], context: int, short: int) -> Interval:
+def late_change(evaluation: dict[str, Any], context: int, short: int) -> float:
     """Relative change of bits per token from rows of `short` to rows of `context`, over the tokens in the last half of
     both."""
-    return Interval.of([_late_change(r["evaluation"], context, short) for r in runs])
-
-
-def _late_change(evaluation: dict[str, Any], context: int, short: int) -> float:
     if short < 2 * BLOCK:
         return math.nan  # half a row is shorter than a block
-    long_blocks, short_blocks = evaluation[str(context)]["blocks"], evaluation[str(short)]["blocks"]
-    chosen = [
-        block
-        for block in range(len(long_blocks))
-        if block * BLOCK % context >= context / 2 and block * BLOCK % short >= short / 2
-    ]
-    return _mean(long_blocks[b] for b in chosen) / _mean(short_blocks[b] for b in chosen) - 1
+    starts = range(0, BLOCK * len(evaluation[str(context)]["blocks"]), BLOCK)
+    late = [i for i, start in enumerate(starts) if all(start % rows >= rows / 2 for rows in (context, short))]
+    long_bits, short_bits = ([evaluation[str(rows)]["blocks"][i] for i in late] for rows in (context, short))
+    return _mean(long_bits) / _mean(short_bits) - 1
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
@@ -319,7 +280,7 @@ def table_of(rows: list[Row], grid: Grid) -> Table:
     for row in rows:
         table.add_row(
             row.variant,
-            *_compared(row.mean, row.interval, row.difference, row.difference_interval, row.verdict),
+            *_cells(row.mean, row.interval, row.difference, row.difference_interval, row.verdict),
             _or_blank("{:.3f}", row.first_eighth),
             _or_blank("{:.3f}", row.last_eighth),
             f"{row.grad_norm_peak:.2g}",
@@ -333,26 +294,18 @@ def table_at_equal_seconds(rows: list[Row], grid: Grid) -> Table | None:
     known = [row for row in rows if not math.isnan(row.at_equal_seconds)]
     if grid.minutes or not known:
         return None
-    metric, label, _ = METRIC[grid.task]
-    table = new_table(
-        f"{grid.title}\n{label} at equal wall-clock",
-        *(metric, "±", "vs", "±", "", "tok/s"),
-        text=["variant"],
-        caption="after the time of the fastest variant; slower ones are\nread from their curve, in mid-schedule",
-    )
-    for row in sorted(known, key=lambda row: -METRIC[grid.task][2] * row.at_equal_seconds):
-        found = (
-            row.at_equal_seconds,
-            row.interval_at_equal_seconds,
-            row.difference_at_equal_seconds,
-            row.difference_interval_at_equal_seconds,
-            row.verdict_at_equal_seconds,
-        )
-        table.add_row(row.variant, *_compared(*found), f"{row.tokens_per_second:,.0f}")
+    metric, label, better = METRIC[grid.task]
+    caption = "after the time of the fastest variant; slower ones are\nread from their curve, in mid-schedule"
+    columns = metric, "±", "vs", "±", "", "tok/s"
+    table = new_table(f"{grid.title}\n{label} at equal wall-clock", *columns, text=["variant"], caption=caption)
+    for row in sorted(known, key=lambda row: -better * row.at_equal_seconds):
+        total = row.at_equal_seconds, row.interval_at_equal_seconds
+        gap = row.difference_at_equal_seconds, row.difference_interval_at_equal_seconds, row.verdict_at_equal_seconds
+        table.add_row(row.variant, *_cells(*total, *gap), f"{row.tokens_per_second:,.0f}")
     return table
 
 
-def _compared(mean: float, half: float, gap: float, gap_half: float, verdict: str) -> list[str]:
+def _cells(mean: float, half: float, gap: float, gap_half: float, verdict: str) -> list[str]:
     """A mean and a difference, as cells of a table."""
     marks = {"better": "[green]+[/green]", "worse": "[red]-[/red]", "within noise": "~", "one seed": "?"}
     forms = {"{:.3f}": half, "{:+.1%}": gap, "{:.1%}": gap_half}
@@ -367,12 +320,9 @@ def remarks(rows: list[Row], results: list[dict[str, Any]], grid: Grid) -> list[
     """Lines below the table: runs that diverged, spikes, unequal sizes."""
     said = [f"{r['variant']}, seed {r['seed']}: diverged, {r['diverged']}" for r in results if r["diverged"]]
     said += [f"{row.variant}: the loss spiked, in {row.spikes} hundredths of a run" for row in rows if row.spikes]
-    for row in rows:
-        lengths = {r["steps"] for r in results if r["variant"] == row.variant and not r["diverged"]}
-        if len(lengths) > 1:
-            said.append(
-                f"{row.variant}: its runs have {' and '.join(map(str, sorted(lengths)))} steps, different numbers"
-            )
+    for name, runs in by_variant(ended(results)).items():
+        if len(steps := {r["steps"] for r in runs}) > 1:
+            said.append(f"{name}: its runs have {' and '.join(map(str, sorted(steps)))} steps, different numbers")
     read = [row.tokens for row in rows if row.diverged < row.seeds]
     if read and grid.tokens is not None and max(read) > (1 + TOLERANCE) * min(read):
         said.append(f"steps of unequal sizes: runs read {min(read):,} to {max(read):,} tokens")
@@ -393,8 +343,93 @@ def remarks_on_speeds(speeds: dict[str, Speed], without: list[str]) -> list[str]
     if spreads := {name: speed.spread for name, speed in speeds.items() if speed.spread is not None}:
         name = max(spreads, key=spreads.__getitem__)
         said.append(f"tok/s are medians: half of the rounds lie within {spreads[name]:.0%} of each other ({name})")
-    machines = {speed.machine for speed in speeds.values() if speed.machine is not None}
+    machines = sorted({speed.machine for speed in speeds.values() if speed.machine is not None})
     if len(machines) > 1:
-        found = ", ".join(sorted(machines))
-        said.append(f"tok/s were measured on different machines, so this table is an estimate: {found}")
+        said.append(f"tok/s were measured on different machines, so this table is an estimate: {', '.join(machines)}")
     return said
+
+
+# --- pictures, each with one message ---------------------------------------------------------------------------------
+
+
+def figures_of(rows: list[Row], results: list[dict[str, Any]], grid: Grid) -> dict[str, Callable[[], Figure]]:
+    """The pictures by the ending of their names, those for which there are results."""
+    rows = [row for row in rows if not math.isnan(row.mean)]
+    if len(rows) < FEWEST:
+        return {}
+    runs, found = by_variant(ended(results)), by_case(results)
+    lengths = sorted({int(length) for run in ended(results) for length in run.get("evaluation") or {}})
+    figures = {"": partial(means, rows, runs, grid)}
+    if len(lengths) > 1:
+        figures["-lengths"] = partial(change_with_length, rows, runs, grid, lengths[0], lengths[-1])
+    if found:
+        figures["-cases"] = partial(cases, rows, found, grid)
+    return figures
+
+
+def means(rows: list[Row], runs: dict[str, list[dict[str, Any]]], grid: Grid) -> Figure:
+    """A row for each variant: the mean, its 95 % interval, and each seed."""
+    metric, label, _ = METRIC[grid.task]
+    best, message = rows[0], f"{rows[0].variant} has the best mean"
+    if not math.isnan(best.difference):
+        change = f"{best.difference:+.3f}" if metric == "accuracy" else f"{100 * best.difference:+.1f} %"
+        message += f", {change} against {grid.reference}"
+        message += f" ({best.verdict})" if best.verdict != "better" else ""
+    intervals = {row.variant: Interval(row.mean, row.interval) for row in rows}
+    axes = dots(f"{grid.title}:\n{message}", intervals, grid)
+    for height, row in enumerate(reversed(rows)):
+        seeds = [run["final"][metric] for run in runs[row.variant]]
+        axes.plot(seeds, [height] * len(seeds), "|", color="black", markersize=7)
+    axes.set_xlabel(f"{label}: mean, 95 % interval, each seed")
+    return axes.figure
+
+
+def dots(title: str, intervals: dict[str, Interval], grid: Grid) -> Axes:
+    """A row for each variant, the first on top; the reference has another colour."""
+    axes = new_axes(title, height=1.3 + 0.26 * len(intervals))
+    for height, (name, interval) in enumerate(reversed(intervals.items())):
+        half = 0 if math.isnan(interval.half) else interval.half
+        color = COLORS[1] if name == grid.reference else COLORS[0]
+        axes.errorbar(interval.mean, height, xerr=half, fmt="o", color=color, capsize=3)
+    if grid.reference in intervals:
+        axes.axvline(intervals[grid.reference].mean, color=COLORS[1], linewidth=0.8, linestyle=":")
+    axes.set_yticks(range(len(intervals)), list(reversed(intervals)))
+    return axes
+
+
+def change_with_length(
+    rows: list[Row], runs: dict[str, list[dict[str, Any]]], grid: Grid, short: int, long: int
+) -> Figure:
+    """How bits per byte change from the shortest rows to the longest, the lowest on top."""
+    changes = {}
+    for row in rows:
+        bits = [{int(length): text["bpb"] for length, text in run["evaluation"].items()} for run in runs[row.variant]]
+        if values := [100 * (by[long] / by[short] - 1) for by in bits if {short, long} <= by.keys()]:
+            changes[row.variant] = Interval.of(values)
+    changes = dict(sorted(changes.items(), key=lambda change: change[1].mean))
+    best = next(iter(changes))
+    message = f"rows of {long:,} instead of {short:,} tokens change {best} by {changes[best].mean:+.1f} %"
+    axes = dots(f"{grid.title}:\n{message}", changes, grid)
+    axes.axvline(0, color="black", linewidth=0.8)
+    if max(change.mean for change in changes.values()) > 50:
+        axes.set_xscale("symlog", linthresh=10)
+    axes.xaxis.set_major_formatter(lambda percent, _: f"{percent:+g}" if percent else "0")
+    axes.set_xlabel("change of bits per byte in %, the same text: mean, 95 % interval")
+    return axes.figure
+
+
+def cases(rows: list[Row], found: dict[str, dict[str, dict[str, float]]], grid: Grid) -> Figure:
+    """Accuracy of a recall task by the length of a row and its pairs: the best variants and the reference."""
+    best = [row for row in rows if row.variant != grid.reference][: LINES - 1]
+    shown = [row for row in rows if (row in best or row.variant == grid.reference) and row.variant in found]
+    hardest = list(found[shown[0].variant])[-1]
+    message = ", ".join(f"{row.variant} {found[row.variant][hardest]['mean']:.2f}" for row in shown[:3])
+    axes = new_axes(f"{grid.title}: accuracy in the last case,\n{message}")
+    for color, row in zip(COLORS, shown):
+        values = [case["mean"] for case in found[row.variant].values()]
+        axes.plot(list(found[row.variant]), values, marker=".", color=color, label=row.variant)
+    axes.set_xlabel("length of the row × pairs")
+    axes.set_ylabel("accuracy, mean over seeds")
+    axes.tick_params(axis="x", labelrotation=30)
+    legend_by_end(axes)
+    return axes.figure

@@ -1,13 +1,10 @@
 """Convergence of training with RoPE, with absolute positions and without positions: curves of the runs of
 placement.yaml.
 
-    python -m benchmarks.ablation --grid benchmarks/grids/placement.yaml
     python -m benchmarks.convergence --runs results/ablation/placement
 
-Figure 3 of RoFormer shows this for softmax attention and for the Performer. Here are softmax attention, linear
-attention with RoPE in the numerator, and the latter with a short convolution and a forget gate. Each is compared with
-sinusoids that are added to the embeddings, and with no positions. A point is the mean training loss of a twentieth of
-the run.
+As in figure 3 of RoFormer, for softmax and linear attention. A point is the mean training loss of a twentieth of the
+run.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ import math
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,16 +33,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 GRID = Path(__file__).parents[1] / "grids" / "placement.yaml"
+POSITIONS = "RoPE", "sinusoids", "none"
 PANELS = {
-    "softmax": {"RoPE": "softmax", "sinusoids": "softmax.sinusoidal", "none": "softmax.none"},
-    "linear": {"RoPE": "numerator", "sinusoids": "sinusoidal", "none": "none"},
-    "linear, with convolution and gate": {
-        "RoPE": "gate+numerator",
-        "sinusoids": "gate+sinusoidal",
-        "none": "gate+none",
-    },
+    "softmax": ("softmax", "softmax.sinusoidal", "softmax.none"),
+    "linear": ("numerator", "sinusoidal", "none"),
+    "linear, with convolution and gate": ("gate+numerator", "gate+sinusoidal", "gate+none"),
 }
-"""By attention and positions, the variant of GRID."""
+"""By attention, the variants of GRID in the order of POSITIONS."""
 POINTS = 20
 
 
@@ -82,18 +76,14 @@ def curves(runs: list[dict[str, Any]]) -> list[Loss]:
     for run in runs:
         if run["diverged"] is None:
             by_variant[run["variant"]].append(curve_of(run))
-    return [
-        mean_of(attention, positions, points)
-        for attention, variants in PANELS.items()
-        for positions, variant in variants.items()
-        for points in zip(*by_variant[variant])
-    ]
-
-
-def mean_of(attention: str, positions: str, points: Sequence[tuple[int, float]]) -> Loss:
-    """One point of a curve, from that of each seed."""
-    bits = [bits for _, bits in points]
-    return Loss(attention, positions, len(bits), points[0][0], statistics.fmean(bits), min(bits), max(bits))
+    found = []
+    for attention, variants in PANELS.items():
+        for positions, variant in zip(POSITIONS, variants):
+            for points in zip(*by_variant[variant]):
+                tokens, bits = zip(*points)
+                mean = statistics.fmean(bits)
+                found.append(Loss(attention, positions, len(bits), tokens[0], mean, min(bits), max(bits)))
+    return found
 
 
 def by_curve(losses: list[Loss]) -> dict[tuple[str, str], list[Loss]]:
@@ -104,13 +94,6 @@ def by_curve(losses: list[Loss]) -> dict[tuple[str, str], list[Loss]]:
     return found
 
 
-def gain_of_rope(lines: dict[tuple[str, str], list[Loss]]) -> dict[str, float]:
-    """By attention: the last loss with RoPE less that without positions, where both are known."""
-    ends = {curve: line[-1].mean for curve, line in lines.items()}
-    pairs = {attention: ((attention, "RoPE"), (attention, "none")) for attention in PANELS}
-    return {name: ends[rope] - ends[none] for name, (rope, none) in pairs.items() if {rope, none} <= ends.keys()}
-
-
 def figure_of(losses: list[Loss]) -> Figure:
     """A panel for each attention, a line for each type of positions, and between its seeds a band."""
     from matplotlib.figure import Figure
@@ -118,9 +101,8 @@ def figure_of(losses: list[Loss]) -> Figure:
     lines = by_curve(losses)
     panels = dict.fromkeys(attention for attention, _ in lines)
     figure = Figure(figsize=(9, 4), layout="constrained")
-    colors = dict(zip(PANELS["linear"], COLORS))
     for axes, attention in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels):
-        for positions, color in colors.items():
+        for positions, color in zip(POSITIONS, COLORS):
             line = lines.get((attention, positions), [])
             tokens = [loss.tokens for loss in line]
             axes.plot(tokens, [loss.mean for loss in line], color=color, label=positions)
@@ -131,7 +113,9 @@ def figure_of(losses: list[Loss]) -> Figure:
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("bits per byte in training")
     figure.axes[-1].legend()
-    gains = [f"{attention} {gain:+.2f}" for attention, gain in gain_of_rope(lines).items()]
+    ends = {curve: line[-1].mean for curve, line in lines.items()}
+    both = [attention for attention in PANELS if {(attention, "RoPE"), (attention, "none")} <= ends.keys()]
+    gains = [f"{attention} {ends[attention, 'RoPE'] - ends[attention, 'none']:+.2f}" for attention in both]
     figure.suptitle(f"RoPE against no positions at the end, bits per byte:\n{'; '.join(gains)}", fontsize=12)
     return figure
 
@@ -161,12 +145,9 @@ class Convergence(Benchmark):
         self.points = self.options.found
 
     def table(self) -> Table:
-        table = new_table(
-            "Convergence by positions",
-            *("a quarter", "half", "the end", "seeds"),
-            text=["attention", "positions"],
-            caption="bits per byte in training, means over seeds",
-        )
+        caption, text = "bits per byte in training, means over seeds", ["attention", "positions"]
+        columns = "a quarter", "half", "the end", "seeds"
+        table = new_table("Convergence by positions", *columns, text=text, caption=caption)
         for (attention, positions), line in by_curve(self.points).items():
             marks = (line[max(0, len(line) * share // 4 - 1)].mean for share in (1, 2, 4))
             table.add_row(attention, positions, *(f"{bits:.3f}" for bits in marks), str(line[0].seeds))

@@ -3,9 +3,7 @@
     python -m benchmarks.copying --model SOFTMAX --model LINEAR --output results
 
 A piece of held-out text stands twice in a row; with --gap, that many tokens of the following text stand between. The
-later half of the piece is judged at both readings. The tokens are the same; at the second reading each stands `length`
-tokens (and the gap) after its first copy. A model that copies needs almost no bits then. A model that cannot copy, or
-has forgotten, needs as many as at the first reading.
+later half of the piece is judged. At the second reading a model that copies needs almost no bits.
 """
 
 from __future__ import annotations
@@ -55,14 +53,11 @@ def measure(model: LanguageModel, texts: torch.Tensor, length: int) -> tuple[flo
     return bits[:, later].mean().item(), bits[:, texts.shape[1] :][:, later].mean().item()
 
 
-def texts_of(lengths: list[int], gap: int, n_pieces: int) -> dict[int, torch.Tensor]:
-    """By length: pieces with the gap after them, (n_pieces, length + gap), spread over the held-out text."""
-    text, texts = held_out(), {}
-    for length in lengths:
-        whole = length + gap
-        starts = range(0, len(text) - whole, (len(text) - whole) // n_pieces)[:n_pieces]
-        texts[length] = torch.stack([text.tokens(start, start + whole) for start in starts])
-    return texts
+def pieces_of(length: int, n_pieces: int) -> torch.Tensor:
+    """Pieces spread over the held-out text: (n_pieces, length)."""
+    text = held_out()
+    starts = range(0, len(text) - length, (len(text) - length) // n_pieces)[:n_pieces]
+    return torch.stack([text.tokens(start, start + length) for start in starts])
 
 
 def figure_of(found: list[Copying], gap: int) -> Figure:
@@ -121,22 +116,19 @@ class TextReadTwice(Benchmark):
     def measure(self) -> None:
         options = self.options
         tick = self.progress("pieces", len(options.trained) * len(options.lengths))
-        texts = texts_of(options.lengths, options.gap, options.pieces)
         for name, model in options.trained.items():
-            for length, pieces in texts.items():
-                self.points.append(Copying(name, length, *measure(model, pieces, length)))
+            for length in options.lengths:
+                texts = pieces_of(length + options.gap, options.pieces)
+                self.points.append(Copying(name, length, *measure(model, texts, length)))
                 tick(advance=1)
 
     def details(self) -> dict[str, Any]:
         return {"gap": self.options.gap}
 
     def table(self) -> Table:
-        table = new_table(
-            title(self.options.gap),
-            *("length", "first", "again", "saved"),
-            text=["model"],
-            caption="bits per byte of the same text, at both readings",
-        )
+        caption = "bits per byte of the same text, at both readings"
+        columns = "length", "first", "again", "saved"
+        table = new_table(title(self.options.gap), *columns, text=["model"], caption=caption)
         for one in self.points:
             saved = f"{100 * (1 - one.again / one.first):.0f} %"
             table.add_row(one.model, str(one.length), f"{one.first:.3f}", f"{one.again:.3f}", saved)

@@ -2,11 +2,9 @@
 
     python -m benchmarks.decay --model results/ablation/placement/runs/conv+numerator-seed0.model
 
-The bound is that of RoFormer (arXiv 2104.09864), section 3.4.3: 1/(d/2) Σ_i |S_i| with S_i the sum of the first i of
-exp(i·distance·θ_m), for d = 128. Measured are the weights (R_i φ(q_i))ᵀ(R_j φ(k_j)) of a model's linear layers on
-validation text against the distance i - j: their mean, the mean of their absolute values, and the mean of the plain
-φ(q_i)ᵀφ(k_j) that the denominator has, each as a share of the plain one at distance 0; with a forget gate, times the
-decay too.
+The bound is that of RoFormer (arXiv 2104.09864), section 3.4.3. Measured are the weights (R_i φ(q_i))ᵀ(R_j φ(k_j)) of a
+model's linear layers on validation text against the distance i - j: their mean, that of their absolute values, and that
+of the plain φ(q_i)ᵀφ(k_j), each as a share of the plain one at distance 0; with a forget gate, times the decay too.
 """
 
 from __future__ import annotations
@@ -55,7 +53,8 @@ class Weight:
 
 
 def bound(distances: Tensor, head_dim: int = HEAD_DIM, base: float = 10000.0) -> Tensor:
-    """1/(d/2) Σ_i |S_i| for each distance: (N,) float64. At distance 0 it is (d/2 + 1)/2."""
+    """1/(d/2) Σ_i |S_i|, with S_i the sum of the first i of exp(i·distance·θ_m), for each distance: (N,) float64. At
+    distance 0 it is (d/2 + 1)/2."""
     turns = unit_rotations(distances, frequencies(head_dim, base))
     return turns.cumsum(dim=-1).abs().mean(dim=-1)
 
@@ -70,19 +69,18 @@ def mean_weights(
     """
     turned = (q, k) if rope is None else (rope.rotate(q), rope.rotate(k))
     total = None if log_decay is None else log_decay.double().cumsum(dim=-1)
-    names = ["plain", "rotated", "|rotated|"] + ([] if total is None else ["rotated × decay"])
-    means = {name: torch.empty(longest + 1, dtype=torch.float64) for name in names}
+    means = defaultdict(list)
     queries = slice(longest, None)
     for distance in range(longest + 1):
         keys = slice(longest - distance, q.shape[2] - distance)
-        products = ((a[:, :, queries] * b[:, :, keys]).double() for a, b in ((q, k), turned))
-        plain, rotated = next(products)[..., signed:].sum(-1), next(products).sum(-1)
+        plain, rotated = ((a[:, :, queries] * b[:, :, keys]).double() for a, b in ((q, k), turned))
+        plain, rotated = plain[..., signed:].sum(-1), rotated.sum(-1)
         values = {"plain": plain, "rotated": rotated, "|rotated|": rotated.abs()}
         if total is not None:
             values["rotated × decay"] = rotated * (total[..., queries] - total[..., keys]).exp()
         for name, weights in values.items():
-            means[name][distance] = weights.mean()
-    return {name: mean / means["plain"][0] for name, mean in means.items()}
+            means[name].append(weights.mean())
+    return {name: torch.stack(of_distances) / means["plain"][0] for name, of_distances in means.items()}
 
 
 @torch.no_grad()
@@ -107,16 +105,14 @@ def figure_of(weights: list[Weight], title: str) -> Figure:
     from matplotlib.figure import Figure
 
     layers = sorted({w.layer for w in weights})
-    curves = dict.fromkeys(w.curve for w in weights)
-    colors = dict(zip(curves, COLORS))
+    colors = dict(zip(dict.fromkeys(w.curve for w in weights), COLORS))
     n_rows = -(-len(layers) // 2)
     figure = Figure(figsize=(9, 1 + 2.6 * n_rows), layout="constrained")
     panels = figure.subplots(n_rows, min(2, len(layers)), squeeze=False).flat
     for layer, axes in zip(layers, panels):
-        for curve in curves:
-            values = [w.value for w in weights if (w.layer, w.curve) == (layer, curve)]
-            if values:
-                axes.plot(values, color=colors[curve], label=curve, linewidth=1.2)
+        for curve, color in colors.items():
+            if values := [w.value for w in weights if (w.layer, w.curve) == (layer, curve)]:
+                axes.plot(values, color=color, label=curve, linewidth=1.2)
         axes.set_title(f"bound, d = {HEAD_DIM}" if layer < 0 else f"layer {layer + 1}, measured", fontsize=10)
         axes.set_xlabel("distance (tokens)")
         axes.set_ylabel("Σ |S_i| / (d/2)" if layer < 0 else "relative weight")
@@ -125,7 +121,7 @@ def figure_of(weights: list[Weight], title: str) -> Figure:
     for axes in list(panels):
         axes.remove()
     lines = {line.get_label(): line for axes in figure.axes for line in axes.get_lines()}
-    figure.legend([lines[curve] for curve in curves], list(curves), loc="outside lower center", ncols=len(curves))
+    figure.legend([lines[curve] for curve in colors], list(colors), loc="outside lower center", ncols=len(colors))
     figure.suptitle(title)
     return figure
 
@@ -137,10 +133,8 @@ class Decay(Benchmark):
 
     @classmethod
     def add_options(cls, add: Callable[..., Any]) -> None:
-        text = (
-            "a trained model with linear layers: a folder of save_pretrained or a checkpoint (default: the bound alone)"
-        )
-        add("--model", type=Path, help=text)
+        models = "a trained model with linear layers: a folder of save_pretrained or a checkpoint"
+        add("--model", type=Path, help=f"{models} (default: the bound alone)")
         add("--longest", type=int, default=256, help="longest distance (default: 256)")
 
     @classmethod

@@ -23,7 +23,7 @@ import math
 import re
 from collections.abc import Iterable
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -153,6 +153,15 @@ class Settings:
         return LanguageModelConfig.from_dict(self.model)
 
     @property
+    def n_parameters(self) -> int:
+        return self.empty_model().n_parameters
+
+    def empty_model(self) -> LanguageModel:
+        """The model without memory for its parameters."""
+        with torch.device("meta"):
+            return LanguageModel(self.model_config)
+
+    @property
     def curriculum(self) -> list[dict[str, Any]] | None:
         return self.data.get("curriculum")
 
@@ -182,15 +191,14 @@ class Settings:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the settings."""
-        return _hash(asdict(self))
+        return hash_of(asdict(self))
 
     def speed_key(self, device: str) -> str:
         """A hash of what decides the time of a training step: the model, the rows, the type of the device."""
-        return _hash([self.task, self.model, self.timed_rows, self.longest_row, device])
+        return hash_of([self.task, self.model, self.timed_rows, self.longest_row, device])
 
 
-def _hash(values: Any) -> str:
+def hash_of(values: Any) -> str:
     return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
@@ -229,12 +237,6 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _check_options(values: Iterable[str], known: Iterable[str], what: str) -> None:
-    for name in values:
-        if name not in known:
-            raise InputError(f"{name!r} is no option of {what}.{suggest(name, known)}")
-
-
 def settings_of(grid: Grid) -> dict[str, Settings]:
     """The settings of every variant, checked, with models of equal size.
 
@@ -248,10 +250,16 @@ def settings_of(grid: Grid) -> dict[str, Settings]:
         # the others: values too large for PyTorch or a float, and unforeseen errors
         except (InputError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
             raise InputError(f"variant {name!r}: {str(error).splitlines()[0]}") from error
-    _check_same_text(settings)
+    longest = longest_context(settings.values())
+    for name, own in settings.items():
+        if longest is not None and longest % own.option("context"):
+            raise InputError(
+                f"variant {name!r}: data.context={own.option('context')} does not divide the grid's longest, "
+                f"{longest}, so the two could not be judged on the same text."
+            )
     if not grid.match_parameters:
         return settings
-    size = n_parameters(settings[grid.reference])
+    size = settings[grid.reference].n_parameters
     return {name: _matched(name, own, size) for name, own in settings.items()}
 
 
@@ -263,23 +271,29 @@ def _variant(grid: Grid, changes: dict[str, Any]) -> Settings:
         _set(sections, path, value)
     settings = Settings(grid.task, **sections)
     data_module = DATA_MODULES[grid.task]
-    _check_options(settings.data, inspect.signature(data_module).parameters, "data")
-    _check_options(settings.optimizer, [f.name for f in fields(OptimizerConfig)], "optimizer")
+    for section, config in {"data": data_module, "optimizer": OptimizerConfig}.items():
+        known = inspect.signature(config).parameters
+        for name in sections[section]:
+            if name not in known:
+                raise InputError(f"{name!r} is no option of {section}.{suggest(name, known)}")
+        check_types(sections[section], config, f"{section}.")
     if "seed" in settings.data:
         raise InputError(f"data.seed={settings.data['seed']}: a run's data follow from its seed; give them in `seeds`.")
-    check_types(settings.data, data_module, "data.")
-    check_types(settings.optimizer, OptimizerConfig, "optimizer.")
     OptimizerConfig(**settings.optimizer)
     check_types(settings.model, LanguageModelConfig, "model.")
     settings.model_config  # noqa: B018  it raises an error that names unknown options
-    data_module(**settings.data)
+    data = data_module(**settings.data)
     if grid.tokens is not None and grid.tokens < (tokens := settings.plan.tokens_at(1)):
         raise InputError(f"tokens={grid.tokens} is less than one step has, {tokens}.")
     if settings.curriculum is not None:
         _check_curriculum(grid, settings)
-    _check_text(grid, settings) if grid.task == "text" else _check_recall(grid, settings)
-    with torch.device("meta"):
-        model = LanguageModel(settings.model_config)  # layers check more than the configuration
+    if grid.task == "text":
+        _check_text(grid, settings)
+    else:
+        data.require_vocabulary(settings.model_config.vocab_size)
+        if contexts := grid.evaluate.contexts:
+            raise InputError(f"evaluate.contexts={contexts} are rows of text: remove them from recall tasks.")
+    model = settings.empty_model()  # layers check more than the configuration
     if settings.data.get("contiguous"):
         require_carried_state(model, "data.contiguous=True")
     return settings
@@ -289,17 +303,6 @@ def longest_context(settings: Iterable[Settings]) -> int | None:
     """The longest `data.context` of variants that read text. All are validated on windows of this length, cut into
     their own rows."""
     return max((own.option("context") for own in settings if own.task == "text"), default=None)
-
-
-def _check_same_text(settings: dict[str, Settings]) -> None:
-    """Raise InputError unless windows of the longest rows can be cut into the rows of every variant."""
-    longest = longest_context(settings.values())
-    for name, own in settings.items():
-        if longest is not None and longest % own.option("context"):
-            raise InputError(
-                f"variant {name!r}: data.context={own.option('context')} does not divide the grid's longest, "
-                f"{longest}, so the two could not be judged on the same text."
-            )
 
 
 def _check_curriculum(grid: Grid, settings: Settings) -> None:
@@ -319,16 +322,14 @@ def _check_curriculum(grid: Grid, settings: Settings) -> None:
 
 def _check_text(grid: Grid, settings: Settings) -> None:
     """Raise InputError unless the model reads bytes and the text is long enough."""
-    if settings.model_config.vocab_size < VOCAB_SIZE:
-        raise InputError(
-            f"model.vocab_size={settings.model_config.vocab_size} must be {VOCAB_SIZE} or more, for bytes."
-        )
-    if not isinstance(_opened(settings).tokenizer, ByteTokenizer):
+    if (vocab_size := settings.model_config.vocab_size) < VOCAB_SIZE:
+        raise InputError(f"model.vocab_size={vocab_size} must be {VOCAB_SIZE} or more, for bytes.")
+    if not isinstance(opened(settings).tokenizer, ByteTokenizer):
         raise InputError(
             f"data.path={settings.option('path')!r} holds tokens that are not bytes, and a grid measures bits per byte "
             "of text: give text files."
         )
-    trained_on, available = (len(splits_of(settings)[split]) for split in ("train", "val"))
+    trained_on, available = (len(opened(settings).corpora[split]) for split in ("train", "val"))
     needs = {
         "data.context": settings.option("context"),
         "validation_tokens": grid.validation_tokens,
@@ -339,43 +340,22 @@ def _check_text(grid: Grid, settings: Settings) -> None:
             raise InputError(f"{name}={needed} must be less than the {available} tokens for validation.")
     if trained_on <= settings.longest_row:
         name = "context" if settings.curriculum is None else "curriculum"
-        raise InputError(
-            f"data.{name} has rows of {settings.longest_row} tokens, and the text to train on {trained_on}: shorten "
-            "the rows."
-        )
-
-
-@cache
-def held_out() -> Corpus:
-    """The validation text of the grids in benchmarks/grids that read text."""
-    return open_text(None, HELD_OUT).corpora["val"]
-
-
-def splits_of(settings: Settings) -> dict[str, Corpus]:
-    """The text of a variant that reads text, by split."""
-    return _opened(settings).corpora
-
-
-def _opened(settings: Settings) -> OpenedText:
-    path, *options = map(settings.option, ("path", "tokenizer", "token_dtype"))
-    return _open_text(path, tuple(settings.option("fractions")), *options)
+        lengths = f"rows of {settings.longest_row} tokens, and the text to train on {trained_on}"
+        raise InputError(f"data.{name} has {lengths}: shorten the rows.")
 
 
 _open_text = cache(open_text)
 
 
-def text_fingerprint(settings: Settings) -> str | None:
-    """A hash of the text and its splits; None if the task makes its own rows."""
-    if settings.task != "text":
-        return None
-    return _hash({name: corpus.fingerprint() for name, corpus in splits_of(settings).items()})
+def held_out() -> Corpus:
+    """The validation text of the grids in benchmarks/grids that read text."""
+    return _open_text(None, HELD_OUT).corpora["val"]
 
 
-def _check_recall(grid: Grid, settings: Settings) -> None:
-    """Raise InputError unless the model's vocabulary has the task's tokens."""
-    MQARDataModule(**settings.data).require_vocabulary(settings.model_config.vocab_size)
-    if grid.evaluate.contexts:
-        raise InputError(f"evaluate.contexts={grid.evaluate.contexts} are rows of text: remove them from recall tasks.")
+def opened(settings: Settings) -> OpenedText:
+    """The text of a variant that reads text."""
+    path, *options = map(settings.option, ("path", "tokenizer", "token_dtype"))
+    return _open_text(path, tuple(settings.option("fractions")), *options)
 
 
 def _set(sections: dict[str, Any], path: str, value: Any) -> None:
@@ -391,25 +371,19 @@ def _set(sections: dict[str, Any], path: str, value: Any) -> None:
     place[last] = value
 
 
-def n_parameters(settings: Settings) -> int:
-    """The model's number of parameters, counted without memory for them."""
-    with torch.device("meta"):
-        return LanguageModel(settings.model_config).n_parameters
-
-
 def _matched(name: str, settings: Settings, size: int) -> Settings:
     """The settings with the width of the MLPs at which the model has nearly `size` parameters."""
-    own = n_parameters(settings)
+    own = settings.n_parameters
     if abs(own - size) <= TOLERANCE / 4 * size:
         return settings  # small differences, such as a temperature, do not need odd widths
     width = settings.model_config.mlp_width
 
     def at(new_width: int) -> Settings:
-        return Settings(settings.task, {**settings.model, "d_ff": new_width}, settings.data, settings.optimizer)
+        return replace(settings, model={**settings.model, "d_ff": new_width})
 
-    per_unit = n_parameters(at(width + 1)) - n_parameters(at(width))
+    per_unit = at(width + 1).n_parameters - own
     matched = at(max(1, width + round((size - own) / per_unit)))
-    if abs(n_parameters(matched) - size) > TOLERANCE * size:
+    if abs(matched.n_parameters - size) > TOLERANCE * size:
         raise InputError(
             f"variant {name!r} has {own:,} parameters, the reference {size:,}: no width of the MLPs makes them equal. "
             "Change its size, or set match_parameters: false."

@@ -2,14 +2,12 @@
 
     python -m benchmarks.passkey --output benchmarks/results/cpu/passkey
 
-It trains on rows of 96 to 512 tokens with five digits at any depth. The map shows the share of rows with all digits
-right, by length and depth. `linrope recall --task passkey` tests any other model.
+The map shows the share of rows with all five digits right. `linrope recall --task passkey` tests any other model.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +17,7 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer, seed_everything
 from rich.table import Table
 
+from benchmarks.experiments.training_run import in_means
 from benchmarks.harness.runner import Benchmark
 from benchmarks.harness.trainer import quiet_trainer
 from linrope import InputError, LanguageModelConfig, RotaryConfig
@@ -43,29 +42,10 @@ class Watch(Callback):
         self.losses.append(trainer.callback_metrics["train_loss"].item())
         self.tick(advance=1, description=f"training, loss {self.losses[-1]:.3f}")
 
-    def means(self, n_means: int = 100) -> list[float]:
-        """At most `n_means` means of losses in a row."""
-        size = max(1, math.ceil(len(self.losses) / n_means))
-        groups = (self.losses[i : i + size] for i in range(0, len(self.losses), size))
-        return [round(sum(losses) / len(losses), 4) for losses in groups]
-
 
 def config_of(options: argparse.Namespace) -> LanguageModelConfig:
-    return LanguageModelConfig(
-        d_model=options.d_model,
-        n_layers=options.layers,
-        n_heads=options.heads,
-        short_conv=4,
-        forget_gate=True,
-        rope=RotaryConfig(placement="signed"),
-    )
-
-
-def train(options: argparse.Namespace, watch: Watch) -> RecallModule:
-    seed_everything(options.seed, verbose=False)
-    module = RecallModule(config_of(options), OptimizerConfig(lr=options.lr))
-    quiet_trainer(options.steps, [watch], limit_val_batches=0).fit(module, options.data)
-    return module
+    sizes = {"d_model": options.d_model, "n_layers": options.layers, "n_heads": options.heads}
+    return LanguageModelConfig(**sizes, short_conv=4, forget_gate=True, rope=RotaryConfig(placement="signed"))
 
 
 class Passkey(Benchmark):
@@ -100,11 +80,13 @@ class Passkey(Benchmark):
         options = self.options
         quiet_lightning()
         self.watch = Watch(self.progress("training", options.steps))
-        model = train(options, self.watch).model
-        model.save_pretrained(options.output / "passkey.model")
+        seed_everything(options.seed, verbose=False)
+        module = RecallModule(config_of(options), OptimizerConfig(lr=options.lr))
+        quiet_trainer(options.steps, [self.watch], limit_val_batches=0).fit(module, options.data)
+        module.model.save_pretrained(options.output / "passkey.model")
         tick = partial(self.progress("asking", len(options.lengths) * len(options.depths)), advance=1)
         asked = options.lengths, options.depths, options.rows
-        self.points.extend(recall_by_depth(model.eval(), options.data.task_of("val"), *asked, tick=tick))
+        self.points.extend(recall_by_depth(module.model.eval(), options.data.task_of("val"), *asked, tick=tick))
 
     @property
     def title(self) -> str:
@@ -116,7 +98,7 @@ class Passkey(Benchmark):
     def write(self, folder: Path, details: dict[str, Any]) -> list[Path]:
         if not self.points:
             return []
-        details |= {"stages": STAGES, "trained_to": STAGES[-1][0], "train_losses": self.watch.means()}
+        details |= {"stages": STAGES, "trained_to": STAGES[-1][0], "train_losses": in_means(self.watch.losses)}
         return recall_map.write(folder, self.points, details, self.title)
 
     def figures(self) -> dict[str, Callable]:

@@ -2,9 +2,8 @@
 
     python -m benchmarks.reach --model results/ablation/recipe/runs/recipe-seed0.model
 
-A head with a forget gate multiplies its state by e^log_decay at every token, a number that depends on the token. Shown
-are the median over tokens and the 10th and 90th percentile, for tokens in the first half of each row. If more than 1/e
-is left at the end of the row, the reach is the row's length.
+Shown are the median over tokens and the 10th and 90th percentile, for tokens in the first half of each row. If more
+than 1/e is left at the end of the row, the reach is the row's length.
 """
 
 from __future__ import annotations
@@ -122,11 +121,9 @@ class HeadReach(Benchmark):
         measure(options.trained, text.view(options.rows, -1), self.points, tick)
 
     def table(self) -> Table:
-        table = new_table(
-            f"Reach of each head: {self.options.model.stem}",
-            *("layer", "head", "reach", "10 %", "90 %"),
-            caption="tokens until 1/e of a written token is left:\nmedian, 10 and 90 %",
-        )
+        caption = "tokens until 1/e of a written token is left:\nmedian, 10 and 90 %"
+        columns = "layer", "head", "reach", "10 %", "90 %"
+        table = new_table(f"Reach of each head: {self.options.model.stem}", *columns, caption=caption)
         for head in self.points:
             numbers = head.tokens, head.low, head.high
             cells = (f"{value:,.0f}" if value >= 10 else f"{value:.1f}" for value in numbers)

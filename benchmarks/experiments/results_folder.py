@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.experiments.grid import Grid, Settings, longest_context, text_fingerprint
+from benchmarks.experiments.grid import Grid, Settings, hash_of, longest_context, opened
 from benchmarks.harness.machine import commit, device_name
 from linrope.errors import InputError
 from linrope.utils.files import whole_file
@@ -28,12 +27,14 @@ class Speed:
 
 
 class Folder:
-    """The folder: `runs/VARIANT-seedN.json`, and `speed.json` with the training speeds."""
+    """The folder: `runs/VARIANT-seedN.json`, and `speed.json` with the training speeds. `speed_keys` has the variants
+    with a single speed, those without a curriculum."""
 
     def __init__(self, path: Path, grid: Grid, settings: dict[str, Settings], device: str = "cpu"):
         self.path, self.grid, self.settings, self.device = path, grid, settings, device
         self.runs = path / "runs"
         self.longest_context = longest_context(settings.values())
+        self.speed_keys = {name: own.speed_key(device) for name, own in settings.items() if own.curriculum is None}
 
     def check(self, runs_follow: bool) -> None:
         """Raise InputError if the folder holds results of another grid, or, if `runs_follow`, of another text."""
@@ -46,9 +47,9 @@ class Folder:
             variant = found["variant"]
             if found["measured"]["title"] != self.grid.title:
                 other = f"those of {found['measured']['title']!r}"
-            elif variant in self.settings and not self._matches(found):
-                other = f"runs of {variant!r} with other options ({self._difference(found)})"
-            elif runs_follow and variant in self.settings and not self._same_text(found):
+            elif variant in self.settings and (difference := self._difference(found)):
+                other = f"runs of {variant!r} with other options ({difference})"
+            elif runs_follow and variant in self.settings and found.get("text") != self._text_of(variant):
                 other = f"runs of {variant!r} on another text (another version of Python has another standard library)"
             else:
                 continue
@@ -57,23 +58,21 @@ class Folder:
                 "give another folder, or another name to the changed variant."
             )
 
-    def _matches(self, found: dict[str, Any]) -> bool:
-        own = self.settings[found["variant"]]
-        measured = found["measured"] == self.grid.measured and self._validated_on(found) == self.longest_context
-        return measured and found["fingerprint"] == own.fingerprint
-
-    def _validated_on(self, found: dict[str, Any]) -> int | None:
-        """The length of the validation windows; without an entry, the run's own context."""
-        return found.get("longest_context", longest_context([Settings(**found["settings"])]))
-
-    def _same_text(self, found: dict[str, Any]) -> bool:
-        return found.get("text") == text_fingerprint(self.settings[found["variant"]])
-
     def _difference(self, found: dict[str, Any]) -> str:
-        then = {**found["measured"], **found["settings"], "longest context": self._validated_on(found)}
+        """The options of a run that this grid has with other values; "" if it is a run of this grid."""
+        # without an entry, the run was validated on windows of its own context
+        validated_on = found.get("longest_context", longest_context([Settings(**found["settings"])]))
+        then = {**found["measured"], **found["settings"], "longest context": validated_on}
         own = asdict(self.settings[found["variant"]])
         now = {**self.grid.measured, **own, "longest context": self.longest_context}
-        return ", ".join(f"{name} was {then[name]}" for name in then if then[name] != now.get(name))
+        return ", ".join(f"{name} was {then.get(name)}" for name in then | now if then.get(name) != now.get(name))
+
+    def _text_of(self, variant: str) -> str | None:
+        """A hash of the variant's text and its splits; None if the task makes its own rows."""
+        own = self.settings[variant]
+        if own.task != "text":
+            return None
+        return hash_of({name: corpus.fingerprint() for name, corpus in opened(own).corpora.items()})
 
     def result_of(self, variant: str, seed: int) -> Path:
         return self.runs / f"{variant}-seed{seed}.json"
@@ -96,7 +95,7 @@ class Folder:
             "measured": self.grid.measured,
             "fingerprint": own.fingerprint,
             "settings": asdict(own),
-            "text": text_fingerprint(own),
+            "text": self._text_of(variant),
             "longest_context": self.longest_context,
             "device": self.device,
             "processor": device_name(self.device),
@@ -105,9 +104,9 @@ class Folder:
         }
 
     def read_speeds(self) -> dict[str, Speed]:
-        speeds, keys = self._known_speeds(), self._speed_keys()
+        speeds = self._known_speeds()
         try:
-            return {name: Speed(**speeds[key]) for name, key in keys.items() if key in speeds}
+            return {name: Speed(**speeds[key]) for name, key in self.speed_keys.items() if key in speeds}
         except TypeError as error:
             raise InputError(
                 f"--output {self.path}: speed.json holds an entry that is not a speed. "
@@ -116,19 +115,9 @@ class Folder:
 
     def write_speeds(self, speeds: dict[str, Speed]) -> None:
         """Write the speeds; those of variants that this grid does not have are kept."""
-        keys = self._speed_keys()
-        known = self._known_speeds() | {keys[name]: asdict(speed) for name, speed in speeds.items()}
+        known = self._known_speeds() | {self.speed_keys[name]: asdict(speed) for name, speed in speeds.items()}
         with whole_file(self.path / "speed.json") as file:
             file.write((json.dumps(known, indent=1) + "\n").encode())
-
-    @property
-    def timed(self) -> Collection[str]:
-        """The variants with a single speed: those without a curriculum."""
-        return self._speed_keys().keys()
-
-    def _speed_keys(self) -> dict[str, str]:
-        timed = {name: own for name, own in self.settings.items() if own.curriculum is None}
-        return {name: own.speed_key(self.device) for name, own in timed.items()}
 
     def _known_speeds(self) -> dict[str, dict[str, Any]]:
         file = self.path / "speed.json"

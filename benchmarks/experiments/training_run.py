@@ -1,8 +1,7 @@
 """One training run of a grid, in a process of its own: `python -m benchmarks.training_run SPEC.json`.
 
-It trains as `linrope fit` does. A checkpoint beside the result lets an interrupted run continue: Ctrl-C and SIGTERM
-finish the step and save. It prints a line of JSON every few steps, for the parent's progress bar, and writes SPEC's
-`result`.
+It trains as `linrope fit` does, prints lines of JSON for the parent's progress bar, and writes SPEC's `result`. A
+checkpoint beside it lets an interrupted run continue: Ctrl-C and SIGTERM finish the step and save.
 """
 
 from __future__ import annotations
@@ -21,14 +20,13 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from benchmarks.experiments.grid import BLOCK, EIGHTHS, Evaluation, Settings
+from benchmarks.experiments.grid import BLOCK, EIGHTHS, Settings
 from benchmarks.harness.trainer import quiet_trainer
 from linrope import LanguageModel, linear_attention
 from linrope.cli.training import quiet_lightning
 from linrope.data.batches.windows import EvaluationWindows
-from linrope.data.corpus.sequences import Corpus
 from linrope.data.tokenizers.bytes import bytes_of
 from linrope.errors import NonFiniteError
 from linrope.evaluation.row_lengths import row_losses
@@ -49,13 +47,8 @@ UNFINISHED = ".unfinished"
 
 @dataclass
 class Recorder(Callback):
-    """Records a run as plain values, which its checkpoints contain.
-
-    Attributes:
-        losses, grad_norms: of every step, in nats per token and before clipping.
-        curve: (step, validation metrics) at every validation.
-        seconds: spent in training steps.
-    """
+    """Records a run as plain values, which its checkpoints contain: losses in nats per token and gradient norms before
+    clipping of every step, metrics at every validation, and the seconds of training steps."""
 
     folder: Path
     losses: list[float] = field(default_factory=list)
@@ -86,10 +79,8 @@ class Recorder(Callback):
         now = time.monotonic()
         if now - self._said > SAY_EVERY_SECONDS or trainer.global_step == trainer.max_steps:
             self._said = now
-            say(step=trainer.global_step, of=trainer.max_steps, loss=self.losses[-1])
-        validates = (
-            trainer.global_step % trainer.val_check_interval == 0
-        )  # a resumed run would not repeat this validation
+            say(completed=trainer.global_step, now=f"loss {self.losses[-1]:.3f}")
+        validates = trainer.global_step % trainer.val_check_interval == 0  # a resumed run would not repeat that
         if now - self._saved > SAVE_EVERY_SECONDS and not validates:
             self._save(trainer)
 
@@ -106,24 +97,9 @@ def _validation_metrics(trainer: Trainer) -> dict[str, float]:
     return {k.removeprefix("val_"): v.item() for k, v in trainer.callback_metrics.items() if k.startswith("val_")}
 
 
-def say(**values: Any) -> None:
-    print(json.dumps(values), flush=True)
-
-
-class PiecesOfWindows(Dataset[dict[str, Tensor]]):
-    """Windows cut into rows of `context` tokens."""
-
-    def __init__(self, windows: EvaluationWindows, context: int) -> None:
-        self.windows, self.context = windows, context
-        self.per_window = windows.context // context
-
-    def __len__(self) -> int:
-        return len(self.windows) * self.per_window
-
-    def __getitem__(self, i: int) -> dict[str, Tensor]:
-        number, piece = divmod(i, self.per_window)
-        place = slice(piece * self.context, (piece + 1) * self.context)
-        return {name: tokens[place] for name, tokens in self.windows[number].items()}
+def say(**shown: Any) -> None:
+    """Update the bar of the parent process, with options of `Progress.update`."""
+    print(json.dumps(shown), flush=True)
 
 
 class GridText(TextDataModule):
@@ -135,21 +111,21 @@ class GridText(TextDataModule):
         super().__init__(**options)
         self.longest_context = longest_context
 
-    def evaluation_windows(self, split: str) -> PiecesOfWindows:
-        windows = EvaluationWindows(self.corpora[split], self.longest_context, split, self.document_mask)
-        return PiecesOfWindows(windows, self.context)
+    def evaluation_windows(self, split: str) -> EvaluationWindows:
+        return EvaluationWindows(self.corpora[split], self.longest_context, split, self.document_mask)
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        rows = self.evaluation_windows("val")
-        return DataLoader(rows, batch_size=rows.per_window)
+        return DataLoader(self.evaluation_windows("val"), batch_size=None, collate_fn=self._cut)
+
+    def _cut(self, window: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tokens.view(-1, self.context) for name, tokens in window.items()}
 
 
 def run(
     settings: Settings,
     seed: int,
     steps: int,
-    evaluation: Evaluation,
-    options: dict[str, Any],
+    measured: dict[str, Any],
     stem: Path,
     longest_context: int | None = None,
     device: str = "cpu",
@@ -157,24 +133,35 @@ def run(
     """Train once, and return the result.
 
     Args:
-        options: `validations` and `validation_tokens` of the grid.
+        measured: that of the grid.
         stem: the path of checkpoints and weights, without an ending.
         longest_context: of all variants that read text; None for this variant's context.
-        device: cpu or cuda.
     """
     seed_everything(seed, verbose=False)
     if settings.task == "text":
         longest_context = longest_context or settings.option("context")
-    module, data = module_and_data(settings, seed, longest_context)
+        data = GridText(longest_context, **settings.data, seed=seed)
+    else:
+        data = MQARDataModule(**settings.data, seed=seed)
+    task = LanguageModelingModule if settings.task == "text" else RecallModule
+    module = task(settings.model_config, OptimizerConfig(**settings.optimizer), seed=seed)
     # its name holds all that decides the run, so that a run with other options does not continue from it
-    decides = (settings.fingerprint, steps, options["validations"], options["validation_tokens"], longest_context)
+    decides = settings.fingerprint, steps, measured["validations"], measured["validation_tokens"], longest_context
     recorder = Recorder(stem.with_name(f"{stem.name}.{'-'.join(map(str, decides))}{UNFINISHED}"))
     checkpoint = recorder.folder / "last.ckpt"
-    few, all_ = validation_batches(settings.task, options["validation_tokens"], longest_context)
+    few, all_ = validation_batches(settings.task, measured["validation_tokens"], longest_context)
     callbacks = [recorder, GracefulStop(recorder.saver)]
     if settings.task == "text":
         callbacks.append(MemoryPreflight())
-    trainer = _trainer(device, steps, few, max(1, steps // options["validations"]), callbacks)
+    trainer = quiet_trainer(
+        steps,
+        callbacks,
+        device,
+        limit_val_batches=few,
+        val_check_interval=max(1, steps // measured["validations"]),
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+    )
     failure = None
     try:
         trainer.fit(module, data, ckpt_path=checkpoint if checkpoint.exists() else None, weights_only=True)
@@ -192,28 +179,24 @@ def run(
         "state_bytes": module.model.state_bytes(1024),
     }
     if failure is None:
-        trainer = _trainer(device, steps, all_, 1, [])
+        trainer = quiet_trainer(steps, [], device, limit_val_batches=all_)
         trainer.validate(module, data, verbose=False)
-        result["final"] = _validation_metrics(trainer)
-        if not all(map(math.isfinite, result["final"].values())):
-            result["diverged"] = f"val_loss is {result['final']['loss']} after the last step"
-        if settings.task == "text":
-            model = module.model.to(device).eval()  # the trainer moved it to the CPU
-            result["evaluation"] = evaluate_text(model, data, evaluation)
-            result["smallest_denominator"] = smallest_denominator(model, data)
+        result |= of_trained(_validation_metrics(trainer), module.model.to(device), data, measured["evaluate"])
         module.model.save_pretrained(stem.with_name(stem.name + ".model"))
     return result
 
 
-def module_and_data(
-    settings: Settings, seed: int, longest_context: int | None
-) -> tuple[LanguageModelingModule, TextDataModule | MQARDataModule]:
-    optimizer_config = OptimizerConfig(**settings.optimizer)
-    if settings.task == "text":
-        module = LanguageModelingModule(settings.model_config, optimizer_config, seed=seed)
-        return module, GridText(longest_context, **settings.data, seed=seed)
-    module = RecallModule(settings.model_config, optimizer_config, seed=seed)
-    return module, MQARDataModule(**settings.data, seed=seed)
+def of_trained(
+    final: dict[str, float], model: LanguageModel, data: TextDataModule | MQARDataModule, evaluate: dict[str, Any]
+) -> dict[str, Any]:
+    """The entries of a result that are known at the end of a run alone; `final` are the metrics of validation."""
+    found: dict[str, Any] = {"final": final}
+    if not all(map(math.isfinite, final.values())):
+        found["diverged"] = f"val_loss is {final['loss']} after the last step"
+    if isinstance(data, TextDataModule):
+        found["evaluation"] = evaluate_text(model.eval(), data, **evaluate)
+        found["smallest_denominator"] = smallest_denominator(model, data)
+    return found
 
 
 def validation_batches(task: str, tokens: int, window: int | None) -> tuple[int, int] | tuple[float, float]:
@@ -222,45 +205,36 @@ def validation_batches(task: str, tokens: int, window: int | None) -> tuple[int,
     return (1.0, 1.0) if task != "text" else (max(1, tokens // 4 // window), max(1, tokens // window))
 
 
-def _trainer(device: str, steps: int, validation_batches: float, every: int, callbacks: list[Callback]) -> Trainer:
-    return quiet_trainer(
-        steps,
-        callbacks,
-        device,
-        limit_val_batches=validation_batches,
-        val_check_interval=every,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-    )
-
-
 def training_summary(recorder: Recorder, settings: Settings) -> dict[str, Any]:
-    """The training losses in at most a hundred means, and the gradient norms after the warm-up."""
-    losses, norms = recorder.losses, recorder.grad_norms
-    per_mean = max(1, math.ceil(len(losses) / 100))
+    """The training losses, and the gradient norms after the warm-up."""
+    norms = recorder.grad_norms
     warm = min(OptimizerConfig(**settings.optimizer).warmup_steps, max(0, len(norms) - 1))
     peak = max(range(warm, len(norms)), key=norms.__getitem__, default=None)
     return {
-        "losses": [round(statistics.fmean(losses[i : i + per_mean]), 4) for i in range(0, len(losses), per_mean)],
+        "losses": in_means(recorder.losses),
         "grad_norm_median": statistics.median(norms[warm:]) if norms[warm:] else math.nan,
         "grad_norm_peak": norms[peak] if peak is not None else math.nan,
         "grad_norm_peak_step": peak,
     }
 
 
+def in_means(losses: list[float]) -> list[float]:
+    """At most a hundred means of losses in a row."""
+    size = max(1, math.ceil(len(losses) / 100))
+    return [round(statistics.fmean(losses[i : i + size]), 4) for i in range(0, len(losses), size)]
+
+
 # --- evaluation of a trained model on text ---------------------------------------------------------------------------
 
 
-def evaluate_text(model: LanguageModel, data: TextDataModule, evaluation: Evaluation) -> dict[str, Any]:
+def evaluate_text(model: LanguageModel, data: TextDataModule, contexts: list[int], tokens: int) -> dict[str, Any]:
     """Bits per byte of the same text in rows of each length; bits per token by eighths of a row, over all rows, and by
     blocks of the text in order."""
-    corpus: Corpus = data.corpora["val"]
-    found = {}
-    for context in evaluation.contexts:
-        text = corpus.tokens(0, evaluation.tokens + 1)
-        losses = row_losses(model, text, context, partial(say, doing=f"reading rows of {context:,}"))
+    found, text = {}, data.corpora["val"].tokens(0, tokens + 1)
+    n_bytes = bytes_of(text[1:]).sum().item()
+    for context in contexts:
+        losses = row_losses(model, text, context, partial(say, now=f"reading rows of {context:,}"))
         bits = losses / math.log(2)
-        n_bytes = bytes_of(text[1:]).sum().item()
         found[str(context)] = {
             "bpb": bits_per_byte(losses.sum().item(), n_bytes),
             "eighths": _rounded(bits.unflatten(1, (EIGHTHS, -1)).mean(dim=(0, 2))),
@@ -301,9 +275,8 @@ def main(spec_path: str) -> None:
     identity, target = spec["identity"], Path(spec["result"])
     settings, measured = Settings(**identity["settings"]), identity["measured"]
     quiet_lightning()
-    evaluation = Evaluation(**measured["evaluate"])
-    where = identity["longest_context"], identity["device"]
-    found = run(settings, identity["seed"], spec["steps"], evaluation, measured, target.with_suffix(""), *where)
+    where = target.with_suffix(""), identity["longest_context"], identity["device"]
+    found = run(settings, identity["seed"], spec["steps"], measured, *where)
     with whole_file(target) as file:
         file.write((json.dumps({**identity, **found}) + "\n").encode())
     for folder in target.parent.glob(f"{target.stem}.*{UNFINISHED}"):

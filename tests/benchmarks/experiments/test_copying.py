@@ -67,31 +67,3 @@ def test_models_are_shown_side_by_side(tmp_path, capsys):
     assert copying.main([*named, *args]) == 0
     assert "Text that was read 23 tokens ago" in capsys.readouterr().out
     assert json.loads((tmp_path / "gap" / "copying.json").read_text())["gap"] == 23
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--lengths", "3"], "--lengths 3: must be 4 or more, because half a piece is judged"),
-        (["--lengths", "9000000"], "--lengths 9000000: 64 pieces need more than the text's"),
-        (["--lengths", "8", "--gap", "9000000"], "--lengths 8 with --gap 9000000: 64 pieces need more than"),
-        (["--gap", "-1"], "--gap -1: must be 0 or more"),
-        (["--pieces", "0"], "--pieces 0: must be above 0"),
-        (["--model", "nowhere"], "--model: checkpoint 'nowhere' does not exist"),
-    ],
-)
-def test_bad_input_is_named(args, message, tmp_path, capsys):
-    LanguageModel(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2)).save_pretrained(tmp_path)
-    with pytest.raises(SystemExit):
-        copying.main(["--model", str(tmp_path), *args, "--output", str(tmp_path)])
-    assert message in " ".join(capsys.readouterr().err.split())
-
-
-@pytest.mark.parametrize(("vocab_size", "tokenizer"), [(100, None), (300, {"kind": "unknown"})])
-def test_models_that_read_no_bytes_are_named(vocab_size, tokenizer, tmp_path, capsys):
-    model = LanguageModel(LanguageModelConfig(vocab_size=vocab_size, d_model=16, n_layers=1, n_heads=2))
-    model.tokenizer = tokenizer
-    model.save_pretrained(tmp_path)
-    with pytest.raises(SystemExit):
-        copying.main(["--model", str(tmp_path), "--output", str(tmp_path)])
-    assert "its tokens must be bytes, with a vocabulary of 257 or more" in " ".join(capsys.readouterr().err.split())

@@ -50,11 +50,3 @@ def test_the_command(tmp_path, capsys):
     }
     assert [p["value"] for p in points if p["curve"] == "plain" and p["distance"] == 0] == [1.0, 1.0]
     assert "bound" in capsys.readouterr().out
-
-
-def test_bad_models_are_named(tmp_path, capsys):
-    LanguageModel(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2, attention="softmax")).save_pretrained(tmp_path)
-    for model, message in ((tmp_path / "none", "--model: checkpoint"), (tmp_path, "none of its layers is linear")):
-        with pytest.raises(SystemExit):
-            decay.main(["--model", str(model), "--output", str(tmp_path)])
-        assert message in capsys.readouterr().err

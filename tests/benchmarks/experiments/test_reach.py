@@ -3,7 +3,6 @@
 import json
 import math
 
-import pytest
 import torch
 
 from benchmarks.experiments import passkey, reach
@@ -32,42 +31,6 @@ def test_a_gate_that_clears_at_times_has_the_lifetimes_of_what_it_cleared():
     log_decay[2, 90] = -0.5
     expected = [[30 - t if t < 30 else 100 for t in range(50)], [8] * 50, [100] * 50]
     assert reach.lifetimes(log_decay).tolist() == expected
-
-
-@pytest.mark.parametrize(
-    ("context", "message"),
-    [("65536", "--rows 16 of --context 65536: the text has"), ("1", "--context 1: must be 2 or more")],
-)
-def test_bad_input_is_named(context, message, tmp_path, capsys):
-    model = LanguageModel(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2, forget_gate=True))
-    model.save_pretrained(tmp_path)
-    with pytest.raises(SystemExit):
-        reach.main(["--model", str(tmp_path), "--context", context, "--output", str(tmp_path)])
-    assert message in " ".join(capsys.readouterr().err.split())
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--lengths", "10"], "length=10 is too short"),
-        (["--depths", "101"], "depth=101"),
-        (["--heads", "3"], "n_heads=3 does not divide d_model=64"),
-        (["--seed", "-1"], "data.seed=-1 must be 0 or more"),
-    ],
-)
-def test_bad_options_of_passkey_are_named_before_it_trains(args, message, tmp_path, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        passkey.main([*args, "--output", str(tmp_path / "out")])
-    assert exit_.value.code == 2
-    assert message in " ".join(capsys.readouterr().err.split())
-    assert not (tmp_path / "out").exists()
-
-
-def test_models_without_a_gate_are_named(tmp_path, capsys):
-    LanguageModel(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2)).save_pretrained(tmp_path)
-    with pytest.raises(SystemExit):
-        reach.main(["--model", str(tmp_path), "--output", str(tmp_path)])
-    assert "linear layers with a forget gate" in capsys.readouterr().err
 
 
 def test_a_model_learns_and_is_asked(tmp_path, capsys):
