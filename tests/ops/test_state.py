@@ -1,6 +1,7 @@
 """The state is a monoid: merge is associative, State.zeros is neutral, and a call's state is its tokens' merged."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -112,22 +113,23 @@ def test_zeros_sizes_bytes_and_moves():
     assert not graph.detach().kv.requires_grad
 
 
-def test_merge_refuses_states_that_do_not_fit():
-    state = State.zeros(2, 3, 6)
-    with pytest.raises(InputError, match=r"left\.kv is \(2, 3, 6, 6\).*right\.kv \(2, 3, 6, 5\)"):
-        merge(state, State.zeros(2, 3, 6, 5))
-    with pytest.raises(InputError, match="float64"):
-        merge(state, State.zeros(2, 3, 6, dtype=torch.float64))
-    with pytest.raises(InputError, match="normalize"):
-        merge(state, State.zeros(2, 3, 6, normalize="rotary"))
-    with pytest.raises(InputError, match=r"rope has dim=4.*have 6"):
-        merge(state, state, RotaryEmbedding(4))
-    with pytest.raises(InputError, match=r"rope\.base has 2 entries.*3 heads"):
-        merge(state, state, RotaryEmbedding(6, [10.0, 100.0]))
-    with pytest.raises(InputError, match="2\\^53"):
-        merge(State(state.kv, state.k_sum, 2**53), State(state.kv, state.k_sum, 1))
-    for name, lengths in (("left", (1e9, 1)), ("right", (1, 1e9))):
-        with pytest.raises(InputError, match=rf"{name}\.length=1000000000\.0 must be a whole number"):
-            merge(*(State(state.kv, state.k_sum, length) for length in lengths))
-    with pytest.raises(InputError, match="right is a NoneType: pass"):
-        merge(state, None)
+ZEROS = State.zeros(2, 3, 6)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "rope", "message"),
+    [
+        (ZEROS, State.zeros(2, 3, 6, 5), None, r"left\.kv is \(2, 3, 6, 6\).*right\.kv \(2, 3, 6, 5\)"),
+        (ZEROS, ZEROS.to(torch.float64), None, "float64"),
+        (ZEROS, State.zeros(2, 3, 6, normalize="rotary"), None, "normalize"),
+        (ZEROS, ZEROS, RotaryEmbedding(4), r"rope has dim=4.*have 6"),
+        (ZEROS, ZEROS, RotaryEmbedding(6, [10.0, 100.0]), r"rope\.base has 2 entries.*3 heads"),
+        (replace(ZEROS, length=2**53), replace(ZEROS, length=1), None, r"2\^53"),
+        (replace(ZEROS, length=1e9), ZEROS, None, r"left\.length=1000000000\.0 must be an int"),
+        (ZEROS, replace(ZEROS, length=1e9), None, r"right\.length=1000000000\.0 must be an int"),
+        (ZEROS, None, None, "right is a NoneType: pass"),
+    ],
+)
+def test_merge_refuses_states_that_do_not_fit(left, right, rope, message):
+    with pytest.raises(InputError, match=message):
+        merge(left, right, rope)
