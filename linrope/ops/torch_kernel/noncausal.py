@@ -130,7 +130,7 @@ def _through_queries(queries: Side, saved: Saved, grads: Gradients) -> None:
             divide(grad_o, saved.den[:, :, block, None], d_num.rows, queries.plan.pool)
             d_den = (d_num.rows * saved.o[:, :, block]).sum(dim=-1, keepdim=True, dtype=call.dtype).neg_()
             grads.d_k_sum[..., call.signed :].add_((q.features.rows[..., call.signed :] * d_den).sum(dim=2))
-            shift = d_den * _without_signed(k_sum, call.signed)[:, :, None]
+            shift = d_den * call.without_signed(k_sum)[:, :, None]
         else:
             d_num.rows.copy_(grad_o)
         d_state += torch.bmm(d_num.chunks.mT, q.product)
@@ -145,7 +145,7 @@ def _through_keys(keys: Side, grads: Gradients) -> None:
     """∂k and ∂v, from the gradient of the state."""
     call, plan = keys.call, keys.plan
     d_state = grads.d_kv.flatten(0, 1).to(plan.product_dtype)
-    d_k_sum = _without_signed(grads.d_k_sum, call.signed)[:, :, None]
+    d_k_sum = call.without_signed(grads.d_k_sum)[:, :, None]
     for index, block in keys.blocks(call.k):
         k = keys.load(call.k[:, :, block], index, block)
         grad = keys.buffer("grad", call.k[:, :, block], plan.product_dtype)
@@ -160,8 +160,3 @@ def _through_keys(keys: Side, grads: Gradients) -> None:
         if hidden is not None:
             grads.dk[:, :, block].masked_fill_(hidden, 0)
             grads.dv[:, :, block].masked_fill_(hidden, 0)
-
-
-def _without_signed(k_sum: Tensor, signed: int) -> Tensor:
-    """(..., D) with 0 in the first `signed` dimensions, which have no part in the denominator."""
-    return k_sum if signed == 0 else torch.cat((torch.zeros_like(k_sum[..., :signed]), k_sum[..., signed:]), dim=-1)

@@ -12,13 +12,7 @@ from linrope.rotary import rotate, unit_rotations
 
 def one_token(call: Call) -> tuple[Tensor, State]:
     """(o, state) of a causal call of one token, differentiable by autograd."""
-    q, k, v = (x.to(call.dtype) for x in (call.q, call.k, call.v))
-    if call.key_mask is None:
-        q, k = call.phi.forward(q), call.phi.forward(k)
-    else:
-        hidden = ~call.key_mask[:, None, :, None]
-        q, k = call.phi.forward(q), call.phi.forward(k.masked_fill(hidden, 0))
-        k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)  # φ(0) is not 0
+    q, (k, v) = call.phi.forward(call.q.to(call.dtype)), call.keys_and_values()
     kv, k_sum = call.past.kv, call.past.k_sum
     if call.log_decay is not None:
         kept = call.log_decay.exp()  # (B, H, 1)
@@ -28,10 +22,7 @@ def one_token(call: Call) -> tuple[Tensor, State]:
         rotation = unit_rotations(torch.full((), call.start, device=q.device), call.theta)
     q_rotated, k_rotated = rotate(q, rotation, call.interleaved), rotate(k, rotation, call.interleaved)
     kv = torch.baddbmm(kv.flatten(0, 1), k_rotated.flatten(0, 1).mT, v.flatten(0, 1)).unflatten(0, kv.shape[:2])
-    plain = k[:, :, 0]
-    if call.signed:
-        plain = torch.cat((torch.zeros_like(plain[..., : call.signed]), plain[..., call.signed :]), dim=-1)
-    k_sum = k_sum + plain
+    k_sum = k_sum + call.without_signed(k[:, :, 0])
     o = q_rotated @ kv
     if call.plain:
         product = q[:, :, 0] * k_sum
