@@ -10,7 +10,6 @@ from torch import Tensor
 from linrope.errors import InputError
 from linrope.rotary import RotaryEmbedding
 
-
 TYPES = {
     "floats": lambda dtype: dtype.is_floating_point,
     "booleans": lambda dtype: dtype == torch.bool,

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from linrope.ops.call import Call
-from linrope.ops.torch_kernel.buffers import Tokens, divide, load_features, vjp_features
+from linrope.ops.torch_kernel.buffers import Gradients, Saved, Tokens, divide, load_features, vjp_features
 from linrope.ops.torch_kernel.plan import Plan
-from linrope.ops.torch_kernel.records import Gradients, Saved
 
 
 class Loaded(NamedTuple):

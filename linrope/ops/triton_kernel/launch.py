@@ -33,16 +33,10 @@ from linrope.ops.triton_kernel.availability import interpreted
 
 SHORTEST, LONGEST = 128, 512
 """Tokens from one state to the next: see `stretch_of`."""
-
-
 PROGRAMS = 256
 """About two for each multiprocessor of a large GPU."""
-
-
 BLOCK = 64
 """Tokens of one program; fewer if its matrices would not fit into registers."""
-
-
 SCAN_BLOCK = 1024
 """Entries of a state of one program of a scan."""
 
