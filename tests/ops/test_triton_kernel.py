@@ -19,7 +19,7 @@ from linrope.ops import linear_attention as ops
 from linrope.ops.backends import BACKENDS
 from linrope.ops.call import check_call
 from linrope.ops.triton_kernel import availability, kernel, launch
-from tests.ops.cases import CAUSAL, COVERING, NONCAUSAL, assert_agree, make, named, run, smaller
+from tests.ops.cases import CAUSAL, COVERING, NONCAUSAL, in_pieces, make, named, run, smaller
 
 pytest.importorskip("triton", reason="Triton is there for Linux only")
 
@@ -90,45 +90,14 @@ TOKENS = ("everything at once, unpacked", "T=130", "normalize=none, continued")
 @pytest.mark.parametrize("case", named([case for case in CAUSAL if case.name in TOKENS], TOKENS[:1]))
 def test_token_by_token_is_the_whole(case):
     """By the kernel of decoding, one launch for each token."""
+    _, call = make(case)
+    args = call.pop("args")
     with torch.no_grad():
-        expected, state = _outputs(case, "chunked")
-        found, final = _outputs(case, "triton", pieces=3)
+        expected, state = linear_attention(*args, **call, return_state=True)
+        found, final = in_pieces(-3, -2, -1)(*args, **call, return_state=True, backend="triton")
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(final.kv, state.kv, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(final.k_sum, state.k_sum, rtol=1e-10, atol=1e-12)
-
-
-def _outputs(case, backend, pieces=0):
-    """o and the final state; the last `pieces` tokens one at a time."""
-    _, call = make(case)
-    q, k, v, rope = call.pop("args")
-    log_decay, mask, state = call.pop("log_decay", None), call.pop("key_mask", None), call.pop("state", None)
-    outputs, length = [], q.shape[2]
-    ends = [length - pieces, *range(length - pieces + 1, length + 1)]
-    for start, stop in zip([0, *ends], ends):
-        here = slice(start, stop)
-        o, state = linear_attention(
-            *(x[:, :, here] for x in (q, k, v)),
-            rope,
-            log_decay=None if log_decay is None else log_decay[:, :, here],
-            key_mask=None if mask is None else mask[:, here],
-            state=state,
-            return_state=True,
-            backend=backend,
-            **call,
-        )
-        outputs.append(o)
-    return torch.cat(outputs, dim=2), state
-
-
-COMPILED = ("continued, one token", "T=65")
-
-
-@pytest.mark.parametrize("case", named([case for case in CAUSAL if case.name in COMPILED], COMPILED[:1]))
-def test_compiled_in_one_graph(case):
-    torch._dynamo.reset()
-    compiled = torch.compile(linear_attention, backend="aot_eager", fullgraph=True)
-    assert_agree(run(case, compiled, "triton"), run(case, backend="triton"), 1e-12)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on the CPU")
@@ -174,19 +143,6 @@ def test_float32_takes_tf32_where_pytorch_allows_it(switch, monkeypatch):
         torch.set_float32_matmul_precision("highest") if switch == "high" else setattr(matmul, "fp32_precision", before)
     assert 1e-5 < max(found) < 2**-9
     assert max(errors(gradients_and_output(torch.float32, "triton", **options), exact)) < 2e-6
-
-
-def test_opcheck():
-    """PyTorch's own checks of the operator: schema, autograd registration, shapes without data."""
-    q, k, v = (torch.randn(1, 2, 70, size, requires_grad=True) for size in (6, 6, 5))
-    theta = RotaryEmbedding(6).frequencies().requires_grad_()
-    past = torch.randn(1, 2, 6, 5, requires_grad=True), torch.rand(1, 2, 6, requires_grad=True)
-    log_decay = (-torch.rand(1, 2, 70)).requires_grad_()
-    rest = (None, None, 7, "elu1", "plain", 1e-6, True, True, 0, "triton")
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")  # tracing: test_compiled_in_one_graph
-    torch.library.opcheck(
-        torch.ops.linrope.linear_attention.default, (*past, q, k, v, log_decay, theta, *rest), test_utils=checks
-    )
 
 
 # --- what is launched, and what it takes -----------------------------------------------------------------------------
