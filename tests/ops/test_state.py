@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from linrope import InputError, RotaryEmbedding, State, linear_attention, merge
+from linrope import InputError, RotaryEmbedding, State, merge, summarize
+from tests.ops.cases import on_tokens
 
 FIELDS = ("kv", "k_sum", "log_decay", "k_rotated_sum")
 
@@ -21,10 +22,10 @@ def random_state(length, normalize="plain", seed=0):
 def assert_same(a: State, b: State, tolerance: float = 1e-12):
     assert a.length == b.length
     for name in FIELDS:
-        if getattr(a, name) is None:
-            assert getattr(b, name) is None
-        else:
-            torch.testing.assert_close(getattr(a, name), getattr(b, name), rtol=tolerance, atol=tolerance)
+        left, right = getattr(a, name), getattr(b, name)
+        assert (left is None) == (right is None)
+        if left is not None:
+            torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance)
 
 
 ROPES = {
@@ -32,6 +33,7 @@ ROPES = {
     "half-split": RotaryEmbedding(6, 100.0, interleaved=False),
     "partial": RotaryEmbedding(6, 100.0, rotary_dim=4),
     "a base for each head": RotaryEmbedding(6, (100.0, None, 7.0)),
+    "signed": RotaryEmbedding(6, 100.0, signed=True),
     "none": None,
 }
 
@@ -57,34 +59,33 @@ def test_merge_of_a_run_that_forgot_everything_keeps_the_right_one():
     assert (merged.log_decay == -torch.inf).all()
 
 
+def attended(k, v, rope, tokens, **options):
+    return on_tokens(tokens, k, k, v, rope, return_state=True, **options)[1]
+
+
+def summarized(k, v, rope, tokens, *, log_decay, normalize, segment_ids):
+    ids = None if segment_ids is None else segment_ids[:, tokens]
+    options = {"log_decay": log_decay[:, :, tokens], "normalize": normalize, "segment_ids": ids}
+    return summarize(k[:, :, tokens], v[:, :, tokens], rope, **options)
+
+
+@pytest.mark.parametrize("state_of", [attended, summarized])
 @pytest.mark.parametrize("normalize", ["plain", "rotary", "none"])
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("rope", ["interleaved", "a base for each head"])
-def test_states_of_pieces_merge_into_the_state_of_the_whole(rope, normalize, packed):
+@pytest.mark.parametrize("rope", ["interleaved", "a base for each head", "signed"])
+def test_states_of_pieces_merge_into_the_state_of_the_whole(rope, normalize, packed, state_of):
     """Each piece run from nothing: the prefix sum that sequence parallelism computes, boundaries included."""
+    if (rope, normalize) == ("signed", "rotary"):
+        pytest.skip("refused")
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 3, 200, size, dtype=torch.float64) for size in (6, 6, 5))
+    k, v = (torch.randn(2, 3, 200, size, dtype=torch.float64) for size in (6, 5))
     decay = -torch.rand(2, 3, 200, dtype=torch.float64) / 10
     ids = (torch.arange(200) >= 130).long().expand(2, -1) if packed else None
-    rope = ROPES[rope]
-
-    def state_of(start, stop):
-        piece = slice(start, stop)
-        options = {} if ids is None else {"segment_ids": ids[:, piece]}
-        _, state = linear_attention(
-            *(x[:, :, piece] for x in (q, k, v)),
-            rope,
-            log_decay=decay[:, :, piece],
-            normalize=normalize,
-            return_state=True,
-            **options,
-        )
-        return state
-
+    rope, options = ROPES[rope], {"log_decay": decay, "segment_ids": ids, "normalize": normalize}
     merged = State.zeros(2, 3, 6, 5, normalize=normalize, dtype=torch.float64)
     for start, stop in itertools.pairwise((0, 1, 64, 129, 150, 200)):
-        merged = merge(merged, state_of(start, stop), rope)
-    assert_same(merged, state_of(0, 200), 1e-11)
+        merged = merge(merged, state_of(k, v, rope, slice(start, stop), **options), rope)
+    assert_same(merged, state_of(k, v, rope, slice(0, 200), **options), 1e-11)
 
 
 def test_merge_differentiates_through_both_states_and_theta():
