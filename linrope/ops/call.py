@@ -170,7 +170,7 @@ def check_call(
     q = k if q is None else q
     check_rope(rope, heads, k.shape[3])
     log_decay = _check_log_decay(log_decay, (batch, heads, length), k.device, causal, working)
-    documents = _check_documents(segment_ids, batch, length, keys, k.device)
+    documents = _number_documents(segment_ids, length, k)
     if state is not None:
         _check_state(state, q, v, normalize, working)
     start = 0 if state is None else state.length
@@ -271,17 +271,15 @@ def _check_log_decay(
     return log_decay.to(working).clamp(min=STRONGEST_DECAY)
 
 
-def _check_documents(
-    segment_ids: Tensor | None, batch: int, length: int, keys: int, device: torch.device
-) -> Tensor | None:
+def _number_documents(segment_ids: Tensor | None, length: int, k: Tensor) -> Tensor | None:
     if segment_ids is None:
         return None
-    if length != keys:
+    if length != k.shape[2]:
         raise InputError(
-            f"segment_ids was given with q of length {length} and k of length {keys}: "
+            f"segment_ids was given with q of length {length} and k of length {k.shape[2]}: "
             "packed documents need queries and keys of the same tokens."
         )
-    check_segment_ids(segment_ids, batch, length, device)
+    check_segment_ids(segment_ids, k.shape[0], length, k.device)
     return None if length == 0 else number_documents(segment_ids)
 
 

@@ -120,8 +120,7 @@ NONCAUSAL = [
         ("a base for each head, packed", {}, {"rope": PER_HEAD, "packed": True, "masked": True, "past": 77}),
     )
 ]
-
-
+CASES = CAUSAL + NONCAUSAL
 COVERING = {
     "T=1", "T=2", "T=64", "T=65", "T=130", "one feature", "wide values", "part of the head, half-split",
     "forgetting at once", "forgetting without positions", "continued far away", "normalize=rotary, packed",
@@ -143,13 +142,16 @@ def named(cases: list[Case], default: Container[str] | None = None) -> list:
     return [pytest.param(case, id=case.name, marks=marks(case)) for case in cases]
 
 
-def on_backends(names: Container[str], defaults: dict[str, Container[str]]) -> list:
-    """(backend, case) parameters: the named cases of each backend, and which of them run by default."""
-    cases = [case for case in CAUSAL + NONCAUSAL if case.name in names]
+def by_name(name: str) -> Case:
+    return next(case for case in CASES if case.name == name)
+
+
+def on_backends(*chosen: tuple[str, Container[str], Container[str]]) -> list:
+    """(backend, case) parameters: of each backend its named cases, and those of them that run by default."""
     return [
         pytest.param(backend, *param.values, id=f"{backend}-{param.id}", marks=param.marks)
-        for backend, default in defaults.items()
-        for param in named(cases, default)
+        for backend, names, default in chosen
+        for param in named([case for case in CASES if case.name in names], default)
     ]
 
 

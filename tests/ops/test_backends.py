@@ -17,10 +17,11 @@ from linrope.ops.call import NORMALIZE
 from linrope.ops.torch_kernel import plan
 from linrope.ops.torch_kernel.memory import Pool
 from tests.ops.cases import (
+    CASES,
     CAUSAL,
     COVERING,
-    NONCAUSAL,
     assert_agree,
+    by_name,
     in_pieces,
     make,
     named,
@@ -50,12 +51,12 @@ def unwritten_is_nan():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("case", named(CAUSAL + NONCAUSAL))
+@pytest.mark.parametrize("case", named(CASES))
 def test_chunked_agrees_with_the_definition(case):
     assert_agree(run(case, backend="chunked"), run(case), TOLERANCE)
 
 
-@pytest.mark.parametrize("case", named(CAUSAL + NONCAUSAL, COVERING))
+@pytest.mark.parametrize("case", named(CASES, COVERING))
 def test_triton_agrees_with_the_definition(case):
     case = smaller(case)
     assert_agree(run(case, backend="triton"), run(case), TOLERANCE)
@@ -95,7 +96,7 @@ def head_by_head(q, k, v, rope, *, log_decay=None, state=None, **options):
     return torch.cat(outputs, dim=1), State(length=final.length, **joined)
 
 
-@pytest.mark.parametrize("case", named([case for case in CAUSAL + NONCAUSAL if "base" in (case.rope or {})]))
+@pytest.mark.parametrize("case", named([case for case in CASES if "base" in (case.rope or {})]))
 @pytest.mark.parametrize("backend", ["reference", "chunked"])
 def test_a_base_for_each_head_is_each_head_by_itself(case, backend):
     assert_agree(run(case, backend=backend), run(case, head_by_head, backend), TOLERANCE)
@@ -104,7 +105,7 @@ def test_a_base_for_each_head_is_each_head_by_itself(case, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_document_boundary_is_a_fresh_start(backend):
     """A packed row equals its documents run apart; its final state is the last document's, and forgets all before."""
-    case = next(case for case in CAUSAL if case.name == "everything at once")
+    case = by_name("everything at once")
     _, call = make(case)
     q, k, v, rope = call.pop("args")
     past, mask, decay = call.pop("state"), call.pop("key_mask"), call.pop("log_decay")
@@ -130,7 +131,8 @@ LATER = ("T=65", "everything at once", "normalize=none", "normalize=rotary", "ph
 
 
 @pytest.mark.parametrize(
-    ("backend", "case"), on_backends(LATER, {"reference": LATER, "chunked": LATER, "triton": LATER[:2]})
+    ("backend", "case"),
+    on_backends(("reference", LATER, LATER), ("chunked", LATER, LATER), ("triton", LATER, LATER[:2])),
 )
 def test_later_tokens_change_nothing_earlier(backend, case):
     """Bit for bit: whatever stands at position t and after it, outputs before t are the same."""
@@ -171,29 +173,30 @@ def test_masked_keys_change_nothing(backend, causal):
     for fill in fills:
         for actual, expected in zip(outputs_and_gradients(fill), plain):
             assert torch.equal(actual, expected)
-    kept = [x[:, :, mask[0]] for x in (k, v)]
-    expected = linear_attention(q, *kept, causal=False, backend="reference", feature_map="exp")
     if not causal:
+        kept = [x[:, :, mask[0]] for x in (k, v)]
+        expected = linear_attention(q, *kept, causal=False, backend="reference", feature_map="exp")
         torch.testing.assert_close(plain[0], expected, rtol=1e-10, atol=1e-12)
-    assert (plain[4][:, :, ~mask[0]] == 0).all()
-    assert (plain[5][:, :, ~mask[0]] == 0).all()
+    assert all((gradient[:, :, ~mask[0]] == 0).all() for gradient in plain[4:])
+
+
+WITHOUT_ONE = torch.arange(70)[None] != 5
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_masked_nan_does_not_reach_a_learned_feature_map(backend):
     phi = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softplus())
     q, k, v = torch.randn(3, 1, 1, 70, 4).unbind()
-    k[:, :, 5] = float("nan")
-    mask = torch.arange(70)[None] != 5
-    o = linear_attention(q, k, v, key_mask=mask, feature_map=phi, backend=backend)
+    k[:, :, ~WITHOUT_ONE[0]] = float("nan")
+    o = linear_attention(q, k, v, key_mask=WITHOUT_ONE, feature_map=phi, backend=backend)
     assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(o.sum(), phi.parameters()))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_mask_filled_anew_before_the_backward_changes_nothing(backend):
     q, k, v = (torch.randn(1, 1, 70, 4, requires_grad=True) for _ in range(3))
-    mask = torch.arange(70)[None] != 5
-    expected = torch.autograd.grad(linear_attention(q, k, v, key_mask=mask, backend=backend).sum(), (q, k, v))
+    mask = WITHOUT_ONE.clone()
+    expected = torch.autograd.grad(linear_attention(q, k, v, key_mask=WITHOUT_ONE, backend=backend).sum(), (q, k, v))
     o = linear_attention(q, k, v, key_mask=mask, backend=backend)
     mask.fill_(True)
     assert all(map(torch.equal, torch.autograd.grad(o.sum(), (q, k, v)), expected))
@@ -202,7 +205,7 @@ def test_a_mask_filled_anew_before_the_backward_changes_nothing(backend):
 @pytest.mark.parametrize("name", ["everything at once, unpacked", "normalize=rotary, continued"])
 def test_gradcheck(name):
     """Against finite differences, every differentiable input at once, θ and the incoming state among them."""
-    case = next(case for case in CAUSAL if case.name == name)
+    case = by_name(name)
     inputs, call = make(replace(case, length=7, head_dim=4, value_dim=2, batch=1, heads=2))
     rope, length = call["args"][3], call["state"].length
     options = {name: value for name, value in call.items() if name not in ("args", "state", "log_decay")}
@@ -236,12 +239,10 @@ def test_a_second_derivative_is_refused_clearly():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_tokens_give_no_output_and_leave_the_state(backend):
-    q, k, v = torch.randn(2, 3, 0, 4), torch.randn(2, 3, 0, 4), torch.randn(2, 3, 0, 5)
+    q, k, v = (torch.randn(2, 3, 0, size) for size in (4, 4, 5))
     past = State(torch.randn(2, 3, 4, 5), torch.rand(2, 3, 4), 9, -torch.rand(2, 3))
-    ids = torch.zeros(2, 0, dtype=torch.int64)
-    o, state = linear_attention(
-        q, k, v, log_decay=torch.zeros(2, 3, 0), segment_ids=ids, state=past, return_state=True, backend=backend
-    )
+    options = {"log_decay": torch.zeros(2, 3, 0), "segment_ids": torch.zeros(2, 0, dtype=torch.int64)}
+    o, state = linear_attention(q, k, v, state=past, return_state=True, backend=backend, **options)
     assert o.shape == (2, 3, 0, 5)
     assert state.length == 9
     for name in ("kv", "k_sum", "log_decay"):
@@ -266,9 +267,8 @@ def test_forgetting_everything_at_once_is_a_fresh_start(backend, strongest):
     q, k, v = (torch.randn(1, 2, 150, 4, dtype=torch.float64) for _ in range(3))
     log_decay = torch.full((1, 2, 150), -0.5, dtype=torch.float64)
     log_decay[:, :, 70] = strongest
-    rest = [x[:, :, 70:] for x in (q, k, v)]
     o = linear_attention(q, k, v, log_decay=log_decay, backend=backend)
-    alone = linear_attention(*rest, log_decay=log_decay[:, :, 70:].clamp(min=-1), backend=backend)
+    alone = on_tokens(slice(70, 150), q, k, v, None, log_decay=log_decay.clamp(min=-1), backend=backend)
     torch.testing.assert_close(o[:, :, 70:], alone, rtol=1e-10, atol=1e-12)
 
 
@@ -283,7 +283,7 @@ def test_activation_checkpointing_changes_nothing(reentrant):
 
 
 def test_frozen_inputs_change_nothing_for_the_others():
-    case = next(case for case in CAUSAL if case.name == "everything at once")
+    case = by_name("everything at once")
     _, call = make(case)
     q, k, v, rope = call.pop("args")
     o = linear_attention(q, k, v, rope, **call)
@@ -291,6 +291,14 @@ def test_frozen_inputs_change_nothing_for_the_others():
     assert torch.equal(torch.autograd.grad(frozen.sum(), k)[0], torch.autograd.grad(o.sum(), k)[0])
     with torch.inference_mode():
         assert torch.equal(linear_attention(q, k, v, rope, **call), o)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_mask_of_any_strides(backend):
+    q, k, v = torch.randn(3, 2, 1, 70, 8, dtype=torch.float64).unbind()
+    mask = (torch.rand(70, 2) > 0.4).T
+    expected = linear_attention(q, k, v, key_mask=mask.contiguous(), backend="reference")
+    torch.testing.assert_close(linear_attention(q, k, v, key_mask=mask, backend=backend), expected)
 
 
 def test_strided_inputs_give_the_same():

@@ -126,15 +126,16 @@ class Launch:
         """In the dtype of sums."""
         return torch.empty(shape, dtype=self.call.dtype, device=self.call.q.device)
 
-    def stretches(self, x: Tensor) -> int:
-        return cdiv(x.shape[2], self.stretch)
+    def lengths(self, x: Tensor) -> tuple[int, int]:
+        """Tokens and stretches of x."""
+        return x.shape[2], cdiv(x.shape[2], self.stretch)
 
     @functools.cached_property
     def angles(self) -> Tensor | None:
         """Rotations within a stretch and of each stretch's start, cosines then sines."""
         if self.call.theta is None:
             return None
-        rows = self.stretch + max(self.stretches(self.call.q), self.stretches(self.call.k))
+        rows = self.stretch + max(self.lengths(self.call.q)[1], self.lengths(self.call.k)[1])
         angles, block = self.empty(2, self.heads_of_theta, rows, self.rotated // 2), 4
         theta, sizes = self.call.theta.contiguous(), {"STRETCH": self.stretch, "BLOCK": block}
         _kernels().write_angles[(self.heads_of_theta * cdiv(rows, block),)](
@@ -147,7 +148,7 @@ class Launch:
         """The weights of tokens, (4, B, H or 1, T), and of what a stretch keeps of the past, (B, H or 1, N)."""
         if not self.weighted:
             return None, None
-        log_decay, length, n, heads = self.call.log_decay, *self._lengths(self.call.q), self.heads_of_weights
+        log_decay, length, n, heads = self.call.log_decay, *self.lengths(self.call.q), self.heads_of_weights
         weights, between = self.empty(4, self.batch, heads, length), self.empty(self.batch, heads, n)
         strides = (0, 0, 0) if log_decay is None else log_decay.stride()
         tensors = log_decay, self.call.documents, weights, between
@@ -156,10 +157,6 @@ class Launch:
             *tensors, heads, length, n, *strides, weights[0].numel(), **flags
         )
         return weights, between
-
-    def _lengths(self, x: Tensor) -> tuple[int, int]:
-        """Tokens and stretches of x."""
-        return x.shape[2], self.stretches(x)
 
     @property
     def tables(self) -> tuple[int, ...]:
@@ -185,7 +182,7 @@ class Launch:
             first: kv (B, H, D, E) and k_sum (B, H, D) to begin with, or None for 0.
             out: memory to use.
         """
-        length, n = self._lengths(x)
+        length, n = self.lengths(x)
         kv, whole = self.features * self.width, self.features * (self.width + 1)
         if out is None or out.shape[1] != n + 1:
             out = self.empty(self.batch * self.heads, n + 1, whole)
@@ -261,7 +258,7 @@ class Launch:
     def finish_log_decay(self, of_queries: Tensor, of_keys: Tensor, state: Tensor, d_state: Tensor) -> Tensor:
         """∂log_decay (B, H, T)."""
         out = torch.empty_like(of_queries)
-        length, n = self._lengths(self.call.q)
+        length, n = self.lengths(self.call.q)
         sizes = {"STRETCH": self.stretch, "SCAN_BLOCK": SCAN_BLOCK, "ACC": self.acc}
         _kernels().finish_log_decay[(self.batch * self.heads * n,)](
             of_queries, of_keys, out, state, d_state, length, n, state.shape[2], **sizes
