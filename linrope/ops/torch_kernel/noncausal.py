@@ -44,8 +44,8 @@ class Side:
         return Tokens(self.plan.pool(name, like.shape, dtype or self.call.dtype), 1, like.shape[2])
 
     def hidden(self, block: slice) -> Tensor | None:
-        mask = self.call.key_mask
-        return None if mask is None or self.name == "q" else ~mask[:, None, block, None]
+        mask = self.call.key_mask if self.name == "k" else None
+        return None if mask is None else ~mask[:, None, block, None]
 
     def load(self, x: Tensor, index: int, block: slice) -> Loaded:
         rotations, hidden = self.plan.rotations, self.hidden(block)

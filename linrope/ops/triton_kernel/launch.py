@@ -70,11 +70,7 @@ def stretch_of(rows: int, length: int, width: int, itemsize: int) -> int:
 
 
 class Launch:
-    """The kernels, with the sizes and options of one call.
-
-    Args:
-        exact: no bfloat16 in the products.
-    """
+    """The kernels, with the sizes and options of one call. `exact`: no bfloat16 in the products."""
 
     def __init__(self, call: Call, exact: bool = False):
         import triton.language as tl
@@ -188,19 +184,12 @@ class Launch:
             out = self.empty(self.batch * self.heads, n + 1, whole)
         mask = None if later else self.call.key_mask
         flags = {"LATER": later, "PLAIN": self.call.plain, "WEIGHTED": self.weighted, "MASKED": mask is not None}
+        flags["num_warps"] = 8 if self.features_of["P"] * self.e_block >= 64 * 128 else 4
+        flags["num_stages"] = 2 if self.block == BLOCK else 1
         tensors = x, u, den, d_den, out, self.angles, self.decay_weights[0], mask
+        numbers = self.heads, length, n, *x.stride(), *u.stride(), *self.tables
         _kernels().stretch_sums[(self.batch * self.heads * n * self.e_blocks,)](
-            *tensors,
-            *(self.heads, length, n),
-            *x.stride(),
-            *u.stride(),
-            *self.tables,
-            **self.features_of,
-            **self.sizes,
-            **flags,
-            **self.products,
-            num_warps=8 if self.features_of["P"] * self.e_block >= 64 * 128 else 4,
-            num_stages=2 if self.block == BLOCK else 1,
+            *tensors, *numbers, **self.features_of, **self.sizes, **flags, **self.products
         )
         last_kv = self.empty(self.batch, self.heads, self.features, self.width)
         last_k_sum = self.empty(self.batch, self.heads, self.features)
@@ -232,28 +221,16 @@ class Launch:
         (x, u), (y, w), call = own, other, self.call
         length, n = x.shape[2], state.shape[1] - 1
         programs = self.batch * self.heads * cdiv(length, self.block) * (1 if features is not None else self.e_blocks)
-        tables = state, self.angles, self.decay_weights[0], call.documents, call.key_mask
+        tensors = x, y, u, w, values, features, den, d_den, state, self.angles, self.decay_weights[0]
+        optional = call.documents, call.key_mask, d_theta, d_running
+        numbers = call.eps, self.heads, length, n, 0 if later else n
+        strides = (step for tensor in (x, y, u, w) for step in tensor.stride())
         outputs = {"VALUES": values is not None, "FEATURES": features is not None, "SUMS": sums, "LATER": later}
         options = {"CAUSAL": call.causal, "PLAIN": call.plain, "DECAY": self.decay, "DOCUMENTS": self.documents}
         given = {"MASKED": call.key_mask is not None, "D_THETA": d_theta is not None, "D_DECAY": d_running is not None}
-        _kernels().attend[(programs,)](
-            *(x, y, u, w, values, features, den, d_den),
-            *tables,
-            *(d_theta, d_running),
-            *(call.eps, self.heads, length, n, 0 if later else n),
-            *x.stride(),
-            *y.stride(),
-            *u.stride(),
-            *w.stride(),
-            *self.tables,
-            **self.features_of,
-            **self.sizes,
-            **outputs,
-            **options,
-            **given,
-            BLOCK_SUM=min(self.e_block, 64),
-            **self.products,
-        )
+        sizes = self.features_of | self.sizes | {"BLOCK_SUM": min(self.e_block, 64)}
+        constants = sizes | outputs | options | given | self.products
+        _kernels().attend[(programs,)](*tensors, *optional, *numbers, *strides, *self.tables, **constants)
 
     def finish_log_decay(self, of_queries: Tensor, of_keys: Tensor, state: Tensor, d_state: Tensor) -> Tensor:
         """∂log_decay (B, H, T)."""
@@ -275,15 +252,9 @@ class Launch:
         log_decay, theta = (None if x is None else x.contiguous() for x in (call.log_decay, call.theta))
         tensors = call.q, call.k, call.v, o, kv, k_sum, new_kv, new_k_sum, log_decay, theta, call.key_mask
         flags = {"PLAIN": call.plain, "DECAY": self.decay, "MASKED": call.key_mask is not None}
+        sizes = self.features_of | {"E": self.width, "BLOCK_E": e_block, "ACC": self.acc}
+        strides = (x.stride(d) for x in (call.q, call.k, call.v) for d in (0, 1, 3))
         _kernels().decode[(self.batch * self.heads * cdiv(self.width, e_block),)](
-            *tensors,
-            *(call.start, call.eps, self.heads),
-            *(x.stride(d) for x in (call.q, call.k, call.v) for d in (0, 1, 3)),
-            self.heads_of_theta,
-            **self.features_of,
-            **flags,
-            E=self.width,
-            BLOCK_E=e_block,
-            ACC=self.acc,
+            *tensors, call.start, call.eps, self.heads, *strides, self.heads_of_theta, **sizes, **flags
         )
         return o, new_kv, new_k_sum
