@@ -1,10 +1,7 @@
 """Feature maps φ, which replace the exponential of softmax attention. Two tables list them by name.
 
-A map in `FEATURE_MAPS` acts on the last dimension and keeps the shape. It has a definition for autograd, and a `load`
-and a `vjp` that write into buffers of a kernel. With these a hand-written backward saves raw queries and keys only.
-
-A map in `MAP_MODULES` is a module with weights for each head, and may change the number of features. A layer creates
-it for its heads and passes it to the operator as a callable.
+Maps in `FEATURE_MAPS` keep the shape, and write into a kernel's buffers: a backward saves raw queries and keys only.
+Maps in `MAP_MODULES` have weights for each head. A layer creates them and passes them to the operator as callables.
 """
 
 from __future__ import annotations
@@ -143,13 +140,11 @@ def skip_first(phi: FeatureMap, n: int) -> FeatureMap:
 class MapModule(nn.Module):
     """A feature map that first multiplies by a matrix for each head: (B, H, T, D) -> (B, H, T, F).
 
-    Attributes:
-        n_features: F.
-        weight: (H, R, D), the matrices.
+    It is made as `Map(n_heads, head_dim)`, with H and D.
     """
 
-    n_features: int
-    weight: Tensor
+    n_features: int  # F
+    weight: Tensor  # (H, R, D)
 
     def project(self, x: Tensor) -> Tensor:
         """(B, H, T, D) -> (B, H, T, R), in float32 at least: exponentials and squares follow.
@@ -161,12 +156,8 @@ class MapModule(nn.Module):
         if x.ndim != 4 or x.shape[1] != n_heads or x.shape[3] != head_dim:
             name = type(self).__name__
             raise InputError(f"{name}({n_heads}, {head_dim}) got {tuple(x.shape)}: pass (B, {n_heads}, T, {head_dim}).")
-        x = _widened(x)
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
         return x @ self.weight.to(x.dtype).mT
-
-
-def _widened(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _orthogonal(n_heads: int, size: int, head_dim: int) -> Tensor:
@@ -182,11 +173,7 @@ class Favor(MapModule):
     The w_f are drawn once: orthogonal to each other, with the lengths of normal vectors. They are saved with the model.
     Performer's code subtracts a maximum over all keys to bound the exponential, so that later tokens change earlier
     outputs. Here the exponent has a ceiling instead, `EXP_CEILING`. The 10⁻⁴ is Performer's: it keeps denominators
-    positive when all exponentials vanish.
-
-    Args:
-        n_heads: H. Each head has its own directions.
-        head_dim: D.
+    positive when all exponentials vanish. Each head has its own directions.
     """
 
     FLOOR = 1e-4
@@ -198,7 +185,7 @@ class Favor(MapModule):
         self.register_buffer("weight", lengths * _orthogonal(n_heads, head_dim, head_dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = _widened(x) * x.shape[-1] ** -0.25
+        y = x.to(torch.promote_types(x.dtype, torch.float32)) * x.shape[-1] ** -0.25
         exponent = self.project(y) - y.square().sum(dim=-1, keepdim=True) / 2
         return (exp(exponent) + self.FLOOR) * self.n_features**-0.5
 
@@ -207,10 +194,6 @@ class Hedgehog(MapModule):
     """`softmax([W x ; -W x])`, 2D features, with W learned for each head (Hedgehog, arXiv 2402.04347).
 
     W starts as the identity. Queries and keys share it.
-
-    Args:
-        n_heads: H.
-        head_dim: D.
     """
 
     def __init__(self, n_heads: int, head_dim: int):
@@ -229,10 +212,6 @@ class Taylor(MapModule):
         φ(q)ᵀφ(k) = 1 + s + s² / 2        s = (W q)ᵀ(W k) / √R,  F = R + R² + 1,  R = min(D, 16)
 
     W (R, D) is learned for each head. It limits the number of features: 273 for R = 16.
-
-    Args:
-        n_heads: H.
-        head_dim: D.
     """
 
     SIZE = 16
@@ -255,10 +234,7 @@ FEATURE_MAP_NAMES = (*FEATURE_MAPS, *MAP_MODULES)
 
 
 def get_feature_map(feature_map: str | Callable[[Tensor], Tensor]) -> FeatureMap:
-    """The feature map with that name, or the given callable as a FeatureMap.
-
-    Args:
-        feature_map: a key of `FEATURE_MAPS`, or a callable from (..., D) to (..., F), differentiable by autograd.
+    """The map of that name in `FEATURE_MAPS`, or the callable (..., D) -> (..., F) as a FeatureMap.
 
     Raises:
         InputError: an unknown name, the name of a map with weights, or neither a name nor a callable.

@@ -145,9 +145,8 @@ def test_learned_maps_keep_float32_and_say_their_size(name):
 @pytest.mark.parametrize("name", MAP_MODULES)
 def test_the_operator_takes_the_module_and_not_its_name(name):
     q, k, v = torch.randn(3, 1, 2, 9, 4)
-    with pytest.raises(
-        InputError, match=rf"feature_map='{name}' has weights.*pass linrope.feature_maps.*\(n_heads, head"
-    ):
+    message = rf"feature_map='{name}' has weights.*pass linrope.feature_maps.*\(n_heads, head"
+    with pytest.raises(InputError, match=message):
         linear_attention(q, k, v, feature_map=name)
     phi = make_feature_map(name, 2, 4)
     weights = (phi(q) @ phi(k).mT).tril()

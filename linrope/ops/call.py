@@ -17,13 +17,9 @@ from linrope.ops.state import State
 from linrope.rotary import RotaryEmbedding, check_positions
 
 NORMALIZE = ("plain", "rotary", "none")
-
-
+FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 STRONGEST_DECAY = -1e4
 """exp of it is 0 in every precision. Stronger decays are set to it: a running sum with them would lose its digits."""
-
-
-FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -90,23 +86,31 @@ class Call:
         options = self.start, self.feature_map, self.normalize, self.eps, self.interleaved, self.causal, self.signed
         return *tensors, *options
 
+    def without_signed(self, k: Tensor) -> Tensor:
+        """Features (..., D) with 0 in the first `signed` dimensions, which the denominator does not sum."""
+        if self.signed == 0:
+            return k
+        return torch.cat((torch.zeros_like(k[..., : self.signed]), k[..., self.signed :]), dim=-1)
+
+    def keys_and_values(self, tokens: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """φ(k) and v of some tokens, in the dtype of sums; 0 where masked, whatever the masked tokens hold."""
+        k, v = self.k[:, :, tokens].to(self.dtype), self.v[:, :, tokens].to(self.dtype)
+        if self.key_mask is None:
+            return self.phi.forward(k), v
+        hidden = ~self.key_mask[:, None, tokens, None]
+        k = self.phi.forward(k.masked_fill(hidden, 0)).masked_fill(hidden, 0)  # φ(0) is not 0
+        return k, v.masked_fill(hidden, 0)
+
     def rows(self, batch: slice, heads: slice) -> Call:
         """The same call for some rows and some heads, without θ and the state."""
 
-        def cut(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x[batch, heads if x.shape[1] > 1 else slice(None)]
-
-        return replace(
-            self,
-            q=cut(self.q),
-            k=cut(self.k),
-            v=cut(self.v),
-            log_decay=cut(self.log_decay),
-            theta=None,
-            key_mask=None if self.key_mask is None else self.key_mask[batch],
-            documents=None if self.documents is None else self.documents[batch],
-            state=None,
-        )
+        q, k, v = (x[batch, heads] for x in (self.q, self.k, self.v))
+        key_mask, documents = (None if x is None else x[batch] for x in (self.key_mask, self.documents))
+        log_decay = self.log_decay
+        if log_decay is not None:
+            log_decay = log_decay[batch, heads if log_decay.shape[1] > 1 else slice(None)]
+        tensors = {"q": q, "k": k, "v": v, "log_decay": log_decay, "key_mask": key_mask, "documents": documents}
+        return replace(self, **tensors, theta=None, state=None)
 
     def final_log_decay(self) -> Tensor:
         """(B, H): the log decay of the state after this call; -inf in rows with a document boundary."""
@@ -126,7 +130,6 @@ def check_call(
     k: Tensor,
     v: Tensor,
     rope: RotaryEmbedding | None = None,
-    *,
     log_decay: Tensor | None = None,
     feature_map: str | Callable[[Tensor], Tensor] = "elu1",
     normalize: str = "plain",
@@ -136,28 +139,27 @@ def check_call(
     state: State | None = None,
     eps: float = 0.0,
 ) -> Call:
-    """Check the arguments of `linear_attention` against each other, and return the Call.
+    """The Call of `linear_attention`'s arguments, checked against each other (InputError).
 
-    Args:
-        q: None if only the keys are used, as in `summarize`; the Call then has the keys in its place.
-
-    A feature map given as a callable is applied here, by autograd.
-
-    Raises:
-        InputError: any argument that does not fit.
+    q is None if only the keys are used, as in `summarize`; the Call then has the keys in its place. A feature map given
+    as a callable is applied here, by autograd.
     """
     _check_tensors({"k": k, "v": v} if q is None else {"q": q, "k": k, "v": v}, causal)
     require_choice("normalize", normalize, NORMALIZE)
-    check_eps(eps)
+    if not (isinstance(eps, (int, float)) and 0 <= eps < math.inf):
+        raise InputError(f"eps={eps!r} must be a finite number, at least 0: it keeps the denominator away from 0.")
     if not isinstance(causal, bool):
         raise InputError(f"causal={causal!r} must be True or False.")
     batch, heads, keys = k.shape[:3]
     length = keys if q is None else q.shape[2]
     working = torch.promote_types(k.dtype, torch.float32)
-    key_mask = _check_key_mask(key_mask, k)
+    if key_mask is not None:
+        check_tensor("key_mask", key_mask, "booleans", "(B, S)", (batch, keys), k.device)
+        # the backward reads it again, after the caller may have overwritten it
+        key_mask = key_mask.clone(memory_format=torch.contiguous_format)
     signed = getattr(rope, "signed_dim", 0)  # what is not a rope is refused below
     if signed:
-        check_signed(signed, k.shape[-1], normalize)
+        _check_signed(signed, k.shape[-1], normalize)
     phi = get_feature_map(feature_map)
     if phi.load is None:
         if key_mask is not None:  # before φ: the gradient of φ at a masked NaN would be NaN
@@ -168,7 +170,7 @@ def check_call(
     q = k if q is None else q
     check_rope(rope, heads, k.shape[3])
     log_decay = _check_log_decay(log_decay, (batch, heads, length), k.device, causal, working)
-    documents = _check_documents(segment_ids, batch, length, keys, k.device)
+    documents = _number_documents(segment_ids, length, k)
     if state is not None:
         _check_state(state, q, v, normalize, working)
     start = 0 if state is None else state.length
@@ -178,9 +180,14 @@ def check_call(
     return Call(*tensors, start, phi.name, normalize, float(eps), interleaved, causal, signed, state)
 
 
+def device_type(x: Tensor) -> str:
+    """For autocast; "cpu" for what is not a tensor, which a check refuses later."""
+    return x.device.type if isinstance(x, Tensor) else "cpu"
+
+
 def autocast_inputs(*tensors: Tensor) -> list[Tensor]:
     """The tensors in the autocast dtype, if autocast is enabled for the first one's device."""
-    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    device = device_type(tensors[0])
     if not torch.is_autocast_enabled(device):
         return list(tensors)
     dtype = torch.get_autocast_dtype(device)
@@ -191,14 +198,7 @@ def autocast_inputs(*tensors: Tensor) -> list[Tensor]:
     return [x.to(dtype) if is_cast(x) else x for x in tensors]
 
 
-def check_eps(eps: float) -> None:
-    """Raise InputError unless eps is a finite number ≥ 0."""
-    if not (isinstance(eps, (int, float)) and 0 <= eps < math.inf):
-        raise InputError(f"eps={eps!r} must be a finite number, at least 0: it keeps the denominator away from 0.")
-
-
-def check_signed(rotary_dim: int, dim: int, normalize: str) -> None:
-    """Raise InputError unless a signed rotation of `rotary_dim` of `dim` dimensions leaves a denominator."""
+def _check_signed(rotary_dim: int, dim: int, normalize: str) -> None:
     if normalize == "rotary":
         raise InputError(
             "normalize='rotary' sums rotated features, rope.signed=True keeps them out of the denominator: "
@@ -258,7 +258,7 @@ def _check_log_decay(
         return None
     if not causal:
         raise InputError("log_decay was given with causal=False: decay is defined for causal attention only.")
-    check_tensor("log_decay", log_decay, "floats", lambda dtype: dtype.is_floating_point, "(B, H, T)", shape, device)
+    check_tensor("log_decay", log_decay, "floats", "(B, H, T)", shape, device)
     if log_decay.is_cuda:  # reading values here would make the host wait: the GPU checks, and stops the program
         torch._assert_async(((log_decay <= 0) & log_decay.isfinite()).all(), "log_decay must be finite and at most 0")
     elif not torch.compiler.is_compiling() and log_decay.numel():
@@ -271,26 +271,15 @@ def _check_log_decay(
     return log_decay.to(working).clamp(min=STRONGEST_DECAY)
 
 
-def _check_key_mask(key_mask: Tensor | None, k: Tensor) -> Tensor | None:
-    if key_mask is None:
-        return None
-    shape = k.shape[0], k.shape[2]
-    check_tensor("key_mask", key_mask, "booleans", lambda dtype: dtype == torch.bool, "(B, S)", shape, k.device)
-    # the backward reads it again, after the caller may have overwritten it
-    return key_mask.clone(memory_format=torch.contiguous_format)
-
-
-def _check_documents(
-    segment_ids: Tensor | None, batch: int, length: int, keys: int, device: torch.device
-) -> Tensor | None:
+def _number_documents(segment_ids: Tensor | None, length: int, k: Tensor) -> Tensor | None:
     if segment_ids is None:
         return None
-    if length != keys:
+    if length != k.shape[2]:
         raise InputError(
-            f"segment_ids was given with q of length {length} and k of length {keys}: "
+            f"segment_ids was given with q of length {length} and k of length {k.shape[2]}: "
             "packed documents need queries and keys of the same tokens."
         )
-    check_segment_ids(segment_ids, batch, length, device)
+    check_segment_ids(segment_ids, k.shape[0], length, k.device)
     return None if length == 0 else number_documents(segment_ids)
 
 
@@ -298,13 +287,10 @@ def _check_state(state: State, q: Tensor, v: Tensor, normalize: str, working: to
     if not isinstance(state, State):
         raise InputError(f"state is a {type(state).__name__}: pass the linrope.State that an earlier call returned.")
     batch, heads, _, features = q.shape
-    expected = {
-        "kv": (batch, heads, features, v.shape[-1]),
-        "k_sum": (batch, heads, features),
-        "log_decay": (batch, heads),
-    }
+    of_keys = batch, heads, features
+    expected = {"kv": (*of_keys, v.shape[-1]), "k_sum": of_keys, "log_decay": (batch, heads)}
     if normalize == "rotary":
-        expected["k_rotated_sum"] = (batch, heads, features)
+        expected["k_rotated_sum"] = of_keys
         if state.k_rotated_sum is None:
             raise InputError("state has no k_rotated_sum: normalize='rotary' continues only states made with it.")
     for name, shape in expected.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,22 +10,16 @@ from torch import Tensor
 from linrope.errors import InputError
 from linrope.rotary import RotaryEmbedding
 
+TYPES = {
+    "floats": lambda dtype: dtype.is_floating_point,
+    "booleans": lambda dtype: dtype == torch.bool,
+    "integers": lambda dtype: not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool),
+}
 
-def check_tensor(
-    name: str,
-    x: Tensor,
-    types: str,
-    allowed: Callable[[torch.dtype], bool],
-    axes: str,
-    shape: Sequence[int],
-    device: torch.device,
-) -> None:
-    """Raise InputError unless x is a tensor of that shape and device, with an allowed dtype.
 
-    Args:
-        name, types, axes: for the message, such as "key_mask", "booleans" and "(B, S)".
-    """
-    if not isinstance(x, Tensor) or x.shape != shape or not allowed(x.dtype):
+def check_tensor(name: str, x: Tensor, types: str, axes: str, shape: Sequence[int], device: torch.device) -> None:
+    """Raise InputError unless x has those types (a key of `TYPES`), shape (its `axes` by name) and device."""
+    if not isinstance(x, Tensor) or x.shape != shape or not TYPES[types](x.dtype):
         got = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else repr(x)
         raise InputError(f"{name} is {got}: pass {types} of shape {axes} = {tuple(shape)}.")
     if x.device != device:

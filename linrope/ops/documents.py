@@ -12,11 +12,7 @@ from linrope.ops.checks import check_tensor
 
 def check_segment_ids(segment_ids: Tensor, batch: int, length: int, device: torch.device) -> None:
     """Raise InputError unless segment_ids are integers of shape (batch, length) on that device."""
-
-    def is_integer(dtype: torch.dtype) -> bool:
-        return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
-
-    check_tensor("segment_ids", segment_ids, "integers", is_integer, "(B, T)", (batch, length), device)
+    check_tensor("segment_ids", segment_ids, "integers", "(B, T)", (batch, length), device)
 
 
 def number_documents(segment_ids: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from linrope.errors import require_choice
 from linrope.ops.backends import BACKENDS
-from linrope.ops.call import Call, autocast_inputs, check_call
+from linrope.ops.call import Call, autocast_inputs, check_call, device_type
 from linrope.ops.state import State
 from linrope.ops.triton_kernel.availability import why_not
 from linrope.rotary import RotaryEmbedding
@@ -86,21 +86,9 @@ def linear_attention(
     """
     require_choice("backend", backend, ("auto", *BACKENDS))
     q, k, v = autocast_inputs(q, k, v)
-    with torch.autocast(q.device.type if isinstance(q, Tensor) else "cpu", enabled=False):
-        call = check_call(
-            q,
-            k,
-            v,
-            rope,
-            log_decay=log_decay,
-            feature_map=feature_map,
-            normalize=normalize,
-            causal=causal,
-            key_mask=key_mask,
-            segment_ids=segment_ids,
-            state=state,
-            eps=eps,
-        )
+    with torch.autocast(device_type(q), enabled=False):
+        options = log_decay, feature_map, normalize, causal, key_mask, segment_ids, state, eps
+        call = check_call(q, k, v, rope, *options)
         o, final = BACKENDS[_fastest(call) if backend == "auto" else backend](call)
     o = o.to(v.dtype)
     return (o, final) if return_state else o

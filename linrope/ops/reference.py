@@ -24,13 +24,9 @@ from linrope.rotary import rotate, unit_rotations
 
 def reference_attention(call: Call) -> tuple[Tensor, State]:
     """(o, final state) of one call, by the formula, in float64 for float64 inputs and float32 for others."""
-    dtype = call.dtype
-    q = call.phi.forward(call.q.to(dtype))
-    k = call.phi.forward(_zero_masked(call.k.to(dtype), call.key_mask))
-    k = _zero_masked(k, call.key_mask)  # after φ too: φ(0) is not 0, and would stay in the denominator
-    v = _zero_masked(call.v.to(dtype), call.key_mask)
+    q, (k, v) = call.phi.forward(call.q.to(call.dtype)), call.keys_and_values()
     q_rotated, k_rotated = _rotate(q, call), _rotate(k, call)
-    k = _zero_signed(k, call.signed)
+    k = call.without_signed(k)
 
     weights = _weights(call)
     num = _pair_sum(q_rotated, k_rotated, weights, v)
@@ -40,29 +36,17 @@ def reference_attention(call: Call) -> tuple[Tensor, State]:
     if past is not None:
         reach = _weight_of_past(call)
         num = num + reach[..., None] * contract("bhid,bhde->bhie", q_rotated, past.kv)
-        k_sum = _zero_signed(past.k_sum, call.signed)
+        k_sum = call.without_signed(past.k_sum)
         den = den + reach * contract("bhid,bhd->bhi", q, k_sum)
         if den_rotated is not None:
             den_rotated = den_rotated + reach * contract("bhid,bhd->bhi", q_rotated, past.k_rotated_sum)
 
     den = {"plain": den, "rotary": den_rotated, "none": None}[call.normalize]
-    o = num if den is None else num / _add_eps(den, call.eps, call.normalize)[..., None]
-    return o.to(call.v.dtype), _final_state(call, k, k_rotated, v)
-
-
-def _add_eps(den: Tensor, eps: float, normalize: str) -> Tensor:
-    """den + ε, or den - ε where rotated features made it negative: ε never moves it towards zero."""
-    return den + (den.new_tensor(eps).copysign(den) if normalize == "rotary" else eps)
-
-
-def _zero_masked(x: Tensor, key_mask: Tensor | None) -> Tensor:
-    """x (B, H, S, ·) with masked tokens set to 0, also where they are NaN."""
-    return x if key_mask is None else x.masked_fill(~rearrange(key_mask, "b s -> b 1 s 1"), 0)
-
-
-def _zero_signed(k: Tensor, signed: int) -> Tensor:
-    """Features of keys (..., D) with 0 in the first `signed` dimensions, which the denominator does not sum."""
-    return k if signed == 0 else torch.cat((torch.zeros_like(k[..., :signed]), k[..., signed:]), dim=-1)
+    if den is not None:
+        # ε never moves a denominator that rotated features made negative towards 0
+        eps = den.new_tensor(call.eps).copysign(den) if call.normalize == "rotary" else call.eps
+        num = num / (den + eps)[..., None]
+    return num.to(call.v.dtype), _final_state(call, k, k_rotated, v)
 
 
 def _rotate(x: Tensor, call: Call) -> Tensor:
@@ -126,19 +110,9 @@ def _final_state(call: Call, k: Tensor, k_rotated: Tensor, v: Tensor) -> State:
     k_rotated_sum = contract("bhjd,bhj->bhd", k_rotated, kept) if call.normalize == "rotary" else None
     past = call.state
     if past is not None:
-        left = _kept_of_past(call)
+        left = _weight_of_past(call)[..., -1] if call.q.shape[2] else kv.new_ones(kv.shape[:2])
         kv = kv + left[..., None, None] * past.kv
         k_sum = k_sum + left[..., None] * past.k_sum
         if k_rotated_sum is not None:
             k_rotated_sum = k_rotated_sum + left[..., None] * past.k_rotated_sum
     return State(kv, k_sum, call.start + k.shape[2], call.final_log_decay(), k_rotated_sum)
-
-
-def _kept_of_past(call: Call) -> Tensor:
-    """(B, H): the weight of the incoming state in the final one."""
-    kept = call.q.new_ones(call.q.shape[:2], dtype=call.dtype)
-    if call.log_decay is not None:
-        kept = call.log_decay.to(torch.float64).sum(dim=-1).exp().to(kept.dtype)
-    if call.documents is not None:
-        kept = kept * (call.documents[:, -1:] == 0)
-    return kept

@@ -53,49 +53,34 @@ _CALL = (
     "SymInt start, str feature_map, str normalize, float eps, bool interleaved, bool causal, int signed"
 )
 """`Call.operator_args`. The kernel's name follows as `backend`: Inductor needs the name `kernel` itself."""
-
-
 _FORWARD, _BACKWARD = "linrope::linear_attention", "linrope::linear_attention_backward"
-
-
 _ONE_TOKEN = "linrope::one_token"
+_SIX = ", ".join(["Tensor"] * 6)
 
-
-torch.library.define(
-    _FORWARD,
-    f"(Tensor kv, Tensor k_sum, {_CALL}, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-
-
+torch.library.define(_FORWARD, f"(Tensor kv, Tensor k_sum, {_CALL}, str backend) -> ({_SIX})")
 torch.library.define(_ONE_TOKEN, f"(Tensor kv, Tensor k_sum, {_CALL}) -> (Tensor, Tensor, Tensor)")
-
-
 torch.library.define(
     _BACKWARD,
     "(Tensor grad_o, Tensor? grad_kv, Tensor? grad_k_sum, Tensor o, Tensor den, Tensor kv_at, Tensor k_sum_at, "
-    f"bool d_decay, bool d_theta, {_CALL}, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"bool d_decay, bool d_theta, {_CALL}, str backend) -> ({_SIX}, Tensor)",
 )
 
 
-def _forward(kv, k_sum, *call_and_kernel):
+@torch.library.impl(_FORWARD, "default")
+def _(kv, k_sum, *call_and_kernel):
     """Returns o, den, kv_at, k_sum_at, kv, k_sum: the output, what the backward needs, and the final state."""
     *args, kernel = call_and_kernel
     with torch.autocast(kv.device.type, enabled=False), torch.cuda.device_of(kv):
         return KERNELS[kernel].forward(Call(*args), kv, k_sum)
 
 
-def _backward(grad_o, grad_kv, grad_k_sum, o, den, kv_at, k_sum_at, d_decay, d_theta, *call_and_kernel):
+@torch.library.impl(_BACKWARD, "default")
+def _(grad_o, grad_kv, grad_k_sum, o, den, kv_at, k_sum_at, d_decay, d_theta, *call_and_kernel):
     """Returns the gradients of q, k, v, log_decay, theta, kv and k_sum; those not needed are empty."""
     *args, kernel = call_and_kernel
     saved = o, den, kv_at, k_sum_at
     with torch.autocast(o.device.type, enabled=False), torch.cuda.device_of(o):
         return KERNELS[kernel].backward(Call(*args), saved, grad_o, grad_kv, grad_k_sum, d_decay, d_theta)
-
-
-torch.library.impl(_FORWARD, "default", _forward)
-
-
-torch.library.impl(_BACKWARD, "default", _backward)
 
 
 @torch.library.impl(_ONE_TOKEN, "default")

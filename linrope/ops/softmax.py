@@ -112,22 +112,17 @@ class _Keys:
         return cls(k, v, document, visible, cache.length + new)
 
     def cache(self, window: int | None) -> KeyValueCache:
-        """For the next call, which continues the last document."""
-        visible = self.visible
+        """For the next call, which continues the last document: all keys, or those in its window."""
+        k, v, visible = self.k, self.v, self.visible
         if self.document is not None:
             last = self.document == self.document[:, -1:]
             visible = last if visible is None else last & visible
-        return _keep(self.k, self.v, visible, self.length, window)
-
-
-def _keep(k: Tensor, v: Tensor, visible: Tensor | None, length: int, window: int | None) -> KeyValueCache:
-    """The cache for the next call: all keys, or those that its first token sees besides itself."""
-    if window is None or k.shape[2] < window:
-        # k and v may be views of all three projections, which a cache should not keep alive
-        return KeyValueCache(k.contiguous(), v.contiguous(), visible, length)
-    first = k.shape[2] - (window - 1)
-    k, v = (x[:, :, first:].clone(memory_format=torch.contiguous_format) for x in (k, v))
-    return KeyValueCache(k, v, None if visible is None else visible[:, first:].clone(), length)
+        if window is None or k.shape[2] < window:
+            # k and v may be views of all three projections, which a cache should not keep alive
+            return KeyValueCache(k.contiguous(), v.contiguous(), visible, self.length)
+        first = k.shape[2] - (window - 1)  # the first key that the next token sees
+        k, v = (x[:, :, first:].clone(memory_format=torch.contiguous_format) for x in (k, v))
+        return KeyValueCache(k, v, None if visible is None else visible[:, first:].clone(), self.length)
 
 
 def _dense(q, k, v, causal, window, document, of_key, visible, scale) -> Tensor:

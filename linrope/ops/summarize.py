@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from linrope.ops.call import Call, autocast_inputs, check_call
+from linrope.ops.call import Call, autocast_inputs, check_call, device_type
 from linrope.ops.state import State, rotate_keys
 from linrope.rotary import RotaryEmbedding, rotate, unit_rotations
 
@@ -41,19 +41,8 @@ def summarize(
         InputError: an argument that does not fit; the message names it, its value and the fix.
     """
     k, v = autocast_inputs(k, v)
-    with torch.autocast(k.device.type if isinstance(k, Tensor) else "cpu", enabled=False):
-        call = check_call(
-            None,
-            k,
-            v,
-            rope,
-            log_decay=log_decay,
-            feature_map=feature_map,
-            normalize=normalize,
-            key_mask=key_mask,
-            segment_ids=segment_ids,
-        )
-        return _sum_blocks(call)
+    with torch.autocast(device_type(k), enabled=False):
+        return _sum_blocks(check_call(None, k, v, rope, log_decay, feature_map, normalize, True, key_mask, segment_ids))
 
 
 def _sum_blocks(call: Call) -> State:
@@ -69,10 +58,10 @@ def _sum_blocks(call: Call) -> State:
         local = unit_rotations(positions, call.theta).to(torch.promote_types(call.dtype, torch.complex64))
     for start in range(0, length, BLOCK):
         block = slice(start, min(start + BLOCK, length))
-        k, v = _features(call, block)
+        k, v = call.keys_and_values(block)
         if weight is not None:
             k = k * weight[:, :, block, None].to(k.dtype)
-        k_sum = k_sum + torch.cat((torch.zeros_like(k_sum[..., : call.signed]), k[..., call.signed :].sum(dim=2)), -1)
+        k_sum = k_sum + call.without_signed(k.sum(dim=2))
         rotation = None
         if local is not None:
             k = rotate(k, local[..., : k.shape[2], :], call.interleaved)
@@ -83,20 +72,9 @@ def _sum_blocks(call: Call) -> State:
     return State(kv, k_sum, length, call.final_log_decay(), k_rotated_sum)
 
 
-def _features(call: Call, block: slice) -> tuple[Tensor, Tensor]:
-    """φ(k) and v of some tokens; 0 where masked, whatever the masked tokens hold."""
-    k, v = call.k[:, :, block].to(call.dtype), call.v[:, :, block].to(call.dtype)
-    if call.key_mask is None:
-        return call.phi.forward(k), v
-    hidden = ~call.key_mask[:, None, block, None]
-    return call.phi.forward(k.masked_fill(hidden, 0)).masked_fill(hidden, 0), v.masked_fill(hidden, 0)
-
-
 def _weights(call: Call) -> Tensor | None:
-    """(B, H or 1, T) float64: the weight of each token in the final state, exp(G_T - G_t); None if all are 1.
-
-    0 before the last document.
-    """
+    """(B, H or 1, T) float64: each token's weight in the final state, exp(G_T - G_t), 0 before the last document; None
+    if all are 1."""
     if call.log_decay is None and call.documents is None:
         return None
     exponent = torch.zeros(1, 1, 1, dtype=torch.float64, device=call.k.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -119,8 +120,7 @@ NONCAUSAL = [
         ("a base for each head, packed", {}, {"rope": PER_HEAD, "packed": True, "masked": True, "past": 77}),
     )
 ]
-
-
+CASES = CAUSAL + NONCAUSAL
 COVERING = {
     "T=1", "T=2", "T=64", "T=65", "T=130", "one feature", "wide values", "part of the head, half-split",
     "forgetting at once", "forgetting without positions", "continued far away", "normalize=rotary, packed",
@@ -142,6 +142,19 @@ def named(cases: list[Case], default: Container[str] | None = None) -> list:
     return [pytest.param(case, id=case.name, marks=marks(case)) for case in cases]
 
 
+def by_name(name: str) -> Case:
+    return next(case for case in CASES if case.name == name)
+
+
+def on_backends(*chosen: tuple[str, Container[str], Container[str]]) -> list:
+    """(backend, case) parameters: of each backend its named cases, and those of them that run by default."""
+    return [
+        pytest.param(backend, *param.values, id=f"{backend}-{param.id}", marks=param.marks)
+        for backend, names, default in chosen
+        for param in named([case for case in CASES if case.name in names], default)
+    ]
+
+
 def run(case: Case, operator: Callable = linear_attention, backend: str = "reference", seed: int = 0):
     """Outputs, final state and gradients of one case in float64: {name: tensor}.
 
@@ -161,6 +174,28 @@ def run(case: Case, operator: Callable = linear_attention, backend: str = "refer
         outputs["grad " + name] = torch.zeros(1) if gradient is None else gradient
     assert final.length == (case.past or 0) + (case.length if case.keys is None else case.keys)
     return {name: tensor.detach() for name, tensor in outputs.items()}
+
+
+def on_tokens(tokens: slice, q: Tensor, k: Tensor, v: Tensor, rope: RotaryEmbedding | None, **options: Any):
+    """`linear_attention` run on some tokens of a longer call."""
+    for name in ("log_decay", "key_mask", "segment_ids"):
+        if options.get(name) is not None:
+            options[name] = options[name][..., tokens]
+    return linear_attention(*(x[:, :, tokens] for x in (q, k, v)), rope, **options)
+
+
+def in_pieces(*cuts: int) -> Callable:
+    """`linear_attention` run on pieces of the sequence, the state handed from each to the next."""
+
+    def operator(q, k, v, rope, *, state=None, **options):
+        length, outputs = q.shape[2], []
+        inside = sorted(cut % length for cut in cuts if -length < cut < length and cut != 0)
+        for start, stop in itertools.pairwise([0, *inside, length]):
+            o, state = on_tokens(slice(start, stop), q, k, v, rope, state=state, **options)
+            outputs.append(o)
+        return torch.cat(outputs, dim=2), state
+
+    return operator
 
 
 def smaller(case: Case) -> Case:

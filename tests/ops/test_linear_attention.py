@@ -75,22 +75,17 @@ def test_the_flops_reported_are_those_of_the_products_computed(length, features,
     call = check_call(q, k, v, log_decay=log_decay, normalize="plain" if plain else "none", causal=causal, eps=1e-6)
     saved = kernel.forward(call, *past)[:4]
     grads = torch.randn_like(v), None, None
-    operators = torch.ops.linrope
-    for operator, inside in (
-        (
-            lambda: operators.linear_attention(*past, *call.operator_args, "chunked"),
-            lambda: kernel.forward(call, *past),
-        ),
-        (
-            lambda: operators.linear_attention_backward(*grads, *saved, False, False, *call.operator_args, "chunked"),
-            lambda: kernel.backward(call, saved, *grads, False, False),
-        ),
-    ):
-        with FlopCounterMode(display=False) as reported:
-            operator()
-        with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as computed:
-            inside()
-        assert reported.get_total_flops() == computed.get_total_flops() > 0
+    args = *call.operator_args, "chunked"
+    with FlopCounterMode(display=False) as reported:
+        torch.ops.linrope.linear_attention(*past, *args)
+    with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as computed:
+        kernel.forward(call, *past)
+    assert reported.get_total_flops() == computed.get_total_flops() > 0
+    with FlopCounterMode(display=False) as reported:
+        torch.ops.linrope.linear_attention_backward(*grads, *saved, False, False, *args)
+    with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as computed:
+        kernel.backward(call, saved, *grads, False, False)
+    assert reported.get_total_flops() == computed.get_total_flops() > 0
 
 
 def test_flops_and_saved_memory_grow_with_the_length():

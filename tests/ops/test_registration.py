@@ -9,50 +9,48 @@ import torch
 from linrope import InputError, LanguageModel, LanguageModelConfig, RotaryEmbedding, linear_attention
 from linrope.ops.torch_kernel import plan
 from linrope.ops.torch_kernel.memory import Pool
-from tests.ops.cases import CAUSAL, NONCAUSAL, assert_agree, named, run
+from tests.ops.cases import CASES, assert_agree, named, on_backends, run
 
 FORWARD = torch.ops.linrope.linear_attention.default
 
 
 def arguments(
-    dtype=torch.float32, *, width=5, plain=True, decay=False, mask=False, packed=False, causal=True, base=1e4, signed=0
-):
+    dtype=torch.float32, *, width=5, plain=True, decay=False, mask=False, packed=False, causal=True, base=1e4, signed=0,
+    backend="chunked",
+):  # fmt: skip
     """What the operator takes, differentiable wherever it differentiates."""
-    length = 130
-    q, k, v = (torch.randn(2, 3, length, size, dtype=dtype, requires_grad=True) for size in (6, 6, width))
-    log_decay = (-torch.rand(2, 3, length)).requires_grad_() if decay else None
+    shape = (2, 3, 130) if backend == "chunked" else (1, 2, 70)
+    batch, _, length = shape
+    q, k, v = (torch.randn(*shape, size, dtype=dtype, requires_grad=True) for size in (6, 6, width))
+    log_decay = (-torch.rand(shape)).requires_grad_() if decay else None
     theta = RotaryEmbedding(6, base, rotary_dim=signed or None).frequencies().requires_grad_()
-    past = torch.randn(2, 3, width, 6).mT.requires_grad_(), torch.rand(2, 3, 6, requires_grad=True)
-    key_mask = torch.rand(2, length) > 0.3 if mask else None
-    documents = (torch.arange(length) // 50).expand(2, -1).contiguous() if packed else None
-    normalize = "plain" if plain else "none"
-    options = 7, "elu1", normalize, 1e-6, True, causal, signed, "chunked"
+    past = torch.randn(*shape[:2], width, 6).mT.requires_grad_(), torch.rand(*shape[:2], 6, requires_grad=True)
+    key_mask = torch.rand(batch, length) > 0.3 if mask else None
+    documents = (torch.arange(length) // 50).expand(batch, -1).contiguous() if packed else None
+    options = 7, "elu1", "plain" if plain else "none", 1e-6, True, causal, signed, backend
     return *past, q, k, v, log_decay, theta, key_mask, documents, *options
 
 
-exhaustive = pytest.mark.exhaustive
+OPTIONS = [
+    {"mask": True, "decay": True, "packed": True}, {"base": [100.0, None, 7.0], "causal": False},
+    {"signed": 4, "decay": True, "plain": False}, {"dtype": torch.bfloat16, "width": 1},
+    {"decay": True, "backend": "triton"},
+]  # fmt: skip
+EXHAUSTIVE = [
+    {}, {"plain": False, "decay": True}, {"causal": False, "mask": True}, {"dtype": torch.bfloat16}, {"width": 1},
+    {"base": [100.0, None, 7.0]}, {"signed": 4, "decay": True},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"mask": True, "decay": True, "packed": True},
-        {"base": [100.0, None, 7.0], "causal": False},
-        {"signed": 4, "decay": True, "plain": False},
-        {"dtype": torch.bfloat16, "width": 1},
-        pytest.param({}, marks=exhaustive),
-        pytest.param({"plain": False, "decay": True}, marks=exhaustive),
-        pytest.param({"causal": False, "mask": True}, marks=exhaustive),
-        pytest.param({"dtype": torch.bfloat16}, marks=exhaustive),
-        pytest.param({"width": 1}, marks=exhaustive),
-        pytest.param({"base": [100.0, None, 7.0]}, marks=exhaustive),
-        pytest.param({"signed": 4, "decay": True}, marks=exhaustive),
-    ],
-    ids=str,
+    "options", [*OPTIONS, *(pytest.param(options, marks=pytest.mark.exhaustive) for options in EXHAUSTIVE)], ids=str
 )
 def test_opcheck(options):
     """PyTorch's own checks: schema, autograd registration, shapes without data, and tracing with dynamic sizes."""
-    torch.library.opcheck(FORWARD, arguments(**options))
+    checks = {}
+    if options.get("backend") == "triton":  # tracing in the interpreter: test_compiled_in_one_graph
+        checks["test_utils"] = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(FORWARD, arguments(**options), **checks)
 
 
 COMPILED = (
@@ -60,14 +58,17 @@ COMPILED = (
     "normalize=rotary, continued", "T=321", "continued, one token", "a base for each head",
     "noncausal a base for each head",
 )  # fmt: skip
+ON_GPU = ("continued, one token", "T=65")
 
 
-@pytest.mark.parametrize("case", named([case for case in CAUSAL + NONCAUSAL if case.name in COMPILED], COMPILED[:4]))
-def test_compiled_in_one_graph(case):
+@pytest.mark.parametrize(
+    ("backend", "case"), on_backends(("chunked", COMPILED, COMPILED[:4]), ("triton", ON_GPU, ON_GPU[:1]))
+)
+def test_compiled_in_one_graph(backend, case):
     """No graph break, and the same numbers: outputs, final state and gradients."""
     torch._dynamo.reset()
     compiled = torch.compile(linear_attention, backend="aot_eager", fullgraph=True)
-    assert_agree(run(case, compiled, "chunked"), run(case, backend="chunked"), 1e-12)
+    assert_agree(run(case, compiled, backend), run(case, backend=backend), 1e-12)
 
 
 def test_a_whole_model_compiles_in_one_graph():
@@ -138,7 +139,7 @@ def test_gradients_that_arrive_are_left_as_they_are(width, causal):
     assert torch.equal(grad_k_sum, before[1])
 
 
-@pytest.mark.parametrize("case", named([case for case in CAUSAL + NONCAUSAL if case.name in (
+@pytest.mark.parametrize("case", named([case for case in CASES if case.name in (
     "everything at once", "noncausal masked", "a base for each head, everything", "noncausal a base for each head",
 )]))  # fmt: skip
 @pytest.mark.parametrize("rows", [(1, 1), (1, 2), (2, 3)])
@@ -150,20 +151,16 @@ def test_groups_of_rows_give_what_all_rows_give(monkeypatch, rows, case):
     assert_agree(run(case, backend="chunked"), expected, 1e-10)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "tile"),
-    [
-        ((1, 8, 16_384, 64), (1, 8, 512)),
-        ((1, 1, 16_384, 64), (1, 1, 2048)),
-        ((64, 8, 256, 64), (2, 8, 512)),
-        ((1, 12, 16_384, 64), (1, 6, 640)),
-        ((4, 4, 16_384, 256), (1, 2, 512)),
-        ((1, 2, 100_000, 8192), (1, 1, 64)),
-    ],
-)
-def test_blocks_fit_the_cache_whatever_the_sizes(sizes, tile):
+BLOCKS = {
+    (1, 8, 16_384, 64): (1, 8, 512), (1, 1, 16_384, 64): (1, 1, 2048), (64, 8, 256, 64): (2, 8, 512),
+    (1, 12, 16_384, 64): (1, 6, 640), (4, 4, 16_384, 256): (1, 2, 512), (1, 2, 100_000, 8192): (1, 1, 64),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("sizes", "block"), BLOCKS.items())
+def test_blocks_fit_the_cache_whatever_the_sizes(sizes, block):
     chosen = plan.Partition.of(*sizes)
-    assert (chosen.batch, chosen.heads, chosen.tokens) == tile
+    assert (chosen.batch, chosen.heads, chosen.tokens) == block
     tokens = min(chosen.tokens, sizes[2])
     assert chosen.batch * chosen.heads * tokens * sizes[-1] <= max(plan.BLOCK_ELEMENTS, 64 * sizes[-1])
 

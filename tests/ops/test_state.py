@@ -1,11 +1,13 @@
 """The state is a monoid: merge is associative, State.zeros is neutral, and a call's state is its tokens' merged."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
-from linrope import InputError, RotaryEmbedding, State, linear_attention, merge
+from linrope import InputError, RotaryEmbedding, State, merge, summarize
+from tests.ops.cases import on_tokens
 
 FIELDS = ("kv", "k_sum", "log_decay", "k_rotated_sum")
 
@@ -20,10 +22,10 @@ def random_state(length, normalize="plain", seed=0):
 def assert_same(a: State, b: State, tolerance: float = 1e-12):
     assert a.length == b.length
     for name in FIELDS:
-        if getattr(a, name) is None:
-            assert getattr(b, name) is None
-        else:
-            torch.testing.assert_close(getattr(a, name), getattr(b, name), rtol=tolerance, atol=tolerance)
+        left, right = getattr(a, name), getattr(b, name)
+        assert (left is None) == (right is None)
+        if left is not None:
+            torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance)
 
 
 ROPES = {
@@ -31,6 +33,7 @@ ROPES = {
     "half-split": RotaryEmbedding(6, 100.0, interleaved=False),
     "partial": RotaryEmbedding(6, 100.0, rotary_dim=4),
     "a base for each head": RotaryEmbedding(6, (100.0, None, 7.0)),
+    "signed": RotaryEmbedding(6, 100.0, signed=True),
     "none": None,
 }
 
@@ -56,34 +59,36 @@ def test_merge_of_a_run_that_forgot_everything_keeps_the_right_one():
     assert (merged.log_decay == -torch.inf).all()
 
 
-@pytest.mark.parametrize("normalize", ["plain", "rotary", "none"])
+def attended(k, v, rope, tokens, **options):
+    return on_tokens(tokens, k, k, v, rope, return_state=True, **options)[1]
+
+
+def summarized(k, v, rope, tokens, *, log_decay, normalize, segment_ids):
+    ids = None if segment_ids is None else segment_ids[:, tokens]
+    options = {"log_decay": log_decay[:, :, tokens], "normalize": normalize, "segment_ids": ids}
+    return summarize(k[:, :, tokens], v[:, :, tokens], rope, **options)
+
+
+@pytest.mark.parametrize("state_of", [attended, summarized])
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("rope", ["interleaved", "a base for each head"])
-def test_states_of_pieces_merge_into_the_state_of_the_whole(rope, normalize, packed):
+@pytest.mark.parametrize(
+    ("rope", "normalize"),
+    [
+        *itertools.product(("interleaved", "a base for each head"), ("plain", "rotary", "none")),
+        *itertools.product(["signed"], ("plain", "none")),
+    ],
+)
+def test_states_of_pieces_merge_into_the_state_of_the_whole(rope, normalize, packed, state_of):
     """Each piece run from nothing: the prefix sum that sequence parallelism computes, boundaries included."""
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 3, 200, size, dtype=torch.float64) for size in (6, 6, 5))
+    k, v = (torch.randn(2, 3, 200, size, dtype=torch.float64) for size in (6, 5))
     decay = -torch.rand(2, 3, 200, dtype=torch.float64) / 10
     ids = (torch.arange(200) >= 130).long().expand(2, -1) if packed else None
-    rope = ROPES[rope]
-
-    def state_of(start, stop):
-        piece = slice(start, stop)
-        options = {} if ids is None else {"segment_ids": ids[:, piece]}
-        _, state = linear_attention(
-            *(x[:, :, piece] for x in (q, k, v)),
-            rope,
-            log_decay=decay[:, :, piece],
-            normalize=normalize,
-            return_state=True,
-            **options,
-        )
-        return state
-
+    rope, options = ROPES[rope], {"log_decay": decay, "segment_ids": ids, "normalize": normalize}
     merged = State.zeros(2, 3, 6, 5, normalize=normalize, dtype=torch.float64)
     for start, stop in itertools.pairwise((0, 1, 64, 129, 150, 200)):
-        merged = merge(merged, state_of(start, stop), rope)
-    assert_same(merged, state_of(0, 200), 1e-11)
+        merged = merge(merged, state_of(k, v, rope, slice(start, stop), **options), rope)
+    assert_same(merged, state_of(k, v, rope, slice(0, 200), **options), 1e-11)
 
 
 def test_merge_differentiates_through_both_states_and_theta():
@@ -112,22 +117,23 @@ def test_zeros_sizes_bytes_and_moves():
     assert not graph.detach().kv.requires_grad
 
 
-def test_merge_refuses_states_that_do_not_fit():
-    state = State.zeros(2, 3, 6)
-    with pytest.raises(InputError, match=r"left\.kv is \(2, 3, 6, 6\).*right\.kv \(2, 3, 6, 5\)"):
-        merge(state, State.zeros(2, 3, 6, 5))
-    with pytest.raises(InputError, match="float64"):
-        merge(state, State.zeros(2, 3, 6, dtype=torch.float64))
-    with pytest.raises(InputError, match="normalize"):
-        merge(state, State.zeros(2, 3, 6, normalize="rotary"))
-    with pytest.raises(InputError, match=r"rope has dim=4.*have 6"):
-        merge(state, state, RotaryEmbedding(4))
-    with pytest.raises(InputError, match=r"rope\.base has 2 entries.*3 heads"):
-        merge(state, state, RotaryEmbedding(6, [10.0, 100.0]))
-    with pytest.raises(InputError, match="2\\^53"):
-        merge(State(state.kv, state.k_sum, 2**53), State(state.kv, state.k_sum, 1))
-    for name, lengths in (("left", (1e9, 1)), ("right", (1, 1e9))):
-        with pytest.raises(InputError, match=rf"{name}\.length=1000000000\.0 must be a whole number"):
-            merge(*(State(state.kv, state.k_sum, length) for length in lengths))
-    with pytest.raises(InputError, match="right is a NoneType: pass"):
-        merge(state, None)
+ZEROS = State.zeros(2, 3, 6)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "rope", "message"),
+    [
+        (ZEROS, State.zeros(2, 3, 6, 5), None, r"left\.kv is \(2, 3, 6, 6\).*right\.kv \(2, 3, 6, 5\)"),
+        (ZEROS, ZEROS.to(torch.float64), None, "float64"),
+        (ZEROS, State.zeros(2, 3, 6, normalize="rotary"), None, "normalize"),
+        (ZEROS, ZEROS, RotaryEmbedding(4), r"rope has dim=4.*have 6"),
+        (ZEROS, ZEROS, RotaryEmbedding(6, [10.0, 100.0]), r"rope\.base has 2 entries.*3 heads"),
+        (replace(ZEROS, length=2**53), replace(ZEROS, length=1), None, r"2\^53"),
+        (replace(ZEROS, length=1e9), ZEROS, None, r"left\.length=1000000000\.0 must be an int"),
+        (ZEROS, replace(ZEROS, length=1e9), None, r"right\.length=1000000000\.0 must be an int"),
+        (ZEROS, None, None, "right is a NoneType: pass"),
+    ],
+)
+def test_merge_refuses_states_that_do_not_fit(left, right, rope, message):
+    with pytest.raises(InputError, match=message):
+        merge(left, right, rope)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from linrope import InputError, RotaryEmbedding, linear_attention, merge, summarize
+from linrope import RotaryEmbedding, linear_attention, summarize
 from linrope.ops import summarize as module
 from tests.ops.cases import CAUSAL, Case, assert_agree, named, run
 
@@ -28,28 +28,6 @@ def defined(q, k, v, rope, **options):
 def test_it_is_the_final_state_of_the_definition(case: Case):
     """Every option and ragged length; the state, and the gradients through it."""
     assert_agree(run(case, state_only), run(case, defined), 1e-10)
-
-
-@pytest.mark.parametrize("rope", [{}, {"signed": True}, {"base": (100.0, None), "rotary_dim": 4}], ids=str)
-@pytest.mark.parametrize("normalize", ["plain", "rotary", "none"])
-def test_states_of_parts_merge_into_that_of_the_whole(rope, normalize):
-    if "signed" in rope and normalize == "rotary":
-        return  # refused
-    draw = torch.Generator().manual_seed(0)
-    k, v = torch.randn(2, 1, 2, 200, 6, generator=draw, dtype=torch.float64).unbind()
-    decay = -torch.rand(1, 2, 200, generator=draw, dtype=torch.float64) / 10
-    ids = (torch.arange(200) >= 40).long()[None]
-    rope = RotaryEmbedding(6, **rope)
-
-    def part(start, stop):
-        some = slice(start, stop)
-        options = {"log_decay": decay[:, :, some], "segment_ids": ids[:, some], "normalize": normalize}
-        return summarize(k[:, :, some], v[:, :, some], rope, **options)
-
-    whole, merged = part(0, 200), merge(part(0, 77), part(77, 200), rope)
-    assert whole.length == merged.length == 200
-    for name, tensor in whole.tensors.items():
-        torch.testing.assert_close(merged.tensors[name], tensor, rtol=1e-10, atol=1e-12)
 
 
 def test_float32_at_many_tokens(monkeypatch):
@@ -80,20 +58,3 @@ def test_under_autocast_it_takes_the_autocast_dtype():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         state = summarize(k, v, RotaryEmbedding(4))
     assert torch.equal(state.kv, summarize(k.bfloat16(), v.bfloat16(), RotaryEmbedding(4)).kv)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"k": None}, "k is a NoneType"),
-        ({"v": torch.zeros(1, 2, 9, 4)}, r"k \(1, 2, 5, 4\), v \(1, 2, 9, 4\) do not fit together"),
-        ({"v": torch.zeros(1, 2, 5, 4).double()}, "v is torch.float64 on cpu, k is torch.float32"),
-        ({"rope": RotaryEmbedding(6)}, "rope has dim=6"),
-        ({"log_decay": torch.ones(1, 2, 5)}, "at most 0"),
-    ],
-    ids=str,
-)
-def test_mistakes_are_named(changes, message):
-    given = {"k": torch.zeros(1, 2, 5, 4), "v": torch.zeros(1, 2, 5, 4)} | changes
-    with pytest.raises(InputError, match=message):
-        summarize(**given)

@@ -1,16 +1,52 @@
-"""Buffers of one block's tokens, and the elementwise passes over them."""
+"""What a pass saves and writes, buffers of one block's tokens, and the elementwise passes over them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from linrope.feature_maps import FeatureMap
+from linrope.ops.theta_gradient import ThetaGradient
 from linrope.ops.torch_kernel.memory import Pool
 from linrope.ops.torch_kernel.plan import sum_chunk
 from linrope.rotary import rotate
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What the forward writes and the backward reads. `den` is empty without a denominator."""
+
+    o: Tensor
+    den: Tensor
+    kv_at: Tensor  # (n, b, h, E, D): causal, before each block and at the end; else before and after
+    k_sum_at: Tensor  # (n, b, h, D)
+
+    def rows(self, batch: slice, heads: slice) -> Saved:
+        o, den = (x if x.numel() == 0 else x[batch, heads] for x in (self.o, self.den))
+        return Saved(o, den, self.kv_at[:, batch, heads], self.k_sum_at[:, batch, heads])
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What the backward writes. `d_kv` and `d_k_sum` are those of the final state first, and of the past at the end."""
+
+    grad_o: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    d_log_decay: Tensor | None
+    d_theta: ThetaGradient | None
+    d_kv: Tensor  # (b, h, E, D)
+    d_k_sum: Tensor  # (b, h, D)
+    reach_sums: bool  # whether any gradient comes through sums of unrotated keys
+
+    def rows(self, batch: slice, heads: slice) -> Gradients:
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        parts = {name: x[batch, heads] for name, x in own.items() if isinstance(x, Tensor)}
+        return replace(self, **parts, d_theta=None if self.d_theta is None else self.d_theta.of_heads(heads))
 
 
 class Tokens:

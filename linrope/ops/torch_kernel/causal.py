@@ -24,10 +24,9 @@ import torch
 from torch import Tensor
 
 from linrope.ops.call import Call
-from linrope.ops.torch_kernel.buffers import Tokens, divide, load_features, scaled, vjp_features
+from linrope.ops.torch_kernel.buffers import Gradients, Saved, Tokens, divide, load_features, scaled, vjp_features
 from linrope.ops.torch_kernel.decay import DecayWeights
 from linrope.ops.torch_kernel.plan import Block, Plan, sum_chunk
-from linrope.ops.torch_kernel.records import Gradients, Saved
 
 
 def forward(call: Call, plan: Plan, blocks: list[Block], saved: Saved) -> None:
@@ -143,11 +142,8 @@ class Pass:
     ) -> Tensor:
         """The state before each chunk, (G, E, D), in the dtype of products.
 
-        Args:
-            name: of the buffer.
-            carry: (b, h, E, D), the state before the block.
-            values, keys: (G, C, E) and (G, C, D), whose products each chunk adds.
-            after: (b, h, E, D), receives the state after the block, or None.
+        From `carry` (b, h, E, D), the state before the block, and the products of values (G, C, E) and keys (G, C, D)
+        that each chunk adds. `after` receives the state after the block.
         """
         into = self.buffer(name, self.width, self.features, self.dtype)
         own = self.high(torch.bmm(values.mT, keys, out=self.own), "own").view(self.n_rows, self.n, -1)
@@ -157,12 +153,8 @@ class Pass:
         return self.low(into, name)
 
     def running_sum(self, x: Tokens, carry: Tensor, weights: DecayWeights, out: Tokens, after: Tensor | None = None):
-        """Write the weighted sum of x (b, h, t, D) up to each token into out.
-
-        Args:
-            carry: (b, h, D), the sum before the block.
-            after: (b, h, D), receives the sum after the block, or None.
-        """
+        """Write the weighted sum of x (b, h, t, D) up to each token into out, from `carry` (b, h, D), the sum before
+        the block. `after` receives that after it."""
         own = scaled(x.sum_chunks, weights.kept, out.sum_chunks).sum(dim=1).view(self.n_rows, -1, self.features)
         before = weights.before(carry.view(self.n_rows, -1), own, out=torch.empty_like(own))
         if after is not None:
@@ -180,10 +172,9 @@ class Forward(Pass):
     def __init__(self, call: Call, plan: Plan, block: Block):
         super().__init__(call, plan, block)
         self.num = self.tokens("num", self.width, self.product_dtype)
+        self.q_reach = None
         if call.log_decay is not None:
             self.q_reach = self.tokens("q reach", dtype=self.product_dtype).chunks
-        else:
-            self.q_reach = None
 
     def run(self, call: Call, plan: Plan, block: Block, saved: Saved) -> None:
         """Write the block's part of o (and of den), and the states after it."""

@@ -1,7 +1,6 @@
 """The "chunked" backend: a prefix sum over chunks in plain PyTorch, for any device, linear in the length.
 
-The rows and heads of a call are computed in groups, by `causal.py` or `noncausal.py`. `registration.py` makes operators
-of PyTorch from the functions here.
+Rows and heads are computed in groups, by `causal.py` or `noncausal.py`; `registration.py` makes operators from this.
 """
 
 from __future__ import annotations
@@ -13,12 +12,13 @@ import torch
 from torch import Tensor
 
 from linrope.ops.call import Call
+from linrope.ops.state import State
 from linrope.ops.theta_gradient import ThetaGradient
 from linrope.ops.torch_kernel import causal, noncausal
-from linrope.ops.torch_kernel.flops import causal_flops, noncausal_flops
+from linrope.ops.torch_kernel.buffers import Gradients, Saved
 from linrope.ops.torch_kernel.memory import empty
-from linrope.ops.torch_kernel.plan import Partition, Plan
-from linrope.ops.torch_kernel.records import Gradients, Saved
+from linrope.ops.torch_kernel.plan import Partition, Plan, sum_chunk
+from linrope.rotary import rotate, unit_rotations
 
 KEEPS_STATES = True
 """`forward` returns the states that `backward` needs: those before each block and at the end."""
@@ -79,16 +79,14 @@ def backward(
     # ∂log_decay and ∂θ are small differences of large sums: bfloat16 products would be too coarse
     plan, whole = Plan.of(call, exact=d_decay or d_theta), Saved(*saved)
     blocks = plan.partition.blocks(call.q.shape[2])
-    grads = Gradients(
-        grad_o,
-        *(empty(x.shape, dtype=x.dtype, device=x.device) for x in (call.q, call.k, call.v)),
-        torch.empty_like(call.log_decay, memory_format=torch.contiguous_format) if d_decay else None,
-        ThetaGradient(call.theta, call.q.shape[2], call.interleaved) if d_theta else None,
-        torch.zeros_like(whole.kv_at[0]) if grad_kv is None else _own(grad_kv.mT),
-        torch.zeros_like(whole.k_sum_at[0]) if grad_k_sum is None else _own(grad_k_sum),
-        call.plain or grad_k_sum is not None,
-    )
-    last = whole.kv_at[len(blocks) if call.causal else 1], grads.d_kv.clone()
+    dqkv = (empty(x.shape, dtype=x.dtype, device=x.device) for x in (call.q, call.k, call.v))
+    d_log_decay = torch.empty_like(call.log_decay, memory_format=torch.contiguous_format) if d_decay else None
+    theta_gradient = ThetaGradient(call.theta, call.q.shape[2], call.interleaved) if d_theta else None
+    d_kv = torch.zeros_like(whole.kv_at[0]) if grad_kv is None else _own(grad_kv.mT)
+    d_k_sum = torch.zeros_like(whole.k_sum_at[0]) if grad_k_sum is None else _own(grad_k_sum)
+    reach_sums = call.plain or grad_k_sum is not None
+    grads = Gradients(grad_o, *dqkv, d_log_decay, theta_gradient, d_kv, d_k_sum, reach_sums)
+    last = whole.kv_at[len(blocks) if call.causal else 1], d_kv.clone()
     call = _with_boundaries(call)
     for group in plan.partition.groups(*call.q.shape[:2]):
         part, of_heads = call.rows(*group), plan.of_heads(group[1])
@@ -98,20 +96,34 @@ def backward(
             noncausal.backward(part, of_heads, whole.rows(*group), grads.rows(*group))
     nothing = call.q.new_empty(0)
     if d_theta:
-        grads.d_theta.add_origin(call.start, (whole.kv_at[0], grads.d_kv), last)
-    return (
-        grads.dq,
-        grads.dk,
-        grads.dv,
-        grads.d_log_decay if d_decay else nothing,
-        grads.d_theta.total if d_theta else nothing.clone(),
-        _own(grads.d_kv.mT),
-        grads.d_k_sum,
-    )
+        theta_gradient.add_origin(call.start, (whole.kv_at[0], d_kv), last)
+    optional = d_log_decay if d_decay else nothing, theta_gradient.total if d_theta else nothing.clone()
+    return grads.dq, grads.dk, grads.dv, *optional, _own(d_kv.mT), d_k_sum
+
+
+def one_token(call: Call) -> tuple[Tensor, State]:
+    """(o, state) of a causal call of one token, differentiable by autograd: two passes over the state."""
+    q, (k, v) = call.phi.forward(call.q.to(call.dtype)), call.keys_and_values()
+    kv, k_sum = call.past.kv, call.past.k_sum
+    if call.log_decay is not None:
+        kept = call.log_decay.exp()  # (B, H, 1)
+        kv, k_sum = kept[..., None] * kv, kept * k_sum
+    rotation = None
+    if call.theta is not None:
+        rotation = unit_rotations(torch.full((), call.start, device=q.device), call.theta)
+    q_rotated, k_rotated = rotate(q, rotation, call.interleaved), rotate(k, rotation, call.interleaved)
+    kv = torch.baddbmm(kv.flatten(0, 1), k_rotated.flatten(0, 1).mT, v.flatten(0, 1)).unflatten(0, kv.shape[:2])
+    k_sum = k_sum + call.without_signed(k[:, :, 0])
+    o = q_rotated @ kv
+    if call.plain:
+        product = q[:, :, 0] * k_sum
+        o = o / (product[..., call.signed :].sum(dim=-1) + call.eps)[..., None, None]
+    return o.to(call.v.dtype), State(kv, k_sum, call.start + 1, call.final_log_decay())
 
 
 def flops(call: Call, backward: bool, sums_needed: bool = False) -> int:
-    """Multiplications and additions of the matrix products of one call.
+    """Multiplications and additions of all matrix products that one call computes, the whole of a chunk's pairs and the
+    backward's recomputation included, so that a rate in FLOP/s compares with that of a matrix product.
 
     Args:
         call: with shapes in place of tensors.
@@ -119,8 +131,18 @@ def flops(call: Call, backward: bool, sums_needed: bool = False) -> int:
     """
     (batch, heads, length, features), (_, _, keys, width) = call.q, call.v
     if not call.causal:
-        return noncausal_flops(batch * heads, length, keys, features, width, backward)
-    n_sums = 1
-    if backward:
-        n_sums = 2 if call.plain else int(sums_needed)
-    return causal_flops(batch, heads, length, features, width, n_sums, backward)
+        products = (2 * keys + 2 * length if backward else keys + length) * features * width
+        return 2 * batch * heads * products
+    n_sums = 1 if not backward else 2 if call.plain else int(sums_needed)
+    total = 0
+    for block in Partition.of(batch, heads, length, max(features, width)).blocks(length):
+        n, c = block.n_chunks, block.chunk
+        pairs_qk, pairs_v, state = n * c * c * features, n * c * c * width, n * c * features * width
+        pass_states = n * n * features * width
+        fine = sum_chunk(c)
+        if backward:
+            total += 3 * pairs_qk + 2 * pairs_v + 5 * state + 2 * pass_states
+        else:
+            total += pairs_qk + pairs_v + 2 * state + pass_states
+        total += n_sums * (n * c * fine * features + (n * c // fine) ** 2 * features)
+    return 2 * batch * heads * total

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 HUGE_PAGE = 2 * 2**20
-
-
+_MADV_HUGEPAGE = 14
+_madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
 SLAB = 16 * HUGE_PAGE
 """Workspace is allocated in units of this size. The system gives no memory for what is not written to."""
 
@@ -27,20 +27,11 @@ def empty(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -
     """`torch.empty`, on large pages if that is possible and the tensor is large."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
     if tensor.nbytes >= 2 * HUGE_PAGE and tensor.device.type == "cpu" and _madvise is not None:
-        _madvise(*_whole_pages(tensor.data_ptr(), tensor.nbytes), _MADV_HUGEPAGE)  # a hint: failing changes nothing
+        start = tensor.data_ptr()
+        first, last = -(-start // HUGE_PAGE) * HUGE_PAGE, (start + tensor.nbytes) // HUGE_PAGE * HUGE_PAGE
+        # a hint: failing changes nothing
+        _madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_HUGEPAGE)
     return tensor
-
-
-def _whole_pages(start: int, size: int) -> tuple[ctypes.c_void_p, ctypes.c_size_t]:
-    """The part of a region that consists of whole large pages."""
-    first = -(-start // HUGE_PAGE) * HUGE_PAGE
-    return ctypes.c_void_p(first), ctypes.c_size_t((start + size) // HUGE_PAGE * HUGE_PAGE - first)
-
-
-_MADV_HUGEPAGE = 14
-
-
-_madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
 
 
 class Pool:

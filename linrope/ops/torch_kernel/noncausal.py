@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from linrope.ops.call import Call
-from linrope.ops.torch_kernel.buffers import Tokens, divide, load_features, vjp_features
+from linrope.ops.torch_kernel.buffers import Gradients, Saved, Tokens, divide, load_features, vjp_features
 from linrope.ops.torch_kernel.plan import Plan
-from linrope.ops.torch_kernel.records import Gradients, Saved
 
 
 class Loaded(NamedTuple):
@@ -45,8 +44,8 @@ class Side:
         return Tokens(self.plan.pool(name, like.shape, dtype or self.call.dtype), 1, like.shape[2])
 
     def hidden(self, block: slice) -> Tensor | None:
-        mask = self.call.key_mask
-        return None if mask is None or self.name == "q" else ~mask[:, None, block, None]
+        mask = self.call.key_mask if self.name == "k" else None
+        return None if mask is None else ~mask[:, None, block, None]
 
     def load(self, x: Tensor, index: int, block: slice) -> Loaded:
         rotations, hidden = self.plan.rotations, self.hidden(block)
@@ -130,7 +129,7 @@ def _through_queries(queries: Side, saved: Saved, grads: Gradients) -> None:
             divide(grad_o, saved.den[:, :, block, None], d_num.rows, queries.plan.pool)
             d_den = (d_num.rows * saved.o[:, :, block]).sum(dim=-1, keepdim=True, dtype=call.dtype).neg_()
             grads.d_k_sum[..., call.signed :].add_((q.features.rows[..., call.signed :] * d_den).sum(dim=2))
-            shift = d_den * _without_signed(k_sum, call.signed)[:, :, None]
+            shift = d_den * call.without_signed(k_sum)[:, :, None]
         else:
             d_num.rows.copy_(grad_o)
         d_state += torch.bmm(d_num.chunks.mT, q.product)
@@ -145,7 +144,7 @@ def _through_keys(keys: Side, grads: Gradients) -> None:
     """∂k and ∂v, from the gradient of the state."""
     call, plan = keys.call, keys.plan
     d_state = grads.d_kv.flatten(0, 1).to(plan.product_dtype)
-    d_k_sum = _without_signed(grads.d_k_sum, call.signed)[:, :, None]
+    d_k_sum = call.without_signed(grads.d_k_sum)[:, :, None]
     for index, block in keys.blocks(call.k):
         k = keys.load(call.k[:, :, block], index, block)
         grad = keys.buffer("grad", call.k[:, :, block], plan.product_dtype)
@@ -160,8 +159,3 @@ def _through_keys(keys: Side, grads: Gradients) -> None:
         if hidden is not None:
             grads.dk[:, :, block].masked_fill_(hidden, 0)
             grads.dv[:, :, block].masked_fill_(hidden, 0)
-
-
-def _without_signed(k_sum: Tensor, signed: int) -> Tensor:
-    """(..., D) with 0 in the first `signed` dimensions, which have no part in the denominator."""
-    return k_sum if signed == 0 else torch.cat((torch.zeros_like(k_sum[..., :signed]), k_sum[..., signed:]), dim=-1)

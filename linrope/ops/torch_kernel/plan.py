@@ -15,24 +15,16 @@ from linrope.rotary import unit_rotations
 
 CHUNK = 64
 """Tokens whose pairs are all computed: near the head's size, pairs and state cost about the same."""
-
-
 SUM_CHUNK = 16
 """The same for running sums of keys, which are small matrix products: with 16 tokens a quarter of the work of 64."""
-
-
 BLOCK_ELEMENTS = 2**18
 """Size of one buffer of a block: 1 MiB in float32, so that a block's 15 to 20 buffers stay in a shared cache."""
-
-
 BLOCK_TOKENS = 512
 """Tokens of a block if there are enough heads to fill it: with more, passing states between chunks costs more.
 
 `python -m benchmarks.block_sizes` measures these: half or twice as much is within a tenth, but chunks of 128 tokens
 cost a fifth more.
 """
-
-
 MAX_BLOCK = 2048
 """The most tokens of a block."""
 

@@ -10,8 +10,6 @@ import torch
 from linrope.ops.call import Call
 
 INSTALLED = find_spec("triton") is not None  # asked here: a compiled graph cannot ask on every release of PyTorch
-
-
 MAX_WIDTH = 256
 """The largest D and E."""
 

@@ -25,7 +25,7 @@ import os
 import triton
 import triton.language as tl
 
-from linrope.ops.triton_kernel.decode import decode
+from linrope.ops.triton_kernel.decode import decode as decode
 from linrope.ops.triton_kernel.primitives import (
     OPEN,
     features,
@@ -39,28 +39,14 @@ from linrope.ops.triton_kernel.primitives import (
     summed,
     vjp_features,
 )
-from linrope.ops.triton_kernel.tables import write_angles, write_weights
-
-__all__ = [
-    "attend",
-    "decode",
-    "finish_log_decay",
-    "scan",
-    "stretch_sums",
-    "write_angles",
-    "write_d_den",
-    "write_weights",
-]
+from linrope.ops.triton_kernel.tables import write_angles as write_angles
+from linrope.ops.triton_kernel.tables import write_weights as write_weights
 
 TRIED = ((4, 2),) if os.environ.get("TRITON_INTERPRET") == "1" else ((4, 2), (8, 2), (8, 1))
-
-
 CONFIGS = [triton.Config({}, num_warps=warps, num_stages=stages) for warps, stages in TRIED]
 
 
 TUNED_BY = ["D", "E", "BLOCK", "BLOCK_E", "PHI", "LATER", "VALUES", "FEATURES", "CAUSAL", "PLAIN", "DECAY", "DOCUMENTS"]
-
-
 TUNED_BY += ["MASKED", "PRECISION"]
 """Autotuning chooses one of `CONFIGS` for each combination of these and the tensors' dtypes, and keeps it on disk."""
 

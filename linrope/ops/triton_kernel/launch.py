@@ -33,16 +33,10 @@ from linrope.ops.triton_kernel.availability import interpreted
 
 SHORTEST, LONGEST = 128, 512
 """Tokens from one state to the next: see `stretch_of`."""
-
-
 PROGRAMS = 256
 """About two for each multiprocessor of a large GPU."""
-
-
 BLOCK = 64
 """Tokens of one program; fewer if its matrices would not fit into registers."""
-
-
 SCAN_BLOCK = 1024
 """Entries of a state of one program of a scan."""
 
@@ -76,11 +70,7 @@ def stretch_of(rows: int, length: int, width: int, itemsize: int) -> int:
 
 
 class Launch:
-    """The kernels, with the sizes and options of one call.
-
-    Args:
-        exact: no bfloat16 in the products.
-    """
+    """The kernels, with the sizes and options of one call. `exact`: no bfloat16 in the products."""
 
     def __init__(self, call: Call, exact: bool = False):
         import triton.language as tl
@@ -132,15 +122,16 @@ class Launch:
         """In the dtype of sums."""
         return torch.empty(shape, dtype=self.call.dtype, device=self.call.q.device)
 
-    def stretches(self, x: Tensor) -> int:
-        return cdiv(x.shape[2], self.stretch)
+    def lengths(self, x: Tensor) -> tuple[int, int]:
+        """Tokens and stretches of x."""
+        return x.shape[2], cdiv(x.shape[2], self.stretch)
 
     @functools.cached_property
     def angles(self) -> Tensor | None:
         """Rotations within a stretch and of each stretch's start, cosines then sines."""
         if self.call.theta is None:
             return None
-        rows = self.stretch + max(self.stretches(self.call.q), self.stretches(self.call.k))
+        rows = self.stretch + max(self.lengths(self.call.q)[1], self.lengths(self.call.k)[1])
         angles, block = self.empty(2, self.heads_of_theta, rows, self.rotated // 2), 4
         theta, sizes = self.call.theta.contiguous(), {"STRETCH": self.stretch, "BLOCK": block}
         _kernels().write_angles[(self.heads_of_theta * cdiv(rows, block),)](
@@ -153,7 +144,7 @@ class Launch:
         """The weights of tokens, (4, B, H or 1, T), and of what a stretch keeps of the past, (B, H or 1, N)."""
         if not self.weighted:
             return None, None
-        log_decay, length, n, heads = self.call.log_decay, *self._lengths(self.call.q), self.heads_of_weights
+        log_decay, length, n, heads = self.call.log_decay, *self.lengths(self.call.q), self.heads_of_weights
         weights, between = self.empty(4, self.batch, heads, length), self.empty(self.batch, heads, n)
         strides = (0, 0, 0) if log_decay is None else log_decay.stride()
         tensors = log_decay, self.call.documents, weights, between
@@ -162,10 +153,6 @@ class Launch:
             *tensors, heads, length, n, *strides, weights[0].numel(), **flags
         )
         return weights, between
-
-    def _lengths(self, x: Tensor) -> tuple[int, int]:
-        """Tokens and stretches of x."""
-        return x.shape[2], self.stretches(x)
 
     @property
     def tables(self) -> tuple[int, ...]:
@@ -191,25 +178,18 @@ class Launch:
             first: kv (B, H, D, E) and k_sum (B, H, D) to begin with, or None for 0.
             out: memory to use.
         """
-        length, n = self._lengths(x)
+        length, n = self.lengths(x)
         kv, whole = self.features * self.width, self.features * (self.width + 1)
         if out is None or out.shape[1] != n + 1:
             out = self.empty(self.batch * self.heads, n + 1, whole)
         mask = None if later else self.call.key_mask
         flags = {"LATER": later, "PLAIN": self.call.plain, "WEIGHTED": self.weighted, "MASKED": mask is not None}
+        flags["num_warps"] = 8 if self.features_of["P"] * self.e_block >= 64 * 128 else 4
+        flags["num_stages"] = 2 if self.block == BLOCK else 1
         tensors = x, u, den, d_den, out, self.angles, self.decay_weights[0], mask
+        numbers = self.heads, length, n, *x.stride(), *u.stride(), *self.tables
         _kernels().stretch_sums[(self.batch * self.heads * n * self.e_blocks,)](
-            *tensors,
-            *(self.heads, length, n),
-            *x.stride(),
-            *u.stride(),
-            *self.tables,
-            **self.features_of,
-            **self.sizes,
-            **flags,
-            **self.products,
-            num_warps=8 if self.features_of["P"] * self.e_block >= 64 * 128 else 4,
-            num_stages=2 if self.block == BLOCK else 1,
+            *tensors, *numbers, **self.features_of, **self.sizes, **flags, **self.products
         )
         last_kv = self.empty(self.batch, self.heads, self.features, self.width)
         last_k_sum = self.empty(self.batch, self.heads, self.features)
@@ -241,33 +221,21 @@ class Launch:
         (x, u), (y, w), call = own, other, self.call
         length, n = x.shape[2], state.shape[1] - 1
         programs = self.batch * self.heads * cdiv(length, self.block) * (1 if features is not None else self.e_blocks)
-        tables = state, self.angles, self.decay_weights[0], call.documents, call.key_mask
+        tensors = x, y, u, w, values, features, den, d_den, state, self.angles, self.decay_weights[0]
+        optional = call.documents, call.key_mask, d_theta, d_running
+        numbers = call.eps, self.heads, length, n, 0 if later else n
+        strides = (step for tensor in (x, y, u, w) for step in tensor.stride())
         outputs = {"VALUES": values is not None, "FEATURES": features is not None, "SUMS": sums, "LATER": later}
         options = {"CAUSAL": call.causal, "PLAIN": call.plain, "DECAY": self.decay, "DOCUMENTS": self.documents}
         given = {"MASKED": call.key_mask is not None, "D_THETA": d_theta is not None, "D_DECAY": d_running is not None}
-        _kernels().attend[(programs,)](
-            *(x, y, u, w, values, features, den, d_den),
-            *tables,
-            *(d_theta, d_running),
-            *(call.eps, self.heads, length, n, 0 if later else n),
-            *x.stride(),
-            *y.stride(),
-            *u.stride(),
-            *w.stride(),
-            *self.tables,
-            **self.features_of,
-            **self.sizes,
-            **outputs,
-            **options,
-            **given,
-            BLOCK_SUM=min(self.e_block, 64),
-            **self.products,
-        )
+        sizes = self.features_of | self.sizes | {"BLOCK_SUM": min(self.e_block, 64)}
+        constants = sizes | outputs | options | given | self.products
+        _kernels().attend[(programs,)](*tensors, *optional, *numbers, *strides, *self.tables, **constants)
 
     def finish_log_decay(self, of_queries: Tensor, of_keys: Tensor, state: Tensor, d_state: Tensor) -> Tensor:
         """∂log_decay (B, H, T)."""
         out = torch.empty_like(of_queries)
-        length, n = self._lengths(self.call.q)
+        length, n = self.lengths(self.call.q)
         sizes = {"STRETCH": self.stretch, "SCAN_BLOCK": SCAN_BLOCK, "ACC": self.acc}
         _kernels().finish_log_decay[(self.batch * self.heads * n,)](
             of_queries, of_keys, out, state, d_state, length, n, state.shape[2], **sizes
@@ -284,15 +252,9 @@ class Launch:
         log_decay, theta = (None if x is None else x.contiguous() for x in (call.log_decay, call.theta))
         tensors = call.q, call.k, call.v, o, kv, k_sum, new_kv, new_k_sum, log_decay, theta, call.key_mask
         flags = {"PLAIN": call.plain, "DECAY": self.decay, "MASKED": call.key_mask is not None}
+        sizes = self.features_of | {"E": self.width, "BLOCK_E": e_block, "ACC": self.acc}
+        strides = (x.stride(d) for x in (call.q, call.k, call.v) for d in (0, 1, 3))
         _kernels().decode[(self.batch * self.heads * cdiv(self.width, e_block),)](
-            *tensors,
-            *(call.start, call.eps, self.heads),
-            *(x.stride(d) for x in (call.q, call.k, call.v) for d in (0, 1, 3)),
-            self.heads_of_theta,
-            **self.features_of,
-            **flags,
-            E=self.width,
-            BLOCK_E=e_block,
-            ACC=self.acc,
+            *tensors, call.start, call.eps, self.heads, *strides, self.heads_of_theta, **sizes, **flags
         )
         return o, new_kv, new_k_sum
