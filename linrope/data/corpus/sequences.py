@@ -94,15 +94,8 @@ class DocumentSequence(TokenSequence):
     def __len__(self) -> int:
         return int(self.offsets[-1])
 
-    def _tokens(self, start: int, stop: int) -> np.ndarray:
-        return self._gather(start, stop, self._read, self.separator)
-
-    @abstractmethod
-    def _read(self, document: int, first: int, last: int) -> np.ndarray:
-        """Tokens `first … last` of a document."""
-
     def _gather(self, start: int, stop: int, read: Callable[[int, int, int], np.ndarray], between: int) -> np.ndarray:
-        """The values of `read` for tokens `start … stop`, and `between` for separators: int64 (stop - start,)."""
+        """`read(document, first, last)` for tokens `start … stop`, `between` for separators: int64 (stop - start,)."""
         out = np.full(stop - start, between, dtype=np.int64)
         index = int(np.searchsorted(self.offsets, start, side="right")) - 1
         while index < self.n_documents and (origin := int(self.offsets[index])) < stop:
@@ -125,8 +118,11 @@ class Corpus(DocumentSequence):
         """Bytes of text: the tokens without separators."""
         return len(self) - len(self.documents)
 
-    def _read(self, document: int, first: int, last: int) -> np.ndarray:
-        return np.frombuffer(self.documents[document].read(first, last), dtype=np.uint8)
+    def _tokens(self, start: int, stop: int) -> np.ndarray:
+        def read(document: int, first: int, last: int) -> np.ndarray:
+            return np.frombuffer(self.documents[document].read(first, last), dtype=np.uint8)
+
+        return self._gather(start, stop, read, self.separator)
 
     def fingerprint(self) -> str:
         """A hash of the documents' names, sizes and places; no file is read."""

@@ -10,6 +10,7 @@ import hashlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,17 +18,12 @@ import torch
 from torch import Tensor
 
 from linrope.data.corpus.sequences import DocumentSequence, TokenSequence
-from linrope.data.corpus.splits import HASH_BITS
 from linrope.data.tokenizers.base import Tokenizer
 from linrope.errors import DamagedFile, DocumentChanged, InputError
 
 TOKEN_DTYPES = ("uint16", "uint32")
-
-
 HIGH_HALF = 16
 """The upper 16 bits of a uint32 token are below this, in vocabularies of up to a million."""
-
-
 CHUNK = 1 << 22
 """Numbers of one read, where a whole file is read."""
 
@@ -115,19 +111,17 @@ class PreparedCorpus(DocumentSequence):
         self._file, self._n_text_bytes, self._starts, self._source = tokens, n_text_bytes, starts, source
         self.n_bytes = n_bytes
 
-    def _read(self, document: int, first: int, last: int) -> np.ndarray:
-        start = int(self._starts[document])
-        return self._file.read(start + first, start + last)
+    def _tokens(self, start: int, stop: int) -> np.ndarray:
+        return self._gather(start, stop, partial(self._read, self._file), self.separator)
 
     def text_bytes(self, start: int, stop: int) -> Tensor | None:
         if self._n_text_bytes is None:
             return None
+        return torch.from_numpy(self._gather(start, stop, partial(self._read, self._n_text_bytes), 0))
 
-        def read(document: int, first: int, last: int) -> np.ndarray:
-            begin = int(self._starts[document])
-            return self._n_text_bytes.read(begin + first, begin + last)
-
-        return torch.from_numpy(self._gather(start, stop, read, 0))
+    def _read(self, file: NumberFile, document: int, first: int, last: int) -> np.ndarray:
+        start = int(self._starts[document])
+        return file.read(start + first, start + last)
 
     def fingerprint(self) -> str:
         """A hash of the folder's fingerprint, which depends on all tokens, and of the documents' positions."""
@@ -152,10 +146,10 @@ class TokenRun(TokenSequence):
     def __init__(self, file: NumberFile, first: int, last: int, tokenizer: Tokenizer | None, digest: str) -> None:
         self._file, self._first, self._last, self._digest = file, first, last, digest
         self.separator = None if tokenizer is None else tokenizer.separator
-        self._bytes_of = None if tokenizer is None else tokenizer.token_bytes()
-        known = self._bytes_of is not None
-        chunks = file.chunks(first, last) if known else ()
-        self.n_bytes = sum(int(self._bytes_of[tokens].sum()) for _, tokens in chunks) if known else None
+        self._bytes_of = self.n_bytes = None
+        if tokenizer is not None:
+            self._bytes_of = tokenizer.token_bytes()
+            self.n_bytes = sum(int(self._bytes_of[tokens].sum()) for _, tokens in file.chunks(first, last))
 
     def __len__(self) -> int:
         return self._last - self._first
@@ -174,20 +168,11 @@ class TokenRun(TokenSequence):
         return hashlib.blake2b(f"{self._digest} {self._first} {self._last}".encode(), digest_size=16).hexdigest()
 
 
-@dataclass(frozen=True)
-class Survey:
-    """What `survey` found in a flat file."""
-
-    digest: str
-    """A hash of the contents."""
-    highest: int
-    """The largest token."""
-    position: int
-    """The first position of the largest token."""
-
-
-def survey(file: NumberFile) -> Survey:
+def survey(file: NumberFile) -> tuple[str, int, int]:
     """Read a flat file once, to find a wrong token before any work.
+
+    Returns:
+        A hash of the contents, the largest token, and its first position.
 
     Raises:
         InputError: a token is not below the file's limit, or the file has another dtype.
@@ -203,15 +188,4 @@ def survey(file: NumberFile) -> Survey:
             f"{file.path} holds less than {HIGH_HALF} at every other position, as uint32 tokens read as uint16 do: set "
             "data.token_dtype=uint32."
         )
-    return Survey(digest.hexdigest(), highest, position)
-
-
-def assign_documents(hashes: np.ndarray, bounds: tuple[float, float, float]) -> list[np.ndarray]:
-    """The indices of the documents of each split, by the hashes of their names: see `splits.split_corpus`."""
-    split = np.searchsorted(np.array(bounds), hashes.astype(np.float64) / 2**HASH_BITS, side="right")
-    return [np.flatnonzero(split == number) for number in range(len(bounds))]
-
-
-def sum_of(file: NumberFile, start: int, stop: int) -> int:
-    """The sum of numbers `start … stop`."""
-    return sum(int(numbers.sum(dtype=np.int64)) for _, numbers in file.chunks(start, stop))
+    return digest.hexdigest(), highest, position

@@ -30,15 +30,7 @@ Progress = Callable[[int, int | None], Any]
 def write_missing_parts(
     units: list[Unit], parts: list[Path], tokenizer: Tokenizer, config: PrepareConfig, progress: Progress
 ) -> None:
-    """Write the parts that do not exist yet.
-
-    Args:
-        units: what to tokenize.
-        parts: path of each unit's part, without suffix.
-        tokenizer: the tokenizer.
-        config: `workers` and the options of `write_part` are used.
-        progress: see `Progress`.
-    """
+    """Write the parts of the units that do not exist yet; see `write_part`."""
     missing = [(unit, part) for unit, part in zip(units, parts, strict=True) if not record_of(part).is_file()]
     in_all = sum(map(unit_bytes, units))
     read = in_all - sum(unit_bytes(unit) for unit, _ in missing)
