@@ -118,8 +118,7 @@ class Attention(nn.Module):
     def attend(self, x, q, k, v, past, segment_ids, positions, outputs):
         """Outputs (B, H, T, D), None without `outputs`, and the past after these tokens.
 
-        From the layer's input x (B, T, d_model), q, k and v (B, H, T, D), the past (None at the start), segment_ids
-        (B, T), and positions within documents (B, T) (None if they are those of the row).
+        The past is None at the start. `positions` are those within documents (B, T); None if they are those of the row.
         """
         raise NotImplementedError
 
@@ -142,18 +141,16 @@ class Attention(nn.Module):
         if not isinstance(state, AttentionState) or not isinstance(state.past, self.past_type):
             found = type(getattr(state, "past", state)).__name__
             raise InputError(f"state holds a {found}: pass the AttentionState that {type(self).__name__} returned.")
-        if (state.conv_tail is None) != (self.conv is None):
-            raise InputError("state.conv_tail does not fit short_conv: pass the state that this layer returned.")
-        if self.conv is not None:
-            expected = (x.shape[0], self.conv.width - 1, self.conv.weight.shape[0])
-            if state.conv_tail.shape != expected:
-                raise InputError(f"state.conv_tail is {tuple(state.conv_tail.shape)}, this call needs {expected}.")
-        if self.selective is not None:
-            self.selective.check_past(state.angle, x.shape[0])
-        elif state.angle is not None:
-            raise InputError(
-                "state.angle was given to a layer without rope.placement='selective': pass what this layer returned."
-            )
+        tail = None if self.conv is None else (x.shape[0], self.conv.width - 1, self.conv.weight.shape[0])
+        angle = None if self.selective is None else (x.shape[0], *self.selective.n_angles)
+        for name, expected, options in (("conv_tail", tail, "short_conv"), ("angle", angle, "rope.placement")):
+            value = getattr(state, name)
+            found = None if value is None else tuple(value.shape)
+            if found != expected:
+                raise InputError(
+                    f"state.{name} is {found}, this call needs {expected}: pass the state that this layer, or one with "
+                    f"the same {options}, returned for the same rows."
+                )
 
 
 def checked_head_dim(d_model: int, n_heads: int, head_dim: int | None) -> int:

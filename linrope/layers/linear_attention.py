@@ -25,8 +25,7 @@ from linrope.rotary import RotaryConfig, RotaryEmbedding, check_config, half_of
 class LinearAttention(Attention):
     """Linear attention with rotary positions in the numerator only (RoFormer eq. 19), as a layer.
 
-    By default the plain form: q, k, v = W x, `linear_attention`, W_o. The size of its state does not depend on the
-    length.
+    By default the plain form: q, k, v = W x, `linear_attention`, W_o. Its state does not grow with the length.
 
     Args:
         d_model: width of the model.
@@ -44,10 +43,9 @@ class LinearAttention(Attention):
         short_conv: tokens seen by a depthwise causal convolution with SiLU on q, k and v (4 is usual); 0 for none.
         conv_silu: where SiLU follows that convolution: "qkv", or "v" alone, so that q and k take either sign. After
             SiLU they are at least -0.28 and elu + 1 of them is at least 0.75: no feature comes close to 0.
-        forget_gate: learn a decay for each head and token, `log_decay = logsigmoid(W x + b)`. At the start it is slow
-            (W = 0, b = 4: half is forgotten in 38 tokens).
-        gate_normalizer: r ≥ 1 that divides the forget gate's log decay, one number (16 in GLA, arXiv 2312.06635) or one
-            for each head. With a larger r a head remembers longer (see `linrope.layers.forget_gate`).
+        forget_gate: learn a decay for each head and token, slow at the start (see `linrope.layers.forget_gate`).
+        gate_normalizer: r ≥ 1 that divides the forget gate's log decay, one number or one for each head. With a larger
+            r a head remembers longer.
         output_norm: RMSNorm (ε = 10⁻⁵, one weight for all heads) over each head's output, before the gate. It cancels
             the division by the denominator, up to ε: the scale of each o_i is lost.
         output_gate: multiply the heads' output by `silu(W x)`.

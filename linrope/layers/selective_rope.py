@@ -8,7 +8,6 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from linrope.errors import InputError
 from linrope.layers.float32 import float32_linear
 from linrope.rotary import RotaryEmbedding, rotate
 
@@ -48,15 +47,9 @@ class SelectiveRope(nn.Linear):
         return rearrange(1 + float32_linear(self, x).tanh(), "b t (h r) -> b h t r", h=self.n_heads)
 
     def angles(self, x: Tensor, theta: Tensor, past: Tensor | None = None) -> Tensor:
-        """The angle of each token.
+        """The angle of each token of x (B, T, d_model), (B, H, T, R/2) float64 radians.
 
-        Args:
-            x: (B, T, d_model).
-            theta: (R/2,) or (H, R/2) radians, float64.
-            past: (B, H, R/2), the angle of the token before x; None for 0.
-
-        Returns:
-            (B, H, T, R/2) float64 radians.
+        From θ, (R/2,) or (H, R/2) float64, and the angle of the token before x, (B, H, R/2); None for 0.
         """
         theta = theta if theta.ndim == 1 else theta[:, None]
         angles = (self(x).to(torch.float64) * theta).cumsum(dim=2)
@@ -78,10 +71,3 @@ class SelectiveRope(nn.Linear):
         rotation = torch.complex(rounded.cos(), rounded.sin())
         q, k = (rotate(y.to(working), rotation, rope.interleaved) for y in (q, k))
         return q, k, angles[:, :, -1].clone() if x.shape[1] else past
-
-    def check_past(self, angle: Tensor | None, batch: int) -> None:
-        """Raise InputError unless a state's angle has the shape of this layer's, for `batch` rows."""
-        expected = batch, *self.n_angles
-        if angle is None or angle.shape != expected:
-            found = "None" if angle is None else tuple(angle.shape)
-            raise InputError(f"state.angle is {found}, this call needs {expected}: pass what this layer returned.")

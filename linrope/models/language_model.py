@@ -140,12 +140,9 @@ class LanguageModelConfig:
             InputError: an unknown key (the message has the nearest known one), or a value of the wrong type.
         """
         check_keys(values, cls)
-        try:
-            if isinstance(values.get("rope"), dict):
-                values = {**values, "rope": RotaryConfig.from_dict(values["rope"])}
-            return cls(**values)
-        except TypeError as error:
-            raise InputError(f"a value of the model's configuration has the wrong type: {error}.") from error
+        if isinstance(values.get("rope"), dict):
+            values = {**values, "rope": RotaryConfig.from_dict(values["rope"])}
+        return cls(**values)
 
 
 class Block(nn.Module):
@@ -308,11 +305,9 @@ class LanguageModel(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def state_bytes(self, context: int, dtype: torch.dtype = torch.float32) -> int:
-        """Bytes of the state of one row after `context` tokens.
+        """Bytes of the state of one row after `context` tokens, on which only the caches of softmax layers depend.
 
-        Args:
-            context: number of tokens; only the caches of softmax layers depend on it.
-            dtype: of the activations, and so of caches and convolution tails; linear states have float32.
+        `dtype` is that of the activations, and so of caches and convolution tails; linear states have float32.
         """
         return sum(block.attention.state_bytes(context, dtype) for block in self.blocks)
 

@@ -63,9 +63,7 @@ class Tokenizer(Protocol):
 def open_tokenizer(name: str, option: str) -> Tokenizer:
     """The tokenizer `name`: "bytes", or the path of a `tokenizer.json` of Hugging Face's `tokenizers`.
 
-    Args:
-        name: the name or path.
-        option: the option with the name, for error messages.
+    Error messages name the `option`.
 
     Raises:
         InputError: the file does not exist or is not a tokenizer, or the package `tokenizers` is missing.

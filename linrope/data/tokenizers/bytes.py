@@ -13,8 +13,6 @@ from linrope.losses import IGNORE
 
 SEPARATOR = 256
 """The token after each document."""
-
-
 VOCAB_SIZE = 257
 
 

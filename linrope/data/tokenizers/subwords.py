@@ -144,11 +144,9 @@ class SubwordDecoder:
         return text
 
     def _pending_text(self) -> str:
-        before, after = (self._decode(tokens) for tokens in (self._shown, self._shown + self._pending))
+        both = (self._shown, self._shown + self._pending)
+        before, after = (self._tokenizer.decode(tokens, skip_special_tokens=False) for tokens in both)
         return after[len(before) :]
-
-    def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 def _load(text: str, where: str) -> Any:
