@@ -24,6 +24,17 @@ class Attention(nn.Module):
     """Base of the attention layers: from x to q, k and v, and from the heads' outputs back to d_model.
 
     A subclass sets `past_type` and defines `attend` and `past_bytes`.
+
+    Args:
+        d_model, n_heads, head_dim, causal: see `LinearAttention`.
+        rope: rotates queries and keys; None for no positions.
+        short_conv: tokens seen by a depthwise causal convolution with SiLU on q, k and v (4 is usual); 0 for none.
+        conv_silu: where SiLU follows that convolution: "qkv", or "v" alone, so that q and k take either sign. After
+            SiLU they are at least -0.28 and elu + 1 of them is at least 0.75: no feature comes close to 0.
+        output_norm: RMSNorm (ε = 10⁻⁵, one weight for all heads) over each head's output, before the gate. It cancels
+            the division by the denominator, up to ε: the scale of each o_i is lost.
+        output_gate: multiply the heads' output by `silu(W x)`.
+        bias: whether the projections have biases.
     """
 
     past_type: type

@@ -28,20 +28,21 @@ class Document:
     size: int
 
     def read(self, start: int, stop: int) -> bytes:
-        """Bytes `start … stop` of the document.
+        """Bytes `start … stop` of the document; see `read_range`."""
+        return read_range(self.path, self.file_size, self.start + start, self.start + stop)
 
-        Raises:
-            DocumentChanged: the size of the file has changed since the corpus was made.
-        """
-        with open(self.path, "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != self.file_size:
-                raise DocumentChanged(
-                    f"{self.path} changed from {self.file_size} to {size} bytes while in use: "
-                    "do not change the corpus during a run, then start (or resume) the run again."
-                )
-            file.seek(self.start + start)
-            return file.read(stop - start)
+
+def read_range(path: Path, file_size: int, start: int, stop: int) -> bytes:
+    """Bytes `start … stop` of a file. Raises DocumentChanged if its size is not `file_size`, as it was when found."""
+    with open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != file_size:
+            raise DocumentChanged(
+                f"{path} changed from {file_size} to {size} bytes while in use: "
+                "do not change the corpus during a run, then start (or resume) the run again."
+            )
+        file.seek(start)
+        return file.read(stop - start)
 
 
 class TokenSequence(ABC):

@@ -7,7 +7,6 @@ Tokens are read range by range, so that a corpus may be larger than memory. File
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -17,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linrope.data.corpus.sequences import DocumentSequence, TokenSequence
+from linrope.data.corpus.sequences import DocumentSequence, TokenSequence, read_range
 from linrope.data.tokenizers.base import Tokenizer
-from linrope.errors import DamagedFile, DocumentChanged, InputError
+from linrope.errors import DamagedFile, InputError
 
 TOKEN_DTYPES = ("uint16", "uint32")
 HIGH_HALF = 16
@@ -60,15 +59,8 @@ class NumberFile:
             DamagedFile: a number is not below the limit.
         """
         dtype = np.dtype(self.dtype).newbyteorder("<")
-        with open(self.path, "rb", buffering=0) as file:
-            size, expected = os.fstat(file.fileno()).st_size, self.n * dtype.itemsize
-            if size != expected:
-                raise DocumentChanged(
-                    f"{self.path} has {size} bytes instead of {expected}: it changed while in use. Do not change it "
-                    "during a run, then start (or resume) the run again."
-                )
-            file.seek(start * dtype.itemsize)
-            numbers = np.fromfile(file, dtype, stop - start)
+        width = dtype.itemsize
+        numbers = np.frombuffer(read_range(self.path, self.n * width, start * width, stop * width), dtype)
         if self.limit is not None and len(numbers) and numbers.max() >= self.limit:
             at = int(np.argmax(numbers >= self.limit))
             raise DamagedFile(

@@ -16,13 +16,9 @@ READ_BYTES = 1 << 20
 
 
 def read_lines(path: Path, start: int, stop: int, count: Callable[[int], None]) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file, each with the offset of its first byte in the (decompressed) text.
+    """The lines of a file between two bytes, each with the offset of its first byte in the (decompressed) text.
 
-    Args:
-        path: the file.
-        start: first byte to read, at the start of a line; 0 for a compressed file.
-        stop: byte after the last one, at the end of a line.
-        count: called with the number of bytes read.
+    A compressed file is read as a whole. `count` is called with the number of bytes read.
 
     Raises:
         InputError: a compressed file is damaged or incomplete (the message names the line); zstandard is missing.

@@ -123,7 +123,6 @@ class SubwordDecoder:
         self._pending: list[int] = []
 
     def feed(self, tokens: Iterable[int] | Tensor) -> str:
-        """See `Decoder`."""
         values = tokens.tolist() if isinstance(tokens, Tensor) else tokens
         return "".join(self._feed_one(token) for token in values if token != self._separator)
 
@@ -138,7 +137,6 @@ class SubwordDecoder:
         return text
 
     def finish(self) -> str:
-        """See `Decoder`."""
         text = self._pending_text()
         self._shown, self._pending = self._pending or self._shown, []
         return text

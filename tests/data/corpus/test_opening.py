@@ -136,7 +136,7 @@ def test_a_file_of_tokens_that_changes_while_in_use_is_named(texts):
     train = open_text(prepared(texts), [1.0, 0.0, 0.0]).corpora["train"]
     file = texts.parent / "prepared" / "tokens.bin"
     file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(DocumentChanged, match=r"tokens\.bin has 100 bytes instead of \d+: it changed while in use"):
+    with pytest.raises(DocumentChanged, match=r"tokens\.bin changed from \d+ to 100 bytes while in use"):
         train.tokens(0, 10)
 
 
