@@ -449,8 +449,8 @@ def _checked_base(base: Base) -> float | tuple[float | None, ...]:
 def permute_pairing(weight: Tensor, n_heads: int, *, to_interleaved: bool, rotary_dim: int | None = None) -> Tensor:
     """Reorder a query or key projection for the other pairing of dimensions, with the same attention.
 
-    With `to_interleaved=True`, RoPE with `interleaved=True` on the new projection gives the inner products of
-    `interleaved=False` on the old one. With False it is the other way round.
+    RoPE with `interleaved=to_interleaved` on the new projection gives the inner products of the other pairing on the
+    old one.
 
     Args:
         weight: (n_heads · head_dim, ...), weight or bias of a projection, one head after another.
@@ -458,8 +458,7 @@ def permute_pairing(weight: Tensor, n_heads: int, *, to_interleaved: bool, rotar
         to_interleaved: from half-split (m, m + rotary_dim/2) to interleaved (2m, 2m+1); False for the inverse.
         rotary_dim: number of rotated dimensions in each head; None for all.
 
-    Returns:
-        A new tensor of the same shape.
+    Returns a new tensor of the same shape.
 
     Raises:
         InputError: the first dimension is not a multiple of `n_heads`, or `rotary_dim` is odd or larger than a head.

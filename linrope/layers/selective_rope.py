@@ -20,11 +20,6 @@ class SelectiveRope(nn.Linear):
 
     One token's angle rotates all later tokens, so that its gradient is a small difference of large sums. Angles are
     therefore summed in float64, and rotated vectors have float32 at least. Weight decay pulls W towards RoPE.
-
-    Args:
-        d_model: width of x.
-        n_heads: number of heads H.
-        rope: the dimensions that rotate.
     """
 
     def __init__(self, d_model: int, n_heads: int, rope: RotaryEmbedding):
@@ -60,8 +55,7 @@ class SelectiveRope(nn.Linear):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotate queries and keys (B, H, T, D) of the tokens x (B, T, d_model); `past` is the last angle before them.
 
-        Returns:
-            Both, in float32 at least, and the last token's angle modulo 2π, (B, H, R/2) float64.
+        Both are in float32 at least. With them comes the last token's angle modulo 2π, (B, H, R/2) float64.
         """
         if past is None:
             past = x.new_zeros(x.shape[0], *self.n_angles, dtype=torch.float64)

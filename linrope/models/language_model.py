@@ -202,11 +202,10 @@ class LanguageModel(nn.Module):
             self.output.weight = self.embedding.weight
 
     def _initialise(self) -> None:
-        """Set the initial weights.
+        """Matrices keep PyTorch's default, with standard deviation (3 · fan-in)^-½ at any width.
 
-        Matrices keep PyTorch's default, with standard deviation (3 · fan-in)^-½ at any width. Those that add to the
-        residual stream have a smaller one, because the sum grows with depth. Embeddings are small, and `output_norm`
-        does not exceed them.
+        Those that add to the residual stream have a smaller one, because the sum grows with depth. Embeddings are
+        small, and `output_norm` does not exceed them.
         """
         for block in self.blocks:
             if block.attention.norm is not None:

@@ -200,11 +200,13 @@ def test_a_compiled_layer_computes_the_same(options):
     torch.testing.assert_close(compiled(x[:, 40:], state), expected[:, 40:], **CLOSE)
 
 
-def test_a_feature_map_with_weights_is_part_of_the_layer():
-    phi = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Softplus())
-    layer = LinearAttention(D_MODEL, HEADS, feature_map=phi).to(torch.bfloat16)
-    x = torch.randn(2, 70, D_MODEL, dtype=torch.bfloat16)
-    layer(x).sum().backward()
+@pytest.mark.parametrize(("head_dim", "placement"), [(8, "numerator"), (16, "signed")])
+def test_a_feature_map_with_weights_is_part_of_the_layer(head_dim, placement):
+    phi, rope = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Softplus()), RotaryConfig(placement=placement)
+    layer = LinearAttention(D_MODEL, HEADS, head_dim=head_dim, rope=rope, feature_map=phi).to(torch.bfloat16)
+    y = layer(torch.randn(2, 70, D_MODEL, dtype=torch.bfloat16))
+    assert y.dtype == torch.bfloat16
+    y.sum().backward()
     assert layer.feature_map[0].weight.grad.norm() > 0
     assert "feature_map.0.weight" in layer.state_dict()
 
@@ -311,12 +313,6 @@ def test_bad_calls_are_named(kind):
     ]:
         with pytest.raises(InputError, match=message):
             call()
-
-
-def test_signed_beside_a_module_in_half_precision():
-    phi = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Softplus())
-    layer = LinearAttention(32, 2, feature_map=phi, rope=RotaryConfig(placement="signed")).bfloat16()
-    assert layer(torch.randn(1, 5, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
 def test_signed_is_a_matter_of_linear_layers():

@@ -22,14 +22,8 @@ def split_corpus(sources: Sources, fractions: Sequence[float]) -> dict[str, Corp
     """The train, val and test corpora.
 
     A hash of its name assigns each document to a split, so a new file moves no other. A single document is cut by
-    position, train first, as is usual for enwik8 and text8 ([0.9, 0.05, 0.05]).
-
-    Args:
-        sources: the documents.
-        fractions: of train, val and test: three numbers of at least 0 that sum to 1.
-
-    Raises:
-        InputError: fractions of other values.
+    position, train first, as is usual for enwik8 and text8 ([0.9, 0.05, 0.05]). Raises InputError unless `fractions`,
+    of train, val and test, are three numbers of at least 0 that sum to 1.
     """
     bounds, documents = split_bounds(fractions), sources.documents
     if len(documents) == 1:

@@ -38,11 +38,7 @@ class NumberFile:
 
     @classmethod
     def of_size(cls, path: Path, dtype: str, limit: int | None = None) -> NumberFile:
-        """The file with `n` from its size.
-
-        Raises:
-            InputError: the size is 0 or not a multiple of the dtype's.
-        """
+        """The file with `n` from its size. Raises InputError if that is 0 or not a multiple of the dtype's."""
         size, width = path.stat().st_size, np.dtype(dtype).itemsize
         if size == 0 or size % width:
             raise InputError(
@@ -52,12 +48,7 @@ class NumberFile:
         return cls(path, dtype, size // width, limit)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Numbers `start … stop`.
-
-        Raises:
-            DocumentChanged: the size of the file has changed.
-            DamagedFile: a number is not below the limit.
-        """
+        """Numbers `start … stop`. Raises as `TokenSequence.tokens`."""
         dtype = np.dtype(self.dtype).newbyteorder("<")
         width = dtype.itemsize
         numbers = np.frombuffer(read_range(self.path, self.n * width, start * width, stop * width), dtype)
@@ -80,10 +71,8 @@ class PreparedCorpus(DocumentSequence):
     """Documents of a folder that `linrope prepare` wrote.
 
     Args:
-        tokens: the file of all tokens.
-        n_text_bytes: the file of the tokens' bytes of text; None if tokens are bytes.
-        starts: position of each document's first token in these files, int64 (n_documents,).
-        sizes: tokens of each document, without the separator, int64 (n_documents,).
+        tokens, n_text_bytes: the files of all tokens and of their bytes of text (None if tokens are bytes).
+        starts, sizes: first position and number of tokens, without the separator, of each document, int64 (n,).
         n_bytes: bytes of text of all documents.
         separator: the token after each document.
         source: the fingerprint of the folder.
@@ -123,14 +112,9 @@ class PreparedCorpus(DocumentSequence):
 
 
 class TokenRun(TokenSequence):
-    """Tokens `first … last` of a flat file, with any separators it has.
+    """Tokens `first … last` of a flat file, with any separators it has; `digest` is a hash of the whole file.
 
-    Args:
-        file: the file.
-        first: position of the first token.
-        last: position after the last token.
-        tokenizer: tokenizer of these tokens; None if unknown.
-        digest: a hash of the file's contents.
+    Without the tokenizer of these tokens, their separator and bytes of text are unknown.
     """
 
     n_documents = None
@@ -150,7 +134,6 @@ class TokenRun(TokenSequence):
         return self._file.read(self._first + start, self._first + stop).astype(np.int64)
 
     def text_bytes(self, start: int, stop: int) -> Tensor:
-        """See `TokenSequence`: by the tokenizer's `token_bytes`."""
         if self._bytes_of is None:
             return torch.zeros(stop - start, dtype=torch.int64)
         return torch.from_numpy(self._bytes_of[self._tokens(start, stop)])
@@ -161,13 +144,10 @@ class TokenRun(TokenSequence):
 
 
 def survey(file: NumberFile) -> tuple[str, int, int]:
-    """Read a flat file once, to find a wrong token before any work.
+    """A hash of a flat file's contents, its largest token, and the first position of that.
 
-    Returns:
-        A hash of the contents, the largest token, and its first position.
-
-    Raises:
-        InputError: a token is not below the file's limit, or the file has another dtype.
+    The file is read once, to find a wrong token before any work. Raises InputError for a token that is not below the
+    file's limit, or if the file seems to have another dtype.
     """
     digest, highest, position, odd = hashlib.blake2b(digest_size=16), -1, 0, 0
     for first, tokens in file.chunks():

@@ -18,11 +18,8 @@ READ_BYTES = 1 << 20
 def read_lines(path: Path, start: int, stop: int, count: Callable[[int], None]) -> Iterator[tuple[int, bytes]]:
     """The lines of a file between two bytes, each with the offset of its first byte in the (decompressed) text.
 
-    A compressed file is read as a whole. `count` is called with the number of bytes read.
-
-    Raises:
-        InputError: a compressed file is damaged or incomplete (the message names the line); zstandard is missing.
-        DocumentChanged: the file ends before `stop`.
+    A compressed file is read as a whole. `count` is called with the number of bytes read. Raises InputError, naming the
+    line, for a damaged or incomplete archive, or without zstandard; DocumentChanged if the file ends before `stop`.
     """
     chunks = _chunks(path, start, stop, count)
     compressed = path.suffix != ".jsonl"

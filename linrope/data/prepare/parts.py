@@ -25,10 +25,8 @@ TOKENS_SUFFIX, BYTES_SUFFIX, RECORD_SUFFIX = ".tokens", ".bytes", ".npz"
 
 def write_part(unit: Unit, part: Path, tokenizer: Tokenizer, config: PrepareConfig, count: Count) -> None:
     """Tokenize a unit and write its part (a path without suffix): tokens, bytes of text of each token, and last the
-    record, which marks the part as complete.
-
-    Raises:
-        InputError: a bad line that is not skipped, or text that the tokenizer cannot read; see `read_unit`.
+    record, which marks the part as complete. Raises InputError for a bad line that is not skipped, or text that the
+    tokenizer cannot read; see `read_unit`.
     """
     n_bad = 0
 

@@ -148,9 +148,7 @@ def open_dataset(name: str, config: str | None, split: str) -> Any:
 def read_unit(unit: Unit, field: str, count: Count, bad_line: OnBadLine) -> Iterator[TextChunk]:
     """The documents of a unit, in order; `field` holds the text of JSON lines and datasets.
 
-    Raises:
-        DocumentChanged: a file has changed since it was found.
-        InputError: a damaged archive; a dataset that cannot be read.
+    Raises DocumentChanged if a file has changed since it was found, InputError for a damaged archive or dataset.
     """
     for part in unit:
         if isinstance(part, DatasetShard):

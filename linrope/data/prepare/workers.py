@@ -17,7 +17,7 @@ from typing import Any
 
 from linrope.data.prepare.config import PrepareConfig
 from linrope.data.prepare.parts import record_of, write_part
-from linrope.data.prepare.units import Unit, unit_bytes
+from linrope.data.prepare.units import Count, Unit, unit_bytes
 from linrope.data.tokenizers.base import Tokenizer, tokenizer_from_serialized
 from linrope.errors import InputError
 
@@ -51,11 +51,7 @@ def write_missing_parts(
 
 
 def _in_processes(
-    n_workers: int,
-    missing: list[tuple[Unit, Path]],
-    tokenizer: Tokenizer,
-    config: PrepareConfig,
-    progress: Callable[[int], Any],
+    n_workers: int, missing: list[tuple[Unit, Path]], tokenizer: Tokenizer, config: PrepareConfig, progress: Count
 ) -> None:
     """Write parts in several processes; `progress` is called with the bytes that they have read."""
     context = multiprocessing.get_context("forkserver")  # a fork of this process would lack its threads

@@ -26,12 +26,8 @@ class SubwordTokenizer:
     others. The name of a special token within a text is text, so no document can end itself. The file's truncation,
     padding and tokens around each text are ignored.
 
-    Args:
-        text: the contents of the file.
-        where: the file, for error messages.
-
-    Raises:
-        InputError: `text` is not a tokenizer, or the package `tokenizers` is missing.
+    Raises InputError, naming the file `where` the text comes from, if it is no tokenizer, or the package `tokenizers`
+    is missing.
     """
 
     def __init__(self, text: str, where: str = "the tokenizer") -> None:
@@ -70,11 +66,7 @@ class SubwordTokenizer:
         return tokens, np.diff(np.maximum.accumulate(ends), prepend=0)
 
     def encode_prompt(self, text: str) -> Tensor:
-        """See `Tokenizer`.
-
-        Raises:
-            InputError: the text is not Unicode, or contains the separator as a token.
-        """
+        """See `Tokenizer`. Raises InputError if the text is not Unicode, or contains the separator as a token."""
         try:
             tokens, _ = self.encode_document(text.encode("utf-8"))
         except ValueError as error:  # UnicodeEncodeError is one

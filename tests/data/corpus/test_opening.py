@@ -122,20 +122,15 @@ def test_a_missing_file_of_a_folder_is_named(texts, tmp_path):
             open_text(folder, FRACTIONS)
 
 
-def test_a_token_beyond_the_vocabulary_is_named_with_its_position(texts):
-    folder = prepared(texts)
-    tokens = np.fromfile(folder / "tokens.bin", "<u2")
+def test_a_token_beyond_the_vocabulary_and_a_file_that_changes_while_in_use_are_named(texts):
+    file = prepared(texts) / "tokens.bin"
+    tokens = np.fromfile(file, "<u2")
     tokens[123] = 999
-    tokens.tofile(folder / "tokens.bin")
-    train = open_text(folder, [1.0, 0.0, 0.0]).corpora["train"]
+    write_flat(file, tokens)
+    train = open_text(file.parent, [1.0, 0.0, 0.0]).corpora["train"]
     with pytest.raises(InputError, match=r"tokens\.bin is .* holds 999 at position 123, where tokens are below 257"):
         train.tokens(0, len(train))
-
-
-def test_a_file_of_tokens_that_changes_while_in_use_is_named(texts):
-    train = open_text(prepared(texts), [1.0, 0.0, 0.0]).corpora["train"]
-    file = texts.parent / "prepared" / "tokens.bin"
-    file.write_bytes(file.read_bytes()[:100])
+    write_flat(file, tokens[:50])
     with pytest.raises(DocumentChanged, match=r"tokens\.bin changed from \d+ to 100 bytes while in use"):
         train.tokens(0, 10)
 
