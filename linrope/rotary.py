@@ -196,11 +196,6 @@ class RotaryScaling:
         kept = ((rotations - alpha) / (beta - alpha)).clamp(0, 1)
         return kept * theta + (1 - kept) * theta / self.factor
 
-    @property
-    def logit_scale(self) -> float:
-        """See `RotaryEmbedding.logit_scale`."""
-        return 0.1 * math.log(self.factor) + 1 if self.rule == "yarn" else 1.0
-
 
 @dataclass(frozen=True)
 class RotaryConfig:
@@ -261,10 +256,11 @@ def check_config(rope: RotaryConfig | None) -> None:
 
     (A RotaryEmbedding is for the operator, not for layers.)
     """
-    if rope is not None and not isinstance(rope, RotaryConfig):
+    if rope is None:
+        return
+    if not isinstance(rope, RotaryConfig):
         raise InputError(f"rope is a {type(rope).__name__}: pass a linrope.RotaryConfig, or None for no positions.")
-    if rope is not None:
-        check_types(rope, section="rope.")
+    check_types(rope, section="rope.")
 
 
 def half_of(dim: int) -> int:
@@ -280,19 +276,16 @@ class RotaryEmbedding(nn.Module):
 
     Args:
         dim: size D of the vectors.
-        base: the longest wavelength is 2π·base^(1 - 2/rotary_dim) tokens. A list has one base for each head, and θ is
-            (H, R/2). None in the list is θ = 0, a head without rotation (with `trainable`: at the start).
-        interleaved: pair dimensions (2m, 2m+1) (RoFormer); False pairs (m, m + rotary_dim/2) (GPT-NeoX, Llama).
+        base: as in `RotaryConfig`. With a list θ is (H, R/2). None in it is θ = 0 (with `trainable`: at the start).
+        interleaved, scaling: as in `RotaryConfig`.
         trainable: make θ a float32 parameter.
         rotary_dim: rotate only the first `rotary_dim` dimensions, an even number ≤ dim. None rotates all, or with
             `signed` half of them, rounded down to an even number.
-        scaling: changes the frequencies for longer contexts, before any training.
         signed: in linear attention, the rotated dimensions skip φ and the denominator: see `linear_attention`.
 
     Raises:
         InputError: an odd or too large `rotary_dim` (or an odd `dim` without one), a base that is not positive, an
-            empty list of bases, an `interleaved` that is not a bool, or a scaling with an unknown rule, a factor below
-            1 or a missing value.
+            empty list of bases, an `interleaved` that is not a bool, or a scaling that does not fit.
     """
 
     def __init__(
@@ -350,11 +343,12 @@ class RotaryEmbedding(nn.Module):
         YaRN's √(1/t) = 0.1 · ln(factor) + 1 (arXiv 2309.00071), and 1.0 without "yarn" scaling. Linear attention
         ignores it.
         """
-        return 1.0 if self.scaling is None else self.scaling.logit_scale
+        if self.scaling is None or self.scaling.rule != "yarn":
+            return 1.0
+        return 0.1 * math.log(self.scaling.factor) + 1
 
     def _apply(self, fn, recurse=True):
-        """Follow the module's moves and casts, but keep θ at float32 at least: bfloat16 angles are wrong after a few
-        tokens."""
+        """Move and cast, but keep θ at float32 at least: bfloat16 angles are wrong after a few tokens."""
 
         def keep_precision(tensor: Tensor) -> Tensor:
             changed = fn(tensor)
@@ -455,8 +449,8 @@ def _checked_base(base: Base) -> float | tuple[float | None, ...]:
 def permute_pairing(weight: Tensor, n_heads: int, *, to_interleaved: bool, rotary_dim: int | None = None) -> Tensor:
     """Reorder a query or key projection for the other pairing of dimensions, with the same attention.
 
-    With `to_interleaved=True`, RoPE with `interleaved=True` on the new projection gives the inner products of
-    `interleaved=False` on the old one. With False it is the other way round.
+    RoPE with `interleaved=to_interleaved` on the new projection gives the inner products of the other pairing on the
+    old one.
 
     Args:
         weight: (n_heads · head_dim, ...), weight or bias of a projection, one head after another.
@@ -464,8 +458,7 @@ def permute_pairing(weight: Tensor, n_heads: int, *, to_interleaved: bool, rotar
         to_interleaved: from half-split (m, m + rotary_dim/2) to interleaved (2m, 2m+1); False for the inverse.
         rotary_dim: number of rotated dimensions in each head; None for all.
 
-    Returns:
-        A new tensor of the same shape.
+    Returns a new tensor of the same shape.
 
     Raises:
         InputError: the first dimension is not a multiple of `n_heads`, or `rotary_dim` is odd or larger than a head.

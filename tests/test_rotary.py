@@ -96,13 +96,6 @@ def test_half_precisions_are_rounded_once_and_autocast_changes_nothing(dtype):
         assert torch.equal(rope.rotate(x, 10**6), expected)
 
 
-def test_neighbouring_positions_differ_in_half_precision():
-    """Positions in bfloat16 would collide above 256."""
-    rope = RotaryEmbedding(2)
-    rotated = rope.rotate(torch.tensor([[1.0, 0.0]] * 20, dtype=torch.bfloat16), offset=100_000)
-    assert (rotated[1:] != rotated[:-1]).any(dim=-1).all()
-
-
 def test_given_positions():
     """Within a few float64 roundings: a vectorised cosine and a single one may differ in the last bit."""
     rope, exact = RotaryEmbedding(6), {"rtol": 0, "atol": 4e-15}
@@ -168,14 +161,6 @@ def test_scaling_rules_give_the_numbers_worked_out_by_hand(scaling, expected):
     torch.testing.assert_close(trained.theta.detach(), theta.float())  # training starts from the scaled ones
 
 
-@pytest.mark.parametrize("factor", [1.0, 2.5, 32.0])
-@pytest.mark.parametrize("rotary_dim", [4, 64, 128])
-def test_ntk_is_a_larger_base(rotary_dim, factor):
-    larger = 500.0 * factor ** (rotary_dim / (rotary_dim - 2))
-    theta = RotaryEmbedding(rotary_dim, larger).frequencies()
-    torch.testing.assert_close(scaled(500.0, rotary_dim, rule="ntk", factor=factor), theta, rtol=1e-13, atol=0)
-
-
 def test_yarn_leaves_fast_pairs_and_slows_slow_ones_wholly():
     """Exactly, on both sides of the ramp; in between ever less is kept as the rotations become fewer."""
     theta, context, factor = RotaryEmbedding(128).frequencies(), 4096, 8.0
@@ -192,9 +177,8 @@ def test_yarn_leaves_fast_pairs_and_slows_slow_ones_wholly():
 
 @pytest.mark.parametrize("rule", ["linear", "ntk", "yarn"])
 def test_scaling_by_one_changes_nothing_and_heads_scale_by_themselves(rule):
-    torch.testing.assert_close(
-        scaled(rule=rule, factor=1.0, original_context=500), RotaryEmbedding(8).frequencies(), rtol=1e-15, atol=0
-    )
+    same = scaled(rule=rule, factor=1.0, original_context=500)
+    torch.testing.assert_close(same, RotaryEmbedding(8).frequencies(), rtol=1e-15, atol=0)
     scaling = {"rule": rule, "factor": 3.0, "original_context": 500}
     heads = scaled([10.0, None, 10000.0], **scaling)
     assert torch.equal(heads, torch.stack([scaled(10.0, **scaling), torch.zeros(4).double(), scaled(**scaling)]))
@@ -208,47 +192,12 @@ def test_only_yarn_has_a_temperature():
 
 
 def test_a_configuration_survives_json_and_makes_its_embedding():
-    config = RotaryConfig(
-        [10.0, None], 4, trainable=True, placement="before_map", scaling=RotaryScaling("yarn", 2.0, 99)
-    )
+    scaling = RotaryScaling("yarn", 2.0, 99)
+    config = RotaryConfig([10.0, None], 4, trainable=True, placement="before_map", scaling=scaling)
     assert RotaryConfig.from_dict(json.loads(json.dumps(asdict(config)))) == config
     assert RotaryConfig.from_dict({}) == RotaryConfig()
     rope = RotaryEmbedding.from_config(8, config)
     assert (rope.base, rope.rotary_dim, rope.scaling, rope.trainable) == ((10.0, None), 4, config.scaling, True)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"bass": 10.0}, "'bass' is not an option of RotaryConfig. Did you mean 'base'"),
-        ({"scaling": {"rul": "ntk", "factor": 2}}, "'rul' is not an option of RotaryScaling. Did you mean 'rule'"),
-        ({"scaling": {"rule": "ntk"}}, "needs 'factor'"),
-        ({"scaling": 2.0}, "2.0 cannot be the options of RotaryScaling"),
-        ([], r"\[\] cannot be the options of RotaryConfig"),
-    ],
-)
-def test_bad_configurations_are_named(values, message):
-    with pytest.raises(InputError, match=message):
-        RotaryConfig.from_dict(values)
-
-
-@pytest.mark.parametrize(
-    ("scaling", "message"),
-    [
-        (RotaryScaling("yarm", 2), "scaling.rule='yarm' is unknown.*Did you mean 'yarn'"),
-        (RotaryScaling("ntk", 0.5), "scaling.factor=0.5 must be a finite number, at least 1"),
-        (RotaryScaling("ntk", math.inf), "scaling.factor=inf"),
-        (RotaryScaling("ntk", "2"), "scaling.factor='2'"),
-        (RotaryScaling("yarn", 2.0), "scaling.original_context=None, and rule='yarn'"),
-        (RotaryScaling("yarn", 2.0, 0), "scaling.original_context=0"),
-        (RotaryScaling("linear", 2.0, 1.5), "scaling.original_context=1.5"),
-        (RotaryScaling("ntk", 2.0), "scaling.rule='ntk' needs more than rotary_dim=2"),
-    ],
-    ids=str,
-)
-def test_bad_scalings_are_named(scaling, message):
-    with pytest.raises(InputError, match=message):
-        RotaryEmbedding(8, rotary_dim=2, scaling=scaling)
 
 
 @pytest.mark.parametrize("rotary_dim", [None, 4])
@@ -275,10 +224,7 @@ def test_trainable_frequencies_learn_with_the_right_gradient():
     rope = RotaryEmbedding(6, 100.0, trainable=True).double()
     x, target = torch.randn(2, 1, 9, 6, dtype=torch.float64).unbind()
 
-    def rotated(theta):
-        return torch.func.functional_call(_Rotate(rope), {"rope.theta": theta}, (x,))
-
-    assert torch.autograd.gradcheck(rotated, (rope.theta.detach().clone().requires_grad_(),))
+    assert torch.autograd.gradcheck(lambda theta: rope.rotate(x, offset=3), rope.theta)  # θ is changed in place
     optimizer = torch.optim.SGD(rope.parameters(), lr=1e-3)
     losses = []
     for _ in range(20):
@@ -288,15 +234,6 @@ def test_trainable_frequencies_learn_with_the_right_gradient():
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
-
-
-class _Rotate(torch.nn.Module):
-    def __init__(self, rope):
-        super().__init__()
-        self.rope = rope
-
-    def forward(self, x):
-        return self.rope.rotate(x, offset=3)
 
 
 def test_frequencies_are_computed_not_loaded_and_survive_a_cast():
@@ -311,41 +248,49 @@ def test_frequencies_are_computed_not_loaded_and_survive_a_cast():
     assert torch.equal(layer.rope.theta.detach(), RotaryEmbedding(8).frequencies().float())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"dim": 7}, "dim=7 cannot be split into pairs"),
-        ({"dim": 8, "rotary_dim": 3}, "rotary_dim=3 cannot be split into pairs"),
-        ({"dim": 8, "rotary_dim": 0}, "rotary_dim=0"),
-        ({"dim": 8, "rotary_dim": 10}, "rotary_dim=10 is larger than dim=8"),
-        ({"dim": 8, "base": 0.0}, "base=0.0 must be a positive number"),
-        ({"dim": 8, "base": float("nan")}, "base=nan"),
-        ({"dim": 8, "base": None}, "base=None must be a positive number"),
-        ({"dim": 8, "base": []}, r"base=\[\] must be a positive number, or a list with one, or None, for each head"),
-        ({"dim": 8, "base": [10.0, -1.0]}, r"base=\[10.0, -1.0\]"),
-    ],
-)
-def test_bad_sizes_are_named(arguments, message):
-    with pytest.raises(InputError, match=message):
-        RotaryEmbedding(**arguments)
-
-
 def test_bad_calls_are_named():
-    rope, x = RotaryEmbedding(4), torch.randn(2, 3, 5, 4)
+    rope, x, make, from_dict = RotaryEmbedding(4), torch.randn(2, 3, 5, 4), RotaryEmbedding, RotaryConfig.from_dict
+
+    def scale(*scaling):
+        return RotaryEmbedding(8, rotary_dim=2, scaling=RotaryScaling(*scaling))
+
     for call, message in [
+        (lambda: make(7), "dim=7 cannot be split into pairs"),
+        (lambda: make(8, rotary_dim=3), "rotary_dim=3 cannot be split into pairs"),
+        (lambda: make(8, rotary_dim=0), "rotary_dim=0"),
+        (lambda: make(8, rotary_dim=10), "rotary_dim=10 is larger than dim=8"),
+        (lambda: make(8, 0.0), "base=0.0 must be a positive number"),
+        (lambda: make(8, math.nan), "base=nan"),
+        (lambda: make(8, None), "base=None must be a positive number"),
+        (lambda: make(8, []), r"base=\[\] must be a positive number, or a list with one, or None, for each head"),
+        (lambda: make(8, [10.0, -1.0]), r"base=\[10.0, -1.0\]"),
+        (lambda: make(3, signed=True), "dim=0 cannot be split into pairs"),
+        (lambda: from_dict({"bass": 10.0}), "'bass' is not an option of RotaryConfig. Did you mean 'base'"),
+        (lambda: from_dict({"scaling": {"rul": "ntk", "factor": 2}}), "'rul' .* of RotaryScaling. Did you mean 'rule'"),
+        (lambda: from_dict({"scaling": {"rule": "ntk"}}), "needs 'factor'"),
+        (lambda: from_dict({"scaling": 2.0}), "2.0 cannot be the options of RotaryScaling"),
+        (lambda: from_dict([]), r"\[\] cannot be the options of RotaryConfig"),
+        (lambda: scale("yarm", 2), "scaling.rule='yarm' is unknown.*Did you mean 'yarn'"),
+        (lambda: scale("ntk", 0.5), "scaling.factor=0.5 must be a finite number, at least 1"),
+        (lambda: scale("ntk", math.inf), "scaling.factor=inf"),
+        (lambda: scale("ntk", "2"), "scaling.factor='2'"),
+        (lambda: scale("yarn", 2.0), "scaling.original_context=None, and rule='yarn'"),
+        (lambda: scale("yarn", 2.0, 0), "scaling.original_context=0"),
+        (lambda: scale("linear", 2.0, 1.5), "scaling.original_context=1.5"),
+        (lambda: scale("ntk", 2.0), "scaling.rule='ntk' needs more than rotary_dim=2"),
         (lambda: rope.rotate(x[..., :3]), r"pass \(\.\.\., T, 4\)"),
         (lambda: rope.rotate(x.long()), "int64"),
         (lambda: rope.rotate(x, MAX_POSITION - 4), "offset=9007199254740988 with 5 tokens"),
         (lambda: rope.rotate(x, 10**30), "2\\^53"),
         (lambda: rope.rotate(x, 1e9), r"offset=1000000000\.0 must be an int"),
-        (lambda: RotaryEmbedding(4, interleaved="half"), "interleaved='half' must be True, .*or False"),
+        (lambda: make(4, interleaved="half"), "interleaved='half' must be True, .*or False"),
         (lambda: rope.rotate(x, positions=torch.arange(4)), r"positions of shape \(4,\)"),
         (lambda: rope.rotate(x, positions=torch.arange(5.0)), "must be integers"),
         (lambda: rope.rotate(x, 3, positions=torch.arange(5)), "offset=3 and positions"),
         (lambda: rope.rotate(x, positions=torch.full((5,), 2**60)), "1152921504606846976"),
         (lambda: rope.rotate(x, positions=torch.full((5,), -(2**63))), "-9223372036854775808"),
-        (lambda: RotaryEmbedding(4, [10.0, None]).rotate(x), "rope.base has 2 entries.*3 heads"),
-        (lambda: RotaryEmbedding(4, [10.0, None]).rotate(x[0, 0]), "rope.base has 2 entries.*0 heads"),
+        (lambda: make(4, [10.0, None]).rotate(x), "rope.base has 2 entries.*3 heads"),
+        (lambda: make(4, [10.0, None]).rotate(x[0, 0]), "rope.base has 2 entries.*0 heads"),
         (lambda: permute_pairing(torch.zeros(9, 2), 2, to_interleaved=True), "n_heads=2"),
         (lambda: permute_pairing(torch.zeros(6, 2), 2, to_interleaved=True), "rotary_dim=3"),
     ]:
@@ -357,5 +302,3 @@ def test_where_signed_half_of_the_dimensions_rotate():
     for dim, rotated in ((32, 16), (30, 14), (7, 2), (4, 2)):
         assert RotaryEmbedding(dim, signed=True).rotary_dim == rotated
     assert RotaryEmbedding(32, signed=True, rotary_dim=8).rotary_dim == 8
-    with pytest.raises(InputError, match="dim=0 cannot be split into pairs"):
-        RotaryEmbedding(3, signed=True)

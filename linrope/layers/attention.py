@@ -24,6 +24,17 @@ class Attention(nn.Module):
     """Base of the attention layers: from x to q, k and v, and from the heads' outputs back to d_model.
 
     A subclass sets `past_type` and defines `attend` and `past_bytes`.
+
+    Args:
+        d_model, n_heads, head_dim, causal: see `LinearAttention`.
+        rope: rotates queries and keys; None for no positions.
+        short_conv: tokens seen by a depthwise causal convolution with SiLU on q, k and v (4 is usual); 0 for none.
+        conv_silu: where SiLU follows that convolution: "qkv", or "v" alone, so that q and k take either sign. After
+            SiLU they are at least -0.28 and elu + 1 of them is at least 0.75: no feature comes close to 0.
+        output_norm: RMSNorm (ε = 10⁻⁵, one weight for all heads) over each head's output, before the gate. It cancels
+            the division by the denominator, up to ε: the scale of each o_i is lost.
+        output_gate: multiply the heads' output by `silu(W x)`.
+        bias: whether the projections have biases.
     """
 
     past_type: type
@@ -118,8 +129,7 @@ class Attention(nn.Module):
     def attend(self, x, q, k, v, past, segment_ids, positions, outputs):
         """Outputs (B, H, T, D), None without `outputs`, and the past after these tokens.
 
-        From the layer's input x (B, T, d_model), q, k and v (B, H, T, D), the past (None at the start), segment_ids
-        (B, T), and positions within documents (B, T) (None if they are those of the row).
+        The past is None at the start. `positions` are those within documents (B, T); None if they are those of the row.
         """
         raise NotImplementedError
 
@@ -142,18 +152,16 @@ class Attention(nn.Module):
         if not isinstance(state, AttentionState) or not isinstance(state.past, self.past_type):
             found = type(getattr(state, "past", state)).__name__
             raise InputError(f"state holds a {found}: pass the AttentionState that {type(self).__name__} returned.")
-        if (state.conv_tail is None) != (self.conv is None):
-            raise InputError("state.conv_tail does not fit short_conv: pass the state that this layer returned.")
-        if self.conv is not None:
-            expected = (x.shape[0], self.conv.width - 1, self.conv.weight.shape[0])
-            if state.conv_tail.shape != expected:
-                raise InputError(f"state.conv_tail is {tuple(state.conv_tail.shape)}, this call needs {expected}.")
-        if self.selective is not None:
-            self.selective.check_past(state.angle, x.shape[0])
-        elif state.angle is not None:
-            raise InputError(
-                "state.angle was given to a layer without rope.placement='selective': pass what this layer returned."
-            )
+        tail = None if self.conv is None else (x.shape[0], self.conv.width - 1, self.conv.weight.shape[0])
+        angle = None if self.selective is None else (x.shape[0], *self.selective.n_angles)
+        for name, expected, options in (("conv_tail", tail, "short_conv"), ("angle", angle, "rope.placement")):
+            value = getattr(state, name)
+            found = None if value is None else tuple(value.shape)
+            if found != expected:
+                raise InputError(
+                    f"state.{name} is {found}, this call needs {expected}: pass the state that this layer, or one with "
+                    f"the same {options}, returned for the same rows."
+                )
 
 
 def checked_head_dim(d_model: int, n_heads: int, head_dim: int | None) -> int:

@@ -21,15 +21,9 @@ INITIAL_BIAS = 4.0
 class ForgetGate(nn.Linear):
     """`log_decay = logsigmoid(W x + b) / r`. At the start W = 0, and half is forgotten in 38 √r tokens.
 
-    Args:
-        d_model: width of x.
-        n_heads: number of heads H.
-        normalizer: r ≥ 1, one number or one for each head (16 in GLA, arXiv 2312.06635). With a larger r a head
-            remembers longer, and can forget less at one token. At the start a head remembers √r times as long as with
-            r = 1: between 1 and r times, where the gate still has a gradient and is close to its final value.
-
-    Raises:
-        InputError: a normalizer that is below 1 or not finite, or a list without one for each head.
+    The normalizer r ≥ 1 is one number or one for each head (16 in GLA, arXiv 2312.06635). With a larger r a head
+    remembers longer, and can forget less at one token. At the start a head remembers √r times as long as with r = 1:
+    between 1 and r times, where the gate still has a gradient and is close to its final value.
     """
 
     def __init__(self, d_model: int, n_heads: int, normalizer: float | Sequence[float] = 1.0):

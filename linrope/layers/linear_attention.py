@@ -25,8 +25,7 @@ from linrope.rotary import RotaryConfig, RotaryEmbedding, check_config, half_of
 class LinearAttention(Attention):
     """Linear attention with rotary positions in the numerator only (RoFormer eq. 19), as a layer.
 
-    By default the plain form: q, k, v = W x, `linear_attention`, W_o. The size of its state does not depend on the
-    length.
+    By default the plain form: q, k, v = W x, `linear_attention`, W_o. Its state does not grow with the length.
 
     Args:
         d_model: width of the model.
@@ -41,19 +40,12 @@ class LinearAttention(Attention):
             scales dimensions that skip φ.
         normalize: "plain" divides by the denominator, "none" does not (see `linear_attention`).
         causal: see earlier tokens only; False sees all.
-        short_conv: tokens seen by a depthwise causal convolution with SiLU on q, k and v (4 is usual); 0 for none.
-        conv_silu: where SiLU follows that convolution: "qkv", or "v" alone, so that q and k take either sign. After
-            SiLU they are at least -0.28 and elu + 1 of them is at least 0.75: no feature comes close to 0.
-        forget_gate: learn a decay for each head and token, `log_decay = logsigmoid(W x + b)`. At the start it is slow
-            (W = 0, b = 4: half is forgotten in 38 tokens).
-        gate_normalizer: r ≥ 1 that divides the forget gate's log decay, one number (16 in GLA, arXiv 2312.06635) or one
-            for each head. With a larger r a head remembers longer (see `linrope.layers.forget_gate`).
-        output_norm: RMSNorm (ε = 10⁻⁵, one weight for all heads) over each head's output, before the gate. It cancels
-            the division by the denominator, up to ε: the scale of each o_i is lost.
-        output_gate: multiply the heads' output by `silu(W x)`.
-        bias: whether the projections have biases.
+        forget_gate: learn a decay for each head and token, slow at the start (see `linrope.layers.forget_gate`).
+        gate_normalizer: r ≥ 1 that divides the forget gate's log decay, one number or one for each head. With a larger
+            r a head remembers longer.
         eps: ε of the denominator.
         backend: see `linear_attention`.
+        options: `short_conv`, `conv_silu`, `output_norm`, `output_gate` and `bias`, see `Attention`.
 
     Raises:
         InputError: sizes that do not fit, unknown names, `short_conv`, `forget_gate` or `rope.placement="selective"`
@@ -73,15 +65,11 @@ class LinearAttention(Attention):
         temperature: bool = False,
         normalize: str = "plain",
         causal: bool = True,
-        short_conv: int = 0,
-        conv_silu: str = "qkv",
         forget_gate: bool = False,
         gate_normalizer: float | Sequence[float] = 1.0,
-        output_norm: bool = False,
-        output_gate: bool = False,
-        bias: bool = False,
         eps: float = 1e-6,
         backend: str = "auto",
+        **options: Any,
     ):
         if forget_gate and not causal:
             raise InputError("forget_gate=True needs causal=True: forgetting is defined for causal attention only.")
@@ -96,18 +84,8 @@ class LinearAttention(Attention):
         signed = _signed_dim(rope, head_dim, normalize)
         phi = make_feature_map(feature_map, n_heads, head_dim - signed)
         n_features = signed + phi.n_features if isinstance(phi, MapModule) else head_dim
-        super().__init__(
-            d_model,
-            n_heads,
-            head_dim=head_dim,
-            rope=_embedding(rope, head_dim, n_features),
-            causal=causal,
-            short_conv=short_conv,
-            conv_silu=conv_silu,
-            output_norm=output_norm,
-            output_gate=output_gate,
-            bias=bias,
-        )
+        embedding = _embedding(rope, head_dim, n_features)
+        super().__init__(d_model, n_heads, head_dim=head_dim, rope=embedding, causal=causal, **options)
         self.feature_map = phi  # a module becomes part of this one
         self.n_features, self.before_map = n_features, placement == "before_map"
         denominator = "rotary" if placement == "both" and normalize == "plain" else normalize

@@ -8,7 +8,6 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from linrope.errors import InputError
 from linrope.layers.float32 import float32_linear
 from linrope.rotary import RotaryEmbedding, rotate
 
@@ -21,11 +20,6 @@ class SelectiveRope(nn.Linear):
 
     One token's angle rotates all later tokens, so that its gradient is a small difference of large sums. Angles are
     therefore summed in float64, and rotated vectors have float32 at least. Weight decay pulls W towards RoPE.
-
-    Args:
-        d_model: width of x.
-        n_heads: number of heads H.
-        rope: the dimensions that rotate.
     """
 
     def __init__(self, d_model: int, n_heads: int, rope: RotaryEmbedding):
@@ -48,15 +42,9 @@ class SelectiveRope(nn.Linear):
         return rearrange(1 + float32_linear(self, x).tanh(), "b t (h r) -> b h t r", h=self.n_heads)
 
     def angles(self, x: Tensor, theta: Tensor, past: Tensor | None = None) -> Tensor:
-        """The angle of each token.
+        """The angle of each token of x (B, T, d_model), (B, H, T, R/2) float64 radians.
 
-        Args:
-            x: (B, T, d_model).
-            theta: (R/2,) or (H, R/2) radians, float64.
-            past: (B, H, R/2), the angle of the token before x; None for 0.
-
-        Returns:
-            (B, H, T, R/2) float64 radians.
+        From θ, (R/2,) or (H, R/2) float64, and the angle of the token before x, (B, H, R/2); None for 0.
         """
         theta = theta if theta.ndim == 1 else theta[:, None]
         angles = (self(x).to(torch.float64) * theta).cumsum(dim=2)
@@ -67,8 +55,7 @@ class SelectiveRope(nn.Linear):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotate queries and keys (B, H, T, D) of the tokens x (B, T, d_model); `past` is the last angle before them.
 
-        Returns:
-            Both, in float32 at least, and the last token's angle modulo 2π, (B, H, R/2) float64.
+        Both are in float32 at least. With them comes the last token's angle modulo 2π, (B, H, R/2) float64.
         """
         if past is None:
             past = x.new_zeros(x.shape[0], *self.n_angles, dtype=torch.float64)
@@ -78,10 +65,3 @@ class SelectiveRope(nn.Linear):
         rotation = torch.complex(rounded.cos(), rounded.sin())
         q, k = (rotate(y.to(working), rotation, rope.interleaved) for y in (q, k))
         return q, k, angles[:, :, -1].clone() if x.shape[1] else past
-
-    def check_past(self, angle: Tensor | None, batch: int) -> None:
-        """Raise InputError unless a state's angle has the shape of this layer's, for `batch` rows."""
-        expected = batch, *self.n_angles
-        if angle is None or angle.shape != expected:
-            found = "None" if angle is None else tuple(angle.shape)
-            raise InputError(f"state.angle is {found}, this call needs {expected}: pass what this layer returned.")

@@ -31,15 +31,10 @@ class ShortConvolution(nn.Module):
     def forward(
         self, x: Tensor, tail: Tensor | None = None, segment_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Convolve x; a token sees its own document only.
+        """Convolve x (B, T, C), to (B, T, C) and the tail for the tokens after x.
 
-        Args:
-            x: (B, T, C).
-            tail: (B, width - 1, C), the inputs before x; None for zeros.
-            segment_ids: (B, T) integers of packed rows; the tail belongs to the first document.
-
-        Returns:
-            (B, T, C), and the tail for the tokens after x.
+        The `tail` (B, width - 1, C) are the inputs before x; None for zeros. With the `segment_ids` (B, T) of packed
+        rows a token sees its own document only, and the tail belongs to the first one.
         """
         if tail is None:
             tail = x.new_zeros(x.shape[0], self.width - 1, x.shape[2])

@@ -16,8 +16,8 @@ class SoftmaxAttention(Attention):
 
     Args:
         d_model, n_heads, head_dim, causal: as in `LinearAttention`.
-        rope: as in `LinearAttention`; its placement is ignored.
-        options: `short_conv`, `conv_silu`, `output_norm`, `output_gate` and `bias`, as in `LinearAttention`.
+        rope: as there; its placement is ignored.
+        options: `short_conv`, `conv_silu`, `output_norm`, `output_gate` and `bias`, see `Attention`.
         window: see the last `window` tokens only, the present one included. Time and memory are then linear in the
             length, and the cache holds `window - 1` tokens. None sees all.
 

@@ -42,16 +42,13 @@ _TYPES = {cls.__name__: cls for cls in (AttentionState, State, KeyValueCache)}
 def token_positions(
     x: Tensor, state: AttentionState | None, segment_ids: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The position of each token of x (B, T, ...) within its document.
+    """The position of each token of x (B, T, ...) within its document, and the `document_start` after x.
 
-    Returns:
-        (B, T) int64 positions, or None if they are those of the row; and the `document_start` after x.
-
-    Raises:
-        InputError: segment_ids of the wrong shape or dtype, a state of another batch.
+    Positions are (B, T) int64, or None if they are those of the row. Raises InputError for segment_ids of the wrong
+    shape or dtype, or a state of another batch.
     """
     if segment_ids is not None:
-        check_segment_ids(segment_ids, x.shape[0], x.shape[1], x.device)
+        check_segment_ids(segment_ids, *x.shape[:2], x.device)
     offset, start = (0, None) if state is None else (state.past.length, state.document_start)
     return document_positions(x.shape[:2], segment_ids, offset, start)
 
@@ -74,13 +71,11 @@ def tensors_of(state: ModelState | None) -> list[Tensor]:
     found: list[Tensor] = []
 
     def note(_: str, tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point():
-            found.append(tensor)
+        found.append(tensor)
         return tensor
 
-    if state is not None:
-        map_state(note, state)
-    return found
+    map_state(note, state or ())
+    return [tensor for tensor in found if tensor.is_floating_point()]
 
 
 def detach(state: ModelState | None, differentiable: bool = False) -> ModelState | None:
@@ -96,37 +91,26 @@ def reset_rows(state: ModelState, ended: Tensor) -> ModelState:
     Positions continue, as they do inside a packed row.
     """
 
-    def reset(part: AttentionState) -> AttentionState:
-        def change(name: str, x: Tensor) -> Tensor:
-            rows = ended.view(-1, *(1,) * (x.ndim - 1))
-            if name == "log_decay":
-                return x.masked_fill(rows, -math.inf)
-            return x.masked_fill(rows, False if x.dtype == torch.bool else 0)
+    def cleared(name: str, x: Tensor) -> Tensor:
+        return x.masked_fill(ended.view(-1, *(1,) * (x.ndim - 1)), -math.inf if name == "log_decay" else 0)
 
-        past, length = part.past, part.past.length
+    def reset(part: AttentionState) -> AttentionState:
+        past = part.past
         if not isinstance(past, State):  # a key of 0 would still get weight: it must be invisible
             visible = past.visible if past.visible is not None else past.k.new_ones(past.k[:, 0, :, 0].shape).bool()
             past = dataclasses.replace(past, visible=visible)
         starts = part.document_start if part.document_start is not None else torch.zeros_like(ended, dtype=torch.int64)
-        return AttentionState(
-            map_state(change, past),
-            None if part.conv_tail is None else change("conv_tail", part.conv_tail),
-            torch.where(ended, length, starts),
-            None if part.angle is None else change("angle", part.angle),
-        )
+        part = map_state(cleared, dataclasses.replace(part, past=past, document_start=None))
+        return dataclasses.replace(part, document_start=torch.where(ended, past.length, starts))
 
     return tuple(reset(part) for part in state)
 
 
 def state_before(start: int, segment_ids: Tensor | None, state: ModelState | None) -> ModelState | None:
-    """The state with which token `start` of longer rows begins, given the state after token `start - 1`.
+    """The state with which token `start` of longer rows begins, given the `state` after token `start - 1`.
 
-    Rows whose document ends before `start` are reset.
-
-    Args:
-        start: index of a token in the rows.
-        segment_ids: (B, T) of the whole rows, each run of equal numbers a document; None for rows of one document.
-        state: after token `start - 1`.
+    Rows whose document ends before `start` are reset. `segment_ids` (B, T) are those of the whole rows, each run of
+    equal numbers a document; None for rows of one document.
     """
     if state is None or segment_ids is None or start == 0:
         return state
@@ -147,11 +131,7 @@ def to_serialized(state: ModelState) -> list[dict[str, Any]]:
 
 
 def from_serialized(values: list[dict[str, Any]], device: torch.device | str | None = None) -> ModelState:
-    """The inverse of `to_serialized`, on a device.
-
-    Raises:
-        InputError: `values` are not what `to_serialized` returns.
-    """
+    """The inverse of `to_serialized`, on a device. Raises InputError if `values` are something else."""
 
     def restored(part: Any) -> Any:
         if isinstance(part, Tensor):

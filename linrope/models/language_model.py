@@ -28,7 +28,13 @@ from linrope.positions.sinusoidal import sinusoids
 from linrope.rotary import RotaryConfig, check_config
 from linrope.utils.options import check_keys, check_types
 
-ATTENTION_TYPES = ("linear", "softmax")
+ATTENTION_TYPES = {
+    "linear": (LinearAttention, ("feature_map", "temperature", "normalize", "forget_gate", "gate_normalizer")),
+    "softmax": (SoftmaxAttention, ("window",)),
+}
+"""The layer of each type of attention, and its own options."""
+SHARED_OPTIONS = ("short_conv", "conv_silu", "output_norm", "output_gate")
+"""Options of all attention layers. Layers and configuration use the same names."""
 EMBEDDING_STD = 0.02
 """Standard deviation of the token embeddings at the start: small, for logits close to 0."""
 INITIAL_OUTPUT_NORM = 0.1
@@ -140,12 +146,9 @@ class LanguageModelConfig:
             InputError: an unknown key (the message has the nearest known one), or a value of the wrong type.
         """
         check_keys(values, cls)
-        try:
-            if isinstance(values.get("rope"), dict):
-                values = {**values, "rope": RotaryConfig.from_dict(values["rope"])}
-            return cls(**values)
-        except TypeError as error:
-            raise InputError(f"a value of the model's configuration has the wrong type: {error}.") from error
+        if isinstance(values.get("rope"), dict):
+            values = {**values, "rope": RotaryConfig.from_dict(values["rope"])}
+        return cls(**values)
 
 
 class Block(nn.Module):
@@ -153,26 +156,10 @@ class Block(nn.Module):
 
     def __init__(self, config: LanguageModelConfig, layer: int):
         super().__init__()
-        shared = {
-            "rope": config.rope if config.rope_layers is None or layer in config.rope_layers else None,
-            "short_conv": config.short_conv,
-            "conv_silu": config.conv_silu,
-            "output_norm": config.output_norm,
-            "output_gate": config.output_gate,
-        }
-        if config.attention_types[layer] == "linear":
-            self.attention = LinearAttention(
-                config.d_model,
-                config.n_heads,
-                feature_map=config.feature_map,
-                temperature=config.temperature,
-                normalize=config.normalize,
-                forget_gate=config.forget_gate,
-                gate_normalizer=config.gate_normalizer,
-                **shared,
-            )
-        else:
-            self.attention = SoftmaxAttention(config.d_model, config.n_heads, window=config.window, **shared)
+        attention, own_options = ATTENTION_TYPES[config.attention_types[layer]]
+        options = {name: getattr(config, name) for name in (*SHARED_OPTIONS, *own_options)}
+        rope = config.rope if config.rope_layers is None or layer in config.rope_layers else None
+        self.attention = attention(config.d_model, config.n_heads, rope=rope, **options)
         self.mlp = GatedMLP(config.d_model, config.mlp_width)
         self.attention_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.mlp_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
@@ -215,11 +202,10 @@ class LanguageModel(nn.Module):
             self.output.weight = self.embedding.weight
 
     def _initialise(self) -> None:
-        """Set the initial weights.
+        """Matrices keep PyTorch's default, with standard deviation (3 · fan-in)^-½ at any width.
 
-        Matrices keep PyTorch's default, with standard deviation (3 · fan-in)^-½ at any width. Those that add to the
-        residual stream have a smaller one, because the sum grows with depth. Embeddings are small, and `output_norm`
-        does not exceed them.
+        Those that add to the residual stream have a smaller one, because the sum grows with depth. Embeddings are
+        small, and `output_norm` does not exceed them.
         """
         for block in self.blocks:
             if block.attention.norm is not None:
@@ -308,11 +294,9 @@ class LanguageModel(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def state_bytes(self, context: int, dtype: torch.dtype = torch.float32) -> int:
-        """Bytes of the state of one row after `context` tokens.
+        """Bytes of the state of one row after `context` tokens, on which only the caches of softmax layers depend.
 
-        Args:
-            context: number of tokens; only the caches of softmax layers depend on it.
-            dtype: of the activations, and so of caches and convolution tails; linear states have float32.
+        `dtype` is that of the activations, and so of caches and convolution tails; linear states have float32.
         """
         return sum(block.attention.state_bytes(context, dtype) for block in self.blocks)
 

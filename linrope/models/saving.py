@@ -23,14 +23,7 @@ TOKENIZER_FILE, EXPORTED_TOKENIZER_FILE = "tokenizer.json", "linrope_tokenizer.j
 def write_folder(
     folder: Path, config: dict[str, Any], weights: dict[str, Tensor], tokenizer: dict[str, str] | None = None
 ) -> None:
-    """Write a model's configuration, weights and tokenizer into a folder, which is made if it is missing.
-
-    `tokenizer` is a serialized one of `linrope.data.tokenizers`. Its type goes into config.json, and what it was
-    trained to, if anything, into tokenizer.json.
-
-    Raises:
-        InputError: the folder has weights in the other format, which would not fit the new configuration.
-    """
+    """Write a model's configuration, weights and serialized tokenizer: see `LanguageModel.save_pretrained`."""
     if (folder / SAFETENSORS_FILE).exists():
         raise InputError(f"{str(folder)!r} holds an exported model ({SAFETENSORS_FILE}): choose another folder.")
     folder.mkdir(parents=True, exist_ok=True)
@@ -46,13 +39,7 @@ def write_folder(
 
 
 def read_model(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, str] | None]:
-    """(configuration, weights, tokenizer) of a folder of `save_pretrained` or `linrope export`, or of a checkpoint.
-
-    The tokenizer is a serialized one of `linrope.data.tokenizers`, or None if the files have none.
-
-    Raises:
-        InputError: no such file, or no linrope model in it.
-    """
+    """Configuration, weights and serialized tokenizer (None without one): see `LanguageModel.from_pretrained`."""
     if (path / CONFIG_FILE).is_file():
         try:
             config = json.loads((path / CONFIG_FILE).read_text())
@@ -106,11 +93,7 @@ def _weights_in(folder: Path) -> dict[str, Tensor]:
 
 
 def open_checkpoint(path: str | Path) -> dict[str, Any]:
-    """The contents of a checkpoint of `linrope fit`; its tensors are memory-mapped.
-
-    Raises:
-        InputError: no such file, or not a checkpoint of linrope.
-    """
+    """A checkpoint of `linrope fit`, its tensors memory-mapped. Raises InputError if there is none."""
     path = Path(path)
     if path.is_dir():
         last = next(iter(sorted(path.rglob("last.ckpt"))), None)

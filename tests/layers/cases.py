@@ -6,11 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from linrope import (
-    LinearAttention,
-    RotaryConfig,
-    SoftmaxAttention,
-)
+from linrope import LinearAttention, RotaryConfig, SoftmaxAttention
 from linrope.rotary import RotaryScaling
 
 D_MODEL, HEADS = 24, 3
@@ -66,13 +62,17 @@ def layer_and_input(kind, options, length=90):
     return layer, torch.randn(2, length, D_MODEL, dtype=torch.float64)
 
 
-def heads(x, weight):
-    return F.linear(x, weight).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-
-
 def projected(layer, x):
-    return (heads(x, weight) for weight in layer.qkv.weight.chunk(3))
+    """The layer's q, k and v (B, H, T, D)."""
+    return F.linear(x, layer.qkv.weight).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
 
 
-def merged(layer, o):
-    return F.linear(o.transpose(1, 2).flatten(2), layer.out.weight)
+def weighted(weights, v, denominator_weights=None):
+    """Σ_j w_ij v_j / (Σ_j w_ij + ε) over j ≤ i."""
+    sums = (weights if denominator_weights is None else denominator_weights).tril().sum(-1, keepdim=True)
+    return weights.tril() @ v / (sums + 1e-6)
+
+
+def assert_outputs(layer, x, o):
+    """The layer computes these heads' outputs (B, H, T, D) before its last projection."""
+    torch.testing.assert_close(layer(x), F.linear(o.transpose(1, 2).flatten(2), layer.out.weight), **CLOSE)

@@ -1,6 +1,7 @@
 """The attention layers: what they compute, their options, and continuing from a state."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -24,47 +25,42 @@ from tests.layers.cases import (
     HEADS,
     LAYERS,
     SELECTIVE,
-    heads,
+    assert_outputs,
     layer_and_input,
-    merged,
     projected,
+    weighted,
 )
 
 
 def test_the_default_is_the_plain_form():
     layer, x = layer_and_input("linear", {})
-    q, k, v = (heads(x, weight) for weight in layer.qkv.weight.chunk(3))
-    o = linear_attention(q, k, v, RotaryEmbedding(D_MODEL // HEADS), backend="reference")
-    torch.testing.assert_close(layer(x), F.linear(o.transpose(1, 2).flatten(2), layer.out.weight), **CLOSE)
+    rope = RotaryEmbedding(D_MODEL // HEADS)
+    assert_outputs(layer, x, linear_attention(*projected(layer, x), rope, backend="reference"))
     assert {name for name, _ in layer.named_parameters()} == {"qkv.weight", "out.weight"}
 
 
-def test_the_baseline_is_rope_then_softmax():
-    layer, x = layer_and_input("softmax", {})
-    q, k, v = (heads(x, weight) for weight in layer.qkv.weight.chunk(3))
-    rope = RotaryEmbedding(D_MODEL // HEADS)
-    scores = rope.rotate(q) @ rope.rotate(k).mT / (D_MODEL // HEADS) ** 0.5
-    scores = scores.masked_fill(torch.ones(90, 90).triu(1).bool(), -torch.inf)
-    o = scores.softmax(-1) @ v
-    torch.testing.assert_close(layer(x), F.linear(o.transpose(1, 2).flatten(2), layer.out.weight), **CLOSE)
+@pytest.mark.parametrize("scaling", [None, RotaryScaling("yarn", 4.0, 16)], ids=["plain", "yarn"])
+def test_the_baseline_is_rope_then_softmax_which_yarn_sharpens(scaling):
+    layer, x = layer_and_input("softmax", {"rope": RotaryConfig(scaling=scaling)})
+    q, k, v = projected(layer, x)
+    rope = RotaryEmbedding(D_MODEL // HEADS, scaling=scaling)
+    assert (rope.logit_scale > 1) == (scaling is not None)
+    scores = rope.rotate(q) @ rope.rotate(k).mT * rope.logit_scale**2 / (D_MODEL // HEADS) ** 0.5
+    assert_outputs(layer, x, scores.masked_fill(torch.ones(90, 90).triu(1).bool(), -torch.inf).softmax(-1) @ v)
 
 
 def test_positions_before_the_map_stand_in_both_sums():
     layer, x = layer_and_input("linear", {"rope": RotaryConfig(placement="before_map")})
     q, k, v = projected(layer, x)
     rope = RotaryEmbedding(D_MODEL // HEADS)
-    weights = (elu1(rope.rotate(q)) @ elu1(rope.rotate(k)).mT).tril()
-    o = weights @ v / (weights.sum(-1, keepdim=True) + 1e-6)
-    torch.testing.assert_close(layer(x), merged(layer, o), **CLOSE)
+    assert_outputs(layer, x, weighted(elu1(rope.rotate(q)) @ elu1(rope.rotate(k)).mT, v))
 
 
 def test_the_temperature_scales_inside_the_map():
     layer, x = layer_and_input("linear", {"temperature": True, "rope": None})
     q, k, v = projected(layer, x)
     scale = layer.log_scale.exp().view(HEADS, 1, 1)
-    weights = (elu1(scale * q) @ elu1(scale * k).mT).tril()
-    o = weights @ v / (weights.sum(-1, keepdim=True) + 1e-6)
-    torch.testing.assert_close(layer(x), merged(layer, o), **CLOSE)
+    assert_outputs(layer, x, weighted(elu1(scale * q) @ elu1(scale * k).mT, v))
     torch.manual_seed(0)
     plain = LinearAttention(D_MODEL, HEADS)
     torch.manual_seed(0)
@@ -90,20 +86,7 @@ def test_rope_rotates_the_features_of_a_learned_map(name):
     q, k = layer.feature_map(q), layer.feature_map(k)
     n_features = q.shape[-1]
     rope = RotaryEmbedding(n_features, rotary_dim=n_features - n_features % 2)
-    num = (rope.rotate(q) @ rope.rotate(k).mT).tril() @ v
-    den = (q @ k.mT).tril().sum(-1, keepdim=True)
-    torch.testing.assert_close(layer(x), merged(layer, num / (den + 1e-6)), **CLOSE)
-
-
-def test_yarn_sharpens_the_softmax():
-    scaling = RotaryScaling("yarn", 4.0, 16)
-    layer, x = layer_and_input("softmax", {"rope": RotaryConfig(scaling=scaling)})
-    q, k, v = projected(layer, x)
-    rope = RotaryEmbedding(D_MODEL // HEADS, scaling=scaling)
-    scores = rope.rotate(q) @ rope.rotate(k).mT * rope.logit_scale**2 / (D_MODEL // HEADS) ** 0.5
-    scores = scores.masked_fill(torch.ones(90, 90).triu(1).bool(), -torch.inf)
-    torch.testing.assert_close(layer(x), merged(layer, scores.softmax(-1) @ v), **CLOSE)
-    assert rope.logit_scale > 1
+    assert_outputs(layer, x, weighted(rope.rotate(q) @ rope.rotate(k).mT, v, q @ k.mT))
 
 
 def test_one_option_swaps_the_attention_and_nothing_else_changes():
@@ -161,22 +144,8 @@ def test_the_state_without_outputs_is_that_of_a_call(kind, options):
         first, rest = (None, None) if documents is None else documents.split([40, 50], dim=1)
         _, before = layer(x[:, :40], segment_ids=first, return_state=True)
         _, after = layer(x[:, 40:], before, rest, return_state=True)
-        for found, expected in (
-            (layer.advance(x[:, :40], segment_ids=first), before),
-            (layer.advance(x[:, 40:], before, rest), after),
-        ):
-            ours, right = numbers(found), numbers(expected)
-            torch.testing.assert_close(ours, right, **CLOSE)
-
-
-@pytest.mark.parametrize(("kind", "options"), EVERY)
-def test_later_inputs_change_nothing_earlier(kind, options):
-    layer, x = layer_and_input(kind, options)
-    changed = x.clone()
-    changed[:, 40:] += 1
-    # a tolerance, for matrix products of another shape may round otherwise
-    torch.testing.assert_close(layer(changed)[:, :40], layer(x)[:, :40], rtol=1e-13, atol=1e-14)
-    assert not torch.allclose(layer(changed)[:, 40:], layer(x)[:, 40:])
+        found = layer.advance(x[:, :40], segment_ids=first), layer.advance(x[:, 40:], before, rest)
+        torch.testing.assert_close([*map(numbers, found)], [numbers(before), numbers(after)], **CLOSE)
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -231,11 +200,13 @@ def test_a_compiled_layer_computes_the_same(options):
     torch.testing.assert_close(compiled(x[:, 40:], state), expected[:, 40:], **CLOSE)
 
 
-def test_a_feature_map_with_weights_is_part_of_the_layer():
-    phi = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Softplus())
-    layer = LinearAttention(D_MODEL, HEADS, feature_map=phi).to(torch.bfloat16)
-    x = torch.randn(2, 70, D_MODEL, dtype=torch.bfloat16)
-    layer(x).sum().backward()
+@pytest.mark.parametrize(("head_dim", "placement"), [(8, "numerator"), (16, "signed")])
+def test_a_feature_map_with_weights_is_part_of_the_layer(head_dim, placement):
+    phi, rope = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Softplus()), RotaryConfig(placement=placement)
+    layer = LinearAttention(D_MODEL, HEADS, head_dim=head_dim, rope=rope, feature_map=phi).to(torch.bfloat16)
+    y = layer(torch.randn(2, 70, D_MODEL, dtype=torch.bfloat16))
+    assert y.dtype == torch.bfloat16
+    y.sum().backward()
     assert layer.feature_map[0].weight.grad.norm() > 0
     assert "feature_map.0.weight" in layer.state_dict()
 
@@ -252,24 +223,23 @@ def test_gradients_reach_every_parameter(kind, options):
 @pytest.mark.parametrize("name", MAP_MODULES)
 def test_a_learned_map_goes_through_autocast(name):
     torch.manual_seed(0)
-    layer, x = (
-        LinearAttention(D_MODEL, HEADS, feature_map=name, temperature=True, output_norm=True),
-        torch.randn(2, 70, 24),
-    )
+    layer = LinearAttention(D_MODEL, HEADS, feature_map=name, temperature=True, output_norm=True)
+    x = torch.randn(2, 70, D_MODEL)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = layer(x)
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y.float(), layer(x), rtol=0.1, atol=0.1)  # bfloat16's three digits, after a norm
 
 
-def test_new_options_leave_a_plain_layer_as_it_was():
-    """Their weights come last and start as if they were not there, so that a seed makes the same layer without them."""
-    for options in ({"output_norm": True}, {"temperature": True}):
-        torch.manual_seed(0)
-        more = LinearAttention(D_MODEL, HEADS, **options).state_dict()
-        torch.manual_seed(0)
-        plain = LinearAttention(D_MODEL, HEADS).state_dict()
-        assert all(torch.equal(more[name], plain[name]) for name in plain)
+@pytest.mark.parametrize("options", [{"output_norm": True}, {"temperature": True}, {"rope": SELECTIVE}], ids=str)
+def test_new_options_leave_a_plain_layer_as_it_was(options):
+    """Their weights come last and draw no random numbers, so that a seed makes the same layer without them."""
+    torch.manual_seed(0)
+    more, drawn = LinearAttention(D_MODEL, HEADS, **options).state_dict(), torch.rand(1)
+    torch.manual_seed(0)
+    plain, same = LinearAttention(D_MODEL, HEADS).state_dict(), torch.rand(1)
+    assert torch.equal(drawn, same)
+    assert all(torch.equal(more[name], plain[name]) for name in plain)
 
 
 def test_a_packed_state_knows_where_its_document_began():
@@ -289,42 +259,35 @@ def test_a_packed_state_knows_where_its_document_began():
 
 
 def test_bad_arguments_are_named():
+    linear, softmax = partial(LinearAttention, 12, 2), partial(SoftmaxAttention, 12, 2)
+    gated = partial(linear, forget_gate=True)
     for make, message in [
         (lambda: LinearAttention(10, 3), "n_heads=3 does not divide d_model=10"),
         (lambda: LinearAttention(10, 0), "n_heads=0"),
         (lambda: LinearAttention(12, 4), "dim=3 cannot be split into pairs"),
-        (lambda: LinearAttention(12, 2, feature_map="elu"), "feature_map='elu'"),
-        (lambda: LinearAttention(12, 2, normalize="no"), "normalize='no'"),
-        (lambda: LinearAttention(12, 2, short_conv=1), "short_conv=1"),
-        (lambda: LinearAttention(12, 2, short_conv=4, causal=False), "short_conv=4 sees earlier tokens only"),
-        (lambda: LinearAttention(12, 2, short_conv=4, conv_silu="q"), "conv_silu='q'"),
-        (lambda: SoftmaxAttention(12, 2, conv_silu="v"), "conv_silu='v' .* set short_conv"),
-        (lambda: LinearAttention(12, 2, forget_gate=True, causal=False), "forget_gate=True needs causal=True"),
-        (lambda: LinearAttention(12, 2, rope=RotaryEmbedding(6)), "rope is a RotaryEmbedding: pass a linrope.RotaryC"),
-        (lambda: SoftmaxAttention(12, 2, rope={"base": 10.0}), "rope is a dict: pass a linrope.RotaryConfig"),
-        (lambda: LinearAttention(12, 2, gate_normalizer=16), "gate_normalizer=16 .* set forget_gate"),
-        (lambda: LinearAttention(12, 2, forget_gate=True, gate_normalizer=0.5), "gate_normalizer=0.5 .* at least 1"),
-        (lambda: LinearAttention(12, 2, forget_gate=True, gate_normalizer=[1, "8"]), "must be finite numbers"),
-        (
-            lambda: LinearAttention(12, 2, forget_gate=True, gate_normalizer="16"),
-            "='16' must be a number",
-        ),
-        (lambda: LinearAttention(12, 2, forget_gate=True, gate_normalizer=[1] * 3), "has 3 entries for n_heads=2"),
-        (lambda: LinearAttention(12, 2, rope=RotaryConfig(rotary_dim=8)), "rotary_dim=8 is larger than dim=6"),
-        (lambda: LinearAttention(12, 2, rope=RotaryConfig(base=[5.0] * 3)), "rope.base has 3 entries"),
-        (
-            lambda: LinearAttention(12, 2, rope=RotaryConfig(rotary_dim=6, placement="signed")),
-            "rope.rotary_dim=6 with rope.placement='signed' leaves none of the 6 dimensions",
-        ),
-        (lambda: LinearAttention(12, 2, rope=RotaryConfig(placement="signd")), "Did you mean 'signed'"),
-        (
-            lambda: LinearAttention(12, 2, rope=RotaryConfig(placement="selective"), causal=False),
-            "rope.placement='selective' sums angles along the row: it needs causal=True",
-        ),
-        (lambda: LinearAttention(12, 2, feature_map="hedgehgo"), "'hedgehgo'.*Did you mean 'hedgehog'"),
-        (lambda: LinearAttention(12, 2, feature_map=3), "feature_map=3 is neither"),
-        (lambda: SoftmaxAttention(12, 2, window=0), "window=0 must be at least 1"),
-        (lambda: SoftmaxAttention(12, 2, window=5, causal=False), "window=5 sees earlier tokens only"),
+        (lambda: linear(feature_map="elu"), "feature_map='elu'"),
+        (lambda: linear(normalize="no"), "normalize='no'"),
+        (lambda: linear(short_conv=1), "short_conv=1"),
+        (lambda: linear(short_conv=4, causal=False), "short_conv=4 sees earlier tokens only"),
+        (lambda: linear(short_conv=4, conv_silu="q"), "conv_silu='q'"),
+        (lambda: softmax(conv_silu="v"), "conv_silu='v' .* set short_conv"),
+        (lambda: gated(causal=False), "forget_gate=True needs causal=True"),
+        (lambda: linear(rope=RotaryEmbedding(6)), "rope is a RotaryEmbedding: pass a linrope.RotaryC"),
+        (lambda: softmax(rope={"base": 10.0}), "rope is a dict: pass a linrope.RotaryConfig"),
+        (lambda: linear(gate_normalizer=16), "gate_normalizer=16 .* set forget_gate"),
+        (lambda: gated(gate_normalizer=0.5), "gate_normalizer=0.5 .* at least 1"),
+        (lambda: gated(gate_normalizer=[1, "8"]), "must be finite numbers"),
+        (lambda: gated(gate_normalizer="16"), "='16' must be a number"),
+        (lambda: gated(gate_normalizer=[1] * 3), "has 3 entries for n_heads=2"),
+        (lambda: linear(rope=RotaryConfig(rotary_dim=8)), "rotary_dim=8 is larger than dim=6"),
+        (lambda: linear(rope=RotaryConfig(base=[5.0] * 3)), "rope.base has 3 entries"),
+        (lambda: linear(rope=RotaryConfig(rotary_dim=6, placement="signed")), "'signed' leaves none of the 6 dim"),
+        (lambda: linear(rope=RotaryConfig(placement="signd")), "Did you mean 'signed'"),
+        (lambda: linear(rope=SELECTIVE, causal=False), "rope.placement='selective' .*: it needs causal=True"),
+        (lambda: linear(feature_map="hedgehgo"), "'hedgehgo'.*Did you mean 'hedgehog'"),
+        (lambda: linear(feature_map=3), "feature_map=3 is neither"),
+        (lambda: softmax(window=0), "window=0 must be at least 1"),
+        (lambda: softmax(window=5, causal=False), "window=5 sees earlier tokens only"),
     ]:
         with pytest.raises(InputError, match=message):
             make()
@@ -345,17 +308,11 @@ def test_bad_calls_are_named(kind):
         (lambda: layer(x, state.past), "state holds a"),
         (lambda: other(x, state), "pass the AttentionState that"),
         (lambda: layer(x[:1], state), r"state.conv_tail is \(2, 3, 72\)"),
-        (lambda: layer(x, AttentionState(state.past)), "state.conv_tail does not fit short_conv"),
+        (lambda: layer(x, AttentionState(state.past)), "state.conv_tail is None, this call needs .* short_conv"),
         (lambda: layer(x[:1], AttentionState(state.past, state.conv_tail[:1])), r"state\.(past\.)?k.* \(2, 3"),
     ]:
         with pytest.raises(InputError, match=message):
             call()
-
-
-def test_signed_beside_a_module_in_half_precision():
-    phi = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Softplus())
-    layer = LinearAttention(32, 2, feature_map=phi, rope=RotaryConfig(placement="signed")).bfloat16()
-    assert layer(torch.randn(1, 5, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
 def test_signed_is_a_matter_of_linear_layers():

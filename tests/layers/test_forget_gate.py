@@ -4,14 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from linrope import (
-    LinearAttention,
-)
+from linrope import LinearAttention
 from linrope.layers.forget_gate import ForgetGate
-from tests.layers.cases import (
-    D_MODEL,
-    HEADS,
-)
+from tests.layers.cases import D_MODEL, HEADS
 
 
 def test_the_forget_gate_starts_slow_and_forgets():

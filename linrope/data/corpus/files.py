@@ -11,7 +11,7 @@ import glob
 import os
 import shlex
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,11 +20,7 @@ from linrope.errors import InputError, suggest
 
 BINARY_PROBE = 8192
 """A file with a NUL among this many first bytes is binary, as for git and grep."""
-
-
 JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
-
-
 NOT_STANDARD_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
@@ -39,50 +35,52 @@ class Sources:
     """Where the documents come from, as people read it."""
 
 
-def find_sources(path: str | Path | None) -> Sources:
-    """The documents under `path`.
+def find_sources(path: str | Path | None, option: str = "data.path", json_lines: bool = False) -> Sources:
+    """The documents under `path`, each a file.
 
     Args:
         path: a file, a folder (with its subfolders), a glob, or None for the source of the Python standard library.
             Hidden, binary and empty files of a folder are skipped; the last two types are counted.
+        option: the option with the path, for error messages.
+        json_lines: accept files of JSON lines too.
 
     Raises:
         InputError: no file there, no text, or JSON lines, which must be prepared.
     """
-    return _sources_of(find_files(path))
+    files, root, origin = _find_files(path, option)
+    documents, n_skipped = [], 0
+    for file in files:
+        if not file.is_file():
+            continue  # a folder that a glob matched, a socket, a broken link
+        name = file.relative_to(root).as_posix()
+        if name.endswith(JSON_LINES) and not json_lines:
+            raise InputError(
+                f"{option}={origin!r} holds JSON lines ({name}), which must be prepared first: linrope prepare --path "
+                f"{shlex.quote(origin)} --output FOLDER, then data.path: FOLDER. Or give a glob without them."
+            )
+        if size := _text_size(file):
+            documents.append(Document(name, file, size, 0, size))
+        else:
+            n_skipped += 1
+    if not documents:
+        skipped = f" ({n_skipped} skipped: binary, empty or unreadable)" if n_skipped else ""
+        raise InputError(f"{option}={origin!r} holds no text{skipped}: give a file, folder or glob of text files.")
+    return Sources(sorted(documents, key=lambda document: document.name), n_skipped, origin)
 
 
-@dataclass(frozen=True)
-class FoundFiles:
-    """The files under a path, unordered. The name of a file is its path below `root`."""
-
-    files: list[Path]
-    root: Path
-    origin: str
-
-
-def find_files(path: str | Path | None, option: str = "data.path") -> FoundFiles:
-    """The files under a path, whatever they contain.
-
-    Args:
-        path: see `find_sources`.
-        option: the option with the path, for the error message.
-
-    Raises:
-        InputError: the path does not exist.
-    """
+def _find_files(path: str | Path | None, option: str) -> tuple[Iterable[Path], Path, str]:
+    """The files under a path, the folder that their names are relative to, and the `origin` of `Sources`."""
     if path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
-        origin = "the Python standard library's source"
-        return FoundFiles(list(_standard_library(root)), root, origin)
+        modules = (file for file in _walk(root, NOT_STANDARD_LIBRARY) if file.suffix == ".py")
+        return modules, root, "the Python standard library's source"
     path = Path(path).expanduser()
     if path.is_dir():
-        return FoundFiles(list(_walk(path)), path, str(path))
+        return _walk(path), path, str(path)
     if path.is_file():
-        return FoundFiles([path], path.parent, str(path))
+        return [path], path.parent, str(path)
     if glob.has_magic(str(path)):
-        files = [Path(match) for match in glob.iglob(str(path), recursive=True)]
-        return FoundFiles(files, _fixed_part(path), str(path))
+        return map(Path, glob.iglob(str(path), recursive=True)), _fixed_part(path), str(path)
     siblings = os.listdir(path.parent) if path.parent.is_dir() else []
     raise InputError(
         f"{option}={str(path)!r} does not exist: give a file, a folder or a glob, or null for the built-in corpus."
@@ -90,54 +88,27 @@ def find_files(path: str | Path | None, option: str = "data.path") -> FoundFiles
     )
 
 
-def _walk(root: Path, above: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """The files below `root` that are not hidden. Links to folders are followed, except back to a folder in `above`."""
+def _walk(root: Path, left_out: Collection[str] = (), above: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """The files below `root` that are not hidden, without the folders `left_out`.
+
+    Links to folders are followed, except back to a folder in `above`.
+    """
     above |= {os.path.realpath(root)}
     folder, subfolders, files = next(os.walk(root), (root, [], []))
     yield from (Path(folder, name) for name in files if not name.startswith("."))
     for name in subfolders:
-        if not name.startswith(".") and os.path.realpath(inner := Path(folder, name)) not in above:
-            yield from _walk(inner, above)
+        if name.startswith(".") or name in left_out:
+            continue
+        if os.path.realpath(inner := Path(folder, name)) not in above:
+            yield from _walk(inner, left_out, above)
 
 
-def _standard_library(root: Path) -> Iterator[Path]:
-    """The modules of the standard library below `root`, without tests and installed packages."""
-    for folder, subfolders, files in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in NOT_STANDARD_LIBRARY and not name.startswith(".")]
-        yield from (Path(folder, name) for name in files if name.endswith(".py") and not name.startswith("."))
-
-
-def _sources_of(found: FoundFiles) -> Sources:
-    documents, n_skipped = [], 0
-    for file in found.files:
-        if not file.is_file():
-            continue  # a folder that a glob matched, a socket, a broken link
-        if file.name.endswith(JSON_LINES):
-            raise InputError(
-                f"data.path={found.origin!r} holds JSON lines ({file.relative_to(found.root)}), which must be "
-                f"prepared first: linrope prepare --path {shlex.quote(found.origin)} --output FOLDER, then data.path: "
-                "FOLDER. Or give a glob without them."
-            )
-        if size := text_size(file):
-            documents.append(Document(file.relative_to(found.root).as_posix(), file, size, 0, size))
-        else:
-            n_skipped += 1
-    if not documents:
-        raise no_text("data.path", found.origin, n_skipped)
-    return Sources(sorted(documents, key=lambda document: document.name), n_skipped, found.origin)
-
-
-def no_text(option: str, origin: str, n_skipped: int) -> InputError:
-    """The error for a path without text."""
-    skipped = f" ({n_skipped} skipped: binary, empty or unreadable)" if n_skipped else ""
-    return InputError(f"{option}={origin!r} holds no text{skipped}: give a file, folder or glob of text files.")
-
-
-def text_size(file: Path) -> int:
-    """Bytes of a text file; 0 for one that is empty, binary or unreadable."""
+def _text_size(file: Path) -> int:
+    """Bytes of a file with text; 0 for one that is empty, binary or unreadable."""
     try:
         with open(file, "rb", buffering=0) as opened:
-            return 0 if b"\0" in opened.read(BINARY_PROBE) else os.fstat(opened.fileno()).st_size
+            binary = not file.name.endswith(JSON_LINES) and b"\0" in opened.read(BINARY_PROBE)
+            return 0 if binary else os.fstat(opened.fileno()).st_size
     except OSError:
         return 0
 

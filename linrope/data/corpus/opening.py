@@ -10,19 +10,9 @@ import numpy as np
 
 from linrope.data.corpus.files import find_sources
 from linrope.data.corpus.sequences import TokenSequence
-from linrope.data.corpus.splits import SPLITS, cut_by_position, split_bounds, split_corpus
-from linrope.data.corpus.token_files import NumberFile, PreparedCorpus, TokenRun, assign_documents, sum_of, survey
-from linrope.data.prepare.manifest import (
-    DOCUMENTS,
-    LOCK,
-    MANIFEST,
-    PARTS,
-    TEXT_BYTES,
-    TOKENIZER,
-    TOKENS,
-    Manifest,
-    read_manifest,
-)
+from linrope.data.corpus.splits import SPLITS, assign_documents, cut_by_position, split_bounds, split_corpus
+from linrope.data.corpus.token_files import NumberFile, PreparedCorpus, TokenRun, survey
+from linrope.data.prepare.manifest import DOCUMENTS, LOCK, MANIFEST, PARTS, TEXT_BYTES, TOKENIZER, TOKENS, Manifest
 from linrope.data.tokenizers.base import Tokenizer, open_tokenizer
 from linrope.data.tokenizers.bytes import ByteTokenizer
 from linrope.errors import InputError
@@ -82,7 +72,7 @@ def open_text(
 
 
 def _open_prepared(folder: Path, fractions: Sequence[float], given: Tokenizer | None) -> OpenedText:
-    manifest, bounds = read_manifest(folder), split_bounds(fractions)
+    manifest, bounds = Manifest.read(folder), split_bounds(fractions)
     own = open_tokenizer("bytes" if manifest.tokenizer == "bytes" else str(folder / TOKENIZER), f"{folder}: tokenizer")
     if (own.fingerprint or own.name) != manifest.plan.get("tokenizer"):
         raise InputError(f"{folder / TOKENIZER} is not the one that {folder} was prepared with: prepare it again.")
@@ -94,9 +84,8 @@ def _open_prepared(folder: Path, fractions: Sequence[float], given: Tokenizer | 
     documents, tokens, text_bytes = _prepared_files(folder, manifest)
     starts, sizes, n_bytes, hashes = documents.T
     if len(documents) == 1:
-        parts = [
-            _part_of_one(tokens, text_bytes, int(starts[0]), cut) for cut in cut_by_position(int(sizes[0]), bounds)
-        ]
+        cuts = cut_by_position(int(sizes[0]), bounds)
+        parts = [_part_of_one(text_bytes, int(starts[0]) + first, int(starts[0]) + last) for first, last in cuts]
     else:
         assigned = assign_documents(hashes, bounds)
         parts = [(starts[numbers], sizes[numbers], int(n_bytes[numbers].sum())) for numbers in assigned]
@@ -127,23 +116,22 @@ def _prepared_files(folder: Path, manifest: Manifest) -> tuple[np.ndarray, Numbe
     return documents, tokens, text_bytes
 
 
-def _part_of_one(
-    tokens: NumberFile, text_bytes: NumberFile | None, start: int, cut: tuple[int, int]
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """A split of a single document: its start, size and bytes, as for several; no document if it is empty."""
-    first, last = start + cut[0], start + cut[1]
-    n_bytes = last - first if text_bytes is None else sum_of(text_bytes, first, last)
+def _part_of_one(text_bytes: NumberFile | None, first: int, last: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """Tokens `first … last` of a single document: start, size and bytes, as for several; no document if it is empty."""
+    if text_bytes is None:
+        n_bytes = last - first
+    else:
+        n_bytes = sum(int(numbers.sum(dtype=np.int64)) for _, numbers in text_bytes.chunks(first, last))
     there = slice(None if last > first else 0)
     return np.array([first])[there], np.array([last - first])[there], n_bytes
 
 
 def _open_flat(path: Path, fractions: Sequence[float], tokenizer: Tokenizer | None, token_dtype: str) -> OpenedText:
     file = NumberFile.of_size(path, token_dtype, None if tokenizer is None else tokenizer.vocab_size)
-    found = survey(file)
+    digest, highest, position = survey(file)
     cuts = cut_by_position(file.n, split_bounds(fractions))
-    runs = [TokenRun(file, first, last, tokenizer, found.digest) for first, last in cuts]
-    corpora = dict(zip(SPLITS, runs, strict=True))
+    corpora = {split: TokenRun(file, *cut, tokenizer, digest) for split, cut in zip(SPLITS, cuts, strict=True)}
     if tokenizer is not None:
         return OpenedText(corpora, tokenizer, tokenizer.vocab_size, "data.tokenizer", str(path), 0)
-    reason = f"{path} holds {found.highest:,} at position {found.position:,}"
-    return OpenedText(corpora, None, found.highest + 1, reason, str(path), 0)
+    reason = f"{path} holds {highest:,} at position {position:,}"
+    return OpenedText(corpora, None, highest + 1, reason, str(path), 0)

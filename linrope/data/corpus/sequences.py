@@ -28,20 +28,21 @@ class Document:
     size: int
 
     def read(self, start: int, stop: int) -> bytes:
-        """Bytes `start … stop` of the document.
+        """Bytes `start … stop` of the document; see `read_range`."""
+        return read_range(self.path, self.file_size, self.start + start, self.start + stop)
 
-        Raises:
-            DocumentChanged: the size of the file has changed since the corpus was made.
-        """
-        with open(self.path, "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != self.file_size:
-                raise DocumentChanged(
-                    f"{self.path} changed from {self.file_size} to {size} bytes while in use: "
-                    "do not change the corpus during a run, then start (or resume) the run again."
-                )
-            file.seek(self.start + start)
-            return file.read(stop - start)
+
+def read_range(path: Path, file_size: int, start: int, stop: int) -> bytes:
+    """Bytes `start … stop` of a file. Raises DocumentChanged if its size is not `file_size`, as it was when found."""
+    with open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != file_size:
+            raise DocumentChanged(
+                f"{path} changed from {file_size} to {size} bytes while in use: "
+                "do not change the corpus during a run, then start (or resume) the run again."
+            )
+        file.seek(start)
+        return file.read(stop - start)
 
 
 class TokenSequence(ABC):
@@ -94,15 +95,8 @@ class DocumentSequence(TokenSequence):
     def __len__(self) -> int:
         return int(self.offsets[-1])
 
-    def _tokens(self, start: int, stop: int) -> np.ndarray:
-        return self._gather(start, stop, self._read, self.separator)
-
-    @abstractmethod
-    def _read(self, document: int, first: int, last: int) -> np.ndarray:
-        """Tokens `first … last` of a document."""
-
     def _gather(self, start: int, stop: int, read: Callable[[int, int, int], np.ndarray], between: int) -> np.ndarray:
-        """The values of `read` for tokens `start … stop`, and `between` for separators: int64 (stop - start,)."""
+        """`read(document, first, last)` for tokens `start … stop`, `between` for separators: int64 (stop - start,)."""
         out = np.full(stop - start, between, dtype=np.int64)
         index = int(np.searchsorted(self.offsets, start, side="right")) - 1
         while index < self.n_documents and (origin := int(self.offsets[index])) < stop:
@@ -125,8 +119,11 @@ class Corpus(DocumentSequence):
         """Bytes of text: the tokens without separators."""
         return len(self) - len(self.documents)
 
-    def _read(self, document: int, first: int, last: int) -> np.ndarray:
-        return np.frombuffer(self.documents[document].read(first, last), dtype=np.uint8)
+    def _tokens(self, start: int, stop: int) -> np.ndarray:
+        def read(document: int, first: int, last: int) -> np.ndarray:
+            return np.frombuffer(self.documents[document].read(first, last), dtype=np.uint8)
+
+        return self._gather(start, stop, read, self.separator)
 
     def fingerprint(self) -> str:
         """A hash of the documents' names, sizes and places; no file is read."""

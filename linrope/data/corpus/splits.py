@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from linrope.data.corpus.files import Sources
-from linrope.data.corpus.sequences import Corpus, Document
+from linrope.data.corpus.sequences import Corpus
 from linrope.errors import InputError
 
 SPLITS = ("train", "val", "test")
-
-
 HASH_BITS = 48
 """Bits of the hash of a document's name."""
 
@@ -21,23 +22,18 @@ def split_corpus(sources: Sources, fractions: Sequence[float]) -> dict[str, Corp
     """The train, val and test corpora.
 
     A hash of its name assigns each document to a split, so a new file moves no other. A single document is cut by
-    position, train first, as is usual for enwik8 and text8 ([0.9, 0.05, 0.05]).
-
-    Args:
-        sources: the documents.
-        fractions: of train, val and test: three numbers of at least 0 that sum to 1.
-
-    Raises:
-        InputError: fractions of other values.
+    position, train first, as is usual for enwik8 and text8 ([0.9, 0.05, 0.05]). Raises InputError unless `fractions`,
+    of train, val and test, are three numbers of at least 0 that sum to 1.
     """
-    bounds = split_bounds(fractions)
-    if len(sources.documents) == 1:
-        return dict(zip(SPLITS, _split_by_position(sources.documents[0], bounds), strict=True))
-    assigned: list[list[Document]] = [[] for _ in SPLITS]
-    for document in sources.documents:
-        share = name_hash(document.name) / 2**HASH_BITS
-        assigned[next(split for split, bound in enumerate(bounds) if share < bound)].append(document)
-    return {split: Corpus(documents) for split, documents in zip(SPLITS, assigned, strict=True)}
+    bounds, documents = split_bounds(fractions), sources.documents
+    if len(documents) == 1:
+        (whole,) = documents
+        cuts = cut_by_position(whole.size, bounds)
+        parts = [[replace(whole, start=start, size=stop - start)] if stop > start else [] for start, stop in cuts]
+    else:
+        hashes = np.array([name_hash(document.name) for document in documents])
+        parts = [[documents[index] for index in indices] for indices in assign_documents(hashes, bounds)]
+    return {split: Corpus(part) for split, part in zip(SPLITS, parts, strict=True)}
 
 
 def split_bounds(fractions: Sequence[float]) -> tuple[float, float, float]:
@@ -51,15 +47,15 @@ def split_bounds(fractions: Sequence[float]) -> tuple[float, float, float]:
     return values[0], values[0] + values[1], 1.0
 
 
-def _split_by_position(document: Document, bounds: tuple[float, float, float]) -> Iterator[Corpus]:
-    for start, stop in cut_by_position(document.size, bounds):
-        part = Document(document.name, document.path, document.file_size, document.start + start, stop - start)
-        yield Corpus([part] if part.size else [])
-
-
 def cut_by_position(size: int, bounds: tuple[float, float, float]) -> Iterator[tuple[int, int]]:
     """The start and stop of each split of `size` tokens."""
     return itertools.pairwise([0, *(round(bound * size) for bound in bounds)])
+
+
+def assign_documents(hashes: np.ndarray, bounds: tuple[float, float, float]) -> list[np.ndarray]:
+    """The indices of each split's documents, from `name_hash` of their names, int64 (n_documents,)."""
+    split = np.searchsorted(np.array(bounds), hashes.astype(np.float64) / 2**HASH_BITS, side="right")
+    return [np.flatnonzero(split == number) for number in range(len(bounds))]
 
 
 def name_hash(name: str) -> int:

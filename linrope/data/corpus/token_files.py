@@ -7,27 +7,22 @@ Tokens are read range by range, so that a corpus may be larger than memory. File
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from linrope.data.corpus.sequences import DocumentSequence, TokenSequence
-from linrope.data.corpus.splits import HASH_BITS
+from linrope.data.corpus.sequences import DocumentSequence, TokenSequence, read_range
 from linrope.data.tokenizers.base import Tokenizer
-from linrope.errors import DamagedFile, DocumentChanged, InputError
+from linrope.errors import DamagedFile, InputError
 
 TOKEN_DTYPES = ("uint16", "uint32")
-
-
 HIGH_HALF = 16
 """The upper 16 bits of a uint32 token are below this, in vocabularies of up to a million."""
-
-
 CHUNK = 1 << 22
 """Numbers of one read, where a whole file is read."""
 
@@ -43,11 +38,7 @@ class NumberFile:
 
     @classmethod
     def of_size(cls, path: Path, dtype: str, limit: int | None = None) -> NumberFile:
-        """The file with `n` from its size.
-
-        Raises:
-            InputError: the size is 0 or not a multiple of the dtype's.
-        """
+        """The file with `n` from its size. Raises InputError if that is 0 or not a multiple of the dtype's."""
         size, width = path.stat().st_size, np.dtype(dtype).itemsize
         if size == 0 or size % width:
             raise InputError(
@@ -57,22 +48,10 @@ class NumberFile:
         return cls(path, dtype, size // width, limit)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Numbers `start … stop`.
-
-        Raises:
-            DocumentChanged: the size of the file has changed.
-            DamagedFile: a number is not below the limit.
-        """
+        """Numbers `start … stop`. Raises as `TokenSequence.tokens`."""
         dtype = np.dtype(self.dtype).newbyteorder("<")
-        with open(self.path, "rb", buffering=0) as file:
-            size, expected = os.fstat(file.fileno()).st_size, self.n * dtype.itemsize
-            if size != expected:
-                raise DocumentChanged(
-                    f"{self.path} has {size} bytes instead of {expected}: it changed while in use. Do not change it "
-                    "during a run, then start (or resume) the run again."
-                )
-            file.seek(start * dtype.itemsize)
-            numbers = np.fromfile(file, dtype, stop - start)
+        width = dtype.itemsize
+        numbers = np.frombuffer(read_range(self.path, self.n * width, start * width, stop * width), dtype)
         if self.limit is not None and len(numbers) and numbers.max() >= self.limit:
             at = int(np.argmax(numbers >= self.limit))
             raise DamagedFile(
@@ -92,10 +71,8 @@ class PreparedCorpus(DocumentSequence):
     """Documents of a folder that `linrope prepare` wrote.
 
     Args:
-        tokens: the file of all tokens.
-        n_text_bytes: the file of the tokens' bytes of text; None if tokens are bytes.
-        starts: position of each document's first token in these files, int64 (n_documents,).
-        sizes: tokens of each document, without the separator, int64 (n_documents,).
+        tokens, n_text_bytes: the files of all tokens and of their bytes of text (None if tokens are bytes).
+        starts, sizes: first position and number of tokens, without the separator, of each document, int64 (n,).
         n_bytes: bytes of text of all documents.
         separator: the token after each document.
         source: the fingerprint of the folder.
@@ -115,19 +92,17 @@ class PreparedCorpus(DocumentSequence):
         self._file, self._n_text_bytes, self._starts, self._source = tokens, n_text_bytes, starts, source
         self.n_bytes = n_bytes
 
-    def _read(self, document: int, first: int, last: int) -> np.ndarray:
-        start = int(self._starts[document])
-        return self._file.read(start + first, start + last)
+    def _tokens(self, start: int, stop: int) -> np.ndarray:
+        return self._gather(start, stop, partial(self._read, self._file), self.separator)
 
     def text_bytes(self, start: int, stop: int) -> Tensor | None:
         if self._n_text_bytes is None:
             return None
+        return torch.from_numpy(self._gather(start, stop, partial(self._read, self._n_text_bytes), 0))
 
-        def read(document: int, first: int, last: int) -> np.ndarray:
-            begin = int(self._starts[document])
-            return self._n_text_bytes.read(begin + first, begin + last)
-
-        return torch.from_numpy(self._gather(start, stop, read, 0))
+    def _read(self, file: NumberFile, document: int, first: int, last: int) -> np.ndarray:
+        start = int(self._starts[document])
+        return file.read(start + first, start + last)
 
     def fingerprint(self) -> str:
         """A hash of the folder's fingerprint, which depends on all tokens, and of the documents' positions."""
@@ -137,14 +112,9 @@ class PreparedCorpus(DocumentSequence):
 
 
 class TokenRun(TokenSequence):
-    """Tokens `first … last` of a flat file, with any separators it has.
+    """Tokens `first … last` of a flat file, with any separators it has; `digest` is a hash of the whole file.
 
-    Args:
-        file: the file.
-        first: position of the first token.
-        last: position after the last token.
-        tokenizer: tokenizer of these tokens; None if unknown.
-        digest: a hash of the file's contents.
+    Without the tokenizer of these tokens, their separator and bytes of text are unknown.
     """
 
     n_documents = None
@@ -152,10 +122,10 @@ class TokenRun(TokenSequence):
     def __init__(self, file: NumberFile, first: int, last: int, tokenizer: Tokenizer | None, digest: str) -> None:
         self._file, self._first, self._last, self._digest = file, first, last, digest
         self.separator = None if tokenizer is None else tokenizer.separator
-        self._bytes_of = None if tokenizer is None else tokenizer.token_bytes()
-        known = self._bytes_of is not None
-        chunks = file.chunks(first, last) if known else ()
-        self.n_bytes = sum(int(self._bytes_of[tokens].sum()) for _, tokens in chunks) if known else None
+        self._bytes_of = self.n_bytes = None
+        if tokenizer is not None:
+            self._bytes_of = tokenizer.token_bytes()
+            self.n_bytes = sum(int(self._bytes_of[tokens].sum()) for _, tokens in file.chunks(first, last))
 
     def __len__(self) -> int:
         return self._last - self._first
@@ -164,7 +134,6 @@ class TokenRun(TokenSequence):
         return self._file.read(self._first + start, self._first + stop).astype(np.int64)
 
     def text_bytes(self, start: int, stop: int) -> Tensor:
-        """See `TokenSequence`: by the tokenizer's `token_bytes`."""
         if self._bytes_of is None:
             return torch.zeros(stop - start, dtype=torch.int64)
         return torch.from_numpy(self._bytes_of[self._tokens(start, stop)])
@@ -174,23 +143,11 @@ class TokenRun(TokenSequence):
         return hashlib.blake2b(f"{self._digest} {self._first} {self._last}".encode(), digest_size=16).hexdigest()
 
 
-@dataclass(frozen=True)
-class Survey:
-    """What `survey` found in a flat file."""
+def survey(file: NumberFile) -> tuple[str, int, int]:
+    """A hash of a flat file's contents, its largest token, and the first position of that.
 
-    digest: str
-    """A hash of the contents."""
-    highest: int
-    """The largest token."""
-    position: int
-    """The first position of the largest token."""
-
-
-def survey(file: NumberFile) -> Survey:
-    """Read a flat file once, to find a wrong token before any work.
-
-    Raises:
-        InputError: a token is not below the file's limit, or the file has another dtype.
+    The file is read once, to find a wrong token before any work. Raises InputError for a token that is not below the
+    file's limit, or if the file seems to have another dtype.
     """
     digest, highest, position, odd = hashlib.blake2b(digest_size=16), -1, 0, 0
     for first, tokens in file.chunks():
@@ -203,15 +160,4 @@ def survey(file: NumberFile) -> Survey:
             f"{file.path} holds less than {HIGH_HALF} at every other position, as uint32 tokens read as uint16 do: set "
             "data.token_dtype=uint32."
         )
-    return Survey(digest.hexdigest(), highest, position)
-
-
-def assign_documents(hashes: np.ndarray, bounds: tuple[float, float, float]) -> list[np.ndarray]:
-    """The indices of the documents of each split, by the hashes of their names: see `splits.split_corpus`."""
-    split = np.searchsorted(np.array(bounds), hashes.astype(np.float64) / 2**HASH_BITS, side="right")
-    return [np.flatnonzero(split == number) for number in range(len(bounds))]
-
-
-def sum_of(file: NumberFile, start: int, stop: int) -> int:
-    """The sum of numbers `start … stop`."""
-    return sum(int(numbers.sum(dtype=np.int64)) for _, numbers in file.chunks(start, stop))
+    return digest.hexdigest(), highest, position

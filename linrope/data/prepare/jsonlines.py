@@ -16,24 +16,22 @@ READ_BYTES = 1 << 20
 
 
 def read_lines(path: Path, start: int, stop: int, count: Callable[[int], None]) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file, each with the offset of its first byte in the (decompressed) text.
+    """The lines of a file between two bytes, each with the offset of its first byte in the (decompressed) text.
 
-    Args:
-        path: the file.
-        start: first byte to read, at the start of a line; 0 for a compressed file.
-        stop: byte after the last one, at the end of a line.
-        count: called with the number of bytes read.
-
-    Raises:
-        InputError: a compressed file is damaged or incomplete (the message names the line); zstandard is missing.
-        DocumentChanged: the file ends before `stop`.
+    A compressed file is read as a whole. `count` is called with the number of bytes read. Raises InputError, naming the
+    line, for a damaged or incomplete archive, or without zstandard; DocumentChanged if the file ends before `stop`.
     """
     chunks = _chunks(path, start, stop, count)
     compressed = path.suffix != ".jsonl"
     if path.suffix == ".gz":
         chunks = _decompressed(chunks, lambda: zlib.decompressobj(wbits=31), zlib.error, path)
     elif path.suffix == ".zst":
-        zstandard = _zstandard(path)
+        try:
+            import zstandard
+        except ImportError as error:
+            raise InputError(
+                f"{path} needs the package zstandard, which is not installed: pip install 'linrope[text]'."
+            ) from error
         chunks = _decompressed(chunks, zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError, path)
     offset, number, pending = 0 if compressed else start, 1, []
     try:
@@ -88,26 +86,12 @@ def _decompressed(chunks: Iterator[bytes], start: Callable[[], Any], broken: typ
         raise DamagedArchive("the compressed file ends in the middle")
 
 
-def _zstandard(path: Path) -> Any:
-    try:
-        import zstandard
-    except ImportError as error:
-        raise InputError(
-            f"{path} needs the package zstandard, which is not installed: pip install 'linrope[text]'."
-        ) from error
-    return zstandard
-
-
 class BadLine(ValueError):
     """A line, or a row of a dataset, without text in its text field."""
 
 
 def text_of_line(line: bytes, field: str) -> bytes | None:
-    """The text of a line as UTF-8; None for a blank line.
-
-    Raises:
-        BadLine: the line is not UTF-8 or not JSON; see also `text_of_row`.
-    """
+    """The text of a line as UTF-8; None for a blank line. Raises BadLine."""
     if not line.strip():
         return None
     try:
@@ -120,11 +104,7 @@ def text_of_line(line: bytes, field: str) -> bytes | None:
 
 
 def text_of_row(row: Any, field: str) -> bytes:
-    """The text in the field of a row, as UTF-8.
-
-    Raises:
-        BadLine: the row has no such field, or the field holds no text.
-    """
+    """The text in the field of a row, as UTF-8. Raises BadLine."""
     if not isinstance(row, dict):
         raise BadLine(f"holds a {type(row).__name__} where an object with the field {field!r} was expected")
     if field not in row:
@@ -138,7 +118,8 @@ def text_of_row(row: Any, field: str) -> bytes:
         raise BadLine(f"has half a surrogate pair in the field {field!r}") from error
 
 
-def line_number(path: Path, offset: int) -> int:
-    """The number of the line that starts at byte `offset` of the decompressed text; the first line is 1."""
+def line_name(path: Path, offset: int) -> str:
+    """The file and the number, from 1, of the line that starts at byte `offset` of the decompressed text."""
     lines = read_lines(path, 0, path.stat().st_size, lambda n: None)
-    return 1 + sum(1 for _ in takewhile(lambda line: line[0] < offset, lines))
+    number = 1 + sum(1 for _ in takewhile(lambda line: line[0] < offset, lines))
+    return f"{path} line {number}"

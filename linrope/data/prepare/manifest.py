@@ -13,16 +13,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from linrope.errors import InputError
 
 FORMAT = 1
-
 MANIFEST, PARTS, LOCK = "linrope-corpus.json", "parts", "linrope-lock"
-
 TOKENS, TEXT_BYTES, DOCUMENTS, TOKENIZER = "tokens.bin", "text_bytes.bin", "documents.npy", "tokenizer.json"
 
 
@@ -52,28 +49,21 @@ class Manifest:
     """Documents without a token, which are skipped."""
     fingerprint: str
     """A hash of all tokens, of the documents and of the tokenizer."""
-    plan: dict[str, Any]
+    plan: dict[str, str]
     """All that determines the result, by option; `sources` is a hash of the units."""
 
-
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a prepared folder.
-
-    Raises:
-        InputError: the manifest is damaged or has another format.
-    """
-    path = folder / MANIFEST
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{path} is damaged ({error}): remove the folder and prepare the corpus again.") from error
-    values = values if isinstance(values, dict) else {}
-    if values.get("format") != FORMAT:
-        raise InputError(f"{path} has format {values.get('format')!r}, this linrope reads {FORMAT}.")
-    try:
-        return Manifest(**values)
-    except TypeError as error:
-        raise InputError(f"{path} is damaged ({error}): prepare the corpus again.") from error
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """The manifest of a prepared folder. Raises InputError if it is damaged or has another format."""
+        path = folder / MANIFEST
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            found = values.get("format") if isinstance(values, dict) else None
+            if found != FORMAT:
+                raise InputError(f"{path} has format {found!r}, this linrope reads {FORMAT}.")
+            return cls(**values)
+        except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
+            raise InputError(f"{path} is damaged ({error}): remove the folder and prepare the corpus again.") from error
 
 
 def document_sizes(folder: str | Path) -> np.ndarray:

@@ -12,15 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
-from linrope.data.prepare.assembly import assemble
 from linrope.data.prepare.config import PrepareConfig
-from linrope.data.prepare.manifest import LOCK, MANIFEST, PARTS, Manifest, read_manifest
-from linrope.data.prepare.parts import RECORD_SUFFIX
+from linrope.data.prepare.manifest import LOCK, MANIFEST, PARTS, Manifest
+from linrope.data.prepare.parts import RECORD_SUFFIX, assemble
 from linrope.data.prepare.units import Unit, dataset_units, file_units
 from linrope.data.prepare.workers import Progress, write_missing_parts
-from linrope.data.tokenizers.base import Tokenizer, open_tokenizer
+from linrope.data.tokenizers.base import open_tokenizer
 from linrope.errors import InputError
 from linrope.utils.files import claim
 
@@ -43,7 +41,12 @@ def prepare(config: PrepareConfig, progress: Progress = lambda done, total: None
     else:
         units, n_skipped = dataset_units(config.dataset, config.dataset_config, config.dataset_split), 0
         origin = f"dataset {config.dataset} ({config.dataset_split})"
-    folder, plan = Path(config.output).expanduser(), _plan(config, tokenizer, units)
+    folder = Path(config.output).expanduser()
+    plan = {
+        "sources": _digest(*map(_identity, units)),
+        "tokenizer": tokenizer.fingerprint or tokenizer.name,
+        "text_field": config.text_field,
+    }
     if config.path is not None and folder.resolve().is_relative_to(Path(config.path).expanduser().resolve()):
         raise InputError(f"--output={config.output!r} lies within --path={config.path!r}: name a folder elsewhere.")
     parts = [folder / PARTS / _digest(plan["tokenizer"], plan["text_field"], _identity(unit)) for unit in units]
@@ -60,15 +63,6 @@ def prepare(config: PrepareConfig, progress: Progress = lambda done, total: None
     return manifest
 
 
-def _plan(config: PrepareConfig, tokenizer: Tokenizer, units: list[Unit]) -> dict[str, Any]:
-    """All that determines the result, as plain values, by option."""
-    return {
-        "sources": _digest(*map(_identity, units)),
-        "tokenizer": tokenizer.fingerprint or tokenizer.name,
-        "text_field": config.text_field,
-    }
-
-
 def _identity(unit: Unit) -> str:
     """A unit without the paths of its files."""
     return repr([[getattr(source, field.name) for field in fields(source) if field.name != "path"] for source in unit])
@@ -78,17 +72,17 @@ def _digest(*texts: str) -> str:
     return hashlib.blake2b("\n".join(texts).encode("utf-8", errors="surrogateescape"), digest_size=16).hexdigest()
 
 
-def _finished(folder: Path, plan: dict[str, Any], parts: list[Path]) -> Manifest | None:
-    """The manifest of a folder that holds this preparation, complete; None if it is incomplete.
-
-    Raises:
-        InputError: the folder holds something else.
-    """
+def _finished(folder: Path, plan: dict[str, str], parts: list[Path]) -> Manifest | None:
+    """The manifest of a folder that holds this preparation, complete; None if it is incomplete."""
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--output={str(folder)!r} is a file: name a folder.")
     if (folder / MANIFEST).is_file():
-        manifest = read_manifest(folder)
-        _require_same_plan(folder, manifest.plan, plan)
+        manifest = Manifest.read(folder)
+        if differing := [name for name in sorted(plan) if plan[name] != manifest.plan.get(name)]:
+            raise InputError(
+                f"--output={str(folder)!r} holds another corpus (different: {', '.join(differing)}): name another "
+                "folder, or remove it."
+            )
         return manifest
     if (folder / PARTS / LOCK).is_file():
         existing = {file.stem for file in (folder / PARTS).glob(f"*{RECORD_SUFFIX}")}
@@ -100,14 +94,6 @@ def _finished(folder: Path, plan: dict[str, Any], parts: list[Path]) -> Manifest
     elif folder.is_dir() and any(folder.iterdir()):
         raise InputError(f"--output={str(folder)!r} exists and holds other files: name another folder.")
     return None
-
-
-def _require_same_plan(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    if differing := sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name)):
-        raise InputError(
-            f"--output={str(folder)!r} holds another corpus (different: {', '.join(differing)}): name another folder, "
-            "or remove it."
-        )
 
 
 @contextmanager

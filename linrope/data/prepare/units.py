@@ -5,25 +5,20 @@ The units and their documents depend on the sources alone, not on the number of 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from linrope.data.corpus.files import JSON_LINES, find_files, no_text, text_size
-from linrope.data.prepare.jsonlines import BadLine, line_number, read_lines, text_of_line, text_of_row
+from linrope.data.corpus.files import JSON_LINES, find_sources
+from linrope.data.prepare.jsonlines import BadLine, line_name, read_lines, text_of_line, text_of_row
 from linrope.errors import DocumentChanged, InputError
 
 UNIT_BYTES = 1 << 23
 """About the bytes of a unit: small files are grouped, large files are cut into ranges."""
-
-
 CHUNK_BYTES = 1 << 20
 """A longer document is tokenized in chunks of about this many bytes, cut after a line."""
-
-
 LINE_REACH = 1 << 16
 """A cut is made after the first end of a line within this many bytes, or else between two characters."""
 
@@ -68,16 +63,10 @@ class TextChunk:
     """Place of the chunk in its source, for error messages."""
 
 
-@dataclass(frozen=True)
-class Reading:
-    """How units are read."""
-
-    field: str
-    """Field with the text, in JSON lines and datasets."""
-    count: Callable[[int], None]
-    """Called with the number of bytes read, while reading."""
-    bad: Callable[[Callable[[], str], BadLine], None]
-    """Called for a line without text, with a function that names the line (which takes time); it may raise."""
+Count = Callable[[int], None]
+"""Called with the number of bytes read, while reading."""
+OnBadLine = Callable[[Callable[[], str], BadLine], None]
+"""Called for a line without text, with a function that names the line (which takes time); it may raise."""
 
 
 def unit_bytes(unit: Unit) -> int:
@@ -86,35 +75,13 @@ def unit_bytes(unit: Unit) -> int:
 
 
 def file_units(path: str | None) -> tuple[list[Unit], str, int]:
-    """The units of the text files and JSON lines under a path, in the order of their names.
-
-    Returns:
-        The units, their origin as people read it, and the number of skipped files.
-
-    Raises:
-        InputError: no file there, or no text.
-    """
-    found = find_files(path, "--path")
-    ranges, n_skipped = [], 0
-    for file in found.files:
-        if not file.is_file():
-            continue
-        if size := _size(file):
-            name = file.relative_to(found.root).as_posix()
-            ranges.append(FileRange(name, file, size, file.stat().st_mtime_ns, 0, size))
-        else:
-            n_skipped += 1
-    if not ranges:
-        raise no_text("--path", found.origin, n_skipped)
-    ranges.sort(key=lambda source: source.name)
-    return list(_grouped(part for source in ranges for part in _parts(source))), found.origin, n_skipped
-
-
-def _size(file: Path) -> int:
-    """Bytes of a file with text; 0 for a file to skip."""
-    if not file.name.endswith(JSON_LINES):
-        return text_size(file)
-    return file.stat().st_size if os.access(file, os.R_OK) else 0
+    """The units of the documents that `find_sources` finds; their origin and the number of skipped files."""
+    found = find_sources(path, "--path", json_lines=True)
+    files = [
+        FileRange(file.name, file.path, file.size, file.path.stat().st_mtime_ns, 0, file.size)
+        for file in found.documents
+    ]
+    return list(_grouped(part for file in files for part in _parts(file))), found.origin, found.n_skipped
 
 
 def _parts(source: FileRange) -> Iterator[FileRange]:
@@ -127,10 +94,10 @@ def _parts(source: FileRange) -> Iterator[FileRange]:
                 stop = start + UNIT_BYTES
                 file.seek(stop)
                 stop += len(file.readline()) if whole_lines else cut(file.read(LINE_REACH), 0)
-                yield FileRange(source.name, source.path, source.size, source.modified, start, stop)
+                yield replace(source, start=start, stop=stop)
                 start = stop
     if start < source.size:
-        yield FileRange(source.name, source.path, source.size, source.modified, start, source.size)
+        yield replace(source, start=start)
 
 
 def _grouped(ranges: Iterable[FileRange]) -> Iterator[Unit]:
@@ -163,11 +130,7 @@ def dataset_units(name: str, config: str | None, split: str) -> list[Unit]:
 
 
 def open_dataset(name: str, config: str | None, split: str) -> Any:
-    """The dataset as a stream.
-
-    Raises:
-        InputError: the dataset cannot be opened, or the package `datasets` is missing.
-    """
+    """The dataset as a stream. Raises InputError if it cannot be opened, or the package `datasets` is missing."""
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -182,19 +145,20 @@ def open_dataset(name: str, config: str | None, split: str) -> Any:
         ) from error
 
 
-def read_unit(unit: Unit, reading: Reading) -> Iterator[TextChunk]:
-    """The documents of a unit, in order.
+def read_unit(unit: Unit, field: str, count: Count, bad_line: OnBadLine) -> Iterator[TextChunk]:
+    """The documents of a unit, in order; `field` holds the text of JSON lines and datasets.
 
-    Raises:
-        DocumentChanged: a file has changed since it was found.
-        InputError: a damaged archive; a dataset that cannot be read.
+    Raises DocumentChanged if a file has changed since it was found, InputError for a damaged archive or dataset.
     """
     for part in unit:
         if isinstance(part, DatasetShard):
-            yield from _rows(part, reading)
+            yield from _rows(part, field, count, bad_line)
             continue
         _require_unchanged(part)
-        yield from _lines(part, reading) if part.name.endswith(JSON_LINES) else _text(part, reading)
+        if part.name.endswith(JSON_LINES):
+            yield from _lines(part, field, count, bad_line)
+        else:
+            yield from _text(part, count)
         _require_unchanged(part)
 
 
@@ -207,39 +171,35 @@ def _require_unchanged(source: FileRange) -> None:
         )
 
 
-def _text(source: FileRange, reading: Reading) -> Iterator[TextChunk]:
+def _text(source: FileRange, count: Count) -> Iterator[TextChunk]:
     with open(source.path, "rb") as file:
         file.seek(source.start)
         data = file.read(source.stop - source.start)
-    reading.count(len(data))
+    count(len(data))
     yield from _chunks(source.name, data, str(source.path), source.start, ends=source.stop == source.size)
 
 
-def _lines(source: FileRange, reading: Reading) -> Iterator[TextChunk]:
-    for offset, line in read_lines(source.path, source.start, source.stop, reading.count):
+def _lines(source: FileRange, field: str, count: Count, bad_line: OnBadLine) -> Iterator[TextChunk]:
+    for offset, line in read_lines(source.path, source.start, source.stop, count):
         try:
-            text = text_of_line(line, reading.field)
-        except BadLine as bad:
-            reading.bad(partial(_line_name, source.path, offset), bad)
+            text = text_of_line(line, field)
+        except BadLine as error:
+            bad_line(partial(line_name, source.path, offset), error)
             continue
         if text is not None:
             yield from _chunks(f"{source.name}:{offset}", text, f"{source.path}, the line at byte {offset},")
 
 
-def _line_name(path: Path, offset: int) -> str:
-    return f"{path} line {line_number(path, offset)}"
-
-
-def _rows(shard: DatasetShard, reading: Reading) -> Iterator[TextChunk]:
+def _rows(shard: DatasetShard, field: str, count: Count, bad_line: OnBadLine) -> Iterator[TextChunk]:
     rows = open_dataset(shard.name, shard.config, shard.split).shard(shard.n, shard.index)
     for number, row in enumerate(_read_rows(rows, shard)):
         where = f"dataset {shard.name!r} shard {shard.index} row {number}"
         try:
-            text = text_of_row(row, reading.field)
-        except BadLine as bad:
-            reading.bad(lambda: where, bad)  # noqa: B023 (called at once)
+            text = text_of_row(row, field)
+        except BadLine as error:
+            bad_line(lambda: where, error)  # noqa: B023 (called at once)
             continue
-        reading.count(len(text))
+        count(len(text))
         yield from _chunks(f"{shard.index}:{number}", text, where)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from linrope.data.prepare.config import PrepareConfig
 from linrope.data.prepare.parts import record_of, write_part
-from linrope.data.prepare.units import Unit, unit_bytes
+from linrope.data.prepare.units import Count, Unit, unit_bytes
 from linrope.data.tokenizers.base import Tokenizer, tokenizer_from_serialized
 from linrope.errors import InputError
 
@@ -30,15 +30,7 @@ Progress = Callable[[int, int | None], Any]
 def write_missing_parts(
     units: list[Unit], parts: list[Path], tokenizer: Tokenizer, config: PrepareConfig, progress: Progress
 ) -> None:
-    """Write the parts that do not exist yet.
-
-    Args:
-        units: what to tokenize.
-        parts: path of each unit's part, without suffix.
-        tokenizer: the tokenizer.
-        config: `workers` and the options of `write_part` are used.
-        progress: see `Progress`.
-    """
+    """Write the parts of the units that do not exist yet; see `write_part`."""
     missing = [(unit, part) for unit, part in zip(units, parts, strict=True) if not record_of(part).is_file()]
     in_all = sum(map(unit_bytes, units))
     read = in_all - sum(unit_bytes(unit) for unit, _ in missing)
@@ -59,11 +51,7 @@ def write_missing_parts(
 
 
 def _in_processes(
-    n_workers: int,
-    missing: list[tuple[Unit, Path]],
-    tokenizer: Tokenizer,
-    config: PrepareConfig,
-    progress: Callable[[int], Any],
+    n_workers: int, missing: list[tuple[Unit, Path]], tokenizer: Tokenizer, config: PrepareConfig, progress: Count
 ) -> None:
     """Write parts in several processes; `progress` is called with the bytes that they have read."""
     context = multiprocessing.get_context("forkserver")  # a fork of this process would lack its threads

@@ -63,12 +63,7 @@ class Tokenizer(Protocol):
 def open_tokenizer(name: str, option: str) -> Tokenizer:
     """The tokenizer `name`: "bytes", or the path of a `tokenizer.json` of Hugging Face's `tokenizers`.
 
-    Args:
-        name: the name or path.
-        option: the option with the name, for error messages.
-
-    Raises:
-        InputError: the file does not exist or is not a tokenizer, or the package `tokenizers` is missing.
+    Raises InputError, naming the `option`, if there is no tokenizer, or the package `tokenizers` is missing.
     """
     if name == "bytes":
         return ByteTokenizer()
@@ -86,14 +81,9 @@ def open_tokenizer(name: str, option: str) -> Tokenizer:
 
 
 def tokenizer_from_serialized(values: dict[str, str] | None, where: str = "the tokenizer") -> Tokenizer | None:
-    """The tokenizer of a serialized form; None for UNKNOWN.
+    """The tokenizer of a serialized form; None for UNKNOWN. Without `values`, as in models made in Python, it is bytes.
 
-    Args:
-        values: the serialized form; None, for a model that was made without a tokenizer, is bytes.
-        where: the source of `values`, for error messages.
-
-    Raises:
-        InputError: `values` is not a tokenizer, or the package `tokenizers` is missing.
+    Raises InputError, naming `where` they come from, if they are no tokenizer, or the package `tokenizers` is missing.
     """
     kind = "bytes" if values is None else values.get("kind")
     if kind == "bytes":

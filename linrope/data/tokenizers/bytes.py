@@ -13,8 +13,6 @@ from linrope.losses import IGNORE
 
 SEPARATOR = 256
 """The token after each document."""
-
-
 VOCAB_SIZE = 257
 
 
@@ -42,13 +40,11 @@ class TextDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, tokens: Iterable[int] | Tensor) -> str:
-        """See `Decoder`."""
         values = tokens.tolist() if isinstance(tokens, Tensor) else tokens
         # 0xFF is never a byte of UTF-8 text
         return self._utf8.decode(bytes(min(token, 0xFF) for token in values if token != SEPARATOR))
 
     def finish(self) -> str:
-        """See `Decoder`."""
         return self._utf8.decode(b"", final=True)
 
 

@@ -26,12 +26,8 @@ class SubwordTokenizer:
     others. The name of a special token within a text is text, so no document can end itself. The file's truncation,
     padding and tokens around each text are ignored.
 
-    Args:
-        text: the contents of the file.
-        where: the file, for error messages.
-
-    Raises:
-        InputError: `text` is not a tokenizer, or the package `tokenizers` is missing.
+    Raises InputError, naming the file `where` the text comes from, if it is no tokenizer, or the package `tokenizers`
+    is missing.
     """
 
     def __init__(self, text: str, where: str = "the tokenizer") -> None:
@@ -70,11 +66,7 @@ class SubwordTokenizer:
         return tokens, np.diff(np.maximum.accumulate(ends), prepend=0)
 
     def encode_prompt(self, text: str) -> Tensor:
-        """See `Tokenizer`.
-
-        Raises:
-            InputError: the text is not Unicode, or contains the separator as a token.
-        """
+        """See `Tokenizer`. Raises InputError if the text is not Unicode, or contains the separator as a token."""
         try:
             tokens, _ = self.encode_document(text.encode("utf-8"))
         except ValueError as error:  # UnicodeEncodeError is one
@@ -123,7 +115,6 @@ class SubwordDecoder:
         self._pending: list[int] = []
 
     def feed(self, tokens: Iterable[int] | Tensor) -> str:
-        """See `Decoder`."""
         values = tokens.tolist() if isinstance(tokens, Tensor) else tokens
         return "".join(self._feed_one(token) for token in values if token != self._separator)
 
@@ -138,17 +129,14 @@ class SubwordDecoder:
         return text
 
     def finish(self) -> str:
-        """See `Decoder`."""
         text = self._pending_text()
         self._shown, self._pending = self._pending or self._shown, []
         return text
 
     def _pending_text(self) -> str:
-        before, after = (self._decode(tokens) for tokens in (self._shown, self._shown + self._pending))
+        both = (self._shown, self._shown + self._pending)
+        before, after = (self._tokenizer.decode(tokens, skip_special_tokens=False) for tokens in both)
         return after[len(before) :]
-
-    def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 def _load(text: str, where: str) -> Any:

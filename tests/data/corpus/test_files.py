@@ -14,15 +14,8 @@ from linrope.errors import DocumentChanged, InputError
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    files = {
-        "b.txt": b"bb",
-        "a.txt": b"aaa",
-        "sub/c.txt": b"c",
-        "empty.txt": b"",
-        "image.bin": b"x\0y",
-        ".hidden": b"h",
-    }
-    files |= {".git/objects": b"g", "sub/.secret": b"s"}
+    files = {"b.txt": b"bb", "a.txt": b"aaa", "sub/c.txt": b"c", "empty.txt": b"", "image.bin": b"x\0y"}
+    files |= {".hidden": b"h", ".git/objects": b"g", "sub/.secret": b"s"}
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)

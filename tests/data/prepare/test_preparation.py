@@ -18,6 +18,7 @@ from linrope.data.prepare import units
 from linrope.data.prepare.config import PrepareConfig
 from linrope.data.prepare.manifest import Manifest, document_sizes
 from linrope.data.prepare.preparation import prepare
+from linrope.data.prepare.workers import Progress
 from linrope.data.tokenizers.subwords import SubwordTokenizer
 from linrope.errors import DocumentChanged, InputError
 from tests.data.tokenizers.subword_files import TEXT, byte_level, wordpiece, write_tokenizer
@@ -26,9 +27,11 @@ ALL = [1.0, 0.0, 0.0]
 LINES = ["first\ndocument", "naïve 🐍", "third", "x" * 50]
 
 
-def run(folder: Path, name: str = "out", **options: object) -> tuple[Path, Manifest]:
-    out = folder / name
-    return out, prepare(PrepareConfig(output=str(out), **{"path": str(folder / "in"), "workers": 1, **options}))
+def run(
+    folder: Path, name: str = "out", progress: Progress = lambda *_: None, **options: object
+) -> tuple[Path, Manifest]:
+    config = PrepareConfig(output=str(folder / name), **{"path": str(folder / "in"), "workers": 1, **options})
+    return folder / name, prepare(config, progress)
 
 
 def flat(out: Path) -> list[int]:
@@ -80,11 +83,8 @@ def test_the_documents_of_a_folder_in_order_each_followed_by_a_separator(source,
 
 
 def compressed(name: str, data: bytes) -> bytes:
-    if name.endswith(".gz"):
-        return gzip.compress(data[:40]) + gzip.compress(data[40:])  # archives may follow each other
-    if name.endswith(".zst"):
-        return zstandard.compress(data[:40]) + zstandard.compress(data[40:])
-    return data
+    compress = {".gz": gzip.compress, ".zst": zstandard.compress}.get(Path(name).suffix, bytes)
+    return compress(data[:40]) + compress(data[40:])  # archives may follow each other
 
 
 @pytest.mark.parametrize("name", ["c.jsonl", "c.jsonl.gz", "c.jsonl.zst"])
@@ -221,9 +221,8 @@ def test_a_preparation_that_was_interrupted_goes_on_where_it_stopped(many, tmp_p
         if done > total / 2:
             raise KeyboardInterrupt
 
-    config = PrepareConfig(path=str(many), output=str(tmp_path / "out"), workers=1)
     with pytest.raises(KeyboardInterrupt):
-        prepare(config, stop)
+        run(tmp_path, progress=stop)
     assert not (tmp_path / "out" / "linrope-corpus.json").exists()
     with pytest.raises(InputError, match=r"data\.path='.*out' is not completely prepared: run the same"):
         open_text(tmp_path / "out", ALL)
@@ -232,7 +231,7 @@ def test_a_preparation_that_was_interrupted_goes_on_where_it_stopped(many, tmp_p
     assert not list(parts.glob("*.partial"))
 
     seen = []
-    prepare(config, lambda done, total: seen.append({file: file.stat().st_mtime_ns for file in parts.glob("*.npz")}))
+    run(tmp_path, progress=lambda *_: seen.append({file: file.stat().st_mtime_ns for file in parts.glob("*.npz")}))
     assert all(finished.items() <= at.items() for at in seen)  # what was done is not done again
     assert files_of(tmp_path / "out") == files_of(whole)
 
@@ -251,9 +250,7 @@ def test_a_process_that_is_killed_leaves_what_another_finishes(many, tmp_path):
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
     seen = []
-    prepare(
-        PrepareConfig(path=str(many), output=str(tmp_path / "out"), workers=1), lambda *progress: seen.append(progress)
-    )
+    run(tmp_path, progress=lambda *progress: seen.append(progress))
     total = sum(file.stat().st_size for file in many.iterdir())
     assert seen[-1] == (total, total)
     assert files_of(tmp_path / "out") == files_of(whole)
@@ -268,8 +265,7 @@ def test_a_source_that_was_mended_is_read_again_and_only_that(source, tmp_path, 
     kept = record.stat().st_mtime_ns
     (source / "b.jsonl").write_bytes(json_lines("mended" * 20))
     seen = []
-    config = PrepareConfig(path=str(source), output=str(tmp_path / "out"), workers=1)
-    prepare(config, lambda done, total: seen.append(record.stat().st_mtime_ns))
+    run(tmp_path, progress=lambda *_: seen.append(record.stat().st_mtime_ns))
     assert set(seen) == {kept}
     assert flat(tmp_path / "out") == with_separators("x" * 90, "mended" * 20, "z" * 90)
 
@@ -297,14 +293,9 @@ def test_what_is_prepared_already_is_left_as_it_is(many, tmp_path):
 def test_an_output_that_holds_something_else_is_refused_and_kept(many, tmp_path):
     out, _ = run(tmp_path)
     before = files_of(out)
-    for options, differing in (
-        ({"tokenizer": str(write_tokenizer(tmp_path))}, "tokenizer"),
-        ({"text_field": "body"}, "text_field"),
-    ):
-        with pytest.raises(
-            InputError, match=rf"--output='.*out' holds another corpus .*\(different: {differing}\): name"
-        ):
-            run(tmp_path, **options)
+    for option, value in (("tokenizer", str(write_tokenizer(tmp_path))), ("text_field", "body")):
+        with pytest.raises(InputError, match=rf"--output='.*out' holds another corpus .*\(different: {option}\): name"):
+            run(tmp_path, **{option: value})
     (many / "12.txt").write_text("new")
     with pytest.raises(InputError, match=r"\(different: sources\): name another folder, or remove it"):
         run(tmp_path)
@@ -320,14 +311,12 @@ def test_an_output_that_holds_something_else_is_refused_and_kept(many, tmp_path)
 
 
 def test_two_preparations_into_one_folder_are_kept_apart(many, tmp_path):
-    config = PrepareConfig(path=str(many), output=str(tmp_path / "out"), workers=1)
-
     def another(done: int, total: int | None) -> None:
         if 0 < done < total:
             with pytest.raises(InputError, match="is being prepared by another process"):
-                prepare(config)
+                run(tmp_path)
 
-    assert prepare(config, another).n_documents == 12
+    assert run(tmp_path, progress=another)[1].n_documents == 12
 
 
 def test_a_source_that_changes_meanwhile_is_named(many, tmp_path):
@@ -336,13 +325,13 @@ def test_a_source_that_changes_meanwhile_is_named(many, tmp_path):
             (many / "05.txt").write_text("changed")
 
     with pytest.raises(DocumentChanged, match=r"05\.txt changed while the corpus was being prepared: remove"):
-        prepare(PrepareConfig(path=str(many), output=str(tmp_path / "out"), workers=1), change)
+        run(tmp_path, progress=change)
 
     def remove(done: int, total: int | None) -> None:
         (many / "07.txt").unlink(missing_ok=True)
 
     with pytest.raises(DocumentChanged, match=r"07\.txt changed"):
-        prepare(PrepareConfig(path=str(many), output=str(tmp_path / "other"), workers=1), remove)
+        run(tmp_path, "other", remove)
 
 
 def test_options_that_are_none_are_named(tmp_path):
@@ -350,16 +339,16 @@ def test_options_that_are_none_are_named(tmp_path):
         PrepareConfig(output="out", workers=0)
     with pytest.raises(InputError, match=r"--path='a' and --dataset='b' exclude each other"):
         PrepareConfig(output="out", path="a", dataset="b")
-    with pytest.raises(InputError, match=r"--path='.*nowhere' does not exist"):
-        run(tmp_path, path=str(tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("a")
-    with pytest.raises(InputError, match=r"--output='.*texts/out' lies within --path='.*texts': name a folder"):
-        run(tmp_path, "texts/out", path=str(tmp_path / "texts"))
-    with pytest.raises(InputError, match=r"--path='.*empty' holds no text"):
-        run(tmp_path, path=str(tmp_path / "empty"))
-    assert not (tmp_path / "out").exists()
     (tmp_path / "blank.jsonl").write_bytes(json_lines("", ""))
-    with pytest.raises(InputError, match=r"blank\.jsonl holds no text: there is nothing to prepare"):
-        run(tmp_path, path=str(tmp_path / "blank.jsonl"))
+    for output, path, message in [
+        ("out", "nowhere", r"--path='.*nowhere' does not exist"),
+        ("texts/out", "texts", r"--output='.*texts/out' lies within --path='.*texts': name a folder"),
+        ("out", "empty", r"--path='.*empty' holds no text"),
+        ("blank", "blank.jsonl", r"blank\.jsonl holds no text: there is nothing to prepare"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            run(tmp_path, output, path=str(tmp_path / path))
+    assert not (tmp_path / "out").exists()

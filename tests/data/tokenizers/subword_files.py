@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -15,15 +16,8 @@ def byte_level(special: tuple[str, ...] = ("<|endoftext|>",), vocab_size: int = 
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     tokenizer.decoder = decoders.ByteLevel()
-    return _trained(
-        tokenizer,
-        trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            special_tokens=list(special),
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    return _trained(tokenizer, trainers.BpeTrainer, vocab_size, special, initial_alphabet=alphabet)
 
 
 def metaspace() -> str:
@@ -34,10 +28,7 @@ def metaspace() -> str:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
-    return _trained(
-        tokenizer,
-        trainers.BpeTrainer(vocab_size=360, special_tokens=["<unk>", "<s>", "</s>", *bytes_], show_progress=False),
-    )
+    return _trained(tokenizer, trainers.BpeTrainer, 360, ["<unk>", "<s>", "</s>", *bytes_])
 
 
 def wordpiece() -> str:
@@ -46,14 +37,12 @@ def wordpiece() -> str:
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
-    return _trained(
-        tokenizer,
-        trainers.WordPieceTrainer(vocab_size=120, special_tokens=["[UNK]", "[SEP]"], show_progress=False),
-    )
+    return _trained(tokenizer, trainers.WordPieceTrainer, 120, ["[UNK]", "[SEP]"])
 
 
-def _trained(tokenizer: Tokenizer, trainer: object) -> str:
-    tokenizer.train_from_iterator([TEXT], trainer)
+def _trained(tokenizer: Tokenizer, trainer: type, vocab_size: int, special: Iterable[str], **options: object) -> str:
+    options |= {"vocab_size": vocab_size, "special_tokens": list(special), "show_progress": False}
+    tokenizer.train_from_iterator([TEXT], trainer(**options))
     return tokenizer.to_str()
 
 
