@@ -15,7 +15,7 @@ from linrope.cli.main import main
 from linrope.profiling.attention_health import LayerHealth
 from linrope.profiling.hooks import OperatorCall, operator_hook
 from linrope.training import LanguageModelingModule, ResumableDataModule, TextDataModule
-from linrope.training.callbacks.spikes import SpikeWarning
+from linrope.training.callbacks.health import SpikeWarning
 from tests.training.attached import attached
 
 
