@@ -92,10 +92,7 @@ SPLIT, STAGE = r"the {} split holds .* too few for one sample of {}", r"data\.cu
         ({"curriculum": []}, r"data\.curriculum=\[\] has no stage: give at least one, or null"),
         ({"curriculum": [5]}, STAGE.format(0) + ": 5 cannot be the options"),
         ({"curriculum": [{"seq_len": 16}]}, r"needs 'tokens', which has no default"),
-        (
-            {"curriculum": [{"tokens": 64, "seq_length": 16}]},
-            STAGE.format(0) + ": 'seq_length' is not .* Did you mean 'seq_len'",
-        ),
+        ({"curriculum": [{"tokens": 64, "seq_length": 16}]}, STAGE.format(0) + ": 'seq_length' is .* mean 'seq_len'"),
         ({"curriculum": [{"tokens": 1.5, "seq_len": 16}]}, STAGE.format(0) + r"\.tokens=1\.5 must be a whole number"),
         ({"curriculum": [{"tokens": None, "seq_len": 16}]}, STAGE.format(0) + r"\.tokens=None must be"),
         ({"curriculum": [CurriculumStage(1, 16), CurriculumStage(1, 0)]}, STAGE.format(1) + r"\.seq_len=0 must be"),
