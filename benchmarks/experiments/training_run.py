@@ -28,13 +28,12 @@ from linrope import LanguageModel, linear_attention
 from linrope.cli.training import quiet_lightning
 from linrope.data.batches.windows import EvaluationWindows
 from linrope.data.tokenizers.bytes import bytes_of
-from linrope.errors import NonFiniteError
+from linrope.errors import Interrupted, NonFiniteError
 from linrope.evaluation.row_lengths import row_losses
 from linrope.losses import bits_per_byte
 from linrope.profiling.hooks import OperatorCall, operator_hook
 from linrope.training import LanguageModelingModule, MQARDataModule, OptimizerConfig, RecallModule, TextDataModule
-from linrope.training.callbacks.interruption import GracefulStop, Interrupted
-from linrope.training.callbacks.last_checkpoint import LastCheckpoint
+from linrope.training.callbacks.last_checkpoint import GracefulStop, LastCheckpoint
 from linrope.training.callbacks.memory_preflight import MemoryPreflight
 from linrope.utils.files import whole_file
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MAP = 4
-"""First number of the seeds of recall maps; `linrope.data.synthetic.batches` uses the smaller ones."""
+"""First number of the seeds of recall maps; `linrope.data.synthetic.recall_task` uses the smaller ones."""
 
 
 @dataclass(frozen=True)

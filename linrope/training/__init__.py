@@ -4,14 +4,12 @@ Tasks: `LanguageModelingModule` trains on a `TextDataModule`; `RecallModule` tra
 `CopyDataModule`, `InductionDataModule` or `PasskeyDataModule`. A new task derives from `TrainingTask`.
 """
 
-from linrope.data.synthetic.batches import RecallBatches
+from linrope.data.synthetic.recall_task import RecallBatches
 from linrope.errors import CheckpointError, NonFiniteError
-from linrope.training.callbacks.interruption import GracefulStop
-from linrope.training.callbacks.last_checkpoint import LastCheckpoint
+from linrope.training.callbacks.last_checkpoint import GracefulStop, LastCheckpoint
 from linrope.training.callbacks.memory_preflight import MemoryPreflight
 from linrope.training.callbacks.progress import ProgressReport
-from linrope.training.callbacks.sample import PrintSample
-from linrope.training.callbacks.summary import RunSummary
+from linrope.training.callbacks.summary import PrintSample, RunSummary
 from linrope.training.callbacks.throughput import Throughput
 from linrope.training.checkpoint import WholeCheckpointIO
 from linrope.training.data_modules.base import ResumableDataModule

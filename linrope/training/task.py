@@ -133,8 +133,6 @@ class TrainingTask(LightningModule):
         data = self.trainer.datamodule
         return data if isinstance(data, ResumableDataModule) else None
 
-    # Training.
-
     def on_train_start(self) -> None:
         self._step_sums, self._step_positions = {}, 0  # an earlier run may have stopped within a step
 
@@ -200,32 +198,23 @@ class TrainingTask(LightningModule):
             "lower optimizer.lr, a longer optimizer.warmup_steps or a smaller optimizer.clip_norm."
         )
 
-    # Evaluation.
-
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self.evaluate(batch, self.evaluation)
 
     def on_validation_epoch_start(self) -> None:
         self.evaluation = {}
 
-    test_step, on_test_epoch_start = validation_step, on_validation_epoch_start
-
     def on_validation_epoch_end(self) -> None:
-        self._log_evaluation("val")
-
-    def on_test_epoch_end(self) -> None:
-        self._log_evaluation("test")
-
-    def _log_evaluation(self, split: str) -> None:
         first, *others = self.gather(self.evaluation)
         self.evaluation = dict(first)
         for sums in others:  # ranks may have different names
             for name, value in sums.items():
                 self.evaluation[name] = self.evaluation[name] + value if name in self.evaluation else value
         # Every rank has the sums of all ranks, so the logged values need no synchronisation.
-        self.log_dict(self.evaluation_metrics(split, self.evaluation))
+        self.log_dict(self.evaluation_metrics("test" if self.trainer.testing else "val", self.evaluation))
 
-    # The optimizer.
+    test_step, on_test_epoch_start = validation_step, on_validation_epoch_start
+    on_test_epoch_end = on_validation_epoch_end
 
     def configure_optimizers(self) -> dict[str, Any]:
         config = self.optimizer_config
@@ -245,8 +234,6 @@ class TrainingTask(LightningModule):
             final_fraction=config.final_lr_fraction,
             **({} if data is None else {"tokens_at": data.tokens_at}),
         )
-
-    # The start of a run, and what checkpoints hold.
 
     def setup(self, stage: str) -> None:
         self._stage, trainer = stage, self.trainer

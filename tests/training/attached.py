@@ -4,43 +4,35 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from linrope.training import ResumableDataModule, TextDataModule
 
+OF_TRAINER = {"rank": 0, "world_size": 1, "step": 0, "accumulate": 1, "max_steps": 1000, "stage": "fit"}
+"""What a test may set of the trainer: the rank, the number of ranks, finished steps, micro-batches of a step, …"""
 
-def attach(
-    data: ResumableDataModule,
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-    step: int = 0,
-    accumulate: int = 1,
-    max_steps: int = 1000,
-    stage: str = "fit",
-) -> None:
-    """Sets a data module up for rank `rank` of a trainer that has finished `step` steps."""
+
+def attach(data: ResumableDataModule, **of_trainer: Any) -> None:
+    """Sets a data module up for a trainer with these of `OF_TRAINER`."""
+    given = SimpleNamespace(**{**OF_TRAINER, **of_trainer})
+    limits = {"limit_val_batches": 1.0, "limit_train_batches": 1.0, "overfit_batches": 0.0}
     data.trainer = SimpleNamespace(
-        global_rank=rank,
-        world_size=world_size,
-        global_step=step,
-        max_steps=max_steps,
-        accumulate_grad_batches=accumulate,
-        limit_val_batches=1.0,
-        limit_train_batches=1.0,
-        overfit_batches=0.0,
-        state=SimpleNamespace(fn=stage),
+        global_rank=given.rank,
+        world_size=given.world_size,
+        global_step=given.step,
+        max_steps=given.max_steps,
+        accumulate_grad_batches=given.accumulate,
+        state=SimpleNamespace(fn=given.stage),
         strategy=SimpleNamespace(root_device=torch.device("cpu")),
+        **limits,
     )
-    data.setup(stage)
+    data.setup(given.stage)
 
 
-OF_TRAINER = ("rank", "world_size", "step", "accumulate", "max_steps", "stage")
-
-
-def attached(path: Path, **options: object) -> TextDataModule:
-    """A text data module of these options, set up with those of `attach`."""
+def attached(path: Path, **options: Any) -> TextDataModule:
+    """A text data module of these options, set up with those of `OF_TRAINER`."""
     of_trainer = {name: options.pop(name) for name in OF_TRAINER if name in options}
     data = TextDataModule(str(path), **{"context": 32, "batch_size": 2, **options})
     attach(data, **of_trainer)

@@ -79,9 +79,9 @@ def test_a_run_goes_up_and_down_with_a_document_mask(run, run_folder, seen, trie
     assert tried == [(1, 128)]
     out = capsys.readouterr().out
     assert re.search(r"^curriculum +3 stages *$", out, re.M)
-    assert re.search(r"^  \[0\] +256 tokens: 4 steps of 4 × 16 *$", out, re.M)
-    assert re.search(r"^  \[1\] +384 tokens: 3 steps of 1 × 128 *$", out, re.M)
-    assert re.search(r"^  \[2\] +128 tokens: 2 steps of 4 × 16 *$", out, re.M)
+    stages = "256 tokens: 4 steps of 4 × 16", "384 tokens: 3 steps of 1 × 128", "128 tokens: 2 steps of 4 × 16"
+    for number, stage in enumerate(stages):
+        assert re.search(rf"^  \[{number}\] +{stage} *$", out, re.M)
     assert "a step" not in out
     assert re.search(r"^step 8  val_loss", out, re.M)
     cosines = {2: 1.0, 4: 0.8090169944, 5: 0.3090169944, 7: -0.8090169944}  # of 0, 0.2, 0.4 and 0.8 · 180°
@@ -147,17 +147,8 @@ def test_a_run_that_was_stopped_in_any_stage_resumes_with_the_batches_that_are_l
     torch.testing.assert_close(load(resumed)["state_dict"], load(run_folder)["state_dict"])
 
 
-@pytest.mark.parametrize(
-    ("stages", "message"),
-    [
-        ("[{seq_len: 16}]", r"data\.curriculum\[0\]: CurriculumStage needs 'tokens', which has no default: set it"),
-        ("[{tokens: 1, seq_length: 16}]", r"data\.curriculum\[0\]: 'seq_length' is not .* Did you mean 'seq_len'\?"),
-        ("[{tokens: many, seq_len: 16}]", r"data\.curriculum\[0\]\.tokens='many' must be a whole number, 1 or more"),
-        ("[{tokens: 1000, seq_len: 16}]", r"trainer\.max_steps=2 ends before .* takes 16 optimizer steps"),
-    ],
-)
-def test_a_mistake_in_a_stage_is_one_clean_message(tiny, tmp_path, capsys, stages, message):
-    (tmp_path / "run.yaml").write_text(f"data: {{curriculum: {stages}}}")
+def test_a_mistake_in_a_stage_is_one_clean_message(tiny, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("data: {curriculum: [{tokens: many, seq_len: 16}]}")
     assert main(["fit", f"--config={tmp_path / 'run.yaml'}", *tiny]) == 2
-    err = capsys.readouterr().err
-    assert re.fullmatch(rf"linrope: error: .*{message}.*\n", err)
+    said = "linrope: error: data.curriculum[0].tokens='many' must be a whole number, 1 or more.\n"
+    assert capsys.readouterr().err == said

@@ -1,9 +1,13 @@
-"""`linrope fit` on two devices trains what it trains on one, prints it once, and resumes to the bit."""
+"""`linrope fit` on two devices trains what it trains on one, prints it once, and resumes to the bit.
+
+python -m tests.training.test_ddp FILE makes several runs one after the other in the same processes: those of two
+devices take long to start. FILE is a JSON list of runs, each {"args": the command line, "observed": bool}. In observed
+runs some targets count nothing, and every rank writes what it has exchanged to FILE.RANK.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -12,16 +16,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from linrope import LanguageModel
 from linrope.cli.main import main
 from linrope.errors import InputError
-from linrope.training.data_modules.text import TextDataModule
+from linrope.losses import IGNORE
+from linrope.training import LanguageModelingModule, TextDataModule
 from linrope.utils import ranks
 from linrope.utils.ranks import rank_zero_only
 from tests.processes import Run
 from tests.training.attached import attached
-from tests.training.several_runs import ask_for_some
 from tests.training.test_resume import ROOT, TRAINED, equal, load, losses, version
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -45,6 +50,44 @@ def curriculum(batch_size: int) -> str:
     return "--data.curriculum=" + json.dumps([dict(zip(("tokens", "seq_len", "batch_size"), one)) for one in stages])
 
 
+def ask_for_some(self: TextDataModule, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:
+    """Leaves out all targets of every row whose tokens sum to an odd number, and some of each other row."""
+    odd = batch["inputs"].sum(1, keepdim=True) % 2 == 1
+    return {**batch, "targets": batch["targets"].masked_fill(odd | (batch["inputs"] % 5 == 0), IGNORE)}
+
+
+def exchanges(patch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Of every bucket of gradients that the run to come exchanges: (optimizer steps before, micro-batch, numbers)."""
+    found: list[tuple[int, int, int]] = []
+
+    def on_train_start(self: LanguageModelingModule) -> None:
+        def exchange(_, bucket):  # torch refuses all but its own annotations, spelt its own way
+            found.append((self.trainer.global_step, self.trainer.fit_loop.batch_idx, bucket.buffer().numel()))
+            done = torch.distributed.all_reduce(bucket.buffer().div_(2), async_op=True).get_future()
+            return done.then(lambda future: future.value()[0])
+
+        before(self)
+        self.trainer.strategy.model.register_comm_hook(None, exchange)
+
+    before = LanguageModelingModule.on_train_start
+    patch.setattr(LanguageModelingModule, "on_train_start", on_train_start)
+    return found
+
+
+def run_all(file: Path) -> int:
+    """The highest exit code."""
+    codes = []
+    for run in json.loads(file.read_text()):
+        with pytest.MonkeyPatch.context() as patch:
+            if run["observed"]:
+                patch.setattr(TextDataModule, "on_after_batch_transfer", ask_for_some)
+                found = exchanges(patch)
+            codes.append(main(run["args"]))
+        if run["observed"]:
+            file.with_name(f"{file.name}.{torch.distributed.get_rank()}").write_text(json.dumps(found))
+    return max(codes)
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> list[str]:
     """Options of all runs: a small model on 80 documents of 1 to 199 bytes."""
@@ -58,13 +101,13 @@ def base(tmp_path_factory) -> list[str]:
     return ["fit", *MODEL, *CONSTANT, *options]
 
 
-def base_option(base: list[str], name: str) -> Path:
-    return Path(next(option.partition("=")[2] for option in base if option.startswith(f"--{name}=")))
+def texts_of(base: list[str]) -> Path:
+    return Path(next(option.partition("=")[2] for option in base if option.startswith("--data.path=")))
 
 
 def folder_of(base: list[str], name: str) -> Path:
     """Where the first run of that name leaves its logs and checkpoints."""
-    return base_option(base, "run.folder") / name / "version_0"
+    return texts_of(base).parent / name / "version_0"
 
 
 def last(run_folder: Path) -> Path:
@@ -85,14 +128,10 @@ def two(base, tmp_path_factory) -> dict[str, object]:
         "contiguous": CONTIGUOUS_EXACT,
         "resumed": RESUMED,
     }
-    described = [
-        {"args": [*base, *TWO, *options, f"--run.name={name}"], "observed": name == "packed"}
-        for name, options in runs.items()
-    ]
-    file.write_text(json.dumps(described))
-    command = [sys.executable, "-m", "tests.training.several_runs", str(file)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    args = {name: [*base, *TWO, *options, f"--run.name={name}"] for name, options in runs.items()}
+    file.write_text(json.dumps([{"args": args[name], "observed": name == "packed"} for name in runs]))
+    command = [sys.executable, "-m", "tests.training.test_ddp", str(file)]  # with conftest's OMP_NUM_THREADS
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     exchanged = [json.loads(file.with_name(f"{file.name}.{rank}").read_text()) for rank in range(2)]
     return {"out": done.stdout, "err": done.stderr, "exchanged": exchanged}
@@ -101,14 +140,8 @@ def two(base, tmp_path_factory) -> dict[str, object]:
 @pytest.fixture(scope="module")
 def alone(base) -> Path:
     """The folder of the run of one process that the plain one of two is to be."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     assert main([*base, *ALONE, "--run.name=alone"]) == 0
-    torch.set_num_threads(threads)
     return folder_of(base, "alone")
-
-
-# --- the same training -----------------------------------------------------------------------------------------------
 
 
 def test_two_processes_train_to_the_bit_what_one_does_with_two_micro_batches(two, alone, base):
@@ -130,11 +163,8 @@ def test_two_processes_train_to_the_bit_what_one_does_with_two_micro_batches(two
 
 def test_validation_is_over_all_windows_of_both_ranks(two, alone, base):
     """One rank has more batches than the other."""
-    texts = base_option(base, "data.path")
-    dealt = [
-        attached(texts, rank=rank, world_size=2, context=24, stage="validate", fractions=[0.7, 0.2, 0.1])
-        for rank in range(2)
-    ]
+    options = {"context": 24, "stage": "validate", "fractions": [0.7, 0.2, 0.1]}
+    dealt = [attached(texts_of(base), rank=rank, world_size=2, **options) for rank in range(2)]
     assert len(dealt[0].val_dataloader()) == len(dealt[1].val_dataloader()) + 1
     ours, whole = (losses(folder, "val_loss") for folder in (folder_of(base, "plain"), alone))
     assert list(ours) == list(whole) == [5]
@@ -166,9 +196,6 @@ def test_gradients_are_exchanged_once_a_step_whatever_the_segments_and_micro_bat
             assert micro_batch % 2 == 1  # the last of its step
             numbers[step] = numbers.get(step, 0) + n
         assert numbers == dict.fromkeys(range(6), n_parameters)
-
-
-# --- stopped and resumed ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -224,9 +251,6 @@ def test_only_the_first_rank_writes_and_prints(two, stopped, base):
     }
 
 
-# --- what cannot be trained ------------------------------------------------------------------------------------------
-
-
 def test_a_run_with_carried_states_goes_on_with_as_many_devices_only(two, base, capsys):
     checkpoint = last(folder_of(base, "contiguous"))
     before = checkpoint.read_bytes()
@@ -256,16 +280,12 @@ def test_what_the_first_rank_refuses_stops_all_and_is_said_once(base, tmp_path, 
 
 @pytest.mark.parametrize(("stage", "split"), [("fit", "val"), ("validate", "val"), ("test", "test")])
 def test_a_split_with_fewer_samples_than_devices_is_refused(base, stage, split):
-    texts, options = base_option(base, "data.path"), {"context": 300, "fractions": [0.7, 0.2, 0.1]}
+    texts, options = texts_of(base), {"context": 300, "fractions": [0.7, 0.2, 0.1]}
     n = len(attached(texts, stage=stage, **options).evaluation_windows(split))
     attached(texts, stage=stage, world_size=n, **options)
-    with pytest.raises(
-        InputError, match=rf"the {split} split holds {n} × data\.context=300 tokens, but {n + 1} devices"
-    ):
+    said = rf"the {split} split holds {n} × data\.context=300 tokens, but {n + 1} devices"
+    with pytest.raises(InputError, match=said):
         attached(texts, stage=stage, world_size=n + 1, **options)
-
-
-# --- which rank prints -----------------------------------------------------------------------------------------------
 
 
 def test_rank_0_prints_what_all_ranks_meet_and_others_print_their_own(monkeypatch, capsys):
@@ -284,3 +304,7 @@ def test_rank_0_prints_what_all_ranks_meet_and_others_print_their_own(monkeypatc
     assert capsys.readouterr().err.startswith("linrope: error: unknown option 'model.d_modle'.")
     with pytest.raises(RuntimeError, match="of this rank"):
         main(["test"])
+
+
+if __name__ == "__main__":
+    sys.exit(run_all(Path(sys.argv[1])))

@@ -70,6 +70,15 @@ def interrupt(patch: pytest.MonkeyPatch, when: Callable[[Trainer], bool], signum
     patch.setattr(LanguageModelingModule, "on_after_backward", interrupted)
 
 
+def stop_early(patch: pytest.MonkeyPatch, last_batch: int) -> None:
+    """Ends training after that batch as max_time does."""
+
+    def stopped(self, outputs, batch, batch_idx):
+        self.trainer.should_stop = batch_idx == last_batch
+
+    patch.setattr(LanguageModelingModule, "on_train_batch_end", stopped)
+
+
 @pytest.fixture
 def exact(tiny) -> list[str]:
     """Options of a run in which any inexactness shows."""
@@ -119,12 +128,8 @@ def test_a_signal_to_a_whole_process_group_finishes_the_step(tiny, run_folder, t
 def test_a_checkpoint_of_the_middle_of_a_step_goes_on_from_its_beginning(exact, run_folder, monkeypatch, name):
     exact = [*exact, "--trainer.max_steps=7", "--trainer.val_check_interval=3"]
     assert main(["fit", *exact]) == 0
-
-    def stopped_early(self, outputs, batch, batch_idx):
-        self.trainer.should_stop = batch_idx == 8  # as max_time does it; 9 batches: a validation, and half a step
-
     with monkeypatch.context() as patch:
-        patch.setattr(LanguageModelingModule, "on_train_batch_end", stopped_early)
+        stop_early(patch, 8)  # 9 batches: a validation, and half a step
         assert main(["fit", *exact]) == 0
     assert load(version(run_folder, 1), name)["global_step"] == 4
     assert main(["fit", *exact, f"--ckpt_path={version(run_folder, 1)}/checkpoints/{name}.ckpt"]) == 0
@@ -163,9 +168,6 @@ def test_draws_follow_from_the_seed_and_the_number_of_the_batch():
     assert [draw(i // 2, i // 2, world_size=2, rank=i % 2) for i in range(8)] == alone  # as the data are dealt
     module.seed = 4
     assert draw(0, 0, accumulate=2) not in alone
-
-
-# --- what cannot be resumed ------------------------------------------------------------------------------------------
 
 
 def test_what_differs_from_the_run_to_resume_is_said_and_stops_it(exact, run_folder, text_file, capsys):
@@ -250,15 +252,36 @@ def start_from_saved(source: LanguageModel, model: LanguageModel, folder: Path) 
     return start_from(model, str(folder / "saved"), [0.9, 0.1, 0.0])
 
 
-@pytest.mark.parametrize("normalizer", [1.0, [1.0, 4.0]], ids=["without", "of other values"])
-def test_what_follows_from_an_option_is_not_taken_from_the_model_to_start_from(normalizer, tmp_path):
-    source, model = (model_of(forget_gate=True, gate_normalizer=value) for value in (normalizer, [1.0, 64.0]))
-    assert start_from_saved(source, model, tmp_path) == [
-        f"model.gate_normalizer: {normalizer!r} in the checkpoint, [1.0, 64.0] here"
-    ]
-    (block,), (theirs,) = model.blocks, source.blocks
-    assert block.attention.forget.normalizer == (1.0, 64.0)
-    assert torch.equal(block.attention.forget.bias, theirs.attention.forget.bias)
+GATED = {"forget_gate": True, "gate_normalizer": [1.0, 64.0]}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "told"),
+    [
+        ({"forget_gate": True}, GATED, ["gate_normalizer: 1.0 in the checkpoint, [1.0, 64.0] here"]),
+        (
+            {"forget_gate": True, "gate_normalizer": [1.0, 4.0]},
+            GATED,
+            ["gate_normalizer: [1.0, 4.0] in the checkpoint, [1.0, 64.0] here"],
+        ),
+        (
+            {"rope": {}},
+            {"rope": {"base": 500_000.0, "scaling": {"rule": "linear", "factor": 4.0}}},
+            [
+                "rope.base: 10000.0 in the checkpoint, 500000.0 here",
+                "rope.scaling.factor: None in the checkpoint, 4.0 here",
+                "rope.scaling.rule: None in the checkpoint, 'linear' here",
+            ],
+        ),
+    ],
+    ids=["no normalizer", "another normalizer", "slower frequencies"],
+)
+def test_what_no_weight_depends_on_may_differ_in_a_new_run(theirs, ours, told, tmp_path):
+    source, model = model_of(**theirs), model_of(**ours)
+    assert start_from_saved(source, model, tmp_path) == [f"model.{line}" for line in told]
+    assert all(torch.equal(weight, model.state_dict()[name]) for name, weight in source.state_dict().items())
+    if ours == GATED:
+        assert model.blocks[0].attention.forget.normalizer == (1.0, 64.0)
 
 
 def test_weights_that_a_run_cannot_start_from_are_refused(tiny, tmp_path, capsys):
@@ -288,7 +311,6 @@ TRAINED_THETA = {"rope": {"trainable": True}}
         (TRAINED_THETA, {"base": 500.0}, "model.rope.base: 10000.0 in the checkpoint, 500.0 here"),
         (TRAINED_THETA, {"scaling": {"rule": "linear", "factor": 4.0}}, "scaling.factor: None in the checkpoint, 4.0"),
     ],
-    ids=["shapes", "heads", "untied", "trained θ", "trained θ, base", "trained θ, scaling"],
 )
 def test_a_model_whose_weights_mean_something_else_is_no_start(theirs, ours, told, tmp_path):
     source, model = model_of(**theirs), model_of(**({"rope": {"trainable": True, **ours}} if ours else {}))
@@ -297,17 +319,6 @@ def test_a_model_whose_weights_mean_something_else_is_no_start(theirs, ours, tol
         start_from_saved(source, model, tmp_path)
     assert told in str(raised.value)
     assert equal(dict(model.state_dict()), before)
-
-
-def test_frequencies_that_are_not_learned_may_be_slower_in_a_new_run(tmp_path):
-    source = model_of(rope={})
-    model = model_of(rope={"base": 500_000.0, "scaling": {"rule": "linear", "factor": 4.0}})
-    assert start_from_saved(source, model, tmp_path) == [
-        "model.rope.base: 10000.0 in the checkpoint, 500000.0 here",
-        "model.rope.scaling.factor: None in the checkpoint, 4.0 here",
-        "model.rope.scaling.rule: None in the checkpoint, 'linear' here",
-    ]
-    assert all(torch.equal(weight, model.state_dict()[name]) for name, weight in source.state_dict().items())
 
 
 def test_text_that_a_checkpoint_may_have_learned_is_not_held_out_in_silence(tiny, run_folder, capsys):
@@ -333,9 +344,6 @@ def test_a_run_folder_that_could_not_be_written_is_refused(exact, tmp_path, caps
     assert "cannot write there (Not a directory). Give another folder" in err
 
 
-# --- last ------------------------------------------------------------------------------------------------------------
-
-
 def test_last_is_the_newest_run_that_has_one(tmp_path):
     for number, name in ((2, "last.ckpt"), (10, "last.ckpt"), (11, "last.ckpt.partial"), (12, "best.ckpt")):
         (tmp_path / f"version_{number}" / "checkpoints").mkdir(parents=True)
@@ -351,9 +359,6 @@ def test_last_serves_all_commands_and_without_one_its_folder_is_named(tiny, run_
     assert main(["fit", *tiny]) == 0
     assert main(["validate", *tiny, "--ckpt_path=last"]) == 0
     assert f"--ckpt_path=last is {run_folder / 'checkpoints' / 'last.ckpt'}\n" in capsys.readouterr().err
-
-
-# --- written whole, and nothing lost ---------------------------------------------------------------------------------
 
 
 def test_a_full_disk_keeps_the_last_good_checkpoint(exact, run_folder, capsys, monkeypatch):
@@ -392,18 +397,21 @@ def test_a_log_that_cannot_be_written_is_one_clear_message(tiny, capsys, monkeyp
 
 def test_a_file_is_replaced_only_by_a_whole_one(tmp_path):
     path = tmp_path / "file"
-    for failure in (OSError, KeyboardInterrupt, None):
-        path.write_text("before")
-        try:
-            with whole_file(path) as file:
-                file.write(b"af")
-                assert path.read_text() == "before"
-                if failure:
-                    raise failure
-                file.write(b"ter")
-        except (OSError, KeyboardInterrupt):
-            assert path.read_text() == "before"
+    path.write_text("before")
+
+    def write_half(failure: type[BaseException]) -> None:
+        with whole_file(path) as file:
+            file.write(b"af")
+            raise failure
+
+    for failure in (OSError, KeyboardInterrupt):
+        with pytest.raises(failure):
+            write_half(failure)
         assert list(tmp_path.iterdir()) == [path]
+        assert path.read_text() == "before"
+    with whole_file(path) as file:
+        file.write(b"after")
+        assert path.read_text() == "before"
     assert path.read_text() == "after"
 
 

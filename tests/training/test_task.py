@@ -4,11 +4,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
-from linrope.data.tokenizers.bytes import SEPARATOR
+from benchmarks.harness.trainer import quiet_trainer
 from linrope.errors import InputError, NonFiniteError
 from linrope.losses import bits_per_byte, token_losses
 from linrope.models.language_model import LanguageModelConfig
@@ -54,25 +53,14 @@ def test_only_matrices_decay():
     assert len(decaying["params"]) + len(plain["params"]) == len(list(module.parameters()))
 
 
-def test_losses_are_float32_cross_entropies():
+def test_losses_are_float32_cross_entropies_and_bits_need_bytes():
     torch.manual_seed(0)
     logits, targets = torch.randn(2, 3, 257), torch.randint(257, (2, 3))
     expected = F.cross_entropy(logits.double().transpose(1, 2), targets, reduction="none")
     torch.testing.assert_close(token_losses(logits, targets).double(), expected)
     assert token_losses(logits.bfloat16(), targets).dtype == torch.float32
-
-
-def test_separators_cost_bits_but_are_no_bytes():
     assert bits_per_byte(8 * math.log(2), 4) == pytest.approx(2)
     assert math.isnan(bits_per_byte(1.0, 0))
-    module = LanguageModelingModule(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2))
-    targets = torch.tensor([[1, 2, SEPARATOR, 3]])
-    module.on_validation_epoch_start()
-    for _ in range(2):
-        module.validation_step({"inputs": torch.tensor([[0, 1, 2, SEPARATOR]]), "targets": targets}, 0)
-    nats, n_bytes, n_targets = module.loss_by_position.totals.tolist()
-    assert (n_bytes, n_targets) == (6, 8)
-    assert nats == pytest.approx(8 * math.log(257), rel=0.05)  # an untrained model knows nothing
 
 
 @pytest.mark.parametrize(
@@ -88,9 +76,6 @@ def test_separators_cost_bits_but_are_no_bytes():
 def test_optimizer_options_out_of_range_are_named(options, message):
     with pytest.raises(InputError, match=message):
         OptimizerConfig(**options)
-
-
-# A new task.
 
 
 class Doubler(nn.Module):
@@ -129,11 +114,6 @@ class DoublingTask(TrainingTask):
         return {"own": 7}
 
 
-def doubling_trainer(**options) -> Trainer:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    return Trainer(accelerator="cpu", devices=1, enable_checkpointing=False, num_sanity_val_steps=0, **quiet, **options)
-
-
 def test_a_new_task_writes_its_loss_and_its_metrics(tmp_path):
     """On loaders that are not of a `ResumableDataModule`, with a step of two batches of unequal numbers of targets."""
     batches = [
@@ -142,7 +122,7 @@ def test_a_new_task_writes_its_loss_and_its_metrics(tmp_path):
     ]
     loader = DataLoader(batches, batch_size=None)
     task = DoublingTask(Doubler(), OptimizerConfig(lr=0.1, warmup_steps=0, weight_decay=0.0))
-    trainer = doubling_trainer(max_steps=1, accumulate_grad_batches=2)
+    trainer = quiet_trainer(num_sanity_val_steps=0, callbacks=[], max_steps=1, accumulate_grad_batches=2)
     trainer.fit(task, loader, loader)
     assert {name: value.item() for name, value in trainer.callback_metrics.items()} == pytest.approx(
         {
@@ -159,7 +139,7 @@ def test_a_new_task_writes_its_loss_and_its_metrics(tmp_path):
     restored = []
     again = DoublingTask(Doubler(), OptimizerConfig(lr=0.0, warmup_steps=0, weight_decay=0.0))
     again.load_task_state = restored.append
-    more = doubling_trainer(max_steps=3, accumulate_grad_batches=2)
+    more = quiet_trainer(num_sanity_val_steps=0, callbacks=[], max_steps=3, accumulate_grad_batches=2)
     more.fit(again, loader, ckpt_path=tmp_path / "task.ckpt")
     assert more.global_step == 3
     assert restored[0]["own"] == 7
@@ -170,5 +150,5 @@ def test_a_loss_that_is_not_finite_stops_any_task_before_its_weights_change():
     batches = [{"x": torch.tensor([math.inf]), "asked": torch.tensor([True])}]
     task = DoublingTask(Doubler())
     with pytest.raises(NonFiniteError, match=r"the loss is (nan|inf) at step 1; .* Start again"):
-        doubling_trainer(max_steps=1).fit(task, DataLoader(batches, batch_size=None))
+        quiet_trainer(num_sanity_val_steps=0, callbacks=[], max_steps=1).fit(task, DataLoader(batches, batch_size=None))
     assert task.model.factor.item() == 1.0

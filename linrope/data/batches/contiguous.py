@@ -22,19 +22,14 @@ class ContiguousBatches(Dataset[dict[str, Tensor]]):
     The corpus is cut into `batch_size · world_size` parts of one length. Each row of a batch reads one part; a rank has
     `batch_size` of them. One pass reads every part once. Each pass shifts all parts by an offset of its own.
 
-    Keys of a batch:
-        inputs, targets: int64 (batch_size, context).
-        fresh: bool (batch_size,), rows that start without a state: all rows when a pass begins, and with a document
-            mask also rows whose first token is the first of a document.
-        n_bytes: int64 (batch_size, context), the bytes of each target; only where a token is not one byte.
-        segment_ids: int64 (batch_size, context), only with a document mask: see `segment_ids_of`.
+    A batch has the keys of `window`, each int64 (batch_size, context), and `fresh`, bool (batch_size,): rows that start
+    without a state. These are all rows when a pass begins, and with a document mask also rows whose first token is the
+    first of a document.
 
     Args:
-        corpus: the tokens to read.
-        context: tokens of a row.
+        corpus, context, document_mask: as in `TrainingWindows`.
         batch_size: rows of a batch.
         seed: decides the offsets.
-        document_mask: whether batches have `segment_ids`.
         rank, world_size: number of this device, and of all devices.
 
     Raises:

@@ -1,1 +1,1 @@
-"""Callbacks of training, one in each file."""
+"""Callbacks of training."""

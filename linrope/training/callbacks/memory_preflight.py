@@ -28,11 +28,12 @@ class MemoryPreflight(Callback):
             try:
                 _try_batch(trainer, pl_module, batch)
             except (RuntimeError, MemoryError) as error:
-                if not _is_out_of_memory(error):
+                if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "memory" not in str(error).lower():
                     raise
+                first_line = str(error).strip().partition("\n")[0] or type(error).__name__
                 raise InputError(
                     f"data.curriculum[{number}] does not fit: a batch of {stage.batch_size} × {stage.seq_len:,} "
-                    f"tokens, tried before training, failed with {_first_line(error)!r}. Lower the stage's batch_size "
+                    f"tokens, tried before training, failed with {first_line!r}. Lower the stage's batch_size "
                     "(and raise trainer.accumulate_grad_batches) or its seq_len, or set segment_length."
                 ) from error
 
@@ -54,11 +55,3 @@ def _try_batch(trainer: Trainer, task: TrainingTask, batch: Batch) -> None:
         copies.clear()
         for parameter in parameters:
             parameter.grad = None
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "memory" in str(error).lower()
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -1,6 +1,9 @@
-"""The table that is printed before training: model, data, steps, device."""
+"""What a run prints before training, a table, and after it, a sample of text."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
@@ -10,6 +13,7 @@ from rich.table import Table
 from linrope.data.corpus.sequences import TokenSequence
 from linrope.data.corpus.splits import SPLITS
 from linrope.data.tokenizers.base import Tokenizer
+from linrope.generation.text import require_tokenizer, write_sample
 from linrope.models.language_model import LanguageModel
 from linrope.training.data_modules.text import TextDataModule
 
@@ -89,3 +93,18 @@ def _bytes(n: int) -> str:
 
 def _count(n: int, noun: str) -> str:
     return f"{n:,} {noun}" + ("" if n == 1 else "s")
+
+
+class PrintSample(Callback):
+    """Generates a text after training; the arguments are those of `write_sample`."""
+
+    def __init__(self, write: Callable[[str], Any], prompt: str, **options: Any) -> None:
+        self.write, self.prompt, self.options = write, prompt, options
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        require_tokenizer(pl_module.model, "sample.prompt")
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            self.write("\n")
+            write_sample(self.write, pl_module.model.eval(), self.prompt, **self.options)

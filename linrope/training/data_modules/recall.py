@@ -9,11 +9,10 @@ from typing import Any
 
 from linrope.data.corpus.files import find_sources
 from linrope.data.corpus.splits import SPLITS, split_corpus
-from linrope.data.synthetic.batches import TEST, VAL, RecallBatches
 from linrope.data.synthetic.copying import Copy, Induction
 from linrope.data.synthetic.mqar import MQAR
 from linrope.data.synthetic.passkey import Passkey
-from linrope.data.synthetic.recall_task import Case, RecallTask, Stage
+from linrope.data.synthetic.recall_task import TEST, VAL, Case, RecallBatches, RecallTask, Stage
 from linrope.data.tokenizers.bytes import ByteTokenizer
 from linrope.errors import InputError
 from linrope.training.data_modules.base import RankSampler, ResumableDataModule, TimedLoader, require_least
@@ -61,31 +60,29 @@ class RecallDataModule(ResumableDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
-        require_least("test_rows", test_rows, 1)
-        require_least("seed", seed, 0)
-        require_least("num_workers", num_workers, 0)
-        self.task = task
-        self.stages, self.cases = stages, cases
+        for name, value, least in (("test_rows", test_rows, 1), ("seed", seed, 0), ("num_workers", num_workers, 0)):
+            require_least(name, value, least)
+        self.task, self.stages, self.cases = task, stages, cases
         self.tokens_per_batch, self.test_rows = tokens_per_batch, test_rows
         self.seed, self.num_workers = seed, num_workers
-        self._check("stages", [tuple(stage[:-1]) for stage in stages])
-        self._check("cases", cases)
+        self._check("data.stages", [stage[:-1] for stage in stages], task)
+        self._check("data.cases", cases, task)
         if min(rows for *_, rows in stages) <= 0:
             raise InputError(f"data.stages={stages}: the last number of each, its share of rows, must be above 0.")
 
-    def _check(self, name: str, cases: Sequence[Case]) -> None:
+    def _check(self, name: str, cases: Sequence[Case], task: RecallTask) -> None:
         """Raise InputError unless there are `cases`, each valid for the task and no longer than a batch."""
         if not cases:
-            raise InputError(f"data.{name} is empty: give at least one.")
+            raise InputError(f"{name} is empty: give at least one.")
         for case in cases:
             try:
-                self.task.require(tuple(case))
+                task.require(tuple(case))
             except InputError as error:
-                raise InputError(f"data.{name}: {error}") from error
+                raise InputError(f"{name}: {error}") from error
             if case[0] > self.tokens_per_batch:
                 raise InputError(
                     f"data.tokens_per_batch={self.tokens_per_batch} has no room for a row of length={case[0]} of "
-                    f"data.{name}: raise it to {case[0]} or more."
+                    f"{name}: raise it to {case[0]} or more."
                 )
 
     def require_vocabulary(self, vocab_size: int) -> None:
@@ -138,13 +135,9 @@ class RecallDataModule(ResumableDataModule):
 
 
 class MQARDataModule(RecallDataModule):
-    """Multi-query associative recall: see `MQAR` and `RecallDataModule`.
+    """Multi-query associative recall: see `MQAR` and, for the other arguments and errors, `RecallDataModule`.
 
-    Args:
-        stages: Training cases (length, n_pairs, rows), where `rows` is a share of all rows.
-        cases: Cases (length, n_pairs) of validation and test.
-        vocab_size: Number of tokens; the model's must be at least as large.
-        tokens_per_batch, test_rows, seed, num_workers: As in `RecallDataModule`.
+    Stages are (length, n_pairs, rows), cases (length, n_pairs). The model's `vocab_size` must be at least this one.
     """
 
     def __init__(
@@ -162,7 +155,7 @@ class MQARDataModule(RecallDataModule):
 class CopyDataModule(RecallDataModule):
     """Copying rows of random tokens: see `Copy` and `RecallDataModule`.
 
-    Stages are (length, rows), cases (length,); the other arguments are those of `MQARDataModule`.
+    Stages are (length, rows), cases (length,); the other arguments are those of `RecallDataModule`.
     """
 
     def __init__(
@@ -179,7 +172,7 @@ class InductionDataModule(RecallDataModule):
     """One induction step in rows of random tokens: see `Induction` and `RecallDataModule`.
 
     Stages are (length, rows), with the mark at a random place; cases are (length,) or (length, depth in percent). The
-    other arguments are those of `MQARDataModule`.
+    other arguments are those of `RecallDataModule`.
     """
 
     def __init__(
@@ -193,17 +186,16 @@ class InductionDataModule(RecallDataModule):
 
 
 class PasskeyDataModule(RecallDataModule):
-    """A pass key in real text: see `Passkey` and `RecallDataModule`.
+    """A pass key in real text: see `Passkey` and, for the other arguments and errors, `RecallDataModule`.
+
+    Stages are (length, rows), with the key at a random place; cases are (length,) or (length, depth in percent).
 
     Args:
         path: Text around the keys: a file, a folder or a glob. null is the built-in corpus.
-        stages: Training cases (length, rows), where `rows` is a share of all rows; keys have a random place.
-        cases: Cases (length,) or (length, depth in percent) of validation and test.
         fractions: Shares of the text for train, val and test, as in `TextDataModule`.
-        tokens_per_batch, test_rows, seed, num_workers: As in `RecallDataModule`.
 
     Raises:
-        InputError: as in `RecallDataModule`; no text at `path`, or less than a row in one of the splits.
+        InputError: also for no text at `path`, or less than a row in one of the splits.
     """
 
     def __init__(
@@ -221,11 +213,7 @@ class PasskeyDataModule(RecallDataModule):
         self.origin, self.fractions = sources.origin, list(fractions)
         super().__init__(self.tasks["train"], stages, cases, tokens_per_batch, test_rows, **options)
         for split in SPLITS[1:]:
-            for case in map(tuple, cases):
-                try:
-                    self.tasks[split].require(case)
-                except InputError as error:
-                    raise InputError(f"data.cases in the {split} split: {error}") from error
+            self._check(f"data.cases in the {split} split", cases, self.tasks[split])
 
     @property
     def tokenizer(self) -> ByteTokenizer:

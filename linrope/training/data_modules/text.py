@@ -27,11 +27,8 @@ Batch = dict[str, Tensor]
 class TextDataModule(ResumableDataModule):
     """The text to train on.
 
-    A batch is a dictionary:
-        inputs, targets: int64 (batch_size, context).
-        n_bytes: int64 (batch_size, context), the bytes of text of each target; only where a token is not one byte.
-        segment_ids: int64 (batch_size, context), the number of each token's document; only with a document mask.
-        fresh: bool (batch_size,), only of contiguous batches: see `ContiguousBatches`.
+    Batches have the keys that `LanguageModelingModule` names: `n_bytes` only where a token is not one byte,
+    `segment_ids` only with a document mask, `fresh` only if contiguous.
 
     Training has no epochs: sample `i` of a run follows from `seed` and `i`. A resumed run continues with the sample
     after the last one that its checkpoint was trained on. Without a Trainer, `setup("fit")` and `train_dataloader()`

@@ -68,8 +68,6 @@ class LanguageModelingModule(TrainingTask):
         """The losses of the running or last evaluation by position in the row."""
         return self.evaluation.get("by_position", LossByPosition())
 
-    # Training.
-
     def batch_loss(self, batch: Batch) -> BatchLoss:
         inputs, targets, ids = batch["inputs"], batch["targets"], batch.get("segment_ids")
         state = self._state_before(batch)
@@ -98,8 +96,6 @@ class LanguageModelingModule(TrainingTask):
     def training_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         return _metrics("train", sums["loss"], sums["bytes"], sums["targets"])
 
-    # Evaluation.
-
     def evaluate(self, batch: Batch, sums: dict[Hashable, Any]) -> None:
         by_position = sums.setdefault("by_position", LossByPosition())
         by_position.add(self._token_losses(batch), batch["targets"], batch.get("n_bytes"))
@@ -121,8 +117,6 @@ class LanguageModelingModule(TrainingTask):
         with torch.no_grad():  # then each segment is computed once, in order
             segmented_loss(self.model, inputs, targets, self.segment_length, loss=loss, segment_ids=ids)
         return torch.cat(segments, dim=1)
-
-    # The start of a run, and what checkpoints hold.
 
     def setup(self, stage: str) -> None:
         super().setup(stage)

@@ -26,13 +26,9 @@ def test_a_stage_lasts_the_fewest_whole_steps_that_hold_its_tokens():
     assert [stage.n_steps for stage in exact.stages] == [2, 1]
 
 
-def test_tokens_are_counted_by_stage_and_the_last_goes_on():
+def test_tokens_are_counted_by_stage_and_steps_within_them_are_the_most_that_train_on_no_more():
     plan = TrainingPlan(UP_AND_DOWN)
     assert [plan.tokens_at(step) for step in (0, 1, 4, 5, 7, 8, 9, 19)] == [0, 64, 256, 384, 640, 704, 768, 1408]
-
-
-def test_steps_within_a_number_of_tokens_are_the_most_that_train_on_no_more():
-    plan = TrainingPlan(UP_AND_DOWN)
     for tokens in range(1500):
         steps = plan.steps_within(tokens)
         assert plan.tokens_at(steps) <= tokens < plan.tokens_at(steps + 1)

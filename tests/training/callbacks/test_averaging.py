@@ -9,7 +9,7 @@ import torch
 from linrope import LanguageModel
 from linrope.cli.main import main
 from linrope.training.tasks.language_modeling import LanguageModelingModule
-from tests.training.test_resume import TRAINED, equal, interrupt, load, losses, version
+from tests.training.test_resume import TRAINED, equal, interrupt, load, losses, stop_early, version
 
 AVERAGED = ("current_model_state", "averaging_state")
 
@@ -66,11 +66,7 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(averaged, run_folder, mon
 
 def test_a_run_that_a_time_limit_ends_keeps_the_last_weights_beside_the_average(averaged, run_folder, monkeypatch):
     """`last.ckpt` is then written when training has ended."""
-
-    def stopped_early(self, outputs, batch, batch_idx):
-        self.trainer.should_stop = batch_idx == 2
-
-    monkeypatch.setattr(LanguageModelingModule, "on_train_batch_end", stopped_early)
+    stop_early(monkeypatch, 2)
     assert main(["fit", *averaged]) == 0
     checkpoint = load(run_folder)
     assert checkpoint["global_step"] == 3

@@ -1,6 +1,5 @@
 """The health of attention against the operator's definition, spikes with their samples, and what it costs."""
 
-import csv
 import json
 import math
 import re
@@ -15,8 +14,9 @@ from linrope.cli.main import main
 from linrope.profiling.attention_health import LayerHealth
 from linrope.profiling.hooks import OperatorCall, operator_hook
 from linrope.training import LanguageModelingModule, ResumableDataModule, TextDataModule
-from linrope.training.callbacks.spikes import SpikeWarning
+from linrope.training.callbacks.health import SpikeWarning
 from tests.training.attached import attached
+from tests.training.test_resume import losses, version
 
 
 def seen_by(model: LanguageModel, tokens: torch.Tensor, **options) -> list[OperatorCall]:
@@ -24,6 +24,13 @@ def seen_by(model: LanguageModel, tokens: torch.Tensor, **options) -> list[Opera
     with torch.no_grad(), operator_hook(model, found.append):
         model(tokens, **options)
     return found
+
+
+def health_of(*calls: OperatorCall) -> dict[str, float]:
+    health = LayerHealth()
+    for seen in calls:
+        health.add(seen)
+    return {name: value.item() for name, value in health.values().items()}
 
 
 def small(**options) -> LanguageModel:
@@ -74,27 +81,22 @@ def test_what_is_seen_of_a_short_row_is_the_operators_own(signed, documents):
     tokens = torch.randint(257, (2, 16))
     ids = (torch.arange(16) // 7).expand(2, -1) if documents else None
     for seen in seen_by(model, tokens, segment_ids=ids):
-        health = LayerHealth()
-        health.add(seen)
-        found = {name: value.item() for name, value in health.values().items()}
+        found = health_of(seen)
         assert found == pytest.approx(by_definition(seen), rel=1e-4)  # float32 sums in another order
     assert found["negative_weights"] > 0 or not signed
 
 
 def test_the_past_counts_in_denominators_and_segments_are_one_row():
     model, tokens = small(), torch.randint(257, (1, 32))
-    whole = LayerHealth()
-    whole.add(seen_by(model, tokens)[0])
+    whole, first = (seen_by(model, part)[0] for part in (tokens, tokens[:, :16]))
     _, state = model(tokens[:, :16], return_state=True)
     second = seen_by(model, tokens[:, 16:], state=state)[0]
-    pieces = LayerHealth()
-    pieces.add(second)
     smallest = by_definition(second)["smallest_denominator"]
-    assert pieces.values()["smallest_denominator"].item() == pytest.approx(smallest, rel=1e-4)
-    pieces.add(seen_by(model, tokens[:, :16])[0])  # the way back through segments comes in this order
-    for name, value in whole.values().items():
+    assert health_of(second)["smallest_denominator"] == pytest.approx(smallest, rel=1e-4)
+    in_segments = health_of(second, first)  # the way back through segments comes in this order
+    for name, value in health_of(whole).items():
         if name in ("output", "state_norm") or name.startswith("reach"):
-            assert pieces.values()[name].item() == pytest.approx(value.item(), rel=1e-4)
+            assert in_segments[name] == pytest.approx(value, rel=1e-4)
 
 
 def test_watching_changes_nothing_and_ends():
@@ -107,37 +109,35 @@ def test_watching_changes_nothing_and_ends():
     assert [seen.layer for seen in seen_by(mixed, tokens)] == [1]
 
 
-def health_rows(run_folder):
-    with open(run_folder / "metrics.csv") as file:
-        return [row for row in csv.DictReader(file) if row.get("health/share_of_time")]
-
-
 def test_a_run_logs_health_every_n_steps(tiny, run_folder):
     options = ["--trainer.max_steps=7", "--run.health_every_n_steps=3", "--model.forget_gate=true"]
     options += ["--trainer.accumulate_grad_batches=2", "--segment_length=16"]
     assert main(["fit", *tiny, *options]) == 0
-    logged = health_rows(run_folder)
-    assert [row["step"] for row in logged] == ["2", "5"]  # counted from 0: after 3 and 6
     names = "smallest_denominator negative_weights share_of_time output/layer0 state_norm/layer0 "
     names += "reach/layer0/head0 reach/layer0/head1"
-    assert {name for name in logged[0] if name.startswith("health/") and logged[0][name]} == {
-        f"health/{name}" for name in names.split()
-    }
-    for row in logged:
-        assert 0 <= float(row["health/negative_weights"]) <= 1
-        assert float(row["health/smallest_denominator"]) > 0
+    logged = {name: losses(run_folder, f"health/{name}") for name in names.split()}
+    header = (run_folder / "metrics.csv").read_text().partition("\n")[0].split(",")
+    assert {name for name in header if name.startswith("health/")} == {f"health/{name}" for name in logged}
+    assert all(list(by_step) == [2, 5] for by_step in logged.values())  # counted from 0: after 3 and 6
+    for step in (2, 5):
+        assert 0 <= float(logged["negative_weights"][step]) <= 1
+        assert float(logged["smallest_denominator"][step]) > 0
         # a gate starts at log_decay = logsigmoid(4)
-        assert float(row["health/reach/layer0/head0"]) == pytest.approx(math.log1p(math.exp(-4)) ** -1, rel=0.05)
+        assert float(logged["reach/layer0/head0"][step]) == pytest.approx(math.log1p(math.exp(-4)) ** -1, rel=0.05)
 
 
-def test_none_is_logged_where_it_is_off_or_no_layer_is_linear(tiny, run_folder):
+def test_none_is_logged_where_it_is_off_or_no_layer_is_linear(tiny, run_folder, capsys):
     assert main(["fit", *tiny, "--run.health_every_n_steps=0"]) == 0
     assert main(["fit", *tiny, "--run.health_every_n_steps=1", "--model.attention=softmax"]) == 0
-    assert not health_rows(run_folder)
-    assert not health_rows(run_folder.with_name("version_1"))
-
-
-# Spikes.
+    assert not losses(run_folder, "health/share_of_time")
+    assert not losses(version(run_folder, 1), "health/share_of_time")
+    for option, said in {
+        "health_every_n_steps=-1": "run.health_every_n_steps=-1 must be 0 (never) or more",
+        "spike_factor=1": "run.spike_factor=1.0 must be above 1, or 0",
+        "spike_factor=.nan": "run.spike_factor=nan must be above 1",
+    }.items():
+        assert main(["fit", *tiny, f"--run.{option}"]) == 2
+        assert said in capsys.readouterr().err
 
 
 def told(values: list[float], factor: float = 3.0, accumulate: int = 1) -> tuple[str, SpikeWarning]:
@@ -201,19 +201,6 @@ def test_samples_are_named_by_stage_and_in_contiguous_rows(text_file):
     assert data.samples_of(1) == "samples 0 … 3 of length 32"
     assert data.samples_of(2) == "samples 4 … 7 of length 32"
     assert attached(text_file, contiguous=True, accumulate=3).samples_of(2) == "batches 6 … 8 of the contiguous rows"
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("--run.health_every_n_steps=-1", r"run\.health_every_n_steps=-1 must be 0 \(never\) or more"),
-        ("--run.spike_factor=1", r"run\.spike_factor=1\.0 must be above 1, or 0"),
-        ("--run.spike_factor=.nan", r"run\.spike_factor=nan must be above 1"),
-    ],
-)
-def test_options_out_of_range_are_named(tiny, option, message, capsys):
-    assert main(["fit", *tiny, option]) == 2
-    assert re.search(message, capsys.readouterr().err)
 
 
 def test_the_share_of_time_is_logged_as_the_benchmark_reports_it(tmp_path, capsys):

@@ -1,6 +1,5 @@
 """How fast a run is: rates by the clock and the formula, the peaks of GPUs, time spent waiting."""
 
-import csv
 import time
 from types import SimpleNamespace
 
@@ -13,6 +12,7 @@ from linrope.profiling.flops import step_flops
 from linrope.training import Throughput
 from linrope.training.callbacks import throughput
 from linrope.training.data_modules.base import TimedLoader
+from tests.training.test_resume import losses
 
 
 def test_the_peak_is_that_of_the_device_in_the_runs_precision(monkeypatch):
@@ -81,9 +81,7 @@ def test_rates_are_sums_over_the_window_and_validation_does_not_count(monkeypatc
 
 def test_a_run_logs_them(tiny, run_folder):
     assert main(["fit", *tiny, "--trainer.log_every_n_steps=1"]) == 0
-    with open(run_folder / "metrics.csv") as file:
-        row = next(row for row in csv.DictReader(file) if row["train_loss"])
-    assert 0 < float(row["waiting_for_data"]) < 1
-    assert float(row["tflops_per_device"]) > 0
-    assert 0.1 < float(row["peak_memory_gib"]) < 64  # of a process with PyTorch and Lightning in it
-    assert "share_of_peak" not in row  # a CPU has none in the table
+    assert 0 < float(losses(run_folder, "waiting_for_data")[0]) < 1
+    assert float(losses(run_folder, "tflops_per_device")[0]) > 0
+    assert 0.1 < float(losses(run_folder, "peak_memory_gib")[0]) < 64  # of a process with PyTorch and Lightning in it
+    assert not losses(run_folder, "share_of_peak")  # a CPU has none in the table

@@ -5,6 +5,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
 
+from benchmarks.harness.trainer import quiet_trainer
 from linrope.data.synthetic.mqar import MQAR
 from linrope.data.tokenizers.base import tokenizer_from_serialized
 from linrope.data.tokenizers.bytes import SEPARATOR
@@ -26,11 +27,7 @@ def attached(*, seed: int = 0, num_workers: int = 0, **of_trainer) -> MQARDataMo
 
 
 def small_trainer(**options) -> Trainer:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
-    return Trainer(accelerator="cpu", devices=1, max_epochs=-1, enable_checkpointing=False, **quiet, **options)
-
-
-# The data.
+    return quiet_trainer(**{"max_steps": -1, "callbacks": [], "num_sanity_val_steps": 0, **options})
 
 
 def test_a_batch_holds_rows_of_one_stage_and_as_many_as_fit():
@@ -137,9 +134,6 @@ def test_tokens_of_no_text_have_no_tokenizer(tmp_path):
     assert tokenizer_from_serialized(LanguageModel.from_pretrained(tmp_path / "model").tokenizer) is None
 
 
-# Targets that are not there.
-
-
 def test_ignored_targets_cost_nothing_and_are_no_bytes():
     torch.manual_seed(0)
     module = LanguageModelingModule(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2))
@@ -163,9 +157,6 @@ def test_a_batch_without_targets_has_loss_and_gradients_of_zero():
     loss.backward()
     assert loss.item() == 0
     assert all((p.grad == 0).all() for p in module.parameters() if p.grad is not None)
-
-
-# The measure.
 
 
 class Recaller(torch.nn.Module):
