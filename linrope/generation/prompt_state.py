@@ -7,19 +7,34 @@ one model is meaningless to another.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from linrope.errors import InputError
-from linrope.generation.protocol import CausalModel
 from linrope.layers.state import ModelState, from_serialized, map_state, to_serialized
 from linrope.utils.files import load_plain, whole_file
 
 FORMAT = "linrope state 1"
+
+
+class CausalModel(Protocol):
+    """What generation needs of a model: `LanguageModel` in evaluation mode (in training mode dropout applies)."""
+
+    config: Any  # with `vocab_size` and `to_dict()`
+    tokenizer: dict[str, str] | None  # serialized; None if unknown
+
+    def __call__(
+        self, tokens: Tensor, state: ModelState | None, ids: Tensor | None, *, return_state: bool, logits_to_keep: int
+    ) -> tuple[Tensor, ModelState]: ...
+
+    def state_bytes(self, context: int, dtype: torch.dtype) -> int: ...
+    def parameters(self) -> Iterator[Tensor]: ...
+    def state_dict(self) -> dict[str, Tensor]: ...
 
 
 @dataclass(frozen=True)

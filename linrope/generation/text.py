@@ -13,8 +13,7 @@ from torch import Tensor
 from linrope.data.tokenizers.base import Tokenizer, tokenizer_from_serialized
 from linrope.errors import InputError
 from linrope.generation.decoding import SEGMENT_LENGTH, decode, read
-from linrope.generation.prompt_state import PromptState
-from linrope.generation.protocol import CausalModel
+from linrope.generation.prompt_state import CausalModel, PromptState
 from linrope.generation.sampling import Sampler, Sampling
 
 Write = Callable[[str], Any]
@@ -28,11 +27,7 @@ class TextWriter:
     """
 
     def __init__(
-        self,
-        model: CausalModel,
-        write: Write,
-        state: PromptState | None = None,
-        segment_length: int = SEGMENT_LENGTH,
+        self, model: CausalModel, write: Write, state: PromptState | None = None, segment_length: int = SEGMENT_LENGTH
     ) -> None:
         self.model, self.write, self.state, self.segment_length = model, write, state, segment_length
         self.device = next(model.parameters()).device
