@@ -104,10 +104,8 @@ def generate(config: GenerateConfig, model: LanguageModel, write: Write, console
     n_before = 0 if state is None else state.length
     require_memory(model, n_before + prompt.n_bytes + config.max_new_tokens)
     writer = TextWriter(model, write, state, config.segment_length)
-    if writer.tokenizer.name == "bytes":
-        parts = prompt.parts(config.segment_length)
-    else:
-        parts = cut_after_lines(prompt.parts(LARGEST_PART))
+    in_bytes = writer.tokenizer.name == "bytes"
+    parts = prompt.parts(config.segment_length) if in_bytes else cut_after_lines(prompt.parts(LARGEST_PART))
     write(printable(_read_prompt(writer, parts, prompt.n_bytes, console)))
     if config.interactive:
         converse(writer, config, sys.stdin.buffer.readline, console)

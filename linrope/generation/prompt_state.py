@@ -98,19 +98,16 @@ def load_prompt_state(path: str | Path, model: CausalModel) -> PromptState:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InputError(f"state file {str(path)!r} is not in the format {FORMAT!r}: write it with --save_state.")
     if content["model"] != fingerprint(model):
+        old, new = content["model"]["config"], model.config.to_dict()
+        differing = [
+            f"model.{key}: {old.get(key)!r} in the file, {new.get(key)!r} in this model"
+            for key in sorted(old.keys() | new.keys())
+            if old.get(key) != new.get(key)
+        ]
         raise InputError(
             f"state file {str(path)!r} belongs to another model: give the checkpoint that it was saved with, or read "
-            f"the prompt again.\n  {_difference(content['model']['config'], model.config.to_dict())}"
+            "the prompt again.\n  " + ("\n  ".join(differing) or "the same configuration, but other weights")
         )
     device = next(model.parameters()).device
     state = from_serialized(content["state"], device)
     return PromptState(state, content["logits"].to(device), content["recent"].to(device))
-
-
-def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
-    differing = [
-        f"model.{key}: {old.get(key)!r} in the file, {new.get(key)!r} in this model"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
-    ]
-    return "\n  ".join(differing) or "the same configuration, but other weights"

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from linrope.data.tokenizers.base import Tokenizer, tokenizer_from_serialized
 from linrope.errors import InputError
@@ -42,13 +41,11 @@ class TextWriter:
         if len(tokens) == 0:
             return
         with self.speed.measure("read") as count:
-            self._read(tokens[None].to(self.device))
+            tokens = tokens[None].to(self.device)
+            self.state = read(self.model, tokens, self.state, segment_length=self.segment_length)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-            count(len(tokens))
-
-    def _read(self, tokens: Tensor) -> None:
-        self.state = read(self.model, tokens, self.state, segment_length=self.segment_length)
+            count(tokens.shape[1])
 
     def continue_text(self, max_new_tokens: int, sampler: Sampler, stop_strings: Sequence[str] = ()) -> tuple[str, str]:
         """Write until the document ends, a stop string is complete, or `max_new_tokens` tokens are written.
@@ -78,7 +75,7 @@ class TextWriter:
                 if until.found is not None:
                     break
             if unread is not None:
-                self._read(unread[:, None])
+                self.state = read(self.model, unread[:, None], self.state)
         kept.append(decoder.finish())
         show(until.finish(kept[-1]))
         return "".join(shown), "".join(kept)
@@ -142,10 +139,8 @@ class Speed:
                 self.spent[action] = tokens + sum(counted), seconds + time.perf_counter() - started
 
     def __str__(self) -> str:
-        return ", ".join(
-            f"{tokens:,} tokens {action} ({tokens / seconds:,.0f} per second)"
-            for action, (tokens, seconds) in self.spent.items()
-        )
+        text = "{1:,} tokens {0} ({2:,.0f} per second)"
+        return ", ".join(text.format(action, n, n / seconds) for action, (n, seconds) in self.spent.items())
 
 
 def write_sample(write: Write, model: CausalModel, prompt: str, *, max_new_tokens: int, **sampling: Any) -> None:
