@@ -39,17 +39,14 @@ class CausalModel(Protocol):
 
 @dataclass(frozen=True)
 class PromptState:
-    """A model's state after a prompt, and what sampling needs of it.
-
-    Attributes:
-        state: the model's state after the last token.
-        logits: (B, vocab_size), for the next token.
-        recent: (B, R) int64, the last tokens read; -1 for padding.
-    """
+    """A model's state after a prompt, and what sampling needs of it."""
 
     state: ModelState
+    """The model's state after the last token."""
     logits: Tensor
+    """(B, vocab_size), for the next token."""
     recent: Tensor
+    """(B, R) int64, the last tokens read; -1 for padding."""
 
     def fork(self, n: int) -> PromptState:
         """Each row repeated `n` times, next to each other: B · n rows, to be continued in different ways."""
