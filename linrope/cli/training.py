@@ -117,11 +117,8 @@ class TrainingCLI(ConfigCLI):
         self.trainer = self.instantiate_trainer()
 
     def check_checkpoint(self) -> LanguageModel | None:
-        """The model of a folder of save_pretrained; None for a checkpoint, which Lightning loads.
-
-        Raises:
-            InputError: no checkpoint, or that of another model.
-        """
+        """The model of a folder of save_pretrained; None for a checkpoint, which Lightning loads. InputError if there
+        is no checkpoint, or that of another model."""
         if self.checkpoint is None:
             raise InputError(f"--ckpt_path is missing: name the checkpoint to {self.command}.")
         if not Path(self.checkpoint, CONFIG_FILE).is_file():

@@ -85,10 +85,7 @@ class StopStrings:
     """Passes text through up to the first stop string, which is not shown.
 
     Text that may be the beginning of a stop string is held back until more text decides. `found` is the stop string
-    that ended the text, or None.
-
-    Raises:
-        InputError: an empty string.
+    that ended the text, or None. InputError for an empty string.
     """
 
     def __init__(self, stop_strings: Sequence[str] = ()) -> None:
@@ -156,11 +153,8 @@ def write_sample(write: Write, model: CausalModel, prompt: str, *, max_new_token
 
 
 def require_tokenizer(model: CausalModel, option: str) -> Tokenizer:
-    """The tokenizer that the model was trained with.
-
-    Raises:
-        InputError: the tokenizer is unknown, or has more tokens than the model; the message names `option`.
-    """
+    """The tokenizer that the model was trained with. InputError, which names `option`, if it is unknown or has more
+    tokens than the model."""
     if (tokenizer := tokenizer_from_serialized(model.tokenizer, "the model's tokenizer")) is None:
         raise InputError(
             f"{option} needs a tokenizer, and the model was trained on tokens without one: train it with "

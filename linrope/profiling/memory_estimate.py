@@ -66,15 +66,12 @@ class _Meter(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of a training step on one device, in addition to those of a process that has imported PyTorch.
-
-    Attributes:
-        weights: parameters, their gradients, AdamW's two moments and, if there is one, the moving average.
-        activations: all other tensors and the gaps between them, at their peak.
-    """
+    """Bytes of a training step on one device, in addition to those of a process that has imported PyTorch."""
 
     weights: int
+    """Parameters, their gradients, AdamW's two moments and, if there is one, the moving average."""
     activations: int
+    """All other tensors and the gaps between them, at their peak."""
 
     @property
     def total(self) -> int:
