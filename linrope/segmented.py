@@ -1,15 +1,14 @@
 """Exact gradients of sequences that do not fit in memory.
 
-Only the model's state, which is small and of fixed size, passes from one segment of a sequence to the next. The forward
-keeps these states and nothing else. The backward goes from the last segment to the first, computes each again with
-autograd, and passes the gradient of its initial state to the segment before:
+Only the model's state, small and of fixed size, passes from one segment to the next. The forward keeps these states and
+nothing else. The backward goes from the last segment to the first, computes each again with autograd, and passes the
+gradient of its initial state to the segment before:
 
     forward     s_1 = f(s_0, x_1),  s_2 = f(s_1, x_2),  …               no graph; the s_i are kept
     backward    (∂s_{i-1}, ∂w) += the vector-Jacobian product of (s_i, loss_i) with (∂s_i, 1)        i = n … 1
 
-The gradient is that of the whole sequence. It costs one more forward pass. Memory grows with the
-length by the tokens and one state a segment: 70 kB for a linear layer of width 128 with 4 heads, the keys and values
-of a window for a softmax layer.
+The gradient is that of the whole sequence. It costs one more forward pass. Memory grows with the length by the tokens
+and one state a segment: 70 kB for a linear layer of width 128 with 4 heads, a window's keys and values for softmax.
 """
 
 from __future__ import annotations
@@ -72,7 +71,13 @@ def segmented_loss(
         InputError: a segment length below 1, no tokens, shapes that do not fit, or a softmax layer whose window is
             missing (its state would grow with the length) or longer than a segment.
     """
-    _check(model, inputs, targets, segment_length, segment_ids, state)
+    require_segments(model, segment_length)
+    if inputs.ndim != 2 or inputs.shape[1] == 0 or targets.shape[:2] != inputs.shape:
+        raise InputError(
+            f"inputs {tuple(inputs.shape)} and targets {tuple(targets.shape)}: pass (B, T) with T ≥ 1, and one target "
+            "for each token."
+        )
+    model.check(inputs, state, segment_ids)  # before the first segment, not when its turn comes
     if truncated:
         require_fixed_frequencies(model, "truncated=True")
     segments = _Segments(model, loss, inputs, targets, segment_ids, segment_length)
@@ -83,16 +88,6 @@ def segmented_loss(
     kept: dict[str, Any] = {"state": state, "truncated": truncated}
     total = _SegmentedLoss.apply(segments, kept, *parameters)
     return total, kept["final"]
-
-
-def _check(model: LanguageModel, inputs: Tensor, targets: Tensor, segment_length: int, segment_ids, state) -> None:
-    require_segments(model, segment_length)
-    if inputs.ndim != 2 or inputs.shape[1] == 0 or targets.shape[:2] != inputs.shape:
-        raise InputError(
-            f"inputs {tuple(inputs.shape)} and targets {tuple(targets.shape)}: pass (B, T) with T ≥ 1, and one target "
-            "for each token."
-        )
-    model.check(inputs, state, segment_ids)  # before the first segment, not when its turn comes
 
 
 def require_segments(model: LanguageModel, segment_length: int) -> None:
@@ -120,7 +115,7 @@ def require_fixed_state(model: LanguageModel, option: str) -> None:
 
 def require_carried_state(model: LanguageModel, option: str) -> None:
     """Raise InputError unless states can pass from batch to batch without their graph: they need a fixed size and
-    frequencies that are not trained. The message names the option that needs this."""
+    frequencies that are not trained."""
     require_fixed_state(model, option)
     require_fixed_frequencies(model, option)
 
@@ -151,8 +146,7 @@ class _Segments:
     length: int
 
     def slices(self) -> Iterator[slice]:
-        for start in range(0, self.inputs.shape[1], self.length):
-            yield slice(start, min(start + self.length, self.inputs.shape[1]))
+        return (slice(start, start + self.length) for start in range(0, self.inputs.shape[1], self.length))
 
     def run(self, segment: slice, state: ModelState | None) -> tuple[Tensor, ModelState]:
         """The loss of one segment, and the state after it."""
@@ -162,7 +156,6 @@ class _Segments:
         return self.loss(logits, self.targets[:, segment]), state
 
     def free_after(self, number: int) -> None:
-        """Return freed memory to the system after every few segments."""
         if number % SEGMENTS_BETWEEN == SEGMENTS_BETWEEN - 1 and self.inputs.device.type == "cpu":
             give_back()
 
@@ -174,7 +167,8 @@ class _Segments:
             self.free_after(number)
             if keep:
                 states.append(state)
-                random_states.append(_random_state(self.inputs.device))
+                of_gpu = torch.cuda.get_rng_state(self.inputs.device) if self.inputs.is_cuda else None
+                random_states.append((torch.get_rng_state(), of_gpu))
             value, state = self.run(segment, state)
             total = total + value
         return total, [*states, state], random_states
@@ -230,10 +224,6 @@ class _SegmentedLoss(torch.autograd.Function):
             segments.free_after(number)
         rounded = (total.to(p.dtype) for total, p in zip(sums, parameters, strict=True))
         return None, None, *(total if has else None for total, has in zip(rounded, used, strict=True))
-
-
-def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
 @contextmanager

@@ -76,20 +76,9 @@ def test_loss_and_gradients_are_those_of_the_whole(options, length, is_packed):
     assert_same(gradients(model, total), gradients(model, whole), 1e-10)
 
 
-def test_float32():
-    model = model_of(torch.float32, **MODELS["recipe"])
-    inputs, targets = text(1, 1500)
-    whole = summed_cross_entropy(model(inputs), targets)
-    total, _ = segmented_loss(model, inputs, targets, 256)
-    # float32 sums in another order, over the whole gradient: single small ones are differences of larger sums
-    found, expected = (torch.cat([g.flatten() for g in gradients(model, loss)]) for loss in (total, whole))
-    assert (found - expected).norm() <= 1e-5 * expected.norm()
-
-
 def test_the_second_pass_runs_in_the_autocast_of_the_first():
     """One segment is the whole: the same numbers to the bit in bfloat16, in a backward outside of autocast."""
-    model = model_of(torch.float32, **MODELS["recipe"])
-    inputs, targets = text()
+    model, (inputs, targets) = model_of(torch.float32, **MODELS["recipe"]), text()
     with torch.autocast("cpu", torch.bfloat16):
         whole = summed_cross_entropy(model(inputs), targets)
         total, _ = segmented_loss(model, inputs, targets, T)
@@ -101,22 +90,17 @@ def test_the_second_pass_runs_in_the_autocast_of_the_first():
 
 
 def test_the_gradient_of_a_scaled_mean_with_a_loss_of_ones_own():
-    model = model_of()
-    inputs, targets = text()
-
     def loss(logits, values):
         return (logits.logsumexp(-1) * values).square().sum()
 
-    values = targets / 256.0
-    whole = loss(model(inputs), values)
-    total, _ = segmented_loss(model, inputs, values, 30, loss=loss)
-    assert_same(gradients(model, total / 7), gradients(model, whole / 7), 1e-10)
+    model, (inputs, targets) = model_of(), text()
+    total, _ = segmented_loss(model, inputs, targets / 256.0, 30, loss=loss)
+    assert_same(gradients(model, total / 7), gradients(model, loss(model(inputs), targets / 256.0) / 7), 1e-10)
 
 
 def test_states_go_in_and_out():
     """Two calls chained by their state see what one call sees; no gradient goes back through it."""
-    model = model_of(**MODELS["recipe"])
-    inputs, targets = text()
+    model, (inputs, targets) = model_of(**MODELS["recipe"]), text()
     _, after = model(inputs[:, :50], return_state=True)
     total, state = segmented_loss(model, inputs[:, :50], targets[:, :50], 20)
     rest, last = segmented_loss(model, inputs[:, 50:], targets[:, 50:], 20, state=state)
@@ -131,8 +115,7 @@ def test_states_go_in_and_out():
 
 
 def test_truncated_backpropagation_stops_at_each_segment():
-    model = model_of(**MODELS["recipe"])
-    inputs, targets = text()
+    model, (inputs, targets) = model_of(**MODELS["recipe"]), text()
     total, _ = segmented_loss(model, inputs, targets, 40, truncated=True)
     expected = [0.0] * len(list(model.parameters()))
     for start in range(0, T, 40):
@@ -195,39 +178,36 @@ def test_no_activations_are_kept_between_segments():
 
 def test_gradients_of_half_precision_are_summed_in_float32():
     """Of a bfloat16 model: many segments are no further from float32 than the whole is."""
-    model = model_of(torch.bfloat16, **MODELS["recipe"])
+    model, exact = (model_of(dtype, **MODELS["recipe"]) for dtype in (torch.bfloat16, torch.float32))
     inputs, targets = text(1, 1024)
-    exact = model_of(torch.float32, **MODELS["recipe"])
     exact.load_state_dict(model.state_dict())
-    right = torch.cat([g.flatten() for g in gradients(exact, summed_cross_entropy(exact(inputs), targets))])
-    errors = []
-    for length in (1024, 16):
+
+    def gradient(model: LanguageModel, length: int) -> torch.Tensor:
         found = gradients(model, segmented_loss(model, inputs, targets, length)[0])
-        assert all(g.dtype == torch.bfloat16 for g in found)
-        errors.append(((torch.cat([g.flatten().float() for g in found]) - right).norm() / right.norm()).item())
+        assert all(g.dtype == model.embedding.weight.dtype for g in found)
+        return torch.cat([g.flatten().float() for g in found])
+
+    right = gradient(exact, 1024)
+    # float32 sums in another order, over the whole gradient: single small ones are differences of larger sums
+    assert (gradient(exact, 256) - right).norm() <= 1e-5 * right.norm()
+    errors = [(gradient(model, length) - right).norm() for length in (1024, 16)]
     assert errors[1] < 1.3 * errors[0]
 
 
-def test_second_derivatives_are_refused():
-    model = model_of()
-    total, _ = segmented_loss(model, *text(), 30)
-    with pytest.raises(InputError, match="create_graph=True asks for a second derivative"):
-        torch.autograd.grad(total, model.embedding.weight, create_graph=True)
-
-
 def test_activation_checkpointing_of_blocks_changes_nothing():
-    model = model_of(**MODELS["recipe"])
-    inputs, targets = text()
+    model, (inputs, targets) = model_of(**MODELS["recipe"]), text()
     expected = gradients(model, segmented_loss(model, inputs, targets, 40)[0])
     for block in model.blocks:
         block.forward = functools.partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
     assert_same(gradients(model, segmented_loss(model, inputs, targets, 40)[0]), expected, 1e-12)
 
 
-def test_parameters_without_a_part_or_frozen_get_no_gradient():
+def test_parameters_without_a_part_or_frozen_get_no_gradient_and_none_gets_a_second():
     model = model_of()
     model.embedding.weight.requires_grad_(False)
     model.unused = torch.nn.Parameter(torch.zeros(3))
+    with pytest.raises(InputError, match="create_graph=True asks for a second derivative"):
+        segmented_loss(model, *text(), 30)[0].backward(create_graph=True)
     segmented_loss(model, *text(), 30)[0].backward()
     assert model.embedding.weight.grad is None
     assert model.unused.grad is None

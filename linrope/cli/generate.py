@@ -6,12 +6,12 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TaskProgressColumn, TimeRemainingColumn
 
-from linrope.cli.device import pick_device
+from linrope.cli.checkpoint import ModelOptions
 from linrope.cli.output import write as write_to_stdout
 from linrope.cli.parser import parse_command
 from linrope.cli.prompts import LARGEST_PART, Prompt, cut_after_lines
@@ -48,11 +48,9 @@ class SamplingConfig(Sampling):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig(SamplingConfig):
+class GenerateConfig(ModelOptions, SamplingConfig):
     """The model, the prompt, and how tokens are sampled."""
 
-    ckpt_path: str
-    """Checkpoint file, or a folder that save_pretrained or `linrope export` wrote."""
     prompt: str = ""
     """Text to continue."""
     prompt_file: str | None = None
@@ -71,8 +69,6 @@ class GenerateConfig(SamplingConfig):
     """Allow --save_state to replace a file."""
     interactive: bool = False
     """Answer each line of the standard input and keep the state. Ctrl-C ends an answer, Ctrl-D the conversation."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run; auto takes a CUDA GPU if there is one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,8 +86,7 @@ def run(args: Sequence[str]) -> None:
     """Run `linrope generate` with the command line `args`."""
     stop = {"action": "append", "default": [], "help": STOP_HELP}
     config = parse_command("generate", GenerateConfig, args, "--ckpt_path FILE --prompt TEXT [options]", stop=stop)
-    model = LanguageModel.from_pretrained(config.ckpt_path).to(pick_device(config.device)).eval()
-    generate(config, model, write_to_stdout, Console(stderr=True))
+    generate(config, config.load(), write_to_stdout, Console(stderr=True))
 
 
 def generate(config: GenerateConfig, model: LanguageModel, write: Write, console: Console) -> None:
@@ -109,10 +104,8 @@ def generate(config: GenerateConfig, model: LanguageModel, write: Write, console
     n_before = 0 if state is None else state.length
     require_memory(model, n_before + prompt.n_bytes + config.max_new_tokens)
     writer = TextWriter(model, write, state, config.segment_length)
-    if writer.tokenizer.name == "bytes":
-        parts = prompt.parts(config.segment_length)
-    else:
-        parts = cut_after_lines(prompt.parts(LARGEST_PART))
+    in_bytes = writer.tokenizer.name == "bytes"
+    parts = prompt.parts(config.segment_length) if in_bytes else cut_after_lines(prompt.parts(LARGEST_PART))
     write(printable(_read_prompt(writer, parts, prompt.n_bytes, console)))
     if config.interactive:
         converse(writer, config, sys.stdin.buffer.readline, console)

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Sequence
 
 from linrope.cli.commands import COMMANDS
-from linrope.cli.output import say
+from linrope.cli.output import leave_error_to_first_rank, rank, say
 from linrope.errors import (
     CheckpointError,
     DamagedFile,
@@ -21,10 +21,20 @@ from linrope.errors import (
     NonFiniteError,
     suggest,
 )
-from linrope.utils.ranks import leave_error_to_first_rank, rank
 
 DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """The disk, the user's quota, or the largest size of one file."""
+
+HELP = "\n".join(
+    [
+        "usage: linrope COMMAND [options]\n",
+        "Language models with linear attention and rotary position embeddings: train them and generate text.\n",
+        "commands:",
+        *(f"  {name:<10}{text}" for name, text in COMMANDS.items()),
+        "\n`linrope COMMAND --help` lists a command's options.",
+        "A first run: linrope fit --config configs/quickstart.yaml",
+    ]
+)
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -39,7 +49,7 @@ def main(args: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a model may write what the terminal's encoding lacks
     try:
         if not args or args[0] in ("-h", "--help"):
-            print(_help())
+            print(HELP)
         elif args[0] in COMMANDS:
             importlib.import_module(f"linrope.cli.{args[0]}").run(args[1:])
         else:
@@ -75,18 +85,6 @@ def main(args: Sequence[str] | None = None) -> int:
             say(traceback.format_exc())  # with the number of the rank
         return 1
     return 0
-
-
-def _help() -> str:
-    lines = [
-        "usage: linrope COMMAND [options]\n",
-        "Language models with linear attention and rotary position embeddings: train them and generate text.\n",
-        "commands:",
-        *(f"  {name:<10}{text}" for name, text in COMMANDS.items()),
-        "\n`linrope COMMAND --help` lists a command's options.",
-        "A first run: linrope fit --config configs/quickstart.yaml",
-    ]
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,34 @@
-"""What commands print, and the command lines they suggest."""
+"""What commands print, which rank of a run prints it, and the command lines they suggest."""
 
 from __future__ import annotations
 
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from linrope.utils.ranks import rank
+from lightning_utilities.core.rank_zero import rank_zero_only  # Lightning sets its rank; importing it loads no torch
+
+HEAD_START = 2.0
+"""Seconds that rank 0 has to print an error that all ranks meet, before the other ranks exit."""
+
+
+def rank() -> int:
+    """The rank of this process in its run; 0 in a process that has not started others, and without Lightning."""
+    return getattr(rank_zero_only, "rank", 0)
+
+
+def leave_error_to_first_rank() -> bool:
+    """True on all ranks but the first, for an error that all ranks meet, so that one of them prints it.
+
+    It waits `HEAD_START` there: a launcher ends all processes once one has failed, and rank 0 must have printed before.
+    """
+    if rank() != 0:
+        time.sleep(HEAD_START)
+    return rank() != 0
 
 
 def say(text: str) -> None:

@@ -38,28 +38,24 @@ def run(args: Sequence[str]) -> None:
 
 
 def _summary(manifest: Manifest) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in _rows(manifest):
-        table.add_row(name, escape(value))
-    return table
-
-
-def _rows(manifest: Manifest) -> list[tuple[str, str]]:
     skipped = {
         "files (binary, empty or unreadable)": manifest.n_skipped_files,
         "bad lines": manifest.n_skipped_lines,
         "documents without a token": manifest.n_empty,
     }
-    return [
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in (
         ("corpus", manifest.origin),
         ("tokenizer", f"{manifest.tokenizer}, {manifest.vocab_size:,} tokens"),
         ("documents", f"{manifest.n_documents:,}"),
         ("tokens", f"{manifest.n_tokens:,}, plus a separator after each document"),
         ("bytes per token", f"{manifest.n_bytes / manifest.n_tokens:.3f} ({manifest.n_bytes:,} bytes of text)"),
         *(("skipped", f"{n:,} {what}") for what, n in skipped.items() if n),
-    ]
+    ):
+        table.add_row(name, escape(value))
+    return table
 
 
 def _histogram(sizes: np.ndarray) -> Table:
@@ -67,9 +63,8 @@ def _histogram(sizes: np.ndarray) -> Table:
     powers = np.frexp(sizes)[1] - 1  # floor(log2(size))
     counts = np.bincount(powers)
     table = Table.grid(padding=(0, 2))
-    table.add_column(justify="right")
-    table.add_column(justify="right")
-    table.add_column()
+    for justify in ("right", "right", "left"):
+        table.add_column(justify=justify)
     table.add_row("tokens", "documents", "")
     for power in range(powers.min(), len(counts)):
         lowest, highest = 2**power, 2 ** (power + 1) - 1

@@ -9,7 +9,7 @@ from typing import Literal
 from rich.console import Console
 from rich.progress import BarColumn
 
-from linrope.cli.device import pick_device
+from linrope.cli.checkpoint import ModelOptions
 from linrope.cli.output import command_line
 from linrope.cli.parser import parse_command
 from linrope.data.corpus.files import find_sources
@@ -22,16 +22,13 @@ from linrope.errors import InputError
 from linrope.evaluation.recall_map import recall_by_depth, table_of
 from linrope.evaluation.recall_map import write as write_recall
 from linrope.evaluation.reports import make_folder, name_of, print_written
-from linrope.models.language_model import LanguageModel
 from linrope.utils.terminal import progress_bar
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecallConfig:
+class RecallConfig(ModelOptions):
     """The model and the task."""
 
-    ckpt_path: str
-    """Checkpoint file, or a folder that save_pretrained wrote."""
     task: Literal["passkey", "induction"] = "passkey"
     """passkey: five digits stated in real text; induction: which token followed a mark, in random tokens."""
     lengths: list[int]
@@ -46,8 +43,6 @@ class RecallConfig:
     """Seed of the rows."""
     report: str | None = None
     """Folder for the table as CSV and JSON and, with matplotlib, a heat map."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run; auto takes a CUDA GPU if there is one."""
 
     def make_task(self, vocab_size: int) -> RecallTask:
         """The task, for a model of `vocab_size` tokens. InputError if pass keys cannot be written in them."""
@@ -71,7 +66,7 @@ def run(args: Sequence[str]) -> None:
     config = parse_command("recall", RecallConfig, args, usage, lengths=LENGTHS, depths=DEPTHS)
     console = Console(highlight=False)
     folder = None if config.report is None else make_folder("--report", config.report)
-    model = LanguageModel.from_pretrained(config.ckpt_path).to(pick_device(config.device)).eval()
+    model = config.load()
     task = config.make_task(model.config.vocab_size)
     with progress_bar(console, BarColumn()) as bar:
         number = bar.add_task("asking", total=len(config.lengths) * len(config.depths))

@@ -121,11 +121,8 @@ def add_general_options(parser: ArgumentParser) -> None:
 
 
 def print_help(parser: ArgumentParser) -> None:
-    """Print the help of a command that takes a run's configuration; it lists the Trainer's usual options only.
-
-    Args:
-        parser: a parser with the command's own options, which is used for nothing else.
-    """
+    """Print the help of a command that takes a run's configuration: the options of `parser`, which is used for nothing
+    else, those of the sections, and the Trainer's usual ones."""
     add_general_options(parser)
     parser.add_argument("-c", "--config", action=ActionConfigFile, help="YAML file with any of these options.")
     add_sections(parser)

@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
-from linrope.cli.output import say
+from linrope.cli.output import rank, say
 from linrope.cli.parser import add_options, parse, parser_settings
 from linrope.cli.sections import SECTIONS, TRAINER_DEFAULTS, add_general_options, add_sections, print_help
 from linrope.errors import InputError
@@ -27,7 +27,6 @@ from linrope.training.callbacks.progress import ProgressReport
 from linrope.training.checkpoint import WholeCheckpointIO, find_last, require_same_model
 from linrope.training.data_modules.text import TextDataModule
 from linrope.training.tasks.language_modeling import LanguageModelingModule
-from linrope.utils.ranks import rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,11 +117,8 @@ class TrainingCLI(ConfigCLI):
         self.trainer = self.instantiate_trainer()
 
     def check_checkpoint(self) -> LanguageModel | None:
-        """The model of a folder of save_pretrained; None for a checkpoint, which Lightning loads.
-
-        Raises:
-            InputError: no checkpoint, or that of another model.
-        """
+        """The model of a folder of save_pretrained; None for a checkpoint, which Lightning loads. InputError if there
+        is no checkpoint, or that of another model."""
         if self.checkpoint is None:
             raise InputError(f"--ckpt_path is missing: name the checkpoint to {self.command}.")
         if not Path(self.checkpoint, CONFIG_FILE).is_file():

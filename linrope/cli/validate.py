@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from linrope.cli.output import command_line
 from linrope.cli.training import CheckpointOptions, TrainingCLI
 from linrope.data.tokenizers.base import Tokenizer
 from linrope.errors import InputError
-from linrope.evaluation.length_report import read_lengths
 from linrope.evaluation.length_report import show as show_lengths
 from linrope.evaluation.length_report import write as write_lengths
 from linrope.evaluation.reports import make_folder, name_of, print_written
-from linrope.evaluation.row_lengths import Excerpt, LengthReading, excerpt_for, parse_lengths
+from linrope.evaluation.row_lengths import LengthReading, excerpt_for, parse_lengths, read_at_lengths
+from linrope.utils.terminal import progress_bar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,26 +57,23 @@ def run(args: Sequence[str]) -> None:
         data.open()
         options.require_bytes(data.tokenizer)
     folder = None if options.report is None else make_folder("--report", options.report)
-    excerpt, lengths = _excerpt(cli) if options.lengths else (None, [])
+    if options.lengths:
+        lengths = parse_lengths(options.lengths, data.context)
+        if cli.trainer.world_size > 1:
+            raise InputError(f"--lengths reads on one device, not on {cli.trainer.world_size}: set trainer.devices=1.")
+        excerpt = excerpt_for(data.open()["val"], lengths, options.report_tokens, data.document_mask)
     cli.run(verbose=False)
     if not cli.trainer.is_global_zero:
         return
     readings = [LengthReading.of_rows(data.context, cli.model.loss_by_position)]
-    if excerpt is not None:
-        with cli.trainer.precision_plugin.val_step_context():
-            model = cli.model.model.to(cli.trainer.strategy.root_device)
-            readings = read_lengths(cli.console, model, excerpt, lengths, data.context)
-    show_lengths(cli.console, readings, data.context, at_lengths=excerpt is not None)
+    if options.lengths:
+        model = cli.model.model.to(cli.trainer.strategy.root_device).eval()
+        with cli.trainer.precision_plugin.val_step_context(), progress_bar(cli.console) as bar:
+            task = bar.add_task("reading rows of each length", total=len(lengths) * (len(excerpt.tokens) - 1))
+            tick = partial(bar.advance, task)
+            readings = list(read_at_lengths(model, excerpt, lengths, data.context, tick))
+    show_lengths(cli.console, readings, data.context, at_lengths=bool(options.lengths))
     if folder is not None:
         details = {"command": command_line("validate", args), "checkpoint": cli.checkpoint, "context": data.context}
         written = write_lengths(folder, readings, details, f"{name_of(cli.checkpoint)}, trained at {data.context:,}")
         print_written(cli.console, written)
-
-
-def _excerpt(cli: TrainingCLI) -> tuple[Excerpt, list[int]]:
-    """The text that --lengths reads, and the lengths in tokens. InputError for several devices or unusable lengths."""
-    data = cli.datamodule
-    lengths = parse_lengths(cli.options.lengths, data.context)
-    if cli.trainer.world_size > 1:
-        raise InputError(f"--lengths reads on one device, not on {cli.trainer.world_size}: set trainer.devices=1.")
-    return excerpt_for(data.open()["val"], lengths, cli.options.report_tokens, data.document_mask), lengths

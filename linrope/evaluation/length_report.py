@@ -9,22 +9,12 @@ from rich.console import Console
 from rich.table import Table
 
 from linrope.evaluation.reports import write_csv, write_json, write_picture
-from linrope.evaluation.row_lengths import Excerpt, LengthReading, read_at_lengths
-from linrope.models.language_model import LanguageModel
-from linrope.utils.terminal import new_table, progress_bar
+from linrope.evaluation.row_lengths import LengthReading
+from linrope.utils.terminal import new_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-
-def read_lengths(
-    console: Console, model: LanguageModel, text: Excerpt, lengths: list[int], context: int
-) -> list[LengthReading]:
-    """Read a text in rows of each length, with a progress bar."""
-    with progress_bar(console) as bar:
-        task = bar.add_task("reading rows of each length", total=len(lengths) * (len(text.tokens) - 1))
-        return list(read_at_lengths(model.eval(), text, lengths, context, lambda n: bar.advance(task, n)))
 
 
 def show(console: Console, readings: list[LengthReading], context: int, at_lengths: bool) -> None:

@@ -27,16 +27,11 @@ class Bucket:
 
 
 class LossByPosition:
-    """Sums of losses by position in the row, in buckets whose edges double.
-
-    Attributes:
-        sums: (N_BUCKETS, 3) float64: nats, bytes and targets.
-        longest: length of the longest row.
-    """
+    """Sums of losses by position in the row, in buckets whose edges double."""
 
     def __init__(self) -> None:
-        self.sums = torch.zeros(N_BUCKETS, 3, dtype=torch.float64)
-        self.longest = 0
+        self.sums = torch.zeros(N_BUCKETS, 3, dtype=torch.float64)  # nats, bytes and targets
+        self.longest = 0  # length of the longest row
 
     def add(self, losses: Tensor, targets: Tensor, n_bytes: Tensor | None = None) -> None:
         """Add losses in nats, targets and the targets' byte counts (None if tokens are bytes), all (B, T)."""

@@ -49,10 +49,8 @@ def recall_by_depth(
 ) -> Iterator[Recalled]:
     """Measure the recall in `n_rows` rows of each length and depth; `tick` is called after each of these cases.
 
-    Rows are read in segments, so with linear attention memory does not grow with the length.
-
-    Raises:
-        InputError: the task cannot make such rows; raised before the first row is read.
+    Rows are read in segments, so with linear attention memory does not grow with the length. InputError, before the
+    first row is read, if the task cannot make such rows.
     """
     require_cases(task, lengths, depths, n_rows)
     for length in lengths:

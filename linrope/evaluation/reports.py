@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 
 
 def make_folder(option: str, folder: str | Path) -> Path:
-    """The folder, created where missing. Call it before the work starts.
-
-    Raises:
-        InputError: the folder cannot be written; the message names the option.
-    """
+    """The folder, created where missing, before the work starts. InputError, naming the option, if it cannot be."""
     path = Path(folder).expanduser()
     require_writable(path, option)
     path.mkdir(parents=True, exist_ok=True)
@@ -35,9 +31,7 @@ def name_of(checkpoint: str | Path) -> str:
     """A checkpoint's name in titles: `recipe-seed0`, or for a file in a run's `checkpoints` folder, where names repeat
     from run to run, `lm-long/version_0, last`."""
     path = Path(checkpoint)
-    if path.parent.name != "checkpoints":
-        return path.stem
-    return f"{'/'.join(path.parts[-4:-2])}, {path.stem}"
+    return f"{'/'.join(path.parts[-4:-2])}, {path.stem}" if path.parent.name == "checkpoints" else path.stem
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]], columns: Sequence[str] | None = None) -> Path:

@@ -33,8 +33,7 @@ def segment_logits(
 
     With `segment_ids` (B, T) each run of equal numbers is a document that is read by itself.
     """
-    device = next(model.parameters()).device
-    length = rows.shape[1]
+    device, length = next(model.parameters()).device, rows.shape[1]
     at_once = max(1, 2 * SEGMENT // length)
     for first in range(0, len(rows), at_once):
         batch, state = slice(first, min(first + at_once, len(rows))), None

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from linrope.errors import InputError
-from linrope.generation.prompt_state import PromptState
-from linrope.generation.protocol import CausalModel
+from linrope.generation.prompt_state import CausalModel, PromptState
 from linrope.generation.sampling import Sampler, Sampling
 from linrope.layers.state import state_before
 

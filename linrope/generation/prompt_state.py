@@ -7,34 +7,46 @@ one model is meaningless to another.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from linrope.errors import InputError
-from linrope.generation.protocol import CausalModel
 from linrope.layers.state import ModelState, from_serialized, map_state, to_serialized
 from linrope.utils.files import load_plain, whole_file
 
 FORMAT = "linrope state 1"
 
 
+class CausalModel(Protocol):
+    """What generation needs of a model: `LanguageModel` in evaluation mode (in training mode dropout applies)."""
+
+    config: Any  # with `vocab_size` and `to_dict()`
+    tokenizer: dict[str, str] | None  # serialized; None if unknown
+
+    def __call__(
+        self, tokens: Tensor, state: ModelState | None, ids: Tensor | None, *, return_state: bool, logits_to_keep: int
+    ) -> tuple[Tensor, ModelState]: ...
+
+    def state_bytes(self, context: int, dtype: torch.dtype) -> int: ...
+    def parameters(self) -> Iterator[Tensor]: ...
+    def state_dict(self) -> dict[str, Tensor]: ...
+
+
 @dataclass(frozen=True)
 class PromptState:
-    """A model's state after a prompt, and what sampling needs of it.
-
-    Attributes:
-        state: the model's state after the last token.
-        logits: (B, vocab_size), for the next token.
-        recent: (B, R) int64, the last tokens read; -1 for padding.
-    """
+    """A model's state after a prompt, and what sampling needs of it."""
 
     state: ModelState
+    """The model's state after the last token."""
     logits: Tensor
+    """(B, vocab_size), for the next token."""
     recent: Tensor
+    """(B, R) int64, the last tokens read; -1 for padding."""
 
     def fork(self, n: int) -> PromptState:
         """Each row repeated `n` times, next to each other: B · n rows, to be continued in different ways."""
@@ -83,19 +95,16 @@ def load_prompt_state(path: str | Path, model: CausalModel) -> PromptState:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InputError(f"state file {str(path)!r} is not in the format {FORMAT!r}: write it with --save_state.")
     if content["model"] != fingerprint(model):
+        old, new = content["model"]["config"], model.config.to_dict()
+        differing = [
+            f"model.{key}: {old.get(key)!r} in the file, {new.get(key)!r} in this model"
+            for key in sorted(old.keys() | new.keys())
+            if old.get(key) != new.get(key)
+        ]
         raise InputError(
             f"state file {str(path)!r} belongs to another model: give the checkpoint that it was saved with, or read "
-            f"the prompt again.\n  {_difference(content['model']['config'], model.config.to_dict())}"
+            "the prompt again.\n  " + ("\n  ".join(differing) or "the same configuration, but other weights")
         )
     device = next(model.parameters()).device
     state = from_serialized(content["state"], device)
     return PromptState(state, content["logits"].to(device), content["recent"].to(device))
-
-
-def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
-    differing = [
-        f"model.{key}: {old.get(key)!r} in the file, {new.get(key)!r} in this model"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
-    ]
-    return "\n  ".join(differing) or "the same configuration, but other weights"

@@ -58,11 +58,7 @@ class Sampler:
         self._generators: list[torch.Generator] = []
 
     def draw(self, state: PromptState) -> Tensor:
-        """The next token of each row, (B,) int64.
-
-        Raises:
-            NonFiniteError: the logits are not finite.
-        """
+        """The next token of each row, (B,) int64. NonFiniteError if the logits are not finite."""
         sampling, logits = self.sampling, state.logits.float()
         if not torch.isfinite(logits).all():
             raise NonFiniteError(

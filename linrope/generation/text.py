@@ -8,13 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from linrope.data.tokenizers.base import Tokenizer, tokenizer_from_serialized
 from linrope.errors import InputError
 from linrope.generation.decoding import SEGMENT_LENGTH, decode, read
-from linrope.generation.prompt_state import PromptState
-from linrope.generation.protocol import CausalModel
+from linrope.generation.prompt_state import CausalModel, PromptState
 from linrope.generation.sampling import Sampler, Sampling
 
 Write = Callable[[str], Any]
@@ -28,11 +26,7 @@ class TextWriter:
     """
 
     def __init__(
-        self,
-        model: CausalModel,
-        write: Write,
-        state: PromptState | None = None,
-        segment_length: int = SEGMENT_LENGTH,
+        self, model: CausalModel, write: Write, state: PromptState | None = None, segment_length: int = SEGMENT_LENGTH
     ) -> None:
         self.model, self.write, self.state, self.segment_length = model, write, state, segment_length
         self.device = next(model.parameters()).device
@@ -47,13 +41,11 @@ class TextWriter:
         if len(tokens) == 0:
             return
         with self.speed.measure("read") as count:
-            self._read(tokens[None].to(self.device))
+            tokens = tokens[None].to(self.device)
+            self.state = read(self.model, tokens, self.state, segment_length=self.segment_length)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-            count(len(tokens))
-
-    def _read(self, tokens: Tensor) -> None:
-        self.state = read(self.model, tokens, self.state, segment_length=self.segment_length)
+            count(tokens.shape[1])
 
     def continue_text(self, max_new_tokens: int, sampler: Sampler, stop_strings: Sequence[str] = ()) -> tuple[str, str]:
         """Write until the document ends, a stop string is complete, or `max_new_tokens` tokens are written.
@@ -83,7 +75,7 @@ class TextWriter:
                 if until.found is not None:
                     break
             if unread is not None:
-                self._read(unread[:, None])
+                self.state = read(self.model, unread[:, None], self.state)
         kept.append(decoder.finish())
         show(until.finish(kept[-1]))
         return "".join(shown), "".join(kept)
@@ -93,10 +85,7 @@ class StopStrings:
     """Passes text through up to the first stop string, which is not shown.
 
     Text that may be the beginning of a stop string is held back until more text decides. `found` is the stop string
-    that ended the text, or None.
-
-    Raises:
-        InputError: an empty string.
+    that ended the text, or None. InputError for an empty string.
     """
 
     def __init__(self, stop_strings: Sequence[str] = ()) -> None:
@@ -147,10 +136,8 @@ class Speed:
                 self.spent[action] = tokens + sum(counted), seconds + time.perf_counter() - started
 
     def __str__(self) -> str:
-        return ", ".join(
-            f"{tokens:,} tokens {action} ({tokens / seconds:,.0f} per second)"
-            for action, (tokens, seconds) in self.spent.items()
-        )
+        text = "{1:,} tokens {0} ({2:,.0f} per second)"
+        return ", ".join(text.format(action, n, n / seconds) for action, (n, seconds) in self.spent.items())
 
 
 def write_sample(write: Write, model: CausalModel, prompt: str, *, max_new_tokens: int, **sampling: Any) -> None:
@@ -166,11 +153,8 @@ def write_sample(write: Write, model: CausalModel, prompt: str, *, max_new_token
 
 
 def require_tokenizer(model: CausalModel, option: str) -> Tokenizer:
-    """The tokenizer that the model was trained with.
-
-    Raises:
-        InputError: the tokenizer is unknown, or has more tokens than the model; the message names `option`.
-    """
+    """The tokenizer that the model was trained with. InputError, which names `option`, if it is unknown or has more
+    tokens than the model."""
     if (tokenizer := tokenizer_from_serialized(model.tokenizer, "the model's tokenizer")) is None:
         raise InputError(
             f"{option} needs a tokenizer, and the model was trained on tokens without one: train it with "

@@ -43,11 +43,7 @@ class DecodingStep(nn.Module):
 
 
 def tensors_of(state: ModelState) -> list[Tensor]:
-    """The state's tensors, as a step takes and returns them.
-
-    Raises:
-        InputError: the rows have different positions, as after prompts of different lengths; a step has one position.
-    """
+    """The state's tensors, as a step takes and returns them. InputError if the rows have different positions."""
     if any(layer.document_start is not None and layer.document_start.any() for layer in state):
         raise InputError(
             "state comes from prompts of different lengths, or from rows that were reset: the decoding step has one "
@@ -70,11 +66,8 @@ def initial_state(model: LanguageModel, batch: int = 1) -> ModelState:
 
 @torch.no_grad()
 def export_decoding_step(model: LanguageModel, batch: int = 1) -> torch.export.ExportedProgram:
-    """The exported program of a `DecodingStep` on `batch` rows.
-
-    Raises:
-        InputError: the model is in training mode, or has softmax layers, whose caches grow.
-    """
+    """The exported program of a `DecodingStep` on `batch` rows. InputError for a model in training mode, or with
+    softmax layers, whose caches grow."""
     if model.training:
         raise InputError("model is in training mode, where dropout is active: call model.eval() first.")
     if "softmax" in model.config.attention_types:

@@ -56,11 +56,7 @@ CODE = "from linrope.interop.transformers import LinropeConfig, LinropeForCausal
 
 
 class LinropeConfig(PreTrainedConfig):
-    """The configuration of transformers, with that of the linrope model inside.
-
-    Args:
-        linrope: the fields of `LanguageModelConfig`.
-    """
+    """The configuration of transformers; `linrope` has the fields of `LanguageModelConfig`."""
 
     model_type = "linrope"
 

@@ -16,25 +16,16 @@ from linrope.ops.state import State
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """One call of a layer's operator.
+    """One call of a layer's operator. q, k, v and o are (B, H, T, D)."""
 
-    Attributes:
-        layer: the block's number, counted from 0.
-        attention: the layer.
-        q, k, v: (B, H, T, D), the operator's arguments; already rotated with `rope.placement="selective"`.
-        options: the operator's keyword arguments, such as `rope`, `log_decay`, `state` and `segment_ids`.
-        o: (B, H, T, D), its output.
-        final: the state after the last token.
-    """
-
-    layer: int
+    layer: int  # the block's number, counted from 0
     attention: LinearAttention
-    q: Tensor
+    q: Tensor  # already rotated with `rope.placement="selective"`, and so is k
     k: Tensor
     v: Tensor
-    options: dict[str, Any]
+    options: dict[str, Any]  # the operator's keyword arguments, such as `rope`, `log_decay`, `state` and `segment_ids`
     o: Tensor
-    final: State
+    final: State  # after the last token
 
 
 @contextmanager

@@ -47,22 +47,17 @@ class _Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self._note(leaf)
+        for storage in (leaf.untyped_storage() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)):
+            if id(storage) in self._known:
+                continue
+            held = storage.nbytes()
+            if self.device != "cpu" or held < MMAP_THRESHOLD:
+                held = round(GAPS[self.device] * held)
+            self._known.add(id(storage))
+            self.live += held
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._freed, id(storage), held)
         return out
-
-    def _note(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if id(storage) in self._known:
-            return
-        self._known.add(id(storage))
-        held = storage.nbytes()
-        if self.device != "cpu" or held < MMAP_THRESHOLD:
-            held = round(GAPS[self.device] * held)
-        self.live += held
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._freed, id(storage), held)
 
     def _freed(self, key: int, held: int) -> None:
         self._known.discard(key)
@@ -71,15 +66,12 @@ class _Meter(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of a training step on one device, in addition to those of a process that has imported PyTorch.
-
-    Attributes:
-        weights: parameters, their gradients, AdamW's two moments and, if there is one, the moving average.
-        activations: all other tensors and the gaps between them, at their peak.
-    """
+    """Bytes of a training step on one device, in addition to those of a process that has imported PyTorch."""
 
     weights: int
+    """Parameters, their gradients, AdamW's two moments and, if there is one, the moving average."""
     activations: int
+    """All other tensors and the gaps between them, at their peak."""
 
     @property
     def total(self) -> int:

@@ -60,18 +60,8 @@ class Setting:
 
     @property
     def largest(self) -> PlannedStage:
-        """The stage with the largest batches."""
+        """The stage with the largest batches, of `batch_size` rows of `seq_len` tokens on one device."""
         return max(self.plan.stages, key=lambda stage: (stage.batch_size * stage.seq_len, stage.seq_len))
-
-    @property
-    def context(self) -> int:
-        """Tokens in a row of the largest stage."""
-        return self.largest.seq_len
-
-    @property
-    def batch_size(self) -> int:
-        """Rows in a batch of the largest stage, on one device."""
-        return self.largest.batch_size
 
 
 @dataclass(frozen=True)
@@ -126,7 +116,8 @@ def measure_rate(setting: Setting) -> float:
     device = torch.device(setting.device)
     model = LanguageModel(setting.model).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
-    tokens = torch.randint(min(256, setting.model.vocab_size), (setting.batch_size, setting.context + 1), device=device)
+    rows, length = setting.largest.batch_size, setting.largest.seq_len
+    tokens = torch.randint(min(256, setting.model.vocab_size), (rows, length + 1), device=device)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -141,15 +132,15 @@ def measure_rate(setting: Setting) -> float:
     began = time.perf_counter()
     for _ in range(MEASURED_STEPS):
         step()
-    return MEASURED_STEPS * setting.batch_size * setting.context / (time.perf_counter() - began)
+    return MEASURED_STEPS * rows * length / (time.perf_counter() - began)
 
 
 def show(console: Console, setting: Setting, memory: int | None, rate: float | None) -> None:
     """Print the plan: parameters, state, steps, duration, the table by length, and what fits the memory."""
-    model = shapes_only(setting.model)
+    model, context = shapes_only(setting.model), setting.largest.seq_len
     for name, value in (
         ("parameters", f"{model.n_parameters:,}"),
-        ("decoding state", f"{bytes_text(model.state_bytes(setting.context))} at {setting.context:,} tokens"),
+        ("decoding state", f"{bytes_text(model.state_bytes(context))} at {context:,} tokens"),
         *_stage_texts(setting),
         ("the run", _run_text(setting, rate)),
     ):
@@ -194,8 +185,8 @@ def _table(console: Console, setting: Setting, found: list[Variant]) -> Table:
     with progress_bar(console, BarColumn()) as bar:
         task = bar.add_task("estimating", total=len(MULTIPLES) * len(found))
         for multiple in MULTIPLES:
-            length = multiple * setting.context
-            rows, cells = max(1, setting.batch_size // multiple), []  # as many tokens as in the run's batch
+            length = multiple * setting.largest.seq_len
+            rows, cells = max(1, setting.largest.batch_size // multiple), []  # as many tokens as in the run's batch
             for variant in found:
                 per_token = variant.flops(length, rows) / (rows * length)
                 cells += [bytes_text(variant.memory(setting, length, rows)), count_text(per_token)]

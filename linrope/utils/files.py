@@ -67,8 +67,7 @@ def require_new(path: Path, option: str, overwrite: bool) -> None:
 def load_plain(path: Path, what: str = "checkpoint") -> Any:
     """Tensors and plain values that `torch.save` wrote; the tensors are memory-mapped.
 
-    Raises:
-        InputError: no such file, or a damaged one. The message calls it `what`.
+    InputError, which calls the file `what`, if there is none or it is damaged.
     """
     if not path.is_file():
         siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []

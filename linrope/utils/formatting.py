@@ -8,11 +8,7 @@ from linrope.errors import InputError
 
 
 def parse_bytes(text: str) -> int:
-    """The number of bytes in "4GiB", "500 MB" or "1000".
-
-    Raises:
-        InputError: not a size, or not above 0.
-    """
+    """The number of bytes in "4GiB", "500 MB" or "1000". InputError if it is no size, or not above 0."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", text, re.IGNORECASE)
     nbytes = 0
     if match:

@@ -161,45 +161,33 @@ def test_a_resumed_run_may_be_longer_and_takes_the_options_it_is_given(tiny, run
     assert optimizer["param_groups"][0]["weight_decay"] == 0.25
 
 
-def test_ctrl_c_before_the_first_step_says_that_there_is_nothing_to_resume(tiny, run_folder, capsys, monkeypatch):
-    setup = LanguageModelingModule.setup
+@pytest.mark.parametrize(("hook", "times"), [("setup", 1), ("on_after_backward", 2)])
+def test_ctrl_c_before_the_first_step_leaves_nothing_to_resume_and_twice_aborts_at_once(
+    tiny, run_folder, capsys, monkeypatch, hook, times
+):
+    plain, handler = getattr(LanguageModelingModule, hook), signal.getsignal(signal.SIGINT)
 
-    def interrupted(self, stage):
-        setup(self, stage)
-        os.kill(os.getpid(), signal.SIGINT)
+    def interrupted(self, **options):
+        plain(self, **options)
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(LanguageModelingModule, "setup", interrupted)
+    monkeypatch.setattr(LanguageModelingModule, hook, interrupted)
     assert main(["fit", *tiny]) == 130
-    assert "stopped before the first step was finished: there is nothing to resume." in capsys.readouterr().err
+    said = "stopped before the first step was finished: there is nothing to resume." in capsys.readouterr().err
+    assert said == (times == 1)
     assert not (run_folder / "checkpoints" / "last.ckpt").exists()
-
-
-def test_ctrl_c_twice_aborts_at_once(tiny, run_folder, monkeypatch):
-    def interrupted_twice(self):
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(LanguageModelingModule, "on_after_backward", interrupted_twice)
-    assert main(["fit", *tiny]) == 130
-    assert not (run_folder / "checkpoints" / "last.ckpt").exists()
-    signal.signal(signal.SIGINT, handlers[0])  # Lightning leaves it ignored
+    signal.signal(signal.SIGINT, handler)  # after two, Lightning leaves it ignored
 
 
 DUMMY = '[{"class_path": "lightning.pytorch.loggers.logger.DummyLogger"}]'
 
 
 @pytest.mark.parametrize("loggers", ["[]", pytest.param("false", marks=pytest.mark.exhaustive), DUMMY])
-def test_a_run_without_a_log_keeps_its_checkpoint(tiny, tmp_path, loggers):
-    root = tmp_path / "root"
-    assert main(["fit", *tiny, f"--trainer.logger={loggers}", f"--trainer.default_root_dir={root}"]) == 0
-    assert (root / "checkpoints" / "last.ckpt").is_file()
-
-
-def test_a_run_without_a_validation_share_trains(tiny, run_folder):
-    assert main(["fit", *tiny, "--data.fractions=[1,0,0]", "--trainer.log_every_n_steps=1"]) == 0
-    assert not any(row.get("val_loss") for row in rows(run_folder))
-    assert (run_folder / "checkpoints" / "last.ckpt").is_file()
+def test_a_run_without_a_log_or_a_validation_share_keeps_its_checkpoint(tiny, tmp_path, loggers):
+    options = [f"--trainer.logger={loggers}", f"--trainer.default_root_dir={tmp_path}", "--data.fractions=[1,0,0]"]
+    assert main(["fit", *tiny, *options]) == 0
+    assert (tmp_path / "checkpoints" / "last.ckpt").is_file()
 
 
 def test_a_checkpoint_loads_into_the_module_and_into_the_model_alone(trained_run):

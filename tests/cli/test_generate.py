@@ -106,15 +106,14 @@ def test_a_large_file_is_looked_through_and_read_piece_by_piece(tmp_path):
 
 def test_a_bar_shows_how_much_of_the_prompt_is_read(model, tmp_path):
     (tmp_path / "prompt.txt").write_text("a" * 2000)
-    terminal = Console(file=io.StringIO(), force_terminal=True, width=100)
-    prompt = str(tmp_path / "prompt.txt")
+    prompt, shown = str(tmp_path / "prompt.txt"), []
     config = GenerateConfig(ckpt_path="", prompt_file=prompt, segment_length=500, max_new_tokens=0)
-    generate(config, model, lambda text: None, terminal)
-    shown = terminal.file.getvalue()
-    assert re.search(r"prompt .*100%.*2\.0/2\.0 kB", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown))
-    pipe = Console(file=io.StringIO())
-    generate(config, model, lambda text: None, pipe)
-    assert re.fullmatch(r"2,001 tokens read \([\d,]+ per second\)\n", pipe.file.getvalue())
+    for is_terminal in (True, False):
+        console = Console(file=io.StringIO(), force_terminal=is_terminal, width=100)
+        generate(config, model, lambda text: None, console)
+        shown.append(re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue()))
+    assert re.search(r"prompt .*100%.*2\.0/2\.0 kB", shown[0])
+    assert re.fullmatch(r"2,001 tokens read \([\d,]+ per second\)\n", shown[1])
 
 
 def test_continuations_are_those_of_the_seeds_from_one_reading(folder, capsys, monkeypatch):
@@ -160,15 +159,6 @@ def test_a_state_file_is_not_overwritten_without_being_asked(folder, tmp_path, e
     assert "lies in a folder that does not exist" in error_of(*options, f"--save_state={tmp_path}/nowhere/state.pt")
 
 
-def test_a_state_that_could_not_be_written_is_refused_before_the_reading(folder, tmp_path, capsys, monkeypatch):
-    refusal = Mock(side_effect=PermissionError(13, "Permission denied"))
-    monkeypatch.setattr("linrope.utils.files.tempfile.TemporaryFile", refusal)
-    assert main(["generate", folder, "--prompt=a", f"--save_state={tmp_path}/state.pt"]) == 2
-    out, err = capsys.readouterr()
-    assert f"--save_state='{tmp_path}': cannot write there (Permission denied). Give another folder" in err
-    assert out == ""
-
-
 def test_damaged_weights_end_with_a_sentence(model, tmp_path, capsys):
     with torch.no_grad():
         model.norm.weight[0] = torch.nan
@@ -177,7 +167,7 @@ def test_damaged_weights_end_with_a_sentence(model, tmp_path, capsys):
     assert "error: the model's logits are not finite: its weights are damaged" in capsys.readouterr().err
 
 
-def test_mistakes_are_named_before_anything_is_read(folder, tmp_path, capsys):
+def test_mistakes_are_named_before_anything_is_read(folder, tmp_path, capsys, monkeypatch):
     for content, message in [
         (b"abc\xffdef", "invalid start byte at byte 3"),
         (b"x" * 2**20 + b"\xe2\x82", f"unexpected end of data at byte {2**20:,}"),
@@ -187,7 +177,10 @@ def test_mistakes_are_named_before_anything_is_read(folder, tmp_path, capsys):
         assert main(["generate", folder, f"--prompt_file={tmp_path / 'prompt.txt'}"]) == 2
         out, err = capsys.readouterr()
         assert (f"is not UTF-8: {message}. Convert it first" in err, out) == (True, "")
+    refusal = Mock(side_effect=PermissionError(13, "Permission denied"))
+    monkeypatch.setattr("linrope.utils.files.tempfile.TemporaryFile", refusal)
     for options, message in [
+        ([f"--save_state={tmp_path}/state.pt"], f"--save_state='{tmp_path}': cannot write there (Permission denied)."),
         (["--prompt=a\udcff"], "--prompt is not UTF-8 from character 1 on"),
         (["--prompt_file=nowhere.txt"], "--prompt_file='nowhere.txt' cannot be read: No such file"),
         ([f"--prompt_file={tmp_path}"], "cannot be read: Is a directory"),
@@ -268,8 +261,8 @@ def test_a_stop_string_was_read_though_it_is_not_shown(model):
         assert end == "\n" or end not in "".join(shown)
 
 
-def test_a_line_that_is_not_utf8_costs_that_line_only(model):
-    writer = talk(model, [b"\xff\n", b"one\n"], lambda text: None)
+def test_a_line_that_is_not_utf8_costs_that_line_only_and_ctrl_c_instead_of_one_ends_the_conversation(model):
+    writer = talk(model, [b"\xff\n", b"one\n", KeyboardInterrupt, b"two\n"], lambda text: None)
     assert same(writer, f"one\n{written(model, 'one' + chr(10), 9)}".encode())
 
 
@@ -300,10 +293,6 @@ def test_ctrl_c_ends_the_answer_and_what_was_shown_is_kept(model):
     assert "".join(shown).startswith(answer + "(interrupted)\n")
     second = written(model, f"one\n{answer}\ntwo\n", 9)
     assert same(writer, f"one\n{answer}\ntwo\n{second}".encode())
-
-
-def test_ctrl_c_instead_of_a_line_ends_the_conversation(model):
-    assert same(talk(model, [KeyboardInterrupt, b"one\n"], lambda text: None), b"")
 
 
 @pytest.mark.exhaustive

@@ -39,9 +39,7 @@ def test_the_command_says_all_before_anything_runs(tiny, tmp_path, capsys, monke
     # 64 · 2 rows · 2 batches = 256 tokens a step, 100 steps of them at 128 a second
     assert re.search(r"^the run +100 steps, 25\.6k tokens: 3 min 20 s at 128 tokens per second$", out, re.M)
     assert re.search(r"^a step +256 tokens, ", out, re.M)
-    assert [line.split()[:2] for line in out.splitlines() if re.match(r" +(64|256) ", line)] == [
-        ["64", "2"], ["256", "1"]
-    ]  # fmt: skip
+    assert re.findall(r"^ +(64|256) +(\d+) ", out, re.M) == [("64", "2"), ("256", "1")]
     fits = dict(re.findall(r"^fits 90 MiB: (.+): a row of ([\d,]+) tokens", out, re.M))
     assert fits.keys() == {"this model", "with softmax", "in segments"}
     length = int(fits["this model"].replace(",", ""))
@@ -52,14 +50,9 @@ def test_the_command_says_all_before_anything_runs(tiny, tmp_path, capsys, monke
 
 
 def test_a_plan_needs_no_gpu_and_no_text(capsys):
-    options = [
-        "--model.d_model=16",
-        "--model.n_layers=1",
-        "--model.n_heads=2",
-        "--data.path=/nowhere",
-        "--trainer.accelerator=gpu",
-    ]
-    assert main(["plan", *options, "--trainer.devices=4", "--trainer.precision=bf16-mixed"]) == 0
+    options = ["--model.d_model=16", "--model.n_layers=1", "--model.n_heads=2", "--data.path=/nowhere"]
+    options += ["--trainer.accelerator=gpu", "--trainer.devices=4", "--trainer.precision=bf16-mixed"]
+    assert main(["plan", *options]) == 0
     out = capsys.readouterr().out
     assert "32,768 tokens" in out  # 1024 · 8 rows on each of four devices
     assert "trainer.max_steps is not set" in out
@@ -76,12 +69,9 @@ def test_a_moving_average_is_planned_for(tiny, monkeypatch):
     assert memory[1] - memory[0] == 4 * LanguageModel(SMALL).n_parameters
 
 
-def test_a_measured_rate_is_of_real_steps(tiny, capsys):
+def test_a_measured_rate_is_of_real_steps_and_devices_add_up(tiny, capsys, monkeypatch):
     assert main(["plan", *tiny, "--measure"]) == 0
     assert re.search(r"2 steps, 128 tokens: .* at [\d,]+ tokens per second", capsys.readouterr().out)
-
-
-def test_several_devices_are_as_fast_as_their_sum(tiny, capsys, monkeypatch):
     monkeypatch.setattr("linrope.cli.plan.measure_rate", lambda setting: 64.0)
     assert main(["plan", *tiny, "--measure", "--trainer.devices=2", "--trainer.num_nodes=3"]) == 0
     out = capsys.readouterr().out
@@ -108,10 +98,8 @@ def test_what_is_compared_follows_from_the_model():
     assert [variant.name for variant in variants(setting())] == ["this model", "with softmax", "in segments"]
     growing = LanguageModelConfig(d_model=16, n_layers=1, n_heads=2, attention="softmax")
     assert [variant.name for variant in variants(setting(model=growing))] == ["this model", "with softmax"]
-    in_segments = variants(setting(segment_length=32))
-    assert [(variant.name, variant.segment_length) for variant in in_segments] == [
-        ("this model", 32), ("with softmax", None), ("without segments", None)
-    ]  # fmt: skip
+    in_segments = {variant.name: variant.segment_length for variant in variants(setting(segment_length=32))}
+    assert in_segments == {"this model": 32, "with softmax": None, "without segments": None}
     variant = variants(setting())[2]
     assert variant.flops(128, 2) == step_flops(LanguageModel(SMALL), 2, 128, plan.DEFAULT_SEGMENT)
 
@@ -123,9 +111,8 @@ def test_the_longest_that_fits_is_the_last_power_of_two_within_the_memory():
 
 
 def test_durations_are_in_two_units():
-    assert [duration_text(s) for s in (0.25, 59, 61, 3600 * 2 + 61, 86400 * 3 + 3600)] == [
-        "0.25 s", "59 s", "1 min 1 s", "2 h 1 min", "3 d 1 h"
-    ]  # fmt: skip
+    expected = {0.25: "0.25 s", 59: "59 s", 61: "1 min 1 s", 3600 * 2 + 61: "2 h 1 min", 86400 * 3 + 3600: "3 d 1 h"}
+    assert {seconds: duration_text(seconds) for seconds in expected} == expected
 
 
 def test_mistakes_are_named(tiny, error_of):

@@ -147,14 +147,13 @@ def test_a_flat_files_token_beyond_the_model_is_named_with_its_position(flat, ti
 
 
 def test_a_folder_of_a_model_without_a_word_on_tokenizers_is_one_of_bytes(tmp_path, capsys, error_of):
-    model = LanguageModel(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2))
-    model.save_pretrained(tmp_path / "saved")
+    sizes = {"d_model": 16, "n_layers": 1, "n_heads": 2}
+    LanguageModel(LanguageModelConfig(**sizes)).save_pretrained(tmp_path / "saved")
     assert sorted(file.name for file in (tmp_path / "saved").iterdir()) == ["config.json", "model.pt"]
     assert "tokenizer" not in json.loads((tmp_path / "saved" / "config.json").read_text())
     assert main(["generate", f"--ckpt_path={tmp_path / 'saved'}", "--prompt=hé", "--max_new_tokens=2"]) == 0
     assert capsys.readouterr().out.startswith("hé")
-    small = LanguageModel(LanguageModelConfig(vocab_size=64, d_model=16, n_layers=1, n_heads=2))
-    small.save_pretrained(tmp_path / "small")
+    LanguageModel(LanguageModelConfig(vocab_size=64, **sizes)).save_pretrained(tmp_path / "small")
     err = error_of("generate", f"--ckpt_path={tmp_path / 'small'}", "--prompt=a")
     assert "this one knows 64 tokens, the tokenizer bytes has 257" in err
 

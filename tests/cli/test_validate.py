@@ -38,9 +38,8 @@ def test_longer_rows_are_read_in_pieces_of_the_same_text(trained_run, tmp_path, 
     args = ["validate", *trained_run.resumed, f"--report={tmp_path}", "--report_tokens=300"]
     assert main([*args, "--lengths", "1x", "4x", "512"]) == 0
     printed = capsys.readouterr().out
-    assert re.findall(r"^ +(\d+) +(\d+)× +(\d+) ", printed, re.M) == [
-        ("32", "1", "16"), ("128", "4", "4"), ("512", "16", "1")
-    ]  # fmt: skip
+    table = re.findall(r"^ +(\d+) +(\d+)× +(\d+) ", printed, re.M)
+    assert table == [("32", "1", "16"), ("128", "4", "4"), ("512", "16", "1")]
     model = LanguageModel.from_pretrained(trained_run.checkpoint)
     corpus = (trained_run.folder.parents[2] / "corpus.txt").read_bytes()
     start = round(0.9 * len(corpus))  # where a single file's validation split begins

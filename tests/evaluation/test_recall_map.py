@@ -42,9 +42,8 @@ def test_a_model_is_right_as_far_back_as_it_remembers(monkeypatch):
     ticks = []
     found = list(recall_by_depth(Remembers(20), Induction(9), [12, 41], [0, 50, 100], 5, tick=lambda: ticks.append(1)))
     # at depth 0 the mark stands length - 1 tokens before the end, at 100 two
-    assert {(c.length, c.depth): c.answered for c in found} == {
-        (12, 0): 1.0, (12, 50): 1.0, (12, 100): 1.0, (41, 0): 0.0, (41, 50): 0.0, (41, 100): 1.0
-    }  # fmt: skip
+    assert [(c.length, c.depth) for c in found if c.answered == 1] == [(12, 0), (12, 50), (12, 100), (41, 100)]
+    assert [(c.length, c.depth) for c in found if c.answered == 0] == [(41, 0), (41, 50)]
     assert len(ticks) == 6
 
 
@@ -78,9 +77,8 @@ def test_the_command_writes_a_table_and_a_heat_map(model, text_file, tmp_path, c
     out = capsys.readouterr().out
     assert re.search(r"depth +96 +128", out)
     cases = read_csv(tmp_path / "out" / "recall.csv")
-    assert [(c["length"], c["depth"], c["rows"]) for c in cases] == [
-        ("96", "0", "2"), ("96", "100", "2"), ("128", "0", "2"), ("128", "100", "2")
-    ]  # fmt: skip
+    expected = itertools.product(("96", "128"), ("0", "100"), "2")
+    assert [(c["length"], c["depth"], c["rows"]) for c in cases] == list(expected)
     contents = json.loads((tmp_path / "out" / "recall.json").read_text())
     assert contents["command"].startswith("linrope recall --ckpt_path")
     assert len(contents["cases"]) == 4

@@ -62,7 +62,7 @@ def tokenizer(folder):
     return AutoTokenizer.from_pretrained(folder)
 
 
-def test_auto_classes_take_the_folder_and_logits_are_ours(trained, loaded, folder):
+def test_auto_classes_take_the_folder_and_logits_and_losses_are_ours(trained, loaded, folder):
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in folder.iterdir()}
     assert len({file.stat().st_mode for file in folder.iterdir()}) == 1
     assert type(loaded) is transformers_interop.LinropeForCausalLM
@@ -70,10 +70,6 @@ def test_auto_classes_take_the_folder_and_logits_are_ours(trained, loaded, folde
     tokens = encode_prompt(TEXT)[None]
     assert torch.equal(loaded(tokens).logits, trained(tokens))
     torch.testing.assert_close(loaded(tokens, logits_to_keep=3).logits, trained(tokens)[:, -3:], **CLOSE)
-
-
-def test_labels_give_the_loss_of_the_next_token(trained, loaded):
-    tokens = encode_prompt(TEXT)[None]
     labels = tokens.clone()
     labels[:, :5] = -100
     expected = F.cross_entropy(trained(tokens)[0, 4:-1], tokens[0, 5:])
@@ -86,11 +82,8 @@ def test_generation_is_ours_with_and_without_the_cache(trained, loaded):
     assert bytes(expected[0, 1:].tolist()).decode() == "the cat sat on the mat"[:19]
     for use_cache in (True, False):
         assert torch.equal(loaded.generate(tokens, use_cache=use_cache, **GREEDY), expected)
-    beams = [
-        loaded.generate(tokens, use_cache=use_cache, num_beams=3, do_sample=False, max_new_tokens=6)
-        for use_cache in (True, False)
-    ]
-    assert torch.equal(*beams)
+    beams = {"num_beams": 3, "do_sample": False, "max_new_tokens": 6}
+    assert torch.equal(*(loaded.generate(tokens, use_cache=use_cache, **beams) for use_cache in (True, False)))
     several = loaded.generate(tokens, num_return_sequences=3, do_sample=True, max_new_tokens=4)
     assert several.shape == (3, tokens.shape[1] + 4)
 
@@ -104,7 +97,7 @@ def test_the_cache_goes_on_where_it_was(loaded, trained):
     assert loaded(tokens, use_cache=False).past_key_values is None
 
 
-def test_padded_prompts_are_continued_as_if_alone(trained, loaded, tokenizer):
+def test_padded_prompts_are_read_and_continued_as_if_alone(trained, loaded, tokenizer):
     prompts = ["the cat sat on", "the", "mat, the"]
     batch = tokenizer(prompts, return_tensors="pt", padding=True)
     assert batch.attention_mask[1].tolist() == [0] * 11 + [1] * 4
@@ -112,9 +105,6 @@ def test_padded_prompts_are_continued_as_if_alone(trained, loaded, tokenizer):
     for row, prompt in zip(written, prompts, strict=True):
         alone = trained.generate(encode_prompt(prompt)[None], 12, temperature=0)[0, -12:]
         assert row.tolist() == alone.tolist()
-
-
-def test_padding_after_the_text_does_not_change_its_logits(trained, loaded):
     tokens = encode_prompt(TEXT)[None]
     padded, mask = F.pad(tokens, (0, 5)), F.pad(torch.ones_like(tokens), (0, 5))
     logits = loaded(padded, attention_mask=mask).logits[:, :-5]
@@ -258,6 +248,10 @@ def test_unsupported_arguments_are_refused(loaded):
 # --- the command, and files ------------------------------------------------------------------------------------------
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
 def test_the_command_exports_and_overwrites_only_when_asked(trained, tmp_path, capsys):
     trained.save_pretrained(tmp_path / "ours")
     output = tmp_path / "exported"
@@ -265,12 +259,12 @@ def test_the_command_exports_and_overwrites_only_when_asked(trained, tmp_path, c
     assert main(command) == 0
     tokens = encode_prompt(TEXT)[None]
     assert torch.equal(LanguageModel.from_pretrained(output)(tokens), trained(tokens))
-    before = {file.name: file.read_bytes() for file in output.iterdir()}
+    before = contents(output)
     capsys.readouterr()
     assert main(command) == 2
     message = f"--output='{output}' exists and is not empty: choose another, or pass --overwrite"
     assert message in capsys.readouterr().err
-    assert {file.name: file.read_bytes() for file in output.iterdir()} == before
+    assert contents(output) == before
     other = LanguageModel(dataclasses.replace(trained.config, short_conv=0))
     other.save_pretrained(tmp_path / "ours")
     assert main([*command, "--overwrite"]) == 0
@@ -285,10 +279,10 @@ def test_the_command_exports_and_overwrites_only_when_asked(trained, tmp_path, c
 def test_one_folder_holds_one_model(trained, tmp_path):
     transformers_interop.export(trained, tmp_path / "model")
     other = LanguageModel(dataclasses.replace(trained.config, short_conv=0)).eval()
-    before = {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
+    before = contents(tmp_path / "model")
     with pytest.raises(InputError, match=r"holds an exported model \(model\.safetensors\): choose another folder"):
         other.save_pretrained(tmp_path / "model")
-    assert {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()} == before
+    assert contents(tmp_path / "model") == before
     torch.save(other.state_dict(), tmp_path / "model" / "model.pt")
     with pytest.raises(InputError, match=r"holds both model\.pt and model\.safetensors"):
         LanguageModel.from_pretrained(tmp_path / "model")
@@ -299,8 +293,7 @@ def test_one_folder_holds_one_model(trained, tmp_path):
     silent = LanguageModel(dataclasses.replace(trained.config, vocab_size=40))  # its tokens are no bytes
     transformers_interop.export(silent, tmp_path / "fresh")
     transformers_interop.export(silent, tmp_path / "model", overwrite=True)
-    names = [sorted(path.name for path in (tmp_path / folder).iterdir()) for folder in ("fresh", "model")]
-    assert names[0] == names[1]
+    assert contents(tmp_path / "model").keys() == contents(tmp_path / "fresh").keys()
 
 
 def test_damaged_or_missing_weights_are_refused(trained, tmp_path):

@@ -17,14 +17,8 @@ FORMS = [
     {"feature_map": "favor"},
     {"attention": ["linear", "softmax"], "window": 64},
 ]
-MORE_FORMS = [
-    {},
-    {"normalize": "none"},
-    {"feature_map": "taylor"},
-    {"feature_map": "hedgehog"},
-    {"attention": "softmax"},
-    {"attention": "softmax", "window": 64},
-]
+MORE_FORMS = [{}, {"normalize": "none"}, {"feature_map": "taylor"}, {"feature_map": "hedgehog"}]
+MORE_FORMS += [{"attention": "softmax"}, {"attention": "softmax", "window": 64}]
 
 
 def cases() -> list:

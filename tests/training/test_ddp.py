@@ -16,15 +16,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from linrope import LanguageModel
+from linrope.cli import output
 from linrope.cli.main import main
 from linrope.errors import InputError
 from linrope.losses import IGNORE
 from linrope.training import LanguageModelingModule, TextDataModule
-from linrope.utils import ranks
-from linrope.utils.ranks import rank_zero_only
 from tests.processes import Run
 from tests.training.attached import attached
 from tests.training.test_resume import ROOT, TRAINED, equal, load, losses, version
@@ -292,7 +292,7 @@ def test_rank_0_prints_what_all_ranks_meet_and_others_print_their_own(monkeypatc
     def own_error(args: list[str]) -> None:
         raise RuntimeError("of this rank")
 
-    monkeypatch.setattr(ranks, "HEAD_START", 0.0)
+    monkeypatch.setattr(output, "HEAD_START", 0.0)
     monkeypatch.setattr("linrope.cli.test.run", own_error)
     monkeypatch.setattr(rank_zero_only, "rank", 3)
     assert main(["fit", "--model.d_modle=3"]) == 2
