@@ -4,7 +4,6 @@ import csv
 import json
 import math
 import re
-from dataclasses import replace
 from itertools import islice
 from types import SimpleNamespace
 from typing import ClassVar
@@ -72,9 +71,9 @@ class Changed:
 
     def train(self, stem, variant="linear", steps=20, **changes):
         """One run of a variant in this process; `changes` are of its settings."""
-        folder = self.parsed()
-        settings = replace(folder.settings[variant], **changes)
-        return training_run.run(settings, 0, steps, folder.grid.measured, self.folder / stem)
+        identity = self.parsed().identity(variant, 0)
+        identity["settings"] |= changes
+        return training_run.run(identity, steps, self.folder / stem)
 
     def read(self, variant, seed):
         return json.loads((self.results / "runs" / f"{variant}-seed{seed}.json").read_text())
@@ -221,7 +220,7 @@ def test_a_loss_that_is_no_number_at_the_end_is_a_diverged_run(grid, monkeypatch
 def test_a_curriculum_counts_the_tokens_of_its_steps_and_has_no_one_speed(grid, monkeypatch):
     stages = [{"tokens": 512, "seq_len": 32, "batch_size": 2}, {"tokens": 128, "seq_len": 128, "batch_size": 1}]
     longer = {"data.curriculum": stages, "data.context": 128}
-    monkeypatch.setattr(ablation, "make_runs", lambda *args: None)
+    monkeypatch.setattr(ablation.Ablation, "make_runs", lambda *args: None)
     grid.run(variants={"longer": longer, "linear": {}}, reference="longer")
     folder = grid.parsed()
     assert folder.read_speeds().keys() == {"linear"}
@@ -233,14 +232,14 @@ def test_a_curriculum_counts_the_tokens_of_its_steps_and_has_no_one_speed(grid, 
 
 
 def test_ctrl_c_keeps_finished_runs(grid, here, monkeypatch, capsys):
-    make = ablation.make_run
+    make = ablation.run_process
 
-    def stop_at_the_second(folder, variant, seed, *args):
-        if (variant, seed) == ("softmax", 0):
+    def stop_at_the_second(spec_file, show):
+        if spec_file.stem == "softmax-seed0":
             raise KeyboardInterrupt
-        return make(folder, variant, seed, *args)
+        return make(spec_file, show)
 
-    monkeypatch.setattr(ablation, "make_run", stop_at_the_second)
+    monkeypatch.setattr(ablation, "run_process", stop_at_the_second)
     assert grid.run() == 130
     assert set(grid.files) == {"linear-seed0.json"}
     told = capsys.readouterr().out
@@ -252,20 +251,19 @@ def test_two_commands_on_one_folder_share_the_runs(grid, monkeypatch, capsys):
     """What another process holds is left to it, and what it has made meanwhile is not made again."""
     made = []
 
-    def make_run(folder, variant, seed, *args):
-        made.append((variant, seed))
-        folder.result_of(variant, seed).write_text(json.dumps(run_of(variant, seed, 2.0)))
-        if not made[1:]:  # as the other process does while this one makes its first
-            folder.result_of("softmax", 0).write_text(json.dumps(run_of("softmax", 0, 2.0)))
+    def run_process(spec_file, show):
+        made.append(spec_file.stem)
+        for name in {spec_file.stem, "softmax-seed0"}:  # the other one as the other process does meanwhile
+            spec_file.with_name(f"{name}.json").write_text(json.dumps(run_of(name, 0, 2.0)))
+        return 0, []
 
-    monkeypatch.setattr(ablation, "make_run", make_run)
-    monkeypatch.setattr(ablation, "measure_speeds", lambda *args: {})
+    monkeypatch.setattr(ablation, "run_process", run_process)
     monkeypatch.setattr(ablation.Ablation, "finish", lambda self: 0)
     runs = grid.results / "runs"
     runs.mkdir(parents=True)
     with ablation.claimed(runs / "softmax-seed1.spec"):
         assert grid.run() == 0
-    assert made == [("linear", 0), ("linear", 1)]
+    assert made == ["linear-seed0", "linear-seed1"]
     told = said(capsys)
     assert "softmax, seed 0: another process made it meanwhile" in told
     assert "softmax, seed 1: another process is making it" in told
@@ -285,22 +283,18 @@ def test_a_folder_with_files_of_something_else(grid, file, text, capsys):
 
 def test_a_run_that_sigterm_ends_is_interrupted_not_done(grid, monkeypatch, capsys):
     """Lightning turns SIGTERM into an exit that looks like success."""
-    make, processes = ablation.make_run, []
+    run_process, processes = ablation.run_process, []
 
     class Popen(ablation.subprocess.Popen):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             processes.append(self)
 
-    def terminate_at_the_first_step(folder, variant, seed, steps, show, spec_file):
-        def ended(completed=None, **shown):
-            if completed:
-                processes[-1].terminate()
-
-        make(folder, variant, seed, steps, ended, spec_file)
+    def terminate_at_the_first_step(spec_file, show):
+        return run_process(spec_file, lambda completed=None, **shown: completed and processes[-1].terminate())
 
     monkeypatch.setattr(ablation.subprocess, "Popen", Popen)
-    monkeypatch.setattr(ablation, "make_run", terminate_at_the_first_step)
+    monkeypatch.setattr(ablation, "run_process", terminate_at_the_first_step)
     assert grid.run(tokens=64 * 10**5) == 130
     assert processes[-1].returncode == 130
     assert not grid.files
@@ -480,7 +474,7 @@ def test_speeds_that_are_added_later_are_brought_to_the_same_hour(grid, monkeypa
             return self
 
     monkeypatch.setattr(ablation, "Alternation", Timed)
-    monkeypatch.setattr(ablation, "make_runs", lambda *args: None)
+    monkeypatch.setattr(ablation.Ablation, "make_runs", lambda *args: None)
     grid.run()
 
     def speeds() -> list[float]:
@@ -512,7 +506,7 @@ def test_what_is_not_known_of_speeds_is_said():
 
 
 def test_steps_that_are_the_same_are_measured_once(grid, monkeypatch):
-    monkeypatch.setattr(ablation, "make_runs", lambda *args: None)
+    monkeypatch.setattr(ablation.Ablation, "make_runs", lambda *args: None)
     grid.run(variants={"linear": {}, "slow": {"optimizer.lr": 0.005}, "softmax": {"model.attention": "softmax"}})
     assert len(json.loads((grid.results / "speed.json").read_text())) == 2
     found = grid.parsed().read_speeds()
