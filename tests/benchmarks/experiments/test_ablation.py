@@ -6,7 +6,6 @@ import math
 import re
 from itertools import islice
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
@@ -171,19 +170,16 @@ def test_an_interrupted_run_goes_on_where_it_was(grid, monkeypatch, step):
     """Stopped inside it, a run ends with the same numbers as one that was never stopped."""
     whole = grid.train("whole")
 
-    class Stop(Exception):
-        """What ends the run in its middle."""
-
     class Stopping(training_run.Recorder):
         def on_train_batch_end(self, trainer, *args):
             super().on_train_batch_end(trainer, *args)
             if trainer.global_step == step:
-                raise Stop
+                raise InterruptedError
 
     monkeypatch.setattr(training_run, "SAVE_EVERY_SECONDS", 0)
     with monkeypatch.context() as patched:
         patched.setattr(training_run, "Recorder", Stopping)
-        with pytest.raises(Stop):
+        with pytest.raises(InterruptedError):
             grid.train("cut")
     (unfinished,) = grid.folder.glob("cut.*.unfinished/last.ckpt")
     changed = grid.train("cut", optimizer={"lr": 0.02, "warmup_steps": 2})
@@ -337,7 +333,7 @@ def test_intervals_and_verdicts():
 
 def run_of(variant: str, seed: int, bpb: float, **more) -> dict:
     training = {"grad_norm_median": 1.0, "grad_norm_peak": 2.0 + seed, "losses": [1.0]}
-    settings = {"task": "text", "model": {}, "data": {}, "optimizer": {}}
+    settings = {"task": "text", "model": {}, "data": {"context": 8}, "optimizer": {}}
     sizes = {"parameters": 10, "tokens": 1000, "steps": 10, "state_bytes": 1}
     curve = [{"tokens": 100, "bpb": 4.0}, {"tokens": 1000, "bpb": 3.0}]
     run = {"variant": variant, "seed": seed, "final": {"bpb": bpb}, "diverged": None, **sizes}
@@ -364,20 +360,16 @@ def test_differences_are_taken_seed_by_seed_at_equal_tokens_and_at_equal_seconds
     half = pytest.approx(4.303 * 0.01 / math.sqrt(3) / 3.0)
     assert (b.difference, b.difference_interval, b.verdict) == (pytest.approx(-0.1 / 3.0), half, "better")
     lacked = 1 - math.log(5) / math.log(10)
+    assert b.at_equal_seconds == pytest.approx(2.9 + lacked)
     assert b.difference_at_equal_seconds == pytest.approx((lacked - 0.1) / 3.0)
     assert (b.difference_interval_at_equal_seconds, b.verdict_at_equal_seconds) == (half, "worse")
     assert (a.verdict, a.at_equal_seconds, a.interval_at_equal_seconds) == ("", 3.0, a.interval)
     assert b.grad_norm_peak == 4.0
 
 
-def test_equal_seconds_reads_the_curve_of_the_slower():
-    """a ends after 100 s; b, half as fast, has seen 500 tokens then: between 100 and 1000 by the logarithm."""
+def test_equal_seconds_before_the_first_validation_or_with_a_diverged_run_are_not_guessed():
     results = [run_of("a", 0, 2.5), run_of("b", 0, 2.4)]
-    rows = rows_by_variant(results, a=10.0, b=5.0)
-    assert rows["a"].at_equal_seconds == 2.5
-    # the curve, which reads other text than the end, fell to 3 from there
-    assert rows["b"].at_equal_seconds == pytest.approx(2.4 + 4.0 - math.log(5) / math.log(10) - 3.0)
-    assert math.isnan(rows_by_variant(results, a=10.0, b=0.5)["b"].at_equal_seconds)  # before its first validation
+    assert math.isnan(rows_by_variant(results, a=10.0, b=0.5)["b"].at_equal_seconds)
     early = run_of("b", 1, math.nan, diverged="loss is nan at step 3", tokens=110)
     a = rows_by_variant([results[0], early, results[1]], a=10.0, b=9.0)["a"]
     assert (a.at_equal_seconds, a.tokens) == (2.5, 1000)
@@ -385,31 +377,34 @@ def test_equal_seconds_reads_the_curve_of_the_slower():
 
 def test_losses_by_position_are_means_over_seeds():
     parts = [[3.0, 2.0], [2.0, 1.0]]
-    settings = {"task": "text", "model": {}, "data": {"context": 8}, "optimizer": {}}
     texts = [{"8": {"bpb": 2.0, "eighths": bits}} for bits in parts]
-    results = [run_of("a", seed, 2.0, evaluation=text, settings=settings) for seed, text in enumerate(texts)]
+    results = [run_of("a", seed, 2.0, evaluation=text) for seed, text in enumerate(texts)]
     assert ablation_report.by_eighth(results) == {"a": [2.5, 1.5]}
     (row,) = ablation_report.rows_of(results, TwoVariants, {})
     assert (row.first_eighth, row.last_eighth) == (2.5, 1.5)
 
 
-def remarks_on(*results):
-    return ablation_report.remarks(ablation_report.rows_of(results, TwoVariants, {}), results, TwoVariants)
+DIVERGED = run_of("a", 1, math.nan, diverged="loss is nan at step 3")
 
 
 def test_diverged_runs_are_counted_and_not_averaged():
-    results = run_of("a", 0, 2.0), run_of("a", 1, math.nan, diverged="loss is nan at step 3")
-    (row,) = ablation_report.rows_of(results, TwoVariants, {})
+    (row,) = ablation_report.rows_of([run_of("a", 0, 2.0), DIVERGED], TwoVariants, {})
     assert (row.seeds, row.diverged, row.mean) == (2, 1, 2.0)
-    assert "seed 1: diverged, loss is nan" in remarks_on(*results)[0]
 
 
-def test_runs_of_unequal_length_are_named():
-    assert "a: its runs have 8 and 10 steps" in remarks_on(run_of("a", 0, 2.0), run_of("a", 1, 2.0, steps=8))[0]
-    for tokens in (1000, 1010):
-        assert remarks_on(run_of("a", 0, 2.0), run_of("b", 0, 2.1, tokens=tokens)) == []
-    (remark,) = remarks_on(run_of("a", 0, 2.0), run_of("b", 0, 2.1, tokens=800))
-    assert "800 to 1,000" in remark
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        (DIVERGED, ["a, seed 1: diverged, loss is nan at step 3"]),
+        (run_of("a", 1, 2.0, steps=8), ["a: its runs have 8 and 10 steps, different numbers"]),
+        (run_of("b", 0, 2.1), []),
+        (run_of("b", 0, 2.1, tokens=1010), []),
+        (run_of("b", 0, 2.1, tokens=800), ["steps of unequal sizes: runs read 800 to 1,000 tokens"]),
+    ],
+)
+def test_remarks_name_what_makes_runs_unequal(other, expected):
+    results = [run_of("a", 0, 2.0), other]
+    assert ablation_report.remarks(ablation_report.rows_of(results, TwoVariants, {}), results, TwoVariants) == expected
 
 
 def test_late_tokens_are_compared_on_the_same_text():
@@ -464,16 +459,11 @@ def test_speeds_that_are_added_later_are_brought_to_the_same_hour(grid, monkeypa
     """The reference took 1 s a step then and 2 s now: what takes 4 s now would have taken 2 s."""
     seconds = {"linear": 1.0, "softmax": 3.0}
 
-    class Timed:
-        failures: ClassVar[dict] = {}
+    def alternation(steps, *args, **options):
+        samples = {name: Sample((seconds[name],)) for name in steps}
+        return SimpleNamespace(samples=samples, failures={}, run=lambda *args: None)
 
-        def __init__(self, steps, device, count):
-            self.samples = {name: Sample((seconds[name],)) for name in steps}
-
-        def run(self, rounds, tick):
-            return self
-
-    monkeypatch.setattr(ablation, "Alternation", Timed)
+    monkeypatch.setattr(ablation, "Alternation", alternation)
     monkeypatch.setattr(ablation.Ablation, "make_runs", lambda *args: None)
     grid.run()
 

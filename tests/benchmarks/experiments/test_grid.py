@@ -174,22 +174,19 @@ def test_tokens_that_are_no_bytes_are_refused(tmp_path):
         settings_of(grid_of(tmp_path, variants={"linear": {"data.path": str(tmp_path / "flat.bin")}, "softmax": {}}))
 
 
-def test_a_missing_file(tmp_path):
-    with pytest.raises(InputError, match=r"cannot be read .* benchmarks/grids has .*placement"):
-        read_grid(tmp_path / "missing.yaml")
+NO_YAML = [
+    (None, "cannot be read .* benchmarks/grids has .*placement"),
+    (b"a: [1", "is no YAML"),
+    (b"variants: {a: {}, a: {model.rope: null}}", "is no YAML: .*'a' is there twice"),
+    (b"title: 2026-13-45", "is no YAML: month must be in"),
+    (b"title: \xff", "is no YAML: 'utf-8' codec"),
+    (b"title: [" * 2000, "is no YAML"),
+]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (b"a: [1", "is no YAML"),
-        (b"variants: {a: {}, a: {model.rope: null}}", "is no YAML: .*'a' is there twice"),
-        (b"title: 2026-13-45", "is no YAML: month must be in"),
-        (b"title: \xff", "is no YAML: 'utf-8' codec"),
-        (b"title: [" * 2000, "is no YAML"),
-    ],
-)
-def test_what_is_no_yaml_is_named(tmp_path, text, message):
-    (tmp_path / "grid.yaml").write_bytes(text)
+@pytest.mark.parametrize(("text", "message"), NO_YAML)
+def test_a_file_that_is_missing_or_no_yaml_is_named(tmp_path, text, message):
+    if text is not None:
+        (tmp_path / "grid.yaml").write_bytes(text)
     with pytest.raises(InputError, match=message):
         read_grid(tmp_path / "grid.yaml")
