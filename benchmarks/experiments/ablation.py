@@ -2,10 +2,8 @@
 
     python -m benchmarks.ablation --grid benchmarks/grids/placement.yaml
 
-First the training speeds of all variants are measured, in turn in one process. Then the runs are made, one process at a
-time. The same command continues a grid that was stopped, also inside a run. Seeds and variants may be added to the
-grid. Two commands on one folder divide the runs. --report shows means and 95 % intervals over seeds, which differences
-are noise, stability, and loss by position: at equal tokens and, unless the grid gives minutes, at equal wall-clock.
+First all training speeds are measured in turn, then the runs are made, one process at a time. The same command goes on
+with a grid that was stopped, also inside a run, or to which seeds or variants were added; two commands divide the runs.
 """
 
 from __future__ import annotations

@@ -294,7 +294,7 @@ def test_a_run_that_sigterm_ends_is_interrupted_not_done(grid, monkeypatch, caps
     assert grid.run(tokens=64 * 10**5) == 130
     assert processes[-1].returncode == 130
     assert not grid.files
-    (unfinished,) = grid.folder.glob("results/runs/linear-seed0.*.unfinished/last.ckpt")
+    (unfinished,) = grid.results.glob("runs/linear-seed0.*.unfinished/last.ckpt")
     kept = torch.load(unfinished, weights_only=True)
     assert kept["global_step"] == len(kept["callbacks"]["Recorder"]["losses"]) > 0
 
@@ -408,11 +408,9 @@ def test_remarks_name_what_makes_runs_unequal(other, expected):
 
 
 def test_late_tokens_are_compared_on_the_same_text():
-    """Blocks of 256: in rows of 2048 the last half is blocks 4-7; of those, blocks 5 and 7 are in the last half of rows
-    of 512."""
-    long_blocks = [0.0, 0.0, 0.0, 0.0, 9.0, 2.0, 9.0, 4.0]
-    short_blocks = [0.0, 0.0, 0.0, 0.0, 1.0, 4.0, 1.0, 4.0]
-    evaluation = {"2048": {"bpb": 1.0, "blocks": long_blocks}, "512": {"bpb": 1.0, "blocks": short_blocks}}
+    """Of the last half of 2048 tokens, blocks 4-7, blocks 5 and 7 are in the last half of rows of 512 too."""
+    blocks = {"2048": [0.0, 0.0, 0.0, 0.0, 9.0, 2.0, 9.0, 4.0], "512": [0.0, 0.0, 0.0, 0.0, 1.0, 4.0, 1.0, 4.0]}
+    evaluation = {length: {"bpb": 1.0, "blocks": bits} for length, bits in blocks.items()}
     late = ablation_report.by_context([run_of("a", 0, 2.0, evaluation=evaluation)])["a"]["2048"]["late"]["512"]
     assert late["mean"] == pytest.approx(6 / 8 - 1)
 
@@ -443,10 +441,11 @@ def test_a_recall_grid_reports_accuracy(grid, here, capsys):
     data = {"vocab_size": 32, "tokens_per_batch": 256, "test_rows": 8, "cases": [[16, 2], [32, 8]]}
     data["stages"] = [[16, 2, 1], [32, 4, 1]]
     assert grid.run(task="mqar", tokens=2048, validations=2, model=model, data=data, evaluate={}) == 0
-    runs = {(variant, seed): grid.read(variant, seed) for variant in ("linear", "softmax") for seed in (0, 1)}
-    finals = {key: run["final"] for key, run in runs.items()}
+    finals = {
+        (variant, seed): grid.read(variant, seed)["final"] for variant in ("linear", "softmax") for seed in (0, 1)
+    }
     assert all({"accuracy", "accuracy/16x2", "accuracy/32x8"} <= final.keys() for final in finals.values())
-    assert all(run["steps"] == 8 for run in runs.values())
+    assert grid.read("linear", 0)["steps"] == 8
     gaps = [finals["softmax", seed]["accuracy"] - finals["linear", seed]["accuracy"] for seed in (0, 1)]
     assert float(grid.rows()["softmax"]["difference"]) == pytest.approx(sum(gaps) / 2)
     by_case = json.loads((grid.results / "ablation.json").read_text())["by_case"]["softmax"]
