@@ -2,10 +2,8 @@
 
     python -m benchmarks.ablation --grid benchmarks/grids/placement.yaml
 
-First the training speeds of all variants are measured, in turn in one process. Then the runs are made, one process at a
-time. The same command continues a grid that was stopped, also inside a run. Seeds and variants may be added to the
-grid. Two commands on one folder divide the runs. --report shows means and 95 % intervals over seeds, which differences
-are noise, stability, and loss by position: at equal tokens and, unless the grid gives minutes, at equal wall-clock.
+First all training speeds are measured in turn, then the runs are made, one process at a time. The same command goes on
+with a grid that was stopped, also inside a run, or to which seeds or variants were added; two commands divide the runs.
 """
 
 from __future__ import annotations
@@ -25,13 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.experiments import ablation_report as report
 from benchmarks.experiments.grid import Settings, n_steps, read_grid, settings_of
 from benchmarks.experiments.results_folder import Folder, Speed
 from benchmarks.experiments.training_run import INTERRUPTED
-from benchmarks.harness.machine import device_name
 from benchmarks.harness.options import check_names
 from benchmarks.harness.runner import Benchmark, print_table
 from benchmarks.harness.timing import Alternation
@@ -41,7 +37,6 @@ from linrope.losses import token_losses
 from linrope.training import OptimizerConfig
 from linrope.training.optimizer import parameter_groups
 from linrope.utils.files import claim
-from linrope.utils.terminal import progress_bar
 
 DRIFT = 0.1
 """A larger change of the reference's speed is reported."""
@@ -49,9 +44,6 @@ DRIFT = 0.1
 
 class RunFailed(RuntimeError):
     """A run's process ended without a result; the message holds its last output."""
-
-
-# --- speed -----------------------------------------------------------------------------------------------------------
 
 
 def training_step(settings: Settings, device: str) -> Any:
@@ -71,79 +63,6 @@ def training_step(settings: Settings, device: str) -> Any:
     return step
 
 
-def measure_speeds(folder: Folder, rounds: int, bar: Progress) -> dict[str, Speed]:
-    """Training speeds, measured once for a folder. Variants that are added later are measured in turn with the
-    reference (or with another that was measured, if the reference is new): the ratio of its speed then and now corrects
-    theirs. Variants with a curriculum have no single speed, and are omitted."""
-    known, timed = folder.read_speeds(), folder.speed_keys
-    missing = [name for name in timed if name not in known]
-    if not missing:
-        return known
-    reference = folder.grid.reference
-    if reference not in (known or timed):
-        reference = [*known, *missing][0]  # a variant that was measured is the clock
-    found = time_steps(folder, [reference, *missing], rounds, bar)
-    if reference in known:
-        drift = found[reference].tokens_per_second / known[reference].tokens_per_second
-        if abs(drift - 1) > DRIFT:
-            then = "its speed when the other variants were measured: the new speeds are corrected by this"
-            bar.console.print(f"{reference} trains at {drift:.2f} times {then}", highlight=False)
-        found = {
-            name: replace(speed, tokens_per_second=speed.tokens_per_second / drift) for name, speed in found.items()
-        }
-    folder.write_speeds(found | known)
-    return folder.read_speeds()
-
-
-def time_steps(folder: Folder, names: list[str], rounds: int, bar: Progress) -> dict[str, Speed]:
-    """The speeds of these variants; equal steps are measured once, for the first variant that has them."""
-    first = {folder.settings[name].speed_key(folder.device): name for name in reversed(names)}
-    settings = {name: folder.settings[name] for name in names if name in first.values()}
-    task = bar.add_task("speed", total=(rounds + 1) * len(settings), now="")
-    try:
-        steps = {name: training_step(own, folder.device) for name, own in settings.items()}
-    except RuntimeError as error:
-        raise RunFailed(f"no memory for the models of {', '.join(settings)}: {str(error).splitlines()[0]}") from error
-    alternation = Alternation(steps, folder.device, count=False)
-    alternation.run(rounds, lambda name: bar.update(task, advance=1, now=name))
-    bar.remove_task(task)
-    if alternation.failures:
-        name, error = next(iter(alternation.failures.items()))
-        raise RunFailed(f"{name}: a training step failed: {error}") from error
-    tokens = {name: own.timed_rows * own.longest_row for name, own in settings.items()}
-    machine = device_name(folder.device)
-    return {
-        name: Speed(tokens[name] / found.median, found.spread if rounds > 1 else None, machine)
-        for name, found in alternation.samples.items()
-    }
-
-
-# --- runs ------------------------------------------------------------------------------------------------------------
-
-
-def make_runs(folder: Folder, speeds: dict[str, Speed], only: Collection[str], bar: Progress) -> None:
-    """Make the missing runs of these variants, one process at a time."""
-    task = bar.add_task("runs", total=len(folder.grid.runs), completed=len(folder.results()), now="")
-    current = bar.add_task("", total=1, now="")
-    for variant, seed in folder.missing:
-        if variant not in only:
-            continue
-        speed = speeds[variant].tokens_per_second if variant in speeds else None  # a curriculum needs none
-        steps = n_steps(folder.grid, folder.settings[variant], speed)
-        bar.reset(current, total=steps, description=f"{variant}, seed {seed}")
-        result = folder.result_of(variant, seed)
-        with claimed(result.with_suffix(".spec")) as spec_file:
-            if spec_file is None:
-                told = "another process is making it"
-            elif result.exists():
-                told = "another process made it meanwhile"
-            else:
-                make_run(folder, variant, seed, steps, lambda **shown: bar.update(current, **shown), spec_file)
-                told = report.in_a_line(json.loads(result.read_text()))
-        bar.console.print(f"{variant}, seed {seed}: {told}", markup=False, highlight=False)
-        bar.update(task, completed=len(folder.results()))
-
-
 @contextmanager
 def claimed(file: Path) -> Iterator[Path | None]:
     """Make the file, lock it, and remove it at the end; None if another process holds the lock."""
@@ -157,21 +76,9 @@ def claimed(file: Path) -> Iterator[Path | None]:
             file.unlink(missing_ok=True)
 
 
-def make_run(folder: Folder, variant: str, seed: int, steps: int, show: Any, spec_file: Path) -> None:
-    """One run in a process of its own, specified in `spec_file`; `show(completed=, now=)` gets its progress."""
-    result = folder.result_of(variant, seed)
-    spec = {"identity": folder.identity(variant, seed), "steps": steps, "result": str(result.resolve())}
-    spec_file.write_text(json.dumps(spec))
-    status, last = run_process(spec_file.resolve(), show)
-    if status in (INTERRUPTED, -signal.SIGINT, -signal.SIGTERM):
-        raise KeyboardInterrupt
-    if status or not result.exists():
-        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else "failed"
-        raise RunFailed(f"{variant}, seed {seed} {how}:\n" + "\n".join(last))
-
-
-def run_process(spec_file: Path, show: Any) -> tuple[int, Collection[str]]:
-    """The exit status of `benchmarks.training_run`, and its last output beside progress, such as a traceback."""
+def run_process(spec_file: Path, show: Callable[..., None]) -> tuple[int, Collection[str]]:
+    """The exit status of `benchmarks.training_run`, and its last output, such as a traceback; `show` gets its progress,
+    as options of `tick`."""
     command = [sys.executable, "-m", "benchmarks.training_run", str(spec_file)]
     path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONPATH": os.pathsep.join(path)}
@@ -180,21 +87,14 @@ def run_process(spec_file: Path, show: Any) -> tuple[int, Collection[str]]:
     try:
         for line in process.stdout:
             try:
-                shown = json.loads(line)
-            except json.JSONDecodeError:
-                shown = None
-            if isinstance(shown, dict):
-                show(**shown)
-            else:
+                show(**json.loads(line))
+            except (json.JSONDecodeError, TypeError):  # no JSON, or not an object
                 last.append(line.rstrip())
         return process.wait(), last
     except KeyboardInterrupt:
         process.terminate()
         process.wait()
         raise
-
-
-# --- the command -----------------------------------------------------------------------------------------------------
 
 
 class Ablation(Benchmark):
@@ -237,14 +137,103 @@ class Ablation(Benchmark):
             signal.signal(signum, signal.default_int_handler)
         if self.options.report:
             return
-        folder = self.options.folder
-        folder.runs.mkdir(parents=True, exist_ok=True)
-        columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[now]}"), TimeElapsedColumn()
+        self.options.folder.runs.mkdir(parents=True, exist_ok=True)
         try:
-            with progress_bar(self.console, *columns) as bar:
-                make_runs(folder, measure_speeds(folder, self.options.rounds, bar), self.options.only, bar)
+            self.make_runs(self.measure_speeds())
         except RunFailed as error:
             self.failure = str(error)
+
+    # --- speed -------------------------------------------------------------------------------------------------------
+
+    def measure_speeds(self) -> dict[str, Speed]:
+        """Training speeds, measured once for a folder. Variants that are added later are measured in turn with the
+        reference (or with another that was measured, if the reference is new): the ratio of its speed then and now
+        corrects theirs. Variants with a curriculum have no single speed, and are omitted."""
+        folder = self.options.folder
+        known, timed = folder.read_speeds(), folder.speed_keys
+        missing = [name for name in timed if name not in known]
+        if not missing:
+            return known
+        reference = folder.grid.reference
+        if reference not in (known or timed):
+            reference = [*known, *missing][0]  # a variant that was measured is the clock
+        found = self.time_steps([reference, *missing])
+        if reference in known:
+            drift = found[reference].tokens_per_second / known[reference].tokens_per_second
+            if abs(drift - 1) > DRIFT:
+                then = "its speed when the other variants were measured: the new speeds are corrected by this"
+                self.console.print(f"{reference} trains at {drift:.2f} times {then}", highlight=False)
+            found = {
+                name: replace(speed, tokens_per_second=speed.tokens_per_second / drift) for name, speed in found.items()
+            }
+        folder.write_speeds(found | known)
+        return folder.read_speeds()
+
+    def time_steps(self, names: list[str]) -> dict[str, Speed]:
+        """The speeds of these variants; equal steps are measured once, for the first variant that has them."""
+        folder, device, rounds = self.options.folder, self.options.device, self.options.rounds
+        first = {folder.speed_keys[name]: name for name in reversed(names)}
+        settings = {name: folder.settings[name] for name in names if name in first.values()}
+        try:
+            steps = {name: training_step(own, device) for name, own in settings.items()}
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise RunFailed(f"no memory for the models of {', '.join(settings)}: {reason}") from error
+        tick = self.progress("speed", (rounds + 1) * len(steps))
+        alternation = Alternation(steps, device, count=False)
+        alternation.run(rounds, lambda name: tick(advance=1, description=f"speed of {name}"))
+        tick(visible=False)
+        for name, error in alternation.failures.items():
+            raise RunFailed(f"{name}: a training step failed: {error}") from error
+        return {
+            name: Speed(
+                settings[name].timed_rows * settings[name].longest_row / found.median,
+                found.spread if rounds > 1 else None,
+                self.device,
+            )
+            for name, found in alternation.samples.items()
+        }
+
+    # --- runs --------------------------------------------------------------------------------------------------------
+
+    def make_runs(self, speeds: dict[str, Speed]) -> None:
+        """Make the missing runs of the variants of --only, one process at a time."""
+        folder = self.options.folder
+        tick = self.progress("runs", len(folder.grid.runs))
+        for variant, seed in folder.missing:
+            if variant not in self.options.only:
+                continue
+            tick(completed=len(folder.results()))
+            result = folder.result_of(variant, seed)
+            with claimed(result.with_suffix(".spec")) as spec_file:
+                if spec_file is None:
+                    told = "another process is making it"
+                elif result.exists():
+                    told = "another process made it meanwhile"
+                else:
+                    self.make_run(variant, seed, speeds.get(variant), spec_file)
+                    told = report.in_a_line(json.loads(result.read_text()))
+            self.console.print(f"{variant}, seed {seed}: {told}", markup=False, highlight=False)
+
+    def make_run(self, variant: str, seed: int, speed: Speed | None, spec_file: Path) -> None:
+        """One run in a process of its own, specified in `spec_file`; a curriculum needs no speed."""
+        folder, name = self.options.folder, f"{variant}, seed {seed}"
+        steps = n_steps(folder.grid, folder.settings[variant], speed and speed.tokens_per_second)
+        result = folder.result_of(variant, seed)
+        spec = {"identity": folder.identity(variant, seed), "steps": steps, "result": str(result.resolve())}
+        spec_file.write_text(json.dumps(spec))
+        tick = self.progress(name, steps)
+        status, last = run_process(
+            spec_file.resolve(), lambda now, **shown: tick(description=f"{name}, {now}", **shown)
+        )
+        tick(visible=False)
+        if status in (INTERRUPTED, -signal.SIGINT, -signal.SIGTERM):
+            raise KeyboardInterrupt
+        if status or not result.exists():
+            how = f"was ended by {signal.Signals(-status).name}" if status < 0 else "failed"
+            raise RunFailed(f"{name} {how}:\n" + "\n".join(last))
+
+    # --- the report --------------------------------------------------------------------------------------------------
 
     def read(self, folder: Folder) -> None:
         """Read the finished runs, and make the rows of the table."""

@@ -207,8 +207,7 @@ def by_case(results: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, floa
     """By variant and case of a recall task, such as 256x16 (length x pairs): accuracy over seeds."""
     found = {}
     for name, runs in by_variant(ended(results)).items():
-        cases = [key for key in runs[0]["final"] if key.startswith(CASE)]
-        if cases:
+        if cases := [key for key in runs[0]["final"] if key.startswith(CASE)]:
             found[name] = {c.removeprefix(CASE): asdict(Interval.of(r["final"][c] for r in runs)) for c in cases}
     return found
 
@@ -223,8 +222,7 @@ def eighths(run: dict[str, Any]) -> list[float] | None:
     """Bits per token in each eighth of rows of the training length; None if they were not evaluated."""
     if not run.get("evaluation"):  # recall tasks read no text
         return None
-    found = run["evaluation"].get(str(Settings(**run["settings"]).option("context")))
-    return None if found is None else found["eighths"]
+    return run["evaluation"].get(str(Settings(**run["settings"]).option("context")), {}).get("eighths")
 
 
 def by_context(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

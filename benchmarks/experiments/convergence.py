@@ -17,7 +17,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,32 +93,6 @@ def by_curve(losses: list[Loss]) -> dict[tuple[str, str], list[Loss]]:
     return found
 
 
-def figure_of(losses: list[Loss]) -> Figure:
-    """A panel for each attention, a line for each type of positions, and between its seeds a band."""
-    from matplotlib.figure import Figure
-
-    lines = by_curve(losses)
-    panels = dict.fromkeys(attention for attention, _ in lines)
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    for axes, attention in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels):
-        for positions, color in zip(POSITIONS, COLORS):
-            line = lines.get((attention, positions), [])
-            tokens = [loss.tokens for loss in line]
-            axes.plot(tokens, [loss.mean for loss in line], color=color, label=positions)
-            axes.fill_between(tokens, [x.low for x in line], [x.high for x in line], color=color, alpha=0.2)
-        axes.set_title(attention, fontsize=11)
-        axes.set_xlabel("training tokens")
-        axes.xaxis.set_major_formatter(lambda tokens, _: count_text(tokens))
-        axes.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("bits per byte in training")
-    figure.axes[-1].legend()
-    ends = {curve: line[-1].mean for curve, line in lines.items()}
-    both = [attention for attention in PANELS if {(attention, "RoPE"), (attention, "none")} <= ends.keys()]
-    gains = [f"{attention} {ends[attention, 'RoPE'] - ends[attention, 'none']:+.2f}" for attention in both]
-    figure.suptitle(f"RoPE against no positions at the end, bits per byte:\n{'; '.join(gains)}", fontsize=12)
-    return figure
-
-
 class Convergence(Benchmark):
     name = "convergence"
     point = Loss
@@ -154,7 +127,32 @@ class Convergence(Benchmark):
         return table
 
     def figures(self) -> dict[str, Callable]:
-        return {"": partial(figure_of, self.points)}
+        return {"": self.figure}
+
+    def figure(self) -> Figure:
+        """A panel for each attention, a line for each type of positions, and between its seeds a band."""
+        from matplotlib.figure import Figure
+
+        lines = by_curve(self.points)
+        panels = dict.fromkeys(attention for attention, _ in lines)
+        figure = Figure(figsize=(9, 4), layout="constrained")
+        for axes, attention in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels):
+            for positions, color in zip(POSITIONS, COLORS):
+                line = lines.get((attention, positions), [])
+                tokens = [loss.tokens for loss in line]
+                axes.plot(tokens, [loss.mean for loss in line], color=color, label=positions)
+                axes.fill_between(tokens, [x.low for x in line], [x.high for x in line], color=color, alpha=0.2)
+            axes.set_title(attention, fontsize=11)
+            axes.set_xlabel("training tokens")
+            axes.xaxis.set_major_formatter(lambda tokens, _: count_text(tokens))
+            axes.grid(alpha=0.3)
+        figure.axes[0].set_ylabel("bits per byte in training")
+        figure.axes[-1].legend()
+        ends = {curve: line[-1].mean for curve, line in lines.items()}
+        both = [attention for attention in PANELS if {(attention, "RoPE"), (attention, "none")} <= ends.keys()]
+        gains = [f"{attention} {ends[attention, 'RoPE'] - ends[attention, 'none']:+.2f}" for attention in both]
+        figure.suptitle(f"RoPE against no positions at the end, bits per byte:\n{'; '.join(gains)}", fontsize=12)
+        return figure
 
 
 main = Convergence.main

@@ -13,7 +13,6 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,29 +59,6 @@ def pieces_of(length: int, n_pieces: int) -> torch.Tensor:
     return torch.stack([text.tokens(start, start + length) for start in starts])
 
 
-def figure_of(found: list[Copying], gap: int) -> Figure:
-    """A colour for each model: dashed at the first reading, solid at the second."""
-    best = min(found, key=lambda one: one.again / one.first)
-    saved = f"{best.model} saves {100 * (1 - best.again / best.first):.0f} % of a piece of {best.length:,}"
-    axes = new_axes(f"{title(gap)}: {saved}\n(first reading dashed, second solid)")
-    for number, name in enumerate(dict.fromkeys(one.model for one in found)):
-        own = [one for one in found if one.model == name]
-        x, first, again = zip(*((one.length, one.first, one.again) for one in own))
-        axes.plot(x, first, color=COLORS[number], linestyle="--", marker="o", markersize=3)
-        axes.plot(x, again, color=COLORS[number], marker="o", label=name)
-    length_ticks(axes, sorted({one.length for one in found}))
-    distance = f", and {gap:,} more to its first reading" if gap else ", and distance to its first reading"
-    axes.set_xlabel(f"length of the piece{distance} (tokens)")
-    axes.set_ylabel("bits per byte")
-    axes.set_ylim(bottom=0)
-    legend_by_end(axes)
-    return axes.figure
-
-
-def title(gap: int) -> str:
-    return f"Text that was read {gap:,} tokens ago" if gap else "Text that was just read"
-
-
 class TextReadTwice(Benchmark):
     name = "copying"
     point = Copying
@@ -125,17 +101,41 @@ class TextReadTwice(Benchmark):
     def details(self) -> dict[str, Any]:
         return {"gap": self.options.gap}
 
+    @property
+    def title(self) -> str:
+        gap = self.options.gap
+        return f"Text that was read {gap:,} tokens ago" if gap else "Text that was just read"
+
     def table(self) -> Table:
         caption = "bits per byte of the same text, at both readings"
         columns = "length", "first", "again", "saved"
-        table = new_table(title(self.options.gap), *columns, text=["model"], caption=caption)
+        table = new_table(self.title, *columns, text=["model"], caption=caption)
         for one in self.points:
             saved = f"{100 * (1 - one.again / one.first):.0f} %"
             table.add_row(one.model, str(one.length), f"{one.first:.3f}", f"{one.again:.3f}", saved)
         return table
 
     def figures(self) -> dict[str, Callable]:
-        return {"": partial(figure_of, self.points, self.options.gap)}
+        return {"": self.figure}
+
+    def figure(self) -> Figure:
+        """A colour for each model: dashed at the first reading, solid at the second."""
+        gap = self.options.gap
+        best = min(self.points, key=lambda one: one.again / one.first)
+        saved = f"{best.model} saves {100 * (1 - best.again / best.first):.0f} % of a piece of {best.length:,}"
+        axes = new_axes(f"{self.title}: {saved}\n(first reading dashed, second solid)")
+        for number, name in enumerate(dict.fromkeys(one.model for one in self.points)):
+            own = [one for one in self.points if one.model == name]
+            x, first, again = zip(*((one.length, one.first, one.again) for one in own))
+            axes.plot(x, first, color=COLORS[number], linestyle="--", marker="o", markersize=3)
+            axes.plot(x, again, color=COLORS[number], marker="o", label=name)
+        length_ticks(axes, sorted({one.length for one in self.points}))
+        distance = f", and {gap:,} more to its first reading" if gap else ", and distance to its first reading"
+        axes.set_xlabel(f"length of the piece{distance} (tokens)")
+        axes.set_ylabel("bits per byte")
+        axes.set_ylim(bottom=0)
+        legend_by_end(axes)
+        return axes.figure
 
 
 main = TextReadTwice.main

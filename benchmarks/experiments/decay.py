@@ -27,7 +27,7 @@ from benchmarks.experiments.grid import held_out
 from benchmarks.harness.options import read_byte_model
 from benchmarks.harness.pictures import COLORS
 from benchmarks.harness.runner import Benchmark
-from linrope import LanguageModel, RotaryEmbedding
+from linrope import RotaryEmbedding
 from linrope.feature_maps import get_feature_map, skip_first
 from linrope.profiling.hooks import OperatorCall, operator_hook
 from linrope.rotary import frequencies, unit_rotations
@@ -83,49 +83,6 @@ def mean_weights(
     return {name: torch.stack(of_distances) / means["plain"][0] for name, of_distances in means.items()}
 
 
-@torch.no_grad()
-def measure(model: LanguageModel, longest: int, found: list[Weight], tick: Callable[..., None]) -> None:
-    """Add to `found` the weights of every linear layer, on text of the built-in corpus that the grids hold out."""
-    text = held_out().tokens(0, N_ROWS * 4 * longest)
-
-    def observe(call: OperatorCall) -> None:
-        rope, log_decay = call.options["rope"], call.options["log_decay"]
-        signed = 0 if rope is None else rope.signed_dim
-        phi = skip_first(get_feature_map(call.options["feature_map"]), signed).forward
-        for curve, means in mean_weights(phi(call.q), phi(call.k), rope, log_decay, longest, signed).items():
-            found.extend(Weight(curve, call.layer, distance, value) for distance, value in enumerate(means.tolist()))
-        tick(advance=1)
-
-    with operator_hook(model, observe):
-        model(text.view(N_ROWS, -1))
-
-
-def figure_of(weights: list[Weight], title: str) -> Figure:
-    """A panel for the bound and one for each layer, two in a row."""
-    from matplotlib.figure import Figure
-
-    layers = sorted({w.layer for w in weights})
-    colors = dict(zip(dict.fromkeys(w.curve for w in weights), COLORS))
-    n_rows = -(-len(layers) // 2)
-    figure = Figure(figsize=(9, 1 + 2.6 * n_rows), layout="constrained")
-    panels = figure.subplots(n_rows, min(2, len(layers)), squeeze=False).flat
-    for layer, axes in zip(layers, panels):
-        for curve, color in colors.items():
-            if values := [w.value for w in weights if (w.layer, w.curve) == (layer, curve)]:
-                axes.plot(values, color=color, label=curve, linewidth=1.2)
-        axes.set_title(f"bound, d = {HEAD_DIM}" if layer < 0 else f"layer {layer + 1}, measured", fontsize=10)
-        axes.set_xlabel("distance (tokens)")
-        axes.set_ylabel("Σ |S_i| / (d/2)" if layer < 0 else "relative weight")
-        axes.axhline(0, color="black", linewidth=0.5)
-        axes.grid(alpha=0.3)
-    for axes in list(panels):
-        axes.remove()
-    lines = {line.get_label(): line for axes in figure.axes for line in axes.get_lines()}
-    figure.legend([lines[curve] for curve in colors], list(colors), loc="outside lower center", ncols=len(colors))
-    figure.suptitle(title)
-    return figure
-
-
 class Decay(Benchmark):
     name = "decay"
     point = Weight
@@ -154,12 +111,25 @@ class Decay(Benchmark):
         model = f": {self.options.model.stem}" if self.options.model else ""
         return f"How attention fades with distance{model}"
 
+    @torch.no_grad()
     def measure(self) -> None:
-        distances = torch.arange(self.options.longest + 1)
-        self.points += [Weight("bound", -1, d, value) for d, value in enumerate(bound(distances).tolist())]
-        if (model := self.options.trained) is not None:
-            tick = self.progress("layers", model.config.attention_types.count("linear"))
-            measure(model, self.options.longest, self.points, tick)
+        """The weights of every linear layer are those on text of the built-in corpus that the grids hold out."""
+        model, longest = self.options.trained, self.options.longest
+        self.points += [Weight("bound", -1, d, w) for d, w in enumerate(bound(torch.arange(longest + 1)).tolist())]
+        if model is None:
+            return
+        tick = self.progress("layers", model.config.attention_types.count("linear"))
+
+        def observe(call: OperatorCall) -> None:
+            rope, log_decay = call.options["rope"], call.options["log_decay"]
+            signed = 0 if rope is None else rope.signed_dim
+            phi = skip_first(get_feature_map(call.options["feature_map"]), signed).forward
+            for curve, means in mean_weights(phi(call.q), phi(call.k), rope, log_decay, longest, signed).items():
+                self.points += [Weight(curve, call.layer, d, w) for d, w in enumerate(means.tolist())]
+            tick(advance=1)
+
+        with operator_hook(model, observe):
+            model(held_out().tokens(0, N_ROWS * 4 * longest).view(N_ROWS, -1))
 
     def table(self) -> Table:
         shown = [d for d in (0, 1, 4, 16, 64, 256) if d <= self.options.longest]
@@ -179,7 +149,32 @@ class Decay(Benchmark):
                 left[weight.curve].append(weight.value)
         said = ", ".join(f"{curve} {100 * statistics.fmean(values):.0f} %" for curve, values in left.items())
         message = f":\nrelative weight at a distance of {at} tokens, mean of the layers: {said}" if said else ""
-        return {"": partial(figure_of, self.points, f"{self.title}{message}")}
+        return {"": partial(self.figure, f"{self.title}{message}")}
+
+    def figure(self, title: str) -> Figure:
+        """A panel for the bound and one for each layer, two in a row."""
+        from matplotlib.figure import Figure
+
+        layers = sorted({w.layer for w in self.points})
+        colors = dict(zip(dict.fromkeys(w.curve for w in self.points), COLORS))
+        n_rows = -(-len(layers) // 2)
+        figure = Figure(figsize=(9, 1 + 2.6 * n_rows), layout="constrained")
+        panels = figure.subplots(n_rows, min(2, len(layers)), squeeze=False).flat
+        for layer, axes in zip(layers, panels):
+            for curve, color in colors.items():
+                if values := [w.value for w in self.points if (w.layer, w.curve) == (layer, curve)]:
+                    axes.plot(values, color=color, label=curve, linewidth=1.2)
+            axes.set_title(f"bound, d = {HEAD_DIM}" if layer < 0 else f"layer {layer + 1}, measured", fontsize=10)
+            axes.set_xlabel("distance (tokens)")
+            axes.set_ylabel("Σ |S_i| / (d/2)" if layer < 0 else "relative weight")
+            axes.axhline(0, color="black", linewidth=0.5)
+            axes.grid(alpha=0.3)
+        for axes in list(panels):
+            axes.remove()
+        lines = {line.get_label(): line for axes in figure.axes for line in axes.get_lines()}
+        figure.legend([lines[curve] for curve in colors], list(colors), loc="outside lower center", ncols=len(colors))
+        figure.suptitle(title)
+        return figure
 
 
 main = Decay.main

@@ -312,10 +312,10 @@ def _check_curriculum(grid: Grid, settings: Settings) -> None:
             "data.curriculum has steps of different speeds, so the tokens of a run with a given time are unknown: give "
             "the grid tokens instead of minutes, or remove the curriculum."
         )
-    planned, steps = settings.plan, n_steps(grid, settings)
-    if steps < planned.n_steps:
+    planned, steps = settings.plan.n_steps, n_steps(grid, settings)
+    if steps < planned:
         raise InputError(
-            f"data.curriculum takes {planned.n_steps:,} steps, tokens={grid.tokens} in {grid.validations} parts of "
+            f"data.curriculum takes {planned:,} steps, tokens={grid.tokens} in {grid.validations} parts of "
             f"equal length {steps:,}: lower the stages' tokens (the last stage goes on to the end)."
         )
 
@@ -363,12 +363,11 @@ def _set(sections: dict[str, Any], path: str, value: Any) -> None:
     *parents, last = str(path).split(".")
     if not parents or parents[0] not in sections:
         raise InputError(f"{path!r} must begin with one of {', '.join(f'{name}.' for name in sections)}")
-    place = sections
     for name in parents:
-        if not isinstance(place.get(name), dict):
-            place[name] = {}
-        place = place[name]
-    place[last] = value
+        if not isinstance(sections.get(name), dict):
+            sections[name] = {}
+        sections = sections[name]
+    sections[last] = value
 
 
 def _matched(name: str, settings: Settings, size: int) -> Settings:

@@ -12,7 +12,6 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,6 @@ from benchmarks.experiments.grid import held_out
 from benchmarks.harness.options import read_byte_model
 from benchmarks.harness.pictures import COLORS, new_axes
 from benchmarks.harness.runner import Benchmark
-from linrope import LanguageModel
 from linrope.profiling.hooks import OperatorCall, operator_hook
 from linrope.utils.terminal import new_table
 
@@ -52,43 +50,6 @@ def lifetimes(log_decay: torch.Tensor) -> torch.Tensor:
     return torch.where(gone < length, gone - written, length)
 
 
-@torch.no_grad()
-def measure(model: LanguageModel, rows: torch.Tensor, found: list[Reach], tick: Callable[..., None]) -> None:
-    """Add to `found` every head of every layer with a forget gate, on rows of text (B, T)."""
-
-    def observe(call: OperatorCall) -> None:
-        if (log_decay := call.options["log_decay"]) is None:
-            return
-        levels = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
-        for head, lives in enumerate(lifetimes(log_decay).transpose(0, 1).flatten(1)):  # (H, B · T/2)
-            low, median, high = torch.quantile(lives.double(), levels).tolist()
-            found.append(Reach(call.layer + 1, head + 1, median, low, high))
-        tick(advance=1)
-
-    with operator_hook(model, observe):
-        model(rows)
-
-
-def figure_of(heads: list[Reach], title: str, context: int) -> Figure:
-    """A mark for each head, in the order of their reach within each layer, with lines from low to high."""
-    axes = new_axes(title)
-    layers = sorted({head.layer for head in heads})
-    for layer in layers:
-        own = sorted((head for head in heads if head.layer == layer), key=lambda head: head.tokens)
-        for place, head in enumerate(own):
-            x = layer + 0.8 * ((place + 0.5) / len(own) - 0.5)
-            axes.plot([x, x], [head.low, head.high], color=COLORS[0], alpha=0.35, linewidth=5)
-            axes.plot(x, head.tokens, marker="o", color=COLORS[0])
-            axes.annotate(f"{head.head}", (x, head.high), (0, 3), textcoords="offset points", ha="center", fontsize=9)
-    axes.axhline(context, color="black", linestyle=":", linewidth=1, label=f"end of the row, {context:,} tokens")
-    axes.set_yscale("log")
-    axes.set_xticks(layers, [f"layer {layer}" for layer in layers])
-    axes.set_xlabel("heads by their numbers")
-    axes.set_ylabel("reach (tokens): median, 10 % to 90 %")
-    axes.legend()
-    return axes.figure
-
-
 class HeadReach(Benchmark):
     name = "reach"
     point = Reach
@@ -114,11 +75,23 @@ class HeadReach(Benchmark):
         if options.rows * options.context > available:
             parser.error(f"--rows {options.rows} of --context {options.context}: the text has {available} tokens")
 
+    @torch.no_grad()
     def measure(self) -> None:
         options = self.options
         text = held_out().tokens(0, options.rows * options.context)
         tick = self.progress("layers", options.trained.config.attention_types.count("linear"))
-        measure(options.trained, text.view(options.rows, -1), self.points, tick)
+        levels = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+
+        def observe(call: OperatorCall) -> None:
+            if (log_decay := call.options["log_decay"]) is None:
+                return
+            for head, lives in enumerate(lifetimes(log_decay).transpose(0, 1).flatten(1)):  # (H, B · T/2)
+                low, median, high = torch.quantile(lives.double(), levels).tolist()
+                self.points.append(Reach(call.layer + 1, head + 1, median, low, high))
+            tick(advance=1)
+
+        with operator_hook(options.trained, observe):
+            options.trained(text.view(options.rows, -1))
 
     def table(self) -> Table:
         caption = "tokens until 1/e of a written token is left:\nmedian, 10 and 90 %"
@@ -131,9 +104,30 @@ class HeadReach(Benchmark):
         return table
 
     def figures(self) -> dict[str, Callable]:
+        return {"": self.figure}
+
+    def figure(self) -> Figure:
+        """A mark for each head, in the order of their reach within each layer, with lines from low to high."""
         reach = [head.tokens for head in self.points]
         title = f"Heads of {self.options.model.stem} reach {min(reach):,.0f} to {max(reach):,.0f} tokens back"
-        return {"": partial(figure_of, self.points, title, self.options.context)}
+        axes, context = new_axes(title), self.options.context
+        layers = sorted({head.layer for head in self.points})
+        for layer in layers:
+            own = sorted((head for head in self.points if head.layer == layer), key=lambda head: head.tokens)
+            for place, head in enumerate(own):
+                x = layer + 0.8 * ((place + 0.5) / len(own) - 0.5)
+                axes.plot([x, x], [head.low, head.high], color=COLORS[0], alpha=0.35, linewidth=5)
+                axes.plot(x, head.tokens, marker="o", color=COLORS[0])
+                axes.annotate(
+                    f"{head.head}", (x, head.high), (0, 3), textcoords="offset points", ha="center", fontsize=9
+                )
+        axes.axhline(context, color="black", linestyle=":", linewidth=1, label=f"end of the row, {context:,} tokens")
+        axes.set_yscale("log")
+        axes.set_xticks(layers, [f"layer {layer}" for layer in layers])
+        axes.set_xlabel("heads by their numbers")
+        axes.set_ylabel("reach (tokens): median, 10 % to 90 %")
+        axes.legend()
+        return axes.figure
 
 
 main = HeadReach.main

@@ -65,8 +65,7 @@ class Recorder(Callback):
         return {name: getattr(self, name) for name in ("losses", "grad_norms", "curve", "seconds")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
+        vars(self).update(state)
 
     def on_train_batch_start(self, *args: Any) -> None:
         self._began = time.perf_counter()
@@ -114,47 +113,33 @@ class GridText(TextDataModule):
         return EvaluationWindows(self.corpora[split], self.longest_context, split, self.document_mask)
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        return DataLoader(self.evaluation_windows("val"), batch_size=None, collate_fn=self._cut)
+        def cut(window: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {name: tokens.view(-1, self.context) for name, tokens in window.items()}
 
-    def _cut(self, window: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tokens.view(-1, self.context) for name, tokens in window.items()}
+        return DataLoader(self.evaluation_windows("val"), batch_size=None, collate_fn=cut)
 
 
-def run(
-    settings: Settings,
-    seed: int,
-    steps: int,
-    measured: dict[str, Any],
-    stem: Path,
-    longest_context: int | None = None,
-    device: str = "cpu",
-) -> dict:
-    """Train once, and return the result.
-
-    Args:
-        measured: that of the grid.
-        stem: the path of checkpoints and weights, without an ending.
-        longest_context: of all variants that read text; None for this variant's context.
-    """
+def run(identity: dict[str, Any], steps: int, stem: Path) -> dict[str, Any]:
+    """Train once, and return the result, which begins with the run's identity (that of its folder). `stem` is the path
+    of checkpoints and weights, without an ending."""
+    settings, measured, seed = Settings(**identity["settings"]), identity["measured"], identity["seed"]
+    device, longest_context = identity["device"], identity["longest_context"]
     seed_everything(seed, verbose=False)
-    if settings.task == "text":
-        longest_context = longest_context or settings.option("context")
+    is_text = settings.task == "text"
+    if is_text:
         data = GridText(longest_context, **settings.data, seed=seed)
     else:
         data = MQARDataModule(**settings.data, seed=seed)
-    task = LanguageModelingModule if settings.task == "text" else RecallModule
+    task = LanguageModelingModule if is_text else RecallModule
     module = task(settings.model_config, OptimizerConfig(**settings.optimizer), seed=seed)
     # its name holds all that decides the run, so that a run with other options does not continue from it
     decides = settings.fingerprint, steps, measured["validations"], measured["validation_tokens"], longest_context
     recorder = Recorder(stem.with_name(f"{stem.name}.{'-'.join(map(str, decides))}{UNFINISHED}"))
     checkpoint = recorder.folder / "last.ckpt"
     few, all_ = validation_batches(settings.task, measured["validation_tokens"], longest_context)
-    callbacks = [recorder, GracefulStop(recorder.saver)]
-    if settings.task == "text":
-        callbacks.append(MemoryPreflight())
     trainer = quiet_trainer(
         steps,
-        callbacks,
+        [recorder, GracefulStop(recorder.saver), *([MemoryPreflight()] if is_text else [])],
         device,
         limit_val_batches=few,
         val_check_interval=max(1, steps // measured["validations"]),
@@ -166,36 +151,30 @@ def run(
         trainer.fit(module, data, ckpt_path=checkpoint if checkpoint.exists() else None, weights_only=True)
     except NonFiniteError as error:
         failure = str(error).split(";")[0]
-    plan = settings.plan
-    result = {
-        "parameters": module.model.n_parameters,
+    model, plan = module.model, settings.plan
+    result = identity | {
+        "parameters": model.n_parameters,
         "steps": len(recorder.losses),
         "tokens": plan.tokens_at(len(recorder.losses)),
         "seconds": recorder.seconds,
         "diverged": failure,
         "training": training_summary(recorder, settings),
         "curve": [{**point, "tokens": plan.tokens_at(point["step"])} for point in recorder.curve],
-        "state_bytes": module.model.state_bytes(1024),
+        "state_bytes": model.state_bytes(1024),
     }
-    if failure is None:
-        trainer = quiet_trainer(steps, [], device, limit_val_batches=all_)
-        trainer.validate(module, data, verbose=False)
-        result |= of_trained(_validation_metrics(trainer), module.model.to(device), data, measured["evaluate"])
-        module.model.save_pretrained(stem.with_name(stem.name + ".model"))
-    return result
-
-
-def of_trained(
-    final: dict[str, float], model: LanguageModel, data: TextDataModule | MQARDataModule, evaluate: dict[str, Any]
-) -> dict[str, Any]:
-    """The entries of a result that are known at the end of a run alone; `final` are the metrics of validation."""
-    found: dict[str, Any] = {"final": final}
+    if failure is not None:
+        return result
+    trainer = quiet_trainer(steps, [], device, limit_val_batches=all_)
+    trainer.validate(module, data, verbose=False)
+    result["final"] = final = _validation_metrics(trainer)
     if not all(map(math.isfinite, final.values())):
-        found["diverged"] = f"val_loss is {final['loss']} after the last step"
-    if isinstance(data, TextDataModule):
-        found["evaluation"] = evaluate_text(model.eval(), data, **evaluate)
-        found["smallest_denominator"] = smallest_denominator(model, data)
-    return found
+        result["diverged"] = f"val_loss is {final['loss']} after the last step"
+    if is_text:
+        model = model.to(device).eval()
+        result["evaluation"] = evaluate_text(model, data, **measured["evaluate"])
+        result["smallest_denominator"] = smallest_denominator(model, data)
+    model.save_pretrained(stem.with_name(stem.name + ".model"))
+    return result
 
 
 def validation_batches(task: str, tokens: int, window: int | None) -> tuple[int, int] | tuple[float, float]:
@@ -221,9 +200,6 @@ def in_means(losses: list[float]) -> list[float]:
     """At most a hundred means of losses in a row."""
     size = max(1, math.ceil(len(losses) / 100))
     return [round(statistics.fmean(losses[i : i + size]), 4) for i in range(0, len(losses), size)]
-
-
-# --- evaluation of a trained model on text ---------------------------------------------------------------------------
 
 
 def evaluate_text(model: LanguageModel, data: TextDataModule, contexts: list[int], tokens: int) -> dict[str, Any]:
@@ -265,19 +241,14 @@ def smallest_denominator(model: LanguageModel, data: TextDataModule) -> float | 
     return min(smallest, default=None)
 
 
-# --- the process -----------------------------------------------------------------------------------------------------
-
-
 def main(spec_path: str) -> None:
     """Run the file's specification, and write its result as a whole."""
     spec = json.loads(Path(spec_path).read_text())
-    identity, target = spec["identity"], Path(spec["result"])
-    settings, measured = Settings(**identity["settings"]), identity["measured"]
+    target = Path(spec["result"])
     quiet_lightning()
-    where = target.with_suffix(""), identity["longest_context"], identity["device"]
-    found = run(settings, identity["seed"], spec["steps"], measured, *where)
+    found = run(spec["identity"], spec["steps"], target.with_suffix(""))
     with whole_file(target) as file:
-        file.write((json.dumps({**identity, **found}) + "\n").encode())
+        file.write((json.dumps(found) + "\n").encode())
     for folder in target.parent.glob(f"{target.stem}.*{UNFINISHED}"):
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -4,10 +4,8 @@ import csv
 import json
 import math
 import re
-from dataclasses import replace
 from itertools import islice
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
@@ -72,9 +70,9 @@ class Changed:
 
     def train(self, stem, variant="linear", steps=20, **changes):
         """One run of a variant in this process; `changes` are of its settings."""
-        folder = self.parsed()
-        settings = replace(folder.settings[variant], **changes)
-        return training_run.run(settings, 0, steps, folder.grid.measured, self.folder / stem)
+        identity = self.parsed().identity(variant, 0)
+        identity["settings"] |= changes
+        return training_run.run(identity, steps, self.folder / stem)
 
     def read(self, variant, seed):
         return json.loads((self.results / "runs" / f"{variant}-seed{seed}.json").read_text())
@@ -172,19 +170,16 @@ def test_an_interrupted_run_goes_on_where_it_was(grid, monkeypatch, step):
     """Stopped inside it, a run ends with the same numbers as one that was never stopped."""
     whole = grid.train("whole")
 
-    class Stop(Exception):
-        """What ends the run in its middle."""
-
     class Stopping(training_run.Recorder):
         def on_train_batch_end(self, trainer, *args):
             super().on_train_batch_end(trainer, *args)
             if trainer.global_step == step:
-                raise Stop
+                raise InterruptedError
 
     monkeypatch.setattr(training_run, "SAVE_EVERY_SECONDS", 0)
     with monkeypatch.context() as patched:
         patched.setattr(training_run, "Recorder", Stopping)
-        with pytest.raises(Stop):
+        with pytest.raises(InterruptedError):
             grid.train("cut")
     (unfinished,) = grid.folder.glob("cut.*.unfinished/last.ckpt")
     changed = grid.train("cut", optimizer={"lr": 0.02, "warmup_steps": 2})
@@ -221,7 +216,7 @@ def test_a_loss_that_is_no_number_at_the_end_is_a_diverged_run(grid, monkeypatch
 def test_a_curriculum_counts_the_tokens_of_its_steps_and_has_no_one_speed(grid, monkeypatch):
     stages = [{"tokens": 512, "seq_len": 32, "batch_size": 2}, {"tokens": 128, "seq_len": 128, "batch_size": 1}]
     longer = {"data.curriculum": stages, "data.context": 128}
-    monkeypatch.setattr(ablation, "make_runs", lambda *args: None)
+    monkeypatch.setattr(ablation.Ablation, "make_runs", lambda *args: None)
     grid.run(variants={"longer": longer, "linear": {}}, reference="longer")
     folder = grid.parsed()
     assert folder.read_speeds().keys() == {"linear"}
@@ -233,14 +228,14 @@ def test_a_curriculum_counts_the_tokens_of_its_steps_and_has_no_one_speed(grid, 
 
 
 def test_ctrl_c_keeps_finished_runs(grid, here, monkeypatch, capsys):
-    make = ablation.make_run
+    make = ablation.run_process
 
-    def stop_at_the_second(folder, variant, seed, *args):
-        if (variant, seed) == ("softmax", 0):
+    def stop_at_the_second(spec_file, show):
+        if spec_file.stem == "softmax-seed0":
             raise KeyboardInterrupt
-        return make(folder, variant, seed, *args)
+        return make(spec_file, show)
 
-    monkeypatch.setattr(ablation, "make_run", stop_at_the_second)
+    monkeypatch.setattr(ablation, "run_process", stop_at_the_second)
     assert grid.run() == 130
     assert set(grid.files) == {"linear-seed0.json"}
     told = capsys.readouterr().out
@@ -252,20 +247,19 @@ def test_two_commands_on_one_folder_share_the_runs(grid, monkeypatch, capsys):
     """What another process holds is left to it, and what it has made meanwhile is not made again."""
     made = []
 
-    def make_run(folder, variant, seed, *args):
-        made.append((variant, seed))
-        folder.result_of(variant, seed).write_text(json.dumps(run_of(variant, seed, 2.0)))
-        if not made[1:]:  # as the other process does while this one makes its first
-            folder.result_of("softmax", 0).write_text(json.dumps(run_of("softmax", 0, 2.0)))
+    def run_process(spec_file, show):
+        made.append(spec_file.stem)
+        for name in {spec_file.stem, "softmax-seed0"}:  # the other one as the other process does meanwhile
+            spec_file.with_name(f"{name}.json").write_text(json.dumps(run_of(name, 0, 2.0)))
+        return 0, []
 
-    monkeypatch.setattr(ablation, "make_run", make_run)
-    monkeypatch.setattr(ablation, "measure_speeds", lambda *args: {})
+    monkeypatch.setattr(ablation, "run_process", run_process)
     monkeypatch.setattr(ablation.Ablation, "finish", lambda self: 0)
     runs = grid.results / "runs"
     runs.mkdir(parents=True)
     with ablation.claimed(runs / "softmax-seed1.spec"):
         assert grid.run() == 0
-    assert made == [("linear", 0), ("linear", 1)]
+    assert made == ["linear-seed0", "linear-seed1"]
     told = said(capsys)
     assert "softmax, seed 0: another process made it meanwhile" in told
     assert "softmax, seed 1: another process is making it" in told
@@ -285,26 +279,22 @@ def test_a_folder_with_files_of_something_else(grid, file, text, capsys):
 
 def test_a_run_that_sigterm_ends_is_interrupted_not_done(grid, monkeypatch, capsys):
     """Lightning turns SIGTERM into an exit that looks like success."""
-    make, processes = ablation.make_run, []
+    run_process, processes = ablation.run_process, []
 
     class Popen(ablation.subprocess.Popen):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             processes.append(self)
 
-    def terminate_at_the_first_step(folder, variant, seed, steps, show, spec_file):
-        def ended(completed=None, **shown):
-            if completed:
-                processes[-1].terminate()
-
-        make(folder, variant, seed, steps, ended, spec_file)
+    def terminate_at_the_first_step(spec_file, show):
+        return run_process(spec_file, lambda completed=None, **shown: completed and processes[-1].terminate())
 
     monkeypatch.setattr(ablation.subprocess, "Popen", Popen)
-    monkeypatch.setattr(ablation, "make_run", terminate_at_the_first_step)
+    monkeypatch.setattr(ablation, "run_process", terminate_at_the_first_step)
     assert grid.run(tokens=64 * 10**5) == 130
     assert processes[-1].returncode == 130
     assert not grid.files
-    (unfinished,) = grid.folder.glob("results/runs/linear-seed0.*.unfinished/last.ckpt")
+    (unfinished,) = grid.results.glob("runs/linear-seed0.*.unfinished/last.ckpt")
     kept = torch.load(unfinished, weights_only=True)
     assert kept["global_step"] == len(kept["callbacks"]["Recorder"]["losses"]) > 0
 
@@ -343,7 +333,7 @@ def test_intervals_and_verdicts():
 
 def run_of(variant: str, seed: int, bpb: float, **more) -> dict:
     training = {"grad_norm_median": 1.0, "grad_norm_peak": 2.0 + seed, "losses": [1.0]}
-    settings = {"task": "text", "model": {}, "data": {}, "optimizer": {}}
+    settings = {"task": "text", "model": {}, "data": {"context": 8}, "optimizer": {}}
     sizes = {"parameters": 10, "tokens": 1000, "steps": 10, "state_bytes": 1}
     curve = [{"tokens": 100, "bpb": 4.0}, {"tokens": 1000, "bpb": 3.0}]
     run = {"variant": variant, "seed": seed, "final": {"bpb": bpb}, "diverged": None, **sizes}
@@ -370,20 +360,16 @@ def test_differences_are_taken_seed_by_seed_at_equal_tokens_and_at_equal_seconds
     half = pytest.approx(4.303 * 0.01 / math.sqrt(3) / 3.0)
     assert (b.difference, b.difference_interval, b.verdict) == (pytest.approx(-0.1 / 3.0), half, "better")
     lacked = 1 - math.log(5) / math.log(10)
+    assert b.at_equal_seconds == pytest.approx(2.9 + lacked)
     assert b.difference_at_equal_seconds == pytest.approx((lacked - 0.1) / 3.0)
     assert (b.difference_interval_at_equal_seconds, b.verdict_at_equal_seconds) == (half, "worse")
     assert (a.verdict, a.at_equal_seconds, a.interval_at_equal_seconds) == ("", 3.0, a.interval)
     assert b.grad_norm_peak == 4.0
 
 
-def test_equal_seconds_reads_the_curve_of_the_slower():
-    """a ends after 100 s; b, half as fast, has seen 500 tokens then: between 100 and 1000 by the logarithm."""
+def test_equal_seconds_before_the_first_validation_or_with_a_diverged_run_are_not_guessed():
     results = [run_of("a", 0, 2.5), run_of("b", 0, 2.4)]
-    rows = rows_by_variant(results, a=10.0, b=5.0)
-    assert rows["a"].at_equal_seconds == 2.5
-    # the curve, which reads other text than the end, fell to 3 from there
-    assert rows["b"].at_equal_seconds == pytest.approx(2.4 + 4.0 - math.log(5) / math.log(10) - 3.0)
-    assert math.isnan(rows_by_variant(results, a=10.0, b=0.5)["b"].at_equal_seconds)  # before its first validation
+    assert math.isnan(rows_by_variant(results, a=10.0, b=0.5)["b"].at_equal_seconds)
     early = run_of("b", 1, math.nan, diverged="loss is nan at step 3", tokens=110)
     a = rows_by_variant([results[0], early, results[1]], a=10.0, b=9.0)["a"]
     assert (a.at_equal_seconds, a.tokens) == (2.5, 1000)
@@ -391,39 +377,40 @@ def test_equal_seconds_reads_the_curve_of_the_slower():
 
 def test_losses_by_position_are_means_over_seeds():
     parts = [[3.0, 2.0], [2.0, 1.0]]
-    settings = {"task": "text", "model": {}, "data": {"context": 8}, "optimizer": {}}
     texts = [{"8": {"bpb": 2.0, "eighths": bits}} for bits in parts]
-    results = [run_of("a", seed, 2.0, evaluation=text, settings=settings) for seed, text in enumerate(texts)]
+    results = [run_of("a", seed, 2.0, evaluation=text) for seed, text in enumerate(texts)]
     assert ablation_report.by_eighth(results) == {"a": [2.5, 1.5]}
     (row,) = ablation_report.rows_of(results, TwoVariants, {})
     assert (row.first_eighth, row.last_eighth) == (2.5, 1.5)
 
 
-def remarks_on(*results):
-    return ablation_report.remarks(ablation_report.rows_of(results, TwoVariants, {}), results, TwoVariants)
+DIVERGED = run_of("a", 1, math.nan, diverged="loss is nan at step 3")
 
 
 def test_diverged_runs_are_counted_and_not_averaged():
-    results = run_of("a", 0, 2.0), run_of("a", 1, math.nan, diverged="loss is nan at step 3")
-    (row,) = ablation_report.rows_of(results, TwoVariants, {})
+    (row,) = ablation_report.rows_of([run_of("a", 0, 2.0), DIVERGED], TwoVariants, {})
     assert (row.seeds, row.diverged, row.mean) == (2, 1, 2.0)
-    assert "seed 1: diverged, loss is nan" in remarks_on(*results)[0]
 
 
-def test_runs_of_unequal_length_are_named():
-    assert "a: its runs have 8 and 10 steps" in remarks_on(run_of("a", 0, 2.0), run_of("a", 1, 2.0, steps=8))[0]
-    for tokens in (1000, 1010):
-        assert remarks_on(run_of("a", 0, 2.0), run_of("b", 0, 2.1, tokens=tokens)) == []
-    (remark,) = remarks_on(run_of("a", 0, 2.0), run_of("b", 0, 2.1, tokens=800))
-    assert "800 to 1,000" in remark
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        (DIVERGED, ["a, seed 1: diverged, loss is nan at step 3"]),
+        (run_of("a", 1, 2.0, steps=8), ["a: its runs have 8 and 10 steps, different numbers"]),
+        (run_of("b", 0, 2.1), []),
+        (run_of("b", 0, 2.1, tokens=1010), []),
+        (run_of("b", 0, 2.1, tokens=800), ["steps of unequal sizes: runs read 800 to 1,000 tokens"]),
+    ],
+)
+def test_remarks_name_what_makes_runs_unequal(other, expected):
+    results = [run_of("a", 0, 2.0), other]
+    assert ablation_report.remarks(ablation_report.rows_of(results, TwoVariants, {}), results, TwoVariants) == expected
 
 
 def test_late_tokens_are_compared_on_the_same_text():
-    """Blocks of 256: in rows of 2048 the last half is blocks 4-7; of those, blocks 5 and 7 are in the last half of rows
-    of 512."""
-    long_blocks = [0.0, 0.0, 0.0, 0.0, 9.0, 2.0, 9.0, 4.0]
-    short_blocks = [0.0, 0.0, 0.0, 0.0, 1.0, 4.0, 1.0, 4.0]
-    evaluation = {"2048": {"bpb": 1.0, "blocks": long_blocks}, "512": {"bpb": 1.0, "blocks": short_blocks}}
+    """Of the last half of 2048 tokens, blocks 4-7, blocks 5 and 7 are in the last half of rows of 512 too."""
+    blocks = {"2048": [0.0, 0.0, 0.0, 0.0, 9.0, 2.0, 9.0, 4.0], "512": [0.0, 0.0, 0.0, 0.0, 1.0, 4.0, 1.0, 4.0]}
+    evaluation = {length: {"bpb": 1.0, "blocks": bits} for length, bits in blocks.items()}
     late = ablation_report.by_context([run_of("a", 0, 2.0, evaluation=evaluation)])["a"]["2048"]["late"]["512"]
     assert late["mean"] == pytest.approx(6 / 8 - 1)
 
@@ -454,10 +441,11 @@ def test_a_recall_grid_reports_accuracy(grid, here, capsys):
     data = {"vocab_size": 32, "tokens_per_batch": 256, "test_rows": 8, "cases": [[16, 2], [32, 8]]}
     data["stages"] = [[16, 2, 1], [32, 4, 1]]
     assert grid.run(task="mqar", tokens=2048, validations=2, model=model, data=data, evaluate={}) == 0
-    runs = {(variant, seed): grid.read(variant, seed) for variant in ("linear", "softmax") for seed in (0, 1)}
-    finals = {key: run["final"] for key, run in runs.items()}
+    finals = {
+        (variant, seed): grid.read(variant, seed)["final"] for variant in ("linear", "softmax") for seed in (0, 1)
+    }
     assert all({"accuracy", "accuracy/16x2", "accuracy/32x8"} <= final.keys() for final in finals.values())
-    assert all(run["steps"] == 8 for run in runs.values())
+    assert grid.read("linear", 0)["steps"] == 8
     gaps = [finals["softmax", seed]["accuracy"] - finals["linear", seed]["accuracy"] for seed in (0, 1)]
     assert float(grid.rows()["softmax"]["difference"]) == pytest.approx(sum(gaps) / 2)
     by_case = json.loads((grid.results / "ablation.json").read_text())["by_case"]["softmax"]
@@ -470,17 +458,12 @@ def test_speeds_that_are_added_later_are_brought_to_the_same_hour(grid, monkeypa
     """The reference took 1 s a step then and 2 s now: what takes 4 s now would have taken 2 s."""
     seconds = {"linear": 1.0, "softmax": 3.0}
 
-    class Timed:
-        failures: ClassVar[dict] = {}
+    def alternation(steps, *args, **options):
+        samples = {name: Sample((seconds[name],)) for name in steps}
+        return SimpleNamespace(samples=samples, failures={}, run=lambda *args: None)
 
-        def __init__(self, steps, device, count):
-            self.samples = {name: Sample((seconds[name],)) for name in steps}
-
-        def run(self, rounds, tick):
-            return self
-
-    monkeypatch.setattr(ablation, "Alternation", Timed)
-    monkeypatch.setattr(ablation, "make_runs", lambda *args: None)
+    monkeypatch.setattr(ablation, "Alternation", alternation)
+    monkeypatch.setattr(ablation.Ablation, "make_runs", lambda *args: None)
     grid.run()
 
     def speeds() -> list[float]:
@@ -512,7 +495,7 @@ def test_what_is_not_known_of_speeds_is_said():
 
 
 def test_steps_that_are_the_same_are_measured_once(grid, monkeypatch):
-    monkeypatch.setattr(ablation, "make_runs", lambda *args: None)
+    monkeypatch.setattr(ablation.Ablation, "make_runs", lambda *args: None)
     grid.run(variants={"linear": {}, "slow": {"optimizer.lr": 0.005}, "softmax": {"model.attention": "softmax"}})
     assert len(json.loads((grid.results / "speed.json").read_text())) == 2
     found = grid.parsed().read_speeds()

@@ -78,6 +78,11 @@ def with_x(options, **changes):
     return {"variants": {"linear": {}, "x": options}, **changes}
 
 
+def with_stage(stage_tokens, seq_len, **changes):
+    return with_x({"data.curriculum": [{"tokens": stage_tokens, "seq_len": seq_len, "batch_size": 4}]}, **changes)
+
+
+CONTIGUOUS = {**SMALL["data"], "contiguous": True}
 MISTAKES = [
     ({"titel": "x"}, "'titel' is not an option of Grid. Did you mean 'title'?"),
     ({"reference": None}, "needs 'reference', which has no default"),
@@ -140,24 +145,15 @@ MISTAKES = [
     (with_x({"data.contiguous": "no"}), "data.contiguous='no' has the wrong type: .* without quotes"),
     (
         with_x({"data.contiguous": True, "model.attention": "softmax"}),
-        "variant 'x': data.contiguous=True needs a state of fixed size, but layer 0 is softmax attention",
+        "'x': data.contiguous=True needs a state of",
     ),
+    (with_x({"model.rope.trainable": True}, data=CONTIGUOUS), "variant 'x': data.contiguous=True detaches the state"),
+    (with_stage(985, 16), "data.curriculum takes 16 steps, tokens=1000 in 8 parts of equal length 8: lower"),
     (
-        with_x({"model.rope.trainable": True}, data={**SMALL["data"], "contiguous": True}),
-        "variant 'x': data.contiguous=True detaches the state",
+        with_stage(1, 10**9, tokens=10**11),
+        "data.curriculum has rows of 1000000000 tokens, and the text to train on",
     ),
-    (
-        with_x({"data.curriculum": [{"tokens": 985, "seq_len": 16}]}),
-        "variant 'x': data.curriculum takes 16 steps, tokens=1000 in 8 parts of equal length 8: lower",
-    ),
-    (
-        with_x({"data.curriculum": [{"tokens": 1, "seq_len": 10**9, "batch_size": 1}]}, tokens=10**10),
-        "variant 'x': data.curriculum has rows of 1000000000 tokens, and the text to train on",
-    ),
-    (
-        with_x({"data.curriculum": [{"tokens": 64, "seq_len": 16}]}, tokens=None, minutes=1),
-        "variant 'x': data.curriculum has steps of different speeds",
-    ),
+    (with_stage(64, 16, tokens=None, minutes=1), "variant 'x': data.curriculum has steps of different speeds"),
 ]
 
 
@@ -174,22 +170,19 @@ def test_tokens_that_are_no_bytes_are_refused(tmp_path):
         settings_of(grid_of(tmp_path, variants={"linear": {"data.path": str(tmp_path / "flat.bin")}, "softmax": {}}))
 
 
-def test_a_missing_file(tmp_path):
-    with pytest.raises(InputError, match=r"cannot be read .* benchmarks/grids has .*placement"):
-        read_grid(tmp_path / "missing.yaml")
+NO_YAML = [
+    (None, "cannot be read .* benchmarks/grids has .*placement"),
+    (b"a: [1", "is no YAML"),
+    (b"variants: {a: {}, a: {model.rope: null}}", "is no YAML: .*'a' is there twice"),
+    (b"title: 2026-13-45", "is no YAML: month must be in"),
+    (b"title: \xff", "is no YAML: 'utf-8' codec"),
+    (b"title: [" * 2000, "is no YAML"),
+]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (b"a: [1", "is no YAML"),
-        (b"variants: {a: {}, a: {model.rope: null}}", "is no YAML: .*'a' is there twice"),
-        (b"title: 2026-13-45", "is no YAML: month must be in"),
-        (b"title: \xff", "is no YAML: 'utf-8' codec"),
-        (b"title: [" * 2000, "is no YAML"),
-    ],
-)
-def test_what_is_no_yaml_is_named(tmp_path, text, message):
-    (tmp_path / "grid.yaml").write_bytes(text)
+@pytest.mark.parametrize(("text", "message"), NO_YAML)
+def test_a_file_that_is_missing_or_no_yaml_is_named(tmp_path, text, message):
+    if text is not None:
+        (tmp_path / "grid.yaml").write_bytes(text)
     with pytest.raises(InputError, match=message):
         read_grid(tmp_path / "grid.yaml")
