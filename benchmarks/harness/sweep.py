@@ -142,11 +142,12 @@ def largest_length(fits: Callable[[int], float | None], start: int, growth: int,
     """
     low, high, took = 0, None, 0.0
     while high is None or high > 1.06 * low:
-        length = 2 * low or start
-        if high is not None:
+        if high is None:
+            length = 2 * low or start
+        else:
             middle = math.isqrt(low * high) if low else high // 2
-            length = max(low, middle // 64 * 64)  # rounded, if there is room
-            length = middle if length == low else length
+            rounded = middle // 64 * 64
+            length = rounded if rounded > low else middle
         if length == low:
             break
         if low and took * (length / low) ** growth > seconds:

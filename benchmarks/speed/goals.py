@@ -87,9 +87,6 @@ class Row:
     high: float | None = None
 
 
-# --- what is measured ------------------------------------------------------------------------------------------------
-
-
 def attention(length: int, *, decay: bool = False, **options) -> Call:
     """Forward and backward of linear_attention on new inputs; sizes go to the setting, other options to the call."""
     sizes = {name: options.pop(name) for name in tuple(options) if name in Setting.__dataclass_fields__}
@@ -180,9 +177,6 @@ def flat_decoding(batch: int, short: int = 1000, long: int = 1_000_000, steps: i
     return Measured.ratio(samples[long], samples[short])
 
 
-# --- the goals -------------------------------------------------------------------------------------------------------
-
-
 def all_goals() -> list[Goal]:
     """Every goal, in the order in which they run."""
     goals = []
@@ -232,9 +226,6 @@ def all_goals() -> list[Goal]:
         what = f"one token at 1,000,000 / at 1,000, batch {batch}"
         at_most(1.05, f"decode-flat-batch{batch}", what, flat_decoding, batch)
     return goals
-
-
-# --- running and showing them ----------------------------------------------------------------------------------------
 
 
 def run(goal: Goal) -> Row:
