@@ -81,7 +81,7 @@ class Row:
     name: str
     what: str
     goal: str
-    result: str = ""
+    result: str
     value: float | None = None
     low: float | None = None
     high: float | None = None
@@ -230,17 +230,14 @@ def all_goals() -> list[Goal]:
 
 def run(goal: Goal) -> Row:
     """Measure a goal; a failure is a result."""
-    row = Row(goal.name, goal.what, goal.bound)
+    row = partial(Row, goal.name, goal.what, goal.bound)
     try:
-        measured = goal.measure()
+        found = goal.measure()
     except Skipped as reason:
-        row.result = f"{SKIPPED}: {reason}"
+        return row(f"{SKIPPED}: {reason}")
     except Exception as error:
-        row.result = f"{FAILED}: {memory.describe(error)}"
-    else:
-        row.value, row.low, row.high = measured.value, measured.low, measured.high
-        row.result = PASS if goal.met(measured.value) else FAIL
-    return row
+        return row(f"{FAILED}: {memory.describe(error)}")
+    return row(PASS if goal.met(found.value) else FAIL, found.value, found.low, found.high)
 
 
 def missed_of(rows: list[Row]) -> list[Row]:

@@ -80,9 +80,8 @@ class ModelScaling(Benchmark):
             if options.tokens % length:
                 parser.error(f"--lengths {length}: does not divide --tokens {options.tokens}, the tokens of every step")
         if options.d_model % (2 * options.heads):
-            parser.error(
-                f"--heads {options.heads}: --d_model {options.d_model} must be an even multiple of it, for RoPE"
-            )
+            heads = f"--heads {options.heads}"
+            parser.error(f"{heads}: --d_model {options.d_model} must be an even multiple of it, for RoPE")
         options.config = LanguageModelConfig(d_model=options.d_model, n_layers=options.layers, n_heads=options.heads)
 
     def measure(self) -> None:

@@ -245,17 +245,13 @@ def test_goals_are_ratios_with_their_bounds(run, monkeypatch):
     assert "a device" in run.console.file.getvalue()
 
 
-def test_a_peer_that_cannot_is_skipped_and_a_guess_is_named(run):
+def test_a_peer_that_cannot_is_skipped_and_our_own_failure_is_one(run):
     run.points = at(524_288, 0.31, None, status="extrapolated")
     assert judged(run, [Size(524_288, 16, 64)]) == 0
     softmax, fla = run.goals
     assert (softmax.result, softmax.goal) == ("pass", "≥ 300")
     assert softmax.name.endswith("T=524,288, extrapolated")
     assert fla.result == "skipped: flash-linear-attention: failed out of memory"
-
-
-def test_our_own_failure_is_one(run):
-    size = Size(4096, 16, 64)
-    run.points = [Point(LINEAR, BOTH, size, "failed", "a fault"), Point(SOFTMAX, BOTH, size, seconds=1.0)]
-    assert judged(run, [size]) == 1
+    run.points[0] = Point(LINEAR, BOTH, Size(524_288, 16, 64), "failed", "a fault")
+    assert judged(run, [Size(524_288, 16, 64)]) == 1
     assert run.goals[0].result == "failed: RuntimeError: linear: failed a fault"
