@@ -1,6 +1,5 @@
-"""Peak memory of one call.
+"""Peak memory of one call: by the allocator of a GPU; on a CPU the growth of the peak resident size of a new process.
 
-On a GPU the allocator counts. On a CPU it is the peak resident size of a new process, minus that just before the call.
 The data of that process is limited, so that it gets an error; otherwise the system would kill some process.
 """
 
@@ -83,9 +82,6 @@ def available(device: str = "cpu") -> int:
     return min(amounts, default=sys.maxsize)
 
 
-# --- one process's own memory ----------------------------------------------------------------------------------------
-
-
 def _status(field: str) -> int | None:
     """A size of this process from Linux's /proc, in bytes; None on other systems."""
     with contextlib.suppress(OSError):
@@ -157,9 +153,6 @@ def measure(method: Method, setting: Setting, limit: int | None = None) -> Peak:
     call = None if setting.mode == "decode" else method.prepare(inputs)
     water = HighWater(setting.device)
     return water.peak_of(call or method.prepare(inputs))  # most of decoding's memory is its state or cache
-
-
-# --- processes of their own ------------------------------------------------------------------------------------------
 
 
 def in_new_process(work: Callable, *args) -> Any:

@@ -112,9 +112,8 @@ class Benchmark:
             default = Path(cls.output)
             parser.add_argument("--output", type=Path, default=default, help=f"folder for results (default: {default})")
         if cls.figures is not Benchmark.figures:
-            parser.add_argument(
-                "--redraw", action=_Redraw, benchmark=cls, metavar="JSON", help="draw the pictures of a JSON file again"
-            )
+            text = "draw the pictures of a JSON file again"
+            parser.add_argument("--redraw", action=_Redraw, benchmark=cls, metavar="JSON", help=text)
         return parser
 
     @classmethod

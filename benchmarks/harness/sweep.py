@@ -141,7 +141,15 @@ def largest_length(fits: Callable[[int], float | None], start: int, growth: int,
         seconds: lengths that are predicted to take longer are not tried.
     """
     low, high, took = 0, None, 0.0
-    while length := _next_length(low, high, start):
+    while high is None or high > 1.06 * low:
+        if high is None:
+            length = 2 * low or start
+        else:
+            middle = math.isqrt(low * high) if low else high // 2
+            rounded = middle // 64 * 64
+            length = rounded if rounded > low else middle
+        if length == low:
+            break
         if low and took * (length / low) ** growth > seconds:
             return Largest(low, "time budget")
         outcome = fits(length)
@@ -150,14 +158,3 @@ def largest_length(fits: Callable[[int], float | None], start: int, growth: int,
         else:
             low, took = length, outcome
     return Largest(low, "memory")
-
-
-def _next_length(low: int, high: int | None, start: int, step: int = 64) -> int:
-    """The next length to try if `low` fits and `high` does not; 0 if they are close enough."""
-    if high is None:
-        return 2 * low or start
-    if high <= 1.06 * low:
-        return 0
-    middle = math.isqrt(low * high) if low else high // 2
-    rounded = middle // step * step
-    return rounded if rounded > low else middle if middle > low else 0

@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 from rich.table import Table
+from torch import Tensor
 
 from benchmarks.harness import memory
 from benchmarks.harness.options import parse_bytes
@@ -22,6 +22,7 @@ from benchmarks.harness.pictures import Quantity, against_length
 from benchmarks.harness.runner import Benchmark
 from benchmarks.harness.sweep import INTERRUPTED, MEASURED, Budget, Point, series
 from benchmarks.harness.timing import alternate
+from benchmarks.speed.model_scaling import training_step
 from linrope import LanguageModel, LanguageModelConfig, RotaryConfig, segmented_loss
 from linrope.losses import summed_cross_entropy
 from linrope.utils.formatting import bytes_text
@@ -36,37 +37,26 @@ GROWTH = {"softmax": (2, 1), "linear": (1, 1), "linear in segments": (1, 0)}
 class Task:
     """A training step of a model on a row of `length` tokens, in segments (None: the whole row at once)."""
 
-    method: str
     length: int
     segment_length: int | None
     config: LanguageModelConfig
     device: str
 
+    def loss(self, model: LanguageModel, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean over the row."""
+        if self.segment_length is None:
+            return summed_cross_entropy(model(inputs), targets) / targets.numel()
+        return segmented_loss(model, inputs, targets, self.segment_length)[0] / targets.numel()
+
     def make(self) -> Callable[[], None]:
         """One step of a new model on a random row."""
-        torch.manual_seed(0)
-        model = LanguageModel(self.config).to(self.device)
-        optimizer = torch.optim.AdamW(model.parameters())
-        row = torch.randint(256, (1, self.length + 1), device=self.device)
-        inputs, targets = row[:, :-1], row[:, 1:]
-
-        def step() -> None:
-            optimizer.zero_grad()
-            if self.segment_length is None:
-                loss = summed_cross_entropy(model(inputs), targets)
-            else:
-                loss, _ = segmented_loss(model, inputs, targets, self.segment_length)
-            (loss / targets.numel()).backward()
-            optimizer.step()
-
-        return step
+        return training_step(self.config, self.length, self.length, self.device, self.loss)
 
 
 def peak_of(task: Task, limit: int) -> memory.Peak:
     """The peak of one step in this process, which may take `limit` bytes in all. A short step comes first and makes
     what a process keeps."""
-    warm_up = Task(task.method, memory.WARM_UP, task.segment_length, task.config, task.device)
-    warm_up.make()()
+    replace(task, length=memory.WARM_UP).make()()
     memory.limit_to(limit - memory.HighWater(task.device).before, task.device)
     step = task.make()
     return memory.HighWater(task.device).peak_of(step)
@@ -80,18 +70,17 @@ def task_of(method: str, length: int, options: argparse.Namespace) -> Task:
     else:
         config = LanguageModelConfig(forget_gate=True, rope=RotaryConfig(placement="signed"), **sizes)
     segment = options.segment_length if method == "linear in segments" else None
-    return Task(method, length, segment, config, options.device)
+    return Task(length, segment, config, options.device)
 
 
 def measure(method: str, length: int, options: argparse.Namespace, earlier: list[Point]) -> Point:
     """The peak of one method at one length, or why it was not measured."""
-    limit = options.memory
-    status, detail = Budget(options.seconds, limit).refusal(earlier, length, 1, GROWTH[method])
+    status, detail = Budget(options.seconds, options.memory).refusal(earlier, length, 1, GROWTH[method])
+    point = Point(method, length, 1, status or MEASURED, detail)
     if status:
-        return Point(method, length, 1, status, detail)
-    point = Point(method, length, 1)
+        return point
     try:
-        peak = memory.in_new_process(peak_of, task_of(method, length, options), limit)
+        peak = memory.in_new_process(peak_of, task_of(method, length, options), options.memory)
         point.memory_bytes, point.seconds, point.rounds = peak.process, peak.seconds, 1
         point.tokens_per_second = length / peak.seconds
     except (memory.OutOfMemory, memory.Failed) as error:

@@ -110,18 +110,11 @@ def call_of(case: Case) -> Call:
     return check_call(*(tensors[name] for name in "qkv"), rope, **options)
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """What one kernel takes of a target."""
+def compile_launch(launch: Recorded, capability: int, warps: int, stages: int) -> tuple[int, int, int]:
+    """Compile the launch, its arguments specialised as they would be on the GPU.
 
-    registers: int
-    stack: int
-    """Bytes of a thread that lie in memory instead of registers."""
-    shared: int
-
-
-def compile_launch(launch: Recorded, capability: int, warps: int, stages: int) -> Compiled:
-    """Compile the launch, its arguments specialised as they would be on the GPU."""
+    Returns: registers of a thread, bytes of its stack (in memory instead of registers), bytes of shared memory.
+    """
     from triton import compile as compile_source
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -144,7 +137,7 @@ def compile_launch(launch: Recorded, capability: int, warps: int, stages: int) -
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": warps, "num_stages": stages}
     made = compile_source(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return Compiled(*usage_of(made.asm["cubin"]), made.metadata.shared)
+    return *usage_of(made.asm["cubin"]), made.metadata.shared
 
 
 TYPES = {
@@ -233,10 +226,10 @@ class CompileKernels(Benchmark):
             tick(description=f"{name}: {role_of(launch)}, sm_{target}")
             row = [name, role_of(launch), str(target), str(warps), str(stages)]
             try:
-                found = compile_launch(launch, target, warps, stages)
-                self.rows.append([*row, str(found.registers), str(found.stack), bytes_text(found.shared)])
-                if found.shared > SHARED_MEMORY[target]:
-                    self.failures.append(f"{', '.join(row)}: {found.shared:,} bytes of shared memory")
+                registers, stack, shared = compile_launch(launch, target, warps, stages)
+                self.rows.append([*row, str(registers), str(stack), bytes_text(shared)])
+                if shared > SHARED_MEMORY[target]:
+                    self.failures.append(f"{', '.join(row)}: {shared:,} bytes of shared memory")
             except Exception as error:  # the compiler's errors have many types
                 self.failures.append(f"{', '.join(row)}: {type(error).__name__}: {error}")
             tick(advance=1)

@@ -20,7 +20,7 @@ from benchmarks.harness.options import check_even, parse_bytes
 from benchmarks.harness.pictures import Quantity, against_length
 from benchmarks.harness.runner import Benchmark
 from benchmarks.harness.sweep import INTERRUPTED, MEASURED, OVER_BUDGET, Point
-from benchmarks.harness.timing import Sample, Several, alternate, clock
+from benchmarks.harness.timing import Several, clock
 from benchmarks.speed.methods import DTYPES, Inputs, LinearDecoding, Setting, SoftmaxDecoding
 from linrope.utils.formatting import bytes_text
 from linrope.utils.terminal import new_table
@@ -30,66 +30,24 @@ SLOWEST_SAMPLE = 1.0
 """Seconds: if `steps` tokens of softmax attention take longer, its samples have fewer tokens."""
 
 
-def new_point(kind: str, setting: Setting, nbytes: int | None = None) -> Point:
-    """The point of a method at one context, to be measured."""
-    name = f"{kind}, batch {setting.batch}"
-    return Point(name, setting.length, setting.batch, INTERRUPTED, memory_bytes=nbytes)
+def linear_steps(settings: dict[int, Setting], count: int) -> dict[int, Several]:
+    """A sample of `count` tokens at each context, from states that differ only in their positions."""
+    return {context: Several(LinearDecoding(Inputs.make(setting)), count) for context, setting in settings.items()}
 
 
-Steps = dict[int, tuple[Several | None, Point]]
-"""By context, a sample (None if its tensors cannot be made) and its point, with the reason."""
-
-
-def steps_of(kind: str, settings: dict[int, Setting], count: int, limit: int) -> Steps:
-    try:
-        return linear_steps(settings, count) if kind == LINEAR else softmax_steps(settings, count, limit)
-    except Exception as error:  # such as out of memory: earlier results are kept
-        points = {context: new_point(kind, setting) for context, setting in settings.items()}
-        for point in points.values():
-            point.record_failure(error)
-        return {context: (None, point) for context, point in points.items()}
-
-
-def linear_steps(settings: dict[int, Setting], count: int) -> Steps:
-    """A sample at each context, from states that differ only in their positions."""
-    found = {}
-    for context, setting in settings.items():
-        step = LinearDecoding(Inputs.make(setting))
-        found[context] = Several(step, count), new_point(LINEAR, setting, step.nbytes)
-    return found
-
-
-def softmax_steps(settings: dict[int, Setting], count: int, limit: int) -> Steps:
-    """A sample at each context that fits `limit` bytes, all in the one cache of the longest of them."""
+def softmax_steps(settings: dict[int, Setting], count: int) -> dict[int, Several]:
+    """A sample at each context, the longest last, all in the one cache of the longest."""
     inputs = {context: Inputs.make(setting) for context, setting in settings.items()}
-    nbytes = {context: 2 * x.q.nbytes * (context + 1) for context, x in inputs.items()}
-    fitting = [context for context in settings if nbytes[context] <= limit]
-    cache = None
-    if fitting:
-        q = inputs[fitting[-1]].q
-        cache = torch.randn(2, *q.shape[:2], fitting[-1] + 1, q.shape[-1], dtype=q.dtype, device=q.device)
+    if not inputs:
+        return {}
+    longest, q = max(inputs), inputs[max(inputs)].q
+    cache = torch.randn(2, *q.shape[:2], longest + 1, q.shape[-1], dtype=q.dtype, device=q.device)
     found = {}
-    for context, setting in settings.items():
-        sampler, point = None, new_point(SOFTMAX, setting, nbytes[context])
-        if context in fitting:
-            step = SoftmaxDecoding(inputs[context], cache)
-            step()
-            sampler = Several(step, max(1, min(count, int(SLOWEST_SAMPLE / clock(step, setting.device)))))
-        else:
-            point.status = OVER_BUDGET
-            point.detail = f"the cache takes {bytes_text(nbytes[context])} of {bytes_text(limit)}"
-        found[context] = sampler, point
+    for context, x in inputs.items():
+        step = SoftmaxDecoding(x, cache)
+        step()
+        found[context] = Several(step, max(1, min(count, int(SLOWEST_SAMPLE / clock(step, x.setting.device)))))
     return found
-
-
-def flatness(
-    batch: int, contexts: tuple[int, int] = (1000, 1_000_000), *, steps: int = 200, rounds: int = 15
-) -> tuple[Sample, Sample]:
-    """Linear attention after a short and a long past, in turn."""
-    settings = {context: Setting(context, batch, mode="decode") for context in contexts}
-    samplers = {context: sampler for context, (sampler, _) in linear_steps(settings, steps).items()}
-    samples = alternate(samplers, rounds, count=False).samples
-    return samples[contexts[0]], samples[contexts[1]]
 
 
 class Decode(Benchmark):
@@ -130,16 +88,27 @@ class Decode(Benchmark):
     def measure_batch(self, batch: int, tick: Callable[..., None]) -> None:
         """Both methods at all contexts with one batch size."""
         o = self.options
-        settings = {
-            context: Setting(context, batch, o.heads, o.head_dim, None, o.dtype, o.device, mode="decode")
-            for context in o.contexts
-        }
         samplers, points = {}, {}
-        for kind in (LINEAR, SOFTMAX):
-            for context, (sampler, point) in steps_of(kind, settings, o.steps, self.limit).items():
+        for kind, steps_of in {LINEAR: linear_steps, SOFTMAX: softmax_steps}.items():
+            settings = {}
+            for context in o.contexts:
+                point = points[kind, context] = Point(f"{kind}, batch {batch}", context, batch, INTERRUPTED)
                 self.points.append(point)
-                if sampler:
-                    samplers[kind, context], points[kind, context] = sampler, point
+                nbytes = 2 * batch * o.heads * (context + 1) * o.head_dim * DTYPES[o.dtype].itemsize
+                if kind == SOFTMAX and nbytes > self.limit:
+                    point.status, point.memory_bytes = OVER_BUDGET, nbytes
+                    point.detail = f"the cache takes {bytes_text(nbytes)} of {bytes_text(self.limit)}"
+                else:
+                    settings[context] = Setting(context, batch, o.heads, o.head_dim, None, o.dtype, o.device, "decode")
+            try:
+                steps = steps_of(settings, o.steps)
+            except Exception as error:  # such as out of memory: earlier results are kept
+                for context in settings:
+                    points[kind, context].record_failure(error)
+                continue
+            for context, step in steps.items():
+                samplers[kind, context] = step
+                points[kind, context].memory_bytes = step.call.nbytes
         self.time_in_turn(samplers, points, batch, tick, f"batch {batch}: {{0[0]}} at {{0[1]:,}}", count=False)
 
     def details(self) -> dict[str, Any]:

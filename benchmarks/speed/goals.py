@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.live import Live
-from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
@@ -26,15 +24,15 @@ from benchmarks.harness import memory
 from benchmarks.harness.options import check_names
 from benchmarks.harness.runner import Benchmark
 from benchmarks.harness.timing import Call, Sample, Several, alternate, copy, gemm
-from benchmarks.speed import decode
+from benchmarks.speed.decode import linear_steps
+from benchmarks.speed.gpu_correctness import FAIL, FAILED, PASS
 from benchmarks.speed.methods import Inputs, Method, Setting, call_of, linear, softmax, whole_sequence
 from linrope.utils.terminal import new_table
 
-FLOAT32 = 4
 PACKED_DOCUMENT = 300
 """Mean length of the documents in a packed row."""
 
-PASS, FAIL, FAILED, SKIPPED, RUNNING = "pass", "FAIL", "failed", "skipped", "…"
+SKIPPED = "skipped"
 STYLE = {PASS: "green", FAIL: "bold red", FAILED: "bold red", SKIPPED: "yellow"}
 
 
@@ -83,13 +81,10 @@ class Row:
     name: str
     what: str
     goal: str
-    result: str = ""
+    result: str
     value: float | None = None
     low: float | None = None
     high: float | None = None
-
-
-# --- what is measured ------------------------------------------------------------------------------------------------
 
 
 def attention(length: int, *, decay: bool = False, **options) -> Call:
@@ -161,7 +156,7 @@ def packed_documents(length: int) -> Tensor:
 def extra_memory(length: int, heads: int = 8, **options) -> Measured:
     """Peak memory of a new process beyond q, k, v, o and their gradients, as a share of these eight."""
     setting = Setting(length, heads=heads)
-    tensor = setting.new_tokens * heads * setting.head_dim * FLOAT32
+    tensor = setting.new_tokens * heads * setting.head_dim * 4  # bytes of float32
     peak = memory.in_new_process(memory.measure, Method("linear", partial(linear, **options)), setting)
     return Measured((peak.extra - 4 * tensor) / (8 * tensor))  # q, k, v and ∂o exist before the call
 
@@ -175,103 +170,74 @@ def process_memory(length: int, heads: int = 4, needs_gib: float = 10) -> Measur
     return Measured(peak.process / 2**30)
 
 
-def flat_decoding(batch: int) -> Measured:
+def flat_decoding(batch: int, short: int = 1000, long: int = 1_000_000, steps: int = 200, rounds: int = 15) -> Measured:
     """Time of one token after a long context over that after a short one."""
-    short, long = decode.flatness(batch)
-    return Measured.ratio(long, short)
-
-
-# --- the goals -------------------------------------------------------------------------------------------------------
+    settings = {context: Setting(context, batch, mode="decode") for context in (short, long)}
+    samples = alternate(linear_steps(settings, steps), rounds, count=False).samples
+    return Measured.ratio(samples[long], samples[short])
 
 
 def all_goals() -> list[Goal]:
     """Every goal, in the order in which they run."""
-    return softmax_goals() + length_goals() + memory_goals() + per_flop_goals() + option_goals()
-
-
-def softmax_goals() -> list[Goal]:
-    """Faster than fused softmax attention, and more so for longer rows; fewer rounds if a call takes seconds."""
     goals = []
+
+    def at_least(bound: float, name: str, what: str, measure: Callable[..., Measured], *args: Any) -> None:
+        goals.append(Goal(name, what, partial(measure, *args), at_least=bound))
+
+    def at_most(bound: float, name: str, what: str, measure: Callable[..., Measured], *args: Any, **options) -> None:
+        goals.append(Goal(name, what, partial(measure, *args, **options), at_most=bound))
+
     for length, rounds, bound in ((512, 15, 2), (1024, 15, 3), (4096, 7, 10), (16_384, 3, 40)):
-        measure = partial(over_linear, softmax, length, rounds)
-        goals.append(Goal(f"softmax-{length}", f"RoPE + fused softmax / linear, T={length:,}", measure, at_least=bound))
-    return goals
+        what = f"RoPE + fused softmax / linear, T={length:,}"
+        at_least(bound, f"softmax-{length}", what, over_linear, softmax, length, rounds)
 
-
-def length_goals() -> list[Goal]:
-    """Near the machine's limit, at any length, and faster in bfloat16."""
-    whole, roofline = partial(over_linear, whole_sequence, 16_384, 5), partial(over_roofline, 16_384)
-    long = partial(per_token, 262_144, 8192)
-    goals = [
-        Goal("whole-sequence-16384", "whole-sequence form under autograd / linear, T=16,384", whole, at_least=3.5),
-        Goal("roofline-16384", "time / max(FLOPs, bytes) at measured rates, T=16,384", roofline, at_most=1.8),
-        Goal("linear-262144", "time per token, T=262,144 / T=8,192", long, at_most=1.15),
-    ]
+    what = "whole-sequence form under autograd / linear, T=16,384"
+    at_least(3.5, "whole-sequence-16384", what, over_linear, whole_sequence, 16_384, 5)
+    at_most(1.8, "roofline-16384", "time / max(FLOPs, bytes) at measured rates, T=16,384", over_roofline, 16_384)
+    at_most(1.15, "linear-262144", "time per token, T=262,144 / T=8,192", per_token, 262_144, 8192)
     for length in (4096, 16_384):
-        measure = partial(time_over, {"dtype": "float32"}, {"dtype": "bfloat16"}, length)
-        goals.append(Goal(f"bf16-{length}", f"float32 / bfloat16, T={length:,}", measure, at_least=1.5))
-    return goals
+        dtypes = {"dtype": "float32"}, {"dtype": "bfloat16"}
+        at_least(1.5, f"bf16-{length}", f"float32 / bfloat16, T={length:,}", time_over, *dtypes, length)
 
-
-def memory_goals() -> list[Goal]:
-    """Little more than the inputs, the outputs and their gradients."""
     eight = "peak beyond q, k, v, o and gradients / these, T=65,536"
-    million = partial(process_memory, 1_048_576)
-    return [
-        Goal("memory-65536", eight, partial(extra_memory, 65_536), at_most=0.10),
-        Goal("decay-memory-65536", f"{eight}, with log_decay", partial(extra_memory, 65_536, decay=True), at_most=0.10),
-        Goal("memory-1048576", "GiB, whole process, 4 heads, T=1,048,576", million, at_most=9),
-    ]
+    at_most(0.10, "memory-65536", eight, extra_memory, 65_536)
+    at_most(0.10, "decay-memory-65536", f"{eight}, with log_decay", extra_memory, 65_536, decay=True)
+    at_most(9, "memory-1048576", "GiB, whole process, 4 heads, T=1,048,576", process_memory, 1_048_576)
 
-
-def per_flop_goals() -> list[Goal]:
-    """Other shapes and options are nearly as efficient as the plain call."""
     documents = f"documents of {PACKED_DOCUMENT} tokens"
-    cases = {
-        "head-128": ("4 heads of 128", lambda: {"heads": 4, "head_dim": 128}, 4096),
-        "head-256": ("2 heads of 256", lambda: {"heads": 2, "head_dim": 256}, 4096),
-        "many-short": ("batch 64, T=256", lambda: {"batch": 64}, 256),
-        "value-dim-128": ("values of 128", lambda: {"value_dim": 128}, 4096),
-        "value-dim-32": ("values of 32", lambda: {"value_dim": 32}, 4096),
-        "noncausal": ("causal=False", lambda: {"causal": False}, 4096),
-        "masked": ("key_mask, 70 % kept", lambda: {"key_mask": key_mask(4096)}, 4096),
-        "packed": (documents, lambda: {"segment_ids": packed_documents(4096)}, 4096),
-    }
-    return [
-        Goal(name, f"time per FLOP / plain: {what}", partial(per_flop, case, length), at_most=1.5)
-        for name, (what, case, length) in cases.items()
-    ]
+    for name, what, case, length in (
+        ("head-128", "4 heads of 128", lambda: {"heads": 4, "head_dim": 128}, 4096),
+        ("head-256", "2 heads of 256", lambda: {"heads": 2, "head_dim": 256}, 4096),
+        ("many-short", "batch 64, T=256", lambda: {"batch": 64}, 256),
+        ("value-dim-128", "values of 128", lambda: {"value_dim": 128}, 4096),
+        ("value-dim-32", "values of 32", lambda: {"value_dim": 32}, 4096),
+        ("noncausal", "causal=False", lambda: {"causal": False}, 4096),
+        ("masked", "key_mask, 70 % kept", lambda: {"key_mask": key_mask(4096)}, 4096),
+        ("packed", documents, lambda: {"segment_ids": packed_documents(4096)}, 4096),
+    ):
+        at_most(1.5, name, f"time per FLOP / plain: {what}", per_flop, case, length)
 
-
-def option_goals() -> list[Goal]:
-    """The forget gate's decay, the other feature maps, and decoding."""
-    decay = partial(time_over, {"decay": True}, {})
-    goals = [Goal("decay-4096", "with log_decay / without, T=4,096", decay, at_most=1.4)]
+    at_most(1.4, "decay-4096", "with log_decay / without, T=4,096", time_over, {"decay": True}, {})
     for phi in ("relu", "exp", "identity", "softmax"):
         # the identity is not positive, so its sums cannot be a denominator
         common = {"normalize": "none"} if phi == "identity" else {}
-        measure = partial(time_over, {"feature_map": phi, **common}, common)
-        goals.append(Goal(f"phi-{phi}", f"φ = {phi} / elu1, T=4,096", measure, at_most=1.25))
+        at_most(1.25, f"phi-{phi}", f"φ = {phi} / elu1, T=4,096", time_over, {"feature_map": phi, **common}, common)
     for batch in (1, 64):
         what = f"one token at 1,000,000 / at 1,000, batch {batch}"
-        goals.append(Goal(f"decode-flat-batch{batch}", what, partial(flat_decoding, batch), at_most=1.05))
+        at_most(1.05, f"decode-flat-batch{batch}", what, flat_decoding, batch)
     return goals
 
 
-# --- running and showing them ----------------------------------------------------------------------------------------
-
-
-def run(goal: Goal, row: Row) -> None:
-    """Measure a goal and enter its result."""
+def run(goal: Goal) -> Row:
+    """Measure a goal; a failure is a result."""
+    row = partial(Row, goal.name, goal.what, goal.bound)
     try:
-        measured = goal.measure()
+        found = goal.measure()
     except Skipped as reason:
-        row.result = f"{SKIPPED}: {reason}"
+        return row(f"{SKIPPED}: {reason}")
     except Exception as error:
-        row.result = f"{FAILED}: {memory.describe(error)}"
-    else:
-        row.value, row.low, row.high = measured.value, measured.low, measured.high
-        row.result = PASS if goal.met(measured.value) else FAIL
+        return row(f"{FAILED}: {memory.describe(error)}")
+    return row(PASS if goal.met(found.value) else FAIL, found.value, found.low, found.high)
 
 
 def missed_of(rows: list[Row]) -> list[Row]:
@@ -287,22 +253,13 @@ def measured_text(row: Row) -> tuple[str, str]:
 
 
 def table_of(rows: list[Row], title: str) -> Table:
-    """A row for each goal; the one that is being measured has a spinner."""
+    """A row for each goal."""
     caption = "quartiles: of the ratio, over the rounds"
     table = new_table(title, "measured", "quartiles", "bound", text=["goal"], caption=caption)
     table.add_column("result", overflow="fold")
     for row in rows:
-        running = Spinner("dots") if row.result == RUNNING else None
-        result = running or Text(row.result, STYLE.get(row.result.split(":")[0], ""))
+        result = Text(row.result, STYLE.get(row.result.split(":")[0], ""))
         table.add_row(row.name, *measured_text(row), row.goal, result)
-    return table
-
-
-def list_of(goals: list[Goal]) -> Table:
-    table = new_table("goals", "bound", text=["goal"])
-    table.add_column("what is measured", overflow="fold")
-    for goal in goals:
-        table.add_row(goal.name, goal.bound, goal.what)
     return table
 
 
@@ -325,28 +282,25 @@ class Goals(Benchmark):
             check_names(parser, "--only", options.only, [goal.name for goal in options.goals])
             options.goals = [goal for goal in options.goals if goal.name in options.only]
         if options.list:
-            Console().print(list_of(options.goals))
+            table = new_table("goals", "bound", text=["goal"])
+            table.add_column("what is measured", overflow="fold")
+            for goal in options.goals:
+                table.add_row(goal.name, goal.bound, goal.what)
+            Console().print(table)
             parser.exit()
 
-    @property
-    def title(self) -> str:
-        return f"{self.device}, {torch.get_num_threads()} threads"
-
     def measure(self) -> None:
-        """One goal after the other; a terminal shows as many rows of the table as it has lines for."""
-        room = max(3, self.console.height - 6)
-        with Live(console=self.console, transient=True) as live:
-            for goal in self.options.goals:
-                row = Row(goal.name, goal.what, goal.bound, RUNNING)
-                live.update(table_of([*self.points, row][-room:], self.title))
-                run(goal, row)
-                self.points.append(row)
-                if not self.console.is_terminal:
-                    cells = row.name, *measured_text(row)[:1], row.goal, row.result
-                    self.console.print(*cells, highlight=False, markup=False)
+        """One goal after the other; each result is a line, and the table comes at the end."""
+        tick = self.progress("", len(self.options.goals))
+        for goal in self.options.goals:
+            tick(description=goal.name)
+            row = run(goal)
+            self.points.append(row)
+            self.console.print(row.name, measured_text(row)[0], row.goal, row.result, highlight=False, markup=False)
+            tick(advance=1)
 
     def table(self) -> Table:
-        return table_of(self.points, self.title)
+        return table_of(self.points, f"{self.device}, {torch.get_num_threads()} threads")
 
     def remarks(self) -> list[str]:
         missed = ", ".join(row.name for row in missed_of(self.points))

@@ -140,20 +140,17 @@ def all_goals(points: list[Point], sizes: list[Size]) -> list[Goal]:
     """The goals at each size, computed from the measured points."""
     found = []
     for size in sizes:
-        seconds = partial(seconds_of, points, size=size)
         for peer, bounds in TIMES_FASTER.items():
             guessed = any((p.method, p.status, p.size) == (peer, EXTRAPOLATED, size) for p in points)
-            found.append(
-                Goal(
-                    f"{peer} / linear, {size}" + ", extrapolated" * guessed,
-                    "seconds of one forward and backward",
-                    lambda peer=peer, seconds=seconds: Measured(seconds(peer, BOTH) / seconds(LINEAR, BOTH)),
-                    at_least=bounds[size.length],
-                )
-            )
+            name, what = f"{peer} / linear, {size}" + ", extrapolated" * guessed, "seconds of one forward and backward"
+            found.append(Goal(name, what, partial(times_faster, points, peer, size), at_least=bounds[size.length]))
         if size.length == LONG:
             found += limit_goals(points, size)
     return found
+
+
+def times_faster(points: list[Point], peer: str, size: Size) -> Measured:
+    return Measured(seconds_of(points, peer, BOTH, size) / seconds_of(points, LINEAR, BOTH, size))
 
 
 def limit_goals(points: list[Point], size: Size) -> list[Goal]:
@@ -169,12 +166,14 @@ def limit_goals(points: list[Point], size: Size) -> list[Goal]:
         return Measured(next(p.memory_share for p in points if (p.method, p.mode, p.size) == (LINEAR, BOTH, size)))
 
     what = "seconds / those of reading and writing each tensor once at the rate of a copy"
-    in_time = [
-        Goal(f"{mode} / limit of memory, {size}", what, partial(over_limit, mode), at_most=bound)
-        for mode, bound in OVER_LIMIT.items()
+    extra = "peak beyond inputs, outputs and gradients / these"
+    return [
+        *(
+            Goal(f"{mode} / limit of memory, {size}", what, partial(over_limit, mode), at_most=bound)
+            for mode, bound in OVER_LIMIT.items()
+        ),
+        Goal(f"extra memory, {size}", extra, extra_memory, at_most=EXTRA_MEMORY),
     ]
-    what = "peak beyond inputs, outputs and gradients / these"
-    return [*in_time, Goal(f"extra memory, {size}", what, extra_memory, at_most=EXTRA_MEMORY)]
 
 
 class GpuCheck(Benchmark):
@@ -356,16 +355,14 @@ class GpuCheck(Benchmark):
             self.say(f"profile of {size}: written")
 
     def judge(self) -> None:
-        for goal in all_goals(self.points, self.sizes):
-            self.goals.append(Row(goal.name, goal.what, goal.bound))
-            goals.run(goal, self.goals[-1])
-        n_checks, n_goals = len(self.checks), len(self.goals)
+        self.goals = [goals.run(goal) for goal in all_goals(self.points, self.sizes)]
         self.wrong = [check.name for check in self.checks if check.result != PASS]
         self.missed = [row.name for row in goals.missed_of(self.goals)]
+        passed = len(self.checks) - len(self.wrong)
         met = sum(row.result == PASS for row in self.goals)
         not_passed, missed = f"; not: {self.wrong}" * bool(self.wrong), f"; missed: {self.missed}" * bool(self.missed)
-        self.notes.append(f"{n_checks - len(self.wrong)} of {n_checks} checks passed{not_passed}")
-        self.notes.append(f"{met} of {n_goals} goals met{missed}")
+        self.notes.append(f"{passed} of {len(self.checks)} checks passed{not_passed}")
+        self.notes.append(f"{met} of {len(self.goals)} goals met{missed}")
 
     def table(self) -> Table:
         return goals.table_of(self.goals, self.device)

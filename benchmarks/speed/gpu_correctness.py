@@ -161,9 +161,7 @@ def outputs_of(case: Case, tensors: dict[str, Tensor], fixed: dict[str, Tensor],
     """Output, final state and the gradients of all inputs, in the dtype of `tensors`; without gradients for steps."""
     leaves = {name: x.detach().requires_grad_(not case.steps) for name, x in tensors.items()}
     rope = None if case.rope is None else RotaryEmbedding(case.dim, **case.rope).to(leaves["q"].device)
-    past = None
-    if case.past is not None:
-        past = State(leaves["past kv"], leaves["past k_sum"], case.past)
+    past = None if case.past is None else State(leaves["past kv"], leaves["past k_sum"], case.past)
     pieces = [slice(0, case.length)]
     if case.steps and backend == "triton":
         first = case.length - case.steps
@@ -218,7 +216,7 @@ def plain_call(length: int = 1000, heads: int = 4, dtype: torch.dtype = torch.bf
     rope = RotaryEmbedding(64)
     torch.manual_seed(0)
     tensors = [torch.randn(1, heads, length, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
-    return lambda q, k, v: linear_attention(q, k, v, rope, backend="triton"), tensors
+    return lambda q, k, v, backend="triton": linear_attention(q, k, v, rope, backend=backend), tensors
 
 
 def results_of(attend: Callable, tensors: list[Tensor]) -> dict[str, Tensor]:
@@ -266,8 +264,7 @@ def beyond_32_bits() -> dict[str, float]:
     tensors[2] = tensors[2].detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
     found = {name: x[:, -1:] for name, x in results_of(attend, tensors).items()}
     alone = [x.detach()[:, -1:].double().requires_grad_() for x in tensors]
-    rope = RotaryEmbedding(64)
-    return errors(found, results_of(lambda q, k, v: linear_attention(q, k, v, rope, backend="chunked"), alone))
+    return errors(found, results_of(partial(attend, backend="chunked"), alone))
 
 
 TRAITS: dict[str, tuple[float, Callable[[], dict[str, float]]]] = {

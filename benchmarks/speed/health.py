@@ -39,9 +39,8 @@ class Cost:
 def measure(options: Namespace) -> Cost:
     seed_everything(0, verbose=False)
     sizes = {"d_model": options.d_model, "n_layers": options.layers, "n_heads": options.heads}
-    module = LanguageModelingModule(
-        LanguageModelConfig(**sizes, short_conv=4, forget_gate=True), OptimizerConfig(lr=1e-2)
-    )
+    config = LanguageModelConfig(**sizes, short_conv=4, forget_gate=True)
+    module = LanguageModelingModule(config, OptimizerConfig(lr=1e-2))
     monitor = HealthMonitor(options.every)
     trainer = quiet_trainer(options.steps, [monitor], limit_val_batches=0)
     began = time.perf_counter()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from rich.table import Table
+from torch import Tensor
 
 from benchmarks.harness.options import check_names
 from benchmarks.harness.pictures import Quantity, against_length
@@ -33,8 +34,14 @@ def layers_of(kind: str, n_layers: int) -> list[str]:
     return [pattern[i % len(pattern)] for i in range(n_layers)]
 
 
-def training_step(config: LanguageModelConfig, length: int, tokens: int, device: str) -> Callable[[], None]:
-    """One step of a new model on rows of that length, of random tokens."""
+def mean_loss(model: LanguageModel, inputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+
+def training_step(
+    config: LanguageModelConfig, length: int, tokens: int, device: str, loss: Callable[..., Tensor] = mean_loss
+) -> Callable[[], None]:
+    """One step of a new model on rows of that length, of random tokens; `loss` takes the model, inputs and targets."""
     torch.manual_seed(0)
     model = LanguageModel(config).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -42,8 +49,7 @@ def training_step(config: LanguageModelConfig, length: int, tokens: int, device:
 
     def step() -> None:
         optimizer.zero_grad()
-        logits = model(rows[:, :-1])
-        F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).backward()
+        loss(model, rows[:, :-1], rows[:, 1:]).backward()
         optimizer.step()
 
     return step
@@ -74,9 +80,8 @@ class ModelScaling(Benchmark):
             if options.tokens % length:
                 parser.error(f"--lengths {length}: does not divide --tokens {options.tokens}, the tokens of every step")
         if options.d_model % (2 * options.heads):
-            parser.error(
-                f"--heads {options.heads}: --d_model {options.d_model} must be an even multiple of it, for RoPE"
-            )
+            heads = f"--heads {options.heads}"
+            parser.error(f"{heads}: --d_model {options.d_model} must be an even multiple of it, for RoPE")
         options.config = LanguageModelConfig(d_model=options.d_model, n_layers=options.layers, n_heads=options.heads)
 
     def measure(self) -> None:

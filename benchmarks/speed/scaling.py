@@ -19,17 +19,7 @@ from benchmarks.harness import memory
 from benchmarks.harness.options import check_even, check_names, parse_bytes
 from benchmarks.harness.pictures import Quantity, against_length
 from benchmarks.harness.runner import Benchmark
-from benchmarks.harness.sweep import (
-    INTERRUPTED,
-    MEASURED,
-    SINCE,
-    Budget,
-    Largest,
-    Point,
-    crossovers,
-    largest_length,
-    series,
-)
+from benchmarks.harness.sweep import INTERRUPTED, SINCE, Budget, Largest, Point, crossovers, largest_length, series
 from benchmarks.harness.timing import gemm_rate
 from benchmarks.speed.methods import DTYPES, MODES, Inputs, Method, Setting, catalogue
 from linrope.utils.formatting import bytes_text, count_text
@@ -256,7 +246,7 @@ def cells(point: Point) -> list[str]:
 
 def ratio_cells(points: list[Point]) -> list[str]:
     """How many times faster linear-rope is than softmax-rope at one length."""
-    seconds = {p.method: p.seconds for p in points if p.status == MEASURED}
+    seconds = {p.method: p.seconds for p in points if p.seconds is not None}
     linear = min((s for name, s in seconds.items() if family(name) == LINEAR), default=None)
     if linear is None or BASELINE not in seconds:
         return []

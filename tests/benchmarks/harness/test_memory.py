@@ -52,10 +52,9 @@ def test_memory_beyond_the_limit_is_an_error_in_the_process():
 
 @linux
 def test_a_peak_is_what_the_call_took():
-    setting = Setting(1024, heads=2, head_dim=32)
-    weights = 2 * 1024**2 * 4
-    all_pairs = in_new_process(memory.measure, Method("materialised", softmax_materialised), setting)
-    fused = in_new_process(memory.measure, Method("fused", softmax), setting)
+    setting, weights = Setting(1024, heads=2, head_dim=32), 2 * 1024**2 * 4
+    forms = Method("materialised", softmax_materialised), Method("fused", softmax)
+    all_pairs, fused = (in_new_process(memory.measure, form, setting) for form in forms)
     assert 3 * weights < all_pairs.extra < 10 * weights
     assert fused.extra < weights
     assert all_pairs.process > all_pairs.extra

@@ -27,11 +27,11 @@ def test_what_was_not_run_is_dashed_and_has_no_points():
     assert [text.get_text() for text in axes.texts] == ["linear-rope is faster"]
 
 
-@pytest.mark.parametrize("quantity", [SPEED, SIZE], ids=["count", "bytes"])
-def test_axes_are_logarithmic_and_labelled(quantity):
-    (axes,) = against_length("title", LINEAR, quantity).axes
-    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("length (tokens)", quantity.label)
+def test_axes_are_logarithmic_and_labelled():
+    for quantity in (SPEED, SIZE):
+        (axes,) = against_length("title", LINEAR, quantity).axes
+        assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+        assert (axes.get_xlabel(), axes.get_ylabel()) == ("length (tokens)", quantity.label)
 
 
 def test_a_picture_is_drawn_even_of_nothing():

@@ -56,12 +56,10 @@ def test_budgets_refuse_what_the_shorter_length_predicts():
 
 
 def test_a_length_beyond_one_that_did_not_fit_is_not_tried():
-    budget = Budget(10, None)
-    first = point(512, status=OUT_OF_MEMORY)
-    status, detail = budget.refusal([first], 1024, 5, (2, 1))
-    assert (status, detail) == (OVER_BUDGET, "as since 512")
-    second = Point("softmax", 1024, 1, status, detail)
-    assert budget.refusal([first, second], 2048, 5, (2, 1)) == (OVER_BUDGET, "as since 512")
+    earlier, refusal = [point(512, status=OUT_OF_MEMORY)], (OVER_BUDGET, "as since 512")
+    for length in (1024, 2048):
+        assert Budget(10, None).refusal(earlier, length, 5, (2, 1)) == refusal
+        earlier.append(Point("softmax", length, 1, *refusal))
 
 
 def test_a_point_takes_its_numbers_from_a_sample():

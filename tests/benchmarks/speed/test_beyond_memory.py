@@ -21,10 +21,8 @@ def only_linear(monkeypatch):
 def test_memory_grows_with_the_length_and_not_in_segments(tmp_path, capsys, only_linear):
     status, points, contents = run(tmp_path, "--lengths", "2048", "32768", "--seconds", "30", "--cost", "0")
     assert status == 0
-    growth = {
-        method: points[method, 32768]["memory_bytes"] - points[method, 2048]["memory_bytes"]
-        for method in ("linear", "linear in segments")
-    }
+    methods = ("linear", "linear in segments")
+    growth = {m: points[m, 32768]["memory_bytes"] - points[m, 2048]["memory_bytes"] for m in methods}
     # at once, a token keeps its 257 logits and their gradients at least; in segments its number of 8 bytes, and what
     # a process's memory varies by
     assert growth["linear"] > 30_720 * 2 * 257 * 4
@@ -43,6 +41,9 @@ def test_what_does_not_fit_is_left_out_and_drawn_as_dashes(tmp_path, only_linear
 
 
 def test_a_cost_that_cannot_be_measured_costs_nothing_that_was(tmp_path, monkeypatch, capsys):
+    def fail(*args):
+        raise RuntimeError("no room")
+
     monkeypatch.setattr(beyond_memory, "segmented_loss", fail)
     status, points, contents = run(tmp_path, "--lengths", "256", "--cost", "512", "--repeats", "1")
     assert status == 0
@@ -50,10 +51,6 @@ def test_a_cost_that_cannot_be_measured_costs_nothing_that_was(tmp_path, monkeyp
     assert contents["cost_ratio"] is None
     assert contents["cost_failure"] == "cost at 512: RuntimeError: no room"
     assert "cost at 512: RuntimeError: no room" in capsys.readouterr().out
-
-
-def fail(*args, **options):
-    raise RuntimeError("no room")
 
 
 def test_all_models_have_the_same_sizes():

@@ -53,8 +53,3 @@ def test_a_failure_keeps_what_was_measured(part, at, tmp_path, monkeypatch, caps
     assert points["linear-rope, batch 1", 10]["status"] == "measured"
     assert points["softmax-rope, batch 1", 10]["status"] == "out of memory"
     assert "softmax-rope, batch 1 at 10: out of memory, " in " ".join(capsys.readouterr().out.split())
-
-
-def test_flatness_compares_two_contexts():
-    short, long = decode.flatness(1, (10, 1000), steps=2, rounds=3)
-    assert len(short.rounds) == len(long.rounds) == 3

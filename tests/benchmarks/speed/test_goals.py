@@ -24,34 +24,27 @@ def raising(error: BaseException):
     return measure
 
 
-def test_all_met_is_success(monkeypatch, capsys):
-    use(monkeypatch, a=lambda: Measured(2.0), b=lambda: Measured(3.456, 3.1, 3.9))
-    assert Goals.main([]) == 0
-    printed = capsys.readouterr().out
-    assert "3.46" in printed
-    assert "3.1 – 3.9" in printed
-    assert "2 of 2 goals met" in printed
+@pytest.mark.parametrize(
+    ("measures", "status", "printed"),
+    [
+        ([lambda: Measured(2.0), lambda: Measured(3.456, 3.1, 3.9)], 0, ["3.46", "3.1 – 3.9", "2 of 2 goals met"]),
+        ([lambda: Measured(1.99), lambda: Measured(3.0)], 1, ["1 of 2 goals met; missed: a"]),
+        ([raising(Skipped("4 GiB are free, it needs 10"))], 0, ["skipped: 4 GiB are free, it needs 10"]),
+        ([raising(RuntimeError("broken"))], 1, ["failed: RuntimeError: broken"]),
+    ],
+    ids=["met", "missed", "skipped", "failed"],
+)
+def test_goals_are_judged(measures, status, printed, monkeypatch, capsys):
+    use(monkeypatch, **dict(zip("ab", measures)))
+    assert Goals.main([]) == status
+    said = " ".join(capsys.readouterr().out.split())
+    assert all(text in said for text in printed)
 
 
-def test_one_missed_is_failure(monkeypatch, capsys):
-    use(monkeypatch, a=lambda: Measured(1.99), b=lambda: Measured(3.0))
-    assert Goals.main([]) == 1
-    assert "1 of 2 goals met; missed: a" in capsys.readouterr().out
-    assert Goals.main(["--only", "b"]) == 0
-
-
-def test_what_cannot_be_measured_is_said(monkeypatch, capsys):
-    use(monkeypatch, a=raising(Skipped("4 GiB are free, it needs 10")), b=lambda: Measured(3.0))
-    assert Goals.main([]) == 0
-    assert "skipped: 4 GiB are free, it needs 10" in " ".join(capsys.readouterr().out.split())
-    use(monkeypatch, a=raising(RuntimeError("broken")))
-    assert Goals.main([]) == 1
-    assert "failed: RuntimeError: broken" in " ".join(capsys.readouterr().out.split())
-
-
-def test_ctrl_c_keeps_what_was_measured(monkeypatch, tmp_path):
+def test_ctrl_c_keeps_what_was_measured_and_one_goal_can_run_alone(monkeypatch, tmp_path):
     use(monkeypatch, a=lambda: Measured(3.0), b=raising(KeyboardInterrupt()), c=lambda: Measured(3.0))
     assert Goals.main(["--output", str(tmp_path)]) == 130
+    assert Goals.main(["--only", "c"]) == 0
     assert (tmp_path / "goals.csv").read_text().splitlines()[1:] == ["a,made up,≥ 2,pass,3.0,,"]
 
 
@@ -91,6 +84,7 @@ SMALL_CASES = {
     "memory": partial(goals.extra_memory, 1024, heads=1),
     "decay-memory": partial(goals.extra_memory, 1024, heads=1, decay=True),
     "process": partial(goals.process_memory, 64, heads=1, needs_gib=0),
+    "decode-flat": partial(goals.flat_decoding, 1, 10, 1000, steps=2, rounds=3),
 }
 
 
@@ -102,12 +96,9 @@ def test_measurements_work_at_small_sizes(name):
         assert found.value > 0
 
 
-def test_a_machine_too_small_is_skipped():
+def test_what_cannot_be_measured_is_an_error():
     with pytest.raises(Skipped, match="GiB are free, it needs 1e"):
         goals.process_memory(64, needs_gib=1e9)
-
-
-def test_uncounted_flops_are_no_number():
     with pytest.raises(RuntimeError, match="needs a registered formula"):
         goals.counted(0)
 

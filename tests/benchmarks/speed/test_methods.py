@@ -38,15 +38,13 @@ def softmax_by_definition(x: Inputs) -> torch.Tensor:
     return torch.stack(rows, dim=2)
 
 
-def assert_same(attend, expected, x: Inputs) -> None:
+def assert_same(attend, expected, x: Inputs, **tolerance) -> None:
     for ours, theirs in zip(outputs_and_gradients(attend, x), outputs_and_gradients(expected, x)):
-        torch.testing.assert_close(ours, theirs, **TOLERANCE)
+        torch.testing.assert_close(ours, theirs, **tolerance or TOLERANCE)
 
 
 def test_the_whole_sequence_form_is_linear_attention():
-    x = inputs(192)
-    assert_same(methods.whole_sequence, lambda x: linear_attention(x.q, x.k, x.v, x.rope), x)
-    assert_same(methods.whole_sequence, reference, x)
+    assert_same(methods.whole_sequence, reference, inputs(192))
 
 
 @pytest.mark.parametrize(
@@ -72,12 +70,7 @@ def causal_product(q, k, v):
 
 
 def simple_gla(q, k, v, scale):
-    o = causal_product(*(x.transpose(1, 2) for x in (q * scale, k, v)))
-    return o.transpose(1, 2), None
-
-
-def rotary_embedding(x, cos, sin):
-    return methods.rotate_halves(x, cos[:, None], sin[:, None])
+    return causal_product(*(x.transpose(1, 2) for x in (q * scale, k, v))).transpose(1, 2), None
 
 
 @pytest.fixture
@@ -86,7 +79,9 @@ def peers(monkeypatch):
     stand_ins = {
         "fast_transformers.causal_product": {"causal_dot_product": causal_product},
         "fla.ops.simple_gla": {"chunk_simple_gla": simple_gla},
-        "fla.modules.rotary": {"rotary_embedding": rotary_embedding},
+        "fla.modules.rotary": {
+            "rotary_embedding": lambda x, cos, sin: methods.rotate_halves(x, cos[:, None], sin[:, None])
+        },
     }
     for name, contents in stand_ins.items():
         parts = name.split(".")
@@ -124,9 +119,7 @@ def test_peers_of_the_cuda_backend_compute_the_same(peers):
     assert not methods.gpu_forms()[methods.FLA].absent
     x = Inputs.make(Setting(70, heads=3, head_dim=16))
     for name, expected in ((methods.SOFTMAX, softmax_of_halves), (methods.FLA, fused_by_definition)):
-        attend = methods.gpu_forms()[name].attend
-        for ours, theirs in zip(outputs_and_gradients(attend, x), outputs_and_gradients(expected, x)):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        assert_same(methods.gpu_forms()[name].attend, expected, x, rtol=1e-5, atol=1e-5)
 
 
 def test_several_backends_have_names_of_their_own(monkeypatch):

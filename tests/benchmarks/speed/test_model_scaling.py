@@ -31,8 +31,7 @@ def test_a_hybrid_alternates():
 
 
 def test_a_step_trains_the_model(monkeypatch):
-    losses = []
-    cross_entropy = model_scaling.F.cross_entropy
+    losses, cross_entropy = [], model_scaling.F.cross_entropy
 
     def remember(*args):
         losses.append(cross_entropy(*args))

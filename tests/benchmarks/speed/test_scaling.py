@@ -1,8 +1,8 @@
 """The scaling benchmark runs, says what it could not run, and keeps what it has measured."""
 
 import sys
-from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 
 import pytest
 
@@ -20,19 +20,16 @@ def without_memory(monkeypatch):
     monkeypatch.setattr(scaling, "measure_memory", lambda *args: None)
 
 
-@dataclass
-class Counted:
+def failing(error: BaseException, at: int):
     """An attention that raises at one of its calls."""
+    numbers = count(1)
 
-    error: BaseException
-    at: int
-    calls: list = field(default_factory=list)
-
-    def __call__(self, x):
-        self.calls.append(None)
-        if len(self.calls) == self.at:
-            raise self.error
+    def attend(x):
+        if next(numbers) == at:
+            raise error
         return linear(x)
+
+    return attend
 
 
 def use(monkeypatch, *methods: Method) -> None:
@@ -66,9 +63,8 @@ def test_all_methods_are_measured_at_every_length(tmp_path, capsys):
 
 @pytest.mark.parametrize("mode", ["forward", "decode"])
 def test_other_modes(tmp_path, mode, without_memory):
-    status, points, contents = run(
-        tmp_path, "--lengths", "40", "--mode", mode, "--dtype", "bfloat16", stem=f"scaling-{mode}-bfloat16"
-    )
+    args = ("--lengths", "40", "--mode", mode, "--dtype", "bfloat16")
+    status, points, contents = run(tmp_path, *args, stem=f"scaling-{mode}-bfloat16")
     assert status == 0
     assert {p["status"] for p in points.values()} == {"measured"}
     tokens = 40 if mode == "forward" else 1
@@ -79,7 +75,7 @@ def test_other_modes(tmp_path, mode, without_memory):
 
 def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch, capsys, without_memory):
     # a warm-up and two rounds at each length: the sixth call is the last one at the second length
-    impatient = Counted(KeyboardInterrupt(), at=6)
+    impatient = failing(KeyboardInterrupt(), at=6)
     use(monkeypatch, Method("linear-rope", linear), Method("softmax-rope", impatient))
     status, points, contents = run(tmp_path, "--lengths", "16", "32", "64")
     assert status == 130
@@ -92,7 +88,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch, capsys, without_m
 
 
 def test_running_out_of_memory_is_recorded_and_the_run_goes_on(tmp_path, monkeypatch, capsys, without_memory):
-    hungry = Counted(MemoryError("can't allocate memory"), at=5)
+    hungry = failing(MemoryError("can't allocate memory"), at=5)
     use(monkeypatch, Method("linear-rope", hungry), Method("softmax-rope", softmax, quadratic=True))
     status, points, _ = run(tmp_path, "--lengths", "16", "32", "64")
     assert status == 0
@@ -120,12 +116,10 @@ def test_a_child_that_ran_out_of_memory_is_not_timed(tmp_path, monkeypatch):
         raise OutOfMemory("killed by the system")
 
     monkeypatch.setattr(scaling.memory, "in_new_process", no_room)
-    attention = Counted(KeyError(), at=0)
-    use(monkeypatch, Method("linear-rope", attention))
+    use(monkeypatch, Method("linear-rope", pytest.fail))
     _, points, _ = run(tmp_path, "--lengths", "16")
-    assert points["linear-rope", 16]["status"] == "out of memory"
-    assert points["linear-rope", 16]["detail"] == "killed by the system"
-    assert not attention.calls
+    point = points["linear-rope", 16]
+    assert (point["status"], point["detail"]) == ("out of memory", "killed by the system")
 
 
 def test_what_would_exceed_the_budget_is_not_run(tmp_path, capsys, without_memory):
@@ -139,13 +133,9 @@ def test_what_would_exceed_the_budget_is_not_run(tmp_path, capsys, without_memor
 def test_crossovers_of_every_backend():
     run = scaling.Scaling(None, "a device")
     for length in (256, 1024):
-        for name, seconds in (
-            ("linear-rope[a]", length),
-            ("linear-rope[b]", length / 4),
-            ("softmax-rope", length**2 / 512),
-            ("linear-rope-decay", 1),
-        ):
-            run.points.append(scaling.Point(name, length, 1, seconds=seconds))
+        seconds = {"linear-rope[a]": length, "linear-rope[b]": length / 4, "softmax-rope": length**2 / 512}
+        seconds["linear-rope-decay"] = 1
+        run.points += [scaling.Point(name, length, 1, seconds=s) for name, s in seconds.items()]
     assert run.crossovers() == {"linear-rope[a]": pytest.approx(512), "linear-rope[b]": 256}
 
 
