@@ -13,7 +13,6 @@ from linrope.rotary import RotaryConfig, RotaryEmbedding, RotaryScaling, permute
 from linrope.segmented import segmented_loss
 
 __version__ = "0.1.0"
-
 __all__ = [
     "AttentionState",
     "InputError",

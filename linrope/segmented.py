@@ -29,7 +29,6 @@ from linrope.ops.torch_kernel.memory import give_back
 
 SEGMENTS_BETWEEN = 8
 """Freed memory goes back to the system after this many segments: it is as slow as writing the memory again."""
-
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 

@@ -20,8 +20,6 @@ import torch
 # fixtures of modules and of the session run before one of a test.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
-
-
 LINE = "for i in range(10): print('the quick brown fox jumps over the lazy dog', i)\n"
 
 

@@ -19,10 +19,8 @@ GEMM_SIZE = 2048
 """Rows and columns of the matrix product that measures the device's rate."""
 COPY_ELEMENTS = 2**25
 """float32 numbers that are copied to measure the memory's rate: 128 MiB, more than any cache."""
-
 TURN_SECONDS, TURN_CALLS = 0.5, 5
 """A turn ends after this many seconds or calls, whichever comes first."""
-
 Call = Callable[[], object]
 
 

@@ -32,8 +32,6 @@ from linrope.utils.terminal import new_table
 
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """Bytes that one program may take, by compute capability."""
-
-
 TRAINED = {"rope": {"trainable": True}}
 EVERYTHING = {"decay": 0.1, "packed": True, "masked": True}
 HALF_SPLIT = {"rope": {"interleaved": False, "rotary_dim": 40}, "options": {"feature_map": "softmax"}}

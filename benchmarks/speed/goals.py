@@ -31,7 +31,6 @@ from linrope.utils.terminal import new_table
 
 PACKED_DOCUMENT = 300
 """Mean length of the documents in a packed row."""
-
 SKIPPED = "skipped"
 STYLE = {PASS: "green", FAIL: "bold red", FAILED: "bold red", SKIPPED: "yellow"}
 

@@ -24,7 +24,6 @@ from linrope.errors import (
 
 DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """The disk, the user's quota, or the largest size of one file."""
-
 HELP = "\n".join(
     [
         "usage: linrope COMMAND [options]\n",

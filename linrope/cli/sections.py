@@ -91,7 +91,6 @@ TRAINER_DEFAULTS = {
     "use_distributed_sampler": False,  # our data loaders shard samples themselves
     "enable_model_summary": False,  # RunSummary prints what matters
 }
-
 SECTIONS = {
     "model": LanguageModelConfig,
     "optimizer": OptimizerConfig,

@@ -12,7 +12,6 @@ from linrope.losses import IGNORE, bits_per_byte
 
 FIRST_BUCKET = 16
 """Positions in the first bucket, and in the second; each further bucket is twice as long as the one before."""
-
 N_BUCKETS = 48  # enough for rows of 10¹⁵ tokens
 
 

@@ -23,10 +23,8 @@ from linrope.layers.state import state_before
 
 SEGMENT_LENGTH = 2048
 """Default number of prompt tokens in one forward pass."""
-
 REPETITION_WINDOW = 1024
 """The repetition penalty applies to this many last tokens, prompt included."""
-
 Prompts = Tensor | Sequence[Tensor]
 
 

@@ -49,7 +49,6 @@ except ImportError as error:
 
 DOCUMENT = "<|document|>"
 """The separator's text in the exported tokenizer."""
-
 TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 CODE_MODULE = "modeling_linrope"
 CODE = "from linrope.interop.transformers import LinropeConfig, LinropeForCausalLM\n"

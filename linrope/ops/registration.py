@@ -56,7 +56,6 @@ _CALL = (
 _FORWARD, _BACKWARD = "linrope::linear_attention", "linrope::linear_attention_backward"
 _ONE_TOKEN = "linrope::one_token"
 _SIX = ", ".join(["Tensor"] * 6)
-
 torch.library.define(_FORWARD, f"(Tensor kv, Tensor k_sum, {_CALL}, str backend) -> ({_SIX})")
 torch.library.define(_ONE_TOKEN, f"(Tensor kv, Tensor k_sum, {_CALL}) -> (Tensor, Tensor, Tensor)")
 torch.library.define(

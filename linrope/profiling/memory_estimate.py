@@ -21,17 +21,13 @@ from linrope.segmented import segmented_loss
 
 WORKSPACE = 56 * 2**20
 """Bytes of the kernel's block buffers and of PyTorch's libraries and threads, at any length."""
-
 MMAP_THRESHOLD = 32 * 2**20
 """glibc's malloc returns larger allocations to the system when they are freed; smaller ones leave gaps in its heap."""
-
 GAPS = {"cpu": 1.28, "cuda": 1.1}
 """Bytes that a process holds for each byte of tensors, gaps included, by device. CPU: measured on training steps of
 several shapes (1.23 to 1.35). CUDA: a guess for the gaps of PyTorch's allocator, not measured."""
-
 LEFT_BETWEEN_SEGMENTS = 24 * 2**20
 """Bytes that freed segments still hold on a CPU; `segmented_loss` returns them to the system every few segments."""
-
 SEGMENTS_RUN = 4
 """Segments of a sequence that are run; each further one adds what is kept between two segments."""
 

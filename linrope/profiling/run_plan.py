@@ -24,15 +24,11 @@ from linrope.utils.terminal import new_table, progress_bar
 
 DEFAULT_SEGMENT = 4096
 """Segment length of the table's variant in segments."""
-
 MEASURED_STEPS = 3
-
 LONGEST = 2**24
 """The longest length that is tried against a memory."""
-
 AUTOCAST = {"32-true": None, "32": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 """The dtype of autocast by Lightning's precision."""
-
 MULTIPLES = (1, 4, 16, 64)
 """The table's lengths, as multiples of the context."""
 

@@ -19,10 +19,8 @@ from linrope.training.data_modules.base import ResumableDataModule
 from linrope.utils.files import whole_file
 
 TRAINING_STATE = ("global_step", "loops", "lr_schedulers", "optimizer_states")
-
 WITHOUT_WEIGHTS = ("model.window", "model.dropout", "model.gate_normalizer")
 """Options that a new run may change on trained weights."""
-
 THETA = ("model.rope.base", "model.rope.scaling")
 """Options of θ, which a new run may change too unless θ is trained."""
 

@@ -34,7 +34,6 @@ TWO = ["--trainer.devices=2", "--trainer.strategy=ddp"]
 MODEL = ["--model.d_model=16", "--model.n_heads=2", "--model.short_conv=3", "--model.forget_gate=true"]
 # The learning rate does not depend on the last step, so that a longer run repeats a shorter one.
 CONSTANT = ["--optimizer.lr=0.01", "--optimizer.warmup_steps=2", "--optimizer.final_lr_fraction=1"]
-
 PLAIN = ["--model.dropout=0.2", "--trainer.max_steps=6", "--data.context=24"]
 ALONE = [*PLAIN, "--trainer.val_check_interval=12", "--trainer.accumulate_grad_batches=2"]
 PACKED = ["--data.document_mask=true", "--trainer.precision=64-true", "--trainer.max_steps=6"]

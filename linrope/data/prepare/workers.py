@@ -22,7 +22,6 @@ from linrope.data.tokenizers.base import Tokenizer, tokenizer_from_serialized
 from linrope.errors import InputError
 
 PROGRESS_SECONDS = 0.2
-
 Progress = Callable[[int, int | None], Any]
 """Called with the bytes read so far and the bytes in all, None if unknown."""
 

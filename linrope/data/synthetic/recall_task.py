@@ -14,12 +14,9 @@ from linrope.errors import InputError
 
 Case = tuple[int, ...]
 """The integers that describe a row: its length, then those of the task."""
-
 Stage = tuple[int, ...]
 """A case, followed by its share of all rows."""
-
 Batch = dict[str, Any]
-
 CHOICE, TRAIN, VAL, TEST = range(4)
 """First numbers of seeds, one for each use, so that no two uses draw the same rows."""
 

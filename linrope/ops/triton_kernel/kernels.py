@@ -44,8 +44,6 @@ from linrope.ops.triton_kernel.tables import write_weights as write_weights
 
 TRIED = ((4, 2),) if os.environ.get("TRITON_INTERPRET") == "1" else ((4, 2), (8, 2), (8, 1))
 CONFIGS = [triton.Config({}, num_warps=warps, num_stages=stages) for warps, stages in TRIED]
-
-
 TUNED_BY = ["D", "E", "BLOCK", "BLOCK_E", "PHI", "LATER", "VALUES", "FEATURES", "CAUSAL", "PLAIN", "DECAY", "DOCUMENTS"]
 TUNED_BY += ["MASKED", "PRECISION"]
 """Autotuning chooses one of `CONFIGS` for each combination of these and the tensors' dtypes, and keeps it on disk."""

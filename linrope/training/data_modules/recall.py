@@ -19,7 +19,6 @@ from linrope.training.data_modules.base import RankSampler, ResumableDataModule,
 
 STAGES: tuple[Stage, ...] = ((64, 4, 100), (128, 8, 20), (256, 16, 20), (256, 32, 20), (256, 64, 20))
 """Training cases (length, n_pairs) of Zoology's experiments (arXiv 2312.04927), with thousands of rows."""
-
 CASES: tuple[Case, ...] = ((64, 4), (64, 8), (64, 16), (128, 32), (256, 64), (512, 64), (512, 128), (1024, 256))
 """Test cases of the same experiments."""
 
