@@ -33,8 +33,8 @@ from linrope.evaluation.row_lengths import row_losses
 from linrope.losses import bits_per_byte
 from linrope.profiling.hooks import OperatorCall, operator_hook
 from linrope.training import LanguageModelingModule, MQARDataModule, OptimizerConfig, RecallModule, TextDataModule
-from linrope.training.callbacks.last_checkpoint import GracefulStop, LastCheckpoint
 from linrope.training.callbacks.memory_preflight import MemoryPreflight
+from linrope.training.callbacks.saving import GracefulStop, LastCheckpoint
 from linrope.utils.files import whole_file
 
 SAY_EVERY_SECONDS = 0.5

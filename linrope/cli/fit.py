@@ -18,8 +18,8 @@ from linrope.errors import InputError, Interrupted
 from linrope.models.saving import CONFIG_FILE
 from linrope.training.callbacks.averaging import AverageWeights, require_same_averaging
 from linrope.training.callbacks.health import HealthMonitor, SpikeWarning
-from linrope.training.callbacks.last_checkpoint import GracefulStop, LastCheckpoint, SaveConfig
 from linrope.training.callbacks.memory_preflight import MemoryPreflight
+from linrope.training.callbacks.saving import GracefulStop, LastCheckpoint, SaveConfig
 from linrope.training.callbacks.summary import PrintSample, RunSummary
 from linrope.training.callbacks.throughput import Throughput
 from linrope.training.checkpoint import require_training_state, start_from

@@ -6,9 +6,9 @@ Tasks: `LanguageModelingModule` trains on a `TextDataModule`; `RecallModule` tra
 
 from linrope.data.synthetic.recall_task import RecallBatches
 from linrope.errors import CheckpointError, NonFiniteError
-from linrope.training.callbacks.last_checkpoint import GracefulStop, LastCheckpoint
 from linrope.training.callbacks.memory_preflight import MemoryPreflight
 from linrope.training.callbacks.progress import ProgressReport
+from linrope.training.callbacks.saving import GracefulStop, LastCheckpoint
 from linrope.training.callbacks.summary import PrintSample, RunSummary
 from linrope.training.callbacks.throughput import Throughput
 from linrope.training.checkpoint import WholeCheckpointIO

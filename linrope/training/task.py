@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from linrope.data.batches.shuffling import mix
 from linrope.data.tokenizers.base import tokenizer_to_serialized
 from linrope.errors import InputError, NonFiniteError
-from linrope.training.callbacks.last_checkpoint import LastCheckpoint
+from linrope.training.callbacks.saving import LastCheckpoint
 from linrope.training.checkpoint import (
     require_same_order,
     require_same_tokenizer,

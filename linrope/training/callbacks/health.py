@@ -14,7 +14,7 @@ from rich.console import Console
 
 from linrope.profiling.attention_health import LayerHealth
 from linrope.profiling.hooks import OperatorCall, operator_hook
-from linrope.training.callbacks.last_checkpoint import finished_a_step
+from linrope.training.callbacks.saving import finished_a_step
 from linrope.training.data_modules.base import ResumableDataModule
 
 _OVERALL = {"health/smallest_denominator": min, "health/negative_weights": statistics.fmean}

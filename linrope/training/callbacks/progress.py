@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from linrope.training.callbacks.last_checkpoint import finished_a_step
+from linrope.training.callbacks.saving import finished_a_step
 
 
 class ProgressReport(ProgressBar):

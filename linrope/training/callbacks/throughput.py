@@ -14,7 +14,7 @@ from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from linrope.profiling.flops import step_flops
-from linrope.training.callbacks.last_checkpoint import finished_a_step
+from linrope.training.callbacks.saving import finished_a_step
 from linrope.training.data_modules.base import TimedLoader
 
 DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32, "64": torch.float64}
