@@ -6,20 +6,23 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from linrope.errors import InputError, require_choice
 from linrope.feature_maps import MapModule, make_feature_map
-from linrope.layers.attention import Attention, checked_head_dim
+from linrope.layers.attention import Attention, AttentionOptions, checked_head_dim
 from linrope.layers.forget_gate import ForgetGate
 from linrope.layers.selective_rope import SelectiveRope
 from linrope.ops.linear_attention import linear_attention
 from linrope.ops.state import State, merge
 from linrope.ops.summarize import summarize
 from linrope.rotary import RotaryConfig, RotaryEmbedding, check_config, half_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # Python 3.10 lacks it
 
 
 class LinearAttention(Attention):
@@ -45,7 +48,11 @@ class LinearAttention(Attention):
             r a head remembers longer.
         eps: ε of the denominator.
         backend: see `linear_attention`.
-        options: `short_conv`, `conv_silu`, `output_norm`, `output_gate` and `bias`, see `Attention`.
+        short_conv: tokens seen by a causal convolution with SiLU on q, k and v; 0 for none (see `AttentionOptions`).
+        conv_silu: where SiLU follows it, "qkv" or "v" alone.
+        output_norm: RMSNorm over each head's output, before the gate.
+        output_gate: multiply the heads' output by `silu(W x)`.
+        bias: whether the projections have biases.
 
     Raises:
         InputError: sizes that do not fit, unknown names, `short_conv`, `forget_gate` or `rope.placement="selective"`
@@ -69,7 +76,7 @@ class LinearAttention(Attention):
         gate_normalizer: float | Sequence[float] = 1.0,
         eps: float = 1e-6,
         backend: str = "auto",
-        **options: Any,
+        **options: Unpack[AttentionOptions],
     ):
         if forget_gate and not causal:
             raise InputError("forget_gate=True needs causal=True: forgetting is defined for causal attention only.")

@@ -261,6 +261,9 @@ def test_a_packed_state_knows_where_its_document_began():
 def test_bad_arguments_are_named():
     linear, softmax = partial(LinearAttention, 12, 2), partial(SoftmaxAttention, 12, 2)
     gated = partial(linear, forget_gate=True)
+    for make in (linear, softmax):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'short_cnov'"):
+            make(short_cnov=4)
     for make, message in [
         (lambda: LinearAttention(10, 3), "n_heads=3 does not divide d_model=10"),
         (lambda: LinearAttention(10, 0), "n_heads=0"),
