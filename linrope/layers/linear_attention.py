@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from linrope.rotary import RotaryConfig, RotaryEmbedding, check_config, half_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # Python 3.10 lacks it
+
+SUMMARIZED = ("rope", "log_decay", "segment_ids", "feature_map", "normalize")
+"""Options of a call on which the state depends."""
 
 
 class LinearAttention(Attention):
@@ -126,17 +129,12 @@ class LinearAttention(Attention):
         with nullcontext() if self.selective is None else torch.autocast(q.device.type, enabled=False):
             v = v.to(q.dtype)
             if not outputs:
-                return None, self._advanced(k, v, options)
+                new = summarize(k, v, **{name: options[name] for name in SUMMARIZED})
+                return None, new if past is None else merge(past, new, options["rope"])
             o, final = linear_attention(q, k, v, **options, return_state=True)
         if self.watch is not None:
             self.watch(q, k, v, options, o, final)
         return o.to(dtype), final
-
-    def _advanced(self, k: Tensor, v: Tensor, options: dict[str, Any]) -> State:
-        """The state after the keys and values of a call with these options."""
-        names = ("rope", "log_decay", "segment_ids", "feature_map", "normalize")
-        new = summarize(k, v, **{name: options[name] for name in names})
-        return new if options["state"] is None else merge(options["state"], new, options["rope"])
 
     def past_bytes(self, context, dtype):
         sums = 2 if self.options["normalize"] == "rotary" else 1

@@ -1,8 +1,7 @@
 """Text files: the documents under a path.
 
-Nothing is loaded or cached: a corpus is a table of offsets, and reading tokens reads the bytes of the files in that
-range. Files may be larger than memory. They are read, not mapped: a mapped file that shrinks kills the process
-(SIGBUS), while a read can name the file.
+Files may be larger than memory: tokens are read range by range. They are not mapped, because a mapped file that shrinks
+kills the process (SIGBUS), while a read can name the file.
 """
 
 from __future__ import annotations

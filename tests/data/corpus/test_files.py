@@ -26,9 +26,12 @@ def names(path) -> list[str]:
     return [document.name for document in find_sources(path).documents]
 
 
-def test_a_folder_yields_its_text_files_in_order_and_counts_the_rest(folder):
+def test_a_folder_a_glob_and_a_file_yield_their_text_files_in_order(folder):
     assert names(folder) == ["a.txt", "b.txt", "sub/c.txt"]
     assert find_sources(folder).n_skipped == 2  # the empty and the binary one; hidden ones are not looked at
+    assert names(folder / "*.txt") == ["a.txt", "b.txt"]
+    assert names(folder / "**" / "*.txt") == ["a.txt", "b.txt", "sub/c.txt"]
+    assert names(folder / "b.txt") == ["b.txt"]
 
 
 def test_links_to_folders_are_followed_but_not_in_a_circle(folder):
@@ -36,12 +39,6 @@ def test_links_to_folders_are_followed_but_not_in_a_circle(folder):
     (folder / "sub" / "here").symlink_to(folder / "sub")
     (folder / "again").symlink_to(folder / "sub")
     assert names(folder) == ["a.txt", "again/c.txt", "b.txt", "sub/c.txt"]
-
-
-def test_a_glob_and_a_file(folder):
-    assert names(folder / "*.txt") == ["a.txt", "b.txt"]
-    assert names(folder / "**" / "*.txt") == ["a.txt", "b.txt", "sub/c.txt"]
-    assert names(folder / "b.txt") == ["b.txt"]
 
 
 def test_the_built_in_corpus_is_the_standard_library_without_its_tests():
