@@ -250,10 +250,7 @@ class RotaryConfig:
 
 
 def check_config(rope: RotaryConfig | None) -> None:
-    """Raise InputError unless `rope` is None or a RotaryConfig whose values have the right types.
-
-    (A RotaryEmbedding is for the operator, not for layers.)
-    """
+    """Raise InputError unless `rope` is None or a RotaryConfig (no RotaryEmbedding) of values of the right types."""
     if rope is None:
         return
     if not isinstance(rope, RotaryConfig):

@@ -1,8 +1,4 @@
-"""The base of attention layers: projections, options, and the checks of what a layer is called with.
-
-`LinearAttention` and `SoftmaxAttention` differ in the attention itself only, so that a comparison of the two is fair.
-Both map (B, T, d_model) to (B, T, d_model), and keep the past in an `AttentionState`.
-"""
+"""The base of attention layers: projections, options, and the checks of what a layer is called with."""
 
 from __future__ import annotations
 
@@ -42,7 +38,7 @@ class AttentionOptions(TypedDict, total=False):
 class Attention(nn.Module):
     """Base of the attention layers: from x to q, k and v, and from the heads' outputs back to d_model.
 
-    A subclass sets `past_type` and defines `attend` and `past_bytes`.
+    The layers differ in the attention itself only, so that a comparison is fair. A subclass sets `past_type` and defines `attend` and `past_bytes`.
 
     Args:
         d_model, n_heads, head_dim, causal: see `LinearAttention`.

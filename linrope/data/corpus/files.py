@@ -12,6 +12,7 @@ import shlex
 import sysconfig
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from linrope.data.corpus.sequences import Document
@@ -79,7 +80,8 @@ def _find_files(path: str | Path | None, option: str) -> tuple[Iterable[Path], P
     if path.is_file():
         return [path], path.parent, str(path)
     if glob.has_magic(str(path)):
-        return map(Path, glob.iglob(str(path), recursive=True)), _fixed_part(path), str(path)
+        root = Path(*takewhile(lambda part: not glob.has_magic(part), path.parts))
+        return map(Path, glob.iglob(str(path), recursive=True)), root, str(path)
     siblings = os.listdir(path.parent) if path.parent.is_dir() else []
     raise InputError(
         f"{option}={str(path)!r} does not exist: give a file, a folder or a glob, or null for the built-in corpus."
@@ -110,13 +112,3 @@ def _text_size(file: Path) -> int:
             return 0 if binary else os.fstat(opened.fileno()).st_size
     except OSError:
         return 0
-
-
-def _fixed_part(pattern: Path) -> Path:
-    """The folders of a glob before its first wildcard."""
-    fixed = Path(pattern.anchor)
-    for part in pattern.parts[len(fixed.parts) :]:
-        if glob.has_magic(part):
-            break
-        fixed /= part
-    return fixed
