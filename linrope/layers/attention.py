@@ -38,7 +38,8 @@ class AttentionOptions(TypedDict, total=False):
 class Attention(nn.Module):
     """Base of the attention layers: from x to q, k and v, and from the heads' outputs back to d_model.
 
-    The layers differ in the attention itself only, so that a comparison is fair. A subclass sets `past_type` and defines `attend` and `past_bytes`.
+    The layers differ in the attention itself only, so that a comparison is fair. A subclass sets
+    `past_type` and defines `attend` and `past_bytes`.
 
     Args:
         d_model, n_heads, head_dim, causal: see `LinearAttention`.

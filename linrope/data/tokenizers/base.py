@@ -78,7 +78,7 @@ def open_tokenizer(name: str, option: str) -> Tokenizer:
 
 
 def tokenizer_from_serialized(values: dict[str, str] | None, where: str = "the tokenizer") -> Tokenizer | None:
-    """The tokenizer of a serialized form; None if it is unknown. Without `values`, as in models made in Python, it is bytes.
+    """The tokenizer of a serialized form, None if unknown. Without `values`, as in models made in Python, it is bytes.
 
     Raises InputError, naming `where` they come from, if they are no tokenizer, or the package `tokenizers` is missing.
     """

@@ -197,13 +197,14 @@ def test_a_dataset_read_as_a_stream(source, tmp_path):
         run(tmp_path, "other", path=None, dataset=str(tmp_path / "nowhere"))
 
 
-@pytest.mark.parametrize("package", ["datasets", "zstandard"])
+@pytest.mark.parametrize("package", ["datasets", "zstandard", "tokenizers"])
 def test_an_extra_that_is_missing_is_named(source, tmp_path, monkeypatch, package):
     (source / "a.jsonl.zst").write_bytes(zstandard.compress(json_lines("a")))
+    tokenizer = write_tokenizer(tmp_path)
     monkeypatch.setitem(sys.modules, package, None)
-    options = {"path": None, "dataset": str(source)} if package == "datasets" else {}
+    options = {"datasets": {"path": None, "dataset": str(source)}, "tokenizers": {"tokenizer": str(tokenizer)}}
     with pytest.raises(InputError, match=rf"needs the package {package}, .* pip install 'linrope\[text\]'"):
-        run(tmp_path, **options)
+        run(tmp_path, **options.get(package, {}))
 
 
 # --- interrupted, run again ------------------------------------------------------------------------------------------
