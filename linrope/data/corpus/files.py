@@ -90,7 +90,7 @@ def _find_files(path: str | Path | None, option: str) -> tuple[Iterable[Path], P
 
 
 def _walk(root: Path, left_out: Collection[str] = (), above: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """The files below `root` that are not hidden, not in folders `left_out`; links are followed, but not in a circle."""
+    """The files below `root`, neither hidden nor in folders `left_out`; links are followed, never in a circle."""
     above |= {os.path.realpath(root)}
     folder, subfolders, files = next(os.walk(root), (root, [], []))
     yield from (Path(folder, name) for name in files if not name.startswith("."))
