@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import signal
 from collections.abc import Iterable
 from pathlib import Path
+from types import ModuleType
 
 
 class InputError(ValueError):
@@ -49,3 +51,12 @@ def require_choice(argument: str, value: object, choices: Iterable[str]) -> None
     if value not in choices:
         known = ", ".join(repr(choice) for choice in choices)
         raise InputError(f"{argument}={value!r} is unknown: choose one of {known}.{suggest(str(value), choices)}")
+
+
+def require_package(name: str, needed_by: str) -> ModuleType:
+    """The optional package `name`. Raises InputError, naming what it is `needed_by`, if it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        message = f"{needed_by} needs the package {name}, which is not installed: pip install 'linrope[text]'."
+        raise InputError(message) from error

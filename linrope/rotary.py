@@ -1,9 +1,7 @@
 """Rotary position embedding (RoFormer, arXiv 2104.09864, section 3.2) with angles that stay exact at any position.
 
-A rotation is held as unit complex numbers `exp(i·t·θ_m)`, one for each position `t` and pair `m`. The pair `(x1, x2)`
-of a vector is the complex number `x1 + i·x2`, and rotating it is one elementwise multiplication (eq. 34). Angles are
-elementwise products in float64, whatever autocast and the matmul precision are. Only the finished rotation is rounded
-to the dtype of the vectors.
+A pair `(x1, x2)` of a vector at position `t` is the complex number `x1 + i·x2`, and rotating it is a multiplication by
+`exp(i·t·θ_m)` (eq. 34). Angles are float64; only the finished rotation is rounded to the dtype of the vectors.
 """
 
 from __future__ import annotations
@@ -252,10 +250,7 @@ class RotaryConfig:
 
 
 def check_config(rope: RotaryConfig | None) -> None:
-    """Raise InputError unless `rope` is None or a RotaryConfig whose values have the right types.
-
-    (A RotaryEmbedding is for the operator, not for layers.)
-    """
+    """Raise InputError unless `rope` is None or a RotaryConfig (no RotaryEmbedding) of values of the right types."""
     if rope is None:
         return
     if not isinstance(rope, RotaryConfig):
@@ -321,15 +316,8 @@ class RotaryEmbedding(nn.Module):
     @classmethod
     def from_config(cls, dim: int, config: RotaryConfig) -> RotaryEmbedding:
         """The embedding that `config` describes, for heads of size `dim`."""
-        return cls(
-            dim,
-            config.base,
-            interleaved=config.interleaved,
-            trainable=config.trainable,
-            rotary_dim=config.rotary_dim,
-            scaling=config.scaling,
-            signed=config.signed,
-        )
+        names = ("interleaved", "trainable", "rotary_dim", "scaling", "signed")
+        return cls(dim, config.base, **{name: getattr(config, name) for name in names})
 
     @property
     def signed_dim(self) -> int:

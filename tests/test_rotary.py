@@ -1,8 +1,6 @@
 """RoPE: the rotation, its exactness at any position, and the pairings."""
 
-import json
 import math
-from dataclasses import asdict
 from fractions import Fraction
 
 import pytest
@@ -131,14 +129,6 @@ def test_a_base_for_each_head_rotates_each_head_by_its_own(pairing, rotary_dim):
     assert torch.equal(rope.rotate(x)[:, 1], x[:, 1])
 
 
-def test_frequencies_of_each_head():
-    rope = RotaryEmbedding(8, (10.0, None, 10000.0), rotary_dim=4, trainable=True)
-    expected = torch.tensor([[1.0, 10**-0.5], [0.0, 0.0], [1.0, 0.01]], dtype=torch.float64)
-    torch.testing.assert_close(RotaryEmbedding(8, rope.base, rotary_dim=4).frequencies(), expected)
-    assert (rope.theta.shape, rope.theta.dtype) == ((3, 2), torch.float32)
-    torch.testing.assert_close(rope.frequencies(), expected, rtol=1e-7, atol=0)  # rounded to float32
-
-
 def scaled(base=10000.0, rotary_dim=8, **scaling) -> torch.Tensor:
     return RotaryEmbedding(rotary_dim, base, scaling=RotaryScaling(**scaling)).frequencies()
 
@@ -191,15 +181,6 @@ def test_only_yarn_has_a_temperature():
     assert (ropes["linear"].logit_scale, ropes["ntk"].logit_scale, RotaryEmbedding(8).logit_scale) == (1.0, 1.0, 1.0)
 
 
-def test_a_configuration_survives_json_and_makes_its_embedding():
-    scaling = RotaryScaling("yarn", 2.0, 99)
-    config = RotaryConfig([10.0, None], 4, trainable=True, placement="before_map", scaling=scaling)
-    assert RotaryConfig.from_dict(json.loads(json.dumps(asdict(config)))) == config
-    assert RotaryConfig.from_dict({}) == RotaryConfig()
-    rope = RotaryEmbedding.from_config(8, config)
-    assert (rope.base, rope.rotary_dim, rope.scaling, rope.trainable) == ((10.0, None), 4, config.scaling, True)
-
-
 @pytest.mark.parametrize("rotary_dim", [None, 4])
 def test_permuted_weights_give_the_other_pairing_the_same_attention(rotary_dim):
     torch.manual_seed(0)
@@ -220,20 +201,10 @@ def test_permuted_weights_give_the_other_pairing_the_same_attention(rotary_dim):
     assert torch.equal(back, w_q)
 
 
-def test_trainable_frequencies_learn_with_the_right_gradient():
-    rope = RotaryEmbedding(6, 100.0, trainable=True).double()
-    x, target = torch.randn(2, 1, 9, 6, dtype=torch.float64).unbind()
-
+def test_trainable_frequencies_have_the_right_gradient():
+    rope, x = RotaryEmbedding(6, [100.0, None], trainable=True).double(), torch.randn(2, 9, 6, dtype=torch.float64)
+    assert (rope.theta.shape, rope.frequencies()[1].any()) == ((2, 3), False)
     assert torch.autograd.gradcheck(lambda theta: rope.rotate(x, offset=3), rope.theta)  # θ is changed in place
-    optimizer = torch.optim.SGD(rope.parameters(), lr=1e-3)
-    losses = []
-    for _ in range(20):
-        loss = (rope.rotate(x) - target).square().sum()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
 
 
 def test_frequencies_are_computed_not_loaded_and_survive_a_cast():
@@ -296,9 +267,3 @@ def test_bad_calls_are_named():
     ]:
         with pytest.raises(InputError, match=message):
             call()
-
-
-def test_where_signed_half_of_the_dimensions_rotate():
-    for dim, rotated in ((32, 16), (30, 14), (7, 2), (4, 2)):
-        assert RotaryEmbedding(dim, signed=True).rotary_dim == rotated
-    assert RotaryEmbedding(32, signed=True, rotary_dim=8).rotary_dim == 8

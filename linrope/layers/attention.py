@@ -1,10 +1,8 @@
-"""The base of attention layers: projections, options, and the checks of what a layer is called with.
-
-`LinearAttention` and `SoftmaxAttention` differ in the attention itself only, so that a comparison of the two is fair.
-Both map (B, T, d_model) to (B, T, d_model), and keep the past in an `AttentionState`.
-"""
+"""The base of attention layers: projections, options, and the checks of what a layer is called with."""
 
 from __future__ import annotations
+
+from typing import TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -20,21 +18,33 @@ from linrope.rotary import RotaryEmbedding
 CONV_SILU = ("qkv", "v")
 
 
+class AttentionOptions(TypedDict, total=False):
+    """Options of all attention layers."""
+
+    short_conv: int
+    """Tokens seen by a depthwise causal convolution with SiLU on q, k and v (4 is usual); 0, the default, for none."""
+    conv_silu: str
+    """Where SiLU follows that convolution: "qkv" (default), or "v" alone, so that q and k take either sign. After SiLU
+    they are at least -0.28 and elu + 1 of them is at least 0.75: no feature comes close to 0."""
+    output_norm: bool
+    """RMSNorm (ε = 10⁻⁵, one weight for all heads) over each head's output, before the gate. It cancels the division by
+    the denominator, up to ε: the scale of each o_i is lost."""
+    output_gate: bool
+    """Multiply the heads' output by `silu(W x)`."""
+    bias: bool
+    """Whether the projections have biases."""
+
+
 class Attention(nn.Module):
     """Base of the attention layers: from x to q, k and v, and from the heads' outputs back to d_model.
 
-    A subclass sets `past_type` and defines `attend` and `past_bytes`.
+    The layers differ in the attention itself only, so that a comparison is fair. A subclass sets
+    `past_type` and defines `attend` and `past_bytes`.
 
     Args:
         d_model, n_heads, head_dim, causal: see `LinearAttention`.
         rope: rotates queries and keys; None for no positions.
-        short_conv: tokens seen by a depthwise causal convolution with SiLU on q, k and v (4 is usual); 0 for none.
-        conv_silu: where SiLU follows that convolution: "qkv", or "v" alone, so that q and k take either sign. After
-            SiLU they are at least -0.28 and elu + 1 of them is at least 0.75: no feature comes close to 0.
-        output_norm: RMSNorm (ε = 10⁻⁵, one weight for all heads) over each head's output, before the gate. It cancels
-            the division by the denominator, up to ε: the scale of each o_i is lost.
-        output_gate: multiply the heads' output by `silu(W x)`.
-        bias: whether the projections have biases.
+        short_conv, conv_silu, output_norm, output_gate, bias: see `AttentionOptions`.
     """
 
     past_type: type

@@ -6,20 +6,26 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from linrope.errors import InputError, require_choice
 from linrope.feature_maps import MapModule, make_feature_map
-from linrope.layers.attention import Attention, checked_head_dim
+from linrope.layers.attention import Attention, AttentionOptions, checked_head_dim
 from linrope.layers.forget_gate import ForgetGate
 from linrope.layers.selective_rope import SelectiveRope
 from linrope.ops.linear_attention import linear_attention
 from linrope.ops.state import State, merge
 from linrope.ops.summarize import summarize
 from linrope.rotary import RotaryConfig, RotaryEmbedding, check_config, half_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # Python 3.10 lacks it
+
+SUMMARIZED = ("rope", "log_decay", "segment_ids", "feature_map", "normalize")
+"""Options of a call on which the state depends."""
 
 
 class LinearAttention(Attention):
@@ -45,7 +51,11 @@ class LinearAttention(Attention):
             r a head remembers longer.
         eps: ε of the denominator.
         backend: see `linear_attention`.
-        options: `short_conv`, `conv_silu`, `output_norm`, `output_gate` and `bias`, see `Attention`.
+        short_conv: tokens seen by a causal convolution with SiLU on q, k and v; 0 for none (see `AttentionOptions`).
+        conv_silu: where SiLU follows it, "qkv" or "v" alone.
+        output_norm: RMSNorm over each head's output, before the gate.
+        output_gate: multiply the heads' output by `silu(W x)`.
+        bias: whether the projections have biases.
 
     Raises:
         InputError: sizes that do not fit, unknown names, `short_conv`, `forget_gate` or `rope.placement="selective"`
@@ -69,7 +79,7 @@ class LinearAttention(Attention):
         gate_normalizer: float | Sequence[float] = 1.0,
         eps: float = 1e-6,
         backend: str = "auto",
-        **options: Any,
+        **options: Unpack[AttentionOptions],
     ):
         if forget_gate and not causal:
             raise InputError("forget_gate=True needs causal=True: forgetting is defined for causal attention only.")
@@ -119,17 +129,12 @@ class LinearAttention(Attention):
         with nullcontext() if self.selective is None else torch.autocast(q.device.type, enabled=False):
             v = v.to(q.dtype)
             if not outputs:
-                return None, self._advanced(k, v, options)
+                new = summarize(k, v, **{name: options[name] for name in SUMMARIZED})
+                return None, new if past is None else merge(past, new, options["rope"])
             o, final = linear_attention(q, k, v, **options, return_state=True)
         if self.watch is not None:
             self.watch(q, k, v, options, o, final)
         return o.to(dtype), final
-
-    def _advanced(self, k: Tensor, v: Tensor, options: dict[str, Any]) -> State:
-        """The state after the keys and values of a call with these options."""
-        names = ("rope", "log_decay", "segment_ids", "feature_map", "normalize")
-        new = summarize(k, v, **{name: options[name] for name in names})
-        return new if options["state"] is None else merge(options["state"], new, options["rope"])
 
     def past_bytes(self, context, dtype):
         sums = 2 if self.options["normalize"] == "rotary" else 1

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from linrope.errors import InputError
-from linrope.layers.attention import Attention, checked_head_dim
+from linrope.layers.attention import Attention, AttentionOptions, checked_head_dim
 from linrope.ops.softmax import KeyValueCache, extend_cache, softmax_attention
 from linrope.rotary import RotaryConfig, RotaryEmbedding, check_config
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class SoftmaxAttention(Attention):
@@ -17,9 +20,13 @@ class SoftmaxAttention(Attention):
     Args:
         d_model, n_heads, head_dim, causal: as in `LinearAttention`.
         rope: as there; its placement is ignored.
-        options: `short_conv`, `conv_silu`, `output_norm`, `output_gate` and `bias`, see `Attention`.
         window: see the last `window` tokens only, the present one included. Time and memory are then linear in the
             length, and the cache holds `window - 1` tokens. None sees all.
+        short_conv: tokens seen by a causal convolution with SiLU on q, k and v; 0 for none (see `AttentionOptions`).
+        conv_silu: where SiLU follows it, "qkv" or "v" alone.
+        output_norm: RMSNorm over each head's output, before the gate.
+        output_gate: multiply the heads' output by `silu(W x)`.
+        bias: whether the projections have biases.
 
     Raises:
         InputError: sizes that do not fit, a window below 1, `short_conv` or a window with `causal=False`.
@@ -36,7 +43,7 @@ class SoftmaxAttention(Attention):
         rope: RotaryConfig | None = RotaryConfig(),
         window: int | None = None,
         causal: bool = True,
-        **options: Any,
+        **options: Unpack[AttentionOptions],
     ):
         if window is not None and window < 1:
             raise InputError(f"window={window} must be at least 1, the token itself; None sees all.")

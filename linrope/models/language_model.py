@@ -95,13 +95,10 @@ class LanguageModelConfig:
     def __post_init__(self):
         check_config(self.rope)
         check_types(self)
-        for name in ("vocab_size", "d_model", "n_layers", "n_heads"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name}={getattr(self, name)} must be at least 1.")
-        if self.d_ff is not None and self.d_ff < 1:
-            raise InputError(f"d_ff={self.d_ff} must be at least 1, or null for 8/3 of d_model.")
-        if self.window is not None and self.window < 1:
-            raise InputError(f"window={self.window} must be at least 1, the token itself, or null for all.")
+        otherwise = {"d_ff": ", or null for 8/3 of d_model", "window": ", the token itself, or null for all"}
+        for name in ("vocab_size", "d_model", "n_layers", "n_heads", "d_ff", "window"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise InputError(f"{name}={getattr(self, name)} must be at least 1{otherwise.get(name, '')}.")
         if not all(0 <= layer < self.n_layers for layer in self.rope_layers or []):
             raise InputError(
                 f"rope_layers={self.rope_layers} must be in 0 … {self.n_layers - 1}, the numbers of the layers."

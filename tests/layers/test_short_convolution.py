@@ -40,13 +40,7 @@ def test_other_devices_than_cpus_take_the_sum_of_taps(monkeypatch):
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_silu_on_the_values_alone_leaves_queries_and_keys_their_sign(kind):
-    """The layer's own convolution without SiLU on what becomes q and k, and with it on what becomes v."""
     layer, x = layer_and_input(kind, {"short_conv": 4, "conv_silu": "v"})
-    qkv, _ = layer.conv(layer.qkv(x))
-    q, k, v = qkv.chunk(3, dim=-1)
-    everywhere, _ = layer_and_input(kind, {"short_conv": 4})
-    everywhere.load_state_dict(layer.state_dict())
-    activated, _ = everywhere.conv(layer.qkv(x))
-    torch.testing.assert_close(torch.cat((F.silu(q), F.silu(k), v), dim=-1), activated, **CLOSE)
+    q, k, v = layer.conv(layer.qkv(x))[0].chunk(3, dim=-1)
     assert max(q.min(), k.min()) < -0.3
     assert v.min() > -0.279  # the least that silu takes

@@ -1,8 +1,7 @@
 """Text files: the documents under a path.
 
-Nothing is loaded or cached: a corpus is a table of offsets, and reading tokens reads the bytes of the files in that
-range. Files may be larger than memory. They are read, not mapped: a mapped file that shrinks kills the process
-(SIGBUS), while a read can name the file.
+Files may be larger than memory: tokens are read range by range. They are not mapped, because a mapped file that shrinks
+kills the process (SIGBUS), while a read can name the file.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import shlex
 import sysconfig
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from linrope.data.corpus.sequences import Document
@@ -80,7 +80,8 @@ def _find_files(path: str | Path | None, option: str) -> tuple[Iterable[Path], P
     if path.is_file():
         return [path], path.parent, str(path)
     if glob.has_magic(str(path)):
-        return map(Path, glob.iglob(str(path), recursive=True)), _fixed_part(path), str(path)
+        root = Path(*takewhile(lambda part: not glob.has_magic(part), path.parts))
+        return map(Path, glob.iglob(str(path), recursive=True)), root, str(path)
     siblings = os.listdir(path.parent) if path.parent.is_dir() else []
     raise InputError(
         f"{option}={str(path)!r} does not exist: give a file, a folder or a glob, or null for the built-in corpus."
@@ -89,10 +90,7 @@ def _find_files(path: str | Path | None, option: str) -> tuple[Iterable[Path], P
 
 
 def _walk(root: Path, left_out: Collection[str] = (), above: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """The files below `root` that are not hidden, without the folders `left_out`.
-
-    Links to folders are followed, except back to a folder in `above`.
-    """
+    """The files below `root`, neither hidden nor in folders `left_out`; links are followed, never in a circle."""
     above |= {os.path.realpath(root)}
     folder, subfolders, files = next(os.walk(root), (root, [], []))
     yield from (Path(folder, name) for name in files if not name.startswith("."))
@@ -111,13 +109,3 @@ def _text_size(file: Path) -> int:
             return 0 if binary else os.fstat(opened.fileno()).st_size
     except OSError:
         return 0
-
-
-def _fixed_part(pattern: Path) -> Path:
-    """The folders of a glob before its first wildcard."""
-    fixed = Path(pattern.anchor)
-    for part in pattern.parts[len(fixed.parts) :]:
-        if glob.has_magic(part):
-            break
-        fixed /= part
-    return fixed

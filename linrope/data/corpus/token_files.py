@@ -1,7 +1,6 @@
 """Corpora of tokens: folders that `linrope prepare` wrote, and flat `.bin` files (nanoGPT's format).
 
-Tokens are read range by range, so that a corpus may be larger than memory. Files are not mapped, see
-`linrope.data.corpus.files`.
+They are read range by range, and not mapped: see `linrope.data.corpus.files`.
 """
 
 from __future__ import annotations

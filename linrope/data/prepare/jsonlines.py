@@ -9,7 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from linrope.errors import DocumentChanged, InputError
+from linrope.errors import DocumentChanged, InputError, require_package
 
 READ_BYTES = 1 << 20
 """Bytes of one read."""
@@ -26,12 +26,7 @@ def read_lines(path: Path, start: int, stop: int, count: Callable[[int], None]) 
     if path.suffix == ".gz":
         chunks = _decompressed(chunks, lambda: zlib.decompressobj(wbits=31), zlib.error, path)
     elif path.suffix == ".zst":
-        try:
-            import zstandard
-        except ImportError as error:
-            raise InputError(
-                f"{path} needs the package zstandard, which is not installed: pip install 'linrope[text]'."
-            ) from error
+        zstandard = require_package("zstandard", str(path))
         chunks = _decompressed(chunks, zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError, path)
     offset, number, pending = 0 if compressed else start, 1, []
     try:

@@ -1,7 +1,7 @@
 """Text tokenized once, into a folder to train from.
 
-The text is cut into units. Each unit becomes a part, whose name is a hash of the unit and of the options, so that an
-interrupted preparation continues with the units that are missing or have changed. The parts are then joined.
+Each unit of text becomes a part, named by a hash of the unit and of the options: an interrupted preparation continues
+with the units that are missing or have changed.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 
 from linrope.data.corpus.files import JSON_LINES, find_sources
 from linrope.data.prepare.jsonlines import BadLine, line_name, read_lines, text_of_line, text_of_row
-from linrope.errors import DocumentChanged, InputError
+from linrope.errors import DocumentChanged, InputError, require_package
 
 UNIT_BYTES = 1 << 23
 """About the bytes of a unit: small files are grouped, large files are cut into ranges."""
@@ -131,14 +131,9 @@ def dataset_units(name: str, config: str | None, split: str) -> list[Unit]:
 
 def open_dataset(name: str, config: str | None, split: str) -> Any:
     """The dataset as a stream. Raises InputError if it cannot be opened, or the package `datasets` is missing."""
+    datasets = require_package("datasets", f"--dataset={name!r}")
     try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise InputError(
-            f"--dataset={name!r} needs the package datasets, which is not installed: pip install 'linrope[text]'."
-        ) from error
-    try:
-        return load_dataset(name, config, split=split, streaming=True)
+        return datasets.load_dataset(name, config, split=split, streaming=True)
     except Exception as error:  # the package raises its own, and those of what it reads with
         raise InputError(
             f"--dataset={name!r} (--dataset_config={config!r}, --dataset_split={split!r}) cannot be opened: {error}."

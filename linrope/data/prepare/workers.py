@@ -1,7 +1,4 @@
-"""The parts of a preparation, written by one process or by several.
-
-A part is written completely or not at all, so a process may be stopped at any time.
-"""
+"""The parts of a preparation, each written completely or not at all, by one process or by several."""
 
 from __future__ import annotations
 

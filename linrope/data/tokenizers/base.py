@@ -16,9 +16,6 @@ from linrope.data.tokenizers.bytes import ByteTokenizer
 from linrope.data.tokenizers.subwords import SubwordTokenizer
 from linrope.errors import InputError, suggest
 
-UNKNOWN = {"kind": "unknown"}
-"""The serialized form of an unknown tokenizer."""
-
 
 class Decoder(Protocol):
     """Decodes a stream of tokens into valid text. A character is complete with its last byte."""
@@ -81,7 +78,7 @@ def open_tokenizer(name: str, option: str) -> Tokenizer:
 
 
 def tokenizer_from_serialized(values: dict[str, str] | None, where: str = "the tokenizer") -> Tokenizer | None:
-    """The tokenizer of a serialized form; None for UNKNOWN. Without `values`, as in models made in Python, it is bytes.
+    """The tokenizer of a serialized form, None if unknown. Without `values`, as in models made in Python, it is bytes.
 
     Raises InputError, naming `where` they come from, if they are no tokenizer, or the package `tokenizers` is missing.
     """
@@ -97,4 +94,4 @@ def tokenizer_from_serialized(values: dict[str, str] | None, where: str = "the t
 
 def tokenizer_to_serialized(tokenizer: Tokenizer | None) -> dict[str, str]:
     """The inverse of `tokenizer_from_serialized`."""
-    return dict(UNKNOWN) if tokenizer is None else tokenizer.to_serialized()
+    return {"kind": "unknown"} if tokenizer is None else tokenizer.to_serialized()

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linrope.errors import InputError
+from linrope.errors import InputError, require_package
 
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """Special tokens that end a document. The first one that a tokenizer has is its separator."""
@@ -141,14 +141,9 @@ class SubwordDecoder:
 
 def _load(text: str, where: str) -> Any:
     """The tokenizer of `tokenizers`, set up to encode a text completely, and special names as text."""
+    tokenizers = require_package("tokenizers", where)
     try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise InputError(
-            f"{where} needs the package tokenizers, which is not installed: pip install 'linrope[text]'."
-        ) from error
-    try:
-        tokenizer = Tokenizer.from_str(text)
+        tokenizer = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the package raises Exception itself
         raise InputError(
             f"{where} is not a tokenizer.json of Hugging Face's tokenizers ({error}): give one, or 'bytes'."

@@ -72,28 +72,15 @@ def test_the_only_document_of_a_tokenizer_is_cut_by_position(tmp_path):
         EvaluationWindows(open_text(folder, [0.9, 0.0, 0.1]).corpora["val"], 10)
 
 
-@pytest.mark.parametrize("document_mask", [False, True])
-def test_samples_of_a_tokenizer_say_how_many_bytes_their_targets_stand_for(texts, tmp_path, document_mask):
-    folder = prepared(texts, tokenizer=str(write_tokenizer(tmp_path)))
-    opened = open_text(folder, [1.0, 0.0, 0.0])
-    corpus, separator = opened.corpora["train"], opened.tokenizer.separator
-    for kind in (TrainingWindows, EvaluationWindows):
-        windows = kind(corpus, 50, document_mask=document_mask)
-        for i in range(8):
-            sample = windows[i]
-            decoded = opened.tokenizer.decoder().feed(sample["targets"].tolist())
-            assert sample["n_bytes"].sum() == len(decoded.encode())  # byte-level tokens, text of single bytes
-            if document_mask:
-                ends = (sample["inputs"] == separator).nonzero().flatten() + 1
-                assert torch.equal((sample["segment_ids"].diff() != 0).nonzero().flatten() + 1, ends[ends < 50])
-    rows = ContiguousBatches(corpus, 20, 3, document_mask=document_mask)
-    batches = [rows[number] for number in range(rows.batches_per_pass)]
-    for batch in batches:
-        decoded = [opened.tokenizer.decoder().feed(row.tolist()) for row in batch["targets"]]
-        assert batch["n_bytes"].sum(dim=1).tolist() == [len(text.encode()) for text in decoded]
-    fresh = torch.stack([batch["fresh"] for batch in batches[1:]])
-    before = torch.stack([batch["inputs"][:, -1] for batch in batches[:-1]])
-    assert torch.equal(fresh, (before == separator) & document_mask)
+def test_samples_of_a_tokenizer_say_how_many_bytes_their_targets_stand_for(texts, tmp_path):
+    opened = open_text(prepared(texts, tokenizer=str(write_tokenizer(tmp_path))), [1.0, 0.0, 0.0])
+    corpus = opened.corpora["train"]
+    rows = ContiguousBatches(corpus, 20, 3)
+    samples = [kind(corpus, 50)[i] for kind in (TrainingWindows, EvaluationWindows) for i in range(8)]
+    for sample in samples + [rows[number] for number in range(rows.batches_per_pass)]:
+        targets, n_bytes = (sample[name].reshape(-1, sample["targets"].shape[-1]) for name in ("targets", "n_bytes"))
+        decoded = [opened.tokenizer.decoder().feed(row.tolist()) for row in targets]
+        assert n_bytes.sum(dim=1).tolist() == [len(text.encode()) for text in decoded]  # text of single bytes
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,11 @@ from linrope.data.tokenizers.bytes import SEPARATOR, VOCAB_SIZE, TextDecoder, de
 def test_tokens_are_the_bytes_of_utf8_and_decode_to_the_text():
     assert encode("aé").tolist() == [0x61, 0xC3, 0xA9]
     assert encode("").shape == (0,)
+    assert encode_prompt("a").tolist() == [SEPARATOR, 0x61]
     assert encode("").dtype == encode("a").dtype == torch.int64
     assert encode(bytes(range(256))).tolist() == list(range(256))
     assert decode(encode("naïve 🐍 text\n")) == "naïve 🐍 text\n"
     assert VOCAB_SIZE == SEPARATOR + 1 == 257
-
-
-def test_a_prompt_begins_a_document():
-    assert encode_prompt("a").tolist() == [SEPARATOR, 0x61]
 
 
 def test_decoding_leaves_out_separators_and_marks_invalid_bytes():

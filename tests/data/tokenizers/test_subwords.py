@@ -1,7 +1,6 @@
 """Tokenizers of tokenizer.json files: text as text, every byte counted, decoding in pieces."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
@@ -19,21 +18,6 @@ TEXTS = [TEXT, "naïve 🐍 text\n", "  two  spaces ", "日本語", "x", "a<|end
 @pytest.fixture(params=KINDS)
 def tokenizer(request) -> SubwordTokenizer:
     return SubwordTokenizer(KINDS[request.param]())
-
-
-def test_a_byte_level_tokenizer_writes_any_text_back():
-    tokenizer = SubwordTokenizer(byte_level())
-    for text in TEXTS:
-        tokens, _ = tokenizer.encode_document(text.encode())
-        assert tokenizer.decoder().feed(tokens.tolist()) == text
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_the_bytes_of_the_tokens_are_those_of_the_text(tokenizer, text):
-    tokens, n_bytes = tokenizer.encode_document(text.encode())
-    assert tokens.shape == n_bytes.shape
-    assert n_bytes.sum() == len(text.encode())
-    assert n_bytes.min() >= 0
 
 
 def test_each_token_stands_for_its_own_bytes():
@@ -57,8 +41,11 @@ def test_bytes_that_a_tokenizer_drops_or_changes_count():
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_pieces_decode_to_the_same_text_as_the_whole(tokenizer, text):
-    tokens, _ = tokenizer.encode_document(text.encode())
+def test_every_byte_counts_and_pieces_decode_to_the_same_text_as_the_whole(tokenizer, text):
+    tokens, n_bytes = tokenizer.encode_document(text.encode())
+    assert tokens.shape == n_bytes.shape
+    assert n_bytes.sum() == len(text.encode())
+    assert n_bytes.min() >= 0
     decoder = tokenizer.decoder()
     pieces = [decoder.feed([token]) for token in [*tokens.tolist(), tokenizer.separator]]
     assert "".join(pieces) + decoder.finish() == tokenizer._tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
@@ -138,17 +125,11 @@ def test_the_plain_form_makes_the_same_tokenizer(tokenizer):
         tokenizer_from_serialized({"kind": "runes"})
 
 
-def test_a_prompt_that_cannot_be_read_is_named():
+def test_a_file_that_is_no_tokenizer_and_a_prompt_that_is_no_text_are_named(tmp_path):
     with pytest.raises(InputError, match=r"prompt='a\\udcff' cannot be read by the model's tokenizer"):
         SubwordTokenizer(byte_level()).encode_prompt("a\udcff")
-
-
-def test_a_file_that_is_no_tokenizer_is_named(tmp_path, monkeypatch):
     file = write_tokenizer(tmp_path, '{"model": 3}')
     with pytest.raises(InputError, match=r"--tokenizer='.*tokenizer\.json' is not a tokenizer\.json of Hugging Face"):
         open_tokenizer(str(file), "--tokenizer")
     with pytest.raises(InputError, match=r"--tokenizer='.*' cannot be read \(No such .*Did you mean 'tokenizer\.js"):
         open_tokenizer(str(tmp_path / "tokeniser.json"), "--tokenizer")
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(InputError, match=r"needs the package tokenizers, .* pip install 'linrope\[text\]'"):
-        open_tokenizer(str(file), "--tokenizer")
