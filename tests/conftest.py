@@ -20,6 +20,14 @@ import torch
 # fixtures of modules and of the session run before one of a test.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
+LONGEST_FILES = ("test_ddp.py", "test_resume.py", "test_backends.py", "test_triton_kernel.py")
+"""They run first, or one of the two processes would end long before the other."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST_FILES)
+
+
 LINE = "for i in range(10): print('the quick brown fox jumps over the lazy dog', i)\n"
 
 

@@ -20,7 +20,6 @@ from linrope.data.tokenizers.subwords import SubwordTokenizer
 from tests.data.tokenizers.subword_files import byte_level
 from tests.models.test_language_model import CONFIGS
 
-pytestmark = pytest.mark.xdist_group("transformers")  # one worker imports it, and trains the model
 ROOT = Path(__file__).parents[2]
 TEXT = "the cat sat on the mat, "
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}

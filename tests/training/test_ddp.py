@@ -29,7 +29,6 @@ from tests.processes import Run
 from tests.training.attached import attached
 from tests.training.test_resume import ROOT, TRAINED, equal, load, losses, version
 
-pytestmark = pytest.mark.xdist_group("processes")
 TWO = ["--trainer.devices=2", "--trainer.strategy=ddp"]
 MODEL = ["--model.d_model=16", "--model.n_heads=2", "--model.short_conv=3", "--model.forget_gate=true"]
 # The learning rate does not depend on the last step, so that a longer run repeats a shorter one.

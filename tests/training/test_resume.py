@@ -27,7 +27,6 @@ from linrope.training.tasks.language_modeling import LanguageModelingModule
 from linrope.utils.files import whole_file
 from tests.processes import Run
 
-pytestmark = pytest.mark.xdist_group("processes")
 ROOT = Path(__file__).parents[2]
 SMALL = LanguageModelConfig(d_model=16, n_layers=1, n_heads=2)
 TRAINED = ("state_dict", "optimizer_states", "lr_schedulers")
