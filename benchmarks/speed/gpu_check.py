@@ -34,7 +34,7 @@ from benchmarks.speed.goals import PASS, Goal, Measured, Row, Skipped
 from benchmarks.speed.gpu_correctness import FAILED, Outcome
 from benchmarks.speed.methods import FLA, LINEAR, SOFTMAX, Inputs, Setting, gpu_forms
 from linrope.evaluation.reports import write_json
-from linrope.ops.triton_kernel.availability import interpreted
+from linrope.ops.triton_kernel.launch import interpreted
 from linrope.utils.files import whole_file
 
 LENGTHS, LONG = (4096, 65_536, 524_288), 65_536

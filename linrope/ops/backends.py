@@ -18,7 +18,7 @@ from linrope.ops.call import Call
 from linrope.ops.reference import reference_attention
 from linrope.ops.state import State
 from linrope.ops.torch_kernel.kernel import one_token
-from linrope.ops.triton_kernel.availability import why_not
+from linrope.ops.triton_kernel.launch import why_not
 
 Operator = Callable[[Call], tuple[Tensor, State]]
 

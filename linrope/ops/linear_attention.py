@@ -13,7 +13,7 @@ from linrope.errors import require_choice
 from linrope.ops.backends import BACKENDS
 from linrope.ops.call import Call, autocast_inputs, check_call, device_type
 from linrope.ops.state import State
-from linrope.ops.triton_kernel.availability import why_not
+from linrope.ops.triton_kernel.launch import why_not
 from linrope.rotary import RotaryEmbedding
 
 

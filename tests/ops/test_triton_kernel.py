@@ -18,7 +18,7 @@ from linrope.errors import InputError
 from linrope.ops import linear_attention as ops
 from linrope.ops.backends import BACKENDS
 from linrope.ops.call import check_call
-from linrope.ops.triton_kernel import availability, kernel, launch
+from linrope.ops.triton_kernel import kernel, launch
 from tests.ops.cases import CASES, CAUSAL, COVERING, in_pieces, make, named, run, smaller
 
 pytest.importorskip("triton", reason="Triton is there for Linux only")
@@ -249,7 +249,7 @@ def test_on_a_gpu_it_is_the_default_and_does_without_with_one_warning(monkeypatc
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "T4")
     with pytest.warns(UserWarning, match=r"T4 is older than compute capability 8\.0"):
         assert ops._fastest(inputs(64)) == "chunked"
-    monkeypatch.setattr(availability, "INSTALLED", False)
+    monkeypatch.setattr(launch, "INSTALLED", False)
     with pytest.warns(UserWarning, match="Triton is not installed: pip install triton"):
         assert ops._fastest(inputs(64)) == "chunked"
 

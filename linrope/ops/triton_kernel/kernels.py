@@ -25,7 +25,6 @@ import os
 import triton
 import triton.language as tl
 
-from linrope.ops.triton_kernel.decode import decode as decode
 from linrope.ops.triton_kernel.primitives import (
     OPEN,
     features,
@@ -39,66 +38,15 @@ from linrope.ops.triton_kernel.primitives import (
     summed,
     vjp_features,
 )
-from linrope.ops.triton_kernel.tables import write_angles as write_angles
-from linrope.ops.triton_kernel.tables import write_weights as write_weights
+from linrope.ops.triton_kernel.small_kernels import decode, finish_log_decay, write_angles, write_d_den, write_weights
 
+__all__ = ["attend", "scan", "stretch_sums"]
+__all__ += ["decode", "finish_log_decay", "write_angles", "write_d_den", "write_weights"]
 TRIED = ((4, 2),) if os.environ.get("TRITON_INTERPRET") == "1" else ((4, 2), (8, 2), (8, 1))
 CONFIGS = [triton.Config({}, num_warps=warps, num_stages=stages) for warps, stages in TRIED]
 TUNED_BY = ["D", "E", "BLOCK", "BLOCK_E", "PHI", "LATER", "VALUES", "FEATURES", "CAUSAL", "PLAIN", "DECAY", "DOCUMENTS"]
 TUNED_BY += ["MASKED", "PRECISION"]
 """Autotuning chooses one of `CONFIGS` for each combination of these and the tensors' dtypes, and keeps it on disk."""
-
-
-# fmt: off
-@triton.jit(do_not_specialize=OPEN)
-def finish_log_decay(
-    from_queries, from_keys, out, state, d_state, T, N, X,
-    STRETCH: tl.constexpr, SCAN_BLOCK: tl.constexpr, ACC: tl.constexpr,
-):
-    # fmt: on
-    """∂log_decay, the sum from each token on of ∂G = φ(q)·∂φ(q) - φ(k)·∂φ(k).
-
-    The sum of ∂G over all tokens after a stretch is the product of the state there with its gradient. This avoids a
-    sum over the whole sequence, and its rounding. Grid: B × H × N.
-    """
-    s = tl.program_id(0) % N
-    bh = (tl.program_id(0) // N).to(tl.int64)
-    at = (bh * (N + 1) + s + 1) * X
-    partial = tl.zeros((SCAN_BLOCK,), dtype=ACC)
-    for x0 in range(0, X, SCAN_BLOCK):
-        x = x0 + tl.arange(0, SCAN_BLOCK)
-        left = tl.load(state + at + x, mask=x < X, other=0.0)
-        partial += left * tl.load(d_state + at + x, mask=x < X, other=0.0)
-    i = s * STRETCH + tl.arange(0, STRETCH)
-    inside = i < T
-    own = tl.load(from_queries + bh * T + i, mask=inside, other=0.0).to(tl.float64)
-    own -= tl.load(from_keys + bh * T + i, mask=inside, other=0.0).to(tl.float64)
-    total = tl.sum(own, axis=0)
-    later = total - tl.cumsum(own, axis=0) + own
-    tl.store(out + bh * T + i, later + tl.sum(partial.to(tl.float64), axis=0), mask=inside)
-
-
-# fmt: off
-@triton.jit(do_not_specialize=OPEN)
-def write_d_den(
-    grad_o, o, den, d_den, H, T, stride_b, stride_h, stride_t, stride_e,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
-):
-    # fmt: on
-    """∂den = -(∂numᵀ o), ∂num = ∂o / den: (B, H, T). o is contiguous. Grid: B × H × blocks."""
-    n_blocks = tl.cdiv(T, BLOCK)
-    bh = (tl.program_id(0) // n_blocks).to(tl.int64)
-    i = tl.program_id(0) % n_blocks * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
-    inside = i < T
-    grad_o += bh // H * stride_b + bh % H * stride_h
-    total = tl.zeros((BLOCK,), dtype=ACC)
-    for e0 in range(0, E, BLOCK_E):
-        e = e0 + tl.arange(0, BLOCK_E)
-        mask = inside[:, None] & (e < E)[None, :]
-        g = tl.load(grad_o + i[:, None] * stride_t + e[None, :] * stride_e, mask=mask, other=0.0).to(ACC)
-        total += tl.sum(g * tl.load(o + (bh * T + i)[:, None] * E + e[None, :], mask=mask, other=0.0).to(ACC), axis=1)
-    divisor = tl.load(den + bh * T + i, mask=inside, other=1.0)
-    tl.store(d_den + bh * T + i, -total / divisor, mask=inside)
 
 
 # fmt: off

@@ -69,26 +69,20 @@ def phi(x, PHI: tl.constexpr):
         return x
 
 
+# fmt: off
 @triton.jit
 def features(
-    xa,
-    xb,
-    valid,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    P: tl.constexpr,
-    SIGNED: tl.constexpr,
-    PHI: tl.constexpr,
+    xa, xb, valid, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr, SIGNED: tl.constexpr, PHI: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
+    # fmt: on
     """φ of both halves; 0 beyond D and in rows that are not valid, where φ(0) need not be 0."""
     a, b = halves(R, P, INTERLEAVED)
     mapped_a, mapped_b = is_mapped(a, D, SIGNED), is_mapped(b, D, SIGNED)
     if PHI == "softmax":
         low = float("-inf")
-        top = tl.maximum(tl.max(tl.where(mapped_a, xa, low), axis=1), tl.max(tl.where(mapped_b, xb, low), axis=1))[
-            :, None
-        ]
+        top_a, top_b = tl.max(tl.where(mapped_a, xa, low), axis=1), tl.max(tl.where(mapped_b, xb, low), axis=1)
+        top = tl.maximum(top_a, top_b)[:, None]
         ea = tl.where(mapped_a, tl.exp(xa - top), 0.0)
         eb = tl.where(mapped_b, tl.exp(xb - top), 0.0)
         total = (tl.sum(ea, axis=1) + tl.sum(eb, axis=1))[:, None]
@@ -114,21 +108,13 @@ def times_derivative(x, f, df, PHI: tl.constexpr):
         return df
 
 
+# fmt: off
 @triton.jit
 def vjp_features(
-    xa,
-    xb,
-    fa,
-    fb,
-    da,
-    db,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    P: tl.constexpr,
-    SIGNED: tl.constexpr,
-    PHI: tl.constexpr,
+    xa, xb, fa, fb, da, db, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr, SIGNED: tl.constexpr, PHI: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
+    # fmt: on
     """From the gradient of both halves of φ(x) to that of x."""
     a, b = halves(R, P, INTERLEAVED)
     mapped_a, mapped_b = is_mapped(a, D, SIGNED), is_mapped(b, D, SIGNED)
