@@ -29,15 +29,15 @@ from linrope.ops.torch_kernel.decay import DecayWeights
 from linrope.ops.torch_kernel.plan import Block, Plan, sum_chunk
 
 
-def forward(call: Call, plan: Plan, blocks: list[Block], saved: Saved) -> None:
+def forward(call: Call, plan: Plan, saved: Saved) -> None:
     """Write o, den and the state after each block, of some rows."""
-    for block in blocks:
+    for block in plan.blocks:
         _kept(Forward, call, plan, block).run(call, plan, block, saved)
 
 
-def backward(call: Call, plan: Plan, blocks: list[Block], saved: Saved, grads: Gradients) -> None:
+def backward(call: Call, plan: Plan, saved: Saved, grads: Gradients) -> None:
     """Write the gradients of some rows, from the last block to the first."""
-    for block in reversed(blocks):
+    for block in reversed(plan.blocks):
         _kept(Backward, call, plan, block).run(call, plan, block, saved, grads)
 
 

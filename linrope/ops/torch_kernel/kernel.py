@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -27,18 +28,19 @@ KEEPS_STATES = True
 def forward(call: Call, kv: Tensor, k_sum: Tensor) -> tuple[Tensor, ...]:
     """Returns o, den, kv_at, k_sum_at, kv, k_sum: the output, what the backward needs, and the final state."""
     plan, call = Plan.of(call), _with_boundaries(call)
-    blocks = plan.partition.blocks(call.q.shape[2])
     o, den, kv_at, k_sum_at, *_ = outputs(call, kv, k_sum, empty)
-    last = len(blocks) if call.causal else 1
+    passes, last = _passes(call, plan)
     kv_at[0], k_sum_at[0] = kv.mT, k_sum
     kv_at[last + 1 :], k_sum_at[last + 1 :] = 0, 0
+    saved = Saved(o, den, kv_at, k_sum_at)
     for group in plan.partition.groups(*call.q.shape[:2]):
-        part, saved = call.rows(*group), Saved(o, den, kv_at, k_sum_at).rows(*group)
-        if call.causal:
-            causal.forward(part, plan.of_heads(group[1]), blocks, saved)
-        else:
-            noncausal.forward(part, plan.of_heads(group[1]), saved)
+        passes.forward(call.rows(*group), plan.of_heads(group[1]), saved.rows(*group))
     return o, den, kv_at, k_sum_at, _own(kv_at[last].mT), _own(k_sum_at[last])
+
+
+def _passes(call: Call, plan: Plan) -> tuple[ModuleType, int]:
+    """The module that computes the call, and the index of the final state in its `kv_at` and `k_sum_at`."""
+    return (causal, len(plan.blocks)) if call.causal else (noncausal, 1)
 
 
 def _with_boundaries(call: Call) -> Call:
@@ -78,7 +80,6 @@ def backward(
     """Returns the gradients of q, k, v, log_decay, theta, kv and k_sum; those not needed are empty."""
     # ∂log_decay and ∂θ are small differences of large sums: bfloat16 products would be too coarse
     plan, whole = Plan.of(call, exact=d_decay or d_theta), Saved(*saved)
-    blocks = plan.partition.blocks(call.q.shape[2])
     dqkv = (empty(x.shape, dtype=x.dtype, device=x.device) for x in (call.q, call.k, call.v))
     d_log_decay = torch.empty_like(call.log_decay, memory_format=torch.contiguous_format) if d_decay else None
     theta_gradient = ThetaGradient(call.theta, call.q.shape[2], call.interleaved) if d_theta else None
@@ -86,17 +87,14 @@ def backward(
     d_k_sum = torch.zeros_like(whole.k_sum_at[0]) if grad_k_sum is None else _own(grad_k_sum)
     reach_sums = call.plain or grad_k_sum is not None
     grads = Gradients(grad_o, *dqkv, d_log_decay, theta_gradient, d_kv, d_k_sum, reach_sums)
-    last = whole.kv_at[len(blocks) if call.causal else 1], d_kv.clone()
+    passes, last = _passes(call, plan)
+    final = whole.kv_at[last], d_kv.clone()
     call = _with_boundaries(call)
     for group in plan.partition.groups(*call.q.shape[:2]):
-        part, of_heads = call.rows(*group), plan.of_heads(group[1])
-        if call.causal:
-            causal.backward(part, of_heads, blocks, whole.rows(*group), grads.rows(*group))
-        else:
-            noncausal.backward(part, of_heads, whole.rows(*group), grads.rows(*group))
+        passes.backward(call.rows(*group), plan.of_heads(group[1]), whole.rows(*group), grads.rows(*group))
     nothing = call.q.new_empty(0)
     if d_theta:
-        theta_gradient.add_origin(call.start, (whole.kv_at[0], d_kv), last)
+        theta_gradient.add_origin(call.start, (whole.kv_at[0], d_kv), final)
     optional = d_log_decay if d_decay else nothing, theta_gradient.total if d_theta else nothing.clone()
     return grads.dq, grads.dk, grads.dv, *optional, _own(d_kv.mT), d_k_sum
 
@@ -135,7 +133,7 @@ def flops(call: Call, backward: bool, sums_needed: bool = False) -> int:
         return 2 * batch * heads * products
     n_sums = 1 if not backward else 2 if call.plain else int(sums_needed)
     total = 0
-    for block in Partition.of(batch, heads, length, max(features, width)).blocks(length):
+    for block in Partition.of(batch, heads, length, max(features, width)).blocks(length, causal=True):
         n, c = block.n_chunks, block.chunk
         pairs_qk, pairs_v, state = n * c * c * features, n * c * c * width, n * c * features * width
         pass_states = n * n * features * width

@@ -86,15 +86,14 @@ class Partition:
             for h in range(0, heads, self.heads):
                 yield slice(b, b + self.batch), slice(h, h + self.heads)
 
-    def starts(self, length: int, causal: bool) -> list[int]:
-        """The first token of each block."""
-        return [block.start for block in self.blocks(length)] if causal else list(range(0, length, self.tokens))
-
-    def blocks(self, length: int) -> list[Block]:
-        """Blocks of whole chunks that cover the length. The rest is a block of one shorter chunk."""
-        whole = length - length % CHUNK
-        cuts = [(start, min(self.tokens, whole - start) // CHUNK, CHUNK) for start in range(0, whole, self.tokens)]
-        cuts += [(whole, 1, length - whole)] if length > whole else []
+    def blocks(self, length: int, causal: bool) -> list[Block]:
+        """Blocks that cover the length: of one chunk each, or of whole chunks and of one shorter chunk for the rest."""
+        if not causal:
+            cuts = [(start, 1, min(self.tokens, length - start)) for start in range(0, length, self.tokens)]
+        else:
+            whole = length - length % CHUNK
+            cuts = [(start, min(self.tokens, whole - start) // CHUNK, CHUNK) for start in range(0, whole, self.tokens)]
+            cuts += [(whole, 1, length - whole)] if length > whole else []
         return [Block(index, *cut) for index, cut in enumerate(cuts)]
 
 
@@ -135,6 +134,8 @@ class Plan:
     """How a call, or some heads of it, is computed."""
 
     partition: Partition
+    blocks: list[Block]
+    """Of the queries or the keys, whichever are more."""
     rotations: Rotations | None
     product_dtype: torch.dtype
     """The dtype of the factors of matrix products."""
@@ -149,19 +150,20 @@ class Plan:
         bfloat16 = (
             call.q.dtype == call.v.dtype == torch.bfloat16 and not exact and _is_bfloat16_fast(call.q.device.type)
         )
-        rotations = None if call.theta is None else _rotations(call, partition, max(length, keys))
-        return cls(partition, rotations, torch.bfloat16 if bfloat16 else call.dtype, Pool.on(call.q.device))
+        blocks = partition.blocks(max(length, keys), call.causal)
+        rotations = None if call.theta is None else _rotations(call, partition, max(length, keys), blocks)
+        return cls(partition, blocks, rotations, torch.bfloat16 if bfloat16 else call.dtype, Pool.on(call.q.device))
 
     def of_heads(self, heads: slice) -> Plan:
         return self if self.rotations is None else replace(self, rotations=self.rotations.of_heads(heads))
 
 
-def _rotations(call: Call, partition: Partition, length: int) -> Rotations:
+def _rotations(call: Call, partition: Partition, length: int, blocks: list[Block]) -> Rotations:
     """The rotations of a call's tokens. Those of a sequence's start are kept: training needs them at each step."""
     theta = call.theta
 
     def make() -> Rotations:
-        starts = call.start + torch.tensor(partition.starts(length, call.causal), device=theta.device)
+        starts = call.start + torch.tensor([block.start for block in blocks], device=theta.device)
         return Rotations.make(theta.detach(), call.interleaved, starts, min(partition.tokens, length), call.dtype)
 
     if call.start != 0 or theta.requires_grad or theta.device.type != "cpu":
