@@ -68,16 +68,11 @@ def outputs(call: Call, kv: Tensor, k_sum: Tensor, make: Callable = torch.empty)
     return o, den, kv_at, k_sum_at, kv.new_empty(kv.shape), k_sum.new_empty(k_sum.shape)
 
 
-def backward(
-    call: Call,
-    saved: tuple[Tensor, ...],
-    grad_o: Tensor,
-    grad_kv: Tensor | None,
-    grad_k_sum: Tensor | None,
-    d_decay: bool,
-    d_theta: bool,
-) -> tuple[Tensor, ...]:
-    """Returns the gradients of q, k, v, log_decay, theta, kv and k_sum; those not needed are empty."""
+def backward(call: Call, saved, grad_o, grad_kv, grad_k_sum, d_decay: bool, d_theta: bool) -> tuple[Tensor, ...]:
+    """Returns the gradients of q, k, v, log_decay, theta, kv and k_sum; those not needed are empty.
+
+    saved: `forward`'s first four tensors. grad_kv and grad_k_sum: None for 0.
+    """
     # ∂log_decay and ∂θ are small differences of large sums: bfloat16 products would be too coarse
     plan, whole = Plan.of(call, exact=d_decay or d_theta), Saved(*saved)
     dqkv = (empty(x.shape, dtype=x.dtype, device=x.device) for x in (call.q, call.k, call.v))

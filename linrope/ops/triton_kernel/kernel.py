@@ -33,16 +33,11 @@ def forward(call: Call, kv: Tensor, k_sum: Tensor) -> tuple[Tensor, ...]:
     return o, den, *nothing, last_kv, last_k_sum
 
 
-def backward(
-    call: Call,
-    saved: tuple[Tensor, ...],
-    grad_o: Tensor,
-    grad_kv: Tensor | None,
-    grad_k_sum: Tensor | None,
-    d_decay: bool,
-    d_theta: bool,
-) -> tuple[Tensor, ...]:
-    """Returns the gradients of q, k, v, log_decay, theta, kv and k_sum; those not needed are empty."""
+def backward(call: Call, saved, grad_o, grad_kv, grad_k_sum, d_decay: bool, d_theta: bool) -> tuple[Tensor, ...]:
+    """Returns the gradients of q, k, v, log_decay, theta, kv and k_sum; those not needed are empty.
+
+    saved: o, den, and the kv and k_sum that `forward` was given. grad_kv and grad_k_sum: None for 0.
+    """
     q, k, v = call.q, call.k, call.v
     o, den, kv, k_sum = saved
     launch = Launch(call, exact=d_theta)  # ∂θ is a small difference of large sums: bfloat16 would be too coarse
