@@ -14,6 +14,7 @@ def interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "stretch_of", lambda *sizes: 128)
     monkeypatch.setattr(launch, "BLOCK", 64)
     monkeypatch.setattr(launch, "SCAN_BLOCK", 64)
+    monkeypatch.setattr(launch, "ANGLE_BLOCK", 64)
     if find_spec("triton") is not None:
         _prepare_the_language_once(monkeypatch)
 

@@ -62,6 +62,7 @@ def test_triton_agrees_with_the_definition(case):
     assert_agree(run(case, backend="triton"), run(case), TOLERANCE)
 
 
+SPLIT = {*COVERING, "T=130", "odd head", "masked", "continued", "everything at once, unpacked", "phi=callable"}
 PIECES = {
     "token by token": in_pieces(*range(1, 1000)),
     "ragged pieces": in_pieces(1, 64, 70, 200),
@@ -69,7 +70,7 @@ PIECES = {
 }
 
 
-@pytest.mark.parametrize("case", named([case for case in CAUSAL if not case.packed and case.length < 1000]))
+@pytest.mark.parametrize("case", named([case for case in CAUSAL if not case.packed and case.length < 1000], SPLIT))
 @pytest.mark.parametrize(
     ("backend", "pieces"), [("reference", "ragged pieces"), *(("chunked", pieces) for pieces in PIECES)]
 )
@@ -106,10 +107,11 @@ def test_a_base_for_each_head_is_each_head_by_itself(case, backend):
 def test_a_document_boundary_is_a_fresh_start(backend):
     """A packed row equals its documents run apart; its final state is the last document's, and forgets all before."""
     case = by_name("everything at once")
+    case = smaller(case) if backend == "triton" else case
     _, call = make(case)
     q, k, v, rope = call.pop("args")
     past, mask, decay = call.pop("state"), call.pop("key_mask"), call.pop("log_decay")
-    boundaries = [0, 10, 64, 200, q.shape[2]]
+    boundaries = [0, 10, 64, 140, q.shape[2]]
     ids = torch.zeros(case.batch, q.shape[2], dtype=torch.int64)
     for start in boundaries[1:-1]:
         ids[:, start:] += 1
@@ -206,7 +208,7 @@ def test_a_mask_filled_anew_before_the_backward_changes_nothing(backend):
 def test_gradcheck(name):
     """Against finite differences, every differentiable input at once, θ and the incoming state among them."""
     case = by_name(name)
-    inputs, call = make(replace(case, length=7, head_dim=4, value_dim=2, batch=1, heads=2))
+    inputs, call = make(replace(case, length=5, head_dim=4, value_dim=2, batch=1, heads=2))
     rope, length = call["args"][3], call["state"].length
     options = {name: value for name, value in call.items() if name not in ("args", "state", "log_decay")}
 
@@ -259,16 +261,16 @@ def test_an_empty_batch_gives_an_empty_output(backend, causal, normalize):
     o.sum().backward()
 
 
-@pytest.mark.parametrize("strongest", [-1e3, -1e18, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("strongest", [-1e3, torch.finfo(torch.float32).min])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_forgetting_everything_at_once_is_a_fresh_start(backend, strongest):
     """However strong one decay, those after it keep their digits."""
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 2, 150, 4, dtype=torch.float64) for _ in range(3))
-    log_decay = torch.full((1, 2, 150), -0.5, dtype=torch.float64)
+    q, k, v = (torch.randn(1, 2, 100, 4, dtype=torch.float64) for _ in range(3))
+    log_decay = torch.full((1, 2, 100), -0.5, dtype=torch.float64)
     log_decay[:, :, 70] = strongest
     o = linear_attention(q, k, v, log_decay=log_decay, backend=backend)
-    alone = on_tokens(slice(70, 150), q, k, v, None, log_decay=log_decay.clamp(min=-1), backend=backend)
+    alone = on_tokens(slice(70, 100), q, k, v, None, log_decay=log_decay.clamp(min=-1), backend=backend)
     torch.testing.assert_close(o[:, :, 70:], alone, rtol=1e-10, atol=1e-12)
 
 

@@ -9,7 +9,7 @@ import torch
 from linrope import InputError, LanguageModel, LanguageModelConfig, RotaryEmbedding, linear_attention
 from linrope.ops.torch_kernel import plan
 from linrope.ops.torch_kernel.memory import Pool
-from tests.ops.cases import CASES, assert_agree, named, on_backends, run
+from tests.ops.cases import CASES, assert_agree, named, on_backends, run, smaller
 
 FORWARD = torch.ops.linrope.linear_attention.default
 
@@ -67,13 +67,14 @@ ON_GPU = ("continued, one token", "T=65")
 def test_compiled_in_one_graph(backend, case):
     """No graph break, and the same numbers: outputs, final state and gradients."""
     torch._dynamo.reset()
+    case = smaller(case) if backend == "triton" else case
     compiled = torch.compile(linear_attention, backend="aot_eager", fullgraph=True)
     assert_agree(run(case, compiled, backend), run(case, backend=backend), 1e-12)
 
 
 def test_a_whole_model_compiles_in_one_graph():
     torch._dynamo.reset()
-    model = LanguageModel(LanguageModelConfig(vocab_size=50, d_model=32, n_layers=2, n_heads=2))
+    model = LanguageModel(LanguageModelConfig(vocab_size=50, d_model=16, n_layers=1, n_heads=2))
     tokens = torch.randint(50, (2, 70))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(tokens), model(tokens), rtol=1e-5, atol=1e-5)  # float32, other fusions

@@ -43,6 +43,8 @@ BLOCK = 64
 """Tokens of one program; fewer if its matrices would not fit into registers."""
 SCAN_BLOCK = 1024
 """Entries of a state of one program of a scan."""
+ANGLE_BLOCK = 4
+"""Rows of a table of angles of one program."""
 
 
 def interpreted() -> bool:
@@ -160,9 +162,9 @@ class Launch:
         if self.call.theta is None:
             return None
         rows = self.stretch + max(self.lengths(self.call.q)[1], self.lengths(self.call.k)[1])
-        angles, block = self.empty(2, self.heads_of_theta, rows, self.rotated // 2), 4
-        theta, sizes = self.call.theta.contiguous(), {"STRETCH": self.stretch, "BLOCK": block}
-        _kernels().write_angles[(self.heads_of_theta * cdiv(rows, block),)](
+        angles = self.empty(2, self.heads_of_theta, rows, self.rotated // 2)
+        theta, sizes = self.call.theta.contiguous(), {"STRETCH": self.stretch, "BLOCK": ANGLE_BLOCK}
+        _kernels().write_angles[(self.heads_of_theta * cdiv(rows, ANGLE_BLOCK),)](
             theta, angles, self.call.start, rows, angles[0].numel(), R=self.rotated, P=self.features_of["P"], **sizes
         )
         return angles
