@@ -110,3 +110,10 @@ def test_the_library_imports_no_test_and_no_benchmark():
         text = MODULES[module].read_text()
         assert "from benchmarks" not in text, module
         assert "from tests" not in text, module
+
+
+def test_no_kernel_shares_an_error_with_the_definition():
+    """Only the table of backends imports the definition, which imports no kernel."""
+    reference = "linrope.ops.reference"
+    assert [module for module in MODULES if reference in dict(imports_of(module))] == ["linrope.ops.backends"]
+    assert not [name for name, _ in imports_of(reference) if "kernel" in name or "registration" in name]

@@ -126,19 +126,10 @@ class Call:
 
 
 def check_call(
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    rope: RotaryEmbedding | None = None,
-    log_decay: Tensor | None = None,
-    feature_map: str | Callable[[Tensor], Tensor] = "elu1",
-    normalize: str = "plain",
-    causal: bool = True,
-    key_mask: Tensor | None = None,
-    segment_ids: Tensor | None = None,
-    state: State | None = None,
-    eps: float = 0.0,
-) -> Call:
+    q: Tensor | None, k: Tensor, v: Tensor, rope: RotaryEmbedding | None = None, log_decay: Tensor | None = None,
+    feature_map: str | Callable[[Tensor], Tensor] = "elu1", normalize: str = "plain", causal: bool = True,
+    key_mask: Tensor | None = None, segment_ids: Tensor | None = None, state: State | None = None, eps: float = 0.0,
+) -> Call:  # fmt: skip
     """The Call of `linear_attention`'s arguments, checked against each other (InputError).
 
     q is None if only the keys are used, as in `summarize`; the Call then has the keys in its place. A feature map given

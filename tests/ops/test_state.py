@@ -6,10 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from linrope import InputError, RotaryEmbedding, State, merge, summarize
-from tests.ops.cases import on_tokens
-
-FIELDS = ("kv", "k_sum", "log_decay", "k_rotated_sum")
+from linrope import InputError, RotaryEmbedding, State, linear_attention, merge, summarize
 
 
 def random_state(length, normalize="plain", seed=0):
@@ -21,11 +18,7 @@ def random_state(length, normalize="plain", seed=0):
 
 def assert_same(a: State, b: State, tolerance: float = 1e-12):
     assert a.length == b.length
-    for name in FIELDS:
-        left, right = getattr(a, name), getattr(b, name)
-        assert (left is None) == (right is None)
-        if left is not None:
-            torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(a.tensors, b.tensors, rtol=tolerance, atol=tolerance)
 
 
 ROPES = {
@@ -59,17 +52,11 @@ def test_merge_of_a_run_that_forgot_everything_keeps_the_right_one():
     assert (merged.log_decay == -torch.inf).all()
 
 
-def attended(k, v, rope, tokens, **options):
-    return on_tokens(tokens, k, k, v, rope, return_state=True, **options)[1]
+def attended(k, v, rope, **options):
+    return linear_attention(k, k, v, rope, return_state=True, **options)[1]
 
 
-def summarized(k, v, rope, tokens, *, log_decay, normalize, segment_ids):
-    ids = None if segment_ids is None else segment_ids[:, tokens]
-    options = {"log_decay": log_decay[:, :, tokens], "normalize": normalize, "segment_ids": ids}
-    return summarize(k[:, :, tokens], v[:, :, tokens], rope, **options)
-
-
-@pytest.mark.parametrize("state_of", [attended, summarized])
+@pytest.mark.parametrize("state_of", [attended, summarize])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
     ("rope", "normalize"),
@@ -84,16 +71,20 @@ def test_states_of_pieces_merge_into_the_state_of_the_whole(rope, normalize, pac
     k, v = (torch.randn(2, 3, 200, size, dtype=torch.float64) for size in (6, 5))
     decay = -torch.rand(2, 3, 200, dtype=torch.float64) / 10
     ids = (torch.arange(200) >= 130).long().expand(2, -1) if packed else None
-    rope, options = ROPES[rope], {"log_decay": decay, "segment_ids": ids, "normalize": normalize}
-    merged = State.zeros(2, 3, 6, 5, normalize=normalize, dtype=torch.float64)
+    rope, merged = ROPES[rope], State.zeros(2, 3, 6, 5, normalize=normalize, dtype=torch.float64)
+
+    def state(tokens):
+        options = {"log_decay": decay[:, :, tokens], "segment_ids": None if ids is None else ids[:, tokens]}
+        return state_of(k[:, :, tokens], v[:, :, tokens], rope, normalize=normalize, **options)
+
     for start, stop in itertools.pairwise((0, 1, 64, 129, 150, 200)):
-        merged = merge(merged, state_of(k, v, rope, slice(start, stop), **options), rope)
-    assert_same(merged, state_of(k, v, rope, slice(0, 200), **options), 1e-11)
+        merged = merge(merged, state(slice(start, stop)), rope)
+    assert_same(merged, state(slice(0, 200)), 1e-11)
 
 
 def test_merge_differentiates_through_both_states_and_theta():
     rope = RotaryEmbedding(6, 100.0, trainable=True).double()
-    tensors = [getattr(random_state(length), name).requires_grad_() for length in (3, 5) for name in FIELDS[:3]]
+    tensors = [tensor.requires_grad_() for length in (3, 5) for tensor in random_state(length).tensors.values()]
 
     def merged(*tensors):
         left, right = State(*tensors[:2], 3, tensors[2]), State(*tensors[3:5], 5, tensors[5])

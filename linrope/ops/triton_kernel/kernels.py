@@ -49,7 +49,6 @@ TUNED_BY += ["MASKED", "PRECISION"]
 """Autotuning chooses one of `CONFIGS` for each combination of these and the tensors' dtypes, and keeps it on disk."""
 
 
-# fmt: off
 @triton.jit(do_not_specialize=OPEN)
 def stretch_sums(
     x, u, den, d_den, state, angles, weights, key_mask, H, T, N, x_b, x_h, x_t, x_d, u_b, u_h, u_t, u_e, sines,
@@ -58,8 +57,7 @@ def stretch_sums(
     STRETCH: tl.constexpr, BLOCK: tl.constexpr, PHI: tl.constexpr, INTERLEAVED: tl.constexpr, LATER: tl.constexpr,
     PLAIN: tl.constexpr, WEIGHTED: tl.constexpr, MASKED: tl.constexpr, LOW: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr, EMULATED: tl.constexpr,
-):
-    # fmt: on
+):  # fmt: skip
     """What a stretch adds to the state: Σ b k̃ vᵀ and Σ b φ(k), into the slot after it. If LATER, what it adds to the
     state's gradient: Σ a q̃ ∂numᵀ and Σ a ∂den φ(q), into the slot before it.
 
@@ -125,14 +123,12 @@ def stretch_sums(
         tl.store(slot + D * E + b_dims, tl.where(b_dims < SIGNED, 0.0, sum_b), mask=b_dims < D)
 
 
-# fmt: off
 @triton.jit(do_not_specialize=OPEN)
 def scan(
     state, first_kv, first_k_sum, last_kv, last_k_sum, between, H, N, heads_of_weights,
     KV: tl.constexpr, X: tl.constexpr, SCAN_BLOCK: tl.constexpr, LATER: tl.constexpr, WEIGHTED: tl.constexpr,
     GIVEN_KV: tl.constexpr, GIVEN_SUM: tl.constexpr, ACC: tl.constexpr,
-):
-    # fmt: on
+):  # fmt: skip
     """From what each stretch adds to the state before each stretch and after the last, in place, from `first` to
     `last`. If LATER, the state's gradient, from the end to the start. Grid: B × H × blocks of the state."""
     n_blocks = tl.cdiv(X, SCAN_BLOCK)
@@ -161,7 +157,6 @@ def scan(
     tl.store(last_k_sum + bh * (X - KV) + x - KV, carry, mask=in_sum)
 
 
-# fmt: off
 @triton.autotune(CONFIGS, key=TUNED_BY, cache_results=True)
 @triton.jit(do_not_specialize=OPEN)
 def attend(
@@ -173,8 +168,7 @@ def attend(
     LATER: tl.constexpr, VALUES: tl.constexpr, FEATURES: tl.constexpr, CAUSAL: tl.constexpr, PLAIN: tl.constexpr,
     SUMS: tl.constexpr, DECAY: tl.constexpr, DOCUMENTS: tl.constexpr, MASKED: tl.constexpr, D_THETA: tl.constexpr,
     D_DECAY: tl.constexpr, LOW: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, EMULATED: tl.constexpr,
-):
-    # fmt: on
+):  # fmt: skip
     """A block's values, or its features, or both: the table in the module's docstring.
 
     Grid: B × H × blocks, times blocks of E for values alone.

@@ -233,20 +233,10 @@ class Launch:
         return out, last_kv, last_k_sum
 
     def attend(
-        self,
-        own: tuple[Tensor, Tensor],
-        other: tuple[Tensor, Tensor],
-        state: Tensor,
-        *,
-        values: Tensor | None = None,
-        features: Tensor | None = None,
-        den: Tensor | None = None,
-        d_den: Tensor | None = None,
-        d_theta: Tensor | None = None,
-        d_running: Tensor | None = None,
-        later: bool = False,
-        sums: bool = False,
-    ) -> None:
+        self, own: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], state: Tensor, *, values: Tensor | None = None,
+        features: Tensor | None = None, den: Tensor | None = None, d_den: Tensor | None = None,
+        d_theta: Tensor | None = None, d_running: Tensor | None = None, later: bool = False, sums: bool = False,
+    ) -> None:  # fmt: skip
         """Write values, or features, or both, of the `own` (features, values) rows, which see the `other` rows."""
         (x, u), (y, w), call = own, other, self.call
         length, n = x.shape[2], state.shape[1] - 1

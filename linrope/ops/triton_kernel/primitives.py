@@ -69,13 +69,11 @@ def phi(x, PHI: tl.constexpr):
         return x
 
 
-# fmt: off
 @triton.jit
 def features(
     xa, xb, valid, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr, SIGNED: tl.constexpr, PHI: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-):
-    # fmt: on
+):  # fmt: skip
     """φ of both halves; 0 beyond D and in rows that are not valid, where φ(0) need not be 0."""
     a, b = halves(R, P, INTERLEAVED)
     mapped_a, mapped_b = is_mapped(a, D, SIGNED), is_mapped(b, D, SIGNED)
@@ -108,13 +106,11 @@ def times_derivative(x, f, df, PHI: tl.constexpr):
         return df
 
 
-# fmt: off
 @triton.jit
 def vjp_features(
     xa, xb, fa, fb, da, db, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr, SIGNED: tl.constexpr, PHI: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-):
-    # fmt: on
+):  # fmt: skip
     """From the gradient of both halves of φ(x) to that of x."""
     a, b = halves(R, P, INTERLEAVED)
     mapped_a, mapped_b = is_mapped(a, D, SIGNED), is_mapped(b, D, SIGNED)

@@ -29,13 +29,11 @@ def write_angles(
     tl.store(at + sines, sin, mask=mask)
 
 
-# fmt: off
 @triton.jit(do_not_specialize=OPEN)
 def write_weights(
     log_decay, documents, out, between, H, T, N, stride_b, stride_h, stride_t, n_weights,
     STRETCH: tl.constexpr, DECAY: tl.constexpr, DOCUMENTS: tl.constexpr,
-):
-    # fmt: on
+):  # fmt: skip
     """Decay weights of each token within its stretch.
 
     G is summed in float64 and stored as two float32, rounded and the rest: with strong decays it is in the thousands,
@@ -74,13 +72,11 @@ def write_weights(
     tl.store(between + bh * N + s, passed)
 
 
-# fmt: off
 @triton.jit(do_not_specialize=OPEN)
 def finish_log_decay(
     from_queries, from_keys, out, state, d_state, T, N, X,
     STRETCH: tl.constexpr, SCAN_BLOCK: tl.constexpr, ACC: tl.constexpr,
-):
-    # fmt: on
+):  # fmt: skip
     """∂log_decay, the sum from each token on of ∂G = φ(q)·∂φ(q) - φ(k)·∂φ(k).
 
     The sum of ∂G over all tokens after a stretch is the product of the state there with its gradient. This avoids a
@@ -103,13 +99,11 @@ def finish_log_decay(
     tl.store(out + bh * T + i, later + tl.sum(partial.to(tl.float64), axis=0), mask=inside)
 
 
-# fmt: off
 @triton.jit(do_not_specialize=OPEN)
 def write_d_den(
     grad_o, o, den, d_den, H, T, stride_b, stride_h, stride_t, stride_e,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
-):
-    # fmt: on
+):  # fmt: skip
     """∂den = -(∂numᵀ o), ∂num = ∂o / den: (B, H, T). o is contiguous. Grid: B × H × blocks."""
     n_blocks = tl.cdiv(T, BLOCK)
     bh = (tl.program_id(0) // n_blocks).to(tl.int64)
@@ -126,7 +120,6 @@ def write_d_den(
     tl.store(d_den + bh * T + i, -total / divisor, mask=inside)
 
 
-# fmt: off
 @triton.jit(do_not_specialize=OPEN)
 def decode(
     q, k, v, o, kv, k_sum, new_kv, new_k_sum, log_decay, theta, key_mask, position, eps, H, qb, qh, qd, kb, kh, kd,
@@ -134,8 +127,7 @@ def decode(
     D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, SIGNED: tl.constexpr, P: tl.constexpr, BLOCK_E: tl.constexpr,
     PHI: tl.constexpr, INTERLEAVED: tl.constexpr, PLAIN: tl.constexpr, DECAY: tl.constexpr, MASKED: tl.constexpr,
     ACC: tl.constexpr,
-):
-    # fmt: on
+):  # fmt: skip
     """One token: the state takes it in and is read. Each entry of the state is read once and written once.
 
     Grid: B × H × blocks of E.
