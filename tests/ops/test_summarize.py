@@ -37,8 +37,7 @@ def test_float32_at_many_tokens(monkeypatch):
     k, v = torch.randn(2, 1, 1, 50_000, 8, generator=draw).bfloat16().unbind()
     state, exact = summarize(k, v, RotaryEmbedding(8)), summarize(k.double(), v.double(), RotaryEmbedding(8))
     assert state.kv.dtype == torch.float32
-    for name in ("kv", "k_sum"):
-        found, expected = getattr(state, name), getattr(exact, name)
+    for found, expected in ((state.kv, exact.kv), (state.k_sum, exact.k_sum)):
         assert (found - expected).norm() / expected.norm() < 2e-6
 
 
