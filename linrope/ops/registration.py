@@ -67,7 +67,6 @@ torch.library.define(
 
 @torch.library.impl(_FORWARD, "default")
 def _(kv, k_sum, *call_and_kernel):
-    """Returns o, den, kv_at, k_sum_at, kv, k_sum: the output, what the backward needs, and the final state."""
     *args, kernel = call_and_kernel
     with torch.autocast(kv.device.type, enabled=False), torch.cuda.device_of(kv):
         return KERNELS[kernel].forward(Call(*args), kv, k_sum)
@@ -75,7 +74,6 @@ def _(kv, k_sum, *call_and_kernel):
 
 @torch.library.impl(_BACKWARD, "default")
 def _(grad_o, grad_kv, grad_k_sum, o, den, kv_at, k_sum_at, d_decay, d_theta, *call_and_kernel):
-    """Returns the gradients of q, k, v, log_decay, theta, kv and k_sum; those not needed are empty."""
     *args, kernel = call_and_kernel
     saved = o, den, kv_at, k_sum_at
     with torch.autocast(o.device.type, enabled=False), torch.cuda.device_of(o):
@@ -84,7 +82,6 @@ def _(grad_o, grad_kv, grad_k_sum, o, den, kv_at, k_sum_at, d_decay, d_theta, *c
 
 @torch.library.impl(_ONE_TOKEN, "default")
 def _(kv, k_sum, *args):
-    """Returns o, kv and k_sum."""
     with torch.cuda.device_of(kv):
         return triton_kernel.one_token(Call(*args), kv, k_sum)
 

@@ -65,13 +65,12 @@ def softmax_attention(
         InputError: a cache of another batch, number of heads or head size.
     """
     keys = _Keys.of(k, v, segment_ids, cache)
-    document = None if keys.document is None else keys.document[:, -q.shape[2] :]
     if q.shape[2] == 0:
         o = v[:, :, :0]
     elif window is None or q.shape[2] <= window:
-        o = _dense(q, keys.k, keys.v, causal, window, document, keys.document, keys.visible, scale)
+        o = _dense(q, keys, causal, window, scale)
     else:
-        o = _banded(q, keys.k, keys.v, window, document, keys.document, keys.visible, scale)
+        o = _banded(q, keys, window, scale)
     return o, keys.cache(window)
 
 
@@ -111,6 +110,11 @@ class _Keys:
         visible = None if cache.visible is None else F.pad(cache.visible, (0, new), value=True)
         return cls(k, v, document, visible, cache.length + new)
 
+    def until(self, n: int) -> _Keys:
+        """The first n."""
+        document, visible = (None if x is None else x[:, :n] for x in (self.document, self.visible))
+        return _Keys(self.k[:, :, :n], self.v[:, :, :n], document, visible, n)
+
     def cache(self, window: int | None) -> KeyValueCache:
         """For the next call, which continues the last document: all keys, or those in its window."""
         k, v, visible = self.k, self.v, self.visible
@@ -125,33 +129,31 @@ class _Keys:
         return KeyValueCache(k, v, None if visible is None else visible[:, first:].clone(), self.length)
 
 
-def _dense(q, k, v, causal, window, document, of_key, visible, scale) -> Tensor:
+def _dense(q: Tensor, keys: _Keys, causal: bool, window: int | None, scale: float | None) -> Tensor:
     """One product for all pairs; its mask has T·S elements where causality alone does not say what is hidden."""
-    n_queries, n_keys = q.shape[2], k.shape[2]
-    n_past = n_keys - n_queries
+    n_queries, n_keys = q.shape[2], keys.k.shape[2]
+    n_past, document, visible = n_keys - n_queries, keys.document, keys.visible
     banded = window is not None and n_keys > window
     if document is None and visible is None and not banded and (n_past == 0 or n_queries == 1):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal and n_queries > 1, scale=scale)
+        return F.scaled_dot_product_attention(q, keys.k, keys.v, is_causal=causal and n_queries > 1, scale=scale)
     mask = torch.ones(1, n_queries, n_keys, dtype=torch.bool, device=q.device)
     if causal:
         mask = mask.tril(n_past)
     if banded:
         mask = mask.triu(n_past - window + 1)
     if document is not None:
-        mask = mask & (document[:, :, None] == of_key[:, None, :])
+        mask = mask & (document[:, n_past:, None] == document[:, None, :])
     if visible is not None:
         mask = mask & visible[:, None, :]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=scale)
+    return F.scaled_dot_product_attention(q, keys.k, keys.v, attn_mask=mask[:, None], scale=scale)
 
 
-def _banded(q, k, v, window, document, of_key, visible, scale) -> Tensor:
+def _banded(q: Tensor, keys: _Keys, window: int, scale: float | None) -> Tensor:
     """The first `window` queries see the past and themselves; from there on each block sees one block back."""
-    n_past = k.shape[2] - q.shape[2]
-    seen = n_past + window
-    documents = (None, None) if document is None else (document[:, :window], of_key[:, :seen])
-    visible = None if visible is None else visible[:, :seen]  # what is hidden in the past, only they could see
-    first = _dense(q[:, :, :window], k[:, :, :seen], v[:, :, :seen], True, window, *documents, visible, scale)
-    rest = _blocks(q[:, :, window:], k[:, :, n_past:], v[:, :, n_past:], window, document, scale)
+    n_past = keys.k.shape[2] - q.shape[2]
+    first = _dense(q[:, :, :window], keys.until(n_past + window), True, window, scale)
+    document = None if keys.document is None else keys.document[:, n_past:]
+    rest = _blocks(q[:, :, window:], keys.k[:, :, n_past:], keys.v[:, :, n_past:], window, document, scale)
     return torch.cat((first, rest), dim=2)
 
 

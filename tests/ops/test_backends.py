@@ -78,29 +78,18 @@ def test_any_split_gives_the_whole(case, backend, pieces):
     assert_agree(run(case, PIECES[pieces], backend), run(case), TOLERANCE)
 
 
-def head_by_head(q, k, v, rope, *, log_decay=None, state=None, **options):
-    """`linear_attention` run on each head with a RotaryEmbedding of its own, whose θ is that head's."""
-    outputs, states = [], []
-    for h in range(q.shape[1]):
-        head = slice(h, h + 1)
-        alone = RotaryEmbedding(rope.dim, rotary_dim=rope.rotary_dim, interleaved=rope.interleaved, trainable=True)
-        alone._parameters["theta"] = rope.theta[h]  # not a parameter: gradients go on to the one of all heads
-        past = None
-        if state is not None:
-            past = State(length=state.length, **{name: x[:, head] for name, x in state.tensors.items()})
-        decay = None if log_decay is None else log_decay[:, head]
-        qkv = (x[:, head] for x in (q, k, v))
-        o, final = linear_attention(*qkv, alone, log_decay=decay, state=past, **options)
-        outputs.append(o)
-        states.append(final)
-    joined = {name: torch.cat([final.tensors[name] for final in states], dim=1) for name in final.tensors}
-    return torch.cat(outputs, dim=1), State(length=final.length, **joined)
-
-
-@pytest.mark.parametrize("case", named([case for case in CASES if "base" in (case.rope or {})]))
-@pytest.mark.parametrize("backend", ["reference", "chunked"])
-def test_a_base_for_each_head_is_each_head_by_itself(case, backend):
-    assert_agree(run(case, backend=backend), run(case, head_by_head, backend), TOLERANCE)
+@pytest.mark.parametrize("normalize", NORMALIZE)
+def test_a_base_for_each_head_is_each_head_by_itself(normalize):
+    torch.manual_seed(0)
+    bases, qkv = (100.0, None, 7.0), torch.randn(3, 2, 3, 130, 6, dtype=torch.float64)
+    options = {"normalize": normalize, "return_state": True, "backend": "reference"}
+    o, final = in_pieces(100)(*qkv, RotaryEmbedding(6, bases), **options)
+    for h, base in enumerate(bases):
+        rope = None if base is None else RotaryEmbedding(6, base)
+        found, alone = in_pieces(100)(*qkv[:, :, h : h + 1], rope, **options)
+        torch.testing.assert_close(o[:, h], found[:, 0], rtol=1e-10, atol=1e-12)
+        for name, x in alone.tensors.items():
+            torch.testing.assert_close(final.tensors[name][:, h], x[:, 0], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -301,18 +290,12 @@ def test_strided_inputs_give_the_same(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_signed_rotation_by_its_formula(backend):
-    """num_i = Σ ((R q)ᵀ(R k) + φ(q')ᵀφ(k')) v, den_i = Σ φ(q')ᵀφ(k'), pair by pair."""
+    """num_i = Σ ((R q)ᵀ(R k) + φ(q')ᵀφ(k')) v, den_i = Σ φ(q')ᵀφ(k')."""
     torch.manual_seed(0)
-    q, k, v = torch.randn(3, 9, 6, dtype=torch.float64).unbind()
-    rotary = RotaryEmbedding(4)
-    expected = torch.zeros(9, 6, dtype=torch.float64)
-    for i in range(9):
-        num, den = torch.zeros(6, dtype=torch.float64), 0.0
-        for j in range(i + 1):
-            signed = rotary.rotate(q[None, i, :4], i) @ rotary.rotate(k[None, j, :4], j).mT
-            plain = (torch.nn.functional.elu(q[i, 4:]) + 1) @ (torch.nn.functional.elu(k[j, 4:]) + 1)
-            num, den = num + (signed[0, 0] + plain) * v[j], den + plain
-        expected[i] = num / (den + 1e-6)
-    rope = RotaryEmbedding(6, rotary_dim=4, signed=True)
-    o = linear_attention(*(x[None, None] for x in (q, k, v)), rope, backend=backend)
-    torch.testing.assert_close(o[0, 0], expected, rtol=1e-12, atol=1e-12)
+    q, k, v = torch.randn(3, 1, 1, 9, 6, dtype=torch.float64).unbind()
+    rotated = [RotaryEmbedding(4).rotate(x[..., :4]) for x in (q, k)]
+    mapped = [torch.nn.functional.elu(x[..., 4:]) + 1 for x in (q, k)]
+    signed, plain = ((x @ y.mT).tril() for x, y in (rotated, mapped))
+    expected = (signed + plain) @ v / (plain.sum(dim=-1, keepdim=True) + 1e-6)
+    o = linear_attention(q, k, v, RotaryEmbedding(6, rotary_dim=4, signed=True), backend=backend)
+    torch.testing.assert_close(o, expected, rtol=1e-12, atol=1e-12)

@@ -71,16 +71,13 @@ BAD_FOR_SUMMARIZE = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), BAD, ids=[message for _, message in BAD])
-def test_each_mistake_is_named(changes, message):
+@pytest.mark.parametrize(
+    ("operator", "names", "changes", "message"),
+    [(linear_attention, "qkv", *bad) for bad in BAD] + [(summarize, "kv", *bad) for bad in BAD_FOR_SUMMARIZE],
+)
+def test_each_mistake_is_named(operator, names, changes, message):
     with pytest.raises(InputError, match=message):
-        linear_attention(**{**GOOD, **changes})
-
-
-@pytest.mark.parametrize(("changes", "message"), BAD_FOR_SUMMARIZE, ids=[message for _, message in BAD_FOR_SUMMARIZE])
-def test_each_mistake_in_a_summary_is_named(changes, message):
-    with pytest.raises(InputError, match=message):
-        summarize(**{"k": GOOD["k"], "v": GOOD["v"], **changes})
+        operator(**{name: GOOD[name] for name in names} | changes)
 
 
 def test_an_input_error_is_a_value_error_and_the_good_call_passes():
