@@ -103,7 +103,6 @@ class Call:
 
     def rows(self, batch: slice, heads: slice) -> Call:
         """The same call for some rows and some heads, without θ and the state."""
-
         q, k, v = (x[batch, heads] for x in (self.q, self.k, self.v))
         key_mask, documents = (None if x is None else x[batch] for x in (self.key_mask, self.documents))
         log_decay = self.log_decay

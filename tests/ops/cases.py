@@ -140,17 +140,10 @@ def named(cases: list[Case], default: Container[str] | None = None) -> list:
     return [pytest.param(case, id=case.name, marks=marks(case)) for case in cases]
 
 
-def by_name(name: str) -> Case:
-    return next(case for case in CASES if case.name == name)
-
-
-def on_backends(*chosen: tuple[str, Container[str], Container[str]]) -> list:
-    """(backend, case) parameters: of each backend its named cases, and those of them that run by default."""
-    return [
-        pytest.param(backend, *param.values, id=f"{backend}-{param.id}", marks=param.marks)
-        for backend, names, default in chosen
-        for param in named([case for case in CASES if case.name in names], default)
-    ]
+def by_name(name: str, backend: str = "chunked") -> Case:
+    """A case by its name: with "triton" the smaller one."""
+    case = next(case for case in CASES if case.name == name)
+    return smaller(case) if backend == "triton" else case
 
 
 def run(case: Case, operator: Callable = linear_attention, backend: str = "reference", seed: int = 0):

@@ -17,26 +17,19 @@ def random(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def call(dtype, *, decay=0.0, past=0, scale=1.0, trainable=False, length=LENGTH, grad=True, **options):
+def call(dtype, *, exact=False, decay=0.0, past=0, scale=1.0, length=LENGTH, grad=True, rope=None, **options):
     """{name: tensor} of the output and the gradients, on the same inputs whatever the dtype they are brought to."""
-    exact = options.pop("exact", False)
-    tensors = {name: scale * random(1, 2, length, 32, seed=i).to(dtype) for i, name in enumerate("qkvg")}
+    inputs = {name: scale * random(1, 2, length, 32, seed=i).to(dtype) for i, name in enumerate("qkvg")}
     if decay:
-        tensors["log_decay"] = -decay * random(1, 2, length, seed=5).abs().to(dtype)
-    if exact:
-        tensors = {name: tensor.double() for name, tensor in tensors.items()}
-    rope = RotaryEmbedding(32, trainable=trainable, **options.pop("rope", {}))
-    g = tensors.pop("g")
-    inputs = {name: tensor.requires_grad_(grad) for name, tensor in tensors.items()}
-    state = None
+        inputs["log_decay"] = -decay * random(1, 2, length, seed=5).abs().to(dtype)
+    inputs = {name: (x.double() if exact else x).requires_grad_(grad) for name, x in inputs.items()}
+    g, rope = inputs.pop("g").detach(), RotaryEmbedding(32, **(rope or {}))
     if past:
         kv, k_sum = 30 * random(1, 2, 32, 32, seed=6), 1000 * random(1, 2, 32, seed=7).abs()
-        state = State(kv, k_sum, past).to(torch.float64 if exact else torch.float32)
-    o = linear_attention(
-        *(inputs[name] for name in "qkv"), rope, log_decay=inputs.get("log_decay"), state=state, **options
-    )
+        options["state"] = State(kv, k_sum, past).to(torch.float64 if exact else torch.float32)
+    o = linear_attention(*(inputs[name] for name in "qkv"), rope, log_decay=inputs.get("log_decay"), **options)
     results = {"o": o.detach()}
-    if trainable:
+    if rope.trainable:
         inputs["theta"] = rope.theta
     if grad:
         gradients = torch.autograd.grad(o, list(inputs.values()), g.to(o.dtype))
@@ -51,14 +44,15 @@ def assert_close(bound, dtype, **case):
         assert error < bound, f"{name}: relative error {error:.1e}"
 
 
+TRAINABLE = {"rope": {"trainable": True}}
 SIGNED = {"rope": {"rotary_dim": 16, "signed": True}, "decay": 0.05}
 CASES = {
     (torch.float32, 2e-6): [
-        {}, {"past": 10**9}, {"scale": 4.0}, {"decay": 0.05}, {"decay": 1e-6}, {"trainable": True},
+        {}, {"past": 10**9}, {"scale": 4.0}, {"decay": 0.05}, {"decay": 1e-6}, TRAINABLE,
         {"feature_map": "softmax"}, {"normalize": "none"}, SIGNED,
     ],
     (torch.bfloat16, 1e-2): [
-        {}, {"past": 10**9}, {"decay": 0.05}, {"causal": False}, {"trainable": True},
+        {}, {"past": 10**9}, {"decay": 0.05}, {"causal": False}, TRAINABLE,
         {"normalize": "rotary", "eps": 1.0, "length": 300}, SIGNED,
     ],
     (torch.float16, 2e-3): [{}, {"decay": 0.05}],  # sums kept in float16 overflow near 5,000 tokens

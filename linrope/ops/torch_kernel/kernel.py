@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -29,18 +28,13 @@ def forward(call: Call, kv: Tensor, k_sum: Tensor) -> tuple[Tensor, ...]:
     """Returns o, den, kv_at, k_sum_at, kv, k_sum: the output, what the backward needs, and the final state."""
     plan, call = Plan.of(call), _with_boundaries(call)
     o, den, kv_at, k_sum_at, *_ = outputs(call, kv, k_sum, empty)
-    passes, last = _passes(call, plan)
+    passes, last = (causal, len(plan.blocks)) if call.causal else (noncausal, 1)
     kv_at[0], k_sum_at[0] = kv.mT, k_sum
     kv_at[last + 1 :], k_sum_at[last + 1 :] = 0, 0
     saved = Saved(o, den, kv_at, k_sum_at)
     for group in plan.partition.groups(*call.q.shape[:2]):
         passes.forward(call.rows(*group), plan.of_heads(group[1]), saved.rows(*group))
     return o, den, kv_at, k_sum_at, _own(kv_at[last].mT), _own(k_sum_at[last])
-
-
-def _passes(call: Call, plan: Plan) -> tuple[ModuleType, int]:
-    """The module that computes the call, and the index of the final state in its `kv_at` and `k_sum_at`."""
-    return (causal, len(plan.blocks)) if call.causal else (noncausal, 1)
 
 
 def _with_boundaries(call: Call) -> Call:
@@ -82,7 +76,7 @@ def backward(call: Call, saved, grad_o, grad_kv, grad_k_sum, d_decay: bool, d_th
     d_k_sum = torch.zeros_like(whole.k_sum_at[0]) if grad_k_sum is None else _own(grad_k_sum)
     reach_sums = call.plain or grad_k_sum is not None
     grads = Gradients(grad_o, *dqkv, d_log_decay, theta_gradient, d_kv, d_k_sum, reach_sums)
-    passes, last = _passes(call, plan)
+    passes, last = (causal, len(plan.blocks)) if call.causal else (noncausal, 1)
     final = whole.kv_at[last], d_kv.clone()
     call = _with_boundaries(call)
     for group in plan.partition.groups(*call.q.shape[:2]):

@@ -88,9 +88,8 @@ def stretch_sums(
             valid = inside & (tl.load(key_mask + b * T + i, mask=inside, other=0) != 0)
         xa, xb = load_halves(x, i, valid, x_t, x_d, D, R, P, INTERLEAVED)
         fa, fb = features(xa.to(ACC), xb.to(ACC), valid, D, R, P, SIGNED, PHI, INTERLEAVED)
-        values = tl.load(u + i[:, None] * u_t + e[None, :] * u_e, mask=valid[:, None] & (e < E)[None, :], other=0.0).to(
-            ACC
-        )
+        mask = valid[:, None] & (e < E)[None, :]
+        values = tl.load(u + i[:, None] * u_t + e[None, :] * u_e, mask=mask, other=0.0).to(ACC)
         weight = tl.full((BLOCK,), 1.0, dtype=ACC)
         if WEIGHTED:
             row, wide = (b * heads_of_weights + h % heads_of_weights) * T, tl.cast(n_weights, tl.int64)
