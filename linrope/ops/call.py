@@ -77,7 +77,8 @@ class Call:
         if self.state is not None:
             return self.state
         batch, heads, _, features = self.q.shape
-        return State.zeros(batch, heads, features, self.v.shape[3], dtype=self.dtype, device=self.q.device)
+        options = {"normalize": self.normalize, "dtype": self.dtype, "device": self.q.device}
+        return State.zeros(batch, heads, features, self.v.shape[3], **options)
 
     @property
     def operator_args(self) -> tuple:

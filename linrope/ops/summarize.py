@@ -47,11 +47,8 @@ def summarize(
 
 def _sum_blocks(call: Call) -> State:
     """Rotate the keys of each block by their place in it, and the block's sums by the position of its first token."""
-    batch, heads, length, features = call.k.shape
-    normalize = "rotary" if call.normalize == "rotary" else "plain"
-    zeros = {"normalize": normalize, "dtype": call.dtype, "device": call.k.device}
-    sums = State.zeros(batch, heads, features, call.v.shape[3], **zeros)
-    kv, k_sum, k_rotated_sum = sums.kv, sums.k_sum, sums.k_rotated_sum
+    length, zeros = call.k.shape[2], call.past
+    kv, k_sum, k_rotated_sum = zeros.kv, zeros.k_sum, zeros.k_rotated_sum
     weight, local = _weights(call), None
     if call.theta is not None:
         positions = torch.arange(min(length, BLOCK), device=call.k.device)

@@ -45,8 +45,7 @@ def doubled(x: Tensor) -> Tensor:
 PER_HEAD = {"trainable": True, "base": (100.0, None, 7.0)}
 """A base for each of the heads, one of which starts without turning."""
 CAUSAL = [
-    *[Case(f"T={length}", length) for length in (1, 2, 63, 64, 65, 127, 130, 321)],
-    Case("T=1000", 1000),
+    *[Case(f"T={length}", length) for length in (1, 2, 63, 64, 65, 127, 130, 321, 1000)],
     Case("no positions", rope=None),
     Case("half-split pairing", rope={"trainable": True, "interleaved": False}),
     Case("part of the head", rope={"trainable": True, "rotary_dim": 4}),

@@ -8,7 +8,7 @@ in float32 too, so that what is left is the rounding of inputs and outputs: 2^-9
 import pytest
 import torch
 
-from linrope import RotaryEmbedding, State, linear_attention
+from linrope import RotaryEmbedding, State, linear_attention, summarize
 
 LENGTH = 16_384
 
@@ -90,10 +90,12 @@ def test_autocast_takes_the_lower_precision_and_sums_in_float32():
     expected, state = linear_attention(*(x.bfloat16() for x in (q, k, v)), rope, return_state=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         o, final = linear_attention(q, k, v, rope, return_state=True)
+        summary = summarize(k, v, rope)
     assert o.dtype == torch.bfloat16
     assert final.kv.dtype == torch.float32
     assert torch.equal(o, expected)
     assert torch.equal(final.kv, state.kv)
+    assert torch.equal(summary.kv, summarize(k.bfloat16(), v.bfloat16(), rope).kv)
 
 
 @pytest.mark.parametrize("causal", [True, False])

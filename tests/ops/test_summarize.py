@@ -50,10 +50,3 @@ def test_masked_nans_and_no_tokens():
     nothing = summarize(k[:, :, :0], v[:, :, :0], RotaryEmbedding(4), segment_ids=torch.zeros(1, 0, dtype=torch.int64))
     assert nothing.length == 0
     assert (nothing.kv == 0).all()
-
-
-def test_under_autocast_it_takes_the_autocast_dtype():
-    k, v = torch.randn(2, 1, 2, 70, 4).unbind()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        state = summarize(k, v, RotaryEmbedding(4))
-    assert torch.equal(state.kv, summarize(k.bfloat16(), v.bfloat16(), RotaryEmbedding(4)).kv)

@@ -254,9 +254,6 @@ def test_on_a_gpu_it_is_the_default_and_does_without_with_one_warning(monkeypatc
         assert ops._fastest(inputs(64)) == "chunked"
 
 
-# --- the compiler ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("size", "targets"), [("16", ["90"]), pytest.param("64", ["80", "90"], marks=pytest.mark.exhaustive)]
 )

@@ -110,16 +110,12 @@ def one_token(call: Call) -> tuple[Tensor, State]:
 
 def flops(call: Call, backward: bool, sums_needed: bool = False) -> int:
     """Multiplications and additions of all matrix products that one call computes, the whole of a chunk's pairs and the
-    backward's recomputation included, so that a rate in FLOP/s compares with that of a matrix product.
-
-    Args:
-        call: with shapes in place of tensors.
-        sums_needed: whether the backward has a gradient of the final sum of keys.
+    backward's recomputation included, so that a rate in FLOP/s compares with that of a matrix product. `call` has
+    shapes in place of tensors; `sums_needed`: whether the backward has a gradient of the final sum of keys.
     """
     (batch, heads, length, features), (_, _, keys, width) = call.q, call.v
     if not call.causal:
-        products = (2 * keys + 2 * length if backward else keys + length) * features * width
-        return 2 * batch * heads * products
+        return 2 * batch * heads * (2 if backward else 1) * (keys + length) * features * width
     n_sums = 1 if not backward else 2 if call.plain else int(sums_needed)
     total = 0
     for block in Partition.of(batch, heads, length, max(features, width)).blocks(length, causal=True):

@@ -93,10 +93,7 @@ def one_token(call: Call, kv: Tensor, k_sum: Tensor) -> tuple[Tensor, Tensor, Te
 
 def flops(call: Call, backward: bool, sums_needed: bool = False) -> int:
     """Multiplications and additions of the matrix products of one call, for stretches of bfloat16 inputs. The products
-    of running sums, which only decay or documents need, are not counted.
-
-    Args:
-        call: with shapes in place of tensors.
+    of running sums, which only decay or documents need, are not counted. `call` has shapes in place of tensors.
     """
     (batch, heads, length, features), (_, _, keys, width) = call.q, call.v
     state, pairs = features * width, 0

@@ -123,21 +123,12 @@ class Launch:
         self.heads_of_weights = self.heads if self.decay else 1
         self.rotated = 0 if call.theta is None else 2 * call.theta.shape[-1]
         self.heads_of_theta = 1 if call.theta is None or call.theta.ndim == 1 else self.heads
-        self.features_of = {
-            "D": self.features,
-            "R": self.rotated,
-            "P": max(16, _power_of_two(cdiv(self.features, 2))),
-            "SIGNED": call.signed,
-            "PHI": call.feature_map,
-            "INTERLEAVED": call.interleaved,
-        }
+        pairs = max(16, _power_of_two(cdiv(self.features, 2)))
+        self.features_of = {"D": self.features, "R": self.rotated, "P": pairs, "SIGNED": call.signed}
+        self.features_of |= {"PHI": call.feature_map, "INTERLEAVED": call.interleaved}
         self.sizes = {"E": self.width, "BLOCK_E": self.e_block, "STRETCH": self.stretch, "BLOCK": self.block}
-        self.products = {
-            "LOW": tl.bfloat16 if low else self.acc,
-            "ACC": self.acc,
-            "PRECISION": self._precision(exact),
-            "EMULATED": low and interpreted(),
-        }
+        self.products = {"LOW": tl.bfloat16 if low else self.acc, "ACC": self.acc}
+        self.products |= {"PRECISION": self._precision(exact), "EMULATED": low and interpreted()}
 
     def _precision(self, exact: bool) -> str:
         """Products of float32 are exact unless PyTorch allows TF32, which has all of float16's digits. Exact products
