@@ -111,9 +111,9 @@ class _Keys:
         return cls(k, v, document, visible, cache.length + new)
 
     def until(self, n: int) -> _Keys:
-        """The first n."""
+        """The first n keys."""
         document, visible = (None if x is None else x[:, :n] for x in (self.document, self.visible))
-        return _Keys(self.k[:, :, :n], self.v[:, :, :n], document, visible, n)
+        return _Keys(self.k[:, :, :n], self.v[:, :, :n], document, visible, self.length)
 
     def cache(self, window: int | None) -> KeyValueCache:
         """For the next call, which continues the last document: all keys, or those in its window."""
@@ -149,7 +149,7 @@ def _dense(q: Tensor, keys: _Keys, causal: bool, window: int | None, scale: floa
 
 
 def _banded(q: Tensor, keys: _Keys, window: int, scale: float | None) -> Tensor:
-    """The first `window` queries see the past and themselves; from there on each block sees one block back."""
+    """The first `window` queries see the past, and what is hidden there; then each block sees one block back."""
     n_past = keys.k.shape[2] - q.shape[2]
     first = _dense(q[:, :, :window], keys.until(n_past + window), True, window, scale)
     document = None if keys.document is None else keys.document[:, n_past:]
