@@ -10,7 +10,7 @@ import torch
 
 from linrope import RotaryEmbedding, State, linear_attention, summarize
 
-LENGTH = 16_384
+LENGTH = 8192
 
 
 def random(*shape, seed=0):
@@ -66,7 +66,7 @@ def test_each_precision_is_near_the_exact_result(dtype, bound, case):
     assert_close(bound, dtype, **case)
 
 
-@pytest.mark.parametrize("length", [65_536, pytest.param(262_144, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("length", [32_768, pytest.param(262_144, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("decay", [30.0, 1e-6])
 def test_float32_keeps_its_digits_over_a_long_sequence(decay, length):
     """Running sums of -30 a token reach thousands within a chunk; only their differences may count. The gradients of q
@@ -78,10 +78,10 @@ def test_the_denominator_keeps_growing_while_decoding():
     """A key sum kept in bfloat16 stops growing after about 1,000 tokens."""
     ones = torch.ones(1, 1, 1, 4, dtype=torch.bfloat16)
     state = None
-    for _ in range(3000):
+    for _ in range(1500):
         _, state = linear_attention(ones, ones, ones, state=state, return_state=True)
     assert state.k_sum.dtype == torch.float32
-    assert (state.k_sum == 6000).all()  # φ(1) = 2, and integers are exact in float32 up to 2^24
+    assert (state.k_sum == 3000).all()  # φ(1) = 2, and integers are exact in float32 up to 2^24
 
 
 def test_autocast_takes_the_lower_precision_and_sums_in_float32():

@@ -50,7 +50,7 @@ def errors(actual, expected):
 )
 @pytest.mark.parametrize("length", [20, pytest.param(150, marks=pytest.mark.exhaustive)])
 def test_wide_and_odd_heads(features, width, rope, length, monkeypatch):
-    monkeypatch.setattr(launch, "stretch_of", lambda *sizes: 64)
+    monkeypatch.setattr(launch, "stretch_of", lambda *sizes: 32)
     options = {"features": features, "width": width, "length": length, "rope": RotaryEmbedding(features, **rope)}
     found = gradients_and_output(torch.float64, "triton", **options)
     assert max(errors(found, gradients_and_output(torch.float64, "chunked", **options))) < 1e-12
