@@ -102,7 +102,6 @@ class Ablation(Benchmark):
 
     name = "ablation"
     point = report.Row
-    positive = ("rounds",)
     output = ""
 
     @classmethod

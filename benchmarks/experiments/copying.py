@@ -62,7 +62,7 @@ def pieces_of(length: int, n_pieces: int) -> torch.Tensor:
 class TextReadTwice(Benchmark):
     name = "copying"
     point = Copying
-    positive = ("lengths", "pieces")
+    from_zero = ("gap",)
 
     @classmethod
     def add_options(cls, add: Callable[..., Any]) -> None:
@@ -79,8 +79,6 @@ class TextReadTwice(Benchmark):
         names = [path.stem if stems.count(path.stem) == 1 else str(path) for path in options.model]
         options.trained = {name: read_byte_model(parser, path) for name, path in zip(names, options.model)}
         available = len(held_out())
-        if options.gap < 0:
-            parser.error(f"--gap {options.gap}: must be 0 or more")
         for length in options.lengths:
             if length < 4:
                 parser.error(f"--lengths {length}: must be 4 or more, because half a piece is judged")

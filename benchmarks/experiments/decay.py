@@ -86,7 +86,6 @@ def mean_weights(
 class Decay(Benchmark):
     name = "decay"
     point = Weight
-    positive = ("longest",)
 
     @classmethod
     def add_options(cls, add: Callable[..., Any]) -> None:

@@ -51,7 +51,7 @@ def config_of(options: argparse.Namespace) -> LanguageModelConfig:
 class Passkey(Benchmark):
     name = "passkey"
     point, key, stem = Recalled, "cases", "recall"
-    positive = ("steps", "layers", "d_model", "heads", "lr", "lengths", "rows")
+    from_zero = ("seed", "depths")
 
     @classmethod
     def add_options(cls, add: Callable[..., Any]) -> None:

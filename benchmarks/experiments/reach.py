@@ -53,7 +53,6 @@ def lifetimes(log_decay: torch.Tensor) -> torch.Tensor:
 class HeadReach(Benchmark):
     name = "reach"
     point = Reach
-    positive = ("context", "rows")
 
     @classmethod
     def add_options(cls, add: Callable[..., Any]) -> None:

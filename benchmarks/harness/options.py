@@ -22,13 +22,12 @@ def parse_bytes(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def check_positive(parser: argparse.ArgumentParser, options: argparse.Namespace, *names: str) -> None:
-    """Exit with an error unless each option, or every number in its list, is above 0."""
-    for name in names:
-        value = getattr(options, name)
+def check_numbers(parser: argparse.ArgumentParser, options: argparse.Namespace, from_zero: Iterable[str]) -> None:
+    """Exit with an error unless every number, also in lists, is above 0; for the options `from_zero`, 0 or more."""
+    for name, value in vars(options).items():
         for number in value if isinstance(value, list) else [value]:
-            if number <= 0:
-                parser.error(f"--{name} {number}: must be above 0")
+            if type(number) in (int, float) and (number < 0 or (number == 0 and name not in from_zero)):
+                parser.error(f"--{name} {number}: must be {'0 or more' if name in from_zero else 'above 0'}")
 
 
 def check_even(parser: argparse.ArgumentParser, options: argparse.Namespace, name: str) -> None:

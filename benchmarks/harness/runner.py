@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from rich.table import Table
 
 from benchmarks.harness.machine import device_name, surroundings
-from benchmarks.harness.options import check_positive, make_folder
+from benchmarks.harness.options import check_numbers, make_folder
 from benchmarks.harness.sweep import Point
 from benchmarks.harness.timing import Alternation, Call
 from linrope.evaluation.reports import print_written, write_csv, write_json, write_picture
@@ -38,7 +38,7 @@ class Benchmark:
     Attributes:
         name: the command is `python -m benchmarks.NAME`.
         point: the dataclass of one result, a row of the CSV.
-        positive: options that must be above 0.
+        from_zero: options that may be 0; the numbers of the others must be above it.
         output: the default of --output; "" for a benchmark that has no such option, or its own.
         key: the entry of the JSON file that holds the points.
         options: the parsed options.
@@ -50,7 +50,7 @@ class Benchmark:
 
     name: ClassVar[str]
     point: ClassVar[type] = Point
-    positive: ClassVar[tuple[str, ...]] = ()
+    from_zero: ClassVar[tuple[str, ...]] = ()
     output: ClassVar[str] = "results"
     key: ClassVar[str] = "points"
 
@@ -122,7 +122,7 @@ class Benchmark:
         parser = cls.parser()
         options = parser.parse_args(args)
         options.settings = [name for name in vars(options) if name != "output"]  # `check` adds more
-        check_positive(parser, options, *cls.positive)
+        check_numbers(parser, options, cls.from_zero)
         if getattr(options, "device", "cpu") == "cuda" and not torch.cuda.is_available():
             parser.error("--device cuda: PyTorch finds no CUDA device here; use cpu")
         cls.check(parser, options)
@@ -156,8 +156,8 @@ class Benchmark:
         calls: Mapping[Any, Call],
         points: Mapping[Any, Point],
         tokens: int,
-        tick: Callable[..., None],
-        description: str,
+        tick: Callable[..., None] = lambda **shown: None,
+        description: str = "",
         count: bool = True,
     ) -> None:
         """Time calls of `tokens` tokens for --repeats rounds; each result goes to the point of the same key.

@@ -57,9 +57,8 @@ def peak_of(task: Task, limit: int) -> memory.Peak:
     """The peak of one step in this process, which may take `limit` bytes in all. A short step comes first and makes
     what a process keeps."""
     replace(task, length=memory.WARM_UP).make()()
-    memory.limit_to(limit - memory.HighWater(task.device).before, task.device)
-    step = task.make()
-    return memory.HighWater(task.device).peak_of(step)
+    memory.limit_to(limit - memory.start_peak(task.device), task.device)
+    return memory.peak_of(task.make, task.device)
 
 
 def task_of(method: str, length: int, options: argparse.Namespace) -> Task:
@@ -97,7 +96,7 @@ def cost_ratio(options: argparse.Namespace) -> float:
 
 class BeyondMemory(Benchmark):
     name = "beyond_memory"
-    positive = ("lengths", "segment_length", "layers", "d_model", "heads", "seconds", "repeats")
+    from_zero = ("cost",)
 
     @classmethod
     def add_options(cls, add: Callable[..., Any]) -> None:
@@ -115,8 +114,6 @@ class BeyondMemory(Benchmark):
 
     @classmethod
     def check(cls, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-        if options.cost < 0:
-            parser.error(f"--cost {options.cost}: must be 0 or more")
         if options.d_model % (4 * options.heads):
             heads = f"--heads {options.heads}"
             parser.error(f"{heads}: --d_model {options.d_model} must be a multiple of 4 times it, for RoPE")

@@ -43,7 +43,6 @@ def calls(inputs: Inputs) -> dict[tuple[str, int], Call]:
 
 class BlockSizes(Benchmark):
     name = "block_sizes"
-    positive = ("length", "repeats")
     output = ""
 
     @classmethod

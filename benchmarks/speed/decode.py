@@ -52,7 +52,6 @@ def softmax_steps(settings: dict[int, Setting], count: int) -> dict[int, Several
 
 class Decode(Benchmark):
     name = "decode"
-    positive = ("contexts", "batch", "heads", "head_dim", "steps", "repeats")
 
     @classmethod
     def add_options(cls, add: Callable[..., Any]) -> None:

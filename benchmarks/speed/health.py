@@ -53,7 +53,6 @@ def measure(options: Namespace) -> Cost:
 class Health(Benchmark):
     name = "health"
     point = Cost
-    positive = ("steps", "every", "context", "batch_size", "layers", "d_model", "heads")
 
     @classmethod
     def add_options(cls, add: Callable[..., Any]) -> None:

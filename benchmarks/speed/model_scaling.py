@@ -57,7 +57,6 @@ def training_step(
 
 class ModelScaling(Benchmark):
     name = "model_scaling"
-    positive = ("lengths", "tokens", "layers", "d_model", "heads", "repeats")
 
     @classmethod
     def add_options(cls, add: Callable[..., Any]) -> None:

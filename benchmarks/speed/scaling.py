@@ -30,7 +30,6 @@ LINEAR, BASELINE = "linear-rope", "softmax-rope"
 
 class Scaling(Benchmark):
     name = "scaling"
-    positive = ("lengths", "batch", "heads", "head_dim", "repeats", "budget")
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

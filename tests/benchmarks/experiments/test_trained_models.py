@@ -39,7 +39,7 @@ MISTAKES = [
     (passkey, None, ["--lengths", "10"], "length=10 is too short"),
     (passkey, None, ["--depths", "101"], "depth=101"),
     (passkey, None, ["--heads", "3"], "n_heads=3 does not divide d_model=64"),
-    (passkey, None, ["--seed", "-1"], "data.seed=-1 must be 0 or more"),
+    (passkey, None, ["--seed", "-1"], "--seed -1: must be 0 or more"),
     (convergence, None, ["--runs", "nowhere"], "holds no finished run"),
 ]
 

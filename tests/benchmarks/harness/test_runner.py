@@ -20,7 +20,6 @@ POINTS = [Point("a", 8, 1, seconds=0.5), Point("b", 8, 1, "over budget", "predic
 
 class Some(Benchmark):
     name = "some"
-    positive = ("sizes",)
 
     @classmethod
     def add_options(cls, add):
