@@ -253,8 +253,13 @@ def main(spec_path: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-if __name__ == "__main__":
+def command(spec_path: str) -> None:
+    """`main` as a process, whose exit status says whether it was interrupted."""
     try:
-        main(sys.argv[1])
+        main(spec_path)
     except (Interrupted, KeyboardInterrupt, SystemExit):  # Lightning makes signals exits, which look like success
         sys.exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    command(sys.argv[1])

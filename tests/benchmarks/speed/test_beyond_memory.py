@@ -8,7 +8,7 @@ from benchmarks.speed import beyond_memory
 from benchmarks.speed.beyond_memory import task_of
 from tests.benchmarks.speed import results
 
-SMALL = ["--layers", "1", "--d_model", "16", "--heads", "2", "--segment_length", "256"]
+SMALL = ["--layers", "1", "--d_model", "16", "--heads", "2", "--segment_length", "1024"]
 run = partial(results.run, beyond_memory.BeyondMemory, SMALL, stem="beyond_memory")
 
 
@@ -19,20 +19,20 @@ def only_linear(monkeypatch):
 
 
 def test_memory_grows_with_the_length_and_not_in_segments(tmp_path, capsys, only_linear):
-    status, points, contents = run(tmp_path, "--lengths", "2048", "32768", "--seconds", "30", "--cost", "0")
+    status, points, contents = run(tmp_path, "--lengths", "2048", "16384", "--seconds", "30", "--cost", "0")
     assert status == 0
     methods = ("linear", "linear in segments")
-    growth = {m: points[m, 32768]["memory_bytes"] - points[m, 2048]["memory_bytes"] for m in methods}
+    growth = {m: points[m, 16384]["memory_bytes"] - points[m, 2048]["memory_bytes"] for m in methods}
     # at once, a token keeps its 257 logits and their gradients at least; in segments its number of 8 bytes, and what
     # a process's memory varies by
-    assert growth["linear"] > 30_720 * 2 * 257 * 4
+    assert growth["linear"] > 14_336 * 2 * 257 * 4
     assert growth["linear in segments"] < growth["linear"] / 3
     assert contents["cost_ratio"] is None
     assert "peak memory of the process" in capsys.readouterr().out
 
 
 def test_what_does_not_fit_is_left_out_and_drawn_as_dashes(tmp_path, only_linear):
-    args = ("--lengths", "1024", "65536", "--memory", "500MiB", "--cost", "512", "--repeats", "1")
+    args = ("--lengths", "1024", "65536", "--memory", "500MiB", "--cost", "2048", "--repeats", "1")
     status, points, contents = run(tmp_path, *args)
     assert status == 0
     assert points["linear", 65536]["status"] in ("over budget", "out of memory")
