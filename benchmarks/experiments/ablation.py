@@ -22,20 +22,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.experiments import ablation_report as report
-from benchmarks.experiments.grid import Settings, n_steps, read_grid, settings_of
+from benchmarks.experiments.grid import n_steps, read_grid, settings_of
 from benchmarks.experiments.results_folder import Folder, Speed
 from benchmarks.experiments.training_run import INTERRUPTED
 from benchmarks.harness.options import check_names
+from benchmarks.harness.pictures import Figure
 from benchmarks.harness.runner import Benchmark, print_table
 from benchmarks.harness.timing import Alternation
-from linrope import LanguageModel
+from benchmarks.harness.trainer import training_step
 from linrope.errors import InputError
-from linrope.losses import token_losses
-from linrope.training import OptimizerConfig
-from linrope.training.optimizer import parameter_groups
 from linrope.utils.files import claim
 
 DRIFT = 0.1
@@ -44,23 +40,6 @@ DRIFT = 0.1
 
 class RunFailed(RuntimeError):
     """A run's process ended without a result; the message holds its last output."""
-
-
-def training_step(settings: Settings, device: str) -> Any:
-    """One optimizer step of the variant's model, on random tokens."""
-    torch.manual_seed(0)
-    model = LanguageModel(settings.model_config).to(device)
-    optimizer_config = OptimizerConfig(**settings.optimizer)
-    optimizer = torch.optim.AdamW(parameter_groups(model, optimizer_config.weight_decay))
-    shape = settings.timed_rows, settings.longest_row + 1
-    tokens = torch.randint(settings.model_config.vocab_size, shape, device=device)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        token_losses(model(tokens[:, :-1]), tokens[:, 1:]).mean().backward()
-        optimizer.step()
-
-    return step
 
 
 @contextmanager
@@ -174,7 +153,10 @@ class Ablation(Benchmark):
         first = {folder.speed_keys[name]: name for name in reversed(names)}
         settings = {name: folder.settings[name] for name in names if name in first.values()}
         try:
-            steps = {name: training_step(own, device) for name, own in settings.items()}
+            steps = {
+                name: training_step(own.model_config, own.timed_rows, own.longest_row, device)
+                for name, own in settings.items()
+            }
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise RunFailed(f"no memory for the models of {', '.join(settings)}: {reason}") from error
@@ -275,7 +257,7 @@ class Ablation(Benchmark):
             "spread_of_tokens_per_second": {name: s.spread for name, s in speeds if s.spread is not None},
         }
 
-    def figures(self) -> dict[str, Callable]:
+    def figures(self) -> dict[str, Figure]:
         return report.figures_of(self.points, self.results, self.folder.grid)
 
     @classmethod
@@ -287,7 +269,5 @@ class Ablation(Benchmark):
         return run.draw(file.parent)
 
 
-main = Ablation.main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(Ablation.main())

@@ -6,21 +6,16 @@ import itertools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.table import Table
 
 from benchmarks.experiments.grid import BLOCK, TOLERANCE, Grid, Settings
 from benchmarks.experiments.results_folder import Speed
-from benchmarks.harness.pictures import COLORS, legend_by_end, new_axes
+from benchmarks.harness.pictures import COLORS, Axes, Figure, legend_by_end, new_axes
 from linrope.utils.terminal import new_table
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 """Student's t at 97.5 % for 1, 2, … degrees of freedom; 1.96 where the table ends is at most 9 % too small."""
@@ -350,18 +345,18 @@ def remarks_on_speeds(speeds: dict[str, Speed], without: list[str]) -> list[str]
 # --- pictures, each with one message ---------------------------------------------------------------------------------
 
 
-def figures_of(rows: list[Row], results: list[dict[str, Any]], grid: Grid) -> dict[str, Callable[[], Figure]]:
+def figures_of(rows: list[Row], results: list[dict[str, Any]], grid: Grid) -> dict[str, Figure]:
     """The pictures by the ending of their names, those for which there are results."""
     rows = [row for row in rows if not math.isnan(row.mean)]
     if len(rows) < FEWEST:
         return {}
     runs, found = by_variant(ended(results)), by_case(results)
     lengths = sorted({int(length) for run in ended(results) for length in run.get("evaluation") or {}})
-    figures = {"": partial(means, rows, runs, grid)}
+    figures = {"": means(rows, runs, grid)}
     if len(lengths) > 1:
-        figures["-lengths"] = partial(change_with_length, rows, runs, grid, lengths[0], lengths[-1])
+        figures["-lengths"] = change_with_length(rows, runs, grid, lengths[0], lengths[-1])
     if found:
-        figures["-cases"] = partial(cases, rows, found, grid)
+        figures["-cases"] = cases(rows, found, grid)
     return figures
 
 

@@ -18,18 +18,15 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.table import Table
 
 from benchmarks.experiments.grid import read_grid
-from benchmarks.harness.pictures import COLORS
+from benchmarks.harness.pictures import COLORS, Figure
 from benchmarks.harness.runner import Benchmark
 from linrope.utils.formatting import count_text
 from linrope.utils.terminal import new_table
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 GRID = Path(__file__).parents[1] / "grids" / "placement.yaml"
 POSITIONS = "RoPE", "sinusoids", "none"
@@ -126,10 +123,7 @@ class Convergence(Benchmark):
             table.add_row(attention, positions, *(f"{bits:.3f}" for bits in marks), str(line[0].seeds))
         return table
 
-    def figures(self) -> dict[str, Callable]:
-        return {"": self.figure}
-
-    def figure(self) -> Figure:
+    def figures(self) -> dict[str, Figure]:
         """A panel for each attention, a line for each type of positions, and between its seeds a band."""
         from matplotlib.figure import Figure
 
@@ -152,10 +146,8 @@ class Convergence(Benchmark):
         both = [attention for attention in PANELS if {(attention, "RoPE"), (attention, "none")} <= ends.keys()]
         gains = [f"{attention} {ends[attention, 'RoPE'] - ends[attention, 'none']:+.2f}" for attention in both]
         figure.suptitle(f"RoPE against no positions at the end, bits per byte:\n{'; '.join(gains)}", fontsize=12)
-        return figure
+        return {"": figure}
 
-
-main = Convergence.main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(Convergence.main())

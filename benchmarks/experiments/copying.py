@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,13 +22,10 @@ from rich.table import Table
 
 from benchmarks.experiments.grid import held_out
 from benchmarks.harness.options import read_byte_model
-from benchmarks.harness.pictures import COLORS, legend_by_end, length_ticks, new_axes
+from benchmarks.harness.pictures import COLORS, Figure, legend_by_end, length_ticks, new_axes
 from benchmarks.harness.runner import Benchmark
 from linrope import LanguageModel
 from linrope.utils.terminal import new_table
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass
@@ -113,10 +110,7 @@ class TextReadTwice(Benchmark):
             table.add_row(one.model, str(one.length), f"{one.first:.3f}", f"{one.again:.3f}", saved)
         return table
 
-    def figures(self) -> dict[str, Callable]:
-        return {"": self.figure}
-
-    def figure(self) -> Figure:
+    def figures(self) -> dict[str, Figure]:
         """A colour for each model: dashed at the first reading, solid at the second."""
         gap = self.options.gap
         best = min(self.points, key=lambda one: one.again / one.first)
@@ -133,10 +127,8 @@ class TextReadTwice(Benchmark):
         axes.set_ylabel("bits per byte")
         axes.set_ylim(bottom=0)
         legend_by_end(axes)
-        return axes.figure
+        return {"": axes.figure}
 
-
-main = TextReadTwice.main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(TextReadTwice.main())

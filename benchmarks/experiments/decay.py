@@ -15,9 +15,8 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -25,16 +24,13 @@ from torch import Tensor
 
 from benchmarks.experiments.grid import held_out
 from benchmarks.harness.options import read_byte_model
-from benchmarks.harness.pictures import COLORS
+from benchmarks.harness.pictures import COLORS, Figure
 from benchmarks.harness.runner import Benchmark
 from linrope import RotaryEmbedding
 from linrope.feature_maps import get_feature_map, skip_first
 from linrope.profiling.hooks import OperatorCall, operator_hook
 from linrope.rotary import frequencies, unit_rotations
 from linrope.utils.terminal import new_table
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 HEAD_DIM = 128
 """The d of RoFormer's figure."""
@@ -139,7 +135,7 @@ class Decay(Benchmark):
             table.add_row(curve, "" if layer < 0 else str(layer + 1), *(f"{values[d]:.3f}" for d in shown))
         return table
 
-    def figures(self) -> dict[str, Callable]:
+    def figures(self) -> dict[str, Figure]:
         """The message: the weight at a distance of 64, or at the longest."""
         at = min(64, self.options.longest)
         left = defaultdict(list)
@@ -148,7 +144,7 @@ class Decay(Benchmark):
                 left[weight.curve].append(weight.value)
         said = ", ".join(f"{curve} {100 * statistics.fmean(values):.0f} %" for curve, values in left.items())
         message = f":\nrelative weight at a distance of {at} tokens, mean of the layers: {said}" if said else ""
-        return {"": partial(self.figure, f"{self.title}{message}")}
+        return {"": self.figure(f"{self.title}{message}")}
 
     def figure(self, title: str) -> Figure:
         """A panel for the bound and one for each layer, two in a row."""
@@ -176,7 +172,5 @@ class Decay(Benchmark):
         return figure
 
 
-main = Decay.main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(Decay.main())

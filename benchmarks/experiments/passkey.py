@@ -18,6 +18,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from rich.table import Table
 
 from benchmarks.experiments.training_run import in_means
+from benchmarks.harness.pictures import Figure
 from benchmarks.harness.runner import Benchmark
 from benchmarks.harness.trainer import quiet_trainer
 from linrope import InputError, LanguageModelConfig, RotaryConfig
@@ -101,11 +102,9 @@ class Passkey(Benchmark):
         details |= {"stages": STAGES, "trained_to": STAGES[-1][0], "train_losses": in_means(self.watch.losses)}
         return recall_map.write(folder, self.points, details, self.title)
 
-    def figures(self) -> dict[str, Callable]:
-        return {"": partial(recall_map.figure_of, self.points, self.title, STAGES[-1][0])}
+    def figures(self) -> dict[str, Figure]:
+        return {"": recall_map.figure_of(self.points, self.title, STAGES[-1][0])}
 
-
-main = Passkey.main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(Passkey.main())

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from benchmarks.harness.sweep import Point, extrapolated, series
 from linrope.utils.formatting import bytes_text, count_text, scaled
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    import matplotlib.axes
+    import matplotlib.figure
 
+Axes: TypeAlias = "matplotlib.axes.Axes"
+Figure: TypeAlias = "matplotlib.figure.Figure"
 LAW = {-1: "∝ 1/T", 0: "constant", 1: "∝ T", 2: "∝ T²"}
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#000000", "#e69f00", "#7f7f7f", "#8c564b", "#9467bd")
 """Colours that colour-blind readers can tell apart, for the first six at least."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from rich.console import Console
@@ -23,13 +23,11 @@ from rich.table import Table
 
 from benchmarks.harness.machine import device_name, surroundings
 from benchmarks.harness.options import check_numbers, make_folder
+from benchmarks.harness.pictures import Figure
 from benchmarks.harness.sweep import Point
 from benchmarks.harness.timing import Alternation, Call
-from linrope.evaluation.reports import print_written, write_csv, write_json, write_picture
+from linrope.evaluation.reports import can_draw, print_written, write_csv, write_json, write_picture
 from linrope.utils.terminal import progress_bar
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 class Benchmark:
@@ -87,7 +85,7 @@ class Benchmark:
         """Further entries of the JSON file."""
         return {}
 
-    def figures(self) -> dict[str, Callable[[], Figure]]:
+    def figures(self) -> dict[str, Figure]:
         """The pictures by the ending of their names: "" for NAME.png, "-memory" for NAME-memory.png. They depend on the
         points, the options and the device's name alone, so that --redraw can make them from the JSON file."""
         return {}
@@ -210,10 +208,10 @@ class Benchmark:
         return [table, write_json(folder / f"{self.stem}.json", {**details, self.key: rows}), *self.draw(folder)]
 
     def draw(self, folder: Path) -> list[Path]:
-        """Write the pictures; without points there are none."""
-        figures = self.figures() if self.points else {}
+        """Write the pictures; without points, or without matplotlib, there are none."""
+        figures = self.figures() if self.points and can_draw() else {}
         files = {folder / f"{self.stem}{ending}.png": figure for ending, figure in figures.items()}
-        return [written for file, figure in files.items() for written in write_picture(file, figure)]
+        return [written for file in files for written in write_picture(file, partial(files.get, file))]
 
     @classmethod
     def redraw(cls, file: Path) -> list[Path]:

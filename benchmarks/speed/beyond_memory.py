@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,58 +17,47 @@ from torch import Tensor
 
 from benchmarks.harness import memory
 from benchmarks.harness.options import parse_bytes
-from benchmarks.harness.pictures import Quantity, against_length
+from benchmarks.harness.pictures import Figure, Quantity, against_length
 from benchmarks.harness.runner import Benchmark
 from benchmarks.harness.sweep import INTERRUPTED, MEASURED, Budget, Point, series
 from benchmarks.harness.timing import alternate
-from benchmarks.speed.model_scaling import training_step
+from benchmarks.harness.trainer import training_step
 from linrope import LanguageModel, LanguageModelConfig, RotaryConfig, segmented_loss
 from linrope.losses import summed_cross_entropy
 from linrope.utils.formatting import bytes_text
 from linrope.utils.terminal import new_table
 
-METHODS = ("softmax", "linear", "linear in segments")
-GROWTH = {"softmax": (2, 1), "linear": (1, 1), "linear in segments": (1, 0)}
-"""Exponents of time and of memory."""
+SEGMENTED = "linear in segments"
+GROWTH = {"softmax": (2, 1), "linear": (1, 1), SEGMENTED: (1, 0)}
+"""By method, the exponents of time and of memory."""
+METHODS = tuple(GROWTH)
 
 
-@dataclass(frozen=True)
-class Task:
-    """A training step of a model on a row of `length` tokens, in segments (None: the whole row at once)."""
-
-    length: int
-    segment_length: int | None
-    config: LanguageModelConfig
-    device: str
-
-    def loss(self, model: LanguageModel, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean over the row."""
-        if self.segment_length is None:
-            return summed_cross_entropy(model(inputs), targets) / targets.numel()
-        return segmented_loss(model, inputs, targets, self.segment_length)[0] / targets.numel()
-
-    def make(self) -> Callable[[], None]:
-        """One step of a new model on a random row."""
-        return training_step(self.config, self.length, self.length, self.device, self.loss)
-
-
-def peak_of(task: Task, limit: int) -> memory.Peak:
-    """The peak of one step in this process, which may take `limit` bytes in all. A short step comes first and makes
-    what a process keeps."""
-    replace(task, length=memory.WARM_UP).make()()
-    memory.limit_to(limit - memory.start_peak(task.device), task.device)
-    return memory.peak_of(task.make, task.device)
-
-
-def task_of(method: str, length: int, options: argparse.Namespace) -> Task:
+def config_of(method: str, options: argparse.Namespace) -> LanguageModelConfig:
     """The models have the same sizes; the linear ones are `recipe` of benchmarks/grids/recipe.yaml."""
     sizes = {"d_model": options.d_model, "n_layers": options.layers, "n_heads": options.heads, "short_conv": 4}
     if method == "softmax":
-        config = LanguageModelConfig(attention="softmax", **sizes)
-    else:
-        config = LanguageModelConfig(forget_gate=True, rope=RotaryConfig(placement="signed"), **sizes)
-    segment = options.segment_length if method == "linear in segments" else None
-    return Task(length, segment, config, options.device)
+        return LanguageModelConfig(attention="softmax", **sizes)
+    return LanguageModelConfig(forget_gate=True, rope=RotaryConfig(placement="signed"), **sizes)
+
+
+def make_step(method: str, length: int, options: argparse.Namespace) -> Callable[[], None]:
+    """One step of a new model on a random row."""
+
+    def loss(model: LanguageModel, inputs: Tensor, targets: Tensor) -> Tensor:
+        if method == SEGMENTED:
+            return segmented_loss(model, inputs, targets, options.segment_length)[0] / targets.numel()
+        return summed_cross_entropy(model(inputs), targets) / targets.numel()
+
+    return training_step(config_of(method, options), 1, length, options.device, loss)
+
+
+def peak_of(method: str, length: int, options: argparse.Namespace) -> memory.Peak:
+    """The peak of one step in this process, which may take `--memory` in all. A short step comes first and makes what
+    a process keeps."""
+    make_step(method, memory.WARM_UP, options)()
+    memory.limit_to(options.memory - memory.start_peak(options.device), options.device)
+    return memory.peak_of(partial(make_step, method, length, options), options.device)
 
 
 def measure(method: str, length: int, options: argparse.Namespace, earlier: list[Point]) -> Point:
@@ -79,7 +67,7 @@ def measure(method: str, length: int, options: argparse.Namespace, earlier: list
     if status:
         return point
     try:
-        peak = memory.in_new_process(peak_of, task_of(method, length, options), options.memory)
+        peak = memory.in_new_process(peak_of, method, length, options)
         point.memory_bytes, point.seconds, point.rounds = peak.process, peak.seconds, 1
         point.tokens_per_second = length / peak.seconds
     except (memory.OutOfMemory, memory.Failed) as error:
@@ -89,9 +77,9 @@ def measure(method: str, length: int, options: argparse.Namespace, earlier: list
 
 def cost_ratio(options: argparse.Namespace) -> float:
     """Time of a step in segments over that of a step on the whole row, medians of rounds, at `--cost` tokens."""
-    steps = {method: task_of(method, options.cost, options).make() for method in METHODS if method != "softmax"}
+    steps = {method: make_step(method, options.cost, options) for method in ("linear", SEGMENTED)}
     samples = alternate(steps, options.repeats, options.device, count=False).samples
-    return samples["linear in segments"].median / samples["linear"].median
+    return samples[SEGMENTED].median / samples["linear"].median
 
 
 class BeyondMemory(Benchmark):
@@ -163,13 +151,13 @@ class BeyondMemory(Benchmark):
             lines.append(f"at {self.options.cost:,} tokens a step in segments {cost}")
         return lines + [self.failure] * (self.failure is not None)
 
-    def figures(self) -> dict[str, Callable]:
+    def figures(self) -> dict[str, Figure]:
         growth = {method: exponents[1] for method, exponents in GROWTH.items()}
         quantity = Quantity("memory_bytes", "peak memory of the process", "bytes", growth)
         title = "Peak memory of a training step on one row"
-        if flat := series(self.points, METHODS[-1], "memory_bytes"):
+        if flat := series(self.points, SEGMENTED, "memory_bytes"):
             title = f"A training step on {max(flat):,} tokens in segments takes {bytes_text(flat[max(flat)])}"
-        return {"": partial(against_length, title, self.points, quantity)}
+        return {"": against_length(title, self.points, quantity)}
 
 
 def cells(point: Point | None) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from benchmarks.harness import memory
 from benchmarks.harness.options import check_even, parse_bytes
-from benchmarks.harness.pictures import Quantity, against_length
+from benchmarks.harness.pictures import Figure, Quantity, against_length
 from benchmarks.harness.runner import Benchmark
 from benchmarks.harness.sweep import INTERRUPTED, MEASURED, OVER_BUDGET, Point
 from benchmarks.harness.timing import Several, clock
@@ -149,7 +149,7 @@ class Decode(Benchmark):
                 found[name] = first.length, last.length, last.seconds / first.seconds
         return found
 
-    def figures(self) -> dict[str, Callable]:
+    def figures(self) -> dict[str, Figure]:
         """Time of a token, and memory of the past; the size of a cache is known without making it."""
         exponents = {name: int(name.startswith(SOFTMAX)) for name in self.by_method()}
         time = Quantity("seconds", "time per token, all rows", "seconds", exponents)
@@ -160,8 +160,8 @@ class Decode(Benchmark):
             found.setdefault(name.split(", batch ")[0], ratio)  # the first batch size
         ratios = ", ".join(f"{name} {ratio:,.{2 if ratio < 10 else 0}f}×" for name, ratio in found.items())
         return {
-            "": partial(draw, f"Time of a token, longest context over shortest: {ratios}", quantity=time),
-            "-memory": partial(draw, "Linear attention's memory does not grow with the context", quantity=space),
+            "": draw(f"Time of a token, longest context over shortest: {ratios}", quantity=time),
+            "-memory": draw("Linear attention's memory does not grow with the context", quantity=space),
         }
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from benchmarks.harness import memory
 from benchmarks.harness.options import check_even, check_names, parse_bytes
-from benchmarks.harness.pictures import Quantity, against_length
+from benchmarks.harness.pictures import Figure, Quantity, against_length
 from benchmarks.harness.runner import Benchmark
 from benchmarks.harness.sweep import INTERRUPTED, SINCE, Budget, Largest, Point, crossovers, largest_length, series
 from benchmarks.harness.timing import gemm_rate
@@ -190,7 +190,7 @@ class Scaling(Benchmark):
             lines.append(f"{name}: {bound}{largest.length:,} tokens in {size} ({largest.limited_by})")
         return lines
 
-    def figures(self) -> dict[str, Callable]:
+    def figures(self) -> dict[str, Figure]:
         """Throughput and peak memory against the length; the longest length that both measured stands in the title."""
         mode = self.options.mode
         methods = {family(m.name): m for m in catalogue("cpu", self.options.dtype).values()}
@@ -201,11 +201,10 @@ class Scaling(Benchmark):
         speed = Quantity("tokens_per_second", "tokens per second", "count", time)
         label = "state or cache, and peak memory" if mode == "decode" else "peak memory beyond the inputs"
         peak = Quantity("memory_bytes", label, "bytes", space)
-        draw = partial(against_length, points=self.points)
         marks = {f"{name} is faster": length for name, length in self.crossovers().items()}
         return {
-            "": partial(draw, self.title("tokens_per_second", "throughput"), quantity=speed, marks=marks),
-            "-memory": partial(draw, self.title("memory_bytes", "memory"), quantity=peak),
+            "": against_length(self.title("tokens_per_second", "throughput"), self.points, speed, marks=marks),
+            "-memory": against_length(self.title("memory_bytes", "memory"), self.points, peak),
         }
 
     def title(self, attribute: str, what: str) -> str:

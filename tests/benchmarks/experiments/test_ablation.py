@@ -57,7 +57,7 @@ class Changed:
 
     def run(self, *args, **changes) -> int:
         self.values.update(changes)
-        return ablation.main([*self.args(), *args])
+        return ablation.Ablation.main([*self.args(), *args])
 
     def refuse(self, capsys, *args, **changes) -> str:
         """The message with which the command ends before anything runs."""
@@ -178,9 +178,10 @@ def test_an_interrupted_run_goes_on_where_it_was(grid, monkeypatch):
 
     monkeypatch.setattr(training_run, "SAVE_EVERY_SECONDS", 0)
     for step in (8, 10):
-        with monkeypatch.context() as patched, pytest.raises(InterruptedError):
+        with monkeypatch.context() as patched:
             patched.setattr(training_run, "Recorder", Stopping)
-            grid.train(f"cut{step}")
+            with pytest.raises(InterruptedError):
+                grid.train(f"cut{step}")
     changed = grid.train("cut8", optimizer={"lr": 0.02, "warmup_steps": 2})
     assert changed["steps"] == len(changed["training"]["losses"]) == 20  # begun anew, not from those steps
     assert changed["training"]["losses"][0] == whole["training"]["losses"][0] != changed["training"]["losses"][-1]

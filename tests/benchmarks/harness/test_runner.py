@@ -3,7 +3,6 @@
 import argparse
 import csv
 import json
-from functools import partial
 
 import pytest
 
@@ -40,7 +39,7 @@ class Some(Benchmark):
 
     def figures(self):
         title = f"{self.points[0].method} of {self.options.sizes}"
-        return {"": lambda: new_axes(title).figure, "-more": partial(lambda: new_axes(title).figure)}
+        return {"": new_axes(title).figure, "-more": new_axes(title).figure}
 
 
 def test_sizes_are_read():

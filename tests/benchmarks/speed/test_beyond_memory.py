@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 
 from benchmarks.speed import beyond_memory
-from benchmarks.speed.beyond_memory import task_of
 from tests.benchmarks.speed import results
 
 SMALL = ["--layers", "1", "--d_model", "16", "--heads", "2", "--segment_length", "1024"]
@@ -55,8 +54,7 @@ def test_a_cost_that_cannot_be_measured_costs_nothing_that_was(tmp_path, monkeyp
 
 def test_all_models_have_the_same_sizes():
     options = beyond_memory.BeyondMemory.parse(["--output", "/tmp"])
-    sizes = {m: task_of(m, 8, options).config for m in beyond_memory.METHODS}
-    assert sizes["linear"] == sizes["linear in segments"]
-    assert task_of("linear", 8, options).segment_length is None
-    assert task_of("linear in segments", 8, options).segment_length == 8192
-    assert {c.d_model for c in sizes.values()} == {128}
+    configs = [beyond_memory.config_of(method, options) for method in beyond_memory.METHODS]
+    assert configs[1] == configs[2] != configs[0]
+    assert {(c.d_model, c.n_layers, c.n_heads) for c in configs} == {(128, 4, 4)}
+    assert options.segment_length == 8192
