@@ -31,7 +31,6 @@ from benchmarks.harness.pictures import Figure
 from benchmarks.harness.runner import Benchmark, print_table
 from benchmarks.harness.timing import Alternation
 from benchmarks.harness.trainer import training_step
-from linrope.errors import InputError
 from linrope.utils.files import claim
 
 DRIFT = 0.1
@@ -97,12 +96,9 @@ class Ablation(Benchmark):
     def check(cls, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         """`folder` is added."""
         options.output = options.output or Path("results/ablation", options.grid.stem)
-        try:
-            grid = read_grid(options.grid)
-            options.folder = Folder(options.output, grid, settings_of(grid), options.device)
-            options.folder.check(runs_follow=not options.report)
-        except InputError as error:
-            parser.error(str(error))
+        grid = read_grid(options.grid)
+        options.folder = Folder(options.output, grid, settings_of(grid), options.device)
+        options.folder.check(runs_follow=not options.report)
         options.only = options.only or list(grid.variants)
         check_names(parser, "--only", options.only, grid.variants)
         if options.report and not options.folder.results():
@@ -120,8 +116,6 @@ class Ablation(Benchmark):
             self.make_runs(self.measure_speeds())
         except RunFailed as error:
             self.failure = str(error)
-
-    # --- speed -------------------------------------------------------------------------------------------------------
 
     def measure_speeds(self) -> dict[str, Speed]:
         """Training speeds, measured once for a folder. Variants that are added later are measured in turn with the
@@ -175,8 +169,6 @@ class Ablation(Benchmark):
             for name, found in alternation.samples.items()
         }
 
-    # --- runs --------------------------------------------------------------------------------------------------------
-
     def make_runs(self, speeds: dict[str, Speed]) -> None:
         """Make the missing runs of the variants of --only, one process at a time."""
         folder = self.options.folder
@@ -213,8 +205,6 @@ class Ablation(Benchmark):
         if status or not result.exists():
             how = f"was ended by {signal.Signals(-status).name}" if status < 0 else "failed"
             raise RunFailed(f"{name} {how}:\n" + "\n".join(last))
-
-    # --- the report --------------------------------------------------------------------------------------------------
 
     def read(self, folder: Folder) -> None:
         """Read the finished runs, and make the rows of the table."""

@@ -84,9 +84,6 @@ class Row:
     state_bytes: int
 
 
-# --- numbers ---------------------------------------------------------------------------------------------------------
-
-
 def by_variant(results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     found = defaultdict(list)
     for run in results:
@@ -255,9 +252,6 @@ def late_change(evaluation: dict[str, Any], context: int, short: int) -> float:
     return _mean(long_bits) / _mean(short_bits) - 1
 
 
-# --- tables ----------------------------------------------------------------------------------------------------------
-
-
 def table_of(rows: list[Row], grid: Grid) -> Table:
     """A row for each variant, best first."""
     metric, label, _ = METRIC[grid.task]
@@ -340,9 +334,6 @@ def remarks_on_speeds(speeds: dict[str, Speed], without: list[str]) -> list[str]
     if len(machines) > 1:
         said.append(f"tok/s were measured on different machines, so this table is an estimate: {', '.join(machines)}")
     return said
-
-
-# --- pictures, each with one message ---------------------------------------------------------------------------------
 
 
 def figures_of(rows: list[Row], results: list[dict[str, Any]], grid: Grid) -> dict[str, Figure]:

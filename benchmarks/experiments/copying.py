@@ -49,13 +49,6 @@ def measure(model: LanguageModel, texts: torch.Tensor, length: int) -> tuple[flo
     return bits[:, later].mean().item(), bits[:, texts.shape[1] :][:, later].mean().item()
 
 
-def pieces_of(length: int, n_pieces: int) -> torch.Tensor:
-    """Pieces spread over the held-out text: (n_pieces, length)."""
-    text = held_out()
-    starts = range(0, len(text) - length, (len(text) - length) // n_pieces)[:n_pieces]
-    return torch.stack([text.tokens(start, start + length) for start in starts])
-
-
 class TextReadTwice(Benchmark):
     name = "copying"
     point = Copying
@@ -85,11 +78,14 @@ class TextReadTwice(Benchmark):
                 parser.error(f"--lengths {length}{with_gap}: {needed}")
 
     def measure(self) -> None:
-        options = self.options
+        """The pieces are spread over the held-out text."""
+        options, text = self.options, held_out()
         tick = self.progress("pieces", len(options.trained) * len(options.lengths))
         for name, model in options.trained.items():
             for length in options.lengths:
-                texts = pieces_of(length + options.gap, options.pieces)
+                size = length + options.gap
+                starts = range(0, len(text) - size, (len(text) - size) // options.pieces)[: options.pieces]
+                texts = torch.stack([text.tokens(start, start + size) for start in starts])
                 self.points.append(Copying(name, length, *measure(model, texts, length)))
                 tick(advance=1)
 

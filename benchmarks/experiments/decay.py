@@ -135,18 +135,18 @@ class Decay(Benchmark):
             table.add_row(curve, "" if layer < 0 else str(layer + 1), *(f"{values[d]:.3f}" for d in shown))
         return table
 
-    def figures(self) -> dict[str, Figure]:
-        """The message: the weight at a distance of 64, or at the longest."""
+    @property
+    def message(self) -> str:
+        """The weight at a distance of 64, or at the longest."""
         at = min(64, self.options.longest)
         left = defaultdict(list)
         for weight in self.points:
             if weight.distance == at and weight.curve in ("|rotated|", "rotated × decay"):
                 left[weight.curve].append(weight.value)
         said = ", ".join(f"{curve} {100 * statistics.fmean(values):.0f} %" for curve, values in left.items())
-        message = f":\nrelative weight at a distance of {at} tokens, mean of the layers: {said}" if said else ""
-        return {"": self.figure(f"{self.title}{message}")}
+        return f":\nrelative weight at a distance of {at} tokens, mean of the layers: {said}" if said else ""
 
-    def figure(self, title: str) -> Figure:
+    def figures(self) -> dict[str, Figure]:
         """A panel for the bound and one for each layer, two in a row."""
         from matplotlib.figure import Figure
 
@@ -168,8 +168,8 @@ class Decay(Benchmark):
             axes.remove()
         lines = {line.get_label(): line for axes in figure.axes for line in axes.get_lines()}
         figure.legend([lines[curve] for curve in colors], list(colors), loc="outside lower center", ncols=len(colors))
-        figure.suptitle(title)
-        return figure
+        figure.suptitle(f"{self.title}{self.message}")
+        return {"": figure}
 
 
 if __name__ == "__main__":

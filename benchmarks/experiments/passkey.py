@@ -21,7 +21,7 @@ from benchmarks.experiments.training_run import in_means
 from benchmarks.harness.pictures import Figure
 from benchmarks.harness.runner import Benchmark
 from benchmarks.harness.trainer import quiet_trainer
-from linrope import InputError, LanguageModelConfig, RotaryConfig
+from linrope import LanguageModelConfig, RotaryConfig
 from linrope.cli.training import quiet_lightning
 from linrope.evaluation import recall_map
 from linrope.evaluation.recall_map import Recalled, recall_by_depth, require_cases
@@ -70,12 +70,9 @@ class Passkey(Benchmark):
     @classmethod
     def check(cls, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         """`data` is added: the data module."""
-        try:
-            options.data = PasskeyDataModule(stages=STAGES, tokens_per_batch=TOKENS_PER_BATCH, seed=options.seed)
-            require_cases(options.data.task_of("val"), options.lengths, options.depths, options.rows)
-            shapes_only(config_of(options))
-        except InputError as error:
-            parser.error(str(error))
+        options.data = PasskeyDataModule(stages=STAGES, tokens_per_batch=TOKENS_PER_BATCH, seed=options.seed)
+        require_cases(options.data.task_of("val"), options.lengths, options.depths, options.rows)
+        shapes_only(config_of(options))
 
     def measure(self) -> None:
         options = self.options

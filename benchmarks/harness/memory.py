@@ -38,16 +38,10 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Peak:
-    """Memory and time of one call.
+    """Memory and time of one call, the first at its size, which also touches its memory for the first time."""
 
-    Attributes:
-        extra: peak bytes beyond those before the call was prepared (in decoding: before its state or cache was made).
-        process: peak bytes of the whole process; on a GPU, of its allocator.
-        seconds: of this one call, the first at this size, which also touches its memory for the first time.
-    """
-
-    extra: int
-    process: int
+    extra: int  # peak bytes beyond those before the call was prepared (in decoding: before its state or cache was made)
+    process: int  # peak bytes of the whole process; on a GPU, of its allocator
     seconds: float
 
 

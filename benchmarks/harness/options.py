@@ -10,7 +10,6 @@ from linrope import LanguageModel
 from linrope.data.tokenizers.base import tokenizer_from_serialized
 from linrope.data.tokenizers.bytes import VOCAB_SIZE, ByteTokenizer
 from linrope.errors import InputError, suggest
-from linrope.evaluation import reports
 from linrope.utils import formatting
 
 
@@ -42,14 +41,6 @@ def check_names(parser: argparse.ArgumentParser, option: str, names: Iterable[st
     for name in names:
         if name not in known:
             parser.error(f"{option} {name}: unknown.{suggest(name, known)} There are {', '.join(known)}")
-
-
-def make_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
-    """Create the output folder, or exit with an error if it cannot be written."""
-    try:
-        reports.make_folder("--output", folder)
-    except InputError as error:
-        parser.error(str(error))
 
 
 def read_byte_model(parser: argparse.ArgumentParser, path: Path) -> LanguageModel:

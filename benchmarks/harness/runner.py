@@ -22,11 +22,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from rich.table import Table
 
 from benchmarks.harness.machine import device_name, surroundings
-from benchmarks.harness.options import check_numbers, make_folder
+from benchmarks.harness.options import check_numbers
 from benchmarks.harness.pictures import Figure
 from benchmarks.harness.sweep import Point
 from benchmarks.harness.timing import Alternation, Call
-from linrope.evaluation.reports import can_draw, print_written, write_csv, write_json, write_picture
+from linrope.errors import InputError
+from linrope.evaluation.reports import can_draw, make_folder, print_written, write_csv, write_json, write_picture
 from linrope.utils.terminal import progress_bar
 
 
@@ -67,7 +68,7 @@ class Benchmark:
 
     @classmethod
     def check(cls, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-        """Call `parser.error` for options that cannot be used. This runs before the output folder is made."""
+        """Raise InputError, or call `parser.error`, for options that cannot be used. The output folder comes later."""
 
     def measure(self) -> None:
         """Measure, and add each result to `points` as soon as it is known."""
@@ -123,9 +124,12 @@ class Benchmark:
         check_numbers(parser, options, cls.from_zero)
         if getattr(options, "device", "cpu") == "cuda" and not torch.cuda.is_available():
             parser.error("--device cuda: PyTorch finds no CUDA device here; use cpu")
-        cls.check(parser, options)
-        if getattr(options, "output", None):
-            make_folder(parser, options.output)
+        try:
+            cls.check(parser, options)
+            if getattr(options, "output", None):
+                make_folder("--output", options.output)
+        except InputError as error:
+            parser.error(str(error))
         return options
 
     @classmethod

@@ -132,14 +132,8 @@ class Largest:
 
 
 def largest_length(fits: Callable[[int], float | None], start: int, growth: int, seconds: float) -> Largest:
-    """Double the length until it does not fit, then bisect to 6 %.
-
-    Args:
-        fits: the seconds that a length takes, or None if it runs out of memory.
-        start: the first length to try.
-        growth: the time grows as lengthᵍʳᵒʷᵗʰ.
-        seconds: lengths that are predicted to take longer are not tried.
-    """
+    """Double the length until it does not fit, then bisect to 6 %. `fits`: the seconds that a length takes, or None if
+    it runs out of memory. Lengths that are predicted to take longer than `seconds` are not tried."""
     low, high, took = 0, None, 0.0
     while high is None or high > 1.06 * low:
         if high is None:

@@ -116,19 +116,19 @@ def point_of(points: list[FormPoint], method: str, setting: Setting) -> FormPoin
 def all_goals(points: list[FormPoint], sizes: list[Setting]) -> list[Goal]:
     """The goals at each size, computed from the measured points."""
     found = []
+
+    def times_faster(peer: str, size: Setting) -> Measured:
+        return Measured(point_of(points, peer, size).seconds / point_of(points, LINEAR, size).seconds)
+
     for size in sizes:
         for peer, bounds in TIMES_FASTER.items():
             guessed = any((p.method, p.status, p.setting) == (peer, EXTRAPOLATED, size) for p in points)
             name = f"{peer} / linear, {size_text(size)}" + ", extrapolated" * guessed
-            measure = partial(times_faster, points, peer, size)
-            found.append(Goal(name, "seconds of one forward and backward", measure, at_least=bounds[size.length]))
+            what, measure = "seconds of one forward and backward", partial(times_faster, peer, size)
+            found.append(Goal(name, what, measure, at_least=bounds[size.length]))
         if size.length == LONG:
             found += limit_goals(points, size)
     return found
-
-
-def times_faster(points: list[FormPoint], peer: str, size: Setting) -> Measured:
-    return Measured(point_of(points, peer, size).seconds / point_of(points, LINEAR, size).seconds)
 
 
 def limit_goals(points: list[FormPoint], size: Setting) -> list[Goal]:

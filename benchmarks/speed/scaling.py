@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.harness import memory
@@ -169,7 +170,9 @@ class Scaling(Benchmark):
             row = [p for p in self.points if p.length == length]
             table.add_row(f"[bold]{length:,} tokens[/bold]")
             for point in row:
-                table.add_row(*cells(point))
+                flops = count_text(point.flops) if point.flops else ""
+                share = f"{point.gemm_share:.0%}" if point.gemm_share else ""
+                table.add_row(escape(point.method), *point.cells(), flops, share)
             if ratio := ratio_cells(row):
                 table.add_row(*ratio)
             table.add_section()
@@ -233,13 +236,6 @@ def measure_memory(method: Method, setting: Setting, limit: int | None, point: P
         point.memory_bytes = measure(method, setting, limit).extra
     except Exception as error:
         point.record_failure(error)
-
-
-def cells(point: Point) -> list[str]:
-    """One method at one length; unknown values are empty."""
-    flops = count_text(point.flops) if point.flops else ""
-    share = f"{point.gemm_share:.0%}" if point.gemm_share else ""
-    return [point.method.replace("[", "\\["), *point.cells(), flops, share]
 
 
 def ratio_cells(points: list[Point]) -> list[str]:

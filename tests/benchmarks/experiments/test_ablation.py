@@ -20,6 +20,7 @@ from benchmarks.experiments.training_run import GridText, smallest_denominator, 
 from benchmarks.harness.timing import Sample
 from linrope import LanguageModel, LanguageModelConfig, RotaryConfig
 from linrope.data.batches.windows import EvaluationWindows
+from tests.benchmarks.commands import refusal
 
 
 @pytest.fixture
@@ -61,10 +62,8 @@ class Changed:
 
     def refuse(self, capsys, *args, **changes) -> str:
         """The message with which the command ends before anything runs."""
-        with pytest.raises(SystemExit) as exit_:
-            self.run(*args, **changes)
-        assert exit_.value.code == 2
-        return " ".join(capsys.readouterr().err.split())
+        self.values.update(changes)
+        return refusal(ablation.Ablation, [*self.args(), *args], capsys)
 
     def parsed(self) -> Folder:
         return ablation.Ablation.parse(self.args()).folder
@@ -99,6 +98,8 @@ def here(monkeypatch):
 
 
 def test_a_grid_end_to_end(grid, here, capsys):
+    assert "--only softmx: unknown. Did you mean" in grid.refuse(capsys, "--only", "softmx")
+    assert "holds no finished run" in grid.refuse(capsys, "--report")
     assert grid.run("--only", "softmax") == 0  # not even the one that the others are compared with
     alone = grid.files
     assert set(alone) == {"softmax-seed0.json", "softmax-seed1.json"}
@@ -321,14 +322,6 @@ def test_a_run_that_fails_is_told_with_its_reason(grid, capsys, monkeypatch):
     assert "linear, seed 0 was ended by SIGKILL" in capsys.readouterr().out
 
 
-def test_what_there_is_none_of_is_named(grid, capsys):
-    assert "--only softmx: unknown. Did you mean" in grid.refuse(capsys, "--only", "softmx")
-    assert "holds no finished run" in grid.refuse(capsys, "--report")
-
-
-# --- what is computed ------------------------------------------------------------------------------------------------
-
-
 def test_intervals_and_verdicts():
     found = Interval.of([1.0, 2.0, 3.0])
     assert found.mean == 2.0
@@ -383,6 +376,8 @@ def test_equal_seconds_before_the_first_validation_or_with_a_diverged_run_are_no
     early = run_of("b", 1, math.nan, diverged="loss is nan at step 3", tokens=110)
     a = rows_by_variant([results[0], early, results[1]], a=10.0, b=9.0)["a"]
     assert (a.at_equal_seconds, a.tokens) == (2.5, 1000)
+    a = rows_by_variant([results[0], DIVERGED])["a"]  # counted, and not averaged
+    assert (a.seeds, a.diverged, a.mean) == (2, 1, 2.5)
 
 
 def test_losses_by_position_are_means_over_seeds():
@@ -395,11 +390,6 @@ def test_losses_by_position_are_means_over_seeds():
 
 
 DIVERGED = run_of("a", 1, math.nan, diverged="loss is nan at step 3")
-
-
-def test_diverged_runs_are_counted_and_not_averaged():
-    (row,) = ablation_report.rows_of([run_of("a", 0, 2.0), DIVERGED], TwoVariants, {})
-    assert (row.seeds, row.diverged, row.mean) == (2, 1, 2.0)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from benchmarks.experiments import convergence
+from tests.benchmarks.commands import refusal
 
 TITLE = convergence.read_grid(convergence.GRID).title
 
@@ -64,6 +65,4 @@ def test_its_variants_are_those_of_the_grid():
 
 def test_runs_of_another_grid_are_named(tmp_path, capsys):
     write_run(tmp_path, "none", 0, [1.0] * 100, title="Forms of RoPE")
-    with pytest.raises(SystemExit):
-        convergence.Convergence.main(["--runs", str(tmp_path)])
-    assert "holds results of 'Forms of RoPE'" in capsys.readouterr().err
+    assert "holds results of 'Forms of RoPE'" in refusal(convergence.Convergence, ["--runs", str(tmp_path)], capsys)

@@ -17,6 +17,7 @@ from benchmarks.speed.gpu_check import BOTH, COPY, FORWARD, FormPoint, GpuCheck
 from benchmarks.speed.gpu_correctness import Case, Outcome, check, errors_of
 from benchmarks.speed.methods import FLA, LINEAR, SOFTMAX, Inputs, Method, Setting, linear
 from linrope.ops.triton_kernel import kernel as triton
+from tests.benchmarks.commands import refusal
 from tests.interpreter import interpret_kernels
 
 SMALL = {"dim": 16, "width": 16, "length": 70, "batch": 1}
@@ -47,14 +48,12 @@ def judged(run: GpuCheck, sizes: list[Setting]) -> int:
 def test_on_a_gpu_results_go_to_its_name(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_check, "device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(runner, "make_folder", lambda parser, folder: None)
+    monkeypatch.setattr(runner, "make_folder", lambda option, folder: None)
     options = GpuCheck.parse([])
     assert options.output.parts[-3:] == ("benchmarks", "results", "nvidia-h200")
     assert options.seconds < 9 * 60
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with pytest.raises(SystemExit):
-        GpuCheck.parse([])
-    assert "TRITON_INTERPRET=1 is set, which runs no kernel on the GPU: unset it" in capsys.readouterr().err
+    assert "TRITON_INTERPRET=1 is set, which runs no kernel on the GPU: unset it" in refusal(GpuCheck, [], capsys)
 
 
 @pytest.mark.parametrize(("quick", "n_sizes"), [(False, 12), (True, 4)])
