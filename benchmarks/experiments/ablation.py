@@ -28,7 +28,7 @@ from benchmarks.experiments.results_folder import Folder, Speed
 from benchmarks.experiments.training_run import INTERRUPTED
 from benchmarks.harness.options import check_names
 from benchmarks.harness.pictures import Figure
-from benchmarks.harness.runner import Benchmark, print_table
+from benchmarks.harness.runner import AddOption, Benchmark, print_table
 from benchmarks.harness.timing import Alternation
 from benchmarks.harness.trainer import training_step
 from linrope.utils.files import claim
@@ -83,7 +83,7 @@ class Ablation(Benchmark):
     output = ""
 
     @classmethod
-    def add_options(cls, add: Callable[..., Any]) -> None:
+    def add_options(cls, add: AddOption) -> None:
         add("--grid", type=Path, required=True, help="a YAML file, such as those in benchmarks/grids")
         add("--output", type=Path, help="folder for results (default: results/ablation/GRID)")
         only = "run these variants alone, with all their seeds (default: all)"

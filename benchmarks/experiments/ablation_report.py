@@ -106,10 +106,9 @@ def rows_of(results: list[dict[str, Any]], grid: Grid, speeds: dict[str, Speed])
     # the fastest variant's time; the others are compared at that time
     times = (own[0]["tokens"] / speed[name] for name, own in good.items() if own and name in speeds)
     seconds = min(times, default=math.nan)
-    at_end, in_time = {}, {}
-    for name, own in good.items():
-        at_end[name] = {r["seed"]: r["final"][metric] for r in own}
-        in_time[name] = {r["seed"]: at_tokens(r, metric, seconds * speed[name]) for r in own}
+    at_end = {name: {r["seed"]: r["final"][metric] for r in own} for name, own in good.items()}
+    tokens = {name: seconds * speed[name] for name in good}
+    in_time = {name: {r["seed"]: at_tokens(r, metric, tokens[name]) for r in own} for name, own in good.items()}
     rows = [
         _row(own, [*compared(at_end, name, grid), *compared(in_time, name, grid), speed[name]], metric)
         for name, own in runs.items()
@@ -205,7 +204,6 @@ def by_case(results: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, floa
 
 
 def in_a_line(run: dict[str, Any]) -> str:
-    """The result of one run in words."""
     metric, label, _ = METRIC[run["settings"]["task"]]
     return f"diverged, {run['diverged']}" if run["diverged"] else f"{run['final'][metric]:.3f} {label}"
 

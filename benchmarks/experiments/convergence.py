@@ -15,7 +15,6 @@ import math
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from rich.table import Table
 
 from benchmarks.experiments.grid import read_grid
 from benchmarks.harness.pictures import COLORS, Figure
-from benchmarks.harness.runner import Benchmark
+from benchmarks.harness.runner import AddOption, Benchmark
 from linrope.utils.formatting import count_text
 from linrope.utils.terminal import new_table
 
@@ -83,7 +82,6 @@ def curves(runs: list[dict[str, Any]]) -> list[Loss]:
 
 
 def by_curve(losses: list[Loss]) -> dict[tuple[str, str], list[Loss]]:
-    """The points of each curve by attention and positions."""
     found = defaultdict(list)
     for loss in losses:
         found[loss.attention, loss.positions].append(loss)
@@ -96,7 +94,7 @@ class Convergence(Benchmark):
     output = ""
 
     @classmethod
-    def add_options(cls, add: Callable[..., Any]) -> None:
+    def add_options(cls, add: AddOption) -> None:
         add("--runs", type=Path, required=True, help="the results folder of benchmarks/grids/placement.yaml")
         add("--output", type=Path, help="folder for CSV, JSON and PNG (default: that of --runs)")
 

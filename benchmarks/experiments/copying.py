@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from rich.table import Table
 from benchmarks.experiments.grid import held_out
 from benchmarks.harness.options import read_byte_model
 from benchmarks.harness.pictures import COLORS, Figure, legend_by_end, length_ticks, new_axes
-from benchmarks.harness.runner import Benchmark
+from benchmarks.harness.runner import AddOption, Benchmark
 from linrope import LanguageModel
 from linrope.utils.terminal import new_table
 
@@ -55,7 +54,7 @@ class TextReadTwice(Benchmark):
     from_zero = ("gap",)
 
     @classmethod
-    def add_options(cls, add: Callable[..., Any]) -> None:
+    def add_options(cls, add: AddOption) -> None:
         models = "a trained model: a folder of save_pretrained or a checkpoint; repeatable"
         add("--model", type=Path, action="append", required=True, help=models)
         add("--lengths", type=int, nargs="+", default=[32, 64, 128, 256, 512], help="tokens of a piece (32 … 512)")

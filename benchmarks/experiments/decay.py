@@ -13,10 +13,8 @@ import argparse
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.table import Table
@@ -25,7 +23,7 @@ from torch import Tensor
 from benchmarks.experiments.grid import held_out
 from benchmarks.harness.options import read_byte_model
 from benchmarks.harness.pictures import COLORS, Figure
-from benchmarks.harness.runner import Benchmark
+from benchmarks.harness.runner import AddOption, Benchmark
 from linrope import RotaryEmbedding
 from linrope.feature_maps import get_feature_map, skip_first
 from linrope.profiling.hooks import OperatorCall, operator_hook
@@ -84,7 +82,7 @@ class Decay(Benchmark):
     point = Weight
 
     @classmethod
-    def add_options(cls, add: Callable[..., Any]) -> None:
+    def add_options(cls, add: AddOption) -> None:
         models = "a trained model with linear layers: a folder of save_pretrained or a checkpoint"
         add("--model", type=Path, help=f"{models} (default: the bound alone)")
         add("--longest", type=int, default=256, help="longest distance (default: 256)")

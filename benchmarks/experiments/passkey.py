@@ -19,7 +19,7 @@ from rich.table import Table
 
 from benchmarks.experiments.training_run import in_means
 from benchmarks.harness.pictures import Figure
-from benchmarks.harness.runner import Benchmark
+from benchmarks.harness.runner import AddOption, Benchmark
 from benchmarks.harness.trainer import quiet_trainer
 from linrope import LanguageModelConfig, RotaryConfig
 from linrope.cli.training import quiet_lightning
@@ -55,7 +55,7 @@ class Passkey(Benchmark):
     from_zero = ("seed", "depths")
 
     @classmethod
-    def add_options(cls, add: Callable[..., Any]) -> None:
+    def add_options(cls, add: AddOption) -> None:
         lengths = [128, 256, 512, 1024, 2048, 4096]
         add("--steps", type=int, default=4000, help="steps of 4,096 tokens (default: 4000)")
         add("--layers", type=int, default=2)

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.table import Table
@@ -21,7 +19,7 @@ from rich.table import Table
 from benchmarks.experiments.grid import held_out
 from benchmarks.harness.options import read_byte_model
 from benchmarks.harness.pictures import COLORS, Figure, new_axes
-from benchmarks.harness.runner import Benchmark
+from benchmarks.harness.runner import AddOption, Benchmark
 from linrope.profiling.hooks import OperatorCall, operator_hook
 from linrope.utils.terminal import new_table
 
@@ -52,7 +50,7 @@ class HeadReach(Benchmark):
     point = Reach
 
     @classmethod
-    def add_options(cls, add: Callable[..., Any]) -> None:
+    def add_options(cls, add: AddOption) -> None:
         models = "a trained model with forget gates: a folder of save_pretrained or a checkpoint"
         add("--model", type=Path, required=True, help=models)
         add("--context", type=int, default=1024, help="tokens of a row (default: 1024)")

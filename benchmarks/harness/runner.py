@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from rich.console import Console
@@ -29,6 +29,9 @@ from benchmarks.harness.timing import Alternation, Call
 from linrope.errors import InputError
 from linrope.evaluation.reports import can_draw, make_folder, print_written, write_csv, write_json, write_picture
 from linrope.utils.terminal import progress_bar
+
+AddOption: TypeAlias = Callable[..., Any]
+"""`ArgumentParser.add_argument`."""
 
 
 class Benchmark:
@@ -63,8 +66,8 @@ class Benchmark:
     # --- what a script defines ---------------------------------------------------------------------------------------
 
     @classmethod
-    def add_options(cls, add: Callable[..., Any]) -> None:
-        """Add the script's options; `add` is `parser.add_argument`."""
+    def add_options(cls, add: AddOption) -> None:
+        """Add the script's options."""
 
     @classmethod
     def check(cls, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

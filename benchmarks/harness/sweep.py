@@ -122,6 +122,15 @@ class Budget:
             return OVER_BUDGET, f"predicted {bytes_text(nbytes)} of {bytes_text(self.memory)}"
         return "", ""
 
+    def new_point(
+        self, points: list[Point], method: str, length: int, batch: int, rounds: int, growth: tuple[int, int]
+    ) -> Point:
+        """The method's next point, appended to `points`: over budget, or interrupted until it is measured."""
+        earlier = [p for p in points if p.method == method]
+        status, detail = self.refusal(earlier, length, rounds, growth)
+        points.append(Point(method, length, batch, status or INTERRUPTED, detail))
+        return points[-1]
+
 
 @dataclass(frozen=True)
 class Largest:

@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.harness import memory
 from benchmarks.harness.options import parse_bytes
 from benchmarks.harness.pictures import Figure, Quantity, against_length
-from benchmarks.harness.runner import Benchmark
+from benchmarks.harness.runner import AddOption, Benchmark
 from benchmarks.harness.sweep import INTERRUPTED, MEASURED, Budget, Point, series
 from benchmarks.harness.timing import alternate
 from benchmarks.harness.trainer import training_step
@@ -60,19 +60,14 @@ def peak_of(method: str, length: int, options: argparse.Namespace) -> memory.Pea
     return memory.peak_of(partial(make_step, method, length, options), options.device)
 
 
-def measure(method: str, length: int, options: argparse.Namespace, earlier: list[Point]) -> Point:
-    """The peak of one method at one length, or why it was not measured."""
-    status, detail = Budget(options.seconds, options.memory).refusal(earlier, length, 1, GROWTH[method])
-    point = Point(method, length, 1, status or MEASURED, detail)
-    if status:
-        return point
+def measure(point: Point, options: argparse.Namespace) -> None:
+    """Enter the peak of one method at one length, or why it was not measured."""
     try:
-        peak = memory.in_new_process(peak_of, method, length, options)
-        point.memory_bytes, point.seconds, point.rounds = peak.process, peak.seconds, 1
-        point.tokens_per_second = length / peak.seconds
+        peak = memory.in_new_process(peak_of, point.method, point.length, options)
+        point.status, point.memory_bytes, point.seconds, point.rounds = MEASURED, peak.process, peak.seconds, 1
+        point.tokens_per_second = point.length / peak.seconds
     except (memory.OutOfMemory, memory.Failed) as error:
         point.record_failure(error)
-    return point
 
 
 def cost_ratio(options: argparse.Namespace) -> float:
@@ -87,7 +82,7 @@ class BeyondMemory(Benchmark):
     from_zero = ("cost",)
 
     @classmethod
-    def add_options(cls, add: Callable[..., Any]) -> None:
+    def add_options(cls, add: AddOption) -> None:
         lengths = [2**power for power in range(14, 21)]
         add("--lengths", type=int, nargs="+", default=lengths, help="tokens in the row (default: 16384 to 1048576)")
         add("--segment_length", type=int, default=8192, help="tokens in a segment (default: 8192)")
@@ -111,13 +106,14 @@ class BeyondMemory(Benchmark):
     def measure(self) -> None:
         self.ratio = self.failure = None
         options = self.options
+        budget = Budget(options.seconds, options.memory)
         tick = self.progress("", len(options.lengths) * len(METHODS) + bool(options.cost))
         for length in options.lengths:
             for method in METHODS:
                 tick(description=f"{method} at {length:,}")
-                self.points.append(Point(method, length, 1, INTERRUPTED))
-                earlier = [p for p in self.points[:-1] if p.method == method]
-                self.points[-1] = measure(method, length, options, earlier)
+                point = budget.new_point(self.points, method, length, 1, 1, GROWTH[method])
+                if point.status == INTERRUPTED:
+                    measure(point, options)
                 tick(advance=1)
         if options.cost:
             tick(description=f"cost at {options.cost:,}")
@@ -130,7 +126,6 @@ class BeyondMemory(Benchmark):
         return {"cost_ratio": self.ratio, "cost_failure": self.failure}
 
     def table(self) -> Table:
-        """A row for each length: peak memory of the process, and tokens per second of one step."""
         options = self.options
         table = new_table(
             f"a training step: {options.layers} layers, d_model {options.d_model}, {options.heads} heads, one row\n"

@@ -18,7 +18,7 @@ from rich.table import Table
 from benchmarks.harness import memory
 from benchmarks.harness.options import check_even, parse_bytes
 from benchmarks.harness.pictures import Figure, Quantity, against_length
-from benchmarks.harness.runner import Benchmark
+from benchmarks.harness.runner import AddOption, Benchmark
 from benchmarks.harness.sweep import INTERRUPTED, MEASURED, OVER_BUDGET, Point
 from benchmarks.harness.timing import Several, clock
 from benchmarks.speed.methods import DTYPES, Inputs, LinearDecoding, Setting, SoftmaxDecoding
@@ -54,7 +54,7 @@ class Decode(Benchmark):
     name = "decode"
 
     @classmethod
-    def add_options(cls, add: Callable[..., Any]) -> None:
+    def add_options(cls, add: AddOption) -> None:
         contexts = [1000, 10_000, 100_000, 1_000_000]
         add("--contexts", type=int, nargs="+", default=contexts, help="tokens before the one that is generated")
         add("--batch", type=int, nargs="+", default=[1, 64], help="rows that decode together (default: 1 64)")
@@ -114,7 +114,6 @@ class Decode(Benchmark):
         return {"memory_budget": self.limit}
 
     def table(self) -> Table:
-        """A section for each method and batch size, a row for each context."""
         setting = f"{self.options.heads} heads of {self.options.head_dim}, {self.options.dtype}"
         table = new_table(
             f"one token, {setting}\n{self.device}",

@@ -12,7 +12,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
@@ -26,7 +26,7 @@ from rich.table import Table
 
 from benchmarks.harness import memory, timing
 from benchmarks.harness.machine import device_name
-from benchmarks.harness.runner import Benchmark
+from benchmarks.harness.runner import AddOption, Benchmark
 from benchmarks.harness.sweep import Point
 from benchmarks.harness.timing import Call, Several, clock, milliseconds_text
 from benchmarks.speed import goals, gpu_correctness
@@ -168,7 +168,7 @@ class GpuCheck(Benchmark):
         self.begin = time.monotonic()
 
     @classmethod
-    def add_options(cls, add: Callable[..., Any]) -> None:
+    def add_options(cls, add: AddOption) -> None:
         text = "time for all of it; what does not fit is skipped (default: 520)"
         add("--seconds", type=float, default=520.0, help=text)
         add("--quick", action="store_true", help="a tenth of the checks, two lengths and two sizes")

@@ -6,14 +6,12 @@ A model of configs/quickstart.yaml's sizes trains as `linrope fit` does, with `r
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from lightning.pytorch import seed_everything
 from rich.table import Table
 
-from benchmarks.harness.runner import Benchmark
+from benchmarks.harness.runner import AddOption, Benchmark
 from benchmarks.harness.timing import clock, milliseconds_text
 from benchmarks.harness.trainer import quiet_trainer
 from linrope import LanguageModelConfig
@@ -39,7 +37,7 @@ class Health(Benchmark):
     point = Cost
 
     @classmethod
-    def add_options(cls, add: Callable[..., Any]) -> None:
+    def add_options(cls, add: AddOption) -> None:
         add("--steps", type=int, default=200)
         add("--every", type=int, default=100, help="steps between two measurements (default: 100, as `linrope fit`)")
         add("--context", type=int, default=1024)

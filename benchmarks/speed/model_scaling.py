@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from rich.table import Table
 
 from benchmarks.harness.options import check_names
 from benchmarks.harness.pictures import Figure, Quantity, against_length
-from benchmarks.harness.runner import Benchmark
+from benchmarks.harness.runner import AddOption, Benchmark
 from benchmarks.harness.sweep import INTERRUPTED, MEASURED, Point, crossovers, series
 from benchmarks.harness.trainer import training_step
 from linrope import LanguageModelConfig
@@ -35,7 +34,7 @@ class ModelScaling(Benchmark):
     name = "model_scaling"
 
     @classmethod
-    def add_options(cls, add: Callable[..., Any]) -> None:
+    def add_options(cls, add: AddOption) -> None:
         lengths = [256 * 2**i for i in range(6)]
         add("--lengths", type=int, nargs="+", default=lengths, help="tokens in a row (default: 256 to 8192)")
         add("--tokens", type=int, default=8192, help="tokens in a step, at every length (default: 8192)")
@@ -83,7 +82,6 @@ class ModelScaling(Benchmark):
         return f"{o.layers} layers, d_model {o.d_model}, {o.heads} heads, {o.tokens:,} tokens a step"
 
     def table(self) -> Table:
-        """A row for each length: tokens per second, and their ratio to the softmax model's."""
         options = self.options
         ratios = [kind for kind in options.attention if kind != "softmax" and "softmax" in options.attention]
         table = new_table(

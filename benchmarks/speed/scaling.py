@@ -19,7 +19,7 @@ from rich.table import Table
 from benchmarks.harness import memory
 from benchmarks.harness.options import check_even, check_names, parse_bytes
 from benchmarks.harness.pictures import Figure, Quantity, against_length
-from benchmarks.harness.runner import Benchmark
+from benchmarks.harness.runner import AddOption, Benchmark
 from benchmarks.harness.sweep import INTERRUPTED, SINCE, Budget, Largest, Point, crossovers, largest_length, series
 from benchmarks.harness.timing import gemm_rate
 from benchmarks.speed.methods import DTYPES, MODES, Inputs, Method, Setting, catalogue
@@ -38,7 +38,7 @@ class Scaling(Benchmark):
         self.gemm_rate: float | None = None  # FLOPs per second of a large matrix product
 
     @classmethod
-    def add_options(cls, add: Callable[..., Any]) -> None:
+    def add_options(cls, add: AddOption) -> None:
         lengths = [512 * 2**i for i in range(6)]
         add("--lengths", type=int, nargs="+", default=lengths, help="tokens (default: 512 to 16384)")
         add("--methods", nargs="+", help="names from the table that a run without this option shows")
@@ -93,9 +93,13 @@ class Scaling(Benchmark):
         """All methods at one length: memory first, which shows which methods fit, then the times in turn."""
         setting = self.setting(length)
         methods = self.options.chosen
-        points = {name: self.new_point(method, setting) for name, method in methods.items()}
-        running = {name: point for name, point in points.items() if point.status == INTERRUPTED}
-
+        running = {}
+        for name, method in methods.items():
+            growth = method.time_growth(setting.mode), method.memory_growth(setting.mode)
+            sizes = length, setting.batch, self.options.repeats + 1
+            point = self.budget.new_point(self.points, name, *sizes, growth)
+            if point.status == INTERRUPTED:
+                running[name] = point
         for name, point in running.items():
             tick(description=f"{length:,} tokens: {name}, memory", advance=1)
             measure_memory(methods[name], setting, self.budget.memory, point)
@@ -110,15 +114,6 @@ class Scaling(Benchmark):
             for point in running.values():
                 if point.flops:
                     point.gemm_share = point.flops / point.seconds / self.gemm_rate
-
-    def new_point(self, method: Method, setting: Setting) -> Point:
-        """The method's point at this length: over budget, or interrupted until it is measured."""
-        earlier = [p for p in self.points if p.method == method.name]
-        growth = method.time_growth(setting.mode), method.memory_growth(setting.mode)
-        status, detail = self.budget.refusal(earlier, setting.length, self.options.repeats + 1, growth)
-        point = Point(method.name, setting.length, setting.batch, status or INTERRUPTED, detail)
-        self.points.append(point)
-        return point
 
     def search(self) -> None:
         """Find the largest length of each method within the memory, each length in a process of its own."""
@@ -154,7 +149,6 @@ class Scaling(Benchmark):
         }
 
     def table(self) -> Table:
-        """A section for each length, a row for each method."""
         options = self.options
         decoding = options.mode == "decode"
         call, beyond = ("one token", "state or cache, and peak") if decoding else ("one call", "peak beyond the inputs")

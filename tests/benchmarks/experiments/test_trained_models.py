@@ -29,37 +29,32 @@ def saved(path, tokenizer=None, **options) -> list[str]:
 GATED = {"forget_gate": True}
 NO_BYTES = "its tokens must be bytes, with a vocabulary of 257 or more"
 MISTAKES = [
-    (TextReadTwice, {}, ["--lengths", "3"], "--lengths 3: must be 4 or more, because half a piece is judged"),
-    (TextReadTwice, {}, ["--lengths", "9000000"], "--lengths 9000000: 64 pieces need more than the text's"),
-    (
-        TextReadTwice,
-        {},
-        ["--lengths", "8", "--gap", "9000000"],
-        "--lengths 8 with --gap 9000000: 64 pieces need more than",
-    ),
-    (TextReadTwice, {}, ["--gap", "-1"], "--gap -1: must be 0 or more"),
-    (TextReadTwice, {}, ["--pieces", "0"], "--pieces 0: must be above 0"),
-    (TextReadTwice, {}, ["--model", "nowhere"], "--model: checkpoint 'nowhere' does not exist"),
-    (TextReadTwice, {"vocab_size": 100}, [], NO_BYTES),
-    (TextReadTwice, {"vocab_size": 300, "tokenizer": {"kind": "unknown"}}, [], NO_BYTES),
-    (Decay, {}, ["--model", "nowhere"], "--model: checkpoint 'nowhere' does not exist"),
-    (Decay, {"attention": "softmax"}, [], "none of its layers is linear"),
-    (HeadReach, {}, [], "linear layers with a forget gate"),
-    (HeadReach, GATED, ["--context", "65536"], "--rows 16 of --context 65536: the text has"),
-    (HeadReach, GATED, ["--context", "1"], "--context 1: must be 2 or more"),
-    (Passkey, None, ["--lengths", "10"], "length=10 is too short"),
-    (Passkey, None, ["--depths", "101"], "depth=101"),
-    (Passkey, None, ["--heads", "3"], "n_heads=3 does not divide d_model=64"),
-    (Passkey, None, ["--seed", "-1"], "--seed -1: must be 0 or more"),
-    (Convergence, None, ["--runs", "nowhere"], "holds no finished run"),
+    (TextReadTwice, {}, "--lengths 3", "--lengths 3: must be 4 or more, because half a piece is judged"),
+    (TextReadTwice, {}, "--lengths 9000000", "--lengths 9000000: 64 pieces need more than the text's"),
+    (TextReadTwice, {}, "--lengths 8 --gap 9000000", "--lengths 8 with --gap 9000000: 64 pieces need more than"),
+    (TextReadTwice, {}, "--gap -1", "--gap -1: must be 0 or more"),
+    (TextReadTwice, {}, "--pieces 0", "--pieces 0: must be above 0"),
+    (TextReadTwice, {}, "--model nowhere", "--model: checkpoint 'nowhere' does not exist"),
+    (TextReadTwice, {"vocab_size": 100}, "", NO_BYTES),
+    (TextReadTwice, {"vocab_size": 300, "tokenizer": {"kind": "unknown"}}, "", NO_BYTES),
+    (Decay, {}, "--model nowhere", "--model: checkpoint 'nowhere' does not exist"),
+    (Decay, {"attention": "softmax"}, "", "none of its layers is linear"),
+    (HeadReach, {}, "", "linear layers with a forget gate"),
+    (HeadReach, GATED, "--context 65536", "--rows 16 of --context 65536: the text has"),
+    (HeadReach, GATED, "--context 1", "--context 1: must be 2 or more"),
+    (Passkey, None, "--lengths 10", "length=10 is too short"),
+    (Passkey, None, "--depths 101", "depth=101"),
+    (Passkey, None, "--heads 3", "n_heads=3 does not divide d_model=64"),
+    (Passkey, None, "--seed -1", "--seed -1: must be 0 or more"),
+    (Convergence, None, "--runs nowhere", "holds no finished run"),
 ]
 
 
 @pytest.mark.parametrize(("command", "model", "args", "message"), MISTAKES)
 def test_bad_input_is_named(command, model, args, message, tmp_path, capsys):
-    if model is not None:
-        args = [*saved(tmp_path / "model", **model), *args]
-    assert message in refusal(command, [*args, "--output", str(tmp_path / "out")], capsys)
+    model = [] if model is None else saved(tmp_path / "model", **model)
+    args = [*model, *args.split(), "--output", str(tmp_path / "out")]
+    assert message in refusal(command, args, capsys)
     assert not (tmp_path / "out").exists()
 
 

@@ -3,7 +3,7 @@
 import math
 import sys
 from dataclasses import replace
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -84,12 +84,7 @@ def peers(monkeypatch):
         },
     }
     for name, contents in stand_ins.items():
-        parts = name.split(".")
-        for depth in range(1, len(parts)):
-            monkeypatch.setitem(sys.modules, ".".join(parts[:depth]), ModuleType(parts[0]))
-        module = ModuleType(name)
-        module.__dict__.update(contents)
-        monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**contents))
     monkeypatch.setattr(methods, "fused", lambda function: function)
 
 
