@@ -118,9 +118,9 @@ class Ablation(Benchmark):
             self.failure = str(error)
 
     def measure_speeds(self) -> dict[str, Speed]:
-        """Training speeds, measured once for a folder. Variants that are added later are measured in turn with the
-        reference (or with another that was measured, if the reference is new): the ratio of its speed then and now
-        corrects theirs. Variants with a curriculum have no single speed, and are omitted."""
+        """Training speeds, measured once for a folder. Variants that are added later alternate with the reference (or
+        with another that was measured, if the reference is new), and are scaled by the change in its speed since then.
+        Variants with a curriculum have no single speed, and are omitted."""
         folder = self.options.folder
         known, timed = folder.read_speeds(), folder.speed_keys
         missing = [name for name in timed if name not in known]

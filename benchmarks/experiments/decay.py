@@ -49,8 +49,8 @@ class Weight:
 def bound(distances: Tensor, head_dim: int = HEAD_DIM, base: float = 10000.0) -> Tensor:
     """1/(d/2) Σ_i |S_i|, with S_i the sum of the first i of exp(i·distance·θ_m), for each distance: (N,) float64. At
     distance 0 it is (d/2 + 1)/2."""
-    turns = unit_rotations(distances, frequencies(head_dim, base))
-    return turns.cumsum(dim=-1).abs().mean(dim=-1)
+    rotations = unit_rotations(distances, frequencies(head_dim, base))
+    return rotations.cumsum(dim=-1).abs().mean(dim=-1)
 
 
 def mean_weights(
@@ -61,13 +61,13 @@ def mean_weights(
     The first `signed` features have no part in the plain weights, which denominators sum. Only queries that see that
     far are used, so that every distance has the same ones.
     """
-    turned = (q, k) if rope is None else (rope.rotate(q), rope.rotate(k))
+    rotated_qk = (q, k) if rope is None else (rope.rotate(q), rope.rotate(k))
     total = None if log_decay is None else log_decay.double().cumsum(dim=-1)
     means = defaultdict(list)
     queries = slice(longest, None)
     for distance in range(longest + 1):
         keys = slice(longest - distance, q.shape[2] - distance)
-        plain, rotated = ((a[:, :, queries] * b[:, :, keys]).double() for a, b in ((q, k), turned))
+        plain, rotated = ((a[:, :, queries] * b[:, :, keys]).double() for a, b in ((q, k), rotated_qk))
         plain, rotated = plain[..., signed:].sum(-1), rotated.sum(-1)
         values = {"plain": plain, "rotated": rotated, "|rotated|": rotated.abs()}
         if total is not None:

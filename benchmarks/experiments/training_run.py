@@ -231,9 +231,9 @@ def smallest_denominator(model: LanguageModel, data: TextDataModule) -> float | 
     def observe(call: OperatorCall) -> None:
         rope, normalize = call.options["rope"], call.options["normalize"]
         if normalize != "none":
-            signed, turned = 0 if rope is None else rope.signed_dim, rope if normalize == "rotary" else None
+            signed = 0 if rope is None else rope.signed_dim
             positive = call.q[..., signed:], call.k[..., signed:], torch.ones_like(call.v[..., :1])
-            options = {**call.options, "rope": turned, "normalize": "none"}
+            options = {**call.options, "rope": rope if normalize == "rotary" else None, "normalize": "none"}
             smallest.append(linear_attention(*positive, **options).abs().min().item())
 
     with operator_hook(model, observe):

@@ -63,8 +63,6 @@ class Benchmark:
         self.console = Console()
         self.bar: Progress | None = None
 
-    # --- what a script defines ---------------------------------------------------------------------------------------
-
     @classmethod
     def add_options(cls, add: AddOption) -> None:
         """Add the script's options."""
@@ -102,8 +100,6 @@ class Benchmark:
     def stem(self) -> str:
         """The name of the files, without ending."""
         return self.name
-
-    # --- the command -------------------------------------------------------------------------------------------------
 
     @classmethod
     def parser(cls) -> argparse.ArgumentParser:

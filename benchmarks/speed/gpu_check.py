@@ -13,10 +13,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +52,6 @@ OVER_LIMIT = {FORWARD: 2.0, BOTH: 2.5}
 TENSORS = {FORWARD: 4, BOTH: 8}
 """Read or written once: q, k, v and o; with the gradients of all four."""
 EXTRA_MEMORY = 0.15
-PACKAGES = ("triton", "flash-linear-attention", "fla-core")
-"""Packages whose versions are recorded; only the first is required."""
 
 
 def size_text(size: Setting) -> str:
@@ -224,14 +220,6 @@ class GpuCheck(Benchmark):
     def details(self) -> dict[str, Any]:
         found = {k: [asdict(one) for one in getattr(self, k)] for k in ("checks", "points", "goals")}
         return {"seconds": time.monotonic() - self.begin, "notes": self.notes, **found}
-
-    @cached_property
-    def surroundings(self) -> dict[str, Any]:
-        found = super().surroundings
-        for name in PACKAGES:
-            with suppress(PackageNotFoundError):
-                found["versions"][name] = version(name)
-        return found
 
     def write(self, folder: Path, details: dict[str, Any]) -> list[Path]:
         return [write_json(folder / "gpu_check.json", details)]

@@ -129,9 +129,6 @@ def call_of(attend: Callable[[Inputs], Tensor], inputs: Inputs) -> Callable[[], 
     return forward_backward if inputs.setting.mode == "forward+backward" else forward
 
 
-# --- the forms -------------------------------------------------------------------------------------------------------
-
-
 def linear(x: Inputs, *, rope: bool = True, decay: bool = False, **options) -> Tensor:
     """`linear_attention`, with RoPE in the numerator (`rope`) and a decay for each head and token (`decay`)."""
     log_decay = x.log_decay if decay else None
@@ -238,9 +235,6 @@ def gpu_forms() -> dict[str, Method]:
     return {form.name: form for form in forms}
 
 
-# --- decoding --------------------------------------------------------------------------------------------------------
-
-
 class LinearDecoding:
     """One token after `setting.length` others: `linear_attention` from one state to the next."""
 
@@ -280,9 +274,6 @@ class SoftmaxDecoding:
         self.k[:, :, position:] = x.rope.rotate(x.k, position)
         self.v[:, :, position:] = x.v
         return F.scaled_dot_product_attention(x.rope.rotate(x.q, position), self.k, self.v)
-
-
-# --- the table of them -----------------------------------------------------------------------------------------------
 
 
 def catalogue(device: str, dtype: str) -> dict[str, Method]:

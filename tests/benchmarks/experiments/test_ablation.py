@@ -5,7 +5,7 @@ import json
 import math
 import multiprocessing
 import re
-from itertools import islice
+from itertools import islice, product
 from types import SimpleNamespace
 
 import pytest
@@ -441,9 +441,7 @@ def test_a_recall_grid_reports_accuracy(grid, here, capsys):
     data = {"vocab_size": 32, "tokens_per_batch": 256, "test_rows": 8, "cases": [[16, 2], [32, 8]]}
     data["stages"] = [[16, 2, 1], [32, 4, 1]]
     assert grid.run(task="mqar", tokens=2048, validations=2, model=model, data=data, evaluate={}) == 0
-    finals = {
-        (variant, seed): grid.read(variant, seed)["final"] for variant in ("linear", "softmax") for seed in (0, 1)
-    }
+    finals = {run: grid.read(*run)["final"] for run in product(("linear", "softmax"), (0, 1))}
     assert all({"accuracy", "accuracy/16x2", "accuracy/32x8"} <= final.keys() for final in finals.values())
     assert grid.read("linear", 0)["steps"] == 8
     gaps = [finals["softmax", seed]["accuracy"] - finals["linear", seed]["accuracy"] for seed in (0, 1)]

@@ -3,6 +3,7 @@
 import cmath
 import json
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -91,9 +92,8 @@ def test_decay_of_each_layer(tmp_path, capsys):
     model = saved(tmp_path / "model", n_layers=2, short_conv=4, forget_gate=True)
     assert Decay.main([*model, "--longest", "8", "--output", str(tmp_path / "out")]) == 0
     points = json.loads((tmp_path / "out" / "decay.json").read_text())["points"]
-    assert {(p["curve"], p["layer"]) for p in points if p["layer"] >= 0} == {
-        (curve, layer) for curve in ("plain", "rotated", "|rotated|", "rotated × decay") for layer in (0, 1)
-    }
+    curves = {(p["curve"], p["layer"]) for p in points if p["layer"] >= 0}
+    assert curves == set(product(("plain", "rotated", "|rotated|", "rotated × decay"), (0, 1)))
     assert [p["value"] for p in points if p["curve"] == "plain" and p["distance"] == 0] == [1.0, 1.0]
     assert "bound" in capsys.readouterr().out
 
@@ -127,9 +127,7 @@ def test_a_model_learns_and_is_asked(tmp_path, capsys):
     asked = ["--lengths", "128", "1024", "--depths", "0", "100", "--rows", "2"]
     assert Passkey.main([*sizes, *asked, "--output", str(tmp_path)]) == 0
     contents = json.loads((tmp_path / "recall.json").read_text())
-    assert [(case["length"], case["depth"]) for case in contents["cases"]] == [
-        (128, 0), (128, 100), (1024, 0), (1024, 100)
-    ]  # fmt: skip
+    assert [(case["length"], case["depth"]) for case in contents["cases"]] == list(product((128, 1024), (0, 100)))
     assert contents["trained_to"] == 512
     assert len(contents["train_losses"]) == 2
     assert contents["command"].startswith("python -m benchmarks.passkey --steps 2")

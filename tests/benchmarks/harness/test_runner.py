@@ -59,7 +59,7 @@ def test_a_run_says_where_it_ran():
     found = surroundings("cpu", "scaling", ["--lengths", "8"])
     assert found["command"] == "python -m benchmarks.scaling --lengths 8"
     assert found["machine"]["device"]
-    assert set(found["versions"]) == {"python", "torch", "linrope"}
+    assert {"python", "torch", "linrope"} <= found["versions"].keys()
 
 
 def test_results_are_written(tmp_path, capsys):
