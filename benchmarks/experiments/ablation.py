@@ -30,7 +30,7 @@ from benchmarks.harness.options import check_names
 from benchmarks.harness.pictures import Figure
 from benchmarks.harness.runner import AddOption, Benchmark, print_table
 from benchmarks.harness.timing import Alternation
-from benchmarks.harness.trainer import training_step
+from benchmarks.harness.training_step import training_step
 from linrope.utils.files import claim
 
 DRIFT = 0.1
@@ -160,14 +160,11 @@ class Ablation(Benchmark):
         tick(visible=False)
         for name, error in alternation.failures.items():
             raise RunFailed(f"{name}: a training step failed: {error}") from error
-        return {
-            name: Speed(
-                settings[name].timed_rows * settings[name].longest_row / found.median,
-                found.spread if rounds > 1 else None,
-                self.device,
-            )
-            for name, found in alternation.samples.items()
-        }
+        speeds = {}
+        for name, sample in alternation.samples.items():
+            tokens = settings[name].timed_rows * settings[name].longest_row
+            speeds[name] = Speed(tokens / sample.median, sample.spread if rounds > 1 else None, self.device)
+        return speeds
 
     def make_runs(self, speeds: dict[str, Speed]) -> None:
         """Make the missing runs of the variants of --only, one process at a time."""

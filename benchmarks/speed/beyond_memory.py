@@ -21,7 +21,7 @@ from benchmarks.harness.pictures import Figure, Quantity, against_length
 from benchmarks.harness.runner import AddOption, Benchmark
 from benchmarks.harness.sweep import INTERRUPTED, MEASURED, Budget, Point, series
 from benchmarks.harness.timing import alternate
-from benchmarks.harness.trainer import training_step
+from benchmarks.harness.training_step import training_step
 from linrope import LanguageModel, LanguageModelConfig, RotaryConfig, segmented_loss
 from linrope.losses import summed_cross_entropy
 from linrope.utils.formatting import bytes_text

@@ -186,11 +186,8 @@ class GpuCheck(Benchmark):
 
     def measure(self) -> None:
         shapes, lengths = (SHAPES[::3], LENGTHS[:2]) if self.options.quick else (SHAPES, LENGTHS)
-        self.sizes = [
-            Setting(length, heads=rows, head_dim=dim, dtype="bfloat16", device="cuda")
-            for length in lengths
-            for rows, dim in shapes
-        ]
+        kind = {"dtype": "bfloat16", "device": "cuda"}
+        self.sizes = [Setting(length, heads=rows, head_dim=dim, **kind) for length in lengths for rows, dim in shapes]
         try:
             work = gpu_correctness.checks(self.options.quick)
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:

@@ -171,7 +171,7 @@ def fast_transformers(x: Inputs) -> Tensor:
     return causal_dot_product(x.rope.rotate(q), x.rope.rotate(k), x.v) / (den + EPS)
 
 
-# --- the peers of the CUDA backend, at their fastest -----------------------------------------------------------------
+# The peers of the CUDA backend, at their fastest.
 #
 # Their tables of angles exist before the call, and their elementwise operations are compiled, so that only their
 # kernels and the memory traffic between them are timed. Both pair dimension m with m + D/2, as they do by default.

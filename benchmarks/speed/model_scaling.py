@@ -17,7 +17,7 @@ from benchmarks.harness.options import check_names
 from benchmarks.harness.pictures import Figure, Quantity, against_length
 from benchmarks.harness.runner import AddOption, Benchmark
 from benchmarks.harness.sweep import INTERRUPTED, MEASURED, Point, crossovers, series
-from benchmarks.harness.trainer import training_step
+from benchmarks.harness.training_step import training_step
 from linrope import LanguageModelConfig
 from linrope.utils.terminal import new_table
 

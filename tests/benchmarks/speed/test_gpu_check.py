@@ -169,14 +169,10 @@ def fails(x: Inputs) -> torch.Tensor:
     raise torch.OutOfMemoryError("out of memory")
 
 
-@pytest.fixture
-def cpu_forms(monkeypatch):
+def test_a_size_is_measured_and_what_fails_is_said(run, monkeypatch):
     peers = {SOFTMAX: Method(SOFTMAX, fails, quadratic=True), FLA: Method(FLA, fails, absent="not installed")}
     monkeypatch.setattr(gpu_check, "gpu_forms", lambda: {LINEAR: Method(LINEAR, linear), **peers})
     monkeypatch.setattr(gpu_check, "LONG", 128)
-
-
-def test_a_size_is_measured_and_what_fails_is_said(run, cpu_forms):
     run.sizes = [size(0, 2, 16), size(128, 2, 16)]  # the first fails as a whole
     run.measure_all()
     assert run.points.pop(0).status == "failed"

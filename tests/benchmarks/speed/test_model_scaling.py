@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from benchmarks.harness.trainer import mean_loss, training_step
+from benchmarks.harness.training_step import mean_loss, training_step
 from benchmarks.speed import model_scaling
 from tests.benchmarks import commands
 
