@@ -142,7 +142,8 @@ class Largest:
 
 def largest_length(fits: Callable[[int], float | None], start: int, growth: int, seconds: float) -> Largest:
     """Double the length until it does not fit, then bisect to 6 %. `fits`: the seconds that a length takes, or None if
-    it runs out of memory. Lengths that are predicted to take longer than `seconds` are not tried."""
+    it runs out of memory; `growth`: the exponent of this time. Lengths that are predicted to take longer than `seconds`
+    are not tried."""
     low, high, took = 0, None, 0.0
     while high is None or high > 1.06 * low:
         if high is None:
