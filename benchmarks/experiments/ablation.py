@@ -22,20 +22,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.experiments import ablation_report as report
-from benchmarks.experiments.grid import Settings, n_steps, read_grid, settings_of
+from benchmarks.experiments.grid import n_steps, read_grid, settings_of
 from benchmarks.experiments.results_folder import Folder, Speed
 from benchmarks.experiments.training_run import INTERRUPTED
 from benchmarks.harness.options import check_names
-from benchmarks.harness.runner import Benchmark, print_table
+from benchmarks.harness.pictures import Figure
+from benchmarks.harness.runner import AddOption, Benchmark, print_table
 from benchmarks.harness.timing import Alternation
-from linrope import LanguageModel
-from linrope.errors import InputError
-from linrope.losses import token_losses
-from linrope.training import OptimizerConfig
-from linrope.training.optimizer import parameter_groups
+from benchmarks.harness.training_step import training_step
 from linrope.utils.files import claim
 
 DRIFT = 0.1
@@ -44,23 +39,6 @@ DRIFT = 0.1
 
 class RunFailed(RuntimeError):
     """A run's process ended without a result; the message holds its last output."""
-
-
-def training_step(settings: Settings, device: str) -> Any:
-    """One optimizer step of the variant's model, on random tokens."""
-    torch.manual_seed(0)
-    model = LanguageModel(settings.model_config).to(device)
-    optimizer_config = OptimizerConfig(**settings.optimizer)
-    optimizer = torch.optim.AdamW(parameter_groups(model, optimizer_config.weight_decay))
-    shape = settings.timed_rows, settings.longest_row + 1
-    tokens = torch.randint(settings.model_config.vocab_size, shape, device=device)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        token_losses(model(tokens[:, :-1]), tokens[:, 1:]).mean().backward()
-        optimizer.step()
-
-    return step
 
 
 @contextmanager
@@ -102,11 +80,10 @@ class Ablation(Benchmark):
 
     name = "ablation"
     point = report.Row
-    positive = ("rounds",)
     output = ""
 
     @classmethod
-    def add_options(cls, add: Callable[..., Any]) -> None:
+    def add_options(cls, add: AddOption) -> None:
         add("--grid", type=Path, required=True, help="a YAML file, such as those in benchmarks/grids")
         add("--output", type=Path, help="folder for results (default: results/ablation/GRID)")
         only = "run these variants alone, with all their seeds (default: all)"
@@ -119,12 +96,9 @@ class Ablation(Benchmark):
     def check(cls, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         """`folder` is added."""
         options.output = options.output or Path("results/ablation", options.grid.stem)
-        try:
-            grid = read_grid(options.grid)
-            options.folder = Folder(options.output, grid, settings_of(grid), options.device)
-            options.folder.check(runs_follow=not options.report)
-        except InputError as error:
-            parser.error(str(error))
+        grid = read_grid(options.grid)
+        options.folder = Folder(options.output, grid, settings_of(grid), options.device)
+        options.folder.check(runs_follow=not options.report)
         options.only = options.only or list(grid.variants)
         check_names(parser, "--only", options.only, grid.variants)
         if options.report and not options.folder.results():
@@ -143,12 +117,10 @@ class Ablation(Benchmark):
         except RunFailed as error:
             self.failure = str(error)
 
-    # --- speed -------------------------------------------------------------------------------------------------------
-
     def measure_speeds(self) -> dict[str, Speed]:
-        """Training speeds, measured once for a folder. Variants that are added later are measured in turn with the
-        reference (or with another that was measured, if the reference is new): the ratio of its speed then and now
-        corrects theirs. Variants with a curriculum have no single speed, and are omitted."""
+        """Training speeds, measured once for a folder. Variants that are added later alternate with the reference (or
+        with another that was measured, if the reference is new), and are scaled by the change in its speed since then.
+        Variants with a curriculum have no single speed, and are omitted."""
         folder = self.options.folder
         known, timed = folder.read_speeds(), folder.speed_keys
         missing = [name for name in timed if name not in known]
@@ -175,7 +147,10 @@ class Ablation(Benchmark):
         first = {folder.speed_keys[name]: name for name in reversed(names)}
         settings = {name: folder.settings[name] for name in names if name in first.values()}
         try:
-            steps = {name: training_step(own, device) for name, own in settings.items()}
+            steps = {
+                name: training_step(own.model_config, own.timed_rows, own.longest_row, device)
+                for name, own in settings.items()
+            }
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise RunFailed(f"no memory for the models of {', '.join(settings)}: {reason}") from error
@@ -185,16 +160,11 @@ class Ablation(Benchmark):
         tick(visible=False)
         for name, error in alternation.failures.items():
             raise RunFailed(f"{name}: a training step failed: {error}") from error
-        return {
-            name: Speed(
-                settings[name].timed_rows * settings[name].longest_row / found.median,
-                found.spread if rounds > 1 else None,
-                self.device,
-            )
-            for name, found in alternation.samples.items()
-        }
-
-    # --- runs --------------------------------------------------------------------------------------------------------
+        speeds = {}
+        for name, sample in alternation.samples.items():
+            tokens = settings[name].timed_rows * settings[name].longest_row
+            speeds[name] = Speed(tokens / sample.median, sample.spread if rounds > 1 else None, self.device)
+        return speeds
 
     def make_runs(self, speeds: dict[str, Speed]) -> None:
         """Make the missing runs of the variants of --only, one process at a time."""
@@ -232,8 +202,6 @@ class Ablation(Benchmark):
         if status or not result.exists():
             how = f"was ended by {signal.Signals(-status).name}" if status < 0 else "failed"
             raise RunFailed(f"{name} {how}:\n" + "\n".join(last))
-
-    # --- the report --------------------------------------------------------------------------------------------------
 
     def read(self, folder: Folder) -> None:
         """Read the finished runs, and make the rows of the table."""
@@ -276,7 +244,7 @@ class Ablation(Benchmark):
             "spread_of_tokens_per_second": {name: s.spread for name, s in speeds if s.spread is not None},
         }
 
-    def figures(self) -> dict[str, Callable]:
+    def figures(self) -> dict[str, Figure]:
         return report.figures_of(self.points, self.results, self.folder.grid)
 
     @classmethod
@@ -288,7 +256,5 @@ class Ablation(Benchmark):
         return run.draw(file.parent)
 
 
-main = Ablation.main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(Ablation.main())

@@ -6,21 +6,16 @@ import itertools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.table import Table
 
 from benchmarks.experiments.grid import BLOCK, TOLERANCE, Grid, Settings
 from benchmarks.experiments.results_folder import Speed
-from benchmarks.harness.pictures import COLORS, legend_by_end, new_axes
+from benchmarks.harness.pictures import COLORS, Axes, Figure, legend_by_end, new_axes
 from linrope.utils.terminal import new_table
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 """Student's t at 97.5 % for 1, 2, … degrees of freedom; 1.96 where the table ends is at most 9 % too small."""
@@ -89,9 +84,6 @@ class Row:
     state_bytes: int
 
 
-# --- numbers ---------------------------------------------------------------------------------------------------------
-
-
 def by_variant(results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     found = defaultdict(list)
     for run in results:
@@ -114,10 +106,9 @@ def rows_of(results: list[dict[str, Any]], grid: Grid, speeds: dict[str, Speed])
     # the fastest variant's time; the others are compared at that time
     times = (own[0]["tokens"] / speed[name] for name, own in good.items() if own and name in speeds)
     seconds = min(times, default=math.nan)
-    at_end, in_time = {}, {}
-    for name, own in good.items():
-        at_end[name] = {r["seed"]: r["final"][metric] for r in own}
-        in_time[name] = {r["seed"]: at_tokens(r, metric, seconds * speed[name]) for r in own}
+    at_end = {name: {r["seed"]: r["final"][metric] for r in own} for name, own in good.items()}
+    tokens = {name: seconds * speed[name] for name in good}
+    in_time = {name: {r["seed"]: at_tokens(r, metric, tokens[name]) for r in own} for name, own in good.items()}
     rows = [
         _row(own, [*compared(at_end, name, grid), *compared(in_time, name, grid), speed[name]], metric)
         for name, own in runs.items()
@@ -213,7 +204,6 @@ def by_case(results: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, floa
 
 
 def in_a_line(run: dict[str, Any]) -> str:
-    """The result of one run in words."""
     metric, label, _ = METRIC[run["settings"]["task"]]
     return f"diverged, {run['diverged']}" if run["diverged"] else f"{run['final'][metric]:.3f} {label}"
 
@@ -258,9 +248,6 @@ def late_change(evaluation: dict[str, Any], context: int, short: int) -> float:
     late = [i for i, start in enumerate(starts) if all(start % rows >= rows / 2 for rows in (context, short))]
     long_bits, short_bits = ([evaluation[str(rows)]["blocks"][i] for i in late] for rows in (context, short))
     return _mean(long_bits) / _mean(short_bits) - 1
-
-
-# --- tables ----------------------------------------------------------------------------------------------------------
 
 
 def table_of(rows: list[Row], grid: Grid) -> Table:
@@ -347,21 +334,18 @@ def remarks_on_speeds(speeds: dict[str, Speed], without: list[str]) -> list[str]
     return said
 
 
-# --- pictures, each with one message ---------------------------------------------------------------------------------
-
-
-def figures_of(rows: list[Row], results: list[dict[str, Any]], grid: Grid) -> dict[str, Callable[[], Figure]]:
+def figures_of(rows: list[Row], results: list[dict[str, Any]], grid: Grid) -> dict[str, Figure]:
     """The pictures by the ending of their names, those for which there are results."""
     rows = [row for row in rows if not math.isnan(row.mean)]
     if len(rows) < FEWEST:
         return {}
     runs, found = by_variant(ended(results)), by_case(results)
     lengths = sorted({int(length) for run in ended(results) for length in run.get("evaluation") or {}})
-    figures = {"": partial(means, rows, runs, grid)}
+    figures = {"": means(rows, runs, grid)}
     if len(lengths) > 1:
-        figures["-lengths"] = partial(change_with_length, rows, runs, grid, lengths[0], lengths[-1])
+        figures["-lengths"] = change_with_length(rows, runs, grid, lengths[0], lengths[-1])
     if found:
-        figures["-cases"] = partial(cases, rows, found, grid)
+        figures["-cases"] = cases(rows, found, grid)
     return figures
 
 

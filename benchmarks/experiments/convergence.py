@@ -15,21 +15,17 @@ import math
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.table import Table
 
 from benchmarks.experiments.grid import read_grid
-from benchmarks.harness.pictures import COLORS
-from benchmarks.harness.runner import Benchmark
+from benchmarks.harness.pictures import COLORS, Figure
+from benchmarks.harness.runner import AddOption, Benchmark
 from linrope.utils.formatting import count_text
 from linrope.utils.terminal import new_table
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 GRID = Path(__file__).parents[1] / "grids" / "placement.yaml"
 POSITIONS = "RoPE", "sinusoids", "none"
@@ -86,7 +82,6 @@ def curves(runs: list[dict[str, Any]]) -> list[Loss]:
 
 
 def by_curve(losses: list[Loss]) -> dict[tuple[str, str], list[Loss]]:
-    """The points of each curve by attention and positions."""
     found = defaultdict(list)
     for loss in losses:
         found[loss.attention, loss.positions].append(loss)
@@ -99,7 +94,7 @@ class Convergence(Benchmark):
     output = ""
 
     @classmethod
-    def add_options(cls, add: Callable[..., Any]) -> None:
+    def add_options(cls, add: AddOption) -> None:
         add("--runs", type=Path, required=True, help="the results folder of benchmarks/grids/placement.yaml")
         add("--output", type=Path, help="folder for CSV, JSON and PNG (default: that of --runs)")
 
@@ -126,10 +121,7 @@ class Convergence(Benchmark):
             table.add_row(attention, positions, *(f"{bits:.3f}" for bits in marks), str(line[0].seeds))
         return table
 
-    def figures(self) -> dict[str, Callable]:
-        return {"": self.figure}
-
-    def figure(self) -> Figure:
+    def figures(self) -> dict[str, Figure]:
         """A panel for each attention, a line for each type of positions, and between its seeds a band."""
         from matplotlib.figure import Figure
 
@@ -152,10 +144,8 @@ class Convergence(Benchmark):
         both = [attention for attention in PANELS if {(attention, "RoPE"), (attention, "none")} <= ends.keys()]
         gains = [f"{attention} {ends[attention, 'RoPE'] - ends[attention, 'none']:+.2f}" for attention in both]
         figure.suptitle(f"RoPE against no positions at the end, bits per byte:\n{'; '.join(gains)}", fontsize=12)
-        return figure
+        return {"": figure}
 
-
-main = Convergence.main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(Convergence.main())

@@ -11,10 +11,9 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,13 +21,10 @@ from rich.table import Table
 
 from benchmarks.experiments.grid import held_out
 from benchmarks.harness.options import read_byte_model
-from benchmarks.harness.pictures import COLORS, legend_by_end, length_ticks, new_axes
-from benchmarks.harness.runner import Benchmark
+from benchmarks.harness.pictures import COLORS, Figure, legend_by_end, length_ticks, new_axes
+from benchmarks.harness.runner import AddOption, Benchmark
 from linrope import LanguageModel
 from linrope.utils.terminal import new_table
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass
@@ -52,20 +48,13 @@ def measure(model: LanguageModel, texts: torch.Tensor, length: int) -> tuple[flo
     return bits[:, later].mean().item(), bits[:, texts.shape[1] :][:, later].mean().item()
 
 
-def pieces_of(length: int, n_pieces: int) -> torch.Tensor:
-    """Pieces spread over the held-out text: (n_pieces, length)."""
-    text = held_out()
-    starts = range(0, len(text) - length, (len(text) - length) // n_pieces)[:n_pieces]
-    return torch.stack([text.tokens(start, start + length) for start in starts])
-
-
 class TextReadTwice(Benchmark):
     name = "copying"
     point = Copying
-    positive = ("lengths", "pieces")
+    from_zero = ("gap",)
 
     @classmethod
-    def add_options(cls, add: Callable[..., Any]) -> None:
+    def add_options(cls, add: AddOption) -> None:
         models = "a trained model: a folder of save_pretrained or a checkpoint; repeatable"
         add("--model", type=Path, action="append", required=True, help=models)
         add("--lengths", type=int, nargs="+", default=[32, 64, 128, 256, 512], help="tokens of a piece (32 … 512)")
@@ -79,8 +68,6 @@ class TextReadTwice(Benchmark):
         names = [path.stem if stems.count(path.stem) == 1 else str(path) for path in options.model]
         options.trained = {name: read_byte_model(parser, path) for name, path in zip(names, options.model)}
         available = len(held_out())
-        if options.gap < 0:
-            parser.error(f"--gap {options.gap}: must be 0 or more")
         for length in options.lengths:
             if length < 4:
                 parser.error(f"--lengths {length}: must be 4 or more, because half a piece is judged")
@@ -90,11 +77,14 @@ class TextReadTwice(Benchmark):
                 parser.error(f"--lengths {length}{with_gap}: {needed}")
 
     def measure(self) -> None:
-        options = self.options
+        """The pieces are spread over the held-out text."""
+        options, text = self.options, held_out()
         tick = self.progress("pieces", len(options.trained) * len(options.lengths))
         for name, model in options.trained.items():
             for length in options.lengths:
-                texts = pieces_of(length + options.gap, options.pieces)
+                size = length + options.gap
+                starts = range(0, len(text) - size, (len(text) - size) // options.pieces)[: options.pieces]
+                texts = torch.stack([text.tokens(start, start + size) for start in starts])
                 self.points.append(Copying(name, length, *measure(model, texts, length)))
                 tick(advance=1)
 
@@ -115,10 +105,7 @@ class TextReadTwice(Benchmark):
             table.add_row(one.model, str(one.length), f"{one.first:.3f}", f"{one.again:.3f}", saved)
         return table
 
-    def figures(self) -> dict[str, Callable]:
-        return {"": self.figure}
-
-    def figure(self) -> Figure:
+    def figures(self) -> dict[str, Figure]:
         """A colour for each model: dashed at the first reading, solid at the second."""
         gap = self.options.gap
         best = min(self.points, key=lambda one: one.again / one.first)
@@ -135,10 +122,8 @@ class TextReadTwice(Benchmark):
         axes.set_ylabel("bits per byte")
         axes.set_ylim(bottom=0)
         legend_by_end(axes)
-        return axes.figure
+        return {"": axes.figure}
 
-
-main = TextReadTwice.main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(TextReadTwice.main())

@@ -13,11 +13,8 @@ import argparse
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.table import Table
@@ -25,16 +22,13 @@ from torch import Tensor
 
 from benchmarks.experiments.grid import held_out
 from benchmarks.harness.options import read_byte_model
-from benchmarks.harness.pictures import COLORS
-from benchmarks.harness.runner import Benchmark
+from benchmarks.harness.pictures import COLORS, Figure
+from benchmarks.harness.runner import AddOption, Benchmark
 from linrope import RotaryEmbedding
 from linrope.feature_maps import get_feature_map, skip_first
 from linrope.profiling.hooks import OperatorCall, operator_hook
 from linrope.rotary import frequencies, unit_rotations
 from linrope.utils.terminal import new_table
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 HEAD_DIM = 128
 """The d of RoFormer's figure."""
@@ -55,8 +49,8 @@ class Weight:
 def bound(distances: Tensor, head_dim: int = HEAD_DIM, base: float = 10000.0) -> Tensor:
     """1/(d/2) Σ_i |S_i|, with S_i the sum of the first i of exp(i·distance·θ_m), for each distance: (N,) float64. At
     distance 0 it is (d/2 + 1)/2."""
-    turns = unit_rotations(distances, frequencies(head_dim, base))
-    return turns.cumsum(dim=-1).abs().mean(dim=-1)
+    rotations = unit_rotations(distances, frequencies(head_dim, base))
+    return rotations.cumsum(dim=-1).abs().mean(dim=-1)
 
 
 def mean_weights(
@@ -67,13 +61,13 @@ def mean_weights(
     The first `signed` features have no part in the plain weights, which denominators sum. Only queries that see that
     far are used, so that every distance has the same ones.
     """
-    turned = (q, k) if rope is None else (rope.rotate(q), rope.rotate(k))
+    rotated_qk = (q, k) if rope is None else (rope.rotate(q), rope.rotate(k))
     total = None if log_decay is None else log_decay.double().cumsum(dim=-1)
     means = defaultdict(list)
     queries = slice(longest, None)
     for distance in range(longest + 1):
         keys = slice(longest - distance, q.shape[2] - distance)
-        plain, rotated = ((a[:, :, queries] * b[:, :, keys]).double() for a, b in ((q, k), turned))
+        plain, rotated = ((a[:, :, queries] * b[:, :, keys]).double() for a, b in ((q, k), rotated_qk))
         plain, rotated = plain[..., signed:].sum(-1), rotated.sum(-1)
         values = {"plain": plain, "rotated": rotated, "|rotated|": rotated.abs()}
         if total is not None:
@@ -86,10 +80,9 @@ def mean_weights(
 class Decay(Benchmark):
     name = "decay"
     point = Weight
-    positive = ("longest",)
 
     @classmethod
-    def add_options(cls, add: Callable[..., Any]) -> None:
+    def add_options(cls, add: AddOption) -> None:
         models = "a trained model with linear layers: a folder of save_pretrained or a checkpoint"
         add("--model", type=Path, help=f"{models} (default: the bound alone)")
         add("--longest", type=int, default=256, help="longest distance (default: 256)")
@@ -140,18 +133,18 @@ class Decay(Benchmark):
             table.add_row(curve, "" if layer < 0 else str(layer + 1), *(f"{values[d]:.3f}" for d in shown))
         return table
 
-    def figures(self) -> dict[str, Callable]:
-        """The message: the weight at a distance of 64, or at the longest."""
+    @property
+    def message(self) -> str:
+        """The weight at a distance of 64, or at the longest."""
         at = min(64, self.options.longest)
         left = defaultdict(list)
         for weight in self.points:
             if weight.distance == at and weight.curve in ("|rotated|", "rotated × decay"):
                 left[weight.curve].append(weight.value)
         said = ", ".join(f"{curve} {100 * statistics.fmean(values):.0f} %" for curve, values in left.items())
-        message = f":\nrelative weight at a distance of {at} tokens, mean of the layers: {said}" if said else ""
-        return {"": partial(self.figure, f"{self.title}{message}")}
+        return f":\nrelative weight at a distance of {at} tokens, mean of the layers: {said}" if said else ""
 
-    def figure(self, title: str) -> Figure:
+    def figures(self) -> dict[str, Figure]:
         """A panel for the bound and one for each layer, two in a row."""
         from matplotlib.figure import Figure
 
@@ -173,11 +166,9 @@ class Decay(Benchmark):
             axes.remove()
         lines = {line.get_label(): line for axes in figure.axes for line in axes.get_lines()}
         figure.legend([lines[curve] for curve in colors], list(colors), loc="outside lower center", ncols=len(colors))
-        figure.suptitle(title)
-        return figure
+        figure.suptitle(f"{self.title}{self.message}")
+        return {"": figure}
 
-
-main = Decay.main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(Decay.main())

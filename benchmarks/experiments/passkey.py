@@ -18,9 +18,10 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from rich.table import Table
 
 from benchmarks.experiments.training_run import in_means
-from benchmarks.harness.runner import Benchmark
+from benchmarks.harness.pictures import Figure
+from benchmarks.harness.runner import AddOption, Benchmark
 from benchmarks.harness.trainer import quiet_trainer
-from linrope import InputError, LanguageModelConfig, RotaryConfig
+from linrope import LanguageModelConfig, RotaryConfig
 from linrope.cli.training import quiet_lightning
 from linrope.evaluation import recall_map
 from linrope.evaluation.recall_map import Recalled, recall_by_depth, require_cases
@@ -51,10 +52,10 @@ def config_of(options: argparse.Namespace) -> LanguageModelConfig:
 class Passkey(Benchmark):
     name = "passkey"
     point, key, stem = Recalled, "cases", "recall"
-    positive = ("steps", "layers", "d_model", "heads", "lr", "lengths", "rows")
+    from_zero = ("seed", "depths")
 
     @classmethod
-    def add_options(cls, add: Callable[..., Any]) -> None:
+    def add_options(cls, add: AddOption) -> None:
         lengths = [128, 256, 512, 1024, 2048, 4096]
         add("--steps", type=int, default=4000, help="steps of 4,096 tokens (default: 4000)")
         add("--layers", type=int, default=2)
@@ -69,12 +70,9 @@ class Passkey(Benchmark):
     @classmethod
     def check(cls, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         """`data` is added: the data module."""
-        try:
-            options.data = PasskeyDataModule(stages=STAGES, tokens_per_batch=TOKENS_PER_BATCH, seed=options.seed)
-            require_cases(options.data.task_of("val"), options.lengths, options.depths, options.rows)
-            shapes_only(config_of(options))
-        except InputError as error:
-            parser.error(str(error))
+        options.data = PasskeyDataModule(stages=STAGES, tokens_per_batch=TOKENS_PER_BATCH, seed=options.seed)
+        require_cases(options.data.task_of("val"), options.lengths, options.depths, options.rows)
+        shapes_only(config_of(options))
 
     def measure(self) -> None:
         options = self.options
@@ -101,11 +99,9 @@ class Passkey(Benchmark):
         details |= {"stages": STAGES, "trained_to": STAGES[-1][0], "train_losses": in_means(self.watch.losses)}
         return recall_map.write(folder, self.points, details, self.title)
 
-    def figures(self) -> dict[str, Callable]:
-        return {"": partial(recall_map.figure_of, self.points, self.title, STAGES[-1][0])}
+    def figures(self) -> dict[str, Figure]:
+        return {"": recall_map.figure_of(self.points, self.title, STAGES[-1][0])}
 
-
-main = Passkey.main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(Passkey.main())

@@ -10,23 +10,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.table import Table
 
 from benchmarks.experiments.grid import held_out
 from benchmarks.harness.options import read_byte_model
-from benchmarks.harness.pictures import COLORS, new_axes
-from benchmarks.harness.runner import Benchmark
+from benchmarks.harness.pictures import COLORS, Figure, new_axes
+from benchmarks.harness.runner import AddOption, Benchmark
 from linrope.profiling.hooks import OperatorCall, operator_hook
 from linrope.utils.terminal import new_table
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass
@@ -53,10 +48,9 @@ def lifetimes(log_decay: torch.Tensor) -> torch.Tensor:
 class HeadReach(Benchmark):
     name = "reach"
     point = Reach
-    positive = ("context", "rows")
 
     @classmethod
-    def add_options(cls, add: Callable[..., Any]) -> None:
+    def add_options(cls, add: AddOption) -> None:
         models = "a trained model with forget gates: a folder of save_pretrained or a checkpoint"
         add("--model", type=Path, required=True, help=models)
         add("--context", type=int, default=1024, help="tokens of a row (default: 1024)")
@@ -103,10 +97,7 @@ class HeadReach(Benchmark):
             table.add_row(str(head.layer), str(head.head), *cells)
         return table
 
-    def figures(self) -> dict[str, Callable]:
-        return {"": self.figure}
-
-    def figure(self) -> Figure:
+    def figures(self) -> dict[str, Figure]:
         """A mark for each head, in the order of their reach within each layer, with lines from low to high."""
         reach = [head.tokens for head in self.points]
         title = f"Heads of {self.options.model.stem} reach {min(reach):,.0f} to {max(reach):,.0f} tokens back"
@@ -127,10 +118,8 @@ class HeadReach(Benchmark):
         axes.set_xlabel("heads by their numbers")
         axes.set_ylabel("reach (tokens): median, 10 % to 90 %")
         axes.legend()
-        return axes.figure
+        return {"": axes.figure}
 
-
-main = HeadReach.main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(HeadReach.main())

@@ -231,9 +231,9 @@ def smallest_denominator(model: LanguageModel, data: TextDataModule) -> float | 
     def observe(call: OperatorCall) -> None:
         rope, normalize = call.options["rope"], call.options["normalize"]
         if normalize != "none":
-            signed, turned = 0 if rope is None else rope.signed_dim, rope if normalize == "rotary" else None
+            signed = 0 if rope is None else rope.signed_dim
             positive = call.q[..., signed:], call.k[..., signed:], torch.ones_like(call.v[..., :1])
-            options = {**call.options, "rope": turned, "normalize": "none"}
+            options = {**call.options, "rope": rope if normalize == "rotary" else None, "normalize": "none"}
             smallest.append(linear_attention(*positive, **options).abs().min().item())
 
     with operator_hook(model, observe):
@@ -253,8 +253,13 @@ def main(spec_path: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-if __name__ == "__main__":
+def command(spec_path: str) -> None:
+    """`main` as a process, whose exit status says whether it was interrupted."""
     try:
-        main(sys.argv[1])
+        main(spec_path)
     except (Interrupted, KeyboardInterrupt, SystemExit):  # Lightning makes signals exits, which look like success
         sys.exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    command(sys.argv[1])

@@ -7,6 +7,8 @@ import platform
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,10 @@ def device_name(device: str) -> str:
 
 def surroundings(device: str, command: str, args: list[str] | None) -> dict[str, Any]:
     """What a reader needs to judge or repeat a run: command, machine, versions, commit."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "linrope": linrope.__version__}
+    for name in ("triton", "flash-linear-attention", "fla-core"):
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
     return {
         "command": shlex.join(["python", "-m", f"benchmarks.{command}", *(sys.argv[1:] if args is None else args)]),
         "machine": {
@@ -36,7 +42,7 @@ def surroundings(device: str, command: str, args: list[str] | None) -> dict[str,
             "threads": torch.get_num_threads(),
             "system": f"{platform.system()} {platform.machine()}",
         },
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "linrope": linrope.__version__},
+        "versions": versions,
         "commit": commit(),
     }
 

@@ -12,14 +12,15 @@ import re
 import signal
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.harness.timing import clock
 from benchmarks.speed.methods import Inputs, Method, Setting
 from linrope.ops.torch_kernel.memory import give_back
 
@@ -37,16 +38,10 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Peak:
-    """Memory and time of one call.
+    """Memory and time of one call, the first at its size, which also touches its memory for the first time."""
 
-    Attributes:
-        extra: peak bytes beyond those before the call (in decoding: before its state or cache was made).
-        process: peak bytes of the whole process; on a GPU, of its allocator.
-        seconds: of this one call, the first at this size, which also touches its memory for the first time.
-    """
-
-    extra: int
-    process: int
+    extra: int  # peak bytes beyond those before the call was prepared (in decoding: before its state or cache was made)
+    process: int  # peak bytes of the whole process; on a GPU, of its allocator
     seconds: float
 
 
@@ -92,7 +87,7 @@ def _status(field: str) -> int | None:
 
 
 def _highest() -> int:
-    """The peak resident size of this process, since `_forget_highest` if it was called."""
+    """The peak resident size of this process, since `start_peak` if it was called."""
     if (highest := _status("VmHWM")) is not None:
         return highest
     import resource
@@ -100,8 +95,12 @@ def _highest() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def _forget_highest() -> int:
-    """Start a new peak if the system can do that, and return the bytes that it starts from."""
+def start_peak(device: str) -> int:
+    """Start a new peak if the system can do that, and return the bytes in use."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
     give_back()  # freed memory that the C library keeps would hide as much of the next peak
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
@@ -109,26 +108,13 @@ def _forget_highest() -> int:
     return _highest()
 
 
-class HighWater:
-    """The peak of memory in use since this object was made."""
-
-    def __init__(self, device: str):
-        self.on_gpu = device == "cuda"
-        if self.on_gpu:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        self.before = torch.cuda.memory_allocated() if self.on_gpu else _forget_highest()
-
-    def peak_of(self, call: Callable[[], object]) -> Peak:
-        """The peak of one call, and of everything since this object was made."""
-        begin = time.perf_counter()
-        kept = call()
-        if self.on_gpu:
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - begin
-        process = torch.cuda.max_memory_allocated() if self.on_gpu else _highest()
-        del kept
-        return Peak(max(0, process - self.before), process, seconds)
+def peak_of(prepare: Callable[[], Callable[[], object]], device: str) -> Peak:
+    """The peak of the call that `prepare` returns, and of its preparation."""
+    before = start_peak(device)
+    call = prepare()
+    seconds = clock(call, device)
+    process = torch.cuda.max_memory_allocated() if device == "cuda" else _highest()
+    return Peak(max(0, process - before), process, seconds)
 
 
 def limit_to(nbytes: int | None, device: str) -> None:
@@ -149,10 +135,7 @@ def measure(method: Method, setting: Setting, limit: int | None = None) -> Peak:
     warm_up = replace(setting, length=min(setting.length, WARM_UP))
     method.prepare(Inputs.make(warm_up))()
     limit_to(limit, setting.device)
-    inputs = Inputs.make(setting)
-    call = None if setting.mode == "decode" else method.prepare(inputs)
-    water = HighWater(setting.device)
-    return water.peak_of(call or method.prepare(inputs))  # most of decoding's memory is its state or cache
+    return peak_of(partial(method.prepare, Inputs.make(setting)), setting.device)
 
 
 def in_new_process(work: Callable, *args) -> Any:

@@ -10,7 +10,6 @@ from linrope import LanguageModel
 from linrope.data.tokenizers.base import tokenizer_from_serialized
 from linrope.data.tokenizers.bytes import VOCAB_SIZE, ByteTokenizer
 from linrope.errors import InputError, suggest
-from linrope.evaluation import reports
 from linrope.utils import formatting
 
 
@@ -22,13 +21,12 @@ def parse_bytes(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def check_positive(parser: argparse.ArgumentParser, options: argparse.Namespace, *names: str) -> None:
-    """Exit with an error unless each option, or every number in its list, is above 0."""
-    for name in names:
-        value = getattr(options, name)
+def check_numbers(parser: argparse.ArgumentParser, options: argparse.Namespace, from_zero: Iterable[str]) -> None:
+    """Exit with an error unless every number, also in lists, is above 0; for the options `from_zero`, 0 or more."""
+    for name, value in vars(options).items():
         for number in value if isinstance(value, list) else [value]:
-            if number <= 0:
-                parser.error(f"--{name} {number}: must be above 0")
+            if type(number) in (int, float) and (number < 0 or (number == 0 and name not in from_zero)):
+                parser.error(f"--{name} {number}: must be {'0 or more' if name in from_zero else 'above 0'}")
 
 
 def check_even(parser: argparse.ArgumentParser, options: argparse.Namespace, name: str) -> None:
@@ -43,14 +41,6 @@ def check_names(parser: argparse.ArgumentParser, option: str, names: Iterable[st
     for name in names:
         if name not in known:
             parser.error(f"{option} {name}: unknown.{suggest(name, known)} There are {', '.join(known)}")
-
-
-def make_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
-    """Create the output folder, or exit with an error if it cannot be written."""
-    try:
-        reports.make_folder("--output", folder)
-    except InputError as error:
-        parser.error(str(error))
 
 
 def read_byte_model(parser: argparse.ArgumentParser, path: Path) -> LanguageModel:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from benchmarks.harness.sweep import Point, extrapolated, series
 from linrope.utils.formatting import bytes_text, count_text, scaled
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    import matplotlib.axes
+    import matplotlib.figure
 
+Axes: TypeAlias = "matplotlib.axes.Axes"
+Figure: TypeAlias = "matplotlib.figure.Figure"
 LAW = {-1: "∝ 1/T", 0: "constant", 1: "∝ T", 2: "∝ T²"}
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#000000", "#e69f00", "#7f7f7f", "#8c564b", "#9467bd")
 """Colours that colour-blind readers can tell apart, for the first six at least."""
@@ -21,19 +23,12 @@ MARKERS = "osD^vPX*<>"
 
 @dataclass(frozen=True)
 class Quantity:
-    """What a picture shows against the length.
-
-    Attributes:
-        attribute: the field of `Point`.
-        label: the label of the axis.
-        unit: "bytes", "count" or "seconds": the format of the ticks.
-        growth: by method, the exponent by which it is extrapolated; other methods are not.
-    """
+    """A field of `Point` that a picture shows against the length, with the label of its axis."""
 
     attribute: str
     label: str
-    unit: str
-    growth: dict[str, int]
+    unit: str  # "bytes", "count" or "seconds": the format of the ticks
+    growth: dict[str, int]  # by method, the exponent by which it is extrapolated; other methods are not
 
 
 def new_axes(title: str, height: float = 4.5, width: float = 8) -> Axes:
@@ -75,11 +70,7 @@ def against_length(
     marks: dict[str, float] | None = None,
 ) -> Figure:
     """A quantity against the length, both logarithmic: a line with marks through measured points, dashes where a budget
-    allowed no measurement.
-
-    Args:
-        marks: by label, lengths with a vertical line; not those at the edge.
-    """
+    allowed no measurement. `marks`: by label, lengths with a vertical line; not those at the edge."""
     axes = new_axes(title)
     for number, method in enumerate(dict.fromkeys(p.method for p in points)):
         color, growth = COLORS[number % 10], quantity.growth.get(method)
@@ -103,7 +94,7 @@ def against_length(
 
 
 def _value_ticks(axes: Axes, unit: str) -> None:
-    """A logarithmic axis of values, with ticks as people write them."""
+    """A logarithmic axis of values."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.set_yscale("log", base=2 if unit == "bytes" else 10)

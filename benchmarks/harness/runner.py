@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from rich.console import Console
@@ -22,14 +22,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from rich.table import Table
 
 from benchmarks.harness.machine import device_name, surroundings
-from benchmarks.harness.options import check_positive, make_folder
+from benchmarks.harness.options import check_numbers
+from benchmarks.harness.pictures import Figure
 from benchmarks.harness.sweep import Point
 from benchmarks.harness.timing import Alternation, Call
-from linrope.evaluation.reports import print_written, write_csv, write_json, write_picture
+from linrope.errors import InputError
+from linrope.evaluation.reports import can_draw, make_folder, print_written, write_csv, write_json, write_picture
 from linrope.utils.terminal import progress_bar
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+AddOption: TypeAlias = Callable[..., Any]
+"""`ArgumentParser.add_argument`."""
 
 
 class Benchmark:
@@ -38,7 +40,7 @@ class Benchmark:
     Attributes:
         name: the command is `python -m benchmarks.NAME`.
         point: the dataclass of one result, a row of the CSV.
-        positive: options that must be above 0.
+        from_zero: options that may be 0; the numbers of the others must be above it.
         output: the default of --output; "" for a benchmark that has no such option, or its own.
         key: the entry of the JSON file that holds the points.
         options: the parsed options.
@@ -50,7 +52,7 @@ class Benchmark:
 
     name: ClassVar[str]
     point: ClassVar[type] = Point
-    positive: ClassVar[tuple[str, ...]] = ()
+    from_zero: ClassVar[tuple[str, ...]] = ()
     output: ClassVar[str] = "results"
     key: ClassVar[str] = "points"
 
@@ -61,15 +63,13 @@ class Benchmark:
         self.console = Console()
         self.bar: Progress | None = None
 
-    # --- what a script defines ---------------------------------------------------------------------------------------
-
     @classmethod
-    def add_options(cls, add: Callable[..., Any]) -> None:
-        """Add the script's options; `add` is `parser.add_argument`."""
+    def add_options(cls, add: AddOption) -> None:
+        """Add the script's options."""
 
     @classmethod
     def check(cls, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-        """Call `parser.error` for options that cannot be used. This runs before the output folder is made."""
+        """Raise InputError, or call `parser.error`, for options that cannot be used. The output folder comes later."""
 
     def measure(self) -> None:
         """Measure, and add each result to `points` as soon as it is known."""
@@ -87,7 +87,7 @@ class Benchmark:
         """Further entries of the JSON file."""
         return {}
 
-    def figures(self) -> dict[str, Callable[[], Figure]]:
+    def figures(self) -> dict[str, Figure]:
         """The pictures by the ending of their names: "" for NAME.png, "-memory" for NAME-memory.png. They depend on the
         points, the options and the device's name alone, so that --redraw can make them from the JSON file."""
         return {}
@@ -100,8 +100,6 @@ class Benchmark:
     def stem(self) -> str:
         """The name of the files, without ending."""
         return self.name
-
-    # --- the command -------------------------------------------------------------------------------------------------
 
     @classmethod
     def parser(cls) -> argparse.ArgumentParser:
@@ -122,12 +120,15 @@ class Benchmark:
         parser = cls.parser()
         options = parser.parse_args(args)
         options.settings = [name for name in vars(options) if name != "output"]  # `check` adds more
-        check_positive(parser, options, *cls.positive)
+        check_numbers(parser, options, cls.from_zero)
         if getattr(options, "device", "cpu") == "cuda" and not torch.cuda.is_available():
             parser.error("--device cuda: PyTorch finds no CUDA device here; use cpu")
-        cls.check(parser, options)
-        if getattr(options, "output", None):
-            make_folder(parser, options.output)
+        try:
+            cls.check(parser, options)
+            if getattr(options, "output", None):
+                make_folder("--output", options.output)
+        except InputError as error:
+            parser.error(str(error))
         return options
 
     @classmethod
@@ -156,8 +157,8 @@ class Benchmark:
         calls: Mapping[Any, Call],
         points: Mapping[Any, Point],
         tokens: int,
-        tick: Callable[..., None],
-        description: str,
+        tick: Callable[..., None] = lambda **shown: None,
+        description: str = "",
         count: bool = True,
     ) -> None:
         """Time calls of `tokens` tokens for --repeats rounds; each result goes to the point of the same key.
@@ -210,10 +211,10 @@ class Benchmark:
         return [table, write_json(folder / f"{self.stem}.json", {**details, self.key: rows}), *self.draw(folder)]
 
     def draw(self, folder: Path) -> list[Path]:
-        """Write the pictures; without points there are none."""
-        figures = self.figures() if self.points else {}
+        """Write the pictures; without points, or without matplotlib, there are none."""
+        figures = self.figures() if self.points and can_draw() else {}
         files = {folder / f"{self.stem}{ending}.png": figure for ending, figure in figures.items()}
-        return [written for file, figure in files.items() for written in write_picture(file, figure)]
+        return [written for file in files for written in write_picture(file, partial(files.get, file))]
 
     @classmethod
     def redraw(cls, file: Path) -> list[Path]:

@@ -122,6 +122,15 @@ class Budget:
             return OVER_BUDGET, f"predicted {bytes_text(nbytes)} of {bytes_text(self.memory)}"
         return "", ""
 
+    def new_point(
+        self, points: list[Point], method: str, length: int, batch: int, rounds: int, growth: tuple[int, int]
+    ) -> Point:
+        """The method's next point, appended to `points`: over budget, or interrupted until it is measured."""
+        earlier = [p for p in points if p.method == method]
+        status, detail = self.refusal(earlier, length, rounds, growth)
+        points.append(Point(method, length, batch, status or INTERRUPTED, detail))
+        return points[-1]
+
 
 @dataclass(frozen=True)
 class Largest:
@@ -132,14 +141,9 @@ class Largest:
 
 
 def largest_length(fits: Callable[[int], float | None], start: int, growth: int, seconds: float) -> Largest:
-    """Double the length until it does not fit, then bisect to 6 %.
-
-    Args:
-        fits: the seconds that a length takes, or None if it runs out of memory.
-        start: the first length to try.
-        growth: the time grows as lengthᵍʳᵒʷᵗʰ.
-        seconds: lengths that are predicted to take longer are not tried.
-    """
+    """Double the length until it does not fit, then bisect to 6 %. `fits`: the seconds that a length takes, or None if
+    it runs out of memory; `growth`: the exponent of this time. Lengths that are predicted to take longer than `seconds`
+    are not tried."""
     low, high, took = 0, None, 0.0
     while high is None or high > 1.06 * low:
         if high is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,89 +17,72 @@ from torch import Tensor
 
 from benchmarks.harness import memory
 from benchmarks.harness.options import parse_bytes
-from benchmarks.harness.pictures import Quantity, against_length
-from benchmarks.harness.runner import Benchmark
+from benchmarks.harness.pictures import Figure, Quantity, against_length
+from benchmarks.harness.runner import AddOption, Benchmark
 from benchmarks.harness.sweep import INTERRUPTED, MEASURED, Budget, Point, series
 from benchmarks.harness.timing import alternate
-from benchmarks.speed.model_scaling import training_step
+from benchmarks.harness.training_step import training_step
 from linrope import LanguageModel, LanguageModelConfig, RotaryConfig, segmented_loss
 from linrope.losses import summed_cross_entropy
 from linrope.utils.formatting import bytes_text
 from linrope.utils.terminal import new_table
 
-METHODS = ("softmax", "linear", "linear in segments")
-GROWTH = {"softmax": (2, 1), "linear": (1, 1), "linear in segments": (1, 0)}
-"""Exponents of time and of memory."""
+SEGMENTED = "linear in segments"
+GROWTH = {"softmax": (2, 1), "linear": (1, 1), SEGMENTED: (1, 0)}
+"""By method, the exponents of time and of memory."""
+METHODS = tuple(GROWTH)
 
 
-@dataclass(frozen=True)
-class Task:
-    """A training step of a model on a row of `length` tokens, in segments (None: the whole row at once)."""
-
-    length: int
-    segment_length: int | None
-    config: LanguageModelConfig
-    device: str
-
-    def loss(self, model: LanguageModel, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean over the row."""
-        if self.segment_length is None:
-            return summed_cross_entropy(model(inputs), targets) / targets.numel()
-        return segmented_loss(model, inputs, targets, self.segment_length)[0] / targets.numel()
-
-    def make(self) -> Callable[[], None]:
-        """One step of a new model on a random row."""
-        return training_step(self.config, self.length, self.length, self.device, self.loss)
-
-
-def peak_of(task: Task, limit: int) -> memory.Peak:
-    """The peak of one step in this process, which may take `limit` bytes in all. A short step comes first and makes
-    what a process keeps."""
-    replace(task, length=memory.WARM_UP).make()()
-    memory.limit_to(limit - memory.HighWater(task.device).before, task.device)
-    step = task.make()
-    return memory.HighWater(task.device).peak_of(step)
-
-
-def task_of(method: str, length: int, options: argparse.Namespace) -> Task:
+def config_of(method: str, options: argparse.Namespace) -> LanguageModelConfig:
     """The models have the same sizes; the linear ones are `recipe` of benchmarks/grids/recipe.yaml."""
     sizes = {"d_model": options.d_model, "n_layers": options.layers, "n_heads": options.heads, "short_conv": 4}
     if method == "softmax":
-        config = LanguageModelConfig(attention="softmax", **sizes)
-    else:
-        config = LanguageModelConfig(forget_gate=True, rope=RotaryConfig(placement="signed"), **sizes)
-    segment = options.segment_length if method == "linear in segments" else None
-    return Task(length, segment, config, options.device)
+        return LanguageModelConfig(attention="softmax", **sizes)
+    return LanguageModelConfig(forget_gate=True, rope=RotaryConfig(placement="signed"), **sizes)
 
 
-def measure(method: str, length: int, options: argparse.Namespace, earlier: list[Point]) -> Point:
-    """The peak of one method at one length, or why it was not measured."""
-    status, detail = Budget(options.seconds, options.memory).refusal(earlier, length, 1, GROWTH[method])
-    point = Point(method, length, 1, status or MEASURED, detail)
-    if status:
-        return point
+def make_step(method: str, length: int, options: argparse.Namespace) -> Callable[[], None]:
+    """One step of a new model on a random row."""
+
+    def loss(model: LanguageModel, inputs: Tensor, targets: Tensor) -> Tensor:
+        if method == SEGMENTED:
+            return segmented_loss(model, inputs, targets, options.segment_length)[0] / targets.numel()
+        return summed_cross_entropy(model(inputs), targets) / targets.numel()
+
+    return training_step(config_of(method, options), 1, length, options.device, loss)
+
+
+def peak_of(method: str, length: int, options: argparse.Namespace) -> memory.Peak:
+    """The peak of one step in this process, which may take `--memory` in all. A short step comes first and makes what
+    a process keeps."""
+    make_step(method, memory.WARM_UP, options)()
+    memory.limit_to(options.memory - memory.start_peak(options.device), options.device)
+    return memory.peak_of(partial(make_step, method, length, options), options.device)
+
+
+def measure(point: Point, options: argparse.Namespace) -> None:
+    """Enter the peak of one method at one length, or why it was not measured."""
     try:
-        peak = memory.in_new_process(peak_of, task_of(method, length, options), options.memory)
-        point.memory_bytes, point.seconds, point.rounds = peak.process, peak.seconds, 1
-        point.tokens_per_second = length / peak.seconds
+        peak = memory.in_new_process(peak_of, point.method, point.length, options)
+        point.status, point.memory_bytes, point.seconds, point.rounds = MEASURED, peak.process, peak.seconds, 1
+        point.tokens_per_second = point.length / peak.seconds
     except (memory.OutOfMemory, memory.Failed) as error:
         point.record_failure(error)
-    return point
 
 
 def cost_ratio(options: argparse.Namespace) -> float:
     """Time of a step in segments over that of a step on the whole row, medians of rounds, at `--cost` tokens."""
-    steps = {method: task_of(method, options.cost, options).make() for method in METHODS if method != "softmax"}
+    steps = {method: make_step(method, options.cost, options) for method in ("linear", SEGMENTED)}
     samples = alternate(steps, options.repeats, options.device, count=False).samples
-    return samples["linear in segments"].median / samples["linear"].median
+    return samples[SEGMENTED].median / samples["linear"].median
 
 
 class BeyondMemory(Benchmark):
     name = "beyond_memory"
-    positive = ("lengths", "segment_length", "layers", "d_model", "heads", "seconds", "repeats")
+    from_zero = ("cost",)
 
     @classmethod
-    def add_options(cls, add: Callable[..., Any]) -> None:
+    def add_options(cls, add: AddOption) -> None:
         lengths = [2**power for power in range(14, 21)]
         add("--lengths", type=int, nargs="+", default=lengths, help="tokens in the row (default: 16384 to 1048576)")
         add("--segment_length", type=int, default=8192, help="tokens in a segment (default: 8192)")
@@ -115,8 +97,6 @@ class BeyondMemory(Benchmark):
 
     @classmethod
     def check(cls, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-        if options.cost < 0:
-            parser.error(f"--cost {options.cost}: must be 0 or more")
         if options.d_model % (4 * options.heads):
             heads = f"--heads {options.heads}"
             parser.error(f"{heads}: --d_model {options.d_model} must be a multiple of 4 times it, for RoPE")
@@ -126,13 +106,14 @@ class BeyondMemory(Benchmark):
     def measure(self) -> None:
         self.ratio = self.failure = None
         options = self.options
+        budget = Budget(options.seconds, options.memory)
         tick = self.progress("", len(options.lengths) * len(METHODS) + bool(options.cost))
         for length in options.lengths:
             for method in METHODS:
                 tick(description=f"{method} at {length:,}")
-                self.points.append(Point(method, length, 1, INTERRUPTED))
-                earlier = [p for p in self.points[:-1] if p.method == method]
-                self.points[-1] = measure(method, length, options, earlier)
+                point = budget.new_point(self.points, method, length, 1, 1, GROWTH[method])
+                if point.status == INTERRUPTED:
+                    measure(point, options)
                 tick(advance=1)
         if options.cost:
             tick(description=f"cost at {options.cost:,}")
@@ -145,7 +126,6 @@ class BeyondMemory(Benchmark):
         return {"cost_ratio": self.ratio, "cost_failure": self.failure}
 
     def table(self) -> Table:
-        """A row for each length: peak memory of the process, and tokens per second of one step."""
         options = self.options
         table = new_table(
             f"a training step: {options.layers} layers, d_model {options.d_model}, {options.heads} heads, one row\n"
@@ -166,13 +146,13 @@ class BeyondMemory(Benchmark):
             lines.append(f"at {self.options.cost:,} tokens a step in segments {cost}")
         return lines + [self.failure] * (self.failure is not None)
 
-    def figures(self) -> dict[str, Callable]:
+    def figures(self) -> dict[str, Figure]:
         growth = {method: exponents[1] for method, exponents in GROWTH.items()}
         quantity = Quantity("memory_bytes", "peak memory of the process", "bytes", growth)
         title = "Peak memory of a training step on one row"
-        if flat := series(self.points, METHODS[-1], "memory_bytes"):
+        if flat := series(self.points, SEGMENTED, "memory_bytes"):
             title = f"A training step on {max(flat):,} tokens in segments takes {bytes_text(flat[max(flat)])}"
-        return {"": partial(against_length, title, self.points, quantity)}
+        return {"": against_length(title, self.points, quantity)}
 
 
 def cells(point: Point | None) -> tuple[str, str]:

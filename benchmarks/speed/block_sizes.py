@@ -6,13 +6,11 @@ Batch 1, 8 heads of 64, float32. Shown are the median and its ratio to that of t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 from rich.table import Table
 
-from benchmarks.harness.runner import Benchmark
+from benchmarks.harness.runner import AddOption, Benchmark
 from benchmarks.harness.timing import Call, alternate
 from benchmarks.speed.methods import Inputs, Setting, call_of, linear
 from linrope.ops.torch_kernel import plan
@@ -43,11 +41,10 @@ def calls(inputs: Inputs) -> dict[tuple[str, int], Call]:
 
 class BlockSizes(Benchmark):
     name = "block_sizes"
-    positive = ("length", "repeats")
     output = ""
 
     @classmethod
-    def add_options(cls, add: Callable[..., Any]) -> None:
+    def add_options(cls, add: AddOption) -> None:
         add("--length", type=int, default=4096, help="tokens (default: 4096)")
         add("--repeats", type=int, default=7, help="rounds that count, after one for warm-up (default: 7)")
 

@@ -12,7 +12,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from unittest import mock
 import torch
 from rich.table import Table
 
-from benchmarks.harness.runner import Benchmark
+from benchmarks.harness.runner import AddOption, Benchmark
 from benchmarks.speed.gpu_correctness import Case, inputs_of
 from linrope import RotaryEmbedding
 from linrope.ops.call import Call, check_call
@@ -76,13 +77,10 @@ class Recorder:
         self.launches: list[Recorded] = []
 
     def __getattr__(self, name: str) -> Any:
-        recorder = self
+        def launch(*args: Any, **constants: Any) -> None:
+            self.launches.append(Recorded(name, args, constants))
 
-        class Kernel:
-            def __getitem__(self, grid: tuple[int, ...]) -> Any:
-                return lambda *args, **constants: recorder.launches.append(Recorded(name, args, constants))
-
-        return Kernel()
+        return defaultdict(lambda: launch)  # any grid
 
 
 def launches_of(case: Case) -> list[Recorded]:
@@ -138,14 +136,8 @@ def compile_launch(launch: Recorded, capability: int, warps: int, stages: int) -
     return *usage_of(made.asm["cubin"]), made.metadata.shared
 
 
-TYPES = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.float64: "fp64",
-    torch.int64: "i64",
-    torch.bool: "i1",
-}
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+TYPES |= {torch.int64: "i64", torch.bool: "i1"}
 
 
 def kind_of(value: Any, specialised: bool = True) -> tuple[str, bool]:
@@ -204,7 +196,7 @@ class CompileKernels(Benchmark):
     output = ""
 
     @classmethod
-    def add_options(cls, add: Callable[..., Any]) -> None:
+    def add_options(cls, add: AddOption) -> None:
         targets = sorted(SHARED_MEMORY)
         add("--target", type=int, nargs="+", default=[80, 90], choices=targets, help="compute capabilities")
         add("--case", nargs="+", default=list(CASES), choices=list(CASES), metavar="NAME", help="; ".join(CASES))

@@ -17,8 +17,8 @@ from rich.table import Table
 
 from benchmarks.harness import memory
 from benchmarks.harness.options import check_even, parse_bytes
-from benchmarks.harness.pictures import Quantity, against_length
-from benchmarks.harness.runner import Benchmark
+from benchmarks.harness.pictures import Figure, Quantity, against_length
+from benchmarks.harness.runner import AddOption, Benchmark
 from benchmarks.harness.sweep import INTERRUPTED, MEASURED, OVER_BUDGET, Point
 from benchmarks.harness.timing import Several, clock
 from benchmarks.speed.methods import DTYPES, Inputs, LinearDecoding, Setting, SoftmaxDecoding
@@ -52,10 +52,9 @@ def softmax_steps(settings: dict[int, Setting], count: int) -> dict[int, Several
 
 class Decode(Benchmark):
     name = "decode"
-    positive = ("contexts", "batch", "heads", "head_dim", "steps", "repeats")
 
     @classmethod
-    def add_options(cls, add: Callable[..., Any]) -> None:
+    def add_options(cls, add: AddOption) -> None:
         contexts = [1000, 10_000, 100_000, 1_000_000]
         add("--contexts", type=int, nargs="+", default=contexts, help="tokens before the one that is generated")
         add("--batch", type=int, nargs="+", default=[1, 64], help="rows that decode together (default: 1 64)")
@@ -115,7 +114,6 @@ class Decode(Benchmark):
         return {"memory_budget": self.limit}
 
     def table(self) -> Table:
-        """A section for each method and batch size, a row for each context."""
         setting = f"{self.options.heads} heads of {self.options.head_dim}, {self.options.dtype}"
         table = new_table(
             f"one token, {setting}\n{self.device}",
@@ -150,7 +148,7 @@ class Decode(Benchmark):
                 found[name] = first.length, last.length, last.seconds / first.seconds
         return found
 
-    def figures(self) -> dict[str, Callable]:
+    def figures(self) -> dict[str, Figure]:
         """Time of a token, and memory of the past; the size of a cache is known without making it."""
         exponents = {name: int(name.startswith(SOFTMAX)) for name in self.by_method()}
         time = Quantity("seconds", "time per token, all rows", "seconds", exponents)
@@ -161,8 +159,8 @@ class Decode(Benchmark):
             found.setdefault(name.split(", batch ")[0], ratio)  # the first batch size
         ratios = ", ".join(f"{name} {ratio:,.{2 if ratio < 10 else 0}f}×" for name, ratio in found.items())
         return {
-            "": partial(draw, f"Time of a token, longest context over shortest: {ratios}", quantity=time),
-            "-memory": partial(draw, "Linear attention's memory does not grow with the context", quantity=space),
+            "": draw(f"Time of a token, longest context over shortest: {ratios}", quantity=time),
+            "-memory": draw("Linear attention's memory does not grow with the context", quantity=space),
         }
 
 

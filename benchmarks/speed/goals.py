@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks.harness import memory
 from benchmarks.harness.options import check_names
-from benchmarks.harness.runner import Benchmark
+from benchmarks.harness.runner import AddOption, Benchmark
 from benchmarks.harness.timing import Call, Sample, Several, alternate, copy, gemm
 from benchmarks.speed.decode import linear_steps
 from benchmarks.speed.gpu_correctness import FAIL, FAILED, PASS
@@ -245,14 +245,12 @@ def missed_of(rows: list[Row]) -> list[Row]:
 
 
 def measured_text(row: Row) -> tuple[str, str]:
-    """The value, and its quartiles."""
     if row.value is None:
         return "", ""
     return f"{row.value:.3g}", "" if row.low is None else f"{row.low:.3g} – {row.high:.3g}"
 
 
 def table_of(rows: list[Row], title: str) -> Table:
-    """A row for each goal."""
     caption = "quartiles: of the ratio, over the rounds"
     table = new_table(title, "measured", "quartiles", "bound", text=["goal"], caption=caption)
     table.add_column("result", overflow="fold")
@@ -268,7 +266,7 @@ class Goals(Benchmark):
     output = ""
 
     @classmethod
-    def add_options(cls, add: Callable[..., Any]) -> None:
+    def add_options(cls, add: AddOption) -> None:
         add("--only", nargs="+", metavar="NAME", help="measure these goals alone")
         add("--list", action="store_true", help="list the goals, and measure nothing")
         add("--output", type=Path, help="folder for CSV and JSON (default: no files)")

@@ -12,11 +12,9 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +24,9 @@ from rich.table import Table
 
 from benchmarks.harness import memory, timing
 from benchmarks.harness.machine import device_name
-from benchmarks.harness.runner import Benchmark
-from benchmarks.harness.sweep import MEASURED
-from benchmarks.harness.timing import Alternation, Call, Several, clock, milliseconds_text
+from benchmarks.harness.runner import AddOption, Benchmark
+from benchmarks.harness.sweep import Point
+from benchmarks.harness.timing import Call, Several, clock, milliseconds_text
 from benchmarks.speed import goals, gpu_correctness
 from benchmarks.speed.goals import PASS, Goal, Measured, Row, Skipped
 from benchmarks.speed.gpu_correctness import FAILED, Outcome
@@ -54,57 +52,35 @@ OVER_LIMIT = {FORWARD: 2.0, BOTH: 2.5}
 TENSORS = {FORWARD: 4, BOTH: 8}
 """Read or written once: q, k, v and o; with the gradients of all four."""
 EXTRA_MEMORY = 0.15
-PACKAGES = ("triton", "flash-linear-attention", "fla-core")
-"""Packages whose versions are recorded; only the first is required."""
 
 
-@dataclass(frozen=True)
-class Size:
-    """T, B·H, and D = E, in bfloat16."""
-
-    length: int
-    rows: int
-    dim: int
-
-    def __str__(self) -> str:
-        return f"B·H={self.rows}, D={self.dim}, T={self.length:,}"
-
-    @property
-    def nbytes(self) -> int:
-        """Of one tensor."""
-        return 2 * self.length * self.rows * self.dim
-
-    def setting(self, device: str) -> Setting:
-        return Setting(self.length, heads=self.rows, head_dim=self.dim, dtype="bfloat16", device=device, mode=BOTH)
+def size_text(size: Setting) -> str:
+    return f"B·H={size.heads}, D={size.head_dim}, T={size.length:,}"
 
 
 @dataclass
-class Point:
-    """One form at one size: seconds of one call."""
+class FormPoint(Point):
+    """One form of attention in one setting."""
 
-    method: str
-    mode: str
-    size: Size
-    status: str = MEASURED
-    detail: str = ""
-    seconds: float | None = None
-    seconds_q1: float | None = None
-    seconds_q3: float | None = None
+    setting: Setting | None = None
     memory_share: float | None = None
+
+    @classmethod
+    def of(cls, method: str, setting: Setting, **known: Any) -> FormPoint:
+        return cls(method, setting.length, setting.batch, setting=setting, **known)
 
     def __str__(self) -> str:
         known = "" if self.seconds is None else f", {milliseconds_text(self.seconds)} ms"
         remark = f" ({self.detail})" if self.detail else ""
-        return f"{self.method}, {self.mode}, {self.size}: {self.status}{known}{remark}"
+        return f"{self.method}, {self.setting.mode}, {size_text(self.setting)}: {self.status}{known}{remark}"
 
 
-def predicted(points: list[Point], point: Point, quadratic: bool) -> float | None:
+def predicted(points: list[FormPoint], point: FormPoint, quadratic: bool) -> float | None:
     """Seconds of one call by the form's last point at a shorter length; None without one."""
     for p in reversed(points):
-        at_this_length = replace(p.size, length=point.size.length)
-        same = (p.method, p.mode, at_this_length) == (point.method, point.mode, point.size)
-        if same and p.seconds is not None and p.size.length < point.size.length:
-            return p.seconds * (point.size.length / p.size.length) ** (1 + quadratic)
+        same = p.method == point.method and replace(p.setting, length=point.length) == point.setting
+        if same and p.seconds is not None and p.length < point.length:
+            return p.seconds * (point.length / p.length) ** (1 + quadratic)
     return None
 
 
@@ -123,56 +99,53 @@ def profile(call: Call, device: str = "cuda") -> str:
     return "\n".join([f"{'calls':>6} {'µs':>12}  kernel", *lines, f"{'':>6} {total:>12,.1f}  all"])
 
 
-def seconds_of(points: list[Point], method: str, mode: str, size: Size) -> float:
-    """Seconds of one call.
-
-    Raises:
-        Skipped: there are none. RuntimeError: our own call failed.
-    """
-    point = next((p for p in points if (p.method, p.mode, p.size) == (method, mode, size)), None)
-    if point is not None and point.seconds is not None:
-        return point.seconds
-    reason = "not measured" if point is None else f"{method}: {point.status} {point.detail}"
-    raise RuntimeError(reason) if point and (method, point.status) == (LINEAR, FAILED) else Skipped(reason)
+def point_of(points: list[FormPoint], method: str, setting: Setting) -> FormPoint:
+    """The point of a form, with its seconds. Skipped if there is none; RuntimeError if our own call failed."""
+    point = next((p for p in points if (p.method, p.setting) == (method, setting)), None)
+    if point is None:
+        raise Skipped("not measured")
+    if point.seconds is None:
+        raise (RuntimeError if method == LINEAR else Skipped)(f"{method}: {point.status} {point.detail}")
+    return point
 
 
-def all_goals(points: list[Point], sizes: list[Size]) -> list[Goal]:
+def all_goals(points: list[FormPoint], sizes: list[Setting]) -> list[Goal]:
     """The goals at each size, computed from the measured points."""
     found = []
+
+    def times_faster(peer: str, size: Setting) -> Measured:
+        return Measured(point_of(points, peer, size).seconds / point_of(points, LINEAR, size).seconds)
+
     for size in sizes:
         for peer, bounds in TIMES_FASTER.items():
-            guessed = any((p.method, p.status, p.size) == (peer, EXTRAPOLATED, size) for p in points)
-            name, what = f"{peer} / linear, {size}" + ", extrapolated" * guessed, "seconds of one forward and backward"
-            found.append(Goal(name, what, partial(times_faster, points, peer, size), at_least=bounds[size.length]))
+            guessed = any((p.method, p.status, p.setting) == (peer, EXTRAPOLATED, size) for p in points)
+            name = f"{peer} / linear, {size_text(size)}" + ", extrapolated" * guessed
+            what, measure = "seconds of one forward and backward", partial(times_faster, peer, size)
+            found.append(Goal(name, what, measure, at_least=bounds[size.length]))
         if size.length == LONG:
             found += limit_goals(points, size)
     return found
 
 
-def times_faster(points: list[Point], peer: str, size: Size) -> Measured:
-    return Measured(seconds_of(points, peer, BOTH, size) / seconds_of(points, LINEAR, BOTH, size))
-
-
-def limit_goals(points: list[Point], size: Size) -> list[Goal]:
+def limit_goals(points: list[FormPoint], size: Setting) -> list[Goal]:
     """Time near the limit of memory bandwidth, and little more memory than the tensors need."""
-    seconds = partial(seconds_of, points, size=size)
 
     def over_limit(mode: str) -> Measured:
-        rate = 8 * timing.COPY_ELEMENTS / seconds(COPY, COPY)  # float32, read and written
-        return Measured(seconds(LINEAR, mode) * rate / (TENSORS[mode] * size.nbytes))
+        rate = 8 * timing.COPY_ELEMENTS / point_of(points, COPY, replace(size, mode=COPY)).seconds  # read and written
+        tensor = 2 * size.length * size.heads * size.head_dim  # bytes of bfloat16
+        return Measured(point_of(points, LINEAR, replace(size, mode=mode)).seconds * rate / (TENSORS[mode] * tensor))
 
     def extra_memory() -> Measured:
-        seconds(LINEAR, BOTH)
-        return Measured(next(p.memory_share for p in points if (p.method, p.mode, p.size) == (LINEAR, BOTH, size)))
+        return Measured(point_of(points, LINEAR, size).memory_share)
 
     what = "seconds / those of reading and writing each tensor once at the rate of a copy"
     extra = "peak beyond inputs, outputs and gradients / these"
     return [
         *(
-            Goal(f"{mode} / limit of memory, {size}", what, partial(over_limit, mode), at_most=bound)
+            Goal(f"{mode} / limit of memory, {size_text(size)}", what, partial(over_limit, mode), at_most=bound)
             for mode, bound in OVER_LIMIT.items()
         ),
-        Goal(f"extra memory, {size}", extra, extra_memory, at_most=EXTRA_MEMORY),
+        Goal(f"extra memory, {size_text(size)}", extra, extra_memory, at_most=EXTRA_MEMORY),
     ]
 
 
@@ -180,7 +153,6 @@ class GpuCheck(Benchmark):
     """The results so far (`checks`, `points`, `goals`, `notes`); each is written before the next is measured."""
 
     name = "gpu_check"
-    positive = ("seconds",)
     output = ""
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -192,7 +164,7 @@ class GpuCheck(Benchmark):
         self.begin = time.monotonic()
 
     @classmethod
-    def add_options(cls, add: Callable[..., Any]) -> None:
+    def add_options(cls, add: AddOption) -> None:
         text = "time for all of it; what does not fit is skipped (default: 520)"
         add("--seconds", type=float, default=520.0, help=text)
         add("--quick", action="store_true", help="a tenth of the checks, two lengths and two sizes")
@@ -207,14 +179,15 @@ class GpuCheck(Benchmark):
             parser.error("it needs Triton, which is not installed: pip install triton")
         if interpreted():
             parser.error("TRITON_INTERPRET=1 is set, which runs no kernel on the GPU: unset it")
-        options.device = "cuda"
+        options.device, options.repeats = "cuda", ROUNDS
         if options.output is None:
             name = re.sub(r"[^a-z0-9]+", "-", device_name("cuda").lower()).strip("-")
             options.output = Path(__file__).parents[1] / "results" / name
 
     def measure(self) -> None:
         shapes, lengths = (SHAPES[::3], LENGTHS[:2]) if self.options.quick else (SHAPES, LENGTHS)
-        self.sizes = [Size(length, *shape) for length in lengths for shape in shapes]
+        kind = {"dtype": "bfloat16", "device": "cuda"}
+        self.sizes = [Setting(length, heads=rows, head_dim=dim, **kind) for length in lengths for rows, dim in shapes]
         try:
             work = gpu_correctness.checks(self.options.quick)
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
@@ -245,14 +218,6 @@ class GpuCheck(Benchmark):
         found = {k: [asdict(one) for one in getattr(self, k)] for k in ("checks", "points", "goals")}
         return {"seconds": time.monotonic() - self.begin, "notes": self.notes, **found}
 
-    @cached_property
-    def surroundings(self) -> dict[str, Any]:
-        found = super().surroundings
-        for name in PACKAGES:
-            with suppress(PackageNotFoundError):
-                found["versions"][name] = version(name)
-        return found
-
     def write(self, folder: Path, details: dict[str, Any]) -> list[Path]:
         return [write_json(folder / "gpu_check.json", details)]
 
@@ -275,49 +240,45 @@ class GpuCheck(Benchmark):
         slowest = 0.0
         for number, size in enumerate(self.sizes):
             if self.left < FOR_THE_PROFILE + slowest:
-                self.note(f"not measured, the time is over: {'; '.join(map(str, self.sizes[number:]))}")
+                self.note(f"not measured, the time is over: {'; '.join(map(size_text, self.sizes[number:]))}")
                 return
             begin = time.monotonic()
             try:
                 torch.cuda.empty_cache()
                 points = self.points_of(size)
             except Exception as error:
-                points = [Point(LINEAR, BOTH, size, FAILED, memory.describe(error))]
+                points = [FormPoint.of(LINEAR, size)]
+                points[0].record_failure(error)
             for point in points:
                 self.say(str(point))
             self.points += points
             self.save()
             slowest = max(slowest, time.monotonic() - begin) if number else 0.0  # the first one compiles
 
-    def points_of(self, size: Size) -> list[Point]:
+    def points_of(self, size: Setting) -> list[FormPoint]:
         """All forms at one size in turn, forward and backward; at length LONG also the forward, memory, and a copy."""
-        device = self.options.device
-        inputs = Inputs.make(size.setting(device))
+        inputs = Inputs.make(size)
         calls, points = {}, {}
         for name, form in gpu_forms().items():
             for mode in (FORWARD, BOTH) if (name, size.length) == (LINEAR, LONG) else (BOTH,):
-                point = points[name, mode] = Point(name, mode, size, detail=form.absent)
+                setting = replace(size, mode=mode)
+                point = points[name, mode] = FormPoint.of(name, setting, detail=form.absent)
                 if form.absent:
                     point.status = ABSENT
                     continue
-                call = form.prepare(replace(inputs, setting=replace(inputs.setting, mode=mode)))
-                if ready := self.prepared(point, call, form.quadratic):
+                prepare = partial(form.prepare, replace(inputs, setting=setting))
+                if ready := self.prepared(point, prepare(), form.quadratic):
                     calls[name, mode] = ready
                     if (name, mode) == (LINEAR, BOTH):  # o, ∂q, ∂k, ∂v are among what the call adds
-                        extra = memory.HighWater(device).peak_of(call).extra - 4 * inputs.q.nbytes
+                        extra = memory.peak_of(prepare, size.device).extra - 4 * inputs.q.nbytes
                         point.memory_share = extra / (8 * inputs.q.nbytes)
         if size.length == LONG:
-            points[COPY, COPY] = Point(COPY, COPY, size)
-            calls[COPY, COPY] = Several(timing.copy(device)[0], 10)
-        found = Alternation(calls, device, count=False).run(ROUNDS)
-        for key, sample in found.samples.items():
-            point = points[key]
-            point.seconds, (point.seconds_q1, point.seconds_q3) = sample.median, sample.quartiles
-        for key, error in found.failures.items():
-            points[key].status, points[key].detail = FAILED, memory.describe(error)
+            points[COPY, COPY] = FormPoint.of(COPY, replace(size, mode=COPY))
+            calls[COPY, COPY] = Several(timing.copy(size.device)[0], 10)
+        self.time_in_turn(calls, points, size.new_tokens, count=False)
         return list(points.values())
 
-    def prepared(self, point: Point, call: Call, quadratic: bool) -> Several | None:
+    def prepared(self, point: FormPoint, call: Call, quadratic: bool) -> Several | None:
         """The call, compiled and warm, repeated so that it can be timed well; None if its point is complete."""
         expected = predicted(self.points, point, quadratic)
         if expected is not None and expected > min(LONGEST_CALL, self.left - FOR_THE_PROFILE):
@@ -329,7 +290,7 @@ class GpuCheck(Benchmark):
                 call()
             seconds = clock(call, self.options.device)
         except Exception as error:  # such as out of memory: the run continues without it
-            point.status, point.detail = FAILED, memory.describe(error)
+            point.record_failure(error)
             return None
         if seconds < LONGEST_CALL / 10:
             return Several(call, max(1, min(50, round(TURN / seconds))))
@@ -337,22 +298,23 @@ class GpuCheck(Benchmark):
         point.detail = "one call"
         return None
 
-    def profile_all(self, sizes: list[Size]) -> None:
+    def profile_all(self, sizes: list[Setting]) -> None:
         """One forward and backward at each size, to profile.txt."""
         texts = []
         for size in sizes:
+            name = size_text(size)
             if self.left < FOR_THE_PROFILE / 3:
-                self.note(f"profile of {size}: skipped, the time is over")
+                self.note(f"profile of {name}: skipped, the time is over")
                 continue
             try:
-                table = profile(gpu_forms()[LINEAR].prepare(Inputs.make(size.setting("cuda"))))
+                table = profile(gpu_forms()[LINEAR].prepare(Inputs.make(size)))
             except Exception as error:
-                self.note(f"profile of {size}: {FAILED}: {memory.describe(error)}")
+                self.note(f"profile of {name}: {FAILED}: {memory.describe(error)}")
                 continue
-            texts.append(f"forward+backward, bfloat16, {size}\n\n{table}\n")
+            texts.append(f"forward+backward, bfloat16, {name}\n\n{table}\n")
             with whole_file(self.options.output / "profile.txt") as file:
                 file.write("\n".join(texts).encode())
-            self.say(f"profile of {size}: written")
+            self.say(f"profile of {name}: written")
 
     def judge(self) -> None:
         self.goals = [goals.run(goal) for goal in all_goals(self.points, self.sizes)]

@@ -70,8 +70,6 @@ class Outcome:
     seconds: float = 0.0
 
 
-# --- the list --------------------------------------------------------------------------------------------------------
-
 SIGNED = {"rotary_dim": 32, "signed": True}
 EVERYTHING = {"decay": 0.1, "masked": True, "packed": True, "past": 77}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -127,9 +125,6 @@ def all_cases(quick: bool = False) -> dict[str, Case]:
         chosen = list(in_others.items())[: 1 if quick else None]
         cases |= {f"{dtype}, {name}": Case(**kind, **one) for name, one in chosen}
     return cases
-
-
-# --- one case --------------------------------------------------------------------------------------------------------
 
 
 def inputs_of(case: Case, device: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -208,9 +203,6 @@ def errors_of(case: Case, device: str) -> dict[str, float]:
     return errors(actual, outputs_of(case, {name: x.double() for name, x in tensors.items()}, fixed, backend))
 
 
-# --- features of CUDA alone ------------------------------------------------------------------------------------------
-
-
 def plain_call(length: int = 1000, heads: int = 4, dtype: torch.dtype = torch.bfloat16) -> tuple[Callable, list]:
     """`linear_attention` with RoPE on the CUDA backend, and q, k, v that require gradients."""
     rope = RotaryEmbedding(64)
@@ -274,9 +266,6 @@ TRAITS: dict[str, tuple[float, Callable[[], dict[str, float]]]] = {
     "CUDA graph, one token": (0.0, partial(replayed, 1)),
     "the same twice": (0.0, repeated),
 }
-
-
-# --- running them ----------------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -6,17 +6,13 @@ A model of configs/quickstart.yaml's sizes trains as `linrope fit` does, with `r
 from __future__ import annotations
 
 import sys
-import time
-from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from lightning.pytorch import seed_everything
 from rich.table import Table
 
-from benchmarks.harness.runner import Benchmark
-from benchmarks.harness.timing import milliseconds_text
+from benchmarks.harness.runner import AddOption, Benchmark
+from benchmarks.harness.timing import clock, milliseconds_text
 from benchmarks.harness.trainer import quiet_trainer
 from linrope import LanguageModelConfig
 from linrope.cli.training import quiet_lightning
@@ -36,27 +32,12 @@ class Cost:
     share_of_time: float
 
 
-def measure(options: Namespace) -> Cost:
-    seed_everything(0, verbose=False)
-    sizes = {"d_model": options.d_model, "n_layers": options.layers, "n_heads": options.heads}
-    config = LanguageModelConfig(**sizes, short_conv=4, forget_gate=True)
-    module = LanguageModelingModule(config, OptimizerConfig(lr=1e-2))
-    monitor = HealthMonitor(options.every)
-    trainer = quiet_trainer(options.steps, [monitor], limit_val_batches=0)
-    began = time.perf_counter()
-    trainer.fit(module, TextDataModule(context=options.context, batch_size=options.batch_size))
-    seconds = time.perf_counter() - began
-    looks = options.steps // options.every
-    return Cost(options.every, looks, monitor.seconds, seconds, monitor.seconds / seconds)
-
-
 class Health(Benchmark):
     name = "health"
     point = Cost
-    positive = ("steps", "every", "context", "batch_size", "layers", "d_model", "heads")
 
     @classmethod
-    def add_options(cls, add: Callable[..., Any]) -> None:
+    def add_options(cls, add: AddOption) -> None:
         add("--steps", type=int, default=200)
         add("--every", type=int, default=100, help="steps between two measurements (default: 100, as `linrope fit`)")
         add("--context", type=int, default=1024)
@@ -66,9 +47,19 @@ class Health(Benchmark):
         add("--heads", type=int, default=4)
 
     def measure(self) -> None:
+        options = self.options
         quiet_lightning()
+        seed_everything(0, verbose=False)
+        sizes = {"d_model": options.d_model, "n_layers": options.layers, "n_heads": options.heads}
+        config = LanguageModelConfig(**sizes, short_conv=4, forget_gate=True)
+        module = LanguageModelingModule(config, OptimizerConfig(lr=1e-2))
+        data = TextDataModule(context=options.context, batch_size=options.batch_size)
+        monitor = HealthMonitor(options.every)
+        trainer = quiet_trainer(options.steps, [monitor], limit_val_batches=0)
         with self.console.status("training"):
-            self.points.append(measure(self.options))
+            seconds = clock(lambda: trainer.fit(module, data))
+        looks = options.steps // options.every
+        self.points.append(Cost(options.every, looks, monitor.seconds, seconds, monitor.seconds / seconds))
 
     def table(self) -> Table:
         table = new_table("Cost of health metrics", "measurements", "ms each", "s of the run", "share of the time")

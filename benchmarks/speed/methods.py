@@ -86,23 +86,18 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Method:
-    """A form of attention, and how its cost grows.
+    """A form of attention, and whether its cost grows with all pairs of tokens.
 
-    Attributes:
-        attend: from Inputs to o (B, H, T, E).
-        decoding: from Inputs to a callable that decodes one token after `setting.length` others, with the bytes of its
-            state or cache in `nbytes`; None if the form has no decoding step.
-        quadratic: whether the time grows with all pairs of tokens.
-        quadratic_memory: whether the memory does.
-        absent: why it cannot run here; "" if it can.
+    `decoding` makes a callable that decodes one token after `setting.length` others, with the bytes of its state or
+    cache in `nbytes`; None if the form has no decoding step.
     """
 
     name: str
-    attend: Callable[[Inputs], Tensor]
+    attend: Callable[[Inputs], Tensor]  # to o (B, H, T, E)
     decoding: Callable[[Inputs], Callable[[], Tensor]] | None = None
     quadratic: bool = False
     quadratic_memory: bool = False
-    absent: str = ""
+    absent: str = ""  # why it cannot run here
 
     def time_growth(self, mode: str) -> int:
         """n if the time of a call grows as lengthⁿ."""
@@ -132,9 +127,6 @@ def call_of(attend: Callable[[Inputs], Tensor], inputs: Inputs) -> Callable[[], 
         return o, torch.autograd.grad(o, leaves, inputs.grad, allow_unused=True)  # most forms have no decay
 
     return forward_backward if inputs.setting.mode == "forward+backward" else forward
-
-
-# --- the forms -------------------------------------------------------------------------------------------------------
 
 
 def linear(x: Inputs, *, rope: bool = True, decay: bool = False, **options) -> Tensor:
@@ -179,18 +171,7 @@ def fast_transformers(x: Inputs) -> Tensor:
     return causal_dot_product(x.rope.rotate(q), x.rope.rotate(k), x.v) / (den + EPS)
 
 
-def flash_linear_attention(x: Inputs) -> Tensor:
-    """The same operator around a kernel of fla-org/flash-linear-attention, which takes (B, T, H, D)."""
-    from fla.ops.simple_gla import chunk_simple_gla
-
-    q, k = elu1(x.q), elu1(x.k)
-    den = (q * k.cumsum(dim=2, dtype=torch.float32)).sum(dim=-1, keepdim=True)
-    rotated = (tensor.transpose(1, 2).contiguous() for tensor in (x.rope.rotate(q), x.rope.rotate(k), x.v))
-    num, _ = chunk_simple_gla(*rotated, scale=1.0)
-    return (num.transpose(1, 2) / (den + EPS)).to(x.v.dtype)
-
-
-# --- the peers of the CUDA backend, at their fastest -----------------------------------------------------------------
+# The peers of the CUDA backend, at their fastest.
 #
 # Their tables of angles exist before the call, and their elementwise operations are compiled, so that only their
 # kernels and the memory traffic between them are timed. Both pair dimension m with m + D/2, as they do by default.
@@ -228,7 +209,7 @@ def softmax_flash(x: Inputs) -> Tensor:
 
 
 def fused_linear_attention(x: Inputs) -> Tensor:
-    """Numerator-only RoPE with the plain denominator on the chunked kernel and the rotary embedding of fla.
+    """The same operator on the chunked kernel and the rotary embedding of fla-org/flash-linear-attention.
 
     They take (B, T, H, D). The inputs' memory is read as such without a copy, which makes other numbers of it. The
     denominator is the same kernel's with values of 1, so that no running sum of features is written.
@@ -246,16 +227,12 @@ def fused_linear_attention(x: Inputs) -> Tensor:
 
 def gpu_forms() -> dict[str, Method]:
     """Ours on the CUDA backend, then its peers; a missing package is absent with the reason."""
-    absent = missing("fla.modules.rotary") or missing("fla.ops.simple_gla")
     forms = (
         Method(LINEAR, partial(linear, backend="triton")),
         Method(SOFTMAX, softmax_flash, quadratic=True),
-        Method(FLA, fused_linear_attention, absent=absent),
+        Method(FLA, fused_linear_attention, absent=missing_fla()),
     )
     return {form.name: form for form in forms}
-
-
-# --- decoding --------------------------------------------------------------------------------------------------------
 
 
 class LinearDecoding:
@@ -299,9 +276,6 @@ class SoftmaxDecoding:
         return F.scaled_dot_product_attention(x.rope.rotate(x.q, position), self.k, self.v)
 
 
-# --- the table of them -----------------------------------------------------------------------------------------------
-
-
 def catalogue(device: str, dtype: str) -> dict[str, Method]:
     """Every method by name, also those that cannot run there."""
     reasons = {name: _unfit(name, device) for name in BACKENDS if name != "reference"}
@@ -311,14 +285,14 @@ def catalogue(device: str, dtype: str) -> dict[str, Method]:
         for name, absent in reasons.items()
     ]
     fast = missing("fast_transformers.causal_product") or ("float32 only" if dtype != "float32" else "")
-    flash = missing("fla.ops.simple_gla") or ("needs CUDA" if device != "cuda" else "")
+    flash = missing_fla() or ("needs CUDA" if device != "cuda" else "")
     methods += [
         _linear_method("linear-rope-decay", decay=True),
         _linear_method("linear", rope=False),
         Method("softmax-rope", softmax, SoftmaxDecoding, quadratic=True),
         Method("softmax-rope-materialised", softmax_materialised, quadratic=True, quadratic_memory=True),
         Method("fast-transformers", fast_transformers, absent=fast),
-        Method("flash-linear-attention", flash_linear_attention, absent=flash),
+        Method(FLA, fused_linear_attention, absent=flash),
     ]
     return {method.name: method for method in methods}
 
@@ -334,6 +308,10 @@ def _unfit(backend: str, device: str) -> str:
     except Exception as error:
         return f"does not run here: {error}"
     return ""
+
+
+def missing_fla() -> str:
+    return missing("fla.modules.rotary") or missing("fla.ops.simple_gla")
 
 
 def missing(module: str) -> str:

@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from rich.table import Table
-from torch import Tensor
 
 from benchmarks.harness.options import check_names
-from benchmarks.harness.pictures import Quantity, against_length
-from benchmarks.harness.runner import Benchmark
+from benchmarks.harness.pictures import Figure, Quantity, against_length
+from benchmarks.harness.runner import AddOption, Benchmark
 from benchmarks.harness.sweep import INTERRUPTED, MEASURED, Point, crossovers, series
-from linrope import LanguageModel, LanguageModelConfig
+from benchmarks.harness.training_step import training_step
+from linrope import LanguageModelConfig
 from linrope.utils.terminal import new_table
 
 KINDS = ("linear", "softmax", "hybrid")
@@ -34,33 +30,11 @@ def layers_of(kind: str, n_layers: int) -> list[str]:
     return [pattern[i % len(pattern)] for i in range(n_layers)]
 
 
-def mean_loss(model: LanguageModel, inputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-
-
-def training_step(
-    config: LanguageModelConfig, length: int, tokens: int, device: str, loss: Callable[..., Tensor] = mean_loss
-) -> Callable[[], None]:
-    """One step of a new model on rows of that length, of random tokens; `loss` takes the model, inputs and targets."""
-    torch.manual_seed(0)
-    model = LanguageModel(config).to(device)
-    optimizer = torch.optim.AdamW(model.parameters())
-    rows = torch.randint(config.vocab_size, (tokens // length, length + 1), device=device)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss(model, rows[:, :-1], rows[:, 1:]).backward()
-        optimizer.step()
-
-    return step
-
-
 class ModelScaling(Benchmark):
     name = "model_scaling"
-    positive = ("lengths", "tokens", "layers", "d_model", "heads", "repeats")
 
     @classmethod
-    def add_options(cls, add: Callable[..., Any]) -> None:
+    def add_options(cls, add: AddOption) -> None:
         lengths = [256 * 2**i for i in range(6)]
         add("--lengths", type=int, nargs="+", default=lengths, help="tokens in a row (default: 256 to 8192)")
         add("--tokens", type=int, default=8192, help="tokens in a step, at every length (default: 8192)")
@@ -94,7 +68,7 @@ class ModelScaling(Benchmark):
             steps = {}
             for kind in points:
                 config = replace(options.config, attention=layers_of(kind, options.layers))
-                steps[kind] = training_step(config, length, options.tokens, options.device)
+                steps[kind] = training_step(config, options.tokens // length, length, options.device)
             self.time_in_turn(steps, points, options.tokens, tick, f"{length:,} tokens: {{}}")
 
     def details(self) -> dict[str, Any]:
@@ -108,7 +82,6 @@ class ModelScaling(Benchmark):
         return f"{o.layers} layers, d_model {o.d_model}, {o.heads} heads, {o.tokens:,} tokens a step"
 
     def table(self) -> Table:
-        """A row for each length: tokens per second, and their ratio to the softmax model's."""
         options = self.options
         ratios = [kind for kind in options.attention if kind != "softmax" and "softmax" in options.attention]
         table = new_table(
@@ -124,7 +97,7 @@ class ModelScaling(Benchmark):
             table.add_row(f"{length:,}", f"{options.tokens // length:,}", *shown, *faster)
         return table
 
-    def figures(self) -> dict[str, Callable]:
+    def figures(self) -> dict[str, Figure]:
         quantity = Quantity("tokens_per_second", "tokens per second in training", "count", {})
         speed = {kind: series(self.points, kind, "tokens_per_second") for kind in ("linear", "softmax")}
         title = f"Training speed: {self.model_name()}"
@@ -132,7 +105,7 @@ class ModelScaling(Benchmark):
             ratio = speed["linear"][max(common)] / speed["softmax"][max(common)]
             title = f"At {max(common):,} tokens the linear model trains {ratio:.1f} times as fast as the softmax model"
         marks = {f"{kind}\nfaster": length for kind, length in self.crossovers().items()}
-        return {"": partial(against_length, title, self.points, quantity, marks=marks)}
+        return {"": against_length(title, self.points, quantity, marks=marks)}
 
 
 def cell(point: Point) -> str:

@@ -13,12 +13,13 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.harness import memory
 from benchmarks.harness.options import check_even, check_names, parse_bytes
-from benchmarks.harness.pictures import Quantity, against_length
-from benchmarks.harness.runner import Benchmark
+from benchmarks.harness.pictures import Figure, Quantity, against_length
+from benchmarks.harness.runner import AddOption, Benchmark
 from benchmarks.harness.sweep import INTERRUPTED, SINCE, Budget, Largest, Point, crossovers, largest_length, series
 from benchmarks.harness.timing import gemm_rate
 from benchmarks.speed.methods import DTYPES, MODES, Inputs, Method, Setting, catalogue
@@ -30,7 +31,6 @@ LINEAR, BASELINE = "linear-rope", "softmax-rope"
 
 class Scaling(Benchmark):
     name = "scaling"
-    positive = ("lengths", "batch", "heads", "head_dim", "repeats", "budget")
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -38,7 +38,7 @@ class Scaling(Benchmark):
         self.gemm_rate: float | None = None  # FLOPs per second of a large matrix product
 
     @classmethod
-    def add_options(cls, add: Callable[..., Any]) -> None:
+    def add_options(cls, add: AddOption) -> None:
         lengths = [512 * 2**i for i in range(6)]
         add("--lengths", type=int, nargs="+", default=lengths, help="tokens (default: 512 to 16384)")
         add("--methods", nargs="+", help="names from the table that a run without this option shows")
@@ -93,9 +93,13 @@ class Scaling(Benchmark):
         """All methods at one length: memory first, which shows which methods fit, then the times in turn."""
         setting = self.setting(length)
         methods = self.options.chosen
-        points = {name: self.new_point(method, setting) for name, method in methods.items()}
-        running = {name: point for name, point in points.items() if point.status == INTERRUPTED}
-
+        running = {}
+        for name, method in methods.items():
+            growth = method.time_growth(setting.mode), method.memory_growth(setting.mode)
+            sizes = length, setting.batch, self.options.repeats + 1
+            point = self.budget.new_point(self.points, name, *sizes, growth)
+            if point.status == INTERRUPTED:
+                running[name] = point
         for name, point in running.items():
             tick(description=f"{length:,} tokens: {name}, memory", advance=1)
             measure_memory(methods[name], setting, self.budget.memory, point)
@@ -110,15 +114,6 @@ class Scaling(Benchmark):
             for point in running.values():
                 if point.flops:
                     point.gemm_share = point.flops / point.seconds / self.gemm_rate
-
-    def new_point(self, method: Method, setting: Setting) -> Point:
-        """The method's point at this length: over budget, or interrupted until it is measured."""
-        earlier = [p for p in self.points if p.method == method.name]
-        growth = method.time_growth(setting.mode), method.memory_growth(setting.mode)
-        status, detail = self.budget.refusal(earlier, setting.length, self.options.repeats + 1, growth)
-        point = Point(method.name, setting.length, setting.batch, status or INTERRUPTED, detail)
-        self.points.append(point)
-        return point
 
     def search(self) -> None:
         """Find the largest length of each method within the memory, each length in a process of its own."""
@@ -154,7 +149,6 @@ class Scaling(Benchmark):
         }
 
     def table(self) -> Table:
-        """A section for each length, a row for each method."""
         options = self.options
         decoding = options.mode == "decode"
         call, beyond = ("one token", "state or cache, and peak") if decoding else ("one call", "peak beyond the inputs")
@@ -170,7 +164,9 @@ class Scaling(Benchmark):
             row = [p for p in self.points if p.length == length]
             table.add_row(f"[bold]{length:,} tokens[/bold]")
             for point in row:
-                table.add_row(*cells(point))
+                flops = count_text(point.flops) if point.flops else ""
+                share = f"{point.gemm_share:.0%}" if point.gemm_share else ""
+                table.add_row(escape(point.method), *point.cells(), flops, share)
             if ratio := ratio_cells(row):
                 table.add_row(*ratio)
             table.add_section()
@@ -191,7 +187,7 @@ class Scaling(Benchmark):
             lines.append(f"{name}: {bound}{largest.length:,} tokens in {size} ({largest.limited_by})")
         return lines
 
-    def figures(self) -> dict[str, Callable]:
+    def figures(self) -> dict[str, Figure]:
         """Throughput and peak memory against the length; the longest length that both measured stands in the title."""
         mode = self.options.mode
         methods = {family(m.name): m for m in catalogue("cpu", self.options.dtype).values()}
@@ -202,11 +198,10 @@ class Scaling(Benchmark):
         speed = Quantity("tokens_per_second", "tokens per second", "count", time)
         label = "state or cache, and peak memory" if mode == "decode" else "peak memory beyond the inputs"
         peak = Quantity("memory_bytes", label, "bytes", space)
-        draw = partial(against_length, points=self.points)
         marks = {f"{name} is faster": length for name, length in self.crossovers().items()}
         return {
-            "": partial(draw, self.title("tokens_per_second", "throughput"), quantity=speed, marks=marks),
-            "-memory": partial(draw, self.title("memory_bytes", "memory"), quantity=peak),
+            "": against_length(self.title("tokens_per_second", "throughput"), self.points, speed, marks=marks),
+            "-memory": against_length(self.title("memory_bytes", "memory"), self.points, peak),
         }
 
     def title(self, attribute: str, what: str) -> str:
@@ -235,13 +230,6 @@ def measure_memory(method: Method, setting: Setting, limit: int | None, point: P
         point.memory_bytes = measure(method, setting, limit).extra
     except Exception as error:
         point.record_failure(error)
-
-
-def cells(point: Point) -> list[str]:
-    """One method at one length; unknown values are empty."""
-    flops = count_text(point.flops) if point.flops else ""
-    share = f"{point.gemm_share:.0%}" if point.gemm_share else ""
-    return [point.method.replace("[", "\\["), *point.cells(), flops, share]
 
 
 def ratio_cells(points: list[Point]) -> list[str]:

@@ -57,21 +57,21 @@ def write_json(path: Path, contents: dict[str, Any]) -> Path:
 
 def write_picture(path: Path, draw: Callable[[], Figure]) -> list[Path]:
     """Write the figure that `draw` returns as PNG: [path]. Without matplotlib `draw` is not called: []."""
-    if not _can_draw():
+    if not can_draw():
         return []
     with whole_file(path) as file:
         draw().savefig(file, dpi=120, format="png")
     return [path]
 
 
-def _can_draw() -> bool:
+def can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def print_written(console: Console, written: Sequence[Path]) -> None:
     """Print the names of the files that were written, and how to install matplotlib if it is missing."""
     console.print("wrote", *map(str, written), soft_wrap=True, highlight=False)
-    if not _can_draw():
+    if not can_draw():
         text = "matplotlib is not installed: no picture (pip install 'linrope[bench]')"
         console.print(text, markup=False, highlight=False)
 

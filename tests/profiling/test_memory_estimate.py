@@ -1,6 +1,7 @@
 """Memory of training steps on fake tensors, against processes that really take them."""
 
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,17 +20,20 @@ MODELS = {
 
 def peak_of_two_steps(config: LanguageModelConfig, batch_size: int, length: int, segment_length: int | None) -> int:
     """In this process: the second step has AdamW's moments from the start."""
-    water = memory.HighWater("cpu")
-    model = LanguageModel(config)
-    optimizer = torch.optim.AdamW(model.parameters())
-    tokens = torch.randint(256, (batch_size, length + 1))
 
-    def step() -> None:
-        optimizer.zero_grad()
-        (step_loss(model, tokens, segment_length) / (batch_size * length)).backward()
-        optimizer.step()
+    def prepare() -> Callable[[], object]:
+        model = LanguageModel(config)
+        optimizer = torch.optim.AdamW(model.parameters())
+        tokens = torch.randint(256, (batch_size, length + 1))
 
-    return water.peak_of(lambda: (step(), step())).extra
+        def step() -> None:
+            optimizer.zero_grad()
+            (step_loss(model, tokens, segment_length) / (batch_size * length)).backward()
+            optimizer.step()
+
+        return lambda: (step(), step())
+
+    return memory.peak_of(prepare, "cpu").extra
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sizes of processes, and an allocator, as Linux has them")

@@ -3,8 +3,9 @@
 import csv
 import json
 import math
+import multiprocessing
 import re
-from itertools import islice
+from itertools import islice, product
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from benchmarks.experiments.training_run import GridText, smallest_denominator, 
 from benchmarks.harness.timing import Sample
 from linrope import LanguageModel, LanguageModelConfig, RotaryConfig
 from linrope.data.batches.windows import EvaluationWindows
+from tests.benchmarks.commands import refusal
 
 
 @pytest.fixture
@@ -56,14 +58,12 @@ class Changed:
 
     def run(self, *args, **changes) -> int:
         self.values.update(changes)
-        return ablation.main([*self.args(), *args])
+        return ablation.Ablation.main([*self.args(), *args])
 
     def refuse(self, capsys, *args, **changes) -> str:
         """The message with which the command ends before anything runs."""
-        with pytest.raises(SystemExit) as exit_:
-            self.run(*args, **changes)
-        assert exit_.value.code == 2
-        return " ".join(capsys.readouterr().err.split())
+        self.values.update(changes)
+        return refusal(ablation.Ablation, [*self.args(), *args], capsys)
 
     def parsed(self) -> Folder:
         return ablation.Ablation.parse(self.args()).folder
@@ -98,6 +98,8 @@ def here(monkeypatch):
 
 
 def test_a_grid_end_to_end(grid, here, capsys):
+    assert "--only softmx: unknown. Did you mean" in grid.refuse(capsys, "--only", "softmx")
+    assert "holds no finished run" in grid.refuse(capsys, "--report")
     assert grid.run("--only", "softmax") == 0  # not even the one that the others are compared with
     alone = grid.files
     assert set(alone) == {"softmax-seed0.json", "softmax-seed1.json"}
@@ -165,9 +167,8 @@ def test_rows_of_all_lengths_are_validated_on_the_same_text(grid):
                 assert torch.equal(read, torch.cat([windows[i][name] for i in range(n_tokens // 128)]))
 
 
-@pytest.mark.parametrize("step", [8, 10], ids=["between validations", "before a validation"])
-def test_an_interrupted_run_goes_on_where_it_was(grid, monkeypatch, step):
-    """Stopped inside it, a run ends with the same numbers as one that was never stopped."""
+def test_an_interrupted_run_goes_on_where_it_was(grid, monkeypatch):
+    """Stopped between validations or before one, a run ends with the same numbers as one that was never stopped."""
     whole = grid.train("whole")
 
     class Stopping(training_run.Recorder):
@@ -177,18 +178,19 @@ def test_an_interrupted_run_goes_on_where_it_was(grid, monkeypatch, step):
                 raise InterruptedError
 
     monkeypatch.setattr(training_run, "SAVE_EVERY_SECONDS", 0)
-    with monkeypatch.context() as patched:
-        patched.setattr(training_run, "Recorder", Stopping)
-        with pytest.raises(InterruptedError):
-            grid.train("cut")
-    (unfinished,) = grid.folder.glob("cut.*.unfinished/last.ckpt")
-    changed = grid.train("cut", optimizer={"lr": 0.02, "warmup_steps": 2})
+    for step in (8, 10):
+        with monkeypatch.context() as patched:
+            patched.setattr(training_run, "Recorder", Stopping)
+            with pytest.raises(InterruptedError):
+                grid.train(f"cut{step}")
+    changed = grid.train("cut8", optimizer={"lr": 0.02, "warmup_steps": 2})
     assert changed["steps"] == len(changed["training"]["losses"]) == 20  # begun anew, not from those steps
     assert changed["training"]["losses"][0] == whole["training"]["losses"][0] != changed["training"]["losses"][-1]
-    resumed = grid.train("cut")
-    for name in ("training", "final", "curve"):
-        assert resumed[name] == whole[name]
-    assert unfinished.exists()  # until the result is in its place
+    for step in (8, 10):
+        (unfinished,) = grid.folder.glob(f"cut{step}.{grid.parsed().settings['linear'].fingerprint}*/last.ckpt")
+        resumed = grid.train(f"cut{step}")
+        assert all(resumed[name] == whole[name] for name in ("training", "final", "curve"))
+        assert unfinished.exists()  # until the result is in its place
 
 
 def test_a_run_interrupted_in_its_evaluation_does_not_train_again(grid, monkeypatch):
@@ -277,46 +279,47 @@ def test_a_folder_with_files_of_something_else(grid, file, text, capsys):
     assert re.search(f"{file} {message}", grid.refuse(capsys))
 
 
-def test_a_run_that_sigterm_ends_is_interrupted_not_done(grid, monkeypatch, capsys):
-    """Lightning turns SIGTERM into an exit that looks like success."""
-    run_process, processes = ablation.run_process, []
-
-    class Popen(ablation.subprocess.Popen):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            processes.append(self)
+def test_a_run_that_sigterm_ends_is_interrupted_not_done(grid, monkeypatch):
+    """Lightning turns SIGTERM into an exit that looks like success. A forked process has nothing to import."""
+    fork, codes = multiprocessing.get_context("fork"), []
+    stepped = fork.Event()
 
     def terminate_at_the_first_step(spec_file, show):
-        return run_process(spec_file, lambda completed=None, **shown: completed and processes[-1].terminate())
+        process = fork.Process(target=training_run.command, args=(str(spec_file),))
+        process.start()
+        assert stepped.wait(60)
+        process.terminate()
+        process.join()
+        codes.append(process.exitcode)
+        return process.exitcode, []
 
-    monkeypatch.setattr(ablation.subprocess, "Popen", Popen)
+    monkeypatch.setattr(training_run, "say", lambda **shown: stepped.set())
     monkeypatch.setattr(ablation, "run_process", terminate_at_the_first_step)
     assert grid.run(tokens=64 * 10**5) == 130
-    assert processes[-1].returncode == 130
+    assert codes == [130]
     assert not grid.files
     (unfinished,) = grid.results.glob("runs/linear-seed0.*.unfinished/last.ckpt")
     kept = torch.load(unfinished, weights_only=True)
     assert kept["global_step"] == len(kept["callbacks"]["Recorder"]["losses"]) > 0
 
 
+@pytest.mark.exhaustive
+def test_runs_in_processes_of_their_own(grid):
+    assert grid.run("--only", "linear") == 0
+    assert grid.read("linear", 1)["steps"] == 20
+
+
 def test_a_run_that_fails_is_told_with_its_reason(grid, capsys, monkeypatch):
     script = grid.folder / "python"
-    script.write_text("#!/bin/sh\necho no such thing\nexit 3\n")
+    progress = json.dumps({"completed": 1, "now": "training"})
+    script.write_text(f"#!/bin/sh\necho '{progress}'\necho no such thing: $@\nexit 3\n")
     script.chmod(0o755)
     monkeypatch.setattr(ablation.sys, "executable", str(script))
     assert grid.run() == 1
-    assert "linear, seed 0 failed:\nno such thing" in capsys.readouterr().out
+    assert "linear, seed 0 failed:\nno such thing: -m benchmarks.training_run" in capsys.readouterr().out
     script.write_text("#!/bin/sh\nkill -9 $$\n")
     assert grid.run() == 1  # as a machine out of memory does; Ctrl-C it is not
     assert "linear, seed 0 was ended by SIGKILL" in capsys.readouterr().out
-
-
-def test_what_there_is_none_of_is_named(grid, capsys):
-    assert "--only softmx: unknown. Did you mean" in grid.refuse(capsys, "--only", "softmx")
-    assert "holds no finished run" in grid.refuse(capsys, "--report")
-
-
-# --- what is computed ------------------------------------------------------------------------------------------------
 
 
 def test_intervals_and_verdicts():
@@ -373,6 +376,8 @@ def test_equal_seconds_before_the_first_validation_or_with_a_diverged_run_are_no
     early = run_of("b", 1, math.nan, diverged="loss is nan at step 3", tokens=110)
     a = rows_by_variant([results[0], early, results[1]], a=10.0, b=9.0)["a"]
     assert (a.at_equal_seconds, a.tokens) == (2.5, 1000)
+    a = rows_by_variant([results[0], DIVERGED])["a"]  # counted, and not averaged
+    assert (a.seeds, a.diverged, a.mean) == (2, 1, 2.5)
 
 
 def test_losses_by_position_are_means_over_seeds():
@@ -385,11 +390,6 @@ def test_losses_by_position_are_means_over_seeds():
 
 
 DIVERGED = run_of("a", 1, math.nan, diverged="loss is nan at step 3")
-
-
-def test_diverged_runs_are_counted_and_not_averaged():
-    (row,) = ablation_report.rows_of([run_of("a", 0, 2.0), DIVERGED], TwoVariants, {})
-    assert (row.seeds, row.diverged, row.mean) == (2, 1, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -441,9 +441,7 @@ def test_a_recall_grid_reports_accuracy(grid, here, capsys):
     data = {"vocab_size": 32, "tokens_per_batch": 256, "test_rows": 8, "cases": [[16, 2], [32, 8]]}
     data["stages"] = [[16, 2, 1], [32, 4, 1]]
     assert grid.run(task="mqar", tokens=2048, validations=2, model=model, data=data, evaluate={}) == 0
-    finals = {
-        (variant, seed): grid.read(variant, seed)["final"] for variant in ("linear", "softmax") for seed in (0, 1)
-    }
+    finals = {run: grid.read(*run)["final"] for run in product(("linear", "softmax"), (0, 1))}
     assert all({"accuracy", "accuracy/16x2", "accuracy/32x8"} <= final.keys() for final in finals.values())
     assert grid.read("linear", 0)["steps"] == 8
     gaps = [finals["softmax", seed]["accuracy"] - finals["linear", seed]["accuracy"] for seed in (0, 1)]

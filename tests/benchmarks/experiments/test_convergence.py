@@ -7,6 +7,7 @@ import math
 import pytest
 
 from benchmarks.experiments import convergence
+from tests.benchmarks.commands import refusal
 
 TITLE = convergence.read_grid(convergence.GRID).title
 
@@ -25,7 +26,7 @@ def test_means_of_twentieths_over_seeds(tmp_path, capsys):
     write_run(tmp_path, "numerator", 2, nats[:40], steps=40, diverged="the loss is nan at step 41")
     write_run(tmp_path, "softmax.none", 0, nats)
     write_run(tmp_path, "before_map", 0, nats)  # no line of the picture
-    assert convergence.main(["--runs", str(tmp_path)]) == 0
+    assert convergence.Convergence.main(["--runs", str(tmp_path)]) == 0
     rows = list(csv.DictReader((tmp_path / "convergence.csv").open()))
     assert {(row["attention"], row["positions"]) for row in rows} == {("softmax", "none"), ("linear", "RoPE")}
     first = next(row for row in rows if row["attention"] == "linear")
@@ -64,6 +65,4 @@ def test_its_variants_are_those_of_the_grid():
 
 def test_runs_of_another_grid_are_named(tmp_path, capsys):
     write_run(tmp_path, "none", 0, [1.0] * 100, title="Forms of RoPE")
-    with pytest.raises(SystemExit):
-        convergence.main(["--runs", str(tmp_path)])
-    assert "holds results of 'Forms of RoPE'" in capsys.readouterr().err
+    assert "holds results of 'Forms of RoPE'" in refusal(convergence.Convergence, ["--runs", str(tmp_path)], capsys)

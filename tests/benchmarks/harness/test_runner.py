@@ -3,7 +3,6 @@
 import argparse
 import csv
 import json
-from functools import partial
 
 import pytest
 
@@ -14,13 +13,13 @@ from benchmarks.harness.runner import Benchmark
 from benchmarks.harness.sweep import INTERRUPTED, Point
 from benchmarks.harness.timing import milliseconds_text
 from linrope.utils.terminal import new_table
+from tests.benchmarks.commands import refusal
 
 POINTS = [Point("a", 8, 1, seconds=0.5), Point("b", 8, 1, "over budget", "predicted 2 s of 1 s")]
 
 
 class Some(Benchmark):
     name = "some"
-    positive = ("sizes",)
 
     @classmethod
     def add_options(cls, add):
@@ -41,7 +40,7 @@ class Some(Benchmark):
 
     def figures(self):
         title = f"{self.points[0].method} of {self.options.sizes}"
-        return {"": lambda: new_axes(title).figure, "-more": partial(lambda: new_axes(title).figure)}
+        return {"": new_axes(title).figure, "-more": new_axes(title).figure}
 
 
 def test_sizes_are_read():
@@ -60,7 +59,7 @@ def test_a_run_says_where_it_ran():
     found = surroundings("cpu", "scaling", ["--lengths", "8"])
     assert found["command"] == "python -m benchmarks.scaling --lengths 8"
     assert found["machine"]["device"]
-    assert set(found["versions"]) == {"python", "torch", "linrope"}
+    assert {"python", "torch", "linrope"} <= found["versions"].keys()
 
 
 def test_results_are_written(tmp_path, capsys):
@@ -132,7 +131,5 @@ def test_pictures_are_drawn_again_from_the_json_file(tmp_path, capsys):
         Some.main(["--redraw", str(tmp_path / "some.json")])
     assert exit_.value.code == 0
     assert [picture.read_bytes() for picture in pictures] == first
-    with pytest.raises(SystemExit) as exit_:
-        Some.main(["--redraw", str(tmp_path / "none.json")])
-    assert exit_.value.code == 2
-    assert "none.json: cannot be read as a result of some" in " ".join(capsys.readouterr().err.split())
+    message = refusal(Some, ["--redraw", str(tmp_path / "none.json")], capsys)
+    assert "none.json: cannot be read as a result of some" in message

@@ -2,22 +2,12 @@
 
 import pytest
 
-from benchmarks.harness.sweep import (
-    INTERRUPTED,
-    MEASURED,
-    OUT_OF_MEMORY,
-    OVER_BUDGET,
-    Budget,
-    Point,
-    crossover,
-    extrapolated,
-    largest_length,
-    series,
-)
+from benchmarks.harness import sweep
+from benchmarks.harness.sweep import Budget, Point, crossover, extrapolated, largest_length, series
 from benchmarks.harness.timing import Sample
 
 
-def point(length: int, seconds: float | None = None, status: str = MEASURED, memory: int | None = None) -> Point:
+def point(length: int, seconds: float | None = None, status: str = sweep.MEASURED, memory: int | None = None) -> Point:
     return Point("softmax", length, 1, status, seconds=seconds, memory_bytes=memory)
 
 
@@ -37,11 +27,11 @@ def test_a_crossover_is_for_good():
 
 
 def test_what_did_not_fit_is_extrapolated_from_the_last_point():
-    points = [point(1, 9.0), point(2, 10.0), point(4, status=OVER_BUDGET), point(8, status=OVER_BUDGET)]
+    points = [point(1, 9.0), point(2, 10.0), point(4, status=sweep.OVER_BUDGET), point(8, status=sweep.OVER_BUDGET)]
     assert extrapolated(points, "softmax", "seconds", 2) == {2: 10, 4: 40, 8: 160}
     assert series(points, "softmax", "seconds") == {1: 9, 2: 10}
-    assert extrapolated([*points[:2], point(4, status=OUT_OF_MEMORY)], "softmax", "seconds", 1) == {2: 10, 4: 20}
-    assert extrapolated([*points[:2], point(4, status=INTERRUPTED)], "softmax", "seconds", 2) == {}
+    assert extrapolated([*points[:2], point(4, status=sweep.OUT_OF_MEMORY)], "softmax", "seconds", 1) == {2: 10, 4: 20}
+    assert extrapolated([*points[:2], point(4, status=sweep.INTERRUPTED)], "softmax", "seconds", 2) == {}
     assert extrapolated(points[2:], "softmax", "seconds", 2) == {}  # nothing to start from
 
 
@@ -49,23 +39,23 @@ def test_budgets_refuse_what_the_shorter_length_predicts():
     budget, growth = Budget(seconds=10, memory=2**30), (2, 1)
     assert budget.refusal([], 512, 5, growth) == ("", "")
     assert budget.refusal([point(512, 0.4)], 1024, 5, growth) == ("", "")  # 8 s
-    assert budget.refusal([point(512, 0.6)], 1024, 5, growth) == (OVER_BUDGET, "predicted 12 s of 10 s")
+    assert budget.refusal([point(512, 0.6)], 1024, 5, growth) == (sweep.OVER_BUDGET, "predicted 12 s of 10 s")
     large = point(512, 0.1, memory=2**29 + 2**28)
-    assert budget.refusal([large], 1024, 5, growth) == (OVER_BUDGET, "predicted 1.5 GiB of 1 GiB")
+    assert budget.refusal([large], 1024, 5, growth) == (sweep.OVER_BUDGET, "predicted 1.5 GiB of 1 GiB")
     assert Budget(10, None).refusal([large], 1024, 5, growth) == ("", "")
 
 
 def test_a_length_beyond_one_that_did_not_fit_is_not_tried():
-    earlier, refusal = [point(512, status=OUT_OF_MEMORY)], (OVER_BUDGET, "as since 512")
+    earlier, refusal = [point(512, status=sweep.OUT_OF_MEMORY)], (sweep.OVER_BUDGET, "as since 512")
     for length in (1024, 2048):
         assert Budget(10, None).refusal(earlier, length, 5, (2, 1)) == refusal
         earlier.append(Point("softmax", length, 1, *refusal))
 
 
 def test_a_point_takes_its_numbers_from_a_sample():
-    found = point(8, status=INTERRUPTED)
+    found = point(8, status=sweep.INTERRUPTED)
     found.record(Sample((1.0, 2.0, 3.0)), tokens=10)
-    assert (found.status, found.seconds, found.rounds, found.tokens_per_second) == (MEASURED, 2.0, 3, 5.0)
+    assert (found.status, found.seconds, found.rounds, found.tokens_per_second) == (sweep.MEASURED, 2.0, 3, 5.0)
     assert found.spread == 0.5
 
 

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.harness.memory import OutOfMemory
 from benchmarks.speed import scaling
 from benchmarks.speed.methods import Method, catalogue, linear, softmax
-from tests.benchmarks.speed import results
+from tests.benchmarks import commands
 
 SMALL = ["--heads", "1", "--head_dim", "8", "--repeats", "2"]
 
@@ -36,13 +36,12 @@ def use(monkeypatch, *methods: Method) -> None:
     monkeypatch.setattr(scaling, "catalogue", lambda device, dtype: {method.name: method for method in methods})
 
 
-run = partial(results.run, scaling.Scaling, SMALL, stem="scaling-forward-backward-float32")
+run = partial(commands.run, scaling.Scaling, SMALL, stem="scaling-forward-backward-float32")
 
 
 def test_all_methods_are_measured_at_every_length(tmp_path, capsys):
-    status, points, contents = run(tmp_path, "--lengths", "65", "33")
+    points, contents = run(tmp_path, "--lengths", "65", "33")
     methods = [name for name, method in catalogue("cpu", "float32").items() if not method.absent]
-    assert status == 0
     assert [(p["method"], p["length"]) for p in contents["points"]] == [(m, t) for t in (33, 65) for m in methods]
     for point in contents["points"]:
         assert point["status"] == "measured"
@@ -64,8 +63,7 @@ def test_all_methods_are_measured_at_every_length(tmp_path, capsys):
 @pytest.mark.parametrize("mode", ["forward", "decode"])
 def test_other_modes(tmp_path, mode, without_memory):
     args = ("--lengths", "40", "--mode", mode, "--dtype", "bfloat16")
-    status, points, contents = run(tmp_path, *args, stem=f"scaling-{mode}-bfloat16")
-    assert status == 0
+    points, contents = run(tmp_path, *args, stem=f"scaling-{mode}-bfloat16")
     assert {p["status"] for p in points.values()} == {"measured"}
     tokens = 40 if mode == "forward" else 1
     for point in points.values():
@@ -77,8 +75,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch, capsys, without_m
     # a warm-up and two rounds at each length: the sixth call is the last one at the second length
     impatient = failing(KeyboardInterrupt(), at=6)
     use(monkeypatch, Method("linear-rope", linear), Method("softmax-rope", impatient))
-    status, points, contents = run(tmp_path, "--lengths", "16", "32", "64")
-    assert status == 130
+    points, contents = run(tmp_path, "--lengths", "16", "32", "64", status=130)
     assert "interrupted: the results so far are kept" in capsys.readouterr().out
     assert contents["interrupted"] is True
     assert points["softmax-rope", 16]["rounds"] == 2
@@ -90,8 +87,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch, capsys, without_m
 def test_running_out_of_memory_is_recorded_and_the_run_goes_on(tmp_path, monkeypatch, capsys, without_memory):
     hungry = failing(MemoryError("can't allocate memory"), at=5)
     use(monkeypatch, Method("linear-rope", hungry), Method("softmax-rope", softmax, quadratic=True))
-    status, points, _ = run(tmp_path, "--lengths", "16", "32", "64")
-    assert status == 0
+    points, _ = run(tmp_path, "--lengths", "16", "32", "64")
     assert [points["linear-rope", n]["status"] for n in (16, 32, 64)] == ["measured", "out of memory", "over budget"]
     assert points["linear-rope", 32]["seconds"] is None
     assert points["linear-rope", 64]["detail"] == "as since 32"
@@ -102,8 +98,7 @@ def test_running_out_of_memory_is_recorded_and_the_run_goes_on(tmp_path, monkeyp
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux can")
 def test_memory_that_really_runs_out(tmp_path, capsys):
     methods = ["--methods", "linear", "softmax-rope-materialised"]
-    status, points, contents = run(tmp_path, *methods, "--lengths", "128", "2048", "--memory", "6MiB", "--budget", "5")
-    assert status == 0
+    points, contents = run(tmp_path, *methods, "--lengths", "128", "2048", "--memory", "6MiB", "--budget", "5")
     assert points["linear", 128]["status"] == "measured"
     assert points["softmax-rope-materialised", 2048]["status"] in ("out of memory", "over budget")
     largest = {name: found["length"] for name, found in contents["largest_length"].items()}
@@ -117,15 +112,14 @@ def test_a_child_that_ran_out_of_memory_is_not_timed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(scaling.memory, "in_new_process", no_room)
     use(monkeypatch, Method("linear-rope", pytest.fail))
-    _, points, _ = run(tmp_path, "--lengths", "16")
+    points, _ = run(tmp_path, "--lengths", "16")
     point = points["linear-rope", 16]
     assert (point["status"], point["detail"]) == ("out of memory", "killed by the system")
 
 
 def test_what_would_exceed_the_budget_is_not_run(tmp_path, capsys, without_memory):
     methods = ["--methods", "softmax-rope", "--budget", "1e-6"]
-    status, points, _ = run(tmp_path, *methods, "--lengths", "16", "32", "64")
-    assert status == 0
+    points, _ = run(tmp_path, *methods, "--lengths", "16", "32", "64")
     assert [points["softmax-rope", n]["status"] for n in (16, 32, 64)] == ["measured", "over budget", "over budget"]
     assert "over budget" in capsys.readouterr().out
 

@@ -1,0 +1,32 @@
+"""One training step without Lightning, whose import takes memory that benchmarks of whole processes would count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from linrope import LanguageModel, LanguageModelConfig
+from linrope.losses import token_losses
+
+
+def mean_loss(model: LanguageModel, inputs: Tensor, targets: Tensor) -> Tensor:
+    return token_losses(model(inputs), targets).mean()
+
+
+def training_step(
+    config: LanguageModelConfig, rows: int, length: int, device: str, loss: Callable[..., Tensor] = mean_loss
+) -> Callable[[], None]:
+    """Forward, backward and AdamW of a new model on random rows; `loss` takes the model, inputs and targets."""
+    torch.manual_seed(0)
+    model = LanguageModel(config).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.randint(config.vocab_size, (rows, length + 1), device=device)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss(model, tokens[:, :-1], tokens[:, 1:]).backward()
+        optimizer.step()
+
+    return step
