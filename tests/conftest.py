@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,6 +16,8 @@ if find_spec("triton") is not None:
 del os.environ["TRITON_INTERPRET"]
 
 import torch
+
+from linrope.cli.main import main
 
 # Tests this small only lose by more threads, and lose much beside other work on the machine. Not in a fixture, since
 # fixtures of modules and of the session run before one of a test.
@@ -75,3 +78,15 @@ def tiny(text_file: Path, tmp_path: Path) -> list[str]:
 def run_folder(tmp_path: Path) -> Path:
     """Where the first run of `tiny` leaves its logs and checkpoints."""
     return tmp_path / "runs" / "tiny" / "version_0"
+
+
+@pytest.fixture
+def error_of(capsys: pytest.CaptureFixture) -> Callable[..., str]:
+    """The error of a command that must stop with exit code 2."""
+
+    def run(*args: object) -> str:
+        capsys.readouterr()
+        assert main(list(map(str, args))) == 2
+        return capsys.readouterr().err
+
+    return run

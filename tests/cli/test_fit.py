@@ -4,8 +4,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from linrope import LanguageModel
 from linrope.cli.main import main
 from linrope.training.tasks.language_modeling import LanguageModelingModule
 from tests.cli.conftest import read_csv
+from tests.processes import Run
 
 ROOT = Path(__file__).parents[2]
 
@@ -198,16 +197,12 @@ def test_a_checkpoint_loads_into_the_module_and_into_the_model_alone(trained_run
     assert torch.equal(module(tokens), model(tokens))
 
 
-def test_ctrl_c_sent_to_a_real_process_leaves_a_checkpoint_that_resumes(tiny, run_folder, capsys):
-    command = [sys.executable, "-m", "linrope.cli.main", "fit", *tiny, "--trainer.log_every_n_steps=1"]
-    process = subprocess.Popen(
-        [*command, "--trainer.max_steps=1000000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    line = next(line for line in process.stdout if line.startswith("step 3/"))
-    assert re.match(r"step 3/1000000  loss \d", line)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
+def test_ctrl_c_sent_to_a_real_process_leaves_a_checkpoint_that_resumes(tiny, run_folder, tmp_path):
+    run = Run(["fit", *tiny, "--trainer.log_every_n_steps=1", "--trainer.max_steps=1000000"], tmp_path)
+    run.wait_for_steps(3)
+    run.send(signal.SIGINT)
+    code, out, err = run.wait()
+    assert code == 130, err
     assert "Traceback" not in err
     assert "\x1b" not in out + err
     step = int(re.search(r"stopped after step (\d+)\. To resume:", err)[1])
