@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -39,6 +39,14 @@ def write_text_file(folder: Path) -> Path:
     file = folder / "corpus.txt"
     file.write_text("".join(LINE.replace("i", str(i)) for i in range(250)))
     return file
+
+
+def write_documents(folder: Path, sizes: Iterable[int]) -> Path:
+    """A folder of documents of these sizes, in bytes: letters, digits and signs that differ."""
+    folder.mkdir()
+    for number, size in enumerate(sizes):
+        (folder / f"{number:03}.txt").write_bytes(bytes(33 + (number * 7 + i * i) % 90 for i in range(size)))
+    return folder
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from linrope.cli.main import main
 from linrope.errors import InputError
 from linrope.losses import IGNORE
 from linrope.training import LanguageModelingModule, TextDataModule
+from tests.conftest import write_documents
 from tests.processes import Run
 from tests.training.attached import attached
 from tests.training.test_resume import TRAINED, equal, load, losses, version
@@ -70,11 +71,8 @@ def write_exchanges(patch: pytest.MonkeyPatch, folder: Path) -> None:
 def base(tmp_path_factory) -> list[str]:
     """Options of all runs: a small model on 80 documents of 1 to 199 bytes."""
     folder = tmp_path_factory.mktemp("ddp")
-    (folder / "texts").mkdir()
-    for number in range(80):
-        text = bytes(33 + (number * 7 + i * i) % 90 for i in range(1 + 37 * number % 199))
-        (folder / "texts" / f"{number:02}.txt").write_bytes(text)
-    options = [f"--data.path={folder / 'texts'}", "--data.context=32", "--data.batch_size=2", f"--run.folder={folder}"]
+    texts = write_documents(folder / "texts", (1 + 37 * number % 199 for number in range(80)))
+    options = [f"--data.path={texts}", "--data.context=32", "--data.batch_size=2", f"--run.folder={folder}"]
     options += ["--data.fractions=[0.7, 0.2, 0.1]", "--trainer.accelerator=cpu", "--trainer.log_every_n_steps=1"]
     return ["fit", *MODEL, *CONSTANT, *options]
 
@@ -229,20 +227,19 @@ def test_only_the_first_rank_writes_and_prints(two, stopped, base):
     }
 
 
-def test_a_run_with_carried_states_goes_on_with_as_many_devices_only(two, base, capsys):
+def test_a_run_with_carried_states_goes_on_with_as_many_devices_only(two, base, error_of):
     checkpoint = last(folder_of(base, "contiguous"))
     before = checkpoint.read_bytes()
     longer = [*base, *CONTIGUOUS_EXACT, "--trainer.max_steps=9", f"--ckpt_path={checkpoint}", "--run.name=fewer"]
-    assert main(longer) == 2
-    err = capsys.readouterr().err
+    err = error_of(*longer)
     assert "data.contiguous rows × devices: 4 in the checkpoint, 2 here" in err
     assert "trainer.accumulate_grad_batches × devices: 4 in the checkpoint, 2 here" in err
     assert "Traceback" not in err
     assert checkpoint.read_bytes() == before
     assert not list(folder_of(base, "fewer").rglob("*.ckpt"))
     # the same rows and batches in a step, but not on the same device
-    assert main([*longer, "--data.batch_size=4", "--trainer.accumulate_grad_batches=4"]) == 2
-    assert "data.batch_size: 2 in the checkpoint, 4 here" in capsys.readouterr().err
+    err = error_of(*longer, "--data.batch_size=4", "--trainer.accumulate_grad_batches=4")
+    assert "data.batch_size: 2 in the checkpoint, 4 here" in err
 
 
 def test_what_the_first_rank_refuses_stops_all_and_is_said_once(base, tmp_path, tmp_path_factory):

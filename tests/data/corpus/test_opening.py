@@ -16,6 +16,7 @@ from linrope.data.prepare.config import PrepareConfig
 from linrope.data.prepare.preparation import prepare
 from linrope.data.tokenizers.subwords import SubwordTokenizer
 from linrope.errors import DocumentChanged, InputError
+from tests.conftest import write_documents
 from tests.data.tokenizers.subword_files import TEXT, byte_level, write_tokenizer
 
 FRACTIONS = [0.6, 0.2, 0.2]
@@ -29,12 +30,7 @@ def prepared(path: Path, name: str = "prepared", **options: object) -> Path:
 
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
-    """40 documents of 1 to 60 bytes."""
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for number in range(40):
-        (folder / f"{number:02}.txt").write_bytes(bytes(33 + (number * i) % 90 for i in range(1 + 13 * number % 60)))
-    return folder
+    return write_documents(tmp_path / "texts", (1 + 13 * number % 60 for number in range(40)))
 
 
 def write_flat(path: Path, tokens: object, dtype: str = "<u2") -> Path:
@@ -44,7 +40,7 @@ def write_flat(path: Path, tokens: object, dtype: str = "<u2") -> Path:
 
 @pytest.mark.parametrize("single", [False, True], ids=["folder", "file"])
 def test_prepared_bytes_are_the_text_as_it_would_be_read(texts, single):
-    path = texts / "38.txt" if single else texts
+    path = texts / "038.txt" if single else texts
     plain, ready = open_text(path, FRACTIONS), open_text(prepared(path), FRACTIONS)
     for split, corpus in plain.corpora.items():
         other = ready.corpora[split]

@@ -15,7 +15,7 @@ from linrope.profiling.attention_health import LayerHealth
 from linrope.profiling.hooks import OperatorCall, operator_hook
 from linrope.training import LanguageModelingModule, ResumableDataModule, TextDataModule
 from linrope.training.callbacks.health import SpikeWarning
-from tests.training.attached import attached
+from tests.training.attached import attached, record_batches
 from tests.training.test_resume import losses, version
 
 
@@ -167,7 +167,7 @@ def test_no_spike_without_a_median_and_micro_batches_are_one_step():
 
 
 def test_a_real_spike_names_the_very_samples(tiny, run_folder, capsys, monkeypatch):
-    batches = []
+    batches = record_batches(monkeypatch)
     clip = LanguageModelingModule.configure_gradient_clipping
 
     def blown_up(self, optimizer, *args, **options):
@@ -176,21 +176,14 @@ def test_a_real_spike_names_the_very_samples(tiny, run_folder, capsys, monkeypat
                 parameter.grad.mul_(100)
         clip(self, optimizer, *args, **options)
 
-    step = LanguageModelingModule.training_step
-
-    def remembered(self, batch, batch_idx):
-        batches.append(batch["inputs"])
-        return step(self, batch, batch_idx)
-
     monkeypatch.setattr(LanguageModelingModule, "configure_gradient_clipping", blown_up)
-    monkeypatch.setattr(LanguageModelingModule, "training_step", remembered)
     assert main(["fit", *tiny, "--trainer.max_steps=32", "--trainer.val_check_interval=32"]) == 0
     said = r"spike at step 31: grad_norm .* times its median; samples (\d+) … (\d+) of length 32"
     line = re.search(said, capsys.readouterr().out)
     path = next(option.split("=")[1] for option in tiny if option.startswith("--data.path"))
     data: TextDataModule = attached(path)
     samples = [(32, i) for i in range(int(line[1]), int(line[2]) + 1)]
-    assert torch.equal(data.train_dataloader().dataset[samples]["inputs"], batches[30])
+    assert torch.equal(data.train_dataloader().dataset[samples]["inputs"], batches[30]["inputs"])
 
 
 def test_samples_are_named_by_stage_and_in_contiguous_rows(text_file):
