@@ -107,22 +107,18 @@ def start_from(model: LanguageModel, path: str, fractions: list[float]) -> list[
         ) from error
     rope = model.config.rope
     may_differ = WITHOUT_WEIGHTS + (() if rope is None or rope.trainable else THETA)
-    options = _flat(source.config.to_dict()), _flat(model.config.to_dict())
-    if differing := list(_differences(*(_without(each, may_differ) for each in options))):
+    differing = list(_differences(_flat(source.config.to_dict()), _flat(model.config.to_dict())))
+    allowed = tuple(f"{name}{end}" for name in may_differ for end in ":.")  # the option, and those nested in it
+    if decisive := [line for line in differing if not line.startswith(allowed)]:
         raise InputError(
             f"run.start_from={path!r} holds a model that differs in more than {', '.join(may_differ)}; {_fix(path)}:"
-            + "".join(f"\n  {difference}" for difference in differing)
+            "\n  " + "\n  ".join(decisive)
         )
     model.load_state_dict(source.state_dict())
     model.tokenizer = source.tokenizer
     if Path(path).is_file():
         warn_of_other_split(open_checkpoint(path), fractions, path)
-    return list(_differences(*options))
-
-
-def _without(options: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """The options except `names` and those nested in them."""
-    return {key: value for key, value in options.items() if not f"{key}.".startswith(tuple(f"{n}." for n in names))}
+    return differing
 
 
 def warn_of_other_split(checkpoint: dict[str, Any], fractions: list[float], path: str | Path) -> None:

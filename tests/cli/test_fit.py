@@ -15,7 +15,7 @@ from linrope.training.tasks.language_modeling import LanguageModelingModule
 from tests.cli.conftest import read_csv
 from tests.processes import Run
 from tests.training.attached import record_batches
-from tests.training.test_resume import TRAINED, equal, interrupt, load, version
+from tests.training.test_resume import load, version
 
 ROOT = Path(__file__).parents[2]
 
@@ -96,41 +96,8 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_change(tiny, run_fol
     assert all(weights.isfinite().all() for weights in checkpoint["state_dict"].values())
 
 
-@pytest.fixture
-def batches_seen(monkeypatch) -> list[dict[str, torch.Tensor]]:
-    return record_batches(monkeypatch)
-
-
-@pytest.mark.parametrize("signum", [pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive), signal.SIGTERM])
-def test_an_interrupted_run_resumes_with_the_very_batches_that_are_left(
-    tiny, run_folder, capsys, batches_seen, monkeypatch, signum
-):
-    tiny = [*tiny, "--trainer.max_steps=6", "--trainer.accumulate_grad_batches=2", "--optimizer.warmup_steps=2"]
-    tiny += ["--model.dropout=0.2"]
-    assert main(["fit", *tiny]) == 0
-    whole, final = list(batches_seen), load(run_folder)
-    assert len(whole) == 12
-
-    batches_seen.clear()
-    with monkeypatch.context() as patch:
-        interrupt(patch, lambda trainer: len(batches_seen) == 5, signum)  # the first of the third step's two batches
-        assert main(["fit", *tiny]) == 128 + signum
-    assert len(batches_seen) == 6
-    err = capsys.readouterr().err
-    assert "stopped after step 3. To resume:" in err
-    resume = shlex.split(err.splitlines()[-1])
-    assert resume[:2] == ["linrope", "fit"]
-    assert resume[-2:] == ["--ckpt_path", str(version(run_folder, 1) / "checkpoints" / "last.ckpt")]
-
-    assert main(resume[1:]) == 0
-    assert len(batches_seen) == 12
-    assert equal(batches_seen, whole)
-    resumed = load(version(run_folder, 2))
-    assert resumed["global_step"] == 6
-    assert all(equal(resumed[key], final[key]) for key in TRAINED)
-
-
-def test_a_resumed_run_may_be_longer_and_takes_the_options_it_is_given(tiny, run_folder, batches_seen):
+def test_a_resumed_run_may_be_longer_and_takes_the_options_it_is_given(tiny, run_folder, monkeypatch):
+    batches_seen = record_batches(monkeypatch)
     assert main(["fit", *tiny, "--trainer.max_steps=4"]) == 0
     last = run_folder / "checkpoints" / "last.ckpt"
     options = ["--trainer.max_steps=8", "--optimizer.lr=0.5", "--optimizer.warmup_steps=0"]

@@ -262,24 +262,20 @@ def start_from_saved(source: LanguageModel, model: LanguageModel, folder: Path) 
 GATED = {"forget_gate": True, "gate_normalizer": [1.0, 64.0]}
 
 
+SCALED = {"rope": {"base": 500_000.0, "scaling": {"rule": "linear", "factor": 4.0}}}
+OF_ROPE = [
+    "rope.base: 10000.0 in the checkpoint, 500000.0 here",
+    "rope.scaling.factor: None in the checkpoint, 4.0 here",
+    "rope.scaling.rule: None in the checkpoint, 'linear' here",
+]
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours", "told"),
     [
         ({"forget_gate": True}, GATED, ["gate_normalizer: 1.0 in the checkpoint, [1.0, 64.0] here"]),
-        (
-            {"forget_gate": True, "gate_normalizer": [1.0, 4.0]},
-            GATED,
-            ["gate_normalizer: [1.0, 4.0] in the checkpoint, [1.0, 64.0] here"],
-        ),
-        (
-            {"rope": {}},
-            {"rope": {"base": 500_000.0, "scaling": {"rule": "linear", "factor": 4.0}}},
-            [
-                "rope.base: 10000.0 in the checkpoint, 500000.0 here",
-                "rope.scaling.factor: None in the checkpoint, 4.0 here",
-                "rope.scaling.rule: None in the checkpoint, 'linear' here",
-            ],
-        ),
+        ({**GATED, "gate_normalizer": 4.0}, GATED, ["gate_normalizer: 4.0 in the checkpoint, [1.0, 64.0] here"]),
+        ({"rope": {}}, SCALED, OF_ROPE),
     ],
     ids=["no normalizer", "another normalizer", "slower frequencies"],
 )

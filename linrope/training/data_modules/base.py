@@ -40,7 +40,7 @@ class ResumableDataModule(LightningDataModule):
 
     - `train_dataloader`: an endless loader. It starts at `run_position` and yields the batches of that rank only.
     - `val_dataloader` and `test_dataloader`: each sample of the split on exactly one rank.
-    - `order`, `samples_of` and `require_vocabulary`; `tokens_at` if steps differ in tokens.
+    - `order` and `require_vocabulary`; `tokens_at` if steps differ in tokens; `samples_of` if samples have numbers.
 
     Loaders are made by `loader`, with a `RankSampler`. `TrainingTask` saves `order` in checkpoints and refuses to
     resume a run whose order differs. Other data modules train too: Lightning then decides where their loaders continue.
@@ -85,7 +85,8 @@ class ResumableDataModule(LightningDataModule):
 
     def samples_of(self, step: int) -> str:
         """Describes the training samples of the optimizer step that follows `step` finished ones, for messages."""
-        raise NotImplementedError
+        per_step = self.run_position.batches_per_step
+        return f"batches {step * per_step} … {(step + 1) * per_step - 1}"
 
     def tokens_at(self, step: int) -> int:
         """Tokens trained on, over all devices, after `step` steps; in any unit if all steps have the same number."""

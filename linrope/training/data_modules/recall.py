@@ -99,10 +99,6 @@ class RecallDataModule(ResumableDataModule):
         stages = [list(stage) for stage in self.stages]
         return {"stages": stages, "tokens_per_batch": self.tokens_per_batch, "seed": self.seed}
 
-    def samples_of(self, step: int) -> str:
-        per_step = self.run_position.batches_per_step
-        return f"batches {step * per_step} … {(step + 1) * per_step - 1}"
-
     def task_of(self, split: str) -> RecallTask:
         """The task that makes the rows of a split: "train", "val" or "test"."""
         return self.task
