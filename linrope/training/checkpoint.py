@@ -29,10 +29,8 @@ class WholeCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint atomically; a plugin of Lightning's Trainer.
 
     Lightning's own makes two copies in memory, writes a temporary file into $TMPDIR (then copied, if the checkpoint is
-    on another file system) and does not wait until the disk has it.
-
-    Raises:
-        CheckpointError: the file could not be written (the disk is full, say).
+    on another file system) and does not wait until the disk has it. Raises CheckpointError if the file could not be
+    written (the disk is full, say).
     """
 
     def save_checkpoint(
@@ -62,11 +60,7 @@ def _os_error(error: BaseException | None) -> OSError | None:
 
 
 def find_last(folder: Path) -> Path:
-    """The `last.ckpt` of the newest run in `folder` (its subfolders `version_N`) that has one.
-
-    Raises:
-        InputError: no run has one.
-    """
+    """The `last.ckpt` of the newest run in `folder` (its subfolders `version_N`) that has one. InputError if none."""
     found = folder.glob("version_*/checkpoints/last.ckpt")
     by_version = [(path.parents[1].name.removeprefix("version_"), path) for path in found]
     numbered = {int(version): path for version, path in by_version if version.isdecimal()}

@@ -52,7 +52,7 @@ def test_the_loss_of_a_batch_is_that_of_its_row_read_from_the_start(tmp_path, do
 
 
 @pytest.mark.parametrize(
-    "options", [[], ["--segment_length=10", "--data.document_mask=true"]], ids=["whole", "segments"]
+    "options", [[], pytest.param(["--segment_length=10", "--data.document_mask=true"], marks=pytest.mark.exhaustive)]
 )
 def test_a_resumed_run_goes_on_from_the_carried_state(tiny, run_folder, tmp_path, options, monkeypatch):
     """From the checkpoint of any step, in the middle of a pass, and from one of the middle of a step."""

@@ -53,7 +53,10 @@ def require_separator(corpus: TokenSequence, document_mask: bool) -> None:
 
 
 class _Windows(Dataset[dict[str, Tensor]]):
-    """Samples of `context` tokens of a split of a corpus; `option` is the option that sets `context`, for errors."""
+    """Samples of `context` tokens of a split of a corpus; `option` is the option that sets `context`, for errors.
+
+    `start_of(i)` of a subclass is the first token of sample `i`.
+    """
 
     def __init__(self, corpus: TokenSequence, context: int, split: str, document_mask: bool, option: str) -> None:
         if context < 1:
@@ -66,10 +69,6 @@ class _Windows(Dataset[dict[str, Tensor]]):
             )
         require_separator(corpus, document_mask)
         self.corpus, self.context, self.document_mask = corpus, context, document_mask
-
-    def start_of(self, i: int) -> int:
-        """The first token of sample `i`."""
-        raise NotImplementedError
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         return window(self.corpus, self.start_of(i), self.context, self.document_mask)

@@ -19,12 +19,8 @@ from linrope.training.data_modules.text import TextDataModule
 
 
 class RunSummary(Callback):
-    """Prints a table of model, data, steps and device before training.
-
-    Args:
-        console: where to print.
-        start: the model whose weights the run starts from, with the options that differ; None for random weights.
-    """
+    """Prints a table of model, data, steps and device before training. `start` names the model whose weights the run
+    starts from, and the options that differ; None for random weights."""
 
     def __init__(self, console: Console, start: str | None = None) -> None:
         self.console, self.start = console, start

@@ -105,23 +105,17 @@ def require_least(name: str, value: int, least: int) -> None:
 
 
 def ignore_signals(worker: int) -> None:
-    """Makes a worker ignore SIGINT and SIGTERM; the argument is its number.
-
-    Ctrl-C and a scheduler's SIGTERM reach all processes of a run. The main process still needs batches to finish its
-    step and to save. Workers end when it ends.
-    """
+    """Makes a worker, given its number, ignore SIGINT and SIGTERM, which reach all processes of a run: the main process
+    still needs batches to finish its step and to save. Workers end when it ends."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
 
 
 class RankSampler(DistributedSampler[Any]):
-    """The indices of one rank, in the order given.
+    """The indices of one rank, in the order given: iterated over as often as asked, without a length if endless.
 
     `trainer.use_distributed_sampler` makes Lightning replace the samplers of loaders, which would shard them a second
     time. It leaves a DistributedSampler as it is.
-
-    Args:
-        indices: to iterate over, as often as asked; without a length for an endless loader.
     """
 
     def __init__(self, indices: Iterable[Any]) -> None:
