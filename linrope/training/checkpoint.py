@@ -84,13 +84,8 @@ def require_same_model(trained: LanguageModelConfig, config: LanguageModelConfig
 def start_from(model: LanguageModel, path: str, fractions: list[float]) -> list[str]:
     """Copies the weights and the tokenizer of a trained model to a new run's model; returns the options that differ.
 
-    Args:
-        model: the new run's model.
-        path: the trained model: a .ckpt file or a folder.
-        fractions: those of the new run's data, to warn if text that the model was trained on is held out now.
-
-    Raises:
-        InputError: no model at `path`, or one that differs in an option that decides the weights.
+    `path` is a .ckpt file or a folder. Warns if the new run's `fractions` hold out text that the model was trained on.
+    Raises InputError for no model at `path`, or one that differs in an option that decides the weights.
     """
     try:
         source = LanguageModel.from_pretrained(path)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from linrope import LanguageModel
 from linrope.cli.main import main
 from linrope.training.tasks.language_modeling import LanguageModelingModule
 from tests.cli.conftest import read_csv
@@ -139,14 +138,6 @@ def test_a_run_without_a_log_or_a_validation_share_keeps_its_checkpoint(tiny, tm
     options = [f"--trainer.logger={loggers}", f"--trainer.default_root_dir={tmp_path}", "--data.fractions=[1,0,0]"]
     assert main(["fit", *tiny, *options]) == 0
     assert (tmp_path / "checkpoints" / "last.ckpt").is_file()
-
-
-def test_a_checkpoint_loads_into_the_module_and_into_the_model_alone(trained_run):
-    last = trained_run.checkpoint
-    model = LanguageModel.from_pretrained(last)
-    module = LanguageModelingModule.load_from_checkpoint(last, model_config=model.config, weights_only=True).eval()
-    tokens = torch.randint(0, 257, (2, 40))
-    assert torch.equal(module(tokens), model(tokens))
 
 
 def test_ctrl_c_sent_to_a_real_process_leaves_a_checkpoint_that_resumes(tiny, run_folder, tmp_path):

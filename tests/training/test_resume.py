@@ -287,17 +287,16 @@ def test_what_no_weight_depends_on_may_differ_in_a_new_run(theirs, ours, told, t
         assert model.blocks[0].attention.forget.normalizer == (1.0, 64.0)
 
 
-def test_weights_that_a_run_cannot_start_from_are_refused(tiny, tmp_path, capsys):
+def test_weights_that_a_run_cannot_start_from_are_refused(tiny, tmp_path, error_of):
     start = f"--run.start_from={tmp_path / 'saved'}"
-    assert main(["fit", *tiny, start]) == 2
-    told = capsys.readouterr().err
-    assert re.search(r"error: run\.start_from='.*/saved': checkpoint .* does not exist\. Name a \.ckpt file or", told)
+    said = r"error: run\.start_from='.*/saved': checkpoint .* does not exist\. Name a \.ckpt file or"
+    assert re.search(said, error_of("fit", *tiny, start))
     source = LanguageModel(SMALL)
     source.tokenizer = {"kind": "bytes"}
     source.save_pretrained(tmp_path / "saved")
     torch.arange(4000, dtype=torch.int16).remainder(256).numpy().tofile(tmp_path / "tokens.bin")
-    assert main(["fit", *tiny, start, f"--data.path={tmp_path / 'tokens.bin'}"]) == 2
-    assert "was trained with the tokenizer bytes" in capsys.readouterr().err
+    err = error_of("fit", *tiny, start, f"--data.path={tmp_path / 'tokens.bin'}")
+    assert "was trained with the tokenizer bytes" in err
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
@@ -417,13 +416,12 @@ def test_a_file_is_replaced_only_by_a_whole_one(tmp_path):
     assert path.read_text() == "after"
 
 
-def test_a_run_overwrites_no_other(tiny, tmp_path, capsys):
+def test_a_run_overwrites_no_other(tiny, tmp_path, error_of):
     root = tmp_path / "root"
     unlogged = [*tiny, "--trainer.logger=false", f"--trainer.default_root_dir={root}"]
     assert main(["fit", *unlogged]) == 0
     before = (root / "checkpoints" / "last.ckpt").read_bytes()
-    capsys.readouterr()
-    assert main(["fit", *unlogged, "--seed_everything=2"]) == 2
-    assert f"{root / 'config.yaml'} exists, and this run would overwrite" in capsys.readouterr().err
+    err = error_of("fit", *unlogged, "--seed_everything=2")
+    assert f"{root / 'config.yaml'} exists, and this run would overwrite" in err
     assert (root / "checkpoints" / "last.ckpt").read_bytes() == before
     assert main(["fit", *unlogged, "--trainer.max_steps=3", f"--ckpt_path={root / 'checkpoints' / 'last.ckpt'}"]) == 0

@@ -32,8 +32,7 @@ class ContiguousBatches(Dataset[dict[str, Tensor]]):
         seed: decides the offsets.
         rank, world_size: number of this device, and of all devices.
 
-    Raises:
-        InputError: the corpus is too short for a batch, or a document mask needs a separator that is unknown.
+    Raises InputError if the corpus is too short for a batch, or a document mask needs a separator that is unknown.
     """
 
     def __init__(

@@ -19,13 +19,9 @@ from linrope.errors import InputError
 
 
 def segment_ids_of(tokens: Tensor, separator: int = SEPARATOR) -> Tensor:
-    """The number of each token's document in its row: 0 for the first document, then 1, 2, …
+    """The number of each token's document in its row, int64 (..., T): 0 for the first document, then 1, 2, …
 
-    Args:
-        tokens: int64 (..., T). A separator belongs to the document that it ends.
-
-    Returns:
-        int64 (..., T).
+    A separator of `tokens` (..., T) belongs to the document that it ends.
     """
     ends = (tokens == separator).long()
     return ends.cumsum(-1) - ends
@@ -88,8 +84,7 @@ class TrainingWindows(_Windows):
         document_mask: whether samples have `segment_ids`, int64 (context,): see `segment_ids_of`.
         option: the option that sets `context`, for the error message.
 
-    Raises:
-        InputError: the corpus is shorter than one sample, or a document mask needs a separator that is unknown.
+    Raises InputError if the corpus is shorter than one sample, or a document mask needs a separator that is unknown.
     """
 
     def __init__(

@@ -88,21 +88,18 @@ def test_samples_of_a_tokenizer_say_how_many_bytes_their_targets_stand_for(texts
         ("linrope-corpus.json", lambda data: data[:50], r"corpus\.json is damaged"),
         ("linrope-corpus.json", lambda data: data.replace(b'"format": 1', b'"format": 2'), r"has format 2, this"),
         ("linrope-corpus.json", lambda data: data.replace(b'"n_bytes"', b'"nbytes"'), r"corpus\.json is damaged"),
+        ("text_bytes.bin", None, r"is damaged \(.*text_bytes"),
+        ("tokenizer.json", None, r"cannot be read \(No"),
     ],
 )
-def test_a_damaged_folder_is_named(texts, name, change, message):
-    folder = prepared(texts)
-    (folder / name).write_bytes(change((folder / name).read_bytes()))
+def test_a_damaged_folder_is_named(texts, tmp_path, name, change, message):
+    folder = prepared(texts, tokenizer="bytes" if change else str(write_tokenizer(tmp_path)))
+    if change:
+        (folder / name).write_bytes(change((folder / name).read_bytes()))
+    else:
+        (folder / name).unlink()
     with pytest.raises(InputError, match=message):
         open_text(folder, FRACTIONS)
-
-
-def test_a_missing_file_of_a_folder_is_named(texts, tmp_path):
-    folder = prepared(texts, tokenizer=str(write_tokenizer(tmp_path)))
-    for name, message in (("text_bytes.bin", r"is damaged \(.*text_bytes"), ("tokenizer.json", r"cannot be read \(No")):
-        (folder / name).unlink()
-        with pytest.raises(InputError, match=message):
-            open_text(folder, FRACTIONS)
 
 
 def test_a_token_beyond_the_vocabulary_and_a_file_that_changes_while_in_use_are_named(texts):

@@ -318,18 +318,10 @@ def test_two_preparations_into_one_folder_are_kept_apart(many, tmp_path):
 
 
 def test_a_source_that_changes_meanwhile_is_named(many, tmp_path):
-    def change(done: int, total: int | None) -> None:
-        if done == 0:
-            (many / "05.txt").write_text("changed")
-
     with pytest.raises(DocumentChanged, match=r"05\.txt changed while the corpus was being prepared: remove"):
-        run(tmp_path, progress=change)
-
-    def remove(done: int, total: int | None) -> None:
-        (many / "07.txt").unlink(missing_ok=True)
-
+        run(tmp_path, progress=lambda *_: (many / "05.txt").write_text("changed"))
     with pytest.raises(DocumentChanged, match=r"07\.txt changed"):
-        run(tmp_path, "other", remove)
+        run(tmp_path, "other", progress=lambda *_: (many / "07.txt").unlink(missing_ok=True))
 
 
 def test_options_that_are_none_are_named(tmp_path):
