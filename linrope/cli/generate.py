@@ -81,8 +81,8 @@ class GenerateConfig(ModelOptions, SamplingConfig):
 
 def run(args: Sequence[str]) -> None:
     """Run `linrope generate` with the command line `args`."""
-    help_ = "End the text before this string; the option may be given several times."
-    stop = {"action": "append", "default": [], "help": help_}
+    stop_help = "End the text before this string; the option may be given several times."
+    stop = {"action": "append", "default": [], "help": stop_help}
     config = parse_command("generate", GenerateConfig, args, "--ckpt_path FILE --prompt TEXT [options]", stop=stop)
     generate(config, config.load(), write_to_stdout, Console(stderr=True))
 

@@ -69,9 +69,9 @@ def write_exchanges(patch: pytest.MonkeyPatch, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> list[str]:
-    """Options of all runs: a small model on 80 documents of 1 to 199 bytes."""
+    """Options of all runs: a small model on 86 documents of 1 to 199 bytes."""
     folder = tmp_path_factory.mktemp("ddp")
-    texts = write_documents(folder / "texts", (1 + 37 * number % 199 for number in range(80)))
+    texts = write_documents(folder / "texts", (1 + 37 * number % 199 for number in range(86)))
     options = [f"--data.path={texts}", "--data.context=32", "--data.batch_size=2", f"--run.folder={folder}"]
     options += ["--data.fractions=[0.7, 0.2, 0.1]", "--trainer.accelerator=cpu", "--trainer.log_every_n_steps=1"]
     return ["fit", *MODEL, *CONSTANT, *options]

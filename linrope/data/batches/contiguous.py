@@ -70,6 +70,7 @@ class ContiguousBatches(Dataset[dict[str, Tensor]]):
         rows = [window(self.corpus, start, self.context, self.document_mask) for start in starts]
         fresh = torch.full((self.batch_size,), n % self.batches_per_pass == 0)
         if self.document_mask:
-            before = [self.corpus.tokens(start - 1, start) if start else self.corpus.separator for start in starts]
-            fresh |= torch.tensor([token == self.corpus.separator for token in before])
+            separator = self.corpus.separator
+            before = [self.corpus.tokens(start - 1, start).item() if start else separator for start in starts]
+            fresh |= torch.tensor(before) == separator
         return {**default_collate(rows), "fresh": fresh}

@@ -93,9 +93,9 @@ class ResumableDataModule(LightningDataModule):
         return step
 
     def loader(self, dataset: Any, batch_size: int | None = None, num_workers: int = 0, **options: Any) -> TimedLoader:
-        """A loader for this process and its device; `options` are those of torch's DataLoader."""
+        """A loader for this process and its device, whose workers ignore signals; `options` are those of DataLoader."""
         options |= {"persistent_workers": num_workers > 0, "pin_memory": self.run_position.on_gpu}
-        return TimedLoader(dataset, batch_size, num_workers=num_workers, **options)
+        return TimedLoader(dataset, batch_size, num_workers=num_workers, worker_init_fn=ignore_signals, **options)
 
 
 def require_least(name: str, value: int, least: int) -> None:
@@ -129,12 +129,9 @@ class RankSampler(DistributedSampler[Any]):
 
 
 class TimedLoader(DataLoader[Any]):
-    """A DataLoader that measures in `waited` the seconds that its caller waited for batches; workers ignore signals."""
+    """A DataLoader that measures in `waited` the seconds that its caller waited for batches."""
 
     waited = 0.0
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, worker_init_fn=ignore_signals, **options)
 
     def __iter__(self) -> Iterator[Any]:
         batches = super().__iter__()
