@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,6 +16,8 @@ if find_spec("triton") is not None:
 del os.environ["TRITON_INTERPRET"]
 
 import torch
+
+from linrope.cli.main import main
 
 # Tests this small only lose by more threads, and lose much beside other work on the machine. Not in a fixture, since
 # fixtures of modules and of the session run before one of a test.
@@ -36,6 +39,14 @@ def write_text_file(folder: Path) -> Path:
     file = folder / "corpus.txt"
     file.write_text("".join(LINE.replace("i", str(i)) for i in range(250)))
     return file
+
+
+def write_documents(folder: Path, sizes: Iterable[int]) -> Path:
+    """A folder of documents of these sizes, in bytes: letters, digits and signs that differ."""
+    folder.mkdir()
+    for number, size in enumerate(sizes):
+        (folder / f"{number:03}.txt").write_bytes(bytes(33 + (number * 7 + i * i) % 90 for i in range(size)))
+    return folder
 
 
 @pytest.fixture
@@ -75,3 +86,15 @@ def tiny(text_file: Path, tmp_path: Path) -> list[str]:
 def run_folder(tmp_path: Path) -> Path:
     """Where the first run of `tiny` leaves its logs and checkpoints."""
     return tmp_path / "runs" / "tiny" / "version_0"
+
+
+@pytest.fixture
+def error_of(capsys: pytest.CaptureFixture) -> Callable[..., str]:
+    """The error of a command that must stop with exit code 2."""
+
+    def run(*args: object) -> str:
+        capsys.readouterr()
+        assert main(list(map(str, args))) == 2
+        return capsys.readouterr().err
+
+    return run

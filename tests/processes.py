@@ -1,4 +1,4 @@
-"""The command line in processes of its own, forked from a server that has imported it: a start takes milliseconds."""
+"""The command line in processes of its own. They are forked from the tests, so that a start takes milliseconds."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from linrope.cli.main import main
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.processes", "linrope.cli.fit"])
+CONTEXT = multiprocessing.get_context("fork")
 
 
 class Run:
     """`linrope ARGS` in one process, or in one for each of `ranks` devices, as a cluster's launcher starts them.
+
+    What the test has patched is patched there too.
 
     Args:
         args: the command line.
@@ -73,6 +74,9 @@ class Run:
 def _run(args: list[str], folder: Path, environment: dict[str, str], rank: int | None) -> None:
     os.setsid()
     os.environ.update(environment)
+    # as `python -m linrope.cli.main`: so Lightning starts the other ranks, where no launcher has
+    sys.modules["__main__"], sys.argv = sys.modules[main.__module__], ["linrope", *args]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest-xdist's workers ignore it
     if rank is not None:
         os.environ["LOCAL_RANK"] = str(rank)
         rank_zero_only.rank = rank  # Lightning took it from the environment when it was imported

@@ -107,10 +107,12 @@ class FitCLI(TrainingCLI):
         logged_to = [logger.log_dir for logger in loggers if logger.log_dir] if isinstance(loggers, list) else []
         folder = Path((logged_to or [self.config_init.trainer.default_root_dir or "."])[0])
         run, sample = self.config_init.run, self.config_init.sample
+        # only runs without a version of their own share a folder
+        resumes_there = self.checkpoint is not None and Path(self.checkpoint).resolve().is_relative_to(folder.resolve())
         self.last_checkpoint = LastCheckpoint(folder / "checkpoints", run.checkpoint_every_n_steps)
         callbacks = [
             *([] if run.ema_decay is None else [AverageWeights(run.ema_decay)]),  # before what saves or samples
-            SaveConfig(folder / "config.yaml", self.parser.dump(self.config), replace=self._resumes_in(folder)),
+            SaveConfig(folder / "config.yaml", self.parser.dump(self.config), replace=resumes_there),
             RunSummary(self.console, self.start),
             MemoryPreflight(),
             Throughput(),
@@ -125,7 +127,3 @@ class FitCLI(TrainingCLI):
         if sample.prompt is not None:
             callbacks.append(PrintSample(write, sample.prompt, **sample.options))
         return callbacks
-
-    def _resumes_in(self, folder: Path) -> bool:
-        """Whether the run to resume is in `folder`. Only runs without a version of their own share a folder."""
-        return self.checkpoint is not None and Path(self.checkpoint).resolve().is_relative_to(folder.resolve())

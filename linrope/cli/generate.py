@@ -79,12 +79,10 @@ class GenerateConfig(ModelOptions, SamplingConfig):
             raise InputError(f"--n_continuations={self.n_continuations} and --interactive exclude each other.")
 
 
-STOP_HELP = "End the text before this string; the option may be given several times."
-
-
 def run(args: Sequence[str]) -> None:
     """Run `linrope generate` with the command line `args`."""
-    stop = {"action": "append", "default": [], "help": STOP_HELP}
+    stop_help = "End the text before this string; the option may be given several times."
+    stop = {"action": "append", "default": [], "help": stop_help}
     config = parse_command("generate", GenerateConfig, args, "--ckpt_path FILE --prompt TEXT [options]", stop=stop)
     generate(config, config.load(), write_to_stdout, Console(stderr=True))
 

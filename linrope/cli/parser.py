@@ -22,14 +22,9 @@ Config = TypeVar("Config")
 def parse_command(
     command: str, config: type[Config], args: Sequence[str], usage: str, **by_hand: dict[str, Any]
 ) -> Config:
-    """Parse the command line of a command whose options are the fields of the dataclass `config`.
+    """Parse the command line of a command whose options are the fields of the dataclass `config`; `usage` shows them.
 
-    Args:
-        usage: the options of the usage line.
-        by_hand: see `add_options`.
-
-    Raises:
-        InputError: see `parse`; and what `config` raises.
+    `by_hand`: see `add_options`. Raises InputError as `parse` does, and what `config` raises.
     """
     parser = ArgumentParser(usage=f"linrope {command} {usage}", **parser_settings(command))
     add_options(parser, config, **by_hand)
@@ -58,11 +53,8 @@ def add_options(parser: ArgumentParser, config: type, **by_hand: dict[str, Any])
 
 
 def parse(parser: ArgumentParser, args: Sequence[str]) -> Namespace:
-    """Parse a command line with a parser that has `exit_on_error=False`.
-
-    Raises:
-        InputError: an unknown option, a missing --config file, or a value that jsonargparse refuses.
-    """
+    """Parse a command line with a parser that has `exit_on_error=False`. Raises InputError for an unknown option, a
+    missing --config file, or a value that jsonargparse refuses."""
     try:
         return parser.parse_args(list(args))
     except ArgumentError as error:

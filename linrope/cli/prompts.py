@@ -16,10 +16,7 @@ class Prompt:
     """The text of a prompt: `text`, or the contents of `file`.
 
     A file, unless it is a pipe, is decoded once before it is used: a mistake in its last byte is found before the model
-    reads the first.
-
-    Raises:
-        InputError: both are given, the file cannot be read, or the text is not UTF-8.
+    reads the first. Raises InputError if both are given, the file cannot be read, or the text is not UTF-8.
     """
 
     def __init__(self, text: str, file: str | None) -> None:

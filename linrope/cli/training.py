@@ -1,15 +1,17 @@
-"""The run behind `linrope fit`, `validate`, `test` and `plan`: Lightning's command line, its model and its Trainer."""
+"""The run behind `linrope fit`, `validate`, `test` and `plan`: the sections of its YAML file, Lightning's command line,
+its model and its Trainer."""
 
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -17,16 +19,104 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
+from linrope.cli.generate import SamplingConfig
 from linrope.cli.output import rank, say
 from linrope.cli.parser import add_options, parse, parser_settings
-from linrope.cli.sections import SECTIONS, TRAINER_DEFAULTS, add_general_options, add_sections, print_help
 from linrope.errors import InputError
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
 from linrope.models.saving import CONFIG_FILE, open_checkpoint
 from linrope.training.callbacks.progress import ProgressReport
 from linrope.training.checkpoint import WholeCheckpointIO, find_last, require_same_model
 from linrope.training.data_modules.text import TextDataModule
+from linrope.training.optimizer import OptimizerConfig
 from linrope.training.tasks.language_modeling import LanguageModelingModule
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Logs and checkpoints of a run; they are in FOLDER/NAME/version_N."""
+
+    name: str = "default"
+    """Name of the run."""
+    folder: str = "runs"
+    """Folder of all runs."""
+    start_from: str | None = None
+    """Checkpoint file, or folder of save_pretrained or `linrope export`, whose weights a new run starts with, at step
+    0. The new model may differ in options without weights (window, dropout, gate_normalizer, rope.base, rope.scaling),
+    so that rows can be longer. Keep data.fractions, or the run is validated on text that the model was trained on. null
+    starts with random weights. A resumed run ignores this option."""
+    checkpoint_every_n_steps: int = 500
+    """Steps between two checkpoints (last.ckpt; it is also written at the end and on Ctrl-C)."""
+    ema_decay: float | None = None
+    """Decay of an exponential moving average of the weights, 0.999 for example. The averaged weights are validated,
+    sampled from and saved in place of the last weights; null does not average."""
+    health_every_n_steps: int = 100
+    """Steps between two measurements of linear attention's health (columns health/… of metrics.csv); 0 for none."""
+    spike_factor: float = 3.0
+    """Warn when the loss or the gradient norm exceeds this factor × its median over the last 100 steps, and name the
+    samples of that step; 0 for no warnings."""
+
+    def __post_init__(self) -> None:
+        if self.checkpoint_every_n_steps < 1:
+            raise InputError(f"run.checkpoint_every_n_steps={self.checkpoint_every_n_steps} must be 1 or more.")
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise InputError(f"run.ema_decay={self.ema_decay} must lie between 0 and 1, or be null for no average.")
+        if self.health_every_n_steps < 0:
+            raise InputError(f"run.health_every_n_steps={self.health_every_n_steps} must be 0 (never) or more.")
+        if self.spike_factor != 0 and not 1 < self.spike_factor < math.inf:
+            raise InputError(f"run.spike_factor={self.spike_factor} must be above 1, or 0 for no warnings.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig(SamplingConfig):
+    """A text that the model generates when training ends."""
+
+    prompt: str | None = None
+    """Text to continue; null generates none."""
+
+
+@dataclass(frozen=True)
+class TrainerOptions:
+    """Lightning's Trainer: its usual options. Every other one can be set too, see https://lightning.ai/docs/pytorch"""
+
+    max_steps: int = -1
+    """Optimizer steps to train for; must be set."""
+    accelerator: str = "auto"
+    """Where to run: "cpu", "gpu" or "auto"."""
+    devices: int | str | list[int] = "auto"
+    """Number of devices, a list of their indices, or "auto" for all."""
+    precision: str | None = None
+    """Number format: "32-true", or "bf16-mixed" on a GPU."""
+    accumulate_grad_batches: int = 1
+    """Batches whose gradients are averaged for one step."""
+    val_check_interval: int | float | None = 500
+    """Training batches between two validations."""
+    limit_val_batches: int | float | None = None
+    """Batches of a validation: a number, or a fraction of the split (1.0 is all of it)."""
+    limit_test_batches: int | float | None = None
+    """Batches of `linrope test`: a number, or a fraction of the split."""
+    log_every_n_steps: int = 10
+    """Steps between two rows of metrics.csv."""
+    max_time: str | None = None
+    """Stop after this time, as DD:HH:MM:SS."""
+
+
+TRAINER_DEFAULTS = {
+    **vars(TrainerOptions()),
+    "max_epochs": -1,  # training is one endless epoch
+    "check_val_every_n_epoch": None,
+    "num_sanity_val_steps": 0,
+    "use_distributed_sampler": False,  # our data loaders shard samples themselves
+    "enable_model_summary": False,  # RunSummary prints what matters
+}
+SECTIONS = {
+    "model": LanguageModelConfig,
+    "optimizer": OptimizerConfig,
+    "data": TextDataModule,
+    "run": RunConfig,
+    "sample": SampleConfig,
+}
+"""The class of each section but `trainer`, whose options are those of Lightning's Trainer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +140,7 @@ class ConfigCLI(LightningCLI):
         self.console = Console(highlight=False)
         usage = f"linrope {command} --config FILE [--SECTION.OPTION VALUE ...]"
         if {"-h", "--help"} & set(args):
-            parser = ArgumentParser(usage=usage, **parser_settings(command))
-            add_options(parser, options, **by_hand)
-            print_help(parser)
+            self._print_help(ArgumentParser(usage=usage, **parser_settings(command)))
             raise SystemExit(0)
         super().__init__(
             LanguageModelingModule,
@@ -67,12 +155,29 @@ class ConfigCLI(LightningCLI):
             load_from_checkpoint_support=False,
         )
 
-    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        add_general_options(parser)
+    def _print_help(self, parser: ArgumentParser) -> None:
+        """Print the command's own options, those of the sections, and of the Trainer's the usual ones."""
+        self.add_default_arguments_to_parser(parser)
+        parser.add_argument("-c", "--config", action=ActionConfigFile, help="YAML file with any of these options.")
+        for name, section in {**SECTIONS, "trainer": TrainerOptions}.items():
+            parser.add_class_arguments(section, name)
+        parser.print_help()
+
+    def add_default_arguments_to_parser(self, parser: ArgumentParser) -> None:
         add_options(parser, self.options_class, **self.by_hand)
+        seed_help = "Seed of the initial weights and of dropout."
+        parser.add_argument("--seed_everything", type=int, default=1, help=seed_help)
+        parser.add_argument(
+            "--segment_length",
+            type=int | None,
+            default=None,
+            help="Train on sequences in segments of this many tokens: gradients are exact, and memory does not grow "
+            "with data.context. null uses whole sequences.",
+        )
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        add_sections(parser)
+        for name, section in SECTIONS.items():
+            parser.add_class_arguments(section, name)
         parser.add_lightning_class_args(self.trainer_class, "trainer")
         parser.set_defaults({f"trainer.{name}": value for name, value in self.trainer_defaults.items()})
 

@@ -29,10 +29,8 @@ class WholeCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint atomically; a plugin of Lightning's Trainer.
 
     Lightning's own makes two copies in memory, writes a temporary file into $TMPDIR (then copied, if the checkpoint is
-    on another file system) and does not wait until the disk has it.
-
-    Raises:
-        CheckpointError: the file could not be written (the disk is full, say).
+    on another file system) and does not wait until the disk has it. Raises CheckpointError if the file could not be
+    written (the disk is full, say).
     """
 
     def save_checkpoint(
@@ -62,11 +60,7 @@ def _os_error(error: BaseException | None) -> OSError | None:
 
 
 def find_last(folder: Path) -> Path:
-    """The `last.ckpt` of the newest run in `folder` (its subfolders `version_N`) that has one.
-
-    Raises:
-        InputError: no run has one.
-    """
+    """The `last.ckpt` of the newest run in `folder` (its subfolders `version_N`) that has one. InputError if none."""
     found = folder.glob("version_*/checkpoints/last.ckpt")
     by_version = [(path.parents[1].name.removeprefix("version_"), path) for path in found]
     numbered = {int(version): path for version, path in by_version if version.isdecimal()}
@@ -90,13 +84,8 @@ def require_same_model(trained: LanguageModelConfig, config: LanguageModelConfig
 def start_from(model: LanguageModel, path: str, fractions: list[float]) -> list[str]:
     """Copies the weights and the tokenizer of a trained model to a new run's model; returns the options that differ.
 
-    Args:
-        model: the new run's model.
-        path: the trained model: a .ckpt file or a folder.
-        fractions: those of the new run's data, to warn if text that the model was trained on is held out now.
-
-    Raises:
-        InputError: no model at `path`, or one that differs in an option that decides the weights.
+    `path` is a .ckpt file or a folder. Warns if the new run's `fractions` hold out text that the model was trained on.
+    Raises InputError for no model at `path`, or one that differs in an option that decides the weights.
     """
     try:
         source = LanguageModel.from_pretrained(path)
@@ -107,22 +96,18 @@ def start_from(model: LanguageModel, path: str, fractions: list[float]) -> list[
         ) from error
     rope = model.config.rope
     may_differ = WITHOUT_WEIGHTS + (() if rope is None or rope.trainable else THETA)
-    options = _flat(source.config.to_dict()), _flat(model.config.to_dict())
-    if differing := list(_differences(*(_without(each, may_differ) for each in options))):
+    differing = list(_differences(_flat(source.config.to_dict()), _flat(model.config.to_dict())))
+    allowed = tuple(f"{name}{end}" for name in may_differ for end in ":.")  # the option, and those nested in it
+    if decisive := [line for line in differing if not line.startswith(allowed)]:
         raise InputError(
             f"run.start_from={path!r} holds a model that differs in more than {', '.join(may_differ)}; {_fix(path)}:"
-            + "".join(f"\n  {difference}" for difference in differing)
+            "\n  " + "\n  ".join(decisive)
         )
     model.load_state_dict(source.state_dict())
     model.tokenizer = source.tokenizer
     if Path(path).is_file():
         warn_of_other_split(open_checkpoint(path), fractions, path)
-    return list(_differences(*options))
-
-
-def _without(options: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """The options except `names` and those nested in them."""
-    return {key: value for key, value in options.items() if not f"{key}.".startswith(tuple(f"{n}." for n in names))}
+    return differing
 
 
 def warn_of_other_split(checkpoint: dict[str, Any], fractions: list[float], path: str | Path) -> None:

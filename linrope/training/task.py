@@ -96,11 +96,8 @@ class TrainingTask(LightningModule):
         raise NotImplementedError
 
     def training_metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """The metrics of an optimizer step, from its sums over all micro-batches and ranks.
-
-        Args:
-            sums: "loss", "targets", and those of `BatchLoss.sums`.
-        """
+        """The metrics of an optimizer step, from its sums over all micro-batches and ranks: "loss", "targets" and
+        those of `BatchLoss.sums`."""
         return {"train_loss": sums["loss"] / max(sums["targets"], 1)}
 
     def evaluate(self, batch: Batch, sums: dict[Hashable, Any]) -> None:
@@ -137,11 +134,8 @@ class TrainingTask(LightningModule):
         self._step_sums, self._step_positions = {}, 0  # an earlier run may have stopped within a step
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        """Makes every random number of the batch a function of the seed and the batch's number in the run.
-
-        Batches are numbered over all devices, as the data module shards them: two devices draw what one device draws in
-        two batches.
-        """
+        """Makes every random number of the batch a function of the seed and the batch's number in the run, counted over
+        all devices as the data module shards them: two devices draw what one device draws in two batches."""
         trainer = self.trainer
         in_step = batch_idx % trainer.accumulate_grad_batches
         number = trainer.global_step * trainer.accumulate_grad_batches + in_step

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,18 +43,6 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
     options = [*tiny_options(write_text_file(folder), folder), "--trainer.limit_val_batches=1.0"]
     assert main(["fit", *options]) == 0
     return TrainedRun(options, folder / "runs" / "tiny" / "version_0")
-
-
-@pytest.fixture
-def error_of(capsys: pytest.CaptureFixture) -> Callable[..., str]:
-    """The error of a command that must stop with exit code 2."""
-
-    def run(*args: object) -> str:
-        capsys.readouterr()
-        assert main(list(map(str, args))) == 2
-        return capsys.readouterr().err
-
-    return run
 
 
 @pytest.fixture

@@ -4,17 +4,17 @@ import os
 import re
 import shlex
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from linrope import LanguageModel
 from linrope.cli.main import main
 from linrope.training.tasks.language_modeling import LanguageModelingModule
 from tests.cli.conftest import read_csv
+from tests.processes import Run
+from tests.training.attached import record_batches
+from tests.training.test_resume import load, version
 
 ROOT = Path(__file__).parents[2]
 
@@ -95,69 +95,19 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_change(tiny, run_fol
     assert all(weights.isfinite().all() for weights in checkpoint["state_dict"].values())
 
 
-@pytest.fixture
-def batches_seen(monkeypatch) -> list[torch.Tensor]:
-    """The inputs of every training batch, in order."""
-    seen: list[torch.Tensor] = []
-    training_step = LanguageModelingModule.training_step
-
-    def recorded(self, batch, batch_idx):
-        seen.append(batch["inputs"])
-        return training_step(self, batch, batch_idx)
-
-    monkeypatch.setattr(LanguageModelingModule, "training_step", recorded)
-    return seen
-
-
-@pytest.mark.parametrize("signum", [pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive), signal.SIGTERM])
-def test_an_interrupted_run_resumes_with_the_very_batches_that_are_left(
-    tiny, run_folder, capsys, batches_seen, monkeypatch, signum
-):
-    tiny = [*tiny, "--trainer.max_steps=6", "--trainer.accumulate_grad_batches=2", "--optimizer.warmup_steps=2"]
-    tiny += ["--model.dropout=0.2"]
-    assert main(["fit", *tiny]) == 0
-    whole, final = list(batches_seen), torch.load(run_folder / "checkpoints" / "last.ckpt", weights_only=True)
-    assert len(whole) == 12
-
-    batches_seen.clear()
-    backward = LanguageModelingModule.on_after_backward
-
-    def interrupted(self):
-        if len(batches_seen) == 5:  # the first of the third step's two batches
-            os.kill(os.getpid(), signum)
-        backward(self)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LanguageModelingModule, "on_after_backward", interrupted)
-        assert main(["fit", *tiny]) == 128 + signum
-    assert len(batches_seen) == 6
-    err = capsys.readouterr().err
-    assert "stopped after step 3. To resume:" in err
-    resume = shlex.split(err.splitlines()[-1])
-    assert resume[:2] == ["linrope", "fit"]
-    assert resume[-2:] == ["--ckpt_path", str(run_folder.with_name("version_1") / "checkpoints" / "last.ckpt")]
-
-    assert main(resume[1:]) == 0
-    assert len(batches_seen) == 12
-    assert all(map(torch.equal, batches_seen, whole))
-    resumed = torch.load(run_folder.with_name("version_2") / "checkpoints" / "last.ckpt", weights_only=True)
-    assert resumed["global_step"] == 6
-    assert resumed["lr_schedulers"] == final["lr_schedulers"]
-    assert all(torch.equal(resumed["state_dict"][name], weights) for name, weights in final["state_dict"].items())
-
-
-def test_a_resumed_run_may_be_longer_and_takes_the_options_it_is_given(tiny, run_folder, batches_seen):
+def test_a_resumed_run_may_be_longer_and_takes_the_options_it_is_given(tiny, run_folder, monkeypatch):
+    batches_seen = record_batches(monkeypatch)
     assert main(["fit", *tiny, "--trainer.max_steps=4"]) == 0
     last = run_folder / "checkpoints" / "last.ckpt"
     options = ["--trainer.max_steps=8", "--optimizer.lr=0.5", "--optimizer.warmup_steps=0"]
     options += ["--optimizer.final_lr_fraction=1", "--optimizer.weight_decay=0.25", "--trainer.log_every_n_steps=1"]
     assert main(["fit", *tiny, *options, f"--ckpt_path={last}"]) == 0
     assert len(batches_seen) == 8
-    assert len({tuple(batch.flatten().tolist()) for batch in batches_seen}) == 8
-    folder = run_folder.with_name("version_1")
+    assert len({tuple(batch["inputs"].flatten().tolist()) for batch in batches_seen}) == 8
+    folder = version(run_folder, 1)
     rates = [(row["step"], float(row["lr"])) for row in rows(folder) if row["lr"]]
     assert rates == [(str(step), 0.5) for step in range(4, 8)]
-    optimizer = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["optimizer_states"][0]
+    optimizer = load(folder)["optimizer_states"][0]
     assert optimizer["param_groups"][0]["weight_decay"] == 0.25
 
 
@@ -190,24 +140,12 @@ def test_a_run_without_a_log_or_a_validation_share_keeps_its_checkpoint(tiny, tm
     assert (tmp_path / "checkpoints" / "last.ckpt").is_file()
 
 
-def test_a_checkpoint_loads_into_the_module_and_into_the_model_alone(trained_run):
-    last = trained_run.checkpoint
-    model = LanguageModel.from_pretrained(last)
-    module = LanguageModelingModule.load_from_checkpoint(last, model_config=model.config, weights_only=True).eval()
-    tokens = torch.randint(0, 257, (2, 40))
-    assert torch.equal(module(tokens), model(tokens))
-
-
-def test_ctrl_c_sent_to_a_real_process_leaves_a_checkpoint_that_resumes(tiny, run_folder, capsys):
-    command = [sys.executable, "-m", "linrope.cli.main", "fit", *tiny, "--trainer.log_every_n_steps=1"]
-    process = subprocess.Popen(
-        [*command, "--trainer.max_steps=1000000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    line = next(line for line in process.stdout if line.startswith("step 3/"))
-    assert re.match(r"step 3/1000000  loss \d", line)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
+def test_ctrl_c_sent_to_a_real_process_leaves_a_checkpoint_that_resumes(tiny, run_folder, tmp_path):
+    run = Run(["fit", *tiny, "--trainer.log_every_n_steps=1", "--trainer.max_steps=1000000"], tmp_path)
+    run.wait_for_steps(3)
+    run.send(signal.SIGINT)
+    code, out, err = run.wait()
+    assert code == 130, err
     assert "Traceback" not in err
     assert "\x1b" not in out + err
     step = int(re.search(r"stopped after step (\d+)\. To resume:", err)[1])
@@ -215,5 +153,5 @@ def test_ctrl_c_sent_to_a_real_process_leaves_a_checkpoint_that_resumes(tiny, ru
 
     resume = shlex.split(err.splitlines()[-1])[1:]
     assert main([*resume, f"--trainer.max_steps={step + 2}"]) == 0
-    logged = [int(row["step"]) for row in rows(run_folder.with_name("version_1")) if row["train_loss"]]
+    logged = [int(row["step"]) for row in rows(version(run_folder, 1)) if row["train_loss"]]
     assert logged == [step, step + 1]

@@ -20,7 +20,7 @@ from linrope.cli import prompts
 from linrope.cli.generate import GenerateConfig, converse, generate
 from linrope.cli.main import main
 from linrope.cli.prompts import Prompt, cut_after_lines
-from linrope.data.tokenizers.bytes import SEPARATOR, decode, encode_prompt
+from linrope.data.tokenizers.bytes import SEPARATOR, TextDecoder, encode_prompt
 from linrope.generation.decoding import read
 from linrope.generation.sampling import Sampler, Sampling
 from linrope.generation.text import TextWriter, printable
@@ -51,7 +51,7 @@ def folder(model, tmp_path) -> str:
 def written(model: LanguageModel, prompt: str, n: int) -> str:
     """What the model adds where the likeliest token is taken, all of it read at once each time."""
     tokens = encode_prompt(prompt)[None]
-    return decode(model.generate(tokens, n, temperature=0)[0, tokens.shape[1] :])
+    return TextDecoder().feed(model.generate(tokens, n, temperature=0)[0, tokens.shape[1] :])
 
 
 def test_the_text_and_the_speed(model, folder, capsys):

@@ -83,10 +83,9 @@ def test_help_is_short_and_names_every_command(capsys):
         (["generate", "--ckpt_path=nowhere.ckpt"], r"'nowhere\.ckpt' does not exist"),
     ],
 )
-def test_a_mistake_is_one_clean_message_and_exit_code_2(args, message, capsys, tmp_path, monkeypatch):
+def test_a_mistake_is_one_clean_message_and_exit_code_2(args, message, error_of, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(args) == 2
-    err = capsys.readouterr().err
+    err = error_of(*args)
     assert re.match("linrope: error: .*" + message, err, re.S)
     assert "Traceback" not in err
     assert not list(tmp_path.rglob("*.ckpt"))
@@ -103,10 +102,10 @@ def test_a_mistake_is_one_clean_message_and_exit_code_2(args, message, capsys, t
         ("trainer: {max_steps: 2, gradient_clip_val: 1}", r"trainer\.gradient_clip_val=1.* optimizer\.clip_norm=1\.0"),
     ],
 )
-def test_a_mistake_in_the_yaml_is_named(yaml, message, tmp_path, capsys):
+def test_a_mistake_in_the_yaml_is_named(yaml, message, tmp_path, error_of):
     (tmp_path / "run.yaml").write_text(yaml)
-    assert main(["fit", f"--config={tmp_path / 'run.yaml'}", f"--run.folder={tmp_path / 'runs'}"]) == 2
-    assert re.match("linrope: error: .*" + message, capsys.readouterr().err, re.S)
+    err = error_of("fit", f"--config={tmp_path / 'run.yaml'}", f"--run.folder={tmp_path / 'runs'}")
+    assert re.match("linrope: error: .*" + message, err, re.S)
 
 
 def test_a_file_that_is_no_checkpoint_is_named(tmp_path, error_of):

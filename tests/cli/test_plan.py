@@ -79,7 +79,7 @@ def test_a_measured_rate_is_of_real_steps_and_devices_add_up(tiny, capsys, monke
     assert re.search(r"2 steps, 768 tokens: 2 s at 384 tokens per second", out)  # 64 · 6
 
 
-def test_a_curriculum_is_planned_stage_by_stage(tiny, capsys, monkeypatch):
+def test_a_curriculum_is_planned_stage_by_stage(tiny, capsys, error_of, monkeypatch):
     """8 steps of 2 · 64 tokens hold 1,000, then 92 of 8 · 512."""
     monkeypatch.setattr(plan, "MULTIPLES", (1,))
     stages = "[{tokens: 1000, seq_len: 64, batch_size: 2}, {tokens: 1000, seq_len: 512, batch_size: 8}]"
@@ -90,8 +90,7 @@ def test_a_curriculum_is_planned_stage_by_stage(tiny, capsys, monkeypatch):
     assert re.search(r"^from step 8 +rows of 512: 4,096 tokens, ", out, re.M)
     assert "100 steps, 378k tokens: 6 min 18 s" in out
     assert re.search(r"^ +512 +8 ", out, re.M)  # the table is of the largest batches
-    assert main([*args, "--trainer.max_steps=5"]) == 2
-    assert "trainer.max_steps=5 ends before data.curriculum does" in capsys.readouterr().err
+    assert "trainer.max_steps=5 ends before data.curriculum does" in error_of(*args, "--trainer.max_steps=5")
 
 
 def test_what_is_compared_follows_from_the_model():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from torch.nn import functional as F
 
 from linrope import LanguageModel, LanguageModelConfig
@@ -74,6 +75,7 @@ def test_a_tokenizers_run_from_text_to_text(subwords, tiny, run_folder, last, tm
     assert re.sub("[^\n -~ -\U0010ffff]", "\ufffd", "the naïve" + text) + "\n" == written[0]
     module = LanguageModelingModule.load_from_checkpoint(last, model_config=model.config, weights_only=True)
     assert module.model.tokenizer == model.tokenizer
+    assert torch.equal(module.eval()(prompt), model(prompt))
 
 
 def test_another_tokenizer_than_the_checkpoints_is_refused(texts, subwords, tiny, last, tmp_path, error_of):

@@ -1,4 +1,4 @@
-"""Data modules as a trainer would have them, without one."""
+"""Data modules as a trainer would have them, without one, and the batches that a trainer gives its task."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
-from linrope.training import ResumableDataModule, TextDataModule
+from linrope.training import LanguageModelingModule, ResumableDataModule, TextDataModule
 
 OF_TRAINER = {"rank": 0, "world_size": 1, "step": 0, "accumulate": 1, "max_steps": 1000, "stage": "fit"}
 """What a test may set of the trainer: the rank, the number of ranks, finished steps, micro-batches of a step, …"""
@@ -43,3 +44,16 @@ def first_batches(data: ResumableDataModule, n: int) -> list[torch.Tensor]:
     """The inputs of the next `n` training batches."""
     loader = iter(data.train_dataloader())
     return [next(loader)["inputs"] for _ in range(n)]
+
+
+def record_batches(patch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
+    """Every training batch of the runs to come, in order."""
+    batches: list[dict[str, torch.Tensor]] = []
+    training_step = LanguageModelingModule.training_step
+
+    def recorded(self, batch, batch_idx):
+        batches.append(batch)
+        return training_step(self, batch, batch_idx)
+
+    patch.setattr(LanguageModelingModule, "training_step", recorded)
+    return batches

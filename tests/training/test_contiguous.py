@@ -11,6 +11,7 @@ from linrope.errors import InputError
 from linrope.losses import summed_cross_entropy
 from linrope.training import LanguageModelingModule, LastCheckpoint, TextDataModule, Throughput
 from linrope.training.optimizer import OptimizerConfig
+from tests.conftest import write_documents
 from tests.test_segmented import model_of
 from tests.training.test_resume import TRAINED, equal, load, version
 
@@ -19,10 +20,9 @@ CONTIGUOUS = ["--data.contiguous=true", "--model.short_conv=3", "--model.forget_
 
 @pytest.mark.parametrize("document_mask", [False, True])
 def test_the_loss_of_a_batch_is_that_of_its_row_read_from_the_start(tmp_path, document_mask):
-    (tmp_path / "texts").mkdir()
-    for number in range(100):  # of seven tokens with the separator: every seventh row of eight begins with one
-        (tmp_path / "texts" / f"{number:03}.txt").write_text(f"a{number:04}b")
-    data = TextDataModule(str(tmp_path / "texts"), 8, 2, [1.0, 0.0, 0.0], contiguous=True, document_mask=document_mask)
+    # of seven tokens with the separator: every seventh row of eight begins with one
+    texts = str(write_documents(tmp_path / "texts", [6] * 100))
+    data = TextDataModule(texts, 8, 2, [1.0, 0.0, 0.0], contiguous=True, document_mask=document_mask)
     found = []
 
     class Remembering(LanguageModelingModule):
@@ -51,10 +51,7 @@ def test_the_loss_of_a_batch_is_that_of_its_row_read_from_the_start(tmp_path, do
         assert nats == pytest.approx(expected.item(), rel=1e-5)  # float32, in other pieces
 
 
-@pytest.mark.parametrize(
-    "options", [[], ["--segment_length=10", "--data.document_mask=true"]], ids=["whole", "segments"]
-)
-def test_a_resumed_run_goes_on_from_the_carried_state(tiny, run_folder, tmp_path, options, monkeypatch):
+def test_a_resumed_run_goes_on_from_the_carried_state(tiny, run_folder, tmp_path, monkeypatch):
     """From the checkpoint of any step, in the middle of a pass, and from one of the middle of a step."""
     save = LastCheckpoint.save
 
@@ -66,7 +63,7 @@ def test_a_resumed_run_goes_on_from_the_carried_state(tiny, run_folder, tmp_path
         if batch_idx == 10:
             trainer.save_checkpoint(tmp_path / "within.ckpt")
 
-    exact = [*tiny, *CONTIGUOUS, *options, "--model.dropout=0.2", "--trainer.accumulate_grad_batches=2"]
+    exact = [*tiny, *CONTIGUOUS, "--model.dropout=0.2", "--trainer.accumulate_grad_batches=2"]
     exact += ["--run.checkpoint_every_n_steps=3", "--trainer.max_steps=6"]
     with monkeypatch.context() as patched:
         patched.setattr(LastCheckpoint, "save", save_a_copy)
@@ -78,8 +75,6 @@ def test_a_resumed_run_goes_on_from_the_carried_state(tiny, run_folder, tmp_path
         assert all(equal(whole[key], load(version(run_folder, number))[key]) for key in TRAINED)
         carried = [load(folder)["linrope"]["carried"] for folder in (run_folder, version(run_folder, number))]
         assert equal(*carried)
-    if options:
-        return
     # without its state it would have continued differently
     checkpoint = torch.load(tmp_path / "3.ckpt", weights_only=True)
     checkpoint["linrope"].pop("carried")
@@ -96,10 +91,10 @@ def test_a_second_fit_of_a_module_begins_anew(text_file):
     assert module._carried[0].past.kv.shape[0] == 3
 
 
-def test_contiguous_batches_need_a_state_that_does_not_grow_and_rows_of_one_length(tiny, capsys):
-    assert main(["fit", *tiny, "--data.contiguous=true", "--model.attention=softmax"]) == 2
-    assert "data.contiguous=True needs a state of fixed size, but layer 0 is softmax" in capsys.readouterr().err
-    assert main(["fit", *tiny, "--data.contiguous=true", "--model.rope.trainable=true"]) == 2
-    assert "data.contiguous=True detaches the state" in capsys.readouterr().err
+def test_contiguous_batches_need_a_state_that_does_not_grow_and_rows_of_one_length(tiny, error_of):
+    err = error_of("fit", *tiny, "--data.contiguous=true", "--model.attention=softmax")
+    assert "data.contiguous=True needs a state of fixed size, but layer 0 is softmax" in err
+    err = error_of("fit", *tiny, "--data.contiguous=true", "--model.rope.trainable=true")
+    assert "data.contiguous=True detaches the state" in err
     with pytest.raises(InputError, match=r"data\.contiguous=True needs rows of one length, data\.curriculum changes"):
         TextDataModule(contiguous=True, curriculum=[{"tokens": 10, "seq_len": 5}])

@@ -25,9 +25,9 @@ from linrope.models.saving import open_checkpoint
 from linrope.training.checkpoint import find_last, start_from
 from linrope.training.tasks.language_modeling import LanguageModelingModule
 from linrope.utils.files import whole_file
+from tests.conftest import tiny_options, write_text_file
 from tests.processes import Run
 
-ROOT = Path(__file__).parents[2]
 SMALL = LanguageModelConfig(d_model=16, n_layers=1, n_heads=2)
 TRAINED = ("state_dict", "optimizer_states", "lr_schedulers")
 
@@ -78,14 +78,18 @@ def stop_early(patch: pytest.MonkeyPatch, last_batch: int) -> None:
     patch.setattr(LanguageModelingModule, "on_train_batch_end", stopped)
 
 
+def exact_options(options: list[str]) -> list[str]:
+    """Options of a run in which any inexactness shows."""
+    return [*options, "--model.dropout=0.2", "--trainer.accumulate_grad_batches=2", "--trainer.log_every_n_steps=1"]
+
+
 @pytest.fixture
 def exact(tiny) -> list[str]:
-    """Options of a run in which any inexactness shows."""
-    return [*tiny, "--model.dropout=0.2", "--trainer.accumulate_grad_batches=2", "--trainer.log_every_n_steps=1"]
+    return exact_options(tiny)
 
 
 def test_a_process_stopped_again_and_again_trains_the_very_weights_of_one_that_was_not(exact, run_folder, tmp_path):
-    n_steps = 90
+    n_steps = 50
     options = [f"--trainer.max_steps={n_steps}", "--run.checkpoint_every_n_steps=3", "--trainer.val_check_interval=20"]
     assert main(["fit", *exact, *options, "--run.name=whole"]) == 0
     whole = run_folder.parents[1] / "whole" / "version_0"
@@ -94,7 +98,7 @@ def test_a_process_stopped_again_and_again_trains_the_very_weights_of_one_that_w
     stops = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
     for stop in stops:
         run = Run(["fit", *exact, *options, *resume], tmp_path)
-        run.wait_for_steps(5)  # at least one of these steps leaves a checkpoint
+        run.wait_for_steps(4)  # at least one of these steps leaves a checkpoint
         run.send(stop)
         code, _, err = run.wait()
         assert code == (-stop if stop == signal.SIGKILL else 128 + stop), err
@@ -123,19 +127,19 @@ def test_a_signal_to_a_whole_process_group_finishes_the_step(tiny, run_folder, t
     assert load(run_folder)["global_step"] >= 3
 
 
-@pytest.mark.parametrize("name", ["best", "last"])
-def test_a_checkpoint_of_the_middle_of_a_step_goes_on_from_its_beginning(exact, run_folder, monkeypatch, name):
+def test_a_checkpoint_of_the_middle_of_a_step_goes_on_from_its_beginning(exact, run_folder, monkeypatch):
     exact = [*exact, "--trainer.max_steps=7", "--trainer.val_check_interval=3"]
     assert main(["fit", *exact]) == 0
     with monkeypatch.context() as patch:
         stop_early(patch, 8)  # 9 batches: a validation, and half a step
         assert main(["fit", *exact]) == 0
-    assert load(version(run_folder, 1), name)["global_step"] == 4
-    assert main(["fit", *exact, f"--ckpt_path={version(run_folder, 1)}/checkpoints/{name}.ckpt"]) == 0
-    resumed = version(run_folder, 2)
-    assert all(equal(load(run_folder)[key], load(resumed)[key]) for key in TRAINED)
-    assert losses(resumed).items() <= losses(run_folder).items()
-    assert sorted(losses(resumed)) == [4, 5, 6]
+    for number, name in enumerate(("best", "last"), start=2):
+        assert load(version(run_folder, 1), name)["global_step"] == 4
+        assert main(["fit", *exact, f"--ckpt_path={version(run_folder, 1)}/checkpoints/{name}.ckpt"]) == 0
+        resumed = version(run_folder, number)
+        assert all(equal(load(run_folder)[key], load(resumed)[key]) for key in TRAINED)
+        assert losses(resumed).items() <= losses(run_folder).items()
+        assert sorted(losses(resumed)) == [4, 5, 6]
 
 
 def test_a_validation_that_was_due_is_finished_before_the_run_stops(exact, run_folder, monkeypatch):
@@ -169,48 +173,53 @@ def test_draws_follow_from_the_seed_and_the_number_of_the_batch():
     assert draw(0, 0, accumulate=2) not in alone
 
 
-def test_what_differs_from_the_run_to_resume_is_said_and_stops_it(exact, run_folder, text_file, capsys):
-    assert main(["fit", *exact]) == 0
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> tuple[list[str], Path]:
+    """A command line that goes on after a run of two steps, and the folder of that run. Tests only read it."""
+    folder = tmp_path_factory.mktemp("finished")
+    fit = ["fit", *exact_options(tiny_options(write_text_file(folder), folder))]
+    assert main(fit) == 0
+    return [*fit, "--trainer.max_steps=3"], folder / "runs" / "tiny" / "version_0"
+
+
+def test_what_differs_from_the_run_to_resume_is_said_and_stops_it(finished, tmp_path, error_of):
+    fit, run_folder = finished
+    text = tmp_path / "longer.txt"
+    text.write_text((run_folder.parents[2] / "corpus.txt").read_text() + "one more line\n")
     for changed, said in {
-        "--data.seed=7": "data.seed: 0 in the checkpoint, 7 here",
-        "--data.batch_size=4": "data.batch_size: 2 in the checkpoint, 4 here",
-        "--data.context=16": "data.context: 32 in the checkpoint, 16 here",
-        "--data.fractions=[0.8,0.1,0.1]": "data.fractions: [0.9, 0.05, 0.05] in the checkpoint, [0.8, 0.1, 0.1] here",
+        "--data.seed=7": r"data\.seed: 0 in the checkpoint, 7 here",
+        "--data.batch_size=4": r"data\.batch_size: 2 in the checkpoint, 4 here",
+        "--data.context=16": r"data\.context: 32 in the checkpoint, 16 here",
+        "--data.fractions=[0.8,0.1,0.1]": r"data\.fractions: \[0\.9, 0\.05, 0\.05\] in the checkpoint, \[0\.8, 0\.1, 0",
         "--trainer.accumulate_grad_batches=4": "accumulate_grad_batches × devices: 2 in the checkpoint, 4 here",
         "--seed_everything=5": "seed_everything: 1 in the checkpoint, 5 here",
+        f"--data.path={text}": r"data\.train_tokens: \d+ in the checkpoint, \d+ here",
     }.items():
-        capsys.readouterr()
-        assert main(["fit", *exact, "--trainer.max_steps=3", "--ckpt_path=last", changed]) == 2
-        err = capsys.readouterr().err
-        assert said in err
+        err = error_of(*fit, "--ckpt_path=last", changed)
+        assert re.search(said, err)
         assert f"pass --config {run_folder / 'config.yaml'}, or make these equal" in err
         assert "Traceback" not in err
-    text_file.write_text(text_file.read_text() + "one more line\n")
-    assert main(["fit", *exact, "--trainer.max_steps=3", "--ckpt_path=last"]) == 2
-    assert re.search(r"data\.train_tokens: \d+ in the checkpoint, \d+ here", capsys.readouterr().err)
     assert not list(run_folder.parent.glob("version_[1-9]/checkpoints/*"))
 
 
-def test_a_damaged_checkpoint_is_one_clear_message(exact, run_folder, capsys):
-    assert main(["fit", *exact]) == 0
+def test_a_damaged_checkpoint_is_one_clear_message(finished, tmp_path, error_of):
+    fit, run_folder = finished
     good = (run_folder / "checkpoints" / "last.ckpt").read_bytes()
     weights = load(run_folder)["state_dict"]["model.embedding.weight"].numpy().tobytes()
     flipped = good.replace(weights, bytes([weights[0] ^ 1]) + weights[1:], 1)
     assert flipped != good
-    damaged = run_folder / "checkpoints" / "damaged.ckpt"
+    (tmp_path / "last.ckpt").touch()
     for content in (flipped, *(good[:length] for length in (0, 1, 100, len(good) // 2, len(good) - 1))):
-        damaged.write_bytes(content)
-        capsys.readouterr()
-        assert main(["fit", *exact, "--trainer.max_steps=3", f"--ckpt_path={damaged}"]) == 2
+        (tmp_path / "damaged.ckpt").write_bytes(content)
         assert re.fullmatch(
             r"linrope: error: checkpoint '.*damaged\.ckpt' is damaged or no checkpoint: it cannot be read safely\. "
-            r"Give another, perhaps one of those beside it: best\.ckpt, last\.ckpt\.\n",
-            capsys.readouterr().err,
+            r"Give another, perhaps one of those beside it: last\.ckpt\.\n",
+            error_of(*fit, f"--ckpt_path={tmp_path / 'damaged.ckpt'}"),
         )
 
 
-def test_weights_alone_cannot_be_resumed(exact, run_folder, tmp_path, capsys):
-    assert main(["fit", *exact]) == 0
+def test_weights_alone_cannot_be_resumed(finished, tmp_path, error_of):
+    fit, run_folder = finished
     weights = {key: value for key, value in load(run_folder).items() if key in ("state_dict", "linrope")}
     torch.save(weights, tmp_path / "weights.ckpt")
     LanguageModel(SMALL).save_pretrained(tmp_path / "saved")
@@ -218,8 +227,7 @@ def test_weights_alone_cannot_be_resumed(exact, run_folder, tmp_path, capsys):
         "weights.ckpt": "cannot be resumed from: it has no global_step, loops, lr_schedulers, optimizer_states",
         "saved": "saved' holds weights, but no training state to resume: name a .ckpt",
     }.items():
-        assert main(["fit", *exact, "--trainer.max_steps=3", f"--ckpt_path={tmp_path / name}"]) == 2
-        assert said in capsys.readouterr().err
+        assert said in error_of(*fit, f"--ckpt_path={tmp_path / name}")
 
 
 def test_a_new_run_starts_from_the_weights_of_a_model_with_a_shorter_window(tiny, tmp_path, run_folder, capsys):
@@ -254,24 +262,20 @@ def start_from_saved(source: LanguageModel, model: LanguageModel, folder: Path) 
 GATED = {"forget_gate": True, "gate_normalizer": [1.0, 64.0]}
 
 
+SCALED = {"rope": {"base": 500_000.0, "scaling": {"rule": "linear", "factor": 4.0}}}
+OF_ROPE = [
+    "rope.base: 10000.0 in the checkpoint, 500000.0 here",
+    "rope.scaling.factor: None in the checkpoint, 4.0 here",
+    "rope.scaling.rule: None in the checkpoint, 'linear' here",
+]
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours", "told"),
     [
         ({"forget_gate": True}, GATED, ["gate_normalizer: 1.0 in the checkpoint, [1.0, 64.0] here"]),
-        (
-            {"forget_gate": True, "gate_normalizer": [1.0, 4.0]},
-            GATED,
-            ["gate_normalizer: [1.0, 4.0] in the checkpoint, [1.0, 64.0] here"],
-        ),
-        (
-            {"rope": {}},
-            {"rope": {"base": 500_000.0, "scaling": {"rule": "linear", "factor": 4.0}}},
-            [
-                "rope.base: 10000.0 in the checkpoint, 500000.0 here",
-                "rope.scaling.factor: None in the checkpoint, 4.0 here",
-                "rope.scaling.rule: None in the checkpoint, 'linear' here",
-            ],
-        ),
+        ({**GATED, "gate_normalizer": 4.0}, GATED, ["gate_normalizer: 4.0 in the checkpoint, [1.0, 64.0] here"]),
+        ({"rope": {}}, SCALED, OF_ROPE),
     ],
     ids=["no normalizer", "another normalizer", "slower frequencies"],
 )
@@ -283,17 +287,16 @@ def test_what_no_weight_depends_on_may_differ_in_a_new_run(theirs, ours, told, t
         assert model.blocks[0].attention.forget.normalizer == (1.0, 64.0)
 
 
-def test_weights_that_a_run_cannot_start_from_are_refused(tiny, tmp_path, capsys):
+def test_weights_that_a_run_cannot_start_from_are_refused(tiny, tmp_path, error_of):
     start = f"--run.start_from={tmp_path / 'saved'}"
-    assert main(["fit", *tiny, start]) == 2
-    told = capsys.readouterr().err
-    assert re.search(r"error: run\.start_from='.*/saved': checkpoint .* does not exist\. Name a \.ckpt file or", told)
+    said = r"error: run\.start_from='.*/saved': checkpoint .* does not exist\. Name a \.ckpt file or"
+    assert re.search(said, error_of("fit", *tiny, start))
     source = LanguageModel(SMALL)
     source.tokenizer = {"kind": "bytes"}
     source.save_pretrained(tmp_path / "saved")
     torch.arange(4000, dtype=torch.int16).remainder(256).numpy().tofile(tmp_path / "tokens.bin")
-    assert main(["fit", *tiny, start, f"--data.path={tmp_path / 'tokens.bin'}"]) == 2
-    assert "was trained with the tokenizer bytes" in capsys.readouterr().err
+    err = error_of("fit", *tiny, start, f"--data.path={tmp_path / 'tokens.bin'}")
+    assert "was trained with the tokenizer bytes" in err
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
@@ -336,10 +339,10 @@ def test_text_that_a_checkpoint_may_have_learned_is_not_held_out_in_silence(tiny
             assert main([*command, split]) == 0
 
 
-def test_a_run_folder_that_could_not_be_written_is_refused(exact, tmp_path, capsys):
+def test_a_run_folder_that_could_not_be_written_is_refused(exact, tmp_path, error_of):
     (tmp_path / "file").touch()
-    assert main(["fit", *exact, f"--run.folder={tmp_path / 'file' / 'runs'}"]) == 2
-    assert "run.folder='" in (err := capsys.readouterr().err)
+    err = error_of("fit", *exact, f"--run.folder={tmp_path / 'file' / 'runs'}")
+    assert "run.folder='" in err
     assert "cannot write there (Not a directory). Give another folder" in err
 
 
@@ -350,14 +353,13 @@ def test_last_is_the_newest_run_that_has_one(tmp_path):
     assert find_last(tmp_path) == tmp_path / "version_10" / "checkpoints" / "last.ckpt"
 
 
-def test_last_serves_all_commands_and_without_one_its_folder_is_named(tiny, run_folder, capsys):
+def test_last_serves_all_commands_and_without_one_its_folder_is_named(finished, tiny, run_folder, error_of, capsys):
     for command in ("fit", "validate", "test"):
-        assert main([command, *tiny, "--ckpt_path=last"]) == 2
-        err = capsys.readouterr().err
+        err = error_of(command, *tiny, "--ckpt_path=last")
         assert err.startswith(f"linrope: error: --ckpt_path=last: no run in '{run_folder.parent}' has a last.ckpt.")
-    assert main(["fit", *tiny]) == 0
-    assert main(["validate", *tiny, "--ckpt_path=last"]) == 0
-    assert f"--ckpt_path=last is {run_folder / 'checkpoints' / 'last.ckpt'}\n" in capsys.readouterr().err
+    fit, newest = finished
+    assert main(["validate", *fit[1:], "--ckpt_path=last"]) == 0
+    assert f"--ckpt_path=last is {newest / 'checkpoints' / 'last.ckpt'}\n" in capsys.readouterr().err
 
 
 def test_a_full_disk_keeps_the_last_good_checkpoint(exact, run_folder, capsys, monkeypatch):
@@ -414,13 +416,12 @@ def test_a_file_is_replaced_only_by_a_whole_one(tmp_path):
     assert path.read_text() == "after"
 
 
-def test_a_run_overwrites_no_other(tiny, tmp_path, capsys):
+def test_a_run_overwrites_no_other(tiny, tmp_path, error_of):
     root = tmp_path / "root"
     unlogged = [*tiny, "--trainer.logger=false", f"--trainer.default_root_dir={root}"]
     assert main(["fit", *unlogged]) == 0
     before = (root / "checkpoints" / "last.ckpt").read_bytes()
-    capsys.readouterr()
-    assert main(["fit", *unlogged, "--seed_everything=2"]) == 2
-    assert f"{root / 'config.yaml'} exists, and this run would overwrite" in capsys.readouterr().err
+    err = error_of("fit", *unlogged, "--seed_everything=2")
+    assert f"{root / 'config.yaml'} exists, and this run would overwrite" in err
     assert (root / "checkpoints" / "last.ckpt").read_bytes() == before
     assert main(["fit", *unlogged, "--trainer.max_steps=3", f"--ckpt_path={root / 'checkpoints' / 'last.ckpt'}"]) == 0

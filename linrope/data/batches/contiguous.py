@@ -32,8 +32,7 @@ class ContiguousBatches(Dataset[dict[str, Tensor]]):
         seed: decides the offsets.
         rank, world_size: number of this device, and of all devices.
 
-    Raises:
-        InputError: the corpus is too short for a batch, or a document mask needs a separator that is unknown.
+    Raises InputError if the corpus is too short for a batch, or a document mask needs a separator that is unknown.
     """
 
     def __init__(
@@ -66,13 +65,12 @@ class ContiguousBatches(Dataset[dict[str, Tensor]]):
         offset = mix(self.seed, number) % (self._max_offset + 1)
         return (self.rank * self.batch_size + row) * self.row_tokens + offset + batch * self.context
 
-    def _ends_document(self, i: int) -> bool:
-        return self.corpus.tokens(i, i + 1).item() == self.corpus.separator
-
     def __getitem__(self, n: int) -> dict[str, Tensor]:
         starts = [self.start_of(n, row) for row in range(self.batch_size)]
         rows = [window(self.corpus, start, self.context, self.document_mask) for start in starts]
         fresh = torch.full((self.batch_size,), n % self.batches_per_pass == 0)
         if self.document_mask:
-            fresh |= torch.tensor([start == 0 or self._ends_document(start - 1) for start in starts])
+            separator = self.corpus.separator
+            before = [self.corpus.tokens(start - 1, start).item() if start else separator for start in starts]
+            fresh |= torch.tensor(before) == separator
         return {**default_collate(rows), "fresh": fresh}

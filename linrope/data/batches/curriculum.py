@@ -52,11 +52,8 @@ class TrainingPlan:
     """The samples of every optimizer step of a run.
 
     A stage lasts the fewest whole steps that hold its tokens, so no step mixes two lengths; the last stage has no end.
-    Samples are counted by length: a stage continues after the samples of earlier stages of its length.
-
-    Args:
-        stages: at least one, each with its batch size.
-        batches_per_step: batches of one optimizer step, over all devices.
+    Samples are counted by length: a stage continues after the samples of earlier stages of its length. There is at
+    least one stage, each with its batch size. `batches_per_step` are those of one optimizer step, over all devices.
     """
 
     def __init__(self, stages: Sequence[CurriculumStage], batches_per_step: int = 1) -> None:

@@ -19,13 +19,9 @@ from linrope.errors import InputError
 
 
 def segment_ids_of(tokens: Tensor, separator: int = SEPARATOR) -> Tensor:
-    """The number of each token's document in its row: 0 for the first document, then 1, 2, …
+    """The number of each token's document in its row, int64 (..., T): 0 for the first document, then 1, 2, …
 
-    Args:
-        tokens: int64 (..., T). A separator belongs to the document that it ends.
-
-    Returns:
-        int64 (..., T).
+    A separator of `tokens` (..., T) belongs to the document that it ends.
     """
     ends = (tokens == separator).long()
     return ends.cumsum(-1) - ends
@@ -53,7 +49,10 @@ def require_separator(corpus: TokenSequence, document_mask: bool) -> None:
 
 
 class _Windows(Dataset[dict[str, Tensor]]):
-    """Samples of `context` tokens of a split of a corpus; `option` is the option that sets `context`, for errors."""
+    """Samples of `context` tokens of a split of a corpus; `option` is the option that sets `context`, for errors.
+
+    `start_of(i)` of a subclass is the first token of sample `i`.
+    """
 
     def __init__(self, corpus: TokenSequence, context: int, split: str, document_mask: bool, option: str) -> None:
         if context < 1:
@@ -66,10 +65,6 @@ class _Windows(Dataset[dict[str, Tensor]]):
             )
         require_separator(corpus, document_mask)
         self.corpus, self.context, self.document_mask = corpus, context, document_mask
-
-    def start_of(self, i: int) -> int:
-        """The first token of sample `i`."""
-        raise NotImplementedError
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         return window(self.corpus, self.start_of(i), self.context, self.document_mask)
@@ -89,8 +84,7 @@ class TrainingWindows(_Windows):
         document_mask: whether samples have `segment_ids`, int64 (context,): see `segment_ids_of`.
         option: the option that sets `context`, for the error message.
 
-    Raises:
-        InputError: the corpus is shorter than one sample, or a document mask needs a separator that is unknown.
+    Raises InputError if the corpus is shorter than one sample, or a document mask needs a separator that is unknown.
     """
 
     def __init__(

@@ -44,8 +44,7 @@ def find_sources(path: str | Path | None, option: str = "data.path", json_lines:
         option: the option with the path, for error messages.
         json_lines: accept files of JSON lines too.
 
-    Raises:
-        InputError: no file there, no text, or JSON lines, which must be prepared.
+    Raises InputError for no file there, no text, or JSON lines, which must be prepared.
     """
     files, root, origin = _find_files(path, option)
     documents, n_skipped = [], 0

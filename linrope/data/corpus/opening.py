@@ -47,8 +47,7 @@ def open_text(
             folder, unknown for a flat file.
         token_dtype: dtype of a flat file, uint16 or uint32.
 
-    Raises:
-        InputError: no text there, a damaged file, or a tokenizer other than that of the tokens.
+    Raises InputError for no text there, a damaged file, or a tokenizer other than that of the tokens.
     """
     given = None if tokenizer is None else open_tokenizer(tokenizer, "data.tokenizer")
     folder = None if path is None else Path(path).expanduser()
@@ -131,7 +130,7 @@ def _open_flat(path: Path, fractions: Sequence[float], tokenizer: Tokenizer | No
     digest, highest, position = survey(file)
     cuts = cut_by_position(file.n, split_bounds(fractions))
     corpora = {split: TokenRun(file, *cut, tokenizer, digest) for split, cut in zip(SPLITS, cuts, strict=True)}
+    vocab_size, reason = highest + 1, f"{path} holds {highest:,} at position {position:,}"
     if tokenizer is not None:
-        return OpenedText(corpora, tokenizer, tokenizer.vocab_size, "data.tokenizer", str(path), 0)
-    reason = f"{path} holds {highest:,} at position {position:,}"
-    return OpenedText(corpora, None, highest + 1, reason, str(path), 0)
+        vocab_size, reason = tokenizer.vocab_size, "data.tokenizer"
+    return OpenedText(corpora, tokenizer, vocab_size, reason, str(path), 0)

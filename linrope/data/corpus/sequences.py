@@ -61,10 +61,8 @@ class TokenSequence(ABC):
     def tokens(self, start: int, stop: int) -> Tensor:
         """Tokens `start … stop` as int64 (stop - start,).
 
-        Raises:
-            IndexError: the range exceeds the corpus.
-            DocumentChanged: the size of a file has changed.
-            DamagedFile: a file holds a token outside the vocabulary.
+        Raises IndexError beyond the corpus, DocumentChanged if the size of a file has changed, DamagedFile for a token
+        outside the vocabulary.
         """
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"tokens({start}, {stop}) exceeds a corpus of {len(self)} tokens")

@@ -24,11 +24,7 @@ from linrope.utils.files import claim
 
 
 def prepare(config: PrepareConfig, progress: Progress = lambda done, total: None) -> Manifest:
-    """Write the folder, or what is missing of it; nothing if it is complete.
-
-    Args:
-        config: the options.
-        progress: called with the bytes of text read so far and the bytes in all, None if unknown.
+    """Write the folder, or what is missing of it; nothing if it is complete. `progress`: see `Progress`.
 
     Raises:
         InputError: no text, a damaged line or archive, text that the tokenizer cannot read, or an output folder with

@@ -31,12 +31,8 @@ class RecallTask:
     def rows(self, n_rows: int, case: Case, seed: int | Sequence[int]) -> tuple[Tensor, Tensor]:
         """Rows of a case; `seed` is one or more integers from 0.
 
-        Returns:
-            (inputs, targets), each int64 (n_rows, case[0]). `targets[:, t]` is the token that a model must predict
-            after `inputs[:, t]`, or IGNORE.
-
-        Raises:
-            InputError: an invalid case, or a number out of range.
+        Returns (inputs, targets), each int64 (n_rows, case[0]): `targets[:, t]` is the token that a model must predict
+        after `inputs[:, t]`, or IGNORE. Raises InputError for an invalid case, or a number out of range.
         """
         self.require(case)
         if n_rows < 0 or np.min(seed) < 0:

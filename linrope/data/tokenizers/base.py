@@ -38,11 +38,8 @@ class Tokenizer(Protocol):
     """A hash that is the same for equal tokenizers; None for bytes."""
 
     def encode_document(self, data: bytes) -> tuple[np.ndarray, np.ndarray | None]:
-        """Tokens (T,) of a text, without a separator, and their bytes of text (T,); None for one byte per token.
-
-        Raises:
-            UnicodeDecodeError: the tokenizer needs UTF-8, and the text is not.
-        """
+        """Tokens (T,) of a text, without a separator, and their bytes of text (T,); None for one byte per token. Raises
+        UnicodeDecodeError if the tokenizer needs UTF-8, and the text is not."""
 
     def encode_prompt(self, text: str) -> Tensor:
         """int64 tokens (1 + T,) of a document that starts with `text`; the first is a separator, which starts it."""

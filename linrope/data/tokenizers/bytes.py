@@ -27,12 +27,6 @@ def encode_prompt(text: str | bytes) -> Tensor:
     return torch.cat([torch.tensor([SEPARATOR]), encode(text)])
 
 
-def decode(tokens: Iterable[int] | Tensor) -> str:
-    """Text of `tokens` (T,) without separators; bytes that are not valid UTF-8 become U+FFFD."""
-    decoder = TextDecoder()
-    return decoder.feed(tokens) + decoder.finish()
-
-
 class TextDecoder:
     """The `Decoder` of bytes. Tokens above the separator, of a larger vocabulary, become U+FFFD."""
 

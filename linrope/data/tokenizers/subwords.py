@@ -48,11 +48,8 @@ class SubwordTokenizer:
 
     def encode_document(self, data: bytes) -> tuple[np.ndarray, np.ndarray]:
         """See `Tokenizer`. The bytes of a token are those up to its end that no earlier token covers; the last token
-        also has the rest. They sum to `len(data)`, whatever the tokenizer drops or changes, if there is a token.
-
-        Raises:
-            UnicodeDecodeError: the text is not UTF-8.
-            ValueError: the text contains the separator as a token.
+        also has the rest. They sum to `len(data)`, whatever the tokenizer drops or changes, if there is a token. Raises
+        UnicodeDecodeError for text that is not UTF-8, ValueError if it contains the separator as a token.
         """
         text = data.decode("utf-8")
         encoding = self._tokenizer.encode(text, add_special_tokens=False)

@@ -93,12 +93,8 @@ class SpikeWarning(Callback):
     """Prints a line when the loss or the gradient norm exceeds `factor` × its running median.
 
     The line has the step and, with a `ResumableDataModule`, the samples of its batches, so that they can be inspected.
-    `found` holds all spikes as (step, name, value, median).
-
-    Args:
-        console: where to print.
-        factor: the smallest ratio to the median that is a spike.
-        window: number of steps of the median; nothing is printed before a quarter of them.
+    The median is over the last `window` steps; nothing is printed before a quarter of them. `found` holds all spikes as
+    (step, name, value, median).
     """
 
     def __init__(self, console: Console, factor: float, window: int = 100) -> None:

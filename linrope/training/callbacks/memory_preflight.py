@@ -15,9 +15,7 @@ class MemoryPreflight(Callback):
 
     The first batch of a stage goes forward and backward; its gradients are dropped and the random state is restored.
     Stages: those ahead that `TrainingPlan.larger_later` names, so none if the first stage has the largest batches.
-
-    Raises:
-        InputError: when training starts, naming the stage that failed.
+    Raises InputError, naming the stage that failed.
     """
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainingTask) -> None:

@@ -15,12 +15,8 @@ from linrope.training.callbacks.saving import finished_a_step
 
 
 class ProgressReport(ProgressBar):
-    """Loss, bits per byte and tokens per second while training: a live bar in a terminal, plain lines in a pipe.
-
-    Args:
-        console: where to print; in a terminal as a bar, otherwise as lines.
-        every_n_steps: steps between two lines.
-    """
+    """Loss, bits per byte and tokens per second while training, on the console: a live bar in a terminal, otherwise a
+    line every `every_n_steps` steps."""
 
     def __init__(self, console: Console, every_n_steps: int) -> None:
         super().__init__()

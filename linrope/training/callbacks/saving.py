@@ -118,15 +118,9 @@ class GracefulStop(Callback):
 
 
 class SaveConfig(Callback):
-    """Writes the run's whole configuration, a YAML text, to `path` before training.
+    """Writes `config`, the run's whole configuration as YAML, to `path`, a file in the run's folder, before training.
 
-    Args:
-        path: the file, in the folder of the run.
-        config: its content.
-        replace: whether an existing file may be overwritten: this run resumes the one in the folder.
-
-    Raises:
-        InputError: when set up: the file exists and must not be overwritten.
+    Raises InputError when set up if the file exists, unless `replace` says that this run resumes the one in the folder.
     """
 
     def __init__(self, path: Path, config: str, replace: bool = False) -> None:

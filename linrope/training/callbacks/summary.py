@@ -19,12 +19,8 @@ from linrope.training.data_modules.text import TextDataModule
 
 
 class RunSummary(Callback):
-    """Prints a table of model, data, steps and device before training.
-
-    Args:
-        console: where to print.
-        start: the model whose weights the run starts from, with the options that differ; None for random weights.
-    """
+    """Prints a table of model, data, steps and device before training. `start` names the model whose weights the run
+    starts from, and the options that differ; None for random weights."""
 
     def __init__(self, console: Console, start: str | None = None) -> None:
         self.console, self.start = console, start
@@ -82,13 +78,10 @@ def _state_size(model: LanguageModel, context: int) -> str:
 def _corpus_size(corpus: TokenSequence, tokenizer: Tokenizer | None) -> str:
     """The size of a corpus in tokens, bytes and documents, as far as known."""
     tokens = [f"{len(corpus):,} tokens"] if tokenizer is None or tokenizer.fingerprint else []
-    text = [_bytes(corpus.n_bytes)] if corpus.n_bytes is not None else []
+    n_bytes = corpus.n_bytes
+    text = [] if n_bytes is None else [f"{n_bytes / 1e6:,.1f} MB" if n_bytes >= 1e5 else f"{n_bytes:,} bytes"]
     documents = f" in {_count(corpus.n_documents, 'document')}" if corpus.n_documents is not None else ""
     return ", ".join(tokens + text) + documents
-
-
-def _bytes(n: int) -> str:
-    return f"{n / 1e6:,.1f} MB" if n >= 1e5 else f"{n:,} bytes"
 
 
 def _count(n: int, noun: str) -> str:

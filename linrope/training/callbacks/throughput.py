@@ -6,7 +6,6 @@ import resource
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,14 +18,6 @@ from linrope.training.data_modules.base import TimedLoader
 
 DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32, "64": torch.float64}
 """The dtype of matrix products by the first part of Lightning's precision."""
-
-
-@dataclass(frozen=True)
-class _Step:
-    tokens: int
-    flops: int
-    seconds: float
-    waited: float
 
 
 class Throughput(Callback):
@@ -42,7 +33,7 @@ class Throughput(Callback):
     """
 
     def __init__(self, window: int = 20) -> None:
-        self._steps: deque[_Step] = deque(maxlen=window)
+        self._steps: deque[tuple[float, ...]] = deque(maxlen=window)  # tokens, flops, seconds, seconds waited
         self._tokens = self._flops = 0
         self._began = self._waited = 0.0
         self._peak: float | None = None
@@ -65,7 +56,7 @@ class Throughput(Callback):
         if not finished_a_step(trainer, batch_idx):
             return
         now, waited = time.perf_counter(), self._waited_so_far(trainer)
-        self._steps.append(_Step(self._tokens, self._flops, now - self._began, waited - self._waited))
+        self._steps.append((self._tokens, self._flops, now - self._began, waited - self._waited))
         self._tokens = self._flops = 0
         self._began, self._waited = now, waited
         pl_module.log_dict(self._metrics(trainer))
@@ -77,17 +68,16 @@ class Throughput(Callback):
         self._began += time.perf_counter() - self._paused
 
     def _metrics(self, trainer: Trainer) -> dict[str, float]:
-        seconds = sum(step.seconds for step in self._steps)
-        flops = sum(step.flops for step in self._steps) / seconds
+        tokens, flops, seconds, waited = map(sum, zip(*self._steps))
         metrics = {
-            "tokens_per_second": sum(step.tokens for step in self._steps) / seconds,
-            "tflops_per_device": flops / 1e12,
+            "tokens_per_second": tokens / seconds,
+            "tflops_per_device": flops / seconds / 1e12,
             "peak_memory_gib": _peak_memory(trainer.strategy.root_device) / 2**30,
         }
         if self._peak is not None:
-            metrics["share_of_peak"] = flops / self._peak
+            metrics["share_of_peak"] = flops / seconds / self._peak
         if isinstance(trainer.train_dataloader, TimedLoader):
-            metrics["waiting_for_data"] = sum(step.waited for step in self._steps) / seconds
+            metrics["waiting_for_data"] = waited / seconds
         return metrics
 
     def _batch_flops(self, module: LightningModule, rows: int, length: int) -> int:

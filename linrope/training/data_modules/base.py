@@ -40,7 +40,7 @@ class ResumableDataModule(LightningDataModule):
 
     - `train_dataloader`: an endless loader. It starts at `run_position` and yields the batches of that rank only.
     - `val_dataloader` and `test_dataloader`: each sample of the split on exactly one rank.
-    - `order`, `samples_of` and `require_vocabulary`; `tokens_at` if steps differ in tokens.
+    - `order` and `require_vocabulary`; `tokens_at` if steps differ in tokens; `samples_of` if samples have numbers.
 
     Loaders are made by `loader`, with a `RankSampler`. `TrainingTask` saves `order` in checkpoints and refuses to
     resume a run whose order differs. Other data modules train too: Lightning then decides where their loaders continue.
@@ -85,16 +85,17 @@ class ResumableDataModule(LightningDataModule):
 
     def samples_of(self, step: int) -> str:
         """Describes the training samples of the optimizer step that follows `step` finished ones, for messages."""
-        raise NotImplementedError
+        per_step = self.run_position.batches_per_step
+        return f"batches {step * per_step} … {(step + 1) * per_step - 1}"
 
     def tokens_at(self, step: int) -> int:
         """Tokens trained on, over all devices, after `step` steps; in any unit if all steps have the same number."""
         return step
 
     def loader(self, dataset: Any, batch_size: int | None = None, num_workers: int = 0, **options: Any) -> TimedLoader:
-        """A loader for this process and its device; `options` are those of torch's DataLoader."""
+        """A loader for this process and its device, whose workers ignore signals; `options` are those of DataLoader."""
         options |= {"persistent_workers": num_workers > 0, "pin_memory": self.run_position.on_gpu}
-        return TimedLoader(dataset, batch_size, num_workers=num_workers, **options)
+        return TimedLoader(dataset, batch_size, num_workers=num_workers, worker_init_fn=ignore_signals, **options)
 
 
 def require_least(name: str, value: int, least: int) -> None:
@@ -104,23 +105,17 @@ def require_least(name: str, value: int, least: int) -> None:
 
 
 def ignore_signals(worker: int) -> None:
-    """Makes a worker ignore SIGINT and SIGTERM; the argument is its number.
-
-    Ctrl-C and a scheduler's SIGTERM reach all processes of a run. The main process still needs batches to finish its
-    step and to save. Workers end when it ends.
-    """
+    """Makes a worker, given its number, ignore SIGINT and SIGTERM, which reach all processes of a run: the main process
+    still needs batches to finish its step and to save. Workers end when it ends."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
 
 
 class RankSampler(DistributedSampler[Any]):
-    """The indices of one rank, in the order given.
+    """The indices of one rank, in the order given: iterated over as often as asked, without a length if endless.
 
     `trainer.use_distributed_sampler` makes Lightning replace the samplers of loaders, which would shard them a second
     time. It leaves a DistributedSampler as it is.
-
-    Args:
-        indices: to iterate over, as often as asked; without a length for an endless loader.
     """
 
     def __init__(self, indices: Iterable[Any]) -> None:
@@ -134,12 +129,9 @@ class RankSampler(DistributedSampler[Any]):
 
 
 class TimedLoader(DataLoader[Any]):
-    """A DataLoader that measures in `waited` the seconds that its caller waited for batches; workers ignore signals."""
+    """A DataLoader that measures in `waited` the seconds that its caller waited for batches."""
 
     waited = 0.0
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, worker_init_fn=ignore_signals, **options)
 
     def __iter__(self) -> Iterator[Any]:
         batches = super().__iter__()

@@ -92,16 +92,12 @@ class RecallDataModule(ResumableDataModule):
             )
 
     def order(self) -> dict[str, Any]:
-        return {**self.order_of_rows(), **asdict(self.task)}
+        rows = {"stages": [list(stage) for stage in self.stages], "tokens_per_batch": self.tokens_per_batch}
+        return {**rows, "seed": self.seed, **self.order_of_task()}
 
-    def order_of_rows(self) -> dict[str, Any]:
-        """The part of `order` that does not depend on the task."""
-        stages = [list(stage) for stage in self.stages]
-        return {"stages": stages, "tokens_per_batch": self.tokens_per_batch, "seed": self.seed}
-
-    def samples_of(self, step: int) -> str:
-        per_step = self.run_position.batches_per_step
-        return f"batches {step * per_step} … {(step + 1) * per_step - 1}"
+    def order_of_task(self) -> dict[str, Any]:
+        """The part of `order` that the task decides."""
+        return asdict(self.task)
 
     def task_of(self, split: str) -> RecallTask:
         """The task that makes the rows of a split: "train", "val" or "test"."""
@@ -197,6 +193,8 @@ class PasskeyDataModule(RecallDataModule):
         InputError: also for no text at `path`, or less than a row in one of the splits.
     """
 
+    tokenizer = ByteTokenizer()
+
     def __init__(
         self,
         path: str | None = None,
@@ -214,14 +212,9 @@ class PasskeyDataModule(RecallDataModule):
         for split in SPLITS[1:]:
             self._check(f"data.cases in the {split} split", cases, self.tasks[split])
 
-    @property
-    def tokenizer(self) -> ByteTokenizer:
-        return ByteTokenizer()
-
     def task_of(self, split: str) -> Passkey:
         return self.tasks[split]
 
-    def order(self) -> dict[str, Any]:
+    def order_of_task(self) -> dict[str, Any]:
         text = self.task.text
-        of_text = {"train_tokens": len(text), "train_documents": text.fingerprint()}
-        return {**self.order_of_rows(), "fractions": self.fractions, **of_text}
+        return {"fractions": self.fractions, "train_tokens": len(text), "train_documents": text.fingerprint()}

@@ -126,14 +126,14 @@ class TextDataModule(ResumableDataModule):
             )
 
     def _training_windows(self) -> CurriculumWindows:
-        corpus = self.corpora["train"]
-        if self.curriculum is None:
-            return CurriculumWindows([TrainingWindows(corpus, self.context, self.seed, self.document_mask)])
-        if self.trainer is not None:
-            self.require_steps(self.plan, self.trainer.max_steps)
+        lengths = {"data.context": self.context}
+        if self.curriculum is not None:
+            lengths = {f"data.curriculum[{n}].seq_len": stage.seq_len for n, stage in enumerate(self.curriculum)}
+            if self.trainer is not None:
+                self.require_steps(self.plan, self.trainer.max_steps)
         return CurriculumWindows(
-            TrainingWindows(corpus, stage.seq_len, self.seed, self.document_mask, f"data.curriculum[{number}].seq_len")
-            for number, stage in enumerate(self.curriculum)
+            TrainingWindows(self.corpora["train"], length, self.seed, self.document_mask, option)
+            for option, length in lengths.items()
         )
 
     def _contiguous_batches(self) -> ContiguousBatches:
@@ -176,8 +176,7 @@ class TextDataModule(ResumableDataModule):
 
     def samples_of(self, step: int) -> str:
         if self.contiguous:
-            per_step = self.run_position.batches_per_step
-            return f"batches {step * per_step} … {(step + 1) * per_step - 1} of the contiguous rows"
+            return f"{super().samples_of(step)} of the contiguous rows"
         stage, first = self.plan.stage_at(step), self.plan.first_sample_of(step)
         return f"samples {first} … {first + stage.samples_per_step - 1} of length {stage.seq_len}"
 

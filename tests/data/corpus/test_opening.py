@@ -16,6 +16,7 @@ from linrope.data.prepare.config import PrepareConfig
 from linrope.data.prepare.preparation import prepare
 from linrope.data.tokenizers.subwords import SubwordTokenizer
 from linrope.errors import DocumentChanged, InputError
+from tests.conftest import write_documents
 from tests.data.tokenizers.subword_files import TEXT, byte_level, write_tokenizer
 
 FRACTIONS = [0.6, 0.2, 0.2]
@@ -29,12 +30,7 @@ def prepared(path: Path, name: str = "prepared", **options: object) -> Path:
 
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
-    """40 documents of 1 to 60 bytes."""
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for number in range(40):
-        (folder / f"{number:02}.txt").write_bytes(bytes(33 + (number * i) % 90 for i in range(1 + 13 * number % 60)))
-    return folder
+    return write_documents(tmp_path / "texts", (1 + 13 * number % 60 for number in range(40)))
 
 
 def write_flat(path: Path, tokens: object, dtype: str = "<u2") -> Path:
@@ -44,7 +40,7 @@ def write_flat(path: Path, tokens: object, dtype: str = "<u2") -> Path:
 
 @pytest.mark.parametrize("single", [False, True], ids=["folder", "file"])
 def test_prepared_bytes_are_the_text_as_it_would_be_read(texts, single):
-    path = texts / "38.txt" if single else texts
+    path = texts / "038.txt" if single else texts
     plain, ready = open_text(path, FRACTIONS), open_text(prepared(path), FRACTIONS)
     for split, corpus in plain.corpora.items():
         other = ready.corpora[split]
@@ -92,21 +88,18 @@ def test_samples_of_a_tokenizer_say_how_many_bytes_their_targets_stand_for(texts
         ("linrope-corpus.json", lambda data: data[:50], r"corpus\.json is damaged"),
         ("linrope-corpus.json", lambda data: data.replace(b'"format": 1', b'"format": 2'), r"has format 2, this"),
         ("linrope-corpus.json", lambda data: data.replace(b'"n_bytes"', b'"nbytes"'), r"corpus\.json is damaged"),
+        ("text_bytes.bin", None, r"is damaged \(.*text_bytes"),
+        ("tokenizer.json", None, r"cannot be read \(No"),
     ],
 )
-def test_a_damaged_folder_is_named(texts, name, change, message):
-    folder = prepared(texts)
-    (folder / name).write_bytes(change((folder / name).read_bytes()))
+def test_a_damaged_folder_is_named(texts, tmp_path, name, change, message):
+    folder = prepared(texts, tokenizer="bytes" if change else str(write_tokenizer(tmp_path)))
+    if change:
+        (folder / name).write_bytes(change((folder / name).read_bytes()))
+    else:
+        (folder / name).unlink()
     with pytest.raises(InputError, match=message):
         open_text(folder, FRACTIONS)
-
-
-def test_a_missing_file_of_a_folder_is_named(texts, tmp_path):
-    folder = prepared(texts, tokenizer=str(write_tokenizer(tmp_path)))
-    for name, message in (("text_bytes.bin", r"is damaged \(.*text_bytes"), ("tokenizer.json", r"cannot be read \(No")):
-        (folder / name).unlink()
-        with pytest.raises(InputError, match=message):
-            open_text(folder, FRACTIONS)
 
 
 def test_a_token_beyond_the_vocabulary_and_a_file_that_changes_while_in_use_are_named(texts):

@@ -10,7 +10,7 @@ from linrope.data.corpus.sequences import Corpus
 from linrope.data.synthetic.copying import Copy, Induction
 from linrope.data.synthetic.mqar import MQAR
 from linrope.data.synthetic.passkey import SHORTEST, Passkey
-from linrope.data.tokenizers.bytes import decode
+from linrope.data.tokenizers.bytes import TextDecoder
 from linrope.errors import InputError
 from linrope.losses import IGNORE
 
@@ -52,23 +52,23 @@ def test_a_pass_key_is_told_in_the_text_and_asked_at_its_end(text):
         inputs, targets = Passkey(text).rows(4, (SHORTEST + 120, depth), 3)
         assert inputs.shape == targets.shape == (4, SHORTEST + 120)
         for row, row_targets in zip(inputs, targets):
-            key = decode(row_targets[-5:])
+            key = TextDecoder().feed(row_targets[-5:])
             assert (row_targets[:-5] == IGNORE).all()
             assert key.isdecimal()
-            written = decode(row)
+            written = TextDecoder().feed(row)
             assert written.endswith(f"\nWhat is the pass key? The pass key is {key[:4]}")
             told = f"\nThe pass key is {key}. Remember it.\n"
             assert written.index(told) == before
             around = written.replace(told, "").removesuffix(f"\nWhat is the pass key? The pass key is {key[:4]}")
-            assert around in decode(text.tokens(0, len(text)))
+            assert around in TextDecoder().feed(text.tokens(0, len(text)))
             assert len(around) == 120
 
 
 def test_keys_depths_and_places_of_the_text_differ_from_row_to_row(text):
     inputs, targets = Passkey(text).rows(50, (SHORTEST + 100,), 4)
-    written = [decode(row) for row in inputs]
+    written = [TextDecoder().feed(row) for row in inputs]
     assert len({row.index("\nThe pass key") for row in written}) > 25
-    assert len({decode(row[-5:]) for row in targets}) > 45
+    assert len({TextDecoder().feed(row[-5:]) for row in targets}) > 45
     assert len({row[:8] for row in written}) > 10
 
 

@@ -1,13 +1,14 @@
-"""Tokenizers of tokenizer.json files: text as text, every byte counted, decoding in pieces."""
+"""Bytes, and tokenizers of tokenizer.json files: text as text, every byte counted, decoding in pieces."""
 
 import json
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer
 
 from linrope.data.tokenizers.base import open_tokenizer, tokenizer_from_serialized, tokenizer_to_serialized
-from linrope.data.tokenizers.bytes import ByteTokenizer
+from linrope.data.tokenizers.bytes import SEPARATOR, ByteTokenizer, TextDecoder, encode, encode_prompt
 from linrope.data.tokenizers.subwords import SubwordTokenizer
 from linrope.errors import InputError
 from tests.data.tokenizers.subword_files import KINDS, TEXT, byte_level, metaspace, wordpiece, write_tokenizer
@@ -18,6 +19,20 @@ TEXTS = [TEXT, "naïve 🐍 text\n", "  two  spaces ", "日本語", "x", "a<|end
 @pytest.fixture(params=KINDS)
 def tokenizer(request) -> SubwordTokenizer:
     return SubwordTokenizer(KINDS[request.param]())
+
+
+def test_bytes_are_tokens_and_decode_to_the_text_in_pieces_too():
+    assert encode("aé").tolist() == [0x61, 0xC3, 0xA9]
+    assert encode("").dtype == encode("a").dtype == torch.int64
+    assert encode(bytes(range(256))).tolist() == list(range(256))
+    assert encode_prompt("a").tolist() == [SEPARATOR, 0x61]
+    assert ByteTokenizer.vocab_size == SEPARATOR + 1 == 257
+    assert TextDecoder().feed(encode("naïve 🐍 text\n")) == "naïve 🐍 text\n"
+    assert TextDecoder().feed([0x61, SEPARATOR, 0xFF, 0x62]) == "a\ufffdb"
+    assert TextDecoder().feed([0x61, 257, 1000]) == "a\ufffd\ufffd"  # of a model that knows more tokens than bytes
+    decoder = TextDecoder()
+    assert [decoder.feed([byte]) for byte in "é🐍".encode()] == ["", "é", "", "", "", "🐍"]
+    assert [decoder.finish(), decoder.feed([0xC3]), decoder.finish()] == ["", "", "\ufffd"]
 
 
 def test_each_token_stands_for_its_own_bytes():

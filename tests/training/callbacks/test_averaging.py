@@ -75,14 +75,16 @@ def test_a_run_that_a_time_limit_ends_keeps_the_last_weights_beside_the_average(
     )
 
 
-def test_averaging_is_not_taken_up_or_dropped_on_the_way(averaged, tiny, run_folder, capsys):
+def test_averaging_is_not_taken_up_or_dropped_on_the_way(averaged, tiny, run_folder, error_of):
     assert main(["fit", *averaged]) == 0
     assert main(["fit", *tiny]) == 0
-    capsys.readouterr()
-    with_average, without = (version(run_folder, n) / "checkpoints" / "last.ckpt" for n in (0, 1))
-    assert main(["fit", *tiny, "--trainer.max_steps=9", f"--ckpt_path={with_average}"]) == 2
-    assert "averages the weights of its run: set run.ema_decay to resume" in capsys.readouterr().err
-    assert main(["fit", *averaged, "--trainer.max_steps=9", f"--ckpt_path={without}"]) == 2
-    assert "run.ema_decay=0.6, but checkpoint" in capsys.readouterr().err
-    assert main(["fit", *tiny, "--run.ema_decay=1.5"]) == 2
-    assert "run.ema_decay=1.5 must lie between 0 and 1" in capsys.readouterr().err
+    with_average, without = (f"--ckpt_path={version(run_folder, n)}/checkpoints/last.ckpt" for n in (0, 1))
+    for options, said in (
+        (
+            [*tiny, "--trainer.max_steps=9", with_average],
+            "averages the weights of its run: set run.ema_decay to resume",
+        ),
+        ([*averaged, "--trainer.max_steps=9", without], "run.ema_decay=0.6, but checkpoint"),
+        ([*tiny, "--run.ema_decay=1.5"], "run.ema_decay=1.5 must lie between 0 and 1"),
+    ):
+        assert said in error_of("fit", *options)

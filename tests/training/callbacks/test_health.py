@@ -15,7 +15,7 @@ from linrope.profiling.attention_health import LayerHealth
 from linrope.profiling.hooks import OperatorCall, operator_hook
 from linrope.training import LanguageModelingModule, ResumableDataModule, TextDataModule
 from linrope.training.callbacks.health import SpikeWarning
-from tests.training.attached import attached
+from tests.training.attached import attached, record_batches
 from tests.training.test_resume import losses, version
 
 
@@ -126,7 +126,7 @@ def test_a_run_logs_health_every_n_steps(tiny, run_folder):
         assert float(logged["reach/layer0/head0"][step]) == pytest.approx(math.log1p(math.exp(-4)) ** -1, rel=0.05)
 
 
-def test_none_is_logged_where_it_is_off_or_no_layer_is_linear(tiny, run_folder, capsys):
+def test_none_is_logged_where_it_is_off_or_no_layer_is_linear(tiny, run_folder, error_of):
     assert main(["fit", *tiny, "--run.health_every_n_steps=0"]) == 0
     assert main(["fit", *tiny, "--run.health_every_n_steps=1", "--model.attention=softmax"]) == 0
     assert not losses(run_folder, "health/share_of_time")
@@ -136,8 +136,7 @@ def test_none_is_logged_where_it_is_off_or_no_layer_is_linear(tiny, run_folder, 
         "spike_factor=1": "run.spike_factor=1.0 must be above 1, or 0",
         "spike_factor=.nan": "run.spike_factor=nan must be above 1",
     }.items():
-        assert main(["fit", *tiny, f"--run.{option}"]) == 2
-        assert said in capsys.readouterr().err
+        assert said in error_of("fit", *tiny, f"--run.{option}")
 
 
 def told(values: list[float], factor: float = 3.0, accumulate: int = 1) -> tuple[str, SpikeWarning]:
@@ -167,7 +166,7 @@ def test_no_spike_without_a_median_and_micro_batches_are_one_step():
 
 
 def test_a_real_spike_names_the_very_samples(tiny, run_folder, capsys, monkeypatch):
-    batches = []
+    batches = record_batches(monkeypatch)
     clip = LanguageModelingModule.configure_gradient_clipping
 
     def blown_up(self, optimizer, *args, **options):
@@ -176,21 +175,14 @@ def test_a_real_spike_names_the_very_samples(tiny, run_folder, capsys, monkeypat
                 parameter.grad.mul_(100)
         clip(self, optimizer, *args, **options)
 
-    step = LanguageModelingModule.training_step
-
-    def remembered(self, batch, batch_idx):
-        batches.append(batch["inputs"])
-        return step(self, batch, batch_idx)
-
     monkeypatch.setattr(LanguageModelingModule, "configure_gradient_clipping", blown_up)
-    monkeypatch.setattr(LanguageModelingModule, "training_step", remembered)
     assert main(["fit", *tiny, "--trainer.max_steps=32", "--trainer.val_check_interval=32"]) == 0
     said = r"spike at step 31: grad_norm .* times its median; samples (\d+) … (\d+) of length 32"
     line = re.search(said, capsys.readouterr().out)
     path = next(option.split("=")[1] for option in tiny if option.startswith("--data.path"))
     data: TextDataModule = attached(path)
     samples = [(32, i) for i in range(int(line[1]), int(line[2]) + 1)]
-    assert torch.equal(data.train_dataloader().dataset[samples]["inputs"], batches[30])
+    assert torch.equal(data.train_dataloader().dataset[samples]["inputs"], batches[30]["inputs"])
 
 
 def test_samples_are_named_by_stage_and_in_contiguous_rows(text_file):

@@ -54,16 +54,10 @@ def test_stages_have_their_shares_of_all_rows():
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_resumed_loader_starts_after_what_its_step_has_seen(num_workers):
-    alone = first_batches(attached(), 9)
+    alone = first_batches(MQARDataModule(**SMALL), 9)  # without a trainer: of one process, from the first on
     resumed = first_batches(attached(step=3, accumulate=2, num_workers=num_workers), 3)
     assert all(map(torch.equal, resumed, alone[6:]))
     assert not torch.equal(first_batches(attached(seed=1), 1)[0][:4], alone[0][:4])
-
-
-def test_without_a_trainer_the_batches_are_those_of_one_process():
-    data = MQARDataModule(**SMALL)
-    assert all(map(torch.equal, first_batches(data, 5), first_batches(attached(), 5)))
-    assert len(data.val_dataloader().dataset) == len(attached().val_dataloader().dataset)
 
 
 def test_ranks_train_on_different_rows_of_the_same_stages():
