@@ -7,7 +7,6 @@ import importlib.util
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -227,9 +226,3 @@ def test_options_and_names_exist():
                 attribute = name[1].rsplit(".", 1)
                 module = importlib.util.find_spec(name[1]) if "." in name[1] else None
                 assert module or hasattr(importlib.import_module(attribute[0]), attribute[1]), f"{page.name}: {code}"
-
-
-def test_importing_linrope_needs_neither_lightning_nor_rich():
-    code = "import sys, linrope; print([m for m in ('lightning', 'jsonargparse', 'rich') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

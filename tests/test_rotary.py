@@ -2,12 +2,14 @@
 
 import math
 from fractions import Fraction
+from itertools import product
 
 import pytest
 import torch
 
-from linrope import InputError, LinearAttention, RotaryConfig, RotaryEmbedding, linear_attention, permute_pairing
+from linrope import LinearAttention, RotaryConfig, RotaryEmbedding, linear_attention, permute_pairing
 from linrope.rotary import MAX_POSITION, RotaryScaling, unit_rotations
+from tests.conftest import assert_input_errors, covering
 
 PAIRINGS = {"interleaved": True, "half-split": False}
 
@@ -34,9 +36,10 @@ def test_the_elementwise_form_is_the_block_diagonal_matrix(pairing, rotary_dim):
         torch.testing.assert_close(rotated[:, :, t], expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("length", [1, 7])
-@pytest.mark.parametrize("rotary_dim", [None, 4])
-@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize(
+    ("pairing", "rotary_dim", "length"),
+    covering([*product(PAIRINGS, (None, 4), (1, 7))], [("interleaved", None, 1), ("half-split", 4, 7)]),
+)
 def test_compiled_it_is_the_same_with_its_gradients(pairing, rotary_dim, length):
     torch._dynamo.reset()
     rope = RotaryEmbedding(8, rotary_dim=rotary_dim, interleaved=PAIRINGS[pairing], trainable=True).double()
@@ -48,8 +51,8 @@ def test_compiled_it_is_the_same_with_its_gradients(pairing, rotary_dim, length)
         return y, *torch.autograd.grad((y * weight).sum(), inputs)
 
     compiled = torch.compile(rope.rotate, backend="aot_eager", fullgraph=True)
-    for found, expected in zip(rotated_and_gradients(compiled), rotated_and_gradients(rope.rotate)):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)  # float64, four products a pair
+    found, expected = rotated_and_gradients(compiled), rotated_and_gradients(rope.rotate)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)  # float64, four products a pair
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
@@ -225,7 +228,7 @@ def test_bad_calls_are_named():
     def scale(*scaling):
         return RotaryEmbedding(8, rotary_dim=2, scaling=RotaryScaling(*scaling))
 
-    for call, message in [
+    assert_input_errors(
         (lambda: make(7), "dim=7 cannot be split into pairs"),
         (lambda: make(8, rotary_dim=3), "rotary_dim=3 cannot be split into pairs"),
         (lambda: make(8, rotary_dim=0), "rotary_dim=0"),
@@ -264,6 +267,4 @@ def test_bad_calls_are_named():
         (lambda: make(4, [10.0, None]).rotate(x[0, 0]), "rope.base has 2 entries.*0 heads"),
         (lambda: permute_pairing(torch.zeros(9, 2), 2, to_interleaved=True), "n_heads=2"),
         (lambda: permute_pairing(torch.zeros(6, 2), 2, to_interleaved=True), "rotary_dim=3"),
-    ]:
-        with pytest.raises(InputError, match=message):
-            call()
+    )

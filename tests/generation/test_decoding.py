@@ -11,6 +11,7 @@ from linrope.generation.decoding import REPETITION_WINDOW, read, require_memory,
 from linrope.generation.prompt_state import load_prompt_state, save_prompt_state
 from linrope.generation.sampling import _inverse, _penalised
 from linrope.layers.state import tensors_of
+from tests.conftest import assert_input_errors, covering
 from tests.models.test_language_model import CONFIGS, SMALL
 
 LENGTHS = (1, 7, 33, 70, 70, 64)
@@ -18,9 +19,7 @@ EXACT = {"rtol": 1e-9, "atol": 1e-11}  # float64, and sums in another order
 BY_DEFAULT = ("recipe", "hybrid", "selective", "sinusoidal", "window")
 
 
-@pytest.fixture(
-    params=[pytest.param(name, marks=[] if name in BY_DEFAULT else pytest.mark.exhaustive) for name in CONFIGS]
-)
+@pytest.fixture(params=covering(CONFIGS, BY_DEFAULT))
 def model(request):
     torch.manual_seed(0)
     return LanguageModel(CONFIGS[request.param]).double().eval()
@@ -161,15 +160,6 @@ def test_a_state_of_another_model_is_refused_with_what_differs(recipe, prompts, 
         load_prompt_state(path, recipe)
 
 
-def test_a_list_and_a_tuple_make_the_same_model(recipe, prompts, tmp_path):
-    path, state = tmp_path / "state.pt", read(recipe, prompts[1][None])
-    of_tuple = LanguageModel(dataclasses.replace(recipe.config, attention=("linear",)))
-    of_list = LanguageModel(dataclasses.replace(recipe.config, attention=["linear"]))
-    of_list.load_state_dict(of_tuple.state_dict())
-    save_prompt_state(path, of_tuple, state)
-    assert torch.equal(load_prompt_state(path, of_list).logits, state.logits)
-
-
 def test_a_damaged_state_file_or_none_is_refused(recipe, prompts, tmp_path):
     path = tmp_path / "state.pt"
     save_prompt_state(path, recipe, read(recipe, prompts[1][None]))
@@ -188,7 +178,7 @@ def test_a_damaged_state_file_or_none_is_refused(recipe, prompts, tmp_path):
 
 def test_bad_calls_are_named(recipe, prompts):
     state = read(recipe, prompts[1][None])
-    for call, message in [
+    assert_input_errors(
         (lambda: read(recipe, torch.zeros(1, 0, dtype=torch.int64)), "at least one token"),
         (lambda: read(recipe, []), "is not a list of prompts"),
         (lambda: read(recipe, [prompts[0], prompts[1][:0]]), r"tokens\[1\] is empty"),
@@ -197,9 +187,7 @@ def test_bad_calls_are_named(recipe, prompts):
         (lambda: read(recipe, prompts[1][None], segment_length=0), "segment_length=0"),
         (lambda: recipe.stream(state, 3, repetition_penalty=0), "repetition_penalty=0 must be a number from 1e-6"),
         (lambda: recipe.stream(state, -3), "max_new_tokens=-3"),
-    ]:
-        with pytest.raises(InputError, match=message):
-            call()
+    )
 
 
 def test_keys_and_values_beyond_the_memory_are_refused_before_the_reading():

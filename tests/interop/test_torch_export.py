@@ -1,7 +1,7 @@
 """The exported decoding step: the eager model's logits, step after step, at any position."""
 
-import dataclasses
 import io
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,27 +9,25 @@ import torch
 from linrope import InputError, LanguageModel, LanguageModelConfig, RotaryConfig
 from linrope.generation.decoding import read
 from linrope.interop.torch_export import export_decoding_step, initial_state, tensors_of
-from linrope.layers.state import map_state
+from tests.conftest import covering
 from tests.models.test_language_model import CONFIGS, SMALL, awake
 
 ONE_LAYER = {**SMALL, "n_layers": 1}
-LINEAR = {
-    "sinusoidal": LanguageModelConfig(**ONE_LAYER, rope=None, sinusoidal=True, short_conv=4),
-    "before map": LanguageModelConfig(**SMALL, rope=RotaryConfig(placement="before_map")),
-    "signed": LanguageModelConfig(**SMALL, rope=RotaryConfig(placement="signed"), forget_gate=True, short_conv=4),
-    "selective": LanguageModelConfig(**ONE_LAYER, rope=RotaryConfig(placement="selective"), forget_gate=True),
-    "rotary": LanguageModelConfig(**SMALL, rope=RotaryConfig(placement="both")),
+OPTIONS = {
+    "sinusoidal": {**ONE_LAYER, "rope": None, "sinusoidal": True, "short_conv": 4},
+    "before map": {**SMALL, "rope": RotaryConfig(placement="before_map")},
+    "signed": {**SMALL, "rope": RotaryConfig(placement="signed"), "forget_gate": True, "short_conv": 4},
+    "selective": {**ONE_LAYER, "rope": RotaryConfig(placement="selective"), "forget_gate": True, "sinusoidal": True},
+    "rotary": {**SMALL, "rope": RotaryConfig(placement="both")},
 }
-BY_DEFAULT = ("sinusoidal", "signed", "selective")
+BY_DEFAULT = ("signed", "selective")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in BY_DEFAULT else pytest.mark.exhaustive) for n in LINEAR]
-)
+@pytest.mark.parametrize("name", covering(OPTIONS, BY_DEFAULT))
 @torch.no_grad()
 def test_twenty_steps_give_the_eager_logits_near_and_far(name):
     torch.manual_seed(0)
-    model = awake(LanguageModel(LINEAR[name])).double().eval()
+    model = awake(LanguageModel(LanguageModelConfig(**OPTIONS[name]))).double().eval()
     file = io.BytesIO()
     program = export_decoding_step(model, batch=2)
     graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
@@ -40,11 +38,9 @@ def test_twenty_steps_give_the_eager_logits_near_and_far(name):
     step = torch.export.load(file).module()
     tokens = torch.randint(0, 40, (20, 2))
     _, read = model(torch.randint(0, 40, (2, 30)), return_state=True)
-    for before, position in [(initial_state(model, 2), 0), (read, 30), (read, 10**6)]:
-        state = tuple(
-            dataclasses.replace(layer, past=dataclasses.replace(layer.past, length=position)) for layer in before
-        )
-        tensors = tensors_of(state)
+    far = tuple(replace(layer, past=replace(layer.past, length=10**6)) for layer in read)
+    for state, position in [(None, 0), (read, 30), (far, 10**6)]:
+        tensors = tensors_of(state or initial_state(model, 2))
         for token in tokens:
             expected, state = model(token[:, None], state, return_state=True)
             logits, tensors = step(token, position, tensors)
@@ -57,16 +53,8 @@ def test_twenty_steps_give_the_eager_logits_near_and_far(name):
 
 
 @torch.no_grad()
-def test_the_initial_state_is_that_of_no_tokens():
-    model = LanguageModel(CONFIGS["recipe"]).double().eval()
-    tokens = torch.randint(0, 40, (3, 9))
-    state = map_state(lambda _, x: x, initial_state(model, 3))
-    torch.testing.assert_close(model(tokens, state), model(tokens), rtol=1e-12, atol=1e-12)
-
-
-@torch.no_grad()
 def test_prompts_of_unequal_lengths_have_no_step_in_common():
-    model = LanguageModel(LINEAR["sinusoidal"]).eval()
+    model = LanguageModel(CONFIGS["sinusoidal"]).eval()
     prompts = [torch.randint(0, 40, (n,)) for n in (5, 12)]
     with pytest.raises(InputError, match="state comes from prompts of different lengths"):
         tensors_of(read(model, prompts).state)

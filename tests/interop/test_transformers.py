@@ -17,6 +17,7 @@ from linrope import InputError, LanguageModel, LanguageModelConfig
 from linrope.cli.main import main
 from linrope.data.tokenizers.bytes import SEPARATOR, encode_prompt
 from linrope.data.tokenizers.subwords import SubwordTokenizer
+from tests.conftest import assert_input_errors, covering
 from tests.data.tokenizers.subword_files import byte_level
 from tests.models.test_language_model import CONFIGS
 
@@ -165,7 +166,7 @@ def test_a_model_of_subwords_takes_its_tokenizer_along(special, tmp_path):
 PROGRAM = """
 import sys, torch, linrope
 ours = linrope.LanguageModel.from_pretrained(sys.argv[1])
-print(ours.training, sorted({"transformers", "lightning", "yaml"} & set(sys.modules)))
+print(ours.training, sorted({"transformers", "lightning", "jsonargparse", "rich", "yaml"} & set(sys.modules)))
 from transformers import AutoModelForCausalLM
 theirs = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
 tokens = torch.arange(9)[None]
@@ -174,8 +175,8 @@ torch.save((ours(tokens), theirs(tokens).logits), sys.argv[2])
 
 
 def test_another_program_reads_the_folder_without_transformers_and_without_the_interop(folder, trained, tmp_path):
-    """`LanguageModel.from_pretrained` imports no transformers, and with `trust_remote_code=True` the Auto classes take
-    the folder although nothing registered linrope."""
+    """`LanguageModel.from_pretrained` needs torch alone, as `import linrope` does; and with `trust_remote_code=True`
+    the Auto classes take the folder although nothing registered linrope."""
     environment = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
     command = [sys.executable, "-c", PROGRAM, folder, tmp_path / "logits.pt"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, env=environment)
@@ -203,9 +204,7 @@ def test_lm_evaluation_harness_takes_the_folder(folder, trained):
 BY_DEFAULT = ("hybrid", "trainable rope", "scaled rope", "sinusoidal", "favor")  # parameters and buffers of all sorts
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in BY_DEFAULT else pytest.mark.exhaustive) for n in CONFIGS]
-)
+@pytest.mark.parametrize("name", covering(CONFIGS, BY_DEFAULT))
 def test_every_type_of_model_comes_back_from_both_sides(name, tmp_path):
     torch.manual_seed(0)
     model = LanguageModel(CONFIGS[name]).eval()
@@ -233,15 +232,13 @@ def test_unsupported_arguments_are_refused(loaded):
     cache = loaded(tokens, use_cache=True).past_key_values
     mask = torch.ones(1, 2 * tokens.shape[1], dtype=torch.int64)
     mask[0, -1] = 0
-    for call, message in [
+    assert_input_errors(
         (lambda: loaded(tokens, inputs_embeds=torch.zeros(1)), "inputs_embeds are not supported"),
         (lambda: loaded(tokens, attention_mask=mask[:, :3]), r"attention_mask is \(1, 3\)"),
         (lambda: loaded(tokens, attention_mask=mask, past_key_values=cache), "hides tokens after past_key_values"),
         (lambda: loaded(tokens, position_ids=torch.arange(len(tokens[0]))[None] % 9), "position_ids jump"),
         (lambda: cache.crop(3), "cannot drop its last tokens"),
-    ]:
-        with pytest.raises(InputError, match=message):
-            call()
+    )
 
 
 # --- the command, and files ------------------------------------------------------------------------------------------
