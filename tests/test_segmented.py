@@ -3,6 +3,7 @@
 import functools
 import multiprocessing
 import weakref
+from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -14,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from linrope import InputError, LanguageModel, LanguageModelConfig, RotaryConfig, segmented_loss
-from linrope.layers.state import map_state, reset_rows
+from linrope.layers.state import detach, reset_rows
 from linrope.losses import summed_cross_entropy
 from tests.conftest import covering
 from tests.models.test_language_model import awake
@@ -58,6 +59,16 @@ def gradients(model: LanguageModel, loss: torch.Tensor) -> list[torch.Tensor]:
 def assert_same(actual, expected, tolerance: float) -> None:
     for a, b in zip(actual, expected, strict=True):
         assert (a - b).norm() <= tolerance * b.norm()
+
+
+def segment_by_segment(model: LanguageModel, length: int, between: Callable = lambda state: state) -> torch.Tensor:
+    """The loss of the text, for autograd through all segments; `between` changes the state before each."""
+    (inputs, targets), total, state = text(), 0.0, None
+    for start in range(0, T, length):
+        segment = slice(start, start + length)
+        logits, state = model(inputs[:, segment], between(state), return_state=True)
+        total = total + summed_cross_entropy(logits, targets[:, segment])
+    return total
 
 
 BY_DEFAULT = [*product(MODELS, [40], [False]), *product(MODELS, [20], [True])]
@@ -110,21 +121,14 @@ def test_states_go_in_and_out():
     for own, other in zip(state + last, after + final, strict=True):
         torch.testing.assert_close(own.past.kv, other.past.kv, rtol=1e-10, atol=1e-12)
         assert not own.past.kv.requires_grad
-    fixed = map_state(lambda _, x: x.detach(), after)
-    expected = summed_cross_entropy(model(inputs[:, 50:], fixed), targets[:, 50:])
+    expected = summed_cross_entropy(model(inputs[:, 50:], detach(after)), targets[:, 50:])
     assert_same(gradients(model, rest), gradients(model, expected), 1e-10)
 
 
 def test_truncated_backpropagation_stops_at_each_segment():
     model, (inputs, targets) = model_of(**MODELS["recipe"]), text()
     total, _ = segmented_loss(model, inputs, targets, 40, truncated=True)
-    expected = [0.0] * len(list(model.parameters()))
-    for start in range(0, T, 40):
-        with torch.no_grad():
-            fixed = None if start == 0 else model(inputs[:, :start], return_state=True)[1]
-        piece = slice(start, start + 40)
-        loss = summed_cross_entropy(model(inputs[:, piece], fixed), targets[:, piece])
-        expected = [a + b for a, b in zip(expected, gradients(model, loss), strict=True)]
+    expected = gradients(model, segment_by_segment(model, 40, detach))
     assert_same(gradients(model, total), expected, 1e-10)
     exact, _ = segmented_loss(model, inputs, targets, 40)
     assert exact.item() == pytest.approx(total.item(), rel=1e-12)
@@ -132,29 +136,16 @@ def test_truncated_backpropagation_stops_at_each_segment():
 
 
 def test_dropout_draws_the_same_masks_in_both_passes():
-    """With them, the loss is a smooth function of the weights, whose derivative is the gradient."""
     model = model_of(dropout=0.3, **MODELS["recipe"]).train()
-    inputs, targets = text()
-
-    def loss() -> torch.Tensor:
-        torch.manual_seed(5)
-        return segmented_loss(model, inputs, targets, 20)[0]
-
-    found = gradients(model, loss())
-    torch.manual_seed(3)
-    directions = [torch.randn_like(p) for p in model.parameters()]
-    derivative = sum((g * d).sum() for g, d in zip(found, directions, strict=True)).item()
-    step, values = 1e-6, []
-    for shift in (step, -2 * step):
-        with torch.no_grad():
-            for p, d in zip(model.parameters(), directions, strict=True):
-                p.add_(d, alpha=shift)
-        values.append(loss().item())
-    assert (values[0] - values[1]) / (2 * step) == pytest.approx(derivative, rel=1e-6)
-    total = loss()
+    torch.manual_seed(5)
+    total, _ = segmented_loss(model, *text(), 20)
     before = torch.get_rng_state()
-    total.backward()
+    found = gradients(model, total)
     assert torch.equal(torch.get_rng_state(), before)  # what is drawn next does not depend on the backward
+    torch.manual_seed(5)
+    expected = segment_by_segment(model, 20)
+    assert total.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert_same(found, gradients(model, expected), 1e-10)
 
 
 def test_no_activations_are_kept_between_segments():
