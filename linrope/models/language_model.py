@@ -1,4 +1,4 @@
-"""The language model, from top to bottom: configuration, block, model."""
+"""The language model: configuration, gated MLP, block, model."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linrope.errors import InputError, require_choice
@@ -19,7 +20,6 @@ from linrope.feature_maps import FEATURE_MAP_NAMES
 from linrope.generation.decoding import generate, stream
 from linrope.generation.prompt_state import PromptState
 from linrope.layers.linear_attention import LinearAttention
-from linrope.layers.mlp import GatedMLP
 from linrope.layers.softmax_attention import SoftmaxAttention
 from linrope.layers.state import AttentionState, ModelState, state_before, token_positions
 from linrope.models.saving import read_model, write_folder
@@ -146,6 +146,20 @@ class LanguageModelConfig:
         if isinstance(values.get("rope"), dict):
             values = {**values, "rope": RotaryConfig.from_dict(values["rope"])}
         return cls(**values)
+
+
+class GatedMLP(nn.Module):
+    """W_out (silu(W_gate x) ∘ W_up x)  (SwiGLU, arXiv 2002.05202)."""
+
+    def __init__(self, d_model: int, width: int):
+        super().__init__()
+        self.gate_up = nn.Linear(d_model, 2 * width, bias=False)
+        self.out = nn.Linear(width, d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., d_model) -> (..., d_model)."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)  # (..., width) each
+        return self.out(F.silu(gate) * up)
 
 
 class Block(nn.Module):
