@@ -63,16 +63,13 @@ def test_prompts_of_different_lengths_are_each_continued_as_if_alone(model, prom
 
 
 def test_a_fork_is_continued_in_several_ways(model, prompts):
-    two = read(model, torch.stack(prompts[3:5]))
-    forked = two.fork(3)
+    forked = read(model, torch.stack(prompts[3:5])).fork(3)
     ways = torch.stack(list(stream(model, forked, 8, seed=2)), dim=1)
     assert ways.shape == (6, 8)
     for row in range(6):
         alone = model.generate(prompts[3 + row // 3][None], 8, seed=2 + row)
         assert torch.equal(ways[row], alone[0, 70:])
     assert len({tuple(way.tolist()) for way in ways}) == 6
-    with pytest.raises(InputError, match="n=0 must be at least 1"):
-        two.fork(0)
 
 
 def test_a_list_comes_back_as_a_list_and_after_a_state_only_the_new_tokens(recipe, prompts):
@@ -186,6 +183,7 @@ def test_bad_calls_are_named(recipe, prompts):
         (lambda: read(recipe, prompts[1][None].expand(2, -1), state), "state.*this call needs"),
         (lambda: read(recipe, prompts[1][None], segment_length=0), "segment_length=0"),
         (lambda: recipe.stream(state, 3, repetition_penalty=0), "repetition_penalty=0 must be a number from 1e-6"),
+        (lambda: state.fork(0), "n=0 must be at least 1"),
         (lambda: recipe.stream(state, -3), "max_new_tokens=-3"),
     )
 

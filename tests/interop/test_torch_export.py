@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from linrope import InputError, LanguageModel, LanguageModelConfig, RotaryConfig
+from linrope import LanguageModel, LanguageModelConfig, RotaryConfig
 from linrope.generation.decoding import read
 from linrope.interop.torch_export import export_decoding_step, initial_state, tensors_of
-from tests.conftest import covering
+from tests.conftest import assert_input_errors, covering
 from tests.models.test_language_model import CONFIGS, SMALL, awake
 
 ONE_LAYER = {**SMALL, "n_layers": 1}
@@ -52,17 +52,12 @@ def test_twenty_steps_give_the_eager_logits_near_and_far(name):
         torch.testing.assert_close(ours, eager, rtol=1e-10, atol=1e-10)
 
 
-@torch.no_grad()
-def test_prompts_of_unequal_lengths_have_no_step_in_common():
-    model = LanguageModel(CONFIGS["sinusoidal"]).eval()
-    prompts = [torch.randint(0, 40, (n,)) for n in (5, 12)]
-    with pytest.raises(InputError, match="state comes from prompts of different lengths"):
-        tensors_of(read(model, prompts).state)
-    assert len(tensors_of(read(model, [prompts[1], prompts[1]]).state)) == len(tensors_of(initial_state(model, 2)))
-
-
 def test_what_has_no_step_is_refused():
-    with pytest.raises(InputError, match="model is in training mode"):
-        export_decoding_step(LanguageModel(CONFIGS["plain"]))
-    with pytest.raises(InputError, match=r"attention=\['linear', 'softmax'\]: the decoding step"):
-        export_decoding_step(LanguageModel(CONFIGS["hybrid"]).eval())
+    model, hybrid = (LanguageModel(CONFIGS[name]).eval() for name in ("sinusoidal", "hybrid"))
+    short, long = torch.randint(0, 40, (5,)), torch.randint(0, 40, (12,))
+    assert len(tensors_of(read(model, [long, long]).state)) == len(tensors_of(initial_state(model, 2)))
+    assert_input_errors(
+        (lambda: tensors_of(read(model, [short, long]).state), "state comes from prompts of different lengths"),
+        (lambda: export_decoding_step(LanguageModel(CONFIGS["plain"])), "model is in training mode"),
+        (lambda: export_decoding_step(hybrid), r"attention=\['linear', 'softmax'\]: the decoding step"),
+    )
