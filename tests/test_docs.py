@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import pkgutil
 import re
 import runpy
 import shlex
@@ -193,6 +194,4 @@ def test_options_and_names_exist():
                 options = values[section]
                 assert name[1].split(".", 1)[1] in options.get("init_args", options), f"{page.name}: {code}"
             elif name and section == "linrope":
-                attribute = name[1].rsplit(".", 1)
-                module = importlib.util.find_spec(name[1]) if "." in name[1] else None
-                assert module or hasattr(importlib.import_module(attribute[0]), attribute[1]), f"{page.name}: {code}"
+                pkgutil.resolve_name(name[1])

@@ -181,9 +181,9 @@ def test_scaling_by_one_changes_nothing_and_heads_scale_by_themselves(rule):
 
 def test_only_yarn_has_a_temperature():
     """0.1 ln 32 + 1, for each of q and k."""
-    ropes = {rule: RotaryEmbedding(8, scaling=RotaryScaling(rule, 32.0, 4096)) for rule in ("linear", "ntk", "yarn")}
-    assert ropes["yarn"].logit_scale == pytest.approx(1.3465735903, rel=1e-10)
-    assert (ropes["linear"].logit_scale, ropes["ntk"].logit_scale, RotaryEmbedding(8).logit_scale) == (1.0, 1.0, 1.0)
+    rules = RotaryScaling("yarn", 32.0, 4096), RotaryScaling("linear", 32.0), RotaryScaling("ntk", 32.0), None
+    yarn, *others = (RotaryEmbedding(8, scaling=rule).logit_scale for rule in rules)
+    assert (yarn, others) == (pytest.approx(1.3465735903, rel=1e-10), [1.0, 1.0, 1.0])
 
 
 @pytest.mark.parametrize("rotary_dim", [None, 4])

@@ -2,11 +2,12 @@
 
 import dataclasses
 import os
+from functools import partial
 
 import pytest
 import torch
 
-from linrope import InputError, LanguageModel, LanguageModelConfig
+from linrope import LanguageModel, LanguageModelConfig
 from linrope.generation.decoding import REPETITION_WINDOW, read, require_memory, stream
 from linrope.generation.prompt_state import load_prompt_state, save_prompt_state
 from linrope.generation.sampling import _inverse, _penalised
@@ -149,12 +150,10 @@ def test_a_state_of_another_model_is_refused_with_what_differs(recipe, prompts, 
     save_prompt_state(path, recipe, read(recipe, prompts[1][None]))
     wider = LanguageModel(dataclasses.replace(recipe.config, d_ff=32, output_gate=False))
     differs = r"belongs to another model.*\n  model.d_ff: None in the file, 32 in this model\n  model.out"
-    with pytest.raises(InputError, match=differs):
-        load_prompt_state(path, wider)
+    assert_input_errors((lambda: load_prompt_state(path, wider), differs))
     with torch.no_grad():
         recipe.norm.weight[3] += 1e-6
-    with pytest.raises(InputError, match="the same configuration, but other weights"):
-        load_prompt_state(path, recipe)
+    assert_input_errors((lambda: load_prompt_state(path, recipe), "the same configuration, but other weights"))
 
 
 def test_a_damaged_state_file_or_none_is_refused(recipe, prompts, tmp_path):
@@ -169,8 +168,7 @@ def test_a_damaged_state_file_or_none_is_refused(recipe, prompts, tmp_path):
     missing = r"state file '.*sate.pt' does not exist. Did you mean 'state.pt'"
     damage = dict.fromkeys(("flipped.pt", "cut.pt"), "damaged or no state file")
     for name, message in {"sate.pt": missing, "other.pt": "is not in the format", **damage}.items():
-        with pytest.raises(InputError, match=message):
-            load_prompt_state(tmp_path / name, recipe)
+        assert_input_errors((partial(load_prompt_state, tmp_path / name, recipe), message))
 
 
 def test_bad_calls_are_named(recipe, prompts):
@@ -193,7 +191,7 @@ def test_keys_and_values_beyond_the_memory_are_refused_before_the_reading():
     softmax = LanguageModel(LanguageModelConfig(**SMALL, attention=["linear", "softmax"]))
     per_token = 2 * 16 * 4  # a key and a value of one layer
     require_memory(softmax, there // per_token // 2)
-    with pytest.raises(InputError, match="GiB for the keys and values of softmax layers without a window"):
-        require_memory(softmax, there // per_token + 1)
+    message = "GiB for the keys and values of softmax layers without a window"
+    assert_input_errors((lambda: require_memory(softmax, there // per_token + 1), message))
     require_memory(LanguageModel(CONFIGS["recipe"]), 10**15)
     require_memory(LanguageModel(CONFIGS["window"]), 10**15)

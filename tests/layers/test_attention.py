@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from linrope import AttentionState, LinearAttention, RotaryConfig, RotaryEmbedding, SoftmaxAttention, linear_attention
 from linrope.feature_maps import MAP_MODULES, elu1
-from linrope.layers.state import from_serialized
+from linrope.layers.state import from_serialized, tensors_of
 from linrope.rotary import RotaryScaling
 from tests.conftest import assert_input_errors
 from tests.layers.cases import (
@@ -165,9 +165,8 @@ def test_an_empty_input_gives_an_empty_output(kind):
 def test_the_size_of_the_state_is_what_is_held(kind, options, dtype):
     layer = LAYERS[kind](**options).to(dtype)
     _, state = layer(torch.randn(1, 50, D_MODEL, dtype=dtype), return_state=True)
-    tensors = [*vars(state.past).values(), state.conv_tail, state.angle]
-    tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
-    held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    storages = [tensor.untyped_storage() for tensor in tensors_of((state,))]
+    held = {storage.data_ptr(): storage.nbytes() for storage in storages}
     assert layer.state_bytes(50, dtype) == sum(held.values())
     assert (layer.state_bytes(100, dtype) == layer.state_bytes(50, dtype)) == (kind == "linear" or "window" in options)
 

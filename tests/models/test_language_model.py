@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from linrope import InputError, LanguageModel, LanguageModelConfig, RotaryConfig, SoftmaxAttention
+from linrope import LanguageModel, LanguageModelConfig, RotaryConfig, SoftmaxAttention
 from linrope.feature_maps import MAP_MODULES
 from linrope.generation.sampling import Sampling, probabilities_of
 from linrope.positions.sinusoidal import sinusoids
@@ -123,8 +123,7 @@ def test_loading_what_is_no_model_is_refused(tmp_path):
             torch.save(torch.zeros(3), tmp_path / folder / "model.pt")
         elif folder == "bare":
             (tmp_path / folder / "model.pt").unlink()
-        with pytest.raises(InputError, match=message):
-            LanguageModel.from_pretrained(tmp_path / folder)
+        assert_input_errors((partial(LanguageModel.from_pretrained, tmp_path / folder), message))
     for file, message in [
         ("empty.ckpt", "not written by linrope"),
         ("foreign.ckpt", "not written by linrope"),
@@ -133,8 +132,7 @@ def test_loading_what_is_no_model_is_refused(tmp_path):
         ("pickled.ckpt", "cannot be read safely"),
         (".", "is a folder without config.json"),
     ]:
-        with pytest.raises(InputError, match=message):
-            LanguageModel.from_pretrained(tmp_path / file)
+        assert_input_errors((partial(LanguageModel.from_pretrained, tmp_path / file), message))
 
 
 def test_tied_embeddings_are_one_parameter():
