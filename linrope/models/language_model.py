@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from linrope.errors import InputError, require_choice
 from linrope.feature_maps import FEATURE_MAP_NAMES
-from linrope.generation.decoding import generate, stream
+from linrope.generation.decoding import Prompts, generate, stream
 from linrope.generation.prompt_state import PromptState
 from linrope.layers.linear_attention import LinearAttention
 from linrope.layers.softmax_attention import SoftmaxAttention
@@ -348,9 +348,7 @@ class LanguageModel(nn.Module):
         model.tokenizer = tokenizer
         return model.eval()
 
-    def generate(
-        self, tokens: Tensor | Sequence[Tensor] | PromptState, max_new_tokens: int, **options
-    ) -> Tensor | list[Tensor]:
+    def generate(self, tokens: Prompts | PromptState, max_new_tokens: int, **options) -> Tensor | list[Tensor]:
         """Continue each prompt by `max_new_tokens`; `linrope.generation.decoding.stream` describes the options.
 
         Prompts (B, T) give (B, T + max_new_tokens), a list of (T_b,) gives a list, and a PromptState gives the new
@@ -358,8 +356,6 @@ class LanguageModel(nn.Module):
         """
         return generate(self, tokens, max_new_tokens, **options)
 
-    def stream(
-        self, tokens: Tensor | Sequence[Tensor] | PromptState, max_new_tokens: int, **options
-    ) -> Iterator[Tensor]:
+    def stream(self, tokens: Prompts | PromptState, max_new_tokens: int, **options) -> Iterator[Tensor]:
         """The new tokens one by one, each (B,): `linrope.generation.decoding.stream` with this model."""
         return stream(self, tokens, max_new_tokens, **options)

@@ -99,7 +99,7 @@ def test_memory_does_not_grow_with_the_prompt(recipe):
     assert asked == [1, 1, 1]
 
 
-def test_the_penalty_is_ctrls_over_the_recent_tokens(recipe):
+def test_the_penalty_is_ctrls_over_the_recent_tokens(recipe, prompts):
     logits = torch.tensor([[2.0, -1.0, 0.5, -3.0]] * 2)
     recent = torch.tensor([[0, 3, 0], [-1, -1, 2]])
     penalised = _penalised(logits, recent, 2.0)
@@ -110,9 +110,7 @@ def test_the_penalty_is_ctrls_over_the_recent_tokens(recipe):
     assert 3 in state.recent
     assert 3 not in read(recipe, torch.tensor([[9]]), state).recent
     assert read(recipe, torch.tensor([[9]]), state).recent[0, -1] == 9
-
-
-def test_a_strong_penalty_never_repeats(recipe, prompts):
+    # a strong one never repeats
     plain = recipe.generate(prompts[1][None], 30, temperature=0)[0, 7:].tolist()
     assert len(set(plain)) < 30
     text = recipe.generate(prompts[1][None], 30, temperature=0, repetition_penalty=1e6)[0].tolist()
