@@ -20,10 +20,9 @@ OPTIONS = {
     "selective": {**ONE_LAYER, "rope": RotaryConfig(placement="selective"), "forget_gate": True, "sinusoidal": True},
     "rotary": {**SMALL, "rope": RotaryConfig(placement="both")},
 }
-BY_DEFAULT = ("signed", "selective")
 
 
-@pytest.mark.parametrize("name", covering(OPTIONS, BY_DEFAULT))
+@pytest.mark.parametrize("name", covering(OPTIONS, ("signed", "selective")))
 @torch.no_grad()
 def test_twenty_steps_give_the_eager_logits_near_and_far(name):
     torch.manual_seed(0)
@@ -48,8 +47,7 @@ def test_twenty_steps_give_the_eager_logits_near_and_far(name):
             # float64: a graph may round and add in another order, which denominators that cancel ("rotary") make larger
             torch.testing.assert_close(logits, expected[:, 0], rtol=1e-10, atol=1e-10)
     assert state[0].past.length == position
-    for ours, eager in zip(tensors, tensors_of(state), strict=True):
-        torch.testing.assert_close(ours, eager, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(tensors, tensors_of(state), rtol=1e-10, atol=1e-10)
 
 
 def test_what_has_no_step_is_refused():
