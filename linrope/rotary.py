@@ -30,16 +30,16 @@ YARN_ROTATIONS = 1.0, 32.0
 above β are unchanged."""
 
 
-def frequencies(rotary_dim: int, base: Base, device: torch.device | None = None) -> Tensor:
+def frequencies(rotary_dim: int, base: Base | None, device: torch.device | None = None) -> Tensor:
     """θ_m = base^(-2m / rotary_dim) for m = 0 … rotary_dim/2 - 1, float64, in radians per position (eq. 15).
 
     Returns:
         (R/2,), or (H, R/2) if `base` has one number for each head; θ = 0 for a base of None.
     """
+    if isinstance(base, Sequence):
+        return torch.stack([frequencies(rotary_dim, one, device) for one in base])
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / rotary_dim
-    bases = base if isinstance(base, Sequence) else [base]
-    theta = torch.stack([torch.zeros_like(exponents) if one is None else one**-exponents for one in bases])
-    return theta if isinstance(base, Sequence) else theta[0]
+    return torch.zeros_like(exponents) if base is None else base**-exponents
 
 
 def check_positions(name: str, first: int, count: int) -> None:
