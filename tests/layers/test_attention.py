@@ -216,7 +216,8 @@ def test_gradients_reach_every_parameter(kind, options):
 @pytest.mark.parametrize("name", MAP_MODULES)
 def test_a_learned_map_goes_through_autocast(name):
     torch.manual_seed(0)
-    layer = LinearAttention(D_MODEL, HEADS, feature_map=name, temperature=True, output_norm=True)
+    options = {"temperature": True, "output_norm": True, "forget_gate": True}
+    layer = LinearAttention(D_MODEL, HEADS, feature_map=name, **options)
     x = torch.randn(2, 70, D_MODEL)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = layer(x)
