@@ -40,7 +40,7 @@ def prompts():
     return [torch.randint(0, 40, (length,), generator=generator) for length in LENGTHS]
 
 
-@pytest.mark.parametrize("segment_length", [1, 16, 33, 1000])
+@pytest.mark.parametrize("segment_length", covering([1, 16, 33, 1000], [1, 16]))
 def test_segments_and_the_whole_leave_the_same(model, prompts, segment_length):
     whole, after = model(prompts[3][None], return_state=True)
     state = read(model, prompts[3][None], segment_length=segment_length)
@@ -50,7 +50,7 @@ def test_segments_and_the_whole_leave_the_same(model, prompts, segment_length):
     assert torch.equal(state.recent, prompts[3][None])
 
 
-@pytest.mark.parametrize("segment_length", [16, 1000])
+@pytest.mark.parametrize("segment_length", covering([16, 1000], [16]))
 def test_prompts_of_different_lengths_are_each_continued_as_if_alone(model, prompts, segment_length):
     together = read(model, prompts, segment_length=segment_length)
     for row, prompt in enumerate(prompts):
