@@ -30,18 +30,16 @@ YARN_ROTATIONS = 1.0, 32.0
 above β are unchanged."""
 
 
-def frequencies(rotary_dim: int, base: Base, device: torch.device | None = None) -> Tensor:
+def frequencies(rotary_dim: int, base: Base | None, device: torch.device | None = None) -> Tensor:
     """θ_m = base^(-2m / rotary_dim) for m = 0 … rotary_dim/2 - 1, float64, in radians per position (eq. 15).
 
     Returns:
         (R/2,), or (H, R/2) if `base` has one number for each head; θ = 0 for a base of None.
     """
+    if isinstance(base, Sequence):
+        return torch.stack([frequencies(rotary_dim, one, device) for one in base])
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / rotary_dim
-
-    def of_head(base: float | None) -> Tensor:
-        return torch.zeros_like(exponents) if base is None else base**-exponents
-
-    return torch.stack([of_head(one) for one in base]) if isinstance(base, Sequence) else of_head(base)
+    return torch.zeros_like(exponents) if base is None else base**-exponents
 
 
 def check_positions(name: str, first: int, count: int) -> None:
@@ -416,12 +414,8 @@ class RotaryEmbedding(nn.Module):
         return positions.reshape(x.shape[0], *(1,) * (x.ndim - 3), -1) if batched else positions
 
     def extra_repr(self) -> str:
-        base = self.base if isinstance(self.base, tuple) else f"{self.base:g}"
-        scaling = "" if self.scaling is None else f", scaling={self.scaling}"
-        return (
-            f"dim={self.dim}, rotary_dim={self.rotary_dim}, base={base}, interleaved={self.interleaved}, "
-            f"trainable={self.trainable}{scaling}{', signed=True' if self.signed else ''}"
-        )
+        names = ("dim", "rotary_dim", "base", "interleaved", "trainable", "scaling", "signed")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
 
 
 def _checked_base(base: Base) -> float | tuple[float | None, ...]:

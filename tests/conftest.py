@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,6 +18,7 @@ del os.environ["TRITON_INTERPRET"]
 import torch
 
 from linrope.cli.main import main
+from linrope.errors import InputError
 
 # Tests this small only lose by more threads, and lose much beside other work on the machine. Not in a fixture, since
 # fixtures of modules and of the session run before one of a test.
@@ -29,6 +30,20 @@ LONGEST_FILES = ("test_ddp.py", "test_resume.py", "test_backends.py", "test_trit
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONGEST_FILES)
+
+
+def assert_input_errors(*cases: tuple[Callable[[], object], str]) -> None:
+    """Each call raises InputError with its message, a regular expression."""
+    for call, message in cases:
+        with pytest.raises(InputError, match=message):
+            call()
+
+
+def covering(cases: Collection, default: Collection) -> list:
+    """The cases of a parametrised test; those that are not in `default` are exhaustive."""
+    rows = [case if isinstance(case, tuple) else (case,) for case in cases]
+    marks = [[] if case in default else pytest.mark.exhaustive for case in cases]
+    return [pytest.param(*row, marks=mark) for row, mark in zip(rows, marks)]
 
 
 LINE = "for i in range(10): print('the quick brown fox jumps over the lazy dog', i)\n"

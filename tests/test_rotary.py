@@ -1,13 +1,17 @@
 """RoPE: the rotation, its exactness at any position, and the pairings."""
 
 import math
+import re
 from fractions import Fraction
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
 
-from linrope import InputError, LinearAttention, RotaryConfig, RotaryEmbedding, linear_attention, permute_pairing
+from linrope import LinearAttention, RotaryConfig, RotaryEmbedding, linear_attention, permute_pairing
 from linrope.rotary import MAX_POSITION, RotaryScaling, unit_rotations
+from tests.conftest import assert_input_errors, covering
 
 PAIRINGS = {"interleaved": True, "half-split": False}
 
@@ -34,9 +38,10 @@ def test_the_elementwise_form_is_the_block_diagonal_matrix(pairing, rotary_dim):
         torch.testing.assert_close(rotated[:, :, t], expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("length", [1, 7])
-@pytest.mark.parametrize("rotary_dim", [None, 4])
-@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize(
+    ("pairing", "rotary_dim", "length"),
+    covering([*product(PAIRINGS, (None, 4), (1, 7))], [("interleaved", None, 1), ("half-split", 4, 7)]),
+)
 def test_compiled_it_is_the_same_with_its_gradients(pairing, rotary_dim, length):
     torch._dynamo.reset()
     rope = RotaryEmbedding(8, rotary_dim=rotary_dim, interleaved=PAIRINGS[pairing], trainable=True).double()
@@ -48,8 +53,8 @@ def test_compiled_it_is_the_same_with_its_gradients(pairing, rotary_dim, length)
         return y, *torch.autograd.grad((y * weight).sum(), inputs)
 
     compiled = torch.compile(rope.rotate, backend="aot_eager", fullgraph=True)
-    for found, expected in zip(rotated_and_gradients(compiled), rotated_and_gradients(rope.rotate)):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)  # float64, four products a pair
+    found, expected = rotated_and_gradients(compiled), rotated_and_gradients(rope.rotate)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)  # float64, four products a pair
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
@@ -176,9 +181,9 @@ def test_scaling_by_one_changes_nothing_and_heads_scale_by_themselves(rule):
 
 def test_only_yarn_has_a_temperature():
     """0.1 ln 32 + 1, for each of q and k."""
-    ropes = {rule: RotaryEmbedding(8, scaling=RotaryScaling(rule, 32.0, 4096)) for rule in ("linear", "ntk", "yarn")}
-    assert ropes["yarn"].logit_scale == pytest.approx(1.3465735903, rel=1e-10)
-    assert (ropes["linear"].logit_scale, ropes["ntk"].logit_scale, RotaryEmbedding(8).logit_scale) == (1.0, 1.0, 1.0)
+    rules = RotaryScaling("yarn", 32.0, 4096), RotaryScaling("linear", 32.0), RotaryScaling("ntk", 32.0), None
+    yarn, *others = (RotaryEmbedding(8, scaling=rule).logit_scale for rule in rules)
+    assert (yarn, others) == (pytest.approx(1.3465735903, rel=1e-10), [1.0, 1.0, 1.0])
 
 
 @pytest.mark.parametrize("rotary_dim", [None, 4])
@@ -225,16 +230,17 @@ def test_bad_calls_are_named():
     def scale(*scaling):
         return RotaryEmbedding(8, rotary_dim=2, scaling=RotaryScaling(*scaling))
 
-    for call, message in [
+    for base in (0.0, math.nan, None, [], [10.0, -1.0]):
+        message = f"base={base} must be a positive number, or a list with one, or None, for each head"
+        assert_input_errors((partial(make, 8, base), re.escape(message)))
+    for factor in (0.5, math.inf, "2"):
+        message = f"scaling.factor={factor!r} must be a finite number, at least 1"
+        assert_input_errors((partial(scale, "ntk", factor), message))
+    assert_input_errors(
         (lambda: make(7), "dim=7 cannot be split into pairs"),
         (lambda: make(8, rotary_dim=3), "rotary_dim=3 cannot be split into pairs"),
         (lambda: make(8, rotary_dim=0), "rotary_dim=0"),
         (lambda: make(8, rotary_dim=10), "rotary_dim=10 is larger than dim=8"),
-        (lambda: make(8, 0.0), "base=0.0 must be a positive number"),
-        (lambda: make(8, math.nan), "base=nan"),
-        (lambda: make(8, None), "base=None must be a positive number"),
-        (lambda: make(8, []), r"base=\[\] must be a positive number, or a list with one, or None, for each head"),
-        (lambda: make(8, [10.0, -1.0]), r"base=\[10.0, -1.0\]"),
         (lambda: make(3, signed=True), "dim=0 cannot be split into pairs"),
         (lambda: from_dict({"bass": 10.0}), "'bass' is not an option of RotaryConfig. Did you mean 'base'"),
         (lambda: from_dict({"scaling": {"rul": "ntk", "factor": 2}}), "'rul' .* of RotaryScaling. Did you mean 'rule'"),
@@ -242,9 +248,6 @@ def test_bad_calls_are_named():
         (lambda: from_dict({"scaling": 2.0}), "2.0 cannot be the options of RotaryScaling"),
         (lambda: from_dict([]), r"\[\] cannot be the options of RotaryConfig"),
         (lambda: scale("yarm", 2), "scaling.rule='yarm' is unknown.*Did you mean 'yarn'"),
-        (lambda: scale("ntk", 0.5), "scaling.factor=0.5 must be a finite number, at least 1"),
-        (lambda: scale("ntk", math.inf), "scaling.factor=inf"),
-        (lambda: scale("ntk", "2"), "scaling.factor='2'"),
         (lambda: scale("yarn", 2.0), "scaling.original_context=None, and rule='yarn'"),
         (lambda: scale("yarn", 2.0, 0), "scaling.original_context=0"),
         (lambda: scale("linear", 2.0, 1.5), "scaling.original_context=1.5"),
@@ -264,6 +267,4 @@ def test_bad_calls_are_named():
         (lambda: make(4, [10.0, None]).rotate(x[0, 0]), "rope.base has 2 entries.*0 heads"),
         (lambda: permute_pairing(torch.zeros(9, 2), 2, to_interleaved=True), "n_heads=2"),
         (lambda: permute_pairing(torch.zeros(6, 2), 2, to_interleaved=True), "rotary_dim=3"),
-    ]:
-        with pytest.raises(InputError, match=message):
-            call()
+    )

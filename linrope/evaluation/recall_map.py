@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,22 +54,20 @@ def recall_by_depth(
     first row is read, if the task cannot make such rows.
     """
     require_cases(task, lengths, depths, n_rows)
-    for length in lengths:
-        for depth in depths:
-            inputs, targets = task.rows(n_rows, (length, depth), (_MAP, seed, length, depth))
-            right, asked = answers(model, inputs, targets), targets != IGNORE
-            tokens_right = (right & asked).sum() / asked.sum()
-            yield Recalled(length, depth, n_rows, (right | ~asked).all(1).double().mean().item(), tokens_right.item())
-            tick()
+    for length, depth in product(lengths, depths):
+        inputs, targets = task.rows(n_rows, (length, depth), (_MAP, seed, length, depth))
+        right, asked = answers(model, inputs, targets), targets != IGNORE
+        tokens_right = (right & asked).sum() / asked.sum()
+        yield Recalled(length, depth, n_rows, (right | ~asked).all(1).double().mean().item(), tokens_right.item())
+        tick()
 
 
 def require_cases(task: RecallTask, lengths: Sequence[int], depths: Sequence[int], n_rows: int) -> None:
     """Raise InputError unless the task can make rows of each length and depth."""
     if n_rows < 1 or not lengths or not depths:
         raise InputError(f"--rows={n_rows}, --lengths={list(lengths)}, --depths={list(depths)}: give at least one.")
-    for length in lengths:
-        for depth in depths:
-            task.require((length, depth))
+    for case in product(lengths, depths):
+        task.require(case)
 
 
 @torch.inference_mode()

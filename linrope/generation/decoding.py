@@ -26,6 +26,7 @@ SEGMENT_LENGTH = 2048
 REPETITION_WINDOW = 1024
 """The repetition penalty applies to this many last tokens, prompt included."""
 Prompts = Tensor | Sequence[Tensor]
+"""(B, T), or (T_b,) for each row."""
 
 
 @torch.no_grad()

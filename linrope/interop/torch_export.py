@@ -24,8 +24,6 @@ from linrope.layers import state as states
 from linrope.layers.state import ModelState, map_state
 from linrope.models.language_model import LanguageModel
 
-__all__ = ["DecodingStep", "export_decoding_step", "initial_state", "tensors_of"]
-
 
 class DecodingStep(nn.Module):
     """One token through a model with linear layers only, with the state as a list of tensors in the order of `like`."""

@@ -1,1 +1,1 @@
-"""Layers: attention, short convolution, forget gate, MLP, and the states they carry."""
+"""Layers: attention, short convolution, forget gate, and the states they carry."""

@@ -12,7 +12,6 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from linrope.errors import InputError
-from linrope.layers.float32 import float32_linear
 
 INITIAL_BIAS = 4.0
 """b at the start for r = 1: each token keeps σ(4) = 0.982 of the past."""
@@ -40,6 +39,14 @@ class ForgetGate(nn.Linear):
         if any(r != 1 for r in self.normalizer):
             decays = decays / torch.stack([decays.new_full((), r) for r in self.normalizer])
         return rearrange(decays, "b t h -> b h t")
+
+
+def float32_linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    """`layer(x)` in float32 (float64 for float64 x), also under autocast and with weights of half precision."""
+    with torch.autocast(x.device.type, enabled=False):
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        bias = None if layer.bias is None else layer.bias.to(dtype)
+        return F.linear(x.to(dtype), layer.weight.to(dtype), bias)
 
 
 def _initial_bias(normalizer: float) -> float:

@@ -51,11 +51,7 @@ class LinearAttention(Attention):
             r a head remembers longer.
         eps: ε of the denominator.
         backend: see `linear_attention`.
-        short_conv: tokens seen by a causal convolution with SiLU on q, k and v; 0 for none (see `AttentionOptions`).
-        conv_silu: where SiLU follows it, "qkv" or "v" alone.
-        output_norm: RMSNorm over each head's output, before the gate.
-        output_gate: multiply the heads' output by `silu(W x)`.
-        bias: whether the projections have biases.
+        options: short_conv, conv_silu, output_norm, output_gate and bias, see `AttentionOptions`.
 
     Raises:
         InputError: sizes that do not fit, unknown names, `short_conv`, `forget_gate` or `rope.placement="selective"`

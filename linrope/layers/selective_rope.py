@@ -8,7 +8,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from linrope.layers.float32 import float32_linear
+from linrope.layers.forget_gate import float32_linear
 from linrope.rotary import RotaryEmbedding, rotate
 
 

@@ -22,11 +22,7 @@ class SoftmaxAttention(Attention):
         rope: as there; its placement is ignored.
         window: see the last `window` tokens only, the present one included. Time and memory are then linear in the
             length, and the cache holds `window - 1` tokens. None sees all.
-        short_conv: tokens seen by a causal convolution with SiLU on q, k and v; 0 for none (see `AttentionOptions`).
-        conv_silu: where SiLU follows it, "qkv" or "v" alone.
-        output_norm: RMSNorm over each head's output, before the gate.
-        output_gate: multiply the heads' output by `silu(W x)`.
-        bias: whether the projections have biases.
+        options: short_conv, conv_silu, output_norm, output_gate and bias, see `AttentionOptions`.
 
     Raises:
         InputError: sizes that do not fit, a window below 1, `short_conv` or a window with `causal=False`.

@@ -57,13 +57,13 @@ def map_state(change: Callable[[str, Tensor], Tensor], state: Any) -> Any:
     """The same state with `change(name, tensor)` in place of each tensor."""
     if isinstance(state, tuple):
         return tuple(map_state(change, part) for part in state)
-    values = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
-    for name, value in values.items():
+    changed = {}
+    for name, value in vars(state).items():
         if isinstance(value, Tensor):
-            values[name] = change(name, value)
+            changed[name] = change(name, value)
         elif dataclasses.is_dataclass(value):
-            values[name] = map_state(change, value)
-    return type(state)(**values)
+            changed[name] = map_state(change, value)
+    return dataclasses.replace(state, **changed)
 
 
 def tensors_of(state: ModelState | None) -> list[Tensor]:
@@ -121,11 +121,8 @@ def to_serialized(state: ModelState) -> list[dict[str, Any]]:
     """The state as lists, dictionaries, tensors and numbers, which `torch.load(weights_only=True)` can read."""
 
     def serialized(part: Any) -> dict[str, Any]:
-        values: dict[str, Any] = {"type": type(part).__name__}
-        for field in dataclasses.fields(part):
-            value = getattr(part, field.name)
-            values[field.name] = serialized(value) if dataclasses.is_dataclass(value) else value
-        return values
+        values = {name: serialized(x) if dataclasses.is_dataclass(x) else x for name, x in vars(part).items()}
+        return {"type": type(part).__name__, **values}
 
     return [serialized(part) for part in state]
 

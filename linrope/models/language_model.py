@@ -1,25 +1,25 @@
-"""The language model, from top to bottom: configuration, block, model."""
+"""The language model: configuration, gated MLP, block, model."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linrope.errors import InputError, require_choice
 from linrope.feature_maps import FEATURE_MAP_NAMES
-from linrope.generation.decoding import generate, stream
+from linrope.generation.decoding import Prompts, generate, stream
 from linrope.generation.prompt_state import PromptState
 from linrope.layers.linear_attention import LinearAttention
-from linrope.layers.mlp import GatedMLP
 from linrope.layers.softmax_attention import SoftmaxAttention
 from linrope.layers.state import AttentionState, ModelState, state_before, token_positions
 from linrope.models.saving import read_model, write_folder
@@ -146,6 +146,20 @@ class LanguageModelConfig:
         if isinstance(values.get("rope"), dict):
             values = {**values, "rope": RotaryConfig.from_dict(values["rope"])}
         return cls(**values)
+
+
+class GatedMLP(nn.Module):
+    """W_out (silu(W_gate x) ∘ W_up x)  (SwiGLU, arXiv 2002.05202)."""
+
+    def __init__(self, d_model: int, width: int):
+        super().__init__()
+        self.gate_up = nn.Linear(d_model, 2 * width, bias=False)
+        self.out = nn.Linear(width, d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., d_model) -> (..., d_model)."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)  # (..., width) each
+        return self.out(F.silu(gate) * up)
 
 
 class Block(nn.Module):
@@ -334,9 +348,7 @@ class LanguageModel(nn.Module):
         model.tokenizer = tokenizer
         return model.eval()
 
-    def generate(
-        self, tokens: Tensor | Sequence[Tensor] | PromptState, max_new_tokens: int, **options
-    ) -> Tensor | list[Tensor]:
+    def generate(self, tokens: Prompts | PromptState, max_new_tokens: int, **options) -> Tensor | list[Tensor]:
         """Continue each prompt by `max_new_tokens`; `linrope.generation.decoding.stream` describes the options.
 
         Prompts (B, T) give (B, T + max_new_tokens), a list of (T_b,) gives a list, and a PromptState gives the new
@@ -344,8 +356,6 @@ class LanguageModel(nn.Module):
         """
         return generate(self, tokens, max_new_tokens, **options)
 
-    def stream(
-        self, tokens: Tensor | Sequence[Tensor] | PromptState, max_new_tokens: int, **options
-    ) -> Iterator[Tensor]:
+    def stream(self, tokens: Prompts | PromptState, max_new_tokens: int, **options) -> Iterator[Tensor]:
         """The new tokens one by one, each (B,): `linrope.generation.decoding.stream` with this model."""
         return stream(self, tokens, max_new_tokens, **options)

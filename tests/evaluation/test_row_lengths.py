@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from linrope import LanguageModel, LanguageModelConfig
+from linrope.data.corpus.sequences import Corpus, Document
 from linrope.data.tokenizers.bytes import SEPARATOR
 from linrope.errors import InputError
 from linrope.evaluation import row_lengths as reading
@@ -110,27 +111,14 @@ def test_lengths_are_tokens_or_multiples_of_the_context():
         parse_lengths(["1x", "100", "4x"], 64)
 
 
-class Text:
-    """A corpus of 1,000 tokens."""
-
-    separator = 7
-
-    def __len__(self) -> int:
-        return 1000
-
-    def tokens(self, start: int, stop: int) -> torch.Tensor:
-        return torch.arange(1000)[start:stop]
-
-    def text_bytes(self, start: int, stop: int) -> None:
-        return None
-
-
-def test_a_text_holds_whole_rows_of_the_longest_length():
+def test_a_text_holds_whole_rows_of_the_longest_length(tmp_path):
+    (tmp_path / "text").write_bytes(bytes(999))
+    corpus = Corpus([Document("text", tmp_path / "text", 999, 0, 999)])
     for asked, n_rows in ((600, 2), (10, 1), (10_000, 3)):
-        assert len(excerpt_for(Text(), [64, 256], asked).tokens) == n_rows * 256 + 1
-    assert [excerpt_for(Text(), [64], 64, mask).separator for mask in (False, True)] == [None, 7]
+        assert len(excerpt_for(corpus, [64, 256], asked).tokens) == n_rows * 256 + 1
+    assert [excerpt_for(corpus, [64], 64, mask).separator for mask in (False, True)] == [None, SEPARATOR]
     with pytest.raises(InputError, match="1024 tokens are more than the validation split has \\(999 with a target"):
-        excerpt_for(Text(), [1024], 600)
+        excerpt_for(corpus, [1024], 600)
 
 
 def test_pictures_have_few_lines_and_say_what_they_show():

@@ -7,17 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from linrope import (
-    AttentionState,
-    InputError,
-    LinearAttention,
-    RotaryConfig,
-    RotaryEmbedding,
-    SoftmaxAttention,
-    linear_attention,
-)
+from linrope import AttentionState, LinearAttention, RotaryConfig, RotaryEmbedding, SoftmaxAttention, linear_attention
 from linrope.feature_maps import MAP_MODULES, elu1
+from linrope.layers.state import from_serialized, tensors_of
 from linrope.rotary import RotaryScaling
+from tests.conftest import assert_input_errors
 from tests.layers.cases import (
     CLOSE,
     D_MODEL,
@@ -111,8 +105,7 @@ def test_a_state_continues_the_sequence(kind, options):
     weight = torch.randn_like(whole)
     expected = torch.autograd.grad((whole * weight).sum(), [x, *layer.parameters()])
     actual = torch.autograd.grad((torch.cat(pieces, dim=1) * weight).sum(), [x, *layer.parameters()])
-    for a, e in zip(actual, expected):
-        torch.testing.assert_close(a, e, **CLOSE)
+    torch.testing.assert_close(actual, expected, **CLOSE)
 
 
 @pytest.mark.parametrize(("kind", "options"), EVERY)
@@ -172,9 +165,8 @@ def test_an_empty_input_gives_an_empty_output(kind):
 def test_the_size_of_the_state_is_what_is_held(kind, options, dtype):
     layer = LAYERS[kind](**options).to(dtype)
     _, state = layer(torch.randn(1, 50, D_MODEL, dtype=dtype), return_state=True)
-    tensors = [*vars(state.past).values(), state.conv_tail, state.angle]
-    tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
-    held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    storages = [tensor.untyped_storage() for tensor in tensors_of((state,))]
+    held = {storage.data_ptr(): storage.nbytes() for storage in storages}
     assert layer.state_bytes(50, dtype) == sum(held.values())
     assert (layer.state_bytes(100, dtype) == layer.state_bytes(50, dtype)) == (kind == "linear" or "window" in options)
 
@@ -188,16 +180,17 @@ def test_the_size_of_the_state_is_what_is_held(kind, options, dtype):
     ],
 )
 def test_a_compiled_layer_computes_the_same(options):
-    """Traced by torch.compile, with no code generated: outputs, gradients, and from a state."""
+    """Traced by torch.compile, with no code generated: outputs, and gradients also through a state."""
     layer, x = layer_and_input("linear", options)
+    first, second = x.chunk(2, dim=1)
+
+    def outputs_and_gradients(called):
+        y, state = called(first, return_state=True)
+        y = torch.cat((y, called(second, state)), dim=1)
+        return y, *torch.autograd.grad(y.square().sum(), layer.parameters())
+
     compiled = torch.compile(layer, backend="aot_eager")
-    y, expected = compiled(x), layer(x)
-    torch.testing.assert_close(y, expected, **CLOSE)
-    pairs = zip(*(torch.autograd.grad(o.square().sum(), layer.parameters()) for o in (y, expected)))
-    for actual, right in pairs:
-        torch.testing.assert_close(actual, right, **CLOSE)
-    _, state = compiled(x[:, :40], return_state=True)
-    torch.testing.assert_close(compiled(x[:, 40:], state), expected[:, 40:], **CLOSE)
+    torch.testing.assert_close(outputs_and_gradients(compiled), outputs_and_gradients(layer), **CLOSE)
 
 
 @pytest.mark.parametrize(("head_dim", "placement"), [(8, "numerator"), (16, "signed")])
@@ -223,7 +216,8 @@ def test_gradients_reach_every_parameter(kind, options):
 @pytest.mark.parametrize("name", MAP_MODULES)
 def test_a_learned_map_goes_through_autocast(name):
     torch.manual_seed(0)
-    layer = LinearAttention(D_MODEL, HEADS, feature_map=name, temperature=True, output_norm=True)
+    options = {"temperature": True, "output_norm": True, "forget_gate": True}
+    layer = LinearAttention(D_MODEL, HEADS, feature_map=name, **options)
     x = torch.randn(2, 70, D_MODEL)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = layer(x)
@@ -254,8 +248,8 @@ def test_a_packed_state_knows_where_its_document_began():
     torch.testing.assert_close(y[0], layer(x[:1, 10:])[0, 30:50], **CLOSE)
     torch.testing.assert_close(z[0], layer(x[:1, 10:])[0, 50:], **CLOSE)
     torch.testing.assert_close(z[1, 20:], layer(x[1:, 80:])[0], **CLOSE)
-    with pytest.raises(InputError, match=r"state.document_start is \(2,\), this call needs \(1,\)"):
-        layer(x[:1], state)
+    message = r"state.document_start is \(2,\), this call needs \(1,\)"
+    assert_input_errors((lambda: layer(x[:1], state), message))
 
 
 def test_bad_arguments_are_named():
@@ -264,7 +258,7 @@ def test_bad_arguments_are_named():
     for make in (linear, softmax):
         with pytest.raises(TypeError, match="unexpected keyword argument 'short_cnov'"):
             make(short_cnov=4)
-    for make, message in [
+    assert_input_errors(
         (lambda: LinearAttention(10, 3), "n_heads=3 does not divide d_model=10"),
         (lambda: LinearAttention(10, 0), "n_heads=0"),
         (lambda: linear(normalize="no"), "normalize='no'"),
@@ -285,9 +279,7 @@ def test_bad_arguments_are_named():
         (lambda: linear(feature_map="hedgehgo"), "'hedgehgo'.*Did you mean 'hedgehog'"),
         (lambda: softmax(window=0), "window=0 must be at least 1"),
         (lambda: softmax(window=5, causal=False), "window=5 sees earlier tokens only"),
-    ]:
-        with pytest.raises(InputError, match=message):
-            make()
+    )
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -295,7 +287,7 @@ def test_bad_calls_are_named(kind):
     layer, x = layer_and_input(kind, {"short_conv": 4})
     other, _ = layer_and_input("softmax" if kind == "linear" else "linear", {"short_conv": 4})
     _, state = layer(x, return_state=True)
-    for call, message in [
+    assert_input_errors(
         (lambda: LAYERS["linear"](backend="cuda")(x), "backend='cuda'"),
         (lambda: layer(x[0]), r"x is \(90, 24\)"),
         (lambda: layer(x[..., :5]), "d_model=24"),
@@ -306,9 +298,12 @@ def test_bad_calls_are_named(kind):
         (lambda: layer(x[:1], state), r"state.conv_tail is \(2, 3, 72\)"),
         (lambda: layer(x, AttentionState(state.past)), "state.conv_tail is None, this call needs .* short_conv"),
         (lambda: layer(x[:1], AttentionState(state.past, state.conv_tail[:1])), r"state\.(past\.)?k.* \(2, 3"),
-    ]:
-        with pytest.raises(InputError, match=message):
-            call()
+    )
+
+
+def test_what_is_no_state_of_a_model_is_refused():
+    for values in ([{}], [{"type": "Other"}], [{"type": "State"}], 3):
+        assert_input_errors((partial(from_serialized, values), "not the state of a model"))
 
 
 def test_signed_is_a_matter_of_linear_layers():

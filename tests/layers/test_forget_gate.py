@@ -38,13 +38,7 @@ def test_the_gate_normalizer_divides_the_log_decay(normalizer):
         assert ForgetGate(D_MODEL, HEADS, normalizer).bias.shape == (HEADS,)
     again = ForgetGate(D_MODEL, HEADS, normalizer).to(torch.bfloat16).float()  # which rounds weights only
     again.load_state_dict(gate.state_dict())
-    assert torch.equal(again(x), gate(x))
-
-
-def test_the_forget_gate_is_computed_in_float32_under_autocast():
-    layer, x = LinearAttention(D_MODEL, HEADS, forget_gate=True), torch.randn(2, 7, D_MODEL)
-    torch.nn.init.normal_(layer.forget.weight)
-    expected = layer.forget(x)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(layer.forget(x), expected)
-        assert layer(x).dtype == torch.bfloat16
+    decay = gate(x)
+    assert torch.equal(again(x), decay)
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # computed in float32 all the same
+        assert torch.equal(again(x), decay)

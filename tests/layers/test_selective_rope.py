@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from linrope import InputError, LinearAttention, RotaryEmbedding
+from linrope import LinearAttention, RotaryEmbedding
 from linrope.feature_maps import elu1
 from linrope.layers.state import reset_rows
+from tests.conftest import assert_input_errors
 from tests.layers.cases import CLOSE, D_MODEL, HEADS, SELECTIVE, assert_outputs, layer_and_input, projected, weighted
 
 
@@ -97,10 +98,8 @@ def test_a_state_of_another_rotation_is_named():
     plain, x = layer_and_input("linear", {"rope": replace(SELECTIVE, placement="signed")})
     layer, _ = layer_and_input("linear", {"rope": SELECTIVE})
     (_, of_plain), (_, state) = plain(x, return_state=True), layer(x, return_state=True)
-    for call, message in [
+    assert_input_errors(
         (lambda: layer(x, of_plain), r"state.angle is None, this call needs \(2, 3, 2\)"),
         (lambda: layer(x, replace(state, angle=state.angle[:1])), r"state.angle is \(1, 3, 2\)"),
         (lambda: plain(x, state), r"state.angle is \(2, 3, 2\), this call needs None: .* the same rope.placement"),
-    ]:
-        with pytest.raises(InputError, match=message):
-            call()
+    )

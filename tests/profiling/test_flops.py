@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from linrope import LanguageModel, LanguageModelConfig, RotaryConfig
 from linrope.profiling.flops import step_flops
 from linrope.profiling.memory_estimate import step_loss
+from tests.conftest import covering
 
 SIZES = {"d_model": 32, "n_layers": 2, "n_heads": 2}
 FORMS = [
@@ -21,16 +22,14 @@ MORE_FORMS = [{}, {"normalize": "none"}, {"feature_map": "taylor"}, {"feature_ma
 MORE_FORMS += [{"attention": "softmax"}, {"attention": "softmax", "window": 64}]
 
 
-def cases() -> list:
-    """Forms, with rows, their length and that of segments; by default a covering set."""
-    default = [(form, (2, 300, None)) for form in FORMS] + [(form, (1, 300, 128)) for form in (FORMS[0], FORMS[-1])]
-    sizes = (2, 300, None), (1, 1000, None), (1, 300, 128)
-    every = [(form, size) for form in [*FORMS, *MORE_FORMS] for size in sizes]
-    every.remove(({"attention": "softmax"}, (1, 300, 128)))  # its state grows: there are no segments
-    return [pytest.param(*case, marks=[] if case in default else pytest.mark.exhaustive) for case in every]
+# rows, their length and that of segments; none for softmax without a window, whose state grows
+ROWS = (2, 300, None), (1, 1000, None), (1, 300, 128)
+CASES = [(form, size) for form in [*FORMS, *MORE_FORMS] for size in ROWS]
+CASES.remove(({"attention": "softmax"}, (1, 300, 128)))
+BY_DEFAULT = [(form, (2, 300, None)) for form in FORMS] + [(FORMS[-1], (1, 300, 128))]
 
 
-@pytest.mark.parametrize(("form", "size"), cases())
+@pytest.mark.parametrize(("form", "size"), covering(CASES, BY_DEFAULT))
 def test_a_fake_step_counts_as_a_real_one(form, size):
     rows, length, segment_length = size
     model = LanguageModel(LanguageModelConfig(**SIZES, **form))
