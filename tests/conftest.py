@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Collection, Iterable
+import signal
+from collections.abc import Callable, Collection, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,6 +27,17 @@ torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 LONGEST_FILES = ("test_ddp.py", "test_resume.py", "test_backends.py", "test_triton_kernel.py")
 """They run first, or one of the two processes would end long before the other."""
+
+
+HANDLERS = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers_stay_as_they_were() -> Iterator[None]:
+    """Processes that a later test forks take them over: one that a command has set would keep them from ending."""
+    yield
+    for signum, handler in HANDLERS.items():
+        signal.signal(signum, handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

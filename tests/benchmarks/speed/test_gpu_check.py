@@ -2,7 +2,6 @@
 
 import io
 import json
-import multiprocessing
 import time
 from argparse import Namespace
 from functools import partial
@@ -152,11 +151,7 @@ def test_outcomes_are_written_as_they_come(run):
     assert judged(run, []) == 1
 
 
-@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.exhaustive)])
-def test_checks_run_in_processes_and_end_with_their_time(tmp_path, monkeypatch, start):
-    """A forked process has nothing to import."""
-    context = multiprocessing.get_context(start)
-    monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
+def test_checks_run_in_processes_and_end_with_their_time(tmp_path):
     work, slow = [("a", 0.1, partial(dict, o=0.05))], [("a", 0.1, partial(time.sleep, 600))]
     (outcome,) = gpu_correctness.in_processes(work, 120.0, str(tmp_path))
     assert (outcome.name, outcome.result, outcome.worst) == ("a", "pass", 0.05)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import signal
+import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,6 @@ from linrope.data.prepare.workers import Progress
 from linrope.data.tokenizers.subwords import SubwordTokenizer
 from linrope.errors import DocumentChanged, InputError
 from tests.data.tokenizers.subword_files import TEXT, byte_level, wordpiece, write_tokenizer
-from tests.processes import Run
 
 ALL = [1.0, 0.0, 0.0]
 LINES = ["first\ndocument", "naïve 🐍", "third", "x" * 50]
@@ -248,11 +247,16 @@ def test_a_preparation_that_was_interrupted_goes_on_where_it_stopped(many, tmp_p
 def test_a_process_that_is_killed_leaves_what_another_finishes(many, tmp_path):
     """Its two workers end with it. The result is that of a process that was not killed."""
     whole, _ = run(tmp_path, "whole")
-    command = Run(["prepare", f"--path={many}", f"--output={tmp_path / 'out'}", "--workers=2"], tmp_path)
-    while not list(tmp_path.glob("out/parts/*.npz")):
-        time.sleep(0.001)
-    command.send(signal.SIGKILL)
-    command.wait()  # until nothing has its output open
+    code = (  # a new interpreter: one that is forked would take over the fork server of other tests
+        "import sys; from linrope.data.prepare import config, preparation, units; units.UNIT_BYTES = 100\n"
+        "say = lambda done, total: print(done, total, flush=True)\n"
+        "preparation.prepare(config.PrepareConfig(path=sys.argv[1], output=sys.argv[2], workers=2), say)"
+    )
+    command = [sys.executable, "-c", code, str(many), str(tmp_path / "out")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    next(line for line in process.stdout if not line.startswith("0 "))
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
     seen = []
     run(tmp_path, progress=lambda *progress: seen.append(progress))
     total = sum(file.stat().st_size for file in many.iterdir())
