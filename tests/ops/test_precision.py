@@ -1,4 +1,4 @@
-"""How far each precision is from the exact result, at lengths and positions where others lost theirs.
+"""How far each precision is from the exact result, at lengths and positions where it is easily lost.
 
 Errors are ‖actual - exact‖ / ‖exact‖ over a whole tensor, against the chunked form in float64 (which test_backends
 holds to the definition). float32 rounds to 6e-8; bounds of 2e-6 leave room for the sums. Half precisions are summed
