@@ -44,7 +44,7 @@ def peak_of_two_steps(config: LanguageModelConfig, batch_size: int, length: int,
         pytest.param("linear", 1, 8192, None, marks=pytest.mark.exhaustive),
         pytest.param("softmax", 2, 2048, None, marks=pytest.mark.exhaustive),
         ("softmax", 1, 4096, None),
-        ("linear", 1, 10240, 2048),
+        pytest.param("linear", 1, 10240, 2048, marks=pytest.mark.exhaustive),
         pytest.param("linear", 1, 16384, 4096, marks=pytest.mark.exhaustive),
     ],
 )
