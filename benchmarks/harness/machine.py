@@ -15,17 +15,12 @@ from typing import Any
 import torch
 
 import linrope
+from linrope.utils.machine import processor
 
 
 def device_name(device: str) -> str:
     """The name of the processor ("cpu") or of the GPU ("cuda")."""
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    return torch.cuda.get_device_name() if device == "cuda" else processor()
 
 
 def surroundings(device: str, command: str, args: list[str] | None) -> dict[str, Any]:

@@ -278,7 +278,7 @@ class SoftmaxDecoding:
 
 def catalogue(device: str, dtype: str) -> dict[str, Method]:
     """Every method by name, also those that cannot run there."""
-    reasons = {name: _unfit(name, device) for name in BACKENDS if name != "reference"}
+    reasons = {name: _unfit(name, device, dtype) for name in BACKENDS if name != "reference"}
     alone = list(reasons.values()).count("") == 1
     methods = [
         _linear_method("linear-rope" if alone and not absent else f"linear-rope[{name}]", absent, backend=name)
@@ -301,10 +301,11 @@ def _linear_method(name: str, absent: str = "", **options) -> Method:
     return Method(name, partial(linear, **options), partial(LinearDecoding, **options), absent=absent)
 
 
-def _unfit(backend: str, device: str) -> str:
-    """Why a backend does not take tensors on that device, or "", found by the smallest call."""
+def _unfit(backend: str, device: str, dtype: str) -> str:
+    """Why a backend does not take such tensors, or "", found by the smallest call."""
+    setting = Setting(2, heads=1, head_dim=2, device=device, dtype=dtype, mode="forward")
     try:
-        linear(Inputs.make(Setting(2, heads=1, head_dim=2, device=device, mode="forward")), backend=backend)
+        linear(Inputs.make(setting), backend=backend)
     except Exception as error:
         return f"does not run here: {error}"
     return ""

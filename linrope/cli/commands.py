@@ -9,5 +9,6 @@ COMMANDS = {
     "generate": "Generate text with a trained model.",
     "prepare": "Tokenize text once, into a folder to train from.",
     "export": "Write a trained model for transformers: safetensors, config.json, tokenizer.",
+    "info": "Print versions, the processor, and which backends work here.",
 }
 """Name and help line of each command, in the order of `linrope --help`."""

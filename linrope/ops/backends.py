@@ -15,18 +15,25 @@ from torch import Tensor
 from linrope.errors import InputError
 from linrope.ops import registration
 from linrope.ops.call import Call
+from linrope.ops.cpu_kernel import kernel as cpu_kernel
 from linrope.ops.reference import reference_attention
 from linrope.ops.state import State
 from linrope.ops.torch_kernel.kernel import one_token
-from linrope.ops.triton_kernel.launch import why_not
+from linrope.ops.triton_kernel import launch as triton_kernel
 
 Operator = Callable[[Call], tuple[Tensor, State]]
+WHY_NOT: dict[str, Callable[[Call], str | None]] = {
+    "chunked": lambda call: None,
+    "cpu": cpu_kernel.why_not,
+    "triton": triton_kernel.why_not,
+}
+"""The reason why a linear backend cannot take a call; None if it can."""
 
 
 def _linear(call: Call, backend: str) -> tuple[Tensor, State]:
     """(o, final state) of one call, in time and memory linear in the length."""
-    if backend == "triton" and (reason := why_not(call)):
-        raise InputError(f"backend='triton' cannot take this call: {reason}; choose 'auto' or 'chunked'.")
+    if reason := WHY_NOT[backend](call):
+        raise InputError(f"backend={backend!r} cannot take this call: {reason}; choose 'auto' or 'chunked'.")
     if call.is_empty:
         return reference_attention(call)
     return _rotary_denominator(call, partial(_any_order, backend=backend))
@@ -35,6 +42,7 @@ def _linear(call: Call, backend: str) -> tuple[Tensor, State]:
 BACKENDS: dict[str, Operator] = {
     "reference": reference_attention,
     "chunked": partial(_linear, backend="chunked"),
+    "cpu": partial(_linear, backend="cpu"),
     "triton": partial(_linear, backend="triton"),
 }
 
@@ -58,10 +66,10 @@ def _any_order(call: Call, backend: str) -> tuple[Tensor, State]:
     """Causal or not, with a denominator of plain features or none."""
     if not call.causal:
         return _by_document(call, backend)
-    if call.q.shape[2] == 1 and backend == "chunked":
+    if call.q.shape[2] == 1 and backend != "chunked" and not _needs_gradient(call):
+        return registration.one_token(call, backend)
+    if call.q.shape[2] == 1 and backend != "triton":
         return one_token(call)
-    if call.q.shape[2] == 1 and not _needs_gradient(call):
-        return registration.one_token(call)
     return registration.operator(call, backend)
 
 

@@ -12,8 +12,10 @@ from torch import Tensor
 from linrope.errors import require_choice
 from linrope.ops.backends import BACKENDS
 from linrope.ops.call import Call, autocast_inputs, check_call, device_type
+from linrope.ops.cpu_kernel import kernel as cpu_kernel
+from linrope.ops.cpu_kernel import library
 from linrope.ops.state import State
-from linrope.ops.triton_kernel.launch import why_not
+from linrope.ops.triton_kernel import launch
 from linrope.rotary import RotaryEmbedding
 
 
@@ -47,11 +49,11 @@ def linear_attention(
     angles are exact at any position. `state` continues an earlier call: a sequence cut anywhere gives the outputs, the
     final state and the gradients of the whole. At the end of a document, continue without the state.
 
-    The backends "chunked" and "triton" are operators of PyTorch. `torch.compile` and `torch.export` take them without
-    a graph break, except `segment_ids` with `causal=False`. They have a first derivative only and no `torch.func`
-    transforms; "reference" has both. bfloat16 inputs have bfloat16 matrix products, except in a backward that trains θ
-    or, with "chunked", `log_decay`. With "triton", float16 inputs have TF32 products, and float32 inputs too if PyTorch
-    allows TF32.
+    The backends "chunked", "cpu" and "triton" are operators of PyTorch. `torch.compile` and `torch.export` take them
+    without a graph break, except `segment_ids` with `causal=False`. They have a first derivative only and no
+    `torch.func` transforms; "reference" has both. bfloat16 inputs have bfloat16 matrix products, except in a backward
+    that trains θ or, with "chunked", `log_decay`; with "cpu" all products are float32. With "triton", float16 inputs
+    have TF32 products, and float32 inputs too if PyTorch allows TF32.
 
     Under autocast q, k and v are cast to the autocast dtype, as in `scaled_dot_product_attention`.
 
@@ -76,7 +78,8 @@ def linear_attention(
         return_state: also return the state after the last token. A non-causal call adds all its keys to the state.
         eps: ε ≥ 0, added to the denominator. With 0, a query that sees no key divides by 0.
         backend: "auto" (the fastest for the device), "reference" (the quadratic definition), "chunked" (linear, any
-            device) or "triton" (linear, fused, NVIDIA GPUs).
+            device), "cpu" (linear, compiled, fused) or "triton" (linear, fused, NVIDIA GPUs). "cpu" takes no float64
+            and at most 256 features; for those "auto" takes "chunked".
 
     Returns:
         o: (B, H, T, E) in v's dtype, or (o, State) with `return_state`.
@@ -95,13 +98,17 @@ def linear_attention(
 
 
 def _fastest(call: Call) -> str:
-    """The fastest backend for the device. Warns once if a GPU cannot use the one made for GPUs."""
-    if call.q.device.type != "cuda":
-        return "chunked"
-    if reason := why_not(call):
-        _warn_once(f"linrope takes its slower backend 'chunked' on this GPU: {reason}.")
-        return "chunked"
-    return "triton"
+    """The fastest backend for the device. Warns once if the compiled one made for it cannot be used."""
+    if call.q.device.type == "cuda":
+        if reason := launch.why_not(call):
+            _warn_once(f"linrope takes its slower backend 'chunked' on this GPU: {reason}.")
+            return "chunked"
+        return "triton"
+    if cpu_kernel.why_not(call) is None:
+        return "cpu"
+    if call.q.device.type == "cpu" and (reason := library.why_none()) not in (None, library.OFF):
+        _warn_once(f"linrope takes its slower backend 'chunked': the compiled one cannot be used, {reason}.")
+    return "chunked"
 
 
 @functools.cache

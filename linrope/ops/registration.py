@@ -15,11 +15,12 @@ from torch.utils.flop_counter import register_flop_formula
 
 from linrope.errors import InputError
 from linrope.ops.call import Call
+from linrope.ops.cpu_kernel import kernel as cpu_kernel
 from linrope.ops.state import State
 from linrope.ops.torch_kernel import kernel as torch_kernel
 from linrope.ops.triton_kernel import kernel as triton_kernel
 
-KERNELS: dict[str, ModuleType] = {"chunked": torch_kernel, "triton": triton_kernel}
+KERNELS: dict[str, ModuleType] = {"chunked": torch_kernel, "cpu": cpu_kernel, "triton": triton_kernel}
 
 
 def operator(call: Call, kernel: str) -> tuple[Tensor, State]:
@@ -30,9 +31,11 @@ def operator(call: Call, kernel: str) -> tuple[Tensor, State]:
     return o, State(kv, k_sum, call.start + call.k.shape[2], call.final_log_decay())
 
 
-def one_token(call: Call) -> tuple[Tensor, State]:
-    """A decoding step by Triton's kernel for it, which has no gradient."""
-    o, kv, k_sum = torch.ops.linrope.one_token(call.past.kv, call.past.k_sum, *call.operator_args)
+def one_token(call: Call, kernel: str) -> tuple[Tensor, State]:
+    """A decoding step by that kernel, without a gradient."""
+    past = call.past
+    _refuse_transforms(kernel, *call.operator_args[:5], past.kv, past.k_sum)
+    o, kv, k_sum = torch.ops.linrope.one_token(past.kv, past.k_sum, *call.operator_args, kernel)
     return o, State(kv, k_sum, call.start + 1, call.final_log_decay())
 
 
@@ -57,7 +60,7 @@ _FORWARD, _BACKWARD = "linrope::linear_attention", "linrope::linear_attention_ba
 _ONE_TOKEN = "linrope::one_token"
 _SIX = ", ".join(["Tensor"] * 6)
 torch.library.define(_FORWARD, f"(Tensor kv, Tensor k_sum, {_CALL}, str backend) -> ({_SIX})")
-torch.library.define(_ONE_TOKEN, f"(Tensor kv, Tensor k_sum, {_CALL}) -> (Tensor, Tensor, Tensor)")
+torch.library.define(_ONE_TOKEN, f"(Tensor kv, Tensor k_sum, {_CALL}, str backend) -> (Tensor, Tensor, Tensor)")
 torch.library.define(
     _BACKWARD,
     "(Tensor grad_o, Tensor? grad_kv, Tensor? grad_k_sum, Tensor o, Tensor den, Tensor kv_at, Tensor k_sum_at, "
@@ -81,9 +84,10 @@ def _(grad_o, grad_kv, grad_k_sum, o, den, kv_at, k_sum_at, d_decay, d_theta, *c
 
 
 @torch.library.impl(_ONE_TOKEN, "default")
-def _(kv, k_sum, *args):
+def _(kv, k_sum, *call_and_kernel):
+    *args, kernel = call_and_kernel
     with torch.cuda.device_of(kv):
-        return triton_kernel.one_token(Call(*args), kv, k_sum)
+        return KERNELS[kernel].one_token(Call(*args), kv, k_sum)
 
 
 @torch.library.register_fake(_ONE_TOKEN)

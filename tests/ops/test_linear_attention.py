@@ -6,6 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode, baddbmm_flop
 
 from linrope import linear_attention
 from linrope.ops.call import check_call
+from linrope.ops.cpu_kernel import kernel as cpu_kernel
 from linrope.ops.torch_kernel import kernel
 from linrope.ops.torch_kernel.plan import MAX_BLOCK
 
@@ -50,10 +51,12 @@ def saved_bytes(length, **options):
 
 
 @pytest.mark.parametrize(("normalize", "blocks"), [("plain", 2), ("plain", 8), ("none", 2)])
-def test_the_backward_keeps_q_k_v_o_den_and_a_state_for_each_block(normalize, blocks):
-    beyond, own = saved_bytes(blocks * MAX_BLOCK, normalize=normalize)
-    den_or_o = 4 * 2 * blocks * MAX_BLOCK if normalize == "plain" else -own // 4  # the output only for a denominator
-    states = (blocks + 2) * 4 * 2 * (32 * 32 + 32)  # at the ends of blocks, and one to spare for a ragged end
+@pytest.mark.parametrize("backend", ["chunked", "cpu"])
+def test_the_backward_keeps_q_k_v_o_den_and_a_state_for_each_block(normalize, blocks, backend):
+    tokens, ends = {"chunked": (MAX_BLOCK, 2), "cpu": (cpu_kernel.BLOCK, 1)}[backend]  # one to spare for a ragged end
+    beyond, own = saved_bytes(blocks * tokens, normalize=normalize, backend=backend)
+    den_or_o = 4 * 2 * blocks * tokens if normalize == "plain" else -own // 4  # the output only for a denominator
+    states = (blocks + ends) * 4 * 2 * (32 * 32 + 32)
     assert beyond == den_or_o + states
 
 

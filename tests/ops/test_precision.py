@@ -17,7 +17,9 @@ def random(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def call(dtype, *, exact=False, decay=0.0, past=0, scale=1.0, length=LENGTH, grad=True, rope=None, **options):
+def call(
+    dtype, *, exact=False, decay=0.0, past=0, scale=1.0, length=LENGTH, grad=True, rope=None, backend="auto", **options
+):
     """{name: tensor} of the output and the gradients, on the same inputs whatever the dtype they are brought to."""
     inputs = {name: scale * random(1, 2, length, 32, seed=i).to(dtype) for i, name in enumerate("qkvg")}
     if decay:
@@ -27,7 +29,8 @@ def call(dtype, *, exact=False, decay=0.0, past=0, scale=1.0, length=LENGTH, gra
     if past:
         kv, k_sum = 30 * random(1, 2, 32, 32, seed=6), 1000 * random(1, 2, 32, seed=7).abs()
         options["state"] = State(kv, k_sum, past).to(torch.float64 if exact else torch.float32)
-    o = linear_attention(*(inputs[name] for name in "qkv"), rope, log_decay=inputs.get("log_decay"), **options)
+    options |= {"log_decay": inputs.get("log_decay"), "backend": "chunked" if exact else backend}
+    o = linear_attention(*(inputs[name] for name in "qkv"), rope, **options)
     results = {"o": o.detach()}
     if rope.trainable:
         inputs["theta"] = rope.theta

@@ -19,7 +19,7 @@ def arguments(
     backend="chunked",
 ):  # fmt: skip
     """What the operator takes, differentiable wherever it differentiates."""
-    shape = (2, 3, 130) if backend == "chunked" else (1, 2, 70)
+    shape = (1, 2, 70) if backend == "triton" else (2, 3, 130)
     batch, _, length = shape
     q, k, v = (torch.randn(*shape, size, dtype=dtype, requires_grad=True) for size in (6, 6, width))
     log_decay = (-torch.rand(shape)).requires_grad_() if decay else None
@@ -34,7 +34,7 @@ def arguments(
 OPTIONS = [
     {"mask": True, "decay": True, "packed": True}, {"base": [100.0, None, 7.0], "causal": False},
     {"signed": 4, "decay": True, "plain": False}, {"dtype": torch.bfloat16, "width": 1},
-    {"decay": True, "backend": "triton"},
+    {"decay": True, "backend": "triton"}, {"mask": True, "decay": True, "packed": True, "backend": "cpu"},
 ]  # fmt: skip
 EXHAUSTIVE = [
     {}, {"plain": False, "decay": True}, {"causal": False, "mask": True}, {"dtype": torch.bfloat16}, {"width": 1},
@@ -75,6 +75,19 @@ def test_compiled_in_one_graph(backend, name):
     case = by_name(name, backend)
     compiled = torch.compile(linear_attention, backend="aot_eager", fullgraph=True)
     assert_agree(run(case, compiled, backend), run(case, backend=backend), 1e-12)
+
+
+@pytest.mark.parametrize("length", [1, 130])
+def test_the_compiled_kernel_in_one_graph(length):
+    """Chosen while the graph is traced, for training and for a decoding step."""
+    torch._dynamo.reset()
+    q, k, v = (torch.randn(1, 2, length, 8, requires_grad=length > 1) for _ in range(3))
+    rope, compiled = RotaryEmbedding(8), torch.compile(linear_attention, backend="aot_eager", fullgraph=True)
+    o, expected = compiled(q, k, v, rope), linear_attention(q, k, v, rope, backend="cpu")
+    assert torch.equal(o, expected)
+    if length > 1:
+        found, wanted = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (o, expected))
+        assert all(map(torch.equal, found, wanted))
 
 
 def test_a_whole_model_compiles_in_one_graph():
@@ -118,6 +131,8 @@ def test_transforms_are_refused_with_the_fix(transformed):
     x = torch.randn(1, 2, 70, 8)
     with pytest.raises(InputError, match=r"'chunked' supports no transforms.*backend='reference'.*larger B"):
         transformed(lambda x: linear_attention(x, x, x, backend="chunked"), x)
+    with pytest.raises(InputError, match=r"'cpu' supports no transforms"):
+        transformed(lambda x: linear_attention(x, x, x, backend="cpu"), x)
     transformed(lambda x: linear_attention(x, x, x, backend="reference"), x)
 
 

@@ -1,0 +1,59 @@
+"""`linrope info`: versions, the processor, and which backends of the operator work here. Paste it into a bug report."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import torch
+
+import linrope
+from linrope.cli.parser import parse_command
+from linrope.ops.cpu_kernel import library
+from linrope.ops.triton_kernel.launch import INSTALLED
+from linrope.utils.machine import processor
+
+
+@dataclass(frozen=True, kw_only=True)
+class InfoConfig:
+    """There are no options."""
+
+
+def run(args: Sequence[str]) -> None:
+    """Run `linrope info` with the command line `args`."""
+    parse_command("info", InfoConfig, args, "[--help]")
+    for name, text in facts().items():
+        print(f"{name:<14}{text}")
+
+
+def facts() -> dict[str, str]:
+    """What is printed, by the name of its line."""
+    return {
+        "linrope": linrope.__version__,
+        "PyTorch": torch.__version__,
+        "Lightning": version("lightning"),
+        "Python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        "processor": processor(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+        "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "reference": "yes: the quadratic definition",
+        "chunked": "yes: PyTorch operations, any device",
+        "cpu": _cpu(),
+        "triton": _triton(),
+    }
+
+
+def _cpu() -> str:
+    reason = library.why_none()
+    return f"yes: compiled for {library.library().target}" if reason is None else f"no: {reason}"
+
+
+def _triton() -> str:
+    if not INSTALLED:
+        return "no: Triton is not installed"
+    return (
+        "yes: NVIDIA GPUs" if torch.cuda.is_available() and torch.version.hip is None else "no: there is no NVIDIA GPU"
+    )

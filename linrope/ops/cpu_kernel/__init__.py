@@ -1,0 +1,1 @@
+"""Backend "cpu": the compiled kernel for processors."""

@@ -1,0 +1,651 @@
+// Linear attention with rotary positions in the numerator only, forward and backward, for one head of a row at a time.
+//
+// A head is computed chunk by chunk, and everything of a chunk stays in the first- and second-level caches. With q̃, k̃ the
+// rotated features, S (D, E) the state before the chunk, M the weights of pairs (0 above the diagonal), a, b the weights
+// from the state and to it, and g that of the state:
+//
+//     num = (M ∘ q̃ k̃ᵀ) v + a ∘ q̃ S        S ← g S + (b ∘ k̃)ᵀ v        den = φ(q) · (decayed running sum of φ(k)) + ε
+//
+// The backward goes from the last block of 4 chunks to the first. It sums the states of a block again from the one before
+// it, which the forward wrote, and goes through its chunks from the end:
+//
+//     ∂q̃ = (M ∘ ∂num vᵀ) k̃ + a ∘ ∂num Sᵀ      ∂k̃ = (M ∘ ∂num vᵀ)ᵀ q̃ + b ∘ v ∂Sᵀ      ∂v = (M ∘ q̃ k̃ᵀ)ᵀ ∂num + b ∘ k̃ ∂S
+//     ∂num = ∂o / den      ∂den = -∂num · o      ∂S ← g ∂S + q̃ᵀ (a ∘ ∂num)
+//
+// If there are fewer heads than threads, the sequence is cut into stripes. First the states of their parts are summed, then
+// each stripe starts from the sum of those before it.
+
+#include "chunk.h"
+#include "products.h"
+
+namespace {
+
+// Where things are, for a thread; all rows are padded to whole vectors.
+struct Buffers {
+  int64_t d, e;                                // padded D and E
+  float *q, *k, *q_rotated, *k_rotated;        // (CHUNK, d)
+  float *v, *out;                              // (CHUNK, e)
+  float *k_transposed, *pairs;                 // (d, CHUNK), (CHUNK, CHUNK)
+  float *state, *sum, *scratch;                // (d, e), (d), (2, d)
+  float *features, *states, *sums;             // of a block: φ(k) (BLOCK, d), states (chunks + 1, e, d), sums (chunks + 1, d)
+  float *dq, *dk, *d_num, *v_transposed;       // (CHUNK, d) twice, (CHUNK, e), (e, CHUNK)
+  float *d_state, *d_state_transposed, *d_sum;  // (d, e), (e, d), (d)
+  Rotations rotations;
+  float *pair_weights, *from;
+  int64_t size = 0;
+
+  // `from` may be null: then only the size is right.
+  Buffers(const Call& call, float* from) : from(from) {
+    d = round_up(call.features, LANES), e = round_up(call.width, LANES);
+    q = take(CHUNK * d), k = take(CHUNK * d), q_rotated = take(CHUNK * d), k_rotated = take(CHUNK * d);
+    v = take(CHUNK * e), out = take(CHUNK * e), k_transposed = take(d * CHUNK), pairs = take(CHUNK * CHUNK);
+    state = take(d * e), sum = take(d), scratch = take(2 * d), pair_weights = take(CHUNK * CHUNK);
+    rotations.cos = take(CHUNK * d), rotations.sin = take(CHUNK * d);
+    features = take(BLOCK * d), states = take((BLOCK_CHUNKS + 1) * e * d), sums = take((BLOCK_CHUNKS + 1) * d);
+    dq = take(CHUNK * d), dk = take(CHUNK * d), d_num = take(CHUNK * e), v_transposed = take(e * CHUNK);
+    d_state = take(d * e), d_state_transposed = take(e * d), d_sum = take(d);
+  }
+  float* take(int64_t count) {
+    int64_t start = size;
+    size += round_up(count, 16);
+    return from ? from + start : nullptr;
+  }
+};
+
+// (D, E) <-> padded (d, e)
+void read_state(const Call& call, const Buffers& b, const float* kv, const float* k_sum, float* state, float* sum) {
+  for (int64_t i = 0; i < b.d; i++)
+    for (int64_t j = 0; j < b.e; j += LANES)
+      store(state + i * b.e + j,
+            kv && i < call.features ? load_part(kv + i * call.width + j, call.width - j) : Vector{});
+  for (int64_t i = 0; i < b.d; i += LANES)
+    store(sum + i, k_sum ? load_part(k_sum + i, call.features - i) : Vector{});
+}
+
+void write_state(const Call& call, const Buffers& b, const float* state, const float* sum, float* kv, float* k_sum) {
+  for (int64_t i = 0; i < call.features; i++)
+    for (int64_t j = 0; j < call.width; j += LANES)
+      store_part(kv + i * call.width + j, load(state + i * b.e + j), call.width - j);
+  for (int64_t i = 0; i < call.features; i += LANES) store_part(k_sum + i, load(sum + i), call.features - i);
+}
+
+void scale(float* x, int64_t size, float by) {
+  if (by != 1)
+    for (int64_t i = 0; i < size; i += LANES) store(x + i, load(x + i) * broadcast(by));
+}
+
+// One head, in the thread that computes it.
+struct Head {
+  const Call& call;
+  int64_t number, batch, head;
+  Buffers& b;
+  Decay decay;
+  bool decays;
+  const Summed summed;
+
+  Head(const Call& call, int64_t number, Buffers& b)
+      : call(call), number(number), batch(number / call.heads), head(number % call.heads), b(b), summed(call) {
+    decays = call.log_decay.data || call.documents;
+    decay.pairs = b.pair_weights;
+    decay.none();
+  }
+
+  Chunk chunk(int64_t index, int64_t length) const {
+    int64_t start = index * CHUNK;
+    return {batch, head, start, minimum(CHUNK, length - start)};
+  }
+
+  // Of the state before block i, or of the final one.
+  float* kv_at(int64_t i) const {
+    return call.kv_at + (i * call.batch * call.heads + number) * call.features * call.width;
+  }
+  float* k_sum_at(int64_t i) const { return call.k_sum_at + (i * call.batch * call.heads + number) * call.features; }
+
+  void load_rotations(const Chunk& c) {
+    if (call.rotary) b.rotations.make(call, c);
+  }
+  void load_keys(const Chunk& c, float* k) {
+    load_features(call, call.k, c, mask_of(call, c), k);
+    b.rotations.rotate<false>(call, c, k, b.k_rotated);
+  }
+  void load_values(const Chunk& c) { ::load_values(call, c, mask_of(call, c), b.v); }
+  void load_queries(const Chunk& c) {
+    load_features(call, call.q, c, nullptr, b.q);
+    b.rotations.rotate<false>(call, c, b.q, b.q_rotated);
+  }
+
+  // S ← g S + (b ∘ k̃)ᵀ v; k̃ is overwritten if there are weights.
+  void add_to_state(const Chunk& c) {
+    if (decays) {
+      scale_rows(b.k_rotated, b.d, c.n, decay.kept);
+      scale(b.state, b.d * b.e, decay.step);
+    }
+    multiply<true, FULL, ADD>(b.state, b.e, b.d, b.e, {b.k_rotated, b.d}, {b.v, b.e}, c.n);
+  }
+
+  // The state's sum of keys after the chunk, without those in between.
+  void add_to_sum(const Chunk& c, const float* k, float* sum) {
+    scale(sum, b.d, decay.step);
+    for (int64_t i = 0; i < b.d; i += LANES) {
+      Vector own = {};
+      for (int64_t t = 0; t < c.n; t++) {
+        Vector x = summed(load(k + t * b.d + i), i);
+        own += decays ? x * broadcast(decay.kept[t]) : x;
+      }
+      store(sum + i, load(sum + i) + own);
+    }
+  }
+
+  // The state of some chunks of keys alone; returns the weight of what came before them.
+  float sum_keys(int64_t first, int64_t last) {
+    float step = 1;
+    read_state(call, b, nullptr, nullptr, b.state, b.sum);
+    for (int64_t i = first; i < last; i++) {
+      Chunk c = chunk(i, call.keys);
+      if (decays) decay.make(call, c);
+      load_rotations(c), load_keys(c, b.k), load_values(c);
+      add_to_sum(c, b.k, b.sum);
+      add_to_state(c);
+      step *= decay.step;
+    }
+    return step;
+  }
+
+  float* den_of(const Chunk& c) const { return call.den + number * call.queries + c.start; }
+
+  // o of a chunk's queries from `b.out`, the numerator, and the sums of keys.
+  void divide(const Chunk& c, float* dots) {
+    if (call.plain)
+      for (int64_t t = 0; t < c.n; t++) den_of(c)[t] = dots[t] + (float)call.eps;
+    store_values(call, call.o, c, b.out, call.plain ? den_of(c) : nullptr, nullptr);
+  }
+
+  // --- causal ---
+
+  void forward(int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; i++) {
+      if (i % BLOCK_CHUNKS == 0) write_state(call, b, b.state, b.sum, kv_at(i / BLOCK_CHUNKS), k_sum_at(i / BLOCK_CHUNKS));
+      Chunk c = chunk(i, call.keys);
+      if (decays) decay.make(call, c), decay.make_pairs(c);
+      load_rotations(c), load_keys(c, b.k), load_values(c), load_queries(c);
+      transpose(b.k_rotated, b.d, b.k_transposed, CHUNK, round_up(c.n, LANES), b.d);
+      pairs_of(c, {b.q_rotated, b.d}, {b.k_transposed, CHUNK}, call.features);
+      multiply<false, BY_PAIRS>(b.out, b.e, c.rows(), b.e, {b.pairs, CHUNK}, {b.v, b.e}, c.n);
+      if (decays) scale_rows(b.q_rotated, b.d, c.n, decay.reach);
+      multiply<false, FULL, ADD>(b.out, b.e, c.rows(), b.e, {b.q_rotated, b.d}, {b.state, b.e}, call.features);
+      float dots[CHUNK];
+      if (call.plain) {
+        Vector total = {};
+        running_sums(call, c, decay, b.k, b.sum, b.scratch, [&, summed = summed](int64_t t, int64_t i, Vector sum) {
+          total = (i ? total : Vector{}) + summed(load(b.q + t * b.d + i), i) * sum;
+          if (i + LANES == b.d) dots[t] = sum_lanes(total);
+        });
+      } else {
+        add_to_sum(c, b.k, b.sum);
+      }
+      divide(c, dots);
+      add_to_state(c);
+    }
+  }
+
+  // M ∘ (x yᵀ), y given transposed.
+  void pairs_of(const Chunk& c, Matrix x, Matrix y, int64_t depth) {
+    if (decays)
+      multiply<false, PAIRS, WEIGH>(b.pairs, CHUNK, c.rows(), CHUNK, x, y, depth, decay.pairs);
+    else
+      multiply<false, PAIRS>(b.pairs, CHUNK, c.rows(), CHUNK, x, y, depth);
+  }
+
+  // ∂num into `b.d_num`, and ∂den = -∂num · o.
+  void through_division(const Chunk& c, float* d_den) {
+    const int64_t size = call.width, width = b.e;
+    const bool plain = call.plain;
+    float* to = b.d_num;
+    with_dtype(call.value_dtype, [&](auto entry) {
+      for (int64_t t = 0; t < c.n; t++, to += width) {
+        const auto* g = (const decltype(entry)*)row_of(call.grad_o, call.value_dtype, c, t);
+        const auto* o = (const decltype(entry)*)row_of(call.o, call.value_dtype, c, t);
+        const Vector den = broadcast(plain ? den_of(c)[t] : 1);
+        Vector total = {};
+        for (int64_t i = 0; i < width; i += LANES) {
+          Vector x = load_part(g + i, size - i);
+          if (plain) {
+            x = keep_lanes(x / den, i, 0, size);  // 0 / 0 is NaN
+            total += x * load_part(o + i, size - i);
+          }
+          store(to + i, x);
+        }
+        d_den[t] = -sum_lanes(total);
+      }
+    });
+    fill(to, (c.rows() - c.n) * width, 0);
+  }
+
+  // ∂S and the gradient of the sum of keys, of some chunks of queries alone; returns the weight of what comes after.
+  float sum_queries(int64_t first, int64_t last) {
+    float step = 1, d_den[CHUNK];
+    read_state(call, b, nullptr, nullptr, b.d_state, b.d_sum);
+    for (int64_t i = last - 1; i >= first; i--) {
+      Chunk c = chunk(i, call.queries);
+      if (decays) decay.make(call, c);
+      load_rotations(c), load_queries(c);
+      through_division(c, d_den);
+      add_to_gradient(c);
+      sum_query_gradients(c, d_den);
+      step *= decay.step;
+    }
+    return step;
+  }
+
+  // ∂S ← g ∂S + q̃ᵀ (a ∘ ∂num); ∂num is overwritten if there are weights.
+  void add_to_gradient(const Chunk& c) {
+    if (decays) {
+      scale_rows(b.d_num, b.e, c.n, decay.reach);
+      scale(b.d_state, b.d * b.e, decay.step);
+    }
+    multiply<true, FULL, ADD>(b.d_state, b.e, b.d, b.e, {b.q_rotated, b.d}, {b.d_num, b.e}, c.n);
+  }
+
+  void sum_query_gradients(const Chunk& c, const float* d_den) {
+    scale(b.d_sum, b.d, decay.step);
+    if (!call.plain) return;
+    for (int64_t i = 0; i < b.d; i += LANES) {
+      Vector own = {};
+      for (int64_t t = 0; t < c.n; t++)
+        own += summed(load(b.q + t * b.d + i), i) * broadcast(decays ? d_den[t] * decay.reach[t] : d_den[t]);
+      store(b.d_sum + i, load(b.d_sum + i) + own);
+    }
+  }
+
+  void backward(int64_t first, int64_t last, double* d_theta) {
+    for (int64_t block = (last - 1) / BLOCK_CHUNKS; block >= first / BLOCK_CHUNKS; block--) {
+      int64_t begin = block * BLOCK_CHUNKS, end = minimum(begin + BLOCK_CHUNKS, last);
+      sum_states_again(block, begin, end);
+      for (int64_t i = end - 1; i >= begin; i--) backward_chunk(chunk(i, call.keys), i - begin, d_theta);
+    }
+  }
+
+  // The states before each chunk of a block, and after it, transposed; φ(k) of its tokens.
+  void sum_states_again(int64_t block, int64_t begin, int64_t end) {
+    read_state(call, b, kv_at(block), k_sum_at(block), b.state, b.sums);
+    transpose(b.state, b.e, b.states, b.d, b.d, b.e);
+    for (int64_t i = begin; i < end; i++) {
+      Chunk c = chunk(i, call.keys);
+      float *k = b.features + (i - begin) * CHUNK * b.d, *next = b.states + (i - begin + 1) * b.e * b.d;
+      bool needed = i + 1 < end || call.d_log_decay;
+      if (decays) decay.make(call, c);
+      load_rotations(c), load_keys(c, k);
+      if (!needed) break;
+      load_values(c);
+      memcpy(next, next - b.e * b.d, b.e * b.d * sizeof(float));
+      if (decays) {
+        scale_rows(b.k_rotated, b.d, c.n, decay.kept);
+        scale(next, b.e * b.d, decay.step);
+      }
+      multiply<true, FULL, ADD>(next, b.d, b.e, b.d, {b.v, b.e}, {b.k_rotated, b.d}, c.n);
+      float* sum = b.sums + (i - begin + 1) * b.d;
+      memcpy(sum, sum - b.d, b.d * sizeof(float));
+      add_to_sum(c, k, sum);
+    }
+  }
+
+  void backward_chunk(const Chunk& c, int64_t index, double* d_theta) {
+    const float *k = b.features + index * CHUNK * b.d, *state = b.states + index * b.e * b.d;
+    float d_den[CHUNK], anchor = 0;
+    if (decays) decay.make(call, c), decay.make_pairs(c);
+    transpose(b.d_state, b.e, b.d_state_transposed, b.d, b.d, b.e);
+    if (call.d_log_decay) anchor = state_times_gradient(index + 1);
+    load_rotations(c), load_queries(c), load_values(c);
+    b.rotations.rotate<false>(call, c, k, b.k_rotated);
+    through_division(c, d_den);
+    through_products(c, state);
+    if (d_theta) {
+      add_theta_gradient(call, c, b.q_rotated, b.dq, d_theta);
+      add_theta_gradient(call, c, b.k_rotated, b.dk, d_theta);
+    }
+    float *dq = b.q_rotated, *dk = b.k_rotated;  // free now
+    b.rotations.rotate<true>(call, c, b.dq, dq);
+    b.rotations.rotate<true>(call, c, b.dk, dk);
+    through_denominator(c, k, d_den, b.sums + index * b.d, dq, dk);
+    if (call.d_log_decay) store_log_decay(c, k, dq, dk, anchor);
+    store_gradient(call, call.q, call.dq, c, nullptr, b.q, dq);
+    store_gradient(call, call.k, call.dk, c, mask_of(call, c), k, dk);
+  }
+
+  // ∂q̃ and ∂k̃ into their buffers, ∂v into its tensor, ∂S to that before the chunk.
+  void through_products(const Chunk& c, const float* state) {
+    int64_t rows = c.rows();
+    transpose(b.k_rotated, b.d, b.k_transposed, CHUNK, round_up(c.n, LANES), b.d);
+    transpose(b.v, b.e, b.v_transposed, CHUNK, round_up(c.n, LANES), b.e);
+    pairs_of(c, {b.q_rotated, b.d}, {b.k_transposed, CHUNK}, call.features);
+    multiply<true, BY_PAIRS_T>(b.out, b.e, rows, b.e, {b.pairs, CHUNK}, {b.d_num, b.e}, c.n);
+    pairs_of(c, {b.d_num, b.e}, {b.v_transposed, CHUNK}, call.width);
+    multiply<false, BY_PAIRS>(b.dq, b.d, rows, b.d, {b.pairs, CHUNK}, {b.k_rotated, b.d}, c.n);
+    multiply<true, BY_PAIRS_T>(b.dk, b.d, rows, b.d, {b.pairs, CHUNK}, {b.q_rotated, b.d}, c.n);
+    const float* k = b.k_rotated;
+    if (decays) {
+      scale_rows(b.v, b.e, c.n, decay.kept);
+      float* kept = b.k_transposed;  // free now, and θ's gradient needs k̃
+      memcpy(kept, k, c.n * b.d * sizeof(float));
+      scale_rows(kept, b.d, c.n, decay.kept);
+      k = kept;
+    }
+    multiply<false, FULL, ADD>(b.out, b.e, rows, b.e, {k, b.d}, {b.d_state, b.e}, call.features);
+    multiply<false, FULL, ADD>(b.dk, b.d, rows, b.d, {b.v, b.e}, {b.d_state_transposed, b.d}, call.width);
+    add_to_gradient(c);
+    multiply<false, FULL, ADD>(b.dq, b.d, rows, b.d, {b.d_num, b.e}, {state, b.d}, call.width);
+    store_value_gradient(c);
+  }
+
+  void store_value_gradient(const Chunk& c) { store_values(call, call.dv, c, b.out, nullptr, mask_of(call, c)); }
+
+  // The denominator's share of ∂φ(q) and ∂φ(k); `sum` is that of the keys before the chunk.
+  void through_denominator(const Chunk& c, const float* k, const float* d_den, const float* sum, float* dq, float* dk) {
+    memcpy(b.sum, sum, b.d * sizeof(float));
+    if (call.plain)
+      running_sums(call, c, decay, k, b.sum, b.scratch, [&](int64_t t, int64_t i, Vector total) {
+        float* to = dq + t * b.d + i;
+        store(to, load(to) + broadcast(d_den[t]) * summed(total, i));
+      });
+    running_sums_back(call, c, decay, b.q, call.plain ? d_den : nullptr, b.d_sum, b.scratch,
+                      [&](int64_t t, int64_t i, Vector total) {
+                        float* to = dk + t * b.d + i;
+                        store(to, load(to) + summed(total, i));
+                      });
+  }
+
+  // The sum of all gradients of the running sum of log_decay after a chunk: the state there times its gradient.
+  float state_times_gradient(int64_t index) {
+    const float *state = b.states + index * b.e * b.d, *sum = b.sums + index * b.d;
+    Vector total = {}, of_sum = {};
+    for (int64_t i = 0; i < b.e * b.d; i += LANES) total += load(state + i) * load(b.d_state_transposed + i);
+    for (int64_t i = 0; i < b.d; i += LANES) of_sum += load(sum + i) * load(b.d_sum + i);
+    return sum_lanes(total) + sum_lanes(of_sum);
+  }
+
+  // ∂G_t = φ(q_t) · ∂φ(q_t) - φ(k_t) · ∂φ(k_t), and ∂log_decay_t is the sum of ∂G from t on.
+  void store_log_decay(const Chunk& c, const float* k, const float* dq, const float* dk, float anchor) {
+    float later = 0;
+    for (int64_t t = c.n - 1; t >= 0; t--) {
+      Vector total = {};
+      for (int64_t i = t * b.d; i < (t + 1) * b.d; i += LANES)
+        total += load(b.q + i) * load(dq + i) - load(k + i) * load(dk + i);
+      later += sum_lanes(total);
+      call.d_log_decay[number * call.queries + c.start + t] = later + anchor;
+    }
+  }
+
+  // One causal token: the state is read and written once.
+  void one_token() {
+    Chunk c = {batch, head, 0, 1};
+    if (decays) decay.make(call, c);
+    load_rotations(c), load_keys(c, b.k), load_values(c), load_queries(c);
+    const int64_t size = call.features * call.width;
+    const float *from = call.kv + number * size, *sum = call.k_sum + number * call.features;
+    float *to = call.kv_out + number * size, *sum_to = call.k_sum_out + number * call.features;
+    Vector step = broadcast(decay.step), dot = {};
+    fill(b.out, b.e, 0);
+    for (int64_t i = 0; i < call.features; i++) {
+      Vector k = broadcast(b.k_rotated[i]), q = broadcast(b.q_rotated[i]);
+      for (int64_t j = 0; j < call.width; j += LANES) {
+        int64_t at = i * call.width + j, count = call.width - j;
+        Vector state = step * load_part(from + at, count) + k * load(b.v + j);
+        store_part(to + at, state, count);
+        store(b.out + j, load(b.out + j) + q * state);
+      }
+    }
+    for (int64_t i = 0; i < call.features; i += LANES) {
+      int64_t count = call.features - i;
+      Vector total = step * load_part(sum + i, count) + summed(load(b.k + i), i);
+      store_part(sum_to + i, total, count);
+      dot += summed(load(b.q + i), i) * total;
+    }
+    float den = sum_lanes(dot) + (float)call.eps;
+    store_values(call, call.o, c, b.out, call.plain ? &den : nullptr, nullptr);
+  }
+
+  // --- all keys ---
+
+  void read_all(int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; i++) {
+      Chunk c = chunk(i, call.queries);
+      load_rotations(c), load_queries(c);
+      multiply<false>(b.out, b.e, c.rows(), b.e, {b.q_rotated, b.d}, {b.state, b.e}, call.features);
+      float dots[CHUNK];
+      for (int64_t t = 0; t < c.n; t++) {
+        Vector total = {};
+        for (int64_t i = 0; i < b.d; i += LANES)
+          total += summed(load(b.q + t * b.d + i), i) * load(b.sum + i);
+        dots[t] = sum_lanes(total);
+      }
+      divide(c, dots);
+    }
+  }
+
+  // ∂q of some chunks; their part of ∂S and of the gradient of the sum of keys into b.d_state and b.d_sum.
+  void backward_queries(int64_t first, int64_t last, double* d_theta) {
+    float d_den[CHUNK];
+    read_state(call, b, kv_at(1), k_sum_at(1), b.state, b.sum);
+    transpose(b.state, b.e, b.states, b.d, b.d, b.e);
+    read_state(call, b, nullptr, nullptr, b.d_state, b.d_sum);
+    for (int64_t i = first; i < last; i++) {
+      Chunk c = chunk(i, call.queries);
+      load_rotations(c), load_queries(c);
+      through_division(c, d_den);
+      multiply<false>(b.dq, b.d, c.rows(), b.d, {b.d_num, b.e}, {b.states, b.d}, call.width);
+      add_to_gradient(c);
+      sum_query_gradients(c, d_den);
+      if (d_theta) add_theta_gradient(call, c, b.q_rotated, b.dq, d_theta);
+      float* dq = b.q_rotated;
+      b.rotations.rotate<true>(call, c, b.dq, dq);
+      for (int64_t t = 0; call.plain && t < c.n; t++)
+        for (int64_t i = 0; i < b.d; i += LANES) {
+          float* to = dq + t * b.d + i;
+          store(to, load(to) + broadcast(d_den[t]) * summed(load(b.sum + i), i));
+        }
+      store_gradient(call, call.q, call.dq, c, nullptr, b.q, dq);
+    }
+  }
+
+  void backward_keys(int64_t first, int64_t last, double* d_theta) {
+    transpose(b.d_state, b.e, b.d_state_transposed, b.d, b.d, b.e);
+    for (int64_t i = first; i < last; i++) {
+      Chunk c = chunk(i, call.keys);
+      load_rotations(c), load_keys(c, b.k), load_values(c);
+      multiply<false>(b.out, b.e, c.rows(), b.e, {b.k_rotated, b.d}, {b.d_state, b.e}, call.features);
+      multiply<false>(b.dk, b.d, c.rows(), b.d, {b.v, b.e}, {b.d_state_transposed, b.d}, call.width);
+      store_value_gradient(c);
+      if (d_theta) add_theta_gradient(call, c, b.k_rotated, b.dk, d_theta);
+      float* dk = b.k_rotated;
+      b.rotations.rotate<true>(call, c, b.dk, dk);
+      for (int64_t t = 0; t < c.n; t++)
+        for (int64_t i = 0; i < b.d; i += LANES) {
+          float* to = dk + t * b.d + i;
+          store(to, load(to) + summed(load(b.d_sum + i), i));
+        }
+      store_gradient(call, call.k, call.dk, c, mask_of(call, c), b.k, dk);
+    }
+  }
+};
+
+const int64_t SMALL = 1 << 17;  // multiplications that take less time than handing them to other threads
+
+// How a call is spread over threads: each head in `stripes`, and each stripe in as many parts, whose states are summed first.
+struct Work {
+  const Call& call;
+  int64_t heads, stripes, part_size, slot_size;
+  int64_t slots = 0;
+
+  explicit Work(const Call& call) : call(call), heads(call.batch * call.heads) {
+    int64_t blocks = round_up(call.queries < call.keys ? call.queries : call.keys, BLOCK) / BLOCK;
+    stripes = heads >= call.threads ? 1 : minimum(round_up(call.threads, heads) / heads, blocks / 4);
+    if (stripes < 1) stripes = 1;
+    Buffers sizes(call, nullptr);
+    slot_size = sizes.size;
+    part_size = round_up(sizes.d * sizes.e + sizes.d + 1, 16);
+  }
+
+  int64_t parts() const { return call.causal ? stripes * stripes : stripes; }
+  float* part(int64_t head, int64_t i) const { return call.parts + (head * parts() + i) * part_size; }
+
+  // The first chunk of part i of a sequence; parts are whole blocks.
+  int64_t boundary(int64_t i, int64_t length) const {
+    int64_t blocks = round_up(length, BLOCK) / BLOCK, chunks = round_up(length, CHUNK) / CHUNK;
+    return minimum(blocks * i / parts() * BLOCK_CHUNKS, chunks);
+  }
+
+  // A thread's own workspace: as many as there are threads.
+  float* slot() { return call.workspace + __atomic_fetch_add(&slots, 1, __ATOMIC_RELAXED) % call.threads * slot_size; }
+
+  void run(int64_t n, Run body) {
+    slots = 0;
+    if (heads * call.queries * call.features * call.width < SMALL)
+      body(0, n, this);
+    else
+      call.parallel_for(0, n, 1, body, this);
+  }
+
+  void save_part(int64_t head, int64_t i, const Buffers& b, const float* state, const float* sum, float step) const {
+    float* to = part(head, i);
+    memcpy(to, state, b.d * b.e * sizeof(float));
+    memcpy(to + b.d * b.e, sum, b.d * sizeof(float));
+    to[b.d * b.e + b.d] = step;
+  }
+
+  // state ← step · state + the part's
+  void add_part(int64_t head, int64_t i, const Buffers& b, float* state, float* sum) const {
+    const float *from = part(head, i), step = from[b.d * b.e + b.d];
+    scale(state, b.d * b.e, step), scale(sum, b.d, step);
+    for (int64_t j = 0; j < b.d * b.e; j += LANES) store(state + j, load(state + j) + load(from + j));
+    for (int64_t j = 0; j < b.d; j += LANES) store(sum + j, load(sum + j) + load(from + b.d * b.e + j));
+  }
+
+  const float* past_kv(int64_t head) const {
+    return call.kv ? call.kv + head * call.features * call.width : nullptr;
+  }
+  const float* past_k_sum(int64_t head) const { return call.k_sum ? call.k_sum + head * call.features : nullptr; }
+
+  void write_out(int64_t head, const Buffers& b, const float* state, const float* sum) const {
+    write_state(call, b, state, sum, call.kv_out + head * call.features * call.width,
+                call.k_sum_out + head * call.features);
+  }
+
+  double* d_theta(int64_t head, int64_t stripe) const {
+    return call.d_theta ? call.d_theta + (head * stripes + stripe) * (call.rotary / 2) : nullptr;
+  }
+};
+
+// Items of the first phase: in the forward the parts before the last stripe, in the backward those after the first.
+template <bool BACKWARD>
+void sum_parts(int64_t begin, int64_t end, void* context) {
+  Work& work = *(Work*)context;
+  const Call& call = work.call;
+  Buffers b(call, work.slot());
+  int64_t n = call.causal ? work.parts() - work.stripes : work.parts();
+  for (int64_t item = begin; item < end; item++) {
+    Head head(call, item / n, b);
+    int64_t i = item % n + (BACKWARD && call.causal ? work.stripes : 0);
+    int64_t length = BACKWARD ? call.queries : call.keys;
+    int64_t first = work.boundary(i, length), last = work.boundary(i + 1, length);
+    if (BACKWARD && !call.causal) {
+      head.backward_queries(first, last, work.d_theta(item / n, i));
+      work.save_part(item / n, i, b, b.d_state, b.d_sum, 1);
+    } else if (BACKWARD) {
+      float step = head.sum_queries(first, last);
+      work.save_part(item / n, i, b, b.d_state, b.d_sum, step);
+    } else {
+      float step = head.sum_keys(first, last);
+      work.save_part(item / n, i, b, b.state, b.sum, step);
+    }
+  }
+}
+
+void one_token_heads(int64_t begin, int64_t end, void* context) {
+  Work& work = *(Work*)context;
+  Buffers b(work.call, work.slot());
+  for (int64_t number = begin; number < end; number++) Head(work.call, number, b).one_token();
+}
+
+void forward_stripes(int64_t begin, int64_t end, void* context) {
+  Work& work = *(Work*)context;
+  const Call& call = work.call;
+  Buffers b(call, work.slot());
+  for (int64_t item = begin; item < end; item++) {
+    int64_t number = item / work.stripes, stripe = item % work.stripes, n = call.causal ? work.stripes : 1;
+    Head head(call, number, b);
+    read_state(call, b, work.past_kv(number), work.past_k_sum(number), b.state, b.sum);
+    if (!call.causal && stripe == 0) write_state(call, b, b.state, b.sum, head.kv_at(0), head.k_sum_at(0));
+    for (int64_t i = 0; i < (call.causal ? stripe * n : work.parts()); i++)
+      work.add_part(number, i, b, b.state, b.sum);
+    int64_t first = work.boundary(stripe * n, call.queries), last = work.boundary((stripe + 1) * n, call.queries);
+    if (call.causal)
+      head.forward(first, last);
+    else
+      head.read_all(first, last);
+    if (call.causal ? stripe == work.stripes - 1 : stripe == 0) {
+      int64_t at = call.causal ? round_up(call.keys, BLOCK) / BLOCK : 1;
+      write_state(call, b, b.state, b.sum, head.kv_at(at), head.k_sum_at(at));
+      work.write_out(number, b, b.state, b.sum);
+    }
+  }
+}
+
+void backward_stripes(int64_t begin, int64_t end, void* context) {
+  Work& work = *(Work*)context;
+  const Call& call = work.call;
+  Buffers b(call, work.slot());
+  for (int64_t item = begin; item < end; item++) {
+    int64_t number = item / work.stripes, stripe = item % work.stripes, n = call.causal ? work.stripes : 1;
+    Head head(call, number, b);
+    read_state(call, b, work.past_kv(number), work.past_k_sum(number), b.d_state, b.d_sum);
+    for (int64_t i = work.parts() - 1; i >= (call.causal ? (stripe + 1) * n : 0); i--)
+      work.add_part(number, i, b, b.d_state, b.d_sum);
+    int64_t first = work.boundary(stripe * n, call.keys), last = work.boundary((stripe + 1) * n, call.keys);
+    if (call.causal)
+      head.backward(first, last, work.d_theta(number, stripe));
+    else
+      head.backward_keys(first, last, work.d_theta(number, stripe));
+    if (stripe == 0) work.write_out(number, b, b.d_state, b.d_sum);
+  }
+}
+
+}  // namespace
+
+#ifdef _WIN32
+#define EXPORT __declspec(dllexport)
+#else
+#define EXPORT __attribute__((visibility("default")))
+#endif
+
+extern "C" {
+
+// The entries of a vector: tables have rows of whole vectors.
+EXPORT int32_t linrope_lanes() { return LANES; }
+
+// Floats of workspace for each thread, of the states of all parts, and the number of stripes.
+EXPORT void linrope_sizes(const Call* call, int64_t* sizes) {
+  Work work(*call);
+  sizes[0] = work.slot_size;
+  sizes[1] = work.heads * work.parts() * work.part_size;
+  sizes[2] = work.stripes;
+}
+
+EXPORT void linrope_one_token(const Call* call) {
+  Work work(*call);
+  work.run(work.heads, one_token_heads);
+}
+
+EXPORT void linrope_forward(const Call* call) {
+  Work work(*call);
+  if (!call->causal || work.stripes > 1)
+    work.run(work.heads * (call->causal ? work.parts() - work.stripes : work.parts()), sum_parts<false>);
+  work.run(work.heads * work.stripes, forward_stripes);
+}
+
+EXPORT void linrope_backward(const Call* call) {
+  Work work(*call);
+  if (!call->causal || work.stripes > 1)
+    work.run(work.heads * (call->causal ? work.parts() - work.stripes : work.parts()), sum_parts<true>);
+  work.run(work.heads * work.stripes, backward_stripes);
+}
+}
