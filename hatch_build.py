@@ -63,7 +63,7 @@ def compile_kernel(source: Path, folder: Path, name: str) -> None:
     for target, cpu in (ARM_TARGETS if "aarch64" in triple else TARGETS).items():
         library = folder / f"linear_attention_{target}{suffix}"
         command = [sys.executable, "-m", "ziglang", "c++", "-target", triple, f"-mcpu={cpu}", *OPTIONS]
-        command += ["-o", str(library), str(source / "linear_attention.cpp")]
+        command += ["-o", str(library), *map(str, sorted(source.glob("*.cpp")))]
         running[library] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     for process in running.values():
         printed = process.communicate()[0]

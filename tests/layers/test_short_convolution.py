@@ -5,6 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from linrope.layers.short_convolution import ShortConvolution
+from linrope.ops.cpu_kernel.library import why_none
+from linrope.ops.documents import number_documents
+from linrope.ops.short_convolution import by_definition, is_compiled, short_convolution
 from tests.layers.cases import CLOSE, LAYERS, layer_and_input
 
 
@@ -30,9 +33,57 @@ def test_the_short_convolution_is_its_formula(length, dtype, without_silu):
     torch.testing.assert_close(torch.autograd.grad(y.sum(), inputs), gradients, **close)
 
 
-def test_other_devices_than_cpus_take_the_sum_of_taps(monkeypatch):
-    """cuDNN's convolution, which would take TF32 for float32, is not asked; "meta" stands for them here."""
-    monkeypatch.setattr(F, "conv2d", lambda *args, **options: pytest.fail("conv2d was called"))
+@pytest.mark.parametrize(
+    ("sizes", "width", "without_silu", "dtype", "bound"),
+    [
+        ((2, 100, 37), 4, 0, torch.float32, 1e-6),
+        ((1, 200, 64), 4, 40, torch.float32, 1e-6),
+        ((2, 70, 16), 3, 5, torch.float32, 1e-6),
+        ((1, 16, 9), 8, 0, torch.float32, 1e-6),
+        ((2, 300, 64), 4, 0, torch.bfloat16, 8e-3),
+        ((1, 130, 40), 2, 0, torch.float16, 1e-3),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_compiled_form_agrees_with_the_definition(sizes, width, without_silu, dtype, bound, packed):
+    """Outputs and gradients, strided inputs, relative to the whole tensor's norm: sums are float32."""
+    torch.manual_seed(0)
+    batch, length, channels = sizes
+    x = torch.randn(batch, length, 2, channels)[:, :, 1]
+    inputs = x, torch.randn(batch, width - 1, channels), torch.randn(channels, width)
+    grad, documents = torch.randn(batch, channels, length).mT, None
+    if packed:
+        documents = number_documents((torch.rand(batch, length) < 0.05).cumsum(1))
+
+    def results(form, dtype):
+        given = [y.detach().to(dtype).requires_grad_() for y in inputs]
+        y = form(*given, documents, without_silu)
+        return [y, *torch.autograd.grad(y, given, grad.to(dtype))]
+
+    assert why_none() is not None or is_compiled(inputs[0].to(dtype), inputs[2])
+    for found, exact in zip(results(short_convolution, dtype), results(by_definition, torch.float64)):
+        assert found.dtype == dtype
+        assert (found.double() - exact).norm() < bound * exact.norm()
+
+
+@pytest.mark.skipif(why_none() is not None, reason=f"no library: {why_none()}")
+@pytest.mark.parametrize("packed", [False, True])
+def test_opcheck(packed):
+    x, tail, weight = (torch.randn(*shape, requires_grad=True) for shape in ((2, 20, 6), (2, 3, 6), (6, 4)))
+    documents = number_documents((torch.arange(20) // 7).expand(2, -1)) if packed else None
+    torch.library.opcheck(torch.ops.linrope.short_convolution.default, (x, tail, weight, documents, 2))
+
+
+def test_transforms_take_the_definition():
+    conv, x = ShortConvolution(5, 4), torch.randn(3, 2, 30, 5)
+    expected = torch.stack([conv(one)[0] for one in x])
+    torch.testing.assert_close(torch.vmap(lambda one: conv(one)[0])(x), expected)
+    tangent = torch.func.jvp(lambda one: conv(one)[0], (x[0],), (x[0],))[1]
+    assert tangent.abs().max() > 0
+
+
+def test_other_devices_take_the_definition():
+    """cuDNN's convolution would take TF32 for float32; "meta" stands for other devices here."""
     y, tail = ShortConvolution(5, 4).to("meta")(torch.empty(2, 300, 5, device="meta"))
     assert (y.shape, tail.shape) == ((2, 300, 5), (2, 3, 5))
 

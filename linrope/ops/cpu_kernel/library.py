@@ -28,6 +28,9 @@ FOLDER = Path(__file__).parent
 SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
 CHOICES = ("v3", "v4", "neon", "off")
 OFF = "LINROPE_CPU=off"
+FUNCTIONS = tuple(
+    f"linrope_{name}" for name in ("sizes", "forward", "backward", "one_token", "convolve", "convolve_backward")
+)
 AGAIN = "install linrope again to compile it: pip install --force-reinstall --no-deps"
 
 
@@ -135,7 +138,7 @@ def _load(target: str) -> Library | str:
         if source_checksum() != checksums["source"]:
             return f"{path} was compiled from other source files ({AGAIN})"
         functions = ctypes.CDLL(str(path))
-        for name in ("linrope_sizes", "linrope_forward", "linrope_backward", "linrope_one_token"):
+        for name in FUNCTIONS:
             getattr(functions, name).restype = None
         parallel_for = ctypes.cast(_torch_library().torch_parallel_for, ctypes.c_void_p).value
     except (OSError, ValueError, KeyError, AttributeError) as error:

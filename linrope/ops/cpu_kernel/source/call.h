@@ -1,11 +1,10 @@
 // One call of the kernel, as Python fills it in: library.py declares the same record.
 #pragma once
 
-#include <stdint.h>
+#include "parallel.h"
 
 enum { CHUNK = 64, BLOCK_CHUNKS = 4, BLOCK = CHUNK * BLOCK_CHUNKS };  // tokens of a chunk; chunks of a block; its tokens
 
-enum DType { FLOAT32, BFLOAT16, FLOAT16 };
 enum FeatureMap { ELU1, RELU, EXP, IDENTITY, SOFTMAX };
 
 // (B, H, T, X) with the strides of the first three dimensions, in entries; the last one is contiguous.
@@ -13,10 +12,6 @@ struct Tokens {
   void* data;
   int64_t batch, head, token;
 };
-
-// torch_parallel_for of PyTorch: calls run(begin, end, context) for parts of the range, on PyTorch's own threads.
-typedef void (*Run)(int64_t begin, int64_t end, void* context);
-typedef int (*ParallelFor)(int64_t begin, int64_t end, int64_t grain, Run run, void* context);
 
 // Contiguous tensors are float32. What a direction does not use is null.
 struct Call {

@@ -19,14 +19,6 @@ static inline char* row_of(const Tokens& x, int64_t dtype, const Chunk& c, int64
   return (char*)x.data + offset * entry_size(dtype);
 }
 
-// One of the functions below for the dtype: `work(T{})`.
-template <typename Work>
-static inline void with_dtype(int64_t dtype, Work work) {
-  if (dtype == FLOAT32) return work(float{});
-  if (dtype == BFLOAT16) return work(BFloat16{});
-  work(Float16{});
-}
-
 static inline void fill(float* to, int64_t count, float value) {
   for (int64_t i = 0; i < count; i++) to[i] = value;
 }
@@ -68,13 +60,6 @@ static void store_values(const Call& call, const Tokens& x, const Chunk& c, cons
 }
 
 // --- feature maps ---------------------------------------------------------------------------------------------------
-
-static inline Vector keep_lanes(Vector x, int64_t i, int64_t first, int64_t last) {  // 0 but in [first, last)
-  if (i >= first && i + LANES <= last) return x;
-  Integers number = lane_numbers() + (int32_t)i;
-  x = number >= Integers{} + (int32_t)first ? x : Vector{};
-  return number < Integers{} + (int32_t)last ? x : Vector{};
-}
 
 // The features that denominators sum.
 struct Summed {

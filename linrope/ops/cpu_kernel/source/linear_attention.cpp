@@ -611,12 +611,6 @@ void backward_stripes(int64_t begin, int64_t end, void* context) {
 
 }  // namespace
 
-#ifdef _WIN32
-#define EXPORT __declspec(dllexport)
-#else
-#define EXPORT __attribute__((visibility("default")))
-#endif
-
 extern "C" {
 
 // The entries of a vector: tables have rows of whole vectors.
