@@ -19,9 +19,9 @@ from linrope.models.language_model import LanguageModel, LanguageModelConfig
 from linrope.profiling.fake_tensors import fake_tensors
 from linrope.segmented import segmented_loss
 
-WORKSPACE = 40 * 2**20
+WORKSPACE = 24 * 2**20
 """Bytes of the kernel's buffers and of PyTorch's libraries and threads, at any length. Without the compiled kernel it
-is some 20 MiB more."""
+is some 30 MiB more."""
 MMAP_THRESHOLD = 32 * 2**20
 """glibc's malloc returns larger allocations to the system when they are freed; smaller ones leave gaps in its heap."""
 GAPS = {"cpu": 1.28, "cuda": 1.1}
