@@ -54,6 +54,5 @@ def _cpu() -> str:
 def _triton() -> str:
     if not INSTALLED:
         return "no: Triton is not installed"
-    return (
-        "yes: NVIDIA GPUs" if torch.cuda.is_available() and torch.version.hip is None else "no: there is no NVIDIA GPU"
-    )
+    there = torch.cuda.is_available() and torch.version.hip is None
+    return "yes: NVIDIA GPUs" if there else "no: there is no NVIDIA GPU"

@@ -14,9 +14,8 @@ from torch.autograd import forward_ad
 from torch.func import debug_unwrap
 
 from linrope.errors import InputError
-from linrope.ops.cpu_kernel.library import library, why_none
+from linrope.ops.cpu_kernel.library import DTYPES, library, why_none
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 8
 """The largest width of the compiled form."""
 SHORTEST = 16
@@ -55,11 +54,11 @@ def by_definition(x: Tensor, tail: Tensor, weight: Tensor, documents: Tensor | N
     """The formula, as a sum of `width` products."""
     width, length = weight.shape[1], x.shape[1]
     padded, weight = torch.cat((tail.to(x.dtype), x), dim=1), weight.to(x.dtype)
+    numbers = None if documents is None else F.pad(documents, (width - 1, 0))
     y = x * weight[:, -1]
     for i in range(width - 1):
         seen = padded[:, i : i + length]
-        if documents is not None:
-            numbers = F.pad(documents, (width - 1, 0))
+        if numbers is not None:
             seen = seen * (numbers[:, i : i + length] == documents)[..., None]
         y = torch.addcmul(y, seen, weight[:, i])
     if not without_silu:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from linrope.ops.call import Call
-from linrope.ops.cpu_kernel.library import Record, Tokens, library, why_none
+from linrope.ops.cpu_kernel.library import DTYPES, Record, Tokens, library, why_none
 from linrope.ops.theta_gradient import ThetaGradient
 from linrope.ops.torch_kernel.memory import Pool, empty
 from linrope.rotary import unit_rotations
@@ -25,7 +25,6 @@ CHUNK, BLOCK = 64, 256
 MAX_FEATURES = 256
 LONGEST_TRAINED_DECAY = 32_768
 """Up to so many tokens the gradient of log_decay is within 2e-6; at 262,144 it is off by 6e-6 (test_precision.py)."""
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FEATURE_MAPS = ("elu1", "relu", "exp", "identity", "softmax")
 
 

@@ -28,6 +28,8 @@ FOLDER = Path(__file__).parent
 SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
 CHOICES = ("v3", "v4", "neon", "off")
 OFF = "LINROPE_CPU=off"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What the library takes, in the order of `DType` in `source/parallel.h`."""
 FUNCTIONS = tuple(
     f"linrope_{name}" for name in ("sizes", "forward", "backward", "one_token", "convolve", "convolve_backward")
 )

@@ -25,7 +25,7 @@ struct Call {
   Tokens log_decay;                  // float32, a token each: (B, H, T, 1)
   const uint8_t* key_mask;           // (B, S), 0 for masked keys
   const int64_t* documents;          // (B, T), numbers that grow
-  const float *local, *frames;       // rotations within a chunk, and of each chunk: see `rotations` below
+  const float *local, *frames;       // rotations within a chunk, and of each chunk: see `Rotations` in chunk.h
   int64_t local_head, frames_head;   // strides of heads; 0 if all share one θ
   const float *kv, *k_sum;           // (B, H, D, E), (B, H, D): the past; in the backward the final state's gradient
   float *kv_out, *k_sum_out;         // the final state; in the backward the past's gradient

@@ -123,18 +123,21 @@ struct Head {
     multiply<true, FULL, ADD>(b.state, b.e, b.d, b.e, {b.k_rotated, b.d}, {b.v, b.e}, c.n);
   }
 
-  // The state's sum of keys after the chunk, without those in between.
-  void add_to_sum(const Chunk& c, const float* k, float* sum) {
+  // sum ← g sum + Σ_t weight_t x_t over the chunk's rows; without weights they are 1.
+  void add_rows(const Chunk& c, const float* x, const float* weights, float* sum) {
     scale(sum, b.d, decay.step);
     for (int64_t i = 0; i < b.d; i += LANES) {
       Vector own = {};
       for (int64_t t = 0; t < c.n; t++) {
-        Vector x = summed(load(k + t * b.d + i), i);
-        own += decays ? x * broadcast(decay.kept[t]) : x;
+        Vector row = summed(load(x + t * b.d + i), i);
+        own += weights ? row * broadcast(weights[t]) : row;
       }
       store(sum + i, load(sum + i) + own);
     }
   }
+
+  // The state's sum of keys after the chunk, without those in between.
+  void add_to_sum(const Chunk& c, const float* k, float* sum) { add_rows(c, k, decays ? decay.kept : nullptr, sum); }
 
   // The state of some chunks of keys alone; returns the weight of what came before them.
   float sum_keys(int64_t first, int64_t last) {
@@ -247,14 +250,10 @@ struct Head {
   }
 
   void sum_query_gradients(const Chunk& c, const float* d_den) {
-    scale(b.d_sum, b.d, decay.step);
-    if (!call.plain) return;
-    for (int64_t i = 0; i < b.d; i += LANES) {
-      Vector own = {};
-      for (int64_t t = 0; t < c.n; t++)
-        own += summed(load(b.q + t * b.d + i), i) * broadcast(decays ? d_den[t] * decay.reach[t] : d_den[t]);
-      store(b.d_sum + i, load(b.d_sum + i) + own);
-    }
+    if (!call.plain) return scale(b.d_sum, b.d, decay.step);
+    float weights[CHUNK];
+    for (int64_t t = 0; t < c.n; t++) weights[t] = decays ? d_den[t] * decay.reach[t] : d_den[t];
+    add_rows(c, b.q, weights, b.d_sum);
   }
 
   void backward(int64_t first, int64_t last, double* d_theta) {
@@ -486,6 +485,8 @@ struct Work {
   }
 
   int64_t parts() const { return call.causal ? stripes * stripes : stripes; }
+  // Those of a head that are summed before any stripe starts: of a causal call not the stripe that nothing comes after.
+  int64_t parts_first() const { return call.causal ? parts() - stripes : parts(); }
   float* part(int64_t head, int64_t i) const { return call.parts + (head * parts() + i) * part_size; }
 
   // The first chunk of part i of a sequence; parts are whole blocks.
@@ -541,7 +542,7 @@ void sum_parts(int64_t begin, int64_t end, void* context) {
   Work& work = *(Work*)context;
   const Call& call = work.call;
   Buffers b(call, work.slot());
-  int64_t n = call.causal ? work.parts() - work.stripes : work.parts();
+  int64_t n = work.parts_first();
   for (int64_t item = begin; item < end; item++) {
     Head head(call, item / n, b);
     int64_t i = item % n + (BACKWARD && call.causal ? work.stripes : 0);
@@ -631,15 +632,13 @@ EXPORT void linrope_one_token(const Call* call) {
 
 EXPORT void linrope_forward(const Call* call) {
   Work work(*call);
-  if (!call->causal || work.stripes > 1)
-    work.run(work.heads * (call->causal ? work.parts() - work.stripes : work.parts()), sum_parts<false>);
+  if (work.parts_first()) work.run(work.heads * work.parts_first(), sum_parts<false>);
   work.run(work.heads * work.stripes, forward_stripes);
 }
 
 EXPORT void linrope_backward(const Call* call) {
   Work work(*call);
-  if (!call->causal || work.stripes > 1)
-    work.run(work.heads * (call->causal ? work.parts() - work.stripes : work.parts()), sum_parts<true>);
+  if (work.parts_first()) work.run(work.heads * work.parts_first(), sum_parts<true>);
   work.run(work.heads * work.stripes, backward_stripes);
 }
 }

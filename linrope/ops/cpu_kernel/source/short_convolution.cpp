@@ -7,7 +7,7 @@
 #include "parallel.h"
 #include "vector.h"
 
-// As convolution.py declares it. x and the gradients have C contiguous channels; all else is contiguous.
+// As ops/short_convolution.py declares it. x and the gradients have C contiguous channels; all else is contiguous.
 struct Convolution {
   int64_t batch, length, channels, width, without_silu, dtype;
   int64_t x_batch, x_token;   // strides of x, in entries

@@ -88,8 +88,7 @@ static inline float sum_lanes(Vector x) {
   return (x[0] + x[1]) + (x[2] + x[3]);
 }
 
-static inline Vector greatest(Vector x, Vector y) { return x > y ? x : y; }  // y where x is NaN
-static inline Vector least(Vector x, Vector y) { return x > y ? y : x; }     // x where x is NaN
+static inline Vector least(Vector x, Vector y) { return x > y ? y : x; }  // x where x is NaN
 
 // Entries 2m and 2m + 1 exchanged.
 static inline Vector swap_pairs(Vector x) {
