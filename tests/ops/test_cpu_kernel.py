@@ -62,8 +62,8 @@ PRECISION = {
         {"causal": False},
     ],
     (torch.bfloat16, 1e-2): [
-        {}, {"past": 10**9}, {"decay": 0.05}, {"causal": False}, {"rope": {"trainable": True}},
-        {"normalize": "rotary", "eps": 1.0, "length": 300},
+        {}, {"past": 10**9}, {"decay": 0.05}, {"decay": 5e-4, "length": 2000}, {"causal": False},
+        {"rope": {"trainable": True}}, {"normalize": "rotary", "eps": 1.0, "length": 300},
     ],
     (torch.float16, 2e-3): [{}, {"decay": 0.05}],
 }  # fmt: skip

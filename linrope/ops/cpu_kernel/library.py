@@ -3,7 +3,7 @@
 `hatch_build.py` compiles the files of `source/` at installation, once for each instruction set:
 
     v3      x86-64 with AVX2 and FMA (Intel since 2013, AMD since 2015)
-    v4      x86-64 with AVX-512
+    v4      x86-64 with AVX-512; bfloat16 inputs are multiplied as such where the processor can (AVX512-BF16)
     neon    aarch64
 
 The environment variable LINROPE_CPU names the one to use, or is "off". Without it the best for the processor is used.

@@ -205,16 +205,18 @@ struct Rotations {
       memcpy(to, x, c.rows() * width * sizeof(float));
       return;
     }
-    float partner[256 + LANES];
-    if (!interleaved) fill(partner, width, 0);
+    float halves[256 + LANES];
+    const bool whole = half % LANES == 0;  // vectors of partners lie in the row itself
+    if (!interleaved && !whole) fill(halves, width, 0);
     for (int64_t t = 0; t < c.n; t++) {
       const float* row = x + t * width;
-      if (!interleaved) {
-        memcpy(partner, row + half, half * sizeof(float));
-        memcpy(partner + half, row, half * sizeof(float));
+      if (!interleaved && !whole) {
+        memcpy(halves, row + half, half * sizeof(float));
+        memcpy(halves + half, row, half * sizeof(float));
       }
       for (int64_t i = 0; i < width; i += LANES) {
-        Vector y = load(row + i), other = interleaved ? swap_pairs(y) : load(partner + i);
+        const float* partner = !whole ? halves + i : i < half ? row + i + half : i < 2 * half ? row + i - half : row + i;
+        Vector y = load(row + i), other = interleaved ? swap_pairs(y) : load(partner);
         Vector s = load(sin + t * width + i);
         store(to + t * width + i, y * load(cos + t * width + i) + other * (INVERSE ? -s : s));
       }
@@ -328,22 +330,22 @@ static void scale_rows(float* x, int64_t width, int64_t n, const float* weights)
 // --- denominators ---------------------------------------------------------------------------------------------------
 
 // The decayed sum of k up to each token, from `sum` (width), which becomes that of the last; `use(t, i, sum_t)` gets it in
-// vectors. `scratch` has room for two rows.
+// vectors, of one run of tokens after the other.
 template <typename Use>
 static inline void running_sums(const Call& call, const Chunk& c, const Decay& decay, const float* k, float* sum,
-                                float* scratch, Use use) {
+                                Use use) {
   const int64_t width = round_up(call.features, LANES);
   const Summed summed(call);
-  float *before = scratch, *local = scratch + width;
-  for (int64_t t = 0; t < c.n; t++) {
-    if (t % RUN_TOKENS == 0) memcpy(before, sum, width * sizeof(float)), fill(local, width, 0);
-    Vector carry = broadcast(decay.carry[t]), since = broadcast(decay.since[t]);
+  for (int64_t first = 0; first < c.n; first += RUN_TOKENS) {
+    const int64_t last = minimum(first + RUN_TOKENS, c.n);
     for (int64_t i = 0; i < width; i += LANES) {
-      Vector own = carry * load(local + i) + summed(load(k + t * width + i), i);
-      Vector total = since * load(before + i) + own;
-      store(local + i, own);
+      Vector before = load(sum + i), total = before, own = {};
+      for (int64_t t = first; t < last; t++) {
+        own = broadcast(decay.carry[t]) * own + summed(load(k + t * width + i), i);
+        total = broadcast(decay.since[t]) * before + own;
+        use(t, i, total);
+      }
       store(sum + i, total);
-      use(t, i, total);
     }
   }
 }
@@ -351,25 +353,20 @@ static inline void running_sums(const Call& call, const Chunk& c, const Decay& d
 // The same from the end: the decayed sum of scale_t · q from each token on. `sum` becomes that before the first token.
 template <typename Use>
 static inline void running_sums_back(const Call& call, const Chunk& c, const Decay& decay, const float* q,
-                                     const float* scale, float* sum, float* scratch, Use use) {
+                                     const float* scale, float* sum, Use use) {
   const int64_t width = round_up(call.features, LANES);
   const Summed summed(call);
-  float *after = scratch, *local = scratch + width;
-  for (int64_t t = c.n - 1; t >= 0; t--) {
-    float next = t + 1 < c.n ? decay.carry[t + 1] : 1;
-    if (t == c.n - 1 || (t + 1) % RUN_TOKENS == 0) {
-      for (int64_t i = 0; i < width; i += LANES) store(after + i, broadcast(next) * load(sum + i));
-      fill(local, width, 0);
-    }
-    Vector carry = broadcast(next), till = broadcast(decay.till[t]);
+  for (int64_t first = (c.n - 1) / RUN_TOKENS * RUN_TOKENS; first >= 0; first -= RUN_TOKENS) {
+    const int64_t last = minimum(first + RUN_TOKENS, c.n);
     for (int64_t i = 0; i < width; i += LANES) {
-      Vector own = carry * load(local + i);
-      if (scale) own += broadcast(scale[t]) * summed(load(q + t * width + i), i);
-      Vector total = till * load(after + i) + own;
-      store(local + i, own);
-      store(sum + i, total);
-      use(t, i, total);
+      Vector after = load(sum + i), total = after, own = {};
+      for (int64_t t = last - 1; t >= first; t--) {
+        if (scale) own += broadcast(scale[t]) * summed(load(q + t * width + i), i);
+        total = broadcast(decay.till[t]) * after + own;
+        use(t, i, total);
+        own *= broadcast(decay.carry[t]);
+      }
+      store(sum + i, broadcast(decay.carry[first]) * total);
     }
   }
-  for (int64_t i = 0; i < width; i += LANES) store(sum + i, broadcast(decay.carry[0]) * load(sum + i));
 }

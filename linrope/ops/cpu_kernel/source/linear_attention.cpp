@@ -12,6 +12,9 @@
 //     ∂q̃ = (M ∘ ∂num vᵀ) k̃ + a ∘ ∂num Sᵀ      ∂k̃ = (M ∘ ∂num vᵀ)ᵀ q̃ + b ∘ v ∂Sᵀ      ∂v = (M ∘ q̃ k̃ᵀ)ᵀ ∂num + b ∘ k̃ ∂S
 //     ∂num = ∂o / den      ∂den = -∂num · o      ∂S ← g ∂S + q̃ᵀ (a ∘ ∂num)
 //
+// With bfloat16 inputs, and a processor that multiplies bfloat16, the operands of products are rounded to it. All sums, the
+// state and the denominators are float32 even so.
+//
 // If there are fewer heads than threads, the sequence is cut into stripes. First the states of their parts are summed, then
 // each stripe starts from the sum of those before it.
 
@@ -25,25 +28,34 @@ struct Buffers {
   int64_t d, e;                                // padded D and E
   float *q, *k, *q_rotated, *k_rotated;        // (CHUNK, d)
   float *v, *out;                              // (CHUNK, e)
-  float *k_transposed, *pairs;                 // (d, CHUNK), (CHUNK, CHUNK)
-  float *state, *sum, *scratch;                // (d, e), (d), (2, d)
+  float *pairs;                                // (CHUNK, CHUNK)
+  float *state, *sum;                          // (d, e), (d)
   float *features, *states, *sums;             // of a block: φ(k) (BLOCK, d), states (chunks + 1, e, d), sums (chunks + 1, d)
-  float *dq, *dk, *d_num, *v_transposed;       // (CHUNK, d) twice, (CHUNK, e), (e, CHUNK)
+  float *dq, *dk, *d_num;                      // (CHUNK, d) twice, (CHUNK, e)
   float *d_state, *d_state_transposed, *d_sum;  // (d, e), (e, d), (d)
   Rotations rotations;
-  float *pair_weights, *from;
+  float *pair_weights;
+  // Room for operands of products: see products.h. _rows and _columns have the shape of their matrix, _flipped of its transpose.
+  float *q_rows, *q_columns, *k_rows, *k_columns, *k_flipped, *v_rows, *v_columns, *v_flipped;
+  float *d_num_rows, *d_num_columns, *pairs_rows, *pairs_columns, *state_columns;
+  float* from;
   int64_t size = 0;
 
   // `from` may be null: then only the size is right.
   Buffers(const Call& call, float* from) : from(from) {
     d = round_up(call.features, LANES), e = round_up(call.width, LANES);
     q = take(CHUNK * d), k = take(CHUNK * d), q_rotated = take(CHUNK * d), k_rotated = take(CHUNK * d);
-    v = take(CHUNK * e), out = take(CHUNK * e), k_transposed = take(d * CHUNK), pairs = take(CHUNK * CHUNK);
-    state = take(d * e), sum = take(d), scratch = take(2 * d), pair_weights = take(CHUNK * CHUNK);
+    v = take(CHUNK * e), out = take(CHUNK * e), pairs = take(CHUNK * CHUNK);
+    state = take(d * e), sum = take(d), pair_weights = take(CHUNK * CHUNK);
     rotations.cos = take(CHUNK * d), rotations.sin = take(CHUNK * d);
     features = take(BLOCK * d), states = take((BLOCK_CHUNKS + 1) * e * d), sums = take((BLOCK_CHUNKS + 1) * d);
-    dq = take(CHUNK * d), dk = take(CHUNK * d), d_num = take(CHUNK * e), v_transposed = take(e * CHUNK);
+    dq = take(CHUNK * d), dk = take(CHUNK * d), d_num = take(CHUNK * e);
     d_state = take(d * e), d_state_transposed = take(e * d), d_sum = take(d);
+    q_rows = take(CHUNK * d), q_columns = take(CHUNK * d);
+    k_rows = take(CHUNK * d), k_columns = take(CHUNK * d), k_flipped = take(CHUNK * d);
+    v_rows = take(CHUNK * e), v_columns = take(CHUNK * e), v_flipped = take(CHUNK * e);
+    d_num_rows = take(CHUNK * e), d_num_columns = take(CHUNK * e);
+    pairs_rows = take(CHUNK * CHUNK), pairs_columns = take(CHUNK * CHUNK), state_columns = take(d * e);
   }
   float* take(int64_t count) {
     int64_t start = size;
@@ -74,8 +86,10 @@ void scale(float* x, int64_t size, float by) {
     for (int64_t i = 0; i < size; i += LANES) store(x + i, load(x + i) * broadcast(by));
 }
 
-// One head, in the thread that computes it.
+// One head, in the thread that computes it. T: of what its products take, float or BFloat16x2.
+template <typename T>
 struct Head {
+  typedef Matrix<T> Operand;
   const Call& call;
   int64_t number, batch, head;
   Buffers& b;
@@ -90,9 +104,10 @@ struct Head {
     decay.none();
   }
 
+  // With n ≤ 0 beyond the sequence.
   Chunk chunk(int64_t index, int64_t length) const {
     int64_t start = index * CHUNK;
-    return {batch, head, start, minimum(CHUNK, length - start)};
+    return {batch, head, start, index < 0 ? 0 : minimum(CHUNK, length - start)};
   }
 
   // Of the state before block i, or of the final one.
@@ -114,14 +129,34 @@ struct Head {
     b.rotations.rotate<false>(call, c, b.q, b.q_rotated);
   }
 
-  // S ← g S + (b ∘ k̃)ᵀ v; k̃ is overwritten if there are weights.
-  void add_to_state(const Chunk& c) {
-    if (decays) {
-      scale_rows(b.k_rotated, b.d, c.n, decay.kept);
-      scale(b.state, b.d * b.e, decay.step);
-    }
-    multiply<true, FULL, ADD>(b.state, b.e, b.d, b.e, {b.k_rotated, b.d}, {b.v, b.e}, c.n);
+  // A chunk's rows of x. Nothing where there is no chunk before the first, or after the last.
+  Ahead ahead_of(const Tokens& x, int64_t dtype, int64_t size, const Chunk& c, bool written = false) const {
+    if (c.n <= 0) return {};
+    return {row_of(x, dtype, c, 0), x.token * entry_size(dtype), size * entry_size(dtype), c.n, written};
   }
+  Ahead keys(const Chunk& c) const { return ahead_of(call.k, call.dtype, call.features, c); }
+  Ahead queries(const Chunk& c) const { return ahead_of(call.q, call.dtype, call.features, c); }
+  Ahead values(const Chunk& c) const { return ahead_of(call.v, call.value_dtype, call.width, c); }
+
+  // Operands in a buffer's place; `weights` as in products.h.
+  Operand rows_of(const float* x, int64_t width, int64_t n, float* to, const float* weights = nullptr) const {
+    return by_rows(x, width, n, weights, (T*)to);
+  }
+  Operand columns_of(const float* x, int64_t width, int64_t n, float* to, const float* weights = nullptr) const {
+    return by_columns(x, width, n, weights, (T*)to);
+  }
+  Operand flipped_of(Operand x, const Chunk& c, float* to) const {
+    return flipped(x, round_up(c.n, LANES), (T*)to, CHUNK);
+  }
+  const float* weights(const float* of_tokens) const { return decays ? of_tokens : nullptr; }
+
+  // S ← g S + (b ∘ k̃)ᵀ v
+  void add_to_state(const Chunk& c, Operand v, Ahead ahead = {}) {
+    if (decays) scale(b.state, b.d * b.e, decay.step);
+    Operand k = columns_of(b.k_rotated, b.d, c.rows(), b.k_columns, weights(decay.kept));
+    multiply<true, FULL, ADD>(b.state, b.e, b.d, b.e, k, v, c.n, ahead);
+  }
+  Operand value_columns(const Chunk& c) const { return columns_of(b.v, b.e, c.rows(), b.v_columns); }
 
   // sum ← g sum + Σ_t weight_t x_t over the chunk's rows; without weights they are 1.
   void add_rows(const Chunk& c, const float* x, const float* weights, float* sum) {
@@ -148,7 +183,7 @@ struct Head {
       if (decays) decay.make(call, c);
       load_rotations(c), load_keys(c, b.k), load_values(c);
       add_to_sum(c, b.k, b.sum);
-      add_to_state(c);
+      add_to_state(c, value_columns(c));
       step *= decay.step;
     }
     return step;
@@ -168,35 +203,40 @@ struct Head {
   void forward(int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i++) {
       if (i % BLOCK_CHUNKS == 0) write_state(call, b, b.state, b.sum, kv_at(i / BLOCK_CHUNKS), k_sum_at(i / BLOCK_CHUNKS));
-      Chunk c = chunk(i, call.keys);
+      Chunk c = chunk(i, call.keys), next = chunk(i + 1, call.keys);
       if (decays) decay.make(call, c), decay.make_pairs(c);
       load_rotations(c), load_keys(c, b.k), load_values(c), load_queries(c);
-      transpose(b.k_rotated, b.d, b.k_transposed, CHUNK, round_up(c.n, LANES), b.d);
-      pairs_of(c, {b.q_rotated, b.d}, {b.k_transposed, CHUNK}, call.features);
-      multiply<false, BY_PAIRS>(b.out, b.e, c.rows(), b.e, {b.pairs, CHUNK}, {b.v, b.e}, c.n);
-      if (decays) scale_rows(b.q_rotated, b.d, c.n, decay.reach);
-      multiply<false, FULL, ADD>(b.out, b.e, c.rows(), b.e, {b.q_rotated, b.d}, {b.state, b.e}, call.features);
+      Operand q = rows_of(b.q_rotated, b.d, c.rows(), b.q_rows), k = rows_of(b.k_rotated, b.d, c.rows(), b.k_rows);
+      pairs_of(c, q, flipped_of(k, c, b.k_flipped), call.features, keys(next));
+      Operand pairs = rows_of(b.pairs, CHUNK, c.rows(), b.pairs_rows), v = value_columns(c);
+      Ahead outputs = ahead_of(call.o, call.value_dtype, call.width, c, true);
+      multiply<false, BY_PAIRS>(b.out, b.e, c.rows(), b.e, pairs, v, c.n, outputs);
+      if (decays) q = rows_of(b.q_rotated, b.d, c.rows(), b.q_rows, decay.reach);
+      Operand state = columns_of(b.state, b.e, b.d, b.state_columns);
+      multiply<false, FULL, ADD>(b.out, b.e, c.rows(), b.e, q, state, call.features, queries(next));
       float dots[CHUNK];
       if (call.plain) {
-        Vector total = {};
-        running_sums(call, c, decay, b.k, b.sum, b.scratch, [&, summed = summed](int64_t t, int64_t i, Vector sum) {
-          total = (i ? total : Vector{}) + summed(load(b.q + t * b.d + i), i) * sum;
-          if (i + LANES == b.d) dots[t] = sum_lanes(total);
+        Vector totals[CHUNK];
+        const int64_t d = b.d;
+        const float* q = b.q;
+        running_sums(call, c, decay, b.k, b.sum, [=, &totals, &dots, summed = summed](int64_t t, int64_t i, Vector sum) {
+          totals[t] = (i ? totals[t] : Vector{}) + summed(load(q + t * d + i), i) * sum;
+          if (i + LANES == d) dots[t] = sum_lanes(totals[t]);
         });
       } else {
         add_to_sum(c, b.k, b.sum);
       }
       divide(c, dots);
-      add_to_state(c);
+      add_to_state(c, v, values(next));
     }
   }
 
   // M ∘ (x yᵀ), y given transposed.
-  void pairs_of(const Chunk& c, Matrix x, Matrix y, int64_t depth) {
+  void pairs_of(const Chunk& c, Operand x, Operand y, int64_t depth, Ahead ahead) {
     if (decays)
-      multiply<false, PAIRS, WEIGH>(b.pairs, CHUNK, c.rows(), CHUNK, x, y, depth, decay.pairs);
+      multiply<false, PAIRS, WEIGH>(b.pairs, CHUNK, c.rows(), CHUNK, x, y, depth, ahead, decay.pairs);
     else
-      multiply<false, PAIRS>(b.pairs, CHUNK, c.rows(), CHUNK, x, y, depth);
+      multiply<false, PAIRS>(b.pairs, CHUNK, c.rows(), CHUNK, x, y, depth, ahead);
   }
 
   // ∂num into `b.d_num`, and ∂den = -∂num · o.
@@ -233,20 +273,21 @@ struct Head {
       if (decays) decay.make(call, c);
       load_rotations(c), load_queries(c);
       through_division(c, d_den);
-      add_to_gradient(c);
+      add_to_gradient(c, query_columns(c), reached_columns(c));
       sum_query_gradients(c, d_den);
       step *= decay.step;
     }
     return step;
   }
 
-  // ∂S ← g ∂S + q̃ᵀ (a ∘ ∂num); ∂num is overwritten if there are weights.
-  void add_to_gradient(const Chunk& c) {
-    if (decays) {
-      scale_rows(b.d_num, b.e, c.n, decay.reach);
-      scale(b.d_state, b.d * b.e, decay.step);
-    }
-    multiply<true, FULL, ADD>(b.d_state, b.e, b.d, b.e, {b.q_rotated, b.d}, {b.d_num, b.e}, c.n);
+  // ∂S ← g ∂S + q̃ᵀ (a ∘ ∂num), from q̃ and a ∘ ∂num
+  void add_to_gradient(const Chunk& c, Operand q, Operand d_num, Ahead ahead = {}) {
+    if (decays) scale(b.d_state, b.d * b.e, decay.step);
+    multiply<true, FULL, ADD>(b.d_state, b.e, b.d, b.e, q, d_num, c.n, ahead);
+  }
+  Operand query_columns(const Chunk& c) const { return columns_of(b.q_rotated, b.d, c.rows(), b.q_columns); }
+  Operand reached_columns(const Chunk& c) const {
+    return columns_of(b.d_num, b.e, c.rows(), b.d_num_columns, weights(decay.reach));
   }
 
   void sum_query_gradients(const Chunk& c, const float* d_den) {
@@ -277,11 +318,9 @@ struct Head {
       if (!needed) break;
       load_values(c);
       memcpy(next, next - b.e * b.d, b.e * b.d * sizeof(float));
-      if (decays) {
-        scale_rows(b.k_rotated, b.d, c.n, decay.kept);
-        scale(next, b.e * b.d, decay.step);
-      }
-      multiply<true, FULL, ADD>(next, b.d, b.e, b.d, {b.v, b.e}, {b.k_rotated, b.d}, c.n);
+      if (decays) scale(next, b.e * b.d, decay.step);
+      Operand rotated = columns_of(b.k_rotated, b.d, c.rows(), b.k_columns, weights(decay.kept));
+      multiply<true, FULL, ADD>(next, b.d, b.e, b.d, value_columns(c), rotated, c.n);
       float* sum = b.sums + (i - begin + 1) * b.d;
       memcpy(sum, sum - b.d, b.d * sizeof(float));
       add_to_sum(c, k, sum);
@@ -311,28 +350,38 @@ struct Head {
     store_gradient(call, call.k, call.dk, c, mask_of(call, c), k, dk);
   }
 
-  // ∂q̃ and ∂k̃ into their buffers, ∂v into its tensor, ∂S to that before the chunk.
+  // ∂q̃ and ∂k̃ into their buffers, ∂v into its tensor, ∂S to that before the chunk. `state` is transposed.
   void through_products(const Chunk& c, const float* state) {
-    int64_t rows = c.rows();
-    transpose(b.k_rotated, b.d, b.k_transposed, CHUNK, round_up(c.n, LANES), b.d);
-    transpose(b.v, b.e, b.v_transposed, CHUNK, round_up(c.n, LANES), b.e);
-    pairs_of(c, {b.q_rotated, b.d}, {b.k_transposed, CHUNK}, call.features);
-    multiply<true, BY_PAIRS_T>(b.out, b.e, rows, b.e, {b.pairs, CHUNK}, {b.d_num, b.e}, c.n);
-    pairs_of(c, {b.d_num, b.e}, {b.v_transposed, CHUNK}, call.width);
-    multiply<false, BY_PAIRS>(b.dq, b.d, rows, b.d, {b.pairs, CHUNK}, {b.k_rotated, b.d}, c.n);
-    multiply<true, BY_PAIRS_T>(b.dk, b.d, rows, b.d, {b.pairs, CHUNK}, {b.q_rotated, b.d}, c.n);
-    const float* k = b.k_rotated;
+    const int64_t rows = c.rows();
+    const Chunk next = chunk(c.start / CHUNK - 1, call.keys), later = chunk(c.start / CHUNK - BLOCK_CHUNKS, call.keys);
+    const auto written = [&](const Tokens& x, int64_t dtype, int64_t size) { return ahead_of(x, dtype, size, c, true); };
+    const auto values_of = [&](const Tokens& x) { return ahead_of(x, call.value_dtype, call.width, next); };
+
+    Operand q_rows = rows_of(b.q_rotated, b.d, rows, b.q_rows), k_rows = rows_of(b.k_rotated, b.d, rows, b.k_rows);
+    pairs_of(c, q_rows, flipped_of(k_rows, c, b.k_flipped), call.features, queries(next));
+    Operand pairs = columns_of(b.pairs, CHUNK, rows, b.pairs_columns);
+    Operand d_num_columns = columns_of(b.d_num, b.e, rows, b.d_num_columns);
+    multiply<true, BY_PAIRS_T>(b.out, b.e, rows, b.e, pairs, d_num_columns, c.n, values_of(call.grad_o));
+
+    Operand d_num_rows = rows_of(b.d_num, b.e, rows, b.d_num_rows), v_rows = rows_of(b.v, b.e, rows, b.v_rows);
+    pairs_of(c, d_num_rows, flipped_of(v_rows, c, b.v_flipped), call.width, values_of(call.o));
+    pairs = rows_of(b.pairs, CHUNK, rows, b.pairs_rows);
+    Operand k_columns = columns_of(b.k_rotated, b.d, rows, b.k_columns), q_columns = query_columns(c);
+    multiply<false, BY_PAIRS>(b.dq, b.d, rows, b.d, pairs, k_columns, c.n, written(call.dv, call.value_dtype, call.width));
+    pairs = columns_of(b.pairs, CHUNK, rows, b.pairs_columns);
+    multiply<true, BY_PAIRS_T>(b.dk, b.d, rows, b.d, pairs, q_columns, c.n, written(call.dq, call.dtype, call.features));
+
     if (decays) {
-      scale_rows(b.v, b.e, c.n, decay.kept);
-      float* kept = b.k_transposed;  // free now, and θ's gradient needs k̃
-      memcpy(kept, k, c.n * b.d * sizeof(float));
-      scale_rows(kept, b.d, c.n, decay.kept);
-      k = kept;
+      k_rows = rows_of(b.k_rotated, b.d, rows, b.k_rows, decay.kept), v_rows = rows_of(b.v, b.e, rows, b.v_rows, decay.kept);
+      d_num_rows = rows_of(b.d_num, b.e, rows, b.d_num_rows, decay.reach), d_num_columns = reached_columns(c);
     }
-    multiply<false, FULL, ADD>(b.out, b.e, rows, b.e, {k, b.d}, {b.d_state, b.e}, call.features);
-    multiply<false, FULL, ADD>(b.dk, b.d, rows, b.d, {b.v, b.e}, {b.d_state_transposed, b.d}, call.width);
-    add_to_gradient(c);
-    multiply<false, FULL, ADD>(b.dq, b.d, rows, b.d, {b.d_num, b.e}, {state, b.d}, call.width);
+    Operand d_state = columns_of(b.d_state, b.e, b.d, b.state_columns);
+    multiply<false, FULL, ADD>(b.out, b.e, rows, b.e, k_rows, d_state, call.features,
+                               written(call.dk, call.dtype, call.features));
+    d_state = columns_of(b.d_state_transposed, b.d, b.e, b.state_columns);
+    multiply<false, FULL, ADD>(b.dk, b.d, rows, b.d, v_rows, d_state, call.width, keys(later));
+    add_to_gradient(c, q_columns, d_num_columns, values(later));
+    multiply<false, FULL, ADD>(b.dq, b.d, rows, b.d, d_num_rows, columns_of(state, b.d, b.e, b.state_columns), call.width);
     store_value_gradient(c);
   }
 
@@ -340,15 +389,16 @@ struct Head {
 
   // The denominator's share of ∂φ(q) and ∂φ(k); `sum` is that of the keys before the chunk.
   void through_denominator(const Chunk& c, const float* k, const float* d_den, const float* sum, float* dq, float* dk) {
-    memcpy(b.sum, sum, b.d * sizeof(float));
+    const int64_t d = b.d;
+    memcpy(b.sum, sum, d * sizeof(float));
     if (call.plain)
-      running_sums(call, c, decay, k, b.sum, b.scratch, [&](int64_t t, int64_t i, Vector total) {
-        float* to = dq + t * b.d + i;
+      running_sums(call, c, decay, k, b.sum, [=, summed = summed](int64_t t, int64_t i, Vector total) {
+        float* to = dq + t * d + i;
         store(to, load(to) + broadcast(d_den[t]) * summed(total, i));
       });
-    running_sums_back(call, c, decay, b.q, call.plain ? d_den : nullptr, b.d_sum, b.scratch,
-                      [&](int64_t t, int64_t i, Vector total) {
-                        float* to = dk + t * b.d + i;
+    running_sums_back(call, c, decay, b.q, call.plain ? d_den : nullptr, b.d_sum,
+                      [=, summed = summed](int64_t t, int64_t i, Vector total) {
+                        float* to = dk + t * d + i;
                         store(to, load(to) + summed(total, i));
                       });
   }
@@ -406,10 +456,12 @@ struct Head {
   // --- all keys ---
 
   void read_all(int64_t first, int64_t last) {
+    Operand state = columns_of(b.state, b.e, b.d, b.state_columns);
     for (int64_t i = first; i < last; i++) {
       Chunk c = chunk(i, call.queries);
       load_rotations(c), load_queries(c);
-      multiply<false>(b.out, b.e, c.rows(), b.e, {b.q_rotated, b.d}, {b.state, b.e}, call.features);
+      Operand q = rows_of(b.q_rotated, b.d, c.rows(), b.q_rows);
+      multiply<false>(b.out, b.e, c.rows(), b.e, q, state, call.features, queries(chunk(i + 1, call.queries)));
       float dots[CHUNK];
       for (int64_t t = 0; t < c.n; t++) {
         Vector total = {};
@@ -426,13 +478,15 @@ struct Head {
     float d_den[CHUNK];
     read_state(call, b, kv_at(1), k_sum_at(1), b.state, b.sum);
     transpose(b.state, b.e, b.states, b.d, b.d, b.e);
+    Operand state = columns_of(b.states, b.d, b.e, b.state_columns);
     read_state(call, b, nullptr, nullptr, b.d_state, b.d_sum);
     for (int64_t i = first; i < last; i++) {
       Chunk c = chunk(i, call.queries);
       load_rotations(c), load_queries(c);
       through_division(c, d_den);
-      multiply<false>(b.dq, b.d, c.rows(), b.d, {b.d_num, b.e}, {b.states, b.d}, call.width);
-      add_to_gradient(c);
+      Operand d_num = rows_of(b.d_num, b.e, c.rows(), b.d_num_rows);
+      multiply<false>(b.dq, b.d, c.rows(), b.d, d_num, state, call.width, queries(chunk(i + 1, call.queries)));
+      add_to_gradient(c, query_columns(c), reached_columns(c));
       sum_query_gradients(c, d_den);
       if (d_theta) add_theta_gradient(call, c, b.q_rotated, b.dq, d_theta);
       float* dq = b.q_rotated;
@@ -448,11 +502,14 @@ struct Head {
 
   void backward_keys(int64_t first, int64_t last, double* d_theta) {
     transpose(b.d_state, b.e, b.d_state_transposed, b.d, b.d, b.e);
+    Operand d_state = columns_of(b.d_state, b.e, b.d, b.state_columns);
+    Operand d_state_transposed = columns_of(b.d_state_transposed, b.d, b.e, b.states);  // free here
     for (int64_t i = first; i < last; i++) {
-      Chunk c = chunk(i, call.keys);
+      Chunk c = chunk(i, call.keys), next = chunk(i + 1, call.keys);
       load_rotations(c), load_keys(c, b.k), load_values(c);
-      multiply<false>(b.out, b.e, c.rows(), b.e, {b.k_rotated, b.d}, {b.d_state, b.e}, call.features);
-      multiply<false>(b.dk, b.d, c.rows(), b.d, {b.v, b.e}, {b.d_state_transposed, b.d}, call.width);
+      Operand k = rows_of(b.k_rotated, b.d, c.rows(), b.k_rows), v = rows_of(b.v, b.e, c.rows(), b.v_rows);
+      multiply<false>(b.out, b.e, c.rows(), b.e, k, d_state, call.features, keys(next));
+      multiply<false>(b.dk, b.d, c.rows(), b.d, v, d_state_transposed, call.width, values(next));
       store_value_gradient(c);
       if (d_theta) add_theta_gradient(call, c, b.k_rotated, b.dk, d_theta);
       float* dk = b.k_rotated;
@@ -537,14 +594,14 @@ struct Work {
 };
 
 // Items of the first phase: in the forward the parts before the last stripe, in the backward those after the first.
-template <bool BACKWARD>
+template <bool BACKWARD, typename T>
 void sum_parts(int64_t begin, int64_t end, void* context) {
   Work& work = *(Work*)context;
   const Call& call = work.call;
   Buffers b(call, work.slot());
   int64_t n = work.parts_first();
   for (int64_t item = begin; item < end; item++) {
-    Head head(call, item / n, b);
+    Head<T> head(call, item / n, b);
     int64_t i = item % n + (BACKWARD && call.causal ? work.stripes : 0);
     int64_t length = BACKWARD ? call.queries : call.keys;
     int64_t first = work.boundary(i, length), last = work.boundary(i + 1, length);
@@ -564,16 +621,17 @@ void sum_parts(int64_t begin, int64_t end, void* context) {
 void one_token_heads(int64_t begin, int64_t end, void* context) {
   Work& work = *(Work*)context;
   Buffers b(work.call, work.slot());
-  for (int64_t number = begin; number < end; number++) Head(work.call, number, b).one_token();
+  for (int64_t number = begin; number < end; number++) Head<float>(work.call, number, b).one_token();
 }
 
+template <typename T>
 void forward_stripes(int64_t begin, int64_t end, void* context) {
   Work& work = *(Work*)context;
   const Call& call = work.call;
   Buffers b(call, work.slot());
   for (int64_t item = begin; item < end; item++) {
     int64_t number = item / work.stripes, stripe = item % work.stripes, n = call.causal ? work.stripes : 1;
-    Head head(call, number, b);
+    Head<T> head(call, number, b);
     read_state(call, b, work.past_kv(number), work.past_k_sum(number), b.state, b.sum);
     if (!call.causal && stripe == 0) write_state(call, b, b.state, b.sum, head.kv_at(0), head.k_sum_at(0));
     for (int64_t i = 0; i < (call.causal ? stripe * n : work.parts()); i++)
@@ -591,13 +649,14 @@ void forward_stripes(int64_t begin, int64_t end, void* context) {
   }
 }
 
+template <typename T>
 void backward_stripes(int64_t begin, int64_t end, void* context) {
   Work& work = *(Work*)context;
   const Call& call = work.call;
   Buffers b(call, work.slot());
   for (int64_t item = begin; item < end; item++) {
     int64_t number = item / work.stripes, stripe = item % work.stripes, n = call.causal ? work.stripes : 1;
-    Head head(call, number, b);
+    Head<T> head(call, number, b);
     read_state(call, b, work.past_kv(number), work.past_k_sum(number), b.d_state, b.d_sum);
     for (int64_t i = work.parts() - 1; i >= (call.causal ? (stripe + 1) * n : 0); i--)
       work.add_part(number, i, b, b.d_state, b.d_sum);
@@ -608,6 +667,25 @@ void backward_stripes(int64_t begin, int64_t end, void* context) {
       head.backward_keys(first, last, work.d_theta(number, stripe));
     if (stripe == 0) work.write_out(number, b, b.d_state, b.d_sum);
   }
+}
+
+template <typename T>
+void run_forward(const Call& call) {
+  Work work(call);
+  if (work.parts_first()) work.run(work.heads * work.parts_first(), sum_parts<false, T>);
+  work.run(work.heads * work.stripes, forward_stripes<T>);
+}
+
+template <typename T>
+void run_backward(const Call& call) {
+  Work work(call);
+  if (work.parts_first()) work.run(work.heads * work.parts_first(), sum_parts<true, T>);
+  work.run(work.heads * work.stripes, backward_stripes<T>);
+}
+
+// Whether products take bfloat16: their operands are rounded, their sums float32.
+bool rounds_operands(const Call& call) {
+  return call.dtype == BFLOAT16 && call.value_dtype == BFLOAT16 && has_bfloat16_products();
 }
 
 }  // namespace
@@ -631,14 +709,16 @@ EXPORT void linrope_one_token(const Call* call) {
 }
 
 EXPORT void linrope_forward(const Call* call) {
-  Work work(*call);
-  if (work.parts_first()) work.run(work.heads * work.parts_first(), sum_parts<false>);
-  work.run(work.heads * work.stripes, forward_stripes);
+#if defined(__AVX512BF16__)
+  if (rounds_operands(*call)) return run_forward<BFloat16x2>(*call);
+#endif
+  run_forward<float>(*call);
 }
 
 EXPORT void linrope_backward(const Call* call) {
-  Work work(*call);
-  if (work.parts_first()) work.run(work.heads * work.parts_first(), sum_parts<true>);
-  work.run(work.heads * work.stripes, backward_stripes);
+#if defined(__AVX512BF16__)
+  if (rounds_operands(*call)) return run_backward<BFloat16x2>(*call);
+#endif
+  run_backward<float>(*call);
 }
 }

@@ -1,8 +1,13 @@
-// Vectors of the target's width, in the extensions of clang and GCC: no intrinsics, so that one source serves all.
+// Vectors of the target's width, in the extensions of clang and GCC, so that one source serves all. Only products of
+// bfloat16 are intrinsics.
 #pragma once
 
 #include <stdint.h>
 #include <string.h>
+#if defined(__AVX512BF16__)
+#include <cpuid.h>
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -22,6 +27,11 @@ struct BFloat16 {
   uint16_t bits;
 };
 typedef _Float16 Float16;
+
+// Two bfloat16 numbers: where the processor can, products sum two terms at a time.
+struct BFloat16x2 {
+  uint32_t bits;
+};
 
 static inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 static inline int64_t minimum(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -71,6 +81,38 @@ static inline void store_part(T* to, Vector x, int64_t count) {
   store(part, x);
   for (int64_t i = 0; i < count; i++) to[i] = part[i];
 }
+
+#if defined(__AVX512BF16__)
+// The processor itself may lack what this file is compiled for.
+static inline bool has_bfloat16_products() {
+  unsigned a = 0, b, c, d;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
+}
+
+// sum + the two products of x with each two of y.
+static inline Vector add_product(Vector sum, BFloat16x2 x, const BFloat16x2* y) {
+  __m512i twice = _mm512_set1_epi32((int)x.bits);
+  return (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)twice, (__m512bh)_mm512_loadu_si512(y));
+}
+
+// Neighbours in a vector become two.
+static inline void store_neighbours(BFloat16x2* to, Vector first, Vector second) {
+  _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+}
+
+// The same entries of two vectors become two.
+static inline void store_across(BFloat16x2* to, Vector first, Vector second) {
+  typedef uint16_t Halves __attribute__((vector_size(64)));
+  Halves x = (Halves)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+  x = __builtin_shufflevector(x, x, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26, 11, 27,
+                              12, 28, 13, 29, 14, 30, 15, 31);
+  _mm512_storeu_si512(to, (__m512i)x);
+}
+#else
+static inline bool has_bfloat16_products() { return false; }
+#endif
+
+static inline Vector add_product(Vector sum, float x, const float* y) { return sum + broadcast(x) * load(y); }
 
 static inline Integers lane_numbers() {
   Integers numbers;
