@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -174,6 +175,12 @@ def check_call(
 def device_type(x: Tensor) -> str:
     """For autocast; "cpu" for what is not a tensor, which a check refuses later."""
     return x.device.type if isinstance(x, Tensor) else "cpu"
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager:
+    """A context in which autocast is disabled for x's device."""
+    device = device_type(x)
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def autocast_inputs(*tensors: Tensor) -> list[Tensor]:

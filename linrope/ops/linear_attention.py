@@ -11,7 +11,7 @@ from torch import Tensor
 
 from linrope.errors import require_choice
 from linrope.ops.backends import BACKENDS
-from linrope.ops.call import Call, autocast_inputs, check_call, device_type
+from linrope.ops.call import Call, autocast_inputs, check_call, without_autocast
 from linrope.ops.cpu_kernel import kernel as cpu_kernel
 from linrope.ops.cpu_kernel import library
 from linrope.ops.state import State
@@ -52,8 +52,8 @@ def linear_attention(
     The backends "chunked", "cpu" and "triton" are operators of PyTorch. `torch.compile` and `torch.export` take them
     without a graph break, except `segment_ids` with `causal=False`. They have a first derivative only and no
     `torch.func` transforms; "reference" has both. bfloat16 inputs have bfloat16 matrix products, except in a backward
-    that trains θ or, with "chunked", `log_decay`; with "cpu" all products are float32. With "triton", float16 inputs
-    have TF32 products, and float32 inputs too if PyTorch allows TF32.
+    that trains θ or, with "chunked", `log_decay`; with "cpu" only where the processor has them (AVX512-BF16), else
+    float32. With "triton", float16 inputs have TF32 products, and float32 inputs too if PyTorch allows TF32.
 
     Under autocast q, k and v are cast to the autocast dtype, as in `scaled_dot_product_attention`.
 
@@ -90,7 +90,7 @@ def linear_attention(
     """
     require_choice("backend", backend, ("auto", *BACKENDS))
     q, k, v = autocast_inputs(q, k, v)
-    with torch.autocast(device_type(q), enabled=False):
+    with without_autocast(q):
         options = log_decay, feature_map, normalize, causal, key_mask, segment_ids, state, eps
         call = check_call(q, k, v, rope, *options)
         o, final = BACKENDS[_fastest(call) if backend == "auto" else backend](call)

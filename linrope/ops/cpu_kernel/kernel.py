@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ CHUNK, BLOCK = 64, 256
 MAX_FEATURES = 256
 LONGEST_TRAINED_DECAY = 32_768
 """Up to so many tokens the gradient of log_decay is within 2e-6; at 262,144 it is off by 6e-6 (test_precision.py)."""
+SIZES = attrgetter("batch", "heads", "queries", "keys", "features", "width", "causal", "threads")
+"""What the sizes of the workspace depend on."""
 FEATURE_MAPS = ("elu1", "relu", "exp", "identity", "softmax")
 
 
@@ -94,7 +97,7 @@ def backward(call: Call, saved, grad_o, grad_kv, grad_k_sum, d_decay: bool, d_th
 def one_token(call: Call, kv: Tensor, k_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(o, kv, k_sum) of a causal call of one token, without a gradient."""
     o = call.v.new_empty(*call.q.shape[:3], call.v.shape[-1])
-    kv_out, k_sum_out = kv.new_empty(kv.shape), k_sum.new_empty(k_sum.shape)
+    kv_out, k_sum_out = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (kv, k_sum))
     filled = Filled(call)
     filled.tokens(o=o)
     filled.contiguous(kv=kv, k_sum=k_sum, kv_out=kv_out, k_sum_out=k_sum_out)
@@ -162,14 +165,17 @@ class Filled:
 
     def with_workspace(self) -> int:
         """Add the workspace; returns the number of stripes that each head is computed in."""
-        sizes = (ctypes.c_int64 * 3)()
-        library().functions.linrope_sizes(ctypes.byref(self.record), sizes)
-        slot, parts, stripes = sizes
-        pool = Pool.on(torch.device("cpu"))
-        self.contiguous(
-            workspace=pool("cpu workspace", (slot * self.record.threads,), torch.float32),
-            parts=pool("cpu parts", (parts,), torch.float32),
-        )
+        record, pool = self.record, Pool.on(torch.device("cpu"))
+
+        def made() -> tuple[Tensor, Tensor, int]:
+            sizes = (ctypes.c_int64 * 3)()
+            library().functions.linrope_sizes(ctypes.byref(record), sizes)
+            slot, parts, stripes = sizes
+            workspace = pool("cpu workspace", (slot * record.threads,), torch.float32)
+            return workspace, pool("cpu parts", (parts,), torch.float32), stripes
+
+        workspace, parts, stripes = pool.keep("cpu workspace", SIZES(record), made, most=32)
+        record.workspace, record.parts = workspace.data_ptr(), parts.data_ptr()
         return stripes
 
 

@@ -433,16 +433,11 @@ struct Head {
     const float *from = call.kv + number * size, *sum = call.k_sum + number * call.features;
     float *to = call.kv_out + number * size, *sum_to = call.k_sum_out + number * call.features;
     Vector step = broadcast(decay.step), dot = {};
-    fill(b.out, b.e, 0);
-    for (int64_t i = 0; i < call.features; i++) {
-      Vector k = broadcast(b.k_rotated[i]), q = broadcast(b.q_rotated[i]);
-      for (int64_t j = 0; j < call.width; j += LANES) {
-        int64_t at = i * call.width + j, count = call.width - j;
-        Vector state = step * load_part(from + at, count) + k * load(b.v + j);
-        store_part(to + at, state, count);
-        store(b.out + j, load(b.out + j) + q * state);
-      }
-    }
+    for (int64_t j = 0; j < call.width; j += LANES)
+      if (j + 4 * LANES <= call.width)
+        read_and_write<4>(from, to, j), j += 3 * LANES;
+      else
+        read_and_write<1>(from, to, j);
     for (int64_t i = 0; i < call.features; i += LANES) {
       int64_t count = call.features - i;
       Vector total = step * load_part(sum + i, count) + summed(load(b.k + i), i);
@@ -451,6 +446,21 @@ struct Head {
     }
     float den = sum_lanes(dot) + (float)call.eps;
     store_values(call, call.o, c, b.out, call.plain ? &den : nullptr, nullptr);
+  }
+
+  // V vectors of one token's numerator, and of the state after it.
+  template <int V>
+  void read_and_write(const float* from, float* to, int64_t first) {
+    Vector out[V] = {}, v[V];
+    for (int j = 0; j < V; j++) v[j] = load(b.v + first + j * LANES);
+    for (int64_t i = 0; i < call.features; i++)
+      for (int j = 0; j < V; j++) {
+        int64_t column = first + j * LANES, at = i * call.width + column, count = call.width - column;
+        Vector state = broadcast(decay.step) * load_part(from + at, count) + broadcast(b.k_rotated[i]) * v[j];
+        store_part(to + at, state, count);
+        out[j] += broadcast(b.q_rotated[i]) * state;
+      }
+    for (int j = 0; j < V; j++) store(b.out + first + j * LANES, out[j]);
   }
 
   // --- all keys ---
