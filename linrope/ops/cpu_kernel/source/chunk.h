@@ -322,11 +322,6 @@ struct Decay {
   }
 };
 
-static void scale_rows(float* x, int64_t width, int64_t n, const float* weights) {
-  for (int64_t t = 0; t < n; t++)
-    for (int64_t i = 0; i < width; i += LANES) store(x + t * width + i, load(x + t * width + i) * broadcast(weights[t]));
-}
-
 // --- denominators ---------------------------------------------------------------------------------------------------
 
 // The decayed sum of k up to each token, from `sum` (width), which becomes that of the last; `use(t, i, sum_t)` gets it in
