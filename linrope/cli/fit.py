@@ -113,7 +113,7 @@ class FitCLI(TrainingCLI):
         callbacks = [
             *([] if run.ema_decay is None else [AverageWeights(run.ema_decay)]),  # before what saves or samples
             SaveConfig(folder / "config.yaml", self.parser.dump(self.config), replace=resumes_there),
-            RunSummary(self.console, self.start),
+            RunSummary(self.console, self.start, self.why_precision),
             MemoryPreflight(),
             Throughput(),
             GracefulStop(self.last_checkpoint),

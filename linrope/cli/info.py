@@ -13,7 +13,7 @@ import linrope
 from linrope.cli.parser import parse_command
 from linrope.ops.cpu_kernel import library
 from linrope.ops.triton_kernel.launch import INSTALLED
-from linrope.utils.machine import processor
+from linrope.utils.machine import multiplies_bfloat16, processor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ def facts() -> dict[str, str]:
         "Lightning": version("lightning"),
         "Python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "processor": processor(),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "instructions": _instructions(),
         "threads": str(torch.get_num_threads()),
         "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "reference": "yes: the quadratic definition",
@@ -44,6 +44,10 @@ def facts() -> dict[str, str]:
         "cpu": _cpu(),
         "triton": _triton(),
     }
+
+
+def _instructions() -> str:
+    return torch.backends.cpu.get_cpu_capability() + (", bfloat16 products" if multiplies_bfloat16() else "")
 
 
 def _cpu() -> str:

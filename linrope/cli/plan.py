@@ -15,7 +15,9 @@ from linrope.profiling.fake_tensors import shapes_only
 from linrope.profiling.run_plan import Setting, measure_rate
 from linrope.profiling.run_plan import show as show_plan
 from linrope.segmented import require_segments
+from linrope.training.precision import AUTO, automatic_precision, is_nvidia
 from linrope.utils.formatting import parse_bytes
+from linrope.utils.memory import keep_freed_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,7 @@ def run(args: Sequence[str]) -> None:
     setting = planned(config)
     rate = options.tokens_per_second
     if options.measure:
+        keep_freed_memory()  # as `linrope fit` does
         rate = measure_rate(setting) * setting.devices
         if setting.devices > 1:
             cli.console.print(f"measured on one device, and counted {setting.devices} times")
@@ -55,7 +58,8 @@ def run(args: Sequence[str]) -> None:
 def planned(config: Namespace) -> Setting:
     """The part of a run's configuration that its costs depend on."""
     data, trainer = config.data, config.trainer
-    gpu = trainer.accelerator in ("gpu", "cuda") or (trainer.accelerator == "auto" and torch.cuda.is_available())
+    gpu = is_nvidia(trainer.accelerator)
+    automatic = trainer.precision == AUTO
     devices = _n_devices(trainer.devices, gpu) * trainer.num_nodes
     plan = data.plan_for(trainer.accumulate_grad_batches * devices)
     if trainer.max_steps >= 1:
@@ -67,7 +71,7 @@ def planned(config: Namespace) -> Setting:
         max_steps=trainer.max_steps,
         segment_length=config.segment_length,
         document_mask=data.document_mask,
-        precision=str(trainer.precision or "32-true"),
+        precision=automatic_precision(trainer.accelerator)[0] if automatic else str(trainer.precision or "32-true"),
         averaged=config.run.ema_decay is not None,
         device="cuda" if gpu else "cpu",
     )

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_type_hints
 
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 from lightning.fabric.plugins import TorchCheckpointIO
@@ -29,7 +29,9 @@ from linrope.training.callbacks.progress import ProgressReport
 from linrope.training.checkpoint import WholeCheckpointIO, find_last, require_same_model
 from linrope.training.data_modules.text import TextDataModule
 from linrope.training.optimizer import OptimizerConfig
+from linrope.training.precision import AUTO, automatic_precision
 from linrope.training.tasks.language_modeling import LanguageModelingModule
+from linrope.utils.memory import keep_freed_memory
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,8 @@ class TrainerOptions:
     devices: int | str | list[int] = "auto"
     """Number of devices, a list of their indices, or "auto" for all."""
     precision: str | None = None
-    """Number format: "32-true", or "bf16-mixed" on a GPU."""
+    """Number format: "32-true" (the default), "bf16-mixed", or "auto": bf16-mixed where the processor or GPU multiplies
+    bfloat16, 32-true elsewhere; with a checkpoint, the precision of its run."""
     accumulate_grad_batches: int = 1
     """Batches whose gradients are averaged for one step."""
     val_check_interval: int | float | None = 500
@@ -178,7 +181,12 @@ class ConfigCLI(LightningCLI):
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         for name, section in SECTIONS.items():
             parser.add_class_arguments(section, name)
-        parser.add_lightning_class_args(self.trainer_class, "trainer")
+        trainer = self.trainer_class
+        parser.add_class_arguments(
+            trainer, "trainer", skip={"precision"}, fail_untyped=False, instantiate=False, sub_configs=True
+        )
+        precisions = Literal["auto"] | get_type_hints(trainer.__init__)["precision"]
+        parser.add_argument("--trainer.precision", type=precisions, default=None)
         parser.set_defaults({f"trainer.{name}": value for name, value in self.trainer_defaults.items()})
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
@@ -200,19 +208,21 @@ class TrainingCLI(ConfigCLI):
     """The run of a command with a checkpoint: its data, model and Trainer. This class measures; `FitCLI` trains.
 
     `checkpoint` is the path of the checkpoint or folder, `ckpt_path` what Lightning loads: None where the model holds
-    its weights already.
+    its weights already. `why_precision` is the reason for the precision that `trainer.precision: auto` stands for; None
+    if the precision was given.
     """
 
     def instantiate_classes(self) -> None:
         super().instantiate_classes()
         config = self.config_init
-        self.checkpoint = self.options.ckpt_path
+        self.checkpoint, self.trained_precision = self.options.ckpt_path, None
         if self.checkpoint == "last":
             self.checkpoint = str(find_last(Path(config.run.folder, config.run.name)))
             if rank() == 0:
                 say(f"--ckpt_path=last is {self.checkpoint}")
         self.ckpt_path = self.checkpoint
         trained = self.check_checkpoint()
+        self.why_precision = self._resolve_precision()
         self.datamodule = config.data
         self.model = LanguageModelingModule(
             config.model, config.optimizer, config.segment_length, config.seed_everything
@@ -220,6 +230,18 @@ class TrainingCLI(ConfigCLI):
         if trained is not None:
             self.model.model, self.ckpt_path = trained, None
         self.trainer = self.instantiate_trainer()
+
+    def _resolve_precision(self) -> str | None:
+        """Replace `trainer.precision: auto`, also in what is saved, by what it stands for; return the reason."""
+        trainer = self.config_init.trainer
+        if trainer.precision != AUTO:
+            return None
+        if self.trained_precision is not None:
+            precision, why = self.trained_precision, "that of the checkpoint"
+        else:
+            precision, why = automatic_precision(trainer.accelerator)
+        trainer.precision = self.config.trainer.precision = precision
+        return why
 
     def check_checkpoint(self) -> LanguageModel | None:
         """The model of a folder of save_pretrained; None for a checkpoint, which Lightning loads. InputError if there
@@ -236,6 +258,7 @@ class TrainingCLI(ConfigCLI):
     def open_checkpoint(self) -> dict[str, Any]:
         """The contents of the checkpoint file. InputError if it holds another model than the configured one."""
         contents = open_checkpoint(self.checkpoint)
+        self.trained_precision = contents["linrope"].get("precision")
         trained = LanguageModelConfig.from_dict(contents["linrope"]["config"])
         require_same_model(trained, self.config_init.model, self.checkpoint)
         return contents
@@ -267,6 +290,7 @@ class TrainingCLI(ConfigCLI):
 
     def run(self, **options: Any) -> None:
         """Run the Trainer's method of the command's name."""
+        keep_freed_memory()  # steps and batches allocate the same again and again
         method = getattr(self.trainer, self.command)
         try:
             method(self.model, self.datamodule, ckpt_path=self.ckpt_path, weights_only=True, **options)

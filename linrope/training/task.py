@@ -256,6 +256,7 @@ class TrainingTask(LightningModule):
             "config": self.model_config.to_dict(),
             "order": self._order,
             "tokenizer": self.model.tokenizer,
+            "precision": str(self.trainer.precision),
             **self.task_state(),
         }
 

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import platform
+import subprocess
+import sys
 from pathlib import Path
+
+import torch
+
+BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
+"""Names of the instructions that multiply bfloat16, in Linux's list of x86 and of AArch64 processors."""
 
 
 def processor() -> str:
@@ -13,3 +20,24 @@ def processor() -> str:
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether the processor has instructions for products of bfloat16, and PyTorch a library (oneDNN) that uses them.
+
+    Without them PyTorch converts to float32 and back, which is slower than float32. PyTorch itself tells from version
+    2.13 on (`torch.cpu.get_capabilities`); older ones do not.
+    """
+    return torch.backends.mkldnn.is_available() and bool(BFLOAT16_FLAGS & _instructions())
+
+
+def _instructions() -> set[str]:
+    """The names of the processor's instructions, as far as the system lists them."""
+    try:
+        if sys.platform == "darwin":
+            asked = ["sysctl", "-n", "hw.optional.arm.FEAT_BF16"]
+            return {"bf16"} if subprocess.run(asked, capture_output=True, check=False).stdout.strip() == b"1" else set()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return set()
+    return set(next((line.split(":", 1)[1] for line in lines if line.startswith(("flags", "Features"))), "").split())

@@ -59,6 +59,15 @@ def test_a_plan_needs_no_gpu_and_no_text(capsys):
     assert "the GPU's allocator" in out
 
 
+def test_automatic_precision_is_planned_for(tiny, monkeypatch):
+    found = []
+    monkeypatch.setattr("linrope.cli.plan.show_plan", lambda console, setting, *_: found.append(setting.precision))
+    for native in (True, False):
+        monkeypatch.setattr("linrope.training.precision.multiplies_bfloat16", lambda native=native: native)
+        assert main(["plan", *tiny, "--trainer.precision=auto"]) == 0
+    assert found == ["bf16-mixed", "32-true"]
+
+
 def test_a_moving_average_is_planned_for(tiny, monkeypatch):
     found = []
     monkeypatch.setattr("linrope.cli.plan.show_plan", lambda console, setting, *_: found.append(setting.averaged))

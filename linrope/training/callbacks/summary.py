@@ -20,10 +20,11 @@ from linrope.training.data_modules.text import TextDataModule
 
 class RunSummary(Callback):
     """Prints a table of model, data, steps and device before training. `start` names the model whose weights the run
-    starts from, and the options that differ; None for random weights."""
+    starts from, and the options that differ; None for random weights. `why_precision` is the reason for the precision;
+    None if the user gave it."""
 
-    def __init__(self, console: Console, start: str | None = None) -> None:
-        self.console, self.start = console, start
+    def __init__(self, console: Console, start: str | None = None, why_precision: str | None = None) -> None:
+        self.console, self.start, self.why_precision = console, start, why_precision
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero:
@@ -49,7 +50,8 @@ class RunSummary(Callback):
         rows += [(f"  {split}", _corpus_size(data.corpora[split], data.tokenizer)) for split in SPLITS]
         rows += [*_step_rows(data, trainer.max_steps), ("steps", f"{trainer.max_steps:,}")]
         device, n = trainer.strategy.root_device.type, trainer.world_size
-        return [*rows, ("device", f"{device if n == 1 else f'{n} × {device}'}, {trainer.precision}")]
+        why = "" if self.why_precision is None else f" ({self.why_precision})"
+        return [*rows, ("device", f"{device if n == 1 else f'{n} × {device}'}, {trainer.precision}{why}")]
 
 
 def _step_rows(data: TextDataModule, max_steps: int) -> list[tuple[str, str]]:

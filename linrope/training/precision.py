@@ -1,0 +1,31 @@
+"""`trainer.precision: auto`: the faster number format of the device that a run computes on."""
+
+from __future__ import annotations
+
+import torch
+
+from linrope.utils.machine import multiplies_bfloat16
+
+AUTO = "auto"
+
+
+def is_nvidia(accelerator: object) -> bool:
+    """Whether the Trainer's option `accelerator` means NVIDIA GPUs on this machine."""
+    return accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
+
+
+def automatic_precision(accelerator: object) -> tuple[str, str]:
+    """The Trainer's precision for its option `accelerator`, and the reason in words.
+
+    bf16-mixed where the device multiplies bfloat16 by instructions of its own; 32-true elsewhere, where bfloat16 is
+    converted and saves no time, and on devices of which that is unknown.
+    """
+    if is_nvidia(accelerator):
+        device, native = "GPU", torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    elif accelerator == "cpu" or (accelerator == "auto" and not torch.backends.mps.is_available()):
+        device, native = "processor", multiplies_bfloat16()
+    else:
+        return "32-true", f"whether bfloat16 is fast on {accelerator} is unknown"
+    if native:
+        return "bf16-mixed", f"the {device} multiplies bfloat16"
+    return "32-true", f"the {device} does not multiply bfloat16 natively"
