@@ -28,6 +28,7 @@ from benchmarks.harness.sweep import Point
 from benchmarks.harness.timing import Alternation, Call
 from linrope.errors import InputError
 from linrope.evaluation.reports import can_draw, make_folder, print_written, write_csv, write_json, write_picture
+from linrope.utils.memory import keep_freed_memory
 from linrope.utils.terminal import progress_bar
 
 AddOption: TypeAlias = Callable[..., Any]
@@ -134,6 +135,8 @@ class Benchmark:
     @classmethod
     def main(cls, args: list[str] | None = None) -> int:
         """Run the command. Returns the exit status: 130 after Ctrl-C."""
+        if args is None:  # the process is this command alone: it keeps freed memory, as `linrope fit` does
+            keep_freed_memory()
         run = cls(cls.parse(args))
         run.args = args
         try:

@@ -16,17 +16,27 @@ def mean_loss(model: LanguageModel, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def training_step(
-    config: LanguageModelConfig, rows: int, length: int, device: str, loss: Callable[..., Tensor] = mean_loss
+    config: LanguageModelConfig,
+    rows: int,
+    length: int,
+    device: str,
+    loss: Callable[..., Tensor] = mean_loss,
+    bfloat16: bool = False,
 ) -> Callable[[], None]:
-    """Forward, backward and AdamW of a new model on random rows; `loss` takes the model, inputs and targets."""
+    """Forward, backward and AdamW of a new model on random rows; `loss` takes the model, inputs and targets.
+
+    bfloat16: under autocast, as with `trainer.precision: bf16-mixed`.
+    """
     torch.manual_seed(0)
     model = LanguageModel(config).to(device)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     tokens = torch.randint(config.vocab_size, (rows, length + 1), device=device)
 
     def step() -> None:
         optimizer.zero_grad()
-        loss(model, tokens[:, :-1], tokens[:, 1:]).backward()
+        with torch.autocast(device, torch.bfloat16, enabled=bfloat16):
+            total = loss(model, tokens[:, :-1], tokens[:, 1:])
+        total.backward()
         optimizer.step()
 
     return step

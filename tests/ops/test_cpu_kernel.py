@@ -310,11 +310,31 @@ def test_a_processor_without_avx2_has_none(monkeypatch):
 
 
 @pytest.mark.skipif("v4" not in libraries.supported(), reason="this processor runs one target only")
-def test_every_target_computes_the_same():
-    program = "import torch; from linrope import linear_attention; torch.manual_seed(0); "
-    program += "q = torch.randn(1, 2, 700, 40); print(linear_attention(q, q, q, backend='cpu').square().mean().item())"
-    squares = [
-        float(subprocess.check_output([sys.executable, "-c", program], env={**os.environ, "LINROPE_CPU": target}))
-        for target in ("v3", "v4")
-    ]
-    assert squares[0] == pytest.approx(squares[1], rel=1e-5)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_target_computes_the_same(dtype):
+    torch.manual_seed(0)
+    inputs = torch.randn(3, 1, 2, 700, 40, dtype=dtype).unbind()
+    found, before = [], libraries.library()
+    for target in ("v3", "v4"):
+        with libraries.used(target):
+            assert libraries.library().target == target
+            found.append(results(inputs, RotaryEmbedding(40)))
+    assert libraries.library() is before
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-6  # each rounds bfloat16 at other places: 2^-7 each
+    for actual, expected in zip(*found):
+        assert (actual - expected).norm() <= tolerance * expected.norm()
+
+
+def test_a_library_that_is_not_there_is_not_used():
+    with (
+        pytest.raises(InputError, match="there is no library 'off' to use: LINROPE_CPU=off"),
+        libraries.used("off"),
+    ):
+        pass
+
+
+def test_the_environment_chooses_the_library():
+    program = "from linrope.ops.cpu_kernel import library; print(library.why_none() or library.library().target)"
+    for choice, expected in (("off", libraries.OFF), (libraries.supported()[-1],) * 2):
+        said = subprocess.check_output([sys.executable, "-c", program], env={**os.environ, "LINROPE_CPU": choice})
+        assert said.decode().strip() == expected

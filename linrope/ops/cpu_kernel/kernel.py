@@ -174,7 +174,7 @@ class Filled:
             workspace = pool("cpu workspace", (slot * record.threads,), torch.float32)
             return workspace, pool("cpu parts", (parts,), torch.float32), stripes
 
-        workspace, parts, stripes = pool.keep("cpu workspace", SIZES(record), made, most=32)
+        workspace, parts, stripes = pool.keep("cpu workspace", (library().lanes, *SIZES(record)), made, most=32)
         record.workspace, record.parts = workspace.data_ptr(), parts.data_ptr()
         return stripes
 

@@ -11,12 +11,14 @@ The environment variable LINROPE_CPU names the one to use, or is "off". Without 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
 import platform
 import sys
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,6 +88,20 @@ def library() -> Library:
 def why_none() -> str | None:
     """Why there is no library, for a message; None if there is one."""
     return None if isinstance(_found, Library) else _found
+
+
+@contextlib.contextmanager
+def used(choice: str) -> Iterator[None]:
+    """Within it, calls use the library that LINROPE_CPU=choice names (to measure it); InputError if there is none."""
+    global _found
+    before, other = _found, find(choice)
+    if not isinstance(other, Library):
+        raise InputError(f"there is no library {choice!r} to use: {other}.")
+    _found = other
+    try:
+        yield
+    finally:
+        _found = before
 
 
 def supported() -> tuple[str, ...]:

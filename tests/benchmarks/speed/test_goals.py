@@ -4,6 +4,7 @@ import math
 from functools import partial
 
 import pytest
+import torch
 
 from benchmarks.harness.timing import Sample
 from benchmarks.speed import goals
@@ -77,6 +78,9 @@ SMALL_CASES = {
     "roofline": partial(goals.over_roofline, 64, rounds=1),
     "linear": partial(goals.per_token, 64, 32, rounds=1, several=2),
     "bf16": partial(goals.time_over, {"dtype": "float32"}, {"dtype": "bfloat16"}, 64, rounds=1),
+    "chunked": partial(goals.over_chunked, 64, rounds=1),
+    "softmax-avx2": partial(goals.softmax_over_avx2, 64, rounds=1),
+    "token-overhead": partial(goals.one_token_overhead, rounds=1, count=2),
     "phi": partial(goals.time_over, {"feature_map": "identity", "normalize": "none"}, {"normalize": "none"}, 64, 1),
     "head-256": partial(goals.per_flop, lambda: {"heads": 2, "head_dim": 256}, 64, 64, rounds=1),
     "masked": partial(goals.per_flop, lambda: {"key_mask": goals.key_mask(64)}, 64, 64, rounds=1),
@@ -94,6 +98,19 @@ def test_measurements_work_at_small_sizes(name):
     assert math.isfinite(found.value)
     if "memory" not in name:
         assert found.value > 0
+
+
+def test_threads_are_as_before_after_their_goal():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert goals.threads_of_one_head(64, rounds=1).value > 0
+        assert torch.get_num_threads() == 2
+        torch.set_num_threads(1)
+        with pytest.raises(Skipped, match="there is one thread"):
+            goals.threads_of_one_head(64, rounds=1)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_what_cannot_be_measured_is_an_error():

@@ -130,13 +130,14 @@ struct Head {
   }
 
   // A chunk's rows of x. Nothing where there is no chunk before the first, or after the last.
-  Ahead ahead_of(const Tokens& x, int64_t dtype, int64_t size, const Chunk& c, bool written = false) const {
+  Rows rows_in(const Tokens& x, int64_t dtype, int64_t size, const Chunk& c, bool written = false) const {
     if (c.n <= 0) return {};
     return {row_of(x, dtype, c, 0), x.token * entry_size(dtype), size * entry_size(dtype), c.n, written};
   }
-  Ahead keys(const Chunk& c) const { return ahead_of(call.k, call.dtype, call.features, c); }
-  Ahead queries(const Chunk& c) const { return ahead_of(call.q, call.dtype, call.features, c); }
-  Ahead values(const Chunk& c) const { return ahead_of(call.v, call.value_dtype, call.width, c); }
+  Rows keys(const Chunk& c) const { return rows_in(call.k, call.dtype, call.features, c); }
+  Rows queries(const Chunk& c) const { return rows_in(call.q, call.dtype, call.features, c); }
+  Rows values_of(const Tokens& x, const Chunk& c) const { return rows_in(x, call.value_dtype, call.width, c); }
+  Rows values(const Chunk& c) const { return values_of(call.v, c); }
 
   // Operands in a buffer's place; `weights` as in products.h.
   Operand rows_of(const float* x, int64_t width, int64_t n, float* to, const float* weights = nullptr) const {
@@ -183,7 +184,8 @@ struct Head {
       if (decays) decay.make(call, c);
       load_rotations(c), load_keys(c, b.k), load_values(c);
       add_to_sum(c, b.k, b.sum);
-      add_to_state(c, value_columns(c));
+      Chunk next = chunk(i + 1, call.keys);
+      add_to_state(c, value_columns(c), {keys(next), values(next)});
       step *= decay.step;
     }
     return step;
@@ -209,7 +211,7 @@ struct Head {
       Operand q = rows_of(b.q_rotated, b.d, c.rows(), b.q_rows), k = rows_of(b.k_rotated, b.d, c.rows(), b.k_rows);
       pairs_of(c, q, flipped_of(k, c, b.k_flipped), call.features, keys(next));
       Operand pairs = rows_of(b.pairs, CHUNK, c.rows(), b.pairs_rows), v = value_columns(c);
-      Ahead outputs = ahead_of(call.o, call.value_dtype, call.width, c, true);
+      Rows outputs = rows_in(call.o, call.value_dtype, call.width, c, true);
       multiply<false, BY_PAIRS>(b.out, b.e, c.rows(), b.e, pairs, v, c.n, outputs);
       if (decays) q = rows_of(b.q_rotated, b.d, c.rows(), b.q_rows, decay.reach);
       Operand state = columns_of(b.state, b.e, b.d, b.state_columns);
@@ -273,7 +275,9 @@ struct Head {
       if (decays) decay.make(call, c);
       load_rotations(c), load_queries(c);
       through_division(c, d_den);
-      add_to_gradient(c, query_columns(c), reached_columns(c));
+      Chunk next = chunk(i - 1, call.queries);
+      add_to_gradient(c, query_columns(c), reached_columns(c),
+                      {queries(next), values_of(call.grad_o, next), values_of(call.o, next)});
       sum_query_gradients(c, d_den);
       step *= decay.step;
     }
@@ -354,17 +358,16 @@ struct Head {
   void through_products(const Chunk& c, const float* state) {
     const int64_t rows = c.rows();
     const Chunk next = chunk(c.start / CHUNK - 1, call.keys), later = chunk(c.start / CHUNK - BLOCK_CHUNKS, call.keys);
-    const auto written = [&](const Tokens& x, int64_t dtype, int64_t size) { return ahead_of(x, dtype, size, c, true); };
-    const auto values_of = [&](const Tokens& x) { return ahead_of(x, call.value_dtype, call.width, next); };
+    const auto written = [&](const Tokens& x, int64_t dtype, int64_t size) { return rows_in(x, dtype, size, c, true); };
 
     Operand q_rows = rows_of(b.q_rotated, b.d, rows, b.q_rows), k_rows = rows_of(b.k_rotated, b.d, rows, b.k_rows);
     pairs_of(c, q_rows, flipped_of(k_rows, c, b.k_flipped), call.features, queries(next));
     Operand pairs = columns_of(b.pairs, CHUNK, rows, b.pairs_columns);
     Operand d_num_columns = columns_of(b.d_num, b.e, rows, b.d_num_columns);
-    multiply<true, BY_PAIRS_T>(b.out, b.e, rows, b.e, pairs, d_num_columns, c.n, values_of(call.grad_o));
+    multiply<true, BY_PAIRS_T>(b.out, b.e, rows, b.e, pairs, d_num_columns, c.n, values_of(call.grad_o, next));
 
     Operand d_num_rows = rows_of(b.d_num, b.e, rows, b.d_num_rows), v_rows = rows_of(b.v, b.e, rows, b.v_rows);
-    pairs_of(c, d_num_rows, flipped_of(v_rows, c, b.v_flipped), call.width, values_of(call.o));
+    pairs_of(c, d_num_rows, flipped_of(v_rows, c, b.v_flipped), call.width, values_of(call.o, next));
     pairs = rows_of(b.pairs, CHUNK, rows, b.pairs_rows);
     Operand k_columns = columns_of(b.k_rotated, b.d, rows, b.k_columns), q_columns = query_columns(c);
     multiply<false, BY_PAIRS>(b.dq, b.d, rows, b.d, pairs, k_columns, c.n, written(call.dv, call.value_dtype, call.width));

@@ -31,21 +31,29 @@ struct Matrix {
   int64_t width;  // entries from one row to the next
 };
 
-// Rows in memory that are needed after a product, which asks for one with each of its own rows, so that they arrive
-// meanwhile. Of many requests at once a processor would drop most.
-struct Ahead {
+// Rows in memory that are needed soon.
+struct Rows {
   const char* row = nullptr;
-  int64_t step = 0, bytes = 0, rows = 0;  // from one row to the next; of a row; how many are left
+  int64_t step = 0, bytes = 0, left = 0;  // from one row to the next; of a row; how many there are
   bool written = false;
 
   void ask(int64_t n) {
-    for (; n > 0 && rows > 0; n--, rows--, row += step)
+    for (; n > 0 && left > 0; n--, left--, row += step)
       for (int64_t i = 0; i < bytes; i += 64)
         if (written)
           __builtin_prefetch(row + i, 1);
         else
           __builtin_prefetch(row + i);
   }
+};
+
+// What is needed after a product. It asks for one row of each with every row of its own, so that they arrive meanwhile: of
+// many requests at once a processor would drop most.
+struct Ahead {
+  Rows first, second, third;
+
+  Ahead(Rows first = {}, Rows second = {}, Rows third = {}) : first(first), second(second), third(third) {}
+  void ask(int64_t n) { first.ask(n), second.ask(n), third.ask(n); }
 };
 
 template <bool TRANSPOSED, int R, int V, Store STORE, typename T>
