@@ -93,16 +93,22 @@ template <typename T>
 static void softmax_row(const Summed summed, const T* row, float* to, int64_t width) {
   map_row<IDENTITY>(summed, row, to, width);
   if (summed.first >= summed.last) return;
-  float most = to[summed.first], total = 0;
-  for (int64_t i = summed.first; i < summed.last; i++) most = to[i] > most ? to[i] : most;
+  Vector most = broadcast(to[summed.first]), total = {};
   for (int64_t i = 0; i < width; i += LANES) {
-    Vector x = load(to + i), y = summed(decay_weight(x - broadcast(most)), i);
-    total += sum_lanes(y);
+    Vector x = load(to + i), inside = summed(broadcast(1), i);
+    x = inside > Vector{} ? x : most;
+    most = x > most ? x : most;
+  }
+  const Vector shift = broadcast(largest_lane(most));
+  for (int64_t i = 0; i < width; i += LANES) {
+    Vector x = load(to + i), y = summed(decay_weight(x - shift), i);
+    total += y;
     store(to + i, y + keep_lanes(x, i, 0, summed.first));
   }
+  const Vector scale = broadcast(1 / sum_lanes(total));
   for (int64_t i = 0; i < width; i += LANES) {
     Vector y = load(to + i);
-    store(to + i, summed(y / broadcast(total), i) + keep_lanes(y, i, 0, summed.first));
+    store(to + i, summed(y * scale, i) + keep_lanes(y, i, 0, summed.first));
   }
 }
 

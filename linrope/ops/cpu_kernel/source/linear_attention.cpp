@@ -136,6 +136,9 @@ struct Head {
   }
   Rows keys(const Chunk& c) const { return rows_in(call.k, call.dtype, call.features, c); }
   Rows queries(const Chunk& c) const { return rows_in(call.q, call.dtype, call.features, c); }
+  Rows outputs(const Chunk& c) const { return rows_in(call.o, call.value_dtype, call.width, c, true); }
+  Rows features_written(const Tokens& x, const Chunk& c) const { return rows_in(x, call.dtype, call.features, c, true); }
+  Rows values_written(const Tokens& x, const Chunk& c) const { return rows_in(x, call.value_dtype, call.width, c, true); }
   Rows values_of(const Tokens& x, const Chunk& c) const { return rows_in(x, call.value_dtype, call.width, c); }
   Rows values(const Chunk& c) const { return values_of(call.v, c); }
 
@@ -211,8 +214,7 @@ struct Head {
       Operand q = rows_of(b.q_rotated, b.d, c.rows(), b.q_rows), k = rows_of(b.k_rotated, b.d, c.rows(), b.k_rows);
       pairs_of(c, q, flipped_of(k, c, b.k_flipped), call.features, keys(next));
       Operand pairs = rows_of(b.pairs, CHUNK, c.rows(), b.pairs_rows), v = value_columns(c);
-      Rows outputs = rows_in(call.o, call.value_dtype, call.width, c, true);
-      multiply<false, BY_PAIRS>(b.out, b.e, c.rows(), b.e, pairs, v, c.n, outputs);
+      multiply<false, BY_PAIRS>(b.out, b.e, c.rows(), b.e, pairs, v, c.n, outputs(c));
       if (decays) q = rows_of(b.q_rotated, b.d, c.rows(), b.q_rows, decay.reach);
       Operand state = columns_of(b.state, b.e, b.d, b.state_columns);
       multiply<false, FULL, ADD>(b.out, b.e, c.rows(), b.e, q, state, call.features, queries(next));
@@ -358,8 +360,6 @@ struct Head {
   void through_products(const Chunk& c, const float* state) {
     const int64_t rows = c.rows();
     const Chunk next = chunk(c.start / CHUNK - 1, call.keys), later = chunk(c.start / CHUNK - BLOCK_CHUNKS, call.keys);
-    const auto written = [&](const Tokens& x, int64_t dtype, int64_t size) { return rows_in(x, dtype, size, c, true); };
-
     Operand q_rows = rows_of(b.q_rotated, b.d, rows, b.q_rows), k_rows = rows_of(b.k_rotated, b.d, rows, b.k_rows);
     pairs_of(c, q_rows, flipped_of(k_rows, c, b.k_flipped), call.features, queries(next));
     Operand pairs = columns_of(b.pairs, CHUNK, rows, b.pairs_columns);
@@ -370,17 +370,16 @@ struct Head {
     pairs_of(c, d_num_rows, flipped_of(v_rows, c, b.v_flipped), call.width, values_of(call.o, next));
     pairs = rows_of(b.pairs, CHUNK, rows, b.pairs_rows);
     Operand k_columns = columns_of(b.k_rotated, b.d, rows, b.k_columns), q_columns = query_columns(c);
-    multiply<false, BY_PAIRS>(b.dq, b.d, rows, b.d, pairs, k_columns, c.n, written(call.dv, call.value_dtype, call.width));
+    multiply<false, BY_PAIRS>(b.dq, b.d, rows, b.d, pairs, k_columns, c.n, values_written(call.dv, c));
     pairs = columns_of(b.pairs, CHUNK, rows, b.pairs_columns);
-    multiply<true, BY_PAIRS_T>(b.dk, b.d, rows, b.d, pairs, q_columns, c.n, written(call.dq, call.dtype, call.features));
+    multiply<true, BY_PAIRS_T>(b.dk, b.d, rows, b.d, pairs, q_columns, c.n, features_written(call.dq, c));
 
     if (decays) {
       k_rows = rows_of(b.k_rotated, b.d, rows, b.k_rows, decay.kept), v_rows = rows_of(b.v, b.e, rows, b.v_rows, decay.kept);
       d_num_rows = rows_of(b.d_num, b.e, rows, b.d_num_rows, decay.reach), d_num_columns = reached_columns(c);
     }
     Operand d_state = columns_of(b.d_state, b.e, b.d, b.state_columns);
-    multiply<false, FULL, ADD>(b.out, b.e, rows, b.e, k_rows, d_state, call.features,
-                               written(call.dk, call.dtype, call.features));
+    multiply<false, FULL, ADD>(b.out, b.e, rows, b.e, k_rows, d_state, call.features, features_written(call.dk, c));
     d_state = columns_of(b.d_state_transposed, b.d, b.e, b.state_columns);
     multiply<false, FULL, ADD>(b.dk, b.d, rows, b.d, v_rows, d_state, call.width, keys(later));
     add_to_gradient(c, q_columns, d_num_columns, values(later));
@@ -474,7 +473,8 @@ struct Head {
       Chunk c = chunk(i, call.queries);
       load_rotations(c), load_queries(c);
       Operand q = rows_of(b.q_rotated, b.d, c.rows(), b.q_rows);
-      multiply<false>(b.out, b.e, c.rows(), b.e, q, state, call.features, queries(chunk(i + 1, call.queries)));
+      multiply<false>(b.out, b.e, c.rows(), b.e, q, state, call.features,
+                      {queries(chunk(i + 1, call.queries)), outputs(c)});
       float dots[CHUNK];
       for (int64_t t = 0; t < c.n; t++) {
         Vector total = {};
@@ -498,8 +498,9 @@ struct Head {
       load_rotations(c), load_queries(c);
       through_division(c, d_den);
       Operand d_num = rows_of(b.d_num, b.e, c.rows(), b.d_num_rows);
-      multiply<false>(b.dq, b.d, c.rows(), b.d, d_num, state, call.width, queries(chunk(i + 1, call.queries)));
-      add_to_gradient(c, query_columns(c), reached_columns(c));
+      const Chunk next = chunk(i + 1, call.queries);
+      multiply<false>(b.dq, b.d, c.rows(), b.d, d_num, state, call.width, {queries(next), features_written(call.dq, c)});
+      add_to_gradient(c, query_columns(c), reached_columns(c), {values_of(call.grad_o, next), values_of(call.o, next)});
       sum_query_gradients(c, d_den);
       if (d_theta) add_theta_gradient(call, c, b.q_rotated, b.dq, d_theta);
       float* dq = b.q_rotated;
@@ -521,8 +522,8 @@ struct Head {
       Chunk c = chunk(i, call.keys), next = chunk(i + 1, call.keys);
       load_rotations(c), load_keys(c, b.k), load_values(c);
       Operand k = rows_of(b.k_rotated, b.d, c.rows(), b.k_rows), v = rows_of(b.v, b.e, c.rows(), b.v_rows);
-      multiply<false>(b.out, b.e, c.rows(), b.e, k, d_state, call.features, keys(next));
-      multiply<false>(b.dk, b.d, c.rows(), b.d, v, d_state_transposed, call.width, values(next));
+      multiply<false>(b.out, b.e, c.rows(), b.e, k, d_state, call.features, {keys(next), values_written(call.dv, c)});
+      multiply<false>(b.dk, b.d, c.rows(), b.d, v, d_state_transposed, call.width, {values(next), features_written(call.dk, c)});
       store_value_gradient(c);
       if (d_theta) add_theta_gradient(call, c, b.k_rotated, b.dk, d_theta);
       float* dk = b.k_rotated;

@@ -130,6 +130,12 @@ static inline float sum_lanes(Vector x) {
   return (x[0] + x[1]) + (x[2] + x[3]);
 }
 
+static inline float largest_lane(Vector x) {
+  float most = x[0];
+  for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
+  return most;
+}
+
 static inline Vector least(Vector x, Vector y) { return x > y ? y : x; }  // x where x is NaN
 
 // Entries 2m and 2m + 1 exchanged.
