@@ -17,12 +17,14 @@ from linrope.cli.training import TrainingCLI
 from linrope.errors import InputError, Interrupted
 from linrope.models.saving import CONFIG_FILE
 from linrope.training.callbacks.averaging import AverageWeights, require_same_averaging
+from linrope.training.callbacks.compiled import CompiledTraining, require_compiler
 from linrope.training.callbacks.health import HealthMonitor, SpikeWarning
 from linrope.training.callbacks.memory_preflight import MemoryPreflight
 from linrope.training.callbacks.saving import GracefulStop, LastCheckpoint, SaveConfig
 from linrope.training.callbacks.summary import PrintSample, RunSummary
 from linrope.training.callbacks.throughput import Throughput
 from linrope.training.checkpoint import require_training_state, start_from
+from linrope.training.precision import is_nvidia
 from linrope.utils.files import require_writable
 
 
@@ -87,6 +89,8 @@ class FitCLI(TrainingCLI):
             )
 
     def instantiate_trainer(self) -> Trainer:
+        if self.config_init.run.compile:
+            require_compiler("cuda" if is_nvidia(self.config_init.trainer.accelerator) else "cpu")
         self.start = None  # a line of the run's summary
         path = self.config_init.run.start_from
         if self.checkpoint is None and path is not None:
@@ -122,6 +126,8 @@ class FitCLI(TrainingCLI):
         ]
         if run.health_every_n_steps:
             callbacks.append(HealthMonitor(run.health_every_n_steps))
+        if run.compile:
+            callbacks.append(CompiledTraining())  # after the monitor, which hooks layers
         if run.spike_factor:
             callbacks.append(SpikeWarning(self.console, run.spike_factor))
         if sample.prompt is not None:

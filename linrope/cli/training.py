@@ -57,6 +57,9 @@ class RunConfig:
     spike_factor: float = 3.0
     """Warn when the loss or the gradient norm exceeds this factor × its median over the last 100 steps, and name the
     samples of that step; 0 for no warnings."""
+    compile: bool = False
+    """Compile the model's blocks for training steps (torch.compile; needs a C++ compiler). The first step takes some
+    ten seconds; the others are faster in bf16-mixed."""
 
     def __post_init__(self) -> None:
         if self.checkpoint_every_n_steps < 1:

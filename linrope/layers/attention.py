@@ -10,6 +10,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from linrope.errors import InputError, require_choice
+from linrope.layers.linear import Linear
 from linrope.layers.selective_rope import SelectiveRope
 from linrope.layers.short_convolution import ShortConvolution
 from linrope.layers.state import AttentionState, token_positions
@@ -76,12 +77,12 @@ class Attention(nn.Module):
         inner = n_heads * head_dim
         self.rope = rope
         self.selective: SelectiveRope | None = None  # set by a subclass
-        self.qkv = nn.Linear(d_model, 3 * inner, bias=bias)
+        self.qkv = Linear(d_model, 3 * inner, bias=bias)
         without_silu = 2 * inner if conv_silu == "v" else 0
         self.conv = ShortConvolution(3 * inner, short_conv, without_silu) if short_conv else None
         self.norm = nn.RMSNorm(head_dim, eps=1e-5) if output_norm else None
-        self.gate = nn.Linear(d_model, inner, bias=bias) if output_gate else None
-        self.out = nn.Linear(inner, d_model, bias=bias)
+        self.gate = Linear(d_model, inner, bias=bias) if output_gate else None
+        self.out = Linear(inner, d_model, bias=bias)
 
     def forward(
         self,

@@ -19,6 +19,7 @@ from linrope.errors import InputError, require_choice
 from linrope.feature_maps import FEATURE_MAP_NAMES
 from linrope.generation.decoding import Prompts, generate, stream
 from linrope.generation.prompt_state import PromptState
+from linrope.layers.linear import Linear
 from linrope.layers.linear_attention import LinearAttention
 from linrope.layers.softmax_attention import SoftmaxAttention
 from linrope.layers.state import AttentionState, ModelState, state_before, token_positions
@@ -153,8 +154,8 @@ class GatedMLP(nn.Module):
 
     def __init__(self, d_model: int, width: int):
         super().__init__()
-        self.gate_up = nn.Linear(d_model, 2 * width, bias=False)
-        self.out = nn.Linear(width, d_model, bias=False)
+        self.gate_up = Linear(d_model, 2 * width, bias=False)
+        self.out = Linear(width, d_model, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., d_model) -> (..., d_model)."""
@@ -207,7 +208,7 @@ class LanguageModel(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
         self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
-        self.output = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.output = Linear(config.d_model, config.vocab_size, bias=False)
         self._initialise()
         if config.tie_embeddings:
             self.output.weight = self.embedding.weight

@@ -161,13 +161,24 @@ class TrainingTask(LightningModule):
             torch._foreach_mul_(gradients, n_positions / sums["targets"])
         norm = nn.utils.get_total_norm(gradients)
         grad_norm = norm.item()
-        precision = self.trainer.precision_plugin
-        if not (isinstance(precision, MixedPrecision) and precision.scaler):  # GradScaler skips such steps by itself
+        if not self._scales_gradients:  # GradScaler skips such steps by itself
             self._require_finite("gradient norm", grad_norm)
         if clip_norm := self.optimizer_config.clip_norm:
             nn.utils.clip_grads_with_norm_(self.model.parameters(), clip_norm, norm)
         learning_rate = optimizer.param_groups[0]["lr"]
         self.log_dict({**self.training_metrics(sums), "grad_norm": grad_norm, "lr": learning_rate})
+
+    @property
+    def _scales_gradients(self) -> bool:
+        """Whether a GradScaler does, as in 16-mixed."""
+        precision = self.trainer.precision_plugin
+        return isinstance(precision, MixedPrecision) and precision.scaler is not None
+
+    @property
+    def _fused(self) -> bool | None:
+        """AdamW's option: one pass over all weights on a CPU, PyTorch's choice elsewhere. A fused AdamW would take the
+        gradients of a GradScaler scaled, and clipping needs them as they are."""
+        return True if self.device.type == "cpu" and not self._scales_gradients else None
 
     def _finish_step_sums(self) -> tuple[dict[str, float], float]:
         """The sums and the number of positions of the whole step, over its micro-batches and ranks."""
@@ -212,7 +223,8 @@ class TrainingTask(LightningModule):
 
     def configure_optimizers(self) -> dict[str, Any]:
         config = self.optimizer_config
-        optimizer = AdamW(parameter_groups(self.model, config.weight_decay), lr=config.lr, betas=config.betas)
+        groups = parameter_groups(self.model, config.weight_decay)
+        optimizer = AdamW(groups, lr=config.lr, betas=config.betas, fused=self._fused)
         # Lightning steps schedulers per epoch unless told otherwise.
         return {
             "optimizer": optimizer,
@@ -286,6 +298,6 @@ class TrainingTask(LightningModule):
         lr_now = config.lr * self._learning_rate_factor(step) if self.trainer.max_steps > 0 else config.lr
         for state in checkpoint.get("optimizer_states", []):
             for group, decay in zip(state["param_groups"], (config.weight_decay, 0.0), strict=True):
-                group.update(lr=lr_now, initial_lr=config.lr, betas=config.betas, weight_decay=decay)
+                group.update(lr=lr_now, initial_lr=config.lr, betas=config.betas, weight_decay=decay, fused=self._fused)
         for state in checkpoint.get("lr_schedulers", []):
             state["base_lrs"] = [config.lr] * len(state["base_lrs"])

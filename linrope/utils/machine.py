@@ -31,13 +31,29 @@ def multiplies_bfloat16() -> bool:
     return torch.backends.mkldnn.is_available() and bool(BFLOAT16_FLAGS & _instructions())
 
 
+def mkl_lacks_avx512() -> bool:
+    """Whether PyTorch's float32 products leave AVX512 unused: MKL has such code for Intel's processors only. oneDNN,
+    which computes PyTorch's convolutions, has it for all."""
+    libraries = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return libraries and has_avx512 and _listed("vendor_id") != {"GenuineIntel"}
+
+
 def _instructions() -> set[str]:
     """The names of the processor's instructions, as far as the system lists them."""
+    if sys.platform != "darwin":
+        return _listed("flags", "Features")
     try:
-        if sys.platform == "darwin":
-            asked = ["sysctl", "-n", "hw.optional.arm.FEAT_BF16"]
-            return {"bf16"} if subprocess.run(asked, capture_output=True, check=False).stdout.strip() == b"1" else set()
+        asked = subprocess.run(["sysctl", "-n", "hw.optional.arm.FEAT_BF16"], capture_output=True, check=False)
+    except OSError:
+        return set()
+    return {"bf16"} if asked.stdout.strip() == b"1" else set()
+
+
+def _listed(*names: str) -> set[str]:
+    """The words that Linux lists for the first processor under the first of these names; none on other systems."""
+    try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return set()
-    return set(next((line.split(":", 1)[1] for line in lines if line.startswith(("flags", "Features"))), "").split())
+    return set(next((line.split(":", 1)[1] for line in lines if line.startswith(names)), "").split())

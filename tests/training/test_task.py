@@ -4,6 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -153,3 +154,20 @@ def test_a_loss_that_is_not_finite_stops_any_task_before_its_weights_change():
     with pytest.raises(NonFiniteError, match=r"the loss is (nan|inf) at step 1; .* Start again"):
         quiet_trainer(num_sanity_val_steps=0, callbacks=[], max_steps=1).fit(task, DataLoader(batches, batch_size=None))
     assert task.model.factor.item() == 1.0
+
+
+SCALED = {"plugins": [MixedPrecision("16-mixed", "cpu")]}  # with a GradScaler, as on a GPU
+
+
+@pytest.mark.parametrize(
+    ("options", "fused"), [({}, True), ({"precision": "bf16-mixed"}, True), (SCALED, None)], ids=["32", "bf16", "16"]
+)
+def test_the_optimizer_is_one_pass_on_a_cpu_and_clips_gradients_as_they_are(options, fused):
+    """A GradScaler scales gradients by 65,536: the norm that is logged and clipped must not be that."""
+    batch = {"x": torch.tensor([1.0, 2.0]), "asked": torch.tensor([True, True])}
+    loader = DataLoader([batch], batch_size=None)
+    task = DoublingTask(Doubler(), OptimizerConfig(lr=0.1, warmup_steps=0))
+    trainer = quiet_trainer(num_sanity_val_steps=0, callbacks=[], max_steps=1, **options)
+    trainer.fit(task, loader)
+    assert trainer.optimizers[0].param_groups[0]["fused"] is fused
+    assert trainer.callback_metrics["grad_norm"].item() == pytest.approx(2 * (1 + 4) / 2, rel=1e-2)

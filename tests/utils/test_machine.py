@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from linrope.utils.machine import multiplies_bfloat16
+from linrope.utils.machine import mkl_lacks_avx512, multiplies_bfloat16
 
 X86 = "processor\t: 0\nmodel name\t: AMD EPYC\nflags\t\t: fpu avx512f {} avx512vbmi\nbugs\t\t: none\n"
 ARM = "processor\t: 0\nFeatures\t: fp asimd {} i8mm\nCPU part\t: 0xd40\n"
@@ -45,3 +45,21 @@ def test_a_system_without_a_list_has_none(monkeypatch):
     monkeypatch.setattr("linrope.utils.machine.sys.platform", "win32")
     monkeypatch.setattr("linrope.utils.machine.Path.read_text", missing)
     assert multiplies_bfloat16() is False
+
+
+@pytest.mark.parametrize(
+    ("vendor", "capability", "mkl", "lacks"),
+    [
+        ("AuthenticAMD", "AVX512", True, True),
+        ("GenuineIntel", "AVX512", True, False),
+        ("AuthenticAMD", "AVX2", True, False),
+        ("AuthenticAMD", "AVX512", False, False),
+    ],
+)
+def test_mkl_uses_avx512_on_processors_of_intel_only(vendor, capability, mkl, lacks, monkeypatch):
+    text = f"processor\t: 0\nvendor_id\t: {vendor}\n"
+    monkeypatch.setattr("linrope.utils.machine.Path.read_text", lambda path, encoding: text)
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
+    monkeypatch.setattr("torch.backends.mkl.is_available", lambda: mkl)
+    monkeypatch.setattr("torch.backends.mkldnn.is_available", lambda: True)
+    assert mkl_lacks_avx512() is lacks

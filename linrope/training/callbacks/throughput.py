@@ -21,7 +21,7 @@ DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32, "64"
 
 
 class Throughput(Callback):
-    """Logs the speed of a run, as means over the last `window` optimizer steps:
+    """Logs the speed of a run at every step that the Trainer logs, as means over the last `window` optimizer steps:
 
     - `tokens_per_second`: tokens trained on, over all devices, per second of wall time between steps. The time includes
       loading data, not validation.
@@ -59,7 +59,9 @@ class Throughput(Callback):
         self._steps.append((self._tokens, self._flops, now - self._began, waited - self._waited))
         self._tokens = self._flops = 0
         self._began, self._waited = now, waited
-        pl_module.log_dict(self._metrics(trainer))
+        step, every = trainer.global_step, trainer.log_every_n_steps
+        if step == trainer.max_steps or (every and step % every == 0):  # logging takes Lightning a millisecond
+            pl_module.log_dict(self._metrics(trainer))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._paused = time.perf_counter()

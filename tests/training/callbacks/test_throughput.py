@@ -56,6 +56,9 @@ def test_rates_are_sums_over_the_window_and_validation_does_not_count(monkeypatc
     trainer = SimpleNamespace(
         world_size=2,
         accumulate_grad_batches=2,
+        global_step=0,
+        max_steps=3,
+        log_every_n_steps=2,
         train_dataloader=loader,
         strategy=SimpleNamespace(root_device=torch.device("cpu")),
     )
@@ -70,7 +73,9 @@ def test_rates_are_sums_over_the_window_and_validation_does_not_count(monkeypatc
         now[0] += seconds
         loader.waited += waited
         for micro_batch, shape in enumerate([(2, 16), (1, 32)]):
+            trainer.global_step = number + micro_batch  # the second one finishes the step
             rate.on_train_batch_end(trainer, module, None, {"inputs": torch.zeros(shape)}, 2 * number + micro_batch)
+    assert len(logged) == 2  # after the steps 2, which the trainer logs, and 3, the last
     # the last two steps took eight seconds; of this device's rows
     flops = 2 * (step_flops(model, 2, 16) + step_flops(model, 1, 32)) / 8
     assert logged[-1]["tokens_per_second"] == pytest.approx(2 * 2 * 64 / 8)
