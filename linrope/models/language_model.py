@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linrope.errors import InputError, require_choice
@@ -25,6 +24,7 @@ from linrope.layers.softmax_attention import SoftmaxAttention
 from linrope.layers.state import AttentionState, ModelState, state_before, token_positions
 from linrope.models.saving import read_model, write_folder
 from linrope.ops.documents import check_segment_ids
+from linrope.ops.swiglu import swiglu
 from linrope.positions.sinusoidal import sinusoids
 from linrope.rotary import RotaryConfig, check_config
 from linrope.utils.options import check_keys, check_types
@@ -159,8 +159,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., d_model) -> (..., d_model)."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)  # (..., width) each
-        return self.out(F.silu(gate) * up)
+        return self.out(swiglu(self.gate_up(x)))  # (..., 2 width) -> (..., width) -> (..., d_model)
 
 
 class Block(nn.Module):

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.func import debug_unwrap
 
 from linrope.errors import InputError
 from linrope.rotary import RotaryEmbedding
@@ -24,6 +26,12 @@ def check_tensor(name: str, x: Tensor, types: str, axes: str, shape: Sequence[in
         raise InputError(f"{name} is {got}: pass {types} of shape {axes} = {tuple(shape)}.")
     if x.device != device:
         raise InputError(f"{name} is on {x.device}, the inputs are on {device}: use one device.")
+
+
+def is_transformed(*tensors: Tensor | None) -> bool:
+    """Whether a transform of `torch.func` or a forward-mode derivative is under way on one of the tensors."""
+    there = (x for x in tensors if x is not None)
+    return any(debug_unwrap(x) is not x or forward_ad.unpack_dual(x).tangent is not None for x in there)
 
 
 def check_rope(rope: RotaryEmbedding | None, heads: int, features: int) -> None:

@@ -9,12 +9,11 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.func import debug_unwrap
 from torch.utils.flop_counter import register_flop_formula
 
 from linrope.errors import InputError
 from linrope.ops.call import Call
+from linrope.ops.checks import is_transformed
 from linrope.ops.cpu_kernel import kernel as cpu_kernel
 from linrope.ops.state import State
 from linrope.ops.torch_kernel import kernel as torch_kernel
@@ -41,10 +40,7 @@ def one_token(call: Call, kernel: str) -> tuple[Tensor, State]:
 
 def _refuse_transforms(kernel: str, *tensors: Tensor | None) -> None:
     """The operators have no rule for them: jvp would take the tangent as 0, others would fail deep inside PyTorch."""
-    if torch.compiler.is_compiling():
-        return
-    there = [x for x in tensors if x is not None]
-    if any(debug_unwrap(x) is not x or forward_ad.unpack_dual(x).tangent is not None for x in there):
+    if not torch.compiler.is_compiling() and is_transformed(*tensors):
         raise InputError(
             f"backend={kernel!r} supports no transforms of torch.func (grad, jvp, vmap) and no forward-mode "
             "differentiation: use backend='reference', or torch.autograd.grad for grad, or a larger B for vmap."

@@ -10,10 +10,9 @@ import ctypes
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.func import debug_unwrap
 
 from linrope.errors import InputError
+from linrope.ops.checks import is_transformed
 from linrope.ops.cpu_kernel.library import DTYPES, library, why_none
 
 WIDEST = 8
@@ -45,9 +44,7 @@ def is_compiled(x: Tensor, weight: Tensor) -> bool:
     fits = x.device.type == "cpu" and x.dtype in DTYPES and weight.shape[1] <= WIDEST
     if not fits or x.shape[1] < SHORTEST or x.numel() == 0 or why_none() is not None:
         return False
-    return torch.compiler.is_compiling() or not any(
-        debug_unwrap(y) is not y or forward_ad.unpack_dual(y).tangent is not None for y in (x, weight)
-    )
+    return torch.compiler.is_compiling() or not is_transformed(x, weight)
 
 
 def by_definition(x: Tensor, tail: Tensor, weight: Tensor, documents: Tensor | None, without_silu: int) -> Tensor:

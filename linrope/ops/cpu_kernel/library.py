@@ -32,9 +32,8 @@ CHOICES = ("v3", "v4", "neon", "off")
 OFF = "LINROPE_CPU=off"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What the library takes, in the order of `DType` in `source/parallel.h`."""
-FUNCTIONS = tuple(
-    f"linrope_{name}" for name in ("sizes", "forward", "backward", "one_token", "convolve", "convolve_backward")
-)
+_NAMES = ("sizes", "forward", "backward", "one_token", "convolve", "convolve_backward", "swiglu", "swiglu_backward")
+FUNCTIONS = tuple(f"linrope_{name}" for name in _NAMES)
 AGAIN = "install linrope again to compile it: pip install --force-reinstall --no-deps"
 
 

@@ -25,9 +25,6 @@ namespace {
 
 enum { MOST = 8, GROUP = 32, TOKENS = 64 };  // the widest; channels of a task; tokens that stay in the first-level cache
 
-// σ(x)
-Vector sigmoid(Vector x) { return broadcast(1.f) / (broadcast(1.f) + exponential(least(-x, broadcast(80.f)))); }
-
 // One vector of channels of one row. WIDTH is the convolution's, or 0 for any.
 template <typename T, int WIDTH>
 struct Lane {

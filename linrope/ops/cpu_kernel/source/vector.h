@@ -168,6 +168,11 @@ static inline Vector exponential(Vector x) {
   return p * (Vector)power;
 }
 
+// σ(x)
+static inline Vector sigmoid(Vector x) {
+  return broadcast(1.f) / (broadcast(1.f) + exponential(least(-x, broadcast(80.f))));
+}
+
 // exp(x) for x ≤ 0 as a weight: 0 below -87.
 static inline Vector decay_weight(Vector x) { return x < broadcast(-87.f) ? Vector{} : exponential(x); }
 static inline float decay_weight(double x) { return decay_weight(broadcast((float)x))[0]; }
