@@ -26,6 +26,7 @@ from benchmarks.harness.runner import AddOption, Benchmark
 from benchmarks.harness.timing import Call, Sample, Several, alternate, copy, gemm
 from benchmarks.harness.training_step import training_step
 from benchmarks.speed.decode import linear_steps
+from benchmarks.speed.empty_operator import empty_operator
 from benchmarks.speed.gpu_correctness import FAIL, FAILED, PASS
 from benchmarks.speed.methods import Inputs, Method, Setting, call_of, linear, softmax, whole_sequence
 from linrope import LanguageModelConfig, RotaryEmbedding, State
@@ -186,21 +187,11 @@ def one_token_overhead(rounds: int = 15, count: int = 200) -> Measured:
     args = state.kv, state.k_sum, *call.operator_args
     calls = {
         "token": partial(torch.ops.linrope.one_token, *args, "cpu" if library.why_none() is None else "chunked"),
-        "empty": partial(torch.ops.linrope_benchmarks.nothing, state.kv, state.k_sum, q, k, v),
+        "empty": partial(empty_operator, state.kv, state.k_sum, q, k, v),
     }
     with torch.no_grad():
         samples = alternate({name: Several(f, count) for name, f in calls.items()}, rounds, count=False).samples
     return Measured(1e6 * (samples["token"].median - samples["empty"].median))
-
-
-torch.library.define(
-    "linrope_benchmarks::nothing", "(Tensor kv, Tensor k_sum, Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor, Tensor)"
-)
-
-
-@torch.library.impl("linrope_benchmarks::nothing", "cpu")
-def _(kv: Tensor, k_sum: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x) for x in (v, kv, k_sum))
 
 
 def softmax_step_over_linear(rounds: int) -> Measured:
