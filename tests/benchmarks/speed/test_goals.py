@@ -76,7 +76,7 @@ SMALL_CASES = {
     "softmax": partial(goals.over_linear, softmax, 64, rounds=1),
     "whole-sequence": partial(goals.over_linear, whole_sequence, 64, rounds=1),
     "roofline": partial(goals.over_roofline, 64, rounds=1),
-    "linear": partial(goals.per_token, 64, 32, rounds=1, several=2),
+    "linear": partial(goals.per_token, 64, 32, rounds=1),
     "bf16": partial(goals.time_over, {"dtype": "float32"}, {"dtype": "bfloat16"}, 64, rounds=1),
     "chunked": partial(goals.over_chunked, 64, rounds=1),
     "softmax-avx2": partial(goals.softmax_over_avx2, 64, rounds=1),
