@@ -30,12 +30,12 @@ struct Buffers {
   float *v, *out;                              // (CHUNK, e)
   float *pairs;                                // (CHUNK, CHUNK)
   float *state, *sum;                          // (d, e), (d)
-  float *features, *states, *sums;             // of a block: φ(k) (BLOCK, d), states (chunks + 1, e, d), sums (chunks + 1, d)
+  float *features, *states, *sums;             // of a block: φ(k) (BLOCK, d), states (5, e, d), sums of keys (5, d)
   float *dq, *dk, *d_num;                      // (CHUNK, d) twice, (CHUNK, e)
   float *d_state, *d_state_transposed, *d_sum;  // (d, e), (e, d), (d)
   Rotations rotations;
   float *pair_weights;
-  // Room for operands of products: see products.h. _rows and _columns have the shape of their matrix, _flipped of its transpose.
+  // Room for operands of products, see products.h: _rows and _columns in the shape of their matrix, _flipped transposed.
   float *q_rows, *q_columns, *k_rows, *k_columns, *k_flipped, *v_rows, *v_columns, *v_flipped;
   float *d_num_rows, *d_num_columns, *pairs_rows, *pairs_columns, *state_columns;
   float* from;
@@ -136,10 +136,13 @@ struct Head {
   }
   Rows keys(const Chunk& c) const { return rows_in(call.k, call.dtype, call.features, c); }
   Rows queries(const Chunk& c) const { return rows_in(call.q, call.dtype, call.features, c); }
-  Rows outputs(const Chunk& c) const { return rows_in(call.o, call.value_dtype, call.width, c, true); }
-  Rows features_written(const Tokens& x, const Chunk& c) const { return rows_in(x, call.dtype, call.features, c, true); }
-  Rows values_written(const Tokens& x, const Chunk& c) const { return rows_in(x, call.value_dtype, call.width, c, true); }
   Rows values_of(const Tokens& x, const Chunk& c) const { return rows_in(x, call.value_dtype, call.width, c); }
+  Rows features_written(const Tokens& x, const Chunk& c) const {
+    return rows_in(x, call.dtype, call.features, c, true);
+  }
+  Rows values_written(const Tokens& x, const Chunk& c) const {
+    return rows_in(x, call.value_dtype, call.width, c, true);
+  }
   Rows values(const Chunk& c) const { return values_of(call.v, c); }
 
   // Operands in a buffer's place; `weights` as in products.h.
@@ -214,7 +217,7 @@ struct Head {
       Operand q = rows_of(b.q_rotated, b.d, c.rows(), b.q_rows), k = rows_of(b.k_rotated, b.d, c.rows(), b.k_rows);
       pairs_of(c, q, flipped_of(k, c, b.k_flipped), call.features, keys(next));
       Operand pairs = rows_of(b.pairs, CHUNK, c.rows(), b.pairs_rows), v = value_columns(c);
-      multiply<false, BY_PAIRS>(b.out, b.e, c.rows(), b.e, pairs, v, c.n, outputs(c));
+      multiply<false, BY_PAIRS>(b.out, b.e, c.rows(), b.e, pairs, v, c.n, values_written(call.o, c));
       if (decays) q = rows_of(b.q_rotated, b.d, c.rows(), b.q_rows, decay.reach);
       Operand state = columns_of(b.state, b.e, b.d, b.state_columns);
       multiply<false, FULL, ADD>(b.out, b.e, c.rows(), b.e, q, state, call.features, queries(next));
@@ -375,7 +378,8 @@ struct Head {
     multiply<true, BY_PAIRS_T>(b.dk, b.d, rows, b.d, pairs, q_columns, c.n, features_written(call.dq, c));
 
     if (decays) {
-      k_rows = rows_of(b.k_rotated, b.d, rows, b.k_rows, decay.kept), v_rows = rows_of(b.v, b.e, rows, b.v_rows, decay.kept);
+      k_rows = rows_of(b.k_rotated, b.d, rows, b.k_rows, decay.kept);
+      v_rows = rows_of(b.v, b.e, rows, b.v_rows, decay.kept);
       d_num_rows = rows_of(b.d_num, b.e, rows, b.d_num_rows, decay.reach), d_num_columns = reached_columns(c);
     }
     Operand d_state = columns_of(b.d_state, b.e, b.d, b.state_columns);
@@ -383,7 +387,8 @@ struct Head {
     d_state = columns_of(b.d_state_transposed, b.d, b.e, b.state_columns);
     multiply<false, FULL, ADD>(b.dk, b.d, rows, b.d, v_rows, d_state, call.width, keys(later));
     add_to_gradient(c, q_columns, d_num_columns, values(later));
-    multiply<false, FULL, ADD>(b.dq, b.d, rows, b.d, d_num_rows, columns_of(state, b.d, b.e, b.state_columns), call.width);
+    Operand transposed = columns_of(state, b.d, b.e, b.state_columns);
+    multiply<false, FULL, ADD>(b.dq, b.d, rows, b.d, d_num_rows, transposed, call.width);
     store_value_gradient(c);
   }
 
@@ -474,7 +479,7 @@ struct Head {
       load_rotations(c), load_queries(c);
       Operand q = rows_of(b.q_rotated, b.d, c.rows(), b.q_rows);
       multiply<false>(b.out, b.e, c.rows(), b.e, q, state, call.features,
-                      {queries(chunk(i + 1, call.queries)), outputs(c)});
+                      {queries(chunk(i + 1, call.queries)), values_written(call.o, c)});
       float dots[CHUNK];
       for (int64_t t = 0; t < c.n; t++) {
         Vector total = {};
@@ -523,7 +528,8 @@ struct Head {
       load_rotations(c), load_keys(c, b.k), load_values(c);
       Operand k = rows_of(b.k_rotated, b.d, c.rows(), b.k_rows), v = rows_of(b.v, b.e, c.rows(), b.v_rows);
       multiply<false>(b.out, b.e, c.rows(), b.e, k, d_state, call.features, {keys(next), values_written(call.dv, c)});
-      multiply<false>(b.dk, b.d, c.rows(), b.d, v, d_state_transposed, call.width, {values(next), features_written(call.dk, c)});
+      multiply<false>(b.dk, b.d, c.rows(), b.d, v, d_state_transposed, call.width,
+                      {values(next), features_written(call.dk, c)});
       store_value_gradient(c);
       if (d_theta) add_theta_gradient(call, c, b.k_rotated, b.dk, d_theta);
       float* dk = b.k_rotated;

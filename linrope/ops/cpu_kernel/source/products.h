@@ -63,7 +63,7 @@ static inline void tile(float* c, int64_t c_width, const T* a, int64_t a_width, 
   for (int64_t k = 0; k < depth; k++)
     for (int i = 0; i < R; i++)
       for (int j = 0; j < V; j++)
-        sum[i][j] = add_product(sum[i][j], TRANSPOSED ? a[k * a_width + i] : a[i * a_width + k], b + k * b_width + j * LANES);
+        sum[i][j] = add_product(sum[i][j], a[TRANSPOSED ? k * a_width + i : i * a_width + k], b + k * b_width + j * LANES);
   for (int i = 0; i < R; i++)
     for (int j = 0; j < V; j++) {
       float* to = c + i * c_width + j * LANES;
