@@ -11,8 +11,8 @@ from linrope.utils.machine import mkl_lacks_avx512
 SMALLEST = 2**24
 """Multiplications of a call from which on oneDNN is faster: its calls take longer to start."""
 
-
 BY_CONVOLUTION = mkl_lacks_avx512()
+"""Whether such calls are convolutions on this machine."""
 
 
 class Linear(nn.Linear):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from linrope.ops.call import Call, autocast_inputs, check_call, device_type
+from linrope.ops.call import Call, autocast_inputs, check_call, without_autocast
 from linrope.ops.state import State, rotate_keys
 from linrope.rotary import RotaryEmbedding, rotate, unit_rotations
 
@@ -41,7 +41,7 @@ def summarize(
         InputError: an argument that does not fit; the message names it, its value and the fix.
     """
     k, v = autocast_inputs(k, v)
-    with torch.autocast(device_type(k), enabled=False):
+    with without_autocast(k):
         return _sum_blocks(check_call(None, k, v, rope, log_decay, feature_map, normalize, True, key_mask, segment_ids))
 
 

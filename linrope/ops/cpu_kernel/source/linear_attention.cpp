@@ -179,7 +179,7 @@ struct Head {
   }
 
   // The state's sum of keys after the chunk, without those in between.
-  void add_to_sum(const Chunk& c, const float* k, float* sum) { add_rows(c, k, decays ? decay.kept : nullptr, sum); }
+  void add_to_sum(const Chunk& c, const float* k, float* sum) { add_rows(c, k, weights(decay.kept), sum); }
 
   // The state of some chunks of keys alone; returns the weight of what came before them.
   float sum_keys(int64_t first, int64_t last) {
