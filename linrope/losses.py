@@ -6,22 +6,91 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+from linrope.errors import InputError
 
 IGNORE = -100
 """The target of positions without a loss; not a token."""
+SLICE = {"cpu": 2**20, "cuda": 2**24}
+"""Logits of a slice, by device: few enough for the cache of a CPU, enough for all cores of a GPU."""
+FEWEST_ROWS = 512
+"""Rows of a slice at least: the gradient of the output layer's weight is read and written once a slice."""
 
 
 def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum of the cross entropies in nats, float32 or float64, of logits (B, T, V); targets (B, T) of IGNORE add 0."""
+    """Sum of the cross entropies in nats, float32 or float64, of logits (..., V); targets (...) of IGNORE add 0."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORE)
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum", ignore_index=IGNORE)
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropies in nats, (B, T) float32, of logits (B, T, V); 0 where a target (B, T) is IGNORE."""
-    losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none", ignore_index=IGNORE)
+    """Cross entropies in nats, (...) float32, of logits (..., V); 0 where a target (...) is IGNORE."""
+    losses = F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), reduction="none", ignore_index=IGNORE)
     return losses.view_as(targets)
+
+
+def rows_of_slice(vocab_size: int, device: str) -> int:
+    """Rows whose logits are computed at once by the functions below."""
+    return max(FEWEST_ROWS, SLICE.get(device, SLICE["cuda"]) // vocab_size)
+
+
+def summed_cross_entropy_of(output: nn.Module, x: Tensor, targets: Tensor, rows: int) -> Tensor:
+    """`summed_cross_entropy(output(x), targets)`, in slices of so many rows: the logits of the others are not held.
+
+    The gradients of a slice are computed with its loss. So the backward keeps them alone, of the sizes of x and of the
+    output layer, and computes nothing twice; there is no second derivative. In a graph of torch.compile, all rows are
+    one slice.
+
+    Args:
+        output: the output layer, (..., D) to logits (..., V).
+        x: (B, T, D), its inputs.
+        targets: (B, T) tokens, or IGNORE.
+        rows: rows of a slice, at least 1.
+    """
+    if torch.compiler.is_compiling():
+        return summed_cross_entropy(output(x), targets)
+    slices = list(zip(x.flatten(0, 1).split(rows), targets.flatten().split(rows), strict=True))
+    if not torch.is_grad_enabled():
+        return sum(summed_cross_entropy(output(some), of_some) for some, of_some in slices)
+    trained = [parameter for parameter in output.parameters() if parameter.requires_grad]
+    return _SummedCrossEntropy.apply(output, rows, targets.flatten(), x.flatten(0, 1), *trained)
+
+
+def token_losses_of(output: nn.Module, x: Tensor, targets: Tensor, rows: int) -> Tensor:
+    """`token_losses(output(x), targets)`, in slices of so many rows; where gradients are asked for, all are kept."""
+    slices = zip(x.flatten(0, 1).split(rows), targets.flatten().split(rows), strict=True)
+    return torch.cat([token_losses(output(some), of_some) for some, of_some in slices]).view_as(targets)
+
+
+class _SummedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, output: nn.Module, rows: int, targets: Tensor, x: Tensor, *parameters: Tensor) -> Tensor:
+        slices = list(zip(x.split(rows), targets.split(rows), strict=True))
+        total, of_x = 0, []
+        sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
+        for some, of_some in slices:
+            with torch.enable_grad():
+                some = some.detach().requires_grad_()
+                loss = summed_cross_entropy(output(some), of_some)
+                found = torch.autograd.grad(loss, [some, *parameters])
+            total = total + loss.detach()
+            of_x.append(found[0])
+            for gradient, summed in zip(found[1:], sums, strict=True):
+                summed += gradient
+        ctx.save_for_backward(
+            torch.cat(of_x), *(summed.to(p.dtype) for summed, p in zip(sums, parameters, strict=True))
+        )
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        if torch.is_grad_enabled():
+            raise InputError(
+                "create_graph=True asks for a second derivative, which a loss in slices does not have: compute it from "
+                "the logits, summed_cross_entropy(model(tokens), targets)."
+            )
+        return None, None, None, *(x * grad.to(x.dtype) for x in ctx.saved_tensors)
 
 
 def bits_per_byte(nats: float, n_bytes: float) -> float:

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from linrope.errors import InputError
 from linrope.layers.state import ModelState, detach, state_before, tensors_of
-from linrope.losses import summed_cross_entropy
 from linrope.models.language_model import LanguageModel
 from linrope.ops.torch_kernel.memory import give_back
 
@@ -38,7 +37,7 @@ def segmented_loss(
     targets: Tensor,
     segment_length: int,
     *,
-    loss: Loss = summed_cross_entropy,
+    loss: Loss | None = None,
     segment_ids: Tensor | None = None,
     state: ModelState | None = None,
     truncated: bool = False,
@@ -56,8 +55,9 @@ def segmented_loss(
         inputs: (B, T) tokens.
         targets: (B, T) or (B, T, ...), the second argument of `loss`.
         segment_length: tokens of a segment, at least 1; the last may be shorter.
-        loss: `loss(logits, targets)` is the scalar loss of one segment. The loss of the sequence is the sum over its
-            segments, so divide by the number of tokens afterwards.
+        loss: `loss(logits, targets)` is the scalar loss of one segment; None for the summed cross entropy, for which
+            logits are not kept. The loss of the sequence is the sum over its segments, so divide by the number of
+            tokens afterwards.
         segment_ids: (B, T) integers, the documents of packed rows, as the model takes them.
         state: the state before the first token; it gets no gradient.
         truncated: truncated backpropagation through time: states pass between segments, gradients do not. Not with
@@ -138,7 +138,7 @@ class _Segments:
     """A sequence in segments, and the loss of each."""
 
     model: LanguageModel
-    loss: Loss
+    loss: Loss | None
     inputs: Tensor
     targets: Tensor
     segment_ids: Tensor | None
@@ -151,8 +151,11 @@ class _Segments:
         """The loss of one segment, and the state after it."""
         ids = None if self.segment_ids is None else self.segment_ids[:, segment]
         state = state_before(segment.start, self.segment_ids, state)
-        logits, state = self.model(self.inputs[:, segment], state, segment_ids=ids, return_state=True)
-        return self.loss(logits, self.targets[:, segment]), state
+        inputs, targets = self.inputs[:, segment], self.targets[:, segment]
+        if self.loss is None:
+            return self.model(inputs, state, segment_ids=ids, return_state=True, targets=targets)
+        logits, state = self.model(inputs, state, segment_ids=ids, return_state=True)
+        return self.loss(logits, targets), state
 
     def free_after(self, number: int) -> None:
         if number % SEGMENTS_BETWEEN == SEGMENTS_BETWEEN - 1 and self.inputs.device.type == "cpu":

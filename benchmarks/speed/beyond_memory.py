@@ -23,7 +23,6 @@ from benchmarks.harness.sweep import INTERRUPTED, MEASURED, Budget, Point, serie
 from benchmarks.harness.timing import alternate
 from benchmarks.harness.training_step import training_step
 from linrope import LanguageModel, LanguageModelConfig, RotaryConfig, segmented_loss
-from linrope.losses import summed_cross_entropy
 from linrope.utils.formatting import bytes_text
 from linrope.utils.terminal import new_table
 
@@ -47,7 +46,7 @@ def make_step(method: str, length: int, options: argparse.Namespace) -> Callable
     def loss(model: LanguageModel, inputs: Tensor, targets: Tensor) -> Tensor:
         if method == SEGMENTED:
             return segmented_loss(model, inputs, targets, options.segment_length)[0] / targets.numel()
-        return summed_cross_entropy(model(inputs), targets) / targets.numel()
+        return model(inputs, targets=targets) / targets.numel()
 
     return training_step(config_of(method, options), 1, length, options.device, loss)
 

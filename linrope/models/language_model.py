@@ -22,6 +22,7 @@ from linrope.layers.linear import Linear
 from linrope.layers.linear_attention import LinearAttention
 from linrope.layers.softmax_attention import SoftmaxAttention
 from linrope.layers.state import AttentionState, ModelState, state_before, token_positions
+from linrope.losses import rows_of_slice, summed_cross_entropy_of, token_losses_of
 from linrope.models.saving import read_model, write_folder
 from linrope.ops.documents import check_segment_ids
 from linrope.ops.swiglu import swiglu
@@ -233,8 +234,10 @@ class LanguageModel(nn.Module):
         segment_ids: Tensor | None = None,
         return_state: bool = False,
         logits_to_keep: int | None = None,
+        targets: Tensor | None = None,
+        reduction: Literal["sum", "none"] = "sum",
     ) -> Tensor | tuple[Tensor, ModelState]:
-        """The logits of the token after each token.
+        """The logits of the token after each token, or with `targets` their loss.
 
         Args:
             tokens: (B, T) integers in [0, vocab_size).
@@ -243,16 +246,22 @@ class LanguageModel(nn.Module):
             return_state: also return the state after the last token, one AttentionState for each layer.
             logits_to_keep: K ≥ 1 computes the last K logits only, and of the last block only what they and the state
                 need (for prompts); None computes all.
+            targets: (B, T) tokens, or IGNORE (-100) for none: the cross entropy is returned in place of the logits,
+                which are computed in slices and not kept (see `linrope.losses.summed_cross_entropy_of`).
+            reduction: "sum" adds the cross entropies of all targets; "none" gives each, (B, T), for evaluation.
 
         Returns:
-            Logits (B, T, vocab_size) or (B, min(K, T), vocab_size), or (logits, state).
+            Logits (B, T, vocab_size) or (B, min(K, T), vocab_size), or the loss in nats, float32; or (it, state).
 
         Raises:
-            InputError: tokens of the wrong shape or dtype or out of range, a state of another model.
+            InputError: tokens of the wrong shape or dtype or out of range, targets of another shape or with
+                logits_to_keep, a state of another model.
         """
         self.check(tokens, state)
         if logits_to_keep is not None and logits_to_keep < 1:
             raise InputError(f"logits_to_keep={logits_to_keep} must be at least 1, or None for all.")
+        if targets is not None:
+            self._check_targets(tokens, targets, logits_to_keep, reduction)
         x = self.embedding(tokens)  # (B, T, d_model)
         if self.config.sinusoidal:
             x = x + self._position_embedding(tokens, state, segment_ids).to(x.dtype)
@@ -263,8 +272,22 @@ class LanguageModel(nn.Module):
             start = first if layer == len(self.blocks) - 1 else 0
             x, layer_state = block(x, None if state is None else state[layer], segment_ids, start)
             after.append(layer_state)
-        logits = self.output(self.norm(x))  # (B, T - first, vocab_size)
-        return (logits, tuple(after)) if return_state else logits
+        x = self.norm(x)
+        result = self.output(x) if targets is None else self._loss(x, targets, reduction)  # (B, T - first, vocab_size)
+        return (result, tuple(after)) if return_state else result
+
+    def _check_targets(self, tokens: Tensor, targets: Tensor, logits_to_keep: int | None, reduction: str) -> None:
+        if targets.shape != tokens.shape:
+            raise InputError(
+                f"targets is {tuple(targets.shape)}, tokens {tuple(tokens.shape)}: pass one for each token."
+            )
+        if logits_to_keep is not None:
+            raise InputError(f"logits_to_keep={logits_to_keep} does not go with targets, whose logits are not kept.")
+        require_choice("reduction", reduction, ("sum", "none"))
+
+    def _loss(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        loss = summed_cross_entropy_of if reduction == "sum" else token_losses_of
+        return loss(self.output, x, targets, rows_of_slice(self.config.vocab_size, x.device.type))
 
     def _position_embedding(self, tokens: Tensor, state: ModelState | None, segment_ids: Tensor | None) -> Tensor:
         """(T, d_model), or (B, T, d_model) for packed rows, in which each document starts at 0.

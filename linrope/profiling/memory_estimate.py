@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from linrope.losses import summed_cross_entropy
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
 from linrope.profiling.fake_tensors import fake_tensors
 from linrope.segmented import segmented_loss
@@ -122,4 +121,4 @@ def step_loss(model: LanguageModel, tokens: Tensor, segment_length: int | None, 
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     if segment_length is not None:
         return segmented_loss(model, inputs, targets, segment_length, segment_ids=ids)[0]
-    return summed_cross_entropy(model(inputs, segment_ids=ids), targets)
+    return model(inputs, segment_ids=ids, targets=targets)

@@ -11,7 +11,7 @@ from torch import Tensor
 from linrope.data.tokenizers.bytes import bytes_of
 from linrope.evaluation.loss_by_position import LossByPosition
 from linrope.layers.state import ModelState, detach, from_serialized, map_state, reset_rows, to_serialized
-from linrope.losses import IGNORE, bits_per_byte, summed_cross_entropy, token_losses
+from linrope.losses import IGNORE, bits_per_byte, token_losses
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
 from linrope.segmented import require_carried_state, require_segments, segmented_loss
 from linrope.training.optimizer import OptimizerConfig
@@ -74,8 +74,7 @@ class LanguageModelingModule(TrainingTask):
         if self.segment_length is not None:
             nats, after = segmented_loss(self.model, inputs, targets, self.segment_length, segment_ids=ids, state=state)
         else:
-            logits, after = self.model(inputs, state, segment_ids=ids, return_state=True)
-            nats = summed_cross_entropy(logits, targets)
+            nats, after = self.model(inputs, state, segment_ids=ids, return_state=True, targets=targets)
         if "fresh" in batch:
             self._carried = detach(after)
         n_bytes = bytes_of(targets, batch.get("n_bytes"))
@@ -107,7 +106,7 @@ class LanguageModelingModule(TrainingTask):
         """The loss of each target of a batch in nats, (B, T)."""
         inputs, targets, ids = batch["inputs"], batch["targets"], batch.get("segment_ids")
         if self.segment_length is None:
-            return token_losses(self.model(inputs, segment_ids=ids), targets)
+            return self.model(inputs, segment_ids=ids, targets=targets, reduction="none")
         segments: list[Tensor] = []
 
         def loss(logits: Tensor, targets: Tensor) -> Tensor:
