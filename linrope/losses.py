@@ -72,15 +72,15 @@ class _SummedCrossEntropy(torch.autograd.Function):
         for some, of_some in slices:
             with torch.enable_grad():
                 some = some.detach().requires_grad_()
-                loss = summed_cross_entropy(output(some), of_some)
+                through = some.view_as(some)  # hooks of modules on inputs, as of FlopCounterMode, take no leaves here
+                loss = summed_cross_entropy(output(through), of_some)
                 found = torch.autograd.grad(loss, [some, *parameters])
             total = total + loss.detach()
             of_x.append(found[0])
             for gradient, summed in zip(found[1:], sums, strict=True):
                 summed += gradient
-        ctx.save_for_backward(
-            torch.cat(of_x), *(summed.to(p.dtype) for summed, p in zip(sums, parameters, strict=True))
-        )
+        of_parameters = (summed.to(p.dtype) for summed, p in zip(sums, parameters, strict=True))
+        ctx.save_for_backward(torch.cat(of_x), *of_parameters)
         return total
 
     @staticmethod

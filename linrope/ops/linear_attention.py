@@ -6,7 +6,6 @@ import functools
 import warnings
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from linrope.errors import require_choice
@@ -79,8 +78,7 @@ def linear_attention(
         eps: ε ≥ 0, added to the denominator. With 0, a query that sees no key divides by 0.
         backend: "auto" (the fastest for the device), "reference" (the quadratic definition), "chunked" (linear, any
             device), "cpu" (linear, compiled, fused) or "triton" (linear, fused, NVIDIA GPUs). "cpu" takes no float64
-            and at most 256 features; for those, and for the gradient of `log_decay` over more than 32,768 tokens,
-            where it loses a digit, "auto" takes "chunked".
+            and at most 256 features; for those "auto" takes "chunked".
 
     Returns:
         o: (B, H, T, E) in v's dtype, or (o, State) with `return_state`.
@@ -106,8 +104,7 @@ def _fastest(call: Call) -> str:
             return "chunked"
         return "triton"
     if cpu_kernel.why_not(call) is None:
-        trains_decay = call.log_decay is not None and call.log_decay.requires_grad and torch.is_grad_enabled()
-        return "chunked" if trains_decay and call.q.shape[2] > cpu_kernel.LONGEST_TRAINED_DECAY else "cpu"
+        return "cpu"
     if call.q.device.type == "cpu" and (reason := library.why_none()) not in (None, library.OFF):
         _warn_once(f"linrope takes its slower backend 'chunked': the compiled one cannot be used, {reason}.")
     return "chunked"

@@ -24,9 +24,10 @@ KEEPS_STATES = True
 CHUNK, BLOCK = 64, 256
 """Tokens of a chunk and of a block, as in `source/call.h`."""
 MAX_FEATURES = 256
-LONGEST_TRAINED_DECAY = 32_768
-"""Up to so many tokens the gradient of log_decay is within 2e-6; at 262,144 it is off by 6e-6 (test_precision.py)."""
-SIZES = attrgetter("batch", "heads", "queries", "keys", "features", "width", "causal", "threads")
+LONG = 32_768
+"""With decay, longer calls keep the sums over their chunks in double: the gradient of log_decay is a difference of two
+such sums. In float32 it would be off by 6e-6 at 262,144 tokens."""
+SIZES = attrgetter("batch", "heads", "queries", "keys", "features", "width", "causal", "threads", "exact")
 """What the sizes of the workspace depend on."""
 FEATURE_MAPS = ("elu1", "relu", "exp", "identity", "softmax")
 
@@ -131,6 +132,7 @@ class Filled:
             signed_features=call.signed, dtype=DTYPES.index(call.q.dtype), value_dtype=DTYPES.index(call.v.dtype),
             eps=call.eps, feature_map=FEATURE_MAPS.index(call.feature_map), plain=call.plain, causal=call.causal,
             interleaved=call.interleaved, threads=torch.get_num_threads(), middle=queries // 2,
+            exact=call.log_decay is not None and queries > LONG,
             parallel_for=library().parallel_for,
         )  # fmt: skip
         self.tokens(q=call.q, k=call.k, v=call.v)

@@ -46,7 +46,7 @@ class Tokens(ctypes.Structure):
 
 
 _SIZES = ("batch", "heads", "queries", "keys", "features", "width", "rotary", "signed_features")
-_OPTIONS = ("dtype", "value_dtype", "feature_map", "plain", "causal", "interleaved", "threads")
+_OPTIONS = ("dtype", "value_dtype", "feature_map", "plain", "causal", "interleaved", "threads", "exact")
 _TOKENS = ("q", "k", "v", "o", "grad_o", "dq", "dk", "dv", "log_decay")
 _POINTERS = ("kv", "k_sum", "kv_out", "k_sum_out", "kv_at", "k_sum_at", "den", "d_log_decay", "d_theta")
 

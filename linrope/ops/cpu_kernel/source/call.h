@@ -20,6 +20,7 @@ struct Call {
   int64_t dtype, value_dtype;        // of q and k; of v and o
   int64_t feature_map, plain, causal, interleaved;
   int64_t threads;
+  int64_t exact;                     // sums over chunks are double
   double eps;
   Tokens q, k, v, o, grad_o, dq, dk, dv;
   Tokens log_decay;                  // float32, a token each: (B, H, T, 1)

@@ -15,6 +15,9 @@
 // With bfloat16 inputs, and a processor that multiplies bfloat16, the operands of products are rounded to it. All sums, the
 // state and the denominators are float32 even so.
 //
+// The gradient of log_decay is a difference of large sums: that of a numerator and that of a denominator. So a long call
+// with decay (`exact`) keeps the sums over its chunks in double.
+//
 // If there are fewer heads than threads, the sequence is cut into stripes. First the states of their parts are summed, then
 // each stripe starts from the sum of those before it.
 
@@ -33,6 +36,8 @@ struct Buffers {
   float *features, *states, *sums;             // of a block: φ(k) (BLOCK, d), states (5, e, d), sums of keys (5, d)
   float *dq, *dk, *d_num;                      // (CHUNK, d) twice, (CHUNK, e)
   float *d_state, *d_state_transposed, *d_sum;  // (d, e), (e, d), (d)
+  float* added;                                // (d, e) or (d): a chunk's share of a sum
+  double *total = nullptr, *total_sum = nullptr;  // of an exact call: the state or its gradient, and the sum of rows
   Rotations rotations;
   float *pair_weights;
   // Room for operands of products, see products.h: _rows and _columns in the shape of their matrix, _flipped transposed.
@@ -56,6 +61,8 @@ struct Buffers {
     v_rows = take(CHUNK * e), v_columns = take(CHUNK * e), v_flipped = take(CHUNK * e);
     d_num_rows = take(CHUNK * e), d_num_columns = take(CHUNK * e);
     pairs_rows = take(CHUNK * CHUNK), pairs_columns = take(CHUNK * CHUNK), state_columns = take(d * e);
+    added = take(d * e);
+    if (call.exact) total = (double*)take(2 * d * e), total_sum = (double*)take(2 * d);
   }
   float* take(int64_t count) {
     int64_t start = size;
@@ -159,37 +166,58 @@ struct Head {
 
   // S ← g S + (b ∘ k̃)ᵀ v
   void add_to_state(const Chunk& c, Operand v, Ahead ahead = {}) {
-    if (decays) scale(b.state, b.d * b.e, decay.step);
-    Operand k = columns_of(b.k_rotated, b.d, c.rows(), b.k_columns, weights(decay.kept));
-    multiply<true, FULL, ADD>(b.state, b.e, b.d, b.e, k, v, c.n, ahead);
+    add_product(b.state, columns_of(b.k_rotated, b.d, c.rows(), b.k_columns, weights(decay.kept)), v, c.n, ahead);
+  }
+  // S ← g S + xᵀ y
+  void add_product(float* state, Operand x, Operand y, int64_t n, Ahead ahead) {
+    if (call.exact) {
+      multiply<true, FULL>(b.added, b.e, b.d, b.e, x, y, n, ahead);
+      return add(state, b.total, b.d * b.e);
+    }
+    if (decays) scale(state, b.d * b.e, decay.step);
+    multiply<true, FULL, ADD>(state, b.e, b.d, b.e, x, y, n, ahead);
+  }
+
+  // sum ← g sum + `b.added`, through the total in double if there is one.
+  void add(float* sum, double* total, int64_t size) {
+    for (int64_t i = 0; total && i < size; i++) sum[i] = (float)(total[i] = decay.step * total[i] + b.added[i]);
+    for (int64_t i = 0; !total && i < size; i += LANES)
+      store(sum + i, load(sum + i) * broadcast(decay.step) + load(b.added + i));
+  }
+  void start_totals(const float* state, const float* sum) {
+    for (int64_t i = 0; b.total && i < b.d * b.e; i++) b.total[i] = state[i];
+    for (int64_t i = 0; b.total && i < b.d; i++) b.total_sum[i] = sum[i];
   }
   Operand value_columns(const Chunk& c) const { return columns_of(b.v, b.e, c.rows(), b.v_columns); }
 
   // sum ← g sum + Σ_t weight_t x_t over the chunk's rows; without weights they are 1.
-  void add_rows(const Chunk& c, const float* x, const float* weights, float* sum) {
-    scale(sum, b.d, decay.step);
+  void add_rows(const Chunk& c, const float* x, const float* weights, float* sum, double* total = nullptr) {
     for (int64_t i = 0; i < b.d; i += LANES) {
       Vector own = {};
       for (int64_t t = 0; t < c.n; t++) {
         Vector row = summed(load(x + t * b.d + i), i);
         own += weights ? row * broadcast(weights[t]) : row;
       }
-      store(sum + i, load(sum + i) + own);
+      store(b.added + i, own);
     }
+    add(sum, total, b.d);
   }
 
   // The state's sum of keys after the chunk, without those in between.
-  void add_to_sum(const Chunk& c, const float* k, float* sum) { add_rows(c, k, weights(decay.kept), sum); }
+  void add_to_sum(const Chunk& c, const float* k, float* sum, double* total = nullptr) {
+    add_rows(c, k, weights(decay.kept), sum, total);
+  }
 
   // The state of some chunks of keys alone; returns the weight of what came before them.
   float sum_keys(int64_t first, int64_t last) {
     float step = 1;
     read_state(call, b, nullptr, nullptr, b.state, b.sum);
+    start_totals(b.state, b.sum);
     for (int64_t i = first; i < last; i++) {
       Chunk c = chunk(i, call.keys);
       if (decays) decay.make(call, c);
       load_rotations(c), load_keys(c, b.k), load_values(c);
-      add_to_sum(c, b.k, b.sum);
+      add_to_sum(c, b.k, b.sum, b.total_sum);
       Chunk next = chunk(i + 1, call.keys);
       add_to_state(c, value_columns(c), {keys(next), values(next)});
       step *= decay.step;
@@ -209,6 +237,7 @@ struct Head {
   // --- causal ---
 
   void forward(int64_t first, int64_t last) {
+    start_totals(b.state, b.sum);
     for (int64_t i = first; i < last; i++) {
       if (i % BLOCK_CHUNKS == 0) write_state(call, b, b.state, b.sum, kv_at(i / BLOCK_CHUNKS), k_sum_at(i / BLOCK_CHUNKS));
       Chunk c = chunk(i, call.keys), next = chunk(i + 1, call.keys);
@@ -230,9 +259,8 @@ struct Head {
           totals[t] = (i ? totals[t] : Vector{}) + summed(load(q + t * d + i), i) * sum;
           if (i + LANES == d) dots[t] = sum_lanes(totals[t]);
         });
-      } else {
-        add_to_sum(c, b.k, b.sum);
       }
+      if (!call.plain || call.exact) add_to_sum(c, b.k, b.sum, b.total_sum);
       divide(c, dots);
       add_to_state(c, v, values(next));
     }
@@ -275,6 +303,7 @@ struct Head {
   float sum_queries(int64_t first, int64_t last) {
     float step = 1, d_den[CHUNK];
     read_state(call, b, nullptr, nullptr, b.d_state, b.d_sum);
+    start_totals(b.d_state, b.d_sum);
     for (int64_t i = last - 1; i >= first; i--) {
       Chunk c = chunk(i, call.queries);
       if (decays) decay.make(call, c);
@@ -291,8 +320,7 @@ struct Head {
 
   // ∂S ← g ∂S + q̃ᵀ (a ∘ ∂num), from q̃ and a ∘ ∂num
   void add_to_gradient(const Chunk& c, Operand q, Operand d_num, Ahead ahead = {}) {
-    if (decays) scale(b.d_state, b.d * b.e, decay.step);
-    multiply<true, FULL, ADD>(b.d_state, b.e, b.d, b.e, q, d_num, c.n, ahead);
+    add_product(b.d_state, q, d_num, c.n, ahead);
   }
   Operand query_columns(const Chunk& c) const { return columns_of(b.q_rotated, b.d, c.rows(), b.q_columns); }
   Operand reached_columns(const Chunk& c) const {
@@ -300,13 +328,17 @@ struct Head {
   }
 
   void sum_query_gradients(const Chunk& c, const float* d_den) {
-    if (!call.plain) return scale(b.d_sum, b.d, decay.step);
+    if (!call.plain) {
+      fill(b.added, b.d, 0);
+      return add(b.d_sum, b.total_sum, b.d);
+    }
     float weights[CHUNK];
     for (int64_t t = 0; t < c.n; t++) weights[t] = decays ? d_den[t] * decay.reach[t] : d_den[t];
-    add_rows(c, b.q, weights, b.d_sum);
+    add_rows(c, b.q, weights, b.d_sum, b.total_sum);
   }
 
   void backward(int64_t first, int64_t last, double* d_theta) {
+    start_totals(b.d_state, b.d_sum);
     for (int64_t block = (last - 1) / BLOCK_CHUNKS; block >= first / BLOCK_CHUNKS; block--) {
       int64_t begin = block * BLOCK_CHUNKS, end = minimum(begin + BLOCK_CHUNKS, last);
       sum_states_again(block, begin, end);
@@ -354,6 +386,7 @@ struct Head {
     b.rotations.rotate<true>(call, c, b.dq, dq);
     b.rotations.rotate<true>(call, c, b.dk, dk);
     through_denominator(c, k, d_den, b.sums + index * b.d, dq, dk);
+    if (call.exact) sum_query_gradients(c, d_den);
     if (call.d_log_decay) store_log_decay(c, k, dq, dk, anchor);
     store_gradient(call, call.q, call.dq, c, nullptr, b.q, dq);
     store_gradient(call, call.k, call.dk, c, mask_of(call, c), k, dk);
