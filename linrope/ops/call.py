@@ -94,7 +94,7 @@ class Call:
             return k
         return torch.cat((torch.zeros_like(k[..., : self.signed]), k[..., self.signed :]), dim=-1)
 
-    def keys_and_values(self, tokens: slice = slice(None)) -> tuple[Tensor, Tensor]:
+    def keys_and_values(self, tokens: slice) -> tuple[Tensor, Tensor]:
         """φ(k) and v of some tokens, in the dtype of sums; 0 where masked, whatever the masked tokens hold."""
         k, v = self.k[:, :, tokens].to(self.dtype), self.v[:, :, tokens].to(self.dtype)
         if self.key_mask is None:
