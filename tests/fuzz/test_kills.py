@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,14 +40,17 @@ def install(patch: pytest.MonkeyPatch, clock: Clock) -> None:
     callbacks = FitCLI.callbacks
     patch.setattr(FitCLI, "callbacks", lambda self, loggers: [*callbacks(self, loggers), killer])
     for place, name in ((os, "fsync"), (Path, "replace"), (os, "replace")):
+        patch.setattr(place, name, with_events(getattr(place, name), clock))
 
-        def with_event(*args, real=getattr(place, name), **options):
-            clock.tick()
-            result = real(*args, **options)
-            clock.tick()
-            return result
 
-        patch.setattr(place, name, with_event)
+def with_events(call: Callable, clock: Clock) -> Callable:
+    def between(*args, **options):
+        clock.tick()
+        result = call(*args, **options)
+        clock.tick()
+        return result
+
+    return between
 
 
 @pytest.mark.exhaustive
