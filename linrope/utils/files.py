@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
+import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
@@ -14,6 +14,11 @@ from typing import IO, Any, BinaryIO
 import torch
 
 from linrope.errors import InputError, suggest
+
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
 
 
 @contextmanager
@@ -88,7 +93,10 @@ def load_plain(path: Path, what: str = "checkpoint") -> Any:
 def claim(file: IO[str]) -> bool:
     """Lock an open file until it is closed; False if another process has locked it."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if sys.platform == "win32":
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False
     return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import sys
 import time
 from collections import deque
@@ -15,6 +14,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from linrope.profiling.flops import step_flops
 from linrope.training.callbacks.saving import finished_a_step
 from linrope.training.data_modules.base import TimedLoader
+
+if sys.platform != "win32":
+    import resource
 
 DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32, "64": torch.float64}
 """The dtype of matrix products by the first part of Lightning's precision."""
@@ -29,7 +31,8 @@ class Throughput(Callback):
     - `share_of_peak`: the same as a share of the GPU's peak in this precision, by Lightning's `get_available_flops`;
       omitted for a device that it does not list.
     - `waiting_for_data`: the share of the time spent waiting for a `TimedLoader`; omitted for other loaders.
-    - `peak_memory_gib`: the largest memory of this device's tensors since training began; on a CPU, of the process.
+    - `peak_memory_gib`: the largest memory of this device's tensors since training began; on a CPU, of the process
+      (omitted on Windows).
     """
 
     def __init__(self, window: int = 20) -> None:
@@ -74,8 +77,9 @@ class Throughput(Callback):
         metrics = {
             "tokens_per_second": tokens / seconds,
             "tflops_per_device": flops / seconds / 1e12,
-            "peak_memory_gib": _peak_memory(trainer.strategy.root_device) / 2**30,
         }
+        if (peak := _peak_memory(trainer.strategy.root_device)) is not None:
+            metrics["peak_memory_gib"] = peak / 2**30
         if self._peak is not None:
             metrics["share_of_peak"] = flops / seconds / self._peak
         if isinstance(trainer.train_dataloader, TimedLoader):
@@ -96,8 +100,10 @@ class Throughput(Callback):
         return loader.waited if isinstance(loader, TimedLoader) else 0.0
 
 
-def _peak_memory(device: torch.device) -> int:
-    """Bytes."""
+def _peak_memory(device: torch.device) -> int | None:
+    """Bytes; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return None
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
