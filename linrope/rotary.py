@@ -311,6 +311,12 @@ class RotaryEmbedding(nn.Module):
         if trainable:
             self.theta = nn.Parameter(self._initial_frequencies().to(torch.float32))
 
+    def reset_parameters(self) -> None:
+        """Trained θ become those of `base` and `scaling` again."""
+        if self.trainable:
+            with torch.no_grad():
+                self.theta.copy_(self._initial_frequencies(self.theta.device))
+
     @classmethod
     def from_config(cls, dim: int, config: RotaryConfig) -> RotaryEmbedding:
         """The embedding that `config` describes, for heads of size `dim`."""

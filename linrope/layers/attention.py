@@ -10,6 +10,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from linrope.errors import InputError, require_choice
+from linrope.layers.initialisation import reset
 from linrope.layers.linear import Linear
 from linrope.layers.selective_rope import SelectiveRope
 from linrope.layers.short_convolution import ShortConvolution
@@ -83,6 +84,11 @@ class Attention(nn.Module):
         self.norm = nn.RMSNorm(head_dim, eps=1e-5) if output_norm else None
         self.gate = Linear(d_model, inner, bias=bias) if output_gate else None
         self.out = Linear(inner, d_model, bias=bias)
+
+    def reset_parameters(self) -> None:
+        """Initialise the layer anew, after `to_empty` for example: with the same seed, as its constructor does."""
+        for module in (self.rope, self.qkv, self.conv, self.norm, self.gate, self.out):
+            reset(module)
 
     def forward(
         self,

@@ -15,6 +15,7 @@ from linrope.errors import InputError, require_choice
 from linrope.feature_maps import MapModule, make_feature_map
 from linrope.layers.attention import Attention, AttentionOptions, checked_head_dim
 from linrope.layers.forget_gate import ForgetGate
+from linrope.layers.initialisation import reset
 from linrope.layers.selective_rope import SelectiveRope
 from linrope.ops.linear_attention import linear_attention
 from linrope.ops.state import State, merge
@@ -101,6 +102,15 @@ class LinearAttention(Attention):
         self.forget = ForgetGate(d_model, n_heads, gate_normalizer) if forget_gate else None
         if placement == "selective":
             self.selective = SelectiveRope(d_model, n_heads, self.rope)
+
+    def reset_parameters(self) -> None:
+        if isinstance(self.feature_map, nn.Module):
+            reset(self.feature_map)  # the first to be drawn, as in the constructor
+        super().reset_parameters()
+        if self.log_scale is not None:
+            nn.init.zeros_(self.log_scale)
+        reset(self.forget)
+        reset(self.selective)
 
     def attend(self, x, q, k, v, past, segment_ids, positions, outputs):
         if self.log_scale is not None:

@@ -18,6 +18,7 @@ from linrope.errors import InputError, require_choice
 from linrope.feature_maps import FEATURE_MAP_NAMES
 from linrope.generation.decoding import Prompts, generate, stream
 from linrope.generation.prompt_state import PromptState
+from linrope.layers.initialisation import reset
 from linrope.layers.linear import Linear
 from linrope.layers.linear_attention import LinearAttention
 from linrope.layers.softmax_attention import SoftmaxAttention
@@ -210,7 +211,29 @@ class LanguageModel(nn.Module):
         self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.output = Linear(config.d_model, config.vocab_size, bias=False)
         self._initialise()
-        if config.tie_embeddings:
+        self._tie()
+        self.register_load_state_dict_post_hook(self._tie)  # `to_empty` and `assign=True` make two tensors of the one
+
+    def reset_parameters(self) -> None:
+        """Initialise the model anew, after `to_empty` for example: with the same seed, as its constructor does.
+
+        with torch.device("meta"):
+            model = LanguageModel(config)  # takes no memory
+        model.to_empty(device="cuda").reset_parameters()
+        """
+        if self._is_tied:  # drawn apart, as in the constructor
+            self.output.weight = nn.Parameter(torch.empty_like(self.embedding.weight))
+        for module in self.children():
+            reset(module)
+        self._initialise()
+        self._tie()
+
+    @property
+    def _is_tied(self) -> bool:
+        return self.config.tie_embeddings and isinstance(self.output, Linear)  # not an adapter around it
+
+    def _tie(self, *unused) -> None:
+        if self._is_tied:
             self.output.weight = self.embedding.weight
 
     def _initialise(self) -> None:

@@ -122,6 +122,42 @@ def test_packed_documents_are_read_apart(kind, options):
         torch.testing.assert_close(torch.cat((first, rest), dim=1), packed, **CLOSE)
 
 
+@pytest.mark.parametrize(("kind", "options"), EVERY)
+def test_a_layer_without_memory_is_initialised_as_a_new_one(kind, options):
+    make = {"linear": LinearAttention, "softmax": SoftmaxAttention}[kind]
+    torch.manual_seed(0)
+    new, drawn = make(D_MODEL, HEADS, **options), torch.rand(1)
+    with torch.device("meta"):
+        layer = make(D_MODEL, HEADS, **options)
+    for empty in (layer, new.to("meta")):
+        empty.to_empty(device="cpu")
+        for tensor in empty.state_dict().values():
+            tensor.fill_(torch.nan)
+        torch.manual_seed(0)
+        empty.reset_parameters()
+        assert torch.equal(torch.rand(1), drawn)
+    torch.manual_seed(0)
+    expected = make(D_MODEL, HEADS, **options).state_dict()
+    for found in (layer.state_dict(), new.state_dict()):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_feature_map_of_the_caller_is_initialised_with_the_layer():
+    def made():
+        torch.manual_seed(0)
+        phi = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Softplus())
+        return LinearAttention(D_MODEL, HEADS, feature_map=phi)
+
+    layer, expected = made().to("meta").to_empty(device="cpu"), made().state_dict()
+    torch.manual_seed(0)
+    layer.reset_parameters()
+    assert all(torch.equal(layer.state_dict()[name], expected[name]) for name in expected)
+    layer.feature_map.register_parameter("shift", torch.nn.Parameter(torch.zeros(8)))
+    message = r"Sequential has shift and no reset_parameters\(\): define one"
+    assert_input_errors((layer.reset_parameters, message))
+
+
 def numbers(state):
     """A layer's state by name, without what it does not have."""
     values = {**vars(state), **vars(state.past)}
