@@ -297,7 +297,7 @@ class LanguageModel(nn.Module):
             after.append(layer_state)
         x = self.norm(x)
         result = self.output(x) if targets is None else self._loss(x, targets, reduction)  # (B, T - first, vocab_size)
-        return (result, tuple(after)) if return_state else result
+        return (result, ModelState(after)) if return_state else result
 
     def _check_targets(self, tokens: Tensor, targets: Tensor, logits_to_keep: int | None, reduction: str) -> None:
         if targets.shape != tokens.shape:
