@@ -25,7 +25,7 @@ from linrope.rotary import RotaryConfig, RotaryEmbedding, check_config, half_of
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # Python 3.10 lacks it
 
-SUMMARIZED = ("rope", "log_decay", "segment_ids", "feature_map", "normalize")
+SUMMARIZED = ("rope", "log_decay", "key_mask", "segment_ids", "feature_map", "normalize")
 """Options of a call on which the state depends."""
 
 
@@ -112,7 +112,7 @@ class LinearAttention(Attention):
         reset(self.forget)
         reset(self.selective)
 
-    def attend(self, x, q, k, v, past, segment_ids, positions, outputs):
+    def attend(self, x, q, k, v, past, segment_ids, key_mask, positions, outputs):
         if self.log_scale is not None:
             scale = self.log_scale.exp()[:, None, None]
             q, k = (q * scale).to(q.dtype), (k * scale).to(k.dtype)
@@ -121,10 +121,14 @@ class LinearAttention(Attention):
             at = {"offset": 0 if past is None else past.length} if positions is None else {"positions": positions}
             q, k = self.rope.rotate(q, **at), self.rope.rotate(k, **at)
         rope = self.rope if self.selective is None else self.selective.identity
+        log_decay = None if self.forget is None else self.forget(x)
+        if log_decay is not None and key_mask is not None:
+            log_decay = log_decay.masked_fill(~key_mask[:, None], 0)
         options = {
             "rope": None if self.before_map else rope,
-            "log_decay": None if self.forget is None else self.forget(x),
+            "log_decay": log_decay,
             "causal": self.causal,
+            "key_mask": key_mask,
             "segment_ids": segment_ids,
             "state": past,
             "feature_map": self.feature_map,
