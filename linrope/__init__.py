@@ -3,7 +3,7 @@
 from linrope.errors import InputError
 from linrope.layers.linear_attention import LinearAttention
 from linrope.layers.softmax_attention import SoftmaxAttention
-from linrope.layers.state import AttentionState
+from linrope.layers.state import AttentionState, ModelState
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
 from linrope.ops.linear_attention import linear_attention
 from linrope.ops.softmax import KeyValueCache
@@ -20,6 +20,7 @@ __all__ = [
     "LanguageModel",
     "LanguageModelConfig",
     "LinearAttention",
+    "ModelState",
     "RotaryConfig",
     "RotaryEmbedding",
     "RotaryScaling",

@@ -145,6 +145,15 @@ class MapModule(nn.Module):
     n_features: int  # F
     weight: Tensor  # (H, R, D)
 
+    def initial_weight(self) -> Tensor:
+        """(H, R, D) of a new map, on the device of `weight`."""
+        raise NotImplementedError
+
+    def reset_parameters(self) -> None:
+        """The weights of a new map."""
+        with torch.no_grad():
+            self.weight.copy_(self.initial_weight())
+
     def project(self, x: Tensor) -> Tensor:
         """(B, H, T, D) -> (B, H, T, R), in float32 at least: exponentials and squares follow.
 
@@ -159,9 +168,9 @@ class MapModule(nn.Module):
         return x @ self.weight.to(x.dtype).mT
 
 
-def _orthogonal(n_heads: int, size: int, head_dim: int) -> Tensor:
+def _orthogonal(n_heads: int, size: int, head_dim: int, device: torch.device) -> Tensor:
     """(H, size, head_dim), size ≤ head_dim: each head's rows orthonormal and uniformly random."""
-    return torch.stack([nn.init.orthogonal_(torch.empty(size, head_dim)) for _ in range(n_heads)])
+    return torch.stack([nn.init.orthogonal_(torch.empty(size, head_dim, device=device)) for _ in range(n_heads)])
 
 
 class Favor(MapModule):
@@ -180,8 +189,12 @@ class Favor(MapModule):
     def __init__(self, n_heads: int, head_dim: int):
         super().__init__()
         self.n_features = head_dim
-        lengths = torch.randn(n_heads, head_dim, head_dim).norm(dim=-1, keepdim=True)
-        self.register_buffer("weight", lengths * _orthogonal(n_heads, head_dim, head_dim))
+        self.register_buffer("weight", torch.empty(n_heads, head_dim, head_dim))
+        self.reset_parameters()
+
+    def initial_weight(self) -> Tensor:
+        lengths = torch.randn(self.weight.shape, device=self.weight.device).norm(dim=-1, keepdim=True)
+        return lengths * _orthogonal(*self.weight.shape, self.weight.device)
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.to(torch.promote_types(x.dtype, torch.float32)) * x.shape[-1] ** -0.25
@@ -198,7 +211,11 @@ class Hedgehog(MapModule):
     def __init__(self, n_heads: int, head_dim: int):
         super().__init__()
         self.n_features = 2 * head_dim
-        self.weight = nn.Parameter(torch.eye(head_dim).repeat(n_heads, 1, 1))
+        self.weight = nn.Parameter(torch.empty(n_heads, head_dim, head_dim))
+        self.reset_parameters()
+
+    def initial_weight(self) -> Tensor:
+        return torch.eye(self.weight.shape[-1], device=self.weight.device).expand(self.weight.shape)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.project(x)
@@ -219,7 +236,11 @@ class Taylor(MapModule):
         super().__init__()
         size = min(head_dim, self.SIZE)
         self.n_features = size + size**2 + 1
-        self.weight = nn.Parameter(_orthogonal(n_heads, size, head_dim))
+        self.weight = nn.Parameter(torch.empty(n_heads, size, head_dim))
+        self.reset_parameters()
+
+    def initial_weight(self) -> Tensor:
+        return _orthogonal(*self.weight.shape, self.weight.device)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.project(x) * self.weight.shape[1] ** -0.25

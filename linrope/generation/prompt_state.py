@@ -7,7 +7,7 @@ one model is meaningless to another.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -52,8 +52,13 @@ class PromptState:
         """Each row repeated `n` times, next to each other: B · n rows, to be continued in different ways."""
         if n < 1:
             raise InputError(f"n={n} must be at least 1.")
-        state = map_state(lambda _, x: x.repeat_interleave(n, dim=0), self.state)
-        return PromptState(state, self.logits.repeat_interleave(n, dim=0), self.recent.repeat_interleave(n, dim=0))
+        return self.select_rows(torch.arange(len(self.logits)).repeat_interleave(n))
+
+    def select_rows(self, rows: Tensor | Sequence[int]) -> PromptState:
+        """Row i of the result is row `rows[i]`: see `linrope.layers.state.ModelState.select_rows`."""
+        rows = torch.as_tensor(rows)
+        state = self.state.select_rows(rows)
+        return PromptState(state, *(x[rows.to(x.device)] for x in (self.logits, self.recent)))
 
     @property
     def length(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
@@ -18,6 +18,8 @@ from linrope.errors import InputError, require_choice
 from linrope.feature_maps import FEATURE_MAP_NAMES
 from linrope.generation.decoding import Prompts, generate, stream
 from linrope.generation.prompt_state import PromptState
+from linrope.generation.text import decode_text, encode_text, generate_texts
+from linrope.layers.initialisation import reset
 from linrope.layers.linear import Linear
 from linrope.layers.linear_attention import LinearAttention
 from linrope.layers.softmax_attention import SoftmaxAttention
@@ -210,7 +212,29 @@ class LanguageModel(nn.Module):
         self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.output = Linear(config.d_model, config.vocab_size, bias=False)
         self._initialise()
-        if config.tie_embeddings:
+        self._tie()
+        self.register_load_state_dict_post_hook(self._tie)  # `to_empty` and `assign=True` make two tensors of the one
+
+    def reset_parameters(self) -> None:
+        """Initialise the model anew, after `to_empty` for example: with the same seed, as its constructor does.
+
+        with torch.device("meta"):
+            model = LanguageModel(config)  # takes no memory
+        model.to_empty(device="cuda").reset_parameters()
+        """
+        if self._is_tied:  # drawn apart, as in the constructor
+            self.output.weight = nn.Parameter(torch.empty_like(self.embedding.weight))
+        for module in self.children():
+            reset(module)
+        self._initialise()
+        self._tie()
+
+    @property
+    def _is_tied(self) -> bool:
+        return self.config.tie_embeddings and isinstance(self.output, Linear)  # not an adapter around it
+
+    def _tie(self, *unused) -> None:
+        if self._is_tied:
             self.output.weight = self.embedding.weight
 
     def _initialise(self) -> None:
@@ -274,7 +298,7 @@ class LanguageModel(nn.Module):
             after.append(layer_state)
         x = self.norm(x)
         result = self.output(x) if targets is None else self._loss(x, targets, reduction)  # (B, T - first, vocab_size)
-        return (result, tuple(after)) if return_state else result
+        return (result, ModelState(after)) if return_state else result
 
     def _check_targets(self, tokens: Tensor, targets: Tensor, logits_to_keep: int | None, reduction: str) -> None:
         if targets.shape != tokens.shape:
@@ -304,7 +328,8 @@ class LanguageModel(nn.Module):
     def check(self, tokens: Tensor, state: ModelState | None = None, segment_ids: Tensor | None = None) -> None:
         """Raise InputError unless these can be arguments of `forward` (`segment_ids`: layers check them in a call)."""
         if not isinstance(tokens, Tensor):
-            raise InputError(f"tokens is a {type(tokens).__name__}: pass int64 of shape (B, T).")
+            of_text = ", model.encode(text)[None] for a text" if isinstance(tokens, str) else ""
+            raise InputError(f"tokens is a {type(tokens).__name__}: pass int64 of shape (B, T){of_text}.")
         if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
             raise InputError(f"tokens is {tuple(tokens.shape)} {tokens.dtype}: pass int64 of shape (B, T).")
         if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
@@ -371,12 +396,38 @@ class LanguageModel(nn.Module):
         model.tokenizer = tokenizer
         return model.eval()
 
-    def generate(self, tokens: Prompts | PromptState, max_new_tokens: int, **options) -> Tensor | list[Tensor]:
+    def encode(self, text: str) -> Tensor:
+        """The tokens of a document that starts with `text`, (T,) int64 on the model's device.
+
+        The first one is the separator, after which documents start. A model that was not trained with another
+        tokenizer reads bytes.
+
+        Raises:
+            InputError: `text` is no str, or the model was trained on tokens without a tokenizer.
+        """
+        return encode_text(self, text)
+
+    def decode(self, tokens: Tensor | Sequence[int]) -> str:
+        """The text of tokens (T,); separators stand for nothing.
+
+        Raises:
+            InputError: not one row of integers, or the model was trained on tokens without a tokenizer.
+        """
+        return decode_text(self, tokens)
+
+    def generate(
+        self, tokens: str | Sequence[str] | Prompts | PromptState, max_new_tokens: int, **options
+    ) -> str | list[str] | Tensor | list[Tensor]:
         """Continue each prompt by `max_new_tokens`; `linrope.generation.decoding.stream` describes the options.
 
         Prompts (B, T) give (B, T + max_new_tokens), a list of (T_b,) gives a list, and a PromptState gives the new
-        tokens alone, (B, max_new_tokens).
+        tokens alone, (B, max_new_tokens). A text gives a text, and a list of texts a list: each is the beginning of a
+        document, and may end before `max_new_tokens` with it.
         """
+        if isinstance(tokens, str):
+            return generate_texts(self, [tokens], max_new_tokens, **options)[0]
+        if isinstance(tokens, (list, tuple)) and tokens and all(isinstance(text, str) for text in tokens):
+            return generate_texts(self, tokens, max_new_tokens, **options)
         return generate(self, tokens, max_new_tokens, **options)
 
     def stream(self, tokens: Prompts | PromptState, max_new_tokens: int, **options) -> Iterator[Tensor]:

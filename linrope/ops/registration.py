@@ -131,6 +131,7 @@ def _differentiate(ctx, grad_o, _den, _kv_at, _k_sum_at, grad_kv, grad_k_sum):
         )
     o, den, kv_at, k_sum_at, q, k, v, *others = ctx.saved_tensors  # read once: checkpointing recomputes at each access
     if grad_o is None:
+        o, den = torch.zeros_like(o), torch.ones_like(den)  # the loss reads no quotient, not even one of 0 by 0
         grad_o = v.new_zeros(()).expand(*q.shape[:3], v.shape[-1])
     d_decay, d_theta = ctx.needs_input_grad[5:7]
     *dqkv, d_log_decay, d_theta_out, d_kv, d_k_sum = torch.ops.linrope.linear_attention_backward(

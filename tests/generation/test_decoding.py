@@ -172,7 +172,17 @@ def test_bad_calls_are_named(recipe, prompts):
     state = read(recipe, prompts[1][None])
     assert_input_errors(
         (lambda: read(recipe, torch.zeros(1, 0, dtype=torch.int64)), "at least one token"),
-        (lambda: read(recipe, []), "is not a list of prompts"),
+        (lambda: read(recipe, []), r"tokens is list \[\], not a list of prompts"),
+        (lambda: recipe.generate([1, 2, 3], 4), r"tokens is list \[1, 2, 3\], not .*: pass .*tensor\(\[\[1, 2, 3\]\]"),
+        (lambda: recipe.generate([[1, 2], [3]], 4), r"tokens is list \[\[1, 2\], \[3\]\], not a list of prompts"),
+        (lambda: recipe.generate(None, 4), "tokens is NoneType None, not a list of prompts"),
+        (lambda: recipe.stream("text", 4), r"tokens is text: pass tokens, as model.encode\(text\)"),
+        (lambda: recipe.generate([prompts[0], "text"], 4), r"tokens is text: pass tokens"),
+        (lambda: recipe("text"), r"tokens is a str: pass int64 of shape \(B, T\), model.encode\(text\)\[None\] for a"),
+        (lambda: recipe.generate("text", 4), "encode needs a model of text: this one knows 40 tokens"),
+        (lambda: recipe.stream(state, 3, temprature=1), "temprature=1 is not an option of .* mean 'temperature'"),
+        (lambda: recipe.generate(state, 3, num_beams=2), "num_beams=2 is not an option of generation: choose among"),
+        (lambda: recipe.generate(state, 3, segment_lenght=2), "Did you mean 'segment_length'"),
         (lambda: read(recipe, [prompts[0], prompts[1][:0]]), r"tokens\[1\] is empty"),
         (lambda: read(recipe, prompts[:2], state), "and a state is given: read each prompt alone"),
         (lambda: read(recipe, prompts[1][None].expand(2, -1), state), "state.*this call needs"),
