@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
@@ -286,19 +286,34 @@ class LanguageModel(nn.Module):
             raise InputError(f"logits_to_keep={logits_to_keep} must be at least 1, or None for all.")
         if targets is not None:
             self._check_targets(tokens, targets, logits_to_keep, reduction)
-        x = self.embedding(tokens)  # (B, T, d_model)
-        if self.config.sinusoidal:
-            x = x + self._position_embedding(tokens, state, segment_ids).to(x.dtype)
-        x = self.dropout(x)
         first = 0 if logits_to_keep is None else max(0, tokens.shape[1] - logits_to_keep)
+        x, after = self.transform(self.embedding(tokens), state, segment_ids, first)
+        result = self.output(x) if targets is None else self._loss(x, targets, reduction)  # (B, T - first, vocab_size)
+        return (result, after) if return_state else result
+
+    def transform(
+        self,
+        x: Tensor,
+        state: ModelState | None = None,
+        segment_ids: Tensor | None = None,
+        first: int = 0,
+        run: Callable[..., tuple[Tensor, AttentionState]] | None = None,
+    ) -> tuple[Tensor, ModelState]:
+        """Embedded tokens (B, T, d_model) -> what the output layer reads, (B, T - first, d_model), and the state.
+
+        `state` and `segment_ids` are those of `forward`. `run(block, *arguments)` may be given to call the blocks, to
+        record or to recompute what they return.
+        """
+        if self.config.sinusoidal:
+            x = x + self._position_embedding(x, state, segment_ids).to(x.dtype)
+        x = self.dropout(x)
         after = []
         for layer, block in enumerate(self.blocks):
             start = first if layer == len(self.blocks) - 1 else 0
-            x, layer_state = block(x, None if state is None else state[layer], segment_ids, start)
+            arguments = x, None if state is None else state[layer], segment_ids, start
+            x, layer_state = block(*arguments) if run is None else run(block, *arguments)
             after.append(layer_state)
-        x = self.norm(x)
-        result = self.output(x) if targets is None else self._loss(x, targets, reduction)  # (B, T - first, vocab_size)
-        return (result, ModelState(after)) if return_state else result
+        return self.norm(x), ModelState(after)
 
     def _check_targets(self, tokens: Tensor, targets: Tensor, logits_to_keep: int | None, reduction: str) -> None:
         if targets.shape != tokens.shape:
@@ -313,16 +328,16 @@ class LanguageModel(nn.Module):
         loss = summed_cross_entropy_of if reduction == "sum" else token_losses_of
         return loss(self.output, x, targets, rows_of_slice(self.config.vocab_size, x.device.type))
 
-    def _position_embedding(self, tokens: Tensor, state: ModelState | None, segment_ids: Tensor | None) -> Tensor:
+    def _position_embedding(self, x: Tensor, state: ModelState | None, segment_ids: Tensor | None) -> Tensor:
         """(T, d_model), or (B, T, d_model) for packed rows, in which each document starts at 0.
 
         Its mean square is that of the token embeddings at the start: that of a sine is ½.
         """
         first = None if state is None else state[0]
-        positions, _ = token_positions(tokens, first, segment_ids)
+        positions, _ = token_positions(x, first, segment_ids)
         if positions is None:
             offset = 0 if first is None else first.past.length
-            positions = torch.arange(offset, offset + tokens.shape[1], device=tokens.device)
+            positions = torch.arange(offset, offset + x.shape[1], device=x.device)
         return EMBEDDING_STD * 2**0.5 * sinusoids(positions, self.config.d_model)
 
     def check(self, tokens: Tensor, state: ModelState | None = None, segment_ids: Tensor | None = None) -> None:
@@ -360,9 +375,10 @@ class LanguageModel(nn.Module):
         return sum(block.attention.state_bytes(context, dtype) for block in self.blocks)
 
     def save_pretrained(self, directory: str | os.PathLike) -> None:
-        """Write `config.json`, `model.pt` and, if the model has one, `tokenizer.json` into a directory.
+        """Write `config.json`, `model.pt`, `SHA256SUMS` and, if the model has one, `tokenizer.json` into a directory.
 
-        The directory is made if it is missing. Each file is replaced as a whole, or not at all.
+        The directory is made if it is missing. A model in it is replaced once the new one is on the disk; if that is
+        interrupted, `from_pretrained` refuses what is there.
 
         Raises:
             InputError: a directory of `linrope export`, whose weights would stay in a file of another name.
@@ -370,16 +386,20 @@ class LanguageModel(nn.Module):
         write_folder(Path(directory), self.config.to_dict(), self.state_dict(), self.tokenizer)
 
     @classmethod
-    def from_pretrained(cls, path: str | os.PathLike) -> LanguageModel:
+    def from_pretrained(cls, path: str | os.PathLike, verify: bool = True) -> LanguageModel:
         """The model in a folder of `save_pretrained` or `linrope export`, or in a checkpoint of `linrope fit`.
 
         The model is on the CPU, in the dtype of its saved weights, in evaluation mode. Only tensors and plain values
         are unpickled.
 
+        Args:
+            path: the folder or the checkpoint file.
+            verify: compare the files of a folder with its `SHA256SUMS`, if it has some.
+
         Raises:
-            InputError: no such file, or not a linrope model.
+            InputError: no such file, not a linrope model, or files that are not those of their checksums.
         """
-        config, weights, tokenizer = read_model(Path(path))
+        config, weights, tokenizer = read_model(Path(path), verify)
         try:
             model = cls(LanguageModelConfig.from_dict(config))
         except InputError as error:

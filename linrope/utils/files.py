@@ -72,22 +72,66 @@ def require_new(path: Path, option: str, overwrite: bool) -> None:
 def load_plain(path: Path, what: str = "checkpoint") -> Any:
     """Tensors and plain values that `torch.save` wrote; the tensors are memory-mapped.
 
-    InputError, which calls the file `what`, if there is none or it is damaged.
+    InputError, which calls the file `what`, if there is none, it is damaged, or another program packed it again.
     """
     if not path.is_file():
         siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
         raise InputError(f"{what} {str(path)!r} does not exist.{suggest(path.name, siblings)}")
     try:
-        with zipfile.ZipFile(path) as archive:  # torch.load does not check the checksums of torch.save
-            if damaged := archive.testzip():
-                raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        records = _records_of(path)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if _sizes_of_storages(content) != records:
+            raise zipfile.BadZipFile("the sizes of the records are not those of the tensors")
+        return content
+    except _CompressedError as error:
+        raise InputError(
+            f"{what} {str(path)!r} was unpacked and packed again, with compression ({error}): its tensors cannot be "
+            "read. Give the file as it was written, or pack it again without compression (zip -0)."
+        ) from error
     except Exception as error:  # torch, pickle and zipfile have many for other files
         others = sorted(file.name for file in path.parent.glob(f"*{path.suffix or '.ckpt'}") if file.name != path.name)
         raise InputError(
             f"{what} {str(path)!r} is damaged or no {what}: it cannot be read safely. Give another"
             + (f", perhaps one of those beside it: {', '.join(others)}." if others else ".")
         ) from error
+
+
+class _CompressedError(Exception):
+    """An entry of an archive is compressed."""
+
+
+def _records_of(path: Path) -> list[int]:
+    """Checks an archive of `torch.save`; the sizes of its records in the order of the file, without empty ones."""
+    with zipfile.ZipFile(path) as archive:  # torch.load checks neither compression nor checksums nor sizes
+        entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
+        for entry in entries:
+            if entry.compress_type != zipfile.ZIP_STORED:
+                raise _CompressedError(entry.filename)
+        if damaged := archive.testzip():
+            raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
+    records = [entry for entry in entries if entry.filename.partition("/")[2].startswith("data/")]
+    return [entry.file_size for entry in records if entry.file_size]
+
+
+def _sizes_of_storages(content: Any) -> list[int]:
+    """Bytes of each storage under nested containers, in the order of memory, without empty ones.
+
+    Memory-mapped storages are in the order of their records.
+    """
+    sizes: dict[int, int] = {}
+
+    def note(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            storage = value.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(value, dict):
+            note(list(value.values()))
+        elif isinstance(value, (list, tuple, set)):
+            for part in value:
+                note(part)
+
+    note(content)
+    return [sizes[start] for start in sorted(sizes) if sizes[start]]
 
 
 def claim(file: IO[str]) -> bool:

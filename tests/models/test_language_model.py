@@ -121,7 +121,7 @@ def test_normed_heads_start_as_small_as_the_embeddings():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_saving_and_loading_gives_the_same_model(model, dtype, tokens, tmp_path):
     model.to(dtype).save_pretrained(tmp_path / "saved")
-    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["config.json", "model.pt"]
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["SHA256SUMS", "config.json", "model.pt"]
     loaded = LanguageModel.from_pretrained(tmp_path / "saved")
     assert loaded.config == model.config
     assert not loaded.training
@@ -150,6 +150,7 @@ def test_loading_what_is_no_model_is_refused(tmp_path):
         ("bare", f"{start}}}", "bare' has no weights, model.pt or model.safetensors"),
     ]:
         LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / folder)
+        (tmp_path / folder / "SHA256SUMS").unlink()
         (tmp_path / folder / "config.json").write_text(config)
         if folder == "tensor":
             torch.save(torch.zeros(3), tmp_path / folder / "model.pt")
