@@ -54,6 +54,13 @@ def require_writable(folder: Path, option: str) -> None:
         ) from error
 
 
+def remove_empty(folder: Path) -> None:
+    """Remove a folder if it is empty, and then those above it that are empty."""
+    with suppress(OSError):
+        for place in (folder, *folder.parents):
+            place.rmdir()
+
+
 def require_new(path: Path, option: str, overwrite: bool) -> None:
     """Raise InputError, naming the option, unless a file may be written there."""
     if not path.parent.is_dir():

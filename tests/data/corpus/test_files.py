@@ -80,7 +80,7 @@ def test_a_file_larger_than_memory_is_read_in_place(tmp_path):
         file.write(b"x" * 8192)
         file.seek(size - 3)
         file.write(b"end")
-    corpora = split_corpus(find_sources(tmp_path / "huge.txt"), [0.9, 0.05, 0.05])
+    corpora, _ = split_corpus(find_sources(tmp_path / "huge.txt"), [0.9, 0.05, 0.05])
     n_bytes = [corpus.n_bytes for corpus in corpora.values()]
     assert sum(n_bytes) == size
     assert n_bytes == pytest.approx([0.9 * size, 0.05 * size, 0.05 * size], abs=1)
@@ -90,7 +90,8 @@ def test_a_file_larger_than_memory_is_read_in_place(tmp_path):
 
 def test_documents_are_dealt_out_whole_and_a_new_one_moves_no_other(tmp_path):
     def membership() -> dict[str, str]:
-        corpora = split_corpus(find_sources(tmp_path), [0.6, 0.2, 0.2])
+        corpora, why = split_corpus(find_sources(tmp_path), [0.6, 0.2, 0.2])
+        assert why is None
         return {document.name: split for split, corpus in corpora.items() for document in corpus.documents}
 
     for i in range(200):
@@ -102,6 +103,36 @@ def test_documents_are_dealt_out_whole_and_a_new_one_moves_no_other(tmp_path):
     after = membership()
     assert after.pop("0new.txt") in {"train", "val", "test"}
     assert after == before
+
+
+@pytest.mark.parametrize(
+    ("n", "fractions", "reason"),
+    [
+        (2, [0.9, 0.05, 0.05], "2 documents are too few to split by name"),
+        (19, [0.5, 0.25, 0.25], "19 documents are too few to split by name"),
+        (25, [0.998, 0.001, 0.001], "by name, val and test would have no text"),
+        (25, [0.998, 0.0, 0.002], "by name, test would have no text"),
+        (25, [0.5, 0.25, 0.25], None),
+        (25, [1.0, 0.0, 0.0], None),
+    ],
+)
+def test_few_documents_are_cut_by_position_so_that_each_split_has_text(tmp_path, n, fractions, reason):
+    text = bytes(33 + i % 90 for i in range(n * 400))
+    for i in range(n):
+        (tmp_path / f"{i:02}.txt").write_bytes(text[400 * i : 400 * i + 400])
+    sources = find_sources(tmp_path)
+    by_name, why = split_corpus(sources, fractions, "document")
+    assert why is None
+    assert sum(corpus.n_documents for corpus in by_name.values()) == n
+    corpora, why = split_corpus(sources, fractions)
+    assert why == reason
+    if reason is None:
+        assert [c.fingerprint() for c in corpora.values()] == [c.fingerprint() for c in by_name.values()]
+        corpora, why = split_corpus(sources, fractions, "position")
+        assert why == "data.split=position"
+    tokens = [corpus.tokens(0, len(corpus)).tolist() for corpus in corpora.values()]
+    assert b"".join(bytes(token for token in part if token != SEPARATOR) for part in tokens) == text
+    assert [corpus.n_bytes for corpus in corpora.values()] == [round(share * len(text)) for share in fractions]
 
 
 @pytest.mark.parametrize(

@@ -38,9 +38,9 @@ def write_flat(path: Path, tokens: object, dtype: str = "<u2") -> Path:
     return path
 
 
-@pytest.mark.parametrize("single", [False, True], ids=["folder", "file"])
-def test_prepared_bytes_are_the_text_as_it_would_be_read(texts, single):
-    path = texts / "038.txt" if single else texts
+@pytest.mark.parametrize("which", ["*.txt", "00*.txt", "038.txt"], ids=["folder", "few", "file"])
+def test_prepared_bytes_are_the_text_as_it_would_be_read(texts, which):
+    path = texts if which == "*.txt" else texts / which
     plain, ready = open_text(path, FRACTIONS), open_text(prepared(path), FRACTIONS)
     for split, corpus in plain.corpora.items():
         other = ready.corpora[split]
@@ -50,6 +50,7 @@ def test_prepared_bytes_are_the_text_as_it_would_be_read(texts, single):
         assert other.text_bytes(0, len(other)) is None
         with pytest.raises(IndexError):
             other.tokens(0, len(other) + 1)
+    assert plain.why_cut == ready.why_cut == ("10 documents are too few to split by name" if "00" in which else None)
     assert (ready.vocab_size, ready.tokenizer.name) == (plain.vocab_size, "bytes") == (257, "bytes")
 
 
@@ -66,6 +67,16 @@ def test_the_only_document_of_a_tokenizer_is_cut_by_position(tmp_path):
         assert corpus.text_bytes(0, len(corpus)).tolist() == [*n_bytes[start:stop].tolist(), 0]
     with pytest.raises(InputError, match=r"the val split holds 0 tokens"):
         EvaluationWindows(open_text(folder, [0.9, 0.0, 0.1]).corpora["val"], 10)
+
+
+def test_pieces_of_few_documents_have_the_bytes_of_their_tokens(texts, tmp_path):
+    folder = prepared(texts, tokenizer=str(write_tokenizer(tmp_path)))
+    whole = open_text(folder, [1.0, 0.0, 0.0]).corpora["train"]
+    corpora = open_text(folder, FRACTIONS, split="position").corpora
+    assert [corpus.n_documents for corpus in corpora.values()] == [24, 9, 9]  # two documents are in two splits
+    for corpus in corpora.values():
+        assert corpus.n_bytes == corpus.text_bytes(0, len(corpus)).sum()
+    assert sum(corpus.n_bytes for corpus in corpora.values()) == whole.n_bytes
 
 
 def test_samples_of_a_tokenizer_say_how_many_bytes_their_targets_stand_for(texts, tmp_path):

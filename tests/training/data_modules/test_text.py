@@ -87,6 +87,7 @@ SPLIT, STAGE = r"the {} split holds .* too few for one sample of {}", r"data\.cu
         ({"batch_size": -1}, r"data\.batch_size=-1 must be 1 or more"),
         ({"num_workers": -1}, r"data\.num_workers=-1 must be 0 or more"),
         ({"fractions": [0.9985, 0.001, 0.0005]}, SPLIT.format("val", r"data\.context=32 \+ 1")),
+        ({"split": "file"}, r"data\.split='file' is unknown: choose one of 'document', 'position'"),
         ({"curriculum": 5}, r"data\.curriculum=5 must be a list of stages"),
         ({"curriculum": {"tokens": 64, "seq_len": 16}}, r"data\.curriculum=\{'tokens.* must be a list of stages"),
         ({"curriculum": []}, r"data\.curriculum=\[\] has no stage: give at least one, or null"),
@@ -124,6 +125,7 @@ def test_the_order_names_all_that_decides_it_in_plain_values(text_file, tmp_path
     fingerprint = order.pop("train_documents")
     assert order == {
         "fractions": [0.9, 0.05, 0.05],
+        "split": None,
         "context": 32,
         "batch_size": 2,
         "seed": 7,
