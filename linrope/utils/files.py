@@ -55,10 +55,10 @@ def require_writable(folder: Path, option: str) -> None:
 
 
 def remove_empty(folder: Path) -> None:
-    """Remove a folder if it is empty, and then those above it that are empty."""
+    """Remove a folder if it is empty, and then the one above it if that is empty."""
     with suppress(OSError):
-        for place in (folder, *folder.parents):
-            place.rmdir()
+        folder.rmdir()
+        folder.parent.rmdir()
 
 
 def require_new(path: Path, option: str, overwrite: bool) -> None:

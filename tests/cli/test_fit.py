@@ -215,4 +215,4 @@ def test_an_old_run_of_few_files_keeps_its_split(tiny, tmp_path, run_folder, mon
 
 def test_a_run_that_cannot_start_leaves_no_folder(tiny, tmp_path, error_of):
     assert "the val split holds 22 tokens, too few" in error_of("fit", *tiny, "--data.fractions=[0.998, 0.001, 0.001]")
-    assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "runs" / "tiny").exists()

@@ -1,5 +1,7 @@
 import math
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -34,11 +36,55 @@ def test_a_folder_a_glob_and_a_file_yield_their_text_files_in_order(folder):
     assert names(folder / "b.txt") == ["b.txt"]
 
 
-def test_links_to_folders_are_followed_but_not_in_a_circle(folder):
+def test_links_are_followed_and_each_real_file_counts_once(folder):
+    outside = folder.with_name(f"{folder.name}-outside")
+    outside.mkdir()
+    (outside / "o.txt").write_text("o")
     (folder / "sub" / "up").symlink_to(folder)
     (folder / "sub" / "here").symlink_to(folder / "sub")
     (folder / "again").symlink_to(folder / "sub")
-    assert names(folder) == ["a.txt", "again/c.txt", "b.txt", "sub/c.txt"]
+    (folder / "0.txt").symlink_to(folder / "b.txt")
+    (folder / "dangling.txt").symlink_to(folder / "nowhere")
+    (folder / "circle.txt").symlink_to(folder / "circle.txt")
+    for name in ("out", "out2"):
+        (folder / "sub" / name).symlink_to(outside)
+    assert names(folder) == ["a.txt", "b.txt", "sub/c.txt", "sub/out/o.txt"]
+    assert find_sources(folder).n_skipped == 4  # with the links to nothing
+    assert names(folder / "**" / "*.txt") == ["a.txt", "b.txt", "sub/c.txt", "sub/out/o.txt"]
+    assert names(folder / "*.txt") == ["a.txt", "b.txt"]
+    assert names(folder / "*" / "*.txt") == ["sub/c.txt"]
+    assert names(folder / "**") == names(folder / "**" / "**" / "*") == names(folder)
+
+
+def test_folders_that_link_to_each_other_do_not_multiply_their_text(tmp_path):
+    folders = [tmp_path / f"{number}" for number in range(9)]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "a.txt").write_text(folder.name)
+    for folder in folders:
+        for other in folders:
+            (folder / f"to{other.name}").symlink_to(other)
+    expected = [f"{number}/a.txt" for number in range(9)]
+    assert names(tmp_path) == names(tmp_path / "**" / "*.txt") == expected
+    assert names(folders[0]) == ["a.txt", *(f"to{number}/a.txt" for number in range(1, 9))]
+
+
+def test_thousands_of_nested_folders_pipes_and_devices_do_not_stop_the_search(tmp_path):
+    nested, inner = tmp_path / "nested", tmp_path / "nested"
+    nested.mkdir()
+    for _ in range(1900):  # until a path is too long
+        inner = inner / "d"
+        inner.mkdir()
+    (tmp_path / "nested" / "d" / "a.txt").write_text("a")
+    (inner / "deep.txt").write_text("deep")
+    os.mkfifo(nested / "pipe")
+    (nested / "zero").symlink_to("/dev/zero")
+    deep = "d/" * 1900 + "deep.txt"
+    assert names(nested) == names(nested / "**" / "*.txt") == ["d/a.txt", deep]
+    for path in (nested / "pipe", "/dev/zero"):
+        with pytest.raises(InputError, match=r"data\.path='.*' is a pipe or a device: write its text to a file"):
+            find_sources(path)
+    subprocess.run(["rm", "-r", nested], check=True)  # Python's own is recursive
 
 
 def test_the_built_in_corpus_is_the_standard_library_without_its_tests():
