@@ -60,8 +60,9 @@ def find_sources(path: str | Path | None, option: str = "data.path", json_lines:
                 f"{option}={origin!r} holds JSON lines ({name}), which must be prepared first: linrope prepare --path "
                 f"{shlex.quote(origin)} --output FOLDER, then data.path: FOLDER. Or give a glob without them."
             )
-        if size := _text_size(file):
-            documents.append(Document(name, file, size, 0, size))
+        size, modified = _size_and_time(file)
+        if size:
+            documents.append(Document(name, file, size, modified, 0, size))
         else:
             n_skipped += 1
     if not documents:
@@ -170,11 +171,12 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _text_size(file: Path) -> int:
-    """Bytes of a file with text; 0 for one that is empty, binary or unreadable."""
+def _size_and_time(file: Path) -> tuple[int, int]:
+    """Bytes and modification time (ns) of a file with text; size 0 for one that is empty, binary or unreadable."""
     try:
         with open(file, "rb", buffering=0) as opened:
             binary = not file.name.endswith(JSON_LINES) and b"\0" in opened.read(BINARY_PROBE)
-            return 0 if binary else os.fstat(opened.fileno()).st_size
+            status = os.fstat(opened.fileno())
+            return 0 if binary else status.st_size, status.st_mtime_ns
     except OSError:
-        return 0
+        return 0, 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,7 @@ def open_text(
     tokenizer: str | None = None,
     token_dtype: str = "uint16",
     split: str | None = None,
+    verify: bool = True,
 ) -> OpenedText:
     """The train, val and test corpora under a path.
 
@@ -53,13 +55,14 @@ def open_text(
             folder, unknown for a flat file.
         token_dtype: dtype of a flat file, uint16 or uint32.
         split: "document", "position" or None: see `split_documents`. A flat file is always cut by position.
+        verify: read a prepared folder's files once, to compare their checksums.
 
     Raises InputError for no text there, a damaged file, or a tokenizer other than that of the tokens.
     """
     given = None if tokenizer is None else open_tokenizer(tokenizer, "data.tokenizer")
     folder = None if path is None else Path(path).expanduser()
     if folder is not None and (folder / MANIFEST).is_file():
-        return _open_prepared(folder, fractions, given, split)
+        return _open_prepared(folder, fractions, given, split, verify)
     if folder is not None and (folder / PARTS / LOCK).is_file():
         raise InputError(
             f"data.path={str(folder)!r} is not completely prepared: run the same `linrope prepare` again; it continues "
@@ -78,7 +81,9 @@ def open_text(
     return OpenedText(corpora, tokens, tokens.vocab_size, reason, sources.origin, sources.n_skipped, why)
 
 
-def _open_prepared(folder: Path, fractions: Sequence[float], given: Tokenizer | None, split: str | None) -> OpenedText:
+def _open_prepared(
+    folder: Path, fractions: Sequence[float], given: Tokenizer | None, split: str | None, verify: bool
+) -> OpenedText:
     manifest = Manifest.read(folder)
     own = open_tokenizer("bytes" if manifest.tokenizer == "bytes" else str(folder / TOKENIZER), f"{folder}: tokenizer")
     if (own.fingerprint or own.name) != manifest.plan.get("tokenizer"):
@@ -89,6 +94,8 @@ def _open_prepared(folder: Path, fractions: Sequence[float], given: Tokenizer | 
             "text again with it."
         )
     documents, tokens, text_bytes = _prepared_files(folder, manifest)
+    if verify:
+        _verify(folder, manifest, documents, tokens, text_bytes)
     starts, sizes, n_bytes, hashes = documents.T
     parts, why = split_documents(sizes, hashes, fractions, split)
     corpora = {}
@@ -120,6 +127,27 @@ def _prepared_files(folder: Path, manifest: Manifest) -> tuple[np.ndarray, Numbe
             f"where {MANIFEST} says {expected:,} and {manifest.n_documents:,}. Prepare it again."
         )
     return documents, tokens, text_bytes
+
+
+def _verify(
+    folder: Path, manifest: Manifest, documents: np.ndarray, tokens: NumberFile, text_bytes: NumberFile | None
+) -> None:
+    """Raise InputError unless the files of a prepared folder are those that its manifest has checksums of."""
+    digest = hashlib.blake2b(manifest.plan["tokenizer"].encode(), digest_size=16)
+    for _, numbers in tokens.chunks():
+        digest.update(numbers.data)
+    digest.update(documents.tobytes())
+    changed = [] if digest.hexdigest() == manifest.fingerprint else [f"{TOKENS} or {DOCUMENTS}"]
+    if text_bytes is not None and manifest.text_bytes_checksum is not None:
+        digest = hashlib.blake2b(digest_size=16)
+        for _, numbers in text_bytes.chunks():
+            digest.update(numbers.data)
+        changed += [] if digest.hexdigest() == manifest.text_bytes_checksum else [TEXT_BYTES]
+    if changed:
+        raise InputError(
+            f"data.path={str(folder)!r} is damaged: {' and '.join(changed)} changed after `linrope prepare` wrote it "
+            "(the checksum differs). Prepare it again."
+        )
 
 
 def _bytes_of(

@@ -220,6 +220,5 @@ class PasskeyDataModule(RecallDataModule):
         return self.tasks[split]
 
     def order_of_task(self) -> dict[str, Any]:
-        text = self.task.text
         split = {"fractions": self.fractions, "split": None if self.why_cut is None else "position"}
-        return {**split, "train_tokens": len(text), "train_documents": text.fingerprint()}
+        return {**split, **self.task.text.identity()}

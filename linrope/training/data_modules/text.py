@@ -57,6 +57,8 @@ class TextDataModule(ResumableDataModule):
         split: document: each file (or prepared document) goes to one split as a whole, by a hash of its name. position:
             the text is cut in the order train, val, test. null is document, but position for fewer than 20 documents or
             where a split would have none. A single file and a .bin file are always cut by position.
+        verify: Compare the checksums of a prepared folder when it is opened, which reads its files once (about a second
+            for each GB). false skips that for very large ones.
 
     Raises:
         InputError: an option out of range, an invalid stage; when set up: no text at `path`, invalid fractions, a split
@@ -78,6 +80,7 @@ class TextDataModule(ResumableDataModule):
         tokenizer: str | None = None,
         token_dtype: str = "uint16",
         split: str | None = None,
+        verify: bool = True,
     ) -> None:
         super().__init__()
         require_least("context", context, 1)
@@ -95,7 +98,7 @@ class TextDataModule(ResumableDataModule):
         self.seed, self.num_workers = seed, num_workers
         self.document_mask, self.contiguous, self.split = document_mask, contiguous, split
         self.curriculum = None if curriculum is None else _stages(curriculum, context * batch_size)
-        self._tokenizer_name, self.token_dtype = tokenizer, token_dtype
+        self._tokenizer_name, self.token_dtype, self.verify = tokenizer, token_dtype, verify
         self.corpora: dict[str, TokenSequence] = {}
         self._windows: dict[str, Any] = {}
 
@@ -112,7 +115,7 @@ class TextDataModule(ResumableDataModule):
         return self.corpora
 
     def _open(self, split: str | None) -> OpenedText:
-        return open_text(self.path, self.fractions, self._tokenizer_name, self.token_dtype, split)
+        return open_text(self.path, self.fractions, self._tokenizer_name, self.token_dtype, split, self.verify)
 
     def keep_split_of(self, order: dict[str, Any]) -> None:
         """Splits this text as the run of a checkpoint did, whose `order` this is; another text is left as it is.
@@ -210,7 +213,6 @@ class TextDataModule(ResumableDataModule):
         return self._ready("train")[[(stage.seq_len, i) for i in samples]]
 
     def order(self) -> dict[str, Any]:
-        train = self.corpora["train"]
         return {
             "fractions": list(self.fractions),
             "split": None if self.why_cut is None else "position",
@@ -220,8 +222,7 @@ class TextDataModule(ResumableDataModule):
             "document_mask": self.document_mask,
             "contiguous rows × devices": self.batch_size * self.run_position.world_size if self.contiguous else None,
             "curriculum": None if self.curriculum is None else [asdict(stage) for stage in self.curriculum],
-            "train_tokens": len(train),
-            "train_documents": train.fingerprint(),
+            **self.corpora["train"].identity(),
             "tokenizer": None if self.tokenizer is None else self.tokenizer.fingerprint,
         }
 

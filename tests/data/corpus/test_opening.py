@@ -118,12 +118,31 @@ def test_a_token_beyond_the_vocabulary_and_a_file_that_changes_while_in_use_are_
     tokens = np.fromfile(file, "<u2")
     tokens[123] = 999
     write_flat(file, tokens)
-    train = open_text(file.parent, [1.0, 0.0, 0.0]).corpora["train"]
+    train = open_text(file.parent, [1.0, 0.0, 0.0], verify=False).corpora["train"]
     with pytest.raises(InputError, match=r"tokens\.bin is .* holds 999 at position 123, where tokens are below 257"):
         train.tokens(0, len(train))
     write_flat(file, tokens[:50])
     with pytest.raises(DocumentChanged, match=r"tokens\.bin changed from \d+ to 100 bytes while in use"):
         train.tokens(0, 10)
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "documents.npy", "text_bytes.bin"])
+def test_a_prepared_file_that_changed_at_equal_size_is_named(texts, tmp_path, name):
+    folder = prepared(texts, tokenizer=str(write_tokenizer(tmp_path)))
+    data = bytearray((folder / name).read_bytes())
+    data[-40] ^= 1  # in documents.npy the bytes of a document
+    (folder / name).write_bytes(data)
+    with pytest.raises(InputError, match=rf"prepared' is damaged: .*{name}.* changed after .* Prepare it again"):
+        open_text(folder, FRACTIONS)
+    assert open_text(folder, FRACTIONS, verify=False).corpora["train"].n_documents > 0
+
+
+def test_a_folder_prepared_before_there_was_a_checksum_of_text_bytes_opens(texts, tmp_path):
+    folder = prepared(texts, tokenizer=str(write_tokenizer(tmp_path)))
+    manifest = json.loads((folder / "linrope-corpus.json").read_text())
+    del manifest["text_bytes_checksum"]
+    (folder / "linrope-corpus.json").write_text(json.dumps(manifest))
+    assert open_text(folder, FRACTIONS).corpora["train"].n_documents > 0
 
 
 # --- flat files -------------------------------------------------------------------------------------------------------
