@@ -113,7 +113,7 @@ def test_lengths_are_tokens_or_multiples_of_the_context():
 
 
 def test_a_text_holds_whole_rows_of_the_longest_length(tmp_path):
-    (tmp_path / "text").write_bytes(bytes(999))
+    (tmp_path / "text").write_bytes(b"x" * 999)
     corpus = Corpus(find_sources(tmp_path / "text").documents)
     for asked, n_rows in ((600, 2), (10, 1), (10_000, 3)):
         assert len(excerpt_for(corpus, [64, 256], asked).tokens) == n_rows * 256 + 1
