@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from linrope.cli.output import command_line, say, write
 from linrope.cli.training import TrainingCLI
 from linrope.errors import InputError, Interrupted
-from linrope.models.saving import CONFIG_FILE
+from linrope.models.saving import CONFIG_FILE, open_checkpoint
 from linrope.training.callbacks.averaging import AverageWeights, require_same_averaging
 from linrope.training.callbacks.compiled import CompiledTraining, require_compiler
 from linrope.training.callbacks.health import HealthMonitor, SpikeWarning
@@ -25,7 +25,7 @@ from linrope.training.callbacks.summary import PrintSample, RunSummary
 from linrope.training.callbacks.throughput import Throughput
 from linrope.training.checkpoint import require_training_state, start_from
 from linrope.training.precision import is_nvidia
-from linrope.utils.files import require_writable
+from linrope.utils.files import remove_empty, require_writable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,10 @@ def run(args: Sequence[str]) -> None:
     cli = FitCLI("fit", args, FitOptions)
     try:
         cli.run()
+    except InputError:
+        if cli.trainer.is_global_zero:
+            remove_empty(cli.folder)
+        raise
     except Interrupted as interrupted:
         if not cli.trainer.is_global_zero:
             pass  # rank 0 prints it
@@ -69,7 +73,7 @@ def _without_option(args: Sequence[str], option: str) -> list[str]:
 
 
 class FitCLI(TrainingCLI):
-    """The run of `linrope fit`: new or resumed, with logs, checkpoints and callbacks."""
+    """The run of `linrope fit`: new or resumed, with logs, checkpoints and callbacks, in `folder`."""
 
     def check_checkpoint(self) -> None:
         if self.checkpoint is None:
@@ -95,6 +99,8 @@ class FitCLI(TrainingCLI):
         path = self.config_init.run.start_from
         if self.checkpoint is None and path is not None:
             self.start = ", ".join([path, *start_from(self.model.model, path, self.datamodule.fractions)])
+            if Path(path).is_file():
+                self.datamodule.keep_split_of(open_checkpoint(path)["linrope"]["order"])
         return super().instantiate_trainer()
 
     def loggers(self) -> Any:
@@ -109,7 +115,7 @@ class FitCLI(TrainingCLI):
 
     def callbacks(self, loggers: Sequence[Logger] | Any) -> list[Callback]:
         logged_to = [logger.log_dir for logger in loggers if logger.log_dir] if isinstance(loggers, list) else []
-        folder = Path((logged_to or [self.config_init.trainer.default_root_dir or "."])[0])
+        folder = self.folder = Path((logged_to or [self.config_init.trainer.default_root_dir or "."])[0])
         run, sample = self.config_init.run, self.config_init.sample
         # only runs without a version of their own share a folder
         resumes_there = self.checkpoint is not None and Path(self.checkpoint).resolve().is_relative_to(folder.resolve())

@@ -52,7 +52,8 @@ class RecallConfig(ModelOptions):
             raise InputError(
                 f"--ckpt_path: its model has vocab_size={vocab_size}, pass keys are written in bytes ({VOCAB_SIZE})."
             )
-        return Passkey(split_corpus(find_sources(self.text), self.fractions)["val"])
+        corpora, _ = split_corpus(find_sources(self.text), self.fractions)
+        return Passkey(corpora["val"])
 
 
 LENGTHS = {"nargs": "+", "type": int, "default": [256, 512, 1024, 2048, 4096], "help": "Tokens of the rows."}

@@ -264,6 +264,7 @@ class TrainingCLI(ConfigCLI):
         self.trained_precision = contents["linrope"].get("precision")
         trained = LanguageModelConfig.from_dict(contents["linrope"]["config"])
         require_same_model(trained, self.config_init.model, self.checkpoint)
+        self.config_init.data.keep_split_of(contents["linrope"]["order"])
         return contents
 
     def instantiate_trainer(self) -> Trainer:

@@ -59,6 +59,13 @@ def require_writable(folder: Path, option: str) -> None:
         ) from error
 
 
+def remove_empty(folder: Path) -> None:
+    """Remove a folder if it is empty, and then the one above it if that is empty."""
+    with suppress(OSError):
+        folder.rmdir()
+        folder.parent.rmdir()
+
+
 def require_new(path: Path, option: str, overwrite: bool) -> None:
     """Raise InputError, naming the option, unless a file may be written there."""
     if not path.parent.is_dir():

@@ -175,3 +175,44 @@ def test_ctrl_c_sent_to_a_real_process_leaves_a_checkpoint_that_resumes(tiny, ru
     assert main([*resume, f"--trainer.max_steps={step + 2}"]) == 0
     logged = [int(row["step"]) for row in rows(version(run_folder, 1)) if row["train_loss"]]
     assert logged == [step, step + 1]
+
+
+def few_files(folder: Path) -> Path:
+    (folder / "few").mkdir()
+    for number in range(9):
+        (folder / "few" / f"{number}.txt").write_text(f"document {number}, {number**7} " * 60)
+    return folder / "few"
+
+
+def test_a_folder_of_few_files_trains_and_its_summary_says_how_it_was_split(tiny, tmp_path, run_folder, capsys):
+    options = [*tiny, f"--data.path={few_files(tmp_path)}", "--trainer.max_steps=1"]
+    assert main(["fit", *options]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^split +by position: 9 documents are too few to split by name *$", out, re.M)
+    assert re.search(r"^  val +\d+ bytes in 1 document *$", out, re.M)
+    last = f"--ckpt_path={run_folder / 'checkpoints' / 'last.ckpt'}"
+    assert main(["fit", *options, "--trainer.max_steps=2", last]) == 0
+
+
+def test_an_old_run_of_few_files_keeps_its_split(tiny, tmp_path, run_folder, monkeypatch, capsys, error_of):
+    fractions = ["--data.fractions=[0.5, 0.3, 0.2]", f"--data.path={few_files(tmp_path)}"]
+    with monkeypatch.context() as patch:
+        patch.setattr("linrope.data.corpus.splits.FEW", 0)
+        assert main(["fit", *tiny, *fractions, "--trainer.max_steps=1"]) == 0
+    by_name = re.search(r"^  val +(.*)$", capsys.readouterr().out, re.M)[1].strip()
+    last = run_folder / "checkpoints" / "last.ckpt"
+    for options in (f"--ckpt_path={last}", f"--run.start_from={last}"):
+        assert main(["fit", *tiny, *fractions, options]) == 0
+        out = capsys.readouterr().out
+        assert re.search(r"^  val +(.*)$", out, re.M)[1].strip() == by_name
+        assert "by position" not in out
+    assert "data.split: None in the checkpoint, 'position' here" in error_of(
+        "fit", *tiny, *fractions, f"--ckpt_path={last}", "--data.split=position"
+    )
+    (tmp_path / "few" / "0.txt").write_text("another text " * 60)  # which is not what that run was trained on
+    assert main(["validate", *tiny, *fractions, f"--ckpt_path={last}"]) == 0
+
+
+def test_a_run_that_cannot_start_leaves_no_folder(tiny, tmp_path, error_of):
+    assert "the val split holds 22 tokens, too few" in error_of("fit", *tiny, "--data.fractions=[0.998, 0.001, 0.001]")
+    assert not (tmp_path / "runs" / "tiny").exists()

@@ -48,9 +48,11 @@ class Manifest:
     n_empty: int
     """Documents without a token, which are skipped."""
     fingerprint: str
-    """A hash of all tokens, of the documents and of the tokenizer."""
+    """A hash of all tokens, of the documents and of the tokenizer; opening the folder compares it."""
     plan: dict[str, str]
     """All that determines the result, by option; `sources` is a hash of the units."""
+    text_bytes_checksum: str | None = None
+    """A hash of `text_bytes.bin`, which opening the folder compares too; None without that file, or in old folders."""
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:

@@ -99,13 +99,17 @@ def assemble(
         for chunk in _chunks(parts, TOKENS_SUFFIX):
             digest.update(chunk)
             file.write(chunk)
-    text_bytes_dtype = None
+    text_bytes_dtype = text_bytes_checksum = None
     if tokenizer.fingerprint is not None:
         smallest = np.min_scalar_type(max(int(record["most_bytes"]) for record in records))
         text_bytes_dtype = smallest.name
         with whole_file(folder / TEXT_BYTES) as file:
+            text_bytes_digest = hashlib.blake2b(digest_size=16)
             for chunk in _chunks(parts, BYTES_SUFFIX):
-                file.write(np.frombuffer(chunk, "<u4").astype(smallest.newbyteorder("<")).tobytes())
+                data = np.frombuffer(chunk, "<u4").astype(smallest.newbyteorder("<")).tobytes()
+                text_bytes_digest.update(data)
+                file.write(data)
+            text_bytes_checksum = text_bytes_digest.hexdigest()
         with whole_file(folder / TOKENIZER) as file:
             file.write(tokenizer.to_serialized()["json"].encode())
     with whole_file(folder / DOCUMENTS) as file:
@@ -127,6 +131,7 @@ def assemble(
         n_empty=len(documents) - len(kept),
         fingerprint=digest.hexdigest(),
         plan=plan,
+        text_bytes_checksum=text_bytes_checksum,
     )
     with whole_file(folder / MANIFEST) as file:
         file.write(f"{json.dumps(asdict(manifest), indent=2)}\n".encode())

@@ -47,6 +47,8 @@ class RunSummary(Callback):
         ]
         if data.tokenizer is None or data.tokenizer.fingerprint:
             rows.append(("tokenizer", "unknown" if data.tokenizer is None else data.tokenizer.name))
+        if data.why_cut is not None:
+            rows.append(("split", f"by position: {data.why_cut}"))
         rows += [(f"  {split}", _corpus_size(data.corpora[split], data.tokenizer)) for split in SPLITS]
         rows += [*_step_rows(data, trainer.max_steps), ("steps", f"{trainer.max_steps:,}")]
         device, n = trainer.strategy.root_device.type, trainer.world_size
