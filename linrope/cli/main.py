@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+import linrope
 from linrope.cli.commands import COMMANDS
 from linrope.cli.output import leave_error_to_first_rank, rank, say
 from linrope.errors import (
@@ -30,7 +31,7 @@ HELP = "\n".join(
         "Language models with linear attention and rotary position embeddings: train them and generate text.\n",
         "commands:",
         *(f"  {name:<10}{text}" for name, text in COMMANDS.items()),
-        "\n`linrope COMMAND --help` lists a command's options.",
+        "\n`linrope COMMAND --help` lists a command's options; `linrope --version` prints the version.",
         "A first run: linrope fit --config configs/quickstart.yaml",
     ]
 )
@@ -49,6 +50,8 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         if not args or args[0] in ("-h", "--help"):
             print(HELP)
+        elif args[0] in ("-V", "--version"):
+            print(f"linrope {linrope.__version__}")
         elif args[0] in COMMANDS:
             importlib.import_module(f"linrope.cli.{args[0]}").run(args[1:])
         else:

@@ -44,5 +44,7 @@ def write(text: str) -> None:
 
 def command_line(command: str, args: Sequence[Any], *more: Any) -> str:
     """A command line to copy. It names this program as it was typed, where its bare name would not be found."""
-    typed = sys.argv[0] if Path(sys.argv[0]).name == "linrope" and shutil.which("linrope") is None else "linrope"
-    return shlex.join([typed, command, *map(str, args), *map(str, more)])
+    program, typed = ["linrope"], Path(sys.argv[0]).name
+    if shutil.which("linrope") is None and typed in ("linrope", "__main__.py"):
+        program = [sys.argv[0]] if typed == "linrope" else [sys.executable, "-m", "linrope"]
+    return shlex.join([*program, command, *map(str, args), *map(str, more)])

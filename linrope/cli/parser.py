@@ -60,6 +60,7 @@ def parse(parser: ArgumentParser, args: Sequence[str]) -> Namespace:
     except ArgumentError as error:
         require_files(args)
         require_known(parser, args)
+        require_config_option(parser, args)
         raise InputError(str(error)) from error
 
 
@@ -84,6 +85,16 @@ def require_known(parser: ArgumentParser, args: Sequence[str]) -> None:
         # what stands within an option's own value, `data.curriculum.tokens`, is for jsonargparse to judge
         if name not in accepted and not any(name.startswith(f"{leaf}.") for leaf in leaves):
             raise InputError(f"unknown option {name!r}.{_nearest(name, known)} `{parser.prog} --help` lists options.")
+
+
+def require_config_option(parser: ArgumentParser, args: Sequence[str]) -> None:
+    """Raise InputError for a YAML file without --config before it, if the parser has that option."""
+    if "config" not in parser.get_defaults():
+        return
+    for before, arg in zip(["", *args], args):
+        of_an_option = arg.startswith("-") or (before.startswith("-") and "=" not in before)
+        if Path(arg).suffix in (".yaml", ".yml") and not of_an_option:
+            raise InputError(f"{arg!r} has no option before it. Did you mean '--config {arg}'?")
 
 
 def _nearest(name: str, known: list[str]) -> str:

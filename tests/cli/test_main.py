@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import linrope
 from linrope.cli.commands import COMMANDS
 from linrope.cli.main import main
 from linrope.cli.output import command_line
@@ -70,7 +72,10 @@ def test_help_is_short_and_names_every_command(capsys):
         (["fit", "--trainer.accelerator=gpuu"], r"section trainer: .*'gpuu'"),
         (["fit", "--trainer.max_epochs=3"], r"trainer\.max_epochs=3 has no meaning here.*\. Set trainer\.max_steps"),
         (["fit", "--run.checkpoint_every_n_steps=0"], r"run\.checkpoint_every_n_steps=0 must be 1 or more"),
-        (["fit"], r"trainer\.max_steps=-1 must be set to 1 or more"),
+        (["fit"], r"a run needs a configuration: `linrope fit --config configs/quickstart\.yaml`"),
+        (["fit", "--model.n_layers=1"], r"trainer\.max_steps=-1 must be set to 1 or more"),
+        (["fit", "a.yaml"], r"'a\.yaml' has no option before it\. Did you mean '--config a\.yaml'\?"),
+        (["plan", "--model.n_layers", "1", "a.yaml"], r"'a\.yaml' has no .* Did you mean '--config a\.yaml'\?"),
         (["fit", "--data.path=/nowhere/at/all"], r"data\.path='/nowhere/at/all' does not exist"),
         (["fit", "--seed_everything=-3"], r"--seed_everything=-3 must be a number from 0 to 4294967295"),
         (["fit", "--trainer.accumulate_grad_batches=0"], r"trainer\.accumulate_grad_batches=0 must be 1 or more"),
@@ -119,6 +124,18 @@ def test_a_file_that_is_no_checkpoint_is_named(tmp_path, error_of):
         assert re.match(rf"linrope: error: checkpoint '.*{name}' ", err)
 
 
+def test_the_version_is_printed(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"linrope {linrope.__version__}\n"
+
+
+def test_the_package_runs_as_a_module(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["linrope", "--version"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("linrope", run_name="__main__")
+    assert capsys.readouterr().out == f"linrope {linrope.__version__}\n"
+
+
 @pytest.mark.exhaustive
 def test_the_installed_command_exits_with_the_code():
     script = Path(sys.executable).with_name("linrope")
@@ -138,10 +155,18 @@ def test_a_reader_that_leaves_early_is_no_error(trained_run, monkeypatch, capsys
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(("on_path", "program"), [(True, "linrope"), (False, "env/bin/linrope")])
-def test_a_line_to_copy_runs_as_it_stands(tmp_path, monkeypatch, on_path, program):
+@pytest.mark.parametrize(
+    ("typed", "on_path", "program"),
+    [
+        ("env/bin/linrope", True, "linrope"),
+        ("env/bin/linrope", False, "env/bin/linrope"),
+        ("linrope/__main__.py", True, "linrope"),
+        ("linrope/__main__.py", False, f"{sys.executable} -m linrope"),
+    ],
+)
+def test_a_line_to_copy_runs_as_it_stands(tmp_path, monkeypatch, typed, on_path, program):
     """In an environment that is not activated the bare name would not be found."""
-    monkeypatch.setattr(sys, "argv", ["env/bin/linrope"])
+    monkeypatch.setattr(sys, "argv", [typed])
     (tmp_path / "linrope").touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path if on_path else tmp_path / "nothing"))
     assert command_line("generate", ["--prompt", "a b"], "--seed", 1) == f"{program} generate --prompt 'a b' --seed 1"
