@@ -44,7 +44,9 @@ def write(text: str) -> None:
 
 def command_line(command: str, args: Sequence[Any], *more: Any) -> str:
     """A command line to copy. It names this program as it was typed, where its bare name would not be found."""
-    program, typed = ["linrope"], Path(sys.argv[0]).name
-    if shutil.which("linrope") is None and typed in ("linrope", "__main__.py"):
-        program = [sys.argv[0]] if typed == "linrope" else [sys.executable, "-m", "linrope"]
+    program, typed = ["linrope"], Path(sys.argv[0])
+    if shutil.which("linrope") is None and typed.name == "linrope":
+        program = [sys.argv[0]]
+    elif shutil.which("linrope") is None and typed.parts[-2:] == ("linrope", "__main__.py"):
+        program = [sys.executable, "-m", "linrope"]
     return shlex.join([*program, command, *map(str, args), *map(str, more)])

@@ -66,7 +66,7 @@ def parse(parser: ArgumentParser, args: Sequence[str]) -> Namespace:
 
 def require_files(args: Sequence[str]) -> None:
     """Raise InputError for a --config file that does not exist."""
-    for text in _config_files(args):
+    for text in values_of(args, "-c", "--config"):
         file = Path(text)
         if not (file.is_file() or _mapping(text)):
             siblings = [sibling.name for sibling in file.parent.iterdir()] if file.parent.is_dir() else []
@@ -79,7 +79,7 @@ def require_known(parser: ArgumentParser, args: Sequence[str]) -> None:
     accepted = {*known, *(f"no_{name}" for name in known), "help", "print_config"}
     leaves = [name for name in known if not any(other.startswith(f"{name}.") for other in known)]
     given = [arg.removeprefix("--").partition("=")[0].removesuffix("+") for arg in args if arg.startswith("--")]
-    for text in _config_files(args):
+    for text in values_of(args, "-c", "--config"):
         given += _dotted(_mapping(Path(text).read_text() if Path(text).is_file() else text))
     for name in given:
         # what stands within an option's own value, `data.curriculum.tokens`, is for jsonargparse to judge
@@ -104,13 +104,14 @@ def _nearest(name: str, known: list[str]) -> str:
     return suggest(name, [option for option in known if not name.startswith(f"{option}.")])
 
 
-def _config_files(args: Sequence[str]) -> Iterator[str]:
-    """The values of --config."""
-    for arg, following in zip(args, [*args[1:], ""], strict=True):
-        if arg in ("-c", "--config"):
-            yield following
-        elif arg.startswith("--config="):
-            yield arg.partition("=")[2]
+def values_of(args: Sequence[str], *options: str) -> list[str]:
+    """The values that a command line gives to an option, which may have several names."""
+    values = []
+    for arg, following in zip(args, [*args, ""][1:]):
+        name, equals, value = arg.partition("=")
+        if name in options:
+            values.append(value if equals else following)
+    return values
 
 
 def _mapping(text: str) -> dict[str, Any]:
