@@ -40,7 +40,8 @@ def parser_settings(command: str) -> dict[str, Any]:
 def add_options(parser: ArgumentParser, config: type, **by_hand: dict[str, Any]) -> None:
     """Add an option for each field of a dataclass; an option for a boolean is a flag, which needs no value.
 
-    `by_hand` has, by field, arguments of `add_argument` for an option that its type does not describe.
+    `by_hand` has, by field, arguments of `add_argument` for an option that its type does not describe; with
+    `positional: True` it is an argument without a name.
     """
     helps = {parameter.arg_name: parameter.description for parameter in parse_from_object(config).params}
     for field in fields(config):
@@ -49,7 +50,9 @@ def add_options(parser: ArgumentParser, config: type, **by_hand: dict[str, Any])
             by_hand = {**by_hand, field.name: flag}
     parser.add_class_arguments(config, skip=set(by_hand))
     for name, arguments in by_hand.items():
-        parser.add_argument(f"--{name}", **arguments)
+        positional = arguments.get("positional", False)
+        others = {key: value for key, value in arguments.items() if key != "positional"}
+        parser.add_argument(name if positional else f"--{name}", **others)
 
 
 def parse(parser: ArgumentParser, args: Sequence[str]) -> Namespace:

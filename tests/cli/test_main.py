@@ -28,7 +28,7 @@ require_unloaded("lightning", "lightning_utilities", "jsonargparse", "rich", "to
 import linrope.cli.main
 import linrope.data.corpus.opening, linrope.data.prepare.preparation
 require_unloaded("lightning", "jsonargparse", "rich", "tokenizers", "zstandard", "datasets")
-import linrope.cli.generate, linrope.cli.prepare, linrope.cli.recall, linrope.cli.export
+import linrope.cli.generate, linrope.cli.prepare, linrope.cli.recall, linrope.cli.export, linrope.cli.compare
 require_unloaded("lightning", "torchmetrics", "transformers", "tokenizers", "zstandard", "datasets", "matplotlib")
 """
 
