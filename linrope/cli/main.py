@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import linrope
 from linrope.cli.commands import COMMANDS
+from linrope.cli.imports import import_code
 from linrope.cli.output import leave_error_to_first_rank, rank, say
 from linrope.errors import (
     CheckpointError,
@@ -32,6 +33,7 @@ HELP = "\n".join(
         "commands:",
         *(f"  {name:<10}{text}" for name, text in COMMANDS.items()),
         "\n`linrope COMMAND --help` lists a command's options; `linrope --version` prints the version.",
+        "`linrope COMMAND --import FILE.py` imports code of your own first: feature maps, models, data.",
         "A first run: linrope fit --config configs/quickstart.yaml",
     ]
 )
@@ -48,6 +50,7 @@ def main(args: Sequence[str] | None = None) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a model may write what the terminal's encoding lacks
     try:
+        args = import_code(args)
         if not args or args[0] in ("-h", "--help"):
             print(HELP)
         elif args[0] in ("-V", "--version"):

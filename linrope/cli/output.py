@@ -12,6 +12,8 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_only  # Lightning sets its rank; importing it loads no torch
 
+from linrope.cli.imports import IMPORT, imported
+
 HEAD_START = 2.0
 """Seconds that rank 0 has to print an error that all ranks meet, before the other ranks exit."""
 
@@ -49,4 +51,5 @@ def command_line(command: str, args: Sequence[Any], *more: Any) -> str:
         program = [sys.argv[0]]
     elif shutil.which("linrope") is None and typed.parts[-2:] == ("linrope", "__main__.py"):
         program = [sys.executable, "-m", "linrope"]
-    return shlex.join([*program, command, *map(str, args), *map(str, more)])
+    imports = [word for source in imported for word in (IMPORT, source)]
+    return shlex.join([*program, command, *imports, *map(str, args), *map(str, more)])

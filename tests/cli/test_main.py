@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import linrope
+from linrope import feature_maps
+from linrope.cli import imports
 from linrope.cli.commands import COMMANDS
 from linrope.cli.main import main
 from linrope.cli.output import command_line
@@ -170,3 +172,39 @@ def test_a_line_to_copy_runs_as_it_stands(tmp_path, monkeypatch, typed, on_path,
     (tmp_path / "linrope").touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path if on_path else tmp_path / "nothing"))
     assert command_line("generate", ["--prompt", "a b"], "--seed", 1) == f"{program} generate --prompt 'a b' --seed 1"
+
+
+@pytest.fixture
+def own_code(tmp_path, monkeypatch):
+    """The file my_maps.py, which registers a feature map."""
+    file = tmp_path / "my_maps.py"
+    file.write_text("import torch\nimport linrope\nlinrope.register_feature_map('cube', lambda x: x.relu() ** 3)\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(feature_maps, "_REGISTERED", {})
+    yield file
+    sys.modules.pop("my_maps", None)
+    imports.imported.clear()
+
+
+def test_code_of_ones_own_is_imported_first(own_code, tiny, run_folder, capsys, error_of):
+    args = ["fit", *tiny, "--model.feature_map=cube"]
+    assert "'cube' is unknown: choose one of 'elu1'" in error_of(*args)
+    assert main([*args, "--import", str(own_code)]) == 0
+    assert f"linrope generate --import {own_code} --ckpt_path" in capsys.readouterr().out
+    assert "feature_map: cube" in (run_folder / "config.yaml").read_text()
+    generate = ["generate", f"--ckpt_path={run_folder}/checkpoints/last.ckpt", "--prompt=a", "--max_new_tokens=2"]
+    assert main([*generate, f"--import={own_code}"]) == 0
+    feature_maps._REGISTERED.clear()
+    assert "--import FILE.py" in error_of(*generate)
+
+
+def test_code_that_cannot_be_imported_is_named(tmp_path, error_of, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "json.py").write_text("")
+    for source, message in [
+        ("nowhere.py", "--import nowhere.py: the file does not exist."),
+        ("no_such_module", "--import no_such_module: there is no module of that name"),
+        ("", "--import : there is no module of that name"),
+        (tmp_path / "json.py", "another module has the name 'json'. Rename the file."),
+    ]:
+        assert message in error_of("info", "--import", source)
