@@ -1,6 +1,7 @@
 """linrope: linear attention with rotary positions in the numerator only. Importing it needs torch, not Lightning."""
 
 from linrope.errors import InputError
+from linrope.feature_maps import register_feature_map
 from linrope.layers.linear_attention import LinearAttention
 from linrope.layers.softmax_attention import SoftmaxAttention
 from linrope.layers.state import AttentionState, ModelState
@@ -29,6 +30,7 @@ __all__ = [
     "linear_attention",
     "merge",
     "permute_pairing",
+    "register_feature_map",
     "segmented_loss",
     "summarize",
 ]

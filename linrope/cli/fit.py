@@ -38,6 +38,11 @@ class FitOptions:
 
 def run(args: Sequence[str]) -> None:
     """Run `linrope fit` with the command line `args`."""
+    if not args:
+        raise InputError(
+            "a run needs a configuration: `linrope fit --config configs/quickstart.yaml` for a first run; "
+            "`linrope fit --help` lists the options."
+        )
     cli = FitCLI("fit", args, FitOptions)
     try:
         cli.run()

@@ -40,7 +40,8 @@ def parser_settings(command: str) -> dict[str, Any]:
 def add_options(parser: ArgumentParser, config: type, **by_hand: dict[str, Any]) -> None:
     """Add an option for each field of a dataclass; an option for a boolean is a flag, which needs no value.
 
-    `by_hand` has, by field, arguments of `add_argument` for an option that its type does not describe.
+    `by_hand` has, by field, arguments of `add_argument` for an option that its type does not describe; with
+    `positional: True` it is an argument without a name.
     """
     helps = {parameter.arg_name: parameter.description for parameter in parse_from_object(config).params}
     for field in fields(config):
@@ -49,7 +50,9 @@ def add_options(parser: ArgumentParser, config: type, **by_hand: dict[str, Any])
             by_hand = {**by_hand, field.name: flag}
     parser.add_class_arguments(config, skip=set(by_hand))
     for name, arguments in by_hand.items():
-        parser.add_argument(f"--{name}", **arguments)
+        positional = arguments.get("positional", False)
+        others = {key: value for key, value in arguments.items() if key != "positional"}
+        parser.add_argument(name if positional else f"--{name}", **others)
 
 
 def parse(parser: ArgumentParser, args: Sequence[str]) -> Namespace:
@@ -60,12 +63,13 @@ def parse(parser: ArgumentParser, args: Sequence[str]) -> Namespace:
     except ArgumentError as error:
         require_files(args)
         require_known(parser, args)
+        require_config_option(parser, args)
         raise InputError(str(error)) from error
 
 
 def require_files(args: Sequence[str]) -> None:
     """Raise InputError for a --config file that does not exist."""
-    for text in _config_files(args):
+    for text in values_of(args, "-c", "--config"):
         file = Path(text)
         if not (file.is_file() or _mapping(text)):
             siblings = [sibling.name for sibling in file.parent.iterdir()] if file.parent.is_dir() else []
@@ -78,12 +82,22 @@ def require_known(parser: ArgumentParser, args: Sequence[str]) -> None:
     accepted = {*known, *(f"no_{name}" for name in known), "help", "print_config"}
     leaves = [name for name in known if not any(other.startswith(f"{name}.") for other in known)]
     given = [arg.removeprefix("--").partition("=")[0].removesuffix("+") for arg in args if arg.startswith("--")]
-    for text in _config_files(args):
+    for text in values_of(args, "-c", "--config"):
         given += _dotted(_mapping(Path(text).read_text() if Path(text).is_file() else text))
     for name in given:
         # what stands within an option's own value, `data.curriculum.tokens`, is for jsonargparse to judge
         if name not in accepted and not any(name.startswith(f"{leaf}.") for leaf in leaves):
             raise InputError(f"unknown option {name!r}.{_nearest(name, known)} `{parser.prog} --help` lists options.")
+
+
+def require_config_option(parser: ArgumentParser, args: Sequence[str]) -> None:
+    """Raise InputError for a YAML file without --config before it, if the parser has that option."""
+    if "config" not in parser.get_defaults():
+        return
+    for before, arg in zip(["", *args], args):
+        of_an_option = arg.startswith("-") or (before.startswith("-") and "=" not in before)
+        if Path(arg).suffix in (".yaml", ".yml") and not of_an_option:
+            raise InputError(f"{arg!r} has no option before it. Did you mean '--config {arg}'?")
 
 
 def _nearest(name: str, known: list[str]) -> str:
@@ -93,13 +107,14 @@ def _nearest(name: str, known: list[str]) -> str:
     return suggest(name, [option for option in known if not name.startswith(f"{option}.")])
 
 
-def _config_files(args: Sequence[str]) -> Iterator[str]:
-    """The values of --config."""
-    for arg, following in zip(args, [*args[1:], ""], strict=True):
-        if arg in ("-c", "--config"):
-            yield following
-        elif arg.startswith("--config="):
-            yield arg.partition("=")[2]
+def values_of(args: Sequence[str], *options: str) -> list[str]:
+    """The values that a command line gives to an option, which may have several names."""
+    values = []
+    for arg, following in zip(args, [*args, ""][1:]):
+        name, equals, value = arg.partition("=")
+        if name in options:
+            values.append(value if equals else following)
+    return values
 
 
 def _mapping(text: str) -> dict[str, Any]:

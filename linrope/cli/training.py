@@ -19,6 +19,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
+from linrope.cli.checkpoint import RUNS
 from linrope.cli.generate import SamplingConfig
 from linrope.cli.output import rank, say
 from linrope.cli.parser import add_options, parse, parser_settings
@@ -40,7 +41,7 @@ class RunConfig:
 
     name: str = "default"
     """Name of the run."""
-    folder: str = "runs"
+    folder: str = RUNS
     """Folder of all runs."""
     start_from: str | None = None
     """Checkpoint file, or folder of save_pretrained or `linrope export`, whose weights a new run starts with, at step

@@ -40,9 +40,9 @@ class LinearAttention(Attention):
         head_dim: size of each head; None for d_model / n_heads.
         rope: how queries and keys are rotated, and in which sums (`rope.placement`, see `linrope.RotaryConfig`); None
             for no positions.
-        feature_map: φ, a name of `linrope.feature_maps.FEATURE_MAP_NAMES`, or a callable that keeps the size of a head
-            (a module is trained and saved with the layer). "favor", "hedgehog" and "taylor" are modules made for these
-            heads; RoPE rotates their features (without the last one if their number is odd).
+        feature_map: φ, a name in `linrope.feature_maps.feature_map_names()`, or a callable that keeps the size of a
+            head (a module is trained and saved with the layer). "favor", "hedgehog" and "taylor" are modules made for
+            these heads; RoPE rotates their features (without the last one if their number is odd).
         temperature: learn a scale for each head inside φ: φ(e^τ x) for queries and keys, τ = 0 at the start. It also
             scales dimensions that skip φ.
         normalize: "plain" divides by the denominator, "none" does not (see `linear_attention`).

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from linrope.errors import InputError, require_choice
-from linrope.feature_maps import FEATURE_MAP_NAMES
+from linrope.feature_maps import require_feature_map
 from linrope.generation.decoding import Prompts, generate, stream
 from linrope.generation.prompt_state import PromptState
 from linrope.generation.text import decode_text, encode_text, generate_texts
@@ -67,7 +67,7 @@ class LanguageModelConfig:
     """Add sines and cosines of the position to the token embeddings; with `rope: null` they are the only positions."""
     feature_map: str = "elu1"
     """Feature map of linear layers: elu1, relu, exp, identity or softmax; favor (random); hedgehog or taylor (learned,
-    one for each head)."""
+    one for each head); or one of your own (`linrope.register_feature_map`)."""
     temperature: bool = False
     """Learn a scale for each head inside the feature map of linear layers."""
     normalize: Literal["plain", "none"] = "plain"
@@ -111,7 +111,7 @@ class LanguageModelConfig:
             raise InputError(
                 f"sinusoidal=True needs an even d_model, not {self.d_model}: each θ has a sine and a cosine."
             )
-        require_choice("feature_map", self.feature_map, FEATURE_MAP_NAMES)
+        require_feature_map(self.feature_map)
         if not 0 <= self.dropout < 1:
             raise InputError(f"dropout={self.dropout} must be at least 0 and below 1.")
         if not 0 <= self.norm_eps < math.inf:

@@ -32,14 +32,14 @@ def configs() -> list:
 
 @pytest.mark.parametrize("config", configs())
 def test_every_shipped_config_trains_two_steps(config, tiny, run_folder, capsys):
-    # room for the configs' kinds of layers and their rotary_dim; lm-long goes on from a trained model
-    sizes = ["--model.n_layers=4", "--model.d_model=64", "--model.n_heads=1", "--run.start_from=null"]
+    # room for the configs' kinds of layers, rotary_dim and bases; lm-long goes on from a trained model
+    sizes = ["--model.n_layers=4", "--model.d_model=128", "--model.n_heads=2", "--run.start_from=null"]
     assert main(["fit", f"--config={config}", *tiny, *sizes]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^decoding state +\d+ KiB", out, re.M)
     assert re.search(r"^steps +2 *$", out, re.M)
     assert re.search(r"^step 2/2  loss \d\.\d+  bpb \d\.\d+  [\d,]+ tok/s  0:00 left$", out, re.M)
-    assert re.search(r"^step 2  val_loss 5\.\d+  val_bpb \d\.\d+$", out, re.M)
+    assert re.search(r"^step 2  val_loss [45]\.\d+  val_bpb \d\.\d+$", out, re.M)
     assert "\ndef " in out  # the sample
     last = run_folder / "checkpoints" / "last.ckpt"
     assert f"linrope generate --ckpt_path {last} --prompt 'def '" in out

@@ -33,6 +33,9 @@ class Throughput(Callback):
     - `waiting_for_data`: the share of the time spent waiting for a `TimedLoader`; omitted for other loaders.
     - `peak_memory_gib`: the largest memory of this device's tensors since training began; on a CPU, of the process
       (omitted on Windows).
+
+    At these steps and at each validation it logs `tokens` and `seconds`: how far the run has come, over all devices and
+    without the time of validations. A resumed run continues both.
     """
 
     def __init__(self, window: int = 20) -> None:
@@ -41,6 +44,16 @@ class Throughput(Callback):
         self._began = self._waited = 0.0
         self._peak: float | None = None
         self._flops_of: dict[tuple[int, int], int] = {}
+        self._so_far = {"tokens": 0, "seconds": 0.0}  # of the whole run
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._so_far = {"tokens": 0, "seconds": 0.0}  # a checkpoint is loaded after this
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._so_far)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._so_far = dict(state_dict)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._tokens = self._flops = 0
@@ -60,6 +73,8 @@ class Throughput(Callback):
             return
         now, waited = time.perf_counter(), self._waited_so_far(trainer)
         self._steps.append((self._tokens, self._flops, now - self._began, waited - self._waited))
+        self._so_far["tokens"] += self._tokens
+        self._so_far["seconds"] += now - self._began
         self._tokens = self._flops = 0
         self._began, self._waited = now, waited
         step, every = trainer.global_step, trainer.log_every_n_steps
@@ -69,12 +84,17 @@ class Throughput(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._paused = time.perf_counter()
 
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == "fit":
+            pl_module.log_dict({name: float(value) for name, value in self._so_far.items()})
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._began += time.perf_counter() - self._paused
 
     def _metrics(self, trainer: Trainer) -> dict[str, float]:
         tokens, flops, seconds, waited = map(sum, zip(*self._steps))
         metrics = {
+            **{name: float(value) for name, value in self._so_far.items()},
             "tokens_per_second": tokens / seconds,
             "tflops_per_device": flops / seconds / 1e12,
         }
