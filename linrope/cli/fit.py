@@ -18,6 +18,7 @@ from linrope.errors import InputError, Interrupted
 from linrope.models.saving import CONFIG_FILE
 from linrope.training.callbacks.averaging import AverageWeights, require_same_averaging
 from linrope.training.callbacks.compiled import CompiledTraining, require_compiler
+from linrope.training.callbacks.early_end import TimeLimit, reason_of_early_end
 from linrope.training.callbacks.health import HealthMonitor, SpikeWarning
 from linrope.training.callbacks.memory_preflight import MemoryPreflight
 from linrope.training.callbacks.saving import GracefulStop, LastCheckpoint, SaveConfig
@@ -42,21 +43,38 @@ def run(args: Sequence[str]) -> None:
     try:
         cli.run()
     except Interrupted as interrupted:
-        if not cli.trainer.is_global_zero:
-            pass  # rank 0 prints it
-        elif interrupted.checkpoint is None:
-            again = f"resume from {cli.ckpt_path} again" if cli.ckpt_path else "there is nothing to resume"
-            say(f"stopped before the first step was finished: {again}.")
-        else:
-            resume = command_line("fit", _without_option(args, "--ckpt_path"), "--ckpt_path", interrupted.checkpoint)
-            say(f"stopped after step {interrupted.step}. To resume:\n  {resume}")
+        if cli.trainer.is_global_zero:
+            _say_interrupted(cli, args, interrupted)
         raise
-    if cli.trainer.is_global_zero:
-        lines = [f"\ncheckpoint  {(path := cli.last_checkpoint.path)}"]
-        if cli.datamodule.tokenizer is not None:  # without a tokenizer no text can be generated
-            prompt = cli.config_init.sample.prompt or "import "
-            lines.append(f"sample      {command_line('generate', ['--ckpt_path', path, '--prompt', prompt])}")
-        cli.console.print(*lines, sep="\n", markup=False, soft_wrap=True)
+    if not cli.trainer.is_global_zero:
+        return
+    if (reason := reason_of_early_end(cli.trainer)) is not None:
+        say(f"ended after step {cli.trainer.global_step} of {cli.trainer.max_steps}: {reason}.{_to_resume(cli, args)}")
+    if cli.last_checkpoint is not None:
+        _print_checkpoint(cli, cli.last_checkpoint.path)
+
+
+def _say_interrupted(cli: FitCLI, args: Sequence[str], interrupted: Interrupted) -> None:
+    if interrupted.checkpoint is not None or cli.last_checkpoint is None:
+        say(f"stopped after step {interrupted.step}.{_to_resume(cli, args)}")
+    else:
+        again = f"resume from {cli.ckpt_path} again" if cli.ckpt_path else "there is nothing to resume"
+        say(f"stopped before the first step was finished: {again}.")
+
+
+def _to_resume(cli: FitCLI, args: Sequence[str]) -> str:
+    if cli.last_checkpoint is None:
+        return " trainer.enable_checkpointing=False left nothing to resume."
+    resume = command_line("fit", _without_option(args, "--ckpt_path"), "--ckpt_path", cli.last_checkpoint.path)
+    return f" To resume:\n  {resume}"
+
+
+def _print_checkpoint(cli: FitCLI, path: Path) -> None:
+    lines = [f"\ncheckpoint  {path}"]
+    if cli.datamodule.tokenizer is not None:  # without a tokenizer no text can be generated
+        prompt = cli.config_init.sample.prompt or "import "
+        lines.append(f"sample      {command_line('generate', ['--ckpt_path', path, '--prompt', prompt])}")
+    cli.console.print(*lines, sep="\n", markup=False, soft_wrap=True)
 
 
 def _without_option(args: Sequence[str], option: str) -> list[str]:
@@ -113,16 +131,21 @@ class FitCLI(TrainingCLI):
         run, sample = self.config_init.run, self.config_init.sample
         # only runs without a version of their own share a folder
         resumes_there = self.checkpoint is not None and Path(self.checkpoint).resolve().is_relative_to(folder.resolve())
-        self.last_checkpoint = LastCheckpoint(folder / "checkpoints", run.checkpoint_every_n_steps)
+        trainer, checkpoints = self.config_init.trainer, []
+        self.last_checkpoint = None
+        if trainer.enable_checkpointing is not False:
+            best = ModelCheckpoint(folder / "checkpoints", "best", monitor="val_loss", enable_version_counter=False)
+            self.last_checkpoint = LastCheckpoint(folder / "checkpoints", run.checkpoint_every_n_steps)
+            checkpoints = [best, self.last_checkpoint]  # after the best, whose score it keeps
         callbacks = [
+            *([] if trainer.max_time is None else [TimeLimit(trainer.max_time)]),
             *([] if run.ema_decay is None else [AverageWeights(run.ema_decay)]),  # before what saves or samples
             SaveConfig(folder / "config.yaml", self.parser.dump(self.config), replace=resumes_there),
             RunSummary(self.console, self.start, self.why_precision),
             MemoryPreflight(),
             Throughput(),
             GracefulStop(self.last_checkpoint),
-            ModelCheckpoint(folder / "checkpoints", "best", monitor="val_loss", enable_version_counter=False),
-            self.last_checkpoint,  # after the best, whose score it keeps
+            *checkpoints,
         ]
         if run.health_every_n_steps:
             callbacks.append(HealthMonitor(run.health_every_n_steps))

@@ -57,14 +57,14 @@ class LastCheckpoint(Checkpoint):
 
 
 class GracefulStop(Callback):
-    """On SIGINT (Ctrl-C) or SIGTERM: finish the step, save `checkpoint`, raise `Interrupted`.
+    """On SIGINT (Ctrl-C) or SIGTERM: finish the step, save `checkpoint` if there is one, raise `Interrupted`.
 
     A validation that is running or due is finished first. A second SIGINT aborts immediately.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-    def __init__(self, checkpoint: LastCheckpoint) -> None:
+    def __init__(self, checkpoint: LastCheckpoint | None) -> None:
         self.checkpoint = checkpoint
         self._received: int | None = None
         self._previous: dict[int, Any] = {}
@@ -103,7 +103,8 @@ class GracefulStop(Callback):
             raise KeyboardInterrupt
         self._received = signum
         if self._prints:  # not print(): a signal can arrive while the main thread is inside print()
-            os.write(2, b"\nfinishing this step, then saving a checkpoint (Ctrl-C again aborts immediately)\n")
+            then = b"" if self.checkpoint is None else b", then saving a checkpoint"
+            os.write(2, b"\nfinishing this step" + then + b" (Ctrl-C again aborts immediately)\n")
 
     def _stop_if_asked(self, trainer: Trainer) -> None:
         if trainer.global_step >= trainer.max_steps:
@@ -111,8 +112,9 @@ class GracefulStop(Callback):
         # Ranks may get the signal at different times, and saving needs all of them.
         if not trainer.strategy.reduce_boolean_decision(self._received is not None, all=False):
             return
-        path = self.checkpoint.path if trainer.global_step > self._first_step else None
-        if path is not None:
+        path = None
+        if self.checkpoint is not None and trainer.global_step > self._first_step:
+            path = self.checkpoint.path
             self.checkpoint.save(trainer)
         raise Interrupted(self._received or signal.SIGTERM, trainer.global_step, path)
 

@@ -144,7 +144,9 @@ def told(values: list[float], factor: float = 3.0, accumulate: int = 1) -> tuple
     warning = SpikeWarning(console, factor, window=8)
     data = ResumableDataModule()
     data.samples_of = lambda step: f"samples of {step}"
-    trainer = SimpleNamespace(accumulate_grad_batches=accumulate, is_global_zero=True, datamodule=data)
+    trainer = SimpleNamespace(
+        accumulate_grad_batches=accumulate, is_global_zero=True, datamodule=data, overfit_batches=0
+    )
     with console.capture() as captured:
         for number, value in enumerate(values):
             trainer.global_step = (number + 1) // accumulate
