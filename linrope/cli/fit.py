@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
-from linrope.cli.output import command_line, say, write
+from linrope.cli.output import command_line, rank, say, write
 from linrope.cli.training import TrainingCLI
-from linrope.errors import InputError, Interrupted
+from linrope.errors import InputError, Interrupted, NothingToDo
 from linrope.models.saving import CONFIG_FILE
 from linrope.training.callbacks.averaging import AverageWeights, require_same_averaging
 from linrope.training.callbacks.compiled import CompiledTraining, require_compiler
@@ -25,7 +24,9 @@ from linrope.training.callbacks.saving import GracefulStop, LastCheckpoint, Save
 from linrope.training.callbacks.summary import PrintSample, RunSummary
 from linrope.training.callbacks.throughput import Throughput
 from linrope.training.checkpoint import require_training_state, start_from
+from linrope.training.metrics_file import METRICS_FILE, MetricsFile
 from linrope.training.precision import is_nvidia
+from linrope.training.run_folder import RunFolder, new_run_folder, resumed_run_folder
 from linrope.utils.files import require_writable
 
 
@@ -40,6 +41,13 @@ class FitOptions:
 def run(args: Sequence[str]) -> None:
     """Run `linrope fit` with the command line `args`."""
     cli = FitCLI("fit", args, FitOptions)
+    try:
+        _train(cli, args)
+    finally:
+        cli.folder.release()
+
+
+def _train(cli: FitCLI, args: Sequence[str]) -> None:
     try:
         cli.run()
     except Interrupted as interrupted:
@@ -89,6 +97,11 @@ def _without_option(args: Sequence[str], option: str) -> list[str]:
 class FitCLI(TrainingCLI):
     """The run of `linrope fit`: new or resumed, with logs, checkpoints and callbacks."""
 
+    step = 0
+    """Of the checkpoint to resume from."""
+    folder: RunFolder | None = None
+    """Where the run writes."""
+
     def check_checkpoint(self) -> None:
         if self.checkpoint is None:
             return
@@ -102,9 +115,11 @@ class FitCLI(TrainingCLI):
         require_same_averaging(contents, self.config_init.run.ema_decay, self.checkpoint)
         max_steps, step = self.config.trainer.max_steps, contents["global_step"]
         if 0 < max_steps <= step:
-            raise InputError(
-                f"trainer.max_steps={max_steps} is already done: {self.checkpoint} is at step {step}. Raise it."
+            raise NothingToDo(
+                f"trainer.max_steps={max_steps} is already done: {self.checkpoint} is at step {step}. To train on, "
+                "raise it."
             )
+        self.step = step
 
     def instantiate_trainer(self) -> Trainer:
         if self.config_init.run.compile:
@@ -113,24 +128,43 @@ class FitCLI(TrainingCLI):
         path = self.config_init.run.start_from
         if self.checkpoint is None and path is not None:
             self.start = ", ".join([path, *start_from(self.model.model, path, self.datamodule.fractions)])
-        return super().instantiate_trainer()
+        try:
+            return super().instantiate_trainer()
+        except BaseException:
+            if self.folder is not None:
+                self.folder.release()
+            raise
 
-    def loggers(self) -> Any:
-        run, loggers = self.config_init.run, self.config_init.trainer.logger
-        if loggers not in (None, True):
-            return loggers
-        require_writable(Path(run.folder), "run.folder")
-        csv = CSVLogger(run.folder, run.name, flush_logs_every_n_steps=1)
-        if find_spec("tensorboard") is None:
-            return [csv]
-        return [csv, TensorBoardLogger(run.folder, run.name, version=csv.version)]
+    def claim_folder(self) -> RunFolder:
+        """The folder of this run: a new one, or that of the run to resume."""
+        run = self.config_init.run
+        runs = Path(run.folder, run.name)
+        require_writable(runs, "run.folder")
+        if rank() != 0:
+            return RunFolder(runs / "version")  # rank 0 tells the others where they write
+        if self.checkpoint is not None:
+            if (folder := resumed_run_folder(runs, Path(self.checkpoint), self.step)) is not None:
+                return folder
+            say(f"{self.checkpoint} is not the last checkpoint of a run in {runs}: this run gets a folder of its own.")
+        return new_run_folder(runs)
 
-    def callbacks(self, loggers: Sequence[Logger] | Any) -> list[Callback]:
-        logged_to = [logger.log_dir for logger in loggers if logger.log_dir] if isinstance(loggers, list) else []
-        folder = Path((logged_to or [self.config_init.trainer.default_root_dir or "."])[0])
+    def loggers(self) -> list[Logger]:
+        """metrics.csv; beside it the loggers of `trainer.logger`, by default TensorBoard's where it is installed."""
+        self.folder, given = self.claim_folder(), self.config_init.trainer.logger
+        folder = self.folder.path
+        earlier = None if self.checkpoint is None else Path(self.checkpoint).absolute().parents[1] / METRICS_FILE
+        loggers: list[Logger] = [MetricsFile(folder, earlier, self.step)]
+        if isinstance(given, Iterable):
+            loggers += given
+        elif isinstance(given, Logger):
+            loggers.append(given)
+        elif given is not False and find_spec("tensorboard") is not None:
+            loggers.append(TensorBoardLogger(folder.parent, "", version=folder.name))
+        return loggers
+
+    def callbacks(self) -> list[Callback]:
+        folder = self.folder.path
         run, sample = self.config_init.run, self.config_init.sample
-        # only runs without a version of their own share a folder
-        resumes_there = self.checkpoint is not None and Path(self.checkpoint).resolve().is_relative_to(folder.resolve())
         trainer, checkpoints = self.config_init.trainer, []
         self.last_checkpoint = None
         if trainer.enable_checkpointing is not False:
@@ -140,7 +174,7 @@ class FitCLI(TrainingCLI):
         callbacks = [
             *([] if trainer.max_time is None else [TimeLimit(trainer.max_time)]),
             *([] if run.ema_decay is None else [AverageWeights(run.ema_decay)]),  # before what saves or samples
-            SaveConfig(folder / "config.yaml", self.parser.dump(self.config), replace=resumes_there),
+            SaveConfig(self.folder, self.parser.dump(self.config)),
             RunSummary(self.console, self.start, self.why_precision),
             MemoryPreflight(),
             Throughput(),

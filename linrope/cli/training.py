@@ -38,7 +38,7 @@ from linrope.utils.memory import keep_freed_memory
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Logs and checkpoints of a run; they are in FOLDER/NAME/version_N."""
+    """Logs and checkpoints of a run; they are in FOLDER/NAME/version_N. A resumed run goes on in its folder."""
 
     name: str = "default"
     """Name of the run."""
@@ -213,7 +213,12 @@ class ConfigCLI(LightningCLI):
             raise InputError(f"--seed_everything={seed} must be a number from 0 to {2**32 - 1}.")
 
     def instantiate_classes(self) -> None:
-        self.config_init = self.parser.instantiate(self.config)
+        try:
+            self.config_init = self.parser.instantiate(self.config)
+        except InputError:
+            raise
+        except ValueError as error:  # a logger whose package is not installed, for example
+            raise InputError(str(error)) from error
 
 
 class TrainingCLI(ConfigCLI):
@@ -283,9 +288,9 @@ class TrainingCLI(ConfigCLI):
             )
         try:
             loggers = self.loggers()
-            self.trainer_defaults["callbacks"] = [*self.callbacks(loggers), *self._progress()]
+            self.trainer_defaults["callbacks"] = [*self.callbacks(), *self._progress()]
             self.config_init.trainer.callbacks = [RequireMonitored(), *self.given_callbacks()]  # come before these
-            trainer = super().instantiate_trainer(logger=loggers)
+            trainer = super().instantiate_trainer(logger=loggers or False)
         except InputError:
             raise
         except (ValueError, TypeError, MisconfigurationException) as error:
@@ -307,11 +312,11 @@ class TrainingCLI(ConfigCLI):
             return []
         return [ProgressReport(self.console, trainer.log_every_n_steps or 10)]
 
-    def loggers(self) -> Any:
+    def loggers(self) -> list[Logger]:
         """The Trainer's loggers."""
-        return False
+        return []
 
-    def callbacks(self, loggers: Sequence[Logger] | Any) -> list[Callback]:
+    def callbacks(self) -> list[Callback]:
         """The Trainer's callbacks, beside the progress report."""
         return []
 

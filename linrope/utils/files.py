@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import tempfile
 import zipfile
 from collections.abc import Iterator
@@ -20,12 +21,12 @@ from linrope.errors import InputError, suggest
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """A file to write, which replaces `path` once all of it is on the disk.
 
-    If anything fails before, even if the process is killed, `path` stays as it was. A killed process leaves a
-    `….partial` file beside it, which the next attempt overwrites.
+    If anything fails before, even if the process is killed, `path` stays as it was. A killed process leaves a file
+    `….partial` beside it: see `remove_partial_files`. Processes that write the same path do not disturb each other.
     """
-    partial = path.with_name(f"{path.name}.partial")
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        with open(partial, "wb") as file:
+        with open(partial, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())  # else a crash of the machine could leave an empty file under the new name
@@ -40,6 +41,13 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def remove_partial_files(folder: Path) -> None:
+    """Remove what processes that were killed left of `whole_file` in a folder; no process may be writing there."""
+    for partial in folder.glob("*.partial"):
+        with suppress(OSError):
+            partial.unlink()
 
 
 def require_writable(folder: Path, option: str) -> None:
