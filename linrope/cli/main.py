@@ -21,6 +21,7 @@ from linrope.errors import (
     InputError,
     Interrupted,
     NonFiniteError,
+    NothingToDo,
     suggest,
 )
 
@@ -68,6 +69,9 @@ def main(args: Sequence[str] | None = None) -> int:
     except (DocumentChanged, CheckpointError) as error:
         say(f"error: {error}")
         return 1
+    except NothingToDo as done:
+        if rank() == 0:
+            say(str(done))
     except Interrupted as interrupted:
         return 128 + interrupted.signum
     except BrokenPipeError:

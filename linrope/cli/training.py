@@ -14,6 +14,7 @@ from typing import Any, Literal, get_type_hints
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -26,7 +27,8 @@ from linrope.cli.parser import add_options, parse, parser_settings
 from linrope.errors import InputError
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
 from linrope.models.saving import CONFIG_FILE, open_checkpoint
-from linrope.training.callbacks.progress import ProgressReport
+from linrope.training.callbacks.monitors import RequireMonitored
+from linrope.training.callbacks.progress import ProgressReport, evaluation_metrics
 from linrope.training.checkpoint import WholeCheckpointIO, find_last, require_same_model
 from linrope.training.data_modules.text import TextDataModule
 from linrope.training.optimizer import OptimizerConfig
@@ -37,7 +39,7 @@ from linrope.utils.memory import keep_freed_memory
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Logs and checkpoints of a run; they are in FOLDER/NAME/version_N."""
+    """Logs and checkpoints of a run; they are in FOLDER/NAME/version_N. A resumed run goes on in its folder."""
 
     name: str = "default"
     """Name of the run."""
@@ -105,7 +107,14 @@ class TrainerOptions:
     log_every_n_steps: int = 10
     """Steps between two rows of metrics.csv."""
     max_time: str | None = None
-    """Stop after this time, as DD:HH:MM:SS."""
+    """Stop after this time, as DD:HH:MM:SS, with a checkpoint. A resumed run has the same time again."""
+    overfit_batches: int = 0
+    """Train on the first batches only, this many, again and again: a check whether a model learns at all. 0 trains on
+    the whole text."""
+    enable_progress_bar: bool | None = None
+    """false prints no progress."""
+    enable_checkpointing: bool | None = None
+    """false writes no checkpoints."""
 
 
 TRAINER_DEFAULTS = {
@@ -205,7 +214,12 @@ class ConfigCLI(LightningCLI):
             raise InputError(f"--seed_everything={seed} must be a number from 0 to {2**32 - 1}.")
 
     def instantiate_classes(self) -> None:
-        self.config_init = self.parser.instantiate(self.config)
+        try:
+            self.config_init = self.parser.instantiate(self.config)
+        except InputError:
+            raise
+        except ValueError as error:  # a logger whose package is not installed, for example
+            raise InputError(str(error)) from error
 
 
 class TrainingCLI(ConfigCLI):
@@ -274,39 +288,59 @@ class TrainingCLI(ConfigCLI):
                 f"trainer.max_epochs={self.config_init.trainer.max_epochs} has no meaning here: training draws from an "
                 "endless stream of samples. Set trainer.max_steps."
             )
-        loggers = self.loggers()
-        progress = ProgressReport(self.console, self.config_init.trainer.log_every_n_steps or 10)
-        self.trainer_defaults["callbacks"] = [*self.callbacks(loggers), progress]
         try:
-            trainer = super().instantiate_trainer(logger=loggers)
+            loggers = self.loggers()
+            self.trainer_defaults["callbacks"] = [*self.callbacks(), *self._progress()]
+            self.config_init.trainer.callbacks = [RequireMonitored(), *self.given_callbacks()]  # come before these
+            trainer = super().instantiate_trainer(logger=loggers or False)
+        except InputError:
+            raise
         except (ValueError, TypeError, MisconfigurationException) as error:
             raise InputError(f"section trainer: {error}") from error
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # neither the user's nor a special strategy's
             trainer.strategy.checkpoint_io = WholeCheckpointIO()
         return trainer
 
-    def loggers(self) -> Any:
-        """The Trainer's loggers."""
-        return False
+    def given_callbacks(self) -> list[Callback]:
+        """The callbacks of `trainer.callbacks`."""
+        given = self.config_init.trainer.callbacks or []
+        return list(given) if isinstance(given, list) else [given]
 
-    def callbacks(self, loggers: Sequence[Logger] | Any) -> list[Callback]:
+    def _progress(self) -> list[Callback]:
+        """The progress report, unless the user wants none or has another one: Lightning takes one."""
+        trainer = self.config_init.trainer
+        has_own = any(isinstance(callback, ProgressBar) for callback in self.given_callbacks())
+        if trainer.enable_progress_bar is False or has_own:
+            return []
+        return [ProgressReport(self.console, trainer.log_every_n_steps or 10)]
+
+    def loggers(self) -> list[Logger]:
+        """The Trainer's loggers."""
+        return []
+
+    def callbacks(self) -> list[Callback]:
         """The Trainer's callbacks, beside the progress report."""
         return []
 
     def run(self, **options: Any) -> None:
-        """Run the Trainer's method of the command's name."""
+        """Run the Trainer's method of the command's name; print the metrics of a measurement."""
         keep_freed_memory()  # steps and batches allocate the same again and again
         method = getattr(self.trainer, self.command)
         try:
             method(self.model, self.datamodule, ckpt_path=self.ckpt_path, weights_only=True, **options)
         except MisconfigurationException as error:
             raise InputError(str(error)) from error
+        if self.command != "fit" and self.trainer.is_global_zero:
+            split = "test" if self.command == "test" else "val"
+            line = evaluation_metrics(self.trainer.callback_metrics, split)
+            self.console.print(line, highlight=False, soft_wrap=True)
 
 
 def quiet_lightning() -> None:
     """Turn off Lightning's advice that this program already follows."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("lightning.pytorch.profilers").setLevel(logging.INFO)  # that is how they print their tables
     for message in (
         ".*does not have many workers.*",  # reading a window takes microseconds
         ".*Checkpoint directory .* exists and is not empty.*",
@@ -314,6 +348,7 @@ def quiet_lightning() -> None:
         ".*GPU available but not used.*",
         ".*callbacks used to create the checkpoint need to be provided.*",  # not to validate it
         ".*LeafSpec.*",  # Lightning's use of a class that newer PyTorch renames
+        ".*smaller than the logging interval.*",  # steps are counted over the epochs of trainer.overfit_batches
         ".*sync_dist=True.*",  # what is logged are sums over all ranks already
     ):
         warnings.filterwarnings("ignore", message)

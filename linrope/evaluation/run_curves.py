@@ -13,7 +13,7 @@ import numpy as np
 
 from linrope.errors import InputError
 
-METRICS = "metrics.csv"
+METRICS_FILE = "metrics.csv"
 Split = Literal["train", "val"]
 Axis = Literal["tokens", "seconds"]
 
@@ -100,13 +100,15 @@ def find_log(path: str) -> Path:
         return given.resolve()
     versions = {
         int(number): file
-        for file in given.glob(f"version_*/{METRICS}")
+        for file in given.glob(f"version_*/{METRICS_FILE}")
         if (number := file.parent.name.removeprefix("version_")).isdecimal()
     }
-    for file in (given / METRICS, *([versions[max(versions)]] if versions else [])):
+    for file in (given / METRICS_FILE, *([versions[max(versions)]] if versions else [])):
         if file.is_file():
             return file.resolve()
-    raise InputError(f"run {path!r} has no {METRICS}: name a folder that `linrope fit` wrote, runs/NAME/version_N.")
+    raise InputError(
+        f"run {path!r} has no {METRICS_FILE}: name a folder that `linrope fit` wrote, runs/NAME/version_N."
+    )
 
 
 def names_of(files: Sequence[Path]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import tempfile
 import zipfile
@@ -25,12 +26,12 @@ else:
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """A file to write, which replaces `path` once all of it is on the disk.
 
-    If anything fails before, even if the process is killed, `path` stays as it was. A killed process leaves a
-    `….partial` file beside it, which the next attempt overwrites.
+    If anything fails before, even if the process is killed, `path` stays as it was. A killed process leaves a file
+    `….partial` beside it: see `remove_partial_files`. Processes that write the same path do not disturb each other.
     """
-    partial = path.with_name(f"{path.name}.partial")
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        with open(partial, "wb") as file:
+        with open(partial, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())  # else a crash of the machine could leave an empty file under the new name
@@ -47,6 +48,13 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
             os.close(descriptor)
 
 
+def remove_partial_files(folder: Path) -> None:
+    """Remove what processes that were killed left of `whole_file` in a folder; no process may be writing there."""
+    for partial in folder.glob("*.partial"):
+        with suppress(OSError):
+            partial.unlink()
+
+
 def require_writable(folder: Path, option: str) -> None:
     """Raise InputError, naming the option, unless files can be made in a folder, or the folder itself can be made."""
     existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
@@ -57,13 +65,6 @@ def require_writable(folder: Path, option: str) -> None:
         raise InputError(
             f"{option}={str(folder)!r}: cannot write there ({error.strerror}). Give another folder."
         ) from error
-
-
-def remove_empty(folder: Path) -> None:
-    """Remove a folder if it is empty, and then the one above it if that is empty."""
-    with suppress(OSError):
-        folder.rmdir()
-        folder.parent.rmdir()
 
 
 def require_new(path: Path, option: str, overwrite: bool) -> None:
@@ -144,10 +145,15 @@ def _sizes_of_storages(content: Any) -> list[int]:
 def claim(file: IO[str]) -> bool:
     """Lock an open file until it is closed; False if another process has locked it."""
     try:
-        if sys.platform == "win32":
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-        else:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(file)
     except OSError:
         return False
     return True
+
+
+def lock(file: IO[str], inherited: bool = True) -> None:
+    """Lock an open file until it is closed, by forked processes too if `inherited`. OSError if that is not possible."""
+    if sys.platform == "win32":
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+    else:
+        (fcntl.flock if inherited else fcntl.lockf)(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
