@@ -205,6 +205,41 @@ def test_calls_share_nothing_but_workspace():
     assert all(map(torch.equal, torch.autograd.grad(o.sum(), first), expected))
 
 
+@pytest.mark.parametrize("backend", ["chunked", "auto"])
+def test_a_call_in_a_signal_handler_leaves_the_interrupted_call_alone(backend):
+    """Signals arrive between any two functions: here a profiler makes the other call at some of them."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, 2, 200, 16, requires_grad=True) for _ in range(3)]
+    others = [torch.randn(1, 2, 200, 16) for _ in range(3)]
+    rope = RotaryEmbedding(16)
+
+    def results():
+        o = linear_attention(*inputs, rope, backend=backend)
+        return o, *torch.autograd.grad(o.square().sum(), inputs)
+
+    def interrupted(at):
+        n_events = 0
+
+        def profile(frame, event, arg):
+            nonlocal n_events
+            n_events += 1
+            if n_events == at:
+                sys.setprofile(None)
+                linear_attention(*others, rope, backend=backend)
+
+        Pool.of_thread.__dict__.clear()
+        sys.setprofile(profile)
+        try:
+            return results(), n_events
+        finally:
+            sys.setprofile(None)
+
+    expected, n_events = interrupted(-1)
+    for at in range(1, n_events, 13):
+        found, _ = interrupted(at)
+        assert all(map(torch.equal, found, expected)), at
+
+
 def test_a_first_call_does_not_load_the_compiler():
     """It would take a second and a hundred megabytes of everyone who only imports the operator."""
     program = (
