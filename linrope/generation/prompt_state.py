@@ -17,7 +17,7 @@ from torch import Tensor
 
 from linrope.errors import InputError
 from linrope.layers.state import ModelState, from_serialized, map_state, to_serialized
-from linrope.utils.files import load_plain, whole_file
+from linrope.utils.files import load_plain, target_of, whole_file
 
 FORMAT = "linrope state 1"
 
@@ -76,7 +76,12 @@ def fingerprint(model: CausalModel) -> dict[str, Any]:
 
 
 def save_prompt_state(path: str | Path, model: CausalModel, state: PromptState) -> None:
-    """Write a state to a file. An existing file is replaced as a whole."""
+    """Write a state to a file. An existing file is replaced as a whole, that of a link where the link leads to.
+
+    Raises:
+        InputError: the path is that of a folder, a device or a pipe.
+    """
+    target = target_of(Path(path), "path")
     on_cpu = map_state(lambda _, x: x.cpu(), state.state)
     content = {
         "format": FORMAT,
@@ -85,7 +90,7 @@ def save_prompt_state(path: str | Path, model: CausalModel, state: PromptState) 
         "logits": state.logits.cpu(),
         "recent": state.recent.cpu(),
     }
-    with whole_file(Path(path)) as file:
+    with whole_file(target) as file:
         torch.save(content, file)
 
 
