@@ -22,6 +22,7 @@ from linrope.cli.main import main
 from linrope.cli.prompts import Prompt, cut_after_lines
 from linrope.data.tokenizers.bytes import SEPARATOR, TextDecoder, encode_prompt
 from linrope.generation.decoding import read
+from linrope.generation.prompt_state import save_prompt_state
 from linrope.generation.sampling import Sampler, Sampling
 from linrope.generation.text import TextWriter, printable
 
@@ -157,6 +158,12 @@ def test_a_state_file_is_not_overwritten_without_being_asked(folder, tmp_path, e
     assert main([*options, "--overwrite", "--prompt=another"]) == 0
     assert state.read_bytes() != before
     assert "lies in a folder that does not exist" in error_of(*options, f"--save_state={tmp_path}/nowhere/state.pt")
+
+
+def test_a_state_of_several_texts_is_refused(model, folder, tmp_path, error_of):
+    save_prompt_state(tmp_path / "three.pt", model, read(model, encode_prompt("a")[None]).fork(3))
+    err = error_of("generate", folder, f"--load_state={tmp_path / 'three.pt'}")
+    assert f"--load_state='{tmp_path / 'three.pt'}' holds 3 texts: save one of them" in err
 
 
 def test_a_saved_state_replaces_files_only_and_follows_links(folder, tmp_path, error_of):

@@ -386,7 +386,8 @@ def test_bad_calls_are_named(kind):
 
 
 def test_what_is_no_state_of_a_model_is_refused():
-    for values in ([{}], [{"type": "Other"}], [{"type": "State"}], 3):
+    no_past = {"type": "AttentionState", "past": None}
+    for values in ([{}], [{"type": "Other"}], [{"type": "State"}], 3, [3], [no_past], [{"type": "State", "kv": 1}]):
         assert_input_errors((partial(from_serialized, values), "not the state of a model"))
 
 
