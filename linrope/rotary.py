@@ -421,7 +421,7 @@ class RotaryEmbedding(nn.Module):
                 f"positions of shape {tuple(positions.shape)} do not fit x of shape {tuple(x.shape)}: "
                 f"pass (T,) or (B, T) with T={x.shape[-2]}."
             )
-        if not torch.compiler.is_compiling() and positions.numel():
+        if not (torch.compiler.is_compiling() or positions.is_meta) and positions.numel():
             for end in map(int, positions.aminmax()):
                 if not -MAX_POSITION <= end <= MAX_POSITION:
                     raise InputError(f"positions reach {end}, beyond ±2^53 where they are not exact: use smaller ones")

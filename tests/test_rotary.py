@@ -83,6 +83,13 @@ def test_a_view_is_rotated_as_its_copy(view):
     torch.testing.assert_close(torch.autograd.grad((rope.rotate(there) * weight).sum(), there), expected)
 
 
+def test_on_the_device_meta_it_computes_shapes():
+    x = torch.empty(2, 3, 7, 8, device="meta")
+    rope = RotaryEmbedding(8)
+    for options in ({}, {"offset": 3}, {"positions": torch.zeros(2, 7, dtype=torch.int64, device="meta")}):
+        assert (rope.rotate(x, **options).shape, rope.rotate(x, **options).device) == (x.shape, x.device)
+
+
 def test_a_single_head_of_an_odd_size_is_rotated():
     """Queries, keys and values then begin at odd floats, with odd strides."""
     torch.manual_seed(0)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from linrope.ops.call import without_autocast
 from linrope.utils.machine import mkl_lacks_avx512
 
 SMALLEST = 2**24
@@ -50,7 +51,7 @@ class Float32Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             dtype = torch.promote_types(x.dtype, torch.float32)
             bias = None if self.bias is None else self.bias.to(dtype)
             return F.linear(x.to(dtype), self.weight.to(dtype), bias)

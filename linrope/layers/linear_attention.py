@@ -17,6 +17,7 @@ from linrope.layers.attention import Attention, AttentionOptions, checked_head_d
 from linrope.layers.forget_gate import ForgetGate
 from linrope.layers.initialisation import reset
 from linrope.layers.selective_rope import SelectiveRope
+from linrope.ops.call import without_autocast
 from linrope.ops.linear_attention import linear_attention
 from linrope.ops.state import State, merge
 from linrope.ops.summarize import summarize
@@ -136,7 +137,7 @@ class LinearAttention(Attention):
         }
         dtype = v.dtype
         # selective q and k keep float32: gradients of angles are differences, which rounding would spoil
-        with nullcontext() if self.selective is None else torch.autocast(q.device.type, enabled=False):
+        with nullcontext() if self.selective is None else without_autocast(q):
             v = v.to(q.dtype)
             if not outputs:
                 new = summarize(k, v, **{name: options[name] for name in SUMMARIZED})

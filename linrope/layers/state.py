@@ -200,6 +200,11 @@ def from_serialized(values: list[dict[str, Any]], device: torch.device | str | N
         return _TYPES[part["type"]](**nested)
 
     try:
-        return ModelState(restored(part) for part in values)
-    except (KeyError, TypeError) as error:
+        state = ModelState(restored(part) for part in values)
+        if not all(
+            isinstance(part, AttentionState) and isinstance(part.past, (State, KeyValueCache)) for part in state
+        ):
+            raise TypeError("each entry must be an AttentionState with its past")
+    except (KeyError, TypeError, AttributeError) as error:
         raise InputError(f"not the state of a model, as `to_serialized` returns it: {error}.") from error
+    return state

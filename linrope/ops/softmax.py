@@ -151,7 +151,9 @@ def _dense(q: Tensor, keys: _Keys, causal: bool, window: int | None, scale: floa
     n_past, document, visible = n_keys - n_queries, keys.document, keys.visible
     banded = window is not None and n_keys > window
     if document is None and visible is None and not banded and (n_past == 0 or n_queries == 1):
-        return F.scaled_dot_product_attention(q, keys.k, keys.v, is_causal=causal and n_queries > 1, scale=scale)
+        if n_queries == 1:  # which sees all keys; a branch, since a graph of open length takes no expression here
+            causal = False
+        return F.scaled_dot_product_attention(q, keys.k, keys.v, is_causal=causal, scale=scale)
     mask = torch.ones(1, n_queries, n_keys, dtype=torch.bool, device=q.device)
     if causal:
         mask = mask.tril(n_past)

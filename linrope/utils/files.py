@@ -68,13 +68,25 @@ def require_writable(folder: Path, option: str) -> None:
 
 
 def require_new(path: Path, option: str, overwrite: bool) -> None:
-    """Raise InputError, naming the option, unless a file may be written there."""
-    if not path.parent.is_dir():
+    """Raise InputError, naming the option, unless a file may be written there; that of a link is where it leads to."""
+    target = target_of(path, option)
+    if not target.parent.is_dir():
         raise InputError(f"{option}={str(path)!r} lies in a folder that does not exist: make it, or choose another.")
-    if path.is_dir() or (path.exists() and not overwrite):
-        what = "is a folder" if path.is_dir() else "exists"
-        raise InputError(f"{option}={str(path)!r} {what}: choose another name, or replace a file with --overwrite.")
-    require_writable(path.parent, option)
+    if target.exists() and not overwrite:
+        raise InputError(f"{option}={str(path)!r} exists: choose another name, or replace a file with --overwrite.")
+    require_writable(target.parent, option)
+
+
+def target_of(path: Path, option: str) -> Path:
+    """The file to write for a path, links followed. Raises InputError, naming the option, if something else is there:
+    to replace a folder, a device or a pipe would remove it."""
+    target = Path(os.path.realpath(path))
+    if target.is_symlink():
+        raise InputError(f"{option}={str(path)!r} is a link that leads back to itself: choose another name.")
+    if target.exists() and not target.is_file():
+        what = "is a folder" if target.is_dir() else "is a device or a pipe, not a file"
+        raise InputError(f"{option}={str(path)!r} {what}: choose another name.")
+    return target
 
 
 def load_plain(path: Path, what: str = "checkpoint") -> Any:

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from linrope import LanguageModel, LanguageModelConfig
+from linrope import InputError, LanguageModel, LanguageModelConfig
 from linrope.generation.decoding import REPETITION_WINDOW, read, require_memory, stream
 from linrope.generation.prompt_state import load_prompt_state, save_prompt_state
 from linrope.generation.sampling import _inverse, _penalised
@@ -166,6 +166,43 @@ def test_a_damaged_state_file_or_none_is_refused(recipe, prompts, tmp_path):
     damage = dict.fromkeys(("flipped.pt", "cut.pt"), "damaged or no state file")
     for name, message in {"sate.pt": missing, "other.pt": "is not in the format", **damage}.items():
         assert_input_errors((partial(load_prompt_state, tmp_path / name, recipe), message))
+
+
+def alterations_of(value):
+    """Each value that differs from the given one in one place."""
+    if isinstance(value, dict):
+        for name in value:
+            yield {other: x for other, x in value.items() if other != name}
+            yield from ({**value, name: other} for other in alterations_of(value[name]))
+        yield {**value, "more": 1}
+    elif isinstance(value, list):
+        yield from (value[:i] + value[i + 1 :] for i in range(len(value)))
+        yield from (
+            [*value[:i], other, *value[i + 1 :]] for i in range(len(value)) for other in alterations_of(value[i])
+        )
+        yield [*value, *value[:1]]
+    elif isinstance(value, torch.Tensor):
+        yield from (value[None], value[..., :-1].clone(), value.to(torch.float16), value.long().neg() - 2)
+        yield value.clone().index_fill_(-1, torch.tensor([0]), 7)
+    if value is not None:
+        yield None
+    yield "text" if isinstance(value, int) else 3
+    yield [value]
+
+
+def test_an_altered_state_file_is_refused_whatever_was_altered(prompts, tmp_path):
+    model = LanguageModel(CONFIGS["hybrid"]).eval()
+    save_prompt_state(tmp_path / "state.pt", model, read(model, prompts[1:3]))
+    content = torch.load(tmp_path / "state.pt", weights_only=True)
+    n_altered = 0
+    for altered in alterations_of(content):
+        torch.save(altered, tmp_path / "altered.pt")
+        with pytest.raises(InputError, match=r"state file '.*altered.pt' (was altered|is not in the format)"):
+            load_prompt_state(tmp_path / "altered.pt", model)
+        n_altered += 1
+    assert n_altered > 200
+    torch.save(content, tmp_path / "again.pt")
+    load_prompt_state(tmp_path / "again.pt", model)
 
 
 def test_bad_calls_are_named(recipe, prompts):

@@ -223,6 +223,24 @@ def test_the_state_without_outputs_is_that_of_a_call(kind, options):
         torch.testing.assert_close([*map(numbers, found)], [numbers(before), numbers(after)], **CLOSE)
 
 
+@pytest.mark.parametrize(("kind", "options"), EVERY)
+def test_on_the_device_meta_a_layer_computes_shapes(kind, options):
+    layer, x = layer_and_input(kind, options)
+    ids, key_mask = torch.zeros(2, 90, dtype=torch.int64), torch.ones(2, 90, dtype=torch.bool)
+
+    def results(layer, x, ids, key_mask):
+        y, state = layer(x, return_state=True, segment_ids=ids, key_mask=key_mask)
+        z, after = layer(x[:, :1], state, return_state=True)
+        (y.sum() + z.sum()).backward()
+        tensors = [y, z, *numbers(after).values(), *numbers(layer.advance(x, after)).values()]
+        tensors += [parameter.grad for parameter in layer.parameters()]
+        return [(one.shape, one.dtype) if isinstance(one, torch.Tensor) else one for one in tensors if one is not None]
+
+    expected = results(layer, x, ids, key_mask)
+    layer.zero_grad()
+    assert results(layer.to("meta"), *(tensor.to("meta") for tensor in (x, ids, key_mask))) == expected
+
+
 @pytest.mark.parametrize("kind", LAYERS)
 def test_noncausal_layers_see_everything(kind):
     layer, x = layer_and_input(kind, {"causal": False})
@@ -386,7 +404,8 @@ def test_bad_calls_are_named(kind):
 
 
 def test_what_is_no_state_of_a_model_is_refused():
-    for values in ([{}], [{"type": "Other"}], [{"type": "State"}], 3):
+    no_past = {"type": "AttentionState", "past": None}
+    for values in ([{}], [{"type": "Other"}], [{"type": "State"}], 3, [3], [no_past], [{"type": "State", "kv": 1}]):
         assert_input_errors((partial(from_serialized, values), "not the state of a model"))
 
 

@@ -95,7 +95,11 @@ def test_a_state_is_saved_and_loaded_as_tensors_and_plain_values(model, tokens):
 
 
 def test_a_compiled_model_returns_a_state(model, tokens):
-    _, state = torch.compile(model, backend="eager", fullgraph=True)(tokens[:, :5], return_state=True)
-    _, expected = model(tokens[:, :5], return_state=True)
-    assert type(state) is ModelState
-    torch.testing.assert_close(model(tokens, state), model(tokens, expected))
+    """Of any length: the second call makes a graph in which it is open."""
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for length in (5, 20):
+        _, state = compiled(tokens[:, :length], return_state=True)
+        _, expected = model(tokens[:, :length], return_state=True)
+        assert type(state) is ModelState
+        torch.testing.assert_close(model(tokens, state), model(tokens, expected))

@@ -97,6 +97,15 @@ def test_a_model_without_memory_is_initialised_as_a_new_one(name):
         assert (model.output.weight is model.embedding.weight) == CONFIGS[name].tie_embeddings
 
 
+def test_on_the_device_meta_a_model_computes_shapes_and_generates_nothing(model, tokens):
+    model, tokens = model.to("meta"), tokens.to("meta")
+    logits, state = model(tokens, return_state=True)
+    assert (logits.shape, logits.device.type) == ((2, 70, 40), "meta")
+    model(tokens[:, 1:], state, targets=tokens[:, :-1]).backward()
+    assert all(parameter.grad.is_meta for parameter in model.parameters())
+    assert_input_errors((lambda: model.generate(tokens, 3), "device meta, where logits have no values"))
+
+
 @pytest.mark.parametrize("assign", [False, True])
 def test_weights_loaded_into_a_model_without_memory_are_tied(assign, tokens):
     model = LanguageModel(CONFIGS["recipe"]).eval()
