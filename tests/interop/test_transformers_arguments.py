@@ -163,7 +163,7 @@ def test_unsupported_arguments_are_refused(model, tokens):
         (lambda: model(tokens, output_attentions=True), "output_attentions=True: linrope never has"),
         (lambda: model(tokens, past_key_values=DynamicCache()), "past_key_values is a DynamicCache: pass the cache"),
         (
-            lambda: model.generate(tokens, max_new_tokens=1, past_key_values=DynamicCache()),
+            lambda: model.generate(tokens, past_key_values=DynamicCache(), **one),
             "past_key_values is a DynamicCache",
         ),
         (lambda: model(tokens, past_key_values=other(tokens, use_cache=True).past_key_values), "state holds"),
