@@ -297,7 +297,8 @@ class LinropeForCausalLM(PreTrainedModel, GenerationMixin):
         recompute = self.gradient_checkpointing and self.training
 
         def run(block: Block, x: Tensor, *others: Any) -> tuple[Tensor, AttentionState]:
-            hidden.append(x)
+            if with_hidden:  # or all of them would stay in memory
+                hidden.append(x)
             return self._gradient_checkpointing_func(block, x, *others) if recompute else block(x, *others)
 
         n_last = _n_last(logits_to_keep, labels)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline
 
 import linrope.interop
 import linrope.interop.transformers as transformers_interop
@@ -307,6 +307,51 @@ def test_one_folder_holds_one_model(trained, tmp_path):
     transformers_interop.export(silent, tmp_path / "fresh")
     transformers_interop.export(silent, tmp_path / "model", overwrite=True)
     assert contents(tmp_path / "model").keys() == contents(tmp_path / "fresh").keys()
+
+
+def at_other_positions(model: LanguageModel) -> LanguageModel:
+    """A model of the same shapes: its weights would run with the configuration of `model`, but wrongly."""
+    rope = dataclasses.replace(model.config.rope, base=500.0)
+    return LanguageModel(dataclasses.replace(model.config, rope=rope))
+
+
+@pytest.mark.parametrize("file", ["SHA256SUMS", "model.safetensors", "config.json"])
+def test_an_interrupted_export_leaves_no_mixture(file, trained, tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    transformers_interop.export(trained, folder)
+    replace = Path.replace
+
+    def killed(path: Path, target: Path) -> Path:
+        if target == folder / file:
+            raise KeyboardInterrupt
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        transformers_interop.export(at_other_positions(trained), folder, overwrite=True)
+    for read in (LanguageModel, AutoModelForCausalLM):
+        if file == "SHA256SUMS":  # the first one
+            model = read.from_pretrained(folder)
+            assert getattr(model, "model", model).config == trained.config
+        else:
+            with pytest.raises(InputError, match="a later save was interrupted"):
+                read.from_pretrained(folder)
+
+
+def test_an_interrupted_save_of_transformers_leaves_no_mixture(trained, tmp_path, monkeypatch):
+    transformers_interop.export(trained, tmp_path)
+    other = transformers_interop.LinropeForCausalLM.of(at_other_positions(trained))
+
+    def killed(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(GenerationConfig, "save_pretrained", killed)  # after the configuration, before the weights
+    with pytest.raises(KeyboardInterrupt):
+        other.save_pretrained(tmp_path)
+    assert '"base": 500.0' in (tmp_path / "config.json").read_text()
+    for read in (LanguageModel, AutoModelForCausalLM):
+        with pytest.raises(InputError, match="a later save was interrupted"):
+            read.from_pretrained(tmp_path)
 
 
 def test_damaged_or_missing_weights_are_refused(trained, tmp_path):
