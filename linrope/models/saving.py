@@ -30,7 +30,7 @@ def write_folder(
     if (folder / SAFETENSORS_FILE).exists():
         raise InputError(f"{str(folder)!r} holds an exported model ({SAFETENSORS_FILE}): choose another folder.")
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as partial:
+    with tempfile.TemporaryDirectory(dir=folder, prefix="model.partial-") as partial:
         new = Path(partial)
         if tokenizer is not None:
             config = {**config, "tokenizer": tokenizer["kind"]}
