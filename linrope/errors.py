@@ -30,6 +30,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written; the earlier ones are unchanged."""
 
 
+class WorkerKilled(RuntimeError):
+    """A process that reads training data ahead was killed."""
+
+
 class Interrupted(Exception):
     """A signal stopped training, after a whole step and with a checkpoint (None before the first step)."""
 

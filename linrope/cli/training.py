@@ -300,6 +300,9 @@ class TrainingCLI(ConfigCLI):
             method(self.model, self.datamodule, ckpt_path=self.ckpt_path, weights_only=True, **options)
         except MisconfigurationException as error:
             raise InputError(str(error)) from error
+        except RuntimeError as error:  # PyTorch raises one, wherever this process is
+            self.datamodule.require_workers(error)
+            raise
 
 
 def quiet_lightning() -> None:
