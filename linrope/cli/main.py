@@ -22,6 +22,7 @@ from linrope.errors import (
     Interrupted,
     NonFiniteError,
     NothingToDo,
+    WorkerKilled,
     suggest,
 )
 
@@ -66,7 +67,7 @@ def main(args: Sequence[str] | None = None) -> int:
         if isinstance(error, DamagedFile) or not leave_error_to_first_rank():
             say(f"error: {error}")
         return 1 if isinstance(error, NonFiniteError) else 2
-    except (DocumentChanged, CheckpointError) as error:
+    except (DocumentChanged, CheckpointError, WorkerKilled) as error:
         say(f"error: {error}")
         return 1
     except NothingToDo as done:

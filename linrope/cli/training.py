@@ -330,6 +330,9 @@ class TrainingCLI(ConfigCLI):
             method(self.model, self.datamodule, ckpt_path=self.ckpt_path, weights_only=True, **options)
         except MisconfigurationException as error:
             raise InputError(str(error)) from error
+        except RuntimeError as error:  # PyTorch raises one, wherever this process is
+            self.datamodule.require_workers(error)
+            raise
         if self.command != "fit" and self.trainer.is_global_zero:
             split = "test" if self.command == "test" else "val"
             line = evaluation_metrics(self.trainer.callback_metrics, split)

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import get_worker_info
 
 from linrope.cli.main import main
+from linrope.data.batches import windows
 from linrope.training.tasks.language_modeling import LanguageModelingModule
 from tests.cli.conftest import read_csv
 from tests.processes import Run
@@ -220,3 +222,30 @@ def test_an_old_run_of_few_files_keeps_its_split(tiny, tmp_path, run_folder, mon
 def test_a_run_that_cannot_start_leaves_no_folder(tiny, tmp_path, error_of):
     assert "the val split holds 22 tokens, too few" in error_of("fit", *tiny, "--data.fractions=[0.998, 0.001, 0.001]")
     assert not (tmp_path / "runs" / "tiny").exists()
+
+
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        (
+            lambda file: os.kill(os.getpid(), signal.SIGKILL),
+            r"a data worker was killed \(SIGKILL\), .*: lower data",
+        ),
+        (
+            lambda file: file.unlink(missing_ok=True),
+            r".*corpus\.txt cannot be read any more \(No such file",
+        ),
+    ],
+    ids=["killed", "gone"],
+)
+def test_what_happens_in_a_data_worker_is_one_line(tiny, text_file, monkeypatch, capfd, end, message):
+    read = windows.window
+
+    def window(corpus, start, *options):
+        if get_worker_info() is not None:
+            end(text_file)
+        return read(corpus, start, *options)
+
+    monkeypatch.setattr(windows, "window", window)
+    assert main(["fit", *tiny, "--data.num_workers=1"]) == 1
+    assert re.fullmatch(rf"linrope: error: {message}.*\n", capfd.readouterr().err)

@@ -68,7 +68,7 @@ def _encode(tokenizer: Tokenizer, chunk: TextChunk) -> tuple[np.ndarray, np.ndar
             "the tokenizer bytes."
         ) from error
     except ValueError as error:
-        raise InputError(f"{chunk.where} cannot be tokenized: {error}. Remove it.") from error
+        raise InputError(f"{chunk.where} cannot be tokenized: {error}. Remove it, or use another tokenizer.") from error
 
 
 def token_dtype(tokenizer: Tokenizer) -> str:
