@@ -13,7 +13,7 @@ from torch import Tensor
 from linrope.data.batches.contiguous import ContiguousBatches
 from linrope.data.batches.curriculum import CurriculumStage, PlannedStage, TrainingBatches, TrainingPlan
 from linrope.data.batches.windows import CurriculumWindows, EvaluationWindows, TrainingWindows
-from linrope.data.corpus.opening import open_text
+from linrope.data.corpus.opening import OpenedText, open_text
 from linrope.data.corpus.sequences import TokenSequence
 from linrope.data.corpus.token_files import TOKEN_DTYPES
 from linrope.data.tokenizers.base import Tokenizer
@@ -96,10 +96,15 @@ class TextDataModule(ResumableDataModule):
     def open(self) -> dict[str, TokenSequence]:
         """The corpora by split, opened at the first call; `setup` calls it."""
         if not self.corpora:
-            self._opened = open_text(self.path, self.fractions, self._tokenizer_name, self.token_dtype)
+            self._opened = self.read()
             self.origin, self.n_skipped = self._opened.origin, self._opened.n_skipped
             self.corpora = self._opened.corpora
         return self.corpora
+
+    def read(self) -> OpenedText:
+        """The text by split, and its tokenizer. Override it for text that is in no file: `text_of_documents` makes what
+        it returns. `open` calls it once."""
+        return open_text(self.path, self.fractions, self._tokenizer_name, self.token_dtype)
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
