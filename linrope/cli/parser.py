@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -71,7 +72,7 @@ def require_files(args: Sequence[str]) -> None:
     """Raise InputError for a --config file that does not exist."""
     for text in values_of(args, "-c", "--config"):
         file = Path(text)
-        if not (file.is_file() or _mapping(text)):
+        if not (os.path.isfile(text) or _mapping(text)):
             siblings = [sibling.name for sibling in file.parent.iterdir()] if file.parent.is_dir() else []
             raise InputError(f"--config {file} does not exist.{suggest(file.name, siblings)}")
 
@@ -83,9 +84,11 @@ def require_known(parser: ArgumentParser, args: Sequence[str]) -> None:
     leaves = [name for name in known if not any(other.startswith(f"{name}.") for other in known)]
     given = [arg.removeprefix("--").partition("=")[0].removesuffix("+") for arg in args if arg.startswith("--")]
     for text in values_of(args, "-c", "--config"):
-        given += _dotted(_mapping(Path(text).read_text() if Path(text).is_file() else text))
+        given += _dotted(options_in(text))
     for name in given:
         # what stands within an option's own value, `data.curriculum.tokens`, is for jsonargparse to judge
+        if name.endswith(".class_path") and name.split(".")[0] in known:
+            continue
         if name not in accepted and not any(name.startswith(f"{leaf}.") for leaf in leaves):
             raise InputError(f"unknown option {name!r}.{_nearest(name, known)} `{parser.prog} --help` lists options.")
 
@@ -117,11 +120,19 @@ def values_of(args: Sequence[str], *options: str) -> list[str]:
     return values
 
 
+def options_in(config: str) -> dict[str, Any]:
+    """The options that a value of --config sets, the name of a YAML file or YAML itself; none if it is no mapping."""
+    try:  # os.path, because Path.is_file raises for a text that is too long for a name
+        return _mapping(Path(config).read_text() if os.path.isfile(config) else config)
+    except (OSError, UnicodeDecodeError):
+        return {}  # the parser names it
+
+
 def _mapping(text: str) -> dict[str, Any]:
     """The options that a YAML text sets; none where it is not a YAML mapping."""
     try:
         values = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}
 

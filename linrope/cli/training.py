@@ -23,6 +23,7 @@ from rich.console import Console
 from linrope.cli.checkpoint import RUNS
 from linrope.cli.generate import SamplingConfig
 from linrope.cli.output import rank, say
+from linrope.cli.own_classes import own_classes
 from linrope.cli.parser import add_options, parse, parser_settings
 from linrope.errors import InputError
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
@@ -153,6 +154,7 @@ class ConfigCLI(LightningCLI):
     def __init__(self, command: str, args: Sequence[str], options: type, **by_hand: dict[str, Any]) -> None:
         quiet_lightning()
         self.command, self.options_class, self.by_hand = command, options, by_hand
+        self.own_classes = own_classes(args, {name: SECTIONS[name] for name in ("model", "optimizer", "data")})
         self.console = Console(highlight=False)
         usage = f"linrope {command} --config FILE [--SECTION.OPTION VALUE ...]"
         if {"-h", "--help"} & set(args):
@@ -175,7 +177,7 @@ class ConfigCLI(LightningCLI):
         """Print the command's own options, those of the sections, and of the Trainer's the usual ones."""
         self.add_default_arguments_to_parser(parser)
         parser.add_argument("-c", "--config", action=ActionConfigFile, help="YAML file with any of these options.")
-        for name, section in {**SECTIONS, "trainer": TrainerOptions}.items():
+        for name, section in {**SECTIONS, **self.own_classes, "trainer": TrainerOptions}.items():
             parser.add_class_arguments(section, name)
         parser.print_help()
 
@@ -192,8 +194,10 @@ class ConfigCLI(LightningCLI):
         )
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        for name, section in SECTIONS.items():
+        for name, section in {**SECTIONS, **self.own_classes}.items():
             parser.add_class_arguments(section, name)
+            if name in self.own_classes:
+                parser.add_argument(f"--{name}.class_path", type=str)
         trainer = self.trainer_class
         parser.add_class_arguments(
             trainer, "trainer", skip={"precision"}, fail_untyped=False, instantiate=False, sub_configs=True
@@ -214,8 +218,11 @@ class ConfigCLI(LightningCLI):
             raise InputError(f"--seed_everything={seed} must be a number from 0 to {2**32 - 1}.")
 
     def instantiate_classes(self) -> None:
+        options = self.config.clone()
+        for section in self.own_classes:
+            del options[section]["class_path"]
         try:
-            self.config_init = self.parser.instantiate(self.config)
+            self.config_init = self.parser.instantiate(options)
         except InputError:
             raise
         except ValueError as error:  # a logger whose package is not installed, for example

@@ -139,7 +139,7 @@ class LinropeForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: LinropeConfig) -> None:
         super().__init__(config)
-        self.model = LanguageModel(LanguageModelConfig.from_dict(config.linrope))
+        self.model = LanguageModelConfig.from_dict(config.linrope).build()
         self.gradient_checkpointing = False  # transformers sets it, and _gradient_checkpointing_func
         self.post_init()
 

@@ -30,7 +30,7 @@ from linrope.ops.documents import check_segment_ids
 from linrope.ops.swiglu import swiglu
 from linrope.positions.sinusoidal import sinusoids
 from linrope.rotary import RotaryConfig, check_config
-from linrope.utils.options import check_keys, check_types
+from linrope.utils.options import check_keys, check_types, class_path_of, loaded_subclass
 
 ATTENTION_TYPES = {
     "linear": (LinearAttention, ("feature_map", "temperature", "normalize", "forget_gate", "gate_normalizer")),
@@ -47,7 +47,11 @@ INITIAL_OUTPUT_NORM = 0.1
 
 @dataclass(frozen=True)
 class LanguageModelConfig:
-    """A model's parameters and computation, in one record."""
+    """A model's parameters and computation, in one record.
+
+    A model of your own has a subclass of this one, a frozen dataclass with the options that it adds, whose `build`
+    makes it.
+    """
 
     vocab_size: int = 257
     """Number of different tokens; 256 bytes and a document separator are 257."""
@@ -134,18 +138,27 @@ class LanguageModelConfig:
         """`d_ff`, or its default."""
         return self.d_ff if self.d_ff is not None else -(-8 * self.d_model // 3 // 32) * 32
 
+    def build(self) -> LanguageModel:
+        """A new model of these options."""
+        return LanguageModel(self)
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain scalars, lists and dicts, for JSON and checkpoints."""
+        """Plain scalars, lists and dicts, for JSON and checkpoints. A subclass is named in `class_path`."""
+        own = {} if type(self) is LanguageModelConfig else {"class_path": class_path_of(type(self))}
         # JSON makes tuples to lists, and `item` makes numbers of NumPy to those of Python
-        return json.loads(json.dumps(asdict(self), default=lambda number: number.item()))
+        return {**own, **json.loads(json.dumps(asdict(self), default=lambda number: number.item()))}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LanguageModelConfig:
         """The inverse of `to_dict`.
 
         Raises:
-            InputError: an unknown key (the message has the nearest known one), or a value of the wrong type.
+            InputError: an unknown key (the message has the nearest known one), a value of the wrong type, or a
+                `class_path` whose class is not imported (nothing is imported that a file names).
         """
+        if isinstance(values, dict) and "class_path" in values:
+            cls, values = loaded_subclass(cls, values["class_path"]), dict(values)
+            del values["class_path"]
         check_keys(values, cls)
         if isinstance(values.get("rope"), dict):
             values = {**values, "rope": RotaryConfig.from_dict(values["rope"])}
@@ -401,7 +414,7 @@ class LanguageModel(nn.Module):
         """
         config, weights, tokenizer = read_model(Path(path), verify)
         try:
-            model = cls(LanguageModelConfig.from_dict(config))
+            model = LanguageModelConfig.from_dict(config).build()
         except InputError as error:
             raise InputError(f"checkpoint {str(path)!r}: {error}") from error
         embedding = weights.get("embedding.weight") if isinstance(weights, dict) else None

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from linrope.data.batches.curriculum import PlannedStage, TrainingPlan
 from linrope.errors import InputError
-from linrope.models.language_model import LanguageModel, LanguageModelConfig
+from linrope.models.language_model import LanguageModelConfig
 from linrope.profiling.fake_tensors import shapes_only
 from linrope.profiling.flops import step_flops
 from linrope.profiling.memory_estimate import estimate_training_memory, step_loss
@@ -111,7 +111,7 @@ def measure_rate(setting: Setting) -> float:
     """Tokens per second on one device, from a few steps on random rows of the largest stage; without loading, logging
     and validation."""
     device = torch.device(setting.device)
-    model = LanguageModel(setting.model).to(device)
+    model = setting.model.build().to(device)
     optimizer = torch.optim.AdamW(model.parameters())
     rows, length = setting.largest.batch_size, setting.largest.seq_len
     tokens = torch.randint(min(256, setting.model.vocab_size), (rows, length + 1), device=device)
