@@ -38,7 +38,7 @@ def install(patch: pytest.MonkeyPatch, clock: Clock) -> None:
     """Let hooks of Lightning, and calls that end the writing of a file, be events."""
     killer = type("Killer", (Callback,), {name: lambda self, *args, **options: clock.tick() for name in HOOKS})()
     callbacks = FitCLI.callbacks
-    patch.setattr(FitCLI, "callbacks", lambda self, loggers: [*callbacks(self, loggers), killer])
+    patch.setattr(FitCLI, "callbacks", lambda self: [*callbacks(self), killer])
     for place, name in ((os, "fsync"), (Path, "replace"), (os, "replace")):
         patch.setattr(place, name, with_events(getattr(place, name), clock))
 
@@ -73,4 +73,5 @@ def test_a_run_killed_anywhere_ends_with_the_weights_of_one_that_was_not(seed, t
     ended = max((runs / "tiny").rglob("last.ckpt"), key=lambda file: file.stat().st_mtime_ns).parents[1]
     whole = load(runs / "whole" / "version_0")
     assert all(equal(whole[key], load(ended)[key]) for key in TRAINED)
+    assert main(["fit", *options, "--trainer.max_steps=2"]) == 0  # another run of that name removes what is left
     assert not list(runs.rglob("*.partial*"))
