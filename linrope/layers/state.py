@@ -87,8 +87,6 @@ class AttentionState(_Movable):
 class ModelState(_Movable, tuple[AttentionState, ...]):
     """The state of a model: a tuple with the AttentionState of each layer. It is saved and loaded as theirs."""
 
-    __slots__ = ()
-
 
 _TYPES = {cls.__name__: cls for cls in (AttentionState, State, KeyValueCache)}
 torch.serialization.add_safe_globals([*_TYPES.values(), ModelState])
