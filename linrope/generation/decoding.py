@@ -76,7 +76,7 @@ def read(
 def _pad_left(prompts: Prompts) -> tuple[Tensor, Tensor | None]:
     """(B, T) tokens, and their segment_ids (B, T): 0 for padding, 1 for the prompt; None without padding."""
     if isinstance(prompts, str) or (isinstance(prompts, Sequence) and any(isinstance(one, str) for one in prompts)):
-        raise InputError("tokens is text: pass tokens, as model.encode(text) returns them for each prompt.")
+        raise InputError("tokens is text: pass its tokens, [model.encode(text)].")
     if isinstance(prompts, Tensor):
         if prompts.ndim != 2 or prompts.shape[1] == 0:
             raise InputError(f"tokens is {tuple(prompts.shape)}: pass a prompt (B, T) of at least one token.")

@@ -56,8 +56,9 @@ class PromptState:
 
     def select_rows(self, rows: Tensor | Sequence[int]) -> PromptState:
         """Row i of the result is row `rows[i]`: see `linrope.layers.state.ModelState.select_rows`."""
-        rows = torch.as_tensor(rows)
         state = self.state.select_rows(rows)
+        rows = torch.as_tensor(rows)
+        rows = rows if rows.dtype == torch.bool else rows.long()
         return PromptState(state, *(x[rows.to(x.device)] for x in (self.logits, self.recent)))
 
     @property

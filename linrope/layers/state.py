@@ -61,6 +61,7 @@ class _Movable:
             lowest, highest = (bound.item() for bound in rows.aminmax())
             if lowest < 0 or highest >= batch:
                 raise InputError(f"rows lie in [{lowest}, {highest}], the state has rows 0 … {batch - 1}.")
+        rows = rows if is_mask else rows.long()  # uint8 would be taken for a mask
         return map_state(lambda _, x: x[rows.to(x.device)], self)
 
 
@@ -86,8 +87,6 @@ class AttentionState(_Movable):
 
 class ModelState(_Movable, tuple[AttentionState, ...]):
     """The state of a model: a tuple with the AttentionState of each layer. It is saved and loaded as theirs."""
-
-    __slots__ = ()
 
 
 _TYPES = {cls.__name__: cls for cls in (AttentionState, State, KeyValueCache)}
@@ -201,9 +200,7 @@ def from_serialized(values: list[dict[str, Any]], device: torch.device | str | N
 
     try:
         state = ModelState(restored(part) for part in values)
-        if not all(
-            isinstance(part, AttentionState) and isinstance(part.past, (State, KeyValueCache)) for part in state
-        ):
+        if any(not isinstance(part.past, (State, KeyValueCache)) for part in state):
             raise TypeError("each entry must be an AttentionState with its past")
     except (KeyError, TypeError, AttributeError) as error:
         raise InputError(f"not the state of a model, as `to_serialized` returns it: {error}.") from error

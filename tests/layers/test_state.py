@@ -36,14 +36,18 @@ def named(state):
     return found
 
 
-@pytest.mark.parametrize("rows", [[2, 0, 0, 1], torch.tensor([True, False, True]), torch.tensor([1])], ids=str)
+@pytest.mark.parametrize(
+    "rows", [[2, 0, 0, 1], torch.tensor([True, False, True]), torch.tensor([1, 0, 1], dtype=torch.uint8)], ids=str
+)
 def test_chosen_rows_are_continued_as_those_rows(model, tokens, rows):
     state = state_of(model, tokens)
     assert len(named(state)) == len(set(named(state))) == 2 * 6 + 5
     chosen = state.select_rows(rows)
     assert type(chosen) is ModelState
-    expected = model(tokens, state)[torch.as_tensor(rows)]
-    torch.testing.assert_close(model(tokens[torch.as_tensor(rows)], chosen), expected, rtol=1e-5, atol=1e-6)
+    numbers = torch.arange(3)[rows].tolist() if isinstance(rows, torch.Tensor) and rows.dtype == torch.bool else rows
+    numbers = torch.as_tensor(numbers).long()
+    expected = model(tokens, state)[numbers]
+    torch.testing.assert_close(model(tokens[numbers], chosen), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_layer_state_has_the_same_methods():
