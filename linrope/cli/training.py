@@ -301,7 +301,7 @@ class TrainingCLI(ConfigCLI):
         except MisconfigurationException as error:
             raise InputError(str(error)) from error
         except RuntimeError as error:  # PyTorch raises one, wherever this process is
-            self.datamodule.require_workers(error)
+            self.datamodule.raise_if_killed(error)
             raise
 
 
