@@ -338,7 +338,7 @@ class TrainingCLI(ConfigCLI):
         except MisconfigurationException as error:
             raise InputError(str(error)) from error
         except RuntimeError as error:  # PyTorch raises one, wherever this process is
-            self.datamodule.require_workers(error)
+            self.datamodule.raise_if_killed(error)
             raise
         if self.command != "fit" and self.trainer.is_global_zero:
             split = "test" if self.command == "test" else "val"

@@ -66,7 +66,7 @@ def test_prepare_shows_how_far_it_is_and_stops_on_ctrl_c(texts, tmp_path, capsys
     args = ["prepare", f"--path={texts}", f"--output={tmp_path / 'out'}", "--workers=1"]
 
     def interrupted(unit, part, *options):
-        if len(list(part.parent.glob("*.npz"))) == 5:
+        if len(list(part.parent.glob("*.json"))) == 5:
             raise KeyboardInterrupt
         write_part(unit, part, *options)
 

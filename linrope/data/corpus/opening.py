@@ -136,7 +136,7 @@ def _verify(
     digest = hashlib.blake2b(manifest.plan["tokenizer"].encode(), digest_size=16)
     for _, numbers in tokens.chunks():
         digest.update(numbers.data)
-    digest.update(documents.tobytes())
+    digest.update(documents.data)
     changed = [] if digest.hexdigest() == manifest.fingerprint else [f"{TOKENS} or {DOCUMENTS}"]
     if text_bytes is not None and manifest.text_bytes_checksum is not None:
         digest = hashlib.blake2b(digest_size=16)

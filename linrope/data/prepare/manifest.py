@@ -70,4 +70,4 @@ class Manifest:
 
 def document_sizes(folder: str | Path) -> np.ndarray:
     """The number of tokens of each document of a prepared folder, int64 (n_documents,)."""
-    return np.load(Path(folder).expanduser() / DOCUMENTS, allow_pickle=False)[:, 1]
+    return np.array(np.load(Path(folder).expanduser() / DOCUMENTS, mmap_mode="r", allow_pickle=False)[:, 1])

@@ -16,6 +16,10 @@ from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from linrope.data.tokenizers.base import Tokenizer
 from linrope.errors import DocumentChanged, InputError, WorkerKilled
 
+MOST_WORKERS = 1024
+MOST_TOKENS = 1 << 28
+"""Tokens of the largest batch: 2 GiB as int64, and as much again for its targets."""
+
 
 @dataclass(frozen=True)
 class RunPosition:
@@ -117,7 +121,7 @@ class ResumableDataModule(LightningDataModule):
         self._loaders.append(loader)
         return loader
 
-    def require_workers(self, error: RuntimeError) -> None:
+    def raise_if_killed(self, error: RuntimeError) -> None:
         """Raise WorkerKilled, from the `error` that ended a run, if the process of a worker was killed."""
         killed = [
             -worker.exitcode for loader in self._loaders for worker in loader.workers if (worker.exitcode or 0) < 0
@@ -133,6 +137,22 @@ def require_least(name: str, value: int, least: int) -> None:
     """Raise InputError if an option of data is below `least`."""
     if value < least:
         raise InputError(f"data.{name}={value} must be {least} or more.")
+
+
+def require_workers(num_workers: int) -> None:
+    """Raise InputError for a number of workers below 0 or above MOST_WORKERS."""
+    require_least("num_workers", num_workers, 0)
+    if num_workers > MOST_WORKERS:
+        raise InputError(f"data.num_workers={num_workers} must be at most {MOST_WORKERS}: a few are enough.")
+
+
+def require_tokens(options: str, n: int) -> None:
+    """Raise InputError if `n` tokens, which these options of data ask for at once, are more than MOST_TOKENS."""
+    if n > MOST_TOKENS:
+        raise InputError(
+            f"{options} = {n:,} tokens are more than can be asked for at once, {MOST_TOKENS:,}: lower it. For larger "
+            "steps raise trainer.accumulate_grad_batches."
+        )
 
 
 def ignore_signals(worker: int) -> None:

@@ -15,7 +15,14 @@ from linrope.data.synthetic.passkey import Passkey
 from linrope.data.synthetic.recall_task import TEST, VAL, Case, RecallBatches, RecallTask, Stage
 from linrope.data.tokenizers.bytes import ByteTokenizer
 from linrope.errors import InputError, require_choice
-from linrope.training.data_modules.base import RankSampler, ResumableDataModule, TimedLoader, require_least
+from linrope.training.data_modules.base import (
+    RankSampler,
+    ResumableDataModule,
+    TimedLoader,
+    require_least,
+    require_tokens,
+    require_workers,
+)
 
 STAGES: tuple[Stage, ...] = ((64, 4, 100), (128, 8, 20), (256, 16, 20), (256, 32, 20), (256, 64, 20))
 """Training cases (length, n_pairs) of Zoology's experiments (arXiv 2312.04927), with thousands of rows."""
@@ -59,13 +66,16 @@ class RecallDataModule(ResumableDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
-        for name, value, least in (("test_rows", test_rows, 1), ("seed", seed, 0), ("num_workers", num_workers, 0)):
+        for name, value, least in (("test_rows", test_rows, 1), ("seed", seed, 0)):
             require_least(name, value, least)
+        require_workers(num_workers)
+        require_tokens("data.tokens_per_batch", tokens_per_batch)
         self.task, self.stages, self.cases = task, stages, cases
         self.tokens_per_batch, self.test_rows = tokens_per_batch, test_rows
         self.seed, self.num_workers = seed, num_workers
         self._check("data.stages", [stage[:-1] for stage in stages], task)
         self._check("data.cases", cases, task)
+        require_tokens("data.test_rows · length of data.cases", test_rows * max(length for length, *_ in cases))
         if min(rows for *_, rows in stages) <= 0:
             raise InputError(f"data.stages={stages}: the last number of each, its share of rows, must be above 0.")
 

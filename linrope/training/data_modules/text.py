@@ -19,7 +19,14 @@ from linrope.data.corpus.splits import SPLIT_WAYS
 from linrope.data.corpus.token_files import TOKEN_DTYPES
 from linrope.data.tokenizers.base import Tokenizer
 from linrope.errors import InputError, require_choice
-from linrope.training.data_modules.base import RankSampler, ResumableDataModule, TimedLoader, require_least
+from linrope.training.data_modules.base import (
+    RankSampler,
+    ResumableDataModule,
+    TimedLoader,
+    require_least,
+    require_tokens,
+    require_workers,
+)
 from linrope.utils.options import check_keys
 
 Batch = dict[str, Tensor]
@@ -85,7 +92,8 @@ class TextDataModule(ResumableDataModule):
         super().__init__()
         require_least("context", context, 1)
         require_least("batch_size", batch_size, 1)
-        require_least("num_workers", num_workers, 0)
+        require_workers(num_workers)
+        require_tokens("data.context · data.batch_size", context * batch_size)
         require_choice("data.token_dtype", token_dtype, TOKEN_DTYPES)
         if split is not None:
             require_choice("data.split", split, SPLIT_WAYS)
@@ -98,6 +106,8 @@ class TextDataModule(ResumableDataModule):
         self.seed, self.num_workers = seed, num_workers
         self.document_mask, self.contiguous, self.split = document_mask, contiguous, split
         self.curriculum = None if curriculum is None else _stages(curriculum, context * batch_size)
+        for number, stage in enumerate(self.curriculum or ()):
+            require_tokens(f"data.curriculum[{number}].seq_len · batch_size", stage.seq_len * stage.batch_size)
         self._tokenizer_name, self.token_dtype, self.verify = tokenizer, token_dtype, verify
         self.corpora: dict[str, TokenSequence] = {}
         self._windows: dict[str, Any] = {}

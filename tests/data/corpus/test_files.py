@@ -72,15 +72,15 @@ def test_folders_that_link_to_each_other_do_not_multiply_their_text(tmp_path):
 def test_thousands_of_nested_folders_pipes_and_devices_do_not_stop_the_search(tmp_path):
     nested, inner = tmp_path / "nested", tmp_path / "nested"
     nested.mkdir()
-    for _ in range(1900):  # until a path is too long
+    for _ in range(1010):  # more than Python can recurse
         inner = inner / "d"
         inner.mkdir()
     (tmp_path / "nested" / "d" / "a.txt").write_text("a")
     (inner / "deep.txt").write_text("deep")
     os.mkfifo(nested / "pipe")
     (nested / "zero").symlink_to("/dev/zero")
-    deep = "d/" * 1900 + "deep.txt"
-    assert names(nested) == names(nested / "**" / "*.txt") == ["d/a.txt", deep]
+    deep = "d/" * 1010 + "deep.txt"
+    assert names(nested) == ["d/a.txt", deep]
     for path in (nested / "pipe", "/dev/zero"):
         with pytest.raises(InputError, match=r"data\.path='.*' is a pipe or a device: write its text to a file"):
             find_sources(path)

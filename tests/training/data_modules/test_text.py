@@ -99,6 +99,12 @@ SPLIT, STAGE = r"the {} split holds .* too few for one sample of {}", r"data\.cu
     [
         ({"context": 0}, r"data\.context=0 must be 1 or more"),
         ({"batch_size": -1}, r"data\.batch_size=-1 must be 1 or more"),
+        ({"batch_size": 10**9}, r"data\.context · data\.batch_size = 32,000,000,000 tokens are more than"),
+        ({"num_workers": 10**9}, r"data\.num_workers=1000000000 must be at most 1024"),
+        (
+            {"curriculum": [CurriculumStage(1, 16, 10**9)]},
+            r"\.seq_len · batch_size = 16,000,000,000 tokens",
+        ),
         ({"num_workers": -1}, r"data\.num_workers=-1 must be 0 or more"),
         ({"fractions": [0.9985, 0.001, 0.0005]}, SPLIT.format("val", r"data\.context=32 \+ 1")),
         ({"split": "file"}, r"data\.split='file' is unknown: choose one of 'document', 'position'"),
