@@ -146,6 +146,7 @@ class CheckpointOptions:
 
 class ConfigCLI(LightningCLI):
     """The command line of a run: sections model, optimizer, data, run, sample, trainer, and a command's own options.
+    The first three may name a class of the user's (`class_path`), whose options are then those of the section.
 
     `config` holds the configuration as values, `config_init` an object for each section, both without the command's own
     options, which `options` holds. `by_hand`: see `linrope.cli.parser.add_options`.
