@@ -13,6 +13,7 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_only  # Lightning sets its rank; importing it loads no torch
 
 from linrope.cli.imports import IMPORT, imported
+from linrope.utils.printable import printable
 
 HEAD_START = 2.0
 """Seconds that rank 0 has to print an error that all ranks meet, before the other ranks exit."""
@@ -34,8 +35,8 @@ def leave_error_to_first_rank() -> bool:
 
 
 def say(text: str) -> None:
-    """Print a line to the standard error, with the rank of this process if it is not 0."""
-    print(f"linrope: {f'rank {rank()}: ' if rank() else ''}{text}", file=sys.stderr)
+    """Print a line to the standard error, with the rank of this process if it is not 0. It may name files of others."""
+    print(f"linrope: {f'rank {rank()}: ' if rank() else ''}{printable(text)}", file=sys.stderr)
 
 
 def write(text: str) -> None:

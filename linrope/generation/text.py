@@ -15,6 +15,7 @@ from linrope.errors import InputError
 from linrope.generation.decoding import SEGMENT_LENGTH, decode, read, stream
 from linrope.generation.prompt_state import CausalModel, PromptState
 from linrope.generation.sampling import Sampler, Sampling
+from linrope.utils.printable import printable
 
 Write = Callable[[str], Any]
 
@@ -212,11 +213,3 @@ def require_tokenizer(model: CausalModel, option: str) -> Tokenizer:
             f"{tokenizer.name} has {tokenizer.vocab_size:,}."
         )
     return tokenizer
-
-
-_CONTROL_CHARACTERS = {code: "\ufffd" for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
-
-
-def printable(text: str) -> str:
-    """The text with U+FFFD for control characters, which would steer a terminal: a model may generate any byte."""
-    return text.encode("utf-8", errors="replace").decode("utf-8").translate(_CONTROL_CHARACTERS)

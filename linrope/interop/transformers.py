@@ -54,6 +54,8 @@ DOCUMENT = "<|document|>"
 """The separator's text in the exported tokenizer."""
 TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 CODE_MODULE = "modeling_linrope"
+RENAMED = {rf"({layer})\.(weight|bias)$": r"\1.linear.\2" for layer in ("forget", "selective")}
+"""Weights of models that were saved before their gates held a linear layer, and their names now."""
 CODE = "from linrope.interop.transformers import LinropeConfig, LinropeForCausalLM\n"
 AUTO_MAP = {
     "AutoConfig": f"{CODE_MODULE}.LinropeConfig",
@@ -168,6 +170,7 @@ class LinropeForCausalLM(PreTrainedModel, GenerationMixin):
         is_local = pretrained_model_name_or_path is not None and folder.is_dir()
         if is_local and verify:
             verify_checksums(folder)
+        options["key_mapping"] = {**RENAMED, **(options.get("key_mapping") or {})}
         found = super().from_pretrained(pretrained_model_name_or_path, *args, **options)
         model = found[0] if isinstance(found, tuple) else found  # output_loading_info gives two
         kind = getattr(model.config, "linrope_tokenizer", None)

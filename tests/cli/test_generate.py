@@ -250,6 +250,7 @@ def test_streamed_text_is_valid_utf8_whatever_the_model_writes():
     assert all(piece.encode("utf-8").decode("utf-8") == piece for piece in pieces)
     assert "\ufffd" in "".join(pieces)
     assert printable("a\x1b[2J\r\n\tb") == "a\ufffd[2J\ufffd\n\tb"
+    assert printable("a\u202eb\u2066c\u200f\ud800") == "a\ufffdb\ufffdc\u200f?"
 
 
 # --- conversations ---------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from linrope.data.tokenizers.base import Tokenizer
 from linrope.generation.text import require_tokenizer, write_sample
 from linrope.models.language_model import LanguageModel
 from linrope.training.data_modules.text import TextDataModule
+from linrope.utils.printable import printable
 
 
 class RunSummary(Callback):
@@ -33,7 +34,7 @@ class RunSummary(Callback):
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
         for name, value in self._rows(trainer, pl_module):
-            table.add_row(name, escape(value))
+            table.add_row(name, escape(printable(value)))
         self.console.print(table)
 
     def _rows(self, trainer: Trainer, pl_module: LightningModule) -> list[tuple[str, str]]:
