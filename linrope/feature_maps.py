@@ -289,12 +289,14 @@ def register_feature_map(
 
 
 def _check_function(argument: str, function: Callable[[Tensor], Tensor]) -> None:
-    """Raise InputError unless it is a function without weights that keeps the shape of a tensor."""
+    """Raise InputError unless it is a function without weights that keeps the shape of a tensor, and the tensor."""
     if not callable(function) or isinstance(function, nn.Module):
         what = "a module" if isinstance(function, nn.Module) else "no function"
         raise InputError(f"{argument}={function!r} is {what}: pass a function of one tensor, without weights.")
     x = torch.linspace(-1, 1, 24).view(1, 2, 3, 4)
-    y = function(x)
+    y = function(given := x.clone())
+    if not torch.equal(given, x):
+        raise InputError(f"{argument} writes into its argument, the caller's queries: make a new tensor.")
     if not isinstance(y, Tensor) or not y.is_floating_point() or y.shape != x.shape:
         got = f"{tuple(y.shape)} {y.dtype}" if isinstance(y, Tensor) else type(y).__name__
         raise InputError(f"{argument} makes {tuple(x.shape)} to {got}: it must return floats and keep the shape.")

@@ -79,13 +79,14 @@ def with_run_config(args: Sequence[str]) -> list[str]:
         return args
     path, has_config = given[-1], bool(values_of(args, "-c", "--config"))
     if path == "last" and not has_config:  # with a configuration it is the last of that run
-        folder, run = values_of(args, "--run.folder"), values_of(args, "--run.name")
-        path = _newest((folder or [RUNS])[-1], (run or ["*"])[-1]) or path
+        folders, names = values_of(args, "--run.folder"), values_of(args, "--run.name")
+        path = _newest((folders or [RUNS])[-1], (names or ["*"])[-1]) or path
         args += ["--ckpt_path", path]
     if not Path(path).exists():
         return args
-    of_run = Path(path).absolute().parent.parent / "config.yaml"
-    if not has_config and Path(path).suffix == ".ckpt" and of_run.is_file():
+    folder = Path(path).absolute().parent
+    of_run = folder.parent / "config.yaml"
+    if not has_config and folder.name == "checkpoints" and of_run.is_file():
         _say_once(f"the configuration is {of_run}, and the options given here")
         return ["--config", str(of_run), *args]
     model, *_ = read_model(Path(path))
