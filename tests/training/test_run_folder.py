@@ -2,6 +2,8 @@
 
 import csv
 import multiprocessing
+import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from linrope.training.metrics_file import MetricsFile
 from linrope.training.run_folder import RunFolder, new_run_folder
 from linrope.utils.files import whole_file
 from tests.processes import Run
-from tests.training.test_resume import load, losses, version
+from tests.training.test_resume import interrupt, load, losses, version
 
 
 class Recording(Logger):
@@ -170,6 +172,22 @@ def test_a_folder_in_use_keeps_its_partial_files(tmp_path):
     process.join()
     assert (tmp_path / "version_1").is_dir()
     assert (tmp_path / "version_0" / "a.partial").is_file()
+
+
+@pytest.mark.parametrize("gone", ["removed", "read-only"])
+def test_a_folder_that_goes_away_is_one_clear_line(tiny, run_folder, monkeypatch, capsys, gone):
+    def lose(trainer) -> bool:
+        if trainer.global_step == 2 and gone == "removed":
+            shutil.rmtree(run_folder)
+        elif trainer.global_step == 2:  # root may write to any folder, but not where a file is
+            (run_folder / "metrics.csv").unlink()
+            (run_folder / "metrics.csv").mkdir()
+        return False
+
+    interrupt(monkeypatch, lose, signal.SIGTERM)
+    assert main(["fit", *tiny, "--trainer.max_steps=9", "--trainer.log_every_n_steps=1"]) == 1
+    said = r"linrope: error: \S+/version_0/metrics\.csv could not be written: [^\n]+, then resume with --ckpt_path\.\n"
+    assert re.fullmatch(said, capsys.readouterr().err)
 
 
 def test_two_writers_of_one_file_do_not_disturb_each_other(tmp_path):

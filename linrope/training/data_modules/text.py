@@ -22,6 +22,9 @@ from linrope.training.data_modules.base import RankSampler, ResumableDataModule,
 from linrope.utils.options import check_keys
 
 Batch = dict[str, Tensor]
+MAX_WORKERS = 1024
+MAX_BATCH_TOKENS = 2**30
+"""Of one device; they take eight bytes each before any layer."""
 
 
 class TextDataModule(ResumableDataModule):
@@ -79,6 +82,12 @@ class TextDataModule(ResumableDataModule):
         require_least("context", context, 1)
         require_least("batch_size", batch_size, 1)
         require_least("num_workers", num_workers, 0)
+        if num_workers > MAX_WORKERS:
+            raise InputError(f"data.num_workers={num_workers} must be at most {MAX_WORKERS:,}: each is a process.")
+        if context * batch_size > MAX_BATCH_TOKENS:
+            raise InputError(
+                f"data.batch_size={batch_size} × data.context={context} must be at most {MAX_BATCH_TOKENS:,} tokens."
+            )
         require_choice("data.token_dtype", token_dtype, TOKEN_DTYPES)
         self.path = Path(path) if path is not None else None
         self.context, self.batch_size, self.fractions = context, batch_size, fractions
