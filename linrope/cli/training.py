@@ -143,6 +143,8 @@ SECTIONS = {
 """The class of each section but `trainer`, whose options are those of Lightning's Trainer."""
 
 
+LOGGERS_BY_NAME = Literal["CSVLogger", "TensorBoardLogger"]
+"""Loggers that need no options here: they write into the run's folder."""
 MAX_PROCESSES = 10_000
 
 
@@ -207,10 +209,11 @@ class ConfigCLI(LightningCLI):
             parser.add_class_arguments(section, name)
         trainer = self.trainer_class
         parser.add_class_arguments(
-            trainer, "trainer", skip={"precision"}, fail_untyped=False, instantiate=False, sub_configs=True
+            trainer, "trainer", skip={"precision", "logger"}, fail_untyped=False, instantiate=False, sub_configs=True
         )
-        precisions = Literal["auto"] | get_type_hints(trainer.__init__)["precision"]
-        parser.add_argument("--trainer.precision", type=precisions, default=None)
+        hints = get_type_hints(trainer.__init__)
+        parser.add_argument("--trainer.precision", type=Literal["auto"] | hints["precision"], default=None)
+        parser.add_argument("--trainer.logger", type=LOGGERS_BY_NAME | hints["logger"], default=None)
         parser.set_defaults({f"trainer.{name}": value for name, value in self.trainer_defaults.items()})
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:

@@ -5,6 +5,7 @@ import multiprocessing
 import re
 import shutil
 import signal
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def read(folder: Path) -> list[dict[str, str]]:
 RECORDING = "--trainer.logger=tests.training.test_run_folder.Recording"
 
 
-@pytest.mark.parametrize("logger", [RECORDING, "--trainer.logger=false"])
+@pytest.mark.parametrize("logger", [RECORDING, "--trainer.logger=false", "--trainer.logger=CSVLogger"])
 def test_a_logger_is_added_to_the_run_folder(tiny, run_folder, logger):
     Recording.seen.clear()
     assert main(["fit", *tiny, logger, "--trainer.log_every_n_steps=1"]) == 0
@@ -66,6 +67,9 @@ def test_a_logger_whose_package_is_missing_is_named(tiny, run_folder, error_of):
     err = error_of("fit", *tiny, "--trainer.logger=CometLogger")
     assert "comet" in err
     assert "Traceback" not in err
+    if find_spec("tensorboard") is None:
+        said = "linrope: error: trainer.logger=TensorBoardLogger needs a package: pip install tensorboard.\n"
+        assert error_of("fit", *tiny, "--trainer.logger=TensorBoardLogger") == said
     assert not run_folder.exists()
 
 
