@@ -26,7 +26,7 @@ from linrope.training.callbacks.throughput import Throughput
 from linrope.training.checkpoint import require_training_state, start_from
 from linrope.training.metrics_file import METRICS_FILE, MetricsFile
 from linrope.training.precision import is_nvidia
-from linrope.training.run_folder import RunFolder, new_run_folder, resumed_run_folder
+from linrope.training.run_folder import RunFolder, folder_of, new_run_folder, resumed_run_folder
 from linrope.utils.files import require_writable
 
 
@@ -160,7 +160,8 @@ class FitCLI(TrainingCLI):
         """metrics.csv; beside it the loggers of `trainer.logger`, by default TensorBoard's where it is installed."""
         self.folder, given = self.claim_folder(), self.config_init.trainer.logger
         folder = self.folder.path
-        earlier = None if self.checkpoint is None else Path(self.checkpoint).absolute().parents[1] / METRICS_FILE
+        resumed = None if self.checkpoint is None else folder_of(Path(self.checkpoint))
+        earlier = None if resumed is None else resumed.path / METRICS_FILE
         loggers: list[Logger] = [MetricsFile(folder, earlier, self.step)]
         if isinstance(given, Logger):
             loggers.append(given)

@@ -90,6 +90,16 @@ def test_a_resumed_run_goes_on_in_its_folder_and_another_name_asks_for_a_new_one
     assert list(losses(run_folder)) == [1, 2, 3, 4]
 
 
+def test_a_resumed_run_that_logs_nothing_has_the_rows_of_its_steps(tiny, run_folder):
+    every = ["--trainer.log_every_n_steps=1", "--run.health_every_n_steps=0", "--trainer.val_check_interval=50"]
+    assert main(["fit", *tiny, *every, "--trainer.max_steps=4"]) == 0
+    checkpoint = load(run_folder) | {"global_step": 2}  # as if the run had been killed after two steps more
+    torch.save(checkpoint, run_folder / "checkpoints" / "last.ckpt")
+    rare = ["--trainer.log_every_n_steps=50", *every[1:], "--trainer.max_steps=3", "--ckpt_path=last"]
+    assert main(["fit", *tiny, *rare]) == 0
+    assert list(losses(run_folder)) == [1, 2]
+
+
 def test_an_earlier_checkpoint_overwrites_no_later_one(tiny, run_folder, capsys):
     assert main(["fit", *tiny, "--trainer.max_steps=3", "--trainer.val_check_interval=2"]) == 0
     before = (run_folder / "checkpoints" / "last.ckpt").read_bytes()
