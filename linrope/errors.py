@@ -48,7 +48,7 @@ class Interrupted(Exception):
 
 def suggest(name: str, choices: Iterable[str]) -> str:
     """`" Did you mean 'x'?"` with the choice closest to `name`, or `""` if none is close."""
-    close = difflib.get_close_matches(str(name), list(choices))
+    close = difflib.get_close_matches(str(name), [choice for choice in choices if choice != str(name)])
     nearest = next((choice for choice in close if choice.startswith(str(name))), close[0] if close else None)
     return "" if nearest is None else f" Did you mean {nearest!r}?"
 

@@ -11,8 +11,8 @@ from typing import Literal
 
 import torch
 
+from linrope.cli.config_files import config_files, values_of
 from linrope.cli.output import rank, say
-from linrope.cli.parser import values_of
 from linrope.errors import InputError
 from linrope.models.language_model import LanguageModel
 from linrope.models.saving import read_model
@@ -77,7 +77,7 @@ def with_run_config(args: Sequence[str]) -> list[str]:
     args, given = list(args), values_of(args, "--ckpt_path")
     if not given or {"-h", "--help"} & set(args):
         return args
-    path, has_config = given[-1], bool(values_of(args, "-c", "--config"))
+    path, has_config = given[-1], bool(config_files(args))
     if path == "last" and not has_config:  # with a configuration it is the last of that run
         folders, names = values_of(args, "--run.folder"), values_of(args, "--run.name")
         path = _newest((folders or [RUNS])[-1], (names or ["*"])[-1]) or path

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +26,7 @@ from linrope.training.callbacks.throughput import Throughput
 from linrope.training.checkpoint import require_training_state, start_from
 from linrope.training.metrics_file import METRICS_FILE, MetricsFile
 from linrope.training.precision import is_nvidia
-from linrope.training.run_folder import RunFolder, new_run_folder, resumed_run_folder
+from linrope.training.run_folder import RunFolder, folder_of, new_run_folder, resumed_run_folder
 from linrope.utils.files import require_writable
 
 
@@ -99,6 +99,14 @@ def _without_option(args: Sequence[str], option: str) -> list[str]:
     return kept
 
 
+def tensorboard(folder: Path) -> Logger:
+    """TensorBoard's logger, which writes into a run's folder. InputError if it is not installed."""
+    try:
+        return TensorBoardLogger(folder.parent, "", version=folder.name)
+    except ModuleNotFoundError as error:
+        raise InputError("trainer.logger=TensorBoardLogger needs a package: pip install tensorboard.") from error
+
+
 class FitCLI(TrainingCLI):
     """The run of `linrope fit`: new or resumed, with logs, checkpoints and callbacks, in `folder`."""
 
@@ -159,14 +167,15 @@ class FitCLI(TrainingCLI):
         """metrics.csv; beside it the loggers of `trainer.logger`, by default TensorBoard's where it is installed."""
         self.folder, given = self.claim_folder(), self.config_init.trainer.logger
         folder = self.folder.path
-        earlier = None if self.checkpoint is None else Path(self.checkpoint).absolute().parents[1] / METRICS_FILE
+        resumed = None if self.checkpoint is None else folder_of(Path(self.checkpoint))
+        earlier = None if resumed is None else resumed.path / METRICS_FILE
         loggers: list[Logger] = [MetricsFile(folder, earlier, self.step)]
-        if isinstance(given, Iterable):
-            loggers += given
-        elif isinstance(given, Logger):
+        if isinstance(given, Logger):
             loggers.append(given)
-        elif given is not False and find_spec("tensorboard") is not None:
-            loggers.append(TensorBoardLogger(folder.parent, "", version=folder.name))
+        elif given == "TensorBoardLogger" or (given in (None, True) and find_spec("tensorboard") is not None):
+            loggers.append(tensorboard(folder))
+        elif isinstance(given, list):
+            loggers += given
         return loggers
 
     def callbacks(self) -> list[Callback]:

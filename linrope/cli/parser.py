@@ -13,6 +13,7 @@ from docstring_parser import parse_from_object
 from jsonargparse import ActionYesNo, ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
 from linrope.cli.commands import COMMANDS
+from linrope.cli.config_files import config_files, require_sound_configs
 from linrope.errors import InputError, suggest
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)  # the docstring of a field is its help
@@ -58,7 +59,8 @@ def add_options(parser: ArgumentParser, config: type, **by_hand: dict[str, Any])
 
 def parse(parser: ArgumentParser, args: Sequence[str]) -> Namespace:
     """Parse a command line with a parser that has `exit_on_error=False`. Raises InputError for an unknown option, a
-    missing --config file, or a value that jsonargparse refuses."""
+    --config file that is missing or not sound, or a value that jsonargparse refuses."""
+    require_sound_configs(args)
     try:
         return parser.parse_args(list(args))
     except ArgumentError as error:
@@ -70,7 +72,7 @@ def parse(parser: ArgumentParser, args: Sequence[str]) -> Namespace:
 
 def require_files(args: Sequence[str]) -> None:
     """Raise InputError for a --config file that does not exist."""
-    for text in values_of(args, "-c", "--config"):
+    for text in config_files(args):
         file = Path(text)
         if not (os.path.isfile(text) or _mapping(text)):
             siblings = [sibling.name for sibling in file.parent.iterdir()] if file.parent.is_dir() else []
@@ -83,8 +85,12 @@ def require_known(parser: ArgumentParser, args: Sequence[str]) -> None:
     accepted = {*known, *(f"no_{name}" for name in known), "help", "print_config"}
     leaves = [name for name in known if not any(other.startswith(f"{name}.") for other in known)]
     given = [arg.removeprefix("--").partition("=")[0].removesuffix("+") for arg in args if arg.startswith("--")]
-    for text in values_of(args, "-c", "--config"):
-        given += _dotted(options_in(text))
+    for text in config_files(args):
+        values = options_in(text)
+        given += _dotted(values)
+        for name, value in values.items():
+            if value is None and isinstance(parser.get_defaults().get(name), Namespace):
+                raise InputError(f"--config {text}: section {name} has no value: give it options, or remove the line.")
     for name in given:
         # what stands within an option's own value, `data.curriculum.tokens`, is for jsonargparse to judge
         if name.endswith(".class_path") and name.split(".")[0] in known:
@@ -108,16 +114,6 @@ def _nearest(name: str, known: list[str]) -> str:
     if len(same_name) == 1:
         return f" Did you mean {same_name[0]!r}?"
     return suggest(name, [option for option in known if not name.startswith(f"{option}.")])
-
-
-def values_of(args: Sequence[str], *options: str) -> list[str]:
-    """The values that a command line gives to an option, which may have several names."""
-    values = []
-    for arg, following in zip(args, [*args, ""][1:]):
-        name, equals, value = arg.partition("=")
-        if name in options:
-            values.append(value if equals else following)
-    return values
 
 
 def options_in(config: str) -> dict[str, Any]:

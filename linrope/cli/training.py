@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 from lightning.fabric.plugins import TorchCheckpointIO
@@ -35,6 +36,7 @@ from linrope.training.data_modules.text import TextDataModule
 from linrope.training.optimizer import OptimizerConfig
 from linrope.training.precision import AUTO, automatic_precision
 from linrope.training.tasks.language_modeling import LanguageModelingModule
+from linrope.utils.formatting import bytes_text
 from linrope.utils.memory import keep_freed_memory
 
 
@@ -66,6 +68,13 @@ class RunConfig:
     ten seconds; the others are faster in bf16-mixed."""
 
     def __post_init__(self) -> None:
+        parts = self.name.split("/")  # runs may be grouped in folders
+        if any(part in ("", ".", "..") or len(part.encode()) > 200 or not part.isprintable() for part in parts):
+            shown = self.name if len(self.name) <= 40 else f"{self.name[:40]}…"
+            raise InputError(
+                f"run.name={shown!r} names a folder in run.folder: give 1 to 200 printable characters, without '..'; "
+                "the folder itself is run.folder."
+            )
         if self.checkpoint_every_n_steps < 1:
             raise InputError(f"run.checkpoint_every_n_steps={self.checkpoint_every_n_steps} must be 1 or more.")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
@@ -136,6 +145,11 @@ SECTIONS = {
 """The class of each section but `trainer`, whose options are those of Lightning's Trainer."""
 
 
+LOGGERS_BY_NAME = Literal["CSVLogger", "TensorBoardLogger"]
+"""Loggers that need no options here: they write into the run's folder."""
+MAX_PROCESSES = 10_000
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
     """The checkpoint to measure."""
@@ -201,10 +215,11 @@ class ConfigCLI(LightningCLI):
                 parser.add_argument(f"--{name}.class_path", type=str)
         trainer = self.trainer_class
         parser.add_class_arguments(
-            trainer, "trainer", skip={"precision"}, fail_untyped=False, instantiate=False, sub_configs=True
+            trainer, "trainer", skip={"precision", "logger"}, fail_untyped=False, instantiate=False, sub_configs=True
         )
-        precisions = Literal["auto"] | get_type_hints(trainer.__init__)["precision"]
-        parser.add_argument("--trainer.precision", type=precisions, default=None)
+        hints = get_type_hints(trainer.__init__)
+        parser.add_argument("--trainer.precision", type=Literal["auto"] | hints["precision"], default=None)
+        parser.add_argument("--trainer.logger", type=LOGGERS_BY_NAME | hints["logger"], default=None)
         parser.set_defaults({f"trainer.{name}": value for name, value in self.trainer_defaults.items()})
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
@@ -215,7 +230,8 @@ class ConfigCLI(LightningCLI):
         for section in (*SECTIONS, "trainer"):
             if not isinstance(self.config[section], Namespace):
                 raise InputError(f"{section}: {self.config[section]!r} must be a section of options, not a value.")
-        if not 0 <= (seed := self.config.seed_everything) < 2**32:
+            require_values(self.config[section], {**SECTIONS, "trainer": TrainerOptions}[section], section)
+        if (seed := self.config.seed_everything) is None or not 0 <= seed < 2**32:
             raise InputError(f"--seed_everything={seed} must be a number from 0 to {2**32 - 1}.")
 
     def instantiate_classes(self) -> None:
@@ -250,6 +266,7 @@ class TrainingCLI(ConfigCLI):
         trained = self.check_checkpoint()
         self.why_precision = self._resolve_precision()
         self.datamodule = config.data
+        require_memory(config.model)
         self.model = LanguageModelingModule(
             config.model, config.optimizer, config.segment_length, config.seed_everything
         )
@@ -296,6 +313,10 @@ class TrainingCLI(ConfigCLI):
                 f"trainer.max_epochs={self.config_init.trainer.max_epochs} has no meaning here: training draws from an "
                 "endless stream of samples. Set trainer.max_steps."
             )
+        for name in ("devices", "num_nodes"):
+            number = str(getattr(self.config_init.trainer, name))
+            if number.isdecimal() and int(number) > MAX_PROCESSES:
+                raise InputError(f"trainer.{name}={number} must be at most {MAX_PROCESSES:,}.")
         try:
             loggers = self.loggers()
             self.trainer_defaults["callbacks"] = [*self.callbacks(), *self._progress()]
@@ -345,6 +366,26 @@ class TrainingCLI(ConfigCLI):
             split = "test" if self.command == "test" else "val"
             line = evaluation_metrics(self.trainer.callback_metrics, split)
             self.console.print(line, highlight=False, soft_wrap=True)
+
+
+def require_values(options: Namespace, config: type, section: str) -> None:
+    """Raise InputError for an option that is null, as YAML reads an empty value, where its type has no None."""
+    hints = get_type_hints(config if is_dataclass(config) else config.__init__)
+    for name, hint in hints.items():
+        if name in options and options[name] is None and hint is not type(None) and type(None) not in get_args(hint):
+            raise InputError(f"{section}.{name} has no value: give one, or remove the line to keep the default.")
+
+
+def require_memory(config: LanguageModelConfig) -> None:
+    """Raise InputError if a model's weights do not fit into this machine's memory; it counts the largest only."""
+    of_a_layer = 2 * config.mlp_width + 3 * (config.short_conv or 0)
+    n_bytes = 4 * config.d_model * (config.vocab_size + config.n_layers * of_a_layer)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if n_bytes > memory:
+        raise InputError(
+            f"the model's weights do not fit into this machine's memory of {bytes_text(memory)}: lower model.d_model, "
+            "model.n_layers, model.d_ff, model.vocab_size or model.short_conv."
+        )
 
 
 def quiet_lightning() -> None:

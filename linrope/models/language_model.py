@@ -32,6 +32,7 @@ from linrope.positions.sinusoidal import sinusoids
 from linrope.rotary import RotaryConfig, check_config
 from linrope.utils.options import check_keys, check_types, class_path_of, loaded_subclass
 
+MAX_LAYERS = 10_000
 ATTENTION_TYPES = {
     "linear": (LinearAttention, ("feature_map", "temperature", "normalize", "forget_gate", "gate_normalizer")),
     "softmax": (SoftmaxAttention, ("window",)),
@@ -107,6 +108,8 @@ class LanguageModelConfig:
         for name in ("vocab_size", "d_model", "n_layers", "n_heads", "d_ff", "window"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)} must be at least 1{otherwise.get(name, '')}.")
+        if self.n_layers > MAX_LAYERS:
+            raise InputError(f"n_layers={self.n_layers} must be at most {MAX_LAYERS:,}.")
         if not all(0 <= layer < self.n_layers for layer in self.rope_layers or []):
             raise InputError(
                 f"rope_layers={self.rope_layers} must be in 0 … {self.n_layers - 1}, the numbers of the layers."

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ class MetricsFile(Logger):
         super().__init__()
         self.path = folder / METRICS_FILE
         self._earlier, self._step = earlier, step
-        self._columns: list[str] = []  # none before the first row: a run that fails to start changes no file
+        self._columns: list[str] = []  # none before the file is begun: a run that fails to start changes none
 
     @property
     def name(self) -> str:
@@ -54,14 +55,17 @@ class MetricsFile(Logger):
     def save_dir(self) -> str:
         return self.log_dir  # what Lightning takes for `trainer.log_dir`
 
+    @rank_zero_only
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: config.yaml is beside this file."""
+        """Begin the file; config.yaml beside it has the options."""
+        with self._errors_named():
+            self._begin(["step"])
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         row = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
         row["step"] = (step or 0) + 1  # Lightning counts from 0
-        try:
+        with self._errors_named():
             if not self._columns:
                 self._begin(row)
             elif new := row.keys() - set(self._columns):
@@ -69,19 +73,24 @@ class MetricsFile(Logger):
             with open(self.path, "r+", newline="") as file:  # not "a", which would make a file without columns
                 file.seek(0, 2)
                 file.write(_line(row, self._columns))
+
+    @contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise CheckpointError(
                 f"{self.path} could not be written: {error.strerror}. Make room for it or change run.folder, then "
                 "resume with --ckpt_path."
             ) from error
 
-    def _begin(self, row: dict[str, Any]) -> None:
+    def _begin(self, columns: Iterable[str]) -> None:
         earlier = [] if self._earlier is None or not self._earlier.is_file() else list(_rows(self._earlier))
-        kept = [old for old in earlier if (old["step"] or "").isdecimal() and int(old["step"]) <= self._step]
-        self._rewrite({*row, *(name for old in kept for name in old)}, kept)
+        kept = [row for row in earlier if (row["step"] or "").isdecimal() and int(row["step"]) <= self._step]
+        self._rewrite([*columns, *(name for row in kept for name in row)], kept)
 
-    def _rewrite(self, columns: set[str] | list[str], rows: list[dict[str, Any]]) -> None:
-        self._columns = sorted(columns)
+    def _rewrite(self, columns: Iterable[str], rows: list[dict[str, Any]]) -> None:
+        self._columns = sorted(set(columns))
         with whole_file(self.path) as file:
             text = _line({name: name for name in self._columns}, self._columns)
             file.write((text + "".join(_line(row, self._columns) for row in rows)).encode())

@@ -99,15 +99,20 @@ def new_run_folder(runs: Path) -> RunFolder:
         number += 1
 
 
+def folder_of(checkpoint: Path) -> RunFolder | None:
+    """The folder of the run that wrote a checkpoint; None if the file lies elsewhere."""
+    place = checkpoint.absolute().parent
+    return RunFolder(place.parent) if place.name == CHECKPOINTS else None
+
+
 def resumed_run_folder(runs: Path, checkpoint: Path, step: int) -> RunFolder | None:
     """Lock the folder of the run of a checkpoint at `step`, to go on in it.
 
     None if it is not in `runs`, or if the run has a later checkpoint, which must not be overwritten. It has a `problem`
     if another process trains that run.
     """
-    checkpoint = checkpoint.absolute()
-    folder = RunFolder(checkpoint.parents[1])
-    if checkpoint.parent.name != CHECKPOINTS or folder.path.parent.resolve() != runs.resolve():
+    folder = folder_of(checkpoint)
+    if folder is None or folder.path.parent.resolve() != runs.resolve():
         return None
     last = checkpoint.with_name("last.ckpt")
     if checkpoint.name != last.name and last.exists():

@@ -57,8 +57,9 @@ def remove_partial_files(folder: Path) -> None:
 
 def require_writable(folder: Path, option: str) -> None:
     """Raise InputError, naming the option, unless files can be made in a folder, or the folder itself can be made."""
-    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     try:
+        # a link that leads nowhere exists too: no folder can be made in its place
+        existing = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:

@@ -88,6 +88,22 @@ def test_help_is_short_and_names_every_command(capsys):
         (["validate"], r"--ckpt_path is missing: name the checkpoint to validate\."),
         (["generate", "--prompt=a"], "ckpt_path"),
         (["generate", "--ckpt_path=nowhere.ckpt"], r"'nowhere\.ckpt' does not exist"),
+        (["fit", f"--run.name={'n' * 300}"], r"run\.name='n{40}…' names a folder in run\.folder: give 1 to 200"),
+        (["fit", "--run.name=a/../../b"], r"run\.name='a/\.\./\.\./b' names a folder in run\.folder"),
+        (["fit", "--run.name="], r"run\.name='' names a folder in run\.folder"),
+        (
+            ["fit", "--data.batch_size=1000000000"],
+            r"data\.context · data\.batch_size = 1,024,000,000,000 tokens are more",
+        ),
+        (["fit", "--data.num_workers=1000000000"], r"data\.num_workers=1000000000 must be at most 1024"),
+        (["fit", "--model.n_layers=1000000000"], r"n_layers=1000000000 must be at most 10,000"),
+        (
+            ["fit", "--model.d_model=1000000000"],
+            r"the model's weights do not fit into this machine's memory of .* lower",
+        ),
+        (["fit", f"--model.vocab_size={10**30}"], r"the model's weights do not fit into this machine's memory of .*"),
+        (["fit", "--model.short_conv=1000000000"], r"the model's weights do not fit into this machine's memory of .*"),
+        (["fit", "--trainer.devices=1000000000"], r"trainer\.devices=1000000000 must be at most 10,000"),
     ],
 )
 def test_a_mistake_is_one_clean_message_and_exit_code_2(args, message, error_of, tmp_path, monkeypatch):
@@ -98,6 +114,10 @@ def test_a_mistake_is_one_clean_message_and_exit_code_2(args, message, error_of,
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
+"""2 ** 40 values in 40 lines."""
+
+
 @pytest.mark.parametrize(
     ("yaml", "message"),
     [
@@ -105,6 +125,20 @@ def test_a_mistake_is_one_clean_message_and_exit_code_2(args, message, error_of,
         ("modle: {d_model: 3}", r"unknown option 'modle'\. Did you mean 'model'\?"),
         ("model: {rope: {bse: 3}}", r"unknown option 'model\.rope\.bse'\. Did you mean 'model\.rope\.base'\?"),
         ("model: 3", r"model: 3 must be a section of options"),
+        (
+            "model:\n  d_model: 16\n  d_model: 32",
+            r"--config .*run\.yaml gives model\.d_model twice, in line 2 and in line 3",
+        ),
+        ("model: {d_model: 3}\nrun: {}\nmodel: {}", r"--config .*run\.yaml gives model twice, in line 1 and in line 3"),
+        ("optimizer: {lr: 1}\noptimizer.lr: 2", r"--config .* gives optimizer\.lr twice, in line 1 and in line 2"),
+        ("optimizer:\n  lr:", r"optimizer\.lr has no value: give one, or remove the line to keep the default"),
+        ("data: {context: null}", r"data\.context has no value"),
+        ("trainer: {max_steps: }", r"trainer\.max_steps has no value"),
+        ("optimizer:", r"--config .*run\.yaml: section optimizer has no value: give it options"),
+        ("# nothing", r"--config .*run\.yaml is empty"),
+        (BOMB, r"--config .*run\.yaml stands for more than 20,000 values: remove aliases"),
+        ("model: " + "[" * 3000 + "]" * 3000, r"--config .*run\.yaml, line 1: it is nested in more than 50 levels"),
+        ("run: &run\n  name: *run", r"--config .*run\.yaml, line 1: it contains itself, by an alias"),
         ("model: [", r"Problems parsing config"),
         ("trainer: {max_steps: 2, gradient_clip_val: 1}", r"trainer\.gradient_clip_val=1.* optimizer\.clip_norm=1\.0"),
     ],
@@ -113,6 +147,23 @@ def test_a_mistake_in_the_yaml_is_named(yaml, message, tmp_path, error_of):
     (tmp_path / "run.yaml").write_text(yaml)
     err = error_of("fit", f"--config={tmp_path / 'run.yaml'}", f"--run.folder={tmp_path / 'runs'}")
     assert re.match("linrope: error: .*" + message, err, re.S)
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+def test_a_configuration_in_another_encoding_is_named(encoding, tmp_path, error_of):
+    (tmp_path / "run.yaml").write_text("run: {name: größer}", encoding=encoding)
+    err = error_of("fit", f"--config={tmp_path / 'run.yaml'}")
+    assert re.fullmatch(r"linrope: error: --config .*run\.yaml is not text in UTF-8: save it in that encoding\.\n", err)
+
+
+def test_links_that_lead_nowhere_are_named(tiny, tmp_path, error_of):
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "nowhere")
+    assert f"--config {link} does not exist.\n" in error_of("fit", *tiny, f"--config={link}")
+    for folder in (link, link / "runs"):
+        err = error_of("fit", *tiny, f"--run.folder={folder}")
+        assert "run.folder='" in err
+        assert "cannot write there (No such file or directory). Give another folder" in err
 
 
 def test_a_file_that_is_no_checkpoint_is_named(tmp_path, error_of):

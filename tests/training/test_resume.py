@@ -427,10 +427,10 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(exact, run_folder, capsys, m
 
 
 def test_a_log_that_cannot_be_written_is_one_clear_message(tiny, capsys, monkeypatch):
-    def no_room(self, row):
+    def no_room(self, columns, rows):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.csv")
 
-    monkeypatch.setattr(MetricsFile, "_begin", no_room)
+    monkeypatch.setattr(MetricsFile, "_rewrite", no_room)
     assert main(["fit", *tiny, "--trainer.log_every_n_steps=1"]) == 1
     said = "could not be written: No space left on device. Make room for it or change run.folder, then resume with"
     assert re.fullmatch(rf"linrope: error: .*/metrics\.csv {said} --ckpt_path\.\n", capsys.readouterr().err)

@@ -2,7 +2,10 @@
 
 import csv
 import multiprocessing
+import re
+import shutil
 import signal
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,7 @@ from linrope.training.metrics_file import MetricsFile
 from linrope.training.run_folder import RunFolder, new_run_folder
 from linrope.utils.files import whole_file
 from tests.processes import Run
-from tests.training.test_resume import load, losses, version
+from tests.training.test_resume import interrupt, load, losses, version
 
 
 class Recording(Logger):
@@ -38,7 +41,7 @@ def read(folder: Path) -> list[dict[str, str]]:
 RECORDING = "--trainer.logger=tests.training.test_run_folder.Recording"
 
 
-@pytest.mark.parametrize("logger", [RECORDING, "--trainer.logger=false"])
+@pytest.mark.parametrize("logger", [RECORDING, "--trainer.logger=false", "--trainer.logger=CSVLogger"])
 def test_a_logger_is_added_to_the_run_folder(tiny, run_folder, logger):
     Recording.seen.clear()
     assert main(["fit", *tiny, logger, "--trainer.log_every_n_steps=1"]) == 0
@@ -64,6 +67,9 @@ def test_a_logger_whose_package_is_missing_is_named(tiny, run_folder, error_of):
     err = error_of("fit", *tiny, "--trainer.logger=CometLogger")
     assert "comet" in err
     assert "Traceback" not in err
+    if find_spec("tensorboard") is None:
+        said = "linrope: error: trainer.logger=TensorBoardLogger needs a package: pip install tensorboard.\n"
+        assert error_of("fit", *tiny, "--trainer.logger=TensorBoardLogger") == said
     assert not run_folder.exists()
 
 
@@ -82,6 +88,16 @@ def test_a_resumed_run_goes_on_in_its_folder_and_another_name_asks_for_a_new_one
     assert main(["fit", *every, *other]) == 0
     assert list(losses(run_folder.parents[1] / "other" / "version_0")) == [1, 2, 3, 4, 5]
     assert list(losses(run_folder)) == [1, 2, 3, 4]
+
+
+def test_a_resumed_run_that_logs_nothing_has_the_rows_of_its_steps(tiny, run_folder):
+    every = ["--trainer.log_every_n_steps=1", "--run.health_every_n_steps=0", "--trainer.val_check_interval=50"]
+    assert main(["fit", *tiny, *every, "--trainer.max_steps=4"]) == 0
+    checkpoint = load(run_folder) | {"global_step": 2}  # as if the run had been killed after two steps more
+    torch.save(checkpoint, run_folder / "checkpoints" / "last.ckpt")
+    rare = ["--trainer.log_every_n_steps=50", *every[1:], "--trainer.max_steps=3", "--ckpt_path=last"]
+    assert main(["fit", *tiny, *rare]) == 0
+    assert list(losses(run_folder)) == [1, 2]
 
 
 def test_an_earlier_checkpoint_overwrites_no_later_one(tiny, run_folder, capsys):
@@ -170,6 +186,22 @@ def test_a_folder_in_use_keeps_its_partial_files(tmp_path):
     process.join()
     assert (tmp_path / "version_1").is_dir()
     assert (tmp_path / "version_0" / "a.partial").is_file()
+
+
+@pytest.mark.parametrize("gone", ["removed", "read-only"])
+def test_a_folder_that_goes_away_is_one_clear_line(tiny, run_folder, monkeypatch, capsys, gone):
+    def lose(trainer) -> bool:
+        if trainer.global_step == 2 and gone == "removed":
+            shutil.rmtree(run_folder)
+        elif trainer.global_step == 2:  # root may write to any folder, but not where a file is
+            (run_folder / "metrics.csv").unlink()
+            (run_folder / "metrics.csv").mkdir()
+        return False
+
+    interrupt(monkeypatch, lose, signal.SIGTERM)
+    assert main(["fit", *tiny, "--trainer.max_steps=9", "--trainer.log_every_n_steps=1"]) == 1
+    said = r"linrope: error: \S+/version_0/metrics\.csv could not be written: [^\n]+, then resume with --ckpt_path\.\n"
+    assert re.fullmatch(said, capsys.readouterr().err)
 
 
 def test_two_writers_of_one_file_do_not_disturb_each_other(tmp_path):

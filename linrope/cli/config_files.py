@@ -1,0 +1,109 @@
+"""What a configuration's YAML must be before a parser reads it: text in UTF-8, of bounded size, each option once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from linrope.errors import InputError
+
+MAX_BYTES = 1_000_000
+MAX_DEPTH = 50
+MAX_NODES = 20_000
+"""Values of a configuration, with those that its aliases repeat."""
+
+
+def values_of(args: Sequence[str], *options: str) -> list[str]:
+    """The values that a command line gives to an option, which may have several names."""
+    values = []
+    for arg, following in zip(args, [*args, ""][1:]):
+        name, equals, value = arg.partition("=")
+        if name in options:
+            values.append(value if equals else following)
+    return values
+
+
+def config_files(args: Sequence[str]) -> list[str]:
+    """The values of --config."""
+    return values_of(args, "-c", "--config")
+
+
+def require_sound_configs(args: Sequence[str]) -> None:
+    """Raise InputError for a file of --config that is not what this module's docstring says, or that is empty.
+
+    What else is wrong with a file is for the parser to say.
+    """
+    for name in config_files(args):
+        if os.path.isfile(name):  # Path.is_file raises for YAML itself, which is too long for a name
+            _require_sound(_text_of(Path(name)), name)
+
+
+def _text_of(path: Path) -> str:
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise InputError(f"--config {path} has more than {MAX_BYTES:,} bytes: that is no configuration.")
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"--config {path} is not text in UTF-8: save it in that encoding.") from error
+    except OSError as error:
+        raise InputError(f"--config {path} cannot be read: {error.strerror}.") from error
+
+
+def _require_sound(text: str, name: str) -> None:
+    try:
+        _require_flat(text, name)
+        root = yaml.compose(text, yaml.SafeLoader)
+    except yaml.YAMLError:
+        return
+    if root is None:
+        raise InputError(f"--config {name} is empty: give it sections with options, or leave it out.")
+    if _size(root, {}, name) > MAX_NODES:
+        raise InputError(f"--config {name} stands for more than {MAX_NODES:,} values: remove aliases.")
+    _require_unique(root, "", {}, name)
+
+
+def _require_flat(text: str, name: str) -> None:
+    depth = 0
+    for event in yaml.parse(text, yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise InputError(f"--config {name}, line {_line(event)}: it is nested in more than {MAX_DEPTH} levels.")
+
+
+def _line(part: yaml.Node | yaml.Event) -> int:
+    return part.start_mark.line + 1
+
+
+def _inner(node: yaml.Node) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [part for pair in node.value for part in pair]
+    return node.value if isinstance(node, yaml.SequenceNode) else []
+
+
+def _size(node: yaml.Node, sizes: dict[int, int | None], name: str) -> int:
+    """Number of values that a node stands for; `sizes` has those of nodes seen, None of those that contain this one."""
+    key = id(node)
+    if key not in sizes:
+        sizes[key] = None
+        sizes[key] = 1 + sum(_size(part, sizes, name) for part in _inner(node))
+    if (size := sizes[key]) is None:
+        raise InputError(f"--config {name}, line {_line(node)}: it contains itself, by an alias.")
+    return size
+
+
+def _require_unique(node: yaml.Node, prefix: str, seen: dict[str, int], name: str) -> None:
+    """`seen` has the line of each option, by its dotted name."""
+    if isinstance(node, yaml.SequenceNode):
+        for number, part in enumerate(node.value):
+            _require_unique(part, f"{prefix}[{number}]", seen, name)
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        option = f"{prefix}.{key.value}" if prefix else str(key.value)
+        if option in seen:
+            raise InputError(
+                f"--config {name} gives {option} twice, in line {seen[option]} and in line {_line(key)}: remove one."
+            )
+        seen[option] = _line(key)
+        _require_unique(value, option, seen, name)
