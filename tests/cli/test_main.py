@@ -84,7 +84,7 @@ def test_help_is_short_and_names_every_command(capsys):
         (["fit", f"--run.name={'n' * 300}"], r"run\.name='n{40}…' names a folder in run\.folder: give 1 to 200"),
         (["fit", "--run.name=a/../../b"], r"run\.name='a/\.\./\.\./b' names a folder in run\.folder"),
         (["fit", "--run.name="], r"run\.name='' names a folder in run\.folder"),
-        (["fit", "--data.batch_size=1000000000"], r"data\.batch_size=1000000000 × data\.context=1024 must be at most"),
+        (["fit", "--data.batch_size=1000000000"], r"data\.batch_size=1000000000 must be at most 1,048,576"),
         (["fit", "--data.num_workers=1000000000"], r"data\.num_workers=1000000000 must be at most 1,024"),
         (["fit", "--model.n_layers=1000000000"], r"n_layers=1000000000 must be at most 10,000"),
         (

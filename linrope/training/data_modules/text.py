@@ -23,8 +23,7 @@ from linrope.utils.options import check_keys
 
 Batch = dict[str, Tensor]
 MAX_WORKERS = 1024
-MAX_BATCH_TOKENS = 2**30
-"""Of one device; they take eight bytes each before any layer."""
+MAX_BATCH = 2**20
 
 
 class TextDataModule(ResumableDataModule):
@@ -84,10 +83,8 @@ class TextDataModule(ResumableDataModule):
         require_least("num_workers", num_workers, 0)
         if num_workers > MAX_WORKERS:
             raise InputError(f"data.num_workers={num_workers} must be at most {MAX_WORKERS:,}: each is a process.")
-        if context * batch_size > MAX_BATCH_TOKENS:
-            raise InputError(
-                f"data.batch_size={batch_size} × data.context={context} must be at most {MAX_BATCH_TOKENS:,} tokens."
-            )
+        if batch_size > MAX_BATCH:
+            raise InputError(f"data.batch_size={batch_size} must be at most {MAX_BATCH:,}.")
         require_choice("data.token_dtype", token_dtype, TOKEN_DTYPES)
         self.path = Path(path) if path is not None else None
         self.context, self.batch_size, self.fractions = context, batch_size, fractions
@@ -267,6 +264,8 @@ def _stage(name: str, stage: CurriculumStage | dict[str, Any], tokens_per_batch:
     for option, value in asdict(stage).items():
         if not (type(value) is int and value >= 1) and (option, value) != ("batch_size", None):
             raise InputError(f"{name}.{option}={value!r} must be a whole number, 1 or more.")
+    if stage.batch_size is not None and stage.batch_size > MAX_BATCH:
+        raise InputError(f"{name}.batch_size={stage.batch_size} must be at most {MAX_BATCH:,}.")
     if stage.batch_size is not None:
         return stage
     if tokens_per_batch % stage.seq_len:
