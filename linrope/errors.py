@@ -34,6 +34,10 @@ class NothingToDo(Exception):
     """A run that is asked to go on has ended already. The message says so."""
 
 
+class WorkerKilled(RuntimeError):
+    """A process that reads training data ahead was killed."""
+
+
 class Interrupted(Exception):
     """A signal stopped training, after a whole step and with a checkpoint (None before the first step)."""
 

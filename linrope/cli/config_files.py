@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -15,13 +16,14 @@ MAX_NODES = 20_000
 """Values of a configuration, with those that its aliases repeat."""
 
 
-def config_files(args: Sequence[str]) -> Iterator[str]:
-    """The values of --config."""
-    for arg, following in zip(args, [*args[1:], ""], strict=False):
-        if arg in ("-c", "--config"):
-            yield following
-        elif arg.startswith("--config="):
-            yield arg.partition("=")[2]
+def values_of(args: Sequence[str], *options: str) -> list[str]:
+    """The values that a command line gives to an option, which may have several names."""
+    values = []
+    for arg, following in zip(args, [*args, ""][1:]):
+        name, equals, value = arg.partition("=")
+        if name in options:
+            values.append(value if equals else following)
+    return values
 
 
 def require_sound_configs(args: Sequence[str]) -> None:
@@ -29,9 +31,9 @@ def require_sound_configs(args: Sequence[str]) -> None:
 
     What else is wrong with a file is for the parser to say.
     """
-    for name in config_files(args):
-        if (path := Path(name)).is_file():
-            _require_sound(_text_of(path), name)
+    for name in values_of(args, "-c", "--config"):
+        if os.path.isfile(name):  # Path.is_file raises for a text that is too long for a name
+            _require_sound(_text_of(Path(name)), name)
 
 
 def _text_of(path: Path) -> str:

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from linrope.cli.output import command_line, rank, say, write
 from linrope.cli.training import TrainingCLI
 from linrope.errors import InputError, Interrupted, NothingToDo
-from linrope.models.saving import CONFIG_FILE
+from linrope.models.saving import CONFIG_FILE, open_checkpoint
 from linrope.training.callbacks.averaging import AverageWeights, require_same_averaging
 from linrope.training.callbacks.compiled import CompiledTraining, require_compiler
 from linrope.training.callbacks.early_end import TimeLimit, reason_of_early_end
@@ -40,6 +40,11 @@ class FitOptions:
 
 def run(args: Sequence[str]) -> None:
     """Run `linrope fit` with the command line `args`."""
+    if not args:
+        raise InputError(
+            "a run needs a configuration: `linrope fit --config configs/quickstart.yaml` for a first run; "
+            "`linrope fit --help` lists the options."
+        )
     cli = FitCLI("fit", args, FitOptions)
     try:
         _train(cli, args)
@@ -103,7 +108,7 @@ def tensorboard(folder: Path) -> Logger:
 
 
 class FitCLI(TrainingCLI):
-    """The run of `linrope fit`: new or resumed, with logs, checkpoints and callbacks."""
+    """The run of `linrope fit`: new or resumed, with logs, checkpoints and callbacks, in `folder`."""
 
     step = 0
     """Of the checkpoint to resume from."""
@@ -136,6 +141,8 @@ class FitCLI(TrainingCLI):
         path = self.config_init.run.start_from
         if self.checkpoint is None and path is not None:
             self.start = ", ".join([path, *start_from(self.model.model, path, self.datamodule.fractions)])
+            if Path(path).is_file():
+                self.datamodule.keep_split_of(open_checkpoint(path)["linrope"]["order"])
         try:
             return super().instantiate_trainer()
         except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +15,7 @@ from linrope.cli.parser import parse_command
 from linrope.data.prepare.config import PrepareConfig
 from linrope.data.prepare.manifest import Manifest, document_sizes
 from linrope.data.prepare.preparation import prepare
+from linrope.utils.printable import printable
 from linrope.utils.terminal import progress_bar
 
 BAR = 40
@@ -34,7 +36,8 @@ def run(args: Sequence[str]) -> None:
     console.print(_summary(manifest))
     console.print(_histogram(document_sizes(config.output)))
     vocab = "" if manifest.tokenizer == "bytes" else f" --model.vocab_size {manifest.vocab_size}"
-    console.print(f"\ntrain on it with --data.path {config.output}{vocab}", markup=False, soft_wrap=True)
+    path = printable(shlex.quote(config.output))
+    console.print(f"\ntrain on it with --data.path {path}{vocab}", markup=False, soft_wrap=True)
 
 
 def _summary(manifest: Manifest) -> Table:
@@ -54,7 +57,7 @@ def _summary(manifest: Manifest) -> Table:
         ("bytes per token", f"{manifest.n_bytes / manifest.n_tokens:.3f} ({manifest.n_bytes:,} bytes of text)"),
         *(("skipped", f"{n:,} {what}") for what, n in skipped.items() if n),
     ):
-        table.add_row(name, escape(value))
+        table.add_row(name, escape(printable(value)))
     return table
 
 

@@ -52,7 +52,8 @@ class RecallConfig(ModelOptions):
             raise InputError(
                 f"--ckpt_path: its model has vocab_size={vocab_size}, pass keys are written in bytes ({VOCAB_SIZE})."
             )
-        return Passkey(split_corpus(find_sources(self.text), self.fractions)["val"])
+        corpora, _ = split_corpus(find_sources(self.text), self.fractions)
+        return Passkey(corpora["val"])
 
 
 LENGTHS = {"nargs": "+", "type": int, "default": [256, 512, 1024, 2048, 4096], "help": "Tokens of the rows."}
@@ -72,7 +73,7 @@ def run(args: Sequence[str]) -> None:
         number = bar.add_task("asking", total=len(config.lengths) * len(config.depths))
         cases = config.lengths, config.depths, config.rows, config.seed
         found = list(recall_by_depth(model, task, *cases, tick=lambda: bar.advance(number)))
-    title = f"{config.task}: rows answered, {name_of(config.ckpt_path)}"
+    title = f"{config.task}: rows answered, {name_of(config.checkpoint)}"
     console.print(table_of(found, title))
     if folder is not None:
         print_written(console, write_recall(folder, found, {"command": command_line("recall", args)}, title))

@@ -21,8 +21,11 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
+from linrope.cli.checkpoint import RUNS
+from linrope.cli.config_files import require_sound_configs
 from linrope.cli.generate import SamplingConfig
 from linrope.cli.output import rank, say
+from linrope.cli.own_classes import own_classes
 from linrope.cli.parser import add_options, parse, parser_settings
 from linrope.errors import InputError
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
@@ -44,7 +47,7 @@ class RunConfig:
 
     name: str = "default"
     """Name of the run."""
-    folder: str = "runs"
+    folder: str = RUNS
     """Folder of all runs."""
     start_from: str | None = None
     """Checkpoint file, or folder of save_pretrained or `linrope export`, whose weights a new run starts with, at step
@@ -158,6 +161,7 @@ class CheckpointOptions:
 
 class ConfigCLI(LightningCLI):
     """The command line of a run: sections model, optimizer, data, run, sample, trainer, and a command's own options.
+    The first three may name a class of the user's (`class_path`), whose options are then those of the section.
 
     `config` holds the configuration as values, `config_init` an object for each section, both without the command's own
     options, which `options` holds. `by_hand`: see `linrope.cli.parser.add_options`.
@@ -166,6 +170,8 @@ class ConfigCLI(LightningCLI):
     def __init__(self, command: str, args: Sequence[str], options: type, **by_hand: dict[str, Any]) -> None:
         quiet_lightning()
         self.command, self.options_class, self.by_hand = command, options, by_hand
+        require_sound_configs(args)  # before they are searched for classes
+        self.own_classes = own_classes(args, {name: SECTIONS[name] for name in ("model", "optimizer", "data")})
         self.console = Console(highlight=False)
         usage = f"linrope {command} --config FILE [--SECTION.OPTION VALUE ...]"
         if {"-h", "--help"} & set(args):
@@ -188,7 +194,7 @@ class ConfigCLI(LightningCLI):
         """Print the command's own options, those of the sections, and of the Trainer's the usual ones."""
         self.add_default_arguments_to_parser(parser)
         parser.add_argument("-c", "--config", action=ActionConfigFile, help="YAML file with any of these options.")
-        for name, section in {**SECTIONS, "trainer": TrainerOptions}.items():
+        for name, section in {**SECTIONS, **self.own_classes, "trainer": TrainerOptions}.items():
             parser.add_class_arguments(section, name)
         parser.print_help()
 
@@ -205,8 +211,10 @@ class ConfigCLI(LightningCLI):
         )
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        for name, section in SECTIONS.items():
+        for name, section in {**SECTIONS, **self.own_classes}.items():
             parser.add_class_arguments(section, name)
+            if name in self.own_classes:
+                parser.add_argument(f"--{name}.class_path", type=str)
         trainer = self.trainer_class
         parser.add_class_arguments(
             trainer, "trainer", skip={"precision", "logger"}, fail_untyped=False, instantiate=False, sub_configs=True
@@ -229,8 +237,11 @@ class ConfigCLI(LightningCLI):
             raise InputError(f"--seed_everything={seed} must be a number from 0 to {2**32 - 1}.")
 
     def instantiate_classes(self) -> None:
+        options = self.config.clone()
+        for section in self.own_classes:
+            del options[section]["class_path"]
         try:
-            self.config_init = self.parser.instantiate(self.config)
+            self.config_init = self.parser.instantiate(options)
         except InputError:
             raise
         except ValueError as error:  # a logger whose package is not installed, for example
@@ -295,6 +306,7 @@ class TrainingCLI(ConfigCLI):
         self.trained_precision = contents["linrope"].get("precision")
         trained = LanguageModelConfig.from_dict(contents["linrope"]["config"])
         require_same_model(trained, self.config_init.model, self.checkpoint)
+        self.config_init.data.keep_split_of(contents["linrope"]["order"])
         return contents
 
     def instantiate_trainer(self) -> Trainer:
@@ -349,6 +361,9 @@ class TrainingCLI(ConfigCLI):
             method(self.model, self.datamodule, ckpt_path=self.ckpt_path, weights_only=True, **options)
         except MisconfigurationException as error:
             raise InputError(str(error)) from error
+        except RuntimeError as error:  # PyTorch raises one, wherever this process is
+            self.datamodule.raise_if_killed(error)
+            raise
         if self.command != "fit" and self.trainer.is_global_zero:
             split = "test" if self.command == "test" else "val"
             line = evaluation_metrics(self.trainer.callback_metrics, split)
@@ -365,6 +380,8 @@ def require_values(options: Namespace, config: type, section: str) -> None:
 
 def require_memory(config: LanguageModelConfig) -> None:
     """Raise InputError if a model's weights do not fit into this machine's memory; it counts the largest only."""
+    if not hasattr(os, "sysconf"):  # Windows
+        return
     of_a_layer = 2 * config.mlp_width + 3 * (config.short_conv or 0)
     n_bytes = 4 * config.d_model * (config.vocab_size + config.n_layers * of_a_layer)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

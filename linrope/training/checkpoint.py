@@ -21,6 +21,8 @@ from linrope.utils.files import whole_file
 TRAINING_STATE = ("global_step", "loops", "lr_schedulers", "optimizer_states")
 WITHOUT_WEIGHTS = ("model.window", "model.dropout", "model.gate_normalizer")
 """Options that a new run may change on trained weights."""
+TEXT_HASH, TEXT_MODIFIED = "data.text_hash", "data.text_modified"
+"""What `run_order` calls the two entries of `Corpus.identity` that have rules of their own."""
 THETA = ("model.rope.base", "model.rope.scaling")
 """Options of θ, which a new run may change too unless θ is trained."""
 
@@ -165,11 +167,21 @@ def run_order(trainer: Trainer, seed: int) -> dict[str, Any]:
 
 
 def require_same_order(checkpoint: dict[str, Any], order: dict[str, Any], path: str | Path) -> None:
-    """Raises InputError, naming what differs, if the checkpoint's run had other samples, or another order of them."""
-    if differing := list(_differences(checkpoint["linrope"]["order"], order)):
+    """Raises InputError, naming what differs, if the checkpoint's run had other samples, or another order of them.
+    Warns if only the times of a text differ, whose contents are too large to be compared whole."""
+    then, now = dict(checkpoint["linrope"]["order"]), dict(order)
+    if TEXT_HASH not in then:  # a checkpoint that is older than the hash
+        now.pop(TEXT_HASH, None)
+    modified = then.pop(TEXT_MODIFIED, None), now.pop(TEXT_MODIFIED, None)
+    if differing := list(_differences(then, now)):
         raise InputError(
             f"checkpoint {str(path)!r} is of a run with other data, batches or seed; {_fix(path)} (a new run needs no "
             "--ckpt_path):\n  " + "\n  ".join(differing)
+        )
+    if None not in modified and modified[0] != modified[1]:  # a copy of the text may have new times
+        rank_zero_warn(
+            f"the newest file of the text is of {modified[1]}, and of {modified[0]} in checkpoint {str(path)!r}. "
+            "Names, sizes and samples of the contents are the same. If any file was edited, start a new run instead."
         )
 
 

@@ -14,9 +14,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from linrope.errors import CheckpointError
+from linrope.evaluation.run_curves import METRICS_FILE
 from linrope.utils.files import whole_file
-
-METRICS_FILE = "metrics.csv"
 
 
 class MetricsFile(Logger):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -12,7 +11,7 @@ from typing import IO
 
 from linrope.errors import InputError
 from linrope.models.saving import open_checkpoint
-from linrope.utils.files import remove_partial_files
+from linrope.utils.files import lock, remove_partial_files
 
 LOCK = ".lock"
 CHECKPOINTS = "checkpoints"
@@ -55,6 +54,7 @@ class RunFolder:
                 if [file.name for file in self.path.iterdir()] == [LOCK]:
                     (self.path / LOCK).unlink()
                     self.path.rmdir()
+                    self.path.parent.rmdir()  # if there are no other runs of that name
             self.unlock()
 
 
@@ -62,7 +62,7 @@ def _lock(file: IO[str], patience: float) -> bool:
     until = time.monotonic() + patience
     while True:
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, no lock of forked processes too
+            lock(file, inherited=False)
             return True
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EACCES):

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import get_worker_info
 
 from linrope.cli.main import main
+from linrope.data.batches import windows
 from linrope.training.tasks.language_modeling import LanguageModelingModule
 from tests.cli.conftest import read_csv
 from tests.processes import Run
@@ -32,14 +34,14 @@ def configs() -> list:
 
 @pytest.mark.parametrize("config", configs())
 def test_every_shipped_config_trains_two_steps(config, tiny, run_folder, capsys):
-    # room for the configs' kinds of layers and their rotary_dim; lm-long goes on from a trained model
-    sizes = ["--model.n_layers=4", "--model.d_model=64", "--model.n_heads=1", "--run.start_from=null"]
+    # room for the configs' kinds of layers, rotary_dim and bases; lm-long goes on from a trained model
+    sizes = ["--model.n_layers=4", "--model.d_model=128", "--model.n_heads=2", "--run.start_from=null"]
     assert main(["fit", f"--config={config}", *tiny, *sizes]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^decoding state +\d+ KiB", out, re.M)
     assert re.search(r"^steps +2 *$", out, re.M)
     assert re.search(r"^step 2/2  loss \d\.\d+  bpb \d\.\d+  [\d,]+ tok/s  0:00 left$", out, re.M)
-    assert re.search(r"^step 2  val_loss 5\.\d+  val_bpb \d\.\d+$", out, re.M)
+    assert re.search(r"^step 2  val_loss [45]\.\d+  val_bpb \d\.\d+$", out, re.M)
     assert "\ndef " in out  # the sample
     last = run_folder / "checkpoints" / "last.ckpt"
     assert f"linrope generate --ckpt_path {last} --prompt 'def '" in out
@@ -179,3 +181,71 @@ def test_ctrl_c_sent_to_a_real_process_leaves_a_checkpoint_that_resumes(tiny, ru
     assert main([*resume, f"--trainer.max_steps={step + 2}"]) == 0
     logged = [int(row["step"]) for row in rows(run_folder) if row["train_loss"]]
     assert logged == list(range(1, step + 3))
+
+
+def few_files(folder: Path) -> Path:
+    (folder / "few").mkdir()
+    for number in range(9):
+        (folder / "few" / f"{number}.txt").write_text(f"document {number}, {number**7} " * 60)
+    return folder / "few"
+
+
+def test_a_folder_of_few_files_trains_and_its_summary_says_how_it_was_split(tiny, tmp_path, run_folder, capsys):
+    options = [*tiny, f"--data.path={few_files(tmp_path)}", "--trainer.max_steps=1"]
+    assert main(["fit", *options]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^split +by position: 9 documents are too few to split by name *$", out, re.M)
+    assert re.search(r"^  val +\d+ bytes in 1 document *$", out, re.M)
+    last = f"--ckpt_path={run_folder / 'checkpoints' / 'last.ckpt'}"
+    assert main(["fit", *options, "--trainer.max_steps=2", last]) == 0
+
+
+def test_an_old_run_of_few_files_keeps_its_split(tiny, tmp_path, run_folder, monkeypatch, capsys, error_of):
+    fractions = ["--data.fractions=[0.5, 0.3, 0.2]", f"--data.path={few_files(tmp_path)}"]
+    with monkeypatch.context() as patch:
+        patch.setattr("linrope.data.corpus.splits.FEW", 0)
+        assert main(["fit", *tiny, *fractions, "--trainer.max_steps=1"]) == 0
+    by_name = re.search(r"^  val +(.*)$", capsys.readouterr().out, re.M)[1].strip()
+    last = run_folder / "checkpoints" / "last.ckpt"
+    for options in (f"--ckpt_path={last}", f"--run.start_from={last}"):
+        assert main(["fit", *tiny, *fractions, options]) == 0
+        out = capsys.readouterr().out
+        assert re.search(r"^  val +(.*)$", out, re.M)[1].strip() == by_name
+        assert "by position" not in out
+    assert "data.split: None in the checkpoint, 'position' here" in error_of(
+        "fit", *tiny, *fractions, f"--ckpt_path={last}", "--data.split=position", "--trainer.max_steps=3"
+    )
+    (tmp_path / "few" / "0.txt").write_text("another text " * 60)  # which is not what that run was trained on
+    assert main(["validate", *tiny, *fractions, f"--ckpt_path={last}"]) == 0
+
+
+def test_a_run_that_cannot_start_leaves_no_folder(tiny, tmp_path, error_of):
+    assert "the val split holds 22 tokens, too few" in error_of("fit", *tiny, "--data.fractions=[0.998, 0.001, 0.001]")
+    assert not (tmp_path / "runs" / "tiny").exists()
+
+
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        (
+            lambda file: os.kill(os.getpid(), signal.SIGKILL),
+            r"a data worker was killed \(SIGKILL\), .*: lower data",
+        ),
+        (
+            lambda file: file.unlink(missing_ok=True),
+            r".*corpus\.txt cannot be read any more \(No such file",
+        ),
+    ],
+    ids=["killed", "gone"],
+)
+def test_what_happens_in_a_data_worker_is_one_line(tiny, text_file, monkeypatch, capfd, end, message):
+    read = windows.window
+
+    def window(corpus, start, *options):
+        if get_worker_info() is not None:
+            end(text_file)
+        return read(corpus, start, *options)
+
+    monkeypatch.setattr(windows, "window", window)
+    assert main(["fit", *tiny, "--data.num_workers=1"]) == 1
+    assert re.fullmatch(rf"linrope: error: {message}.*\n", capfd.readouterr().err)

@@ -66,7 +66,7 @@ def test_prepare_shows_how_far_it_is_and_stops_on_ctrl_c(texts, tmp_path, capsys
     args = ["prepare", f"--path={texts}", f"--output={tmp_path / 'out'}", "--workers=1"]
 
     def interrupted(unit, part, *options):
-        if len(list(part.parent.glob("*.npz"))) == 5:
+        if len(list(part.parent.glob("*.json"))) == 5:
             raise KeyboardInterrupt
         write_part(unit, part, *options)
 
@@ -119,3 +119,15 @@ def test_the_order_notices_another_tokenizer_and_other_data(texts, subwords, tmp
         changed = order(folder)
         assert changed["train_documents"] != first["train_documents"]
         assert (changed["tokenizer"] == first["tokenizer"]) == (name == "data")
+
+
+def test_names_of_files_do_not_steer_the_terminal(tmp_path, capsys, error_of):
+    name = "a\x1b]0;title\x07\u202e"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "b.jsonl").write_text('{"text": "a"}\n[]')
+    args = ["prepare", f"--path={tmp_path / name}", f"--output={tmp_path / name}2", "--workers=1"]
+    shown = error_of(*args)
+    assert main([*args, "--skip_bad_lines"]) == 0
+    shown += capsys.readouterr().out
+    assert "a\ufffd]0;title\ufffd\ufffd/b.jsonl line 2 holds a list" in shown
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\u202a-\u202e]", shown)

@@ -8,7 +8,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from linrope import LanguageModel, LanguageModelConfig
-from linrope.data.corpus.sequences import Corpus, Document
+from linrope.data.corpus.files import find_sources
+from linrope.data.corpus.sequences import Corpus
 from linrope.data.tokenizers.bytes import SEPARATOR
 from linrope.errors import InputError
 from linrope.evaluation import row_lengths as reading
@@ -112,8 +113,8 @@ def test_lengths_are_tokens_or_multiples_of_the_context():
 
 
 def test_a_text_holds_whole_rows_of_the_longest_length(tmp_path):
-    (tmp_path / "text").write_bytes(bytes(999))
-    corpus = Corpus([Document("text", tmp_path / "text", 999, 0, 999)])
+    (tmp_path / "text").write_bytes(b"x" * 999)
+    corpus = Corpus(find_sources(tmp_path / "text").documents)
     for asked, n_rows in ((600, 2), (10, 1), (10_000, 3)):
         assert len(excerpt_for(corpus, [64, 256], asked).tokens) == n_rows * 256 + 1
     assert [excerpt_for(corpus, [64], 64, mask).separator for mask in (False, True)] == [None, SEPARATOR]

@@ -155,7 +155,7 @@ def test_a_validation_that_was_due_is_finished_before_the_run_stops(exact, run_f
         interrupt(patch, lambda trainer: trainer.fit_loop.total_batch_idx == 3, signal.SIGTERM)  # ends the second step
         assert main(["fit", *exact]) == 128 + signal.SIGTERM
     assert (sorted(losses(run_folder)), sorted(losses(run_folder, "val_loss"))) == ([1, 2], [2])
-    (best,) = load(run_folder)["callbacks"].values()
+    (best,) = (state for name, state in load(run_folder)["callbacks"].items() if name.startswith("ModelCheckpoint"))
     assert best["best_model_score"] is not None
     assert main(["fit", *exact, "--ckpt_path=last"]) == 0
     assert (sorted(losses(run_folder)), sorted(losses(run_folder, "val_loss"))) == ([1, 2, 3, 4], [2, 4])
@@ -186,6 +186,40 @@ def finished(tmp_path_factory) -> tuple[list[str], Path]:
     fit = ["fit", *exact_options(tiny_options(write_text_file(folder), folder))]
     assert main(fit) == 0
     return [*fit, "--trainer.max_steps=3"], folder / "runs" / "tiny" / "version_0"
+
+
+def test_text_that_was_edited_at_equal_size_is_noticed(tiny, text_file, run_folder, tmp_path, monkeypatch, capsys):
+    assert main(["fit", *tiny]) == 0
+    last = run_folder / "checkpoints" / "last.ckpt"
+    more = [*tiny, "--trainer.max_steps=3"]
+    text, times = text_file.read_text(), text_file.stat()
+    text_file.write_text(text.replace("fox", "cat", 1))
+    os.utime(text_file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert main(["fit", *more, f"--ckpt_path={last}"]) == 2
+    assert re.search(r"data\.text_hash: '\w+' in the checkpoint, '\w+' here", capsys.readouterr().err)
+    checkpoint = torch.load(last, weights_only=True)
+    del checkpoint["linrope"]["order"]["data.text_hash"], checkpoint["linrope"]["order"]["data.text_modified"]
+    torch.save(checkpoint, tmp_path / "old.ckpt")  # which resumes as it did
+    assert main(["fit", *more, f"--ckpt_path={tmp_path / 'old.ckpt'}"]) == 0
+
+
+def test_a_text_too_large_to_hash_whole_warns_of_another_time(tiny, text_file, run_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("linrope.data.corpus.sequences.HASHED_BLOCK", 64)
+    monkeypatch.setattr("linrope.data.corpus.sequences.HASHED_BLOCKS", 10)
+    resume = ["--trainer.max_steps=3", f"--ckpt_path={tmp_path / 'copy.ckpt'}"]
+    os.utime(text_file, (0, 0))
+    assert main(["fit", *tiny]) == 0
+    shutil.copy(run_folder / "checkpoints" / "last.ckpt", tmp_path / "copy.ckpt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert main(["fit", *tiny, *resume]) == 0
+    os.utime(text_file, (0, 86400))
+    with pytest.warns(match=r"of 1970-01-02 00:00:00.000\+00:00, and of 1970-01-01 .*If any file was edited, start a"):
+        assert main(["fit", *tiny, *resume]) == 0
+    data = bytearray(text_file.read_bytes())
+    data[30] ^= 1  # in the first block
+    text_file.write_bytes(data)
+    assert main(["fit", *tiny, *resume]) == 2
 
 
 def test_what_differs_from_the_run_to_resume_is_said_and_stops_it(finished, tmp_path, error_of):

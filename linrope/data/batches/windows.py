@@ -60,8 +60,8 @@ class _Windows(Dataset[dict[str, Tensor]]):
         if len(corpus) <= context:
             raise InputError(
                 f"the {split} split holds {len(corpus):,} tokens, too few for one sample of {option}={context} + 1: "
-                f"lower {option}, raise its share in data.fractions, or give more text "
-                f"(each of several documents goes to one split as a whole; a single file is cut by position)."
+                f"lower {option}, raise its share in data.fractions, give more text, or set data.split=position (by "
+                "default each of several documents goes to one split as a whole)."
             )
         require_separator(corpus, document_mask)
         self.corpus, self.context, self.document_mask = corpus, context, document_mask

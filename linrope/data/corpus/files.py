@@ -9,8 +9,11 @@ from __future__ import annotations
 import glob
 import os
 import shlex
+import stat
 import sysconfig
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -40,25 +43,26 @@ def find_sources(path: str | Path | None, option: str = "data.path", json_lines:
 
     Args:
         path: a file, a folder (with its subfolders), a glob, or None for the source of the Python standard library.
-            Hidden, binary and empty files of a folder are skipped; the last two types are counted.
+            Hidden, binary and empty files of a folder are skipped; the last two types are counted. A file that is
+            found by several links counts once.
         option: the option with the path, for error messages.
         json_lines: accept files of JSON lines too.
 
     Raises InputError for no file there, no text, or JSON lines, which must be prepared.
     """
     files, root, origin = _find_files(path, option)
-    documents, n_skipped = [], 0
-    for file in files:
-        if not file.is_file():
-            continue  # a folder that a glob matched, a socket, a broken link
+    found, n_unreadable = _distinct(files, root)
+    documents, n_skipped = [], n_unreadable
+    for file in found:
         name = file.relative_to(root).as_posix()
         if name.endswith(JSON_LINES) and not json_lines:
             raise InputError(
                 f"{option}={origin!r} holds JSON lines ({name}), which must be prepared first: linrope prepare --path "
                 f"{shlex.quote(origin)} --output FOLDER, then data.path: FOLDER. Or give a glob without them."
             )
-        if size := _text_size(file):
-            documents.append(Document(name, file, size, 0, size))
+        size, modified = _size_and_time(file)
+        if size:
+            documents.append(Document(name, file, size, modified, 0, size))
         else:
             n_skipped += 1
     if not documents:
@@ -71,16 +75,18 @@ def _find_files(path: str | Path | None, option: str) -> tuple[Iterable[Path], P
     """The files under a path, the folder that their names are relative to, and the `origin` of `Sources`."""
     if path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
-        modules = (file for file in _walk(root, NOT_STANDARD_LIBRARY) if file.suffix == ".py")
+        modules = (file for file in _files(root, NOT_STANDARD_LIBRARY) if file.suffix == ".py")
         return modules, root, "the Python standard library's source"
     path = Path(path).expanduser()
     if path.is_dir():
-        return _walk(path), path, str(path)
+        return _files(path), path, str(path)
     if path.is_file():
         return [path], path.parent, str(path)
     if glob.has_magic(str(path)):
         root = Path(*takewhile(lambda part: not glob.has_magic(part), path.parts))
-        return map(Path, glob.iglob(str(path), recursive=True)), root, str(path)
+        return _matches(path), root, str(path)
+    if path.exists():
+        raise InputError(f"{option}={str(path)!r} is a pipe or a device: write its text to a file, and give that.")
     siblings = os.listdir(path.parent) if path.parent.is_dir() else []
     raise InputError(
         f"{option}={str(path)!r} does not exist: give a file, a folder or a glob, or null for the built-in corpus."
@@ -88,23 +94,89 @@ def _find_files(path: str | Path | None, option: str) -> tuple[Iterable[Path], P
     )
 
 
-def _walk(root: Path, left_out: Collection[str] = (), above: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """The files below `root`, neither hidden nor in folders `left_out`; links are followed, never in a circle."""
-    above |= {os.path.realpath(root)}
-    folder, subfolders, files = next(os.walk(root), (root, [], []))
-    yield from (Path(folder, name) for name in files if not name.startswith("."))
-    for name in subfolders:
-        if name.startswith(".") or name in left_out:
+def _matches(pattern: Path) -> Iterator[Path]:
+    """The files of a glob. `**` stands for folders as `_folders` finds them: glob's own visits a folder once for every
+    chain of links to it."""
+    if "**" not in pattern.parts:
+        yield from map(Path, glob.iglob(str(pattern)))
+        return
+    at = pattern.parts.index("**")
+    above, below = Path(*pattern.parts[:at]), pattern.parts[at + 1 :] or ("*",)
+    for root in glob.iglob(str(above)):
+        for folder, _ in _folders(Path(root)):
+            yield from _matches(Path(glob.escape(str(folder)), *below))
+
+
+def _files(root: Path, left_out: Collection[str] = ()) -> Iterator[Path]:
+    """The files below `root`, neither hidden nor in folders `left_out`."""
+    return (Path(folder, name) for folder, names in _folders(root, left_out) for name in names)
+
+
+def _folders(root: Path, left_out: Collection[str] = ()) -> Iterator[tuple[Path, list[str]]]:
+    """`root` and the folders below it, neither hidden nor `left_out`, with the names of their files.
+
+    Links to folders are followed. Each real folder is visited once, by a path without links if there is one.
+    """
+    seen, pending, linked = set(), [root], deque()
+    while pending or linked:
+        folder = pending.pop() if pending else linked.popleft()
+        status = _status(folder)
+        if status is None or (status.st_dev, status.st_ino) in seen:
             continue
-        if os.path.realpath(inner := Path(folder, name)) not in above:
-            yield from _walk(inner, left_out, above)
+        seen.add((status.st_dev, status.st_ino))
+        names = []
+        with suppress(OSError), os.scandir(folder) as entries:  # a folder that may not be read
+            for entry in sorted(entries, key=lambda entry: entry.name):
+                if entry.name.startswith("."):
+                    continue
+                if not _is_folder(entry):
+                    names.append(entry.name)
+                elif entry.name not in left_out:
+                    (linked if entry.is_symlink() else pending).append(Path(folder, entry.name))
+        yield folder, names
 
 
-def _text_size(file: Path) -> int:
-    """Bytes of a file with text; 0 for one that is empty, binary or unreadable."""
+def _distinct(files: Iterable[Path], root: Path) -> tuple[list[Path], int]:
+    """The regular files among `files`, each once, and the number of those that cannot be reached (dangling links, paths
+    that are too long). Of several names of a file, one without links counts, or else the first."""
+    found: dict[tuple[int, int], Path] = {}
+    n_unreadable, real_root = 0, os.path.realpath(root)
+    for file in files:
+        if (status := _status(file)) is None:
+            n_unreadable += 1
+        elif stat.S_ISREG(status.st_mode):  # not a folder that a glob matched, a socket, a pipe or a device
+            key = status.st_dev, status.st_ino
+            other = found.setdefault(key, file)
+            if other != file:
+                found[key] = min(other, file, key=lambda name: (_has_link(name, root, real_root), name))
+    return list(found.values()), n_unreadable
+
+
+def _has_link(file: Path, root: Path, real_root: str) -> bool:
+    """Whether the path of a file has a link below `root`."""
+    return os.path.realpath(file) != os.path.join(real_root, file.relative_to(root))
+
+
+def _status(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except OSError:
+        return None
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # links in a circle
+        return False
+
+
+def _size_and_time(file: Path) -> tuple[int, int]:
+    """Bytes and modification time (ns) of a file with text; size 0 for one that is empty, binary or unreadable."""
     try:
         with open(file, "rb", buffering=0) as opened:
             binary = not file.name.endswith(JSON_LINES) and b"\0" in opened.read(BINARY_PROBE)
-            return 0 if binary else os.fstat(opened.fileno()).st_size
+            status = os.fstat(opened.fileno())
+            return 0 if binary else status.st_size, status.st_mtime_ns
     except OSError:
-        return 0
+        return 0, 0

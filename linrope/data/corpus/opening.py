@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 
 from linrope.data.corpus.files import find_sources
 from linrope.data.corpus.sequences import TokenSequence
-from linrope.data.corpus.splits import SPLITS, assign_documents, cut_by_position, split_bounds, split_corpus
+from linrope.data.corpus.splits import SPLITS, Pieces, cut_by_position, split_bounds, split_corpus, split_documents
 from linrope.data.corpus.token_files import NumberFile, PreparedCorpus, TokenRun, survey
 from linrope.data.prepare.manifest import DOCUMENTS, LOCK, MANIFEST, PARTS, TEXT_BYTES, TOKENIZER, TOKENS, Manifest
 from linrope.data.tokenizers.base import Tokenizer, open_tokenizer
@@ -33,26 +34,35 @@ class OpenedText:
     """Where the text comes from, as people read it."""
     n_skipped: int
     """Number of skipped files: binary, empty or unreadable."""
+    why_cut: str | None = None
+    """Why several documents were cut by position, as people read it; None if they were not."""
 
 
 def open_text(
-    path: str | Path | None, fractions: Sequence[float], tokenizer: str | None = None, token_dtype: str = "uint16"
+    path: str | Path | None,
+    fractions: Sequence[float],
+    tokenizer: str | None = None,
+    token_dtype: str = "uint16",
+    split: str | None = None,
+    verify: bool = True,
 ) -> OpenedText:
     """The train, val and test corpora under a path.
 
     Args:
         path: text (see `find_sources`), a prepared folder, or a flat file whose name ends in ".bin".
-        fractions: of train, val and test (see `split_corpus`).
+        fractions: of train, val and test.
         tokenizer: "bytes" or the path of a tokenizer.json. None: bytes for text, its own tokenizer for a prepared
             folder, unknown for a flat file.
         token_dtype: dtype of a flat file, uint16 or uint32.
+        split: "document", "position" or None: see `split_documents`. A flat file is always cut by position.
+        verify: read a prepared folder's files once, to compare their checksums.
 
     Raises InputError for no text there, a damaged file, or a tokenizer other than that of the tokens.
     """
     given = None if tokenizer is None else open_tokenizer(tokenizer, "data.tokenizer")
     folder = None if path is None else Path(path).expanduser()
     if folder is not None and (folder / MANIFEST).is_file():
-        return _open_prepared(folder, fractions, given)
+        return _open_prepared(folder, fractions, given, split, verify)
     if folder is not None and (folder / PARTS / LOCK).is_file():
         raise InputError(
             f"data.path={str(folder)!r} is not completely prepared: run the same `linrope prepare` again; it continues "
@@ -66,12 +76,15 @@ def open_text(
             f"{'PATH' if path is None else path} --tokenizer {tokenizer} --output FOLDER, then data.path: FOLDER."
         )
     sources, tokens = find_sources(path), ByteTokenizer()
-    corpora = split_corpus(sources, fractions)
-    return OpenedText(corpora, tokens, tokens.vocab_size, "bytes and a separator", sources.origin, sources.n_skipped)
+    corpora, why = split_corpus(sources, fractions, split)
+    reason = "bytes and a separator"
+    return OpenedText(corpora, tokens, tokens.vocab_size, reason, sources.origin, sources.n_skipped, why)
 
 
-def _open_prepared(folder: Path, fractions: Sequence[float], given: Tokenizer | None) -> OpenedText:
-    manifest, bounds = Manifest.read(folder), split_bounds(fractions)
+def _open_prepared(
+    folder: Path, fractions: Sequence[float], given: Tokenizer | None, split: str | None, verify: bool
+) -> OpenedText:
+    manifest = Manifest.read(folder)
     own = open_tokenizer("bytes" if manifest.tokenizer == "bytes" else str(folder / TOKENIZER), f"{folder}: tokenizer")
     if (own.fingerprint or own.name) != manifest.plan.get("tokenizer"):
         raise InputError(f"{folder / TOKENIZER} is not the one that {folder} was prepared with: prepare it again.")
@@ -81,19 +94,20 @@ def _open_prepared(folder: Path, fractions: Sequence[float], given: Tokenizer | 
             "text again with it."
         )
     documents, tokens, text_bytes = _prepared_files(folder, manifest)
+    if verify:
+        _verify(folder, manifest, documents, tokens, text_bytes)
     starts, sizes, n_bytes, hashes = documents.T
-    if len(documents) == 1:
-        cuts = cut_by_position(int(sizes[0]), bounds)
-        parts = [_part_of_one(text_bytes, int(starts[0]) + first, int(starts[0]) + last) for first, last in cuts]
-    else:
-        assigned = assign_documents(hashes, bounds)
-        parts = [(starts[numbers], sizes[numbers], int(n_bytes[numbers].sum())) for numbers in assigned]
-    corpora = {
-        split: PreparedCorpus(tokens, text_bytes, *part, own.separator, manifest.fingerprint)
-        for split, part in zip(SPLITS, parts, strict=True)
-    }
+    parts, why = split_documents(sizes, hashes, fractions, split)
+    corpora = {}
+    for name, pieces in zip(SPLITS, parts, strict=True):
+        firsts, n_tokens = starts[pieces.numbers] + pieces.first, pieces.last - pieces.first
+        in_all = _bytes_of(pieces, firsts, n_bytes, sizes, text_bytes)
+        corpora[name] = PreparedCorpus(
+            tokens, text_bytes, firsts, n_tokens, in_all, own.separator, manifest.fingerprint
+        )
     reason = f"the tokenizer of {folder}"
-    return OpenedText(corpora, own, own.vocab_size, reason, f"{folder}, of {manifest.origin}", manifest.n_skipped_files)
+    origin = f"{folder}, of {manifest.origin}"
+    return OpenedText(corpora, own, own.vocab_size, reason, origin, manifest.n_skipped_files, why)
 
 
 def _prepared_files(folder: Path, manifest: Manifest) -> tuple[np.ndarray, NumberFile, NumberFile | None]:
@@ -103,7 +117,7 @@ def _prepared_files(folder: Path, manifest: Manifest) -> tuple[np.ndarray, Numbe
         tokens = NumberFile.of_size(folder / TOKENS, manifest.token_dtype, manifest.vocab_size)
         dtype = manifest.text_bytes_dtype
         text_bytes = None if dtype is None else NumberFile.of_size(folder / TEXT_BYTES, dtype)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # NumPy has many for a damaged header
         raise InputError(f"data.path={str(folder)!r} is damaged ({error}): prepare it again.") from error
     expected = manifest.n_tokens + manifest.n_documents + manifest.n_empty  # each document has a separator
     whole = documents.shape == (manifest.n_documents, 4) and documents[:, 1].sum() == manifest.n_tokens
@@ -115,14 +129,38 @@ def _prepared_files(folder: Path, manifest: Manifest) -> tuple[np.ndarray, Numbe
     return documents, tokens, text_bytes
 
 
-def _part_of_one(text_bytes: NumberFile | None, first: int, last: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Tokens `first … last` of a single document: start, size and bytes, as for several; no document if it is empty."""
+def _verify(
+    folder: Path, manifest: Manifest, documents: np.ndarray, tokens: NumberFile, text_bytes: NumberFile | None
+) -> None:
+    """Raise InputError unless the files of a prepared folder are those that its manifest has checksums of."""
+    digest = hashlib.blake2b(manifest.plan["tokenizer"].encode(), digest_size=16)
+    for _, numbers in tokens.chunks():
+        digest.update(numbers.data)
+    digest.update(documents.data)
+    changed = [] if digest.hexdigest() == manifest.fingerprint else [f"{TOKENS} or {DOCUMENTS}"]
+    if text_bytes is not None and manifest.text_bytes_checksum is not None:
+        digest = hashlib.blake2b(digest_size=16)
+        for _, numbers in text_bytes.chunks():
+            digest.update(numbers.data)
+        changed += [] if digest.hexdigest() == manifest.text_bytes_checksum else [TEXT_BYTES]
+    if changed:
+        raise InputError(
+            f"data.path={str(folder)!r} is damaged: {' and '.join(changed)} changed after `linrope prepare` wrote it "
+            "(the checksum differs). Prepare it again."
+        )
+
+
+def _bytes_of(
+    pieces: Pieces, firsts: np.ndarray, n_bytes: np.ndarray, sizes: np.ndarray, text_bytes: NumberFile | None
+) -> int:
+    """Bytes of text of pieces that start at the tokens `firsts`; `n_bytes` and `sizes` are those of whole documents."""
+    n_tokens = pieces.last - pieces.first
     if text_bytes is None:
-        n_bytes = last - first
-    else:
-        n_bytes = sum(int(numbers.sum(dtype=np.int64)) for _, numbers in text_bytes.chunks(first, last))
-    there = slice(None if last > first else 0)
-    return np.array([first])[there], np.array([last - first])[there], n_bytes
+        return int(n_tokens.sum())
+    whole = n_tokens == sizes[pieces.numbers]
+    cut = zip(firsts[~whole].tolist(), n_tokens[~whole].tolist(), strict=True)  # at most two
+    chunks = (numbers for first, n in cut for _, numbers in text_bytes.chunks(first, first + n))
+    return int(n_bytes[pieces.numbers[whole]].sum()) + sum(int(numbers.sum(dtype=np.int64)) for numbers in chunks)
 
 
 def _open_flat(path: Path, fractions: Sequence[float], tokenizer: Tokenizer | None, token_dtype: str) -> OpenedText:

@@ -7,7 +7,9 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +17,9 @@ from torch import Tensor
 
 from linrope.data.tokenizers.bytes import SEPARATOR
 from linrope.errors import DocumentChanged
+
+HASHED_BLOCK, HASHED_BLOCKS = 1 << 16, 1 << 10
+"""Tokens of a block, and the most blocks, that `Corpus.identity` hashes: 64 MiB, a fraction of a second."""
 
 
 @dataclass(frozen=True)
@@ -24,25 +29,33 @@ class Document:
     name: str
     path: Path
     file_size: int
+    modified: int
+    """Size and modification time (ns) of the file when it was found."""
     start: int
     size: int
 
     def read(self, start: int, stop: int) -> bytes:
         """Bytes `start … stop` of the document; see `read_range`."""
-        return read_range(self.path, self.file_size, self.start + start, self.start + stop)
+        return read_range(self.path, self.file_size, self.modified, self.start + start, self.start + stop)
 
 
-def read_range(path: Path, file_size: int, start: int, stop: int) -> bytes:
-    """Bytes `start … stop` of a file. Raises DocumentChanged if its size is not `file_size`, as it was when found."""
-    with open(path, "rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size != file_size:
-            raise DocumentChanged(
-                f"{path} changed from {file_size} to {size} bytes while in use: "
-                "do not change the corpus during a run, then start (or resume) the run again."
-            )
-        file.seek(start)
-        return file.read(stop - start)
+def read_range(path: Path, file_size: int, modified: int, start: int, stop: int) -> bytes:
+    """Bytes `start … stop` of a file. Raises DocumentChanged if it is gone, or its size or modification time (ns) are
+    not those of when it was found."""
+    again = "do not change the corpus during a run, then start (or resume) the run again."
+    try:
+        with open(path, "rb", buffering=0) as file:
+            status = os.fstat(file.fileno())
+            if status.st_size != file_size:
+                raise DocumentChanged(
+                    f"{path} changed from {file_size} to {status.st_size} bytes while in use: {again}"
+                )
+            if status.st_mtime_ns != modified:
+                raise DocumentChanged(f"{path} was modified while in use: {again}")
+            file.seek(start)
+            return file.read(stop - start)
+    except OSError as error:
+        raise DocumentChanged(f"{path} cannot be read any more ({error.strerror}): {again}") from error
 
 
 class TokenSequence(ABC):
@@ -61,7 +74,7 @@ class TokenSequence(ABC):
     def tokens(self, start: int, stop: int) -> Tensor:
         """Tokens `start … stop` as int64 (stop - start,).
 
-        Raises IndexError beyond the corpus, DocumentChanged if the size of a file has changed, DamagedFile for a token
+        Raises IndexError beyond the corpus, DocumentChanged if a file has changed or is gone, DamagedFile for a token
         outside the vocabulary.
         """
         if not 0 <= start <= stop <= len(self):
@@ -78,6 +91,10 @@ class TokenSequence(ABC):
     @abstractmethod
     def fingerprint(self) -> str:
         """A hash of the corpus."""
+
+    def identity(self) -> dict[str, Any]:
+        """What a resumed run compares to know its training text again, as plain values."""
+        return {"train_tokens": len(self), "train_documents": self.fingerprint()}
 
 
 class DocumentSequence(TokenSequence):
@@ -127,3 +144,17 @@ class Corpus(DocumentSequence):
         """A hash of the documents' names, sizes and places; no file is read."""
         lines = "".join(f"{document.name}\0{document.start}\0{document.size}\n" for document in self.documents)
         return hashlib.blake2b(lines.encode("utf-8", errors="surrogateescape"), digest_size=16).hexdigest()
+
+    def identity(self) -> dict[str, Any]:
+        """See `TokenSequence`; also a hash of the contents, since an edit may keep sizes. Of a corpus too large to be
+        read at every start it covers blocks at even distances, and the time of the newest file is added."""
+        blocks, modified = range(0, len(self), HASHED_BLOCK), None
+        if len(blocks) > HASHED_BLOCKS:
+            last = len(self) - HASHED_BLOCK
+            blocks = [last * number // (HASHED_BLOCKS - 1) for number in range(HASHED_BLOCKS)]
+            newest = max(document.modified for document in self.documents)
+            modified = datetime.fromtimestamp(newest / 1e9, timezone.utc).isoformat(" ", "milliseconds")
+        digest = hashlib.blake2b(digest_size=16)
+        for start in blocks:
+            digest.update(self._tokens(start, min(start + HASHED_BLOCK, len(self))).astype("<u2").tobytes())
+        return {**super().identity(), "text_hash": digest.hexdigest(), "text_modified": modified}

@@ -33,24 +33,28 @@ class NumberFile:
     path: Path
     dtype: str
     n: int
+    modified: int
+    """Modification time (ns) of the file when it was found."""
     limit: int | None = None
 
     @classmethod
     def of_size(cls, path: Path, dtype: str, limit: int | None = None) -> NumberFile:
         """The file with `n` from its size. Raises InputError if that is 0 or not a multiple of the dtype's."""
-        size, width = path.stat().st_size, np.dtype(dtype).itemsize
+        status, width = path.stat(), np.dtype(dtype).itemsize
+        size = status.st_size
         if size == 0 or size % width:
             raise InputError(
                 f"{path} is damaged or not a file of {dtype} tokens: its size, {size:,} bytes, is not a multiple of "
                 f"{width} above 0. Write it again, or set data.token_dtype."
             )
-        return cls(path, dtype, size // width, limit)
+        return cls(path, dtype, size // width, status.st_mtime_ns, limit)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Numbers `start … stop`. Raises as `TokenSequence.tokens`."""
         dtype = np.dtype(self.dtype).newbyteorder("<")
         width = dtype.itemsize
-        numbers = np.frombuffer(read_range(self.path, self.n * width, start * width, stop * width), dtype)
+        data = read_range(self.path, self.n * width, self.modified, start * width, stop * width)
+        numbers = np.frombuffer(data, dtype)
         if self.limit is not None and len(numbers) and numbers.max() >= self.limit:
             at = int(np.argmax(numbers >= self.limit))
             raise DamagedFile(

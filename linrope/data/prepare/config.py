@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from linrope.errors import InputError
 
+MOST_WORKERS = 1024
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareConfig:
@@ -33,7 +35,7 @@ class PrepareConfig:
     """Number of processes; null for one per CPU core."""
 
     def __post_init__(self) -> None:
-        if self.workers is not None and self.workers < 1:
-            raise InputError(f"--workers={self.workers} must be 1 or more, or null for one per CPU core.")
+        if self.workers is not None and not 1 <= self.workers <= MOST_WORKERS:
+            raise InputError(f"--workers={self.workers} must be 1 to {MOST_WORKERS}, or null for one per CPU core.")
         if self.path is not None and self.dataset is not None:
             raise InputError(f"--path={self.path!r} and --dataset={self.dataset!r} exclude each other: give one.")

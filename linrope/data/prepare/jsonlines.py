@@ -13,32 +13,41 @@ from linrope.errors import DocumentChanged, InputError, require_package
 
 READ_BYTES = 1 << 20
 """Bytes of one read."""
+COMPRESSED_BYTES = 1 << 12
+"""Bytes of one read of a compressed file. They are at most 128 MiB of text: a block of zstandard is 128 KiB of text and
+at least 4 bytes."""
+LONGEST_LINE = 1 << 28
+"""Bytes of the longest line that is read: a line is in memory as a whole."""
 
 
 def read_lines(path: Path, start: int, stop: int, count: Callable[[int], None]) -> Iterator[tuple[int, bytes]]:
     """The lines of a file between two bytes, each with the offset of its first byte in the (decompressed) text.
 
     A compressed file is read as a whole. `count` is called with the number of bytes read. Raises InputError, naming the
-    line, for a damaged or incomplete archive, or without zstandard; DocumentChanged if the file ends before `stop`.
+    line, for a damaged or incomplete archive, or a line longer than LONGEST_LINE; without zstandard; DocumentChanged if
+    the file ends before `stop`.
     """
-    chunks = _chunks(path, start, stop, count)
     compressed = path.suffix != ".jsonl"
+    chunks = _chunks(path, start, stop, count, COMPRESSED_BYTES if compressed else READ_BYTES)
     if path.suffix == ".gz":
         chunks = _decompressed(chunks, lambda: zlib.decompressobj(wbits=31), zlib.error, path)
     elif path.suffix == ".zst":
         zstandard = require_package("zstandard", str(path))
         chunks = _decompressed(chunks, zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError, path)
-    offset, number, pending = 0 if compressed else start, 1, []
+    offset, number, pending, n_pending = 0 if compressed else start, 1, [], 0
     try:
         for chunk in chunks:
             *lines, rest = chunk.split(b"\n")
             for line in lines:
                 whole = b"".join((*pending, line)) if pending else line
-                pending = []
+                pending, n_pending = [], 0
                 yield offset, whole
                 offset, number = offset + len(whole) + 1, number + 1
             if rest:
                 pending.append(rest)
+                n_pending += len(rest)
+            if n_pending > LONGEST_LINE:
+                raise InputError(f"{path} line {number} is longer than {LONGEST_LINE:,} bytes: split its text.")
     except DamagedArchive as error:
         raise InputError(f"{path} line {number} cannot be read: {error}. Get the file again.") from error
     if pending:
@@ -49,11 +58,11 @@ class DamagedArchive(Exception):
     """A compressed file is incomplete or damaged."""
 
 
-def _chunks(path: Path, start: int, stop: int, count: Callable[[int], None]) -> Iterator[bytes]:
-    with open(path, "rb", buffering=0) as file:
+def _chunks(path: Path, start: int, stop: int, count: Callable[[int], None], n_bytes: int) -> Iterator[bytes]:
+    with open(path, "rb") as file:
         file.seek(start)
         while start < stop:
-            chunk = file.read(min(READ_BYTES, stop - start))
+            chunk = file.read(min(n_bytes, stop - start))
             if not chunk:
                 raise DocumentChanged(f"{path} became shorter while it was read: do not change it, and prepare again.")
             start += len(chunk)
@@ -62,7 +71,8 @@ def _chunks(path: Path, start: int, stop: int, count: Callable[[int], None]) -> 
 
 
 def _decompressed(chunks: Iterator[bytes], start: Callable[[], Any], broken: type, path: Path) -> Iterator[bytes]:
-    """The decompressed chunks. Several archives may follow each other; each must be complete.
+    """The decompressed text in chunks of at most READ_BYTES. Several archives may follow each other; each must be
+    complete.
 
     `start` makes a decompressor with zlib's interface. The packages' readers of whole files do not serve: zstandard's
     takes an incomplete archive for a complete one, and others read beyond the archive's end.
@@ -73,9 +83,10 @@ def _decompressed(chunks: Iterator[bytes], start: Callable[[], Any], broken: typ
             if decompressor.eof:
                 decompressor = start()
             try:
-                yield decompressor.decompress(chunk)
+                text = decompressor.decompress(chunk)
             except broken as error:
                 raise DamagedArchive(f"its compressed data is damaged ({error})") from error
+            yield from (text[first : first + READ_BYTES] for first in range(0, len(text), READ_BYTES))
             begun, chunk = True, decompressor.unused_data if decompressor.eof else b""
     if begun and not decompressor.eof:
         raise DamagedArchive("the compressed file ends in the middle")

@@ -48,9 +48,11 @@ class Manifest:
     n_empty: int
     """Documents without a token, which are skipped."""
     fingerprint: str
-    """A hash of all tokens, of the documents and of the tokenizer."""
+    """A hash of all tokens, of the documents and of the tokenizer; opening the folder compares it."""
     plan: dict[str, str]
     """All that determines the result, by option; `sources` is a hash of the units."""
+    text_bytes_checksum: str | None = None
+    """A hash of `text_bytes.bin`, which opening the folder compares too; None without that file, or in old folders."""
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -68,4 +70,4 @@ class Manifest:
 
 def document_sizes(folder: str | Path) -> np.ndarray:
     """The number of tokens of each document of a prepared folder, int64 (n_documents,)."""
-    return np.load(Path(folder).expanduser() / DOCUMENTS, allow_pickle=False)[:, 1]
+    return np.array(np.load(Path(folder).expanduser() / DOCUMENTS, mmap_mode="r", allow_pickle=False)[:, 1])

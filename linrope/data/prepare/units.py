@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from linrope.data.corpus.files import JSON_LINES, find_sources
-from linrope.data.prepare.jsonlines import BadLine, line_name, read_lines, text_of_line, text_of_row
+from linrope.data.prepare.jsonlines import LONGEST_LINE, BadLine, line_name, read_lines, text_of_line, text_of_row
 from linrope.errors import DocumentChanged, InputError, require_package
 
 UNIT_BYTES = 1 << 23
@@ -93,7 +93,7 @@ def _parts(source: FileRange) -> Iterator[FileRange]:
             while source.size - start > UNIT_BYTES:
                 stop = start + UNIT_BYTES
                 file.seek(stop)
-                stop += len(file.readline()) if whole_lines else cut(file.read(LINE_REACH), 0)
+                stop += len(file.readline(LONGEST_LINE + 1)) if whole_lines else cut(file.read(LINE_REACH), 0)
                 yield replace(source, start=start, stop=stop)
                 start = stop
     if start < source.size:

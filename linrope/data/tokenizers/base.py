@@ -62,6 +62,8 @@ def open_tokenizer(name: str, option: str) -> Tokenizer:
     if name == "bytes":
         return ByteTokenizer()
     path = Path(name).expanduser()
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise InputError(f"{option}={name!r} is a pipe or a device: give the path of a tokenizer.json, or 'bytes'.")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -17,6 +17,8 @@ from linrope.errors import InputError, require_package
 
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """Special tokens that end a document. The first one that a tokenizer has is its separator."""
+LARGEST_VOCABULARY = 1 << 24
+"""Many times the vocabulary of any tokenizer in use. A larger one is a mistake; its tables would fill the memory."""
 
 
 class SubwordTokenizer:
@@ -39,6 +41,9 @@ class SubwordTokenizer:
         n_tokens = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self.separator = next((special[name] for name in END_OF_DOCUMENT if name in special), n_tokens)
         self.vocab_size = max(n_tokens, self.separator + 1)
+        if not 1 <= n_tokens <= LARGEST_VOCABULARY:
+            what = f"numbers its tokens up to {n_tokens - 1:,}" if n_tokens else "has no token"
+            raise InputError(f"{where} {what}: give one with 1 to {LARGEST_VOCABULARY:,} tokens, or 'bytes'.")
 
     @cached_property
     def fingerprint(self) -> str:
@@ -49,10 +54,14 @@ class SubwordTokenizer:
     def encode_document(self, data: bytes) -> tuple[np.ndarray, np.ndarray]:
         """See `Tokenizer`. The bytes of a token are those up to its end that no earlier token covers; the last token
         also has the rest. They sum to `len(data)`, whatever the tokenizer drops or changes, if there is a token. Raises
-        UnicodeDecodeError for text that is not UTF-8, ValueError if it contains the separator as a token.
+        UnicodeDecodeError for text that is not UTF-8, ValueError if it contains the separator as a token, or what the
+        tokenizer has no token for.
         """
         text = data.decode("utf-8")
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        try:
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        except Exception as error:  # the package raises Exception itself
+            raise ValueError(f"the tokenizer has no token for a part of it ({error})") from error
         tokens = np.array(encoding.ids, dtype=np.int64)
         if (tokens == self.separator).any():
             raise ValueError(f"it holds the tokenizer's separator, token {self.separator}")
@@ -63,7 +72,7 @@ class SubwordTokenizer:
         return tokens, np.diff(np.maximum.accumulate(ends), prepend=0)
 
     def encode_prompt(self, text: str) -> Tensor:
-        """See `Tokenizer`. Raises InputError if the text is not Unicode, or contains the separator as a token."""
+        """See `Tokenizer`. Raises InputError if the text is not Unicode, or as `encode_document` raises ValueError."""
         try:
             tokens, _ = self.encode_document(text.encode("utf-8"))
         except ValueError as error:  # UnicodeEncodeError is one

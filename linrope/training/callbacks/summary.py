@@ -16,6 +16,7 @@ from linrope.data.tokenizers.base import Tokenizer
 from linrope.generation.text import require_tokenizer, write_sample
 from linrope.models.language_model import LanguageModel
 from linrope.training.data_modules.text import TextDataModule
+from linrope.utils.printable import printable
 
 
 class RunSummary(Callback):
@@ -33,7 +34,7 @@ class RunSummary(Callback):
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
         for name, value in self._rows(trainer, pl_module):
-            table.add_row(name, escape(value))
+            table.add_row(name, escape(printable(value)))
         self.console.print(table)
 
     def _rows(self, trainer: Trainer, pl_module: LightningModule) -> list[tuple[str, str]]:
@@ -47,6 +48,8 @@ class RunSummary(Callback):
         ]
         if data.tokenizer is None or data.tokenizer.fingerprint:
             rows.append(("tokenizer", "unknown" if data.tokenizer is None else data.tokenizer.name))
+        if data.why_cut is not None:
+            rows.append(("split", f"by position: {data.why_cut}"))
         rows += [(f"  {split}", _corpus_size(data.corpora[split], data.tokenizer)) for split in SPLITS]
         rows += [*_step_rows(data, trainer.max_steps), ("steps", f"{trainer.max_steps:,}")]
         device, n = trainer.strategy.root_device.type, trainer.world_size

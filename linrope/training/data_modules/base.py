@@ -6,13 +6,19 @@ import signal
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from multiprocessing import active_children
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
 from linrope.data.tokenizers.base import Tokenizer
-from linrope.errors import InputError
+from linrope.errors import DocumentChanged, InputError, WorkerKilled
+
+MOST_WORKERS = 1024
+MOST_TOKENS = 1 << 28
+"""Tokens of the largest batch: 2 GiB as int64, and as much again for its targets."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,10 @@ class ResumableDataModule(LightningDataModule):
     """Shares of the text in train, val and test; None for data that is not split."""
     contiguous = False
     """Whether each row continues the same row of the batch before, so that the model's state is carried over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._loaders: list[TimedLoader] = []
 
     @property
     def run_position(self) -> RunPosition:
@@ -107,13 +117,42 @@ class ResumableDataModule(LightningDataModule):
     def loader(self, dataset: Any, batch_size: int | None = None, num_workers: int = 0, **options: Any) -> TimedLoader:
         """A loader for this process and its device, whose workers ignore signals; `options` are those of DataLoader."""
         options |= {"persistent_workers": num_workers > 0, "pin_memory": self.run_position.on_gpu}
-        return TimedLoader(dataset, batch_size, num_workers=num_workers, worker_init_fn=ignore_signals, **options)
+        loader = TimedLoader(dataset, batch_size, num_workers=num_workers, worker_init_fn=ignore_signals, **options)
+        self._loaders.append(loader)
+        return loader
+
+    def raise_if_killed(self, error: RuntimeError) -> None:
+        """Raise WorkerKilled, from the `error` that ended a run, if the process of a worker was killed."""
+        killed = [
+            -worker.exitcode for loader in self._loaders for worker in loader.workers if (worker.exitcode or 0) < 0
+        ]
+        if killed:
+            raise WorkerKilled(
+                f"a data worker was killed ({signal.Signals(killed[0]).name}), perhaps because memory ran out: lower "
+                "data.num_workers, and resume from the last checkpoint (--ckpt_path last)."
+            ) from error
 
 
 def require_least(name: str, value: int, least: int) -> None:
     """Raise InputError if an option of data is below `least`."""
     if value < least:
         raise InputError(f"data.{name}={value} must be {least} or more.")
+
+
+def require_workers(num_workers: int) -> None:
+    """Raise InputError for a number of workers below 0 or above MOST_WORKERS."""
+    require_least("num_workers", num_workers, 0)
+    if num_workers > MOST_WORKERS:
+        raise InputError(f"data.num_workers={num_workers} must be at most {MOST_WORKERS}: a few are enough.")
+
+
+def require_tokens(options: str, n: int) -> None:
+    """Raise InputError if `n` tokens, which these options of data ask for at once, are more than MOST_TOKENS."""
+    if n > MOST_TOKENS:
+        raise InputError(
+            f"{options} = {n:,} tokens are more than can be asked for at once, {MOST_TOKENS:,}: lower it. For larger "
+            "steps raise trainer.accumulate_grad_batches."
+        )
 
 
 def ignore_signals(worker: int) -> None:
@@ -142,18 +181,32 @@ class RankSampler(DistributedSampler[Any], SequentialSampler):
 
 
 class TimedLoader(DataLoader[Any]):
-    """A DataLoader that measures in `waited` the seconds that its caller waited for batches."""
+    """A DataLoader that measures in `waited` the seconds that its caller waited for batches.
+
+    `workers` are the processes that it started. An error of ours in a worker has its own message here, without the
+    worker's traceback.
+    """
 
     waited = 0.0
+    workers: tuple[BaseProcess, ...] = ()
 
     def __iter__(self) -> Iterator[Any]:
+        others = set(active_children())
         batches = super().__iter__()
+        self.workers += tuple(set(active_children()) - others)
         while True:
             began = time.perf_counter()
             try:
                 batch = next(batches)
             except StopIteration:
                 return
+            except (DocumentChanged, InputError) as error:
+                raise type(error)(_own_message(error)) from error
             finally:
                 self.waited += time.perf_counter() - began
             yield batch
+
+
+def _own_message(error: Exception) -> str:
+    """The message of an error. That of a worker comes inside its traceback, which ends with class and message."""
+    return str(error).rpartition(f"{type(error).__module__}.{type(error).__qualname__}: ")[2].rstrip("\n")

@@ -8,14 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from linrope.data.corpus.files import find_sources
-from linrope.data.corpus.splits import SPLITS, split_corpus
+from linrope.data.corpus.splits import SPLIT_WAYS, SPLITS, split_corpus
 from linrope.data.synthetic.copying import Copy, Induction
 from linrope.data.synthetic.mqar import MQAR
 from linrope.data.synthetic.passkey import Passkey
 from linrope.data.synthetic.recall_task import TEST, VAL, Case, RecallBatches, RecallTask, Stage
 from linrope.data.tokenizers.bytes import ByteTokenizer
-from linrope.errors import InputError
-from linrope.training.data_modules.base import RankSampler, ResumableDataModule, TimedLoader, require_least
+from linrope.errors import InputError, require_choice
+from linrope.training.data_modules.base import (
+    RankSampler,
+    ResumableDataModule,
+    TimedLoader,
+    require_least,
+    require_tokens,
+    require_workers,
+)
 
 STAGES: tuple[Stage, ...] = ((64, 4, 100), (128, 8, 20), (256, 16, 20), (256, 32, 20), (256, 64, 20))
 """Training cases (length, n_pairs) of Zoology's experiments (arXiv 2312.04927), with thousands of rows."""
@@ -59,13 +66,16 @@ class RecallDataModule(ResumableDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
-        for name, value, least in (("test_rows", test_rows, 1), ("seed", seed, 0), ("num_workers", num_workers, 0)):
+        for name, value, least in (("test_rows", test_rows, 1), ("seed", seed, 0)):
             require_least(name, value, least)
+        require_workers(num_workers)
+        require_tokens("data.tokens_per_batch", tokens_per_batch)
         self.task, self.stages, self.cases = task, stages, cases
         self.tokens_per_batch, self.test_rows = tokens_per_batch, test_rows
         self.seed, self.num_workers = seed, num_workers
         self._check("data.stages", [stage[:-1] for stage in stages], task)
         self._check("data.cases", cases, task)
+        require_tokens("data.test_rows · length of data.cases", test_rows * max(length for length, *_ in cases))
         if min(rows for *_, rows in stages) <= 0:
             raise InputError(f"data.stages={stages}: the last number of each, its share of rows, must be above 0.")
 
@@ -187,7 +197,7 @@ class PasskeyDataModule(RecallDataModule):
 
     Args:
         path: Text around the keys: a file, a folder or a glob. null is the built-in corpus.
-        fractions: Shares of the text for train, val and test, as in `TextDataModule`.
+        fractions, split: Shares of the text for train, val and test, as in `TextDataModule`.
 
     Raises:
         InputError: also for no text at `path`, or less than a row in one of the splits.
@@ -203,10 +213,14 @@ class PasskeyDataModule(RecallDataModule):
         fractions: Sequence[float] = (0.9, 0.05, 0.05),
         tokens_per_batch: int = 4096,
         test_rows: int = 100,
+        split: str | None = None,
         **options: int,
     ) -> None:
+        if split is not None:
+            require_choice("data.split", split, SPLIT_WAYS)
         sources = find_sources(None if path is None else Path(path))
-        self.tasks = {split: Passkey(corpus) for split, corpus in split_corpus(sources, fractions).items()}
+        corpora, self.why_cut = split_corpus(sources, fractions, split)
+        self.tasks = {name: Passkey(corpus) for name, corpus in corpora.items()}
         self.origin, self.fractions = sources.origin, list(fractions)
         super().__init__(self.tasks["train"], stages, cases, tokens_per_batch, test_rows, **options)
         for split in SPLITS[1:]:
@@ -216,5 +230,5 @@ class PasskeyDataModule(RecallDataModule):
         return self.tasks[split]
 
     def order_of_task(self) -> dict[str, Any]:
-        text = self.task.text
-        return {"fractions": self.fractions, "train_tokens": len(text), "train_documents": text.fingerprint()}
+        split = {"fractions": self.fractions, "split": None if self.why_cut is None else "position"}
+        return {**split, **self.task.text.identity()}

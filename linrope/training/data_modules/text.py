@@ -13,17 +13,23 @@ from torch import Tensor
 from linrope.data.batches.contiguous import ContiguousBatches
 from linrope.data.batches.curriculum import CurriculumStage, PlannedStage, TrainingBatches, TrainingPlan
 from linrope.data.batches.windows import CurriculumWindows, EvaluationWindows, TrainingWindows
-from linrope.data.corpus.opening import open_text
+from linrope.data.corpus.opening import OpenedText, open_text
 from linrope.data.corpus.sequences import TokenSequence
+from linrope.data.corpus.splits import SPLIT_WAYS
 from linrope.data.corpus.token_files import TOKEN_DTYPES
 from linrope.data.tokenizers.base import Tokenizer
 from linrope.errors import InputError, require_choice
-from linrope.training.data_modules.base import RankSampler, ResumableDataModule, TimedLoader, require_least
+from linrope.training.data_modules.base import (
+    RankSampler,
+    ResumableDataModule,
+    TimedLoader,
+    require_least,
+    require_tokens,
+    require_workers,
+)
 from linrope.utils.options import check_keys
 
 Batch = dict[str, Tensor]
-MAX_WORKERS = 1024
-MAX_BATCH = 2**20
 
 
 class TextDataModule(ResumableDataModule):
@@ -41,8 +47,7 @@ class TextDataModule(ResumableDataModule):
             (.bin, nanoGPT's format). null is the built-in corpus, the Python standard library's source.
         context: Tokens (bytes, by default) of one sample.
         batch_size: Samples of one batch, per device.
-        fractions: Shares of train, val and test. A single file is cut by position, in this order; of several files each
-            goes to one split as a whole, by a hash of its name.
+        fractions: Shares of train, val and test: see split.
         seed: Decides the order of the training samples.
         num_workers: Processes that read samples ahead; 0 reads them in the training process.
         document_mask: true: tokens see only their own document. false: a sample is read as one text, across the ends of
@@ -56,6 +61,11 @@ class TextDataModule(ResumableDataModule):
         tokenizer: Tokenizer of a .bin file: "bytes" or the path of a tokenizer.json. null reads text as bytes and a
             prepared folder with its own tokenizer; for a .bin file it leaves bits per byte and text unknown.
         token_dtype: Number format of a .bin file: uint16 or uint32.
+        split: document: each file (or prepared document) goes to one split as a whole, by a hash of its name. position:
+            the text is cut in the order train, val, test. null is document, but position for fewer than 20 documents or
+            where a split would have none. A single file and a .bin file are always cut by position.
+        verify: Compare the checksums of a prepared folder when it is opened, which reads its files once (about a second
+            for each GB). false skips that for very large ones.
 
     Raises:
         InputError: an option out of range, an invalid stage; when set up: no text at `path`, invalid fractions, a split
@@ -76,16 +86,17 @@ class TextDataModule(ResumableDataModule):
         curriculum: list[dict[str, Any]] | None = None,  # or of CurriculumStage; `_stage` checks both, in plain words
         tokenizer: str | None = None,
         token_dtype: str = "uint16",
+        split: str | None = None,
+        verify: bool = True,
     ) -> None:
         super().__init__()
         require_least("context", context, 1)
         require_least("batch_size", batch_size, 1)
-        require_least("num_workers", num_workers, 0)
-        if num_workers > MAX_WORKERS:
-            raise InputError(f"data.num_workers={num_workers} must be at most {MAX_WORKERS:,}: each is a process.")
-        if batch_size > MAX_BATCH:
-            raise InputError(f"data.batch_size={batch_size} must be at most {MAX_BATCH:,}.")
+        require_workers(num_workers)
+        require_tokens("data.context · data.batch_size", context * batch_size)
         require_choice("data.token_dtype", token_dtype, TOKEN_DTYPES)
+        if split is not None:
+            require_choice("data.split", split, SPLIT_WAYS)
         self.path = Path(path) if path is not None else None
         self.context, self.batch_size, self.fractions = context, batch_size, fractions
         if contiguous and curriculum is not None:
@@ -93,19 +104,40 @@ class TextDataModule(ResumableDataModule):
                 "data.contiguous=True needs rows of one length, data.curriculum changes it: drop one of them."
             )
         self.seed, self.num_workers = seed, num_workers
-        self.document_mask, self.contiguous = document_mask, contiguous
+        self.document_mask, self.contiguous, self.split = document_mask, contiguous, split
         self.curriculum = None if curriculum is None else _stages(curriculum, context * batch_size)
-        self._tokenizer_name, self.token_dtype = tokenizer, token_dtype
+        for number, stage in enumerate(self.curriculum or ()):
+            require_tokens(f"data.curriculum[{number}].seq_len · batch_size", stage.seq_len * stage.batch_size)
+        self._tokenizer_name, self.token_dtype, self.verify = tokenizer, token_dtype, verify
         self.corpora: dict[str, TokenSequence] = {}
         self._windows: dict[str, Any] = {}
 
     def open(self) -> dict[str, TokenSequence]:
         """The corpora by split, opened at the first call; `setup` calls it."""
         if not self.corpora:
-            self._opened = open_text(self.path, self.fractions, self._tokenizer_name, self.token_dtype)
-            self.origin, self.n_skipped = self._opened.origin, self._opened.n_skipped
-            self.corpora = self._opened.corpora
+            opened = self._opened = self.read()
+            self.origin, self.n_skipped, self.why_cut = opened.origin, opened.n_skipped, opened.why_cut
+            self.corpora = opened.corpora
         return self.corpora
+
+    def read(self) -> OpenedText:
+        """The text by split, and its tokenizer. Override it for text that is in no file: `text_of_documents` makes what
+        it returns. `open` calls it once."""
+        return open_text(self.path, self.fractions, self._tokenizer_name, self.token_dtype, self.split, self.verify)
+
+    def keep_split_of(self, order: dict[str, Any]) -> None:
+        """Splits this text as the run of a checkpoint did, whose `order` this is; another text is left as it is.
+
+        A run may be older than the rule that cuts few documents by position. Called before `setup`.
+        """
+        self.open()
+        if self.split is not None or self.why_cut is None or order.get("data.split") == "position":
+            return
+        self.split = "document"
+        if self.read().corpora["train"].fingerprint() == order.get("data.train_documents"):
+            self.corpora = {}  # to be opened again, so
+        else:
+            self.split = None
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
@@ -192,17 +224,16 @@ class TextDataModule(ResumableDataModule):
         return self._ready("train")[[(stage.seq_len, i) for i in samples]]
 
     def order(self) -> dict[str, Any]:
-        train = self.corpora["train"]
         return {
             "fractions": list(self.fractions),
+            "split": None if self.why_cut is None else "position",
             "context": self.context,
             "batch_size": self.batch_size,
             "seed": self.seed,
             "document_mask": self.document_mask,
             "contiguous rows × devices": self.batch_size * self.run_position.world_size if self.contiguous else None,
             "curriculum": None if self.curriculum is None else [asdict(stage) for stage in self.curriculum],
-            "train_tokens": len(train),
-            "train_documents": train.fingerprint(),
+            **self.corpora["train"].identity(),
             "tokenizer": None if self.tokenizer is None else self.tokenizer.fingerprint,
         }
 
@@ -264,8 +295,6 @@ def _stage(name: str, stage: CurriculumStage | dict[str, Any], tokens_per_batch:
     for option, value in asdict(stage).items():
         if not (type(value) is int and value >= 1) and (option, value) != ("batch_size", None):
             raise InputError(f"{name}.{option}={value!r} must be a whole number, 1 or more.")
-    if stage.batch_size is not None and stage.batch_size > MAX_BATCH:
-        raise InputError(f"{name}.batch_size={stage.batch_size} must be at most {MAX_BATCH:,}.")
     if stage.batch_size is not None:
         return stage
     if tokens_per_batch % stage.seq_len:

@@ -1,5 +1,7 @@
 import math
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -34,11 +36,55 @@ def test_a_folder_a_glob_and_a_file_yield_their_text_files_in_order(folder):
     assert names(folder / "b.txt") == ["b.txt"]
 
 
-def test_links_to_folders_are_followed_but_not_in_a_circle(folder):
+def test_links_are_followed_and_each_real_file_counts_once(folder):
+    outside = folder.with_name(f"{folder.name}-outside")
+    outside.mkdir()
+    (outside / "o.txt").write_text("o")
     (folder / "sub" / "up").symlink_to(folder)
     (folder / "sub" / "here").symlink_to(folder / "sub")
     (folder / "again").symlink_to(folder / "sub")
-    assert names(folder) == ["a.txt", "again/c.txt", "b.txt", "sub/c.txt"]
+    (folder / "0.txt").symlink_to(folder / "b.txt")
+    (folder / "dangling.txt").symlink_to(folder / "nowhere")
+    (folder / "circle.txt").symlink_to(folder / "circle.txt")
+    for name in ("out", "out2"):
+        (folder / "sub" / name).symlink_to(outside)
+    assert names(folder) == ["a.txt", "b.txt", "sub/c.txt", "sub/out/o.txt"]
+    assert find_sources(folder).n_skipped == 4  # with the links to nothing
+    assert names(folder / "**" / "*.txt") == ["a.txt", "b.txt", "sub/c.txt", "sub/out/o.txt"]
+    assert names(folder / "*.txt") == ["a.txt", "b.txt"]
+    assert names(folder / "*" / "*.txt") == ["sub/c.txt"]
+    assert names(folder / "**") == names(folder / "**" / "**" / "*") == names(folder)
+
+
+def test_folders_that_link_to_each_other_do_not_multiply_their_text(tmp_path):
+    folders = [tmp_path / f"{number}" for number in range(9)]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "a.txt").write_text(folder.name)
+    for folder in folders:
+        for other in folders:
+            (folder / f"to{other.name}").symlink_to(other)
+    expected = [f"{number}/a.txt" for number in range(9)]
+    assert names(tmp_path) == names(tmp_path / "**" / "*.txt") == expected
+    assert names(folders[0]) == ["a.txt", *(f"to{number}/a.txt" for number in range(1, 9))]
+
+
+def test_thousands_of_nested_folders_pipes_and_devices_do_not_stop_the_search(tmp_path):
+    nested, inner = tmp_path / "nested", tmp_path / "nested"
+    nested.mkdir()
+    for _ in range(1010):  # more than Python can recurse
+        inner = inner / "d"
+        inner.mkdir()
+    (tmp_path / "nested" / "d" / "a.txt").write_text("a")
+    (inner / "deep.txt").write_text("deep")
+    os.mkfifo(nested / "pipe")
+    (nested / "zero").symlink_to("/dev/zero")
+    deep = "d/" * 1010 + "deep.txt"
+    assert names(nested) == ["d/a.txt", deep]
+    for path in (nested / "pipe", "/dev/zero"):
+        with pytest.raises(InputError, match=r"data\.path='.*' is a pipe or a device: write its text to a file"):
+            find_sources(path)
+    subprocess.run(["rm", "-r", nested], check=True)  # Python's own is recursive
 
 
 def test_the_built_in_corpus_is_the_standard_library_without_its_tests():
@@ -80,7 +126,7 @@ def test_a_file_larger_than_memory_is_read_in_place(tmp_path):
         file.write(b"x" * 8192)
         file.seek(size - 3)
         file.write(b"end")
-    corpora = split_corpus(find_sources(tmp_path / "huge.txt"), [0.9, 0.05, 0.05])
+    corpora, _ = split_corpus(find_sources(tmp_path / "huge.txt"), [0.9, 0.05, 0.05])
     n_bytes = [corpus.n_bytes for corpus in corpora.values()]
     assert sum(n_bytes) == size
     assert n_bytes == pytest.approx([0.9 * size, 0.05 * size, 0.05 * size], abs=1)
@@ -90,7 +136,8 @@ def test_a_file_larger_than_memory_is_read_in_place(tmp_path):
 
 def test_documents_are_dealt_out_whole_and_a_new_one_moves_no_other(tmp_path):
     def membership() -> dict[str, str]:
-        corpora = split_corpus(find_sources(tmp_path), [0.6, 0.2, 0.2])
+        corpora, why = split_corpus(find_sources(tmp_path), [0.6, 0.2, 0.2])
+        assert why is None
         return {document.name: split for split, corpus in corpora.items() for document in corpus.documents}
 
     for i in range(200):
@@ -102,6 +149,36 @@ def test_documents_are_dealt_out_whole_and_a_new_one_moves_no_other(tmp_path):
     after = membership()
     assert after.pop("0new.txt") in {"train", "val", "test"}
     assert after == before
+
+
+@pytest.mark.parametrize(
+    ("n", "fractions", "reason"),
+    [
+        (2, [0.9, 0.05, 0.05], "2 documents are too few to split by name"),
+        (19, [0.5, 0.25, 0.25], "19 documents are too few to split by name"),
+        (25, [0.998, 0.001, 0.001], "by name, val and test would have no text"),
+        (25, [0.998, 0.0, 0.002], "by name, test would have no text"),
+        (25, [0.5, 0.25, 0.25], None),
+        (25, [1.0, 0.0, 0.0], None),
+    ],
+)
+def test_few_documents_are_cut_by_position_so_that_each_split_has_text(tmp_path, n, fractions, reason):
+    text = bytes(33 + i % 90 for i in range(n * 400))
+    for i in range(n):
+        (tmp_path / f"{i:02}.txt").write_bytes(text[400 * i : 400 * i + 400])
+    sources = find_sources(tmp_path)
+    by_name, why = split_corpus(sources, fractions, "document")
+    assert why is None
+    assert sum(corpus.n_documents for corpus in by_name.values()) == n
+    corpora, why = split_corpus(sources, fractions)
+    assert why == reason
+    if reason is None:
+        assert [c.fingerprint() for c in corpora.values()] == [c.fingerprint() for c in by_name.values()]
+        corpora, why = split_corpus(sources, fractions, "position")
+        assert why == "data.split=position"
+    tokens = [corpus.tokens(0, len(corpus)).tolist() for corpus in corpora.values()]
+    assert b"".join(bytes(token for token in part if token != SEPARATOR) for part in tokens) == text
+    assert [corpus.n_bytes for corpus in corpora.values()] == [round(share * len(text)) for share in fractions]
 
 
 @pytest.mark.parametrize(

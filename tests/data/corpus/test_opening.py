@@ -38,9 +38,9 @@ def write_flat(path: Path, tokens: object, dtype: str = "<u2") -> Path:
     return path
 
 
-@pytest.mark.parametrize("single", [False, True], ids=["folder", "file"])
-def test_prepared_bytes_are_the_text_as_it_would_be_read(texts, single):
-    path = texts / "038.txt" if single else texts
+@pytest.mark.parametrize("which", ["*.txt", "00*.txt", "038.txt"], ids=["folder", "few", "file"])
+def test_prepared_bytes_are_the_text_as_it_would_be_read(texts, which):
+    path = texts if which == "*.txt" else texts / which
     plain, ready = open_text(path, FRACTIONS), open_text(prepared(path), FRACTIONS)
     for split, corpus in plain.corpora.items():
         other = ready.corpora[split]
@@ -50,6 +50,7 @@ def test_prepared_bytes_are_the_text_as_it_would_be_read(texts, single):
         assert other.text_bytes(0, len(other)) is None
         with pytest.raises(IndexError):
             other.tokens(0, len(other) + 1)
+    assert plain.why_cut == ready.why_cut == ("10 documents are too few to split by name" if "00" in which else None)
     assert (ready.vocab_size, ready.tokenizer.name) == (plain.vocab_size, "bytes") == (257, "bytes")
 
 
@@ -66,6 +67,16 @@ def test_the_only_document_of_a_tokenizer_is_cut_by_position(tmp_path):
         assert corpus.text_bytes(0, len(corpus)).tolist() == [*n_bytes[start:stop].tolist(), 0]
     with pytest.raises(InputError, match=r"the val split holds 0 tokens"):
         EvaluationWindows(open_text(folder, [0.9, 0.0, 0.1]).corpora["val"], 10)
+
+
+def test_pieces_of_few_documents_have_the_bytes_of_their_tokens(texts, tmp_path):
+    folder = prepared(texts, tokenizer=str(write_tokenizer(tmp_path)))
+    whole = open_text(folder, [1.0, 0.0, 0.0]).corpora["train"]
+    corpora = open_text(folder, FRACTIONS, split="position").corpora
+    assert [corpus.n_documents for corpus in corpora.values()] == [24, 9, 9]  # two documents are in two splits
+    for corpus in corpora.values():
+        assert corpus.n_bytes == corpus.text_bytes(0, len(corpus)).sum()
+    assert sum(corpus.n_bytes for corpus in corpora.values()) == whole.n_bytes
 
 
 def test_samples_of_a_tokenizer_say_how_many_bytes_their_targets_stand_for(texts, tmp_path):
@@ -107,12 +118,31 @@ def test_a_token_beyond_the_vocabulary_and_a_file_that_changes_while_in_use_are_
     tokens = np.fromfile(file, "<u2")
     tokens[123] = 999
     write_flat(file, tokens)
-    train = open_text(file.parent, [1.0, 0.0, 0.0]).corpora["train"]
+    train = open_text(file.parent, [1.0, 0.0, 0.0], verify=False).corpora["train"]
     with pytest.raises(InputError, match=r"tokens\.bin is .* holds 999 at position 123, where tokens are below 257"):
         train.tokens(0, len(train))
     write_flat(file, tokens[:50])
     with pytest.raises(DocumentChanged, match=r"tokens\.bin changed from \d+ to 100 bytes while in use"):
         train.tokens(0, 10)
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "documents.npy", "text_bytes.bin"])
+def test_a_prepared_file_that_changed_at_equal_size_is_named(texts, tmp_path, name):
+    folder = prepared(texts, tokenizer=str(write_tokenizer(tmp_path)))
+    data = bytearray((folder / name).read_bytes())
+    data[-40] ^= 1  # in documents.npy the bytes of a document
+    (folder / name).write_bytes(data)
+    with pytest.raises(InputError, match=rf"prepared' is damaged: .*{name}.* changed after .* Prepare it again"):
+        open_text(folder, FRACTIONS)
+    assert open_text(folder, FRACTIONS, verify=False).corpora["train"].n_documents > 0
+
+
+def test_a_folder_prepared_before_there_was_a_checksum_of_text_bytes_opens(texts, tmp_path):
+    folder = prepared(texts, tokenizer=str(write_tokenizer(tmp_path)))
+    manifest = json.loads((folder / "linrope-corpus.json").read_text())
+    del manifest["text_bytes_checksum"]
+    (folder / "linrope-corpus.json").write_text(json.dumps(manifest))
+    assert open_text(folder, FRACTIONS).corpora["train"].n_documents > 0
 
 
 # --- flat files -------------------------------------------------------------------------------------------------------

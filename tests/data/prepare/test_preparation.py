@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import zstandard
 from linrope.data.corpus.opening import open_text
 from linrope.data.prepare import units
 from linrope.data.prepare.config import PrepareConfig
+from linrope.data.prepare.jsonlines import read_lines
 from linrope.data.prepare.manifest import Manifest, document_sizes
 from linrope.data.prepare.preparation import prepare
 from linrope.data.prepare.workers import Progress
@@ -46,7 +48,7 @@ def files_of(out: Path) -> dict[str, bytes]:
     return {file.relative_to(out).as_posix(): file.read_bytes() for file in out.rglob("*") if file.is_file()}
 
 
-def times_of(folder: Path, pattern: str = "*.npz") -> dict[Path, int]:
+def times_of(folder: Path, pattern: str = "*.json") -> dict[Path, int]:
     return {file: file.stat().st_mtime_ns for file in folder.glob(pattern)}
 
 
@@ -139,6 +141,44 @@ def test_an_archive_that_is_cut_short_or_damaged_is_an_error_even_where_bad_line
     (source / name).write_bytes(changed)
     with pytest.raises(InputError, match=rf"{name} line \d+ cannot be read: its compressed data is damaged"):
         run(tmp_path, "other", skip_bad_lines=True)
+
+
+def archive_of(block: bytes, n_blocks: int) -> bytes:
+    file = io.BytesIO()
+    with zstandard.ZstdCompressor().stream_writer(file, closefd=False) as archive:
+        for _ in range(n_blocks):
+            archive.write(block)
+    return file.getvalue()
+
+
+def test_an_archive_of_a_gigabyte_of_zeros_is_refused_at_once(source, tmp_path):
+    (source / "zeros.jsonl.zst").write_bytes(archive_of(bytes(1 << 20), 1 << 10))
+    seen = []
+    with pytest.raises(InputError, match=r"zeros\.jsonl\.zst line 1 is longer than 268,435,456 bytes: split its text"):
+        run(tmp_path, progress=lambda done, total: seen.append(done))
+    assert seen[-1] < (source / "zeros.jsonl.zst").stat().st_size / 2
+
+
+def test_an_archive_of_many_lines_is_read_in_small_steps(source, tmp_path):
+    file = source / "lines.jsonl.zst"
+    text = b"".join(b'{"text": "%d"}\n' % (number % 7) for number in range(7 << 12))
+    file.write_bytes(archive_of(text, 1) + archive_of(b"\n" * (1 << 20), 3))
+    n_lines, longest = 0, 0
+    seen = []
+    for _, line in read_lines(file, 0, file.stat().st_size, seen.append):
+        n_lines, longest = n_lines + 1, max(longest, len(line))
+    assert (n_lines, longest) == ((7 << 12) + (3 << 20), 13)
+    assert sum(seen) == file.stat().st_size
+    assert max(seen) <= 4096
+
+
+def test_documents_are_joined_in_steps_too(many, tmp_path, monkeypatch):
+    (many / "long.txt").write_text("a long document\n" * 50)  # in many parts
+    whole, _ = run(tmp_path, "whole")
+    monkeypatch.setattr("linrope.data.prepare.parts.READ_BYTES", 64)
+    steps, _ = run(tmp_path, "steps")
+    assert files_of(steps) == files_of(whole)
+    assert document_sizes(steps).tolist() == [len(file.read_text()) for file in sorted(many.iterdir())]
 
 
 def test_large_files_are_cut_into_units_without_changing_a_byte(source, tmp_path, small_units):
@@ -329,7 +369,7 @@ def test_a_source_that_changes_meanwhile_is_named(many, tmp_path):
 
 
 def test_options_that_are_none_are_named(tmp_path):
-    with pytest.raises(InputError, match=r"--workers=0 must be 1 or more"):
+    with pytest.raises(InputError, match=r"--workers=0 must be 1 to 1024"):
         PrepareConfig(output="out", workers=0)
     with pytest.raises(InputError, match=r"--path='a' and --dataset='b' exclude each other"):
         PrepareConfig(output="out", path="a", dataset="b")

@@ -148,3 +148,23 @@ def test_a_file_that_is_no_tokenizer_and_a_prompt_that_is_no_text_are_named(tmp_
         open_tokenizer(str(file), "--tokenizer")
     with pytest.raises(InputError, match=r"--tokenizer='.*' cannot be read \(No such .*Did you mean 'tokenizer\.js"):
         open_tokenizer(str(tmp_path / "tokeniser.json"), "--tokenizer")
+
+
+def test_a_tokenizer_without_what_it_needs_is_named(tmp_path):
+    words = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}
+    for model, message in [
+        (None, r"is not a tokenizer\.json .*Model missing"),
+        ({**words, "vocab": {}}, r"has no token: give one with 1 to"),
+        ({**words, "vocab": {"a": 4_000_000_000}}, r"numbers its tokens up to 4,000,000,000: give one with 1 to"),
+    ]:
+        file = write_tokenizer(tmp_path, json.dumps({"version": "1.0", **({} if model is None else {"model": model})}))
+        with pytest.raises(InputError, match=rf"--tokenizer='.*json' {message}"):
+            open_tokenizer(str(file), "--tokenizer")
+    tokenizer = SubwordTokenizer(json.dumps({"version": "1.0", "model": words}))
+    assert tokenizer.encode_document(b"a")[0].tolist() == [0]
+    with pytest.raises(ValueError, match=r"the tokenizer has no token for a part of it \(.*Missing \[UNK\]"):
+        tokenizer.encode_document(b"b")
+    with pytest.raises(InputError, match=r"prompt='b' cannot be read by the model's tokenizer: the tokenizer has no"):
+        tokenizer.encode_prompt("b")
+    with pytest.raises(InputError, match=r"--tokenizer='/dev/zero' is a pipe or a device"):
+        open_tokenizer("/dev/zero", "--tokenizer")

@@ -38,8 +38,8 @@ def small(**options) -> LanguageModel:
     model = LanguageModel(LanguageModelConfig(d_model=16, n_layers=2, n_heads=2, forget_gate=True, **options)).eval()
     for block in model.blocks:  # gates that differ from token to token, and weights of either sign
         block.attention.qkv.weight.data.mul_(8)
-        torch.nn.init.normal_(block.attention.forget.weight)
-        torch.nn.init.constant_(block.attention.forget.bias, 2.0)
+        torch.nn.init.normal_(block.attention.forget.linear.weight)
+        torch.nn.init.constant_(block.attention.forget.linear.bias, 2.0)
     return model
 
 

@@ -1,3 +1,4 @@
+import os
 from dataclasses import asdict, replace
 from itertools import pairwise
 
@@ -6,7 +7,7 @@ import torch
 
 from linrope.data.batches.curriculum import CurriculumStage
 from linrope.data.batches.windows import TrainingWindows
-from linrope.errors import InputError
+from linrope.errors import DocumentChanged, InputError
 from linrope.training import TextDataModule
 from tests.training.attached import attached, first_batches
 
@@ -25,6 +26,19 @@ def test_a_training_loop_without_a_trainer_gets_the_batches_of_one_process(text_
     assert all(map(torch.equal, first_batches(data, 12), first_batches(attached(text_file, **options), 12)))
     windows = [row for batch in data.val_dataloader() for row in batch["targets"]]
     assert len(windows) == (len(data.corpora["val"]) - 1) // 32
+
+
+def test_text_that_changes_or_goes_away_is_named(text_file):
+    train = attached(text_file).corpora["train"]
+    times = text_file.stat()
+    os.utime(text_file, ns=(0, 5))
+    with pytest.raises(DocumentChanged, match=r"corpus\.txt was modified while in use: do not change"):
+        train.tokens(0, 10)
+    os.utime(text_file, ns=(0, times.st_mtime_ns))
+    train.tokens(0, 10)
+    text_file.unlink()
+    with pytest.raises(DocumentChanged, match=r"corpus\.txt cannot be read any more \(No such file or directory\)"):
+        train.tokens(0, 10)
 
 
 def test_loaders_that_are_not_set_up_say_so(text_file):
@@ -85,8 +99,15 @@ SPLIT, STAGE = r"the {} split holds .* too few for one sample of {}", r"data\.cu
     [
         ({"context": 0}, r"data\.context=0 must be 1 or more"),
         ({"batch_size": -1}, r"data\.batch_size=-1 must be 1 or more"),
+        ({"batch_size": 10**9}, r"data\.context · data\.batch_size = 32,000,000,000 tokens are more than"),
+        ({"num_workers": 10**9}, r"data\.num_workers=1000000000 must be at most 1024"),
+        (
+            {"curriculum": [CurriculumStage(1, 16, 10**9)]},
+            r"\.seq_len · batch_size = 16,000,000,000 tokens",
+        ),
         ({"num_workers": -1}, r"data\.num_workers=-1 must be 0 or more"),
         ({"fractions": [0.9985, 0.001, 0.0005]}, SPLIT.format("val", r"data\.context=32 \+ 1")),
+        ({"split": "file"}, r"data\.split='file' is unknown: choose one of 'document', 'position'"),
         ({"curriculum": 5}, r"data\.curriculum=5 must be a list of stages"),
         ({"curriculum": {"tokens": 64, "seq_len": 16}}, r"data\.curriculum=\{'tokens.* must be a list of stages"),
         ({"curriculum": []}, r"data\.curriculum=\[\] has no stage: give at least one, or null"),
@@ -121,9 +142,10 @@ def test_a_run_must_be_as_long_as_its_curriculum(text_file, max_steps):
 def test_the_order_names_all_that_decides_it_in_plain_values(text_file, tmp_path):
     options = {"curriculum": UP_AND_DOWN[:2], "seed": 7, "document_mask": True}
     order = attached(text_file, **options).order()
-    fingerprint = order.pop("train_documents")
+    fingerprints = {name: order.pop(name) for name in ("train_documents", "text_hash")}
     assert order == {
         "fractions": [0.9, 0.05, 0.05],
+        "split": None,
         "context": 32,
         "batch_size": 2,
         "seed": 7,
@@ -131,10 +153,11 @@ def test_the_order_names_all_that_decides_it_in_plain_values(text_file, tmp_path
         "contiguous rows × devices": None,
         "curriculum": [asdict(stage) for stage in (replace(UP_AND_DOWN[0], batch_size=4), UP_AND_DOWN[1])],
         "train_tokens": len(attached(text_file).corpora["train"]),
+        "text_modified": None,
         "tokenizer": None,
     }
     again = attached(text_file, **{**options, "curriculum": order["curriculum"]}).order()
-    assert again == {**order, "train_documents": fingerprint}
+    assert again == {**order, **fingerprints}
     assert attached(text_file).order()["curriculum"] is None
     torch.save(order, tmp_path / "order.pt")
     assert torch.load(tmp_path / "order.pt", weights_only=True) == order
