@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
 from linrope.cli.checkpoint import RUNS
+from linrope.cli.config_files import require_sound_configs
 from linrope.cli.generate import SamplingConfig
 from linrope.cli.output import rank, say
 from linrope.cli.own_classes import own_classes
@@ -169,6 +170,7 @@ class ConfigCLI(LightningCLI):
     def __init__(self, command: str, args: Sequence[str], options: type, **by_hand: dict[str, Any]) -> None:
         quiet_lightning()
         self.command, self.options_class, self.by_hand = command, options, by_hand
+        require_sound_configs(args)  # before they are searched for classes
         self.own_classes = own_classes(args, {name: SECTIONS[name] for name in ("model", "optimizer", "data")})
         self.console = Console(highlight=False)
         usage = f"linrope {command} --config FILE [--SECTION.OPTION VALUE ...]"
@@ -378,6 +380,8 @@ def require_values(options: Namespace, config: type, section: str) -> None:
 
 def require_memory(config: LanguageModelConfig) -> None:
     """Raise InputError if a model's weights do not fit into this machine's memory; it counts the largest only."""
+    if not hasattr(os, "sysconf"):  # Windows
+        return
     of_a_layer = 2 * config.mlp_width + 3 * (config.short_conv or 0)
     n_bytes = 4 * config.d_model * (config.vocab_size + config.n_layers * of_a_layer)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

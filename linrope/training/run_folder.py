@@ -119,9 +119,13 @@ def resumed_run_folder(runs: Path, checkpoint: Path, step: int) -> RunFolder | N
         with suppress(InputError):  # a damaged one may be overwritten
             if open_checkpoint(last)["global_step"] > step:
                 return None
-    if not folder.lock():
-        folder.problem = (
-            f"--ckpt_path={str(checkpoint)!r}: its run is being trained by another process: wait for it or stop it, or "
-            "set another run.name."
-        )
+    option = f"--ckpt_path={str(checkpoint)!r}"
+    try:
+        if not folder.lock():
+            folder.problem = (
+                f"{option}: its run is being trained by another process: wait for it or stop it, or set another "
+                "run.name."
+            )
+    except OSError as error:
+        folder.problem = f"{option}: its run cannot be continued there ({error.strerror}): set another run.name."
     return folder

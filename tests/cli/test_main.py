@@ -93,7 +93,7 @@ def test_help_is_short_and_names_every_command(capsys):
         (["fit", "--run.name="], r"run\.name='' names a folder in run\.folder"),
         (
             ["fit", "--data.batch_size=1000000000"],
-            r"data\.context · data\.batch_size = 1,024,000,000,000 tokens are more",
+            r"data\.context · data\.batch_size = 1,024,000,000,000 tokens",
         ),
         (["fit", "--data.num_workers=1000000000"], r"data\.num_workers=1000000000 must be at most 1024"),
         (["fit", "--model.n_layers=1000000000"], r"n_layers=1000000000 must be at most 10,000"),

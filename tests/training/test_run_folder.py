@@ -175,6 +175,16 @@ def test_a_run_that_is_being_trained_is_not_resumed_beside_it(tiny, run_folder, 
     assert load(run_folder)["global_step"] == step
 
 
+def test_a_run_in_a_folder_that_cannot_be_written_asks_for_another_name(tiny, run_folder, error_of):
+    assert main(["fit", *tiny]) == 0
+    (run_folder / ".lock").unlink()
+    (run_folder / ".lock").mkdir()  # root may write to any folder
+    err = error_of("fit", *tiny, "--ckpt_path=last", "--trainer.max_steps=3")
+    assert re.search(
+        r"--ckpt_path='\S+': its run cannot be continued there \(Is a directory\): set another run\.name", err
+    )
+
+
 def test_a_folder_in_use_keeps_its_partial_files(tmp_path):
     (tmp_path / "version_0").mkdir()
     folder = RunFolder(tmp_path / "version_0")
