@@ -1,9 +1,10 @@
 """linrope: linear attention with rotary positions in the numerator only. Importing it needs torch, not Lightning."""
 
 from linrope.errors import InputError
+from linrope.feature_maps import register_feature_map
 from linrope.layers.linear_attention import LinearAttention
 from linrope.layers.softmax_attention import SoftmaxAttention
-from linrope.layers.state import AttentionState
+from linrope.layers.state import AttentionState, ModelState
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
 from linrope.ops.linear_attention import linear_attention
 from linrope.ops.softmax import KeyValueCache
@@ -20,6 +21,7 @@ __all__ = [
     "LanguageModel",
     "LanguageModelConfig",
     "LinearAttention",
+    "ModelState",
     "RotaryConfig",
     "RotaryEmbedding",
     "RotaryScaling",
@@ -28,6 +30,7 @@ __all__ = [
     "linear_attention",
     "merge",
     "permute_pairing",
+    "register_feature_map",
     "segmented_loss",
     "summarize",
 ]

@@ -27,7 +27,11 @@ class DamagedFile(InputError):
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written; the earlier ones are unchanged."""
+    """A checkpoint, or the log of a run, could not be written; earlier checkpoints are unchanged."""
+
+
+class NothingToDo(Exception):
+    """A run that is asked to go on has ended already. The message says so."""
 
 
 class WorkerKilled(RuntimeError):

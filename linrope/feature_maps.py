@@ -1,13 +1,15 @@
-"""Feature maps φ, which replace the exponential of softmax attention. Two tables list them by name.
+"""Feature maps φ, which replace the exponential of softmax attention. Three tables list them by name.
 
 Maps in `FEATURE_MAPS` keep the shape, and write into a kernel's buffers: a backward saves raw queries and keys only.
 Maps in `MAP_MODULES` have weights for each head. A layer creates them and passes them to the operator as callables.
+`register_feature_map` adds maps of your own, which run before a kernel, as callables do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -145,6 +147,15 @@ class MapModule(nn.Module):
     n_features: int  # F
     weight: Tensor  # (H, R, D)
 
+    def initial_weight(self) -> Tensor:
+        """(H, R, D) of a new map, on the device of `weight`."""
+        raise NotImplementedError
+
+    def reset_parameters(self) -> None:
+        """The weights of a new map."""
+        with torch.no_grad():
+            self.weight.copy_(self.initial_weight())
+
     def project(self, x: Tensor) -> Tensor:
         """(B, H, T, D) -> (B, H, T, R), in float32 at least: exponentials and squares follow.
 
@@ -159,9 +170,9 @@ class MapModule(nn.Module):
         return x @ self.weight.to(x.dtype).mT
 
 
-def _orthogonal(n_heads: int, size: int, head_dim: int) -> Tensor:
+def _orthogonal(n_heads: int, size: int, head_dim: int, device: torch.device) -> Tensor:
     """(H, size, head_dim), size ≤ head_dim: each head's rows orthonormal and uniformly random."""
-    return torch.stack([nn.init.orthogonal_(torch.empty(size, head_dim)) for _ in range(n_heads)])
+    return torch.stack([nn.init.orthogonal_(torch.empty(size, head_dim, device=device)) for _ in range(n_heads)])
 
 
 class Favor(MapModule):
@@ -180,8 +191,12 @@ class Favor(MapModule):
     def __init__(self, n_heads: int, head_dim: int):
         super().__init__()
         self.n_features = head_dim
-        lengths = torch.randn(n_heads, head_dim, head_dim).norm(dim=-1, keepdim=True)
-        self.register_buffer("weight", lengths * _orthogonal(n_heads, head_dim, head_dim))
+        self.register_buffer("weight", torch.empty(n_heads, head_dim, head_dim))
+        self.reset_parameters()
+
+    def initial_weight(self) -> Tensor:
+        lengths = torch.randn(self.weight.shape, device=self.weight.device).norm(dim=-1, keepdim=True)
+        return lengths * _orthogonal(*self.weight.shape, self.weight.device)
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.to(torch.promote_types(x.dtype, torch.float32)) * x.shape[-1] ** -0.25
@@ -198,7 +213,11 @@ class Hedgehog(MapModule):
     def __init__(self, n_heads: int, head_dim: int):
         super().__init__()
         self.n_features = 2 * head_dim
-        self.weight = nn.Parameter(torch.eye(head_dim).repeat(n_heads, 1, 1))
+        self.weight = nn.Parameter(torch.empty(n_heads, head_dim, head_dim))
+        self.reset_parameters()
+
+    def initial_weight(self) -> Tensor:
+        return torch.eye(self.weight.shape[-1], device=self.weight.device).expand(self.weight.shape)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.project(x)
@@ -219,7 +238,11 @@ class Taylor(MapModule):
         super().__init__()
         size = min(head_dim, self.SIZE)
         self.n_features = size + size**2 + 1
-        self.weight = nn.Parameter(_orthogonal(n_heads, size, head_dim))
+        self.weight = nn.Parameter(torch.empty(n_heads, size, head_dim))
+        self.reset_parameters()
+
+    def initial_weight(self) -> Tensor:
+        return _orthogonal(*self.weight.shape, self.weight.device)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.project(x) * self.weight.shape[1] ** -0.25
@@ -229,11 +252,85 @@ class Taylor(MapModule):
 
 
 MAP_MODULES: dict[str, type[MapModule]] = {"favor": Favor, "hedgehog": Hedgehog, "taylor": Taylor}
-FEATURE_MAP_NAMES = (*FEATURE_MAPS, *MAP_MODULES)
+_REGISTERED: dict[str, FeatureMap] = {}
+
+
+def register_feature_map(
+    name: str, forward: Callable[[Tensor], Tensor], derivative: Callable[[Tensor], Tensor] | None = None
+) -> None:
+    """Add a feature map of your own, which `feature_map=name` then means everywhere: in the operator, layers, models
+    and configurations. Every backend takes it. A name that was registered before gets the new map.
+
+    A checkpoint holds the name only: register the map again before the model is loaded (`linrope COMMAND --import
+    FILE.py` imports the file that does it).
+
+    Args:
+        name: how it is called; not the name of one of linrope's own maps.
+        forward: (..., D) -> (..., D), floats. Nothing but a positive φ keeps the denominator positive.
+        derivative: φ'(x) of an elementwise map, (..., D) -> (..., D): the backward then keeps x alone, and multiplies.
+            None leaves the derivative to autograd.
+
+    Raises:
+        InputError: no name, or one of linrope's own; no function, a module (it has weights: pass it as
+            `LinearAttention(feature_map=module)`), or one that changes the shape.
+    """
+    if not isinstance(name, str) or not name:
+        raise InputError(f"name={name!r} must be a string that is not empty.")
+    if name in FEATURE_MAPS or name in MAP_MODULES:
+        raise InputError(f"name={name!r} is a feature map of linrope's own: choose another name.")
+    _check_function("forward", forward)
+    if derivative is not None:
+        _check_function("derivative", derivative)
+
+    def with_derivative(x: Tensor) -> Tensor:
+        return _WithDerivative.apply(x, forward, derivative)
+
+    _REGISTERED[name] = FeatureMap(name, forward if derivative is None else with_derivative)
+
+
+def _check_function(argument: str, function: Callable[[Tensor], Tensor]) -> None:
+    """Raise InputError unless it is a function without weights that keeps the shape of a tensor."""
+    if not callable(function) or isinstance(function, nn.Module):
+        what = "a module" if isinstance(function, nn.Module) else "no function"
+        raise InputError(f"{argument}={function!r} is {what}: pass a function of one tensor, without weights.")
+    x = torch.linspace(-1, 1, 24).view(1, 2, 3, 4)
+    y = function(x)
+    if not isinstance(y, Tensor) or not y.is_floating_point() or y.shape != x.shape:
+        got = f"{tuple(y.shape)} {y.dtype}" if isinstance(y, Tensor) else type(y).__name__
+        raise InputError(f"{argument} makes {tuple(x.shape)} to {got}: it must return floats and keep the shape.")
+
+
+class _WithDerivative(torch.autograd.Function):
+    """A function of a tensor whose derivative is another function of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], derivative: Callable[[Tensor], Tensor]):
+        ctx.save_for_backward(x)
+        ctx.derivative = derivative
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        return grad * ctx.derivative(x), None, None
+
+
+def feature_map_names() -> list[str]:
+    """The names of all feature maps, registered ones last."""
+    return [*FEATURE_MAPS, *MAP_MODULES, *_REGISTERED]
+
+
+def require_feature_map(name: object) -> None:
+    """Raise InputError unless there is a feature map of that name."""
+    try:
+        require_choice("feature_map", name, feature_map_names())
+    except InputError as error:
+        more = "A map of your own needs linrope.register_feature_map first, on the command line --import FILE.py."
+        raise InputError(f"{error} {more}") from None
 
 
 def get_feature_map(feature_map: str | Callable[[Tensor], Tensor]) -> FeatureMap:
-    """The map of that name in `FEATURE_MAPS`, or the callable (..., D) -> (..., F) as a FeatureMap.
+    """The map of that name, built in or registered, or the callable (..., D) -> (..., F) as a FeatureMap.
 
     Raises:
         InputError: an unknown name, the name of a map with weights, or neither a name nor a callable.
@@ -245,8 +342,8 @@ def get_feature_map(feature_map: str | Callable[[Tensor], Tensor]) -> FeatureMap
     if feature_map in MAP_MODULES:
         module = f"linrope.feature_maps.{MAP_MODULES[feature_map].__name__}(n_heads, head_dim)"
         raise InputError(f"feature_map={feature_map!r} has weights, which LinearAttention creates: pass {module} here.")
-    require_choice("feature_map", feature_map, FEATURE_MAPS)
-    return FEATURE_MAPS[feature_map]
+    require_feature_map(feature_map)
+    return FEATURE_MAPS.get(feature_map) or _REGISTERED[feature_map]
 
 
 def make_feature_map(
@@ -258,7 +355,7 @@ def make_feature_map(
         InputError: an unknown name, or neither a name nor a callable; a map with weights when head_dim is 0.
     """
     if isinstance(feature_map, str):
-        require_choice("feature_map", feature_map, FEATURE_MAP_NAMES)
+        require_feature_map(feature_map)
         if feature_map in MAP_MODULES:
             if head_dim < 1:
                 raise InputError(

@@ -87,8 +87,16 @@ def as_pairs(x: Tensor, rotary_dim: int, interleaved: bool) -> Tensor:
     """The first `rotary_dim` of the last dimension as complex numbers: (..., D) -> (..., rotary_dim/2)."""
     x = x[..., :rotary_dim]
     if interleaved:
-        return torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+        pairs = x.unflatten(-1, (-1, 2)).contiguous()
+        if not _are_complex(pairs):
+            pairs = pairs.clone(memory_format=torch.contiguous_format)
+        return torch.view_as_complex(pairs)
     return torch.complex(*(half.contiguous() for half in x.chunk(2, dim=-1)))
+
+
+def _are_complex(pairs: Tensor) -> bool:
+    """Whether pairs (..., 2) lie in memory as complex numbers do; a contiguous view may begin at any float."""
+    return pairs.stride(-1) == 1 and not any(n % 2 for n in (pairs.storage_offset(), *pairs.stride()[:-1]))
 
 
 def rotate(x: Tensor, rotation: Tensor | None, interleaved: bool, out: Tensor | None = None) -> Tensor:
@@ -131,10 +139,11 @@ def _rotate_into(x: Tensor, rotation: Tensor, rotary_dim: int, interleaved: bool
     """One complex product if the pairs have the memory layout of complex numbers, else four real products."""
     if rotary_dim < x.shape[-1]:
         out[..., rotary_dim:].copy_(x[..., rotary_dim:])
-    if interleaved and x.shape[-1] % 2 == 0:
-        pairs, rotated = (torch.view_as_complex(y[..., :rotary_dim].unflatten(-1, (-1, 2))) for y in (x, out))
-        torch.mul(pairs, rotation, out=rotated)
-        return out
+    if interleaved:
+        pairs, rotated = (y[..., :rotary_dim].unflatten(-1, (-1, 2)) for y in (x, out))
+        if _are_complex(pairs) and _are_complex(rotated):
+            torch.mul(torch.view_as_complex(pairs), rotation, out=torch.view_as_complex(rotated))
+            return out
     (x1, x2), (y1, y2) = (_halves(y[..., :rotary_dim], interleaved) for y in (x, out))
     torch.mul(x1, rotation.real, out=y1).addcmul_(x2, rotation.imag, value=-1)
     torch.mul(x1, rotation.imag, out=y2).addcmul_(x2, rotation.real)
@@ -311,6 +320,12 @@ class RotaryEmbedding(nn.Module):
         if trainable:
             self.theta = nn.Parameter(self._initial_frequencies().to(torch.float32))
 
+    def reset_parameters(self) -> None:
+        """Trained θ become those of `base` and `scaling` again."""
+        if self.trainable:
+            with torch.no_grad():
+                self.theta.copy_(self._initial_frequencies(self.theta.device))
+
     @classmethod
     def from_config(cls, dim: int, config: RotaryConfig) -> RotaryEmbedding:
         """The embedding that `config` describes, for heads of size `dim`."""
@@ -406,7 +421,7 @@ class RotaryEmbedding(nn.Module):
                 f"positions of shape {tuple(positions.shape)} do not fit x of shape {tuple(x.shape)}: "
                 f"pass (T,) or (B, T) with T={x.shape[-2]}."
             )
-        if not torch.compiler.is_compiling() and positions.numel():
+        if not (torch.compiler.is_compiling() or positions.is_meta) and positions.numel():
             for end in map(int, positions.aminmax()):
                 if not -MAX_POSITION <= end <= MAX_POSITION:
                     raise InputError(f"positions reach {end}, beyond ±2^53 where they are not exact: use smaller ones")

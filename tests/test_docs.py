@@ -49,7 +49,8 @@ def test_python_runs(code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        exec(code, {"__name__": "example"})
+        # without the future imports of this file
+        exec(compile(code, "example", "exec", dont_inherit=True), {"__name__": "example"})
 
 
 class Parsed(BaseException):  # not an Exception: commands catch some of those

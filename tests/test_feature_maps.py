@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from linrope import linear_attention
+from linrope import LanguageModel, LanguageModelConfig, feature_maps, linear_attention, register_feature_map
 from linrope.feature_maps import EXP_CEILING, FEATURE_MAPS, MAP_MODULES, Favor, elu1, get_feature_map, make_feature_map
 from tests.conftest import assert_input_errors
 
@@ -146,3 +146,51 @@ def test_the_operator_takes_the_module_and_not_its_name(name):
     )
     assert make_feature_map(elu1, 2, 4) is elu1
     assert make_feature_map("relu", 2, 4) == "relu"
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """Maps of a user: x², with its derivative from autograd and from a function."""
+    monkeypatch.setattr(feature_maps, "_REGISTERED", {})
+    register_feature_map("square", torch.square)
+    register_feature_map("square_by_hand", torch.square, lambda x: 2 * x)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "chunked"])
+@pytest.mark.parametrize("name", ["square", "square_by_hand"])
+def test_a_registered_map_is_a_name_as_any_other(registered, name, backend):
+    q, k, v = torch.randn(3, 1, 2, 70, 4).requires_grad_()
+    o = linear_attention(q, k, v, feature_map=name, backend=backend)
+    expected = linear_attention(q.square(), k.square(), v, feature_map="identity", backend=backend)
+    torch.testing.assert_close(o, expected)
+    gradients = [torch.autograd.grad(y.square().sum(), (q, k), retain_graph=True) for y in (o, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_has_a_registered_map_and_its_checkpoint_needs_it(registered, tmp_path, monkeypatch):
+    config = LanguageModelConfig(d_model=16, n_layers=1, n_heads=2, feature_map="square")
+    model, tokens = LanguageModel(config).eval(), torch.arange(9)[None]
+    model.save_pretrained(tmp_path)
+    before = model(tokens)
+    assert torch.equal(LanguageModel.from_pretrained(tmp_path)(tokens), before)
+    register_feature_map("square", torch.exp)  # a name registered again has the new map
+    assert not torch.equal(model(tokens), before)
+    monkeypatch.setattr(feature_maps, "_REGISTERED", {})
+    message = r"feature_map='square' is unknown.* needs linrope.register_feature_map first, .* --import FILE.py"
+    assert_input_errors((lambda: LanguageModel.from_pretrained(tmp_path), message))
+
+
+def test_a_map_that_cannot_be_registered_is_named():
+    def register(*arguments):
+        return lambda: register_feature_map(*arguments)
+
+    assert_input_errors(
+        (register("elu1", torch.exp), "name='elu1' is a feature map of linrope's own: choose another name"),
+        (register("", torch.exp), "name='' must be a string that is not empty"),
+        (register("mine", 3), "forward=3 is no function"),
+        (register("mine", torch.nn.ReLU()), r"forward=ReLU\(\) is a module"),
+        (register("mine", torch.exp, 3), "derivative=3 is no function"),
+        (register("mine", torch.sum), r"forward makes \(1, 2, 3, 4\) to \(\) torch.float32: .* keep the shape"),
+        (register("mine", torch.exp, lambda x: 1.0), r"derivative makes \(1, 2, 3, 4\) to float: it must"),
+    )
+    assert "mine" not in feature_maps.feature_map_names()

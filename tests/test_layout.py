@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -12,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ["errors", "utils", "rotary", "feature_maps", "ops", "positions", "layers", "losses", "data", "generation"]
-ROOMS += ["models", "segmented", "distributed", "profiling", "evaluation", "interop", "training", "cli"]
+ROOMS += ["models", "segmented", "distributed", "profiling", "evaluation", "interop", "training", "cli", "__main__"]
 """Top-level modules of linrope: each imports only from those before it."""
 OPTIONAL = {
     "linrope.interop.transformers",  # an extra
@@ -92,3 +94,19 @@ def test_no_kernel_shares_an_error_with_the_definition():
     reference = "linrope.ops.reference"
     assert [module for module in MODULES if reference in dict(imports_of(module))] == ["linrope.ops.backends"]
     assert not [name for name, _ in imports_of(reference) if "kernel" in name or "registration" in name]
+
+
+def test_it_can_be_imported_on_windows():
+    """Where the modules of POSIX are missing."""
+    program = """
+import importlib, pkgutil, sys, types
+import jsonargparse, lightning.pytorch.cli, multiprocessing.forkserver, rich.console, torch
+sys.platform = "win32"
+sys.modules |= dict.fromkeys(("fcntl", "resource", "termios", "pwd", "grp"))
+sys.modules["msvcrt"] = types.ModuleType("msvcrt")
+import linrope
+for module in pkgutil.walk_packages(linrope.__path__, "linrope."):
+    if module.name not in {*sys.argv[1:], "linrope.__main__"}:
+        importlib.import_module(module.name)
+"""
+    subprocess.run([sys.executable, "-c", program, *OPTIONAL], cwd=ROOT, check=True)

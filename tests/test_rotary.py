@@ -9,7 +9,14 @@ from itertools import product
 import pytest
 import torch
 
-from linrope import LinearAttention, RotaryConfig, RotaryEmbedding, linear_attention, permute_pairing
+from linrope import (
+    LinearAttention,
+    RotaryConfig,
+    RotaryEmbedding,
+    SoftmaxAttention,
+    linear_attention,
+    permute_pairing,
+)
 from linrope.rotary import MAX_POSITION, RotaryScaling, unit_rotations
 from tests.conftest import assert_input_errors, covering
 
@@ -55,6 +62,42 @@ def test_compiled_it_is_the_same_with_its_gradients(pairing, rotary_dim, length)
     compiled = torch.compile(rope.rotate, backend="aot_eager", fullgraph=True)
     found, expected = rotated_and_gradients(compiled), rotated_and_gradients(rope.rotate)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)  # float64, four products a pair
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape),  # begins at an odd float
+        lambda x: torch.as_strided(torch.cat((x.flatten(), x.new_zeros(9))), x.shape, (145, 72, 8, 1))[:1],
+        lambda x: x.mT.contiguous().mT,
+        lambda x: torch.stack((x, x), dim=-1)[..., 1],
+    ],
+)
+def test_a_view_is_rotated_as_its_copy(view):
+    x = torch.randn(1, 2, 9, 8)
+    rope, there = RotaryEmbedding(8), view(x).requires_grad_()
+    assert torch.equal(there, x)
+    torch.testing.assert_close(rope.rotate(there), rope.rotate(x))
+    weight = view(torch.randn(1, 2, 9, 8))
+    expected = torch.autograd.grad((rope.rotate(x.requires_grad_()) * weight).sum(), x)
+    torch.testing.assert_close(torch.autograd.grad((rope.rotate(there) * weight).sum(), there), expected)
+
+
+def test_on_the_device_meta_it_computes_shapes():
+    x = torch.empty(2, 3, 7, 8, device="meta")
+    rope = RotaryEmbedding(8)
+    for options in ({}, {"offset": 3}, {"positions": torch.zeros(2, 7, dtype=torch.int64, device="meta")}):
+        assert (rope.rotate(x, **options).shape, rope.rotate(x, **options).device) == (x.shape, x.device)
+
+
+def test_a_single_head_of_an_odd_size_is_rotated():
+    """Queries, keys and values then begin at odd floats, with odd strides."""
+    torch.manual_seed(0)
+    for layer in (LinearAttention, SoftmaxAttention):
+        layer = layer(7, 1, rope=RotaryConfig(rotary_dim=6))
+        x = torch.randn(1, 2, 7)
+        first, state = layer(x[:, :1], return_state=True)
+        torch.testing.assert_close(torch.cat((first, layer(x[:, 1:], state)), dim=1), layer(x))
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)

@@ -1,14 +1,24 @@
-"""The model that `--ckpt_path` and `--device` name."""
+"""The checkpoint that a command line names: its model, its device, and the configuration of its run."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Literal
 
 import torch
 
+from linrope.cli.output import rank, say
+from linrope.cli.parser import values_of
 from linrope.errors import InputError
 from linrope.models.language_model import LanguageModel
+from linrope.models.saving import read_model
+
+RUNS = "runs"
+"""Folder of all runs, unless `run.folder` names another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,13 +26,67 @@ class ModelOptions:
     """The model, and where it runs."""
 
     ckpt_path: str
-    """Checkpoint file, or a folder that save_pretrained or `linrope export` wrote."""
+    """Checkpoint file, or a folder that save_pretrained or `linrope export` wrote; last: the newest last.ckpt in
+    runs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; auto takes a CUDA GPU if there is one."""
 
+    @cached_property
+    def checkpoint(self) -> str:
+        """The path that `ckpt_path` names."""
+        return named_checkpoint(self.ckpt_path)
+
     def load(self) -> LanguageModel:
         """The model in evaluation mode. InputError: no such model, or no such device."""
-        model = LanguageModel.from_pretrained(self.ckpt_path)
+        model = LanguageModel.from_pretrained(self.checkpoint)
         if self.device == "cuda" and not torch.cuda.is_available():
             raise InputError("--device=cuda is not available on this machine: choose auto or cpu.")
         return model.to("cuda" if self.device != "cpu" and torch.cuda.is_available() else "cpu").eval()
+
+
+def named_checkpoint(ckpt_path: str) -> str:
+    """The path that --ckpt_path names; that of "last", the newest last.ckpt of all runs, is printed."""
+    if ckpt_path != "last":
+        return ckpt_path
+    if (newest := _newest(RUNS)) is None:
+        raise InputError(f"--ckpt_path=last: no run in {RUNS!r} has a last.ckpt. Name the checkpoint file.")
+    return newest
+
+
+def _newest(folder: str, run: str = "*") -> str | None:
+    """The last.ckpt that was written last, of the runs of that name in `folder`; it is printed."""
+    found = Path(folder).glob(f"{run}/version_*/checkpoints/last.ckpt")
+    newest = max(found, key=lambda path: path.stat().st_mtime, default=None)
+    if newest is None:
+        return None
+    _say_once(f"--ckpt_path=last is {newest}")
+    return str(newest)
+
+
+def _say_once(text: str) -> None:
+    if rank() == 0:
+        say(text)
+
+
+def with_run_config(args: Sequence[str]) -> list[str]:
+    """The command line of a measurement, with what its checkpoint knows before the user's own options.
+
+    Without --config that is the config.yaml of the checkpoint's run, if there is one; otherwise the model's options.
+    A checkpoint that is missing is left to the command to name.
+    """
+    args, given = list(args), values_of(args, "--ckpt_path")
+    if not given or {"-h", "--help"} & set(args):
+        return args
+    path, has_config = given[-1], bool(values_of(args, "-c", "--config"))
+    if path == "last" and not has_config:  # with a configuration it is the last of that run
+        folder, run = values_of(args, "--run.folder"), values_of(args, "--run.name")
+        path = _newest((folder or [RUNS])[-1], (run or ["*"])[-1]) or path
+        args += ["--ckpt_path", path]
+    if not Path(path).exists():
+        return args
+    of_run = Path(path).absolute().parent.parent / "config.yaml"
+    if not has_config and Path(path).suffix == ".ckpt" and of_run.is_file():
+        _say_once(f"the configuration is {of_run}, and the options given here")
+        return ["--config", str(of_run), *args]
+    model, *_ = read_model(Path(path))
+    return ["--config", json.dumps({"model": model}), *args]

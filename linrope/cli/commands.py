@@ -5,6 +5,7 @@ COMMANDS = {
     "validate": "Measure a checkpoint on the validation split: by position in the row, and in longer rows (--lengths).",
     "test": "Measure a checkpoint on the test split.",
     "plan": "Estimate a run before it starts: memory by length, FLOPs, time.",
+    "compare": "Compare runs: validation and training loss by tokens and by time, in a table and a picture.",
     "recall": "Measure what a model recalls, by length and depth: a pass key in text, or an induction step.",
     "generate": "Generate text with a trained model.",
     "prepare": "Tokenize text once, into a folder to train from.",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from linrope.cli.checkpoint import named_checkpoint
 from linrope.cli.output import say
 from linrope.cli.parser import parse_command
 from linrope.models.language_model import LanguageModel
@@ -16,7 +17,7 @@ class ExportConfig:
     """The model and the folder to write."""
 
     ckpt_path: str
-    """Checkpoint file of `linrope fit`, or a folder that save_pretrained wrote."""
+    """Checkpoint file of `linrope fit`, or a folder that save_pretrained wrote; last: the newest last.ckpt in runs."""
     output: str
     """Folder to write; it is created if it does not exist."""
     overwrite: bool = False
@@ -29,5 +30,6 @@ def run(args: Sequence[str]) -> None:
     from linrope.interop import transformers as hf  # an optional package
 
     hf.require_free(Path(config.output), config.overwrite)
-    hf.export(LanguageModel.from_pretrained(config.ckpt_path), config.output, overwrite=config.overwrite)
+    model = LanguageModel.from_pretrained(named_checkpoint(config.ckpt_path))
+    hf.export(model, config.output, overwrite=config.overwrite)
     say(f"wrote {config.output}")

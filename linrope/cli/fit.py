@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
-from linrope.cli.output import command_line, say, write
+from linrope.cli.output import command_line, rank, say, write
 from linrope.cli.training import TrainingCLI
-from linrope.errors import InputError, Interrupted
+from linrope.errors import InputError, Interrupted, NothingToDo
 from linrope.models.saving import CONFIG_FILE, open_checkpoint
 from linrope.training.callbacks.averaging import AverageWeights, require_same_averaging
 from linrope.training.callbacks.compiled import CompiledTraining, require_compiler
+from linrope.training.callbacks.early_end import TimeLimit, reason_of_early_end
 from linrope.training.callbacks.health import HealthMonitor, SpikeWarning
 from linrope.training.callbacks.memory_preflight import MemoryPreflight
 from linrope.training.callbacks.saving import GracefulStop, LastCheckpoint, SaveConfig
 from linrope.training.callbacks.summary import PrintSample, RunSummary
 from linrope.training.callbacks.throughput import Throughput
 from linrope.training.checkpoint import require_training_state, start_from
+from linrope.training.metrics_file import METRICS_FILE, MetricsFile
 from linrope.training.precision import is_nvidia
-from linrope.utils.files import remove_empty, require_writable
+from linrope.training.run_folder import RunFolder, new_run_folder, resumed_run_folder
+from linrope.utils.files import require_writable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,29 +40,54 @@ class FitOptions:
 
 def run(args: Sequence[str]) -> None:
     """Run `linrope fit` with the command line `args`."""
+    if not args:
+        raise InputError(
+            "a run needs a configuration: `linrope fit --config configs/quickstart.yaml` for a first run; "
+            "`linrope fit --help` lists the options."
+        )
     cli = FitCLI("fit", args, FitOptions)
     try:
+        _train(cli, args)
+    finally:
+        cli.folder.release()
+
+
+def _train(cli: FitCLI, args: Sequence[str]) -> None:
+    try:
         cli.run()
-    except InputError:
-        if cli.trainer.is_global_zero:
-            remove_empty(cli.folder)
-        raise
     except Interrupted as interrupted:
-        if not cli.trainer.is_global_zero:
-            pass  # rank 0 prints it
-        elif interrupted.checkpoint is None:
-            again = f"resume from {cli.ckpt_path} again" if cli.ckpt_path else "there is nothing to resume"
-            say(f"stopped before the first step was finished: {again}.")
-        else:
-            resume = command_line("fit", _without_option(args, "--ckpt_path"), "--ckpt_path", interrupted.checkpoint)
-            say(f"stopped after step {interrupted.step}. To resume:\n  {resume}")
+        if cli.trainer.is_global_zero:
+            _say_interrupted(cli, args, interrupted)
         raise
-    if cli.trainer.is_global_zero:
-        lines = [f"\ncheckpoint  {(path := cli.last_checkpoint.path)}"]
-        if cli.datamodule.tokenizer is not None:  # without a tokenizer no text can be generated
-            prompt = cli.config_init.sample.prompt or "import "
-            lines.append(f"sample      {command_line('generate', ['--ckpt_path', path, '--prompt', prompt])}")
-        cli.console.print(*lines, sep="\n", markup=False, soft_wrap=True)
+    if not cli.trainer.is_global_zero:
+        return
+    if (reason := reason_of_early_end(cli.trainer)) is not None:
+        say(f"ended after step {cli.trainer.global_step} of {cli.trainer.max_steps}: {reason}.{_to_resume(cli, args)}")
+    if cli.last_checkpoint is not None:
+        _print_checkpoint(cli, cli.last_checkpoint.path)
+
+
+def _say_interrupted(cli: FitCLI, args: Sequence[str], interrupted: Interrupted) -> None:
+    if interrupted.checkpoint is not None or cli.last_checkpoint is None:
+        say(f"stopped after step {interrupted.step}.{_to_resume(cli, args)}")
+    else:
+        again = f"resume from {cli.ckpt_path} again" if cli.ckpt_path else "there is nothing to resume"
+        say(f"stopped before the first step was finished: {again}.")
+
+
+def _to_resume(cli: FitCLI, args: Sequence[str]) -> str:
+    if cli.last_checkpoint is None:
+        return " trainer.enable_checkpointing=False left nothing to resume."
+    resume = command_line("fit", _without_option(args, "--ckpt_path"), "--ckpt_path", cli.last_checkpoint.path)
+    return f" To resume:\n  {resume}"
+
+
+def _print_checkpoint(cli: FitCLI, path: Path) -> None:
+    lines = [f"\ncheckpoint  {path}"]
+    if cli.datamodule.tokenizer is not None:  # without a tokenizer no text can be generated
+        prompt = cli.config_init.sample.prompt or "import "
+        lines.append(f"sample      {command_line('generate', ['--ckpt_path', path, '--prompt', prompt])}")
+    cli.console.print(*lines, sep="\n", markup=False, soft_wrap=True)
 
 
 def _without_option(args: Sequence[str], option: str) -> list[str]:
@@ -75,6 +102,11 @@ def _without_option(args: Sequence[str], option: str) -> list[str]:
 class FitCLI(TrainingCLI):
     """The run of `linrope fit`: new or resumed, with logs, checkpoints and callbacks, in `folder`."""
 
+    step = 0
+    """Of the checkpoint to resume from."""
+    folder: RunFolder | None = None
+    """Where the run writes."""
+
     def check_checkpoint(self) -> None:
         if self.checkpoint is None:
             return
@@ -88,9 +120,11 @@ class FitCLI(TrainingCLI):
         require_same_averaging(contents, self.config_init.run.ema_decay, self.checkpoint)
         max_steps, step = self.config.trainer.max_steps, contents["global_step"]
         if 0 < max_steps <= step:
-            raise InputError(
-                f"trainer.max_steps={max_steps} is already done: {self.checkpoint} is at step {step}. Raise it."
+            raise NothingToDo(
+                f"trainer.max_steps={max_steps} is already done: {self.checkpoint} is at step {step}. To train on, "
+                "raise it."
             )
+        self.step = step
 
     def instantiate_trainer(self) -> Trainer:
         if self.config_init.run.compile:
@@ -101,34 +135,58 @@ class FitCLI(TrainingCLI):
             self.start = ", ".join([path, *start_from(self.model.model, path, self.datamodule.fractions)])
             if Path(path).is_file():
                 self.datamodule.keep_split_of(open_checkpoint(path)["linrope"]["order"])
-        return super().instantiate_trainer()
+        try:
+            return super().instantiate_trainer()
+        except BaseException:
+            if self.folder is not None:
+                self.folder.release()
+            raise
 
-    def loggers(self) -> Any:
-        run, loggers = self.config_init.run, self.config_init.trainer.logger
-        if loggers not in (None, True):
-            return loggers
-        require_writable(Path(run.folder), "run.folder")
-        csv = CSVLogger(run.folder, run.name, flush_logs_every_n_steps=1)
-        if find_spec("tensorboard") is None:
-            return [csv]
-        return [csv, TensorBoardLogger(run.folder, run.name, version=csv.version)]
+    def claim_folder(self) -> RunFolder:
+        """The folder of this run: a new one, or that of the run to resume."""
+        run = self.config_init.run
+        runs = Path(run.folder, run.name)
+        require_writable(runs, "run.folder")
+        if rank() != 0:
+            return RunFolder(runs / "version")  # rank 0 tells the others where they write
+        if self.checkpoint is not None:
+            if (folder := resumed_run_folder(runs, Path(self.checkpoint), self.step)) is not None:
+                return folder
+            say(f"{self.checkpoint} is not the last checkpoint of a run in {runs}: this run gets a folder of its own.")
+        return new_run_folder(runs)
 
-    def callbacks(self, loggers: Sequence[Logger] | Any) -> list[Callback]:
-        logged_to = [logger.log_dir for logger in loggers if logger.log_dir] if isinstance(loggers, list) else []
-        folder = self.folder = Path((logged_to or [self.config_init.trainer.default_root_dir or "."])[0])
+    def loggers(self) -> list[Logger]:
+        """metrics.csv; beside it the loggers of `trainer.logger`, by default TensorBoard's where it is installed."""
+        self.folder, given = self.claim_folder(), self.config_init.trainer.logger
+        folder = self.folder.path
+        earlier = None if self.checkpoint is None else Path(self.checkpoint).absolute().parents[1] / METRICS_FILE
+        loggers: list[Logger] = [MetricsFile(folder, earlier, self.step)]
+        if isinstance(given, Iterable):
+            loggers += given
+        elif isinstance(given, Logger):
+            loggers.append(given)
+        elif given is not False and find_spec("tensorboard") is not None:
+            loggers.append(TensorBoardLogger(folder.parent, "", version=folder.name))
+        return loggers
+
+    def callbacks(self) -> list[Callback]:
+        folder = self.folder.path
         run, sample = self.config_init.run, self.config_init.sample
-        # only runs without a version of their own share a folder
-        resumes_there = self.checkpoint is not None and Path(self.checkpoint).resolve().is_relative_to(folder.resolve())
-        self.last_checkpoint = LastCheckpoint(folder / "checkpoints", run.checkpoint_every_n_steps)
+        trainer, checkpoints = self.config_init.trainer, []
+        self.last_checkpoint = None
+        if trainer.enable_checkpointing is not False:
+            best = ModelCheckpoint(folder / "checkpoints", "best", monitor="val_loss", enable_version_counter=False)
+            self.last_checkpoint = LastCheckpoint(folder / "checkpoints", run.checkpoint_every_n_steps)
+            checkpoints = [best, self.last_checkpoint]  # after the best, whose score it keeps
         callbacks = [
+            *([] if trainer.max_time is None else [TimeLimit(trainer.max_time)]),
             *([] if run.ema_decay is None else [AverageWeights(run.ema_decay)]),  # before what saves or samples
-            SaveConfig(folder / "config.yaml", self.parser.dump(self.config), replace=resumes_there),
+            SaveConfig(self.folder, self.parser.dump(self.config)),
             RunSummary(self.console, self.start, self.why_precision),
             MemoryPreflight(),
             Throughput(),
             GracefulStop(self.last_checkpoint),
-            ModelCheckpoint(folder / "checkpoints", "best", monitor="val_loss", enable_version_counter=False),
-            self.last_checkpoint,  # after the best, whose score it keeps
+            *checkpoints,
         ]
         if run.health_every_n_steps:
             callbacks.append(HealthMonitor(run.health_every_n_steps))

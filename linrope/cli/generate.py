@@ -97,6 +97,11 @@ def generate(config: GenerateConfig, model: LanguageModel, write: Write, console
     if config.save_state is not None:
         require_new(Path(config.save_state), "--save_state", config.overwrite)
     state = None if config.load_state is None else load_prompt_state(config.load_state, model)
+    if state is not None and len(state.logits) != 1:
+        raise InputError(
+            f"--load_state={config.load_state!r} holds {len(state.logits)} texts: save one of them, "
+            "state.select_rows([0]), and give that file."
+        )
     prompt = Prompt(config.prompt, config.prompt_file)
     StopStrings(config.stop)  # checks them before the prompt is read
     n_before = 0 if state is None else state.length

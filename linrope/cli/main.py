@@ -10,7 +10,9 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+import linrope
 from linrope.cli.commands import COMMANDS
+from linrope.cli.imports import import_code
 from linrope.cli.output import leave_error_to_first_rank, rank, say
 from linrope.errors import (
     CheckpointError,
@@ -19,6 +21,7 @@ from linrope.errors import (
     InputError,
     Interrupted,
     NonFiniteError,
+    NothingToDo,
     WorkerKilled,
     suggest,
 )
@@ -31,7 +34,8 @@ HELP = "\n".join(
         "Language models with linear attention and rotary position embeddings: train them and generate text.\n",
         "commands:",
         *(f"  {name:<10}{text}" for name, text in COMMANDS.items()),
-        "\n`linrope COMMAND --help` lists a command's options.",
+        "\n`linrope COMMAND --help` lists a command's options; `linrope --version` prints the version.",
+        "`linrope COMMAND --import FILE.py` imports code of your own first: feature maps, models, data.",
         "A first run: linrope fit --config configs/quickstart.yaml",
     ]
 )
@@ -48,8 +52,11 @@ def main(args: Sequence[str] | None = None) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a model may write what the terminal's encoding lacks
     try:
+        args = import_code(args)
         if not args or args[0] in ("-h", "--help"):
             print(HELP)
+        elif args[0] in ("-V", "--version"):
+            print(f"linrope {linrope.__version__}")
         elif args[0] in COMMANDS:
             importlib.import_module(f"linrope.cli.{args[0]}").run(args[1:])
         else:
@@ -63,6 +70,9 @@ def main(args: Sequence[str] | None = None) -> int:
     except (DocumentChanged, CheckpointError, WorkerKilled) as error:
         say(f"error: {error}")
         return 1
+    except NothingToDo as done:
+        if rank() == 0:
+            say(str(done))
     except Interrupted as interrupted:
         return 128 + interrupted.signum
     except BrokenPipeError:

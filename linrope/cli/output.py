@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_only  # Lightning sets its rank; importing it loads no torch
 
+from linrope.cli.imports import IMPORT, imported
 from linrope.utils.printable import printable
 
 HEAD_START = 2.0
@@ -46,5 +47,10 @@ def write(text: str) -> None:
 
 def command_line(command: str, args: Sequence[Any], *more: Any) -> str:
     """A command line to copy. It names this program as it was typed, where its bare name would not be found."""
-    typed = sys.argv[0] if Path(sys.argv[0]).name == "linrope" and shutil.which("linrope") is None else "linrope"
-    return shlex.join([typed, command, *map(str, args), *map(str, more)])
+    program, typed = ["linrope"], Path(sys.argv[0])
+    if shutil.which("linrope") is None and typed.name == "linrope":
+        program = [sys.argv[0]]
+    elif shutil.which("linrope") is None and typed.parts[-2:] == ("linrope", "__main__.py"):
+        program = [sys.executable, "-m", "linrope"]
+    imports = [word for source in imported for word in (IMPORT, source)]
+    return shlex.join([*program, command, *imports, *map(str, args), *map(str, more)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -40,7 +41,8 @@ def parser_settings(command: str) -> dict[str, Any]:
 def add_options(parser: ArgumentParser, config: type, **by_hand: dict[str, Any]) -> None:
     """Add an option for each field of a dataclass; an option for a boolean is a flag, which needs no value.
 
-    `by_hand` has, by field, arguments of `add_argument` for an option that its type does not describe.
+    `by_hand` has, by field, arguments of `add_argument` for an option that its type does not describe; with
+    `positional: True` it is an argument without a name.
     """
     helps = {parameter.arg_name: parameter.description for parameter in parse_from_object(config).params}
     for field in fields(config):
@@ -49,7 +51,9 @@ def add_options(parser: ArgumentParser, config: type, **by_hand: dict[str, Any])
             by_hand = {**by_hand, field.name: flag}
     parser.add_class_arguments(config, skip=set(by_hand))
     for name, arguments in by_hand.items():
-        parser.add_argument(f"--{name}", **arguments)
+        positional = arguments.get("positional", False)
+        others = {key: value for key, value in arguments.items() if key != "positional"}
+        parser.add_argument(name if positional else f"--{name}", **others)
 
 
 def parse(parser: ArgumentParser, args: Sequence[str]) -> Namespace:
@@ -60,14 +64,15 @@ def parse(parser: ArgumentParser, args: Sequence[str]) -> Namespace:
     except ArgumentError as error:
         require_files(args)
         require_known(parser, args)
+        require_config_option(parser, args)
         raise InputError(str(error)) from error
 
 
 def require_files(args: Sequence[str]) -> None:
     """Raise InputError for a --config file that does not exist."""
-    for text in _config_files(args):
+    for text in values_of(args, "-c", "--config"):
         file = Path(text)
-        if not (file.is_file() or _mapping(text)):
+        if not (os.path.isfile(text) or _mapping(text)):
             siblings = [sibling.name for sibling in file.parent.iterdir()] if file.parent.is_dir() else []
             raise InputError(f"--config {file} does not exist.{suggest(file.name, siblings)}")
 
@@ -78,12 +83,24 @@ def require_known(parser: ArgumentParser, args: Sequence[str]) -> None:
     accepted = {*known, *(f"no_{name}" for name in known), "help", "print_config"}
     leaves = [name for name in known if not any(other.startswith(f"{name}.") for other in known)]
     given = [arg.removeprefix("--").partition("=")[0].removesuffix("+") for arg in args if arg.startswith("--")]
-    for text in _config_files(args):
-        given += _dotted(_mapping(Path(text).read_text() if Path(text).is_file() else text))
+    for text in values_of(args, "-c", "--config"):
+        given += _dotted(options_in(text))
     for name in given:
         # what stands within an option's own value, `data.curriculum.tokens`, is for jsonargparse to judge
+        if name.endswith(".class_path") and name.split(".")[0] in known:
+            continue
         if name not in accepted and not any(name.startswith(f"{leaf}.") for leaf in leaves):
             raise InputError(f"unknown option {name!r}.{_nearest(name, known)} `{parser.prog} --help` lists options.")
+
+
+def require_config_option(parser: ArgumentParser, args: Sequence[str]) -> None:
+    """Raise InputError for a YAML file without --config before it, if the parser has that option."""
+    if "config" not in parser.get_defaults():
+        return
+    for before, arg in zip(["", *args], args):
+        of_an_option = arg.startswith("-") or (before.startswith("-") and "=" not in before)
+        if Path(arg).suffix in (".yaml", ".yml") and not of_an_option:
+            raise InputError(f"{arg!r} has no option before it. Did you mean '--config {arg}'?")
 
 
 def _nearest(name: str, known: list[str]) -> str:
@@ -93,20 +110,29 @@ def _nearest(name: str, known: list[str]) -> str:
     return suggest(name, [option for option in known if not name.startswith(f"{option}.")])
 
 
-def _config_files(args: Sequence[str]) -> Iterator[str]:
-    """The values of --config."""
-    for arg, following in zip(args, [*args[1:], ""], strict=True):
-        if arg in ("-c", "--config"):
-            yield following
-        elif arg.startswith("--config="):
-            yield arg.partition("=")[2]
+def values_of(args: Sequence[str], *options: str) -> list[str]:
+    """The values that a command line gives to an option, which may have several names."""
+    values = []
+    for arg, following in zip(args, [*args, ""][1:]):
+        name, equals, value = arg.partition("=")
+        if name in options:
+            values.append(value if equals else following)
+    return values
+
+
+def options_in(config: str) -> dict[str, Any]:
+    """The options that a value of --config sets, the name of a YAML file or YAML itself; none if it is no mapping."""
+    try:  # os.path, because Path.is_file raises for a text that is too long for a name
+        return _mapping(Path(config).read_text() if os.path.isfile(config) else config)
+    except (OSError, UnicodeDecodeError):
+        return {}  # the parser names it
 
 
 def _mapping(text: str) -> dict[str, Any]:
     """The options that a YAML text sets; none where it is not a YAML mapping."""
     try:
         values = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}
 

@@ -36,13 +36,14 @@ class PlanOptions:
             raise InputError(f"--tokens_per_second={self.tokens_per_second} must be above 0.")
         if self.measure and self.tokens_per_second is not None:
             raise InputError("--measure and --tokens_per_second exclude each other: give one of them.")
+        if self.memory is not None:
+            parse_bytes(self.memory)
 
 
 def run(args: Sequence[str]) -> None:
     """Run `linrope plan` with the command line `args`."""
     cli = ConfigCLI("plan", args, PlanOptions)
     config, options = cli.config_init, cli.options
-    memory = None if options.memory is None else parse_bytes(options.memory)
     if config.segment_length is not None:
         require_segments(shapes_only(config.model), config.segment_length)
     setting = planned(config)
@@ -52,7 +53,7 @@ def run(args: Sequence[str]) -> None:
         rate = measure_rate(setting) * setting.devices
         if setting.devices > 1:
             cli.console.print(f"measured on one device, and counted {setting.devices} times")
-    show_plan(cli.console, setting, memory, rate)
+    show_plan(cli.console, setting, options.memory, rate)
 
 
 def planned(config: Namespace) -> Setting:

@@ -73,7 +73,7 @@ def run(args: Sequence[str]) -> None:
         number = bar.add_task("asking", total=len(config.lengths) * len(config.depths))
         cases = config.lengths, config.depths, config.rows, config.seed
         found = list(recall_by_depth(model, task, *cases, tick=lambda: bar.advance(number)))
-    title = f"{config.task}: rows answered, {name_of(config.ckpt_path)}"
+    title = f"{config.task}: rows answered, {name_of(config.checkpoint)}"
     console.print(table_of(found, title))
     if folder is not None:
         print_written(console, write_recall(folder, found, {"command": command_line("recall", args)}, title))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from linrope.cli.checkpoint import with_run_config
 from linrope.cli.training import CheckpointOptions, TrainingCLI
 
 
 def run(args: Sequence[str]) -> None:
     """Run `linrope test` with the command line `args`."""
-    TrainingCLI("test", args, CheckpointOptions).run(verbose=False)
+    TrainingCLI("test", with_run_config(args), CheckpointOptions).run(verbose=False)

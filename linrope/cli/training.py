@@ -14,18 +14,22 @@ from typing import Any, Literal, get_type_hints
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
+from linrope.cli.checkpoint import RUNS
 from linrope.cli.generate import SamplingConfig
 from linrope.cli.output import rank, say
+from linrope.cli.own_classes import own_classes
 from linrope.cli.parser import add_options, parse, parser_settings
 from linrope.errors import InputError
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
 from linrope.models.saving import CONFIG_FILE, open_checkpoint
-from linrope.training.callbacks.progress import ProgressReport
+from linrope.training.callbacks.monitors import RequireMonitored
+from linrope.training.callbacks.progress import ProgressReport, evaluation_metrics
 from linrope.training.checkpoint import WholeCheckpointIO, find_last, require_same_model
 from linrope.training.data_modules.text import TextDataModule
 from linrope.training.optimizer import OptimizerConfig
@@ -36,11 +40,11 @@ from linrope.utils.memory import keep_freed_memory
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Logs and checkpoints of a run; they are in FOLDER/NAME/version_N."""
+    """Logs and checkpoints of a run; they are in FOLDER/NAME/version_N. A resumed run goes on in its folder."""
 
     name: str = "default"
     """Name of the run."""
-    folder: str = "runs"
+    folder: str = RUNS
     """Folder of all runs."""
     start_from: str | None = None
     """Checkpoint file, or folder of save_pretrained or `linrope export`, whose weights a new run starts with, at step
@@ -104,7 +108,14 @@ class TrainerOptions:
     log_every_n_steps: int = 10
     """Steps between two rows of metrics.csv."""
     max_time: str | None = None
-    """Stop after this time, as DD:HH:MM:SS."""
+    """Stop after this time, as DD:HH:MM:SS, with a checkpoint. A resumed run has the same time again."""
+    overfit_batches: int = 0
+    """Train on the first batches only, this many, again and again: a check whether a model learns at all. 0 trains on
+    the whole text."""
+    enable_progress_bar: bool | None = None
+    """false prints no progress."""
+    enable_checkpointing: bool | None = None
+    """false writes no checkpoints."""
 
 
 TRAINER_DEFAULTS = {
@@ -135,6 +146,7 @@ class CheckpointOptions:
 
 class ConfigCLI(LightningCLI):
     """The command line of a run: sections model, optimizer, data, run, sample, trainer, and a command's own options.
+    The first three may name a class of the user's (`class_path`), whose options are then those of the section.
 
     `config` holds the configuration as values, `config_init` an object for each section, both without the command's own
     options, which `options` holds. `by_hand`: see `linrope.cli.parser.add_options`.
@@ -143,6 +155,7 @@ class ConfigCLI(LightningCLI):
     def __init__(self, command: str, args: Sequence[str], options: type, **by_hand: dict[str, Any]) -> None:
         quiet_lightning()
         self.command, self.options_class, self.by_hand = command, options, by_hand
+        self.own_classes = own_classes(args, {name: SECTIONS[name] for name in ("model", "optimizer", "data")})
         self.console = Console(highlight=False)
         usage = f"linrope {command} --config FILE [--SECTION.OPTION VALUE ...]"
         if {"-h", "--help"} & set(args):
@@ -165,7 +178,7 @@ class ConfigCLI(LightningCLI):
         """Print the command's own options, those of the sections, and of the Trainer's the usual ones."""
         self.add_default_arguments_to_parser(parser)
         parser.add_argument("-c", "--config", action=ActionConfigFile, help="YAML file with any of these options.")
-        for name, section in {**SECTIONS, "trainer": TrainerOptions}.items():
+        for name, section in {**SECTIONS, **self.own_classes, "trainer": TrainerOptions}.items():
             parser.add_class_arguments(section, name)
         parser.print_help()
 
@@ -182,8 +195,10 @@ class ConfigCLI(LightningCLI):
         )
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        for name, section in SECTIONS.items():
+        for name, section in {**SECTIONS, **self.own_classes}.items():
             parser.add_class_arguments(section, name)
+            if name in self.own_classes:
+                parser.add_argument(f"--{name}.class_path", type=str)
         trainer = self.trainer_class
         parser.add_class_arguments(
             trainer, "trainer", skip={"precision"}, fail_untyped=False, instantiate=False, sub_configs=True
@@ -204,7 +219,15 @@ class ConfigCLI(LightningCLI):
             raise InputError(f"--seed_everything={seed} must be a number from 0 to {2**32 - 1}.")
 
     def instantiate_classes(self) -> None:
-        self.config_init = self.parser.instantiate(self.config)
+        options = self.config.clone()
+        for section in self.own_classes:
+            del options[section]["class_path"]
+        try:
+            self.config_init = self.parser.instantiate(options)
+        except InputError:
+            raise
+        except ValueError as error:  # a logger whose package is not installed, for example
+            raise InputError(str(error)) from error
 
 
 class TrainingCLI(ConfigCLI):
@@ -273,27 +296,42 @@ class TrainingCLI(ConfigCLI):
                 f"trainer.max_epochs={self.config_init.trainer.max_epochs} has no meaning here: training draws from an "
                 "endless stream of samples. Set trainer.max_steps."
             )
-        loggers = self.loggers()
-        progress = ProgressReport(self.console, self.config_init.trainer.log_every_n_steps or 10)
-        self.trainer_defaults["callbacks"] = [*self.callbacks(loggers), progress]
         try:
-            trainer = super().instantiate_trainer(logger=loggers)
+            loggers = self.loggers()
+            self.trainer_defaults["callbacks"] = [*self.callbacks(), *self._progress()]
+            self.config_init.trainer.callbacks = [RequireMonitored(), *self.given_callbacks()]  # come before these
+            trainer = super().instantiate_trainer(logger=loggers or False)
+        except InputError:
+            raise
         except (ValueError, TypeError, MisconfigurationException) as error:
             raise InputError(f"section trainer: {error}") from error
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # neither the user's nor a special strategy's
             trainer.strategy.checkpoint_io = WholeCheckpointIO()
         return trainer
 
-    def loggers(self) -> Any:
-        """The Trainer's loggers."""
-        return False
+    def given_callbacks(self) -> list[Callback]:
+        """The callbacks of `trainer.callbacks`."""
+        given = self.config_init.trainer.callbacks or []
+        return list(given) if isinstance(given, list) else [given]
 
-    def callbacks(self, loggers: Sequence[Logger] | Any) -> list[Callback]:
+    def _progress(self) -> list[Callback]:
+        """The progress report, unless the user wants none or has another one: Lightning takes one."""
+        trainer = self.config_init.trainer
+        has_own = any(isinstance(callback, ProgressBar) for callback in self.given_callbacks())
+        if trainer.enable_progress_bar is False or has_own:
+            return []
+        return [ProgressReport(self.console, trainer.log_every_n_steps or 10)]
+
+    def loggers(self) -> list[Logger]:
+        """The Trainer's loggers."""
+        return []
+
+    def callbacks(self) -> list[Callback]:
         """The Trainer's callbacks, beside the progress report."""
         return []
 
     def run(self, **options: Any) -> None:
-        """Run the Trainer's method of the command's name."""
+        """Run the Trainer's method of the command's name; print the metrics of a measurement."""
         keep_freed_memory()  # steps and batches allocate the same again and again
         method = getattr(self.trainer, self.command)
         try:
@@ -303,12 +341,17 @@ class TrainingCLI(ConfigCLI):
         except RuntimeError as error:  # PyTorch raises one, wherever this process is
             self.datamodule.raise_if_killed(error)
             raise
+        if self.command != "fit" and self.trainer.is_global_zero:
+            split = "test" if self.command == "test" else "val"
+            line = evaluation_metrics(self.trainer.callback_metrics, split)
+            self.console.print(line, highlight=False, soft_wrap=True)
 
 
 def quiet_lightning() -> None:
     """Turn off Lightning's advice that this program already follows."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("lightning.pytorch.profilers").setLevel(logging.INFO)  # that is how they print their tables
     for message in (
         ".*does not have many workers.*",  # reading a window takes microseconds
         ".*Checkpoint directory .* exists and is not empty.*",
@@ -316,6 +359,7 @@ def quiet_lightning() -> None:
         ".*GPU available but not used.*",
         ".*callbacks used to create the checkpoint need to be provided.*",  # not to validate it
         ".*LeafSpec.*",  # Lightning's use of a class that newer PyTorch renames
+        ".*smaller than the logging interval.*",  # steps are counted over the epochs of trainer.overfit_batches
         ".*sync_dist=True.*",  # what is logged are sums over all ranks already
     ):
         warnings.filterwarnings("ignore", message)

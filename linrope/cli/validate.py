@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from linrope.cli.checkpoint import with_run_config
 from linrope.cli.output import command_line
 from linrope.cli.training import CheckpointOptions, TrainingCLI
 from linrope.data.tokenizers.base import Tokenizer
@@ -51,7 +52,7 @@ LENGTHS = {
 
 def run(args: Sequence[str]) -> None:
     """Run `linrope validate` with the command line `args`."""
-    cli = TrainingCLI("validate", args, ValidateOptions, lengths=LENGTHS)
+    cli = TrainingCLI("validate", with_run_config(args), ValidateOptions, lengths=LENGTHS)
     data, options = cli.datamodule, cli.options
     if options.report is not None or options.lengths:  # checked before the validation, which takes long
         data.open()

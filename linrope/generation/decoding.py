@@ -10,13 +10,16 @@ A step costs the same however long the text is. A `PromptState` is immutable: it
 from __future__ import annotations
 
 import os
+import reprlib
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from linrope.errors import InputError
+from linrope.errors import InputError, suggest
 from linrope.generation.prompt_state import CausalModel, PromptState
 from linrope.generation.sampling import Sampler, Sampling
 from linrope.layers.state import state_before
@@ -72,12 +75,18 @@ def read(
 
 def _pad_left(prompts: Prompts) -> tuple[Tensor, Tensor | None]:
     """(B, T) tokens, and their segment_ids (B, T): 0 for padding, 1 for the prompt; None without padding."""
+    if isinstance(prompts, str) or (isinstance(prompts, Sequence) and any(isinstance(one, str) for one in prompts)):
+        raise InputError("tokens is text: pass its tokens, [model.encode(text)].")
     if isinstance(prompts, Tensor):
         if prompts.ndim != 2 or prompts.shape[1] == 0:
             raise InputError(f"tokens is {tuple(prompts.shape)}: pass a prompt (B, T) of at least one token.")
         return prompts, None
-    if not prompts or any(not isinstance(prompt, Tensor) or prompt.ndim != 1 for prompt in prompts):
-        raise InputError("tokens is not a list of prompts: pass at least one tensor (T_b,).")
+    are_tensors = isinstance(prompts, Sequence) and all(isinstance(one, Tensor) and one.ndim == 1 for one in prompts)
+    if not are_tensors or not prompts:
+        raise InputError(
+            f"tokens is {type(prompts).__name__} {reprlib.repr(prompts)}, not a list of prompts: pass a tensor (B, T), "
+            "torch.tensor([[1, 2, 3]]) for example, or at least one tensor (T_b,) in a list."
+        )
     if empty := [row for row, prompt in enumerate(prompts) if len(prompt) == 0]:
         raise InputError(f"tokens[{empty[0]}] is empty: each prompt needs at least one token.")
     longest = max(map(len, prompts))
@@ -140,7 +149,7 @@ def stream(
         InputError: an empty prompt, or an option out of range; raised by the call, before the first token.
     """
     check_max_new_tokens(max_new_tokens)
-    sampler = Sampler(Sampling(**sampling))
+    sampler = Sampler(sampling_of(sampling))
     state = tokens if isinstance(tokens, PromptState) else read(model, tokens, segment_length=segment_length)
     return (token for token, _ in decode(model, state, max_new_tokens, sampler))
 
@@ -156,6 +165,18 @@ def generate(
     if isinstance(tokens, Tensor):
         return torch.cat([tokens, *(token[:, None] for token in new)], dim=1)
     return [torch.cat([prompt, *(token[row, None] for token in new)]) for row, prompt in enumerate(tokens)]
+
+
+def sampling_of(options: dict[str, Any]) -> Sampling:
+    """The options of generation beside `segment_length`. InputError for an unknown one, with the nearest known one."""
+    known = [field.name for field in fields(Sampling)]
+    for name, value in options.items():
+        if name not in known:
+            raise InputError(
+                f"{name}={value!r} is not an option of generation: choose among segment_length, {', '.join(known)}."
+                + suggest(name, ["segment_length", *known])
+            )
+    return Sampling(**options)
 
 
 def check_max_new_tokens(max_new_tokens: int) -> None:

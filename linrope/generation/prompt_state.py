@@ -1,13 +1,13 @@
 """Prompt states: what a model has read, kept in memory, forked, and saved to a file.
 
-A state file holds tensors and plain values only (it loads with `weights_only`) and identifies its model: the state of
-one model is meaningless to another.
+A state file holds tensors and plain values only (it loads with `weights_only`), and identifies its model: the state of
+one model is meaningless to another. A digest of all that it holds shows whether it was altered.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from linrope.errors import InputError
 from linrope.layers.state import ModelState, from_serialized, map_state, to_serialized
-from linrope.utils.files import load_plain, whole_file
+from linrope.utils.files import load_plain, target_of, whole_file
 
-FORMAT = "linrope state 1"
+FORMAT = "linrope state 2"
 
 
 class CausalModel(Protocol):
@@ -52,8 +52,14 @@ class PromptState:
         """Each row repeated `n` times, next to each other: B · n rows, to be continued in different ways."""
         if n < 1:
             raise InputError(f"n={n} must be at least 1.")
-        state = map_state(lambda _, x: x.repeat_interleave(n, dim=0), self.state)
-        return PromptState(state, self.logits.repeat_interleave(n, dim=0), self.recent.repeat_interleave(n, dim=0))
+        return self.select_rows(torch.arange(len(self.logits)).repeat_interleave(n))
+
+    def select_rows(self, rows: Tensor | Sequence[int]) -> PromptState:
+        """Row i of the result is row `rows[i]`: see `linrope.layers.state.ModelState.select_rows`."""
+        state = self.state.select_rows(rows)
+        rows = torch.as_tensor(rows)
+        rows = rows if rows.dtype == torch.bool else rows.long()
+        return PromptState(state, *(x[rows.to(x.device)] for x in (self.logits, self.recent)))
 
     @property
     def length(self) -> int:
@@ -70,8 +76,34 @@ def fingerprint(model: CausalModel) -> dict[str, Any]:
     return {"config": model.config.to_dict(), "weights": digest.hexdigest()}
 
 
+def _digest(content: Any) -> str:
+    """SHA-256 of nested dictionaries, lists, plain values and tensors on the CPU."""
+    digest = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        digest.update(f"{type(value).__name__} ".encode())
+        if type(value) is Tensor and value.layout == torch.strided:
+            digest.update(f"{value.dtype} {tuple(value.shape)}\n".encode())
+            digest.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+        elif isinstance(value, (dict, list, tuple)):
+            parts = list(value.items()) if isinstance(value, dict) else value
+            digest.update(f"{len(parts)}\n".encode())
+            for part in parts:
+                add(part)
+        else:
+            digest.update(f"{value!r}\n".encode())
+
+    add(content)
+    return digest.hexdigest()
+
+
 def save_prompt_state(path: str | Path, model: CausalModel, state: PromptState) -> None:
-    """Write a state to a file. An existing file is replaced as a whole."""
+    """Write a state to a file. An existing file is replaced as a whole, that of a link where the link leads to.
+
+    Raises:
+        InputError: the path is that of a folder, a device or a pipe.
+    """
+    target = target_of(Path(path), "path")
     on_cpu = map_state(lambda _, x: x.cpu(), state.state)
     content = {
         "format": FORMAT,
@@ -80,7 +112,8 @@ def save_prompt_state(path: str | Path, model: CausalModel, state: PromptState) 
         "logits": state.logits.cpu(),
         "recent": state.recent.cpu(),
     }
-    with whole_file(Path(path)) as file:
+    content["digest"] = _digest(content)
+    with whole_file(target) as file:
         torch.save(content, file)
 
 
@@ -88,12 +121,16 @@ def load_prompt_state(path: str | Path, model: CausalModel) -> PromptState:
     """The state that `save_prompt_state` wrote with this model, on the model's device.
 
     Raises:
-        InputError: the file is missing, damaged or not a state file, or its state belongs to another model; the message
-            says what differs.
+        InputError: the file is missing, damaged, altered or not a state file, or its state belongs to another model;
+            the message says what differs.
     """
     content = load_plain(Path(path), "state file")
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InputError(f"state file {str(path)!r} is not in the format {FORMAT!r}: write it with --save_state.")
+    if content.pop("digest", None) != _digest(content):
+        raise InputError(
+            f"state file {str(path)!r} was altered after it was written: give it as it was, or read the prompt again."
+        )
     if content["model"] != fingerprint(model):
         old, new = content["model"]["config"], model.config.to_dict()
         differing = [

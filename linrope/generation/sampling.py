@@ -58,8 +58,10 @@ class Sampler:
         self._generators: list[torch.Generator] = []
 
     def draw(self, state: PromptState) -> Tensor:
-        """The next token of each row, (B,) int64. NonFiniteError if the logits are not finite."""
+        """The next token of each row, (B,) int64. NonFiniteError if the logits are not finite; InputError on "meta"."""
         sampling, logits = self.sampling, state.logits.float()
+        if logits.is_meta:
+            raise InputError("the model is on the device meta, where logits have no values: load its weights first.")
         if not torch.isfinite(logits).all():
             raise NonFiniteError(
                 "the model's logits are not finite: its weights are damaged, or its training diverged. Give another "

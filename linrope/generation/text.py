@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from linrope.data.tokenizers.base import Tokenizer, tokenizer_from_serialized
 from linrope.errors import InputError
-from linrope.generation.decoding import SEGMENT_LENGTH, decode, read
+from linrope.generation.decoding import SEGMENT_LENGTH, decode, read, stream
 from linrope.generation.prompt_state import CausalModel, PromptState
 from linrope.generation.sampling import Sampler, Sampling
 from linrope.utils.printable import printable
@@ -151,6 +152,51 @@ def write_sample(write: Write, model: CausalModel, prompt: str, *, max_new_token
     writer.read(prompt)
     writer.continue_text(max_new_tokens, Sampler(Sampling(**sampling)))
     write("\n")
+
+
+@torch.no_grad()
+def generate_texts(
+    model: CausalModel,
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    *,
+    segment_length: int = SEGMENT_LENGTH,
+    **sampling: Any,
+) -> list[str]:
+    """Each prompt, the beginning of a document, and its continuation up to the end of the document.
+
+    The options are those of `linrope.generation.decoding.stream`. Raises InputError if the model has no tokenizer.
+    """
+    rows = [encode_text(model, prompt) for prompt in prompts]
+    separator = require_tokenizer(model, "encode").separator
+    new: list[list[int]] = [[] for _ in rows]
+    open_rows = set(range(len(rows)))
+    for token in stream(model, rows, max_new_tokens, segment_length=segment_length, **sampling):
+        for row, number in enumerate(token.tolist()):
+            if number == separator:
+                open_rows.discard(row)
+            elif row in open_rows:
+                new[row].append(number)
+        if not open_rows:
+            break
+    return [decode_text(model, [*row.tolist(), *continued]) for row, continued in zip(rows, new, strict=True)]
+
+
+def encode_text(model: CausalModel, text: str) -> Tensor:
+    """See `LanguageModel.encode`."""
+    if not isinstance(text, str):
+        raise InputError(f"text is a {type(text).__name__}: pass a str.")
+    tokens = require_tokenizer(model, "encode").encode_prompt(text)
+    return tokens.to(next(model.parameters()).device)
+
+
+def decode_text(model: CausalModel, tokens: Tensor | Sequence[int]) -> str:
+    """See `LanguageModel.decode`."""
+    decoder = require_tokenizer(model, "decode").decoder()
+    tokens = torch.as_tensor(tokens, dtype=None if len(tokens) else torch.int64)
+    if tokens.ndim != 1 or tokens.dtype not in (torch.int32, torch.int64) or (tokens < 0).any():
+        raise InputError(f"tokens is {tuple(tokens.shape)} {tokens.dtype}: pass one row, (T,) integers of at least 0.")
+    return decoder.feed(tokens) + decoder.finish()
 
 
 def require_tokenizer(model: CausalModel, option: str) -> Tokenizer:

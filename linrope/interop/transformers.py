@@ -7,13 +7,13 @@ Importing this module registers linrope with the Auto classes:
 
     model = AutoModelForCausalLM.from_pretrained("exported")  # a folder of `linrope export`
 
-The folder also names its classes, so programs that do not import linrope load it with `trust_remote_code=True`, if
-linrope is installed. This module needs `pip install "linrope[hf]"`.
+The folder also names its classes, and so does each folder that `save_pretrained` of such a model writes: programs that
+do not import linrope load them with `trust_remote_code=True`, if linrope is installed. This module needs
+`pip install "linrope[hf]"`.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from pathlib import Path
@@ -26,9 +26,12 @@ from linrope.data.tokenizers.base import Tokenizer as TextTokenizer
 from linrope.data.tokenizers.base import tokenizer_from_serialized
 from linrope.data.tokenizers.bytes import ByteTokenizer
 from linrope.errors import InputError
-from linrope.layers.state import ModelState, map_state
-from linrope.models.language_model import LanguageModel, LanguageModelConfig
-from linrope.models.saving import CONFIG_FILE, EXPORTED_TOKENIZER_FILE, WEIGHTS_FILE
+from linrope.interop.packed_rows import segment_ids_of
+from linrope.layers.linear import Linear
+from linrope.layers.state import AttentionState, ModelState, map_state
+from linrope.models.language_model import EMBEDDING_STD, Block, LanguageModel, LanguageModelConfig
+from linrope.models.saving import CONFIG_FILE, EXPORTED_TOKENIZER_FILE, WEIGHTS_FILE, move_files, tokenizer_in
+from linrope.utils.checksums import verify_checksums, write_checksums
 from linrope.utils.files import require_writable
 
 try:
@@ -52,6 +55,13 @@ DOCUMENT = "<|document|>"
 TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 CODE_MODULE = "modeling_linrope"
 CODE = "from linrope.interop.transformers import LinropeConfig, LinropeForCausalLM\n"
+AUTO_MAP = {
+    "AutoConfig": f"{CODE_MODULE}.LinropeConfig",
+    "AutoModelForCausalLM": f"{CODE_MODULE}.LinropeForCausalLM",
+}
+"""Where transformers finds the classes of a folder, with `trust_remote_code=True`."""
+ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
+"""Options of `generate` that take drafted tokens back."""
 
 
 class LinropeConfig(PreTrainedConfig):
@@ -65,8 +75,26 @@ class LinropeConfig(PreTrainedConfig):
         super().__init__(**options)
         self.tie_word_embeddings = config.tie_embeddings
 
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **options: Any) -> None:
+        """Write `config.json`, and the module that it names for `trust_remote_code`."""
+        self.auto_map = dict(AUTO_MAP)
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        Path(save_directory, f"{CODE_MODULE}.py").write_text(CODE)
+        super().save_pretrained(save_directory, push_to_hub, **options)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str | type = "AutoConfig") -> None:
+        """Does nothing: every folder names the classes, and needs no copy of this file."""
+
+    @property
+    def vocab_size(self) -> int:
+        return self.linrope["vocab_size"]
+
+    @vocab_size.setter
+    def vocab_size(self, size: int) -> None:
+        self.linrope["vocab_size"] = size
+
     # what transformers calls these fields
-    vocab_size = property(lambda self: self.linrope["vocab_size"])
     hidden_size = property(lambda self: self.linrope["d_model"])
     num_hidden_layers = property(lambda self: self.linrope["n_layers"])
     num_attention_heads = property(lambda self: self.linrope["n_heads"])
@@ -100,17 +128,19 @@ class StateCache:
 
 class LinropeForCausalLM(PreTrainedModel, GenerationMixin):
     """A `LanguageModel` with the interface of transformers. Its cache is the model's state, whose size is fixed;
-    `attention_mask` marks padding and decides positions."""
+    `attention_mask` and `position_ids` tell where padding and packed documents are."""
 
     config_class = LinropeConfig
     base_model_prefix = "model"
     main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
     _tied_weights_keys = {"model.output.weight": "model.embedding.weight"}  # noqa: RUF012
     _no_split_modules = ["Block"]  # noqa: RUF012
 
     def __init__(self, config: LinropeConfig) -> None:
         super().__init__(config)
-        self.model = LanguageModel(LanguageModelConfig.from_dict(config.linrope))
+        self.model = LanguageModelConfig.from_dict(config.linrope).build()
+        self.gradient_checkpointing = False  # transformers sets it, and _gradient_checkpointing_func
         self.post_init()
 
     @classmethod
@@ -125,95 +155,215 @@ class LinropeForCausalLM(PreTrainedModel, GenerationMixin):
             wrapped.generation_config = GenerationConfig(**separator)
         return wrapped.train(model.training)
 
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike, *args: Any, verify: bool = True, **options: Any
+    ) -> LinropeForCausalLM:
+        """As in transformers. `verify` compares the files of a local folder with its `SHA256SUMS`, if it has some.
+
+        Raises:
+            InputError: files that are not those of their checksums, or the tokenizer's file is missing.
+        """
+        folder = Path(pretrained_model_name_or_path or "", options.get("subfolder") or "")
+        is_local = pretrained_model_name_or_path is not None and folder.is_dir()
+        if is_local and verify:
+            verify_checksums(folder)
+        found = super().from_pretrained(pretrained_model_name_or_path, *args, **options)
+        model = found[0] if isinstance(found, tuple) else found  # output_loading_info gives two
+        kind = getattr(model.config, "linrope_tokenizer", None)
+        if is_local or kind != "tokenizers":  # its file is not among those that transformers downloads
+            model.model.tokenizer = tokenizer_in(folder / EXPORTED_TOKENIZER_FILE, kind)
+        return found
+
+    def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, **options: Any) -> None:
+        """As in transformers, with all that `from_pretrained` of linrope and of transformers needs, and checksums."""
+        folder = Path(save_directory)
+        if folder.is_file():
+            raise InputError(f"save_directory={str(folder)!r} is a file: choose a folder.")
+        if is_main_process:
+            folder.mkdir(parents=True, exist_ok=True)
+            tokenizer = self.model.tokenizer
+            self.config.linrope_tokenizer = None if tokenizer is None else tokenizer["kind"]
+            (folder / EXPORTED_TOKENIZER_FILE).unlink(missing_ok=True)
+            if tokenizer is not None and "json" in tokenizer:
+                (folder / EXPORTED_TOKENIZER_FILE).write_text(tokenizer["json"], encoding="utf-8")
+        super().save_pretrained(save_directory, is_main_process=is_main_process, **options)
+        if is_main_process and (folder / CONFIG_FILE).exists():  # adapters alone have none
+            found = (CONFIG_FILE, EXPORTED_TOKENIZER_FILE, "model*.safetensors", "model*.safetensors.index.json")
+            write_checksums(folder, {file.name for pattern in found for file in folder.glob(pattern)})
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str | type = "AutoModel") -> None:
+        """Does nothing: every folder names the classes, and needs no copy of this file."""
+
     def _init_weights(self, module: torch.nn.Module) -> None:
         """Does nothing: a LanguageModel initialises its own weights."""
 
     def get_input_embeddings(self) -> torch.nn.Module:
         return self.model.embedding
 
+    def set_input_embeddings(self, value: torch.nn.Module) -> None:
+        self.model.embedding = value
+
     def get_output_embeddings(self) -> torch.nn.Module:
         return self.model.output
+
+    def set_output_embeddings(self, new_embeddings: torch.nn.Module) -> None:
+        output = Linear(new_embeddings.in_features, new_embeddings.out_features, bias=False, device="meta")
+        output.weight = new_embeddings.weight
+        self.model.output = output
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> torch.nn.Module:
+        """As in transformers; without `mean_resizing` new tokens begin like those of a new model."""
+        n_before = self.config.vocab_size
+        embedding = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        self.model.config = LanguageModelConfig.from_dict(self.config.linrope)
+        if not mean_resizing:
+            for module in (self.model.embedding, self.model.output):
+                torch.nn.init.normal_(module.weight.data[n_before:], std=EMBEDDING_STD)
+        return embedding
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # the first call returns the cache
 
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        """As in transformers. Raises InputError for assisted and prompt-lookup decoding."""
+        config = self.generation_config if generation_config is None else generation_config
+        for name in ASSISTED:
+            if options.get(name, getattr(config, name, None)) is not None:
+                raise InputError(
+                    f"{name} drafts tokens and takes wrong ones back, which a linrope state cannot: leave it out."
+                )
+        return super().generate(inputs, generation_config, *args, **options)
+
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: StateCache | None = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
         **options: Any,
-    ) -> CausalLMOutputWithPast:
-        """Logits, and if asked for the loss and the state.
+    ) -> CausalLMOutputWithPast | tuple:
+        """Logits, and if asked for the loss, the state and the hidden states.
 
         Args:
             input_ids: (B, T), tokens that `past_key_values` does not include.
             attention_mask: (B, tokens so far), 0 for padding. Padding may come before a row's text, or after it if the
                 row ends there.
+            position_ids: (B, T) or (1, T). Where they start again at 0, a document of a packed row begins, which is
+                read by itself. Otherwise they must agree with the mask and the state.
             past_key_values: the cache that an earlier call returned.
+            inputs_embeds: (B, T, d_model), in place of `input_ids`.
             labels: (B, T), the input_ids again; -100 for tokens without a loss.
             use_cache: whether to return the state; None returns it outside of training.
-            logits_to_keep: number of last tokens whose logits are computed; 0 for all.
-            options: other arguments of transformers. `position_ids` must agree with the mask and the state.
+            logits_to_keep: number of last tokens whose logits are computed; 0 for all; or a tensor of their indices.
+            output_hidden_states: also return the input of each block, and what the output layer reads: n_layers + 1
+                of (B, T, d_model). None does what the configuration says, here and in the next two.
+            output_attentions: refused if True.
+            return_dict: False returns a tuple of what there is.
+            options: `seq_idx` as in `DataCollatorWithFlattening`; other arguments of transformers.
 
         Raises:
-            InputError: a mask of the wrong shape, with holes, or that hides tokens after the first call; text that
-                continues after padding, position_ids of packed rows, inputs_embeds.
+            InputError: both or none of input_ids and inputs_embeds, labels of some logits only, output_attentions, a
+                cache of another kind, use_cache with gradient checkpointing; see `segment_ids_of` for masks and
+                position_ids.
         """
-        if options.get("inputs_embeds") is not None:
-            raise InputError("inputs_embeds are not supported: pass input_ids.")
-        use_cache = not self.training if use_cache is None else use_cache
-        _check_positions(options.get("position_ids"), attention_mask)
-        past = None if past_key_values is None else past_key_values.state
-        n_read = 0 if past_key_values is None else past_key_values.get_seq_length()
-        ids = None if attention_mask is None else _documents(attention_mask, input_ids, n_read)
-        logits, state = self.model(input_ids, past, ids, return_state=True, logits_to_keep=logits_to_keep or None)
+        config = self.config
+        if config.output_attentions if output_attentions is None else output_attentions:
+            raise InputError("output_attentions=True: linrope never has the attention weights of all pairs of tokens.")
+        with_hidden = config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        past = self._checked_past(input_ids, inputs_embeds, past_key_values)
+        use_cache = self._checked_use_cache(use_cache)
+        x = self.model.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        n_read = 0 if past is None else past_key_values.get_seq_length()
+        ids = _segment_ids(x.shape[:2], n_read, attention_mask, position_ids, options)
+        hidden: list[Tensor] = []
+        recompute = self.gradient_checkpointing and self.training
+
+        def run(block: Block, x: Tensor, *others: Any) -> tuple[Tensor, AttentionState]:
+            if with_hidden:  # or all of them would stay in memory
+                hidden.append(x)
+            return self._gradient_checkpointing_func(block, x, *others) if recompute else block(x, *others)
+
+        n_last = _n_last(logits_to_keep, labels)
+        first = 0 if with_hidden or not n_last else max(0, x.shape[1] - n_last)
+        x, state = self.model.transform(x, past, ids, first, run)
+        logits = self.model.output(x[:, -n_last:] if n_last is not None else x[:, logits_to_keep])
         loss = None
         if labels is not None:
             items = options.get("num_items_in_batch")
-            loss = self.loss_function(logits, labels, self.config.vocab_size, num_items_in_batch=items)
-        cache = StateCache(state) if use_cache else None
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
-
-
-def _documents(mask: Tensor, input_ids: Tensor, n_read: int) -> Tensor | None:
-    """segment_ids that make padding a document of its own; None without padding in the input_ids."""
-    n_rows, n_new = input_ids.shape
-    if mask.shape != (n_rows, n_read + n_new):
-        raise InputError(
-            f"attention_mask is {tuple(mask.shape)} for input_ids {(n_rows, n_new)} after {n_read} tokens of "
-            f"past_key_values: pass {(n_rows, n_read + n_new)}, the mask of all tokens so far."
+            loss = self.loss_function(logits, labels, config.vocab_size, num_items_in_batch=items)
+        output = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=StateCache(state) if use_cache else None,
+            hidden_states=(*hidden, x) if with_hidden else None,
         )
-    mask = mask.bool()
-    if mask[:, max(n_read - 1, 0) :].all():
-        return None
-    if n_read:
-        hidden = "hides tokens after past_key_values" if mask[:, n_read - 1].all() else "ends in padding there"
-        raise InputError(
-            f"attention_mask {hidden}: a row can only continue after its text. Pad on the left, and pass the padding "
-            "together with the first tokens of the rows."
-        )
-    if (mask.long().diff(dim=1, prepend=torch.zeros_like(mask[:, :1]).long()) > 0).sum(dim=1).max() > 1:
-        raise InputError(
-            "attention_mask has a hole: the text after it would not see the text before it. Padding may only come "
-            "before or after the text of a row."
-        )
-    return mask.long()
+        return output if (config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+
+    def _checked_past(
+        self, input_ids: Tensor | None, inputs_embeds: Tensor | None, past_key_values: StateCache | None
+    ) -> ModelState | None:
+        """The state in the cache, after a check of what `forward` reads."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise InputError("pass either input_ids or inputs_embeds.")
+        if inputs_embeds is not None:
+            if inputs_embeds.ndim != 3 or inputs_embeds.shape[2] != self.config.hidden_size:
+                expected = f"(B, T, d_model={self.config.hidden_size})"
+                raise InputError(f"inputs_embeds is {tuple(inputs_embeds.shape)}: pass {expected}.")
+            input_ids = inputs_embeds.new_zeros(inputs_embeds.shape[:2], dtype=torch.int64)
+        if past_key_values is not None and not isinstance(past_key_values, StateCache):
+            raise InputError(
+                f"past_key_values is a {type(past_key_values).__name__}: pass the cache that an earlier call of this "
+                "model returned, or None."
+            )
+        past = None if past_key_values is None else past_key_values.state
+        self.model.check(input_ids, past)
+        return past
+
+    def _checked_use_cache(self, use_cache: bool | None) -> bool:
+        if use_cache and self.gradient_checkpointing and self.training:
+            raise InputError("use_cache=True does not go with gradient checkpointing: pass use_cache=False.")
+        return not self.training if use_cache is None else use_cache
 
 
-def _check_positions(position_ids: Tensor | None, mask: Tensor | None) -> None:
-    if position_ids is None or position_ids.shape[-1] < 2:
-        return
-    jumps = position_ids.diff(dim=-1) != 1
-    if mask is not None:  # padding has no position
-        seen = mask[:, mask.shape[1] - position_ids.shape[-1] :].bool()
-        jumps = jumps & seen[:, 1:] & seen[:, :-1]
-    if jumps.any():
-        raise InputError("position_ids jump, as in packed rows: pass each document as a row of its own.")
+def _n_last(logits_to_keep: int | Tensor, labels: Tensor | None) -> int | None:
+    """Number of last tokens whose logits are computed, 0 for all; None for a tensor of indices."""
+    is_tensor = isinstance(logits_to_keep, Tensor)
+    if not is_tensor and logits_to_keep < 0:
+        raise InputError(f"logits_to_keep={logits_to_keep} must be at least 1, or 0 for all.")
+    if labels is not None and (is_tensor or logits_to_keep):
+        raise InputError("labels need the logits of all tokens: leave logits_to_keep at 0.")
+    return None if is_tensor else logits_to_keep
+
+
+def _segment_ids(
+    shape: tuple[int, int],
+    n_read: int,
+    mask: Tensor | None,
+    position_ids: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor | None:
+    seq_idx = options.get("seq_idx")
+    if options.get("cu_seq_lens_q") is not None and position_ids is None and seq_idx is None:
+        raise InputError("cu_seq_lens_q alone is not read: pass the position_ids of packed rows too.")
+    return segment_ids_of(tuple(shape), n_read, mask, position_ids, seq_idx)
 
 
 AutoConfig.register("linrope", LinropeConfig, exist_ok=True)
@@ -271,14 +421,18 @@ def export(model: LanguageModel, folder: str | os.PathLike, *, overwrite: bool =
     require_free(folder, overwrite)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.partial-") as partial:
-        _write(model, Path(partial))
-        folder.mkdir(exist_ok=True)
-        for old in (CONFIG_FILE, WEIGHTS_FILE, EXPORTED_TOKENIZER_FILE, *TOKENIZER_FILES):  # of another model
-            (folder / old).unlink(missing_ok=True)
-        mode = Path(partial, CONFIG_FILE).stat().st_mode  # safetensors makes its file readable for the owner only
-        for file in sorted(Path(partial).iterdir(), key=lambda file: file.name == CONFIG_FILE):  # config.json last
+        new = Path(partial)
+        LinropeForCausalLM.of(model).save_pretrained(new)
+        if (tokenizer := _tokenizer_of(model)) is not None:
+            tokenizer_for_transformers(tokenizer).save_pretrained(new)
+        mode = (new / CONFIG_FILE).stat().st_mode  # safetensors makes its file readable for the owner only
+        for file in new.iterdir():
             file.chmod(mode)
-            file.replace(folder / file.name)
+        folder.mkdir(exist_ok=True)
+        for name in (WEIGHTS_FILE, EXPORTED_TOKENIZER_FILE, *TOKENIZER_FILES):  # of another model
+            if not (new / name).exists():
+                (folder / name).unlink(missing_ok=True)
+        move_files(new, folder)
 
 
 def require_free(folder: Path, overwrite: bool) -> None:
@@ -288,18 +442,3 @@ def require_free(folder: Path, overwrite: bool) -> None:
     if not overwrite and folder.is_dir() and any(folder.iterdir()):
         raise InputError(f"--output={str(folder)!r} exists and is not empty: choose another, or pass --overwrite.")
     require_writable(folder, "--output")
-
-
-def _write(model: LanguageModel, folder: Path) -> None:
-    LinropeForCausalLM.of(model).save_pretrained(folder)
-    config = json.loads((folder / CONFIG_FILE).read_text())
-    classes = {"AutoConfig": LinropeConfig, "AutoModelForCausalLM": LinropeForCausalLM}
-    config["auto_map"] = {name: f"{CODE_MODULE}.{one.__name__}" for name, one in classes.items()}
-    if model.tokenizer is not None:
-        config["linrope_tokenizer"] = model.tokenizer["kind"]
-        if "json" in model.tokenizer:
-            (folder / EXPORTED_TOKENIZER_FILE).write_text(model.tokenizer["json"], encoding="utf-8")
-    (folder / CONFIG_FILE).write_text(f"{json.dumps(config, indent=2)}\n")
-    (folder / f"{CODE_MODULE}.py").write_text(CODE)
-    if (tokenizer := _tokenizer_of(model)) is not None:
-        tokenizer_for_transformers(tokenizer).save_pretrained(folder)

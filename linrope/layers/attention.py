@@ -10,10 +10,12 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from linrope.errors import InputError, require_choice
+from linrope.layers.initialisation import reset
 from linrope.layers.linear import Linear
 from linrope.layers.selective_rope import SelectiveRope
 from linrope.layers.short_convolution import ShortConvolution
 from linrope.layers.state import AttentionState, token_positions
+from linrope.ops.checks import check_tensor
 from linrope.rotary import RotaryEmbedding
 
 CONV_SILU = ("qkv", "v")
@@ -84,12 +86,18 @@ class Attention(nn.Module):
         self.gate = Linear(d_model, inner, bias=bias) if output_gate else None
         self.out = Linear(inner, d_model, bias=bias)
 
+    def reset_parameters(self) -> None:
+        """Initialise the layer anew, after `to_empty` for example: with the same seed, as its constructor does."""
+        for module in (self.rope, self.qkv, self.conv, self.norm, self.gate, self.out):
+            reset(module)
+
     def forward(
         self,
         x: Tensor,
         state: AttentionState | None = None,
         segment_ids: Tensor | None = None,
         return_state: bool = False,
+        key_mask: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, AttentionState]:
         """Attention within x, and through `state` to the tokens before x.
 
@@ -99,14 +107,17 @@ class Attention(nn.Module):
             segment_ids: (B, T) integers of packed rows: each run of equal numbers is a document, which attends to
                 itself only.
             return_state: also return the state after the last token.
+            key_mask: (B, T) booleans, False for padding: no other token sees it, also through the convolution, and the
+                past is not forgotten there. It has positions, so pad on the left where a row is to be continued.
 
         Returns:
-            (B, T, d_model), or that and the AttentionState.
+            (B, T, d_model), or that and the AttentionState. Outputs at padding mean nothing.
 
         Raises:
-            InputError: x or segment_ids of the wrong shape or dtype, a state of another layer or batch.
+            InputError: x, segment_ids or key_mask of the wrong shape or dtype, a state of another layer or batch.
         """
-        o, state = self._run(x, state, segment_ids, outputs=True)
+        x = self._checked(x, state, key_mask)
+        o, state = self._run(x, state, segment_ids, key_mask, outputs=True)
         if self.norm is not None:
             o = self.norm(o.to(self.norm.weight.dtype))  # float32 under autocast, which keeps norms in it
         o = rearrange(o, "b h t d -> b t (h d)")
@@ -116,28 +127,38 @@ class Attention(nn.Module):
         return (y, state) if return_state else y
 
     def advance(
-        self, x: Tensor, state: AttentionState | None = None, segment_ids: Tensor | None = None
+        self,
+        x: Tensor,
+        state: AttentionState | None = None,
+        segment_ids: Tensor | None = None,
+        key_mask: Tensor | None = None,
     ) -> AttentionState:
         """The state that `forward` returns, without the time for the outputs; the arguments are those of `forward`."""
-        return self._run(x, state, segment_ids, outputs=False)[1]
+        return self._run(self._checked(x, state, key_mask), state, segment_ids, key_mask, outputs=False)[1]
 
     def _run(
-        self, x: Tensor, state: AttentionState | None, segment_ids: Tensor | None, outputs: bool
+        self,
+        x: Tensor,
+        state: AttentionState | None,
+        segment_ids: Tensor | None,
+        key_mask: Tensor | None,
+        outputs: bool,
     ) -> tuple[Tensor | None, AttentionState]:
         """The heads' outputs (B, H, T, D), None without `outputs`, and the state after x."""
-        self._check(x, state)
         positions, document_start = token_positions(x, state, segment_ids)
         before = AttentionState(None) if state is None else state
         qkv, tail, angle = self.qkv(x), before.conv_tail, before.angle
+        if key_mask is not None:  # for the convolution padding is as the zeros before a row, whatever the bias
+            qkv = qkv.masked_fill(~key_mask[..., None], 0)
         if self.conv is not None:
             qkv, tail = self.conv(qkv, tail, segment_ids)
         q, k, v = rearrange(qkv, "b t (three h d) -> three b h t d", three=3, h=self.n_heads)
         if self.selective is not None:  # also across documents: only differences of angles count
             q, k, angle = self.selective.rotate(x, q, k, self.rope, angle)
-        o, past = self.attend(x, q, k, v, before.past, segment_ids, positions, outputs)
+        o, past = self.attend(x, q, k, v, before.past, segment_ids, key_mask, positions, outputs)
         return o, AttentionState(past, tail, document_start, angle)
 
-    def attend(self, x, q, k, v, past, segment_ids, positions, outputs):
+    def attend(self, x, q, k, v, past, segment_ids, key_mask, positions, outputs):
         """Outputs (B, H, T, D), None without `outputs`, and the past after these tokens.
 
         The past is None at the start. `positions` are those within documents (B, T); None if they are those of the row.
@@ -152,6 +173,14 @@ class Attention(nn.Module):
         """Bytes of one row's state after `context` tokens, with activations in `dtype`."""
         tail = 0 if self.conv is None else self.conv.weight[:, 1:].numel() * dtype.itemsize
         return tail + self.past_bytes(context, dtype)
+
+    def _checked(self, x: Tensor, state: AttentionState | None, key_mask: Tensor | None) -> Tensor:
+        """x with 0 in place of padding, which may hold anything. InputError if they do not fit the layer."""
+        self._check(x, state)
+        if key_mask is None:
+            return x
+        check_tensor("key_mask", key_mask, "booleans", "(B, T)", x.shape[:2], x.device)
+        return x.masked_fill(~key_mask[..., None], 0)
 
     def _check(self, x: Tensor, state: AttentionState | None) -> None:
         if x.ndim != 3 or x.shape[2] != self.d_model or not x.is_floating_point():

@@ -12,12 +12,13 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from linrope.errors import InputError
+from linrope.layers.linear import Float32Linear, accept_weights_without_linear
 
 INITIAL_BIAS = 4.0
 """b at the start for r = 1: each token keeps σ(4) = 0.982 of the past."""
 
 
-class ForgetGate(nn.Linear):
+class ForgetGate(nn.Module):
     """`log_decay = logsigmoid(W x + b) / r`. At the start W = 0, and half is forgotten in 38 √r tokens.
 
     The normalizer r ≥ 1 is one number or one for each head (16 in GLA, arXiv 2312.06635). With a larger r a head
@@ -26,27 +27,36 @@ class ForgetGate(nn.Linear):
     """
 
     def __init__(self, d_model: int, n_heads: int, normalizer: float | Sequence[float] = 1.0):
-        super().__init__(d_model, n_heads)
-        divisors = _one_for_each_head(normalizer, n_heads)
-        nn.init.zeros_(self.weight)
-        with torch.no_grad():
-            self.bias.copy_(torch.tensor([_initial_bias(r) for r in divisors]))
-        self.normalizer = tuple(divisors)  # not a buffer: neither loaded nor rounded by `module.to(torch.bfloat16)`
+        super().__init__()
+        # not a buffer: neither loaded nor rounded by `module.to(torch.bfloat16)`
+        self.normalizer = tuple(_one_for_each_head(normalizer, n_heads))
+        self.linear = _GateLinear(d_model, self.normalizer)
+        accept_weights_without_linear(self)
+
+    def reset_parameters(self) -> None:
+        """The weights of a new gate: W = 0, and b by the normalizer."""
+        self.linear.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, d_model) -> (B, H, T) log decays, in float32 at least: they are close to 0 and their sums long."""
-        decays = F.logsigmoid(float32_linear(self, x))
+        decays = F.logsigmoid(self.linear(x))
         if any(r != 1 for r in self.normalizer):
             decays = decays / torch.stack([decays.new_full((), r) for r in self.normalizer])
         return rearrange(decays, "b t h -> b h t")
 
 
-def float32_linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    """`layer(x)` in float32 (float64 for float64 x), also under autocast and with weights of half precision."""
-    with torch.autocast(x.device.type, enabled=False):
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        bias = None if layer.bias is None else layer.bias.to(dtype)
-        return F.linear(x.to(dtype), layer.weight.to(dtype), bias)
+class _GateLinear(Float32Linear):
+    """`W x + b`, (B, T, d_model) -> (B, T, H)."""
+
+    def __init__(self, d_model: int, normalizer: tuple[float, ...]):
+        self.normalizer = normalizer  # the constructor of nn.Linear calls reset_parameters
+        super().__init__(d_model, len(normalizer))
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()  # numbers that are drawn and not used: the figures in benchmarks/results need them
+        nn.init.zeros_(self.weight)
+        with torch.no_grad():
+            self.bias.copy_(torch.tensor([_initial_bias(r) for r in self.normalizer]))
 
 
 def _initial_bias(normalizer: float) -> float:

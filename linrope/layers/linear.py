@@ -1,4 +1,4 @@
-"""`Linear`: the layer of PyTorch, on the faster of its two libraries for float32 products on CPUs."""
+"""Linear layers: `Linear`, with the faster of PyTorch's two libraries on CPUs, and `Float32Linear`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from linrope.ops.call import without_autocast
 from linrope.utils.machine import mkl_lacks_avx512
 
 SMALLEST = 2**24
@@ -43,3 +44,25 @@ class Linear(nn.Linear):
             and x.numel() * self.out_features >= SMALLEST
             and not torch.is_autocast_enabled("cpu")
         )
+
+
+class Float32Linear(nn.Linear):
+    """`x Wᵀ + b` in float32 (float64 for float64 x), also under autocast and with weights of half precision."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features)."""
+        with without_autocast(x):
+            dtype = torch.promote_types(x.dtype, torch.float32)
+            bias = None if self.bias is None else self.bias.to(dtype)
+            return F.linear(x.to(dtype), self.weight.to(dtype), bias)
+
+
+def accept_weights_without_linear(module: nn.Module) -> None:
+    """Let `load_state_dict` take the weights of `module.linear` also under the names `weight` and `bias`."""
+    module.register_load_state_dict_pre_hook(_rename)
+
+
+def _rename(_, state_dict: dict[str, Tensor], prefix: str, *unused) -> None:
+    for name in ("weight", "bias"):
+        if f"{prefix}{name}" in state_dict:
+            state_dict[f"{prefix}linear.{name}"] = state_dict.pop(f"{prefix}{name}")

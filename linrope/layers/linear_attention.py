@@ -15,7 +15,9 @@ from linrope.errors import InputError, require_choice
 from linrope.feature_maps import MapModule, make_feature_map
 from linrope.layers.attention import Attention, AttentionOptions, checked_head_dim
 from linrope.layers.forget_gate import ForgetGate
+from linrope.layers.initialisation import reset
 from linrope.layers.selective_rope import SelectiveRope
+from linrope.ops.call import without_autocast
 from linrope.ops.linear_attention import linear_attention
 from linrope.ops.state import State, merge
 from linrope.ops.summarize import summarize
@@ -24,7 +26,7 @@ from linrope.rotary import RotaryConfig, RotaryEmbedding, check_config, half_of
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # Python 3.10 lacks it
 
-SUMMARIZED = ("rope", "log_decay", "segment_ids", "feature_map", "normalize")
+SUMMARIZED = ("rope", "log_decay", "key_mask", "segment_ids", "feature_map", "normalize")
 """Options of a call on which the state depends."""
 
 
@@ -39,9 +41,9 @@ class LinearAttention(Attention):
         head_dim: size of each head; None for d_model / n_heads.
         rope: how queries and keys are rotated, and in which sums (`rope.placement`, see `linrope.RotaryConfig`); None
             for no positions.
-        feature_map: φ, a name of `linrope.feature_maps.FEATURE_MAP_NAMES`, or a callable that keeps the size of a head
-            (a module is trained and saved with the layer). "favor", "hedgehog" and "taylor" are modules made for these
-            heads; RoPE rotates their features (without the last one if their number is odd).
+        feature_map: φ, a name in `linrope.feature_maps.feature_map_names()`, or a callable that keeps the size of a
+            head (a module is trained and saved with the layer). "favor", "hedgehog" and "taylor" are modules made for
+            these heads; RoPE rotates their features (without the last one if their number is odd).
         temperature: learn a scale for each head inside φ: φ(e^τ x) for queries and keys, τ = 0 at the start. It also
             scales dimensions that skip φ.
         normalize: "plain" divides by the denominator, "none" does not (see `linear_attention`).
@@ -102,7 +104,16 @@ class LinearAttention(Attention):
         if placement == "selective":
             self.selective = SelectiveRope(d_model, n_heads, self.rope)
 
-    def attend(self, x, q, k, v, past, segment_ids, positions, outputs):
+    def reset_parameters(self) -> None:
+        if isinstance(self.feature_map, nn.Module):
+            reset(self.feature_map)  # the first to be drawn, as in the constructor
+        super().reset_parameters()
+        if self.log_scale is not None:
+            nn.init.zeros_(self.log_scale)
+        reset(self.forget)
+        reset(self.selective)
+
+    def attend(self, x, q, k, v, past, segment_ids, key_mask, positions, outputs):
         if self.log_scale is not None:
             scale = self.log_scale.exp()[:, None, None]
             q, k = (q * scale).to(q.dtype), (k * scale).to(k.dtype)
@@ -111,10 +122,14 @@ class LinearAttention(Attention):
             at = {"offset": 0 if past is None else past.length} if positions is None else {"positions": positions}
             q, k = self.rope.rotate(q, **at), self.rope.rotate(k, **at)
         rope = self.rope if self.selective is None else self.selective.identity
+        log_decay = None if self.forget is None else self.forget(x)
+        if log_decay is not None and key_mask is not None:
+            log_decay = log_decay.masked_fill(~key_mask[:, None], 0)
         options = {
             "rope": None if self.before_map else rope,
-            "log_decay": None if self.forget is None else self.forget(x),
+            "log_decay": log_decay,
             "causal": self.causal,
+            "key_mask": key_mask,
             "segment_ids": segment_ids,
             "state": past,
             "feature_map": self.feature_map,
@@ -122,7 +137,7 @@ class LinearAttention(Attention):
         }
         dtype = v.dtype
         # selective q and k keep float32: gradients of angles are differences, which rounding would spoil
-        with nullcontext() if self.selective is None else torch.autocast(q.device.type, enabled=False):
+        with nullcontext() if self.selective is None else without_autocast(q):
             v = v.to(q.dtype)
             if not outputs:
                 new = summarize(k, v, **{name: options[name] for name in SUMMARIZED})

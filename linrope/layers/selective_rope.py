@@ -8,11 +8,11 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from linrope.layers.forget_gate import float32_linear
+from linrope.layers.linear import Float32Linear, accept_weights_without_linear
 from linrope.rotary import RotaryEmbedding, rotate
 
 
-class SelectiveRope(nn.Linear):
+class SelectiveRope(nn.Module):
     """Rotates pair m of token t by the angle Σ_{s ≤ t} θ_m (1 + tanh(w_m · x_s)). W = 0 at the start, which is RoPE.
 
     Each token adds an angle of 0 to 2θ_m, so that the rotation between tokens j < i depends on tokens j + 1 … i. The
@@ -23,14 +23,16 @@ class SelectiveRope(nn.Linear):
     """
 
     def __init__(self, d_model: int, n_heads: int, rope: RotaryEmbedding):
-        super().__init__(d_model, n_heads * (rope.rotary_dim // 2), bias=False)
+        super().__init__()
         self.n_heads = n_heads
+        self.linear = _AngleLinear(d_model, n_heads * (rope.rotary_dim // 2), bias=False)
+        accept_weights_without_linear(self)
         self.identity = RotaryEmbedding(rope.dim, [None] * n_heads, rotary_dim=rope.rotary_dim, signed=rope.signed)
         """What the operator is given: the dimensions of `rope`, already rotated here, with θ = 0."""
 
     def reset_parameters(self) -> None:
-        """W = 0, without a random draw: a seed gives the other weights the values that they have without this layer."""
-        nn.init.zeros_(self.weight)
+        """W = 0, as in a new layer."""
+        self.linear.reset_parameters()
 
     @property
     def n_angles(self) -> tuple[int, int]:
@@ -39,7 +41,7 @@ class SelectiveRope(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """1 + tanh(W x): (B, T, d_model) -> (B, H, T, R/2), in float32 at least."""
-        return rearrange(1 + float32_linear(self, x).tanh(), "b t (h r) -> b h t r", h=self.n_heads)
+        return rearrange(1 + self.linear(x).tanh(), "b t (h r) -> b h t r", h=self.n_heads)
 
     def angles(self, x: Tensor, theta: Tensor, past: Tensor | None = None) -> Tensor:
         """The angle of each token of x (B, T, d_model), (B, H, T, R/2) float64 radians.
@@ -65,3 +67,11 @@ class SelectiveRope(nn.Linear):
         rotation = torch.complex(rounded.cos(), rounded.sin())
         q, k = (rotate(y.to(working), rotation, rope.interleaved) for y in (q, k))
         return q, k, angles[:, :, -1].clone() if x.shape[1] else past
+
+
+class _AngleLinear(Float32Linear):
+    """`W x`, (B, T, d_model) -> (B, T, H R/2)."""
+
+    def reset_parameters(self) -> None:
+        """W = 0, without a random draw: a seed gives the other weights the values that they have without this layer."""
+        nn.init.zeros_(self.weight)

@@ -27,7 +27,12 @@ class ShortConvolution(nn.Module):
         if width < 2:
             raise InputError(f"short_conv={width}: a convolution sees at least 2 tokens (0 for no convolution).")
         self.width, self.without_silu = width, without_silu
-        self.weight = nn.Parameter(torch.empty(channels, width).uniform_(-(width**-0.5), width**-0.5))
+        self.weight = nn.Parameter(torch.empty(channels, width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Weights up to ± width^-½, PyTorch's default."""
+        nn.init.uniform_(self.weight, -(self.width**-0.5), self.width**-0.5)
 
     def forward(
         self, x: Tensor, tail: Tensor | None = None, segment_ids: Tensor | None = None

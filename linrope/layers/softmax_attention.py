@@ -52,7 +52,7 @@ class SoftmaxAttention(Attention):
         super().__init__(d_model, n_heads, head_dim=head_dim, rope=rope, causal=causal, **options)
         self.window = window
 
-    def attend(self, x, q, k, v, past, segment_ids, positions, outputs):
+    def attend(self, x, q, k, v, past, segment_ids, key_mask, positions, outputs):
         scale = None
         if self.rope is not None:
             offset = 0 if past is None else past.length
@@ -61,7 +61,7 @@ class SoftmaxAttention(Attention):
                 q = self.rope.rotate(q, offset)
             if self.rope.logit_scale != 1.0:
                 scale = self.rope.logit_scale**2 * self.head_dim**-0.5
-        options = {"window": self.window, "segment_ids": segment_ids, "cache": past}
+        options = {"window": self.window, "key_mask": key_mask, "segment_ids": segment_ids, "cache": past}
         if not outputs:
             return None, extend_cache(k, v, **options)
         return softmax_attention(q, k, v, causal=self.causal, scale=scale, **options)

@@ -1,12 +1,12 @@
-"""The state of a model, one `AttentionState` for each layer: change its tensors, reset rows, serialize."""
+"""The state of a model, one `AttentionState` for each layer: move it, choose rows, reset rows, serialize."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,10 +16,60 @@ from linrope.ops.documents import check_segment_ids, document_positions
 from linrope.ops.softmax import KeyValueCache
 from linrope.ops.state import State
 
+if TYPE_CHECKING:
+    from typing_extensions import Self  # Python 3.10 lacks it
+
+
+class _Movable:
+    """What the state of a layer and that of a model have in common."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """The state for a layer or model that was moved by `to` with the same device or dtype.
+
+        Integers, booleans and angles keep their dtype, and sums over the past have float32 at least.
+        """
+
+        def moved(name: str, x: Tensor) -> Tensor:
+            target = torch.empty(0, dtype=x.dtype, device=x.device).to(*args, **kwargs)
+            dtype = target.dtype
+            if name in ("kv", "k_sum", "log_decay", "k_rotated_sum"):
+                dtype = torch.promote_types(dtype, torch.float32)
+            keeps = name == "angle" or not x.is_floating_point()
+            return x.to(target.device, x.dtype if keeps else dtype)
+
+        return map_state(moved, self)
+
+    def detach(self) -> Self:
+        """The same values, detached from the graph."""
+        return map_state(lambda _, x: x.detach(), self)
+
+    def select_rows(self, rows: Tensor | Sequence[int]) -> Self:
+        """Row i of the result is row `rows[i]`, as beam search and batches that shrink need it.
+
+        Args:
+            rows: (N,) integers in 0 … B - 1, in any order and with repetitions, or (B,) booleans.
+
+        Raises:
+            InputError: another shape or dtype, or a row that does not exist.
+        """
+        rows = torch.as_tensor(rows)
+        batch = _batch_of(self)
+        is_mask = rows.dtype == torch.bool
+        if rows.ndim != 1 or rows.is_floating_point() or rows.is_complex() or (is_mask and len(rows) != batch):
+            raise InputError(f"rows is {tuple(rows.shape)} {rows.dtype}: pass (N,) integers, or ({batch},) booleans.")
+        if not is_mask and rows.device.type == "cpu" and len(rows):  # on a GPU the selection asserts it
+            lowest, highest = (bound.item() for bound in rows.aminmax())
+            if lowest < 0 or highest >= batch:
+                raise InputError(f"rows lie in [{lowest}, {highest}], the state has rows 0 … {batch - 1}.")
+        rows = rows if is_mask else rows.long()  # uint8 would be taken for a mask
+        return map_state(lambda _, x: x[rows.to(x.device)], self)
+
 
 @dataclass(frozen=True)
-class AttentionState:
+class AttentionState(_Movable):
     """What one attention layer keeps of the past.
+
+    `torch.save` writes it, and `torch.load(weights_only=True)` reads it where linrope is imported.
 
     Attributes:
         past: the operator's `State` (linear) or a `KeyValueCache` (softmax).
@@ -35,8 +85,18 @@ class AttentionState:
     angle: Tensor | None = None
 
 
-ModelState = tuple[AttentionState, ...]
+class ModelState(_Movable, tuple[AttentionState, ...]):
+    """The state of a model: a tuple with the AttentionState of each layer. It is saved and loaded as theirs."""
+
+
 _TYPES = {cls.__name__: cls for cls in (AttentionState, State, KeyValueCache)}
+torch.serialization.add_safe_globals([*_TYPES.values(), ModelState])
+
+
+def _batch_of(state: AttentionState | ModelState) -> int:
+    """Number of rows."""
+    past = (state if isinstance(state, AttentionState) else state[0]).past
+    return len(past.kv if isinstance(past, State) else past.k)
 
 
 def token_positions(
@@ -56,7 +116,7 @@ def token_positions(
 def map_state(change: Callable[[str, Tensor], Tensor], state: Any) -> Any:
     """The same state with `change(name, tensor)` in place of each tensor."""
     if isinstance(state, tuple):
-        return tuple(map_state(change, part) for part in state)
+        return type(state)(map_state(change, part) for part in state)
     changed = {}
     for name, value in vars(state).items():
         if isinstance(value, Tensor):
@@ -103,7 +163,7 @@ def reset_rows(state: ModelState, ended: Tensor) -> ModelState:
         part = map_state(cleared, dataclasses.replace(part, past=past, document_start=None))
         return dataclasses.replace(part, document_start=torch.where(ended, past.length, starts))
 
-    return tuple(reset(part) for part in state)
+    return ModelState(reset(part) for part in state)
 
 
 def state_before(start: int, segment_ids: Tensor | None, state: ModelState | None) -> ModelState | None:
@@ -139,6 +199,9 @@ def from_serialized(values: list[dict[str, Any]], device: torch.device | str | N
         return _TYPES[part["type"]](**nested)
 
     try:
-        return tuple(restored(part) for part in values)
-    except (KeyError, TypeError) as error:
+        state = ModelState(restored(part) for part in values)
+        if any(not isinstance(part.past, (State, KeyValueCache)) for part in state):
+            raise TypeError("each entry must be an AttentionState with its past")
+    except (KeyError, TypeError, AttributeError) as error:
         raise InputError(f"not the state of a model, as `to_serialized` returns it: {error}.") from error
+    return state

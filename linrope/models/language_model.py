@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from linrope.errors import InputError, require_choice
-from linrope.feature_maps import FEATURE_MAP_NAMES
+from linrope.feature_maps import require_feature_map
 from linrope.generation.decoding import Prompts, generate, stream
 from linrope.generation.prompt_state import PromptState
+from linrope.generation.text import decode_text, encode_text, generate_texts
+from linrope.layers.initialisation import reset
 from linrope.layers.linear import Linear
 from linrope.layers.linear_attention import LinearAttention
 from linrope.layers.softmax_attention import SoftmaxAttention
@@ -28,7 +30,7 @@ from linrope.ops.documents import check_segment_ids
 from linrope.ops.swiglu import swiglu
 from linrope.positions.sinusoidal import sinusoids
 from linrope.rotary import RotaryConfig, check_config
-from linrope.utils.options import check_keys, check_types
+from linrope.utils.options import check_keys, check_types, class_path_of, loaded_subclass
 
 ATTENTION_TYPES = {
     "linear": (LinearAttention, ("feature_map", "temperature", "normalize", "forget_gate", "gate_normalizer")),
@@ -45,7 +47,11 @@ INITIAL_OUTPUT_NORM = 0.1
 
 @dataclass(frozen=True)
 class LanguageModelConfig:
-    """A model's parameters and computation, in one record."""
+    """A model's parameters and computation, in one record.
+
+    A model of your own has a subclass of this one, a frozen dataclass with the options that it adds, whose `build`
+    makes it.
+    """
 
     vocab_size: int = 257
     """Number of different tokens; 256 bytes and a document separator are 257."""
@@ -65,7 +71,7 @@ class LanguageModelConfig:
     """Add sines and cosines of the position to the token embeddings; with `rope: null` they are the only positions."""
     feature_map: str = "elu1"
     """Feature map of linear layers: elu1, relu, exp, identity or softmax; favor (random); hedgehog or taylor (learned,
-    one for each head)."""
+    one for each head); or one of your own (`linrope.register_feature_map`)."""
     temperature: bool = False
     """Learn a scale for each head inside the feature map of linear layers."""
     normalize: Literal["plain", "none"] = "plain"
@@ -109,7 +115,7 @@ class LanguageModelConfig:
             raise InputError(
                 f"sinusoidal=True needs an even d_model, not {self.d_model}: each θ has a sine and a cosine."
             )
-        require_choice("feature_map", self.feature_map, FEATURE_MAP_NAMES)
+        require_feature_map(self.feature_map)
         if not 0 <= self.dropout < 1:
             raise InputError(f"dropout={self.dropout} must be at least 0 and below 1.")
         if not 0 <= self.norm_eps < math.inf:
@@ -132,18 +138,27 @@ class LanguageModelConfig:
         """`d_ff`, or its default."""
         return self.d_ff if self.d_ff is not None else -(-8 * self.d_model // 3 // 32) * 32
 
+    def build(self) -> LanguageModel:
+        """A new model of these options."""
+        return LanguageModel(self)
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain scalars, lists and dicts, for JSON and checkpoints."""
+        """Plain scalars, lists and dicts, for JSON and checkpoints. A subclass is named in `class_path`."""
+        own = {} if type(self) is LanguageModelConfig else {"class_path": class_path_of(type(self))}
         # JSON makes tuples to lists, and `item` makes numbers of NumPy to those of Python
-        return json.loads(json.dumps(asdict(self), default=lambda number: number.item()))
+        return {**own, **json.loads(json.dumps(asdict(self), default=lambda number: number.item()))}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LanguageModelConfig:
         """The inverse of `to_dict`.
 
         Raises:
-            InputError: an unknown key (the message has the nearest known one), or a value of the wrong type.
+            InputError: an unknown key (the message has the nearest known one), a value of the wrong type, or a
+                `class_path` whose class is not imported (nothing is imported that a file names).
         """
+        if isinstance(values, dict) and "class_path" in values:
+            cls, values = loaded_subclass(cls, values["class_path"]), dict(values)
+            del values["class_path"]
         check_keys(values, cls)
         if isinstance(values.get("rope"), dict):
             values = {**values, "rope": RotaryConfig.from_dict(values["rope"])}
@@ -210,7 +225,29 @@ class LanguageModel(nn.Module):
         self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.output = Linear(config.d_model, config.vocab_size, bias=False)
         self._initialise()
-        if config.tie_embeddings:
+        self._tie()
+        self.register_load_state_dict_post_hook(self._tie)  # `to_empty` and `assign=True` make two tensors of the one
+
+    def reset_parameters(self) -> None:
+        """Initialise the model anew, after `to_empty` for example: with the same seed, as its constructor does.
+
+        with torch.device("meta"):
+            model = LanguageModel(config)  # takes no memory
+        model.to_empty(device="cuda").reset_parameters()
+        """
+        if self._is_tied:  # drawn apart, as in the constructor
+            self.output.weight = nn.Parameter(torch.empty_like(self.embedding.weight))
+        for module in self.children():
+            reset(module)
+        self._initialise()
+        self._tie()
+
+    @property
+    def _is_tied(self) -> bool:
+        return self.config.tie_embeddings and isinstance(self.output, Linear)  # not an adapter around it
+
+    def _tie(self, *unused) -> None:
+        if self._is_tied:
             self.output.weight = self.embedding.weight
 
     def _initialise(self) -> None:
@@ -262,19 +299,34 @@ class LanguageModel(nn.Module):
             raise InputError(f"logits_to_keep={logits_to_keep} must be at least 1, or None for all.")
         if targets is not None:
             self._check_targets(tokens, targets, logits_to_keep, reduction)
-        x = self.embedding(tokens)  # (B, T, d_model)
-        if self.config.sinusoidal:
-            x = x + self._position_embedding(tokens, state, segment_ids).to(x.dtype)
-        x = self.dropout(x)
         first = 0 if logits_to_keep is None else max(0, tokens.shape[1] - logits_to_keep)
+        x, after = self.transform(self.embedding(tokens), state, segment_ids, first)
+        result = self.output(x) if targets is None else self._loss(x, targets, reduction)  # (B, T - first, vocab_size)
+        return (result, after) if return_state else result
+
+    def transform(
+        self,
+        x: Tensor,
+        state: ModelState | None = None,
+        segment_ids: Tensor | None = None,
+        first: int = 0,
+        run: Callable[..., tuple[Tensor, AttentionState]] | None = None,
+    ) -> tuple[Tensor, ModelState]:
+        """Embedded tokens (B, T, d_model) -> what the output layer reads, (B, T - first, d_model), and the state.
+
+        `state` and `segment_ids` are those of `forward`. `run(block, *arguments)` may be given to call the blocks, to
+        record or to recompute what they return.
+        """
+        if self.config.sinusoidal:
+            x = x + self._position_embedding(x, state, segment_ids).to(x.dtype)
+        x = self.dropout(x)
         after = []
         for layer, block in enumerate(self.blocks):
             start = first if layer == len(self.blocks) - 1 else 0
-            x, layer_state = block(x, None if state is None else state[layer], segment_ids, start)
+            arguments = x, None if state is None else state[layer], segment_ids, start
+            x, layer_state = block(*arguments) if run is None else run(block, *arguments)
             after.append(layer_state)
-        x = self.norm(x)
-        result = self.output(x) if targets is None else self._loss(x, targets, reduction)  # (B, T - first, vocab_size)
-        return (result, tuple(after)) if return_state else result
+        return self.norm(x), ModelState(after)
 
     def _check_targets(self, tokens: Tensor, targets: Tensor, logits_to_keep: int | None, reduction: str) -> None:
         if targets.shape != tokens.shape:
@@ -289,22 +341,23 @@ class LanguageModel(nn.Module):
         loss = summed_cross_entropy_of if reduction == "sum" else token_losses_of
         return loss(self.output, x, targets, rows_of_slice(self.config.vocab_size, x.device.type))
 
-    def _position_embedding(self, tokens: Tensor, state: ModelState | None, segment_ids: Tensor | None) -> Tensor:
+    def _position_embedding(self, x: Tensor, state: ModelState | None, segment_ids: Tensor | None) -> Tensor:
         """(T, d_model), or (B, T, d_model) for packed rows, in which each document starts at 0.
 
         Its mean square is that of the token embeddings at the start: that of a sine is ½.
         """
         first = None if state is None else state[0]
-        positions, _ = token_positions(tokens, first, segment_ids)
+        positions, _ = token_positions(x, first, segment_ids)
         if positions is None:
             offset = 0 if first is None else first.past.length
-            positions = torch.arange(offset, offset + tokens.shape[1], device=tokens.device)
+            positions = torch.arange(offset, offset + x.shape[1], device=x.device)
         return EMBEDDING_STD * 2**0.5 * sinusoids(positions, self.config.d_model)
 
     def check(self, tokens: Tensor, state: ModelState | None = None, segment_ids: Tensor | None = None) -> None:
         """Raise InputError unless these can be arguments of `forward` (`segment_ids`: layers check them in a call)."""
         if not isinstance(tokens, Tensor):
-            raise InputError(f"tokens is a {type(tokens).__name__}: pass int64 of shape (B, T).")
+            of_text = ", model.encode(text)[None] for a text" if isinstance(tokens, str) else ""
+            raise InputError(f"tokens is a {type(tokens).__name__}: pass int64 of shape (B, T){of_text}.")
         if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
             raise InputError(f"tokens is {tuple(tokens.shape)} {tokens.dtype}: pass int64 of shape (B, T).")
         if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
@@ -335,9 +388,10 @@ class LanguageModel(nn.Module):
         return sum(block.attention.state_bytes(context, dtype) for block in self.blocks)
 
     def save_pretrained(self, directory: str | os.PathLike) -> None:
-        """Write `config.json`, `model.pt` and, if the model has one, `tokenizer.json` into a directory.
+        """Write `config.json`, `model.pt`, `SHA256SUMS` and, if the model has one, `tokenizer.json` into a directory.
 
-        The directory is made if it is missing. Each file is replaced as a whole, or not at all.
+        The directory is made if it is missing. A model in it is replaced once the new one is on the disk; if that is
+        interrupted, `from_pretrained` refuses what is there.
 
         Raises:
             InputError: a directory of `linrope export`, whose weights would stay in a file of another name.
@@ -345,18 +399,22 @@ class LanguageModel(nn.Module):
         write_folder(Path(directory), self.config.to_dict(), self.state_dict(), self.tokenizer)
 
     @classmethod
-    def from_pretrained(cls, path: str | os.PathLike) -> LanguageModel:
+    def from_pretrained(cls, path: str | os.PathLike, verify: bool = True) -> LanguageModel:
         """The model in a folder of `save_pretrained` or `linrope export`, or in a checkpoint of `linrope fit`.
 
         The model is on the CPU, in the dtype of its saved weights, in evaluation mode. Only tensors and plain values
         are unpickled.
 
+        Args:
+            path: the folder or the checkpoint file.
+            verify: compare the files of a folder with its `SHA256SUMS`, if it has some.
+
         Raises:
-            InputError: no such file, or not a linrope model.
+            InputError: no such file, not a linrope model, or files that are not those of their checksums.
         """
-        config, weights, tokenizer = read_model(Path(path))
+        config, weights, tokenizer = read_model(Path(path), verify)
         try:
-            model = cls(LanguageModelConfig.from_dict(config))
+            model = LanguageModelConfig.from_dict(config).build()
         except InputError as error:
             raise InputError(f"checkpoint {str(path)!r}: {error}") from error
         embedding = weights.get("embedding.weight") if isinstance(weights, dict) else None
@@ -371,12 +429,38 @@ class LanguageModel(nn.Module):
         model.tokenizer = tokenizer
         return model.eval()
 
-    def generate(self, tokens: Prompts | PromptState, max_new_tokens: int, **options) -> Tensor | list[Tensor]:
+    def encode(self, text: str) -> Tensor:
+        """The tokens of a document that starts with `text`, (T,) int64 on the model's device.
+
+        The first one is the separator, after which documents start. A model that was not trained with another
+        tokenizer reads bytes.
+
+        Raises:
+            InputError: `text` is no str, or the model was trained on tokens without a tokenizer.
+        """
+        return encode_text(self, text)
+
+    def decode(self, tokens: Tensor | Sequence[int]) -> str:
+        """The text of tokens (T,); separators stand for nothing.
+
+        Raises:
+            InputError: not one row of integers, or the model was trained on tokens without a tokenizer.
+        """
+        return decode_text(self, tokens)
+
+    def generate(
+        self, tokens: str | Sequence[str] | Prompts | PromptState, max_new_tokens: int, **options
+    ) -> str | list[str] | Tensor | list[Tensor]:
         """Continue each prompt by `max_new_tokens`; `linrope.generation.decoding.stream` describes the options.
 
         Prompts (B, T) give (B, T + max_new_tokens), a list of (T_b,) gives a list, and a PromptState gives the new
-        tokens alone, (B, max_new_tokens).
+        tokens alone, (B, max_new_tokens). A text gives a text, and a list of texts a list: each is the beginning of a
+        document, and may end before `max_new_tokens` with it.
         """
+        if isinstance(tokens, str):
+            return generate_texts(self, [tokens], max_new_tokens, **options)[0]
+        if isinstance(tokens, (list, tuple)) and tokens and all(isinstance(text, str) for text in tokens):
+            return generate_texts(self, tokens, max_new_tokens, **options)
         return generate(self, tokens, max_new_tokens, **options)
 
     def stream(self, tokens: Prompts | PromptState, max_new_tokens: int, **options) -> Iterator[Tensor]:

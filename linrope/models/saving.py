@@ -6,6 +6,8 @@ Only tensors and plain values are unpickled (`weights_only`), never code.
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ import torch
 from torch import Tensor
 
 from linrope.errors import InputError
-from linrope.utils.files import load_plain, whole_file
+from linrope.utils.checksums import CHECKSUMS_FILE, verify_checksums, write_checksums
+from linrope.utils.files import load_plain
 
 CONFIG_FILE, WEIGHTS_FILE, SAFETENSORS_FILE = "config.json", "model.pt", "model.safetensors"
 TOKENIZER_FILE, EXPORTED_TOKENIZER_FILE = "tokenizer.json", "linrope_tokenizer.json"
@@ -27,20 +30,49 @@ def write_folder(
     if (folder / SAFETENSORS_FILE).exists():
         raise InputError(f"{str(folder)!r} holds an exported model ({SAFETENSORS_FILE}): choose another folder.")
     folder.mkdir(parents=True, exist_ok=True)
-    if tokenizer is not None:
-        config = {**config, "tokenizer": tokenizer["kind"]}
-        if "json" in tokenizer:
-            with whole_file(folder / TOKENIZER_FILE) as file:
-                file.write(tokenizer["json"].encode())
-    with whole_file(folder / WEIGHTS_FILE) as file:
-        torch.save(weights, file)
-    with whole_file(folder / CONFIG_FILE) as file:
-        file.write(f"{json.dumps(config, indent=2)}\n".encode())
+    with tempfile.TemporaryDirectory(dir=folder, prefix="model.partial-") as partial:
+        new = Path(partial)
+        if tokenizer is not None:
+            config = {**config, "tokenizer": tokenizer["kind"]}
+            if "json" in tokenizer:
+                (new / TOKENIZER_FILE).write_text(tokenizer["json"], encoding="utf-8")
+        torch.save(weights, new / WEIGHTS_FILE)
+        (new / CONFIG_FILE).write_text(f"{json.dumps(config, indent=2)}\n")
+        write_checksums(new, [file.name for file in new.iterdir()])
+        move_files(new, folder)
 
 
-def read_model(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, str] | None]:
+def move_files(source: Path, folder: Path) -> None:
+    """Move the finished files of a model into a folder, where they replace those of a model before.
+
+    All of them are on the disk before. If the process is killed in between, the folder has the new checksums and old
+    files, which a reader refuses.
+    """
+    files = sorted(source.iterdir(), key=lambda file: (file.name != CHECKSUMS_FILE, file.name == CONFIG_FILE))
+    for place in (*files, source):
+        _sync(place)
+    for file in files:
+        file.replace(folder / file.name)
+        _sync(folder)  # or a crash of the machine could change the order
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        if path.is_file():  # some file systems cannot sync folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def read_model(path: Path, verify: bool = True) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, str] | None]:
     """Configuration, weights and serialized tokenizer (None without one): see `LanguageModel.from_pretrained`."""
     if (path / CONFIG_FILE).is_file():
+        if verify:
+            verify_checksums(path)
         try:
             config = json.loads((path / CONFIG_FILE).read_text())
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -50,15 +82,15 @@ def read_model(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str,
             return config, weights, None
         if config.get("model_type") == "linrope":  # an export for transformers, with our configuration inside
             kind = config.get("linrope_tokenizer")
-            return config.get("linrope"), _of_model(weights), _tokenizer_in(path / EXPORTED_TOKENIZER_FILE, kind)
+            return config.get("linrope"), _of_model(weights), tokenizer_in(path / EXPORTED_TOKENIZER_FILE, kind)
         kind = config.pop("tokenizer", None)
-        return config, weights, _tokenizer_in(path / TOKENIZER_FILE, kind)
+        return config, weights, tokenizer_in(path / TOKENIZER_FILE, kind)
     checkpoint = open_checkpoint(path)
     ours = checkpoint["linrope"]
     return ours["config"], _of_model(checkpoint["state_dict"]), ours.get("tokenizer")
 
 
-def _tokenizer_in(file: Path, kind: str | None) -> dict[str, str] | None:
+def tokenizer_in(file: Path, kind: str | None) -> dict[str, str] | None:
     """The serialized tokenizer of a folder, of the type in its configuration."""
     if kind != "tokenizers":
         return None if kind is None else {"kind": kind}

@@ -94,7 +94,7 @@ class Call:
             return k
         return torch.cat((torch.zeros_like(k[..., : self.signed]), k[..., self.signed :]), dim=-1)
 
-    def keys_and_values(self, tokens: slice = slice(None)) -> tuple[Tensor, Tensor]:
+    def keys_and_values(self, tokens: slice) -> tuple[Tensor, Tensor]:
         """φ(k) and v of some tokens, in the dtype of sums; 0 where masked, whatever the masked tokens hold."""
         k, v = self.k[:, :, tokens].to(self.dtype), self.v[:, :, tokens].to(self.dtype)
         if self.key_mask is None:
@@ -177,18 +177,22 @@ def device_type(x: Tensor) -> str:
     return x.device.type if isinstance(x, Tensor) else "cpu"
 
 
+def is_autocast(x: Tensor) -> bool:
+    """Whether autocast is enabled for x's device; on "meta", which it does not know, it never is."""
+    device = device_type(x)
+    return device != "meta" and torch.is_autocast_enabled(device)
+
+
 def without_autocast(x: Tensor) -> AbstractContextManager:
     """A context in which autocast is disabled for x's device."""
-    device = device_type(x)
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    return torch.autocast(device_type(x), enabled=False) if is_autocast(x) else nullcontext()
 
 
 def autocast_inputs(*tensors: Tensor) -> list[Tensor]:
     """The tensors in the autocast dtype, if autocast is enabled for the first one's device."""
-    device = device_type(tensors[0])
-    if not torch.is_autocast_enabled(device):
+    if not is_autocast(tensors[0]):
         return list(tensors)
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(device_type(tensors[0]))
 
     def is_cast(x: Tensor) -> bool:
         return isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
@@ -259,7 +263,7 @@ def _check_log_decay(
     check_tensor("log_decay", log_decay, "floats", "(B, H, T)", shape, device)
     if log_decay.is_cuda:  # reading values here would make the host wait: the GPU checks, and stops the program
         torch._assert_async(((log_decay <= 0) & log_decay.isfinite()).all(), "log_decay must be finite and at most 0")
-    elif not torch.compiler.is_compiling() and log_decay.numel():
+    elif not (torch.compiler.is_compiling() or log_decay.is_meta) and log_decay.numel():
         lowest, highest = (bound.item() for bound in log_decay.detach().aminmax())
         if not (math.isfinite(lowest) and highest <= 0):
             raise InputError(

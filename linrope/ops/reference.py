@@ -24,7 +24,7 @@ from linrope.rotary import rotate, unit_rotations
 
 def reference_attention(call: Call) -> tuple[Tensor, State]:
     """(o, final state) of one call, by the formula, in float64 for float64 inputs and float32 for others."""
-    q, (k, v) = call.phi.forward(call.q.to(call.dtype)), call.keys_and_values()
+    q, (k, v) = call.phi.forward(call.q.to(call.dtype)), call.keys_and_values(slice(None))
     q_rotated, k_rotated = _rotate(q, call), _rotate(k, call)
     k = call.without_signed(k)
 

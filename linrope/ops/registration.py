@@ -17,6 +17,7 @@ from linrope.ops.checks import is_transformed
 from linrope.ops.cpu_kernel import kernel as cpu_kernel
 from linrope.ops.state import State
 from linrope.ops.torch_kernel import kernel as torch_kernel
+from linrope.ops.torch_kernel.memory import Pool
 from linrope.ops.triton_kernel import kernel as triton_kernel
 
 KERNELS: dict[str, ModuleType] = {"chunked": torch_kernel, "cpu": cpu_kernel, "triton": triton_kernel}
@@ -67,7 +68,7 @@ torch.library.define(
 @torch.library.impl(_FORWARD, "default")
 def _(kv, k_sum, *call_and_kernel):
     *args, kernel = call_and_kernel
-    with torch.autocast(kv.device.type, enabled=False), torch.cuda.device_of(kv):
+    with torch.autocast(kv.device.type, enabled=False), torch.cuda.device_of(kv), Pool.held():
         return KERNELS[kernel].forward(Call(*args), kv, k_sum)
 
 
@@ -75,14 +76,14 @@ def _(kv, k_sum, *call_and_kernel):
 def _(grad_o, grad_kv, grad_k_sum, o, den, kv_at, k_sum_at, d_decay, d_theta, *call_and_kernel):
     *args, kernel = call_and_kernel
     saved = o, den, kv_at, k_sum_at
-    with torch.autocast(o.device.type, enabled=False), torch.cuda.device_of(o):
+    with torch.autocast(o.device.type, enabled=False), torch.cuda.device_of(o), Pool.held():
         return KERNELS[kernel].backward(Call(*args), saved, grad_o, grad_kv, grad_k_sum, d_decay, d_theta)
 
 
 @torch.library.impl(_ONE_TOKEN, "default")
 def _(kv, k_sum, *call_and_kernel):
     *args, kernel = call_and_kernel
-    with torch.cuda.device_of(kv):
+    with torch.cuda.device_of(kv), Pool.held():
         return KERNELS[kernel].one_token(Call(*args), kv, k_sum)
 
 
@@ -131,6 +132,7 @@ def _differentiate(ctx, grad_o, _den, _kv_at, _k_sum_at, grad_kv, grad_k_sum):
         )
     o, den, kv_at, k_sum_at, q, k, v, *others = ctx.saved_tensors  # read once: checkpointing recomputes at each access
     if grad_o is None:
+        o, den = torch.zeros_like(o), torch.ones_like(den)  # the loss reads no quotient, not even one of 0 by 0
         grad_o = v.new_zeros(()).expand(*q.shape[:3], v.shape[-1])
     d_decay, d_theta = ctx.needs_input_grad[5:7]
     *dqkv, d_log_decay, d_theta_out, d_kv, d_k_sum = torch.ops.linrope.linear_attention_backward(

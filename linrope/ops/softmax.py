@@ -23,7 +23,7 @@ class KeyValueCache:
 
     Attributes:
         k, v: (B, H, S, D) rotated keys, and values.
-        visible: (B, S) False for keys of documents that have ended; None where all are visible.
+        visible: (B, S) False for masked keys, and for those of documents that have ended; None where all are visible.
         length: number of tokens seen, S or more; the next token stands at this position. None stands for S.
     """
 
@@ -44,6 +44,7 @@ def softmax_attention(
     *,
     causal: bool = True,
     window: int | None = None,
+    key_mask: Tensor | None = None,
     segment_ids: Tensor | None = None,
     cache: KeyValueCache | None = None,
     scale: float | None = None,
@@ -54,6 +55,7 @@ def softmax_attention(
         q, k, v: (B, H, T, D), rotated where they are to be.
         causal: see earlier tokens only.
         window: see the last `window` tokens only, the present one included; causal only.
+        key_mask: (B, T) booleans, False for keys that only their own query sees.
         segment_ids: (B, T) integers, whose runs are documents that attend to themselves alone.
         cache: what came before.
         scale: None for D^-½.
@@ -64,7 +66,7 @@ def softmax_attention(
     Raises:
         InputError: a cache of another batch, number of heads or head size.
     """
-    keys = _Keys.of(k, v, segment_ids, cache)
+    keys = _Keys.of(k, v, key_mask, segment_ids, cache)
     if q.shape[2] == 0:
         o = v[:, :, :0]
     elif window is None or q.shape[2] <= window:
@@ -79,11 +81,12 @@ def extend_cache(
     v: Tensor,
     *,
     window: int | None = None,
+    key_mask: Tensor | None = None,
     segment_ids: Tensor | None = None,
     cache: KeyValueCache | None = None,
 ) -> KeyValueCache:
     """The cache that `softmax_attention` returns, without the outputs; the arguments are the same."""
-    return _Keys.of(k, v, segment_ids, cache).cache(window)
+    return _Keys.of(k, v, key_mask, segment_ids, cache).cache(window)
 
 
 @dataclass(frozen=True)
@@ -98,16 +101,29 @@ class _Keys:
     length: int
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor, segment_ids: Tensor | None, cache: KeyValueCache | None) -> _Keys:
+    def of(
+        cls,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        segment_ids: Tensor | None,
+        cache: KeyValueCache | None,
+    ) -> _Keys:
         new = k.shape[2]
         document = None if segment_ids is None or new == 0 else number_documents(segment_ids)
         if cache is None:
-            return cls(k, v, document, None, new)
+            return cls(k, v, document, key_mask, new)
         if cache.k.shape[:2] != k.shape[:2] or cache.k.shape[3] != k.shape[3]:
             raise InputError(f"state.past.k is {tuple(cache.k.shape)}, this call's keys are {tuple(k.shape)}.")
         k, v = torch.cat((cache.k.to(k.dtype), k), dim=2), torch.cat((cache.v.to(v.dtype), v), dim=2)
         document = None if document is None else F.pad(document, (cache.k.shape[2], 0))
-        visible = None if cache.visible is None else F.pad(cache.visible, (0, new), value=True)
+        visible = None
+        if cache.visible is not None or key_mask is not None:
+            past, key_mask = (
+                k.new_ones(k.shape[0], n, dtype=torch.bool) if mask is None else mask
+                for n, mask in ((cache.k.shape[2], cache.visible), (new, key_mask))
+            )
+            visible = torch.cat((past, key_mask), dim=1)
         return cls(k, v, document, visible, cache.length + new)
 
     def until(self, n: int) -> _Keys:
@@ -135,7 +151,9 @@ def _dense(q: Tensor, keys: _Keys, causal: bool, window: int | None, scale: floa
     n_past, document, visible = n_keys - n_queries, keys.document, keys.visible
     banded = window is not None and n_keys > window
     if document is None and visible is None and not banded and (n_past == 0 or n_queries == 1):
-        return F.scaled_dot_product_attention(q, keys.k, keys.v, is_causal=causal and n_queries > 1, scale=scale)
+        if n_queries == 1:  # which sees all keys; a branch, since a graph of open length takes no expression here
+            causal = False
+        return F.scaled_dot_product_attention(q, keys.k, keys.v, is_causal=causal, scale=scale)
     mask = torch.ones(1, n_queries, n_keys, dtype=torch.bool, device=q.device)
     if causal:
         mask = mask.tril(n_past)
@@ -144,7 +162,8 @@ def _dense(q: Tensor, keys: _Keys, causal: bool, window: int | None, scale: floa
     if document is not None:
         mask = mask & (document[:, n_past:, None] == document[:, None, :])
     if visible is not None:
-        mask = mask & visible[:, None, :]
+        own = torch.ones_like(mask).triu(n_past).tril(n_past)  # a query that saw no key would be NaN
+        mask = mask & (visible[:, None, :] | own)
     return F.scaled_dot_product_attention(q, keys.k, keys.v, attn_mask=mask[:, None], scale=scale)
 
 
@@ -152,23 +171,34 @@ def _banded(q: Tensor, keys: _Keys, window: int, scale: float | None) -> Tensor:
     """The first `window` queries see the past, and what is hidden there; then each block sees one block back."""
     n_past = keys.k.shape[2] - q.shape[2]
     first = _dense(q[:, :, :window], keys.until(n_past + window), True, window, scale)
-    document = None if keys.document is None else keys.document[:, n_past:]
-    rest = _blocks(q[:, :, window:], keys.k[:, :, n_past:], keys.v[:, :, n_past:], window, document, scale)
+    document, visible = (None if x is None else x[:, n_past:] for x in (keys.document, keys.visible))
+    new = _Keys(keys.k[:, :, n_past:], keys.v[:, :, n_past:], document, visible, keys.length)
+    rest = _blocks(q[:, :, window:], new, window, scale)
     return torch.cat((first, rest), dim=2)
 
 
-def _blocks(q: Tensor, k: Tensor, v: Tensor, window: int, document: Tensor | None, scale: float | None) -> Tensor:
+def _blocks(q: Tensor, keys: _Keys, window: int, scale: float | None) -> Tensor:
     """Queries (B, H, T - window, D) against keys (B, H, T, D), the i-th query standing at the key `window + i`."""
     n_queries = q.shape[2]
     missing = -n_queries % window
-    q, k, v = (F.pad(x, (0, 0, 0, missing)).unflatten(2, (-1, window)) for x in (q, k, v))  # (B, H, blocks, W, D)
+    q, k, v = (F.pad(x, (0, 0, 0, missing)).unflatten(2, (-1, window)) for x in (q, keys.k, keys.v))
     k, v = (torch.cat((x[:, :, :-1], x[:, :, 1:]), dim=3) for x in (k, v))  # (B, H, blocks, 2W, D)
-    # query r of a block stands at its key W + r
-    mask = torch.ones(1, 1, window, 2 * window, dtype=torch.bool, device=q.device).triu(1).tril(window)
-    if document is not None:
-        padded = F.pad(document, (0, missing), value=-1).unflatten(1, (-1, window))  # a document of padding
+
+    def of_queries_and_keys(x: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each query (B, blocks, W, 1), and of each key in its reach (B, blocks, 1, 2W)."""
+        padded = F.pad(x, (0, missing), value=-1).unflatten(1, (-1, window))  # a document of padding
         of_key = torch.cat((padded[:, :-1], padded[:, 1:]), dim=2)
-        mask = mask & rearrange(padded[:, 1:, :, None] == of_key[:, :, None, :], "b n w s -> (b n) 1 w s")
+        return padded[:, 1:, :, None], of_key[:, :, None, :]
+
+    # query r of a block stands at its key W + r
+    mask = torch.ones(1, 1, window, 2 * window, dtype=torch.bool, device=q.device)
+    mask, own = mask.triu(1).tril(window), mask.triu(window).tril(window)
+    if keys.document is not None:
+        of_query, of_key = of_queries_and_keys(keys.document)
+        mask = mask & (of_query == of_key)
+    if keys.visible is not None:
+        mask = mask & (of_queries_and_keys(keys.visible)[1] | own)
+    mask = rearrange(mask, "b n w s -> (b n) 1 w s")
     q, k, v = (rearrange(x, "b h n w d -> (b n) h w d") for x in (q, k, v))
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     return rearrange(o, "(b n) h w d -> b h (n w) d", n=-(-n_queries // window))[:, :, :n_queries]

@@ -31,4 +31,4 @@ def fake_tensors() -> Iterator[None]:
 def shapes_only(config: LanguageModelConfig) -> LanguageModel:
     """A model with fake weights: it takes no memory, and tells its number of parameters and the size of its state."""
     with fake_tensors():
-        return LanguageModel(config)
+        return config.build()

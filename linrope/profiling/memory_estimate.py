@@ -96,7 +96,7 @@ def estimate_training_memory(
     """
     n_run = length if segment_length is None else min(length, SEGMENTS_RUN * segment_length)
     with fake_tensors(), _Meter(device) as meter:
-        model = LanguageModel(config)
+        model = config.build()
         tokens = torch.zeros(batch_size, n_run + 1, dtype=torch.int64)
         ids = torch.zeros(batch_size, n_run, dtype=torch.int64) if document_mask else None
         before = meter.peak = meter.live  # parameters and tokens

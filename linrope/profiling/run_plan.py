@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable
@@ -14,12 +15,12 @@ from rich.table import Table
 
 from linrope.data.batches.curriculum import PlannedStage, TrainingPlan
 from linrope.errors import InputError
-from linrope.models.language_model import LanguageModel, LanguageModelConfig
+from linrope.models.language_model import LanguageModelConfig
 from linrope.profiling.fake_tensors import shapes_only
 from linrope.profiling.flops import step_flops
 from linrope.profiling.memory_estimate import estimate_training_memory, step_loss
 from linrope.segmented import require_segments
-from linrope.utils.formatting import bytes_text, count_text, duration_text
+from linrope.utils.formatting import BYTES, COUNTS, bytes_text, duration_text, in_one_unit, parse_bytes, scaled
 from linrope.utils.terminal import new_table, progress_bar
 
 DEFAULT_SEGMENT = 4096
@@ -110,7 +111,7 @@ def measure_rate(setting: Setting) -> float:
     """Tokens per second on one device, from a few steps on random rows of the largest stage; without loading, logging
     and validation."""
     device = torch.device(setting.device)
-    model = LanguageModel(setting.model).to(device)
+    model = setting.model.build().to(device)
     optimizer = torch.optim.AdamW(model.parameters())
     rows, length = setting.largest.batch_size, setting.largest.seq_len
     tokens = torch.randint(min(256, setting.model.vocab_size), (rows, length + 1), device=device)
@@ -131,8 +132,8 @@ def measure_rate(setting: Setting) -> float:
     return MEASURED_STEPS * rows * length / (time.perf_counter() - began)
 
 
-def show(console: Console, setting: Setting, memory: int | None, rate: float | None) -> None:
-    """Print the plan: parameters, state, steps, duration, the table by length, and what fits the memory."""
+def show(console: Console, setting: Setting, memory: str | None, rate: float | None) -> None:
+    """Print the plan: parameters, state, steps, duration, the table by length, and what fits the memory ("24GiB")."""
     model, context = shapes_only(setting.model), setting.largest.seq_len
     for name, value in (
         ("parameters", f"{model.n_parameters:,}"),
@@ -147,10 +148,10 @@ def show(console: Console, setting: Setting, memory: int | None, rate: float | N
     console.print(_caption(setting), highlight=False, markup=False, soft_wrap=True)
     if memory is not None:
         for variant in found:
-            longest = longest_that_fits(lambda length, v=variant: v.memory(setting, length, 1), memory)
+            longest = longest_that_fits(lambda length, v=variant: v.memory(setting, length, 1), parse_bytes(memory))
             beyond = " or more" if longest == LONGEST else ""
             text = f"a row of {longest:,} tokens{beyond}" if longest else "not even a row of 1,024 tokens"
-            console.print(f"fits {bytes_text(memory)}: {variant.name}: {text}", highlight=False, soft_wrap=True)
+            console.print(f"fits {memory}: {variant.name}: {text}", highlight=False, soft_wrap=True)
 
 
 def _stage_texts(setting: Setting) -> list[tuple[str, str]]:
@@ -158,37 +159,52 @@ def _stage_texts(setting: Setting) -> list[tuple[str, str]]:
     stages, texts = setting.plan.stages, []
     for stage in stages:
         flops = Variant("", setting.model, setting.segment_length).flops(stage.seq_len, 1) / stage.seq_len
-        of_step = f"{count_text(flops * stage.tokens_per_step)}FLOP ({count_text(flops)}FLOP a token)"
+        of_step = f"{_flop(flops * stage.tokens_per_step)} ({_flop(flops)} a token)"
         texts.append(f"{stage.tokens_per_step:,} tokens, {of_step}")
     if len(stages) == 1:
         return [("a step", texts[0])]
     return [(f"from step {s.first_step:,}", f"rows of {s.seq_len:,}: {text}") for s, text in zip(stages, texts)]
 
 
+def _flop(count: float) -> str:
+    return scaled(count, [f"{unit}FLOP" for unit in COUNTS], 1000)
+
+
 def _run_text(setting: Setting, rate: float | None) -> str:
     if setting.max_steps < 1:
         return "trainer.max_steps is not set"
     tokens = setting.plan.tokens_at(setting.max_steps)
-    text = f"{setting.max_steps:,} steps, {count_text(tokens)} tokens"
+    text = f"{setting.max_steps:,} steps, {tokens:,} tokens"
     if rate is None:
         return f"{text}; give --tokens_per_second N or --measure for its duration"
     return f"{text}: {duration_text(tokens / rate)} at {rate:,.0f} tokens per second"
 
 
 def _table(console: Console, setting: Setting, found: list[Variant]) -> Table:
-    columns = [column for variant in found for column in (f"{variant.name}\nmemory", "FLOP/\ntoken")]
-    table = new_table("a training step on one device, by the length of its rows", "length", "rows", *columns)
+    lengths = [multiple * setting.largest.seq_len for multiple in MULTIPLES]
+    rows = [max(1, setting.largest.batch_size // multiple) for multiple in MULTIPLES]  # tokens of the run's batch
+    memory: list[list[float]] = []  # by length and variant
+    flops: list[list[float]] = []
     with progress_bar(console, BarColumn()) as bar:
-        task = bar.add_task("estimating", total=len(MULTIPLES) * len(found))
-        for multiple in MULTIPLES:
-            length = multiple * setting.largest.seq_len
-            rows, cells = max(1, setting.largest.batch_size // multiple), []  # as many tokens as in the run's batch
-            for variant in found:
-                per_token = variant.flops(length, rows) / (rows * length)
-                cells += [bytes_text(variant.memory(setting, length, rows)), count_text(per_token)]
-                bar.advance(task)
-            table.add_row(f"{length:,}", str(rows), *cells)
+        for shape in bar.track(list(zip(lengths, rows)), description="estimating"):
+            memory.append([variant.memory(setting, *shape) for variant in found])
+            flops.append([variant.flops(*shape) / math.prod(shape) for variant in found])
+    unit, memory_cells = _in_one_unit(memory, BYTES, 1024)
+    flops_unit, flops_cells = _in_one_unit(flops, COUNTS, 1000)
+    columns = [column for variant in found for column in (f"{variant.name}\n{unit}", f"{flops_unit}FLOP/\ntoken")]
+    table = new_table("a training step on one device, by the length of its rows", "length", "rows", *columns)
+    for length, n_rows, *cells in zip(lengths, rows, memory_cells, flops_cells):
+        table.add_row(f"{length:,}", str(n_rows), *(cell for pair in zip(*cells) for cell in pair))
     return table
+
+
+def _in_one_unit(numbers: list[list[float]], units: list[str], base: int) -> tuple[str, list[list[str]]]:
+    """A unit for a whole table of numbers, and the numbers in it."""
+    if not numbers:
+        return units[0], []
+    unit, cells = in_one_unit([number for row in numbers for number in row], units, base)
+    width = len(numbers[0])
+    return unit, [cells[first : first + width] for first in range(0, len(cells), width)]
 
 
 def _caption(setting: Setting) -> str:

@@ -4,6 +4,8 @@ Tasks: `LanguageModelingModule` trains on a `TextDataModule`; `RecallModule` tra
 `CopyDataModule`, `InductionDataModule` or `PasskeyDataModule`. A new task derives from `TrainingTask`.
 """
 
+from linrope.data.corpus.memory import text_of_documents
+from linrope.data.corpus.opening import OpenedText
 from linrope.data.synthetic.recall_task import RecallBatches
 from linrope.errors import CheckpointError, NonFiniteError
 from linrope.training.callbacks.memory_preflight import MemoryPreflight
@@ -37,6 +39,7 @@ __all__ = [
     "MQARDataModule",
     "MemoryPreflight",
     "NonFiniteError",
+    "OpenedText",
     "OptimizerConfig",
     "PasskeyDataModule",
     "PrintSample",
@@ -51,4 +54,5 @@ __all__ = [
     "TrainingTask",
     "WholeCheckpointIO",
     "learning_rate_factor",
+    "text_of_documents",
 ]

@@ -157,7 +157,9 @@ def run_order(trainer: Trainer, seed: int) -> dict[str, Any]:
     """
     if not isinstance(data := trainer.datamodule, ResumableDataModule):
         return {"seed_everything": seed}
+    overfitted = {"trainer.overfit_batches": trainer.overfit_batches} if trainer.overfit_batches else {}
     return {
+        **overfitted,
         **{f"data.{name}": value for name, value in data.order().items()},
         "trainer.accumulate_grad_batches × devices": trainer.accumulate_grad_batches * trainer.world_size,
         "seed_everything": seed,

@@ -8,13 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.optim import AdamW, Optimizer
 
 from linrope.errors import InputError
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with linear warm-up, cosine decay to a fraction of the peak, and clipping by the gradient norm."""
+    """AdamW with linear warm-up, cosine decay to a fraction of the peak, and clipping by the gradient norm.
+
+    An optimizer of your own has a subclass of this one, a frozen dataclass with the options that it adds, whose `make`
+    makes it; the schedule and the clipping are the same.
+    """
 
     lr: float = 1e-3
     """Peak learning rate."""
@@ -38,6 +43,11 @@ class OptimizerConfig:
             raise InputError(f"optimizer.final_lr_fraction={self.final_lr_fraction!r} must lie between 0 and 1.")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise InputError(f"optimizer.betas={self.betas!r} must be two numbers from 0 to below 1.")
+
+    def make(self, groups: list[dict[str, Any]], fused: bool | None) -> Optimizer:
+        """The optimizer of two parameter groups, whose `weight_decay` is set: see `parameter_groups`. `fused`: AdamW's
+        option, which suits the device."""
+        return AdamW(groups, lr=self.lr, betas=self.betas, fused=fused)
 
 
 def learning_rate_factor(

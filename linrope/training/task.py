@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from linrope.data.batches.shuffling import mix
@@ -151,7 +151,7 @@ class TrainingTask(LightningModule):
         return loss.total / loss.n_positions
 
     def configure_gradient_clipping(
-        self, optimizer: AdamW, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Refuses a non-finite loss or gradient, logs and clips: Lightning calls it right before the weights change."""
         sums, n_positions = self._finish_step_sums()
@@ -179,6 +179,10 @@ class TrainingTask(LightningModule):
         """AdamW's option: one pass over all weights on a CPU, PyTorch's choice elsewhere. A fused AdamW would take the
         gradients of a GradScaler scaled, and clipping needs them as they are."""
         return True if self.device.type == "cpu" and not self._scales_gradients else None
+
+    @property
+    def _adam_options(self) -> dict[str, Any]:
+        return {"betas": self.optimizer_config.betas, "fused": self._fused}
 
     def _finish_step_sums(self) -> tuple[dict[str, float], float]:
         """The sums and the number of positions of the whole step, over its micro-batches and ranks."""
@@ -224,7 +228,10 @@ class TrainingTask(LightningModule):
     def configure_optimizers(self) -> dict[str, Any]:
         config = self.optimizer_config
         groups = parameter_groups(self.model, config.weight_decay)
-        optimizer = AdamW(groups, lr=config.lr, betas=config.betas, fused=self._fused)
+        optimizer = config.make(groups, self._fused)
+        if len(optimizer.param_groups) != len(groups):
+            name = type(config).__name__
+            raise InputError(f"{name}.make changed the number of parameter groups: give the optimizer those it got.")
         # Lightning steps schedulers per epoch unless told otherwise.
         return {
             "optimizer": optimizer,
@@ -286,6 +293,10 @@ class TrainingTask(LightningModule):
             if data is not None and data.fractions is not None:
                 warn_of_other_split(checkpoint, data.fractions, path)
             return
+        if overfitted := self.trainer.overfit_batches:
+            raise InputError(
+                f"trainer.overfit_batches={overfitted} is a check, which resumes no run: drop --ckpt_path."
+            )
         require_same_order(checkpoint, self._order, path)
         if data is not None:
             rewind_to_step(checkpoint, self.trainer.accumulate_grad_batches)
@@ -298,6 +309,7 @@ class TrainingTask(LightningModule):
         lr_now = config.lr * self._learning_rate_factor(step) if self.trainer.max_steps > 0 else config.lr
         for state in checkpoint.get("optimizer_states", []):
             for group, decay in zip(state["param_groups"], (config.weight_decay, 0.0), strict=True):
-                group.update(lr=lr_now, initial_lr=config.lr, betas=config.betas, weight_decay=decay, fused=self._fused)
+                now = {"lr": lr_now, "initial_lr": config.lr, "weight_decay": decay, **self._adam_options}
+                group.update({name: value for name, value in now.items() if name in group})
         for state in checkpoint.get("lr_schedulers", []):
             state["base_lrs"] = [config.lr] * len(state["base_lrs"])

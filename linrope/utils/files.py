@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
+import secrets
+import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
@@ -15,17 +16,22 @@ import torch
 
 from linrope.errors import InputError, suggest
 
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
+
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """A file to write, which replaces `path` once all of it is on the disk.
 
-    If anything fails before, even if the process is killed, `path` stays as it was. A killed process leaves a
-    `….partial` file beside it, which the next attempt overwrites.
+    If anything fails before, even if the process is killed, `path` stays as it was. A killed process leaves a file
+    `….partial` beside it: see `remove_partial_files`. Processes that write the same path do not disturb each other.
     """
-    partial = path.with_name(f"{path.name}.partial")
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        with open(partial, "wb") as file:
+        with open(partial, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())  # else a crash of the machine could leave an empty file under the new name
@@ -42,6 +48,13 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
             os.close(descriptor)
 
 
+def remove_partial_files(folder: Path) -> None:
+    """Remove what processes that were killed left of `whole_file` in a folder; no process may be writing there."""
+    for partial in folder.glob("*.partial"):
+        with suppress(OSError):
+            partial.unlink()
+
+
 def require_writable(folder: Path, option: str) -> None:
     """Raise InputError, naming the option, unless files can be made in a folder, or the folder itself can be made."""
     existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
@@ -54,36 +67,47 @@ def require_writable(folder: Path, option: str) -> None:
         ) from error
 
 
-def remove_empty(folder: Path) -> None:
-    """Remove a folder if it is empty, and then the one above it if that is empty."""
-    with suppress(OSError):
-        folder.rmdir()
-        folder.parent.rmdir()
-
-
 def require_new(path: Path, option: str, overwrite: bool) -> None:
-    """Raise InputError, naming the option, unless a file may be written there."""
-    if not path.parent.is_dir():
+    """Raise InputError, naming the option, unless a file may be written there; that of a link is where it leads to."""
+    target = target_of(path, option)
+    if not target.parent.is_dir():
         raise InputError(f"{option}={str(path)!r} lies in a folder that does not exist: make it, or choose another.")
-    if path.is_dir() or (path.exists() and not overwrite):
-        what = "is a folder" if path.is_dir() else "exists"
-        raise InputError(f"{option}={str(path)!r} {what}: choose another name, or replace a file with --overwrite.")
-    require_writable(path.parent, option)
+    if target.exists() and not overwrite:
+        raise InputError(f"{option}={str(path)!r} exists: choose another name, or replace a file with --overwrite.")
+    require_writable(target.parent, option)
+
+
+def target_of(path: Path, option: str) -> Path:
+    """The file to write for a path, links followed. Raises InputError, naming the option, if something else is there:
+    to replace a folder, a device or a pipe would remove it."""
+    target = Path(os.path.realpath(path))
+    if target.is_symlink():
+        raise InputError(f"{option}={str(path)!r} is a link that leads back to itself: choose another name.")
+    if target.exists() and not target.is_file():
+        what = "is a folder" if target.is_dir() else "is a device or a pipe, not a file"
+        raise InputError(f"{option}={str(path)!r} {what}: choose another name.")
+    return target
 
 
 def load_plain(path: Path, what: str = "checkpoint") -> Any:
     """Tensors and plain values that `torch.save` wrote; the tensors are memory-mapped.
 
-    InputError, which calls the file `what`, if there is none or it is damaged.
+    InputError, which calls the file `what`, if there is none, it is damaged, or another program packed it again.
     """
     if not path.is_file():
         siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
         raise InputError(f"{what} {str(path)!r} does not exist.{suggest(path.name, siblings)}")
     try:
-        with zipfile.ZipFile(path) as archive:  # torch.load does not check the checksums of torch.save
-            if damaged := archive.testzip():
-                raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        records = _records_of(path)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if _sizes_of_storages(content) != records:
+            raise zipfile.BadZipFile("the sizes of the records are not those of the tensors")
+        return content
+    except _CompressedError as error:
+        raise InputError(
+            f"{what} {str(path)!r} was unpacked and packed again, with compression ({error}): its tensors cannot be "
+            "read. Give the file as it was written, or pack it again without compression (zip -0)."
+        ) from error
     except Exception as error:  # torch, pickle and zipfile have many for other files
         others = sorted(file.name for file in path.parent.glob(f"*{path.suffix or '.ckpt'}") if file.name != path.name)
         raise InputError(
@@ -92,10 +116,56 @@ def load_plain(path: Path, what: str = "checkpoint") -> Any:
         ) from error
 
 
+class _CompressedError(Exception):
+    """An entry of an archive is compressed."""
+
+
+def _records_of(path: Path) -> list[int]:
+    """Checks an archive of `torch.save`; the sizes of its records in the order of the file, without empty ones."""
+    with zipfile.ZipFile(path) as archive:  # torch.load checks neither compression nor checksums nor sizes
+        entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
+        for entry in entries:
+            if entry.compress_type != zipfile.ZIP_STORED:
+                raise _CompressedError(entry.filename)
+        if damaged := archive.testzip():
+            raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
+    records = [entry for entry in entries if entry.filename.partition("/")[2].startswith("data/")]
+    return [entry.file_size for entry in records if entry.file_size]
+
+
+def _sizes_of_storages(content: Any) -> list[int]:
+    """Bytes of each storage under nested containers, in the order of memory, without empty ones.
+
+    Memory-mapped storages are in the order of their records.
+    """
+    sizes: dict[int, int] = {}
+
+    def note(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            storage = value.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(value, dict):
+            note(list(value.values()))
+        elif isinstance(value, (list, tuple, set)):
+            for part in value:
+                note(part)
+
+    note(content)
+    return [sizes[start] for start in sorted(sizes) if sizes[start]]
+
+
 def claim(file: IO[str]) -> bool:
     """Lock an open file until it is closed; False if another process has locked it."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(file)
     except OSError:
         return False
     return True
+
+
+def lock(file: IO[str], inherited: bool = True) -> None:
+    """Lock an open file until it is closed, by forked processes too if `inherited`. OSError if that is not possible."""
+    if sys.platform == "win32":
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+    else:
+        (fcntl.flock if inherited else fcntl.lockf)(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from linrope.errors import InputError
 
@@ -19,21 +20,39 @@ def parse_bytes(text: str) -> int:
     return nbytes
 
 
+BYTES, COUNTS = ["B", "KiB", "MiB", "GiB", "TiB"], ["", "k", "M", "G", "T", "P"]
+
+
 def scaled(value: float, units: list[str], base: int) -> str:
     """The number with three digits, in the first unit that is large enough: 12.3 MiB."""
+    power = _power(value, len(units), base)
+    return f"{three_digits(value / base**power)} {units[power]}".strip()
+
+
+def _power(value: float, n_units: int, base: int) -> int:
     power = 0
-    while value >= 999.5 and power < len(units) - 1:
-        value, power = value / base, power + 1
-    number = f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
-    return f"{number} {units[power]}".strip()
+    while value / base**power >= 999.5 and power < n_units - 1:
+        power += 1
+    return power
+
+
+def three_digits(value: float) -> str:
+    """12,345, 123, 12.3 or 1.23."""
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
 
 
 def bytes_text(nbytes: float) -> str:
-    return scaled(nbytes, ["B", "KiB", "MiB", "GiB", "TiB"], 1024)
+    return scaled(nbytes, BYTES, 1024)
 
 
 def count_text(count: float) -> str:
-    return scaled(count, ["", "k", "M", "G", "T", "P"], 1000).replace(" ", "")
+    return scaled(count, COUNTS, 1000).replace(" ", "")
+
+
+def in_one_unit(values: Sequence[float], units: list[str], base: int) -> tuple[str, list[str]]:
+    """A unit, and the numbers in it, for a column of a table: the unit that suits the smallest number."""
+    power = _power(min(values), len(units), base)
+    return units[power], [three_digits(value / base**power) for value in values]
 
 
 def duration_text(seconds: float) -> str:

@@ -33,10 +33,10 @@ def multiplies_bfloat16() -> bool:
 
 def mkl_lacks_avx512() -> bool:
     """Whether PyTorch's float32 products leave AVX512 unused: MKL has such code for Intel's processors only. oneDNN,
-    which computes PyTorch's convolutions, has it for all."""
+    which computes PyTorch's convolutions, has it for all. False where the system does not list the vendor."""
     libraries = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return libraries and has_avx512 and _listed("vendor_id") != {"GenuineIntel"}
+    return libraries and has_avx512 and _listed("vendor_id") not in ({"GenuineIntel"}, set())
 
 
 def _instructions() -> set[str]:

@@ -11,6 +11,26 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from linrope.errors import InputError, require_choice, suggest
 
 
+def class_path_of(one: type) -> str:
+    """`module.Class`, by which `loaded_subclass` finds it again."""
+    return f"{one.__module__}.{one.__qualname__}"
+
+
+def loaded_subclass(base: type, class_path: str) -> type:
+    """The class of that name among the imported subclasses of `base`. InputError if there is none."""
+    found, waiting = {}, [base]
+    while waiting:
+        one = waiting.pop()  # the newest first: a notebook may define a class again
+        found.setdefault(class_path_of(one), one)
+        waiting += one.__subclasses__()
+    if class_path not in found:
+        raise InputError(
+            f"class_path={class_path!r} is no imported subclass of {base.__name__}: import it first, on the command "
+            "line with --import FILE.py."
+        )
+    return found[class_path]
+
+
 def check_keys(values: Any, config: type, section: str = "") -> None:
     """Raise InputError unless `values` is a dictionary of fields of the dataclass `config`, with all required ones.
 

@@ -22,6 +22,7 @@ from linrope.cli.main import main
 from linrope.cli.prompts import Prompt, cut_after_lines
 from linrope.data.tokenizers.bytes import SEPARATOR, TextDecoder, encode_prompt
 from linrope.generation.decoding import read
+from linrope.generation.prompt_state import save_prompt_state
 from linrope.generation.sampling import Sampler, Sampling
 from linrope.generation.text import TextWriter, printable
 
@@ -157,6 +158,37 @@ def test_a_state_file_is_not_overwritten_without_being_asked(folder, tmp_path, e
     assert main([*options, "--overwrite", "--prompt=another"]) == 0
     assert state.read_bytes() != before
     assert "lies in a folder that does not exist" in error_of(*options, f"--save_state={tmp_path}/nowhere/state.pt")
+
+
+def test_a_state_of_several_texts_is_refused(model, folder, tmp_path, error_of):
+    save_prompt_state(tmp_path / "three.pt", model, read(model, encode_prompt("a")[None]).fork(3))
+    err = error_of("generate", folder, f"--load_state={tmp_path / 'three.pt'}")
+    assert f"--load_state='{tmp_path / 'three.pt'}' holds 3 texts: save one of them" in err
+
+
+def test_a_saved_state_replaces_files_only_and_follows_links(folder, tmp_path, error_of):
+    real, link, dangling, loop, pipe = (tmp_path / name for name in ("real.pt", "link.pt", "new.pt", "loop", "pipe"))
+    real.write_bytes(b"before")
+    link.symlink_to(real)
+    dangling.symlink_to(tmp_path / "made.pt")
+    loop.symlink_to(loop)
+    os.mkfifo(pipe)
+    options = ["generate", folder, "--prompt=a", "--max_new_tokens=0"]
+    assert f"--save_state='{link}' exists" in error_of(*options, f"--save_state={link}")
+    assert main([*options, f"--save_state={link}", "--overwrite"]) == 0
+    assert main([*options, f"--save_state={dangling}"]) == 0
+    assert link.is_symlink()
+    assert dangling.is_symlink()
+    assert real.read_bytes() != b"before"
+    assert (tmp_path / "made.pt").is_file()
+    for path, what in [
+        (pipe, "is a device or a pipe, not a file"),
+        ("/dev/null", "is a device or a pipe, not a file"),
+        (loop, "is a link that leads back to itself"),
+        (tmp_path, "is a folder"),
+    ]:
+        assert f"--save_state='{path}' {what}: choose" in error_of(*options, f"--save_state={path}", "--overwrite")
+    assert pipe.is_fifo()
 
 
 def test_damaged_weights_end_with_a_sentence(model, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -10,6 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import linrope
+from linrope import feature_maps
+from linrope.cli import imports
 from linrope.cli.commands import COMMANDS
 from linrope.cli.main import main
 from linrope.cli.output import command_line
@@ -26,7 +30,7 @@ require_unloaded("lightning", "lightning_utilities", "jsonargparse", "rich", "to
 import linrope.cli.main
 import linrope.data.corpus.opening, linrope.data.prepare.preparation
 require_unloaded("lightning", "jsonargparse", "rich", "tokenizers", "zstandard", "datasets")
-import linrope.cli.generate, linrope.cli.prepare, linrope.cli.recall, linrope.cli.export
+import linrope.cli.generate, linrope.cli.prepare, linrope.cli.recall, linrope.cli.export, linrope.cli.compare
 require_unloaded("lightning", "torchmetrics", "transformers", "tokenizers", "zstandard", "datasets", "matplotlib")
 """
 
@@ -70,7 +74,10 @@ def test_help_is_short_and_names_every_command(capsys):
         (["fit", "--trainer.accelerator=gpuu"], r"section trainer: .*'gpuu'"),
         (["fit", "--trainer.max_epochs=3"], r"trainer\.max_epochs=3 has no meaning here.*\. Set trainer\.max_steps"),
         (["fit", "--run.checkpoint_every_n_steps=0"], r"run\.checkpoint_every_n_steps=0 must be 1 or more"),
-        (["fit"], r"trainer\.max_steps=-1 must be set to 1 or more"),
+        (["fit"], r"a run needs a configuration: `linrope fit --config configs/quickstart\.yaml`"),
+        (["fit", "--model.n_layers=1"], r"trainer\.max_steps=-1 must be set to 1 or more"),
+        (["fit", "a.yaml"], r"'a\.yaml' has no option before it\. Did you mean '--config a\.yaml'\?"),
+        (["plan", "--model.n_layers", "1", "a.yaml"], r"'a\.yaml' has no .* Did you mean '--config a\.yaml'\?"),
         (["fit", "--data.path=/nowhere/at/all"], r"data\.path='/nowhere/at/all' does not exist"),
         (["fit", "--seed_everything=-3"], r"--seed_everything=-3 must be a number from 0 to 4294967295"),
         (["fit", "--trainer.accumulate_grad_batches=0"], r"trainer\.accumulate_grad_batches=0 must be 1 or more"),
@@ -119,6 +126,18 @@ def test_a_file_that_is_no_checkpoint_is_named(tmp_path, error_of):
         assert re.match(rf"linrope: error: checkpoint '.*{name}' ", err)
 
 
+def test_the_version_is_printed(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"linrope {linrope.__version__}\n"
+
+
+def test_the_package_runs_as_a_module(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["linrope", "--version"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("linrope", run_name="__main__")
+    assert capsys.readouterr().out == f"linrope {linrope.__version__}\n"
+
+
 @pytest.mark.exhaustive
 def test_the_installed_command_exits_with_the_code():
     script = Path(sys.executable).with_name("linrope")
@@ -138,10 +157,54 @@ def test_a_reader_that_leaves_early_is_no_error(trained_run, monkeypatch, capsys
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(("on_path", "program"), [(True, "linrope"), (False, "env/bin/linrope")])
-def test_a_line_to_copy_runs_as_it_stands(tmp_path, monkeypatch, on_path, program):
+@pytest.mark.parametrize(
+    ("typed", "on_path", "program"),
+    [
+        ("env/bin/linrope", True, "linrope"),
+        ("env/bin/linrope", False, "env/bin/linrope"),
+        ("linrope/__main__.py", True, "linrope"),
+        ("linrope/__main__.py", False, f"{sys.executable} -m linrope"),
+    ],
+)
+def test_a_line_to_copy_runs_as_it_stands(tmp_path, monkeypatch, typed, on_path, program):
     """In an environment that is not activated the bare name would not be found."""
-    monkeypatch.setattr(sys, "argv", ["env/bin/linrope"])
+    monkeypatch.setattr(sys, "argv", [typed])
     (tmp_path / "linrope").touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path if on_path else tmp_path / "nothing"))
     assert command_line("generate", ["--prompt", "a b"], "--seed", 1) == f"{program} generate --prompt 'a b' --seed 1"
+
+
+@pytest.fixture
+def own_code(tmp_path, monkeypatch):
+    """The file my_maps.py, which registers a feature map."""
+    file = tmp_path / "my_maps.py"
+    file.write_text("import torch\nimport linrope\nlinrope.register_feature_map('cube', lambda x: x.relu() ** 3)\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(feature_maps, "_REGISTERED", {})
+    yield file
+    sys.modules.pop("my_maps", None)
+    imports.imported.clear()
+
+
+def test_code_of_ones_own_is_imported_first(own_code, tiny, run_folder, capsys, error_of):
+    args = ["fit", *tiny, "--model.feature_map=cube"]
+    assert "'cube' is unknown: choose one of 'elu1'" in error_of(*args)
+    assert main([*args, "--import", str(own_code)]) == 0
+    assert f"linrope generate --import {own_code} --ckpt_path" in capsys.readouterr().out
+    assert "feature_map: cube" in (run_folder / "config.yaml").read_text()
+    generate = ["generate", f"--ckpt_path={run_folder}/checkpoints/last.ckpt", "--prompt=a", "--max_new_tokens=2"]
+    assert main([*generate, f"--import={own_code}"]) == 0
+    feature_maps._REGISTERED.clear()
+    assert "--import FILE.py" in error_of(*generate)
+
+
+def test_code_that_cannot_be_imported_is_named(tmp_path, error_of, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "json.py").write_text("")
+    for source, message in [
+        ("nowhere.py", "--import nowhere.py: the file does not exist."),
+        ("no_such_module", "--import no_such_module: there is no module of that name"),
+        ("", "--import : there is no module of that name"),
+        (tmp_path / "json.py", "another module has the name 'json'. Rename the file."),
+    ]:
+        assert message in error_of("info", "--import", source)

@@ -10,7 +10,7 @@ from linrope.data.batches.curriculum import CurriculumStage, TrainingPlan
 from linrope.profiling import run_plan as plan
 from linrope.profiling.flops import step_flops
 from linrope.profiling.run_plan import Setting, Variant, longest_that_fits, variants
-from linrope.utils.formatting import duration_text, parse_bytes
+from linrope.utils.formatting import BYTES, COUNTS, duration_text, in_one_unit, parse_bytes
 
 SMALL = LanguageModelConfig(d_model=16, n_layers=1, n_heads=2, forget_gate=True)
 
@@ -37,10 +37,11 @@ def test_the_command_says_all_before_anything_runs(tiny, tmp_path, capsys, monke
     assert re.search(rf"^parameters +{model.n_parameters:,}$", out, re.M)
     assert re.search(r"^decoding state +584 B at 64 tokens$", out, re.M)
     # 64 · 2 rows · 2 batches = 256 tokens a step, 100 steps of them at 128 a second
-    assert re.search(r"^the run +100 steps, 25\.6k tokens: 3 min 20 s at 128 tokens per second$", out, re.M)
+    assert re.search(r"^the run +100 steps, 25,600 tokens: 3 min 20 s at 128 tokens per second$", out, re.M)
     assert re.search(r"^a step +256 tokens, ", out, re.M)
     assert re.findall(r"^ +(64|256) +(\d+) ", out, re.M) == [("64", "2"), ("256", "1")]
-    fits = dict(re.findall(r"^fits 60 MiB: (.+): a row of ([\d,]+) tokens", out, re.M))
+    fits = dict(re.findall(r"^fits 60MiB: (.+): a row of ([\d,]+) tokens", out, re.M))
+    assert re.search(r"^length +rows +(\w+) +token +\1 +token +\1 +token *$", out, re.M)  # one unit for all cells
     assert fits.keys() == {"this model", "with softmax", "in segments"}
     length = int(fits["this model"].replace(",", ""))
     variant = Variant("", LanguageModelConfig(d_model=16, n_layers=1, n_heads=2))
@@ -97,7 +98,7 @@ def test_a_curriculum_is_planned_stage_by_stage(tiny, capsys, error_of, monkeypa
     out = capsys.readouterr().out
     assert re.search(r"^from step 0 +rows of 64: 128 tokens, ", out, re.M)
     assert re.search(r"^from step 8 +rows of 512: 4,096 tokens, ", out, re.M)
-    assert "100 steps, 378k tokens: 6 min 18 s" in out
+    assert "100 steps, 377,856 tokens: 6 min 18 s" in out
     assert re.search(r"^ +512 +8 ", out, re.M)  # the table is of the largest batches
     assert "trainer.max_steps=5 ends before data.curriculum does" in error_of(*args, "--trainer.max_steps=5")
 
@@ -121,6 +122,11 @@ def test_the_longest_that_fits_is_the_last_power_of_two_within_the_memory():
 def test_durations_are_in_two_units():
     expected = {0.25: "0.25 s", 59: "59 s", 61: "1 min 1 s", 3600 * 2 + 61: "2 h 1 min", 86400 * 3 + 3600: "3 d 1 h"}
     assert {seconds: duration_text(seconds) for seconds in expected} == expected
+
+
+def test_a_column_has_one_unit():
+    assert in_one_unit([1.5 * 2**20, 3 * 2**30], BYTES, 1024) == ("MiB", ["1.5", "3,072"])
+    assert in_one_unit([5.53e6, 408e6, 11.2e9], COUNTS, 1000) == ("M", ["5.53", "408", "11,200"])
 
 
 def test_mistakes_are_named(tiny, error_of):

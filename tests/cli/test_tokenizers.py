@@ -151,7 +151,7 @@ def test_a_flat_files_token_beyond_the_model_is_named_with_its_position(flat, ti
 def test_a_folder_of_a_model_without_a_word_on_tokenizers_is_one_of_bytes(tmp_path, capsys, error_of):
     sizes = {"d_model": 16, "n_layers": 1, "n_heads": 2}
     LanguageModel(LanguageModelConfig(**sizes)).save_pretrained(tmp_path / "saved")
-    assert sorted(file.name for file in (tmp_path / "saved").iterdir()) == ["config.json", "model.pt"]
+    assert sorted(file.name for file in (tmp_path / "saved").iterdir()) == ["SHA256SUMS", "config.json", "model.pt"]
     assert "tokenizer" not in json.loads((tmp_path / "saved" / "config.json").read_text())
     assert main(["generate", f"--ckpt_path={tmp_path / 'saved'}", "--prompt=hé", "--max_new_tokens=2"]) == 0
     assert capsys.readouterr().out.startswith("hé")
@@ -165,5 +165,7 @@ def test_a_lost_tokenizer_of_a_folder_is_named(tmp_path):
     model.tokenizer = SubwordTokenizer(byte_level()).to_serialized()
     model.save_pretrained(tmp_path / "saved")
     (tmp_path / "saved" / "tokenizer.json").unlink()
-    with pytest.raises(InputError, match=r"saved/tokenizer\.json cannot be read .*: save the model again"):
+    with pytest.raises(InputError, match=r"saved/tokenizer\.json' is missing, SHA256SUMS lists it: save or copy"):
         LanguageModel.from_pretrained(tmp_path / "saved")
+    with pytest.raises(InputError, match=r"saved/tokenizer\.json cannot be read .*: save the model again"):
+        LanguageModel.from_pretrained(tmp_path / "saved", verify=False)

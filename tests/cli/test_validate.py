@@ -71,6 +71,38 @@ def test_a_folder_of_save_pretrained_is_validated_like_its_checkpoint(trained_ru
     assert "model.n_heads: 2 in the checkpoint, 4 here" in error_of(*folder, "--model.n_heads=4")
 
 
+def test_the_checkpoint_names_the_model_and_its_run_the_data(trained_run, tmp_path, capsys, error_of, monkeypatch):
+    """Without a configuration, and with one that leaves the model out."""
+    assert main(["validate", *trained_run.resumed]) == 0
+    expected = capsys.readouterr().out
+    checkpoint = f"--ckpt_path={trained_run.checkpoint}"
+    assert main(["validate", checkpoint]) == 0
+    assert capsys.readouterr().out == expected
+    data = [option for option in trained_run.options if not option.startswith("--model.")]
+    saved = tmp_path / "saved"
+    LanguageModel.from_pretrained(trained_run.checkpoint).save_pretrained(saved)
+    (tmp_path / "data.yaml").write_text("model: {n_layers: 1}")
+    for args in ([f"--ckpt_path={saved}"], [checkpoint, f"--config={tmp_path / 'data.yaml'}"]):
+        assert main(["validate", *data, *args]) == 0
+        assert capsys.readouterr().out == expected
+    assert "model.n_heads: 2 in the checkpoint, 4 here" in error_of("validate", checkpoint, "--model.n_heads=4")
+    assert main(["test", checkpoint]) == 0
+    assert re.match(r"test_loss 5\.\d+", capsys.readouterr().out)
+
+
+def test_last_is_the_newest_checkpoint_of_all_runs(trained_run, tmp_path, capsys, error_of, monkeypatch):
+    monkeypatch.chdir(trained_run.folder.parents[2])
+    assert main(["validate", "--ckpt_path=last", "--trainer.limit_val_batches=1"]) == 0
+    assert "--ckpt_path=last is runs/tiny/version_0/checkpoints/last.ckpt\n" in capsys.readouterr().err
+    assert "no run in 'runs/other' has a last.ckpt" in error_of("validate", "--ckpt_path=last", "--run.name=other")
+    assert main(["generate", "--ckpt_path=last", "--prompt=hello", "--max_new_tokens=2"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("hello")
+    assert "--ckpt_path=last is runs/tiny/version_0/checkpoints/last.ckpt\n" in err
+    monkeypatch.chdir(tmp_path)
+    assert "no run in 'runs' has a last.ckpt. Name the checkpoint file" in error_of("generate", "--ckpt_path=last")
+
+
 def test_mistakes_are_named_before_work_starts(trained_run, capsys):
     for more, message in [
         (["--lengths", "1x", "soon"], "--lengths soon: give numbers of tokens, or multiples of data.context=32"),

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from linrope import LanguageModel, LanguageModelConfig
+from linrope import InputError, LanguageModel, LanguageModelConfig
 from linrope.generation.decoding import REPETITION_WINDOW, read, require_memory, stream
 from linrope.generation.prompt_state import load_prompt_state, save_prompt_state
 from linrope.generation.sampling import _inverse, _penalised
@@ -168,11 +168,58 @@ def test_a_damaged_state_file_or_none_is_refused(recipe, prompts, tmp_path):
         assert_input_errors((partial(load_prompt_state, tmp_path / name, recipe), message))
 
 
+def alterations_of(value):
+    """Each value that differs from the given one in one place."""
+    if isinstance(value, dict):
+        for name in value:
+            yield {other: x for other, x in value.items() if other != name}
+            yield from ({**value, name: other} for other in alterations_of(value[name]))
+        yield {**value, "more": 1}
+    elif isinstance(value, list):
+        yield from (value[:i] + value[i + 1 :] for i in range(len(value)))
+        yield from (
+            [*value[:i], other, *value[i + 1 :]] for i in range(len(value)) for other in alterations_of(value[i])
+        )
+        yield [*value, *value[:1]]
+    elif isinstance(value, torch.Tensor):
+        yield from (value[None], value[..., :-1].clone(), value.to(torch.float16), value.long().neg() - 2)
+        yield value.clone().index_fill_(-1, torch.tensor([0]), 7)
+    if value is not None:
+        yield None
+    yield "text" if isinstance(value, int) else 3
+    yield [value]
+
+
+def test_an_altered_state_file_is_refused_whatever_was_altered(prompts, tmp_path):
+    model = LanguageModel(CONFIGS["hybrid"]).eval()
+    save_prompt_state(tmp_path / "state.pt", model, read(model, prompts[1:3]))
+    content = torch.load(tmp_path / "state.pt", weights_only=True)
+    n_altered = 0
+    for altered in alterations_of(content):
+        torch.save(altered, tmp_path / "altered.pt")
+        with pytest.raises(InputError, match=r"state file '.*altered.pt' (was altered|is not in the format)"):
+            load_prompt_state(tmp_path / "altered.pt", model)
+        n_altered += 1
+    assert n_altered > 200
+    torch.save(content, tmp_path / "again.pt")
+    load_prompt_state(tmp_path / "again.pt", model)
+
+
 def test_bad_calls_are_named(recipe, prompts):
     state = read(recipe, prompts[1][None])
     assert_input_errors(
         (lambda: read(recipe, torch.zeros(1, 0, dtype=torch.int64)), "at least one token"),
-        (lambda: read(recipe, []), "is not a list of prompts"),
+        (lambda: read(recipe, []), r"tokens is list \[\], not a list of prompts"),
+        (lambda: recipe.generate([1, 2, 3], 4), r"tokens is list \[1, 2, 3\], not .*: pass .*tensor\(\[\[1, 2, 3\]\]"),
+        (lambda: recipe.generate([[1, 2], [3]], 4), r"tokens is list \[\[1, 2\], \[3\]\], not a list of prompts"),
+        (lambda: recipe.generate(None, 4), "tokens is NoneType None, not a list of prompts"),
+        (lambda: recipe.stream("text", 4), r"tokens is text: pass its tokens, \[model.encode\(text\)\]"),
+        (lambda: recipe.generate([prompts[0], "text"], 4), "tokens is text: pass its tokens"),
+        (lambda: recipe("text"), r"tokens is a str: pass int64 of shape \(B, T\), model.encode\(text\)\[None\] for a"),
+        (lambda: recipe.generate("text", 4), "encode needs a model of text: this one knows 40 tokens"),
+        (lambda: recipe.stream(state, 3, temprature=1), "temprature=1 is not an option of .* mean 'temperature'"),
+        (lambda: recipe.generate(state, 3, num_beams=2), "num_beams=2 is not an option of generation: choose among"),
+        (lambda: recipe.generate(state, 3, segment_lenght=2), "Did you mean 'segment_length'"),
         (lambda: read(recipe, [prompts[0], prompts[1][:0]]), r"tokens\[1\] is empty"),
         (lambda: read(recipe, prompts[:2], state), "and a state is given: read each prompt alone"),
         (lambda: read(recipe, prompts[1][None].expand(2, -1), state), "state.*this call needs"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline
 
 import linrope.interop
 import linrope.interop.transformers as transformers_interop
@@ -17,7 +17,7 @@ from linrope import InputError, LanguageModel, LanguageModelConfig
 from linrope.cli.main import main
 from linrope.data.tokenizers.bytes import SEPARATOR, encode_prompt
 from linrope.data.tokenizers.subwords import SubwordTokenizer
-from tests.conftest import assert_input_errors, covering
+from tests.conftest import covering
 from tests.data.tokenizers.subword_files import byte_level
 from tests.models.test_language_model import CONFIGS
 
@@ -165,7 +165,9 @@ print(ours.training, sorted({"transformers", "lightning", "jsonargparse", "rich"
 from transformers import AutoModelForCausalLM
 theirs = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
 tokens = torch.arange(9)[None]
-torch.save((ours(tokens), theirs(tokens).logits), sys.argv[2])
+theirs.save_pretrained(sys.argv[3])
+again = AutoModelForCausalLM.from_pretrained(sys.argv[3], trust_remote_code=True)
+torch.save((ours(tokens), theirs(tokens).logits, again(tokens).logits), sys.argv[2])
 """
 
 
@@ -173,11 +175,48 @@ def test_another_program_reads_the_folder_without_transformers_and_without_the_i
     """`LanguageModel.from_pretrained` needs torch alone, as `import linrope` does; and with `trust_remote_code=True`
     the Auto classes take the folder although nothing registered linrope."""
     environment = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
-    command = [sys.executable, "-c", PROGRAM, folder, tmp_path / "logits.pt"]
+    command = [sys.executable, "-c", PROGRAM, folder, tmp_path / "logits.pt", tmp_path / "saved"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, env=environment)
     assert done.stdout == "False []\n"
     for logits in torch.load(tmp_path / "logits.pt"):
         torch.testing.assert_close(logits, trained(torch.arange(9)[None]), **CLOSE)
+    own = {"config.json", "generation_config.json", "model.safetensors", "modeling_linrope.py", "SHA256SUMS"}
+    assert {file.name for file in (tmp_path / "saved").iterdir()} == own
+
+
+def test_a_tuned_model_is_saved_with_all_that_reading_needs(tmp_path):
+    """As the Trainer saves its checkpoints: the weights, the code that the folder names, and the tokenizer."""
+    ours = SubwordTokenizer(byte_level(()))
+    model = LanguageModel(LanguageModelConfig(vocab_size=ours.vocab_size, d_model=16, n_layers=1, n_heads=2)).eval()
+    model.tokenizer = ours.to_serialized()
+    transformers_interop.export(model, tmp_path / "exported")
+    tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    with torch.no_grad():
+        tuned.model.blocks[0].mlp.out.weight += 1
+    tuned.save_pretrained(tmp_path / "saved", state_dict=tuned.state_dict())
+    exported, saved = (json.loads((tmp_path / one / "config.json").read_text()) for one in ("exported", "saved"))
+    assert exported == saved
+    assert saved["auto_map"]["AutoModelForCausalLM"] == "modeling_linrope.LinropeForCausalLM"
+    code = "from linrope.interop.transformers import LinropeConfig, LinropeForCausalLM\n"
+    assert (tmp_path / "saved" / "modeling_linrope.py").read_text() == code
+    back = LanguageModel.from_pretrained(tmp_path / "saved")
+    assert back.tokenizer == model.tokenizer
+    tokens = torch.arange(9)[None]
+    assert torch.equal(back(tokens), tuned(tokens).logits)
+    assert not torch.equal(back(tokens), model(tokens))
+
+
+def test_checksums_are_verified_by_both_sides_unless_asked_not_to(trained, tmp_path):
+    transformers_interop.export(trained, tmp_path)
+    config = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config.replace('"base": 10000.0', '"base": 500.0'))
+    for read in (AutoModelForCausalLM, LanguageModel):
+        with pytest.raises(InputError, match=r"config\.json' is not the file that was saved, by its checksum"):
+            read.from_pretrained(tmp_path)
+        model = read.from_pretrained(tmp_path, verify=False)
+        assert getattr(model, "model", model).config.rope.base == 500
+    AutoModelForCausalLM.from_pretrained(tmp_path, verify=False).save_pretrained(tmp_path)
+    assert LanguageModel.from_pretrained(tmp_path).config.rope.base == 500
 
 
 def test_lm_evaluation_harness_takes_the_folder(folder, trained):
@@ -220,20 +259,6 @@ def test_half_precision_leaves_trained_frequencies_as_they_are(tmp_path):
     assert torch.equal(theta, model.blocks[0].attention.rope.theta)
     tokens = torch.randint(0, 40, (2, 30))
     assert torch.equal(loaded(tokens).logits, model.to(torch.bfloat16)(tokens))
-
-
-def test_unsupported_arguments_are_refused(loaded):
-    tokens = encode_prompt(TEXT)[None]
-    cache = loaded(tokens, use_cache=True).past_key_values
-    mask = torch.ones(1, 2 * tokens.shape[1], dtype=torch.int64)
-    mask[0, -1] = 0
-    assert_input_errors(
-        (lambda: loaded(tokens, inputs_embeds=torch.zeros(1)), "inputs_embeds are not supported"),
-        (lambda: loaded(tokens, attention_mask=mask[:, :3]), r"attention_mask is \(1, 3\)"),
-        (lambda: loaded(tokens, attention_mask=mask, past_key_values=cache), "hides tokens after past_key_values"),
-        (lambda: loaded(tokens, position_ids=torch.arange(len(tokens[0]))[None] % 9), "position_ids jump"),
-        (lambda: cache.crop(3), "cannot drop its last tokens"),
-    )
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -284,8 +309,54 @@ def test_one_folder_holds_one_model(trained, tmp_path):
     assert contents(tmp_path / "model").keys() == contents(tmp_path / "fresh").keys()
 
 
+def at_other_positions(model: LanguageModel) -> LanguageModel:
+    """A model of the same shapes: its weights would run with the configuration of `model`, but wrongly."""
+    rope = dataclasses.replace(model.config.rope, base=500.0)
+    return LanguageModel(dataclasses.replace(model.config, rope=rope))
+
+
+@pytest.mark.parametrize("file", ["SHA256SUMS", "model.safetensors", "config.json"])
+def test_an_interrupted_export_leaves_no_mixture(file, trained, tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    transformers_interop.export(trained, folder)
+    replace = Path.replace
+
+    def killed(path: Path, target: Path) -> Path:
+        if target == folder / file:
+            raise KeyboardInterrupt
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        transformers_interop.export(at_other_positions(trained), folder, overwrite=True)
+    for read in (LanguageModel, AutoModelForCausalLM):
+        if file == "SHA256SUMS":  # the first one
+            model = read.from_pretrained(folder)
+            assert getattr(model, "model", model).config == trained.config
+        else:
+            with pytest.raises(InputError, match="a later save was interrupted"):
+                read.from_pretrained(folder)
+
+
+def test_an_interrupted_save_of_transformers_leaves_no_mixture(trained, tmp_path, monkeypatch):
+    transformers_interop.export(trained, tmp_path)
+    other = transformers_interop.LinropeForCausalLM.of(at_other_positions(trained))
+
+    def killed(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(GenerationConfig, "save_pretrained", killed)  # after the configuration, before the weights
+    with pytest.raises(KeyboardInterrupt):
+        other.save_pretrained(tmp_path)
+    assert '"base": 500.0' in (tmp_path / "config.json").read_text()
+    for read in (LanguageModel, AutoModelForCausalLM):
+        with pytest.raises(InputError, match="a later save was interrupted"):
+            read.from_pretrained(tmp_path)
+
+
 def test_damaged_or_missing_weights_are_refused(trained, tmp_path):
     transformers_interop.export(trained, tmp_path / "model")
+    (tmp_path / "model" / "SHA256SUMS").unlink()
     weights, config = tmp_path / "model" / "model.safetensors", tmp_path / "model" / "config.json"
     content, misspelt = weights.read_bytes(), json.loads(config.read_text())
     misspelt["linrope"]["d_modle"] = 3

@@ -122,6 +122,88 @@ def test_packed_documents_are_read_apart(kind, options):
         torch.testing.assert_close(torch.cat((first, rest), dim=1), packed, **CLOSE)
 
 
+@pytest.mark.parametrize(("kind", "options"), EVERY)
+def test_padding_is_not_seen_whatever_it_holds(kind, options):
+    """A row that is padded on the left is computed, and continued, as the row alone."""
+    layer, x = layer_and_input(kind, options)
+    rope = options.get("rope")
+    padded = torch.cat((torch.full_like(x[:, :7], torch.nan), x), dim=1)
+    key_mask = (torch.arange(97) >= 7).expand(2, -1)
+    y, state = layer(padded, return_state=True, key_mask=key_mask)
+    assert torch.isfinite(y).all()
+    if rope is None or rope.placement != "before_map":  # whose weights are no function of the distance
+        alone, expected = layer(x, return_state=True)
+        torch.testing.assert_close(y[:, 7:], alone, **CLOSE)
+        torch.testing.assert_close(layer(x, state), layer(x, expected), **CLOSE)
+        torch.testing.assert_close(layer(x, layer.advance(padded, key_mask=key_mask)), layer(x, expected), **CLOSE)
+    grad = torch.autograd.grad(y[:, 7:].square().sum(), layer.parameters())
+    assert all(torch.isfinite(one).all() for one in grad)
+
+
+@pytest.mark.parametrize(("kind", "options"), EVERY)
+def test_padding_anywhere_in_packed_rows_which_are_cut_anywhere(kind, options):
+    layer, x = layer_and_input(kind, options)
+    ids = torch.tensor([5] * 31 + [2] * 33 + [5] * 26).expand(2, -1)
+    key_mask = torch.rand(2, 90, generator=torch.Generator().manual_seed(0)) < 0.6
+    packed = layer(x, segment_ids=ids, key_mask=key_mask)
+    pieces = zip(x.split([31, 33, 26], dim=1), key_mask.split([31, 33, 26], dim=1))
+    apart = torch.cat([layer(piece, key_mask=mask) for piece, mask in pieces], dim=1)
+    torch.testing.assert_close(packed, apart, **CLOSE)
+    other = torch.where(key_mask[..., None], x, torch.randn_like(x))
+    torch.testing.assert_close(layer(other, None, ids, key_mask=key_mask)[key_mask], packed[key_mask], **CLOSE)
+    for cut in (30, 40, 65):
+        first, state = layer(x[:, :cut], segment_ids=ids[:, :cut], return_state=True, key_mask=key_mask[:, :cut])
+        rest = layer(x[:, cut:], state, ids[:, cut:], key_mask=key_mask[:, cut:])
+        torch.testing.assert_close(torch.cat((first, rest), dim=1), packed, **CLOSE)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_noncausal_layers_do_not_see_padding(kind):
+    layer, x = layer_and_input(kind, {"causal": False, "bias": True})
+    key_mask = torch.rand(2, 90, generator=torch.Generator().manual_seed(0)) < 0.6
+    other = torch.where(key_mask[..., None], x, torch.nan)
+    torch.testing.assert_close(
+        layer(other, key_mask=key_mask)[key_mask], layer(x, key_mask=key_mask)[key_mask], **CLOSE
+    )
+    assert not torch.allclose(layer(x)[key_mask], layer(x, key_mask=key_mask)[key_mask], rtol=0.01)
+
+
+@pytest.mark.parametrize(("kind", "options"), EVERY)
+def test_a_layer_without_memory_is_initialised_as_a_new_one(kind, options):
+    make = {"linear": LinearAttention, "softmax": SoftmaxAttention}[kind]
+    torch.manual_seed(0)
+    new, drawn = make(D_MODEL, HEADS, **options), torch.rand(1)
+    with torch.device("meta"):
+        layer = make(D_MODEL, HEADS, **options)
+    for empty in (layer, new.to("meta")):
+        empty.to_empty(device="cpu")
+        for tensor in empty.state_dict().values():
+            tensor.fill_(torch.nan)
+        torch.manual_seed(0)
+        empty.reset_parameters()
+        assert torch.equal(torch.rand(1), drawn)
+    torch.manual_seed(0)
+    expected = make(D_MODEL, HEADS, **options).state_dict()
+    for found in (layer.state_dict(), new.state_dict()):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_feature_map_of_the_caller_is_initialised_with_the_layer():
+    def made():
+        torch.manual_seed(0)
+        phi = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Softplus())
+        return LinearAttention(D_MODEL, HEADS, feature_map=phi)
+
+    layer, expected = made().to("meta").to_empty(device="cpu"), made().state_dict()
+    torch.manual_seed(0)
+    layer.reset_parameters()
+    assert all(torch.equal(layer.state_dict()[name], expected[name]) for name in expected)
+    layer.feature_map.register_parameter("shift", torch.nn.Parameter(torch.zeros(8)))
+    message = r"Sequential has shift and no reset_parameters\(\): define one"
+    assert_input_errors((layer.reset_parameters, message))
+
+
 def numbers(state):
     """A layer's state by name, without what it does not have."""
     values = {**vars(state), **vars(state.past)}
@@ -139,6 +221,24 @@ def test_the_state_without_outputs_is_that_of_a_call(kind, options):
         _, after = layer(x[:, 40:], before, rest, return_state=True)
         found = layer.advance(x[:, :40], segment_ids=first), layer.advance(x[:, 40:], before, rest)
         torch.testing.assert_close([*map(numbers, found)], [numbers(before), numbers(after)], **CLOSE)
+
+
+@pytest.mark.parametrize(("kind", "options"), EVERY)
+def test_on_the_device_meta_a_layer_computes_shapes(kind, options):
+    layer, x = layer_and_input(kind, options)
+    ids, key_mask = torch.zeros(2, 90, dtype=torch.int64), torch.ones(2, 90, dtype=torch.bool)
+
+    def results(layer, x, ids, key_mask):
+        y, state = layer(x, return_state=True, segment_ids=ids, key_mask=key_mask)
+        z, after = layer(x[:, :1], state, return_state=True)
+        (y.sum() + z.sum()).backward()
+        tensors = [y, z, *numbers(after).values(), *numbers(layer.advance(x, after)).values()]
+        tensors += [parameter.grad for parameter in layer.parameters()]
+        return [(one.shape, one.dtype) if isinstance(one, torch.Tensor) else one for one in tensors if one is not None]
+
+    expected = results(layer, x, ids, key_mask)
+    layer.zero_grad()
+    assert results(layer.to("meta"), *(tensor.to("meta") for tensor in (x, ids, key_mask))) == expected
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -293,6 +393,8 @@ def test_bad_calls_are_named(kind):
         (lambda: layer(x[..., :5]), "d_model=24"),
         (lambda: layer(x.long()), "int64"),
         (lambda: layer(x, segment_ids=torch.zeros(90, dtype=torch.int64)), r"segment_ids is \(90,\)"),
+        (lambda: layer(x, key_mask=torch.ones(2, 90)), r"key_mask is \(2, 90\) torch.float32: pass booleans"),
+        (lambda: layer(x, key_mask=torch.ones(2, 9).bool()), r"key_mask is \(2, 9\) .* \(B, T\) = \(2, 90\)"),
         (lambda: layer(x, state.past), "state holds a"),
         (lambda: other(x, state), "pass the AttentionState that"),
         (lambda: layer(x[:1], state), r"state.conv_tail is \(2, 3, 72\)"),
@@ -302,7 +404,8 @@ def test_bad_calls_are_named(kind):
 
 
 def test_what_is_no_state_of_a_model_is_refused():
-    for values in ([{}], [{"type": "Other"}], [{"type": "State"}], 3):
+    no_past = {"type": "AttentionState", "past": None}
+    for values in ([{}], [{"type": "Other"}], [{"type": "State"}], 3, [3], [no_past], [{"type": "State", "kv": 1}]):
         assert_input_errors((partial(from_serialized, values), "not the state of a model"))
 
 

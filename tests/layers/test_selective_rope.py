@@ -24,7 +24,7 @@ def test_a_selective_rotation_by_its_definition(interleaved, base):
     angle = torch.zeros(2, HEADS, 2, dtype=torch.float64)
     angles = []
     for token in x.unbind(1):
-        pace = 1 + (layer.selective.weight @ token.mT).mT.tanh().view(2, HEADS, 2)
+        pace = 1 + (layer.selective.linear.weight @ token.mT).mT.tanh().view(2, HEADS, 2)
         angle = angle + pace * RotaryEmbedding(4, base).frequencies()
         angles.append(angle)
     between = torch.stack(angles, 2)[:, :, :, None] - torch.stack(angles, 2)[:, :, None]  # (B, H, i, j, pair)
@@ -51,9 +51,9 @@ def test_selective_angles_are_sums_in_float64():
     a million rotations further on, a layer computes the same."""
     torch.manual_seed(0)
     layer, x = LinearAttention(D_MODEL, HEADS, rope=SELECTIVE), torch.randn(2, 20_000, D_MODEL)
-    torch.nn.init.normal_(layer.selective.weight)
+    torch.nn.init.normal_(layer.selective.linear.weight)
     theta = layer.rope.frequencies()
-    pace = 1 + F.linear(x, layer.selective.weight).tanh()
+    pace = 1 + F.linear(x, layer.selective.linear.weight).tanh()
     expected = (pace.double().view(2, -1, HEADS, 2).transpose(1, 2) * theta).cumsum(2)
     assert expected.max() > 10_000  # where float32 has 3 digits after the point
     torch.testing.assert_close(layer.selective.angles(x, theta), expected, rtol=1e-12, atol=0)
@@ -70,12 +70,12 @@ def test_gradients_of_selective_angles_keep_their_digits_in_bfloat16():
     they were rounded."""
     torch.manual_seed(0)
     layer = LinearAttention(D_MODEL, HEADS, rope=SELECTIVE, forget_gate=True)
-    torch.nn.init.normal_(layer.selective.weight, std=0.3)
+    torch.nn.init.normal_(layer.selective.linear.weight, std=0.3)
     x, weight = torch.randn(1, 8192, D_MODEL), torch.randn(1, 8192, D_MODEL)
     documents = torch.arange(8192)[None] // 500
 
     def gradient(layer, x, weight):
-        return torch.autograd.grad((layer(x, segment_ids=documents) * weight).sum(), layer.selective.weight)[0]
+        return torch.autograd.grad((layer(x, segment_ids=documents) * weight).sum(), layer.selective.linear.weight)[0]
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = gradient(layer, x, weight)

@@ -1,7 +1,9 @@
 """The language model: continuing, packing, saving, and its sampling."""
 
+import copy
 import json
 import math
+import pickle
 from functools import partial
 
 import numpy as np
@@ -77,6 +79,45 @@ def test_a_new_model_knows_nothing(model, tokens):
     assert abs(loss.item() - math.log(40)) < 0.1
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_without_memory_is_initialised_as_a_new_one(name):
+    torch.manual_seed(0)
+    expected, drawn = LanguageModel(CONFIGS[name]).state_dict(), torch.rand(1)
+    with torch.device("meta"):
+        model = LanguageModel(CONFIGS[name])
+    for _ in range(2):  # from nothing, and once more
+        model.to("meta").to_empty(device="cpu")
+        for tensor in model.state_dict().values():
+            tensor.fill_(torch.nan)
+        torch.manual_seed(0)
+        model.reset_parameters()
+        assert torch.equal(torch.rand(1), drawn)
+        assert model.state_dict().keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+        assert (model.output.weight is model.embedding.weight) == CONFIGS[name].tie_embeddings
+
+
+def test_on_the_device_meta_a_model_computes_shapes_and_generates_nothing(model, tokens):
+    model, tokens = model.to("meta"), tokens.to("meta")
+    logits, state = model(tokens, return_state=True)
+    assert (logits.shape, logits.device.type) == ((2, 70, 40), "meta")
+    model(tokens[:, 1:], state, targets=tokens[:, :-1]).backward()
+    assert all(parameter.grad.is_meta for parameter in model.parameters())
+    assert_input_errors((lambda: model.generate(tokens, 3), "device meta, where logits have no values"))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_weights_loaded_into_a_model_without_memory_are_tied(assign, tokens):
+    model = LanguageModel(CONFIGS["recipe"]).eval()
+    other = LanguageModel(CONFIGS["recipe"]).eval().to("meta")
+    if not assign:
+        other.to_empty(device="cpu")
+    other.load_state_dict(model.state_dict(), assign=assign)
+    assert other.output.weight is other.embedding.weight
+    assert torch.equal(other(tokens), model(tokens))
+    assert torch.equal(copy.deepcopy(pickle.loads(pickle.dumps(other)))(tokens), model(tokens))
+
+
 def test_normed_heads_start_as_small_as_the_embeddings():
     """Heads of RMS 0.1 through W_o of deviation (3 · 64 · 2 · 4)^-½: 0.1 / √24 = 0.020, and embeddings have 0.02."""
     torch.manual_seed(0)
@@ -89,7 +130,7 @@ def test_normed_heads_start_as_small_as_the_embeddings():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_saving_and_loading_gives_the_same_model(model, dtype, tokens, tmp_path):
     model.to(dtype).save_pretrained(tmp_path / "saved")
-    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["config.json", "model.pt"]
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["SHA256SUMS", "config.json", "model.pt"]
     loaded = LanguageModel.from_pretrained(tmp_path / "saved")
     assert loaded.config == model.config
     assert not loaded.training
@@ -118,6 +159,7 @@ def test_loading_what_is_no_model_is_refused(tmp_path):
         ("bare", f"{start}}}", "bare' has no weights, model.pt or model.safetensors"),
     ]:
         LanguageModel(CONFIGS["plain"]).save_pretrained(tmp_path / folder)
+        (tmp_path / folder / "SHA256SUMS").unlink()
         (tmp_path / folder / "config.json").write_text(config)
         if folder == "tensor":
             torch.save(torch.zeros(3), tmp_path / folder / "model.pt")
@@ -184,9 +226,57 @@ def test_sinusoids_are_as_large_as_the_tokens_and_move_with_the_state(tokens):
     assert not torch.allclose(model(same)[:, 5], model(same)[:, 9], rtol=0, atol=1e-4)  # the same token, elsewhere
 
 
-def test_a_state_dict_of_before_still_fits():
+@pytest.mark.parametrize("name", ["recipe", "selective"])
+def test_weights_of_gates_and_angles_are_also_taken_by_their_names_without_linear(name, tokens, tmp_path):
+    model = awake(LanguageModel(CONFIGS[name])).eval()
+    model.save_pretrained(tmp_path)
+    names = {key: key.replace(".linear.", ".") for key in model.state_dict()}
+    assert any(key != shorter for key, shorter in names.items())
+    torch.save({shorter: model.state_dict()[key] for key, shorter in names.items()}, tmp_path / "model.pt")
+    assert torch.equal(LanguageModel.from_pretrained(tmp_path)(tokens), model(tokens))
+
+
+class LowRank(torch.nn.Module):
+    """A linear layer and a product of low rank, as adapters of other libraries add it: 0 at the start."""
+
+    def __init__(self, base: torch.nn.Linear):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = torch.nn.Linear(base.in_features, 2, bias=False)
+        self.up = torch.nn.Linear(2, base.out_features, bias=False)
+        torch.nn.init.zeros_(self.up.weight)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("name", ["recipe", "selective", "hybrid"])
+def test_adapters_around_every_linear_layer_are_trained(name, tokens):
+    torch.manual_seed(0)
+    model = LanguageModel(CONFIGS[name])
+    plain = model(tokens)
+    linears = {path: layer for path, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)}
+    assert len(linears) >= 9
+    for path, layer in linears.items():
+        parent, _, own = path.rpartition(".")
+        setattr(model.get_submodule(parent), own, LowRank(layer))
+    assert torch.equal(model(tokens), plain)
+    adapted = [parameter for path, parameter in model.named_parameters() if ".up." in path or ".down." in path]
+    optimizer, losses = torch.optim.Adam(adapted, lr=0.02), []
+    for _ in range(10):
+        losses.append(model(tokens[:, :-1], targets=tokens[:, 1:]))
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    assert all(parameter.grad.any() for parameter in adapted)
+    assert losses[-1] < losses[0] - 10
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.isfinite(model(tokens)).all()
+
+
+def test_a_state_dict_has_these_names():
     """The names that checkpoints hold; no option adds one unless it is on."""
-    attention = "qkv.weight conv.weight gate.weight out.weight forget.weight forget.bias"
+    attention = "qkv.weight conv.weight gate.weight out.weight forget.linear.weight forget.linear.bias"
     block = ["mlp.gate_up.weight", "mlp.out.weight", "attention_norm.weight", "mlp_norm.weight"]
     block += [f"attention.{name}" for name in attention.split()]
     expected = {f"blocks.{layer}.{name}" for layer in range(2) for name in block}

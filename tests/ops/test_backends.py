@@ -14,6 +14,7 @@ import torch.utils.checkpoint
 from linrope import RotaryEmbedding, State, linear_attention, merge
 from linrope.ops.backends import BACKENDS
 from linrope.ops.call import NORMALIZE
+from linrope.ops.cpu_kernel.library import why_none
 from linrope.ops.torch_kernel import plan
 from linrope.ops.torch_kernel.memory import Pool
 from tests.ops.cases import (
@@ -31,6 +32,7 @@ from tests.ops.cases import (
 )
 
 TOLERANCE = 1e-10
+KERNELS = ["chunked", "triton", pytest.param("cpu", marks=pytest.mark.skipif(why_none() is not None, reason="none"))]
 OF_FLOAT64 = [name for name in BACKENDS if name != "cpu"]  # test_cpu_kernel.py has its tests
 
 
@@ -50,6 +52,37 @@ def several_blocks_and_nan_in_what_is_not_written(monkeypatch):
 @pytest.mark.parametrize("case", named(CASES))
 def test_chunked_agrees_with_the_definition(case):
     assert_agree(run(case, backend="chunked"), run(case), TOLERANCE)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"normalize": "rotary"}], ids=str)
+@pytest.mark.parametrize("backend", KERNELS)
+def test_a_loss_on_the_state_alone_divides_nothing(backend, options):
+    """With ε = 0 a query that sees no key is 0 / 0; the definition's gradients are finite all the same."""
+    torch.manual_seed(0)
+    dtype = torch.float32 if backend == "cpu" else torch.float64
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 2, 70, 8, dtype=dtype))
+    key_mask = torch.zeros(1, 70, dtype=torch.bool)
+    key_mask[:, 3:] = options.get("causal", True)
+
+    def gradients(backend):
+        call = {"eps": 0.0, "key_mask": key_mask, "return_state": True, **options}
+        _, state = linear_attention(q, k, v, RotaryEmbedding(8), backend=backend, **call)
+        loss = state.kv.square().sum() + state.k_sum.sum()
+        return torch.autograd.grad(loss, (k, v), materialize_grads=True)
+
+    expected, found = gradients("reference"), gradients(backend)
+    assert all(x.isfinite().all() for x in expected)
+    torch.testing.assert_close(found, expected, **({"rtol": 1e-4, "atol": 1e-3} if backend == "cpu" else {}))
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_tensors_that_begin_at_an_odd_float(backend):
+    torch.manual_seed(0)
+    dtype = torch.float32 if backend == "cpu" else torch.float64
+    q, k, v = torch.randn(3 * 1120 + 1, dtype=dtype)[1:].view(3, 1, 2, 70, 8)
+    rope = RotaryEmbedding(8)
+    o = linear_attention(q, k, v, rope, backend=backend)
+    torch.testing.assert_close(o, linear_attention(q, k, v, rope, backend="reference"))
 
 
 @pytest.mark.parametrize("case", named(CASES, COVERING))

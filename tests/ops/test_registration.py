@@ -6,7 +6,16 @@ import sys
 import pytest
 import torch
 
-from linrope import InputError, LanguageModel, LanguageModelConfig, RotaryEmbedding, linear_attention
+from linrope import (
+    InputError,
+    LanguageModel,
+    LanguageModelConfig,
+    RotaryEmbedding,
+    State,
+    linear_attention,
+    merge,
+    summarize,
+)
 from linrope.ops.torch_kernel import plan
 from linrope.ops.torch_kernel.memory import Pool
 from tests.ops.cases import assert_agree, by_name, run
@@ -205,6 +214,41 @@ def test_calls_share_nothing_but_workspace():
     assert all(map(torch.equal, torch.autograd.grad(o.sum(), first), expected))
 
 
+@pytest.mark.parametrize("backend", ["chunked", "auto"])
+def test_a_call_in_a_signal_handler_leaves_the_interrupted_call_alone(backend):
+    """Signals arrive between any two functions: here a profiler makes the other call at some of them."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, 2, 200, 16, requires_grad=True) for _ in range(3)]
+    others = [torch.randn(1, 2, 200, 16) for _ in range(3)]
+    rope = RotaryEmbedding(16)
+
+    def results():
+        o = linear_attention(*inputs, rope, backend=backend)
+        return o, *torch.autograd.grad(o.square().sum(), inputs)
+
+    def interrupted(at):
+        n_events = 0
+
+        def profile(frame, event, arg):
+            nonlocal n_events
+            n_events += 1
+            if n_events == at:
+                sys.setprofile(None)
+                linear_attention(*others, rope, backend=backend)
+
+        Pool.of_thread.__dict__.clear()
+        sys.setprofile(profile)
+        try:
+            return results(), n_events
+        finally:
+            sys.setprofile(None)
+
+    expected, n_events = interrupted(-1)
+    for at in range(1, n_events, 13):
+        found, _ = interrupted(at)
+        assert all(map(torch.equal, found, expected)), at
+
+
 def test_a_first_call_does_not_load_the_compiler():
     """It would take a second and a hundred megabytes of everyone who only imports the operator."""
     program = (
@@ -212,3 +256,31 @@ def test_a_first_call_does_not_load_the_compiler():
         "linear_attention(q, q, q).sum().backward(); assert 'torch._dynamo' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "chunked"])
+@pytest.mark.parametrize("length", [70, 1, 0])
+@pytest.mark.parametrize("options", [
+    {}, {"causal": False}, {"log_decay": -torch.ones(2, 3, 70)}, {"normalize": "rotary"}, {"feature_map": torch.exp},
+    {"key_mask": torch.ones(2, 70, dtype=torch.bool), "segment_ids": torch.zeros(2, 70, dtype=torch.int64)},
+    {"segment_ids": torch.zeros(2, 70, dtype=torch.int64), "causal": False}, {"state": State.zeros(2, 3, 8)},
+], ids=lambda options: " ".join(options))  # fmt: skip
+def test_on_the_device_meta_it_computes_shapes(backend, length, options):
+    rope = RotaryEmbedding(8)
+
+    def moved(x):
+        if isinstance(x, State):
+            return x.to("meta")
+        return x[..., :length].to("meta") if isinstance(x, torch.Tensor) else x
+
+    options = {name: moved(x) for name, x in options.items()}
+    q, k, v = (torch.empty(2, 3, length, 8, device="meta", requires_grad=True) for _ in range(3))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        o, state = linear_attention(q, k, v, rope, backend=backend, return_state=True, **options)
+    assert (o.shape, o.dtype, state.kv.shape, state.length) == (q.shape, q.dtype, (2, 3, 8, 8), length)
+    assert {x.device.type for x in (o, *state.tensors.values())} == {"meta"}
+    o.sum().backward()
+    assert q.grad.shape == q.shape
+    if options.get("causal", True):
+        options = {name: x for name, x in options.items() if name != "state"}
+        assert merge(state, summarize(k, v, rope, **options), rope).kv.is_meta

@@ -117,7 +117,7 @@ def _prepared_files(folder: Path, manifest: Manifest) -> tuple[np.ndarray, Numbe
         tokens = NumberFile.of_size(folder / TOKENS, manifest.token_dtype, manifest.vocab_size)
         dtype = manifest.text_bytes_dtype
         text_bytes = None if dtype is None else NumberFile.of_size(folder / TEXT_BYTES, dtype)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # NumPy has many for a damaged header
         raise InputError(f"data.path={str(folder)!r} is damaged ({error}): prepare it again.") from error
     expected = manifest.n_tokens + manifest.n_documents + manifest.n_empty  # each document has a separator
     whole = documents.shape == (manifest.n_documents, 4) and documents[:, 1].sum() == manifest.n_tokens

@@ -20,7 +20,7 @@ from linrope.data.prepare.units import Unit, dataset_units, file_units
 from linrope.data.prepare.workers import Progress, write_missing_parts
 from linrope.data.tokenizers.base import open_tokenizer
 from linrope.errors import InputError
-from linrope.utils.files import claim
+from linrope.utils.files import claim, remove_partial_files
 
 
 def prepare(config: PrepareConfig, progress: Progress = lambda done, total: None) -> Manifest:
@@ -101,4 +101,6 @@ def _claimed(folder: Path) -> Iterator[None]:
             raise InputError(
                 f"--output={str(folder)!r} is being prepared by another process: wait for it, or name another folder."
             )
+        for place in (folder, folder / PARTS):
+            remove_partial_files(place)
         yield

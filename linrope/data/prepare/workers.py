@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, wait
@@ -50,8 +51,10 @@ def _in_processes(
     n_workers: int, missing: list[tuple[Unit, Path]], tokenizer: Tokenizer, config: PrepareConfig, progress: Count
 ) -> None:
     """Write parts in several processes; `progress` is called with the bytes that they have read."""
-    context = multiprocessing.get_context("forkserver")  # a fork of this process would lack its threads
-    context.set_forkserver_preload(["__main__", __name__])  # imported once, then forked for each worker
+    # a fork of this process would lack its threads; Windows can only spawn
+    context = multiprocessing.get_context("spawn" if sys.platform == "win32" else "forkserver")
+    if sys.platform != "win32":
+        context.set_forkserver_preload(["__main__", __name__])  # imported once, then forked for each worker
     read = context.Value("q", 0)
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(n_workers, context, _start_worker, (tokenizer.to_serialized(), config, read))

@@ -90,7 +90,7 @@ def backward(call: Call, saved, grad_o, grad_kv, grad_k_sum, d_decay: bool, d_th
 
 def one_token(call: Call) -> tuple[Tensor, State]:
     """(o, state) of a causal call of one token, differentiable by autograd: two passes over the state."""
-    q, (k, v) = call.phi.forward(call.q.to(call.dtype)), call.keys_and_values()
+    q, (k, v) = call.phi.forward(call.q.to(call.dtype)), call.keys_and_values(slice(0, 1))
     kv, k_sum = call.past.kv, call.past.k_sum
     if call.log_decay is not None:
         kept = call.log_decay.exp()  # (B, H, 1)

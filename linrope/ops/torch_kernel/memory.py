@@ -11,7 +11,7 @@ import ctypes
 import math
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -57,6 +57,27 @@ class Pool:
         if not hasattr(cls.of_thread, "pool"):
             cls.of_thread.pool = cls(device)
         return cls.of_thread.pool
+
+    @classmethod
+    @contextlib.contextmanager
+    def held(cls) -> Iterator[None]:
+        """Within it, this thread's pool belongs to one call. A call that begins meanwhile, in a signal handler, has a
+        pool of its own."""
+        of_thread = cls.of_thread
+        if not getattr(of_thread, "is_held", False):
+            of_thread.is_held = True
+            try:
+                yield
+            finally:
+                of_thread.is_held = False
+            return
+        outer = of_thread.__dict__.pop("pool", None)
+        try:
+            yield
+        finally:
+            of_thread.__dict__.pop("pool", None)
+            if outer is not None:
+                of_thread.pool = outer
 
     def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         size = math.prod(shape)

@@ -118,6 +118,9 @@ class SpikeWarning(Callback):
         if spikes and trainer.is_global_zero:
             data = trainer.datamodule
             resumable = isinstance(data, ResumableDataModule)
-            where = data.samples_of(trainer.global_step - 1) if resumable else f"batch {batch_idx}"
+            step = trainer.global_step - 1
+            if trainer.overfit_batches:  # the same few steps again and again
+                step %= trainer.overfit_batches // trainer.accumulate_grad_batches
+            where = data.samples_of(step) if resumable else f"batch {batch_idx}"
             line = f"spike at step {trainer.global_step}: {', '.join(spikes)}; {where}"
             self.console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)

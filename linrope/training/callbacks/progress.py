@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
 
 from linrope.training.callbacks.saving import finished_a_step
 
 
 class ProgressReport(ProgressBar):
     """Loss, bits per byte and tokens per second while training, on the console: a live bar in a terminal, otherwise a
-    line every `every_n_steps` steps."""
+    line every `every_n_steps` steps. Of validations within training it prints the results."""
 
     def __init__(self, console: Console, every_n_steps: int) -> None:
         super().__init__()
@@ -57,7 +59,9 @@ class ProgressReport(ProgressBar):
             self._open(trainer)  # `linrope validate` and `test` have no training bar
         if self._progress is not None:
             total = sum(trainer.num_test_batches if trainer.testing else trainer.num_val_batches)
-            self._progress.reset(self._eval, description=_split(trainer), total=total, visible=True)
+            self._progress.reset(
+                self._eval, description="test" if trainer.testing else "val", total=total, visible=True
+            )
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         if self._progress is not None:
@@ -68,13 +72,8 @@ class ProgressReport(ProgressBar):
             self._progress.update(self._eval, visible=False)
         if trainer.state.fn != "fit":
             self._close()
-        if self._enabled:
-            metrics = [f"{_split(trainer)}_{name}" for name in ("loss", "bpb")]
-            values = "  ".join(
-                f"{name} {trainer.callback_metrics[name]:.4f}" for name in metrics if name in trainer.callback_metrics
-            )
-            at = f"step {trainer.global_step}  " if trainer.state.fn == "fit" else ""
-            self._print(f"{at}{values}")
+        elif self._enabled:
+            self._print(f"step {trainer.global_step}  {evaluation_metrics(trainer.callback_metrics, 'val')}")
 
     on_test_start, on_test_batch_end, on_test_end = on_validation_start, on_validation_batch_end, on_validation_end
 
@@ -113,8 +112,10 @@ class ProgressReport(ProgressBar):
         return f"{minutes}:{seconds:02d} left"
 
 
-def _split(trainer: Trainer) -> str:
-    return "test" if trainer.testing else "val"
+def evaluation_metrics(metrics: Mapping[str, Tensor], split: str) -> str:
+    """The loss and bits per byte of "val" or "test" as text."""
+    names = [f"{split}_{name}" for name in ("loss", "bpb")]
+    return "  ".join(f"{name} {metrics[name]:.4f}" for name in names if name in metrics)
 
 
 def _train_metrics(trainer: Trainer) -> str:

@@ -8,10 +8,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from linrope.errors import InputError, Interrupted
+from linrope.training.run_folder import RunFolder
 from linrope.utils.files import whole_file
 
 
@@ -31,6 +33,9 @@ class LastCheckpoint(Checkpoint):
         self.path, self.every_n_steps = Path(folder) / "last.ckpt", every_n_steps
         self.last_path: Path | None = None
         self._saved_at = -1
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.path = trainer.strategy.broadcast(self.path)  # where each rank writes a part, all write to one folder
 
     def save(self, trainer: Trainer) -> None:
         """Writes the checkpoint unless it is of this step already. Every rank must call it."""
@@ -57,14 +62,14 @@ class LastCheckpoint(Checkpoint):
 
 
 class GracefulStop(Callback):
-    """On SIGINT (Ctrl-C) or SIGTERM: finish the step, save `checkpoint`, raise `Interrupted`.
+    """On SIGINT (Ctrl-C) or SIGTERM: finish the step, save `checkpoint` if there is one, raise `Interrupted`.
 
     A validation that is running or due is finished first. A second SIGINT aborts immediately.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-    def __init__(self, checkpoint: LastCheckpoint) -> None:
+    def __init__(self, checkpoint: LastCheckpoint | None) -> None:
         self.checkpoint = checkpoint
         self._received: int | None = None
         self._previous: dict[int, Any] = {}
@@ -103,7 +108,8 @@ class GracefulStop(Callback):
             raise KeyboardInterrupt
         self._received = signum
         if self._prints:  # not print(): a signal can arrive while the main thread is inside print()
-            os.write(2, b"\nfinishing this step, then saving a checkpoint (Ctrl-C again aborts immediately)\n")
+            then = b"" if self.checkpoint is None else b", then saving a checkpoint"
+            os.write(2, b"\nfinishing this step" + then + b" (Ctrl-C again aborts immediately)\n")
 
     def _stop_if_asked(self, trainer: Trainer) -> None:
         if trainer.global_step >= trainer.max_steps:
@@ -111,32 +117,30 @@ class GracefulStop(Callback):
         # Ranks may get the signal at different times, and saving needs all of them.
         if not trainer.strategy.reduce_boolean_decision(self._received is not None, all=False):
             return
-        path = self.checkpoint.path if trainer.global_step > self._first_step else None
-        if path is not None:
+        path = None
+        if self.checkpoint is not None and trainer.global_step > self._first_step:
+            path = self.checkpoint.path
             self.checkpoint.save(trainer)
         raise Interrupted(self._received or signal.SIGTERM, trainer.global_step, path)
 
 
 class SaveConfig(Callback):
-    """Writes `config`, the run's whole configuration as YAML, to `path`, a file in the run's folder, before training.
+    """Writes `config`, the run's whole configuration as YAML, to config.yaml before training, and tells it the loggers.
 
-    Raises InputError when set up if the file exists, unless `replace` says that this run resumes the one in the folder.
+    Raises InputError when set up if the run may not write to its folder.
     """
 
-    def __init__(self, path: Path, config: str, replace: bool = False) -> None:
-        self.path, self.config, self.replace = path, config, replace
+    def __init__(self, folder: RunFolder, config: str) -> None:
+        self.folder, self.config = folder, config
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage != "fit":
-            return
         # Rank 0 decides for all: no rank may wait for one that has stopped.
-        if trainer.strategy.broadcast(self.path.exists() and not self.replace):
-            raise InputError(
-                f"{self.path} exists, and this run would overwrite the files beside it: choose another folder (set "
-                "trainer.default_root_dir, or the logger's), or resume that run with --ckpt_path. If it has only just "
-                "begun, start this one again."
-            )
+        if stage == "fit" and (problem := trainer.strategy.broadcast(self.folder.problem)) is not None:
+            raise InputError(problem)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with whole_file(self.path) as file:
+            with whole_file(self.folder.path / "config.yaml") as file:
                 file.write(self.config.encode())
+        for logger in trainer.loggers:
+            logger.log_hyperparams(yaml.safe_load(self.config))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import sys
 import time
 from collections import deque
@@ -15,6 +14,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from linrope.profiling.flops import step_flops
 from linrope.training.callbacks.saving import finished_a_step
 from linrope.training.data_modules.base import TimedLoader
+
+if sys.platform != "win32":
+    import resource
 
 DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32, "64": torch.float64}
 """The dtype of matrix products by the first part of Lightning's precision."""
@@ -29,7 +31,11 @@ class Throughput(Callback):
     - `share_of_peak`: the same as a share of the GPU's peak in this precision, by Lightning's `get_available_flops`;
       omitted for a device that it does not list.
     - `waiting_for_data`: the share of the time spent waiting for a `TimedLoader`; omitted for other loaders.
-    - `peak_memory_gib`: the largest memory of this device's tensors since training began; on a CPU, of the process.
+    - `peak_memory_gib`: the largest memory of this device's tensors since training began; on a CPU, of the process
+      (omitted on Windows).
+
+    At these steps and at each validation it logs `tokens` and `seconds`: how far the run has come, over all devices and
+    without the time of validations. A resumed run continues both.
     """
 
     def __init__(self, window: int = 20) -> None:
@@ -38,6 +44,16 @@ class Throughput(Callback):
         self._began = self._waited = 0.0
         self._peak: float | None = None
         self._flops_of: dict[tuple[int, int], int] = {}
+        self._so_far = {"tokens": 0, "seconds": 0.0}  # of the whole run
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._so_far = {"tokens": 0, "seconds": 0.0}  # a checkpoint is loaded after this
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._so_far)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._so_far = dict(state_dict)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._tokens = self._flops = 0
@@ -57,6 +73,8 @@ class Throughput(Callback):
             return
         now, waited = time.perf_counter(), self._waited_so_far(trainer)
         self._steps.append((self._tokens, self._flops, now - self._began, waited - self._waited))
+        self._so_far["tokens"] += self._tokens
+        self._so_far["seconds"] += now - self._began
         self._tokens = self._flops = 0
         self._began, self._waited = now, waited
         step, every = trainer.global_step, trainer.log_every_n_steps
@@ -66,16 +84,22 @@ class Throughput(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._paused = time.perf_counter()
 
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == "fit":
+            pl_module.log_dict({name: float(value) for name, value in self._so_far.items()})
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._began += time.perf_counter() - self._paused
 
     def _metrics(self, trainer: Trainer) -> dict[str, float]:
         tokens, flops, seconds, waited = map(sum, zip(*self._steps))
         metrics = {
+            **{name: float(value) for name, value in self._so_far.items()},
             "tokens_per_second": tokens / seconds,
             "tflops_per_device": flops / seconds / 1e12,
-            "peak_memory_gib": _peak_memory(trainer.strategy.root_device) / 2**30,
         }
+        if (peak := _peak_memory(trainer.strategy.root_device)) is not None:
+            metrics["peak_memory_gib"] = peak / 2**30
         if self._peak is not None:
             metrics["share_of_peak"] = flops / seconds / self._peak
         if isinstance(trainer.train_dataloader, TimedLoader):
@@ -96,8 +120,10 @@ class Throughput(Callback):
         return loader.waited if isinstance(loader, TimedLoader) else 0.0
 
 
-def _peak_memory(device: torch.device) -> int:
-    """Bytes."""
+def _peak_memory(device: torch.device) -> int | None:
+    """Bytes; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return None
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

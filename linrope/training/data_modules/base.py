@@ -11,7 +11,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
 from linrope.data.tokenizers.base import Tokenizer
 from linrope.errors import DocumentChanged, InputError, WorkerKilled
@@ -78,12 +78,24 @@ class ResumableDataModule(LightningDataModule):
             return
         if trainer.accumulate_grad_batches < 1:
             raise InputError(f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} must be 1 or more.")
-        if stage == "fit" and (trainer.limit_train_batches not in (None, 1.0) or trainer.overfit_batches):
+        if stage == "fit" and trainer.overfit_batches:
+            self._require_overfitting(trainer.overfit_batches)
+        elif stage == "fit" and trainer.limit_train_batches not in (None, 1.0):
             raise InputError(
-                f"trainer.limit_train_batches={trainer.limit_train_batches} and "
-                f"overfit_batches={trainer.overfit_batches} would train on the same first samples again and again, "
-                "but training data here is endless: remove both options and set trainer.max_steps."
+                f"trainer.limit_train_batches={trainer.limit_train_batches} would train on the same first samples "
+                "again and again, but training data here is endless: remove it and set trainer.max_steps. To overfit a "
+                "few batches, as a check, set trainer.overfit_batches."
             )
+
+    def _require_overfitting(self, n_batches: int | float) -> None:
+        """Raise InputError unless Lightning can train on the first `n_batches` batches again and again."""
+        option, per_step = f"trainer.overfit_batches={n_batches}", self.trainer.accumulate_grad_batches
+        if not isinstance(n_batches, int):
+            raise InputError(f"{option} is a share of data that has no end: give a whole number of batches.")
+        if n_batches % per_step:
+            raise InputError(f"{option} must be a multiple of trainer.accumulate_grad_batches={per_step}.")
+        if self.contiguous:
+            raise InputError(f"{option} reads the same rows again, and data.contiguous=True continues them: drop one.")
 
     def order(self) -> dict[str, Any]:
         """All options that decide the training samples and their order, as plain values; it needs `setup`."""
@@ -150,11 +162,12 @@ def ignore_signals(worker: int) -> None:
         signal.signal(signum, signal.SIG_IGN)
 
 
-class RankSampler(DistributedSampler[Any]):
+class RankSampler(DistributedSampler[Any], SequentialSampler):
     """The indices of one rank, in the order given: iterated over as often as asked, without a length if endless.
 
     `trainer.use_distributed_sampler` makes Lightning replace the samplers of loaders, which would shard them a second
-    time. It leaves a DistributedSampler as it is.
+    time, and `trainer.overfit_batches` those that shuffle. It leaves a DistributedSampler and a SequentialSampler as
+    they are.
     """
 
     def __init__(self, indices: Iterable[Any]) -> None:

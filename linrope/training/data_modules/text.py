@@ -112,13 +112,15 @@ class TextDataModule(ResumableDataModule):
     def open(self) -> dict[str, TokenSequence]:
         """The corpora by split, opened at the first call; `setup` calls it."""
         if not self.corpora:
-            opened = self._opened = self._open(self.split)
+            opened = self._opened = self.read()
             self.origin, self.n_skipped, self.why_cut = opened.origin, opened.n_skipped, opened.why_cut
             self.corpora = opened.corpora
         return self.corpora
 
-    def _open(self, split: str | None) -> OpenedText:
-        return open_text(self.path, self.fractions, self._tokenizer_name, self.token_dtype, split, self.verify)
+    def read(self) -> OpenedText:
+        """The text by split, and its tokenizer. Override it for text that is in no file: `text_of_documents` makes what
+        it returns. `open` calls it once."""
+        return open_text(self.path, self.fractions, self._tokenizer_name, self.token_dtype, self.split, self.verify)
 
     def keep_split_of(self, order: dict[str, Any]) -> None:
         """Splits this text as the run of a checkpoint did, whose `order` this is; another text is left as it is.
@@ -128,8 +130,11 @@ class TextDataModule(ResumableDataModule):
         self.open()
         if self.split is not None or self.why_cut is None or order.get("data.split") == "position":
             return
-        if self._open("document").corpora["train"].fingerprint() == order.get("data.train_documents"):
-            self.split, self.corpora = "document", {}
+        self.split = "document"
+        if self.read().corpora["train"].fingerprint() == order.get("data.train_documents"):
+            self.corpora = {}  # to be opened again, so
+        else:
+            self.split = None
 
     def setup(self, stage: str) -> None:
         super().setup(stage)

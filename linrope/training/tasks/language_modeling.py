@@ -12,7 +12,7 @@ from linrope.data.tokenizers.bytes import bytes_of
 from linrope.evaluation.loss_by_position import LossByPosition
 from linrope.layers.state import ModelState, detach, from_serialized, map_state, reset_rows, to_serialized
 from linrope.losses import IGNORE, bits_per_byte, token_losses
-from linrope.models.language_model import LanguageModel, LanguageModelConfig
+from linrope.models.language_model import LanguageModelConfig
 from linrope.segmented import require_carried_state, require_segments, segmented_loss
 from linrope.training.optimizer import OptimizerConfig
 from linrope.training.task import Batch, BatchLoss, TrainingTask
@@ -52,7 +52,7 @@ class LanguageModelingModule(TrainingTask):
         segment_length: int | None = None,
         seed: int = 0,
     ) -> None:
-        super().__init__(LanguageModel(model_config), optimizer_config, seed)
+        super().__init__(model_config.build(), optimizer_config, seed)
         if segment_length is not None:
             require_segments(self.model, segment_length)
         self.segment_length = segment_length

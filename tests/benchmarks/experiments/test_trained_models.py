@@ -102,7 +102,8 @@ def test_reach_is_that_of_the_gates(tmp_path, capsys):
     args = saved(tmp_path / "some.model", n_layers=2, forget_gate=True)
     model = LanguageModel.from_pretrained(tmp_path / "some.model")
     for block, biases in zip(model.blocks, ([4.0, 0.0], [2.0, -3.0])):
-        block.attention.forget.bias.data = torch.tensor(biases)  # its matrix is 0 at the start: the same at each token
+        # the gate's matrix is 0 at the start: it forgets the same at each token
+        block.attention.forget.linear.bias.data = torch.tensor(biases)
     model.save_pretrained(tmp_path / "some.model")
     assert HeadReach.main([*args, "--context", "128", "--rows", "2", "--output", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "reach.json").read_text())["points"]

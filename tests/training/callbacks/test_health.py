@@ -38,8 +38,8 @@ def small(**options) -> LanguageModel:
     model = LanguageModel(LanguageModelConfig(d_model=16, n_layers=2, n_heads=2, forget_gate=True, **options)).eval()
     for block in model.blocks:  # gates that differ from token to token, and weights of either sign
         block.attention.qkv.weight.data.mul_(8)
-        torch.nn.init.normal_(block.attention.forget.weight)
-        torch.nn.init.constant_(block.attention.forget.bias, 2.0)
+        torch.nn.init.normal_(block.attention.forget.linear.weight)
+        torch.nn.init.constant_(block.attention.forget.linear.bias, 2.0)
     return model
 
 
@@ -118,8 +118,8 @@ def test_a_run_logs_health_every_n_steps(tiny, run_folder):
     logged = {name: losses(run_folder, f"health/{name}") for name in names.split()}
     header = (run_folder / "metrics.csv").read_text().partition("\n")[0].split(",")
     assert {name for name in header if name.startswith("health/")} == {f"health/{name}" for name in logged}
-    assert all(list(by_step) == [2, 5] for by_step in logged.values())  # counted from 0: after 3 and 6
-    for step in (2, 5):
+    assert all(list(by_step) == [3, 6] for by_step in logged.values())
+    for step in (3, 6):
         assert 0 <= float(logged["negative_weights"][step]) <= 1
         assert float(logged["smallest_denominator"][step]) > 0
         # a gate starts at log_decay = logsigmoid(4)
@@ -144,7 +144,9 @@ def told(values: list[float], factor: float = 3.0, accumulate: int = 1) -> tuple
     warning = SpikeWarning(console, factor, window=8)
     data = ResumableDataModule()
     data.samples_of = lambda step: f"samples of {step}"
-    trainer = SimpleNamespace(accumulate_grad_batches=accumulate, is_global_zero=True, datamodule=data)
+    trainer = SimpleNamespace(
+        accumulate_grad_batches=accumulate, is_global_zero=True, datamodule=data, overfit_batches=0
+    )
     with console.capture() as captured:
         for number, value in enumerate(values):
             trainer.global_step = (number + 1) // accumulate

@@ -12,6 +12,7 @@ from linrope.profiling.flops import step_flops
 from linrope.training import Throughput
 from linrope.training.callbacks import throughput
 from linrope.training.data_modules.base import TimedLoader
+from tests.cli.conftest import read_csv
 from tests.training.test_resume import losses
 
 
@@ -82,11 +83,25 @@ def test_rates_are_sums_over_the_window_and_validation_does_not_count(monkeypatc
     assert logged[-1]["tflops_per_device"] == pytest.approx(flops / 1e12)
     assert logged[-1]["share_of_peak"] == pytest.approx(flops / 1e9)
     assert logged[-1]["waiting_for_data"] == pytest.approx(1.5 / 8)
+    assert logged[-1]["tokens"] == 3 * 2 * 64
+    assert logged[-1]["seconds"] == pytest.approx(17)
+
+
+def test_a_resumed_run_goes_on_counting_tokens_and_seconds(tiny, run_folder):
+    assert main(["fit", *tiny, "--trainer.log_every_n_steps=1"]) == 0
+    resume = ["--trainer.max_steps=4", f"--ckpt_path={run_folder}/checkpoints/last.ckpt"]
+    assert main(["fit", *tiny, "--trainer.log_every_n_steps=1", *resume]) == 0
+    logs = sorted(run_folder.parent.glob("version_*/metrics.csv"))
+    rows = [row for log in logs for row in read_csv(log) if row["tokens"]]
+    assert [float(row["tokens"]) for row in rows if row["val_loss"]] == [128, 256]
+    counted = {float(row["tokens"]): float(row["seconds"]) for row in rows}
+    assert list(counted) == [64, 128, 192, 256]
+    assert 0 < counted[64] < counted[128] < counted[192] < counted[256]
 
 
 def test_a_run_logs_them(tiny, run_folder):
     assert main(["fit", *tiny, "--trainer.log_every_n_steps=1"]) == 0
-    assert 0 < float(losses(run_folder, "waiting_for_data")[0]) < 1
-    assert float(losses(run_folder, "tflops_per_device")[0]) > 0
-    assert 0.1 < float(losses(run_folder, "peak_memory_gib")[0]) < 64  # of a process with PyTorch and Lightning in it
+    assert 0 < float(losses(run_folder, "waiting_for_data")[1]) < 1
+    assert float(losses(run_folder, "tflops_per_device")[1]) > 0
+    assert 0.1 < float(losses(run_folder, "peak_memory_gib")[1]) < 64  # of a process with PyTorch and Lightning in it
     assert not losses(run_folder, "share_of_peak")  # a CPU has none in the table

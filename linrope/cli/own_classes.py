@@ -1,0 +1,61 @@
+"""Classes of your own for a section of a run: `data: {class_path: my_data.MyData, context: 512}`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from linrope.cli.parser import options_in
+from linrope.errors import InputError
+from linrope.utils.options import class_path_of
+
+CLASS_PATH = "class_path"
+
+
+def own_classes(args: Sequence[str], sections: Mapping[str, type]) -> dict[str, type]:
+    """The classes that a command line names for sections by `class_path`, in its --config files or options.
+
+    Raises:
+        InputError: no such class, one that is no subclass of the section's own, or two for one section.
+    """
+    found: dict[str, type] = {}
+    for section, class_path in _named(args, sections):
+        one = _import_class(section, class_path, sections[section])
+        if found.setdefault(section, one) is not one:
+            raise InputError(
+                f"{section}.{CLASS_PATH} names two classes, {class_path_of(found[section])} and {class_path}: give one."
+            )
+    return found
+
+
+def _named(args: Sequence[str], sections: Mapping[str, type]) -> Iterator[tuple[str, Any]]:
+    for arg, following in zip(args, [*args, ""][1:]):
+        name, equals, value = arg.partition("=")
+        value = value if equals else following
+        section, _, option = name.removeprefix("--").partition(".")
+        if name in ("-c", "--config"):
+            for section, options in options_in(value).items():
+                if section in sections and isinstance(options, dict) and CLASS_PATH in options:
+                    yield section, options[CLASS_PATH]
+        elif name.startswith("--") and section in sections and option == CLASS_PATH:
+            yield section, value
+
+
+def _import_class(section: str, class_path: Any, base: type) -> type:
+    module, _, name = str(class_path).rpartition(".")
+    try:
+        one = getattr(importlib.import_module(module), name)
+    except (ValueError, ModuleNotFoundError, AttributeError) as error:
+        if isinstance(error, ModuleNotFoundError) and not f"{module}.".startswith(f"{error.name}."):
+            raise  # of an import within the module
+        raise InputError(
+            f"{section}.{CLASS_PATH}={class_path!r} is no class ({error}): give MODULE.CLASS, and --import FILE.py for "
+            "a module that is not on Python's path."
+        ) from error
+    if not (isinstance(one, type) and issubclass(one, base)):
+        raise InputError(
+            f"{section}.{CLASS_PATH}={class_path!r} must be a subclass of {class_path_of(base)}: its options are those "
+            "of the section, and more."
+        )
+    return one

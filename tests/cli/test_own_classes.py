@@ -1,0 +1,157 @@
+"""Model, optimizer and data of a user's own classes, named by `class_path`."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from linrope import LanguageModel
+from linrope.cli import imports
+from linrope.cli.main import main
+from linrope.utils.options import loaded_subclass
+from tests.conftest import assert_input_errors
+
+SOURCE = '''
+from dataclasses import dataclass
+
+import torch
+from linrope import LanguageModel, LanguageModelConfig
+from linrope.training import OptimizerConfig, TextDataModule, text_of_documents
+
+@dataclass(frozen=True)
+class ScaledConfig(LanguageModelConfig):
+    scale: float = 1.0
+    """Factor of the logits."""
+
+    def build(self):
+        return Scaled(self)
+
+class Scaled(LanguageModel):
+    def forward(self, *args, targets=None, **options):
+        if targets is not None:
+            return super().forward(*args, targets=targets, **options)
+        logits, state = super().forward(*args, **{**options, "return_state": True})
+        logits = self.config.scale * logits
+        return (logits, state) if options.get("return_state") else logits
+
+@dataclass(frozen=True)
+class SGDConfig(OptimizerConfig):
+    momentum: float = 0.9
+
+    def make(self, groups, fused):
+        return torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum)
+
+@dataclass(frozen=True)
+class OneGroup(OptimizerConfig):
+    def make(self, groups, fused):
+        return torch.optim.SGD(groups[0]["params"])
+
+class Rows(TextDataModule):
+    """Rows.
+
+    Args:
+        rows: How many.
+    """
+
+    def __init__(self, rows: int = 60, **options):
+        super().__init__(**options)
+        self.rows = rows
+
+    def read(self):
+        lines = [f"row {number}: the quick brown fox jumps" for number in range(self.rows)]
+        return text_of_documents(lines, lines, origin="my rows")
+'''
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """The file my_classes.py, to be imported by --import."""
+    file = tmp_path / "my_classes.py"
+    file.write_text(SOURCE)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield f"--import={file}"
+    sys.modules.pop("my_classes", None)
+    imports.imported.clear()
+
+
+@pytest.fixture
+def options(tiny) -> list[str]:
+    return [option for option in tiny if not option.startswith("--data.path")]
+
+
+def config_of(folder: Path, text: str) -> str:
+    (folder / "own.yaml").write_text(text)
+    return f"--config={folder / 'own.yaml'}"
+
+
+def test_a_run_of_own_classes_is_trained_resumed_and_measured(own, options, run_folder, tmp_path, capsys):
+    config = config_of(
+        tmp_path,
+        "model: {class_path: my_classes.ScaledConfig, scale: 3.0}\n"
+        "optimizer: {class_path: my_classes.SGDConfig, momentum: 0.5}\n"
+        "data: {class_path: my_classes.Rows}\n",
+    )
+    assert main(["fit", own, config, *options, "--data.rows=70"]) == 0
+    assert "my rows" in capsys.readouterr().out
+    last = run_folder / "checkpoints" / "last.ckpt"
+    checkpoint = torch.load(last, weights_only=True)
+    assert checkpoint["optimizer_states"][0]["param_groups"][0]["momentum"] == 0.5
+    assert checkpoint["linrope"]["config"]["class_path"] == "my_classes.ScaledConfig"
+    model, tokens = LanguageModel.from_pretrained(last), torch.arange(9)[None]
+    assert type(model).__name__ == "Scaled"
+    torch.testing.assert_close(model(tokens), 3 * LanguageModel.forward(model, tokens))
+
+    again = ["--trainer.max_steps=4", "--optimizer.lr=0.5", f"--ckpt_path={last}"]
+    assert main(["fit", own, config, *options, "--data.rows=70", *again]) == 0
+    capsys.readouterr()
+    assert main(["validate", own, f"--ckpt_path={last}"]) == 0  # the run's config.yaml names the classes
+    assert capsys.readouterr().out.startswith("val_loss 5.")
+    assert main(["generate", own, f"--ckpt_path={last}", "--prompt=a", "--max_new_tokens=2"]) == 0
+
+
+def test_a_class_alone_and_its_options_as_flags(own, options, capsys):
+    assert main(["fit", own, *options, "--data.class_path=my_classes.Rows", "--data.rows", "80"]) == 0
+    assert "in 80 documents" in capsys.readouterr().out
+    assert main(["fit", own, *options, "--config=data: {class_path: my_classes.Rows}"]) == 0
+    assert "in 60 documents" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        main(["fit", own, "--data.class_path=my_classes.Rows", "--help"])
+    assert "--data.rows ROWS" in capsys.readouterr().out
+
+
+def test_what_cannot_be_a_class_is_named(own, options, tmp_path, error_of):
+    for args, message in [
+        (["--data.class_path=nowhere.Rows"], "data.class_path='nowhere.Rows' is no class (No module named 'nowhere')"),
+        (["--data.class_path=my_classes.Row"], "give MODULE.CLASS, and --import FILE.py"),
+        (["--data.class_path=Rows"], "data.class_path='Rows' is no class"),
+        (
+            ["--data.class_path=torch.nn.Linear"],
+            "must be a subclass of linrope.training.data_modules.text.TextDataModule",
+        ),
+        (["--data.class_path=my_classes.Rows", "--data.row=3"], "unknown option 'data.row'. Did you mean 'data.rows'?"),
+        (
+            ["--data.class_path=my_classes.Rows", "--config=data: {class_path: my_classes.ScaledConfig}"],
+            "must be a subclass of linrope.training",
+        ),
+        (
+            ["--optimizer.class_path=my_classes.SGDConfig", "--config=optimizer: {class_path: my_classes.OneGroup}"],
+            "optimizer.class_path names two classes, my_classes.SGDConfig and my_classes.OneGroup: give one",
+        ),
+        (["--optimizer.class_path=my_classes.OneGroup", "--data.path=x"], "data.path='x' does not exist"),
+        (
+            ["--optimizer.class_path=my_classes.OneGroup", "--data.class_path=my_classes.Rows"],
+            "OneGroup.make changed the number of parameter groups",
+        ),
+        (["--data.class_path=my_classes.Rows", "--data.init_args.rows=3"], "unknown option 'data.init_args.rows'"),
+    ]:
+        assert message in error_of("fit", own, *options, *args)
+
+
+def test_a_checkpoint_imports_nothing():
+    class Other(LanguageModel):
+        pass
+
+    assert loaded_subclass(LanguageModel, f"{__name__}.{Other.__qualname__}") is Other
+    message = r"class_path='os.system' is no imported subclass of LanguageModel: import it first, .* --import FILE.py"
+    assert_input_errors((lambda: loaded_subclass(LanguageModel, "os.system"), message))

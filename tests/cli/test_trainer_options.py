@@ -1,0 +1,107 @@
+"""Options of Lightning's Trainer in `linrope fit`."""
+
+import re
+import shlex
+import signal
+
+import pytest
+
+from linrope.cli.main import main
+from linrope.training.tasks.language_modeling import LanguageModelingModule
+from tests.training.attached import record_batches
+from tests.training.test_resume import interrupt, load
+
+EARLY_STOPPING = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_loss"]
+
+
+def test_progress_can_be_turned_off_and_results_are_printed(tiny, run_folder, capsys):
+    assert main(["fit", *tiny, "--trainer.enable_progress_bar=false"]) == 0
+    out = capsys.readouterr().out
+    assert "step 2" not in out
+    last = run_folder / "checkpoints" / "last.ckpt"
+    assert f"checkpoint  {last}" in out
+    assert main(["test", *tiny, f"--ckpt_path={last}", "--trainer.enable_progress_bar=false"]) == 0
+    assert re.fullmatch(r"test_loss 5\.\d+  test_bpb \d\.\d+\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("bar", ["RichProgressBar", "TQDMProgressBar"])
+def test_another_progress_bar_takes_the_place_of_ours(tiny, run_folder, capsys, bar):
+    assert main(["fit", *tiny, f"--trainer.callbacks+={bar}"]) == 0
+    out = "".join(capsys.readouterr())
+    assert "step 2/2" not in out
+    assert "Epoch 0" in out
+    assert load(run_folder)["global_step"] == 2
+
+
+def test_checkpoints_can_be_turned_off(tiny, run_folder, capsys, monkeypatch):
+    off = "--trainer.enable_checkpointing=false"
+    assert main(["fit", *tiny, off]) == 0
+    assert "ckpt" not in capsys.readouterr().out
+    interrupt(monkeypatch, lambda trainer: trainer.global_step == 1, signal.SIGTERM)
+    assert main(["fit", *tiny, off, "--trainer.max_steps=9"]) == 128 + signal.SIGTERM
+    assert "stopped after step 2. trainer.enable_checkpointing=False left nothing" in capsys.readouterr().err
+    assert not list(run_folder.parent.rglob("*.ckpt"))
+
+
+def test_the_simple_profiler_prints_its_table(tiny, caplog):
+    assert main(["fit", *tiny, "--trainer.profiler=simple"]) == 0
+    assert re.search(r"FIT Profiler Report.*run_training_epoch", caplog.text, re.S)
+
+
+def test_early_stopping_says_why_and_how_to_resume(tiny, run_folder, capsys):
+    stopping = [*EARLY_STOPPING, "--trainer.callbacks.patience=1", "--trainer.callbacks.min_delta=100"]
+    assert main(["fit", *tiny, *stopping, "--trainer.max_steps=10"]) == 0
+    said = "linrope: ended after step 4 of 10: EarlyStopping of val_loss, patience exhausted. To resume:"
+    first, second, *_ = capsys.readouterr().err.splitlines()
+    assert first == said
+    assert shlex.split(second)[-2:] == ["--ckpt_path", str(run_folder / "checkpoints" / "last.ckpt")]
+
+
+def test_a_time_limit_says_how_to_resume_and_counts_anew_then(tiny, capsys):
+    limited = [*tiny, "--trainer.max_steps=1000000", "--trainer.max_time=00:00:00:01"]
+    steps = [0]
+    for resume in ([], ["--ckpt_path=last"]):
+        assert main(["fit", *limited, *resume]) == 0
+        said = r"ended after step (\d+) of 1000000: the time limit is reached\. To resume:"
+        steps.append(int(re.search(said, capsys.readouterr().err)[1]))
+    assert steps == sorted(set(steps))
+
+
+def test_a_metric_that_no_run_logs_is_refused(tiny, error_of):
+    monitor = "--trainer.callbacks.monitor=vall_loss"
+    for name in ("EarlyStopping", "ModelCheckpoint"):
+        err = error_of("fit", *tiny, f"--trainer.callbacks+={name}", monitor)
+        assert f"{name}.monitor='vall_loss' is not logged by this run: choose one of grad_norm, lr, " in err
+        assert "Did you mean 'val_loss'?" in err
+
+
+def test_a_few_batches_can_be_overfitted(tiny, run_folder, monkeypatch, error_of):
+    batches = record_batches(monkeypatch)
+    few = ["--trainer.overfit_batches=4", "--trainer.accumulate_grad_batches=2", "--trainer.max_steps=6"]
+    assert main(["fit", *tiny, *few]) == 0
+    assert load(run_folder)["global_step"] == 6
+    assert len(batches) == 12
+    seen = [batch["inputs"].tolist() for batch in batches]
+    assert seen[:4] == seen[4:8] == seen[8:]
+    assert seen[0] != seen[1]
+    for wrong, message in {
+        "--trainer.overfit_batches=0.1": "overfit_batches=0.1 is a share of data that has no end",
+        "--trainer.overfit_batches=3": "overfit_batches=3 must be a multiple of trainer.accumulate_grad_batches=2",
+        "--data.contiguous=true": "and data.contiguous=True continues them",
+        "--ckpt_path=last": "overfit_batches=4 is a check, which resumes no run",
+    }.items():
+        assert message in error_of("fit", *tiny, *few, "--trainer.max_steps=8", wrong)
+    err = error_of("fit", *tiny, "--ckpt_path=last", few[1], "--trainer.max_steps=8")
+    assert "trainer.overfit_batches: 4 in the checkpoint, None here" in err
+
+
+def test_a_model_learns_the_few_batches_that_it_overfits(tiny, monkeypatch):
+    losses = []
+    monkeypatch.setattr(
+        LanguageModelingModule,
+        "on_train_batch_end",
+        lambda self, *args: losses.append(self.trainer.callback_metrics["train_loss"].item()),
+    )
+    fast = ["--trainer.max_steps=30", "--optimizer.lr=0.02", "--optimizer.warmup_steps=0"]
+    assert main(["fit", *tiny, "--trainer.overfit_batches=1", *fast]) == 0
+    assert losses[-1] < losses[0] - 2
