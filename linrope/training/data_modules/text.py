@@ -93,7 +93,6 @@ class TextDataModule(ResumableDataModule):
         require_least("context", context, 1)
         require_least("batch_size", batch_size, 1)
         require_workers(num_workers)
-        require_tokens("data.context · data.batch_size", context * batch_size)
         require_choice("data.token_dtype", token_dtype, TOKEN_DTYPES)
         if split is not None:
             require_choice("data.split", split, SPLIT_WAYS)
@@ -106,8 +105,6 @@ class TextDataModule(ResumableDataModule):
         self.seed, self.num_workers = seed, num_workers
         self.document_mask, self.contiguous, self.split = document_mask, contiguous, split
         self.curriculum = None if curriculum is None else _stages(curriculum, context * batch_size)
-        for number, stage in enumerate(self.curriculum or ()):
-            require_tokens(f"data.curriculum[{number}].seq_len · batch_size", stage.seq_len * stage.batch_size)
         self._tokenizer_name, self.token_dtype, self.verify = tokenizer, token_dtype, verify
         self.corpora: dict[str, TokenSequence] = {}
         self._windows: dict[str, Any] = {}
@@ -150,6 +147,12 @@ class TextDataModule(ResumableDataModule):
         if stage in ("validate", "test"):
             split = "val" if stage == "validate" else "test"
             self._windows[split] = self.evaluation_windows(split)
+        # Last: of a row longer than the text the errors above say more.
+        for number, planned in enumerate(self.plan.stages if stage == "fit" else ()):
+            options = "data.context · data.batch_size"
+            if self.curriculum is not None:
+                options = f"data.curriculum[{number}].seq_len · batch_size"
+            require_tokens(options, planned.seq_len * planned.batch_size)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
