@@ -13,7 +13,7 @@ from docstring_parser import parse_from_object
 from jsonargparse import ActionYesNo, ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
 from linrope.cli.commands import COMMANDS
-from linrope.cli.config_files import require_sound_configs, values_of
+from linrope.cli.config_files import config_files, require_sound_configs
 from linrope.errors import InputError, suggest
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)  # the docstring of a field is its help
