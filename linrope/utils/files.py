@@ -57,8 +57,8 @@ def remove_partial_files(folder: Path) -> None:
 
 def require_writable(folder: Path, option: str) -> None:
     """Raise InputError, naming the option, unless files can be made in a folder, or the folder itself can be made."""
-    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     try:
+        existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
