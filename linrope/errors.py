@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import signal
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
+
+DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""The disk, the user's quota, or the largest size of one file."""
 
 
 class InputError(ValueError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import importlib
 import os
 import signal
@@ -15,6 +14,7 @@ from linrope.cli.commands import COMMANDS
 from linrope.cli.imports import import_code
 from linrope.cli.output import leave_error_to_first_rank, rank, say
 from linrope.errors import (
+    DISK_IS_FULL,
     CheckpointError,
     DamagedFile,
     DocumentChanged,
@@ -26,8 +26,6 @@ from linrope.errors import (
     suggest,
 )
 
-DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""The disk, the user's quota, or the largest size of one file."""
 HELP = "\n".join(
     [
         "usage: linrope COMMAND [options]\n",

@@ -78,6 +78,7 @@ def _find_files(path: str | Path | None, option: str) -> tuple[Iterable[Path], P
         modules = (file for file in _files(root, NOT_STANDARD_LIBRARY) if file.suffix == ".py")
         return modules, root, "the Python standard library's source"
     path = Path(path).expanduser()
+    require_short(path, option)
     if path.is_dir():
         return _files(path), path, str(path)
     if path.is_file():
@@ -92,6 +93,14 @@ def _find_files(path: str | Path | None, option: str) -> tuple[Iterable[Path], P
         f"{option}={str(path)!r} does not exist: give a file, a folder or a glob, or null for the built-in corpus."
         + suggest(path.name, siblings)
     )
+
+
+def require_short(path: Path, option: str) -> None:
+    """Raise InputError, naming the option, for a path that the system refuses to look up: one with a long name."""
+    try:
+        path.exists()
+    except OSError as error:
+        raise InputError(f"{option}={str(path)!r} cannot be opened: {error.strerror}.") from error
 
 
 def _matches(pattern: Path) -> Iterator[Path]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from linrope.data.corpus.files import find_sources
+from linrope.data.corpus.files import find_sources, require_short
 from linrope.data.corpus.sequences import TokenSequence
 from linrope.data.corpus.splits import SPLITS, Pieces, cut_by_position, split_bounds, split_corpus, split_documents
 from linrope.data.corpus.token_files import NumberFile, PreparedCorpus, TokenRun, survey
@@ -61,6 +61,8 @@ def open_text(
     """
     given = None if tokenizer is None else open_tokenizer(tokenizer, "data.tokenizer")
     folder = None if path is None else Path(path).expanduser()
+    if folder is not None:
+        require_short(folder / MANIFEST, "data.path")
     if folder is not None and (folder / MANIFEST).is_file():
         return _open_prepared(folder, fractions, given, split, verify)
     if folder is not None and (folder / PARTS / LOCK).is_file():

@@ -19,8 +19,8 @@ from linrope.data.prepare.parts import RECORD_SUFFIX, assemble
 from linrope.data.prepare.units import Unit, dataset_units, file_units
 from linrope.data.prepare.workers import Progress, write_missing_parts
 from linrope.data.tokenizers.base import open_tokenizer
-from linrope.errors import InputError
-from linrope.utils.files import claim, remove_partial_files
+from linrope.errors import DISK_IS_FULL, DocumentChanged, InputError
+from linrope.utils.files import claim, remove_partial_files, require_writable
 
 
 def prepare(config: PrepareConfig, progress: Progress = lambda done, total: None) -> Manifest:
@@ -29,8 +29,21 @@ def prepare(config: PrepareConfig, progress: Progress = lambda done, total: None
     Raises:
         InputError: no text, a damaged line or archive, text that the tokenizer cannot read, or an output folder with
             other files. Finished parts are kept for the next try.
-        DocumentChanged: a source changed meanwhile.
+        DocumentChanged: a source changed meanwhile, or a file of the output.
+        OSError: the disk is full.
     """
+    try:
+        return _prepare(config, progress)
+    except OSError as error:
+        if error.errno in DISK_IS_FULL:
+            raise
+        raise DocumentChanged(
+            f"--output={config.output!r} was not finished: {error.filename or 'a file'} cannot be read or written "
+            f"({error.strerror}). Run the same command again to continue, or name another folder."
+        ) from error
+
+
+def _prepare(config: PrepareConfig, progress: Progress) -> Manifest:
     tokenizer = open_tokenizer(config.tokenizer, "--tokenizer")
     if config.dataset is None:
         units, origin, n_skipped = file_units(config.path)
@@ -47,6 +60,7 @@ def prepare(config: PrepareConfig, progress: Progress = lambda done, total: None
         raise InputError(f"--output={config.output!r} lies within --path={config.path!r}: name a folder elsewhere.")
     parts = [folder / PARTS / _digest(plan["tokenizer"], plan["text_field"], _identity(unit)) for unit in units]
     if (manifest := _finished(folder, plan, parts)) is None:
+        require_writable(folder, "--output")
         with _claimed(folder):
             write_missing_parts(units, parts, tokenizer, config, progress)
             manifest = assemble(folder, parts, tokenizer, origin, n_skipped, plan)

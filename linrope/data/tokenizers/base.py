@@ -62,9 +62,9 @@ def open_tokenizer(name: str, option: str) -> Tokenizer:
     if name == "bytes":
         return ByteTokenizer()
     path = Path(name).expanduser()
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        raise InputError(f"{option}={name!r} is a pipe or a device: give the path of a tokenizer.json, or 'bytes'.")
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise InputError(f"{option}={name!r} is a pipe or a device: give the path of a tokenizer.json, or 'bytes'.")
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []

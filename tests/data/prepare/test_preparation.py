@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -386,3 +387,27 @@ def test_options_that_are_none_are_named(tmp_path):
         with pytest.raises(InputError, match=message):
             run(tmp_path, output, path=str(tmp_path / path))
     assert not (tmp_path / "out").exists()
+
+
+def test_places_that_cannot_be_read_or_written_are_named(many, tmp_path):
+    long = "x" * 300
+    for output, message in [
+        ("/proc/nowhere/out", r"--output='/proc/nowhere/out': cannot write there \("),
+        (long, r"--output='.*x' was not finished: .* cannot be read or written \(File name too long\)"),
+    ]:
+        with pytest.raises((InputError, DocumentChanged), match=message):
+            run(tmp_path, output)
+    for name, call in (("--path", lambda: run(tmp_path, path=long)), ("data.path", lambda: open_text(long, ALL))):
+        with pytest.raises(InputError, match=rf"{name}='x+.*' cannot be opened: File name too long"):
+            call()
+    with pytest.raises(InputError, match=r"--tokenizer='x+' cannot be read \(File name too long\)"):
+        run(tmp_path, tokenizer=long)
+
+    def remove(done: int, total: int | None) -> None:
+        if done > total / 2:
+            shutil.rmtree(tmp_path / "out")
+
+    with pytest.raises(
+        DocumentChanged, match=r"--output='.*out' was not finished: .*parts.* cannot be read or written"
+    ):
+        run(tmp_path, progress=remove)
