@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline
 
 import linrope.interop
@@ -385,3 +386,17 @@ def test_a_missing_package_is_named_with_its_extra(folder, missing, monkeypatch,
     monkeypatch.delattr(linrope.interop, "transformers")
     assert main(["export", f"--ckpt_path={folder}", f"--output={tmp_path / 'out'}"]) == 2
     assert 'transformers is not installed: pip install "linrope[hf]"' in capsys.readouterr().err
+
+
+def test_exports_from_before_gates_held_a_linear_layer_are_read(tmp_path):
+    torch.manual_seed(0)
+    model = LanguageModel(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2, forget_gate=True)).eval()
+    torch.nn.init.normal_(model.blocks[0].attention.forget.linear.weight)
+    transformers_interop.export(model, tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    old = {name.replace(".forget.linear.", ".forget."): tensor for name, tensor in load_file(weights).items()}
+    assert "model.blocks.0.attention.forget.weight" in old
+    save_file(old, weights, metadata={"format": "pt"})
+    loaded = transformers_interop.LinropeForCausalLM.from_pretrained(tmp_path / "model", verify=False)
+    tokens = torch.tensor([[256, 1, 2, 3]])
+    assert torch.equal(loaded(tokens).logits, model(tokens))
