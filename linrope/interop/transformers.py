@@ -54,7 +54,8 @@ DOCUMENT = "<|document|>"
 """The separator's text in the exported tokenizer."""
 TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 CODE_MODULE = "modeling_linrope"
-RENAMED = {rf"({layer})\.(weight|bias)$": r"\1.linear.\2" for layer in ("forget", "selective")}
+RENAMED = {"forget.weight": "forget.linear.weight", "forget.bias": "forget.linear.bias"}
+RENAMED["selective.weight"] = "selective.linear.weight"
 """Weights of models that were saved before their gates held a linear layer, and their names now."""
 CODE = "from linrope.interop.transformers import LinropeConfig, LinropeForCausalLM\n"
 AUTO_MAP = {

@@ -400,3 +400,7 @@ def test_exports_from_before_gates_held_a_linear_layer_are_read(tmp_path):
     loaded = transformers_interop.LinropeForCausalLM.from_pretrained(tmp_path / "model", verify=False)
     tokens = torch.tensor([[256, 1, 2, 3]])
     assert torch.equal(loaded(tokens).logits, model(tokens))
+    loaded.save_pretrained(tmp_path / "again")
+    again = transformers_interop.LinropeForCausalLM.from_pretrained(tmp_path / "again")
+    assert torch.equal(again(tokens).logits, model(tokens))
+    assert torch.equal(LanguageModel.from_pretrained(tmp_path / "again")(tokens), model(tokens))
