@@ -15,6 +15,8 @@ from linrope.utils.files import lock, remove_partial_files
 
 LOCK = ".lock"
 CHECKPOINTS = "checkpoints"
+OPENED = "events.out.tfevents."
+"""TensorBoard's logger makes this file before a run has begun."""
 PATIENCE = 1.0
 """Seconds to wait for another process that looks into a folder."""
 
@@ -51,8 +53,10 @@ class RunFolder:
         """Unlock the folder at the end of its run; remove it if the run left nothing in it."""
         if self._lock is not None:
             with suppress(OSError):
-                if [file.name for file in self.path.iterdir()] == [LOCK]:
-                    (self.path / LOCK).unlink()
+                files = list(self.path.iterdir())
+                if all(file.name == LOCK or file.name.startswith(OPENED) for file in files):
+                    for file in files:
+                        file.unlink()
                     self.path.rmdir()
                     self.path.parent.rmdir()  # if there are no other runs of that name
             self.unlock()

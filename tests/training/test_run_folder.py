@@ -146,6 +146,15 @@ def claim_version(runs: Path, start, claimed) -> None:
     claimed.put(new_run_folder(runs).path.name)
 
 
+def test_a_folder_with_nothing_but_what_a_logger_opened_is_removed_and_any_other_stays(tmp_path):
+    for name, stays in (("events.out.tfevents.17.host.0", False), ("config.yaml", True)):
+        folder = new_run_folder(tmp_path / "runs" / "name")
+        (folder.path / name).touch()
+        folder.release()
+        assert folder.path.exists() == stays
+    assert sorted(file.name for file in folder.path.iterdir()) == [".lock", "config.yaml"]
+
+
 def test_runs_that_start_at_once_have_folders_of_their_own(tmp_path):
     context = multiprocessing.get_context("fork")
     start, claimed = context.Barrier(8), context.Queue()
