@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linrope.errors import InputError
+from linrope.utils.gradients import GradientSums
 
 IGNORE = -100
 """The target of positions without a loss; not a token."""
@@ -67,8 +68,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, output: nn.Module, rows: int, targets: Tensor, x: Tensor, *parameters: Tensor) -> Tensor:
         slices = list(zip(x.split(rows), targets.split(rows), strict=True))
-        total, of_x = 0, []
-        sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
+        total, of_x, of_parameters = 0, [], GradientSums(parameters)
         for some, of_some in slices:
             with torch.enable_grad():
                 some = some.detach().requires_grad_()
@@ -77,10 +77,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 found = torch.autograd.grad(loss, [some, *parameters])
             total = total + loss.detach()
             of_x.append(found[0])
-            for gradient, summed in zip(found[1:], sums, strict=True):
-                summed += gradient
-        of_parameters = (summed.to(p.dtype) for summed, p in zip(sums, parameters, strict=True))
-        ctx.save_for_backward(torch.cat(of_x), *of_parameters)
+            of_parameters.add(found[1:])
+        ctx.save_for_backward(torch.cat(of_x), *of_parameters.rounded())
         return total
 
     @staticmethod

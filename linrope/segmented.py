@@ -25,6 +25,7 @@ from linrope.errors import InputError
 from linrope.layers.state import ModelState, detach, state_before, tensors_of
 from linrope.models.language_model import LanguageModel
 from linrope.ops.torch_kernel.memory import give_back
+from linrope.utils.gradients import GradientSums
 
 SEGMENTS_BETWEEN = 8
 """Freed memory goes back to the system after this many segments: it is as slow as writing the memory again."""
@@ -198,10 +199,8 @@ class _SegmentedLoss(torch.autograd.Function):
             )
         segments, parameters = ctx.segments, ctx.parameters
         device = segments.inputs.device
-        # At least float32, as there may be hundreds of segments. Allocated first, since small tensors between large
-        # ones would keep the allocator from returning those.
-        sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
-        used = [False] * len(parameters)
+        # allocated first, since small tensors between large ones would keep the allocator from returning those
+        sums = GradientSums(parameters)
         grad_state: list[Tensor | None] = []
         enabled, dtype = ctx.autocast
         steps = list(zip(segments.slices(), ctx.states, ctx.random_states, strict=True))
@@ -217,15 +216,11 @@ class _SegmentedLoss(torch.autograd.Function):
                     outputs.append(tensor)
                     gradients.append(gradient)
             found = torch.autograd.grad(outputs, sources, gradients, allow_unused=True)
-            for i, gradient in enumerate(found[: len(parameters)]):
-                if gradient is not None:
-                    used[i] = True
-                    sums[i] += gradient
+            sums.add(found[: len(parameters)])
             grad_state = list(found[len(parameters) :])
             del value, after, before, outputs, found
             segments.free_after(number)
-        rounded = (total.to(p.dtype) for total, p in zip(sums, parameters, strict=True))
-        return None, None, *(total if has else None for total, has in zip(rounded, used, strict=True))
+        return None, None, *sums.rounded()
 
 
 @contextmanager

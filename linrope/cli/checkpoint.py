@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from linrope.cli.config_files import config_files, values_of
-from linrope.cli.output import rank, say
+from linrope.cli.output import say_once
 from linrope.errors import InputError
 from linrope.models.language_model import LanguageModel
 from linrope.models.saving import read_model
@@ -59,13 +59,8 @@ def _newest(folder: str, run: str = "*") -> str | None:
     newest = max(found, key=lambda path: path.stat().st_mtime, default=None)
     if newest is None:
         return None
-    _say_once(f"--ckpt_path=last is {newest}")
+    say_once(f"--ckpt_path=last is {newest}")
     return str(newest)
-
-
-def _say_once(text: str) -> None:
-    if rank() == 0:
-        say(text)
 
 
 def with_run_config(args: Sequence[str]) -> list[str]:
@@ -87,7 +82,7 @@ def with_run_config(args: Sequence[str]) -> list[str]:
     folder = Path(path).absolute().parent
     of_run = folder.parent / "config.yaml"
     if not has_config and folder.name == "checkpoints" and of_run.is_file():
-        _say_once(f"the configuration is {of_run}, and the options given here")
+        say_once(f"the configuration is {of_run}, and the options given here")
         return ["--config", str(of_run), *args]
     model, *_ = read_model(Path(path))
     return ["--config", json.dumps({"model": model}), *args]

@@ -26,6 +26,15 @@ def values_of(args: Sequence[str], *options: str) -> list[str]:
     return values
 
 
+def without_option(args: Sequence[str], option: str) -> list[str]:
+    """`args` without `option VALUE` and `option=VALUE`."""
+    kept = [arg for arg in args if not arg.startswith(f"{option}=")]
+    while option in kept:
+        at = kept.index(option)
+        del kept[at : at + 2]
+    return kept
+
+
 def config_files(args: Sequence[str]) -> list[str]:
     """The values of --config."""
     return values_of(args, "-c", "--config")

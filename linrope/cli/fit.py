@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
+from linrope.cli.config_files import without_option
 from linrope.cli.output import command_line, rank, say, write
 from linrope.cli.training import TrainingCLI
 from linrope.errors import InputError, Interrupted, NothingToDo
@@ -78,7 +79,7 @@ def _say_interrupted(cli: FitCLI, args: Sequence[str], interrupted: Interrupted)
 def _to_resume(cli: FitCLI, args: Sequence[str]) -> str:
     if cli.last_checkpoint is None:
         return " trainer.enable_checkpointing=False left nothing to resume."
-    resume = command_line("fit", _without_option(args, "--ckpt_path"), "--ckpt_path", cli.last_checkpoint.path)
+    resume = command_line("fit", without_option(args, "--ckpt_path"), "--ckpt_path", cli.last_checkpoint.path)
     return f" To resume:\n  {resume}"
 
 
@@ -88,15 +89,6 @@ def _print_checkpoint(cli: FitCLI, path: Path) -> None:
         prompt = cli.config_init.sample.prompt or "import "
         lines.append(f"sample      {command_line('generate', ['--ckpt_path', path, '--prompt', prompt])}")
     cli.console.print(*lines, sep="\n", markup=False, soft_wrap=True)
-
-
-def _without_option(args: Sequence[str], option: str) -> list[str]:
-    """`args` without `option VALUE` and `option=VALUE`."""
-    kept = [arg for arg in args if not arg.startswith(f"{option}=")]
-    while option in kept:
-        at = kept.index(option)
-        del kept[at : at + 2]
-    return kept
 
 
 def tensorboard(folder: Path) -> Logger:

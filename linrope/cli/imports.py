@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from linrope.cli.config_files import values_of, without_option
 from linrope.errors import InputError
 
 IMPORT = "--import"
@@ -20,17 +21,10 @@ def import_code(args: Sequence[str]) -> list[str]:
     Raises:
         InputError: no such file or module, or a file whose name is that of another module.
     """
-    imported.clear()
-    others, remaining = [], iter(args)
-    for arg in remaining:
-        name, equals, value = arg.partition("=")
-        if name == IMPORT:
-            imported.append(value if equals else next(remaining, ""))
-        else:
-            others.append(arg)
+    imported[:] = values_of(args, IMPORT)
     for source in imported:
         _import(source)
-    return others
+    return without_option(args, IMPORT)
 
 
 def _import(source: str) -> None:

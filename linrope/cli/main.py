@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import linrope
 from linrope.cli.commands import COMMANDS
 from linrope.cli.imports import import_code
-from linrope.cli.output import leave_error_to_first_rank, rank, say
+from linrope.cli.output import leave_error_to_first_rank, rank, say, say_once
 from linrope.errors import (
     DISK_IS_FULL,
     CheckpointError,
@@ -69,16 +69,14 @@ def main(args: Sequence[str] | None = None) -> int:
         say(f"error: {error}")
         return 1
     except NothingToDo as done:
-        if rank() == 0:
-            say(str(done))
+        say_once(str(done))
     except Interrupted as interrupted:
         return 128 + interrupted.signum
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again as it exits
         return 128 + signal.SIGPIPE  # the reader, `head` perhaps, has enough
     except KeyboardInterrupt:
-        if rank() == 0:
-            say("interrupted.")
+        say_once("interrupted.")
         return 128 + signal.SIGINT
     except SystemExit as exit_:
         if isinstance(exit_.__context__, KeyboardInterrupt):  # Lightning turns Ctrl-C into exit code 1

@@ -39,6 +39,12 @@ def say(text: str) -> None:
     print(f"linrope: {f'rank {rank()}: ' if rank() else ''}{printable(text)}", file=sys.stderr)
 
 
+def say_once(text: str) -> None:
+    """`say` it in the process of rank 0 alone."""
+    if rank() == 0:
+        say(text)
+
+
 def write(text: str) -> None:
     """Write text to the standard output without delay."""
     sys.stdout.write(text)

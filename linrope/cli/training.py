@@ -22,9 +22,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
 from linrope.cli.checkpoint import RUNS
-from linrope.cli.config_files import require_sound_configs
 from linrope.cli.generate import SamplingConfig
-from linrope.cli.output import rank, say
+from linrope.cli.output import say_once
 from linrope.cli.own_classes import own_classes
 from linrope.cli.parser import add_options, parse, parser_settings
 from linrope.errors import InputError
@@ -170,7 +169,6 @@ class ConfigCLI(LightningCLI):
     def __init__(self, command: str, args: Sequence[str], options: type, **by_hand: dict[str, Any]) -> None:
         quiet_lightning()
         self.command, self.options_class, self.by_hand = command, options, by_hand
-        require_sound_configs(args)  # before they are searched for classes
         self.own_classes = own_classes(args, {name: SECTIONS[name] for name in ("model", "optimizer", "data")})
         self.console = Console(highlight=False)
         usage = f"linrope {command} --config FILE [--SECTION.OPTION VALUE ...]"
@@ -262,8 +260,7 @@ class TrainingCLI(ConfigCLI):
         self.checkpoint, self.trained_precision = self.options.ckpt_path, None
         if self.checkpoint == "last":
             self.checkpoint = str(find_last(Path(config.run.folder, config.run.name)))
-            if rank() == 0:
-                say(f"--ckpt_path=last is {self.checkpoint}")
+            say_once(f"--ckpt_path=last is {self.checkpoint}")
         self.ckpt_path = self.checkpoint
         trained = self.check_checkpoint()
         self.why_precision = self._resolve_precision()

@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 
 from linrope.errors import InputError
+from linrope.utils.files import versions
 
 METRICS_FILE = "metrics.csv"
 Split = Literal["train", "val"]
@@ -98,12 +99,9 @@ def find_log(path: str) -> Path:
     given = Path(path).expanduser()
     if given.is_file():
         return given.resolve()
-    versions = {
-        int(number): file
-        for file in given.glob(f"version_*/{METRICS_FILE}")
-        if (number := file.parent.name.removeprefix("version_")).isdecimal()
-    }
-    for file in (given / METRICS_FILE, *([versions[max(versions)]] if versions else [])):
+    places = {number: place / METRICS_FILE for number, place in versions(given).items()}
+    logs = {number: file for number, file in places.items() if file.exists()}
+    for file in (given / METRICS_FILE, *([logs[max(logs)]] if logs else [])):
         if file.is_file():
             return file.resolve()
     raise InputError(

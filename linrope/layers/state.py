@@ -86,7 +86,7 @@ class AttentionState(_Movable):
 
 
 class ModelState(_Movable, tuple[AttentionState, ...]):
-    """The state of a model: a tuple with the AttentionState of each layer. It is saved and loaded as theirs."""
+    """The state of a model: a tuple with the AttentionState of each layer. Saved and loaded as one of these is."""
 
 
 _TYPES = {cls.__name__: cls for cls in (AttentionState, State, KeyValueCache)}

@@ -84,7 +84,7 @@ def _needs_gradient(call: Call) -> bool:
 
 def _by_document(call: Call, backend: str) -> tuple[Tensor, State]:
     """`causal=False`: each document of each row is a call of its own."""
-    if call.documents is None or call.documents.is_meta:  # whose documents nobody knows, nor do they change a shape
+    if call.documents is None or call.documents.is_meta:  # on meta documents have no numbers, and they change no shape
         return _all_keys(replace(call, documents=None), backend)
     if torch.compiler.is_compiling():
         raise InputError("segment_ids with causal=False decide the amount of work: call it outside of a graph.")

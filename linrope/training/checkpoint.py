@@ -16,7 +16,7 @@ from linrope.errors import CheckpointError, InputError
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
 from linrope.models.saving import open_checkpoint
 from linrope.training.data_modules.base import ResumableDataModule
-from linrope.utils.files import whole_file
+from linrope.utils.files import versions, whole_file
 
 TRAINING_STATE = ("global_step", "loops", "lr_schedulers", "optimizer_states")
 WITHOUT_WEIGHTS = ("model.window", "model.dropout", "model.gate_normalizer")
@@ -63,9 +63,8 @@ def _os_error(error: BaseException | None) -> OSError | None:
 
 def find_last(folder: Path) -> Path:
     """The `last.ckpt` of the newest run in `folder` (its subfolders `version_N`) that has one. InputError if none."""
-    found = folder.glob("version_*/checkpoints/last.ckpt")
-    by_version = [(path.parents[1].name.removeprefix("version_"), path) for path in found]
-    numbered = {int(version): path for version, path in by_version if version.isdecimal()}
+    places = {number: place / "checkpoints" / "last.ckpt" for number, place in versions(folder).items()}
+    numbered = {number: path for number, path in places.items() if path.exists()}
     if not numbered:
         raise InputError(
             f"--ckpt_path=last: no run in {str(folder)!r} has a last.ckpt. Name the checkpoint file, or set "

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from linrope.errors import InputError
 from linrope.models.saving import open_checkpoint
-from linrope.utils.files import lock, remove_partial_files
+from linrope.utils.files import lock, remove_partial_files, versions
 
 LOCK = ".lock"
 CHECKPOINTS = "checkpoints"
@@ -76,18 +75,12 @@ def _lock(file: IO[str], patience: float) -> bool:
         time.sleep(0.05)
 
 
-def versions(runs: Path) -> Iterator[tuple[int, Path]]:
-    """Number and path of the folders version_N of the runs of one name, which lie in `runs`."""
-    for folder in runs.glob("version_*"):
-        if (number := folder.name.removeprefix("version_")).isdecimal():
-            yield int(number), folder
-
-
 def new_run_folder(runs: Path) -> RunFolder:
     """Make and lock the next folder version_N in `runs`; what killed runs left partly written there is removed."""
     runs.mkdir(parents=True, exist_ok=True)
-    number = 1 + max((number for number, _ in versions(runs)), default=-1)
-    for _, folder in versions(runs):
+    others = versions(runs)
+    number = 1 + max(others, default=-1)
+    for folder in others.values():
         other = RunFolder(folder)
         if not (folder / LOCK).is_file():
             continue

@@ -155,6 +155,12 @@ def _sizes_of_storages(content: Any) -> list[int]:
     return [sizes[start] for start in sorted(sizes) if sizes[start]]
 
 
+def versions(folder: Path) -> dict[int, Path]:
+    """The folders version_N in a folder, by N."""
+    found = ((place.name.removeprefix("version_"), place) for place in folder.glob("version_*"))
+    return {int(number): place for number, place in found if number.isdecimal()}
+
+
 def claim(file: IO[str]) -> bool:
     """Lock an open file until it is closed; False if another process has locked it."""
     try:

@@ -164,11 +164,11 @@ import sys, torch, linrope
 ours = linrope.LanguageModel.from_pretrained(sys.argv[1])
 print(ours.training, sorted({"transformers", "lightning", "jsonargparse", "rich", "yaml"} & set(sys.modules)))
 from transformers import AutoModelForCausalLM
-theirs = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+loaded = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
 tokens = torch.arange(9)[None]
-theirs.save_pretrained(sys.argv[3])
+loaded.save_pretrained(sys.argv[3])
 again = AutoModelForCausalLM.from_pretrained(sys.argv[3], trust_remote_code=True)
-torch.save((ours(tokens), theirs(tokens).logits, again(tokens).logits), sys.argv[2])
+torch.save((ours(tokens), loaded(tokens).logits, again(tokens).logits), sys.argv[2])
 """
 
 

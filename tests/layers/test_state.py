@@ -73,7 +73,7 @@ def test_rows_that_do_not_exist_are_named(model, tokens):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_a_state_moves_as_its_model_does(model, tokens, dtype):
-    """Into another dtype: positions, what is visible, and angles keep theirs, sums are float32 at least."""
+    """Into another dtype: positions, what is visible, and angles keep their dtypes, sums are float32 at least."""
     state = state_of(model, tokens).detach()
     with torch.no_grad():
         before, after = model(tokens, state), model.to(dtype)(tokens, state.to(dtype))
