@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import cycle, islice
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +22,12 @@ from linrope.layers.linear_attention import LinearAttention
 from linrope.layers.softmax_attention import SoftmaxAttention
 from linrope.layers.state import AttentionState, ModelState, state_before, token_positions
 from linrope.losses import rows_of_slice, summed_cross_entropy_of, token_losses_of
-from linrope.models.saving import read_model, write_folder
+from linrope.models.base import Model, ModelConfig
 from linrope.ops.documents import check_segment_ids
 from linrope.ops.swiglu import swiglu
 from linrope.positions.sinusoidal import sinusoids
 from linrope.rotary import RotaryConfig, check_config
-from linrope.utils.options import check_keys, check_types, class_path_of, loaded_subclass
+from linrope.utils.options import check_types
 
 MAX_LAYERS = 10_000
 ATTENTION_TYPES = {
@@ -47,7 +44,7 @@ INITIAL_OUTPUT_NORM = 0.1
 
 
 @dataclass(frozen=True)
-class LanguageModelConfig:
+class LanguageModelConfig(ModelConfig):
     """A model's parameters and computation, in one record.
 
     A model of your own has a subclass of this one, a frozen dataclass with the options that it adds, whose `build`
@@ -145,27 +142,8 @@ class LanguageModelConfig:
         """A new model of these options."""
         return LanguageModel(self)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain scalars, lists and dicts, for JSON and checkpoints. A subclass is named in `class_path`."""
-        own = {} if type(self) is LanguageModelConfig else {"class_path": class_path_of(type(self))}
-        # JSON makes tuples to lists, and `item` makes numbers of NumPy to those of Python
-        return {**own, **json.loads(json.dumps(asdict(self), default=lambda number: number.item()))}
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> LanguageModelConfig:
-        """The inverse of `to_dict`.
-
-        Raises:
-            InputError: an unknown key (the message has the nearest known one), a value of the wrong type, or a
-                `class_path` whose class is not imported (nothing is imported that a file names).
-        """
-        if isinstance(values, dict) and "class_path" in values:
-            cls, values = loaded_subclass(cls, values["class_path"]), dict(values)
-            del values["class_path"]
-        check_keys(values, cls)
-        if isinstance(values.get("rope"), dict):
-            values = {**values, "rope": RotaryConfig.from_dict(values["rope"])}
-        return cls(**values)
+ModelConfig.unnamed = LanguageModelConfig
 
 
 class GatedMLP(nn.Module):
@@ -211,17 +189,18 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.mlp_norm(x))), state
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(Model):
     """A causal language model: embedding, pre-norm blocks, norm, output layer.
 
     With linear attention in every layer, the size of its state and the cost of a token do not depend on the number of
     tokens before it.
     """
 
+    config_class = LanguageModelConfig
+    config: LanguageModelConfig
+
     def __init__(self, config: LanguageModelConfig):
-        super().__init__()
-        self.config = config
-        self.tokenizer: dict[str, str] | None = None  # serialized, see `linrope.data.tokenizers`; saved with the model
+        super().__init__(config)
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
@@ -248,6 +227,10 @@ class LanguageModel(nn.Module):
     @property
     def _is_tied(self) -> bool:
         return self.config.tie_embeddings and isinstance(self.output, Linear)  # not an adapter around it
+
+    @property
+    def tied(self) -> dict[str, str]:
+        return {"output.weight": "embedding.weight"} if self.config.tie_embeddings else {}
 
     def _tie(self, *unused) -> None:
         if self._is_tied:
@@ -378,59 +361,12 @@ class LanguageModel(nn.Module):
                 f"state holds {names}: pass the tuple of {len(self.blocks)} AttentionStates that the model returned."
             )
 
-    @property
-    def n_parameters(self) -> int:
-        """Number of parameters; a tied embedding counts once."""
-        return sum(parameter.numel() for parameter in self.parameters())
-
     def state_bytes(self, context: int, dtype: torch.dtype = torch.float32) -> int:
         """Bytes of the state of one row after `context` tokens, on which only the caches of softmax layers depend.
 
         `dtype` is that of the activations, and so of caches and convolution tails; linear states have float32.
         """
         return sum(block.attention.state_bytes(context, dtype) for block in self.blocks)
-
-    def save_pretrained(self, directory: str | os.PathLike) -> None:
-        """Write `config.json`, `model.pt`, `SHA256SUMS` and, if the model has one, `tokenizer.json` into a directory.
-
-        The directory is made if it is missing. A model in it is replaced once the new one is on the disk; if that is
-        interrupted, `from_pretrained` refuses what is there.
-
-        Raises:
-            InputError: a directory of `linrope export`, whose weights would stay in a file of another name.
-        """
-        write_folder(Path(directory), self.config.to_dict(), self.state_dict(), self.tokenizer)
-
-    @classmethod
-    def from_pretrained(cls, path: str | os.PathLike, verify: bool = True) -> LanguageModel:
-        """The model in a folder of `save_pretrained` or `linrope export`, or in a checkpoint of `linrope fit`.
-
-        The model is on the CPU, in the dtype of its saved weights, in evaluation mode. Only tensors and plain values
-        are unpickled.
-
-        Args:
-            path: the folder or the checkpoint file.
-            verify: compare the files of a folder with its `SHA256SUMS`, if it has some.
-
-        Raises:
-            InputError: no such file, not a linrope model, or files that are not those of their checksums.
-        """
-        config, weights, tokenizer = read_model(Path(path), verify)
-        try:
-            model = LanguageModelConfig.from_dict(config).build()
-        except InputError as error:
-            raise InputError(f"checkpoint {str(path)!r}: {error}") from error
-        embedding = weights.get("embedding.weight") if isinstance(weights, dict) else None
-        if isinstance(embedding, Tensor) and embedding.is_floating_point():
-            model.to(embedding.dtype)
-            if model.config.tie_embeddings:
-                weights = {"output.weight": embedding, **weights}  # safetensors stores a shared tensor once
-        try:
-            model.load_state_dict(weights)
-        except (RuntimeError, TypeError) as error:
-            raise InputError(f"checkpoint {str(path)!r}: weights do not fit its configuration: {error}") from error
-        model.tokenizer = tokenizer
-        return model.eval()
 
     def encode(self, text: str) -> Tensor:
         """The tokens of a document that starts with `text`, (T,) int64 on the model's device.
