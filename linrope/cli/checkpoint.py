@@ -15,8 +15,10 @@ from linrope.cli.config_files import config_files, values_of
 from linrope.cli.output import say_once
 from linrope.errors import InputError
 from linrope.models.language_model import LanguageModel
-from linrope.models.saving import read_model
+from linrope.models.saving import open_checkpoint, read_model
 
+LANGUAGE_MODELING = "language_modeling"
+"""The task of a run whose configuration names none."""
 RUNS = "runs"
 """Folder of all runs, unless `run.folder` names another."""
 
@@ -85,4 +87,5 @@ def with_run_config(args: Sequence[str]) -> list[str]:
         say_once(f"the configuration is {of_run}, and the options given here")
         return ["--config", str(of_run), *args]
     model, *_ = read_model(Path(path))
-    return ["--config", json.dumps({"model": model}), *args]
+    task = {} if Path(path).is_dir() else {"task": open_checkpoint(path)["linrope"].get("task", LANGUAGE_MODELING)}
+    return ["--config", json.dumps({**task, "model": model}), *args]

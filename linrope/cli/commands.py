@@ -1,9 +1,10 @@
 """The commands of `linrope`. A new command is a line here and a module of its name with `run(args)`."""
 
 COMMANDS = {
-    "fit": "Train a language model.",
+    "fit": "Train a model: a language model, or that of another task (--task).",
     "validate": "Measure a checkpoint on the validation split: by position in the row, and in longer rows (--lengths).",
     "test": "Measure a checkpoint on the test split.",
+    "predict": "Write a checkpoint's predictions for the test split as JSON lines.",
     "plan": "Estimate a run before it starts: memory by length, FLOPs, time.",
     "compare": "Compare runs: validation and training loss by tokens and by time, in a table and a picture.",
     "recall": "Measure what a model recalls, by length and depth: a pass key in text, or an induction step.",

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
 from linrope.cli.config_files import without_option
 from linrope.cli.output import command_line, rank, say, write
-from linrope.cli.training import TrainingCLI
+from linrope.cli.training import TrainingCLI, writes_text
 from linrope.errors import InputError, Interrupted, NothingToDo
 from linrope.models.saving import CONFIG_FILE, open_checkpoint
 from linrope.training.callbacks.averaging import AverageWeights, require_same_averaging
@@ -25,6 +25,7 @@ from linrope.training.callbacks.saving import GracefulStop, LastCheckpoint, Save
 from linrope.training.callbacks.summary import PrintSample, RunSummary
 from linrope.training.callbacks.throughput import Throughput
 from linrope.training.checkpoint import require_training_state, start_from
+from linrope.training.data_modules.text import TextDataModule
 from linrope.training.metrics_file import METRICS_FILE, MetricsFile
 from linrope.training.precision import is_nvidia
 from linrope.training.run_folder import RunFolder, folder_of, new_run_folder, resumed_run_folder
@@ -85,7 +86,7 @@ def _to_resume(cli: FitCLI, args: Sequence[str]) -> str:
 
 def _print_checkpoint(cli: FitCLI, path: Path) -> None:
     lines = [f"\ncheckpoint  {path}"]
-    if cli.datamodule.tokenizer is not None:  # without a tokenizer no text can be generated
+    if writes_text(cli.task) and cli.datamodule.tokenizer is not None:  # without one no text can be generated
         prompt = cli.config_init.sample.prompt or "import "
         lines.append(f"sample      {command_line('generate', ['--ckpt_path', path, '--prompt', prompt])}")
     cli.console.print(*lines, sep="\n", markup=False, soft_wrap=True)
@@ -127,6 +128,8 @@ class FitCLI(TrainingCLI):
         self.step = step
 
     def instantiate_trainer(self) -> Trainer:
+        if self.config_init.run.compile and not writes_text(self.task):
+            raise InputError(f"run.compile=True compiles language models only, not those of task={self.config.task!r}.")
         if self.config_init.run.compile:
             require_compiler("cuda" if is_nvidia(self.config_init.trainer.accelerator) else "cpu")
         self.start = None  # a line of the run's summary
@@ -172,11 +175,13 @@ class FitCLI(TrainingCLI):
 
     def callbacks(self) -> list[Callback]:
         folder = self.folder.path
-        run, sample = self.config_init.run, self.config_init.sample
+        run, sample = self.config_init.run, self.config_init.get("sample")
         trainer, checkpoints = self.config_init.trainer, []
         self.last_checkpoint = None
         if trainer.enable_checkpointing is not False:
-            best = ModelCheckpoint(folder / "checkpoints", "best", monitor="val_loss", enable_version_counter=False)
+            monitor, mode = self.model.monitor
+            options = {"monitor": monitor, "mode": mode, "enable_version_counter": False}
+            best = ModelCheckpoint(folder / "checkpoints", "best", **options)
             self.last_checkpoint = LastCheckpoint(folder / "checkpoints", run.checkpoint_every_n_steps)
             checkpoints = [best, self.last_checkpoint]  # after the best, whose score it keeps
         callbacks = [
@@ -184,7 +189,7 @@ class FitCLI(TrainingCLI):
             *([] if run.ema_decay is None else [AverageWeights(run.ema_decay)]),  # before what saves or samples
             SaveConfig(self.folder, self.parser.dump(self.config)),
             RunSummary(self.console, self.start, self.why_precision),
-            MemoryPreflight(),
+            *([MemoryPreflight()] if isinstance(self.datamodule, TextDataModule) else []),
             Throughput(),
             GracefulStop(self.last_checkpoint),
             *checkpoints,
@@ -195,6 +200,6 @@ class FitCLI(TrainingCLI):
             callbacks.append(CompiledTraining())  # after the monitor, which hooks layers
         if run.spike_factor:
             callbacks.append(SpikeWarning(self.console, run.spike_factor))
-        if sample.prompt is not None:
+        if sample is not None and sample.prompt is not None:
             callbacks.append(PrintSample(write, sample.prompt, **sample.options))
         return callbacks

@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from jsonargparse import Namespace
 
-from linrope.cli.training import ConfigCLI
+from linrope.cli.training import ConfigCLI, n_devices, writes_text
 from linrope.errors import InputError
 from linrope.profiling.fake_tensors import shapes_only
 from linrope.profiling.run_plan import Setting, measure_rate
@@ -44,6 +43,8 @@ def run(args: Sequence[str]) -> None:
     """Run `linrope plan` with the command line `args`."""
     cli = ConfigCLI("plan", args, PlanOptions)
     config, options = cli.config_init, cli.options
+    if not writes_text(cli.task):
+        raise InputError(f"`linrope plan` estimates language models only so far, not task={cli.config.task!r}.")
     if config.segment_length is not None:
         require_segments(shapes_only(config.model), config.segment_length)
     setting = planned(config)
@@ -61,7 +62,7 @@ def planned(config: Namespace) -> Setting:
     data, trainer = config.data, config.trainer
     gpu = is_nvidia(trainer.accelerator)
     automatic = trainer.precision == AUTO
-    devices = _n_devices(trainer.devices, gpu) * trainer.num_nodes
+    devices = n_devices(trainer)
     plan = data.plan_for(trainer.accumulate_grad_batches * devices)
     if trainer.max_steps >= 1:
         data.require_steps(plan, trainer.max_steps)
@@ -76,12 +77,3 @@ def planned(config: Namespace) -> Setting:
         averaged=config.run.ema_decay is not None,
         device="cuda" if gpu else "cpu",
     )
-
-
-def _n_devices(devices: int | str | list[int], gpu: bool) -> int:
-    """Number of devices of a run; "auto" counts those of this machine."""
-    if isinstance(devices, list):
-        return len(devices)
-    if str(devices).isdecimal():
-        return int(devices)
-    return max(1, torch.cuda.device_count()) if gpu else 1

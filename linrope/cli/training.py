@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
+import torch
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, Trainer
@@ -21,23 +22,25 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
-from linrope.cli.checkpoint import RUNS
+from linrope.cli.checkpoint import LANGUAGE_MODELING, RUNS
 from linrope.cli.generate import SamplingConfig
 from linrope.cli.output import say_once
 from linrope.cli.own_classes import own_classes
 from linrope.cli.parser import add_options, parse, parser_settings
+from linrope.cli.tasks import TASKS, name_of_task, task_of
 from linrope.errors import InputError
-from linrope.models.language_model import LanguageModel, LanguageModelConfig
+from linrope.models.base import Model, ModelConfig, config_in, load_model
 from linrope.models.saving import CONFIG_FILE, open_checkpoint
 from linrope.training.callbacks.monitors import RequireMonitored
 from linrope.training.callbacks.progress import ProgressReport, evaluation_metrics
 from linrope.training.checkpoint import WholeCheckpointIO, find_last, require_same_model
-from linrope.training.data_modules.text import TextDataModule
 from linrope.training.optimizer import OptimizerConfig
-from linrope.training.precision import AUTO, automatic_precision
+from linrope.training.precision import AUTO, automatic_precision, is_nvidia
+from linrope.training.task import TrainingTask
 from linrope.training.tasks.language_modeling import LanguageModelingModule
 from linrope.utils.formatting import bytes_text
 from linrope.utils.memory import keep_freed_memory
+from linrope.utils.options import class_path_of
 
 
 @dataclass(frozen=True)
@@ -135,14 +138,17 @@ TRAINER_DEFAULTS = {
     "use_distributed_sampler": False,  # our data loaders shard samples themselves
     "enable_model_summary": False,  # RunSummary prints what matters
 }
-SECTIONS = {
-    "model": LanguageModelConfig,
-    "optimizer": OptimizerConfig,
-    "data": TextDataModule,
-    "run": RunConfig,
-    "sample": SampleConfig,
-}
-"""The class of each section but `trainer`, whose options are those of Lightning's Trainer."""
+
+
+def sections_of(task: type[TrainingTask]) -> dict[str, type]:
+    """The class of each section but `trainer`, whose options are those of Lightning's Trainer."""
+    sections = {"model": task.config_class, "optimizer": OptimizerConfig, "data": task.data_class, "run": RunConfig}
+    return {**sections, "sample": SampleConfig} if writes_text(task) else sections
+
+
+def writes_text(task: type[TrainingTask]) -> bool:
+    """Whether the task trains language models, which have options of their own: samples and segments."""
+    return issubclass(task, LanguageModelingModule)
 
 
 LOGGERS_BY_NAME = Literal["CSVLogger", "TensorBoardLogger"]
@@ -160,7 +166,8 @@ class CheckpointOptions:
 
 class ConfigCLI(LightningCLI):
     """The command line of a run: sections model, optimizer, data, run, sample, trainer, and a command's own options.
-    The first three may name a class of the user's (`class_path`), whose options are then those of the section.
+    The task decides the classes of model and data. The first three sections may name a class of the user's
+    (`class_path`), whose options are then those of the section.
 
     `config` holds the configuration as values, `config_init` an object for each section, both without the command's own
     options, which `options` holds. `by_hand`: see `linrope.cli.parser.add_options`.
@@ -169,15 +176,17 @@ class ConfigCLI(LightningCLI):
     def __init__(self, command: str, args: Sequence[str], options: type, **by_hand: dict[str, Any]) -> None:
         quiet_lightning()
         self.command, self.options_class, self.by_hand = command, options, by_hand
-        self.own_classes = own_classes(args, {name: SECTIONS[name] for name in ("model", "optimizer", "data")})
+        self.task = task_of(args)
+        self.sections = sections_of(self.task)
+        self.own_classes = own_classes(args, {name: self.sections[name] for name in ("model", "optimizer", "data")})
         self.console = Console(highlight=False)
         usage = f"linrope {command} --config FILE [--SECTION.OPTION VALUE ...]"
         if {"-h", "--help"} & set(args):
             self._print_help(ArgumentParser(usage=usage, **parser_settings(command)))
             raise SystemExit(0)
         super().__init__(
-            LanguageModelingModule,
-            TextDataModule,
+            self.task,
+            self.task.data_class,
             save_config_callback=None,  # it refuses to write twice; SaveConfig is ours
             trainer_defaults=dict(TRAINER_DEFAULTS),
             seed_everything_default=1,
@@ -192,7 +201,7 @@ class ConfigCLI(LightningCLI):
         """Print the command's own options, those of the sections, and of the Trainer's the usual ones."""
         self.add_default_arguments_to_parser(parser)
         parser.add_argument("-c", "--config", action=ActionConfigFile, help="YAML file with any of these options.")
-        for name, section in {**SECTIONS, **self.own_classes, "trainer": TrainerOptions}.items():
+        for name, section in {**self.sections, **self.own_classes, "trainer": TrainerOptions}.items():
             parser.add_class_arguments(section, name)
         parser.print_help()
 
@@ -200,6 +209,10 @@ class ConfigCLI(LightningCLI):
         add_options(parser, self.options_class, **self.by_hand)
         seed_help = "Seed of the initial weights and of dropout."
         parser.add_argument("--seed_everything", type=int, default=1, help=seed_help)
+        task_help = f"What is trained: {', '.join(TASKS)}; or the class of a task of your own."
+        parser.add_argument("--task", type=str, default=LANGUAGE_MODELING, help=task_help)
+        if not writes_text(self.task):
+            return
         parser.add_argument(
             "--segment_length",
             type=int | None,
@@ -209,7 +222,7 @@ class ConfigCLI(LightningCLI):
         )
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        for name, section in {**SECTIONS, **self.own_classes}.items():
+        for name, section in {**self.sections, **self.own_classes}.items():
             parser.add_class_arguments(section, name)
             if name in self.own_classes:
                 parser.add_argument(f"--{name}.class_path", type=str)
@@ -227,10 +240,10 @@ class ConfigCLI(LightningCLI):
         # config.yaml does not repeat the command's own options: a copy of that run starts from scratch
         names = [field.name for field in fields(self.options_class)]
         self.options = self.options_class(**{name: self.config.pop(name) for name in names})
-        for section in (*SECTIONS, "trainer"):
+        for section in (*self.sections, "trainer"):
             if not isinstance(self.config[section], Namespace):
                 raise InputError(f"{section}: {self.config[section]!r} must be a section of options, not a value.")
-            require_values(self.config[section], {**SECTIONS, "trainer": TrainerOptions}[section], section)
+            require_values(self.config[section], {**self.sections, "trainer": TrainerOptions}[section], section)
         if (seed := self.config.seed_everything) is None or not 0 <= seed < 2**32:
             raise InputError(f"--seed_everything={seed} must be a number from 0 to {2**32 - 1}.")
 
@@ -266,9 +279,8 @@ class TrainingCLI(ConfigCLI):
         self.why_precision = self._resolve_precision()
         self.datamodule = config.data
         require_memory(config.model)
-        self.model = LanguageModelingModule(
-            config.model, config.optimizer, config.segment_length, config.seed_everything
-        )
+        segments = {"segment_length": config.segment_length} if writes_text(self.task) else {}
+        self.model = self.task(config.model, config.optimizer, seed=config.seed_everything, **segments)
         if trained is not None:
             self.model.model, self.ckpt_path = trained, None
         self.trainer = self.instantiate_trainer()
@@ -285,7 +297,7 @@ class TrainingCLI(ConfigCLI):
         trainer.precision = self.config.trainer.precision = precision
         return why
 
-    def check_checkpoint(self) -> LanguageModel | None:
+    def check_checkpoint(self) -> Model | None:
         """The model of a folder of save_pretrained; None for a checkpoint, which Lightning loads. InputError if there
         is no checkpoint, or that of another model."""
         if self.checkpoint is None:
@@ -293,7 +305,7 @@ class TrainingCLI(ConfigCLI):
         if not Path(self.checkpoint, CONFIG_FILE).is_file():
             self.open_checkpoint()
             return None
-        trained = LanguageModel.from_pretrained(self.checkpoint)
+        trained = load_model(self.checkpoint, self.task.config_class)
         require_same_model(trained.config, self.config_init.model, self.checkpoint)
         return trained
 
@@ -301,17 +313,21 @@ class TrainingCLI(ConfigCLI):
         """The contents of the checkpoint file. InputError if it holds another model than the configured one."""
         contents = open_checkpoint(self.checkpoint)
         self.trained_precision = contents["linrope"].get("precision")
-        trained = LanguageModelConfig.from_dict(contents["linrope"]["config"])
+        trained_task, task = contents["linrope"].get("task"), class_path_of(self.task)
+        if trained_task not in (None, task):
+            raise InputError(
+                f"checkpoint {str(self.checkpoint)!r} is of the task {trained_task}, and this is {task}: give "
+                f"--task {name_of_task(trained_task)}."
+            )
+        trained = config_in(contents["linrope"]["config"], self.task.config_class, self.checkpoint)
         require_same_model(trained, self.config_init.model, self.checkpoint)
         self.config_init.data.keep_split_of(contents["linrope"]["order"])
         return contents
 
     def instantiate_trainer(self) -> Trainer:
-        if self.config_init.trainer.max_epochs not in (None, -1):
-            raise InputError(
-                f"trainer.max_epochs={self.config_init.trainer.max_epochs} has no meaning here: training draws from an "
-                "endless stream of samples. Set trainer.max_steps."
-            )
+        if (epochs := self.config_init.trainer.max_epochs) not in (None, -1):
+            self.config_init.trainer.max_steps = self._steps_of(epochs)
+            self.config_init.trainer.max_epochs = -1
         for name in ("devices", "num_nodes"):
             number = str(getattr(self.config_init.trainer, name))
             if number.isdecimal() and int(number) > MAX_PROCESSES:
@@ -328,6 +344,23 @@ class TrainingCLI(ConfigCLI):
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # neither the user's nor a special strategy's
             trainer.strategy.checkpoint_io = WholeCheckpointIO()
         return trainer
+
+    def _steps_of(self, epochs: int) -> int:
+        """The optimizer steps of `trainer.max_epochs`, for data that has epochs."""
+        trainer = self.config_init.trainer
+        batches_per_step = trainer.accumulate_grad_batches * n_devices(trainer)
+        self.datamodule.open()
+        steps = self.datamodule.steps_per_epoch_for(batches_per_step)
+        if steps is None:
+            raise InputError(
+                f"trainer.max_epochs={epochs} has no meaning here: training draws from an endless stream of samples. "
+                "Set trainer.max_steps."
+            )
+        if trainer.max_steps != -1:
+            raise InputError(
+                f"trainer.max_epochs={epochs} and trainer.max_steps={trainer.max_steps} exclude each other: give one."
+            )
+        return epochs * steps
 
     def given_callbacks(self) -> list[Callback]:
         """The callbacks of `trainer.callbacks`."""
@@ -361,7 +394,7 @@ class TrainingCLI(ConfigCLI):
         except RuntimeError as error:  # PyTorch raises one, wherever this process is
             self.datamodule.raise_if_killed(error)
             raise
-        if self.command != "fit" and self.trainer.is_global_zero:
+        if self.command in ("validate", "test") and self.trainer.is_global_zero:
             split = "test" if self.command == "test" else "val"
             line = evaluation_metrics(self.trainer.callback_metrics, split)
             self.console.print(line, highlight=False, soft_wrap=True)
@@ -375,12 +408,23 @@ def require_values(options: Namespace, config: type, section: str) -> None:
             raise InputError(f"{section}.{name} has no value: give one, or remove the line to keep the default.")
 
 
-def require_memory(config: LanguageModelConfig) -> None:
-    """Raise InputError if a model's weights do not fit into this machine's memory; it counts the largest only."""
+def n_devices(trainer: Namespace) -> int:
+    """Number of devices of a run, on all nodes; "auto" counts those of this machine."""
+    devices = trainer.devices
+    if isinstance(devices, list):
+        of_a_node = len(devices)
+    elif str(devices).isdecimal():
+        of_a_node = int(devices)
+    else:
+        of_a_node = max(1, torch.cuda.device_count()) if is_nvidia(trainer.accelerator) else 1
+    return of_a_node * trainer.num_nodes
+
+
+def require_memory(config: ModelConfig) -> None:
+    """Raise InputError if a model's weights do not fit into this machine's memory."""
     if not hasattr(os, "sysconf"):  # Windows
         return
-    of_a_layer = 2 * config.mlp_width + 3 * (config.short_conv or 0)
-    n_bytes = 4 * config.d_model * (config.vocab_size + config.n_layers * of_a_layer)
+    n_bytes = config.least_weight_bytes()
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if n_bytes > memory:
         raise InputError(

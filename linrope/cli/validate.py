@@ -8,7 +8,7 @@ from functools import partial
 
 from linrope.cli.checkpoint import with_run_config
 from linrope.cli.output import command_line
-from linrope.cli.training import CheckpointOptions, TrainingCLI
+from linrope.cli.training import CheckpointOptions, TrainingCLI, writes_text
 from linrope.data.tokenizers.base import Tokenizer
 from linrope.errors import InputError
 from linrope.evaluation.length_report import show as show_lengths
@@ -54,6 +54,10 @@ def run(args: Sequence[str]) -> None:
     """Run `linrope validate` with the command line `args`."""
     cli = TrainingCLI("validate", with_run_config(args), ValidateOptions, lengths=LENGTHS)
     data, options = cli.datamodule, cli.options
+    if not writes_text(cli.task):
+        if options.lengths or options.report is not None:
+            raise InputError(f"--lengths and --report read language models only, not task={cli.config.task!r}.")
+        return cli.run(verbose=False)
     if options.report is not None or options.lengths:  # checked before the validation, which takes long
         data.open()
         options.require_bytes(data.tokenizer)

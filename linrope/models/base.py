@@ -35,6 +35,10 @@ class ModelConfig:
         # JSON makes tuples to lists, and `item` makes numbers of NumPy to those of Python
         return {**own, **json.loads(json.dumps(asdict(self), default=lambda number: number.item()))}
 
+    def least_weight_bytes(self) -> int:
+        """Bytes of the largest weights in float32, from the options alone: a bound from below."""
+        return 0
+
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
         """The inverse of `to_dict`.
@@ -48,6 +52,14 @@ class ModelConfig:
             del values["class_path"]
         check_keys(values, cls)
         return cls(**{name: _nested(cls, name, value) for name, value in values.items()})
+
+
+def config_in(values: Any, config_class: type[ModelConfig], path: str | os.PathLike) -> ModelConfig:
+    """The configuration that a file holds. InputError, naming `path`, if it is none of that class."""
+    try:
+        return config_class.from_dict(values)
+    except InputError as error:
+        raise InputError(f"checkpoint {str(path)!r}: {error}") from error
 
 
 def _nested(config: type, name: str, value: Any) -> Any:
@@ -104,14 +116,19 @@ class Model(nn.Module):
         Raises:
             InputError: no such file, not a linrope model of this class, or files that are not those of their checksums.
         """
-        config, weights, tokenizer = read_model(Path(path), verify)
-        try:
-            model = cls.config_class.from_dict(config).build()
-        except InputError as error:
-            raise InputError(f"checkpoint {str(path)!r}: {error}") from error
-        model.load_weights(weights, path)
-        model.tokenizer = tokenizer
-        return model.eval()
+        return load_model(path, cls.config_class, verify)
+
+    def start_from(self, path: str | os.PathLike) -> list[str]:
+        """Copy the weights of the trained model in a folder or checkpoint; what differs from it, in words.
+
+        A model that takes weights of others than its own class overrides it. InputError for no model, or another one.
+        """
+        source = load_model(path, type(self.config))
+        if source.config != self.config:
+            raise InputError(f"{str(path)!r} holds {source.config}, and this model is {self.config}: make them equal.")
+        self.load_state_dict(source.state_dict())
+        self.tokenizer = source.tokenizer
+        return []
 
     def load_weights(self, weights: dict[str, Tensor], path: str | os.PathLike) -> None:
         """Take the weights of a file, and their dtype. InputError, naming `path`, if they do not fit."""
@@ -124,3 +141,12 @@ class Model(nn.Module):
             self.load_state_dict(weights)
         except (RuntimeError, TypeError) as error:
             raise InputError(f"checkpoint {str(path)!r}: weights do not fit its configuration: {error}") from error
+
+
+def load_model(path: str | os.PathLike, config_class: type[ModelConfig], verify: bool = True) -> Model:
+    """The model of a configuration of that class, in a folder or a checkpoint: see `Model.from_pretrained`."""
+    config, weights, tokenizer = read_model(Path(path), verify)
+    model = config_in(config, config_class, path).build()
+    model.load_weights(weights, path)
+    model.tokenizer = tokenizer
+    return model.eval()

@@ -138,6 +138,10 @@ class LanguageModelConfig(ModelConfig):
         """`d_ff`, or its default."""
         return self.d_ff if self.d_ff is not None else -(-8 * self.d_model // 3 // 32) * 32
 
+    def least_weight_bytes(self) -> int:
+        of_a_layer = 2 * self.mlp_width + 3 * (self.short_conv or 0)
+        return 4 * self.d_model * (self.vocab_size + self.n_layers * of_a_layer)
+
     def build(self) -> LanguageModel:
         """A new model of these options."""
         return LanguageModel(self)

@@ -14,7 +14,7 @@ from linrope.training.callbacks.saving import GracefulStop, LastCheckpoint
 from linrope.training.callbacks.summary import PrintSample, RunSummary
 from linrope.training.callbacks.throughput import Throughput
 from linrope.training.checkpoint import WholeCheckpointIO
-from linrope.training.data_modules.base import ResumableDataModule
+from linrope.training.data_modules.base import RankSampler, ResumableDataModule
 from linrope.training.data_modules.recall import (
     CopyDataModule,
     InductionDataModule,
@@ -44,6 +44,7 @@ __all__ = [
     "PasskeyDataModule",
     "PrintSample",
     "ProgressReport",
+    "RankSampler",
     "RecallBatches",
     "RecallDataModule",
     "RecallModule",

@@ -13,7 +13,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from linrope.data.tokenizers.base import Tokenizer, tokenizer_from_serialized
 from linrope.errors import CheckpointError, InputError
-from linrope.models.language_model import LanguageModel, LanguageModelConfig
+from linrope.models.base import Model, ModelConfig
+from linrope.models.language_model import LanguageModel
 from linrope.models.saving import open_checkpoint
 from linrope.training.data_modules.base import ResumableDataModule
 from linrope.utils.files import versions, whole_file
@@ -25,6 +26,10 @@ TEXT_HASH, TEXT_MODIFIED = "data.text_hash", "data.text_modified"
 """What `run_order` calls the two entries of `Corpus.identity` that have rules of their own."""
 THETA = ("model.rope.base", "model.rope.scaling")
 """Options of θ, which a new run may change too unless θ is trained."""
+
+
+class DifferentModel(InputError):
+    """The weights of a new run's start are of another model."""
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
@@ -73,7 +78,7 @@ def find_last(folder: Path) -> Path:
     return numbered[max(numbered)]
 
 
-def require_same_model(trained: LanguageModelConfig, config: LanguageModelConfig, path: str | Path) -> None:
+def require_same_model(trained: ModelConfig, config: ModelConfig, path: str | Path) -> None:
     """Raises InputError, naming the options that differ, unless a checkpoint's model is the configured one."""
     if differing := list(_differences(_flat(trained.to_dict()), _flat(config.to_dict()))):
         raise InputError(
@@ -82,32 +87,41 @@ def require_same_model(trained: LanguageModelConfig, config: LanguageModelConfig
         )
 
 
-def start_from(model: LanguageModel, path: str, fractions: list[float]) -> list[str]:
-    """Copies the weights and the tokenizer of a trained model to a new run's model; returns the options that differ.
+def start_from(model: Model, path: str, fractions: list[float] | None) -> list[str]:
+    """Copies the weights and the tokenizer of a trained model to a new run's model; returns what differs, in words.
 
     `path` is a .ckpt file or a folder. Warns if the new run's `fractions` hold out text that the model was trained on.
     Raises InputError for no model at `path`, or one that differs in an option that decides the weights.
     """
     try:
-        source = LanguageModel.from_pretrained(path)
+        if isinstance(model, LanguageModel):
+            differing = _start_language_model(model, path, LanguageModel.from_pretrained(path))
+        else:
+            differing = model.start_from(path)
+    except DifferentModel:
+        raise
     except InputError as error:
         raise InputError(
             f"run.start_from={path!r}: {error} Name a .ckpt file or a folder with a model, or give null to begin with "
             "random weights."
         ) from error
+    if Path(path).is_file() and fractions is not None:
+        warn_of_other_split(open_checkpoint(path), fractions, path)
+    return differing
+
+
+def _start_language_model(model: LanguageModel, path: str, source: LanguageModel) -> list[str]:
     rope = model.config.rope
     may_differ = WITHOUT_WEIGHTS + (() if rope is None or rope.trainable else THETA)
     differing = list(_differences(_flat(source.config.to_dict()), _flat(model.config.to_dict())))
     allowed = tuple(f"{name}{end}" for name in may_differ for end in ":.")  # the option, and those nested in it
     if decisive := [line for line in differing if not line.startswith(allowed)]:
-        raise InputError(
+        raise DifferentModel(
             f"run.start_from={path!r} holds a model that differs in more than {', '.join(may_differ)}; {_fix(path)}:"
             "\n  " + "\n  ".join(decisive)
         )
     model.load_state_dict(source.state_dict())
     model.tokenizer = source.tokenizer
-    if Path(path).is_file():
-        warn_of_other_split(open_checkpoint(path), fractions, path)
     return differing
 
 

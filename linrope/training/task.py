@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from linrope.data.batches.shuffling import mix
 from linrope.data.tokenizers.base import tokenizer_to_serialized
 from linrope.errors import InputError, NonFiniteError
+from linrope.models.base import ModelConfig
 from linrope.training.callbacks.saving import LastCheckpoint
 from linrope.training.checkpoint import (
     require_same_order,
@@ -27,6 +28,7 @@ from linrope.training.checkpoint import (
 )
 from linrope.training.data_modules.base import ResumableDataModule
 from linrope.training.optimizer import OptimizerConfig, learning_rate_factor, parameter_groups
+from linrope.utils.options import class_path_of
 
 Batch = dict[str, Any]
 
@@ -50,10 +52,14 @@ class TrainingTask(LightningModule):
 
     A task writes
 
+    - `config_class` and `data_class`: the sections model and data of `linrope fit` (`task: MODULE.CLASS`), which builds
+      it from a configuration, `optimizer_config` and `seed`.
     - `batch_loss(batch)`: the loss of a training batch, as a `BatchLoss`.
     - `evaluate(batch, sums)`: adds the contribution of a validation or test batch to `sums`.
     - `evaluation_metrics(split, sums)`: the metrics of a whole validation or test, from the sums over all ranks.
-    - optionally `training_metrics(sums)`, and `task_state` and `load_task_state` for what else a checkpoint must hold.
+    - optionally `training_metrics(sums)`, `monitor`, `step_flops(batch)`, and `task_state` and `load_task_state` for
+      what else a checkpoint must hold.
+    - for `linrope predict`: `predict_step(batch, batch_idx)`, a list with the predictions of each row as plain values.
 
     and gets
 
@@ -75,6 +81,11 @@ class TrainingTask(LightningModule):
             to resume had other data, batches or another seed.
         NonFiniteError: in training, at the first loss or gradient that is not finite.
     """
+
+    config_class: ClassVar[type[ModelConfig]]
+    """The configuration of its models."""
+    data_class: ClassVar[type[ResumableDataModule]]
+    """The data that it is trained on."""
 
     # No save_hyperparameters(): Lightning's command line would let those in a checkpoint override the user's YAML.
 
@@ -107,6 +118,15 @@ class TrainingTask(LightningModule):
     def evaluation_metrics(self, split: str, sums: dict[Hashable, Any]) -> dict[str, float]:
         """The metrics of an evaluation by name, `{split}_loss` among them; `split` is "val" or "test"."""
         raise NotImplementedError
+
+    @property
+    def monitor(self) -> tuple[str, str]:
+        """The metric of the best checkpoint, and whether "min" or "max" is best."""
+        return "val_loss", "min"
+
+    def step_flops(self, batch: Batch) -> int | None:
+        """FLOPs of training on a batch, from its shapes; None if unknown."""
+        return None
 
     def task_state(self) -> dict[str, Any]:
         """What else training needs to resume, as tensors and plain values; every rank calls it."""
@@ -272,6 +292,7 @@ class TrainingTask(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["linrope"] = {
+            "task": class_path_of(type(self)),
             "config": self.model_config.to_dict(),
             "order": self._order,
             "tokenizer": self.model.tokenizer,

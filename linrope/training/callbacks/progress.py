@@ -113,9 +113,10 @@ class ProgressReport(ProgressBar):
 
 
 def evaluation_metrics(metrics: Mapping[str, Tensor], split: str) -> str:
-    """The loss and bits per byte of "val" or "test" as text."""
-    names = [f"{split}_{name}" for name in ("loss", "bpb")]
-    return "  ".join(f"{name} {metrics[name]:.4f}" for name in names if name in metrics)
+    """The metrics of "val" or "test" as text, the loss first."""
+    names = [name for name in metrics if name.startswith(f"{split}_")]
+    names.sort(key=lambda name: name != f"{split}_loss")
+    return "  ".join(f"{name} {metrics[name]:.4f}" for name in names)
 
 
 def _train_metrics(trainer: Trainer) -> str:

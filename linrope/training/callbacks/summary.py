@@ -15,6 +15,7 @@ from linrope.data.corpus.splits import SPLITS
 from linrope.data.tokenizers.base import Tokenizer
 from linrope.generation.text import require_tokenizer, write_sample
 from linrope.models.language_model import LanguageModel
+from linrope.training.data_modules.base import ResumableDataModule
 from linrope.training.data_modules.text import TextDataModule
 from linrope.utils.printable import printable
 
@@ -38,23 +39,31 @@ class RunSummary(Callback):
         self.console.print(table)
 
     def _rows(self, trainer: Trainer, pl_module: LightningModule) -> list[tuple[str, str]]:
-        data: TextDataModule = trainer.datamodule
-        skipped = f" ({data.n_skipped:,} files skipped: binary, empty or unreadable)" if data.n_skipped else ""
+        data: ResumableDataModule = trainer.datamodule
+        is_text, model = isinstance(data, TextDataModule), pl_module.model
         rows = [
-            ("parameters", f"{pl_module.model.n_parameters:,}"),
+            ("parameters", f"{model.n_parameters:,}"),
             *([] if self.start is None else [("weights of", self.start)]),
-            ("decoding state", _state_size(pl_module.model, data.context)),
-            ("corpus", f"{data.origin}{skipped}"),
         ]
-        if data.tokenizer is None or data.tokenizer.fingerprint:
-            rows.append(("tokenizer", "unknown" if data.tokenizer is None else data.tokenizer.name))
-        if data.why_cut is not None:
-            rows.append(("split", f"by position: {data.why_cut}"))
-        rows += [(f"  {split}", _corpus_size(data.corpora[split], data.tokenizer)) for split in SPLITS]
-        rows += [*_step_rows(data, trainer.max_steps), ("steps", f"{trainer.max_steps:,}")]
+        if is_text and isinstance(model, LanguageModel):
+            rows.append(("decoding state", _state_size(model, data.context)))
+        rows += _text_rows(data) if is_text else data.describe()
+        rows += _step_rows(data, trainer.max_steps) if is_text else []
+        rows.append(("steps", f"{trainer.max_steps:,}"))
         device, n = trainer.strategy.root_device.type, trainer.world_size
         why = "" if self.why_precision is None else f" ({self.why_precision})"
         return [*rows, ("device", f"{device if n == 1 else f'{n} × {device}'}, {trainer.precision}{why}")]
+
+
+def _text_rows(data: TextDataModule) -> list[tuple[str, str]]:
+    """Origin, tokenizer and splits of a text."""
+    skipped = f" ({data.n_skipped:,} files skipped: binary, empty or unreadable)" if data.n_skipped else ""
+    rows = [("corpus", f"{data.origin}{skipped}")]
+    if data.tokenizer is None or data.tokenizer.fingerprint:
+        rows.append(("tokenizer", "unknown" if data.tokenizer is None else data.tokenizer.name))
+    if data.why_cut is not None:
+        rows.append(("split", f"by position: {data.why_cut}"))
+    return rows + [(f"  {split}", _corpus_size(data.corpora[split], data.tokenizer)) for split in SPLITS]
 
 
 def _step_rows(data: TextDataModule, max_steps: int) -> list[tuple[str, str]]:

@@ -11,7 +11,6 @@ import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from linrope.profiling.flops import step_flops
 from linrope.training.callbacks.saving import finished_a_step
 from linrope.training.data_modules.base import TimedLoader
 
@@ -27,7 +26,8 @@ class Throughput(Callback):
 
     - `tokens_per_second`: tokens trained on, over all devices, per second of wall time between steps. The time includes
       loading data, not validation.
-    - `tflops_per_device`: 10¹² operations per second of each device, by the formula of `linrope.profiling.flops`.
+    - `tflops_per_device`: 10¹² operations per second of each device, as the task counts them (`step_flops`); omitted
+      where it does not.
     - `share_of_peak`: the same as a share of the GPU's peak in this precision, by Lightning's `get_available_flops`;
       omitted for a device that it does not list.
     - `waiting_for_data`: the share of the time spent waiting for a `TimedLoader`; omitted for other loaders.
@@ -43,7 +43,7 @@ class Throughput(Callback):
         self._tokens = self._flops = 0
         self._began = self._waited = 0.0
         self._peak: float | None = None
-        self._flops_of: dict[tuple[int, int], int] = {}
+        self._flops_of: dict[tuple[int, ...], int] = {}
         self._so_far = {"tokens": 0, "seconds": 0.0}  # of the whole run
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -68,7 +68,7 @@ class Throughput(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._tokens += batch["inputs"].numel() * trainer.world_size
-        self._flops += self._batch_flops(pl_module, *batch["inputs"].shape)
+        self._flops += self._batch_flops(pl_module, batch)
         if not finished_a_step(trainer, batch_idx):
             return
         now, waited = time.perf_counter(), self._waited_so_far(trainer)
@@ -96,23 +96,25 @@ class Throughput(Callback):
         metrics = {
             **{name: float(value) for name, value in self._so_far.items()},
             "tokens_per_second": tokens / seconds,
-            "tflops_per_device": flops / seconds / 1e12,
         }
+        if flops:
+            metrics["tflops_per_device"] = flops / seconds / 1e12
         if (peak := _peak_memory(trainer.strategy.root_device)) is not None:
             metrics["peak_memory_gib"] = peak / 2**30
-        if self._peak is not None:
+        if flops and self._peak is not None:
             metrics["share_of_peak"] = flops / seconds / self._peak
         if isinstance(trainer.train_dataloader, TimedLoader):
             metrics["waiting_for_data"] = waited / seconds
         return metrics
 
-    def _batch_flops(self, module: LightningModule, rows: int, length: int) -> int:
-        """Operations for one batch of this device; computed once for each shape."""
-        if (rows, length) not in self._flops_of:
+    def _batch_flops(self, module: LightningModule, batch: Any) -> int:
+        """Operations for one batch of this device; computed once for each shape of its inputs."""
+        shape = tuple(batch["inputs"].shape)
+        if shape not in self._flops_of:
             began = time.perf_counter()
-            self._flops_of[rows, length] = step_flops(module.model, rows, length, module.segment_length)
+            self._flops_of[shape] = module.step_flops(batch) or 0
             self._began += time.perf_counter() - began  # counting is no part of the step
-        return self._flops_of[rows, length]
+        return self._flops_of[shape]
 
     @staticmethod
     def _waited_so_far(trainer: Trainer) -> float:

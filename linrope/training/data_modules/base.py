@@ -105,6 +105,22 @@ class ResumableDataModule(LightningDataModule):
         """Raise InputError where a token is `vocab_size` or more; it needs `setup`."""
         raise NotImplementedError
 
+    def open(self) -> Any:
+        """Read what decides the other answers, as names and sizes of files; `setup` calls it, and a second call
+        does nothing."""
+
+    def steps_per_epoch_for(self, batches_per_step: int) -> int | None:
+        """Optimizer steps that read all training samples once, of that many batches over all devices; None for data
+        without epochs. It needs `open`."""
+        return None
+
+    def describe(self) -> list[tuple[str, str]]:
+        """Rows (name, value) about the data for the summary of a run; it needs `setup`."""
+        return []
+
+    def keep_split_of(self, order: dict[str, Any]) -> None:
+        """Splits the data as the run of a checkpoint did, whose `order` this is. Called before `setup`."""
+
     def samples_of(self, step: int) -> str:
         """Describes the training samples of the optimizer step that follows `step` finished ones, for messages."""
         per_step = self.run_position.batches_per_step
@@ -117,7 +133,8 @@ class ResumableDataModule(LightningDataModule):
     def loader(self, dataset: Any, batch_size: int | None = None, num_workers: int = 0, **options: Any) -> TimedLoader:
         """A loader for this process and its device, whose workers ignore signals; `options` are those of DataLoader."""
         options |= {"persistent_workers": num_workers > 0, "pin_memory": self.run_position.on_gpu}
-        loader = TimedLoader(dataset, batch_size, num_workers=num_workers, worker_init_fn=ignore_signals, **options)
+        options |= {"num_workers": num_workers, "worker_init_fn": ignore_signals}
+        loader = TimedLoader(dataset=dataset, batch_size=batch_size, **options)  # by name: Lightning makes it again
         self._loaders.append(loader)
         return loader
 

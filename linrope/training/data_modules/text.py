@@ -144,7 +144,7 @@ class TextDataModule(ResumableDataModule):
             self._windows["train"] = self._contiguous_batches() if self.contiguous else self._training_windows()
             validates = self.fractions[1] > 0 and (self.trainer is None or self.trainer.limit_val_batches > 0)
             self._windows["val"] = self.evaluation_windows("val") if validates else None
-        if stage in ("validate", "test"):
+        if stage in ("validate", "test", "predict"):
             split = "val" if stage == "validate" else "test"
             self._windows[split] = self.evaluation_windows(split)
         # Last: of a row longer than the text the errors above say more.
@@ -262,6 +262,9 @@ class TextDataModule(ResumableDataModule):
 
     def test_dataloader(self) -> TimedLoader:
         return self._evaluation_loader(self._ready("test"))
+
+    def predict_dataloader(self) -> TimedLoader:
+        return self.test_dataloader()
 
     def _evaluation_loader(self, windows: EvaluationWindows) -> TimedLoader:
         """Each rank reads every `world_size`-th window. No window is read twice, so the last batches may differ."""

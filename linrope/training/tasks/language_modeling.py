@@ -13,7 +13,9 @@ from linrope.evaluation.loss_by_position import LossByPosition
 from linrope.layers.state import ModelState, detach, from_serialized, map_state, reset_rows, to_serialized
 from linrope.losses import IGNORE, bits_per_byte, token_losses
 from linrope.models.language_model import LanguageModelConfig
+from linrope.profiling.flops import step_flops
 from linrope.segmented import require_carried_state, require_segments, segmented_loss
+from linrope.training.data_modules.text import TextDataModule
 from linrope.training.optimizer import OptimizerConfig
 from linrope.training.task import Batch, BatchLoss, TrainingTask
 
@@ -44,6 +46,9 @@ class LanguageModelingModule(TrainingTask):
             starts: contiguous batches for such a model; and as in `TrainingTask`.
         NonFiniteError: as in `TrainingTask`.
     """
+
+    config_class = LanguageModelConfig
+    data_class = TextDataModule
 
     def __init__(
         self,
@@ -101,6 +106,16 @@ class LanguageModelingModule(TrainingTask):
 
     def evaluation_metrics(self, split: str, sums: dict[Hashable, Any]) -> dict[str, float]:
         return _metrics(split, *sums["by_position"].totals.tolist())
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> list[dict[str, Any]]:
+        """The loss of each row, in nats, with its targets and bytes."""
+        losses, n_bytes = self._token_losses(batch), bytes_of(batch["targets"], batch.get("n_bytes"))
+        targets = (batch["targets"] != IGNORE).sum(1)
+        values = (losses.sum(1).tolist(), targets.tolist(), n_bytes.sum(1).tolist())
+        return [dict(zip(("loss", "targets", "bytes"), row, strict=True)) for row in zip(*values, strict=True)]
+
+    def step_flops(self, batch: Batch) -> int:
+        return step_flops(self.model, *batch["inputs"].shape, self.segment_length)
 
     def _token_losses(self, batch: Batch) -> Tensor:
         """The loss of each target of a batch in nats, (B, T)."""

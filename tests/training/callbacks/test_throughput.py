@@ -52,7 +52,7 @@ def test_rates_are_sums_over_the_window_and_validation_does_not_count(monkeypatc
     now = [100.0]
     monkeypatch.setattr(throughput.time, "perf_counter", lambda: now[0])
     model, logged = LanguageModel(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2)), []
-    module = SimpleNamespace(model=model, segment_length=None, log_dict=logged.append)
+    module = SimpleNamespace(log_dict=logged.append, step_flops=lambda batch: step_flops(model, *batch["inputs"].shape))
     loader = TimedLoader([0])
     trainer = SimpleNamespace(
         world_size=2,

@@ -1,0 +1,68 @@
+"""The tasks that `linrope fit` trains: a table of names, or a class of your own (`task: my_module.MyTask`)."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from linrope.cli.checkpoint import LANGUAGE_MODELING
+from linrope.cli.config_files import require_sound_configs
+from linrope.cli.parser import options_in
+from linrope.errors import InputError, suggest
+from linrope.training.task import TrainingTask
+from linrope.training.tasks.language_modeling import LanguageModelingModule
+from linrope.utils.options import class_path_of
+
+TASKS: dict[str, type[TrainingTask]] = {LANGUAGE_MODELING: LanguageModelingModule}
+"""The LightningModule of each task; its `config_class` and `data_class` are the sections model and data."""
+
+
+def task_of(args: Sequence[str]) -> type[TrainingTask]:
+    """The task that a command line names, in --task or in its --config files; the last one counts.
+
+    Raises:
+        InputError: no such task, or a class that is no `TrainingTask` with `config_class` and `data_class`.
+    """
+    require_sound_configs(args)
+    return _task_class([LANGUAGE_MODELING, *_named(args)][-1])
+
+
+def _named(args: Sequence[str]) -> Iterator[Any]:
+    for arg, following in zip(args, [*args, ""][1:]):
+        option, equals, value = arg.partition("=")
+        value = value if equals else following
+        if option in ("-c", "--config") and "task" in (options := options_in(value)):
+            yield options["task"]
+        elif option == "--task":
+            yield value
+
+
+def _task_class(name: Any) -> type[TrainingTask]:
+    if isinstance(name, str) and name in TASKS:
+        return TASKS[name]
+    module, _, class_name = str(name).rpartition(".")
+    if not module:
+        raise InputError(
+            f"task={name!r} is unknown: choose one of {', '.join(TASKS)}, or the MODULE.CLASS of a task of your own."
+            f"{suggest(str(name), TASKS)}"
+        )
+    try:
+        task = getattr(importlib.import_module(module), class_name)
+    except (ValueError, ModuleNotFoundError, AttributeError) as error:
+        if isinstance(error, ModuleNotFoundError) and not f"{module}.".startswith(f"{error.name}."):
+            raise  # of an import within the module
+        raise InputError(
+            f"task={name!r} is no class ({error}): give MODULE.CLASS, and --import FILE.py for a module that is not on "
+            "Python's path."
+        ) from error
+    if not (isinstance(task, type) and issubclass(task, TrainingTask) and hasattr(task, "data_class")):
+        raise InputError(
+            f"task={name!r} must be a subclass of {class_path_of(TrainingTask)} that sets config_class and data_class."
+        )
+    return task
+
+
+def name_of_task(class_path: str) -> str:
+    """The name of a task in the table, by its class; the class itself for others."""
+    return next((name for name, task in TASKS.items() if class_path_of(task) == class_path), class_path)
