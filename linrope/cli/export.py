@@ -10,6 +10,7 @@ from linrope.cli.checkpoint import named_checkpoint
 from linrope.cli.output import say
 from linrope.cli.parser import parse_command
 from linrope.models.language_model import LanguageModel
+from linrope.utils.files import require_free_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,7 @@ def run(args: Sequence[str]) -> None:
     config = parse_command("export", ExportConfig, args, "--ckpt_path FILE --output FOLDER [--overwrite]")
     from linrope.interop import transformers as hf  # an optional package
 
-    hf.require_free(Path(config.output), config.overwrite)
+    require_free_folder(Path(config.output), config.overwrite)
     model = LanguageModel.from_pretrained(named_checkpoint(config.ckpt_path))
     hf.export(model, config.output, overwrite=config.overwrite)
     say(f"wrote {config.output}")

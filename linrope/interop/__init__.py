@@ -1,1 +1,5 @@
 """To and from other programs: transformers, torch.export."""
+
+from linrope.interop.roformer import export_roformer, load_roformer
+
+__all__ = ["export_roformer", "load_roformer"]

@@ -32,7 +32,7 @@ from linrope.layers.state import AttentionState, ModelState, map_state
 from linrope.models.language_model import EMBEDDING_STD, Block, LanguageModel, LanguageModelConfig
 from linrope.models.saving import CONFIG_FILE, EXPORTED_TOKENIZER_FILE, WEIGHTS_FILE, move_files, tokenizer_in
 from linrope.utils.checksums import verify_checksums, write_checksums
-from linrope.utils.files import require_writable
+from linrope.utils.files import require_free_folder
 
 try:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -422,7 +422,7 @@ def export(model: LanguageModel, folder: str | os.PathLike, *, overwrite: bool =
         InputError: the folder is not empty, and `overwrite` is False.
     """
     folder = Path(folder)
-    require_free(folder, overwrite)
+    require_free_folder(folder, overwrite)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.partial-") as partial:
         new = Path(partial)
@@ -437,12 +437,3 @@ def export(model: LanguageModel, folder: str | os.PathLike, *, overwrite: bool =
             if not (new / name).exists():
                 (folder / name).unlink(missing_ok=True)
         move_files(new, folder)
-
-
-def require_free(folder: Path, overwrite: bool) -> None:
-    """Raise InputError unless the folder is new or empty, or may be overwritten."""
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"--output={str(folder)!r} is a file: choose a folder.")
-    if not overwrite and folder.is_dir() and any(folder.iterdir()):
-        raise InputError(f"--output={str(folder)!r} exists and is not empty: choose another, or pass --overwrite.")
-    require_writable(folder, "--output")

@@ -36,6 +36,8 @@ class AttentionOptions(TypedDict, total=False):
     """Multiply the heads' output by `silu(W x)`."""
     bias: bool
     """Whether the projections have biases."""
+    rotate_values: bool
+    """Rotate the values by their positions too, as `rotary_value` of transformers' RoFormer does; needs `rope`."""
 
 
 class Attention(nn.Module):
@@ -47,7 +49,7 @@ class Attention(nn.Module):
     Args:
         d_model, n_heads, head_dim, causal: see `LinearAttention`.
         rope: rotates queries and keys; None for no positions.
-        short_conv, conv_silu, output_norm, output_gate, bias: see `AttentionOptions`.
+        short_conv, conv_silu, output_norm, output_gate, bias, rotate_values: see `AttentionOptions`.
     """
 
     past_type: type
@@ -66,8 +68,11 @@ class Attention(nn.Module):
         output_norm: bool = False,
         output_gate: bool = False,
         bias: bool = False,
+        rotate_values: bool = False,
     ):
         super().__init__()
+        if rotate_values and (rope is None or rope.dim != head_dim):
+            raise InputError(f"rotate_values=True rotates values as queries and keys: it needs a rope of {head_dim}.")
         if short_conv and not causal:
             raise InputError(f"short_conv={short_conv} sees earlier tokens only: it needs causal=True.")
         require_choice("conv_silu", conv_silu, CONV_SILU)
@@ -77,7 +82,7 @@ class Attention(nn.Module):
             rope.check_heads(n_heads)
         self.d_model, self.n_heads, self.head_dim, self.causal = d_model, n_heads, head_dim, causal
         inner = n_heads * head_dim
-        self.rope = rope
+        self.rope, self.rotate_values = rope, rotate_values
         self.selective: SelectiveRope | None = None  # set by a subclass
         self.qkv = Linear(d_model, 3 * inner, bias=bias)
         without_silu = 2 * inner if conv_silu == "v" else 0
@@ -109,6 +114,8 @@ class Attention(nn.Module):
             return_state: also return the state after the last token.
             key_mask: (B, T) booleans, False for padding: no other token sees it, also through the convolution, and the
                 past is not forgotten there. It has positions, so pad on the left where a row is to be continued.
+                Without causality padding sees the tokens of its row, and a row of padding alone has outputs of 0 before
+                `out`.
 
         Returns:
             (B, T, d_model), or that and the AttentionState. Outputs at padding mean nothing.
@@ -148,11 +155,14 @@ class Attention(nn.Module):
         positions, document_start = token_positions(x, state, segment_ids)
         before = AttentionState(None) if state is None else state
         qkv, tail, angle = self.qkv(x), before.conv_tail, before.angle
-        if key_mask is not None:  # for the convolution padding is as the zeros before a row, whatever the bias
+        if key_mask is not None and self.causal:
+            # for the convolution padding is as the zeros before a row, whatever the bias
             qkv = qkv.masked_fill(~key_mask[..., None], 0)
         if self.conv is not None:
             qkv, tail = self.conv(qkv, tail, segment_ids)
         q, k, v = rearrange(qkv, "b t (three h d) -> three b h t d", three=3, h=self.n_heads)
+        if self.rotate_values:
+            v = self.rope.rotate(v, 0 if before.past is None else before.past.length)
         if self.selective is not None:  # also across documents: only differences of angles count
             q, k, angle = self.selective.rotate(x, q, k, self.rope, angle)
         o, past = self.attend(x, q, k, v, before.past, segment_ids, key_mask, positions, outputs)
@@ -175,12 +185,14 @@ class Attention(nn.Module):
         return tail + self.past_bytes(context, dtype)
 
     def _checked(self, x: Tensor, state: AttentionState | None, key_mask: Tensor | None) -> Tensor:
-        """x with 0 in place of padding, which may hold anything. InputError if they do not fit the layer."""
+        """x with 0 in place of padding, which may hold anything; without causality, where padding has outputs, only in
+        place of what is not finite. InputError if they do not fit the layer."""
         self._check(x, state)
         if key_mask is None:
             return x
         check_tensor("key_mask", key_mask, "booleans", "(B, T)", x.shape[:2], x.device)
-        return x.masked_fill(~key_mask[..., None], 0)
+        hidden = ~key_mask[..., None]
+        return x.masked_fill(hidden if self.causal else hidden & ~x.isfinite(), 0)
 
     def _check(self, x: Tensor, state: AttentionState | None) -> None:
         if x.ndim != 3 or x.shape[2] != self.d_model or not x.is_floating_point():

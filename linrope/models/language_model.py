@@ -16,6 +16,7 @@ from linrope.feature_maps import require_feature_map
 from linrope.generation.decoding import Prompts, generate, stream
 from linrope.generation.prompt_state import PromptState
 from linrope.generation.text import decode_text, encode_text, generate_texts
+from linrope.layers.cosine_attention import CosineAttention
 from linrope.layers.initialisation import reset
 from linrope.layers.linear import Linear
 from linrope.layers.linear_attention import LinearAttention
@@ -33,6 +34,7 @@ MAX_LAYERS = 10_000
 ATTENTION_TYPES = {
     "linear": (LinearAttention, ("feature_map", "temperature", "normalize", "forget_gate", "gate_normalizer")),
     "softmax": (SoftmaxAttention, ("window",)),
+    "cosine": (CosineAttention, ()),
 }
 """The layer of each type of attention, and its own options."""
 SHARED_OPTIONS = ("short_conv", "conv_silu", "output_norm", "output_gate")
@@ -60,7 +62,8 @@ class LanguageModelConfig(ModelConfig):
     n_heads: int = 4
     """Attention heads in each layer."""
     attention: str | list[str] = "linear"
-    """Attention of the layers, linear or softmax; a list gives the first layers' and repeats over the others."""
+    """Attention of the layers, linear, softmax or cosine (linear, with the similarity 1 + cos); a list gives the first
+    layers' and repeats over the others."""
     rope: RotaryConfig | None = field(default_factory=RotaryConfig)
     """How queries and keys are rotated by their position; null for no positions."""
     rope_layers: list[int] | None = None

@@ -113,15 +113,29 @@ def _weights_in(folder: Path) -> dict[str, Tensor]:
         return load_plain(plain)
     if not safe.is_file():
         raise InputError(f"checkpoint {str(folder)!r} has no weights, {plain.name} or {safe.name}: save it again.")
+    return load_safetensors(safe)
+
+
+def load_safetensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file. InputError if it is damaged, or the package is not installed."""
     try:
         from safetensors import SafetensorError
         from safetensors.torch import load_file
     except ImportError as error:
-        raise InputError(f'{str(safe)!r} needs safetensors to be read: pip install "linrope[hf]".') from error
+        raise InputError(f'{str(file)!r} needs safetensors to be read: pip install "linrope[hf]".') from error
     try:
-        return load_file(safe)
+        return load_file(file)
     except SafetensorError as error:
-        raise InputError(f"{str(safe)!r} is damaged or not a safetensors file ({error}): export it again.") from error
+        raise InputError(f"{str(file)!r} is damaged or not a safetensors file ({error}): export it again.") from error
+
+
+def save_safetensors(weights: dict[str, Tensor], file: Path) -> None:
+    """Write tensors, none of which shares its memory with another, as transformers reads them."""
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise InputError(f'{str(file)!r} needs safetensors to be written: pip install "linrope[hf]".') from error
+    save_file(weights, file, metadata={"format": "pt"})
 
 
 def open_checkpoint(path: str | Path) -> dict[str, Any]:

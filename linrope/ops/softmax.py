@@ -55,7 +55,8 @@ def softmax_attention(
         q, k, v: (B, H, T, D), rotated where they are to be.
         causal: see earlier tokens only.
         window: see the last `window` tokens only, the present one included; causal only.
-        key_mask: (B, T) booleans, False for keys that only their own query sees.
+        key_mask: (B, T) booleans, False for keys that only their own query sees; without causality none sees them, and
+            a query that sees no key has the output 0.
         segment_ids: (B, T) integers, whose runs are documents that attend to themselves alone.
         cache: what came before.
         scale: None for D^-½.
@@ -161,10 +162,16 @@ def _dense(q: Tensor, keys: _Keys, causal: bool, window: int | None, scale: floa
         mask = mask.triu(n_past - window + 1)
     if document is not None:
         mask = mask & (document[:, n_past:, None] == document[:, None, :])
-    if visible is not None:
+    if visible is None:
+        return F.scaled_dot_product_attention(q, keys.k, keys.v, attn_mask=mask[:, None], scale=scale)
+    if causal:
         own = torch.ones_like(mask).triu(n_past).tril(n_past)  # a query that saw no key would be NaN
         mask = mask & (visible[:, None, :] | own)
-    return F.scaled_dot_product_attention(q, keys.k, keys.v, attn_mask=mask[:, None], scale=scale)
+        return F.scaled_dot_product_attention(q, keys.k, keys.v, attn_mask=mask[:, None], scale=scale)
+    mask = mask & visible[:, None, :]
+    sees_none = ~mask.any(-1, keepdim=True)
+    o = F.scaled_dot_product_attention(q, keys.k, keys.v, attn_mask=(mask | sees_none)[:, None], scale=scale)
+    return o.masked_fill(sees_none[:, None], 0)
 
 
 def _banded(q: Tensor, keys: _Keys, window: int, scale: float | None) -> Tensor:

@@ -68,6 +68,15 @@ def require_writable(folder: Path, option: str) -> None:
         ) from error
 
 
+def require_free_folder(folder: Path, overwrite: bool) -> None:
+    """Raise InputError unless the folder is new or empty, or may be overwritten."""
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"--output={str(folder)!r} is a file: choose a folder.")
+    if not overwrite and folder.is_dir() and any(folder.iterdir()):
+        raise InputError(f"--output={str(folder)!r} exists and is not empty: choose another, or pass --overwrite.")
+    require_writable(folder, "--output")
+
+
 def require_new(path: Path, option: str, overwrite: bool) -> None:
     """Raise InputError, naming the option, unless a file may be written there; that of a link is where it leads to."""
     target = target_of(path, option)

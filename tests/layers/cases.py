@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from linrope import LinearAttention, RotaryConfig, SoftmaxAttention
+from linrope import CosineAttention, LinearAttention, RotaryConfig, SoftmaxAttention
 from linrope.rotary import RotaryScaling
 
 D_MODEL, HEADS = 24, 3
@@ -14,6 +14,7 @@ SELECTIVE = RotaryConfig(rotary_dim=4, placement="selective")
 LAYERS = {
     "linear": lambda **options: LinearAttention(D_MODEL, HEADS, **options).double(),
     "softmax": lambda **options: SoftmaxAttention(D_MODEL, HEADS, **options).double(),
+    "cosine": lambda **options: CosineAttention(D_MODEL, HEADS, **options).double(),
 }
 OPTIONS = {
     "plain": {},

@@ -7,7 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from linrope import AttentionState, LinearAttention, RotaryConfig, RotaryEmbedding, SoftmaxAttention, linear_attention
+from linrope import (
+    AttentionState,
+    CosineAttention,
+    LinearAttention,
+    RotaryConfig,
+    RotaryEmbedding,
+    SoftmaxAttention,
+    linear_attention,
+)
 from linrope.feature_maps import MAP_MODULES, elu1
 from linrope.layers.state import from_serialized, tensors_of
 from linrope.rotary import RotaryScaling
@@ -170,7 +178,7 @@ def test_noncausal_layers_do_not_see_padding(kind):
 
 @pytest.mark.parametrize(("kind", "options"), EVERY)
 def test_a_layer_without_memory_is_initialised_as_a_new_one(kind, options):
-    make = {"linear": LinearAttention, "softmax": SoftmaxAttention}[kind]
+    make = {"linear": LinearAttention, "softmax": SoftmaxAttention, "cosine": CosineAttention}[kind]
     torch.manual_seed(0)
     new, drawn = make(D_MODEL, HEADS, **options), torch.rand(1)
     with torch.device("meta"):
@@ -268,7 +276,7 @@ def test_the_size_of_the_state_is_what_is_held(kind, options, dtype):
     storages = [tensor.untyped_storage() for tensor in tensors_of((state,))]
     held = {storage.data_ptr(): storage.nbytes() for storage in storages}
     assert layer.state_bytes(50, dtype) == sum(held.values())
-    assert (layer.state_bytes(100, dtype) == layer.state_bytes(50, dtype)) == (kind == "linear" or "window" in options)
+    assert (layer.state_bytes(100, dtype) == layer.state_bytes(50, dtype)) == (kind != "softmax" or "window" in options)
 
 
 @pytest.mark.parametrize(
@@ -385,7 +393,7 @@ def test_bad_arguments_are_named():
 @pytest.mark.parametrize("kind", LAYERS)
 def test_bad_calls_are_named(kind):
     layer, x = layer_and_input(kind, {"short_conv": 4})
-    other, _ = layer_and_input("softmax" if kind == "linear" else "linear", {"short_conv": 4})
+    other, _ = layer_and_input("linear" if kind == "softmax" else "softmax", {"short_conv": 4})
     _, state = layer(x, return_state=True)
     assert_input_errors(
         (lambda: LAYERS["linear"](backend="cuda")(x), "backend='cuda'"),

@@ -1,0 +1,245 @@
+"""RoFormer encoders of transformers: read and write their folders, without transformers.
+
+What differs: queries, keys and values are one matrix here, and the table of sinusoids is not read (angles are computed,
+in float64). A model that is read computes the same logits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from linrope.errors import InputError
+from linrope.models.encoder import ACTIVATIONS, EncoderConfig, EncoderModel
+from linrope.models.saving import CONFIG_FILE, SAFETENSORS_FILE, load_safetensors, save_safetensors
+from linrope.utils.files import load_plain, require_free_folder
+
+PICKLED_FILE = "pytorch_model.bin"
+ARCHITECTURES = {
+    None: "RoFormerModel",
+    "masked_lm": "RoFormerForMaskedLM",
+    "classification": "RoFormerForSequenceClassification",
+    "token_classification": "RoFormerForTokenClassification",
+    "question_answering": "RoFormerForQuestionAnswering",
+    "multiple_choice": "RoFormerForMultipleChoice",
+}
+"""The class of transformers by head."""
+OPTIONS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "d_model",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "intermediate_size": "d_ff",
+    "embedding_size": "embedding_size",
+    "hidden_act": "activation",
+    "hidden_dropout_prob": "dropout",
+    "type_vocab_size": "n_token_types",
+    "layer_norm_eps": "norm_eps",
+    "rotary_value": "rotate_values",
+    "tie_word_embeddings": "tie_embeddings",
+}
+"""Our names of the options of transformers."""
+DEFAULTS = {"vocab_size": 50_000, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
+DEFAULTS |= {"intermediate_size": 3072, "type_vocab_size": 2, "rotary_value": False, "tie_word_embeddings": True}
+"""Of transformers, whose config.json may omit them."""
+MODULES = {
+    "embedding": "roformer.embeddings.word_embeddings",
+    "token_types": "roformer.embeddings.token_type_embeddings",
+    "embedding_norm": "roformer.embeddings.LayerNorm",
+    "projection": "roformer.embeddings_project",
+}
+"""Modules of the encoder and their names there."""
+BLOCK_MODULES = {
+    "attention.out": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "mlp_in": "intermediate.dense",
+    "mlp_out": "output.dense",
+    "mlp_norm": "output.LayerNorm",
+}
+HEAD_MODULES = {
+    None: {},
+    "masked_lm": {"dense": "cls.predictions.transform.dense", "norm": "cls.predictions.transform.LayerNorm"},
+    "classification": {"dense": "classifier.dense", "output": "classifier.out_proj"},
+    "token_classification": {"output": "classifier"},
+    "question_answering": {"output": "qa_outputs"},
+    "multiple_choice": {"output": "classifier"},
+}
+DECODER = "cls.predictions.decoder.weight"
+BIASES = ("cls.predictions.bias", "cls.predictions.decoder.bias")
+"""One bias under two names; older files have the first alone."""
+IGNORED = ("roformer.encoder.embed_positions.weight", "roformer.pooler.", "cls.seq_relationship.")
+"""Beginnings of names that the model has no use for: sinusoids, and heads of other frameworks' checkpoints."""
+
+
+def load_roformer(
+    path: str | Path, *, attention: Literal["softmax", "linear"] = "softmax", **options: Any
+) -> EncoderModel:
+    """The RoFormer that transformers saved, with its head, in evaluation mode on the CPU.
+
+    Args:
+        path: folder with config.json and model.safetensors or pytorch_model.bin, or one of these two files.
+        attention: "linear" puts the weights into linear attention with RoPE in the numerator only. It computes another
+            function, so it is a start for training only.
+        options: other options of `EncoderConfig` that have no weights: dropout, feature_map.
+
+    Returns:
+        `model(tokens, key_mask=None, token_types=None)`, with tokens (B, T) and key_mask (B, T) booleans: a
+        `RoFormerEncoder`, or the model with the head that config.json names.
+
+    Raises:
+        InputError: no such files, a model of another architecture, a decoder, weights that are missing, unexpected or
+            of another shape (all are named), a file that needs more than plain tensors to be read.
+    """
+    folder, file = _weights_file(Path(path))
+    values = _config_of(folder / CONFIG_FILE)
+    weights = load_safetensors(file) if file.suffix == ".safetensors" else load_plain(file)
+    if not isinstance(weights, dict) or not all(isinstance(x, Tensor) for x in weights.values()):
+        raise InputError(f"{str(file)!r} is no dictionary of tensors: save the model again, with save_pretrained.")
+    head = _head_of(values, weights, file)
+    config = replace(encoder_config_of(values, head, weights), attention=attention, **options)
+    model = config.build()
+    ours = dict(_converted(config, _named(weights, head), file))
+    model.load_weights(ours, file)
+    return model.eval()
+
+
+def export_roformer(model: EncoderModel, folder: str | Path, *, overwrite: bool = False) -> None:
+    """Write a softmax encoder as transformers reads it: config.json and model.safetensors.
+
+    Raises:
+        InputError: linear attention or other options that transformers' RoFormer does not have, a folder with a model
+            without `overwrite`.
+    """
+    config, folder = model.config, Path(folder)
+    differing = {"attention": (config.attention, "softmax"), "rope": (config.rope, EncoderConfig().rope)}
+    if wrong := [f"{name}={found!r}" for name, (found, needed) in differing.items() if found != needed]:
+        raise InputError(f"transformers' RoFormer has no {', '.join(wrong)}: it has softmax attention and plain RoPE.")
+    require_free_folder(folder, overwrite)
+    values = {theirs: getattr(config, name) for theirs, name in OPTIONS.items()}
+    values |= {"intermediate_size": config.mlp_width, "embedding_size": config.embedding_width}
+    values |= {"model_type": "roformer", "architectures": [ARCHITECTURES[config.head]], "num_labels": config.n_labels}
+    values |= {"pad_token_id": None, "id2label": {str(n): f"LABEL_{n}" for n in range(config.n_labels)}}
+    values["label2id"] = {name: int(n) for n, name in values["id2label"].items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_safetensors(dict(_exported(model)), folder / SAFETENSORS_FILE)
+    (folder / CONFIG_FILE).write_text(f"{json.dumps(values, indent=2)}\n")
+
+
+def _weights_file(path: Path) -> tuple[Path, Path]:
+    """The folder and the file of the weights."""
+    if path.is_file() and path.name != CONFIG_FILE:
+        return path.parent, path
+    folder = path.parent if path.is_file() else path
+    for name in (SAFETENSORS_FILE, PICKLED_FILE):
+        if (folder / name).is_file():
+            return folder, folder / name
+    raise InputError(f"{str(path)!r} has no {SAFETENSORS_FILE} and no {PICKLED_FILE}: name the folder of a RoFormer.")
+
+
+def _config_of(file: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{file} cannot be read ({error.strerror}): it belongs beside the weights.") from error
+    except ValueError as error:
+        raise InputError(f"{file} is not valid JSON: {error}.") from error
+    found = values.get("model_type") if isinstance(values, dict) else None
+    if found != "roformer":
+        raise InputError(f"{file} is of model_type={found!r}: give the folder of a RoFormer ('roformer').")
+    for name in ("is_decoder", "add_cross_attention"):
+        if values.get(name):
+            raise InputError(f"{file} has {name}=true: only bidirectional RoFormers can be read.")
+    if (activation := values.get("hidden_act", "gelu")) not in ACTIVATIONS and activation != "swish":
+        raise InputError(f"{file} has hidden_act={activation!r}: known are {', '.join(ACTIVATIONS)}.")
+    return values
+
+
+def _head_of(values: dict[str, Any], weights: Mapping[str, Tensor], file: Path) -> str | None:
+    named = (values.get("architectures") or ["RoFormerModel"])[0]
+    if named not in ARCHITECTURES.values():
+        if any(name.startswith("cls.predictions.") for name in weights):  # RoFormerForPreTraining and the like
+            return "masked_lm"
+        raise InputError(f"{file} is a {named}: known are {', '.join(ARCHITECTURES.values())}.")
+    return next(head for head, name in ARCHITECTURES.items() if name == named)
+
+
+def encoder_config_of(values: dict[str, Any], head: str | None, weights: Mapping[str, Tensor]) -> EncoderConfig:
+    """The options of a config.json of transformers; the number of labels is that of the weights."""
+    values = {**DEFAULTS, **values}
+    if values.get("hidden_act") == "swish":
+        values["hidden_act"] = "silu"
+    options = {ours: values[name] for name, ours in OPTIONS.items() if values.get(name) is not None}
+    output = HEAD_MODULES[head].get("output", "")
+    n_labels = len(weights[f"{output}.bias"]) if f"{output}.bias" in weights else 2
+    with_labels = head in ("classification", "token_classification")
+    return EncoderConfig(**options, head=head, attention="softmax", n_labels=n_labels if with_labels else 2)
+
+
+def _named(weights: Mapping[str, Tensor], head: str | None) -> dict[str, Tensor]:
+    """The weights by the names that a model with a head gives them; files of the encoder alone omit `roformer.`."""
+    if head is None and not any(name.startswith("roformer.") for name in weights):
+        weights = {f"roformer.{name}": tensor for name, tensor in weights.items()}
+    old = {"gamma": "weight", "beta": "bias"}  # what TensorFlow calls those of LayerNorm
+    renamed = {}
+    for name, tensor in weights.items():
+        parent, _, last = name.rpartition(".")
+        renamed[f"{parent}.{old.get(last, last)}" if "LayerNorm" in parent else name] = tensor
+    return renamed
+
+
+def _names(config: EncoderConfig) -> Iterator[tuple[str, list[str]]]:
+    """Each of our weights with those there, several of which are put together along the first axis."""
+    encoder = "" if config.head is None else "encoder."
+    modules = {f"{encoder}{ours}": [theirs] for ours, theirs in MODULES.items()}
+    if config.embedding_width == config.d_model:
+        del modules[f"{encoder}projection"]
+    for layer in range(config.n_layers):
+        ours, theirs = f"{encoder}blocks.{layer}.", f"roformer.encoder.layer.{layer}."
+        modules[f"{ours}attention.qkv"] = [f"{theirs}attention.self.{name}" for name in ("query", "key", "value")]
+        modules |= {f"{ours}{name}": [f"{theirs}{there}"] for name, there in BLOCK_MODULES.items()}
+    modules |= {ours: [theirs] for ours, theirs in HEAD_MODULES[config.head].items()}
+    for ours, theirs in modules.items():
+        kinds = ("weight",) if ours.endswith(("embedding", "token_types")) else ("weight", "bias")
+        yield from ((f"{ours}.{kind}", [f"{name}.{kind}" for name in theirs]) for kind in kinds)
+    if config.head == "masked_lm":
+        yield "bias", [BIASES[0]]
+        if not config.tie_embeddings:
+            yield "output.weight", [DECODER]
+
+
+def _converted(config: EncoderConfig, weights: dict[str, Tensor], file: Path) -> Iterator[tuple[str, Tensor]]:
+    """Our weights. InputError with the names of all that are missing or unexpected."""
+    weights = dict(weights)
+    if config.head == "masked_lm" and BIASES[1] in weights:  # the one that transformers adds
+        weights[BIASES[0]] = weights[BIASES[1]]
+    expected = dict(_names(config))
+    known = {name for names in expected.values() for name in names}
+    missing = sorted(known - weights.keys())
+    may_be = {*BIASES, DECODER} if config.head == "masked_lm" else set()
+    unexpected = [name for name in sorted(weights.keys() - known - may_be) if not name.startswith(IGNORED)]
+    if config.head is None:  # the encoder of a model with a head
+        unexpected = [name for name in unexpected if name.startswith("roformer.")]
+    if missing or unexpected:
+        parts = [
+            f"{what}: {', '.join(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names
+        ]
+        raise InputError(f"{str(file)!r} does not hold the weights of its config.json; {'; '.join(parts)}.")
+    for ours, theirs in expected.items():
+        yield ours, torch.cat([weights[name] for name in theirs])
+
+
+def _exported(model: EncoderModel) -> Iterator[tuple[str, Tensor]]:
+    """The weights by the names there."""
+    ours = model.state_dict()
+    for name, theirs in _names(model.config):
+        yield from zip(theirs, (part.clone() for part in ours[name].chunk(len(theirs))), strict=True)
+    if model.config.head == "masked_lm":
+        yield BIASES[1], model.bias.detach().clone()
+        if model.config.tie_embeddings:
+            yield DECODER, ours["encoder.embedding.weight"].clone()

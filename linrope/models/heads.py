@@ -1,0 +1,129 @@
+"""What an encoder predicts: masked tokens, classes of rows or tokens, spans, the right one of several choices.
+
+The heads are those of RoFormer in transformers, so that its checkpoints load.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from linrope.errors import InputError
+from linrope.layers.linear import Linear
+from linrope.losses import IGNORE
+from linrope.models.encoder import ACTIVATIONS, EncoderConfig, EncoderModel, RoFormerEncoder, register_head
+
+
+class EncoderWithHead(EncoderModel):
+    """Base: an encoder, dropout, and what a subclass adds in `make_head`."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__(config)
+        self.encoder = RoFormerEncoder(config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.activation = ACTIVATIONS[config.activation]
+        self.make_head(config)
+        self.initialise()
+
+    def make_head(self, config: EncoderConfig) -> None:
+        """The modules of the head."""
+        raise NotImplementedError
+
+
+class MaskedLM(EncoderWithHead):
+    """Logits of each token: a dense layer, activation, LayerNorm, and the token embedding transposed."""
+
+    def make_head(self, config: EncoderConfig) -> None:
+        self.dense = Linear(config.d_model, config.embedding_width)
+        self.norm = nn.LayerNorm(config.embedding_width, eps=config.norm_eps)
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+        self.output = None if config.tie_embeddings else Linear(config.embedding_width, config.vocab_size, bias=False)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        key_mask: Tensor | None = None,
+        token_types: Tensor | None = None,
+        targets: Tensor | None = None,
+    ) -> Tensor:
+        """Logits (B, T, vocab_size); with targets (B, T), IGNORE where nothing is asked, the sum of their cross
+        entropies in nats, for which only the logits at targets are computed. See `RoFormerEncoder` for the others.
+
+        Raises:
+            InputError: targets of another shape.
+        """
+        x = self.encoder(tokens, key_mask, token_types)
+        if targets is None:
+            return self._logits(x)
+        if targets.shape != tokens.shape:
+            raise InputError(
+                f"targets is {tuple(targets.shape)}, tokens {tuple(tokens.shape)}: pass one for each token."
+            )
+        asked = targets != IGNORE
+        return F.cross_entropy(self._logits(x[asked]).float(), targets[asked], reduction="sum")
+
+    def _logits(self, x: Tensor) -> Tensor:
+        weight = self.encoder.embedding.weight if self.output is None else self.output.weight
+        return F.linear(self.norm(self.activation(self.dense(x))), weight, self.bias)
+
+
+class SequenceClassifier(EncoderWithHead):
+    """Logits of a row's classes, from its first token; with one label its value (regression)."""
+
+    def make_head(self, config: EncoderConfig) -> None:
+        self.dense = Linear(config.d_model, config.d_model)
+        self.output = Linear(config.d_model, config.n_labels)
+
+    def forward(self, tokens: Tensor, key_mask: Tensor | None = None, token_types: Tensor | None = None) -> Tensor:
+        """(B, n_labels); see `RoFormerEncoder` for the arguments."""
+        first = self.dropout(self.encoder(tokens, key_mask, token_types)[:, 0])
+        return self.output(self.dropout(self.activation(self.dense(first))))
+
+
+class TokenClassifier(EncoderWithHead):
+    """Logits of each token's classes."""
+
+    def make_head(self, config: EncoderConfig) -> None:
+        self.output = Linear(config.d_model, config.n_labels)
+
+    def forward(self, tokens: Tensor, key_mask: Tensor | None = None, token_types: Tensor | None = None) -> Tensor:
+        """(B, T, n_labels); see `RoFormerEncoder` for the arguments."""
+        return self.output(self.dropout(self.encoder(tokens, key_mask, token_types)))
+
+
+class QuestionAnswering(EncoderWithHead):
+    """Logits of each token as the first and as the last of the answer."""
+
+    def make_head(self, config: EncoderConfig) -> None:
+        self.output = Linear(config.d_model, 2)
+
+    def forward(self, tokens: Tensor, key_mask: Tensor | None = None, token_types: Tensor | None = None) -> Tensor:
+        """(B, T, 2); see `RoFormerEncoder` for the arguments."""
+        return self.output(self.encoder(tokens, key_mask, token_types))
+
+
+class MultipleChoice(EncoderWithHead):
+    """A logit for each of several choices, from the last position of its row.
+
+    As in transformers that is the position T - 1, which may be padding: it sees all tokens of the row.
+    """
+
+    def make_head(self, config: EncoderConfig) -> None:
+        self.output = Linear(config.d_model, 1)
+
+    def forward(self, tokens: Tensor, key_mask: Tensor | None = None, token_types: Tensor | None = None) -> Tensor:
+        """(B, C, T) tokens, key_mask and token_types of C choices -> (B, C)."""
+        if tokens.ndim != 3:
+            raise InputError(f"tokens is {tuple(tokens.shape)}: pass (B, C, T), C choices for each row.")
+        inputs = (None if x is None else rearrange(x, "b c t -> (b c) t") for x in (tokens, key_mask, token_types))
+        last = self.encoder(*inputs)[:, -1]
+        return rearrange(self.output(last), "(b c) 1 -> b c", c=tokens.shape[1])
+
+
+register_head("masked_lm", MaskedLM)
+register_head("classification", SequenceClassifier)
+register_head("token_classification", TokenClassifier)
+register_head("question_answering", QuestionAnswering)
+register_head("multiple_choice", MultipleChoice)

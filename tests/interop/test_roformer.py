@@ -1,0 +1,140 @@
+"""RoFormer encoders of transformers: the same logits here, and back."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from linrope import InputError
+from linrope.interop import export_roformer, load_roformer
+from tests.conftest import assert_input_errors
+
+transformers = pytest.importorskip("transformers")
+
+HEADS = {
+    "Model": "last_hidden_state",
+    "ForMaskedLM": "logits",
+    "ForSequenceClassification": "logits",
+    "ForTokenClassification": "logits",
+    "ForQuestionAnswering": "both",
+    "ForMultipleChoice": "logits",
+}
+SIZES = {"vocab_size": 37, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 29}
+SIZES |= {"max_position_embeddings": 64, "type_vocab_size": 3, "num_labels": 5}
+
+
+def saved(folder: Path, head: str, safe: bool = True, **options):
+    """A model of transformers with random weights, in evaluation mode, and its folder."""
+    torch.manual_seed(0)
+    config = transformers.RoFormerConfig(**{**SIZES, **options})
+    model = getattr(transformers, f"RoFormer{head}")(config).eval()
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # biases and norms too
+            torch.nn.init.normal_(parameter, std=0.2)
+    if safe:
+        model.save_pretrained(folder)
+    else:
+        config.architectures = [type(model).__name__]
+        config.save_pretrained(folder)
+        torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    return model
+
+
+def inputs(head: str, length: int = 13):
+    """Tokens, a mask with padding at either end, and token types."""
+    shape = (2, 3, length) if head == "ForMultipleChoice" else (2, length)
+    mask = torch.ones(shape, dtype=torch.bool)
+    mask[0, ..., -4:] = False
+    mask[1, ..., :2] = False
+    return torch.randint(37, shape), mask, torch.randint(3, shape)
+
+
+def outputs_of(model, head: str, tokens, mask, types):
+    with torch.no_grad():
+        found = model(input_ids=tokens, attention_mask=mask.long(), token_type_ids=types)
+    if HEADS[head] == "both":
+        return torch.stack((found.start_logits, found.end_logits), -1)
+    return found[HEADS[head]]
+
+
+@pytest.mark.parametrize("options", [{}, {"rotary_value": True, "embedding_size": 10}, {"hidden_act": "relu"}])
+@pytest.mark.parametrize("head", HEADS)
+def test_the_outputs_are_those_of_transformers_and_the_export_gives_them_again(head, options, tmp_path):
+    there = saved(tmp_path / "there", head, **options)
+    here, arguments = load_roformer(tmp_path / "there"), inputs(head)
+    expected = outputs_of(there, head, *arguments)
+    with torch.no_grad():
+        torch.testing.assert_close(here(*arguments), expected, rtol=1e-5, atol=1e-5)  # at padding too
+        plain = here(arguments[0])
+    ones, zeros = torch.ones_like(arguments[0]), torch.zeros_like(arguments[0])
+    torch.testing.assert_close(plain, outputs_of(there, head, arguments[0], ones, zeros), rtol=1e-5, atol=1e-5)
+    export_roformer(here, tmp_path / "back")
+    back = type(there).from_pretrained(tmp_path / "back").eval()
+    torch.testing.assert_close(outputs_of(back, head, *arguments), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(load_roformer(tmp_path / "back")(*arguments), here(*arguments))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_pickled_weights_and_an_untied_decoder_are_read(tied, tmp_path):
+    tmp_path = tmp_path / "model"
+    there = saved(tmp_path, "ForMaskedLM", safe=False, tie_word_embeddings=tied)
+    arguments = inputs("ForMaskedLM")
+    expected = outputs_of(there, "ForMaskedLM", *arguments)
+    for path in (tmp_path, tmp_path / "pytorch_model.bin", tmp_path / "config.json"):
+        torch.testing.assert_close(load_roformer(path)(*arguments), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_longer_than_the_table_of_sinusoids_are_read(tmp_path):
+    there = saved(tmp_path, "Model", safe=False)
+    arguments = inputs("Model", length=41)
+    expected = outputs_of(there, "Model", *arguments)
+    weights = there.state_dict()
+    table = next(name for name in weights if "embed_positions" in name)
+    torch.save({**weights, table: torch.zeros(8, 8)}, tmp_path / "pytorch_model.bin")  # shorter, and spoiled
+    torch.testing.assert_close(load_roformer(tmp_path)(*arguments), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_softmax_model_can_start_a_linear_one(tmp_path):
+    saved(tmp_path, "ForMaskedLM")
+    linear = load_roformer(tmp_path, attention="linear", dropout=0.0)
+    assert linear.config.attention == "linear"
+    softmax = load_roformer(tmp_path)
+    assert torch.equal(linear.encoder.blocks[1].attention.qkv.weight, softmax.encoder.blocks[1].attention.qkv.weight)
+    tokens, mask, types = inputs("ForMaskedLM")
+    assert not torch.allclose(linear(tokens, mask, types), softmax(tokens, mask, types), atol=1e-2)
+    with pytest.raises(InputError, match="has no attention='linear'"):
+        export_roformer(linear, tmp_path / "back")
+
+
+def test_what_is_no_roformer_is_named(tmp_path):
+    folder = tmp_path / "model"
+    saved(folder, "ForMaskedLM", safe=False)
+    config, weights = folder / "config.json", folder / "pytorch_model.bin"
+    values, tensors = json.loads(config.read_text()), torch.load(weights, weights_only=True)
+
+    def with_config(**changed):
+        def load():
+            config.write_text(json.dumps({**values, **changed}))
+            load_roformer(folder)
+
+        return load
+
+    def with_weights(*missing: str, **added):
+        def load():
+            config.write_text(json.dumps(values))
+            torch.save({name: x for name, x in {**tensors, **added}.items() if name not in missing}, weights)
+            load_roformer(folder)
+
+        return load
+
+    first, second = "roformer.embeddings.LayerNorm.bias", "roformer.encoder.layer.1.attention.self.key.weight"
+    assert_input_errors(
+        (lambda: load_roformer(tmp_path / "nowhere"), "has no model.safetensors and no pytorch_model.bin"),
+        (with_config(model_type="bert"), "model_type='bert'"),
+        (with_config(is_decoder=True), "is_decoder=true"),
+        (with_config(hidden_act="mish"), "hidden_act='mish'"),
+        (with_config(intermediate_size=30), "mlp_in.weight"),
+        (with_weights(first, second), f"missing: {first}, {second}"),
+        (with_weights(more=torch.ones(1)), "unexpected: more"),
+    )

@@ -1,0 +1,127 @@
+"""The encoder: bidirectional, indifferent to padding, with heads, saved and loaded, started from another one."""
+
+import pytest
+import torch
+
+from linrope import EncoderConfig, MaskedLM, RoFormerEncoder, SequenceClassifier
+from tests.conftest import assert_input_errors
+
+SMALL = {"vocab_size": 31, "d_model": 24, "n_layers": 2, "n_heads": 3, "d_ff": 37, "dropout": 0.0}
+KINDS = pytest.mark.parametrize("attention", ["linear", "softmax"])
+
+
+def model_of(**options):
+    torch.manual_seed(0)
+    model = EncoderConfig(**{**SMALL, **options}).build().double().eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@KINDS
+def test_each_token_sees_both_sides_and_no_padding(attention):
+    model, tokens = model_of(attention=attention, rotate_values=True), torch.randint(31, (2, 11))
+    y = model(tokens)
+    assert y.shape == (2, 11, 24)
+    for changed in (0, 10):
+        other = tokens.clone()
+        other[:, changed] = (other[:, changed] + 1) % 31
+        assert ((model(other) - y).abs().amax(-1) > 1e-6).all()
+    padded = torch.cat((tokens, torch.randint(31, (2, 5))), dim=1)
+    mask = torch.arange(16) < torch.tensor([[11], [11]])
+    torch.testing.assert_close(model(padded, mask)[:, :11], y)
+
+
+@KINDS
+def test_only_differences_of_positions_count(attention):
+    model, tokens = model_of(attention=attention), torch.randint(31, (1, 7))
+    padded = torch.cat((torch.zeros(1, 9, dtype=torch.int64), tokens), dim=1)
+    mask = torch.arange(16)[None] >= 9
+    torch.testing.assert_close(model(padded, mask)[:, 9:], model(tokens))
+
+
+@KINDS
+def test_a_row_of_padding_alone_gives_finite_outputs_and_gradients(attention):
+    model, tokens = model_of(attention=attention), torch.randint(31, (2, 5))
+    mask = torch.tensor([[False] * 5, [True] * 5])
+    seen = []
+    model.blocks[0].attention.out.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    y = model(tokens, mask)
+    y.sum().backward()
+    assert torch.equal(seen[0][0], torch.zeros_like(seen[0][0]))
+    assert y.isfinite().all()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
+
+
+@pytest.mark.parametrize(
+    ("head", "shape"),
+    [
+        ("masked_lm", (2, 9, 31)),
+        ("classification", (2, 4)),
+        ("token_classification", (2, 9, 4)),
+        ("question_answering", (2, 9, 2)),
+        ("multiple_choice", (2, 3)),
+    ],
+)
+def test_every_head_is_saved_and_loaded(head, shape, tmp_path):
+    model = EncoderConfig(**SMALL, head=head, n_labels=4, embedding_size=10).build().eval()
+    tokens = torch.randint(31, (2, 3, 9) if head == "multiple_choice" else (2, 9))
+    y = model(tokens)
+    assert y.shape == shape
+    y.square().sum().backward()
+    unused = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    assert unused == ["encoder.token_types.weight"] * ("token_types" in str(unused))
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert again.config == model.config
+    assert torch.equal(again(tokens), y)
+
+
+def test_the_loss_of_masked_tokens_is_their_cross_entropy():
+    model, tokens = model_of(head="masked_lm"), torch.randint(31, (2, 9))
+    targets = torch.where(torch.rand(2, 9) < 0.4, torch.randint(31, (2, 9)), -100)
+    logits = model(tokens).float().flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum")
+    torch.testing.assert_close(model(tokens, targets=targets), expected)
+    nothing = model(tokens, targets=torch.full((2, 9), -100))
+    nothing.backward()
+    assert nothing == 0
+
+
+def test_an_encoder_starts_from_another_one(tmp_path):
+    trained = model_of(attention="softmax", head="masked_lm")
+    trained.save_pretrained(tmp_path / "trained")
+    linear = model_of(attention="linear", head="masked_lm")
+    notes = linear.float().start_from(tmp_path / "trained")
+    assert notes == ["model.attention: 'softmax' there, 'linear' here"]
+    torch.testing.assert_close(linear.state_dict(), trained.float().state_dict())
+    classifier = model_of(attention="softmax", head="classification").float()
+    head = classifier.output.weight.clone()
+    assert classifier.start_from(tmp_path / "trained") == ["model.head: 'classification' is new"]
+    torch.testing.assert_close(classifier.encoder.state_dict(), trained.encoder.state_dict())
+    assert torch.equal(classifier.output.weight, head)
+    assert_input_errors(
+        (lambda: model_of(n_layers=1).start_from(tmp_path / "trained"), r"blocks.1.* there, None here"),
+    )
+
+
+def test_what_does_not_fit_is_named():
+    model, tokens = model_of(), torch.randint(31, (2, 9))
+    assert isinstance(model, RoFormerEncoder)
+    choice = model_of(head="multiple_choice")
+    assert_input_errors(
+        (lambda: EncoderConfig(d_model=24, n_heads=5).build(), "n_heads=5 does not divide d_model=24"),
+        (lambda: EncoderConfig(activation="mish"), "activation='mish' is unknown"),
+        (lambda: EncoderConfig(head="nothing"), "head"),
+        (lambda: EncoderConfig(n_labels=0), "n_labels=0 must be at least 1"),
+        (lambda: EncoderConfig(d_model=30, n_heads=6, rope=None, rotate_values=True).build(), "rotate_values=True"),
+        (lambda: EncoderConfig(d_model=15, n_heads=3).build(), "odd|even"),
+        (lambda: model(tokens[0]), r"tokens is \(9,\)"),
+        (lambda: model(tokens + 31), r"tokens lie in \[.* 0 … 30"),
+        (lambda: model(tokens, token_types=tokens + 2), "token_types lie in"),
+        (lambda: model(tokens, torch.ones(2, 9)), "key_mask is .* pass booleans"),
+        (lambda: model_of(head="masked_lm")(tokens, targets=tokens[:, 1:]), r"targets is \(2, 8\)"),
+        (lambda: choice(tokens), r"pass \(B, C, T\)"),
+        (lambda: MaskedLM.from_pretrained("nowhere"), "nowhere"),
+    )
+    assert isinstance(model_of(head="classification"), SequenceClassifier)
