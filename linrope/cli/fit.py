@@ -194,7 +194,7 @@ class FitCLI(TrainingCLI):
             GracefulStop(self.last_checkpoint),
             *checkpoints,
         ]
-        if run.health_every_n_steps:
+        if run.health_every_n_steps and writes_text(self.task):
             callbacks.append(HealthMonitor(run.health_every_n_steps))
         if run.compile:
             callbacks.append(CompiledTraining())  # after the monitor, which hooks layers

@@ -62,7 +62,8 @@ class RunConfig:
     """Decay of an exponential moving average of the weights, 0.999 for example. The averaged weights are validated,
     sampled from and saved in place of the last weights; null does not average."""
     health_every_n_steps: int = 100
-    """Steps between two measurements of linear attention's health (columns health/… of metrics.csv); 0 for none."""
+    """Steps between two measurements of linear attention's health (columns health/… of metrics.csv); 0 for none. Only
+    in language models."""
     spike_factor: float = 3.0
     """Warn when the loss or the gradient norm exceeds this factor × its median over the last 100 steps, and name the
     samples of that step; 0 for no warnings."""
@@ -306,7 +307,7 @@ class TrainingCLI(ConfigCLI):
             self.open_checkpoint()
             return None
         trained = load_model(self.checkpoint, self.task.config_class)
-        require_same_model(trained.config, self.config_init.model, self.checkpoint)
+        require_same_model(trained.config, self.task.config_of(self.config_init.model), self.checkpoint)
         return trained
 
     def open_checkpoint(self) -> dict[str, Any]:
@@ -320,7 +321,7 @@ class TrainingCLI(ConfigCLI):
                 f"--task {name_of_task(trained_task)}."
             )
         trained = config_in(contents["linrope"]["config"], self.task.config_class, self.checkpoint)
-        require_same_model(trained, self.config_init.model, self.checkpoint)
+        require_same_model(trained, self.task.config_of(self.config_init.model), self.checkpoint)
         self.config_init.data.keep_split_of(contents["linrope"]["order"])
         return contents
 

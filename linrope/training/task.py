@@ -119,6 +119,11 @@ class TrainingTask(LightningModule):
         """The metrics of an evaluation by name, `{split}_loss` among them; `split` is "val" or "test"."""
         raise NotImplementedError
 
+    @classmethod
+    def config_of(cls, config: ModelConfig) -> ModelConfig:
+        """The configuration of the model that this task trains, of one that may leave open what the task decides."""
+        return config
+
     @property
     def monitor(self) -> tuple[str, str]:
         """The metric of the best checkpoint, and whether "min" or "max" is best."""

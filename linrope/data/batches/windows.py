@@ -111,10 +111,10 @@ class CurriculumWindows(Dataset[dict[str, Tensor]]):
     """The training batches of several lengths, by lists of samples: `(seq_len, i)` is sample `i` of that length."""
 
     def __init__(self, windows: Iterable[TrainingWindows]) -> None:
-        self._by_length = {each.context: each for each in windows}
+        self.by_length = {each.context: each for each in windows}
 
     def __getitem__(self, samples: list[Sample]) -> dict[str, Tensor]:
-        return default_collate([self._by_length[seq_len][i] for seq_len, i in samples])
+        return default_collate([self.by_length[seq_len][i] for seq_len, i in samples])
 
 
 class EvaluationWindows(_Windows):

@@ -50,6 +50,13 @@ class Tokenizer(Protocol):
     def token_bytes(self) -> np.ndarray:
         """Bytes of each token in decoded text, int64 (vocab_size,)."""
 
+    def token_id(self, text: str) -> int | None:
+        """The number of the token with this name, "[MASK]" for example; None without it."""
+
+    def word_parts(self) -> tuple[np.ndarray, np.ndarray]:
+        """Two tables, booleans (vocab_size,): tokens that begin a word, and those that belong to none (spaces and the
+        separator), after which another begins."""
+
     def to_serialized(self) -> dict[str, str]:
         """The serialized form, for `tokenizer_from_serialized`."""
 

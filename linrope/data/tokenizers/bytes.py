@@ -59,6 +59,13 @@ class ByteTokenizer:
     def token_bytes(self) -> np.ndarray:
         return (np.arange(VOCAB_SIZE) != SEPARATOR).astype(np.int64)
 
+    def token_id(self, text: str) -> None:
+        return None
+
+    def word_parts(self) -> tuple[np.ndarray, np.ndarray]:
+        between = np.array([chr(token).isspace() for token in range(128)] + [False] * 128 + [True])
+        return np.zeros(VOCAB_SIZE, dtype=bool), between
+
     def to_serialized(self) -> dict[str, str]:
         return {"kind": "bytes"}
 

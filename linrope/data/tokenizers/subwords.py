@@ -21,6 +21,10 @@ LARGEST_VOCABULARY = 1 << 24
 """Many times the vocabulary of any tokenizer in use. A larger one is a mistake; its tables would fill the memory."""
 
 
+SPACES = (" ", "\n", "\t", "Ġ", "Ċ", "ĉ", "▁")
+"""What begins a token that begins a word: a space, or the character for it in a vocabulary."""
+
+
 class SubwordTokenizer:
     """The `Tokenizer` of a `tokenizer.json`.
 
@@ -103,6 +107,19 @@ class SubwordTokenizer:
 
     def _decoded(self, *tokens: int) -> str:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+
+    def token_id(self, text: str) -> int | None:
+        return self._tokenizer.token_to_id(text)
+
+    def word_parts(self) -> tuple[np.ndarray, np.ndarray]:
+        """See `Tokenizer`. In WordPiece "##" continues a word; elsewhere a token with a space before it begins one."""
+        tokens = [self._tokenizer.id_to_token(number) or "" for number in range(self.vocab_size)]
+        pieces = any(token.startswith("##") for token in tokens)
+        begins = [not token.startswith("##") if pieces else token.startswith(SPACES) for token in tokens]
+        added = self._tokenizer.get_added_tokens_decoder()
+        special = [number in added and added[number].special for number in range(self.vocab_size)]
+        between = [not token.lstrip("".join(SPACES)) for token in tokens]
+        return np.array(begins), np.array(between) | np.array(special)
 
     def to_serialized(self) -> dict[str, str]:
         return {"kind": "tokenizers", "json": self._text}

@@ -109,6 +109,10 @@ class TextDataModule(ResumableDataModule):
         self.corpora: dict[str, TokenSequence] = {}
         self._windows: dict[str, Any] = {}
 
+    training_windows: type[TrainingWindows] = TrainingWindows
+    evaluation_windows_of: type[EvaluationWindows] = EvaluationWindows
+    """The classes of samples; a subclass may have others."""
+
     def open(self) -> dict[str, TokenSequence]:
         """The corpora by split, opened at the first call; `setup` calls it."""
         if not self.corpora:
@@ -173,7 +177,7 @@ class TextDataModule(ResumableDataModule):
             if self.trainer is not None:
                 self.require_steps(self.plan, self.trainer.max_steps)
         return CurriculumWindows(
-            TrainingWindows(self.corpora["train"], length, self.seed, self.document_mask, option)
+            self.training_windows(self.corpora["train"], length, self.seed, self.document_mask, option)
             for option, length in lengths.items()
         )
 
@@ -183,7 +187,7 @@ class TextDataModule(ResumableDataModule):
 
     def evaluation_windows(self, split: str) -> EvaluationWindows:
         """The windows of validation or test; it needs `open`."""
-        windows = EvaluationWindows(self.corpora[split], self.context, split, self.document_mask)
+        windows = self.evaluation_windows_of(self.corpora[split], self.context, split, self.document_mask)
         world_size = self.run_position.world_size
         if len(windows) < world_size:  # a rank without any would not take part in the sums
             raise InputError(

@@ -1,0 +1,68 @@
+"""Masked language modeling: predict the hidden tokens of a row from both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linrope.losses import IGNORE, token_losses
+from linrope.models.encoder import EncoderConfig
+from linrope.training.data_modules.masked_text import MaskedTextDataModule
+from linrope.training.optimizer import OptimizerConfig
+from linrope.training.task import Batch, BatchLoss, TrainingTask
+
+
+class MaskedLMModule(TrainingTask):
+    """Trains a `MaskedLM` on the batches of a `MaskedTextDataModule`; see `TrainingTask` for what all tasks share.
+
+    Logs `train_loss` (nats per masked token) of each optimizer step, and `val_loss` and `val_accuracy` (the share of
+    masked tokens that have the highest logit) of a whole validation; for a test the same as `test_…`.
+
+    Args:
+        model_config: the encoder; its head is set to "masked_lm".
+        optimizer_config: how to train it.
+        seed: decides the random numbers of training.
+    """
+
+    config_class, data_class = EncoderConfig, MaskedTextDataModule
+
+    def __init__(
+        self, model_config: EncoderConfig, optimizer_config: OptimizerConfig | None = None, seed: int = 0
+    ) -> None:
+        super().__init__(self.config_of(model_config).build(), optimizer_config, seed)
+
+    @classmethod
+    def config_of(cls, config: EncoderConfig) -> EncoderConfig:
+        return replace(config, head="masked_lm")
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits (B, T, vocab_size) of tokens (B, T)."""
+        return self.model(tokens)
+
+    def batch_loss(self, batch: Batch) -> BatchLoss:
+        targets = batch["targets"]
+        nats = self.model(batch["inputs"], targets=targets)
+        return BatchLoss(nats, (targets != IGNORE).sum(), targets.numel())
+
+    def evaluate(self, batch: Batch, sums: dict[Hashable, Any]) -> None:
+        of_batch = torch.stack(self._measured(batch)).sum(-1).cpu().double()  # one transfer
+        sums["masked"] = sums.get("masked", 0) + of_batch
+
+    def evaluation_metrics(self, split: str, sums: dict[Hashable, Any]) -> dict[str, float]:
+        nats, right, asked = sums["masked"].tolist()
+        return {f"{split}_loss": nats / max(asked, 1), f"{split}_accuracy": right / max(asked, 1)}
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> list[dict[str, Any]]:
+        """The loss of each row in nats, its masked tokens, and how many of them were predicted."""
+        rows = torch.stack(self._measured(batch)).T.tolist()
+        return [{"loss": nats, "right": int(right), "masked": int(asked)} for nats, right, asked in rows]
+
+    def _measured(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss, right predictions and masked tokens of each row, (B,) float32."""
+        logits, targets = self.model(batch["inputs"]), batch["targets"]
+        right = logits.argmax(-1) == targets
+        return token_losses(logits, targets).sum(1), right.sum(1).float(), (targets != IGNORE).sum(1).float()

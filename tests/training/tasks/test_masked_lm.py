@@ -1,0 +1,91 @@
+"""Masked language modeling from the command line: trained, resumed, measured, predicted, started from."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from linrope import MaskedLM
+from linrope.cli.main import main
+from linrope.training.data_modules.masked_text import MaskedTextDataModule
+from linrope.training.tasks.masked_lm import MaskedLMModule
+from tests.conftest import assert_input_errors, write_text_file
+
+OPTIONS = ["--task=masked_lm", "--model.d_model=16", "--model.n_layers=1", "--model.n_heads=2", "--model.dropout=0.1"]
+OPTIONS += ["--data.context=32", "--data.batch_size=4", "--optimizer.lr=3e-2", "--optimizer.warmup_steps=2"]
+OPTIONS += ["--trainer.accelerator=cpu", "--trainer.val_check_interval=10", "--trainer.limit_val_batches=4"]
+
+
+@pytest.fixture
+def options(tmp_path, monkeypatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    torch.set_num_threads(1)
+    return [*OPTIONS, f"--data.path={write_text_file(tmp_path)}", "--run.name=mlm"]
+
+
+def test_a_resumed_run_ends_with_the_weights_of_a_whole_one(options, capsys, monkeypatch):
+    assert main(["fit", *options, "--trainer.max_steps=20"]) == 0
+    out = capsys.readouterr().out
+    losses = [float(line.split("val_loss ")[1].split()[0]) for line in out.splitlines() if "val_loss" in line]
+    assert losses[1] < losses[0] < 5.6  # ln 261
+    options = [*options, "--trainer.max_steps=20", "--run.name=parts"]
+
+    def interrupt(self, *unused) -> None:
+        if self.trainer.global_step == 9:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MaskedLMModule, "on_train_batch_end", interrupt)
+        assert main(["fit", *options]) == 128 + signal.SIGINT
+    part = "runs/parts/version_0/checkpoints/last.ckpt"
+    assert main(["fit", *options, f"--ckpt_path={part}"]) == 0
+    whole = "runs/mlm/version_0/checkpoints/last.ckpt"
+    torch.testing.assert_close(
+        MaskedLM.from_pretrained(part).state_dict(), MaskedLM.from_pretrained(whole).state_dict(), rtol=0, atol=0
+    )
+
+
+def test_a_checkpoint_is_measured_predicts_and_starts_another_run(options, capsys):
+    assert main(["fit", *options, "--trainer.max_steps=10"]) == 0
+    again = ["--ckpt_path=runs/mlm/version_0/checkpoints/last.ckpt"]
+    for command in ("validate", "test"):
+        assert main([command, *again]) == 0
+    assert "test_accuracy" in capsys.readouterr().out
+    assert main(["predict", *again, "--output=rows.jsonl"]) == 0
+    rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
+    assert rows
+    assert all(0 <= row["right"] <= row["masked"] <= 32 and row["masked"] > 0 < row["loss"] for row in rows)
+    softmax = ["--model.attention=softmax", f"--run.start_from={again[0].partition('=')[2]}", "--run.name=softmax"]
+    assert main(["fit", *options, *softmax, "--trainer.max_steps=1"]) == 0
+    assert "model.attention: 'linear' there, 'softmax' here" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ("--model.vocab_size=260", "model.vocab_size=260 is too small"),
+        ("--data.mask_share=0", "data.mask_share=0"),
+        ("--data.contiguous=true", "data.contiguous=True is for language models"),
+        ("--model.head=classifier", "head"),
+        ("--run.compile=true", "run.compile=True compiles language models only"),
+        ("--run.start_from=nowhere", "run.start_from='nowhere'"),
+        ("--segment_length=8", "unknown option 'segment_length'"),
+    ],
+)
+def test_what_does_not_fit_is_named(options, changed, message, capsys):
+    assert main(["fit", *options, "--trainer.max_steps=2", changed]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_masks_of_evaluation_do_not_depend_on_the_seed(tmp_path):
+    rows = []
+    for seed in (0, 1):
+        data = MaskedTextDataModule(path=str(write_text_file(tmp_path)), context=32, batch_size=2, seed=seed)
+        data.setup("fit")
+        rows.append((next(iter(data.val_dataloader())), next(iter(data.train_dataloader()))))
+    assert torch.equal(rows[0][0]["inputs"], rows[1][0]["inputs"])
+    assert not torch.equal(rows[0][1]["inputs"], rows[1][1]["inputs"])
+    assert_input_errors((lambda: MaskedTextDataModule(document_mask=True), "data.document_mask=True"))
