@@ -10,6 +10,7 @@ import torch
 
 from linrope import MaskedLM
 from linrope.cli.main import main
+from linrope.interop import load_roformer
 from linrope.training.data_modules.masked_text import MaskedTextDataModule
 from linrope.training.tasks.masked_lm import MaskedLMModule
 from tests.conftest import assert_input_errors, write_text_file
@@ -58,9 +59,15 @@ def test_a_checkpoint_is_measured_predicts_and_starts_another_run(options, capsy
     rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
     assert rows
     assert all(0 <= row["right"] <= row["masked"] <= 32 and row["masked"] > 0 < row["loss"] for row in rows)
+    assert main(["export", *again, "--output=exported"]) == 2
+    assert "transformers' RoFormer has no attention='linear'" in capsys.readouterr().err
     softmax = ["--model.attention=softmax", f"--run.start_from={again[0].partition('=')[2]}", "--run.name=softmax"]
     assert main(["fit", *options, *softmax, "--trainer.max_steps=1"]) == 0
     assert "model.attention: 'linear' there, 'softmax' here" in " ".join(capsys.readouterr().out.split())
+    trained = "runs/softmax/version_0/checkpoints/last.ckpt"
+    assert main(["export", f"--ckpt_path={trained}", "--output=exported"]) == 0
+    tokens = torch.arange(40).reshape(2, 20)
+    assert torch.equal(load_roformer("exported")(tokens), MaskedLM.from_pretrained(trained)(tokens))
 
 
 @pytest.mark.parametrize(
