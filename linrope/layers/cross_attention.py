@@ -61,7 +61,8 @@ class CrossAttention(nn.Module):
         d_model: width of target and source.
         n_heads: number of heads H; it divides d_model.
         kind: "softmax" or "linear".
-        rope: how queries and keys are rotated; None for no positions. Linear attention takes `placement="numerator"` only.
+        rope: how queries and keys are rotated; None for no positions. Linear attention takes `placement="numerator"`
+            only.
         feature_map: φ of linear attention, see `LinearAttention`.
         bias: add biases to the projections.
         eps: ε of the denominator of linear attention.
