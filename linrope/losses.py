@@ -19,10 +19,14 @@ FEWEST_ROWS = 512
 """Rows of a slice at least: the gradient of the output layer's weight is read and written once a slice."""
 
 
-def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum of the cross entropies in nats, float32 or float64, of logits (..., V); targets (...) of IGNORE add 0."""
+def summed_cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Sum of the cross entropies in nats, float32 or float64, of logits (..., V); targets (...) of IGNORE add 0.
+
+    With `label_smoothing` s the target distribution is (1 - s) · one-hot + s / V (arXiv 1512.00567, section 7).
+    """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum", ignore_index=IGNORE)
+    options = {"reduction": "sum", "ignore_index": IGNORE, "label_smoothing": label_smoothing}
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), **options)
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
@@ -36,8 +40,12 @@ def rows_of_slice(vocab_size: int, device: str) -> int:
     return max(FEWEST_ROWS, SLICE.get(device, SLICE["cuda"]) // vocab_size)
 
 
-def summed_cross_entropy_of(output: nn.Module, x: Tensor, targets: Tensor, rows: int) -> Tensor:
-    """`summed_cross_entropy(output(x), targets)`, in slices of so many rows: the logits of the others are not held.
+def summed_cross_entropy_of(
+    output: nn.Module, x: Tensor, targets: Tensor, rows: int, label_smoothing: float = 0.0
+) -> Tensor:
+    """`summed_cross_entropy(output(x), targets, label_smoothing)`, in slices of so many rows.
+
+    The logits of the other rows are not held.
 
     The gradients of a slice are computed with its loss. So the backward keeps them alone, of the sizes of x and of the
     output layer, and computes nothing twice; there is no second derivative. In a graph of torch.compile, all rows are
@@ -48,14 +56,15 @@ def summed_cross_entropy_of(output: nn.Module, x: Tensor, targets: Tensor, rows:
         x: (B, T, D), its inputs.
         targets: (B, T) tokens, or IGNORE.
         rows: rows of a slice, at least 1.
+        label_smoothing: from 0 to 1, see `summed_cross_entropy`.
     """
     if torch.compiler.is_compiling():
-        return summed_cross_entropy(output(x), targets)
+        return summed_cross_entropy(output(x), targets, label_smoothing)
     slices = list(zip(x.flatten(0, 1).split(rows), targets.flatten().split(rows), strict=True))
     if not torch.is_grad_enabled():
-        return sum(summed_cross_entropy(output(some), of_some) for some, of_some in slices)
+        return sum(summed_cross_entropy(output(some), of_some, label_smoothing) for some, of_some in slices)
     trained = [parameter for parameter in output.parameters() if parameter.requires_grad]
-    return _SummedCrossEntropy.apply(output, rows, targets.flatten(), x.flatten(0, 1), *trained)
+    return _SummedCrossEntropy.apply(output, rows, label_smoothing, targets.flatten(), x.flatten(0, 1), *trained)
 
 
 def token_losses_of(output: nn.Module, x: Tensor, targets: Tensor, rows: int) -> Tensor:
@@ -66,14 +75,14 @@ def token_losses_of(output: nn.Module, x: Tensor, targets: Tensor, rows: int) ->
 
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, output: nn.Module, rows: int, targets: Tensor, x: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx, output, rows, label_smoothing, targets: Tensor, x: Tensor, *parameters: Tensor) -> Tensor:
         slices = list(zip(x.split(rows), targets.split(rows), strict=True))
         total, of_x, of_parameters = 0, [], GradientSums(parameters)
         for some, of_some in slices:
             with torch.enable_grad():
                 some = some.detach().requires_grad_()
                 through = some.view_as(some)  # hooks of modules on inputs, as of FlopCounterMode, take no leaves here
-                loss = summed_cross_entropy(output(through), of_some)
+                loss = summed_cross_entropy(output(through), of_some, label_smoothing)
                 found = torch.autograd.grad(loss, [some, *parameters])
             total = total + loss.detach()
             of_x.append(found[0])
@@ -88,7 +97,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 "create_graph=True asks for a second derivative, which a loss in slices does not have: compute it from "
                 "the logits, summed_cross_entropy(model(tokens), targets)."
             )
-        return None, None, None, *(x * grad.to(x.dtype) for x in ctx.saved_tensors)
+        return None, None, None, None, *(x * grad.to(x.dtype) for x in ctx.saved_tensors)
 
 
 def bits_per_byte(nats: float, n_bytes: float) -> float:

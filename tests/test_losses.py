@@ -21,6 +21,26 @@ from tests.conftest import assert_input_errors
 B, T, D, V = 3, 13, 5, 11
 
 
+def test_label_smoothing_is_that_of_torch_and_its_equation():
+    torch.manual_seed(0)
+    output, x, targets = nn.Linear(D, V).double(), torch.randn(B, T, D).double(), torch.randint(V, (B, T))
+    targets[1, 4:9] = IGNORE
+    x.requires_grad_()
+    log_p = output(x).log_softmax(-1)
+    wanted = 0.8 * torch.nn.functional.one_hot(targets.clamp_min(0), V) + 0.2 / V
+    written_out = -(wanted * log_p).sum(-1)[targets != IGNORE].sum()
+    kept = {"reduction": "sum", "ignore_index": IGNORE, "label_smoothing": 0.2}
+    of_torch = torch.nn.functional.cross_entropy(output(x).flatten(0, 1), targets.flatten(), **kept)
+    torch.testing.assert_close(of_torch, written_out)
+    of_parameters = [x, *output.parameters()]
+    expected = torch.autograd.grad(written_out, of_parameters)
+    for loss in (summed_cross_entropy(output(x), targets, 0.2), summed_cross_entropy_of(output, x, targets, 7, 0.2)):
+        torch.testing.assert_close(loss, written_out)
+        torch.testing.assert_close(torch.autograd.grad(loss, of_parameters), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(summed_cross_entropy_of(output, x, targets, 7, 0.2), written_out)
+
+
 class WithAdapter(nn.Module):
     """An output layer of somebody's own: a frozen matrix, a bias and a trained product of two small matrices."""
 

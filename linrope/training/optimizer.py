@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from linrope.errors import InputError
+from linrope.errors import InputError, require_choice
+
+SCHEDULES = ("cosine", "inverse_sqrt", "linear")
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with linear warm-up, cosine decay to a fraction of the peak, and clipping by the gradient norm.
+    """AdamW with linear warm-up, a decay by `schedule`, and clipping by the gradient norm.
 
     An optimizer of your own has a subclass of this one, a frozen dataclass with the options that it adds, whose `make`
     makes it; the schedule and the clipping are the same.
@@ -30,11 +32,15 @@ class OptimizerConfig:
     warmup_steps: int = 100
     """Steps over which the learning rate rises from 0 to its peak."""
     final_lr_fraction: float = 0.1
-    """The learning rate at the last step, as a fraction of the peak."""
+    """The learning rate at the last step, as a fraction of the peak; inverse_sqrt ignores it."""
     clip_norm: float = 1.0
     """Largest gradient norm; larger gradients are scaled down to it. 0 disables clipping."""
+    schedule: Literal["cosine", "inverse_sqrt", "linear"] = "cosine"
+    """The learning rate after the warm-up: cosine or linear to `final_lr_fraction` at the last step, or inverse_sqrt,
+    proportional to 1/√step."""
 
     def __post_init__(self) -> None:
+        require_choice("optimizer.schedule", self.schedule, SCHEDULES)
         at_least_zero = {"lr": self.lr, "weight_decay": self.weight_decay, "clip_norm": self.clip_norm}
         for name, value in {**at_least_zero, "warmup_steps": self.warmup_steps}.items():
             if not (math.isfinite(value) and value >= 0):
@@ -57,17 +63,24 @@ def learning_rate_factor(
     max_steps: int,
     final_fraction: float,
     tokens_at: Callable[[int], int] = lambda step: step,
+    schedule: str = "cosine",
 ) -> float:
     """The factor of the peak learning rate for the step after `step` finished ones.
 
-    It rises linearly to 1 at step `warmup_steps`, then follows half a cosine to `final_fraction` at `max_steps`. Both
-    are linear in tokens: `tokens_at(step)` is their number after `step` steps. By default all steps are equal.
+    It rises linearly to 1 at step `warmup_steps`. Then, by `schedule`, it follows half a cosine ("cosine") or a line
+    ("linear") to `final_fraction` at `max_steps`, or it is √(warmup / seen) ("inverse_sqrt", arXiv 1706.03762, section
+    5.3; without warm-up as after a warm-up of one step). All count tokens: `tokens_at(step)` is their number after
+    `step` steps. By default all steps are equal.
     """
     seen, warm, total = tokens_at(step), tokens_at(warmup_steps), tokens_at(max_steps)
     if step < warmup_steps:
         return tokens_at(step + 1) / warm
+    if schedule == "inverse_sqrt":
+        warm = warm or tokens_at(1)
+        return math.sqrt(warm / max(seen, warm))
     progress = min(1.0, (seen - warm) / max(1, total - warm))
-    return final_fraction + (1 - final_fraction) * (1 + math.cos(math.pi * progress)) / 2
+    remaining = 1 - progress if schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return final_fraction + (1 - final_fraction) * remaining
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

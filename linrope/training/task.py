@@ -270,6 +270,7 @@ class TrainingTask(LightningModule):
             warmup_steps=config.warmup_steps,
             max_steps=self.trainer.max_steps,
             final_fraction=config.final_lr_fraction,
+            schedule=config.schedule,
             **({} if data is None else {"tokens_at": data.tokens_at}),
         )
 

@@ -45,6 +45,20 @@ def test_with_equal_steps_counting_tokens_changes_no_bit(warmup_steps, max_steps
         assert learning_rate_factor(step, **schedule, tokens_at=lambda step: step * 24576) == expected
 
 
+def test_the_other_schedules():
+    schedule = {"max_steps": 9, "final_fraction": 0.1, "warmup_steps": 4}
+    inverse = [learning_rate_factor(step, **schedule, schedule="inverse_sqrt") for step in (0, 3, 4, 16, 400)]
+    assert inverse == [0.25, 1.0, 1.0, 0.5, 0.1]  # √(4 / 16), √(4 / 400)
+    schedule["warmup_steps"] = 0
+    assert [learning_rate_factor(step, **schedule, schedule="inverse_sqrt") for step in (0, 1, 4)] == [1.0, 1.0, 0.5]
+    of_tokens = {"max_steps": 9, "final_fraction": 0.1, "warmup_steps": 2, "tokens_at": TOKENS.__getitem__}
+    linear = [learning_rate_factor(step, **of_tokens, schedule="linear") for step in (0, 2, 4, 7, 9, 10)]
+    assert linear == pytest.approx([0.5, 1.0, 1 - 0.9 * 0.2, 1 - 0.9 * 0.8, 0.1, 0.1])
+    assert learning_rate_factor(7, **of_tokens, schedule="inverse_sqrt") == math.sqrt(128 / 640)
+    with pytest.raises(InputError, match="schedule"):
+        OptimizerConfig(schedule="cosin")
+
+
 def test_only_matrices_decay():
     module = LanguageModelingModule(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2, forget_gate=True))
     decaying, plain = parameter_groups(module.model, 0.1)

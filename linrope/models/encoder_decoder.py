@@ -1,0 +1,252 @@
+"""The encoder–decoder for translation: configuration, blocks, model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from linrope.errors import InputError
+from linrope.feature_maps import require_feature_map
+from linrope.layers.attention import Attention
+from linrope.layers.cross_attention import CrossAttention, SourceMemory
+from linrope.layers.linear import Linear
+from linrope.layers.linear_attention import LinearAttention
+from linrope.layers.softmax_attention import SoftmaxAttention
+from linrope.layers.state import AttentionState, ModelState
+from linrope.losses import rows_of_slice, summed_cross_entropy_of
+from linrope.models.base import Model, ModelConfig
+from linrope.models.language_model import EMBEDDING_STD, GatedMLP
+from linrope.ops.checks import check_tensor
+from linrope.positions.sinusoidal import sinusoids
+from linrope.rotary import RotaryConfig, check_config
+from linrope.utils.options import check_types
+
+
+@dataclass(frozen=True)
+class EncoderDecoderConfig(ModelConfig):
+    """An encoder–decoder's parameters and computation."""
+
+    vocab_size: int = 8192
+    """Number of different tokens, shared by source and target."""
+    d_model: int = 256
+    """Width of the model."""
+    n_encoder_layers: int = 3
+    """Number of encoder blocks, each with self-attention and a gated MLP."""
+    n_decoder_layers: int = 3
+    """Number of decoder blocks, each with causal self-attention, cross-attention and a gated MLP."""
+    n_heads: int = 4
+    """Attention heads in each layer."""
+    attention: Literal["linear", "softmax"] = "linear"
+    """Attention of all layers. With linear the state of decoding has a constant size."""
+    rope: RotaryConfig | None = field(default_factory=RotaryConfig)
+    """How queries and keys are rotated in self-attention and cross-attention; null for no rotation."""
+    sinusoidal: bool = False
+    """Add sines and cosines of the position to the token embeddings; it needs `rope: null`."""
+    feature_map: str = "elu1"
+    """Feature map of linear attention."""
+    d_ff: int | None = None
+    """Hidden width of the MLP; null for 8/3 of d_model, rounded up to a multiple of 32."""
+    dropout: float = 0.1
+    """Dropout probability, on the embeddings and on the outputs of each part of a block."""
+    tie_embeddings: bool = True
+    """Use the token embedding also as the output layer."""
+    norm_eps: float = 1e-5
+    """ε of the RMSNorms."""
+
+    def __post_init__(self):
+        check_config(self.rope)
+        check_types(self)
+        for name in ("vocab_size", "d_model", "n_encoder_layers", "n_decoder_layers", "n_heads", "d_ff"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise InputError(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.sinusoidal and self.rope is not None:
+            raise InputError("sinusoidal=True does not go with rope: set rope to null, or sinusoidal to false.")
+        if self.sinusoidal and self.d_model % 2:
+            raise InputError(f"sinusoidal=True needs an even d_model, not {self.d_model}.")
+        require_feature_map(self.feature_map)
+        if not 0 <= self.dropout < 1:
+            raise InputError(f"dropout={self.dropout} must be at least 0 and below 1.")
+        if not 0 <= self.norm_eps < math.inf:
+            raise InputError(f"norm_eps={self.norm_eps} must be a finite number, at least 0.")
+
+    @property
+    def mlp_width(self) -> int:
+        """`d_ff`, or its default."""
+        return self.d_ff if self.d_ff is not None else -(-8 * self.d_model // 3 // 32) * 32
+
+    def build(self) -> EncoderDecoder:
+        """A new model of these options."""
+        return EncoderDecoder(self)
+
+
+def _self_attention(config: EncoderDecoderConfig, causal: bool) -> Attention:
+    if config.attention == "softmax":
+        return SoftmaxAttention(config.d_model, config.n_heads, rope=config.rope, causal=causal)
+    options = {"rope": config.rope, "feature_map": config.feature_map, "causal": causal}
+    return LinearAttention(config.d_model, config.n_heads, **options)
+
+
+def _norm(config: EncoderDecoderConfig) -> nn.RMSNorm:
+    return nn.RMSNorm(config.d_model, eps=config.norm_eps)
+
+
+class EncoderBlock(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); every token sees the whole source."""
+
+    def __init__(self, config: EncoderDecoderConfig):
+        super().__init__()
+        self.attention = _self_attention(config, causal=False)
+        self.mlp = GatedMLP(config.d_model, config.mlp_width)
+        self.attention_norm, self.mlp_norm = _norm(config), _norm(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """(B, S, d_model) -> the same shape; mask (B, S) booleans is False for padding."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), key_mask=mask))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class DecoderBlock(nn.Module):
+    """x + attention(norm(x)), x + cross_attention(norm(x), source), then x + mlp(norm(x))."""
+
+    def __init__(self, config: EncoderDecoderConfig):
+        super().__init__()
+        self.attention = _self_attention(config, causal=True)
+        cross = {"kind": config.attention, "rope": config.rope, "feature_map": config.feature_map}
+        self.cross_attention = CrossAttention(config.d_model, config.n_heads, **cross)
+        self.mlp = GatedMLP(config.d_model, config.mlp_width)
+        self.attention_norm, self.cross_norm, self.mlp_norm = _norm(config), _norm(config), _norm(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, memory: SourceMemory, state: AttentionState | None) -> tuple[Tensor, AttentionState]:
+        """(B, T, d_model) -> the same shape, and the state after the last token."""
+        offset = 0 if state is None else state.past.length
+        attended, state = self.attention(self.attention_norm(x), state, return_state=True)
+        x = x + self.dropout(attended)
+        x = x + self.dropout(self.cross_attention(self.cross_norm(x), memory, offset))
+        return x + self.dropout(self.mlp(self.mlp_norm(x))), state
+
+
+class SourceMemories(tuple[SourceMemory, ...]):
+    """The encoded source: a tuple with the SourceMemory of each decoder block."""
+
+    def select_rows(self, rows: Tensor) -> SourceMemories:
+        """Row i of the result is row `rows[i]`; rows are (N,) integers."""
+        return SourceMemories(memory.select_rows(rows) for memory in self)
+
+
+class EncoderDecoder(Model):
+    """A Transformer for translation (arXiv 1706.03762) with pre-norm blocks, RoPE, and linear or softmax attention.
+
+    Source and target share the embedding. With linear attention neither the encoded source nor the state of decoding
+    grows with the length.
+    """
+
+    config_class = EncoderDecoderConfig
+    config: EncoderDecoderConfig
+
+    def __init__(self, config: EncoderDecoderConfig):
+        super().__init__(config)
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+        self.encoder = nn.ModuleList(EncoderBlock(config) for _ in range(config.n_encoder_layers))
+        self.decoder = nn.ModuleList(DecoderBlock(config) for _ in range(config.n_decoder_layers))
+        self.encoder_norm, self.norm = _norm(config), _norm(config)
+        self.output = Linear(config.d_model, config.vocab_size, bias=False)
+        self._initialise()
+        if config.tie_embeddings:
+            self.output.weight = self.embedding.weight
+
+    @property
+    def tied(self) -> dict[str, str]:
+        return {"output.weight": "embedding.weight"} if self.config.tie_embeddings else {}
+
+    def _initialise(self) -> None:
+        """As in the language model: outputs that add to the residual stream are smaller, embeddings are small."""
+        for blocks, parts in ((self.encoder, 2), (self.decoder, 3)):
+            for block in blocks:
+                cross = [block.cross_attention.out] if parts == 3 else []
+                for layer in (block.attention.out, block.mlp.out, *cross):
+                    nn.init.normal_(layer.weight, std=(3 * layer.in_features * parts * len(blocks)) ** -0.5)
+        for weight in (self.embedding.weight, self.output.weight):
+            nn.init.normal_(weight, std=EMBEDDING_STD)
+
+    def forward(
+        self,
+        source: Tensor,
+        target: Tensor,
+        source_mask: Tensor | None = None,
+        targets: Tensor | None = None,
+        label_smoothing: float = 0.0,
+    ) -> Tensor:
+        """The logits of the token after each target token, or with `targets` their summed loss.
+
+        Args:
+            source: (B, S) integers in [0, vocab_size).
+            target: (B, T) integers, what the decoder reads: the beginning token, then the translation.
+            source_mask: (B, S) booleans, False for padding.
+            targets: (B, T) tokens, or IGNORE (-100) for none.
+            label_smoothing: see `linrope.losses.summed_cross_entropy`.
+
+        Returns:
+            Logits (B, T, vocab_size), or the loss in nats, float32.
+
+        Raises:
+            InputError: tokens or a mask of the wrong shape or dtype or out of range.
+        """
+        self._check("target", target)
+        x, _ = self._decode(target, self.encode(source, source_mask), None)
+        if targets is None:
+            return self.output(x)
+        if targets.shape != target.shape:
+            raise InputError(f"targets is {tuple(targets.shape)}, target {tuple(target.shape)}: pass one a token.")
+        rows = rows_of_slice(self.config.vocab_size, x.device.type)
+        return summed_cross_entropy_of(self.output, x, targets, rows, label_smoothing)
+
+    def encode(self, source: Tensor, source_mask: Tensor | None = None) -> SourceMemories:
+        """What the decoder reads of a source (B, S), computed once; the arguments are those of `forward`."""
+        self._check("source", source)
+        if source_mask is not None:
+            check_tensor("source_mask", source_mask, "booleans", "(B, S)", source.shape, source.device)
+        x = self._embedded(source, 0)
+        for block in self.encoder:
+            x = block(x, source_mask)
+        x = self.encoder_norm(x)
+        return SourceMemories(block.cross_attention.memory(x, source_mask) for block in self.decoder)
+
+    def step(
+        self, tokens: Tensor, memory: SourceMemories, state: ModelState | None = None
+    ) -> tuple[Tensor, ModelState]:
+        """Logits (B, T, vocab_size) of the tokens after `tokens` (B, T), which follow `state`; and the next state.
+
+        `memory` is what `encode` returned for the same rows; `state` is None at the start.
+        """
+        self._check("tokens", tokens)
+        x, state = self._decode(tokens, memory, state)
+        return self.output(x), state
+
+    def _decode(self, tokens: Tensor, memory: SourceMemories, state: ModelState | None) -> tuple[Tensor, ModelState]:
+        x, after = self._embedded(tokens, 0 if state is None else state[0].past.length), []
+        for layer, block in enumerate(self.decoder):
+            x, layer_state = block(x, memory[layer], None if state is None else state[layer])
+            after.append(layer_state)
+        return self.norm(x), ModelState(after)
+
+    def _embedded(self, tokens: Tensor, offset: int) -> Tensor:
+        x = self.embedding(tokens)
+        if self.config.sinusoidal:  # of the embeddings' size, as in the language model
+            positions = torch.arange(offset, offset + tokens.shape[1], device=x.device)
+            x = x + (EMBEDDING_STD * 2**0.5 * sinusoids(positions, self.config.d_model)).to(x.dtype)
+        return self.dropout(x)
+
+    def _check(self, name: str, tokens: Tensor) -> None:
+        if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
+            raise InputError(f"{name} is {tuple(tokens.shape)} {tokens.dtype}: pass int64 of shape (B, length).")
+        if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
+            lowest, highest = (bound.item() for bound in tokens.aminmax())  # on a GPU the embedding asserts it
+            if lowest < 0 or highest >= self.config.vocab_size:
+                raise InputError(f"{name} lies in [{lowest}, {highest}], vocab_size is {self.config.vocab_size}.")

@@ -1,0 +1,90 @@
+"""The encoder–decoder: decoding step by step, padding, the loss, saved folders."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from linrope import RotaryConfig
+from linrope.errors import InputError
+from linrope.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
+
+SIZES = {"vocab_size": 11, "d_model": 12, "n_encoder_layers": 2, "n_decoder_layers": 2, "n_heads": 2, "dropout": 0.0}
+
+
+def model_of(**options):
+    torch.manual_seed(0)
+    model = EncoderDecoderConfig(**SIZES, **options).build().double()
+    for parameter in model.parameters():  # larger than at the start, so that every part counts
+        parameter.data.mul_(3)
+    return model.eval()
+
+
+def rows(*shape):
+    return torch.randint(11, shape)
+
+
+@pytest.mark.parametrize("positions", [{}, {"rope": None, "sinusoidal": True}], ids=["rope", "sinusoids"])
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+def test_steps_give_the_logits_of_the_whole_row_and_selected_rows_go_on(attention, positions):
+    model = model_of(attention=attention, **positions)
+    source, target, mask = rows(3, 7), rows(3, 5), torch.arange(7) < torch.tensor([[7], [3], [5]])
+    expected = model(source, target, mask)
+    memory, state, found = model.encode(source, mask), None, []
+    for t in range(3):
+        logits, state = model.step(target[:, t : t + 1], memory, state)
+        found.append(logits)
+    torch.testing.assert_close(torch.cat(found, 1), expected[:, :3], rtol=1e-9, atol=1e-9)
+    order = torch.tensor([2, 0, 2, 1])
+    logits, _ = model.step(target[order, 3:], memory.select_rows(order), state.select_rows(order))
+    torch.testing.assert_close(logits, expected[order, 3:], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+def test_padding_changes_nothing_and_the_source_matters(attention):
+    model = model_of(attention=attention)
+    source, target = rows(2, 7), rows(2, 5)
+    mask = torch.arange(7) < torch.tensor([[4], [0]])
+    logits = model(source, target, mask)
+    torch.testing.assert_close(logits[:1], model(source[:1, :4], target[:1]), rtol=1e-9, atol=1e-9)
+    assert logits.isfinite().all()
+    assert not torch.allclose(logits[:1], model(source[:1], target[:1]))
+
+
+def test_the_loss_is_the_smoothed_cross_entropy_and_ignores_padding():
+    model, source, target, targets = model_of(), rows(3, 7), rows(3, 5), rows(3, 5)
+    targets[1, 3:] = -100
+    loss = model(source, target, targets=targets, label_smoothing=0.1)
+    logits = model(source, target).flatten(0, 1)
+    expected = F.cross_entropy(logits, targets.flatten(), reduction="sum", label_smoothing=0.1)
+    torch.testing.assert_close(loss, expected)
+    found = torch.autograd.grad(loss, list(model.parameters()))
+    torch.testing.assert_close(found, torch.autograd.grad(expected, list(model.parameters())))
+
+
+def test_the_linear_state_does_not_grow():
+    model, source = model_of(), rows(2, 6)
+    _, short = model.step(rows(2, 3), model.encode(source))
+    _, long = model.step(rows(2, 40), model.encode(source))
+    assert [layer.past.kv.shape for layer in short] == [layer.past.kv.shape for layer in long]
+
+
+def test_a_saved_model_is_the_same(tmp_path):
+    model = model_of(rope=RotaryConfig(base=500.0))
+    model.save_pretrained(tmp_path)
+    again = EncoderDecoder.from_pretrained(tmp_path)
+    assert again.config == model.config
+    source, target = rows(2, 6), rows(2, 4)
+    assert again(source, target).equal(model(source, target))
+    assert again.output.weight is again.embedding.weight
+
+
+def test_errors():
+    with pytest.raises(InputError, match="sinusoidal"):
+        EncoderDecoderConfig(**SIZES, sinusoidal=True)
+    with pytest.raises(InputError, match="n_decoder_layers"):
+        EncoderDecoderConfig(n_decoder_layers=0)
+    model = model_of()
+    with pytest.raises(InputError, match="source lies"):
+        model(torch.tensor([[11]]), rows(1, 2))
+    with pytest.raises(InputError, match="source_mask"):
+        model.encode(rows(2, 6), torch.ones(2, 5, dtype=torch.bool))
