@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from linrope.errors import InputError
+from linrope.errors import InputError, require_choice
 from linrope.models.encoder import ACTIVATIONS, EncoderConfig, EncoderModel
 from linrope.models.saving import CONFIG_FILE, SAFETENSORS_FILE, load_safetensors, save_safetensors
 from linrope.utils.files import load_plain, require_free_folder
@@ -45,6 +45,8 @@ OPTIONS = {
     "tie_word_embeddings": "tie_embeddings",
 }
 """Our names of the options of transformers."""
+WITHOUT_WEIGHTS = ("dropout", "feature_map")
+"""Options that `load_roformer` may change."""
 DEFAULTS = {"vocab_size": 50_000, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
 DEFAULTS |= {"intermediate_size": 3072, "type_vocab_size": 2, "rotary_value": False, "tie_word_embeddings": True}
 """Of transformers, whose config.json may omit them."""
@@ -70,6 +72,12 @@ HEAD_MODULES = {
     "question_answering": {"output": "qa_outputs"},
     "multiple_choice": {"output": "classifier"},
 }
+HEAD_WEIGHTS = {
+    "cls.predictions.": "masked_lm",
+    "classifier.out_proj.": "classification",
+    "qa_outputs.": "question_answering",
+}
+"""Weights that only one head has, for a config.json that names no architecture."""
 DECODER = "cls.predictions.decoder.weight"
 BIASES = ("cls.predictions.bias", "cls.predictions.decoder.bias")
 """One bias under two names; older files have the first alone."""
@@ -96,6 +104,8 @@ def load_roformer(
         InputError: no such files, a model of another architecture, a decoder, weights that are missing, unexpected or
             of another shape (all are named), a file that needs more than plain tensors to be read.
     """
+    for name in options:
+        require_choice("load_roformer: the option", name, WITHOUT_WEIGHTS)
     folder, file = _weights_file(Path(path))
     values = _config_of(folder / CONFIG_FILE)
     weights = load_safetensors(file) if file.suffix == ".safetensors" else load_plain(file)
@@ -161,11 +171,17 @@ def _config_of(file: Path) -> dict[str, Any]:
 
 
 def _head_of(values: dict[str, Any], weights: Mapping[str, Tensor], file: Path) -> str | None:
-    named = (values.get("architectures") or ["RoFormerModel"])[0]
-    if named not in ARCHITECTURES.values():
-        if any(name.startswith("cls.predictions.") for name in weights):  # RoFormerForPreTraining and the like
-            return "masked_lm"
-        raise InputError(f"{file} is a {named}: known are {', '.join(ARCHITECTURES.values())}.")
+    named = (values.get("architectures") or [None])[0]
+    if named not in ARCHITECTURES.values():  # none, or RoFormerForPreTraining and the like
+        for beginning, head in HEAD_WEIGHTS.items():
+            if any(name.startswith(beginning) for name in weights):
+                return head
+        if named is None and not any(name.startswith("classifier.") for name in weights):
+            return None
+        raise InputError(
+            f"{file} has architectures={values.get('architectures')} in its config.json, and its head is not known by "
+            f"its weights: set it to one of {', '.join(ARCHITECTURES.values())}."
+        )
     return next(head for head, name in ARCHITECTURES.items() if name == named)
 
 

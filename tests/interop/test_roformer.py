@@ -107,6 +107,16 @@ def test_a_softmax_model_can_start_a_linear_one(tmp_path):
         export_roformer(linear, tmp_path / "back")
 
 
+@pytest.mark.parametrize("head", ["ForMaskedLM", "ForSequenceClassification", "ForQuestionAnswering", "Model"])
+def test_a_head_that_config_json_does_not_name_is_known_by_its_weights(head, tmp_path):
+    there, arguments = saved(tmp_path, head), inputs(head)
+    values = json.loads((tmp_path / "config.json").read_text())
+    del values["architectures"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    expected = outputs_of(there, head, *arguments)
+    torch.testing.assert_close(load_roformer(tmp_path)(*arguments), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_what_is_no_roformer_is_named(tmp_path):
     folder = tmp_path / "model"
     saved(folder, "ForMaskedLM", safe=False)
@@ -131,6 +141,7 @@ def test_what_is_no_roformer_is_named(tmp_path):
     first, second = "roformer.embeddings.LayerNorm.bias", "roformer.encoder.layer.1.attention.self.key.weight"
     assert_input_errors(
         (lambda: load_roformer(tmp_path / "nowhere"), "has no model.safetensors and no pytorch_model.bin"),
+        (lambda: load_roformer(folder, head="masked_lm"), "the option='head' is unknown"),
         (with_config(model_type="bert"), "model_type='bert'"),
         (with_config(is_decoder=True), "is_decoder=true"),
         (with_config(hidden_act="mish"), "hidden_act='mish'"),
