@@ -119,6 +119,14 @@ def load_roformer(
     return model.eval()
 
 
+def is_roformer(path: str | Path) -> bool:
+    """Whether `path` is a folder with a config.json of transformers' RoFormer."""
+    try:
+        return json.loads(Path(path, CONFIG_FILE).read_text(encoding="utf-8")).get("model_type") == "roformer"
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
 def export_roformer(model: EncoderModel, folder: str | Path, *, overwrite: bool = False) -> None:
     """Write a softmax encoder as transformers reads it: config.json and model.safetensors.
 

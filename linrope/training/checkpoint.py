@@ -13,7 +13,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from linrope.data.tokenizers.base import Tokenizer, tokenizer_from_serialized
 from linrope.errors import CheckpointError, InputError
+from linrope.interop.roformer import is_roformer, load_roformer
 from linrope.models.base import Model, ModelConfig
+from linrope.models.encoder import EncoderModel
 from linrope.models.language_model import LanguageModel
 from linrope.models.saving import open_checkpoint
 from linrope.training.data_modules.base import ResumableDataModule
@@ -96,6 +98,8 @@ def start_from(model: Model, path: str, fractions: list[float] | None) -> list[s
     try:
         if isinstance(model, LanguageModel):
             differing = _start_language_model(model, path, LanguageModel.from_pretrained(path))
+        elif isinstance(model, EncoderModel) and is_roformer(path):
+            differing = model.take(load_roformer(path), path)
         else:
             differing = model.start_from(path)
     except DifferentModel:

@@ -1,6 +1,7 @@
 """RoFormer encoders of transformers: the same logits here, and back."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from linrope import InputError
 from linrope.interop import export_roformer, load_roformer
+from linrope.training.checkpoint import start_from
 from tests.conftest import assert_input_errors
 
 transformers = pytest.importorskip("transformers")
@@ -115,6 +117,15 @@ def test_a_head_that_config_json_does_not_name_is_known_by_its_weights(head, tmp
     (tmp_path / "config.json").write_text(json.dumps(values))
     expected = outputs_of(there, head, *arguments)
     torch.testing.assert_close(load_roformer(tmp_path)(*arguments), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_run_starts_from_a_folder_of_transformers(tmp_path):
+    saved(tmp_path, "ForMaskedLM")
+    source = load_roformer(tmp_path)
+    model = replace(source.config, attention="linear", head="classification", n_labels=3).build()
+    notes = start_from(model, str(tmp_path), None)
+    assert notes == ["model.attention: 'softmax' there, 'linear' here", "model.head: 'classification' is new"]
+    torch.testing.assert_close(model.encoder.state_dict(), source.encoder.state_dict())
 
 
 def test_what_is_no_roformer_is_named(tmp_path):
