@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linrope.errors import require_choice
+from linrope.errors import InputError, require_choice
 from linrope.layers.attention import Attention, AttentionOptions, checked_head_dim
 from linrope.ops.call import without_autocast
 from linrope.ops.linear_attention import linear_attention
@@ -42,7 +42,8 @@ class CosineAttention(Attention):
         options: short_conv, conv_silu, output_norm, output_gate and bias, see `AttentionOptions`.
 
     Raises:
-        InputError: sizes that do not fit, another placement, `short_conv` with `causal=False`.
+        InputError: sizes that do not fit, a rotary_dim above head_dim, another placement, `short_conv` with
+            `causal=False`.
     """
 
     past_type = State
@@ -64,6 +65,8 @@ class CosineAttention(Attention):
         if rope is not None:
             require_choice("rope.placement", rope.placement, ("numerator",))
             rotary_dim = head_dim // 2 * 2 if rope.rotary_dim is None else rope.rotary_dim
+            if rotary_dim > head_dim:  # it would rotate the constant feature, and weights could be negative
+                raise InputError(f"rope.rotary_dim={rotary_dim} must be at most {head_dim}, the head_dim.")
             rope = RotaryEmbedding.from_config(head_dim + 1, replace(rope, rotary_dim=rotary_dim))
         super().__init__(d_model, n_heads, head_dim=head_dim, rope=rope, causal=causal, **options)
         self.options = {

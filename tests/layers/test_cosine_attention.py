@@ -82,7 +82,9 @@ def test_a_language_model_learns_with_it():
     assert losses[-1] < 0.5 < losses[0]
 
 
-def test_another_placement_is_refused():
+def test_ropes_that_do_not_fit_are_refused():
     assert_input_errors(
+        (lambda: CosineAttention(21, 3, rope=RotaryConfig(rotary_dim=8)), "rope.rotary_dim=8 must be at most 7"),
+        (lambda: CosineAttention(24, 3, rope=RotaryConfig(rotary_dim=10)), "rope.rotary_dim=10 must be at most 8"),
         (lambda: CosineAttention(24, 3, rope=RotaryConfig(placement="signed")), "rope.placement='signed' is unknown"),
     )
