@@ -162,7 +162,9 @@ class Attention(nn.Module):
             qkv, tail = self.conv(qkv, tail, segment_ids)
         q, k, v = rearrange(qkv, "b t (three h d) -> three b h t d", three=3, h=self.n_heads)
         if self.rotate_values:
-            v = self.rope.rotate(v, 0 if before.past is None else before.past.length)
+            # no function of differences of positions: documents of a packed row each start at 0
+            at = {"offset": 0 if before.past is None else before.past.length}
+            v = self.rope.rotate(v, **(at if positions is None else {"positions": positions}))
         if self.selective is not None:  # also across documents: only differences of angles count
             q, k, angle = self.selective.rotate(x, q, k, self.rope, angle)
         o, past = self.attend(x, q, k, v, before.past, segment_ids, key_mask, positions, outputs)

@@ -427,3 +427,12 @@ def test_signed_is_a_matter_of_linear_layers():
     selective = SoftmaxAttention(32, 2, rope=replace(config, placement="selective"))
     assert selective.selective is None
     assert selective.rope.rotary_dim == 16
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", ["linear", "softmax"])
+def test_rotated_values_of_a_packed_document_are_those_of_it_alone(kind, causal):
+    layer, x = layer_and_input(kind, {"rotate_values": True, "causal": causal}, length=23)
+    documents = torch.tensor([[0] * 9 + [1] * 14] * 2)
+    alone = torch.cat((layer(x[:, :9]), layer(x[:, 9:])), dim=1)
+    torch.testing.assert_close(layer(x, segment_ids=documents), alone, **CLOSE)
