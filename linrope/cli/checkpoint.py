@@ -86,6 +86,9 @@ def with_run_config(args: Sequence[str]) -> list[str]:
     if not has_config and folder.name == "checkpoints" and of_run.is_file():
         say_once(f"the configuration is {of_run}, and the options given here")
         return ["--config", str(of_run), *args]
-    model, *_ = read_model(Path(path))
-    task = {} if Path(path).is_dir() else {"task": open_checkpoint(path)["linrope"].get("task", LANGUAGE_MODELING)}
-    return ["--config", json.dumps({**task, "model": model}), *args]
+    if Path(path).is_dir():
+        model, *_ = read_model(Path(path))
+        return ["--config", json.dumps({"model": model}), *args]
+    saved = open_checkpoint(path)["linrope"]
+    values = {"task": saved.get("task", LANGUAGE_MODELING), "model": saved["config"]}
+    return ["--config", json.dumps(values), *args]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import yaml
@@ -16,14 +16,20 @@ MAX_NODES = 20_000
 """Values of a configuration, with those that its aliases repeat."""
 
 
-def values_of(args: Sequence[str], *options: str) -> list[str]:
-    """The values that a command line gives to an option, which may have several names."""
-    values = []
+CONFIG = ("-c", "--config")
+"""The names of the option of a configuration."""
+
+
+def names_and_values(args: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Each word of a command line as an option, without its `=VALUE`, and the value that it has if it is one."""
     for arg, following in zip(args, [*args, ""][1:]):
         name, equals, value = arg.partition("=")
-        if name in options:
-            values.append(value if equals else following)
-    return values
+        yield name, value if equals else following
+
+
+def values_of(args: Sequence[str], *options: str) -> list[str]:
+    """The values that a command line gives to an option, which may have several names."""
+    return [value for name, value in names_and_values(args) if name in options]
 
 
 def without_option(args: Sequence[str], option: str) -> list[str]:
@@ -37,7 +43,7 @@ def without_option(args: Sequence[str], option: str) -> list[str]:
 
 def config_files(args: Sequence[str]) -> list[str]:
     """The values of --config."""
-    return values_of(args, "-c", "--config")
+    return values_of(args, *CONFIG)
 
 
 def require_sound_configs(args: Sequence[str]) -> None:

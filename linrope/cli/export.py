@@ -9,13 +9,12 @@ from pathlib import Path
 from linrope.cli.checkpoint import named_checkpoint
 from linrope.cli.output import say
 from linrope.cli.parser import parse_command
+from linrope.errors import InputError
 from linrope.interop.roformer import export_roformer
-from linrope.models.base import load_model
-from linrope.models.encoder import EncoderConfig
+from linrope.models.base import ModelConfig, load_model
+from linrope.models.encoder import EncoderModel
 from linrope.models.language_model import LanguageModel
-from linrope.models.saving import read_model
 from linrope.utils.files import require_free_folder
-from linrope.utils.options import class_path_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +34,13 @@ def run(args: Sequence[str]) -> None:
     config = parse_command("export", ExportConfig, args, "--ckpt_path FILE --output FOLDER [--overwrite]")
     require_free_folder(Path(config.output), config.overwrite)
     path = named_checkpoint(config.ckpt_path)
-    values, *_ = read_model(Path(path))
-    if values.get("class_path") == class_path_of(EncoderConfig):
-        export_roformer(load_model(path, EncoderConfig), config.output, overwrite=config.overwrite)
-        return say(f"wrote {config.output}")
-    from linrope.interop import transformers as hf  # an optional package
+    model = load_model(path, ModelConfig)
+    if isinstance(model, EncoderModel):
+        export_roformer(model, config.output, overwrite=config.overwrite)
+    elif isinstance(model, LanguageModel):
+        from linrope.interop import transformers as hf  # an optional package
 
-    model = LanguageModel.from_pretrained(path)
-    hf.export(model, config.output, overwrite=config.overwrite)
+        hf.export(model, config.output, overwrite=config.overwrite)
+    else:
+        raise InputError(f"--ckpt_path={path!r} holds a {type(model).__name__}, which transformers has no model for.")
     say(f"wrote {config.output}")

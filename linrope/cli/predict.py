@@ -14,7 +14,7 @@ from linrope.cli.checkpoint import with_run_config
 from linrope.cli.output import say
 from linrope.cli.training import CheckpointOptions, TrainingCLI
 from linrope.errors import InputError
-from linrope.utils.files import require_writable, whole_file
+from linrope.utils.files import require_new, whole_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +27,7 @@ class PredictOptions(CheckpointOptions):
     """Replace the file if it exists."""
 
     def __post_init__(self) -> None:
-        if Path(self.output).exists() and not self.overwrite:
-            raise InputError(f"--output={self.output!r} exists: give another file, or --overwrite.")
-        require_writable(Path(self.output).parent, "--output")
+        require_new(Path(self.output), "--output", self.overwrite)
 
 
 class WritePredictions(Callback):
@@ -50,8 +48,6 @@ class PredictCLI(TrainingCLI):
     def run(self, **options: Any) -> None:
         if self.trainer.world_size > 1:
             raise InputError(f"`linrope predict` runs on one device, not on {self.trainer.world_size}: set devices=1.")
-        if not callable(getattr(self.datamodule, "predict_dataloader", None)):
-            raise InputError(f"data: {type(self.datamodule).__name__} has no predict_dataloader().")
         with whole_file(Path(self.options.output)) as file:
             writer = WritePredictions(file)
             self.trainer.callbacks.append(writer)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from linrope.cli.checkpoint import LANGUAGE_MODELING
-from linrope.cli.config_files import require_sound_configs
+from linrope.cli.config_files import CONFIG, names_and_values, require_sound_configs
+from linrope.cli.own_classes import import_class
 from linrope.cli.parser import options_in
 from linrope.errors import InputError, suggest
 from linrope.training.task import TrainingTask
@@ -33,10 +33,8 @@ def task_of(args: Sequence[str]) -> type[TrainingTask]:
 
 
 def _named(args: Sequence[str]) -> Iterator[Any]:
-    for arg, following in zip(args, [*args, ""][1:]):
-        option, equals, value = arg.partition("=")
-        value = value if equals else following
-        if option in ("-c", "--config") and "task" in (options := options_in(value)):
+    for option, value in names_and_values(args):
+        if option in CONFIG and "task" in (options := options_in(value)):
             yield options["task"]
         elif option == "--task":
             yield value
@@ -45,21 +43,12 @@ def _named(args: Sequence[str]) -> Iterator[Any]:
 def _task_class(name: Any) -> type[TrainingTask]:
     if isinstance(name, str) and name in TASKS:
         return TASKS[name]
-    module, _, class_name = str(name).rpartition(".")
-    if not module:
+    if "." not in str(name):
         raise InputError(
             f"task={name!r} is unknown: choose one of {', '.join(TASKS)}, or the MODULE.CLASS of a task of your own."
             f"{suggest(str(name), TASKS)}"
         )
-    try:
-        task = getattr(importlib.import_module(module), class_name)
-    except (ValueError, ModuleNotFoundError, AttributeError) as error:
-        if isinstance(error, ModuleNotFoundError) and not f"{module}.".startswith(f"{error.name}."):
-            raise  # of an import within the module
-        raise InputError(
-            f"task={name!r} is no class ({error}): give MODULE.CLASS, and --import FILE.py for a module that is not on "
-            "Python's path."
-        ) from error
+    task = import_class("task", name)
     if not (isinstance(task, type) and issubclass(task, TrainingTask) and hasattr(task, "data_class")):
         raise InputError(
             f"task={name!r} must be a subclass of {class_path_of(TrainingTask)} that sets config_class and data_class."

@@ -114,8 +114,7 @@ def load_roformer(
     head = _head_of(values, weights, file)
     config = replace(encoder_config_of(values, head, weights), attention=attention, **options)
     model = config.build()
-    ours = dict(_converted(config, _named(weights, head), file))
-    model.load_weights(ours, file)
+    model.load_weights(dict(_converted(config, _named(weights, head), file)), file)
     return model.eval()
 
 
@@ -139,7 +138,7 @@ def export_roformer(model: EncoderModel, folder: str | Path, *, overwrite: bool 
     if wrong := [f"{name}={found!r}" for name, (found, needed) in differing.items() if found != needed]:
         raise InputError(f"transformers' RoFormer has no {', '.join(wrong)}: it has softmax attention and plain RoPE.")
     require_free_folder(folder, overwrite)
-    values = {theirs: getattr(config, name) for theirs, name in OPTIONS.items()}
+    values = {hf_name: getattr(config, name) for hf_name, name in OPTIONS.items()}
     values |= {"intermediate_size": config.mlp_width, "embedding_size": config.embedding_width}
     values |= {"model_type": "roformer", "architectures": [ARCHITECTURES[config.head]], "num_labels": config.n_labels}
     values |= {"pad_token_id": None, "id2label": {str(n): f"LABEL_{n}" for n in range(config.n_labels)}}
@@ -198,7 +197,7 @@ def encoder_config_of(values: dict[str, Any], head: str | None, weights: Mapping
     values = {**DEFAULTS, **values}
     if values.get("hidden_act") == "swish":
         values["hidden_act"] = "silu"
-    options = {ours: values[name] for name, ours in OPTIONS.items() if values.get(name) is not None}
+    options = {name: values[hf_name] for hf_name, name in OPTIONS.items() if values.get(hf_name) is not None}
     output = HEAD_MODULES[head].get("output", "")
     n_labels = len(weights[f"{output}.bias"]) if f"{output}.bias" in weights else 2
     with_labels = head in ("classification", "token_classification")
@@ -220,17 +219,17 @@ def _named(weights: Mapping[str, Tensor], head: str | None) -> dict[str, Tensor]
 def _names(config: EncoderConfig) -> Iterator[tuple[str, list[str]]]:
     """Each of our weights with those there, several of which are put together along the first axis."""
     encoder = "" if config.head is None else "encoder."
-    modules = {f"{encoder}{ours}": [theirs] for ours, theirs in MODULES.items()}
+    modules = {f"{encoder}{name}": [hf_name] for name, hf_name in MODULES.items()}
     if config.embedding_width == config.d_model:
         del modules[f"{encoder}projection"]
     for layer in range(config.n_layers):
-        ours, theirs = f"{encoder}blocks.{layer}.", f"roformer.encoder.layer.{layer}."
-        modules[f"{ours}attention.qkv"] = [f"{theirs}attention.self.{name}" for name in ("query", "key", "value")]
-        modules |= {f"{ours}{name}": [f"{theirs}{there}"] for name, there in BLOCK_MODULES.items()}
-    modules |= {ours: [theirs] for ours, theirs in HEAD_MODULES[config.head].items()}
-    for ours, theirs in modules.items():
-        kinds = ("weight",) if ours.endswith(("embedding", "token_types")) else ("weight", "bias")
-        yield from ((f"{ours}.{kind}", [f"{name}.{kind}" for name in theirs]) for kind in kinds)
+        block, hf_block = f"{encoder}blocks.{layer}.", f"roformer.encoder.layer.{layer}."
+        modules[f"{block}attention.qkv"] = [f"{hf_block}attention.self.{part}" for part in ("query", "key", "value")]
+        modules |= {f"{block}{name}": [f"{hf_block}{hf_name}"] for name, hf_name in BLOCK_MODULES.items()}
+    modules |= {name: [hf_name] for name, hf_name in HEAD_MODULES[config.head].items()}
+    for name, hf_names in modules.items():
+        parts = ("weight",) if name.endswith(("embedding", "token_types")) else ("weight", "bias")
+        yield from ((f"{name}.{part}", [f"{hf_name}.{part}" for hf_name in hf_names]) for part in parts)
     if config.head == "masked_lm":
         yield "bias", [BIASES[0]]
         if not config.tie_embeddings:
@@ -254,16 +253,16 @@ def _converted(config: EncoderConfig, weights: dict[str, Tensor], file: Path) ->
             f"{what}: {', '.join(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names
         ]
         raise InputError(f"{str(file)!r} does not hold the weights of its config.json; {'; '.join(parts)}.")
-    for ours, theirs in expected.items():
-        yield ours, torch.cat([weights[name] for name in theirs])
+    for name, hf_names in expected.items():
+        yield name, torch.cat([weights[hf_name] for hf_name in hf_names])
 
 
 def _exported(model: EncoderModel) -> Iterator[tuple[str, Tensor]]:
     """The weights by the names there."""
-    ours = model.state_dict()
-    for name, theirs in _names(model.config):
-        yield from zip(theirs, (part.clone() for part in ours[name].chunk(len(theirs))), strict=True)
+    weights = model.state_dict()
+    for name, hf_names in _names(model.config):
+        yield from zip(hf_names, (part.clone() for part in weights[name].chunk(len(hf_names))), strict=True)
     if model.config.head == "masked_lm":
         yield BIASES[1], model.bias.detach().clone()
         if model.config.tie_embeddings:
-            yield DECODER, ours["encoder.embedding.weight"].clone()
+            yield DECODER, weights["encoder.embedding.weight"].clone()

@@ -16,6 +16,8 @@ from linrope.layers.selective_rope import SelectiveRope
 from linrope.layers.short_convolution import ShortConvolution
 from linrope.layers.state import AttentionState, token_positions
 from linrope.ops.checks import check_tensor
+from linrope.ops.softmax import KeyValueCache
+from linrope.ops.state import State
 from linrope.rotary import RotaryEmbedding
 
 CONV_SILU = ("qkv", "v")
@@ -162,9 +164,7 @@ class Attention(nn.Module):
             qkv, tail = self.conv(qkv, tail, segment_ids)
         q, k, v = rearrange(qkv, "b t (three h d) -> three b h t d", three=3, h=self.n_heads)
         if self.rotate_values:
-            # no function of differences of positions: documents of a packed row each start at 0
-            at = {"offset": 0 if before.past is None else before.past.length}
-            v = self.rope.rotate(v, **(at if positions is None else {"positions": positions}))
+            v = self.rope.rotate(v, **positions_within(before.past, positions))
         if self.selective is not None:  # also across documents: only differences of angles count
             q, k, angle = self.selective.rotate(x, q, k, self.rope, angle)
         o, past = self.attend(x, q, k, v, before.past, segment_ids, key_mask, positions, outputs)
@@ -216,6 +216,14 @@ class Attention(nn.Module):
                     f"state.{name} is {found}, this call needs {expected}: pass the state that this layer, or one with "
                     f"the same {options}, returned for the same rows."
                 )
+
+
+def positions_within(past: State | KeyValueCache | None, positions: Tensor | None) -> dict[str, Tensor | int]:
+    """Arguments of `RotaryEmbedding.rotate` for what is no function of i - j alone: documents of a packed row each
+    start at 0. `past` and `positions` are those of `Attention.attend`."""
+    if positions is not None:
+        return {"positions": positions}
+    return {"offset": 0 if past is None else past.length}
 
 
 def checked_head_dim(d_model: int, n_heads: int, head_dim: int | None) -> int:

@@ -11,17 +11,13 @@ from torch import Tensor
 
 from linrope.errors import InputError, require_choice
 from linrope.layers.attention import Attention, AttentionOptions, checked_head_dim
+from linrope.layers.linear_attention import run_operator
 from linrope.ops.call import without_autocast
-from linrope.ops.linear_attention import linear_attention
-from linrope.ops.state import State, merge
-from linrope.ops.summarize import summarize
+from linrope.ops.state import State
 from linrope.rotary import RotaryConfig, RotaryEmbedding, check_config
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-SUMMARIZED = ("rope", "key_mask", "segment_ids", "feature_map", "normalize")
-"""Options of a call on which the state depends."""
 
 
 class CosineAttention(Attention):
@@ -83,12 +79,8 @@ class CosineAttention(Attention):
         options = {**self.options, "key_mask": key_mask, "segment_ids": segment_ids}
         with without_autocast(q):
             q, k = with_one(q), with_one(k)
-            v = v.to(q.dtype)
-            if not outputs:
-                new = summarize(k, v, **{name: options[name] for name in SUMMARIZED})
-                return None, new if past is None else merge(past, new, self.rope)
-            o, final = linear_attention(q, k, v, **options, state=past, return_state=True)
-        return o.to(dtype), final
+            o, final = run_operator(q, k, v.to(q.dtype), options, past, outputs)
+        return None if o is None else o.to(dtype), final
 
     def past_bytes(self, context, dtype):
         sums = 1 if self.rope is None else 2

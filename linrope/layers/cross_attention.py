@@ -18,6 +18,7 @@ from linrope.layers.linear import Linear
 from linrope.layers.state import map_state
 from linrope.ops.call import without_autocast
 from linrope.ops.checks import check_tensor
+from linrope.ops.softmax import masked_attention
 from linrope.rotary import RotaryConfig, RotaryEmbedding, check_config
 
 
@@ -160,10 +161,7 @@ class CrossAttention(nn.Module):
         q, mask = self._rotated(q, offset), memory.key_mask
         if mask is None:
             return F.scaled_dot_product_attention(q, memory.k, memory.v, scale=scale)
-        empty = ~mask.any(dim=1)[:, None]  # a row without keys sees all of them, as no mask gives NaN, then gets zeros
-        seen = (mask | empty)[:, None, None]
-        o = F.scaled_dot_product_attention(q, memory.k, memory.v, attn_mask=seen, scale=scale)
-        return o.masked_fill(empty[:, :, None, None], 0)
+        return masked_attention(q, memory.k, memory.v, mask[:, None], scale)
 
     def _linear(self, q: Tensor, memory: SourceMemory, offset: int) -> Tensor:
         dtype = q.dtype

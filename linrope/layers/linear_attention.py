@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from linrope.errors import InputError, require_choice
 from linrope.feature_maps import MapModule, make_feature_map
-from linrope.layers.attention import Attention, AttentionOptions, checked_head_dim
+from linrope.layers.attention import Attention, AttentionOptions, checked_head_dim, positions_within
 from linrope.layers.forget_gate import ForgetGate
 from linrope.layers.initialisation import reset
 from linrope.layers.selective_rope import SelectiveRope
@@ -118,8 +118,7 @@ class LinearAttention(Attention):
             scale = self.log_scale.exp()[:, None, None]
             q, k = (q * scale).to(q.dtype), (k * scale).to(k.dtype)
         if self.before_map:
-            # φ(R_i q)ᵀφ(R_j k) is not a function of i - j alone: documents of a packed row each start at 0
-            at = {"offset": 0 if past is None else past.length} if positions is None else {"positions": positions}
+            at = positions_within(past, positions)  # φ(R_i q)ᵀφ(R_j k) is not a function of i - j alone
             q, k = self.rope.rotate(q, **at), self.rope.rotate(k, **at)
         rope = self.rope if self.selective is None else self.selective.identity
         log_decay = None if self.forget is None else self.forget(x)
@@ -131,7 +130,6 @@ class LinearAttention(Attention):
             "causal": self.causal,
             "key_mask": key_mask,
             "segment_ids": segment_ids,
-            "state": past,
             "feature_map": self.feature_map,
             **self.options,
         }
@@ -139,12 +137,11 @@ class LinearAttention(Attention):
         # selective q and k keep float32: gradients of angles are differences, which rounding would spoil
         with nullcontext() if self.selective is None else without_autocast(q):
             v = v.to(q.dtype)
-            if not outputs:
-                new = summarize(k, v, **{name: options[name] for name in SUMMARIZED})
-                return None, new if past is None else merge(past, new, options["rope"])
-            o, final = linear_attention(q, k, v, **options, return_state=True)
+            o, final = run_operator(q, k, v, options, past, outputs)
+        if o is None:
+            return None, final
         if self.watch is not None:
-            self.watch(q, k, v, options, o, final)
+            self.watch(q, k, v, {**options, "state": past}, o, final)
         return o.to(dtype), final
 
     def past_bytes(self, context, dtype):
@@ -152,6 +149,16 @@ class LinearAttention(Attention):
         working = torch.promote_types(dtype, torch.float32)
         angles = 0 if self.selective is None else math.prod(self.selective.n_angles) * torch.float64.itemsize
         return self.n_heads * (self.n_features * (self.head_dim + sums) + 1) * working.itemsize + angles
+
+
+def run_operator(
+    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], past: State | None, outputs: bool
+) -> tuple[Tensor | None, State]:
+    """`linear_attention` after `past`, and the state; without `outputs` the state alone, which takes less time."""
+    if outputs:
+        return linear_attention(q, k, v, **options, state=past, return_state=True)
+    new = summarize(k, v, **{name: options[name] for name in SUMMARIZED if name in options})
+    return None, new if past is None else merge(past, new, options["rope"])
 
 
 def _embedding(rope: RotaryConfig | None, head_dim: int, n_features: int) -> RotaryEmbedding | None:

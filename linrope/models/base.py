@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
+import torch
 from torch import Tensor, nn
 
 from linrope.errors import InputError
@@ -39,6 +41,19 @@ class ModelConfig:
         """Bytes of the largest weights in float32, from the options alone: a bound from below."""
         return 0
 
+    def require_positive(self, *names: str, **otherwise: str) -> None:
+        """Raise InputError for an option of these names that is a number below 1; `otherwise` adds to its message."""
+        for name in names:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise InputError(f"{name}={getattr(self, name)} must be at least 1{otherwise.get(name, '')}.")
+
+    def require_dropout_and_eps(self) -> None:
+        """Raise InputError unless `dropout` is a probability below 1 and `norm_eps` a finite number, at least 0."""
+        if not 0 <= self.dropout < 1:
+            raise InputError(f"dropout={self.dropout} must be at least 0 and below 1.")
+        if not 0 <= self.norm_eps < math.inf:
+            raise InputError(f"norm_eps={self.norm_eps} must be a finite number, at least 0.")
+
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
         """The inverse of `to_dict`.
@@ -50,6 +65,8 @@ class ModelConfig:
         if isinstance(values, dict) and "class_path" in values:
             cls, values = loaded_subclass(cls, values["class_path"]), dict(values)
             del values["class_path"]
+        elif cls is ModelConfig:
+            cls = cls.unnamed
         check_keys(values, cls)
         return cls(**{name: _nested(cls, name, value) for name, value in values.items()})
 
@@ -119,13 +136,17 @@ class Model(nn.Module):
         return load_model(path, cls.config_class, verify)
 
     def start_from(self, path: str | os.PathLike) -> list[str]:
-        """Copy the weights of the trained model in a folder or checkpoint; what differs from it, in words.
+        """`take` the weights of the trained model in a folder of linrope or a checkpoint."""
+        return self.take(load_model(path, self.config_class), repr(str(path)))
 
-        A model that takes weights of others than its own class overrides it. InputError for no model, or another one.
+    def take(self, source: Model, name: str) -> list[str]:
+        """Copy the weights and the tokenizer of a trained model; what differs from it, in words.
+
+        A model that takes weights of others than its own options overrides it. InputError, naming the source by `name`,
+        for weights that do not fit.
         """
-        source = load_model(path, type(self.config))
         if source.config != self.config:
-            raise InputError(f"{str(path)!r} holds {source.config}, and this model is {self.config}: make them equal.")
+            raise InputError(f"{name} holds {source.config}, and this model is {self.config}: make them equal.")
         self.load_state_dict(source.state_dict())
         self.tokenizer = source.tokenizer
         return []
@@ -133,8 +154,8 @@ class Model(nn.Module):
     def load_weights(self, weights: dict[str, Tensor], path: str | os.PathLike) -> None:
         """Take the weights of a file, and their dtype. InputError, naming `path`, if they do not fit."""
         if isinstance(weights, dict):
-            floats = (x for x in weights.values() if isinstance(x, Tensor) and x.is_floating_point())
-            if (first := next(floats, None)) is not None:
+            first = weights.get(next(name for name, _ in self.named_parameters()))  # others may keep float32
+            if isinstance(first, Tensor) and first.is_floating_point():
                 self.to(first.dtype)
             weights = {**{name: weights[of] for name, of in self.tied.items() if of in weights}, **weights}
         try:
@@ -150,3 +171,19 @@ def load_model(path: str | os.PathLike, config_class: type[ModelConfig], verify:
     model.load_weights(weights, path)
     model.tokenizer = tokenizer
     return model.eval()
+
+
+def check_tokens(name: str, tokens: Tensor, size_name: str, size: int, hint: str = "") -> None:
+    """Raise InputError unless `tokens` are int64 or int32 of shape (B, T) in [0, size); `hint` is for other types.
+
+    On a GPU the embedding asserts the range, and a compiled graph does not check it.
+    """
+    if not isinstance(tokens, Tensor):
+        raise InputError(f"{name} is a {type(tokens).__name__}: pass int64 of shape (B, T){hint}.")
+    if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
+        raise InputError(f"{name} is {tuple(tokens.shape)} {tokens.dtype}: pass int64 of shape (B, T).")
+    if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
+        lowest, highest = (bound.item() for bound in tokens.aminmax())
+        if lowest < 0 or highest >= size:
+            lie = "lie" if name.endswith("s") else "lies"
+            raise InputError(f"{name} {lie} in [{lowest}, {highest}], {size_name} is {size}: pass 0 … {size - 1}.")

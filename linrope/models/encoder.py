@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +16,7 @@ from linrope.feature_maps import require_feature_map
 from linrope.layers.linear import Linear
 from linrope.layers.linear_attention import LinearAttention
 from linrope.layers.softmax_attention import SoftmaxAttention
-from linrope.models.base import Model, ModelConfig, load_model
+from linrope.models.base import Model, ModelConfig, check_tokens
 from linrope.ops.checks import check_tensor
 from linrope.rotary import RotaryConfig, check_config
 from linrope.utils.options import check_types
@@ -32,7 +30,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
 }
 """By the names that configurations of transformers use."""
-HEADS = ("masked_lm", "classification", "token_classification", "question_answering", "multiple_choice")
 WEIGHT_STD = 0.02
 """Standard deviation of all matrices at the start."""
 
@@ -81,24 +78,11 @@ class EncoderConfig(ModelConfig):
     def __post_init__(self) -> None:
         check_config(self.rope)
         check_types(self)
-        for name in (
-            "vocab_size",
-            "d_model",
-            "n_layers",
-            "n_heads",
-            "embedding_size",
-            "d_ff",
-            "n_token_types",
-            "n_labels",
-        ):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise InputError(f"{name}={getattr(self, name)} must be at least 1.")
+        self.require_positive("vocab_size", "d_model", "n_layers", "n_heads", "embedding_size", "d_ff", "n_token_types")
+        self.require_positive("n_labels")
         require_choice("activation", self.activation, ACTIVATIONS)
         require_feature_map(self.feature_map)
-        if not 0 <= self.dropout < 1:
-            raise InputError(f"dropout={self.dropout} must be at least 0 and below 1.")
-        if not 0 <= self.norm_eps < math.inf:
-            raise InputError(f"norm_eps={self.norm_eps} must be a finite number, at least 0.")
+        self.require_dropout_and_eps()
 
     @property
     def embedding_width(self) -> int:
@@ -162,31 +146,24 @@ class EncoderModel(Model):
         """The encoder."""
         return self.encoder
 
-    def start_from(self, path: str | os.PathLike) -> list[str]:
+    def take(self, source: EncoderModel, name: str) -> list[str]:
         """Copy the encoder of another encoder model, and its head where that is the same.
 
         A softmax encoder can start a linear one: the weights have the same shapes, but the attention is another
         function of them, so it is an initialisation only.
 
-        Args:
-            path: folder or checkpoint of a linrope encoder, whatever its head.
-
         Returns:
             What is new or differs, in words.
 
         Raises:
-            InputError: no encoder at `path`, or weights of other shapes.
+            InputError: weights of other shapes; the message calls the source `name`.
         """
-        return self.take(load_model(path, EncoderConfig), str(path))
-
-    def take(self, source: EncoderModel, name: str) -> list[str]:
-        """`start_from`, of a model; `name` is for messages."""
-        theirs, ours = source.body.state_dict(), self.body.state_dict()
-        differing = [key for key in sorted(theirs.keys() | ours.keys()) if _shape(theirs, key) != _shape(ours, key)]
+        trained, own = source.body.state_dict(), self.body.state_dict()
+        differing = [key for key in sorted(trained.keys() | own.keys()) if _shape(trained, key) != _shape(own, key)]
         if differing:
-            shapes = ", ".join(f"{key}: {_shape(theirs, key)} there, {_shape(ours, key)} here" for key in differing)
-            raise InputError(f"{name!r} holds an encoder of other shapes ({shapes}): make the options of model equal.")
-        self.body.load_state_dict(theirs)
+            shapes = ", ".join(f"{key}: {_shape(trained, key)} there, {_shape(own, key)} here" for key in differing)
+            raise InputError(f"{name} holds an encoder of other shapes ({shapes}): make the options of model equal.")
+        self.body.load_state_dict(trained)
         self.tokenizer = source.tokenizer
         notes = []
         if source.config.attention != self.config.attention:
@@ -252,23 +229,13 @@ class RoFormerEncoder(EncoderModel):
 
     def check(self, tokens: Tensor, key_mask: Tensor | None = None, token_types: Tensor | None = None) -> None:
         """Raise InputError unless these can be arguments of `forward`."""
-        for name, ids, n in (
-            ("tokens", tokens, self.config.vocab_size),
-            ("token_types", token_types, self.config.n_token_types),
-        ):
-            if ids is None:
-                continue
-            if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
-                found = f"{tuple(ids.shape)} {ids.dtype}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
-                raise InputError(f"{name} is {found}: pass int64 of shape (B, T).")
-            if ids.shape != tokens.shape:
+        check_tokens("tokens", tokens, "vocab_size", self.config.vocab_size)
+        if token_types is not None:
+            check_tokens("token_types", token_types, "n_token_types", self.config.n_token_types)
+            if token_types.shape != tokens.shape:
                 raise InputError(
-                    f"{name} is {tuple(ids.shape)}, tokens {tuple(tokens.shape)}: pass one for each token."
+                    f"token_types is {tuple(token_types.shape)}, tokens {tuple(tokens.shape)}: pass one for each token."
                 )
-            if ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling():
-                lowest, highest = (bound.item() for bound in ids.aminmax())
-                if lowest < 0 or highest >= n:
-                    raise InputError(f"{name} lie in [{lowest}, {highest}], the model has {n} of them: 0 … {n - 1}.")
         if key_mask is not None:
             check_tensor("key_mask", key_mask, "booleans", "(B, T)", tokens.shape, tokens.device)
 

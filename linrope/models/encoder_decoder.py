@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,8 +17,8 @@ from linrope.layers.linear_attention import LinearAttention
 from linrope.layers.softmax_attention import SoftmaxAttention
 from linrope.layers.state import AttentionState, ModelState
 from linrope.losses import rows_of_slice, summed_cross_entropy_of
-from linrope.models.base import Model, ModelConfig
-from linrope.models.language_model import EMBEDDING_STD, GatedMLP
+from linrope.models.base import Model, ModelConfig, check_tokens
+from linrope.models.language_model import EMBEDDING_STD, GatedMLP, gated_width
 from linrope.ops.checks import check_tensor
 from linrope.positions.sinusoidal import sinusoids
 from linrope.rotary import RotaryConfig, check_config
@@ -60,23 +59,18 @@ class EncoderDecoderConfig(ModelConfig):
     def __post_init__(self):
         check_config(self.rope)
         check_types(self)
-        for name in ("vocab_size", "d_model", "n_encoder_layers", "n_decoder_layers", "n_heads", "d_ff"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise InputError(f"{name}={getattr(self, name)} must be at least 1.")
+        self.require_positive("vocab_size", "d_model", "n_encoder_layers", "n_decoder_layers", "n_heads", "d_ff")
         if self.sinusoidal and self.rope is not None:
             raise InputError("sinusoidal=True does not go with rope: set rope to null, or sinusoidal to false.")
         if self.sinusoidal and self.d_model % 2:
             raise InputError(f"sinusoidal=True needs an even d_model, not {self.d_model}.")
         require_feature_map(self.feature_map)
-        if not 0 <= self.dropout < 1:
-            raise InputError(f"dropout={self.dropout} must be at least 0 and below 1.")
-        if not 0 <= self.norm_eps < math.inf:
-            raise InputError(f"norm_eps={self.norm_eps} must be a finite number, at least 0.")
+        self.require_dropout_and_eps()
 
     @property
     def mlp_width(self) -> int:
         """`d_ff`, or its default."""
-        return self.d_ff if self.d_ff is not None else -(-8 * self.d_model // 3 // 32) * 32
+        return gated_width(self.d_model) if self.d_ff is None else self.d_ff
 
     def build(self) -> EncoderDecoder:
         """A new model of these options."""
@@ -244,9 +238,4 @@ class EncoderDecoder(Model):
         return self.dropout(x)
 
     def _check(self, name: str, tokens: Tensor) -> None:
-        if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
-            raise InputError(f"{name} is {tuple(tokens.shape)} {tokens.dtype}: pass int64 of shape (B, length).")
-        if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
-            lowest, highest = (bound.item() for bound in tokens.aminmax())  # on a GPU the embedding asserts it
-            if lowest < 0 or highest >= self.config.vocab_size:
-                raise InputError(f"{name} lies in [{lowest}, {highest}], vocab_size is {self.config.vocab_size}.")
+        check_tokens(name, tokens, "vocab_size", self.config.vocab_size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice
@@ -23,7 +22,7 @@ from linrope.layers.linear_attention import LinearAttention
 from linrope.layers.softmax_attention import SoftmaxAttention
 from linrope.layers.state import AttentionState, ModelState, state_before, token_positions
 from linrope.losses import rows_of_slice, summed_cross_entropy_of, token_losses_of
-from linrope.models.base import Model, ModelConfig
+from linrope.models.base import Model, ModelConfig, check_tokens
 from linrope.ops.documents import check_segment_ids
 from linrope.ops.swiglu import swiglu
 from linrope.positions.sinusoidal import sinusoids
@@ -105,9 +104,7 @@ class LanguageModelConfig(ModelConfig):
         check_config(self.rope)
         check_types(self)
         otherwise = {"d_ff": ", or null for 8/3 of d_model", "window": ", the token itself, or null for all"}
-        for name in ("vocab_size", "d_model", "n_layers", "n_heads", "d_ff", "window"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise InputError(f"{name}={getattr(self, name)} must be at least 1{otherwise.get(name, '')}.")
+        self.require_positive("vocab_size", "d_model", "n_layers", "n_heads", "d_ff", "window", **otherwise)
         if self.n_layers > MAX_LAYERS:
             raise InputError(f"n_layers={self.n_layers} must be at most {MAX_LAYERS:,}.")
         if not all(0 <= layer < self.n_layers for layer in self.rope_layers or []):
@@ -119,10 +116,7 @@ class LanguageModelConfig(ModelConfig):
                 f"sinusoidal=True needs an even d_model, not {self.d_model}: each θ has a sine and a cosine."
             )
         require_feature_map(self.feature_map)
-        if not 0 <= self.dropout < 1:
-            raise InputError(f"dropout={self.dropout} must be at least 0 and below 1.")
-        if not 0 <= self.norm_eps < math.inf:
-            raise InputError(f"norm_eps={self.norm_eps} must be a finite number, at least 0.")
+        self.require_dropout_and_eps()
         if not (isinstance(self.attention, str) or 1 <= len(self.attention) <= self.n_layers):
             raise InputError(
                 f"attention={self.attention} must have 1 to n_layers={self.n_layers} types: it repeats over the layers."
@@ -139,7 +133,7 @@ class LanguageModelConfig(ModelConfig):
     @property
     def mlp_width(self) -> int:
         """`d_ff`, or its default."""
-        return self.d_ff if self.d_ff is not None else -(-8 * self.d_model // 3 // 32) * 32
+        return gated_width(self.d_model) if self.d_ff is None else self.d_ff
 
     def least_weight_bytes(self) -> int:
         of_a_layer = 2 * self.mlp_width + 3 * (self.short_conv or 0)
@@ -151,6 +145,11 @@ class LanguageModelConfig(ModelConfig):
 
 
 ModelConfig.unnamed = LanguageModelConfig
+
+
+def gated_width(d_model: int) -> int:
+    """The default width of a gated MLP: 8/3 of d_model, rounded up to a multiple of 32."""
+    return -(-8 * d_model // 3 // 32) * 32
 
 
 class GatedMLP(nn.Module):
@@ -348,15 +347,8 @@ class LanguageModel(Model):
 
     def check(self, tokens: Tensor, state: ModelState | None = None, segment_ids: Tensor | None = None) -> None:
         """Raise InputError unless these can be arguments of `forward` (`segment_ids`: layers check them in a call)."""
-        if not isinstance(tokens, Tensor):
-            of_text = ", model.encode(text)[None] for a text" if isinstance(tokens, str) else ""
-            raise InputError(f"tokens is a {type(tokens).__name__}: pass int64 of shape (B, T){of_text}.")
-        if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
-            raise InputError(f"tokens is {tuple(tokens.shape)} {tokens.dtype}: pass int64 of shape (B, T).")
-        if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
-            lowest, highest = (bound.item() for bound in tokens.aminmax())  # on a GPU the embedding asserts it
-            if lowest < 0 or highest >= self.config.vocab_size:
-                raise InputError(f"tokens lie in [{lowest}, {highest}], vocab_size is {self.config.vocab_size}.")
+        of_text = ", model.encode(text)[None] for a text" if isinstance(tokens, str) else ""
+        check_tokens("tokens", tokens, "vocab_size", self.config.vocab_size, of_text)
         if segment_ids is not None:
             check_segment_ids(segment_ids, *tokens.shape, tokens.device)
         if state is None:

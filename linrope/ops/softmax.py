@@ -162,15 +162,21 @@ def _dense(q: Tensor, keys: _Keys, causal: bool, window: int | None, scale: floa
         mask = mask.triu(n_past - window + 1)
     if document is not None:
         mask = mask & (document[:, n_past:, None] == document[:, None, :])
-    if visible is None:
-        return F.scaled_dot_product_attention(q, keys.k, keys.v, attn_mask=mask[:, None], scale=scale)
-    if causal:
+    if visible is not None and not causal:
+        return masked_attention(q, keys.k, keys.v, mask & visible[:, None, :], scale)
+    if visible is not None:
         own = torch.ones_like(mask).triu(n_past).tril(n_past)  # a query that saw no key would be NaN
         mask = mask & (visible[:, None, :] | own)
-        return F.scaled_dot_product_attention(q, keys.k, keys.v, attn_mask=mask[:, None], scale=scale)
-    mask = mask & visible[:, None, :]
+    return F.scaled_dot_product_attention(q, keys.k, keys.v, attn_mask=mask[:, None], scale=scale)
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+    """softmax(scale · q kᵀ) v over the keys where `mask` is True; a query that sees none has the output 0, not NaN.
+
+    q is (B, H, T, D), k and v are (B, H, S, D), and the mask is (B or 1, T or 1, S).
+    """
     sees_none = ~mask.any(-1, keepdim=True)
-    o = F.scaled_dot_product_attention(q, keys.k, keys.v, attn_mask=(mask | sees_none)[:, None], scale=scale)
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=(mask | sees_none)[:, None], scale=scale)
     return o.masked_fill(sees_none[:, None], 0)
 
 

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from linrope.data.tokenizers.base import Tokenizer, tokenizer_from_serialized
 from linrope.errors import CheckpointError, InputError
 from linrope.interop.roformer import is_roformer, load_roformer
-from linrope.models.base import Model, ModelConfig
+from linrope.models.base import Model, ModelConfig, load_model
 from linrope.models.encoder import EncoderModel
 from linrope.models.language_model import LanguageModel
 from linrope.models.saving import open_checkpoint
@@ -28,10 +28,6 @@ TEXT_HASH, TEXT_MODIFIED = "data.text_hash", "data.text_modified"
 """What `run_order` calls the two entries of `Corpus.identity` that have rules of their own."""
 THETA = ("model.rope.base", "model.rope.scaling")
 """Options of θ, which a new run may change too unless θ is trained."""
-
-
-class DifferentModel(InputError):
-    """The weights of a new run's start are of another model."""
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
@@ -95,23 +91,27 @@ def start_from(model: Model, path: str, fractions: list[float] | None) -> list[s
     `path` is a .ckpt file or a folder. Warns if the new run's `fractions` hold out text that the model was trained on.
     Raises InputError for no model at `path`, or one that differs in an option that decides the weights.
     """
+    source = _trained(path, model)
+    if isinstance(model, LanguageModel):
+        differing = _start_language_model(model, path, source)
+    else:
+        differing = model.take(source, f"run.start_from={path!r}")
+    if Path(path).is_file() and fractions is not None:
+        warn_of_other_split(open_checkpoint(path), fractions, path)
+    return differing
+
+
+def _trained(path: str, model: Model) -> Model:
+    """The model at `path`, of the same family as `model`."""
     try:
-        if isinstance(model, LanguageModel):
-            differing = _start_language_model(model, path, LanguageModel.from_pretrained(path))
-        elif isinstance(model, EncoderModel) and is_roformer(path):
-            differing = model.take(load_roformer(path), path)
-        else:
-            differing = model.start_from(path)
-    except DifferentModel:
-        raise
+        if isinstance(model, EncoderModel) and is_roformer(path):
+            return load_roformer(path)
+        return load_model(path, model.config_class)
     except InputError as error:
         raise InputError(
             f"run.start_from={path!r}: {error} Name a .ckpt file or a folder with a model, or give null to begin with "
             "random weights."
         ) from error
-    if Path(path).is_file() and fractions is not None:
-        warn_of_other_split(open_checkpoint(path), fractions, path)
-    return differing
 
 
 def _start_language_model(model: LanguageModel, path: str, source: LanguageModel) -> list[str]:
@@ -120,7 +120,7 @@ def _start_language_model(model: LanguageModel, path: str, source: LanguageModel
     differing = list(_differences(_flat(source.config.to_dict()), _flat(model.config.to_dict())))
     allowed = tuple(f"{name}{end}" for name in may_differ for end in ":.")  # the option, and those nested in it
     if decisive := [line for line in differing if not line.startswith(allowed)]:
-        raise DifferentModel(
+        raise InputError(
             f"run.start_from={path!r} holds a model that differs in more than {', '.join(may_differ)}; {_fix(path)}:"
             "\n  " + "\n  ".join(decisive)
         )

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from linrope.errors import InputError, require_choice
 
-SCHEDULES = ("cosine", "inverse_sqrt", "linear")
+Schedule = Literal["cosine", "inverse_sqrt", "linear"]
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class OptimizerConfig:
     """The learning rate at the last step, as a fraction of the peak; inverse_sqrt ignores it."""
     clip_norm: float = 1.0
     """Largest gradient norm; larger gradients are scaled down to it. 0 disables clipping."""
-    schedule: Literal["cosine", "inverse_sqrt", "linear"] = "cosine"
+    schedule: Schedule = "cosine"
     """The learning rate after the warm-up: cosine or linear to `final_lr_fraction` at the last step, or inverse_sqrt,
     proportional to 1/√step."""
 
     def __post_init__(self) -> None:
-        require_choice("optimizer.schedule", self.schedule, SCHEDULES)
+        require_choice("optimizer.schedule", self.schedule, get_args(Schedule))
         at_least_zero = {"lr": self.lr, "weight_decay": self.weight_decay, "clip_norm": self.clip_norm}
         for name, value in {**at_least_zero, "warmup_steps": self.warmup_steps}.items():
             if not (math.isfinite(value) and value >= 0):
@@ -63,7 +63,7 @@ def learning_rate_factor(
     max_steps: int,
     final_fraction: float,
     tokens_at: Callable[[int], int] = lambda step: step,
-    schedule: str = "cosine",
+    schedule: Schedule = "cosine",
 ) -> float:
     """The factor of the peak learning rate for the step after `step` finished ones.
 

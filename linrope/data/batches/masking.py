@@ -44,6 +44,11 @@ class Masking:
     def _word_parts(self) -> tuple[np.ndarray, np.ndarray]:
         return self.tokenizer.word_parts()
 
+    @cached_property
+    def _others(self) -> np.ndarray:
+        """What may stand in the place of a token."""
+        return np.flatnonzero(~self._word_parts[1])
+
     def __call__(self, tokens: Tensor, *key: int) -> dict[str, Tensor]:
         """`inputs` and `targets`, int64 (T,), of tokens (T,): targets are IGNORE where nothing is asked.
 
@@ -58,10 +63,11 @@ class Masking:
         else:
             word = np.arange(len(row))
         drawn = random.random(word.max(initial=0) + 1)
-        if not between.all():  # the smallest draw of a word is chosen in any case
-            drawn[word[~between][drawn[word[~between]].argmin()]] = 0.0
+        words = word[~between]
+        if len(words):  # the smallest draw of a word is chosen in any case
+            drawn[words[drawn[words].argmin()]] = 0.0
         chosen = (drawn[word] < self.share) & ~between
-        other = random.choice(np.flatnonzero(~self._word_parts[1]), size=len(row))
+        other = random.choice(self._others, size=len(row))
         draw = random.random(len(row))
         replaced = np.where(draw < HIDDEN, self.special.mask, np.where(draw < HIDDEN + REPLACED, other, row))
         inputs, targets = np.where(chosen, replaced, row), np.where(chosen, row, IGNORE)

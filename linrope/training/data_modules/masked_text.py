@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 from linrope.data.batches.masking import MaskedEvaluationWindows, MaskedTrainingWindows, Masking
@@ -39,7 +40,7 @@ class MaskedTextDataModule(TextDataModule):
                 raise InputError(f"data.{name}=True is for language models: masked rows are read by themselves.")
         self.mask_share, self.whole_words = mask_share, whole_words
 
-    @property
+    @cached_property
     def masking(self) -> Masking:
         """How rows are masked; it needs `open`."""
         if self.tokenizer is None:
