@@ -58,6 +58,9 @@ class RunConfig:
     starts with random weights. A resumed run ignores this option."""
     checkpoint_every_n_steps: int = 500
     """Steps between two checkpoints (last.ckpt; it is also written at the end and on Ctrl-C)."""
+    keep_checkpoints: int = 0
+    """How many checkpoints to keep beside last.ckpt, as step_N.ckpt: the newest ones; `linrope average` takes the mean
+    of their weights."""
     ema_decay: float | None = None
     """Decay of an exponential moving average of the weights, 0.999 for example. The averaged weights are validated,
     sampled from and saved in place of the last weights; null does not average."""
@@ -81,6 +84,8 @@ class RunConfig:
             )
         if self.checkpoint_every_n_steps < 1:
             raise InputError(f"run.checkpoint_every_n_steps={self.checkpoint_every_n_steps} must be 1 or more.")
+        if self.keep_checkpoints < 0:
+            raise InputError(f"run.keep_checkpoints={self.keep_checkpoints} must be 0 (none) or more.")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise InputError(f"run.ema_decay={self.ema_decay} must lie between 0 and 1, or be null for no average.")
         if self.health_every_n_steps < 0:

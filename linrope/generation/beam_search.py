@@ -114,8 +114,8 @@ def _checked_limits(max_new_tokens: int | Tensor, n_rows: int) -> list[int]:
 def _extended(scores: Tensor | None, log_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The best 2 · n_beams extensions of each row, best first: their scores, beams and tokens, (B, 2 · n_beams).
 
-    At most n_beams of these end, one for each beam, so that n_beams others can stay open. `scores` (B, n_beams) is None at the
-    start, where all beams are the same; `log_p` is (B, n_beams, V).
+    At most n_beams of these end, one for each beam, so that n_beams others can stay open. `scores` (B, n_beams) is None
+    at the start, where all beams are the same; `log_p` is (B, n_beams, V).
     """
     n_beams, n_tokens = log_p.shape[1:]
     if scores is None:
