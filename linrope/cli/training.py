@@ -149,7 +149,7 @@ TRAINER_DEFAULTS = {
 def sections_of(task: type[TrainingTask]) -> dict[str, type]:
     """The class of each section but `trainer`, whose options are those of Lightning's Trainer."""
     sections = {"model": task.config_class, "optimizer": OptimizerConfig, "data": task.data_class, "run": RunConfig}
-    return {**sections, "sample": SampleConfig} if writes_text(task) else sections
+    return {**sections, **({"sample": SampleConfig} if writes_text(task) else {}), **task.own_sections}
 
 
 def writes_text(task: type[TrainingTask]) -> bool:
@@ -285,8 +285,10 @@ class TrainingCLI(ConfigCLI):
         self.why_precision = self._resolve_precision()
         self.datamodule = config.data
         require_memory(config.model)
-        segments = {"segment_length": config.segment_length} if writes_text(self.task) else {}
-        self.model = self.task(config.model, config.optimizer, seed=config.seed_everything, **segments)
+        own = {name: config[name] for name in self.task.own_sections}
+        if writes_text(self.task):
+            own["segment_length"] = config.segment_length
+        self.model = self.task(config.model, config.optimizer, seed=config.seed_everything, **own)
         if trained is not None:
             self.model.model, self.ckpt_path = trained, None
         self.trainer = self.instantiate_trainer()
