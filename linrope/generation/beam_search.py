@@ -57,10 +57,11 @@ def beam_search(
 ) -> list[Hypothesis]:
     """The best translation of each source that the search finds.
 
-    Each row keeps `n_beams` open hypotheses. A step extends all by all tokens and takes the best: those that end are
-    finished, those that do not stay open. A row is done when `n_beams` have finished, or when no open one can reach the
-    best finished score. Its answer is the finished hypothesis of the best score; if none finished within
-    `max_new_tokens`, the best open one. One beam is greedy decoding. Rows do not depend on the others of their batch.
+    Each row keeps `n_beams` open hypotheses. A step extends all by all tokens; of the best `n_beams` extensions those
+    that end are finished, and the best that do not end stay open. A row is done when no open hypothesis can reach the
+    best finished score, or when `n_beams` have finished and none of the open ones has a higher score so far. Its answer
+    is the finished hypothesis of the best score; if none finished within `max_new_tokens`, the best open one. One beam
+    is greedy decoding. Rows do not depend on the others of their batch.
 
     Args:
         model: in evaluation mode, or dropout applies.
@@ -93,15 +94,20 @@ def beam_search(
         if not 0 <= end < log_p.shape[1]:
             raise InputError(f"end={end} is no token of this model: pass 0 … {log_p.shape[1] - 1}.")
         found = _extended(scores, log_p.unflatten(0, (len(open_rows), n_beams)))
-        for row, prefix, *candidates in zip(open_rows, prefixes, *found, strict=True):
-            row.finish(prefix[:, 1:], end, *candidates)
+        n = prefixes.shape[2]  # tokens of each hypothesis after this step
+        ends = found[2][:, :n_beams] == end
+        for (i, j), score in zip(ends.nonzero().tolist(), found[0][:, :n_beams][ends].tolist(), strict=True):
+            open_rows[i].finish(prefixes[i, found[1][i, j], 1:], score)
         prefixes, scores, parents = _kept(prefixes, end, *found)
-        going = [i for i, row in enumerate(open_rows) if not row.is_done(prefixes[i], scores[i])]
+        highest = scores[:, 0].tolist()
+        going = [i for i, row in enumerate(open_rows) if not row.is_done(n, prefixes[i, 0, 1:], highest[i])]
         if not going:
             return [row.best for row in rows]
-        parents = parents[going]
+        parents = parents[going].flatten()
+        if len(going) < len(open_rows):  # the beams of a row have the same memory
+            memory = memory.select_rows(parents)
         open_rows, prefixes, scores = [open_rows[i] for i in going], prefixes[going], scores[going]
-        memory, state = memory.select_rows(parents.flatten()), state.select_rows(parents.flatten())
+        state = state.select_rows(parents)
 
 
 def _checked_limits(max_new_tokens: int | Tensor, n_rows: int) -> list[int]:
@@ -143,27 +149,26 @@ class _Row:
         self.best: Hypothesis | None = None
         self.n_finished = 0
 
-    def finish(self, prefixes: Tensor, end: int, scores: Tensor, beams: Tensor, tokens: Tensor) -> None:
-        """Take the hypotheses that end among the best n_beams candidates of this step."""
-        divisor = length_divisor(prefixes.shape[1] + 1, self.length_penalty)
-        for i in (tokens[: self.n_beams] == end).nonzero().flatten().tolist():
-            score = scores[i].item() / divisor
-            if score > -math.inf and self.n_finished < self.n_beams:
-                self.n_finished += 1
-                if self.best is None or score > self.best.score:
-                    self.best = Hypothesis(prefixes[beams[i]], score, ended=True)
+    def finish(self, tokens: Tensor, log_p: float) -> None:
+        """Take a hypothesis whose next token is the end."""
+        if log_p == -math.inf:  # an extension of a beam that there is not, at the start
+            return
+        self.n_finished += 1
+        score = self._score(log_p, len(tokens) + 1)
+        if self.best is None or score > self.best.score:
+            self.best = Hypothesis(tokens, score, ended=True)
 
-    def is_done(self, prefixes: Tensor, scores: Tensor) -> bool:
-        """Whether the search ends here; prefixes (n_beams, 1 + n) and scores (n_beams,) are of the open hypotheses."""
-        n = prefixes.shape[1] - 1
-        highest, beam = scores.max(0)
+    def is_done(self, n: int, tokens: Tensor, log_p: float) -> bool:
+        """Whether the search ends after n tokens, with the best open hypothesis and its log probability."""
         if n >= self.limit:
             if self.best is None:
-                score = highest.item() / length_divisor(n, self.length_penalty)
-                self.best = Hypothesis(prefixes[beam, 1:], score, ended=False)
+                self.best = Hypothesis(tokens, self._score(log_p, n), ended=False)
             return True
         if self.best is None:
             return False
         # a log probability only falls, and the divisor is largest at the limit
-        bound = highest.item() / length_divisor(self.limit, self.length_penalty)
-        return self.n_finished >= self.n_beams or self.best.score >= bound
+        cannot_win = self.best.score >= self._score(log_p, self.limit)
+        return cannot_win or (self.n_finished >= self.n_beams and self.best.score >= self._score(log_p, n))
+
+    def _score(self, log_p: float, n: int) -> float:
+        return log_p / length_divisor(n, self.length_penalty)

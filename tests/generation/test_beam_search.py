@@ -83,9 +83,9 @@ def slow_search(model, source, limit, n_beams, length_penalty):
         ending = [(score, tokens) for score, tokens in candidates[:n_beams] if tokens[-1] == END]
         finished += [(score / length_divisor(n, length_penalty), tokens[:-1]) for score, tokens in ending]
         beams = [candidate for candidate in candidates if candidate[1][-1] != END][:n_beams]
-        if len(finished) >= n_beams:
+        if len(finished) >= n_beams and max(finished)[0] >= beams[0][0] / length_divisor(n, length_penalty):
             break
-    return max(finished[:n_beams], default=(beams[0][0] / length_divisor(limit, length_penalty), beams[0][1]))
+    return max(finished, default=(beams[0][0] / length_divisor(limit, length_penalty), beams[0][1]))
 
 
 @pytest.mark.parametrize("n_beams", [2, 3])
@@ -119,6 +119,24 @@ class Fixed:
     def step(self, tokens, memory, state=None):
         self.steps += 1
         return self.log_p.expand(len(tokens), 1, -1), self
+
+
+class Scripted(Fixed):
+    """A model that is sure of the tokens 2, 3, 4, 2, 3, 4, 2 and the end, and finds all others equally improbable."""
+
+    def step(self, tokens, memory, state=None):
+        self.steps += 1
+        likely = [2, 3, 4, 2, 3, 4, 2, END][self.steps - 1 if self.steps < 8 else 7]
+        log_p = torch.full((len(tokens), 1, 30), math.log(0.1 / 29), dtype=torch.float64)
+        log_p[..., likely] = math.log(0.9)
+        return log_p, self
+
+
+@pytest.mark.parametrize("n_beams", [1, 2, 4, 25])
+def test_improbable_ends_do_not_end_the_search(n_beams):
+    options = {"begin": BEGIN, "end": END, "max_new_tokens": 30, "n_beams": n_beams}
+    (found,) = beam_search(Scripted(), torch.zeros(1, 2).long(), **options)
+    assert found.tokens.tolist() == [2, 3, 4, 2, 3, 4, 2]
 
 
 def test_it_stops_when_no_open_hypothesis_can_win():
