@@ -12,6 +12,7 @@ from linrope.errors import InputError
 from linrope.feature_maps import require_feature_map
 from linrope.layers.attention import Attention
 from linrope.layers.cross_attention import CrossAttention, SourceMemory
+from linrope.layers.initialisation import reset
 from linrope.layers.linear import Linear
 from linrope.layers.linear_attention import LinearAttention
 from linrope.layers.softmax_attention import SoftmaxAttention
@@ -152,7 +153,20 @@ class EncoderDecoder(Model):
         self.encoder_norm, self.norm = _norm(config), _norm(config)
         self.output = Linear(config.d_model, config.vocab_size, bias=False)
         self._initialise()
-        if config.tie_embeddings:
+        self._tie()
+        self.register_load_state_dict_post_hook(self._tie)  # `to_empty` and `assign=True` make two tensors of the one
+
+    def reset_parameters(self) -> None:
+        """Initialise the model anew, after `to_empty` for example: with the same seed, as its constructor does."""
+        if self.config.tie_embeddings:  # drawn apart, as in the constructor
+            self.output.weight = nn.Parameter(torch.empty_like(self.embedding.weight))
+        for module in self.children():
+            reset(module)
+        self._initialise()
+        self._tie()
+
+    def _tie(self, *unused) -> None:
+        if self.config.tie_embeddings:
             self.output.weight = self.embedding.weight
 
     @property
