@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from linrope.data.batches.pairs import TranslationTokens
 from linrope.data.tokenizers.base import Tokenizer
+from linrope.errors import InputError
 from linrope.generation.beam_search import TranslationModel, beam_search
+
+
+def translate_texts(
+    model: TranslationModel, texts: Sequence[str], tokenizer: Tokenizer | None, device: torch.device, **options
+) -> list[str]:
+    """The translation of each text, all in one batch; the options and errors are those of `translate`.
+
+    Raises:
+        InputError: also for one text in place of a list, or a tokenizer that is unknown (None).
+    """
+    if isinstance(texts, str):
+        raise InputError(f"texts={texts!r} is one text: pass a list, [text].")
+    if tokenizer is None:
+        raise InputError("the model's tokenizer is unknown, so no text can be translated: set model.tokenizer.")
+    if not texts:
+        return []
+    rows = [np.array(row, dtype=np.int64) for row in tokenizer.encode_batch(texts)]
+    inputs, mask = TranslationTokens.of(tokenizer).sources(rows)
+    return translate(model, inputs.to(device), mask.to(device), tokenizer, **options)
 
 
 def translate(

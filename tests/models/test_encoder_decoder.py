@@ -117,6 +117,14 @@ def test_errors():
     with pytest.raises(InputError, match="n_decoder_layers"):
         EncoderDecoderConfig(n_decoder_layers=0)
     model = model_of()
+    assert model.translate([]) == []
+    with pytest.raises(InputError, match="texts='a' is one text"):
+        model.translate("a")
+    with pytest.raises(InputError, match=r"source lies in \[97, 256\], vocab_size is 11"):  # bytes
+        model.translate(["a"])
+    model.tokenizer = {"kind": "unknown"}
+    with pytest.raises(InputError, match="tokenizer is unknown"):
+        model.translate(["a"])
     with pytest.raises(InputError, match="source lies"):
         model(torch.tensor([[11]]), rows(1, 2))
     with pytest.raises(InputError, match="source_mask"):

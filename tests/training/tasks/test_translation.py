@@ -133,6 +133,7 @@ def test_the_mean_of_checkpoints_is_measured_and_translates(options, capsys):
     model = EncoderDecoder.from_pretrained("averaged")
     tokenizer = tokenizer_from_serialized(model.tokenizer)
     rows = [json.loads(line) for line in Path("found.jsonl").read_text().splitlines()]
+    assert model.translate(ENGLISH) == [row["translation"] for row in rows]
     for row in rows:  # without padding
         tokens = [*tokenizer.encode_batch([row["source"]])[0], 2]
         (found,) = beam_search(model, torch.tensor([tokens]), begin=1, end=2, max_new_tokens=len(tokens) + 50)
