@@ -10,10 +10,14 @@ import torch
 
 from linrope import MaskedLM
 from linrope.cli.main import main
+from linrope.data.prepare.config import PrepareConfig
+from linrope.data.prepare.preparation import prepare
 from linrope.interop import load_roformer
+from linrope.losses import IGNORE
 from linrope.training.data_modules.masked_text import MaskedTextDataModule
 from linrope.training.tasks.masked_lm import MaskedLMModule
 from tests.conftest import assert_input_errors, write_text_file
+from tests.data.tokenizers.subword_files import byte_level, write_tokenizer
 
 OPTIONS = ["--task=masked_lm", "--model.d_model=16", "--model.n_layers=1", "--model.n_heads=2", "--model.dropout=0.1"]
 OPTIONS += ["--data.context=32", "--data.batch_size=4", "--optimizer.lr=3e-2", "--optimizer.warmup_steps=2"]
@@ -96,3 +100,28 @@ def test_masks_of_evaluation_do_not_depend_on_the_seed(tmp_path):
     assert torch.equal(rows[0][0]["inputs"], rows[1][0]["inputs"])
     assert not torch.equal(rows[0][1]["inputs"], rows[1][1]["inputs"])
     assert_input_errors((lambda: MaskedTextDataModule(document_mask=True), "data.document_mask=True"))
+
+
+def test_a_run_resumes_with_the_masks_of_its_checkpoint_only(options, capsys):
+    assert main(["fit", *options, "--trainer.max_steps=2"]) == 0
+    again = ["--trainer.max_steps=4", "--ckpt_path=runs/mlm/version_0/checkpoints/last.ckpt"]
+    for name, then, now in (("mask_share", "0.15", "0.3"), ("whole_words", "True", "False")):
+        assert main(["fit", *options, *again, f"--data.{name}={now}"]) == 2
+        assert f"{name}: {then} in the checkpoint, {now} here" in capsys.readouterr().err
+
+
+def test_a_vocabulary_with_special_tokens_of_its_own_is_masked_with_them(tmp_path):
+    special = ("<|endoftext|>", "[PAD]", "[MASK]", "[SEP]", "[CLS]")
+    tokenizer = write_tokenizer(tmp_path, byte_level(special, vocab_size=290))
+    text = write_text_file(tmp_path)
+    prepare(PrepareConfig(path=str(text), output=str(tmp_path / "prepared"), tokenizer=str(tokenizer), workers=1))
+    data = MaskedTextDataModule(path=str(tmp_path / "prepared"), context=64, batch_size=8)
+    data.setup("fit")
+    mask, vocab_size = data.tokenizer.token_id("[MASK]"), data.tokenizer.vocab_size
+    assert mask == special.index("[MASK]")
+    batch = next(iter(data.train_dataloader()))
+    asked = batch["targets"] != IGNORE
+    assert batch["inputs"].max() < vocab_size
+    assert not (batch["targets"] == mask).any()
+    assert (batch["inputs"] == mask).sum() == (batch["inputs"][asked] == mask).sum() > 0.6 * asked.sum()
+    data.require_vocabulary(vocab_size)  # nothing is added to it
