@@ -65,10 +65,11 @@ def require_choice(argument: str, value: object, choices: Iterable[str]) -> None
         raise InputError(f"{argument}={value!r} is unknown: choose one of {known}.{suggest(str(value), choices)}")
 
 
-def require_package(name: str, needed_by: str) -> ModuleType:
-    """The optional package `name`. Raises InputError, naming what it is `needed_by`, if it is not installed."""
+def require_package(name: str, needed_by: str, extra: str = "text") -> ModuleType:
+    """The optional package `name`, of one of linrope's extras. Raises InputError, naming what it is `needed_by`, if it
+    is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        message = f"{needed_by} needs the package {name}, which is not installed: pip install 'linrope[text]'."
+        message = f"{needed_by} needs the package {name}, which is not installed: pip install 'linrope[{extra}]'."
         raise InputError(message) from error

@@ -10,6 +10,7 @@ COMMANDS = {
     "recall": "Measure what a model recalls, by length and depth: a pass key in text, or an induction step.",
     "generate": "Generate text with a trained model.",
     "prepare": "Tokenize text once, into a folder to train from.",
+    "average": "Write the mean of the weights of several checkpoints.",
     "export": "Write a trained model for transformers: safetensors, config.json, tokenizer.",
     "info": "Print versions, the processor, and which backends work here.",
 }

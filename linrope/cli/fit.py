@@ -182,7 +182,8 @@ class FitCLI(TrainingCLI):
             monitor, mode = self.model.monitor
             options = {"monitor": monitor, "mode": mode, "enable_version_counter": False}
             best = ModelCheckpoint(folder / "checkpoints", "best", **options)
-            self.last_checkpoint = LastCheckpoint(folder / "checkpoints", run.checkpoint_every_n_steps)
+            every = run.checkpoint_every_n_steps
+            self.last_checkpoint = LastCheckpoint(folder / "checkpoints", every, run.keep_checkpoints)
             checkpoints = [best, self.last_checkpoint]  # after the best, whose score it keeps
         callbacks = [
             *([] if trainer.max_time is None else [TimeLimit(trainer.max_time)]),

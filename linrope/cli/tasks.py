@@ -13,11 +13,13 @@ from linrope.errors import InputError, suggest
 from linrope.training.task import TrainingTask
 from linrope.training.tasks.language_modeling import LanguageModelingModule
 from linrope.training.tasks.masked_lm import MaskedLMModule
+from linrope.training.tasks.translation import TranslationModule
 from linrope.utils.options import class_path_of
 
 TASKS: dict[str, type[TrainingTask]] = {
     LANGUAGE_MODELING: LanguageModelingModule,
     "masked_lm": MaskedLMModule,
+    "translation": TranslationModule,
 }
 """The LightningModule of each task; its `config_class` and `data_class` are the sections model and data."""
 

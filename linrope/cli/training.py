@@ -58,6 +58,9 @@ class RunConfig:
     starts with random weights. A resumed run ignores this option."""
     checkpoint_every_n_steps: int = 500
     """Steps between two checkpoints (last.ckpt; it is also written at the end and on Ctrl-C)."""
+    keep_checkpoints: int = 0
+    """How many checkpoints to keep beside last.ckpt, as step_N.ckpt: the newest ones; `linrope average` takes the mean
+    of their weights."""
     ema_decay: float | None = None
     """Decay of an exponential moving average of the weights, 0.999 for example. The averaged weights are validated,
     sampled from and saved in place of the last weights; null does not average."""
@@ -81,6 +84,8 @@ class RunConfig:
             )
         if self.checkpoint_every_n_steps < 1:
             raise InputError(f"run.checkpoint_every_n_steps={self.checkpoint_every_n_steps} must be 1 or more.")
+        if self.keep_checkpoints < 0:
+            raise InputError(f"run.keep_checkpoints={self.keep_checkpoints} must be 0 (none) or more.")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise InputError(f"run.ema_decay={self.ema_decay} must lie between 0 and 1, or be null for no average.")
         if self.health_every_n_steps < 0:
@@ -144,7 +149,7 @@ TRAINER_DEFAULTS = {
 def sections_of(task: type[TrainingTask]) -> dict[str, type]:
     """The class of each section but `trainer`, whose options are those of Lightning's Trainer."""
     sections = {"model": task.config_class, "optimizer": OptimizerConfig, "data": task.data_class, "run": RunConfig}
-    return {**sections, "sample": SampleConfig} if writes_text(task) else sections
+    return {**sections, **({"sample": SampleConfig} if writes_text(task) else {}), **task.own_sections}
 
 
 def writes_text(task: type[TrainingTask]) -> bool:
@@ -280,8 +285,10 @@ class TrainingCLI(ConfigCLI):
         self.why_precision = self._resolve_precision()
         self.datamodule = config.data
         require_memory(config.model)
-        segments = {"segment_length": config.segment_length} if writes_text(self.task) else {}
-        self.model = self.task(config.model, config.optimizer, seed=config.seed_everything, **segments)
+        own = {name: config[name] for name in self.task.own_sections}
+        if writes_text(self.task):
+            own["segment_length"] = config.segment_length
+        self.model = self.task(config.model, config.optimizer, seed=config.seed_everything, **own)
         if trained is not None:
             self.model.model, self.ckpt_path = trained, None
         self.trainer = self.instantiate_trainer()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from linrope.errors import InputError, require_choice
 from linrope.feature_maps import require_feature_map
+from linrope.layers.initialisation import reset
 from linrope.layers.linear import Linear
 from linrope.layers.linear_attention import LinearAttention
 from linrope.layers.softmax_attention import SoftmaxAttention
@@ -146,6 +147,12 @@ class EncoderModel(Model):
                 nn.init.normal_(module.weight, std=WEIGHT_STD)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
+
+    def reset_parameters(self) -> None:
+        """Initialise the model anew, after `to_empty` for example: with the same seed, as its constructor does."""
+        for module in self.children():
+            reset(module)
+        self.initialise()
 
     @property
     def body(self) -> RoFormerEncoder:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from linrope.data.tokenizers.base import tokenizer_from_serialized
 from linrope.errors import InputError
 from linrope.feature_maps import require_feature_map
+from linrope.generation.translation import translate_texts
 from linrope.layers.attention import Attention
 from linrope.layers.cross_attention import CrossAttention, SourceMemory
+from linrope.layers.initialisation import reset
 from linrope.layers.linear import Linear
 from linrope.layers.linear_attention import LinearAttention
 from linrope.layers.softmax_attention import SoftmaxAttention
@@ -152,7 +156,20 @@ class EncoderDecoder(Model):
         self.encoder_norm, self.norm = _norm(config), _norm(config)
         self.output = Linear(config.d_model, config.vocab_size, bias=False)
         self._initialise()
-        if config.tie_embeddings:
+        self._tie()
+        self.register_load_state_dict_post_hook(self._tie)  # `to_empty` and `assign=True` make two tensors of the one
+
+    def reset_parameters(self) -> None:
+        """Initialise the model anew, after `to_empty` for example: with the same seed, as its constructor does."""
+        if self.config.tie_embeddings:  # drawn apart, as in the constructor
+            self.output.weight = nn.Parameter(torch.empty_like(self.embedding.weight))
+        for module in self.children():
+            reset(module)
+        self._initialise()
+        self._tie()
+
+    def _tie(self, *unused) -> None:
+        if self.config.tie_embeddings:
             self.output.weight = self.embedding.weight
 
     @property
@@ -222,6 +239,23 @@ class EncoderDecoder(Model):
         self._check("tokens", tokens)
         x, state = self._decode(tokens, memory, state)
         return self.output(x), state
+
+    def translate(
+        self, texts: Sequence[str], *, n_beams: int = 4, length_penalty: float = 0.6, extra_tokens: int = 50
+    ) -> list[str]:
+        """The translation of each text by beam search, all in one batch.
+
+        Args:
+            texts: sentences; the model is in evaluation mode, or dropout applies.
+            n_beams, length_penalty: see `linrope.generation.beam_search.beam_search`.
+            extra_tokens: a translation has at most as many tokens more than its source.
+
+        Raises:
+            InputError: an option out of range, or a model whose tokenizer is unknown.
+        """
+        options = {"n_beams": n_beams, "length_penalty": length_penalty, "extra_tokens": extra_tokens}
+        tokenizer, device = tokenizer_from_serialized(self.tokenizer), self.embedding.weight.device
+        return translate_texts(self, texts, tokenizer, device, **options)
 
     def _decode(self, tokens: Tensor, memory: SourceMemories, state: ModelState | None) -> tuple[Tensor, ModelState]:
         x, after = self._embedded(tokens, 0 if state is None else state[0].past.length), []

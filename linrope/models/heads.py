@@ -41,6 +41,10 @@ class MaskedLM(EncoderWithHead):
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
         self.output = None if config.tie_embeddings else Linear(config.embedding_width, config.vocab_size, bias=False)
 
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.zeros_(self.bias)
+
     def forward(
         self,
         tokens: Tensor,

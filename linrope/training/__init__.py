@@ -1,7 +1,8 @@
 """Training with Lightning: tasks, data modules and callbacks.
 
 Tasks: `LanguageModelingModule` trains on a `TextDataModule`; `RecallModule` trains on an `MQARDataModule`,
-`CopyDataModule`, `InductionDataModule` or `PasskeyDataModule`. A new task derives from `TrainingTask`.
+`CopyDataModule`, `InductionDataModule` or `PasskeyDataModule`; `TranslationModule` trains on a `TranslationDataModule`.
+A new task derives from `TrainingTask`.
 """
 
 from linrope.data.corpus.memory import text_of_documents
@@ -23,10 +24,12 @@ from linrope.training.data_modules.recall import (
     RecallDataModule,
 )
 from linrope.training.data_modules.text import TextDataModule
+from linrope.training.data_modules.translation import TranslationDataModule
 from linrope.training.optimizer import OptimizerConfig, learning_rate_factor
 from linrope.training.task import BatchLoss, TrainingTask
 from linrope.training.tasks.language_modeling import LanguageModelingModule
 from linrope.training.tasks.recall import RecallModule
+from linrope.training.tasks.translation import TranslationConfig, TranslationModule
 
 __all__ = [
     "BatchLoss",
@@ -53,6 +56,9 @@ __all__ = [
     "TextDataModule",
     "Throughput",
     "TrainingTask",
+    "TranslationConfig",
+    "TranslationDataModule",
+    "TranslationModule",
     "WholeCheckpointIO",
     "learning_rate_factor",
     "text_of_documents",

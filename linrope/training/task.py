@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -57,8 +57,8 @@ class TrainingTask(LightningModule):
     - `batch_loss(batch)`: the loss of a training batch, as a `BatchLoss`.
     - `evaluate(batch, sums)`: adds the contribution of a validation or test batch to `sums`.
     - `evaluation_metrics(split, sums)`: the metrics of a whole validation or test, from the sums over all ranks.
-    - optionally `training_metrics(sums)`, `monitor`, `step_flops(batch)`, and `task_state` and `load_task_state` for
-      what else a checkpoint must hold.
+    - optionally `training_metrics(sums)`, `monitor`, `step_flops(batch)`, `own_sections` for further options, and
+      `task_state` and `load_task_state` for what else a checkpoint must hold.
     - for `linrope predict`: `predict_step(batch, batch_idx)`, a list with the predictions of each row as plain values.
 
     and gets
@@ -87,6 +87,8 @@ class TrainingTask(LightningModule):
     """The configuration of its models."""
     data_class: ClassVar[type[ResumableDataModule]]
     """The data that it is trained on."""
+    own_sections: ClassVar[Mapping[str, type]] = {}
+    """Dataclasses of further options, by the names of their sections, which are also arguments of the constructor."""
 
     # No save_hyperparameters(): Lightning's command line would let those in a checkpoint override the user's YAML.
 

@@ -78,6 +78,16 @@ def test_the_stages_of_roformer_are_as_published_and_end_with_a_validation():
     assert all(stage.n_steps * 8 % trainer["val_check_interval"] == 0 for stage in plan.stages)
 
 
+def test_the_shipped_config_of_translation_trains_two_steps(tmp_path, capsys):
+    options = ["--trainer.max_epochs=-1", "--trainer.max_steps=2", "--trainer.val_check_interval=2"]
+    options += ["--model.d_model=16", "--trainer.limit_val_batches=1", f"--run.folder={tmp_path / 'runs'}"]
+    assert main(["fit", f"--config={ROOT / 'configs' / 'translation-small.yaml'}", *options]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^text +numbers written out \(built in\), de to en *$", out, re.M)
+    assert re.search(r"^step 2  val_loss [56]\.\d+  val_accuracy \d\.\d+$", out, re.M)
+    assert (tmp_path / "runs" / "translation-small" / "version_0" / "checkpoints" / "best.ckpt").is_file()
+
+
 def test_metrics_checkpoint_and_config_of_a_run_serve_the_other_commands(tiny, run_folder, capsys):
     assert main(["fit", *tiny, "--trainer.max_steps=3", "--trainer.log_every_n_steps=1"]) == 0
     train = [row for row in rows(run_folder) if row["train_loss"]]

@@ -53,6 +53,23 @@ def test_a_row_of_padding_alone_gives_finite_outputs_and_gradients(attention):
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
 
 
+@pytest.mark.parametrize("head", [None, "masked_lm", "classification", "question_answering", "multiple_choice"])
+@pytest.mark.parametrize("options", [{}, {"attention": "softmax", "embedding_size": 10, "tie_embeddings": False}])
+def test_a_model_is_initialised_anew_as_its_constructor_does(head, options):
+    config = EncoderConfig(**SMALL, head=head, **options)
+    torch.manual_seed(0)
+    expected, drawn = config.build().state_dict(), torch.rand(1)
+    with torch.device("meta"):
+        model = config.build()
+    model.to_empty(device="cpu")
+    for tensor in model.state_dict().values():
+        tensor.fill_(torch.nan)
+    torch.manual_seed(0)
+    model.reset_parameters()
+    assert torch.rand(1).equal(drawn)
+    torch.testing.assert_close(model.state_dict(), expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("head", "shape"),
     [

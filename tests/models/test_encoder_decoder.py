@@ -79,12 +79,53 @@ def test_a_saved_model_is_the_same(tmp_path):
     assert again.output.weight is again.embedding.weight
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"tie_embeddings": False, "attention": "softmax"}, {"feature_map": "favor"}, {"rope": None}],
+    ids=["tied", "untied", "favor", "no rope"],
+)
+def test_a_model_is_initialised_anew_as_its_constructor_does(options):
+    config = EncoderDecoderConfig(**SIZES, **options)
+    torch.manual_seed(0)
+    expected, drawn = config.build().state_dict(), torch.rand(1)
+    with torch.device("meta"):
+        model = config.build()
+    for _ in range(2):  # from nothing, and once more
+        model.to("meta").to_empty(device="cpu")
+        for tensor in model.state_dict().values():
+            tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
+        torch.manual_seed(0)
+        model.reset_parameters()
+        assert torch.rand(1).equal(drawn)
+        torch.testing.assert_close(model.state_dict(), expected, rtol=0, atol=0)
+        assert (model.output.weight is model.embedding.weight) == config.tie_embeddings
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_weights_that_are_loaded_are_tied_again(assign):
+    model, other = model_of(), model_of().to("meta")
+    if not assign:
+        other.to_empty(device="cpu")
+    other.load_state_dict(model.state_dict(), assign=assign)
+    assert other.output.weight is other.embedding.weight
+    source, target = rows(2, 6), rows(2, 4)
+    assert other(source, target).equal(model(source, target))
+
+
 def test_errors():
     with pytest.raises(InputError, match="'t5' changes the attention weight of each pair"):
         EncoderDecoderConfig(**SIZES, positions=PositionsConfig("t5"))
     with pytest.raises(InputError, match="n_decoder_layers"):
         EncoderDecoderConfig(n_decoder_layers=0)
     model = model_of()
+    assert model.translate([]) == []
+    with pytest.raises(InputError, match="texts='a' is one text"):
+        model.translate("a")
+    with pytest.raises(InputError, match=r"source lies in \[97, 256\], vocab_size is 11"):  # bytes
+        model.translate(["a"])
+    model.tokenizer = {"kind": "unknown"}
+    with pytest.raises(InputError, match="tokenizer is unknown"):
+        model.translate(["a"])
     with pytest.raises(InputError, match="source lies"):
         model(torch.tensor([[11]]), rows(1, 2))
     with pytest.raises(InputError, match="source_mask"):

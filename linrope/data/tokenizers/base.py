@@ -5,7 +5,7 @@ In checkpoints a tokenizer is a dictionary of strings (`tokenizer_to_serialized`
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -40,6 +40,9 @@ class Tokenizer(Protocol):
     def encode_document(self, data: bytes) -> tuple[np.ndarray, np.ndarray | None]:
         """Tokens (T,) of a text, without a separator, and their bytes of text (T,); None for one byte per token. Raises
         UnicodeDecodeError if the tokenizer needs UTF-8, and the text is not."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each text, without separators. Raises InputError for what the tokenizer has no token for."""
 
     def encode_prompt(self, text: str) -> Tensor:
         """int64 tokens (1 + T,) of a document that starts with `text`; the first is a separator, which starts it."""

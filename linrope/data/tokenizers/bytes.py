@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -49,6 +49,9 @@ class ByteTokenizer:
 
     def encode_document(self, data: bytes) -> tuple[np.ndarray, None]:
         return np.frombuffer(data, dtype=np.uint8), None
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [list(text.encode("utf-8", errors="surrogateescape")) for text in texts]
 
     def encode_prompt(self, text: str) -> Tensor:
         return encode_prompt(text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -74,6 +74,14 @@ class SubwordTokenizer:
         ends = _byte_positions(text)[np.array(encoding.offsets)[:, 1]]
         ends[-1] = len(data)
         return tokens, np.diff(np.maximum.accumulate(ends), prepend=0)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """See `Tokenizer`. Texts are encoded in parallel."""
+        try:
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # the package raises Exception itself
+            raise InputError(f"{self.name} has no token for a part of the text ({error}): give another one.") from error
+        return [encoding.ids for encoding in encodings]
 
     def encode_prompt(self, text: str) -> Tensor:
         """See `Tokenizer`. Raises InputError if the text is not Unicode, or as `encode_document` raises ValueError."""

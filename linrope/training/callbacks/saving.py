@@ -26,11 +26,12 @@ class LastCheckpoint(Checkpoint):
     """Writes `last.ckpt` every `every_n_steps` optimizer steps and at the end of training.
 
     If a validation follows the step, it is written again after it, because a resumed run does not repeat that.
-    `last_path` is the file; None before it was first written.
+    `last_path` is the file; None before it was first written. The newest `n_kept` checkpoints also stay beside it, as
+    `step_N.ckpt`, the last one among them.
     """
 
-    def __init__(self, folder: str | Path, every_n_steps: int) -> None:
-        self.path, self.every_n_steps = Path(folder) / "last.ckpt", every_n_steps
+    def __init__(self, folder: str | Path, every_n_steps: int, n_kept: int = 0) -> None:
+        self.path, self.every_n_steps, self.n_kept = Path(folder) / "last.ckpt", every_n_steps, n_kept
         self.last_path: Path | None = None
         self._saved_at = -1
 
@@ -42,6 +43,15 @@ class LastCheckpoint(Checkpoint):
         if self._saved_at != trainer.global_step:
             trainer.save_checkpoint(self.path)
             self._saved_at, self.last_path = trainer.global_step, self.path
+            if self.n_kept:
+                self._keep(trainer)
+
+    def _keep(self, trainer: Trainer) -> None:
+        """Writes the checkpoint under the name of its step too, and removes the oldest ones."""
+        trainer.save_checkpoint(self.path.with_name(f"step_{trainer.global_step}.ckpt"))
+        steps = {int(file.stem[5:]): file for file in self.path.parent.glob("step_*.ckpt") if file.stem[5:].isdecimal()}
+        for old in sorted(steps)[: -self.n_kept]:
+            trainer.strategy.remove_checkpoint(steps[old])
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
