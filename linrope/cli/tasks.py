@@ -11,6 +11,7 @@ from linrope.cli.own_classes import import_class
 from linrope.cli.parser import options_in
 from linrope.errors import InputError, suggest
 from linrope.training.task import TrainingTask
+from linrope.training.tasks.classification import ClassificationModule
 from linrope.training.tasks.language_modeling import LanguageModelingModule
 from linrope.training.tasks.masked_lm import MaskedLMModule
 from linrope.utils.options import class_path_of
@@ -18,6 +19,7 @@ from linrope.utils.options import class_path_of
 TASKS: dict[str, type[TrainingTask]] = {
     LANGUAGE_MODELING: LanguageModelingModule,
     "masked_lm": MaskedLMModule,
+    "classification": ClassificationModule,
 }
 """The LightningModule of each task; its `config_class` and `data_class` are the sections model and data."""
 

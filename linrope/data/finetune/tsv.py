@@ -87,14 +87,15 @@ def read_table(path: Path, columns: Sequence[str], skips_damaged_rows: bool = Fa
     return Table(path, names, rows, len(others) - len(rows))
 
 
-def read_examples(path: Path, form: TableFormat, group: str = "") -> tuple[list[Example], int]:
-    """The examples of a file, and the number of rows that were skipped. Without the column `form.label` they have no
-    targets.
+def read_examples(path: Path, form: TableFormat, group: str = "", labelled: bool = True) -> tuple[list[Example], int]:
+    """The examples of a file, and the number of rows that were skipped. A file that need not be `labelled` may lack the
+    column `form.label`; then they have no targets.
 
     Raises:
         InputError: as `read_table`; a label that is not in `form.labels`, or a value that is no finite number.
     """
-    table = read_table(path, form.text_columns, form.skips_damaged_rows)
+    columns = [*form.text_columns, form.label] if labelled else form.text_columns
+    table = read_table(path, columns, form.skips_damaged_rows)
     at = [table.columns.index(name) for name in form.text_columns]
     label = table.columns.index(form.label) if form.label in table.columns else None
     id_ = table.columns.index(form.id) if form.id in table.columns else None

@@ -48,7 +48,7 @@ def test_the_official_columns_are_read_without_quoting(name, tmp_path):
 def test_files_without_labels_have_no_targets(name, tmp_path):
     path, header = tmp_path / "test.tsv", TEST_HEADERS[name]
     path.write_text(f"{header}\n{row_of(header, GLUE[name], '')}\n{row_of(header, GLUE[name], '', '8')}\n")
-    examples, _ = read_examples(path, GLUE[name])
+    examples, _ = read_examples(path, GLUE[name], labelled=False)
     assert [(example.id, example.target) for example in examples] == [("7", None), ("8", None)]
 
 
@@ -77,6 +77,7 @@ def test_what_is_wrong_is_named_with_file_and_line(tmp_path):
         (read(b""), r"train\.tsv is empty"),
         (read(b"\n \n"), r"train\.tsv is empty"),
         (read(b"sentence\tlabel\n"), r"train\.tsv has no rows below"),
+        (read(b"sentence\nb\n"), r"has no column 'label': its first line names 'sentence'"),
         (read(b"sentences\tlabel\na\t0\n"), r"no column 'sentence': its first line names 'sentences', 'label'\. Did"),
         (read(b"sentence\tlabel\na\t0\nb\t2\n"), r"train\.tsv, line 3: the label '2' is unknown: .* '0', '1'"),
         (read(b"sentence\tlabel\na\t0\n\nb\t1\n"), r"train\.tsv, line 3: it has 1 fields, and the first line 2"),
