@@ -14,12 +14,14 @@ from linrope.training.task import TrainingTask
 from linrope.training.tasks.classification import ClassificationModule
 from linrope.training.tasks.language_modeling import LanguageModelingModule
 from linrope.training.tasks.masked_lm import MaskedLMModule
+from linrope.training.tasks.multiple_choice import MultipleChoiceModule
 from linrope.utils.options import class_path_of
 
 TASKS: dict[str, type[TrainingTask]] = {
     LANGUAGE_MODELING: LanguageModelingModule,
     "masked_lm": MaskedLMModule,
     "classification": ClassificationModule,
+    "multiple_choice": MultipleChoiceModule,
 }
 """The LightningModule of each task; its `config_class` and `data_class` are the sections model and data."""
 
