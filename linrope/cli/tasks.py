@@ -16,6 +16,7 @@ from linrope.training.tasks.language_modeling import LanguageModelingModule
 from linrope.training.tasks.masked_lm import MaskedLMModule
 from linrope.training.tasks.multiple_choice import MultipleChoiceModule
 from linrope.training.tasks.question_answering import QuestionAnsweringModule
+from linrope.training.tasks.token_classification import TokenClassificationModule
 from linrope.utils.options import class_path_of
 
 TASKS: dict[str, type[TrainingTask]] = {
@@ -24,6 +25,7 @@ TASKS: dict[str, type[TrainingTask]] = {
     "classification": ClassificationModule,
     "multiple_choice": MultipleChoiceModule,
     "question_answering": QuestionAnsweringModule,
+    "token_classification": TokenClassificationModule,
 }
 """The LightningModule of each task; its `config_class` and `data_class` are the sections model and data."""
 
