@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -191,7 +192,13 @@ class FineTuningDataModule(ResumableDataModule):
             )
         if len(examples) < world_size:  # a rank without any would not take part in the sums
             raise InputError(f"the {split} split has {len(examples)} rows for {world_size} devices: set fewer devices.")
-        self._rows[split] = Rows(examples, self.encode, self.make_batch)
+        self._rows[split] = Rows(examples, partial(self._encoded, split), self.make_batch)
+
+    def _encoded(self, split: str, example: Any) -> Any:
+        try:
+            return self.encode(example)
+        except InputError as error:
+            raise InputError(f"row {example.id!r} of the {split} split: {error}") from error
 
     def _n_truncated(self, split: str) -> int:
         return sum(map(self.truncated, self._rows[split].encoded))

@@ -119,6 +119,13 @@ def test_what_is_missing_is_named(tmp_path):
     )
 
 
+def test_a_row_that_the_tokenizer_cannot_read_is_named(tmp_path):
+    (tmp_path / "train.json").write_text('{"A": "a", "B": "b", "C": "c", "label": "B"}\n' * 2)
+    (tmp_path / "dev.json").write_text('{"A": "a", "B": "b", "C": "\\ud800", "label": "B"}')
+    data = MultipleChoiceDataModule(path=str(tmp_path))
+    assert_input_errors((lambda: data.setup("fit"), "row '0' of the val split: the tokenizer cannot read the text"))
+
+
 def test_predictions_are_of_the_test_file_or_else_of_the_validation_file(tmp_path):
     write_rows(tmp_path, test="id\ttext\nt\tx\n")
     data = data_of(tmp_path, "predict")
