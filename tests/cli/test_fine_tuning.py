@@ -11,6 +11,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from linrope import EncoderConfig
 from linrope.cli.main import main
 from linrope.interop.roformer import export_roformer
+from linrope.models.base import load_model
+from tests.conftest import write_text_file
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--model.d_model=16", "--model.n_layers=1", "--model.n_heads=2", "--trainer.max_epochs=-1"]
@@ -66,3 +68,31 @@ def test_the_config_of_glue_starts_from_a_roformer(tmp_path, monkeypatch, capsys
     assert main(["predict", f"--ckpt_path={last}", "--output=found.jsonl"]) == 0
     rows = [json.loads(line) for line in Path("found.jsonl").read_text().splitlines()]
     assert [(row["id"], row["label"] in ("0", "1")) for row in rows] == [(str(i), True) for i in range(3)]
+
+
+def test_the_config_of_cail_starts_from_a_roformer(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("CAIL2019-SCM").mkdir()
+    rows = [{"A": "the first", "B": f"other {i % 5}", "C": "said", "label": "BC"[i % 2]} for i in range(9)]
+    for name in ("train", "valid", "test"):
+        Path(f"CAIL2019-SCM/{name}.json").write_text("\n".join(map(json.dumps, rows)))
+    small = [*SMALL, f"--model.vocab_size={write_trained_roformer(tmp_path / 'roformer')}"]
+    assert main(["fit", f"--config={ROOT / 'configs' / 'cail-scm.yaml'}", *small]) == 0
+    assert re.search(r"^step 2  val_loss 0\.\d+  val_accuracy [01]\.\d+$", capsys.readouterr().out, re.M)
+
+
+def test_masked_lm_on_bytes_is_a_start_and_a_run_needs_no_validation_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    sizes = ["--trainer.accelerator=cpu", "--model.d_model=16", "--model.n_layers=1", "--model.n_heads=2"]
+    text = [f"--data.path={write_text_file(tmp_path)}", "--data.context=32", "--trainer.limit_val_batches=1"]
+    assert main(["fit", "--task=masked_lm", *sizes, *text, "--trainer.max_steps=1", "--run.name=mlm"]) == 0
+    Path("rows").mkdir()
+    Path("rows/train.tsv").write_text("text\tlabel\na\tx\nb\ty\n")
+    start = "runs/mlm/version_0/checkpoints/last.ckpt"
+    options = ["--task=classification", "--data.path=rows", "--trainer.max_epochs=2", f"--run.start_from={start}"]
+    capsys.readouterr()
+    assert main(["fit", *sizes, *options, "--optimizer.lr=0"]) == 0
+    assert "model.head: 'classification' is new" in " ".join(capsys.readouterr().out.split())
+    paths = start, "runs/default/version_0/checkpoints/last.ckpt"
+    trained, tuned = (load_model(path, EncoderConfig) for path in paths)
+    torch.testing.assert_close(tuned.encoder.state_dict(), trained.encoder.state_dict(), rtol=0, atol=0)

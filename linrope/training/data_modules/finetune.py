@@ -165,7 +165,7 @@ class FineTuningDataModule(ResumableDataModule):
             if stage == "fit" and split == "val" and not self._validates():
                 continue
             self._prepare(split, must_have_targets=stage != "predict")
-            if stage != "fit" and (n := self._n_truncated(split)):
+            if stage != "fit" and (n := self.n_truncated(split)):
                 rank_zero_warn(f"{n:,} rows of the {split} split are truncated to data.max_length={self.max_length}.")
 
     def _validates(self) -> bool:
@@ -200,7 +200,8 @@ class FineTuningDataModule(ResumableDataModule):
         except InputError as error:
             raise InputError(f"row {example.id!r} of the {split} split: {error}") from error
 
-    def _n_truncated(self, split: str) -> int:
+    def n_truncated(self, split: str) -> int:
+        """Rows of a split that lost tokens; it needs `setup`. `describe` tells it, and a warning of evaluations."""
         return sum(map(self.truncated, self._rows[split].encoded))
 
     def require_vocabulary(self, vocab_size: int) -> None:
@@ -248,7 +249,7 @@ class FineTuningDataModule(ResumableDataModule):
         return []
 
     def _described(self, split: str) -> str:
-        examples, n_truncated = self.examples(split), self._n_truncated(split)
+        examples, n_truncated = self.examples(split), self.n_truncated(split)
         parts = [f"{len(examples):,} rows"]
         if self.describe_labels():
             ((_, n_most),) = Counter(example.target for example in examples).most_common(1)
