@@ -54,7 +54,8 @@ def read_sentences(path: Path) -> list[Sentence]:
     rows: list[list[str]] = []
     n_columns = None
     for line, text in enumerate([*read_lines(path), ""], 1):
-        columns = text.split()
+        columns = text.replace("\t", " ").split(" ")  # not other spaces, which a word may hold
+        columns = [column for column in columns if column]
         if columns and columns[0] != DOCUMENT:
             n_columns = n_columns or len(columns)
             if len(columns) != n_columns:

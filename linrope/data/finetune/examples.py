@@ -58,15 +58,26 @@ def label_number(label: str, labels: Sequence[str], path: Path, line: int) -> in
         ) from None
 
 
-def find_file(folder: Path, split: str, names: Mapping[str, Sequence[str]]) -> Path | None:
-    """The file of a split in a folder, under the first of its `names` that is there; None without one.
+def find_file(path: Path, split: str, names: Mapping[str, Sequence[str]]) -> Path | None:
+    """The file of a split, under the first of its `names` that is there; None without one.
+
+    Args:
+        path: a folder, or the training file; then the others are looked for beside it.
+        split: "train", "val" or "test".
+        names: names of the files of each split.
 
     Raises:
-        InputError: no such folder, or no file of the split "train".
+        InputError: no such folder or file, or no file of the split "train" in it.
     """
-    if not folder.is_dir():
-        raise InputError(f"data.path={str(folder)!r} is no folder: give the one with {names['train'][0]}.")
-    found = next((folder / name for name in names[split] if (folder / name).is_file()), None)
+    if path.is_file():
+        if split == "train":
+            return path
+        path = path.parent
+    if not path.is_dir():
+        raise InputError(
+            f"data.path={str(path)!r} does not exist: give the folder with {names['train'][0]}, or the training file."
+        )
+    found = next((path / name for name in names[split] if (path / name).is_file()), None)
     if found is None and split == "train":
-        raise InputError(f"data.path={str(folder)!r} has no {' or '.join(names[split])}: give the folder that has it.")
+        raise InputError(f"data.path={str(path)!r} has no {' or '.join(names[split])}: give the folder that has it.")
     return found

@@ -74,7 +74,7 @@ class ClassificationDataModule(FineTuningDataModule):
         form = TableFormat(*self.columns, id="id", metrics=REGRESSION if self.regression else CLASSIFICATION)
         if self.path is None or self.regression:
             return form if self.regression else replace(form, labels=PACKAGES)
-        table = read_table(find_file(self.folder, "train", {"train": ["train.tsv"]}), [form.label])
+        table = read_table(find_file(self.given_path, "train", {"train": ["train.tsv"]}), [form.label])
         labels = tuple(sorted(set(table.column(form.label))))
         if len(labels) < 2:
             raise InputError(f"{table.path} has the label {labels[0]!r} only: give data.label with two or more.")
@@ -104,7 +104,7 @@ class ClassificationDataModule(FineTuningDataModule):
         examples, skipped = [], 0
         for group, name in files.items():
             names = {"train": ["train.tsv"], split: [name]}
-            if (path := find_file(self.folder, split, names)) is None:
+            if (path := find_file(self.given_path, split, names)) is None:
                 continue
             found, n_skipped = read_examples(path, self.form, group, labelled=split != "test")
             examples += found
@@ -131,7 +131,7 @@ class ClassificationDataModule(FineTuningDataModule):
     def origin(self) -> str:
         if self.path is None:
             return f"excerpts of {LINES} lines of the Python standard library"
-        return f"{self.folder} ({self.dataset})"
+        return f"{self.given_path} ({self.dataset})"
 
     def describe_labels(self) -> list[tuple[str, str]]:
         return [] if self.labels is None else [("labels", f"{len(self.labels)}: {', '.join(self.labels)}")]

@@ -68,7 +68,7 @@ class FineTuningDataModule(ResumableDataModule):
     A subclass writes `read`, `encode`, `make_batch`, `truncated` and `n_labels`.
 
     Args:
-        path: Folder with the files.
+        path: Folder with the files; or the training file, with the others beside it under their names.
         batch_size: Rows of a batch, per device.
         max_length: Tokens of a row at most, with [CLS] and [SEP]. Of a pair that is longer the longer text loses its
             last tokens.
@@ -139,8 +139,8 @@ class FineTuningDataModule(ResumableDataModule):
     # What all share.
 
     @property
-    def folder(self) -> Path:
-        """The folder of the files. InputError if `path` is null."""
+    def given_path(self) -> Path:
+        """`path`. InputError if it is null."""
         if self.path is None:
             raise InputError("data.path is missing: give the folder with the files of this task.")
         return self.path
@@ -242,7 +242,7 @@ class FineTuningDataModule(ResumableDataModule):
     @property
     def origin(self) -> str:
         """Where the data come from, as people read it."""
-        return str(self.folder)
+        return str(self.given_path)
 
     def describe_labels(self) -> list[tuple[str, str]]:
         """Rows of `describe` about the labels."""

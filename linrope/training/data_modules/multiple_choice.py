@@ -39,7 +39,7 @@ class MultipleChoiceDataModule(FineTuningDataModule):
         return len(self.labels)
 
     def read(self, split: str) -> list[Choice] | None:
-        path = find_file(self.folder, split, FILES)
+        path = find_file(self.given_path, split, FILES)
         return None if path is None else read_triplets(path)
 
     def encode(self, example: Choice) -> list[Encoded]:

@@ -46,7 +46,7 @@ class QuestionAnsweringDataModule(FineTuningDataModule):
         return 2  # first and last token
 
     def read(self, split: str) -> list[Question] | None:
-        path = find_file(self.folder, split, FILES)
+        path = find_file(self.given_path, split, FILES)
         return None if path is None else read_questions(path)
 
     def encode(self, example: Question) -> tuple[Encoded, tuple[int, int] | None]:

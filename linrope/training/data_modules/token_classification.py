@@ -52,14 +52,14 @@ class TokenClassificationDataModule(FineTuningDataModule):
         return len(self.labels)
 
     def read(self, split: str) -> list[Sentence] | None:
-        path = find_file(self.folder, split, FILES)
+        path = find_file(self.given_path, split, FILES)
         return None if path is None else read_sentences(path)
 
     def _prepare(self, split: str, must_have_targets: bool) -> None:
         super()._prepare(split, must_have_targets)
         if split == "train":
             return  # the labels are its own
-        path = find_file(self.folder, split, FILES)
+        path = find_file(self.given_path, split, FILES)
         for sentence in self.examples(split) if self.labelled(self.examples(split)) else ():
             label_numbers(sentence, self.labels, path)
 

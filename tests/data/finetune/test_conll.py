@@ -16,7 +16,7 @@ rejects VBZ B-VP O
 
 -DOCSTART- -X- -X- O
 
-Zürich NNP B-NP B-LOC
+Zürich\tNNP  B-NP B-LOC
 . . O O
 """
 
@@ -27,9 +27,9 @@ def test_sentences_have_words_and_labels(tmp_path):
     first, second = read_sentences(path)
     assert first == Sentence("0", ("EU", "rejects"), ("B-ORG", "O"), 3)
     assert second == Sentence("1", ("Zürich", "."), ("B-LOC", "O"), 8)
-    path.write_text("EU\nrejects\n \n\n.")
+    path.write_text("EU\n10\u00a0000\n \t\n\n.")
     assert [(sentence.words, sentence.labels) for sentence in read_sentences(path)] == [
-        (("EU", "rejects"), None),
+        (("EU", "10\u00a0000"), None),
         ((".",), None),
     ]
 

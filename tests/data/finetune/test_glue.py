@@ -85,10 +85,20 @@ def test_what_is_wrong_is_named_with_file_and_line(tmp_path):
         (read(stsb.format("five").encode(), "stsb"), r"train\.tsv, line 2: the value 'five' of the column 'score'"),
         (read(stsb.format("inf").encode(), "stsb"), r"line 2: the value 'inf'"),
         (lambda: read_lines(tmp_path / "none.tsv"), r"none\.tsv cannot be read \(No such file"),
-        (lambda: find_file(tmp_path / "no", "train", {"train": ["train.tsv"]}), r"is no folder: give .* train\.tsv"),
+        (lambda: find_file(tmp_path / "no", "train", {"train": ["train.tsv"]}), r"does not exist: give .* train\.tsv"),
         (lambda: find_file(tmp_path, "train", {"train": ["a.txt", "b"]}), r"has no a\.txt or b: give the folder"),
     )
-    assert find_file(tmp_path, "val", {"train": [], "val": ["dev.tsv"]}) is None
+
+
+def test_files_are_found_in_a_folder_or_beside_the_training_file(tmp_path):
+    names = {"train": ["train.tsv"], "val": ["dev.tsv", "valid.tsv"], "test": ["test.tsv"]}
+    for name in ("valid.tsv", "mine.tsv", "train.tsv"):
+        (tmp_path / name).touch()
+    splits = ("train", "val", "test")
+    found = [find_file(tmp_path, split, names) for split in splits]
+    assert found == [tmp_path / "train.tsv", tmp_path / "valid.tsv", None]
+    found = [find_file(tmp_path / "mine.tsv", split, names) for split in splits]
+    assert found == [tmp_path / "mine.tsv", tmp_path / "valid.tsv", None]
 
 
 def test_a_table_gives_its_columns(tmp_path):

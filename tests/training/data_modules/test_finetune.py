@@ -104,7 +104,7 @@ def test_what_is_missing_is_named(tmp_path):
         (lambda: data_of(tmp_path, "test"), "the test file in data.path=.* has no labels"),
         (lambda: data_of(tmp_path).test_dataloader(), r'the test split is not set up: call setup\("test"\)'),
         (lambda: data_of(write_rows(tmp_path, train="text\tlabel\nx\ta\ny\ta\n")), "has the label 'a' only"),
-        (lambda: data_of(tmp_path / "no"), "is no folder: give the one with train.tsv"),
+        (lambda: data_of(tmp_path / "no"), "does not exist: give the folder with train.tsv"),
         (lambda: data_of(tmp_path, tokenizer="none.json"), "data.tokenizer='none.json' cannot be read"),
         (lambda: ClassificationDataModule("cola", path="x"), "data.dataset='cola' is unknown"),
         (lambda: ClassificationDataModule("sst2"), "data.path is missing: give the folder of data.dataset='sst2'"),

@@ -87,7 +87,7 @@ def test_a_run_by_epochs_learns_resumes_is_measured_and_predicts(options, capsys
         ("--data.label=first", "dev.tsv, line 2: the label"),
         ("--data.max_length=4", "data.max_length=4 must be 5 or more"),
         ("--data.dataset=mrpc", "data.dataset='mrpc' has columns of its own"),
-        ("--data.path=nowhere", "data.path='nowhere' is no folder"),
+        ("--data.path=nowhere", "data.path='nowhere' does not exist"),
         ("--model.n_token_types=1", "n_token_types is 1"),
         ("--data.regression=true", "train.tsv, line 2: the value 'no'"),
     ],

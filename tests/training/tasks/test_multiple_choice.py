@@ -77,7 +77,8 @@ def test_a_run_learns_resumes_is_measured_and_predicts(monkeypatch, capsys):
 
 
 def test_what_does_not_fit_is_named(capsys):
-    for option, message in (("--data.path=x", "is no folder"), ("--model.vocab_size=258", "model.vocab_size=258")):
+    wrong = {"--data.path=x": "data.path='x' does not exist", "--model.vocab_size=258": "model.vocab_size=258 is too"}
+    for option, message in wrong.items():
         assert main(["fit", *OPTIONS, option]) == 2
         assert message in capsys.readouterr().err
     Path("train.json").rename("other.json")

@@ -35,7 +35,7 @@ def test_a_run_learns_resumes_is_measured_and_predicts(monkeypatch, capsys):
     assert "labels 3: B-NUM, I-NUM, O" in out
     assert "train 23 rows, 1 truncated to 24 tokens" in out
     losses = [float(part.split()[0]) for part in out.split("val_loss ")[1:]]
-    assert losses[-1] < 0.5 < 1.1  # ln 3
+    assert losses[-1] < 0.5  # ln 3 is 1.1
 
     def interrupt(self, *unused) -> None:
         if self.trainer.global_step == 7:
