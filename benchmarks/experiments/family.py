@@ -21,13 +21,12 @@ from typing import Any
 
 import torch
 import yaml
-from rich.table import Table
 
 from benchmarks.experiments import family_report as report
 from benchmarks.experiments.family_run import Spec
 from benchmarks.harness.options import check_names
 from benchmarks.harness.pictures import Figure
-from benchmarks.harness.runner import AddOption, Benchmark
+from benchmarks.harness.runner import AddOption, Benchmark, print_table
 from linrope.errors import InputError
 from linrope.utils.options import check_keys, check_types
 
@@ -218,12 +217,13 @@ class Family(Benchmark):
         self.runs = report.by_variant(results, list(self.grid.variants))
         self.points = report.rows_of(self.runs, self.grid.reference, self.grid.metric, self.grid.scores)
 
-    def table(self) -> Table:
-        return report.table_of(self.points, self.grid.label, self.grid.reference)
-
-    def remarks(self) -> list[str]:
-        at_a_time = f"Runs were made {self.options.jobs} at a time, so times are rough."
-        return [at_a_time, *([self.failure] if self.failure else [])]
+    def show(self) -> None:
+        if self.points:
+            names = self.points, self.grid.label, self.grid.reference
+            print_table(self.console, report.table_of(*names), [])
+            print_table(self.console, report.table_at_equal_time(*names), ["Times are of runs beside others: rough."])
+        if self.failure:
+            self.console.print(self.failure, markup=False, highlight=False)
 
     @property
     def kept(self) -> str:

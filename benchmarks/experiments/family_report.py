@@ -134,25 +134,37 @@ def steps_to(run: Run, metric: str, loss: float) -> float:
 
 
 def table_of(rows: list[Row], label: str, reference: str) -> Table:
-    """The losses, and beside them the scores."""
+    """The last loss of each variant, and beside it the scores."""
     scores = list(dict.fromkeys(row.metric for row in rows if row.metric != rows[0].metric))
-    columns = [label, f"against {reference}", "training", "at equal time", f"against {reference}", *scores]
-    table = new_table("variant", "seeds", *columns, text=["variant"])
+    table = new_table("variant", "seeds", label, f"against\n{reference}", *scores, text=["variant"])
     found = {(row.variant, row.metric): row for row in rows}
-    for row in rows:
-        if row.metric != rows[0].metric:
-            continue
-        cells = [
+    for row in _losses(rows):
+        of_scores = [found[row.variant, score] for score in scores]
+        table.add_row(
+            row.variant,
+            str(row.seeds),
             with_interval(row.mean, row.interval),
             with_interval(row.difference, row.difference_interval, share=True),
+            *(with_interval(one.mean, one.interval, digits=1) for one in of_scores),
+        )
+    return table
+
+
+def table_at_equal_time(rows: list[Row], label: str, reference: str) -> Table:
+    """The loss of each variant when the fastest one ends."""
+    table = new_table("variant", "training", f"{label},\nat equal time", f"against\n{reference}", text=["variant"])
+    for row in sorted(_losses(rows), key=lambda row: row.at_equal_seconds):
+        table.add_row(
+            row.variant,
             duration_text(row.seconds),
             with_interval(row.at_equal_seconds, row.interval_at_equal_seconds),
             with_interval(row.difference_at_equal_seconds, row.difference_interval_at_equal_seconds, share=True),
-        ]
-        of_scores = [found[row.variant, score] for score in scores]
-        cells += [with_interval(one.mean, one.interval, digits=1) for one in of_scores]
-        table.add_row(row.variant, str(row.seeds), *cells)
+        )
     return table
+
+
+def _losses(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row.metric == rows[0].metric]
 
 
 def with_interval(mean: float, half: float, share: bool = False, digits: int = 3) -> str:
