@@ -57,9 +57,14 @@ class FamilyGrid:
     scores: list[str] = field(default_factory=list)
     """Metrics of `linrope test` to report, such as test_bleu; none makes no test."""
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    pictures: dict[str, Any] = field(default_factory=dict)
+    """Titles and variants of the pictures, by the ending of their names; without any there is one, of the six best."""
 
     def __post_init__(self) -> None:
         check_types(self)
+        for title, variants in self.pictures.values():
+            if unknown := [name for name in variants if name not in self.variants]:
+                raise InputError(f"pictures: {title!r} shows {', '.join(unknown)}, which is no variant.")
         earlier: list[str] = []
         for name, options in self.variants.items():
             start = (options or {}).get(START_FROM)
@@ -236,8 +241,13 @@ class Family(Benchmark):
         return {"title": self.grid.title, "question": self.grid.question, "reference": self.grid.reference}
 
     def figures(self) -> dict[str, Figure]:
-        grid = self.grid
-        return {"": report.figure_of(self.runs, self.points, grid.metric, grid.label, grid.title)}
+        grid, finished = self.grid, [row.variant for row in self.points if row.metric == self.grid.metric]
+        pictures = grid.pictures or {"": (grid.title, finished[: report.LINES])}
+        found = {}
+        for ending, (title, names) in pictures.items():
+            if runs := {name: self.runs[name] for name in names if name in finished}:
+                found[ending] = report.figure_of(runs, title, grid.metric, grid.label)
+        return found
 
     @classmethod
     def redraw(cls, file: Path) -> list[Path]:

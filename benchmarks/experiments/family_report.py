@@ -175,12 +175,11 @@ def with_interval(mean: float, half: float, share: bool = False, digits: int = 3
     return text if math.isnan(half) else f"{text} ± {own}"
 
 
-def figure_of(runs: Runs, rows: list[Row], metric: str, label: str, title: str) -> Figure:
-    """The loss against steps, of the best variants: the mean over seeds, and a band from the lowest to the highest."""
+def figure_of(runs: Runs, title: str, metric: str, label: str) -> Figure:
+    """The loss against steps: the mean over seeds, and a band from the lowest to the highest."""
     axes = new_axes(title)
-    best = [row.variant for row in rows if row.metric == metric][:LINES]
-    for name, color in zip(best, COLORS, strict=False):
-        curves = [run["curve"] for run in runs[name].values()]
+    for (name, own), color in zip(runs.items(), COLORS, strict=False):
+        curves = [run["curve"] for run in own.values()]
         length = min(map(len, curves))
         steps = [row["step"] for row in curves[0][:length]]
         losses = np.array([[row[metric] for row in curve[:length]] for curve in curves])

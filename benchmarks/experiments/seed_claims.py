@@ -186,7 +186,7 @@ def faster_than_bert(results: Path) -> Finding:
     )
     if not math.isnan(steps.mean):
         text += f" RoPE has the others' last loss after {steps.mean:.0%} of the steps.".replace("%", " %")
-    return Finding(text, verdict_of(difference), "family/masked_lm/family.png")
+    return Finding(text, verdict_of(difference), "family/masked_lm/family-bert.png")
 
 
 def linear_roformer(results: Path) -> Finding:

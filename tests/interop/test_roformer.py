@@ -205,7 +205,10 @@ def test_what_is_no_roformer_is_refused(tmp_path):
     file.write_bytes(file.read_bytes()[:1000])
     assert_input_errors(
         (lambda: load_roformer(damaged), "pytorch_model.bin"),
-        (lambda: load_roformer(folder("unsafe", {"x": Path("x")})), "pytorch_model.bin. is damaged or no checkpoint: it cannot be read safely"),
+        (
+            lambda: load_roformer(folder("unsafe", {"x": Path("x")})),
+            "pytorch_model.bin. is damaged or no checkpoint: it cannot be read safely",
+        ),
         (lambda: load_roformer(folder("list", [1, 2])), "is no dictionary of tensors"),
         (lambda: load_roformer(folder("cross", add_cross_attention=True)), "add_cross_attention=true: only bidirect"),
         (lambda: load_roformer(folder("odd", hidden_act="mish")), "hidden_act='mish': known are gelu"),
