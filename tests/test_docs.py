@@ -187,12 +187,14 @@ def test_options_and_names_exist():
     """`data.path`, `rope.base`, `linrope.interop`, ...: what stands alone in inline code, or with a value."""
     values = parse(["linrope", "fit", "--config", "configs/quickstart.yaml"]).as_dict()
     values = {section: options for section, options in values.items() if isinstance(options, dict)}
-    values["rope"] = values["model"]["rope"]
+    values |= {section: values["model"][section] for section in ("rope", "positions")}
     for page in PAGES:
         for code in inline_code(page):
             name = re.match(r"(\w+(?:\.\w+)+)(: .*)?$", code)
             if name and (section := name[1].split(".")[0]) in values:
                 options = values[section]
-                assert name[1].split(".", 1)[1] in options.get("init_args", options), f"{page.name}: {code}"
+                for option in name[1].split(".")[1:]:
+                    assert option in options.get("init_args", options), f"{page.name}: {code}"
+                    options = options[option]
             elif name and section == "linrope":
                 pkgutil.resolve_name(name[1])

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from linrope import InputError, LanguageModel, LanguageModelConfig, RotaryConfig, segmented_loss
 from linrope.layers.state import detach, reset_rows, tensors_of
 from linrope.losses import summed_cross_entropy
+from linrope.positions.base import PositionsConfig
 from tests.conftest import covering
 from tests.models.test_language_model import awake
 
@@ -28,7 +29,7 @@ MODELS = {
     "rope in both sums": {"rope": RotaryConfig(placement="both")},
     "frequencies trained by head": {"rope": RotaryConfig(base=[10.0, 100.0], trainable=True), "forget_gate": True},
     "before the map, learned map": {"rope": RotaryConfig(placement="before_map"), "feature_map": "hedgehog"},
-    "sinusoids": {"rope": None, "sinusoidal": True, "short_conv": 4},
+    "sinusoids": {"positions": PositionsConfig("sinusoidal"), "short_conv": 4},
     "window": {"attention": ["linear", "softmax"], "window": 6, "short_conv": 3},
 }
 T = 101

@@ -1,4 +1,4 @@
-"""`linrope export`: write a trained model for transformers."""
+"""`linrope export`: write a trained model for transformers, or for linrope where transformers has no such model."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from pathlib import Path
 from linrope.cli.checkpoint import named_checkpoint
 from linrope.cli.output import say
 from linrope.cli.parser import parse_command
-from linrope.errors import InputError
-from linrope.interop.roformer import export_roformer
+from linrope.interop.roformer import export_roformer, what_transformers_lacks
 from linrope.models.base import ModelConfig, load_model
 from linrope.models.encoder import EncoderModel
 from linrope.models.language_model import LanguageModel
@@ -35,12 +34,13 @@ def run(args: Sequence[str]) -> None:
     require_free_folder(Path(config.output), config.overwrite)
     path = named_checkpoint(config.ckpt_path)
     model = load_model(path, ModelConfig)
-    if isinstance(model, EncoderModel):
-        export_roformer(model, config.output, overwrite=config.overwrite)
-    elif isinstance(model, LanguageModel):
+    if isinstance(model, LanguageModel):
         from linrope.interop import transformers as hf  # an optional package
 
         hf.export(model, config.output, overwrite=config.overwrite)
+    elif isinstance(model, EncoderModel) and not what_transformers_lacks(model.config):
+        export_roformer(model, config.output, overwrite=config.overwrite)
     else:
-        raise InputError(f"--ckpt_path={path!r} holds a {type(model).__name__}, which transformers has no model for.")
+        model.save_pretrained(config.output)
+        say(f"transformers has no model like this {type(model).__name__}; linrope.models.base.load_model reads it")
     say(f"wrote {config.output}")

@@ -11,10 +11,12 @@ from jsonargparse import Namespace
 from linrope.cli.training import ConfigCLI, n_devices, writes_text
 from linrope.errors import InputError
 from linrope.profiling.fake_tensors import shapes_only
-from linrope.profiling.run_plan import Setting, measure_rate
+from linrope.profiling.run_plan import AUTOCAST, Setting, measure_rate
 from linrope.profiling.run_plan import show as show_plan
 from linrope.segmented import require_segments
 from linrope.training.precision import AUTO, automatic_precision, is_nvidia
+from linrope.training.task_plan import measure_step
+from linrope.training.task_plan import show as show_task_plan
 from linrope.utils.formatting import parse_bytes
 from linrope.utils.memory import keep_freed_memory
 
@@ -44,7 +46,7 @@ def run(args: Sequence[str]) -> None:
     cli = ConfigCLI("plan", args, PlanOptions)
     config, options = cli.config_init, cli.options
     if not writes_text(cli.task):
-        raise InputError(f"`linrope plan` estimates language models only so far, not task={cli.config.task!r}.")
+        return plan_task(cli)
     if config.segment_length is not None:
         require_segments(shapes_only(config.model), config.segment_length)
     setting = planned(config)
@@ -57,11 +59,37 @@ def run(args: Sequence[str]) -> None:
     show_plan(cli.console, setting, options.memory, rate)
 
 
+def plan_task(cli: ConfigCLI) -> None:
+    """Print the plan of another task than language modeling, from its first batch."""
+    config, given = cli.config_init, cli.options
+    if given.memory is not None or given.tokens_per_second is not None:
+        name = "memory" if given.memory is not None else "tokens_per_second"
+        raise InputError(f"--{name} is for language models: the plan of task={cli.config.task!r} measures a step.")
+    cli.count_steps()
+    task, data = cli.build_task(), config.data
+    data.setup("fit")
+    data.require_vocabulary(task.model_config.vocab_size)
+    batch = next(iter(data.train_dataloader()))
+    precision = precision_of(config)
+    if precision not in AUTOCAST:
+        raise InputError(f"trainer.precision={precision!r} is unknown to `linrope plan`: try {', '.join(AUTOCAST)}.")
+    trainer = config.trainer
+    step = measure_step(task, batch, AUTOCAST[precision])
+    show_task_plan(cli.console, task, step, trainer.max_steps, trainer.accumulate_grad_batches, n_devices(trainer))
+
+
+def precision_of(config: Namespace) -> str:
+    """`trainer.precision`, or what "auto" stands for."""
+    trainer = config.trainer
+    if trainer.precision == AUTO:
+        return automatic_precision(trainer.accelerator)[0]
+    return str(trainer.precision or "32-true")
+
+
 def planned(config: Namespace) -> Setting:
     """The part of a run's configuration that its costs depend on."""
     data, trainer = config.data, config.trainer
     gpu = is_nvidia(trainer.accelerator)
-    automatic = trainer.precision == AUTO
     devices = n_devices(trainer)
     plan = data.plan_for(trainer.accumulate_grad_batches * devices)
     if trainer.max_steps >= 1:
@@ -73,7 +101,7 @@ def planned(config: Namespace) -> Setting:
         max_steps=trainer.max_steps,
         segment_length=config.segment_length,
         document_mask=data.document_mask,
-        precision=automatic_precision(trainer.accelerator)[0] if automatic else str(trainer.precision or "32-true"),
+        precision=precision_of(config),
         averaged=config.run.ema_decay is not None,
         device="cuda" if gpu else "cpu",
     )

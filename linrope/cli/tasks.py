@@ -11,14 +11,22 @@ from linrope.cli.own_classes import import_class
 from linrope.cli.parser import options_in
 from linrope.errors import InputError, suggest
 from linrope.training.task import TrainingTask
+from linrope.training.tasks.classification import ClassificationModule
 from linrope.training.tasks.language_modeling import LanguageModelingModule
 from linrope.training.tasks.masked_lm import MaskedLMModule
+from linrope.training.tasks.multiple_choice import MultipleChoiceModule
+from linrope.training.tasks.question_answering import QuestionAnsweringModule
+from linrope.training.tasks.token_classification import TokenClassificationModule
 from linrope.training.tasks.translation import TranslationModule
 from linrope.utils.options import class_path_of
 
 TASKS: dict[str, type[TrainingTask]] = {
     LANGUAGE_MODELING: LanguageModelingModule,
     "masked_lm": MaskedLMModule,
+    "classification": ClassificationModule,
+    "multiple_choice": MultipleChoiceModule,
+    "question_answering": QuestionAnsweringModule,
+    "token_classification": TokenClassificationModule,
     "translation": TranslationModule,
 }
 """The LightningModule of each task; its `config_class` and `data_class` are the sections model and data."""

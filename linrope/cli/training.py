@@ -264,6 +264,33 @@ class ConfigCLI(LightningCLI):
         except ValueError as error:  # a logger whose package is not installed, for example
             raise InputError(str(error)) from error
 
+    def build_task(self) -> TrainingTask:
+        """The task with a new model. InputError if its weights do not fit into this machine's memory."""
+        config = self.config_init
+        require_memory(config.model)
+        own = {name: config[name] for name in self.task.own_sections}
+        if writes_text(self.task):
+            own["segment_length"] = config.segment_length
+        return self.task(config.model, config.optimizer, seed=config.seed_everything, **own)
+
+    def count_steps(self) -> None:
+        """Replace `trainer.max_epochs` by `trainer.max_steps`, for data that has epochs."""
+        trainer, data = self.config_init.trainer, self.config_init.data
+        if (epochs := trainer.max_epochs) in (None, -1):
+            return
+        data.open()
+        steps = data.steps_per_epoch_for(trainer.accumulate_grad_batches * n_devices(trainer))
+        if steps is None:
+            raise InputError(
+                f"trainer.max_epochs={epochs} has no meaning here: training draws from an endless stream of samples. "
+                "Set trainer.max_steps."
+            )
+        if trainer.max_steps != -1:
+            raise InputError(
+                f"trainer.max_epochs={epochs} and trainer.max_steps={trainer.max_steps} exclude each other: give one."
+            )
+        trainer.max_steps, trainer.max_epochs = epochs * steps, -1
+
 
 class TrainingCLI(ConfigCLI):
     """The run of a command with a checkpoint: its data, model and Trainer. This class measures; `FitCLI` trains.
@@ -284,11 +311,7 @@ class TrainingCLI(ConfigCLI):
         trained = self.check_checkpoint()
         self.why_precision = self._resolve_precision()
         self.datamodule = config.data
-        require_memory(config.model)
-        own = {name: config[name] for name in self.task.own_sections}
-        if writes_text(self.task):
-            own["segment_length"] = config.segment_length
-        self.model = self.task(config.model, config.optimizer, seed=config.seed_everything, **own)
+        self.model = self.build_task()
         if trained is not None:
             self.model.model, self.ckpt_path = trained, None
         self.trainer = self.instantiate_trainer()
@@ -333,9 +356,7 @@ class TrainingCLI(ConfigCLI):
         return contents
 
     def instantiate_trainer(self) -> Trainer:
-        if (epochs := self.config_init.trainer.max_epochs) not in (None, -1):
-            self.config_init.trainer.max_steps = self._steps_of(epochs)
-            self.config_init.trainer.max_epochs = -1
+        self.count_steps()
         for name in ("devices", "num_nodes"):
             number = str(getattr(self.config_init.trainer, name))
             if number.isdecimal() and int(number) > MAX_PROCESSES:
@@ -352,23 +373,6 @@ class TrainingCLI(ConfigCLI):
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # neither the user's nor a special strategy's
             trainer.strategy.checkpoint_io = WholeCheckpointIO()
         return trainer
-
-    def _steps_of(self, epochs: int) -> int:
-        """The optimizer steps of `trainer.max_epochs`, for data that has epochs."""
-        trainer = self.config_init.trainer
-        batches_per_step = trainer.accumulate_grad_batches * n_devices(trainer)
-        self.datamodule.open()
-        steps = self.datamodule.steps_per_epoch_for(batches_per_step)
-        if steps is None:
-            raise InputError(
-                f"trainer.max_epochs={epochs} has no meaning here: training draws from an endless stream of samples. "
-                "Set trainer.max_steps."
-            )
-        if trainer.max_steps != -1:
-            raise InputError(
-                f"trainer.max_epochs={epochs} and trainer.max_steps={trainer.max_steps} exclude each other: give one."
-            )
-        return epochs * steps
 
     def given_callbacks(self) -> list[Callback]:
         """The callbacks of `trainer.callbacks`."""

@@ -87,7 +87,7 @@ def read_runs(paths: Sequence[str]) -> tuple[list[RunCurves], str]:
     for path, file in zip(paths, files):
         if files.count(file) > 1:
             raise InputError(f"run {path!r} is named twice: {file}.")
-    logs = [_read_log(file) for file in files]
+    logs = [read_log(file) for file in files]
     in_bytes = all(_columns(log) >= {"train_bpb"} or _columns(log) >= {"val_bpb"} for log in logs)
     metric, unit = ("bpb", "bits per byte") if in_bytes else ("loss", "nats per token")
     runs = [_curves(name, file, log, metric) for name, file, log in zip(names_of(files), files, logs)]
@@ -126,7 +126,7 @@ def _columns(log: Log) -> set[str]:
     return set().union(*log)
 
 
-def _read_log(file: Path) -> Log:
+def read_log(file: Path) -> Log:
     """The rows of a log, each with its finite numbers by column, but for a last line that is still being written."""
     try:
         text = file.read_text(encoding="utf-8")

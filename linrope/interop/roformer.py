@@ -126,6 +126,12 @@ def is_roformer(path: str | Path) -> bool:
         return False
 
 
+def what_transformers_lacks(config: EncoderConfig) -> list[str]:
+    """The options with which transformers' RoFormer computes something else."""
+    needed = {"attention": "softmax", "rope": EncoderConfig().rope}
+    return [f"{name}={getattr(config, name)!r}" for name, value in needed.items() if getattr(config, name) != value]
+
+
 def export_roformer(model: EncoderModel, folder: str | Path, *, overwrite: bool = False) -> None:
     """Write a softmax encoder as transformers reads it: config.json and model.safetensors.
 
@@ -134,8 +140,7 @@ def export_roformer(model: EncoderModel, folder: str | Path, *, overwrite: bool 
             without `overwrite`.
     """
     config, folder = model.config, Path(folder)
-    differing = {"attention": (config.attention, "softmax"), "rope": (config.rope, EncoderConfig().rope)}
-    if wrong := [f"{name}={found!r}" for name, (found, needed) in differing.items() if found != needed]:
+    if wrong := what_transformers_lacks(config):
         raise InputError(f"transformers' RoFormer has no {', '.join(wrong)}: it has softmax attention and plain RoPE.")
     require_free_folder(folder, overwrite)
     values = {hf_name: getattr(config, name) for hf_name, name in OPTIONS.items()}

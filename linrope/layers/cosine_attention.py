@@ -14,6 +14,8 @@ from linrope.layers.attention import Attention, AttentionOptions, checked_head_d
 from linrope.layers.linear_attention import run_operator
 from linrope.ops.call import without_autocast
 from linrope.ops.state import State
+from linrope.positions.base import PositionsConfig
+from linrope.positions.table import require_without_weights, rope_beside
 from linrope.rotary import RotaryConfig, RotaryEmbedding, check_config
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ class CosineAttention(Attention):
     Args:
         d_model, n_heads, head_dim, causal: as in `LinearAttention`.
         rope: rotates q and k; None for no positions. Its placement must be the default.
+        positions: as in `LinearAttention`.
         eps: ε.
         backend: of `linear_attention`.
         options: short_conv, conv_silu, output_norm, output_gate and bias, see `AttentionOptions`.
@@ -51,12 +54,15 @@ class CosineAttention(Attention):
         *,
         head_dim: int | None = None,
         rope: RotaryConfig | None = RotaryConfig(),
+        positions: PositionsConfig | None = None,
         causal: bool = True,
         eps: float = 1e-6,
         backend: str = "auto",
         **options: Unpack[AttentionOptions],
     ):
         check_config(rope)
+        require_without_weights(positions, "cosine")
+        rope = rope_beside(positions, rope)
         head_dim = checked_head_dim(d_model, n_heads, head_dim)
         if rope is not None:
             require_choice("rope.placement", rope.placement, ("numerator",))

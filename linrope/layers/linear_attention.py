@@ -21,6 +21,8 @@ from linrope.ops.call import without_autocast
 from linrope.ops.linear_attention import linear_attention
 from linrope.ops.state import State, merge
 from linrope.ops.summarize import summarize
+from linrope.positions.base import PositionsConfig
+from linrope.positions.table import require_without_weights, rope_beside
 from linrope.rotary import RotaryConfig, RotaryEmbedding, check_config, half_of
 
 if TYPE_CHECKING:
@@ -41,6 +43,8 @@ class LinearAttention(Attention):
         head_dim: size of each head; None for d_model / n_heads.
         rope: how queries and keys are rotated, and in which sums (`rope.placement`, see `linrope.RotaryConfig`); None
             for no positions.
+        positions: the position encoding; None for `rope`. "none", and "sinusoidal" and "learned", which the model adds
+            to its embeddings, take the place of `rope`; the others need the matrix of attention weights.
         feature_map: φ, a name in `linrope.feature_maps.feature_map_names()`, or a callable that keeps the size of a
             head (a module is trained and saved with the layer). "favor", "hedgehog" and "taylor" are modules made for
             these heads; RoPE rotates their features (without the last one if their number is odd).
@@ -57,7 +61,8 @@ class LinearAttention(Attention):
 
     Raises:
         InputError: sizes that do not fit, unknown names, `short_conv`, `forget_gate` or `rope.placement="selective"`
-            with `causal=False`, a `rope.rotary_dim` that leaves no dimension to the denominator.
+            with `causal=False`, a `rope.rotary_dim` that leaves no dimension to the denominator, positions
+            that need the attention weights.
     """
 
     past_type = State
@@ -69,6 +74,7 @@ class LinearAttention(Attention):
         *,
         head_dim: int | None = None,
         rope: RotaryConfig | None = RotaryConfig(),
+        positions: PositionsConfig | None = None,
         feature_map: str | Callable[[Tensor], Tensor] = "elu1",
         temperature: bool = False,
         normalize: str = "plain",
@@ -85,6 +91,8 @@ class LinearAttention(Attention):
             raise InputError(f"gate_normalizer={gate_normalizer} divides the forget gate's log decay: set forget_gate.")
         require_choice("normalize", normalize, ("plain", "none"))
         check_config(rope)
+        require_without_weights(positions, "linear")
+        rope = rope_beside(positions, rope)
         placement = None if rope is None else rope.placement
         if placement == "selective" and not causal:
             raise InputError("rope.placement='selective' sums angles along the row: it needs causal=True.")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from linrope.errors import InputError
 from linrope.layers.attention import Attention, AttentionOptions, checked_head_dim
+from linrope.layers.initialisation import reset
 from linrope.ops.softmax import KeyValueCache, extend_cache, softmax_attention
+from linrope.positions.base import PositionsConfig, Sizes
+from linrope.positions.table import encoding_of, rope_beside
 from linrope.rotary import RotaryConfig, RotaryEmbedding, check_config
 
 if TYPE_CHECKING:
@@ -20,12 +24,16 @@ class SoftmaxAttention(Attention):
     Args:
         d_model, n_heads, head_dim, causal: as in `LinearAttention`.
         rope: as there; its placement is ignored.
+        positions: the position encoding; None for RoPE as `rope` says, which another one replaces. Those in the
+            attention weights form the matrix of all pairs (T, S) in each call; sinusoidal and learned ones are for the
+            model to add to its embeddings.
         window: see the last `window` tokens only, the present one included. Time and memory are then linear in the
             length, and the cache holds `window - 1` tokens. None sees all.
         options: short_conv, conv_silu, output_norm, output_gate and bias, see `AttentionOptions`.
 
     Raises:
-        InputError: sizes that do not fit, a window below 1, `short_conv` or a window with `causal=False`.
+        InputError: sizes that do not fit, a window below 1, `short_conv` or a window with `causal=False`, a window or
+            options of `rope` with another encoding; in a call: more tokens than `positions.length` (tupe).
     """
 
     past_type = KeyValueCache
@@ -37,6 +45,7 @@ class SoftmaxAttention(Attention):
         *,
         head_dim: int | None = None,
         rope: RotaryConfig | None = RotaryConfig(),
+        positions: PositionsConfig | None = None,
         window: int | None = None,
         causal: bool = True,
         **options: Unpack[AttentionOptions],
@@ -46,11 +55,22 @@ class SoftmaxAttention(Attention):
         if window is not None and not causal:
             raise InputError(f"window={window} sees earlier tokens only: it needs causal=True.")
         check_config(rope)
+        rope = rope_beside(positions, rope)
         head_dim = checked_head_dim(d_model, n_heads, head_dim)
         if rope is not None:
             rope = RotaryEmbedding.from_config(head_dim, replace(rope, placement="numerator"))
         super().__init__(d_model, n_heads, head_dim=head_dim, rope=rope, causal=causal, **options)
         self.window = window
+        self.encoding = encoding_of(positions, Sizes(d_model, n_heads, head_dim, causal))
+        if self.encoding is not None and window is not None:
+            raise InputError(
+                f"window={window} does not go with positions.name={positions.name!r}, which needs the matrix of all "
+                "pairs: set window to None, or positions.name to 'rope'."
+            )
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        reset(self.encoding)
 
     def attend(self, x, q, k, v, past, segment_ids, key_mask, positions, outputs):
         scale = None
@@ -64,7 +84,8 @@ class SoftmaxAttention(Attention):
         options = {"window": self.window, "key_mask": key_mask, "segment_ids": segment_ids, "cache": past}
         if not outputs:
             return None, extend_cache(k, v, **options)
-        return softmax_attention(q, k, v, causal=self.causal, scale=scale, **options)
+        attend = None if self.encoding is None else partial(self.encoding.attend, positions=positions)
+        return softmax_attention(q, k, v, causal=self.causal, scale=scale, attend=attend, **options)
 
     def past_bytes(self, context, dtype):
         kept = context if self.window is None else min(context, self.window - 1)

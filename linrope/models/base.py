@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from linrope.errors import InputError
 from linrope.models.saving import read_model, write_folder
+from linrope.positions.table import require_without_weights, rope_beside
 from linrope.utils.options import check_keys, class_path_of, loaded_subclass
 
 AnyModel = TypeVar("AnyModel", bound="Model")
@@ -53,6 +54,17 @@ class ModelConfig:
             raise InputError(f"dropout={self.dropout} must be at least 0 and below 1.")
         if not 0 <= self.norm_eps < math.inf:
             raise InputError(f"norm_eps={self.norm_eps} must be a finite number, at least 0.")
+
+    def settle_positions(self, linear: Iterable[str]) -> None:
+        """Set `rope` to None where `positions` names another encoding.
+
+        Raises:
+            InputError: options of `rope` beside another encoding, or one that `linear`, the types of attention that are
+                not softmax, cannot have.
+        """
+        for attention in linear:
+            require_without_weights(self.positions, attention)
+        object.__setattr__(self, "rope", rope_beside(self.positions, self.rope))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelConfig:

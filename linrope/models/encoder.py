@@ -19,6 +19,8 @@ from linrope.layers.linear_attention import LinearAttention
 from linrope.layers.softmax_attention import SoftmaxAttention
 from linrope.models.base import Model, ModelConfig, check_tokens
 from linrope.ops.checks import check_tensor
+from linrope.positions.base import PositionsConfig
+from linrope.positions.table import embedding_of
 from linrope.rotary import RotaryConfig, check_config
 from linrope.utils.options import check_types
 
@@ -50,7 +52,9 @@ class EncoderConfig(ModelConfig):
     attention: Literal["linear", "softmax"] = "linear"
     """Attention of all layers."""
     rope: RotaryConfig | None = field(default_factory=RotaryConfig)
-    """How queries and keys are rotated by their position; null for no positions."""
+    """How queries and keys are rotated by their position, with `positions.name: rope`; null for no positions."""
+    positions: PositionsConfig = field(default_factory=PositionsConfig)
+    """The position encoding; one that is not rope takes the place of RoPE in all layers."""
     rotate_values: bool = False
     """Rotate the values too (`rotary_value` of transformers)."""
     feature_map: str = "elu1"
@@ -84,6 +88,7 @@ class EncoderConfig(ModelConfig):
         require_choice("activation", self.activation, ACTIVATIONS)
         require_feature_map(self.feature_map)
         self.require_dropout_and_eps()
+        self.settle_positions([] if self.attention == "softmax" else [self.attention])
 
     @property
     def embedding_width(self) -> int:
@@ -109,7 +114,8 @@ class EncoderBlock(nn.Module):
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        options = {"rope": config.rope, "causal": False, "bias": True, "rotate_values": config.rotate_values}
+        options = {"rope": config.rope, "positions": config.positions, "rotate_values": config.rotate_values}
+        options |= {"causal": False, "bias": True}
         if config.attention == "linear":
             self.attention = LinearAttention(config.d_model, config.n_heads, feature_map=config.feature_map, **options)
         else:
@@ -200,6 +206,7 @@ class RoFormerEncoder(EncoderModel):
         width = config.embedding_width
         self.embedding = nn.Embedding(config.vocab_size, width)
         self.token_types = nn.Embedding(config.n_token_types, width)
+        self.positions = embedding_of(config.positions, width)
         self.embedding_norm = nn.LayerNorm(width, eps=config.norm_eps)
         self.projection = None if width == config.d_model else Linear(width, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
@@ -227,7 +234,10 @@ class RoFormerEncoder(EncoderModel):
         """
         self.check(tokens, key_mask, token_types)
         types = self.token_types.weight[0] if token_types is None else self.token_types(token_types)
-        x = self.dropout(self.embedding_norm(self.embedding(tokens) + types))
+        x = self.embedding(tokens) + types
+        if self.positions is not None:
+            x = x + self.positions.embed(torch.arange(tokens.shape[1], device=x.device)).to(x.dtype)
+        x = self.dropout(self.embedding_norm(x))
         if self.projection is not None:
             x = self.projection(x)
         for block in self.blocks:

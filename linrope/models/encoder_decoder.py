@@ -24,7 +24,8 @@ from linrope.losses import rows_of_slice, summed_cross_entropy_of
 from linrope.models.base import Model, ModelConfig, check_tokens
 from linrope.models.language_model import EMBEDDING_STD, GatedMLP, gated_width
 from linrope.ops.checks import check_tensor
-from linrope.positions.sinusoidal import sinusoids
+from linrope.positions.base import PositionsConfig
+from linrope.positions.table import embedding_of
 from linrope.rotary import RotaryConfig, check_config
 from linrope.utils.options import check_types
 
@@ -47,8 +48,9 @@ class EncoderDecoderConfig(ModelConfig):
     """Attention of all layers. With linear the state of decoding has a constant size."""
     rope: RotaryConfig | None = field(default_factory=RotaryConfig)
     """How queries and keys are rotated in self-attention and cross-attention; null for no rotation."""
-    sinusoidal: bool = False
-    """Add sines and cosines of the position to the token embeddings; it needs `rope: null`."""
+    positions: PositionsConfig = field(default_factory=PositionsConfig)
+    """The position encoding; one that is not rope takes the place of RoPE. Encodings in the attention weights act in
+    self-attention."""
     feature_map: str = "elu1"
     """Feature map of linear attention."""
     d_ff: int | None = None
@@ -64,12 +66,9 @@ class EncoderDecoderConfig(ModelConfig):
         check_config(self.rope)
         check_types(self)
         self.require_positive("vocab_size", "d_model", "n_encoder_layers", "n_decoder_layers", "n_heads", "d_ff")
-        if self.sinusoidal and self.rope is not None:
-            raise InputError("sinusoidal=True does not go with rope: set rope to null, or sinusoidal to false.")
-        if self.sinusoidal and self.d_model % 2:
-            raise InputError(f"sinusoidal=True needs an even d_model, not {self.d_model}.")
         require_feature_map(self.feature_map)
         self.require_dropout_and_eps()
+        self.settle_positions([] if self.attention == "softmax" else [self.attention])
 
     @property
     def mlp_width(self) -> int:
@@ -82,10 +81,10 @@ class EncoderDecoderConfig(ModelConfig):
 
 
 def _self_attention(config: EncoderDecoderConfig, causal: bool) -> Attention:
+    options = {"rope": config.rope, "positions": config.positions, "causal": causal}
     if config.attention == "softmax":
-        return SoftmaxAttention(config.d_model, config.n_heads, rope=config.rope, causal=causal)
-    options = {"rope": config.rope, "feature_map": config.feature_map, "causal": causal}
-    return LinearAttention(config.d_model, config.n_heads, **options)
+        return SoftmaxAttention(config.d_model, config.n_heads, **options)
+    return LinearAttention(config.d_model, config.n_heads, feature_map=config.feature_map, **options)
 
 
 def _norm(config: EncoderDecoderConfig) -> nn.RMSNorm:
@@ -150,6 +149,7 @@ class EncoderDecoder(Model):
     def __init__(self, config: EncoderDecoderConfig):
         super().__init__(config)
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.positions = embedding_of(config.positions, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.encoder = nn.ModuleList(EncoderBlock(config) for _ in range(config.n_encoder_layers))
         self.decoder = nn.ModuleList(DecoderBlock(config) for _ in range(config.n_decoder_layers))
@@ -266,9 +266,9 @@ class EncoderDecoder(Model):
 
     def _embedded(self, tokens: Tensor, offset: int) -> Tensor:
         x = self.embedding(tokens)
-        if self.config.sinusoidal:  # of the embeddings' size, as in the language model
-            positions = torch.arange(offset, offset + tokens.shape[1], device=x.device)
-            x = x + (EMBEDDING_STD * 2**0.5 * sinusoids(positions, self.config.d_model)).to(x.dtype)
+        if self.positions is not None:
+            at = torch.arange(offset, offset + tokens.shape[1], device=x.device)
+            x = x + self.positions.embed(at).to(x.dtype)
         return self.dropout(x)
 
     def _check(self, name: str, tokens: Tensor) -> None:

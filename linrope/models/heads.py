@@ -60,15 +60,16 @@ class MaskedLM(EncoderWithHead):
         """
         x = self.encoder(tokens, key_mask, token_types)
         if targets is None:
-            return self._logits(x)
+            return self.logits_of(x)
         if targets.shape != tokens.shape:
             raise InputError(
                 f"targets is {tuple(targets.shape)}, tokens {tuple(tokens.shape)}: pass one for each token."
             )
         asked = targets != IGNORE
-        return F.cross_entropy(self._logits(x[asked]).float(), targets[asked], reduction="sum")
+        return F.cross_entropy(self.logits_of(x[asked]).float(), targets[asked], reduction="sum")
 
-    def _logits(self, x: Tensor) -> Tensor:
+    def logits_of(self, x: Tensor) -> Tensor:
+        """Logits (..., vocab_size) of what the encoder gives, (..., d_model)."""
         weight = self.encoder.embedding.weight if self.output is None else self.output.weight
         return F.linear(self.norm(self.activation(self.dense(x))), weight, self.bias)
 

@@ -25,7 +25,8 @@ from linrope.losses import rows_of_slice, summed_cross_entropy_of, token_losses_
 from linrope.models.base import Model, ModelConfig, check_tokens
 from linrope.ops.documents import check_segment_ids
 from linrope.ops.swiglu import swiglu
-from linrope.positions.sinusoidal import sinusoids
+from linrope.positions.base import TABLE_STD, PositionsConfig
+from linrope.positions.table import embedding_of
 from linrope.rotary import RotaryConfig, check_config
 from linrope.utils.options import check_types
 
@@ -38,7 +39,7 @@ ATTENTION_TYPES = {
 """The layer of each type of attention, and its own options."""
 SHARED_OPTIONS = ("short_conv", "conv_silu", "output_norm", "output_gate")
 """Options of all attention layers. Layers and configuration use the same names."""
-EMBEDDING_STD = 0.02
+EMBEDDING_STD = TABLE_STD
 """Standard deviation of the token embeddings at the start: small, for logits close to 0."""
 INITIAL_OUTPUT_NORM = 0.1
 """Weight of `output_norm` at the start. With 1, attention would add ten times the embeddings (in four layers)."""
@@ -64,11 +65,11 @@ class LanguageModelConfig(ModelConfig):
     """Attention of the layers, linear, softmax or cosine (linear, with the similarity 1 + cos); a list gives the first
     layers' and repeats over the others."""
     rope: RotaryConfig | None = field(default_factory=RotaryConfig)
-    """How queries and keys are rotated by their position; null for no positions."""
+    """How queries and keys are rotated by their position, with `positions.name: rope`; null for no positions."""
     rope_layers: list[int] | None = None
     """Numbers of the layers with `rope`, from 0; null for all layers."""
-    sinusoidal: bool = False
-    """Add sines and cosines of the position to the token embeddings; with `rope: null` they are the only positions."""
+    positions: PositionsConfig = field(default_factory=PositionsConfig)
+    """The position encoding; one that is not rope takes the place of RoPE in all layers."""
     feature_map: str = "elu1"
     """Feature map of linear layers: elu1, relu, exp, identity or softmax; favor (random); hedgehog or taylor (learned,
     one for each head); or one of your own (`linrope.register_feature_map`)."""
@@ -111,10 +112,6 @@ class LanguageModelConfig(ModelConfig):
             raise InputError(
                 f"rope_layers={self.rope_layers} must be in 0 … {self.n_layers - 1}, the numbers of the layers."
             )
-        if self.sinusoidal and self.d_model % 2:
-            raise InputError(
-                f"sinusoidal=True needs an even d_model, not {self.d_model}: each θ has a sine and a cosine."
-            )
         require_feature_map(self.feature_map)
         self.require_dropout_and_eps()
         if not (isinstance(self.attention, str) or 1 <= len(self.attention) <= self.n_layers):
@@ -123,6 +120,12 @@ class LanguageModelConfig(ModelConfig):
             )
         for attention in self.attention_types:
             require_choice("attention", attention, ATTENTION_TYPES)
+        if self.positions.name != "rope" and self.rope_layers is not None:
+            raise InputError(
+                f"rope_layers={self.rope_layers} has no RoPE to place beside positions.name={self.positions.name!r}: "
+                "remove one."
+            )
+        self.settle_positions([name for name in self.attention_types if name != "softmax"])
 
     @property
     def attention_types(self) -> list[str]:
@@ -172,6 +175,7 @@ class Block(nn.Module):
         super().__init__()
         attention, own_options = ATTENTION_TYPES[config.attention_types[layer]]
         options = {name: getattr(config, name) for name in (*SHARED_OPTIONS, *own_options)}
+        options["positions"] = config.positions
         rope = config.rope if config.rope_layers is None or layer in config.rope_layers else None
         self.attention = attention(config.d_model, config.n_heads, rope=rope, **options)
         self.mlp = GatedMLP(config.d_model, config.mlp_width)
@@ -195,6 +199,16 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.mlp_norm(x))), state
 
 
+def _positions_of(x: Tensor, state: ModelState | None, segment_ids: Tensor | None) -> Tensor:
+    """The position of each token of x (B, T, ...), (T,) int64, or (B, T) in packed rows, where documents start at 0."""
+    first = None if state is None else state[0]
+    positions, _ = token_positions(x, first, segment_ids)
+    if positions is None:
+        offset = 0 if first is None else first.past.length
+        positions = torch.arange(offset, offset + x.shape[1], device=x.device)
+    return positions
+
+
 class LanguageModel(Model):
     """A causal language model: embedding, pre-norm blocks, norm, output layer.
 
@@ -208,6 +222,7 @@ class LanguageModel(Model):
     def __init__(self, config: LanguageModelConfig):
         super().__init__(config)
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.positions = embedding_of(config.positions, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
         self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
@@ -309,8 +324,8 @@ class LanguageModel(Model):
         `state` and `segment_ids` are those of `forward`. `run(block, *arguments)` may be given to call the blocks, to
         record or to recompute what they return.
         """
-        if self.config.sinusoidal:
-            x = x + self._position_embedding(x, state, segment_ids).to(x.dtype)
+        if self.positions is not None:
+            x = x + self.positions.embed(_positions_of(x, state, segment_ids)).to(x.dtype)
         x = self.dropout(x)
         after = []
         for layer, block in enumerate(self.blocks):
@@ -332,18 +347,6 @@ class LanguageModel(Model):
     def _loss(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
         loss = summed_cross_entropy_of if reduction == "sum" else token_losses_of
         return loss(self.output, x, targets, rows_of_slice(self.config.vocab_size, x.device.type))
-
-    def _position_embedding(self, x: Tensor, state: ModelState | None, segment_ids: Tensor | None) -> Tensor:
-        """(T, d_model), or (B, T, d_model) for packed rows, in which each document starts at 0.
-
-        Its mean square is that of the token embeddings at the start: that of a sine is ½.
-        """
-        first = None if state is None else state[0]
-        positions, _ = token_positions(x, first, segment_ids)
-        if positions is None:
-            offset = 0 if first is None else first.past.length
-            positions = torch.arange(offset, offset + x.shape[1], device=x.device)
-        return EMBEDDING_STD * 2**0.5 * sinusoids(positions, self.config.d_model)
 
     def check(self, tokens: Tensor, state: ModelState | None = None, segment_ids: Tensor | None = None) -> None:
         """Raise InputError unless these can be arguments of `forward` (`segment_ids`: layers check them in a call)."""

@@ -6,7 +6,9 @@ previous block of keys, so that time and memory are linear in the length: no (T,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,8 @@ from torch import Tensor
 
 from linrope.errors import InputError
 from linrope.ops.documents import number_documents
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ def softmax_attention(
     segment_ids: Tensor | None = None,
     cache: KeyValueCache | None = None,
     scale: float | None = None,
+    attend: Attend | None = None,
 ) -> tuple[Tensor, KeyValueCache]:
     """softmax(scale · q kᵀ) v over the keys that each query sees.
 
@@ -60,6 +65,8 @@ def softmax_attention(
         segment_ids: (B, T) integers, whose runs are documents that attend to themselves alone.
         cache: what came before.
         scale: None for D^-½.
+        attend: computes the outputs of (q, k, v, mask) in place of softmax(scale · q kᵀ) v, with the keys of the cache
+            and a mask (B or 1, T, S), True where a query sees a key; without window and scale.
 
     Returns:
         o: (B, H, T, D), and the cache with this call's tokens in it.
@@ -71,7 +78,7 @@ def softmax_attention(
     if q.shape[2] == 0:
         o = v[:, :, :0]
     elif window is None or q.shape[2] <= window:
-        o = _dense(q, keys, causal, window, scale)
+        o = _dense(q, keys, causal, window, scale, attend)
     else:
         o = _banded(q, keys, window, scale)
     return o, keys.cache(window)
@@ -146,12 +153,15 @@ class _Keys:
         return KeyValueCache(k, v, None if visible is None else visible[:, first:].clone(), self.length)
 
 
-def _dense(q: Tensor, keys: _Keys, causal: bool, window: int | None, scale: float | None) -> Tensor:
+def _dense(
+    q: Tensor, keys: _Keys, causal: bool, window: int | None, scale: float | None, attend: Attend | None = None
+) -> Tensor:
     """One product for all pairs; its mask has T·S elements where causality alone does not say what is hidden."""
     n_queries, n_keys = q.shape[2], keys.k.shape[2]
     n_past, document, visible = n_keys - n_queries, keys.document, keys.visible
     banded = window is not None and n_keys > window
-    if document is None and visible is None and not banded and (n_past == 0 or n_queries == 1):
+    simple = document is None and visible is None and not banded and attend is None
+    if simple and (n_past == 0 or n_queries == 1):
         if n_queries == 1:  # which sees all keys; a branch, since a graph of open length takes no expression here
             causal = False
         return F.scaled_dot_product_attention(q, keys.k, keys.v, is_causal=causal, scale=scale)
@@ -163,10 +173,13 @@ def _dense(q: Tensor, keys: _Keys, causal: bool, window: int | None, scale: floa
     if document is not None:
         mask = mask & (document[:, n_past:, None] == document[:, None, :])
     if visible is not None and not causal:
-        return masked_attention(q, keys.k, keys.v, mask & visible[:, None, :], scale)
-    if visible is not None:
+        mask = mask & visible[:, None, :]
+        attend = attend or partial(masked_attention, scale=scale)
+    elif visible is not None:
         own = torch.ones_like(mask).triu(n_past).tril(n_past)  # a query that saw no key would be NaN
         mask = mask & (visible[:, None, :] | own)
+    if attend is not None:
+        return attend(q, keys.k, keys.v, mask)
     return F.scaled_dot_product_attention(q, keys.k, keys.v, attn_mask=mask[:, None], scale=scale)
 
 

@@ -1,1 +1,1 @@
-"""Position encodings beside RoPE."""
+"""Position encodings beside RoPE: where a position enters a model other than by rotation."""

@@ -32,7 +32,7 @@ SEGMENTS_RUN = 4
 """Segments of a sequence that are run; each further one adds what is kept between two segments."""
 
 
-class _Meter(TorchDispatchMode):
+class StorageMeter(TorchDispatchMode):
     """Counts the bytes that all live storages hold on a device, and their peak."""
 
     def __init__(self, device: str) -> None:
@@ -95,7 +95,7 @@ def estimate_training_memory(
         device: "cpu" or "cuda", whose allocator holds the tensors.
     """
     n_run = length if segment_length is None else min(length, SEGMENTS_RUN * segment_length)
-    with fake_tensors(), _Meter(device) as meter:
+    with fake_tensors(), StorageMeter(device) as meter:
         model = config.build()
         tokens = torch.zeros(batch_size, n_run + 1, dtype=torch.int64)
         ids = torch.zeros(batch_size, n_run, dtype=torch.int64) if document_mask else None

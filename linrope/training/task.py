@@ -65,7 +65,8 @@ class TrainingTask(LightningModule):
 
     - the loss as mean over all targets of an optimizer step, whatever their share of its micro-batches and devices;
     - AdamW with its schedule and clipping (see `OptimizerConfig`), and `grad_norm` (before clipping), `lr` and the
-      training metrics logged in each step;
+      training metrics logged in each step; with a curriculum also `stage`, its number from 0, beside the metrics of
+      training and validation;
     - an error at the first loss or gradient that is not finite, before the weights change;
     - random numbers that follow from the seed and the batch's number: a resumed run draws what it would have drawn;
     - checkpoints that resume at the next step, on the same data, with this run's optimizer options. With a
@@ -193,7 +194,8 @@ class TrainingTask(LightningModule):
         if clip_norm := self.optimizer_config.clip_norm:
             nn.utils.clip_grads_with_norm_(self.model.parameters(), clip_norm, norm)
         learning_rate = optimizer.param_groups[0]["lr"]
-        self.log_dict({**self.training_metrics(sums), "grad_norm": grad_norm, "lr": learning_rate})
+        metrics = {**self.training_metrics(sums), "grad_norm": grad_norm, "lr": learning_rate}
+        self.log_dict({**metrics, **self._stage_of_curriculum(self.trainer.global_step)})
 
     @property
     def _scales_gradients(self) -> bool:
@@ -247,7 +249,14 @@ class TrainingTask(LightningModule):
             for name, value in sums.items():
                 self.evaluation[name] = self.evaluation[name] + value if name in self.evaluation else value
         # Every rank has the sums of all ranks, so the logged values need no synchronisation.
-        self.log_dict(self.evaluation_metrics("test" if self.trainer.testing else "val", self.evaluation))
+        metrics = self.evaluation_metrics("test" if self.trainer.testing else "val", self.evaluation)
+        in_training = self._stage == "fit" and self.trainer.global_step > 0
+        self.log_dict({**metrics, **(self._stage_of_curriculum(self.trainer.global_step - 1) if in_training else {})})
+
+    def _stage_of_curriculum(self, step: int) -> dict[str, float]:
+        """The column `stage` of optimizer step `step`, counted from 0; a validation belongs to the step before it."""
+        number = None if self.resumable_data is None else self.resumable_data.stage_at(step)
+        return {} if number is None else {"stage": float(number)}
 
     test_step, on_test_epoch_start = validation_step, on_validation_epoch_start
     on_test_epoch_end = on_validation_epoch_end

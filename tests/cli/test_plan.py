@@ -1,17 +1,25 @@
 """`linrope plan`: what it says is what a run of that configuration is."""
 
 import re
+from pathlib import Path
 
 import pytest
+import torch
 
 from linrope import LanguageModel, LanguageModelConfig
 from linrope.cli.main import main
 from linrope.data.batches.curriculum import CurriculumStage, TrainingPlan
+from linrope.losses import IGNORE
+from linrope.models.encoder import EncoderConfig
 from linrope.profiling import run_plan as plan
 from linrope.profiling.flops import step_flops
+from linrope.profiling.memory_estimate import WORKSPACE
 from linrope.profiling.run_plan import Setting, Variant, longest_that_fits, variants
+from linrope.training.task_plan import measure_step
+from linrope.training.tasks.masked_lm import MaskedLMModule
 from linrope.utils.formatting import BYTES, COUNTS, duration_text, in_one_unit, parse_bytes
 
+ROOT = Path(__file__).parents[2]
 SMALL = LanguageModelConfig(d_model=16, n_layers=1, n_heads=2, forget_gate=True)
 
 
@@ -139,3 +147,41 @@ def test_mistakes_are_named(tiny, error_of):
         (["--segment_length=8", "--model.attention=softmax"], "softmax attention without a window"),
     ]:
         assert message in error_of("plan", *tiny, *options)
+
+
+TASKS = ["mlm-small", "finetune-classification", "translation-small"]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_other_tasks_are_planned_by_their_first_batch(name, capsys):
+    options = ["--model.d_model=16", "--model.n_heads=2", "--trainer.precision=32-true"]
+    options += ["--trainer.accumulate_grad_batches=2"]
+    assert main(["plan", f"--config={ROOT / 'configs' / name}.yaml", *options]) == 0
+    found = dict(re.findall(r"^(parameters|a step|memory|the run) +(.+?) *$", capsys.readouterr().out, re.M))
+    assert found.keys() == {"parameters", "a step", "memory", "the run"}
+    n_targets, flops = re.match(r"([\d,]+) targets, ([\d.]+) [MG]FLOP$", found["a step"]).groups()
+    if name == "finetune-classification":
+        assert n_targets == "32"  # two batches of 16
+    assert float(flops) > 1
+    # an epoch is 209 and 126 batches, so 105 and 63 steps of two
+    steps = {"mlm-small": "1,200", "finetune-classification": f"{4 * 105}", "translation-small": f"{6 * 63}"}
+    assert found["the run"].startswith(f"{steps[name]} steps: ")
+
+
+def test_the_step_of_a_task_is_counted_by_hand():
+    """A masked LM of one layer: FLOPs of its products, and memory between that of the weights and ten times that."""
+    model = EncoderConfig(d_model=16, n_layers=1, n_heads=2, attention="softmax", dropout=0.0)
+    task = MaskedLMModule(model)
+    tokens = torch.randint(256, (2, 10))
+    targets = torch.full_like(tokens, IGNORE)
+    targets[:, 3] = 5
+    step = measure_step(task, {"inputs": tokens, "targets": targets}, None)
+    of_projections = 20 * (4 * 16 * 16 + 2 * 16 * 64)  # q, k, v, out, and the MLP
+    of_head = 2 * (16 * 16 + 16 * 261)
+    of_attention = 2 * 2 * 10 * 10 * 2 * 8  # rows, heads, pairs, q k and weights v
+    assert step.n_targets == 2
+    least = 3 * 2 * (of_projections + of_head)  # forward, and two products backward
+    assert least <= step.flops <= least + 7 * of_attention
+    weights = 4 * task.model.n_parameters
+    assert 4 * weights + WORKSPACE <= step.memory <= 10 * weights + WORKSPACE
+    assert all(parameter.grad is None for parameter in task.parameters())

@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from linrope import InputError
+from linrope.cli.main import main
 from linrope.interop import export_roformer, load_roformer
+from linrope.models.base import ModelConfig, load_model
+from linrope.models.encoder import EncoderConfig
+from linrope.models.encoder_decoder import EncoderDecoderConfig
+from linrope.positions.base import PositionsConfig
 from linrope.training.checkpoint import start_from
 from tests.conftest import assert_input_errors
 
@@ -109,6 +114,28 @@ def test_a_softmax_model_can_start_a_linear_one(tmp_path):
         export_roformer(linear, tmp_path / "back")
 
 
+MODELS = {
+    "softmax": EncoderConfig(d_model=8, n_layers=1, n_heads=2, attention="softmax", head="classification"),
+    "linear": EncoderConfig(d_model=8, n_layers=1, n_heads=2, head="masked_lm"),
+    "other positions": EncoderConfig(
+        d_model=8, n_layers=1, n_heads=2, attention="softmax", positions=PositionsConfig("learned"), head="masked_lm"
+    ),
+    "encoder-decoder": EncoderDecoderConfig(vocab_size=9, d_model=8, n_encoder_layers=1, n_decoder_layers=1, n_heads=2),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_linrope_export_writes_what_transformers_reads_or_else_what_linrope_reads(name, tmp_path, capsys):
+    model = MODELS[name].build()
+    model.save_pretrained(tmp_path / "model")
+    args = [f"--ckpt_path={tmp_path / 'model'}", f"--output={tmp_path / 'out'}"]
+    assert main(["export", *args]) == 0
+    assert ("transformers has no model" in capsys.readouterr().err) == (name != "softmax")
+    again = load_roformer(tmp_path / "out") if name == "softmax" else load_model(tmp_path / "out", ModelConfig)
+    torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
+    assert main(["export", *args]) == 2  # there is a model in the folder
+
+
 @pytest.mark.parametrize("head", ["ForMaskedLM", "ForSequenceClassification", "ForQuestionAnswering", "Model"])
 def test_a_head_that_config_json_does_not_name_is_known_by_its_weights(head, tmp_path):
     there, arguments = saved(tmp_path, head), inputs(head)
@@ -160,3 +187,33 @@ def test_what_is_no_roformer_is_named(tmp_path):
         (with_weights(first, second), f"missing: {first}, {second}"),
         (with_weights(more=torch.ones(1)), "unexpected: more"),
     )
+
+
+def test_what_is_no_roformer_is_refused(tmp_path):
+    saved(tmp_path / "good", "ForMaskedLM", safe=False)
+    values = json.loads((tmp_path / "good" / "config.json").read_text())
+    weights = torch.load(tmp_path / "good" / "pytorch_model.bin")
+
+    def folder(name: str, content: object = weights, **changes: object) -> Path:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(values | changes))
+        torch.save(content, tmp_path / name / "pytorch_model.bin")
+        return tmp_path / name
+
+    damaged = folder("damaged")
+    file = damaged / "pytorch_model.bin"
+    file.write_bytes(file.read_bytes()[:1000])
+    assert_input_errors(
+        (lambda: load_roformer(damaged), "pytorch_model.bin"),
+        (
+            lambda: load_roformer(folder("unsafe", {"x": Path("x")})),
+            "pytorch_model.bin. is damaged or no checkpoint: it cannot be read safely",
+        ),
+        (lambda: load_roformer(folder("list", [1, 2])), "is no dictionary of tensors"),
+        (lambda: load_roformer(folder("cross", add_cross_attention=True)), "add_cross_attention=true: only bidirect"),
+        (lambda: load_roformer(folder("odd", hidden_act="mish")), "hidden_act='mish': known are gelu"),
+        (lambda: load_roformer(folder("fewer", {k: v for k, v in weights.items() if "LayerNorm" not in k})), "missing"),
+        (lambda: load_roformer(folder("wide", vocab_size=41)), r"embedding.weight: .*\[37, 24\]"),
+    )
+    swish = load_roformer(folder("swish", hidden_act="swish"))
+    assert swish.config.activation == "silu"

@@ -9,15 +9,16 @@ import torch
 from linrope import LanguageModel, LanguageModelConfig, RotaryConfig
 from linrope.generation.decoding import read
 from linrope.interop.torch_export import export_decoding_step, initial_state, tensors_of
+from linrope.positions.base import PositionsConfig
 from tests.conftest import assert_input_errors, covering
 from tests.models.test_language_model import CONFIGS, SMALL, awake
 
 ONE_LAYER = {**SMALL, "n_layers": 1}
 OPTIONS = {
-    "sinusoidal": {**ONE_LAYER, "rope": None, "sinusoidal": True, "short_conv": 4},
+    "sinusoidal": {**ONE_LAYER, "positions": PositionsConfig("sinusoidal"), "short_conv": 4},
     "before map": {**SMALL, "rope": RotaryConfig(placement="before_map")},
     "signed": {**SMALL, "rope": RotaryConfig(placement="signed"), "forget_gate": True, "short_conv": 4},
-    "selective": {**ONE_LAYER, "rope": RotaryConfig(placement="selective"), "forget_gate": True, "sinusoidal": True},
+    "selective": {**ONE_LAYER, "rope": RotaryConfig(placement="selective"), "forget_gate": True},
     "rotary": {**SMALL, "rope": RotaryConfig(placement="both")},
 }
 

@@ -7,6 +7,7 @@ from transformers import DataCollatorWithFlattening, DynamicCache
 
 from linrope import InputError, LanguageModel, LanguageModelConfig
 from linrope.interop.transformers import LinropeConfig, LinropeForCausalLM
+from linrope.positions.base import PositionsConfig
 from tests.conftest import assert_input_errors
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -17,7 +18,7 @@ CONFIG = LanguageModelConfig(
     n_layers=3,
     n_heads=2,
     attention=["linear", "softmax"],
-    sinusoidal=True,
+    positions=PositionsConfig("sinusoidal"),
     short_conv=4,
     forget_gate=True,
 )
@@ -40,7 +41,7 @@ def test_hidden_states_are_those_of_each_block_and_of_the_output_layer(model, to
     ours = model.model
     assert torch.equal(ours.output(out.hidden_states[-1]), out.logits)
     embedded = ours.embedding(tokens)
-    embedded = embedded + ours._position_embedding(embedded, None, None).float()
+    embedded = embedded + ours.positions.embed(torch.arange(21)).float()
     assert torch.equal(out.hidden_states[0], embedded)
     assert torch.equal(out.hidden_states[1], ours.blocks[0](embedded, None, None)[0])
     assert torch.equal(ours.norm(ours.blocks[2](out.hidden_states[2], None, None)[0]), out.hidden_states[3])

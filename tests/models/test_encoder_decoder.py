@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from linrope import RotaryConfig
 from linrope.errors import InputError
 from linrope.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
+from linrope.positions.base import PositionsConfig
 
 SIZES = {"vocab_size": 11, "d_model": 12, "n_encoder_layers": 2, "n_decoder_layers": 2, "n_heads": 2, "dropout": 0.0}
 
@@ -23,10 +24,10 @@ def rows(*shape):
     return torch.randint(11, shape)
 
 
-@pytest.mark.parametrize("positions", [{}, {"rope": None, "sinusoidal": True}], ids=["rope", "sinusoids"])
+@pytest.mark.parametrize("positions", ["rope", "sinusoidal", "learned"])
 @pytest.mark.parametrize("attention", ["linear", "softmax"])
 def test_steps_give_the_logits_of_the_whole_row_and_selected_rows_go_on(attention, positions):
-    model = model_of(attention=attention, **positions)
+    model = model_of(attention=attention, positions=PositionsConfig(positions))
     source, target, mask = rows(3, 7), rows(3, 5), torch.arange(7) < torch.tensor([[7], [3], [5]])
     expected = model(source, target, mask)
     memory, state, found = model.encode(source, mask), None, []
@@ -112,8 +113,8 @@ def test_weights_that_are_loaded_are_tied_again(assign):
 
 
 def test_errors():
-    with pytest.raises(InputError, match="sinusoidal"):
-        EncoderDecoderConfig(**SIZES, sinusoidal=True)
+    with pytest.raises(InputError, match="'t5' changes the attention weight of each pair"):
+        EncoderDecoderConfig(**SIZES, positions=PositionsConfig("t5"))
     with pytest.raises(InputError, match="n_decoder_layers"):
         EncoderDecoderConfig(n_decoder_layers=0)
     model = model_of()

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from linrope import LanguageModel, LanguageModelConfig, RotaryConfig, SoftmaxAttention
 from linrope.feature_maps import MAP_MODULES
 from linrope.generation.sampling import Sampling, probabilities_of
-from linrope.positions.sinusoidal import sinusoids
+from linrope.positions.base import PositionsConfig
 from linrope.rotary import RotaryScaling
 from tests.conftest import assert_input_errors
 
@@ -31,7 +31,7 @@ CONFIGS = {
     "scaled rope": LanguageModelConfig(**HYBRID, rope=RotaryConfig(scaling=RotaryScaling("yarn", 2.0, 32))),
     "before map": LanguageModelConfig(**HYBRID, rope=RotaryConfig(placement="before_map")),
     "selective": LanguageModelConfig(**HYBRID, rope=RotaryConfig(placement="selective"), forget_gate=True),
-    "sinusoidal": LanguageModelConfig(**SMALL, rope=None, sinusoidal=True, short_conv=4),
+    "sinusoidal": LanguageModelConfig(**SMALL, positions=PositionsConfig("sinusoidal"), short_conv=4),
     "norm": LanguageModelConfig(**HYBRID, output_norm=True, temperature=True),
     "window": LanguageModelConfig(**SMALL, attention=["softmax", "linear"], window=9, rope_layers=[1]),
     **{name: LanguageModelConfig(**SMALL, feature_map=name) for name in MAP_MODULES},
@@ -205,27 +205,6 @@ def test_a_list_of_kinds_repeats_over_the_layers():
         assert softmax == [kind == "softmax" for kind in kinds]
 
 
-def test_sinusoids_are_their_formula_and_exact_far_out():
-    angles = torch.arange(50)[:, None] * 10000 ** (-torch.arange(0, 6, 2).double() / 6)
-    expected = torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1)
-    torch.testing.assert_close(sinusoids(torch.arange(50), 6), expected, rtol=0, atol=1e-14)
-    far = sinusoids(torch.tensor([10**9]), 6)[0, :2]
-    assert far.tolist() == pytest.approx([math.sin(10**9), math.cos(10**9)], abs=1e-12)
-
-
-def test_sinusoids_are_as_large_as_the_tokens_and_move_with_the_state(tokens):
-    torch.manual_seed(0)
-    model = LanguageModel(CONFIGS["sinusoidal"]).eval()
-    added = model._position_embedding(tokens, None, None)
-    assert added.shape == (70, 16)
-    assert added.square().mean().sqrt().item() == pytest.approx(0.02, rel=1e-6)
-    same = tokens[:, :1].expand(-1, 12)
-    _, state = model(tokens, return_state=True)
-    continued = model._position_embedding(same, state, None)
-    torch.testing.assert_close(continued, sinusoids(torch.arange(70, 82), 16) * 0.02 * 2**0.5)
-    assert not torch.allclose(model(same)[:, 5], model(same)[:, 9], rtol=0, atol=1e-4)  # the same token, elsewhere
-
-
 @pytest.mark.parametrize("name", ["recipe", "selective"])
 def test_weights_of_gates_and_angles_are_also_taken_by_their_names_without_linear(name, tokens, tmp_path):
     model = awake(LanguageModel(CONFIGS[name])).eval()
@@ -329,7 +308,6 @@ def test_bad_calls_are_named(tokens):
         (lambda: LanguageModelConfig(attention=[]), r"attention=\[\] must have 1 to n_layers=4 types"),
         (lambda: LanguageModelConfig(attention=["linear", "sofmax"]), "attention='sofmax'.*Did you mean 'softmax'"),
         (lambda: LanguageModelConfig(rope_layers=[0, 4]), r"rope_layers=\[0, 4\] must be in 0 … 3"),
-        (lambda: LanguageModelConfig(d_model=9, n_heads=1, sinusoidal=True), "an even d_model, not 9"),
         (lambda: LanguageModelConfig(feature_map="favour"), "feature_map='favour'.*Did you mean 'favor'"),
         (lambda: LanguageModelConfig.from_dict({"rope": 3}), "rope is a int"),
         (lambda: LanguageModelConfig(rope=RotaryConfig(placement="signd")), "rope.placement='signd' is unknown.*mean"),

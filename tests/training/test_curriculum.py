@@ -82,7 +82,8 @@ def test_a_run_goes_up_and_down_with_a_document_mask(whole):
     for number, stage in enumerate(stages):
         assert re.search(rf"^  \[{number}\] +{stage} *$", whole.out, re.M)
     assert "a step" not in whole.out
-    assert re.search(r"^step 8  val_loss", whole.out, re.M)
+    assert re.search(r"^step 8  val_loss \S+  val_bpb \S+  stage 2$", whole.out, re.M)
+    assert losses(whole.folder, "stage") == {step: str(float((step > 4) + (step > 7))) for step in range(1, 10)}
     cosines = {2: 1.0, 4: 0.8090169944, 5: 0.3090169944, 7: -0.8090169944}  # of 0, 0.2, 0.4 and 0.8 · 180°
     rates = logged(whole.folder, "lr")
     assert rates[:2] == pytest.approx([0.5e-3, 1e-3])

@@ -73,7 +73,9 @@ class ProgressReport(ProgressBar):
         if trainer.state.fn != "fit":
             self._close()
         elif self._enabled:
-            self._print(f"step {trainer.global_step}  {evaluation_metrics(trainer.callback_metrics, 'val')}")
+            metrics = trainer.callback_metrics
+            stage = f"  stage {metrics['stage']:.0f}" if "stage" in metrics else ""
+            self._print(f"step {trainer.global_step}  {evaluation_metrics(metrics, 'val')}{stage}")
 
     on_test_start, on_test_batch_end, on_test_end = on_validation_start, on_validation_batch_end, on_validation_end
 

@@ -130,6 +130,11 @@ class ResumableDataModule(LightningDataModule):
         """Tokens trained on, over all devices, after `step` steps; in any unit if all steps have the same number."""
         return step
 
+    def stage_at(self, step: int) -> int | None:
+        """The number of the curriculum's stage, from 0, of the optimizer step that follows `step` finished ones; None
+        without a curriculum."""
+        return None
+
     def loader(self, dataset: Any, batch_size: int | None = None, num_workers: int = 0, **options: Any) -> TimedLoader:
         """A loader for this process and its device, whose workers ignore signals; `options` are those of DataLoader."""
         options |= {"persistent_workers": num_workers > 0, "pin_memory": self.run_position.on_gpu}

@@ -219,6 +219,9 @@ class TextDataModule(ResumableDataModule):
     def tokens_at(self, step: int) -> int:
         return self.plan.tokens_at(step)
 
+    def stage_at(self, step: int) -> int | None:
+        return None if self.curriculum is None else self.plan.index_at(step)
+
     def samples_of(self, step: int) -> str:
         if self.contiguous:
             return f"{super().samples_of(step)} of the contiguous rows"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linrope.losses import IGNORE, token_losses
+from linrope.losses import IGNORE, summed_cross_entropy, token_losses
 from linrope.models.encoder import EncoderConfig
 from linrope.training.data_modules.masked_text import MaskedTextDataModule
 from linrope.training.optimizer import OptimizerConfig
@@ -19,8 +19,9 @@ from linrope.training.task import Batch, BatchLoss, TrainingTask
 class MaskedLMModule(TrainingTask):
     """Trains a `MaskedLM` on the batches of a `MaskedTextDataModule`; see `TrainingTask` for what all tasks share.
 
-    Logs `train_loss` (nats per masked token) of each optimizer step, and `val_loss` and `val_accuracy` (the share of
-    masked tokens that have the highest logit) of a whole validation; for a test the same as `test_…`.
+    Logs `train_loss` (nats per masked token) and `train_accuracy` (the share of masked tokens that have the highest
+    logit) of each optimizer step, and `val_loss` and `val_accuracy` of a whole validation; for a test the same as
+    `test_…`. Accuracy in training is that of the weights before the step, with dropout.
 
     Args:
         model_config: the encoder; its head is set to "masked_lm".
@@ -45,8 +46,14 @@ class MaskedLMModule(TrainingTask):
 
     def batch_loss(self, batch: Batch) -> BatchLoss:
         targets = batch["targets"]
-        nats = self.model(batch["inputs"], targets=targets)
-        return BatchLoss(nats, (targets != IGNORE).sum(), targets.numel())
+        asked = targets != IGNORE
+        # As the model's own loss, which keeps no logits to count: only those at targets are computed.
+        logits, of_asked = self.model.logits_of(self.model.encoder(batch["inputs"])[asked]), targets[asked]
+        right = (logits.detach().argmax(-1) == of_asked).sum()
+        return BatchLoss(summed_cross_entropy(logits, of_asked), asked.sum(), targets.numel(), {"right": right})
+
+    def training_metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        return {**super().training_metrics(sums), "train_accuracy": sums["right"] / max(sums["targets"], 1)}
 
     def evaluate(self, batch: Batch, sums: dict[Hashable, Any]) -> None:
         of_batch = torch.stack(self._measured(batch)).sum(-1).cpu().double()  # one transfer

@@ -1,0 +1,262 @@
+"""A grid of `linrope fit` runs of any task, (variant × seed): what is learned at equal tokens and at equal time.
+
+    python -m benchmarks.family --grid benchmarks/grids/family/masked_lm.yaml --data enwik8
+
+Each run is a process; with --jobs 2 there are two at a time, each with half of the threads. The same command goes on
+with a grid that was stopped: finished runs are kept. `benchmarks.ablation` does more for language models: it reads rows
+of other lengths, and measures speeds by themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from benchmarks.experiments import family_report as report
+from benchmarks.experiments.family_run import Spec
+from benchmarks.harness.options import check_names
+from benchmarks.harness.pictures import Figure
+from benchmarks.harness.runner import AddOption, Benchmark, print_table
+from linrope.errors import InputError
+from linrope.utils.options import check_keys, check_types
+
+ROOT = Path(__file__).parents[2]
+START_FROM = "start_from"
+
+
+@dataclass(frozen=True)
+class FamilyGrid:
+    """Variants of one configuration of `linrope fit`, and what to report of them."""
+
+    title: str
+    question: str
+    """What the grid is to answer."""
+    config: str
+    """A YAML file of `linrope fit`, seen from the repository's root."""
+    metric: str
+    """The metric of validation that decides, such as val_loss; lower is better."""
+    label: str
+    """Its name and unit, for tables and pictures."""
+    reference: str
+    """The variant from which differences are taken."""
+    variants: dict[str, Any]
+    """By name, options of `linrope fit` such as `{model.rope: null}`; `start_from` is a variant above, from whose run
+    of the same seed it starts."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of all variants."""
+    scores: list[str] = field(default_factory=list)
+    """Metrics of `linrope test` to report, such as test_bleu; none makes no test."""
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    pictures: dict[str, Any] = field(default_factory=dict)
+    """Titles and variants of the pictures, by the ending of their names; without any there is one, of the six best."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        for title, variants in self.pictures.values():
+            if unknown := [name for name in variants if name not in self.variants]:
+                raise InputError(f"pictures: {title!r} shows {', '.join(unknown)}, which is no variant.")
+        earlier: list[str] = []
+        for name, options in self.variants.items():
+            start = (options or {}).get(START_FROM)
+            if start is not None and start not in earlier:
+                raise InputError(f"variants: {name} starts from {start!r}, which is no variant above it.")
+            earlier.append(name)
+        if self.reference not in self.variants:
+            raise InputError(f"reference={self.reference!r} is no variant: choose one of {', '.join(self.variants)}.")
+
+    @classmethod
+    def read(cls, file: Path) -> FamilyGrid:
+        """Raises InputError, which names the file, if it is no grid."""
+        try:
+            values = yaml.safe_load(file.read_text(encoding="utf-8"))
+            check_keys(values, cls)
+            return cls(**values)
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, InputError) as error:
+            raise InputError(f"--grid {file}: {error}") from error
+
+
+class RunFailed(RuntimeError):
+    """A run's process ended without a result; the message holds its last output."""
+
+
+class Family(Benchmark):
+    """`failure` is the error of a run that failed; `processes` are those of the runs that are being made."""
+
+    name = "family"
+    point = report.Row
+    output = ""
+
+    @classmethod
+    def add_options(cls, add: AddOption) -> None:
+        add("--grid", type=Path, required=True, help="a YAML file, such as those in benchmarks/grids/family")
+        add("--data", type=Path, help="data.path of all runs: a file or folder (default: that of the configuration)")
+        add("--output", type=Path, help="folder for results (default: results/family/GRID)")
+        add("--only", nargs="+", metavar="VARIANT", help="make the runs of these variants alone (default: all)")
+        add("--jobs", type=int, default=1, help="runs at a time (default: 1)")
+        add("--report", action="store_true", help="report the finished runs, and run nothing")
+
+    @classmethod
+    def check(cls, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+        """`plan` is added."""
+        options.output = options.output or Path("results/family", options.grid.stem)
+        options.plan = FamilyGrid.read(options.grid)
+        options.only = options.only or list(options.plan.variants)
+        check_names(parser, "--only", options.only, options.plan.variants)
+        if options.data is not None and not options.data.exists():
+            parser.error(f"--data {options.data} does not exist: give the file or folder to train on")
+        cls(options).refuse_other_options()
+
+    @property
+    def folder(self) -> Path:
+        """Of the runs' results."""
+        return self.options.output / "runs"
+
+    @property
+    def grid(self) -> FamilyGrid:
+        return self.options.plan
+
+    @property
+    def specs(self) -> list[Spec]:
+        return [self.spec_of(variant, seed) for seed in self.grid.seeds for variant in self.grid.variants]
+
+    def spec_of(self, variant: str, seed: int) -> Spec:
+        options = {**self.grid.options, **(self.grid.variants[variant] or {})}
+        start = options.pop(START_FROM, None)
+        if self.options.data is not None:
+            options["data.path"] = str(self.options.data)
+        options |= {"seed_everything": seed, "data.seed": seed}
+        result = self.folder / f"{variant}-seed{seed}.json"
+        start = None if start is None else self.runs_of(start, seed)
+        config = str(ROOT / self.grid.config)
+        return Spec(
+            variant, seed, config, options, start, bool(self.grid.scores), self.runs_of(variant, seed), str(result)
+        )
+
+    def runs_of(self, variant: str, seed: int) -> str:
+        """Where `linrope fit` writes."""
+        return str(self.options.output / "fits" / f"{variant}-seed{seed}")
+
+    def refuse_other_options(self) -> None:
+        """Raise InputError for results of another grid; where the data lies may differ."""
+        for spec in self.specs:
+            if not (file := Path(spec.result)).exists():
+                continue
+            found = json.loads(file.read_text())["options"]
+            names = {*found, *spec.options} - {"data.path"}
+            if differing := sorted(name for name in names if found.get(name) != spec.options.get(name)):
+                raise InputError(
+                    f"--output {self.options.output} holds a run of {spec.variant!r} with another "
+                    f"{', '.join(differing)}: give another folder, or another name to the changed variant."
+                )
+
+    def measure(self) -> None:
+        self.failure, self.processes = "", []
+        self.folder.mkdir(parents=True, exist_ok=True)
+        waiting = [s for s in self.specs if s.variant in self.options.only and not Path(s.result).exists()]
+        if waiting and not self.options.report:
+            try:
+                self.make_runs(waiting)
+            except RunFailed as error:
+                self.failure = str(error)
+        self.read(self.options.output)
+
+    def make_runs(self, waiting: list[Spec]) -> None:
+        """Make the runs, `--jobs` at a time; one that starts from another waits for it."""
+        total = len(self.grid.seeds) * len(self.grid.variants)
+        tick = self.progress("runs", total)
+        with ThreadPoolExecutor(self.options.jobs) as pool:
+            running: dict[Future, Spec] = {}
+            try:
+                while waiting or running:
+                    tick(completed=len(list(self.folder.glob("*.json"))))
+                    unfinished = {spec.folder for spec in [*waiting, *running.values()]}
+                    ready = [spec for spec in waiting if spec.start_from not in unfinished]
+                    for spec in ready[: self.options.jobs - len(running)]:
+                        waiting.remove(spec)
+                        running[pool.submit(self.make_run, spec)] = spec
+                    done, _ = wait(running, return_when=FIRST_COMPLETED)
+                    for future in done:
+                        spec = running.pop(future)
+                        loss = future.result()["curve"][-1][self.grid.metric]
+                        said = f"{spec.variant}, seed {spec.seed}: {loss:.4f} {self.grid.label}"
+                        self.console.print(said, markup=False, highlight=False)
+            except BaseException:
+                for process in self.processes:
+                    process.terminate()
+                raise
+        tick(completed=len(list(self.folder.glob("*.json"))))
+
+    def make_run(self, spec: Spec) -> dict[str, Any]:
+        """One run in a process of its own."""
+        file = Path(spec.result).with_suffix(".spec")
+        file.write_text(json.dumps(asdict(spec)))
+        path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        threads = str(max(1, torch.get_num_threads() // self.options.jobs))
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": threads}
+        with open(file.with_suffix(".log"), "w+") as log:
+            command = [sys.executable, "-m", "benchmarks.family_run", str(file)]
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env)
+            self.processes.append(process)
+            status = process.wait()
+            self.processes.remove(process)
+            log.seek(0)
+            last = log.read().splitlines()[-20:]
+        if status or not Path(spec.result).exists():
+            raise RunFailed(f"{spec.variant}, seed {spec.seed} failed:\n" + "\n".join(last))
+        file.unlink()
+        return json.loads(Path(spec.result).read_text())
+
+    def read(self, folder: Path) -> None:
+        """Read the finished runs, and make the rows of the table."""
+        results = [json.loads(file.read_text()) for file in sorted((folder / "runs").glob("*.json"))]
+        self.runs = report.by_variant(results, list(self.grid.variants))
+        self.points = report.rows_of(self.runs, self.grid.reference, self.grid.metric, self.grid.scores)
+
+    def show(self) -> None:
+        if self.points:
+            names = self.points, self.grid.label, self.grid.reference
+            print_table(self.console, report.table_of(*names), [])
+            print_table(self.console, report.table_at_equal_time(*names), ["Times are of runs beside others: rough."])
+        if self.failure:
+            self.console.print(self.failure, markup=False, highlight=False)
+
+    @property
+    def kept(self) -> str:
+        return "finished runs are kept; the same command continues with the others"
+
+    def status(self) -> int:
+        return 1 if self.failure else 0
+
+    def details(self) -> dict[str, Any]:
+        return {"title": self.grid.title, "question": self.grid.question, "reference": self.grid.reference}
+
+    def figures(self) -> dict[str, Figure]:
+        grid, finished = self.grid, [row.variant for row in self.points if row.metric == self.grid.metric]
+        pictures = grid.pictures or {"": (grid.title, finished[: report.LINES])}
+        found = {}
+        for ending, (title, names) in pictures.items():
+            if runs := {name: self.runs[name] for name in names if name in finished}:
+                found[ending] = report.figure_of(runs, title, grid.metric, grid.label)
+        return found
+
+    @classmethod
+    def redraw(cls, file: Path) -> list[Path]:
+        """The pictures show single runs too, so that they are drawn from the runs beside the file."""
+        run = cls(cls.options_of(json.loads(file.read_text())))
+        run.options.plan = FamilyGrid.read(run.options.grid)
+        run.read(file.parent)
+        return run.draw(file.parent)
+
+
+if __name__ == "__main__":
+    sys.exit(Family.main())

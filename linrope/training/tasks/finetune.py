@@ -1,0 +1,64 @@
+"""The base class of fine-tuning tasks: an encoder with a head, trained on the data of its task."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from torch import Tensor
+
+from linrope.errors import InputError
+from linrope.models.encoder import EncoderConfig
+from linrope.training.data_modules.finetune import FineTuningDataModule
+from linrope.training.optimizer import OptimizerConfig
+from linrope.training.task import Batch, TrainingTask
+
+
+class FineTuningModule(TrainingTask):
+    """What fine-tuning tasks share; see `TrainingTask` for what all share. A subclass sets `head` and `data_class`.
+
+    Args:
+        model_config: the encoder; its head is set to that of the task.
+        optimizer_config: how to train it.
+        seed: decides the random numbers of training.
+
+    Raises:
+        InputError: when set up: data of another task, or with another number of labels than the model's.
+    """
+
+    config_class = EncoderConfig
+    head: ClassVar[str]
+    """Of the model."""
+
+    def __init__(
+        self, model_config: EncoderConfig, optimizer_config: OptimizerConfig | None = None, seed: int = 0
+    ) -> None:
+        super().__init__(self.config_of(model_config).build(), optimizer_config, seed)
+
+    @classmethod
+    def config_of(cls, config: EncoderConfig) -> EncoderConfig:
+        return replace(config, head=cls.head)
+
+    @property
+    def data(self) -> FineTuningDataModule:
+        """The trainer's data module."""
+        return self.trainer.datamodule
+
+    def setup(self, stage: str) -> None:
+        if not isinstance(self.data, self.data_class):
+            found = type(self.data).__name__
+            raise InputError(
+                f"{type(self).__name__} trains on a {self.data_class.__name__}, not on a {found}: pass one."
+            )
+        super().setup(stage)
+        self.require_labels()
+
+    def require_labels(self) -> None:
+        """Raise InputError unless the model has as many labels as the data."""
+        if (found := self.data.n_labels) != (n_labels := self.model_config.n_labels):
+            what = "values (regression)" if found == 1 else f"{found} labels"
+            raise InputError(f"model.n_labels={n_labels}, and the data has {what}: set model.n_labels to {found}.")
+
+    def logits(self, batch: Batch) -> Tensor:
+        """What the model predicts of a batch, float32."""
+        return self.model(batch["inputs"], batch["key_mask"], batch["token_types"]).float()

@@ -1,0 +1,93 @@
+"""Grids of `linrope fit` runs of any task."""
+
+import json
+
+import pytest
+import yaml
+
+from benchmarks.experiments import family_report as report
+from benchmarks.experiments.family import Family, FamilyGrid
+from linrope.errors import InputError
+from tests.benchmarks.commands import refusal
+
+GRID = {
+    "title": "Tiny",
+    "question": "Does it run?",
+    "config": "configs/mlm-small.yaml",
+    "metric": "val_loss",
+    "label": "nats",
+    "reference": "softmax",
+    "seeds": [3],
+    "options": {
+        "model.d_model": 8,
+        "model.n_layers": 1,
+        "model.n_heads": 2,
+        "data.context": 32,
+        "data.batch_size": 2,
+        "trainer.max_steps": 4,
+        "trainer.val_check_interval": 2,
+        "trainer.limit_val_batches": 2,
+    },
+    "scores": ["test_accuracy"],
+    "variants": {
+        "softmax": {"model.attention": "softmax"},
+        "started": {"start_from": "softmax"},
+    },
+}
+
+
+def run_of(variant, seed, *losses, seconds=1.0):
+    curve = [{"step": 10 * (n + 1), "seconds": seconds * (n + 1), "val_loss": loss} for n, loss in enumerate(losses)]
+    return {"variant": variant, "seed": seed, "parameters": 7, "curve": curve, "test": {"test_bleu": losses[-1] * 10}}
+
+
+def test_rows_have_differences_times_and_steps():
+    """By hand: b reaches a's last loss half way between its validations at step 10 and 20, and takes twice the time."""
+    results = [run_of("a", 0, 4.0, 3.0), run_of("a", 1, 4.5, 3.5)]
+    results += [run_of("b", 0, 4.0, 2.0, seconds=2.0), run_of("b", 1, 4.5, 2.5, seconds=2.0)]
+    runs = report.by_variant(results, ["a", "b", "c"])
+    b, a, *scores = report.rows_of(runs, "a", "val_loss", ["test_bleu"])
+    assert (a.variant, b.variant, [row.metric for row in scores]) == ("a", "b", ["test_bleu"] * 2)
+    assert (b.mean, b.difference, b.difference_interval) == pytest.approx((2.25, -1 / 3.25, 0))
+    assert (b.seconds, b.at_equal_seconds, a.at_equal_seconds) == (4.0, 4.25, 3.25)
+    assert b.difference_at_equal_seconds == pytest.approx(1 / 3.25)
+    assert (a.share_of_steps, b.share_of_steps) == (1, 0.75)
+    assert b.interval == pytest.approx(12.706 * 0.5 / 2)  # t · s / √n, s = 0.25 · √2
+    assert (scores[0].variant, scores[0].mean, scores[0].difference) == ("b", 22.5, -10)
+
+
+def test_runs_are_made_once_and_start_from_others(tmp_path, capsys):
+    text, grid = tmp_path / "text.txt", tmp_path / "tiny.yaml"
+    text.write_bytes(bytes(range(32, 127)) * 40)
+    grid.write_text(yaml.safe_dump(GRID))
+    command = ["--grid", str(grid), "--data", str(text), "--output", str(tmp_path / "out"), "--jobs", "2"]
+    assert Family.main(command) == 0
+    results = {file.stem: json.loads(file.read_text()) for file in (tmp_path / "out/runs").glob("*.json")}
+    assert sorted(results) == ["softmax-seed3", "started-seed3"]
+    assert [row["step"] for row in results["softmax-seed3"]["curve"]] == [2, 4]
+    assert results["started-seed3"]["curve"][0]["val_loss"] < results["softmax-seed3"]["curve"][0]["val_loss"]
+    assert 0 <= results["softmax-seed3"]["test"]["test_accuracy"] <= 1
+    assert "softmax, seed 3:" in capsys.readouterr().out
+    assert Family.main([*command, "--report"]) == 0
+    assert "seed 3:" not in capsys.readouterr().out
+    grid.write_text(yaml.safe_dump({**GRID, "options": {**GRID["options"], "optimizer.lr": 1.0}}))
+    assert "another optimizer.lr: give another folder" in refusal(Family, command, capsys)
+
+
+@pytest.mark.exhaustive
+def test_a_failed_run_is_told(tmp_path, capsys):
+    grid = tmp_path / "tiny.yaml"
+    variants = {"softmax": {"model.n_heads": 3}}
+    grid.write_text(yaml.safe_dump({**GRID, "variants": variants}))
+    assert Family.main(["--grid", str(grid), "--output", str(tmp_path / "out")]) == 1
+    assert "n_heads=3 does not divide d_model=8" in capsys.readouterr().out
+
+
+def test_errors():
+    for change, message in [
+        ({"reference": "c"}, "reference='c' is no variant"),
+        ({"variants": {"softmax": {"start_from": "linear"}}}, "softmax starts from 'linear', which is no variant"),
+        ({"seeds": 3}, "seeds=3 has the wrong type"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            FamilyGrid(**{**GRID, **change})

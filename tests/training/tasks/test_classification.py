@@ -1,0 +1,171 @@
+"""Classification from the command line: trained by epochs, resumed, measured, predicted; its metrics and errors."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from linrope import EncoderConfig
+from linrope.cli.main import main
+from linrope.errors import InputError
+from linrope.training.data_modules.classification import ClassificationDataModule
+from linrope.training.data_modules.masked_text import MaskedTextDataModule
+from linrope.training.tasks.classification import METRICS, ClassificationModule
+
+OPTIONS = ["--task=classification", "--model.d_model=16", "--model.n_layers=1", "--model.n_heads=2"]
+OPTIONS += ["--optimizer.lr=2e-2", "--optimizer.warmup_steps=2", "--data.batch_size=8", "--data.max_length=24"]
+OPTIONS += ["--trainer.accelerator=cpu", "--trainer.val_check_interval=5", "--run.name=small"]
+
+
+def write_pairs(folder: Path, n: int = 44) -> None:
+    """Whether the second text is of digits: labels "no" and "yes"."""
+    rows = [f"{i}\tword {i * 7 % 10}\t{'ab12'[i % 4] * (6 + i % 3)}\t{'no' if i % 4 < 2 else 'yes'}" for i in range(n)]
+    for name, part in (("train", rows), ("dev", rows[:11]), ("test", rows[3:8])):
+        labelled = name != "test"
+        header = "id\tfirst\tsecond" + "\tanswer" * labelled
+        lines = [row if labelled else row.rpartition("\t")[0] for row in part]
+        (folder / f"{name}.tsv").write_text("\n".join([header, *lines, ""]))
+
+
+@pytest.fixture
+def options(tmp_path, monkeypatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    write_pairs(tmp_path)
+    return [*OPTIONS, f"--data.path={tmp_path}", "--data.text=first", "--data.pair=second", "--data.label=answer"]
+
+
+def test_a_run_by_epochs_learns_resumes_is_measured_and_predicts(options, capsys, monkeypatch):
+    options = [*options, "--trainer.max_epochs=5"]
+    assert main(["fit", *options]) == 0
+    out = capsys.readouterr().out
+    assert "labels 2: no, yes" in " ".join(out.split())
+    assert "train 44 rows, 50.0% have the most frequent label" in " ".join(out.split())
+    losses = [float(line.split("val_loss ")[1].split()[0]) for line in out.splitlines() if "val_loss" in line]
+    assert losses[-1] < 0.6 < losses[0]
+    assert "step 30/30" in out  # 5 · ⌈44 / 8⌉
+
+    def interrupt(self, *unused) -> None:
+        if self.trainer.global_step == 9:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    parts = [*options, "--run.name=parts"]
+    with monkeypatch.context() as patch:
+        patch.setattr(ClassificationModule, "on_train_batch_end", interrupt)
+        assert main(["fit", *parts]) == 128 + signal.SIGINT
+    part, whole = (f"runs/{name}/version_0/checkpoints/last.ckpt" for name in ("parts", "small"))
+    assert main(["fit", *parts, f"--ckpt_path={part}"]) == 0
+    states = [torch.load(path, weights_only=True)["state_dict"] for path in (part, whole)]
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+
+    capsys.readouterr()
+    assert main(["validate", f"--ckpt_path={whole}"]) == 0
+    assert f"val_loss {losses[-1]:.4f}" in capsys.readouterr().out
+    assert main(["test", f"--ckpt_path={whole}"]) == 2
+    assert "the test file in data.path=" in capsys.readouterr().err
+    assert main(["predict", f"--ckpt_path={whole}", "--output=found.jsonl"]) == 0
+    rows = [json.loads(line) for line in Path("found.jsonl").read_text().splitlines()]
+    assert [row["id"] for row in rows] == ["3", "4", "5", "6", "7"]
+    for row in rows:
+        assert row["label"] == max(row["scores"], key=row["scores"].get)
+        assert sum(row["scores"].values()) == pytest.approx(1, abs=1e-5)
+    Path("train.tsv").write_text("id\tfirst\tsecond\tanswer\n1\ta\tb\tno\n2\tc\td\tyes\n")
+    assert main(["fit", *options, f"--ckpt_path={part}", "--trainer.max_epochs=90"]) == 2
+    assert "data.train_hash" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ("--model.n_labels=3", "model.n_labels=3, and the data has 2 labels: set model.n_labels to 2"),
+        ("--model.vocab_size=260", "model.vocab_size=260 is too small"),
+        ("--data.pair=third", "train.tsv has no column 'third'"),
+        ("--data.label=first", "dev.tsv, line 2: the label"),
+        ("--data.max_length=4", "data.max_length=4 must be 5 or more"),
+        ("--data.dataset=mrpc", "data.dataset='mrpc' has columns of its own"),
+        ("--data.path=nowhere", "data.path='nowhere' does not exist"),
+        ("--model.n_token_types=1", "n_token_types is 1"),
+        ("--data.regression=true", "train.tsv, line 2: the value 'no'"),
+    ],
+)
+def test_what_does_not_fit_is_named(options, changed, message, capsys):
+    if changed == "--data.label=first":
+        Path("dev.tsv").write_text("first\tsecond\nother\tx\n")
+    assert main(["fit", *options, "--trainer.max_steps=2", changed]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_values_are_predicted_and_correlated(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    header = "index\tsentence1\tsentence2"
+    rows = [f"{i}\t{'x' * (i % 7)}\ty\t{i % 7 / 2}" for i in range(33)]
+    Path("train.tsv").write_text("\n".join([f"{header}\tscore", *rows]))
+    Path("dev.tsv").write_text("\n".join([f"{header}\tscore", *rows[:9]]))
+    Path("test.tsv").write_text(f"{header}\n4\txx\ty\n")
+    stsb = [*OPTIONS, "--data.path=.", "--data.dataset=stsb", "--model.n_labels=1", "--trainer.max_steps=10"]
+    assert main(["fit", *stsb]) == 0
+    assert "val_pearson" in (out := capsys.readouterr().out)
+    assert "val_spearman" in out
+    best = torch.load("runs/small/version_0/checkpoints/best.ckpt", weights_only=True)
+    monitored = next(state for name, state in best["callbacks"].items() if name.startswith("ModelCheckpoint"))
+    assert monitored["monitor"] == "val_spearman"
+    assert main(["predict", "--ckpt_path=runs/small/version_0/checkpoints/last.ckpt", "--output=values.jsonl"]) == 0
+    (row,) = map(json.loads, Path("values.jsonl").read_text().splitlines())
+    assert (row["id"], type(row["value"])) == ("4", float)
+    assert main(["fit", *stsb, "--model.n_labels=2"]) == 2
+    assert "model.n_labels=2, and the data has values (regression)" in capsys.readouterr().err
+
+
+def test_groups_of_a_split_are_measured_by_themselves(tmp_path):
+    header = "index\tsentence1\tsentence2\tgold_label"
+    labels = ["entailment", "neutral", "contradiction"]
+    for name, n in (("train", 9), ("dev_matched", 5), ("dev_mismatched", 7)):
+        rows = [f"{i}\t{name} {i}\tb\t{labels[i * i % 3]}" for i in range(n)]
+        (tmp_path / f"{name}.tsv").write_text("\n".join([header, *rows]))
+    data = ClassificationDataModule("mnli", path=str(tmp_path), batch_size=5)
+    module = ClassificationModule(EncoderConfig(d_model=16, n_layers=1, n_heads=2, n_labels=3))
+    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
+    (found,) = trainer.validate(module, data, verbose=False)
+    right = {"matched": [], "mismatched": []}
+    losses = []
+    for batch in data.val_dataloader():
+        with torch.no_grad():
+            logits = module.eval().logits(batch)
+        losses += torch.nn.functional.cross_entropy(logits, batch["targets"], reduction="none").tolist()
+        for group, is_right in zip(batch["group"], (logits.argmax(-1) == batch["targets"]).tolist()):
+            right[group].append(is_right)
+    assert [len(right["matched"]), len(right["mismatched"])] == [5, 7]
+    for group, rows in right.items():
+        assert found[f"val_accuracy/{group}"] == pytest.approx(np.mean(rows))
+    assert found["val_accuracy"] == pytest.approx(np.mean(right["matched"] + right["mismatched"]))
+    assert found["val_loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+    with pytest.raises(InputError, match="ClassificationModule trains on a ClassificationDataModule"):
+        trainer.validate(module, MaskedTextDataModule())
+
+
+def ranks(values: np.ndarray) -> np.ndarray:
+    """Mean ranks of equal values."""
+    return np.array([(values < value).sum() + ((values == value).sum() - 1) / 2 for value in values])
+
+
+def test_metrics_are_those_of_their_definitions():
+    rng = np.random.default_rng(3)
+    predicted, targets = rng.integers(0, 3, 29), rng.integers(0, 3, 29)
+    three = torch.tensor(predicted).double(), torch.tensor(targets).double()
+
+    def f1_of(label: int) -> float:
+        hits = ((predicted == label) & (targets == label)).sum()
+        return 2 * hits / ((predicted == label).sum() + (targets == label).sum())
+
+    assert METRICS["accuracy"](*three, 3).item() == pytest.approx((predicted == targets).mean())
+    assert METRICS["f1"](*three, 3).item() == pytest.approx(np.mean([f1_of(label) for label in range(3)]), rel=1e-6)
+    predicted, targets = predicted % 2, targets % 2
+    assert METRICS["f1"](torch.tensor(predicted), torch.tensor(targets), 2).item() == pytest.approx(f1_of(1), rel=1e-6)
+    x, y = rng.normal(size=31), rng.integers(0, 6, 31).astype(float)
+    values = torch.tensor(x), torch.tensor(y)
+    assert METRICS["pearson"](*values, 1).item() == pytest.approx(np.corrcoef(x, y)[0, 1], rel=1e-6)
+    assert METRICS["spearman"](*values, 1).item() == pytest.approx(np.corrcoef(ranks(x), ranks(y))[0, 1], rel=1e-4)
