@@ -29,6 +29,9 @@ from linrope.positions.table import embedding_of
 from linrope.rotary import RotaryConfig, check_config
 from linrope.utils.options import check_types
 
+WITH_A_TABLE = ("learned", "tupe")
+"""Position encodings whose `length` bounds the rows."""
+
 
 @dataclass(frozen=True)
 class EncoderDecoderConfig(ModelConfig):
@@ -159,6 +162,11 @@ class EncoderDecoder(Model):
         self._tie()
         self.register_load_state_dict_post_hook(self._tie)  # `to_empty` and `assign=True` make two tensors of the one
 
+    @property
+    def longest_row(self) -> int | None:
+        """Tokens of the longest row that the model can read, by its tables of positions; None for any length."""
+        return self.config.positions.length if self.config.positions.name in WITH_A_TABLE else None
+
     def reset_parameters(self) -> None:
         """Initialise the model anew, after `to_empty` for example: with the same seed, as its constructor does."""
         if self.config.tie_embeddings:  # drawn apart, as in the constructor
@@ -255,7 +263,7 @@ class EncoderDecoder(Model):
         """
         options = {"n_beams": n_beams, "length_penalty": length_penalty, "extra_tokens": extra_tokens}
         tokenizer, device = tokenizer_from_serialized(self.tokenizer), self.embedding.weight.device
-        return translate_texts(self, texts, tokenizer, device, **options)
+        return translate_texts(self, texts, tokenizer, device, longest_row=self.longest_row, **options)
 
     def _decode(self, tokens: Tensor, memory: SourceMemories, state: ModelState | None) -> tuple[Tensor, ModelState]:
         x, after = self._embedded(tokens, 0 if state is None else state[0].past.length), []
