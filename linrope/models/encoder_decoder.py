@@ -78,6 +78,11 @@ class EncoderDecoderConfig(ModelConfig):
         """`d_ff`, or its default."""
         return gated_width(self.d_model) if self.d_ff is None else self.d_ff
 
+    def least_weight_bytes(self) -> int:
+        of_encoder_block, of_decoder_block = (n * self.d_model + 3 * self.mlp_width for n in (4, 8))
+        of_blocks = self.n_encoder_layers * of_encoder_block + self.n_decoder_layers * of_decoder_block
+        return 4 * self.d_model * (self.vocab_size + of_blocks)
+
     def build(self) -> EncoderDecoder:
         """A new model of these options."""
         return EncoderDecoder(self)

@@ -65,6 +65,12 @@ def test_the_loss_is_the_smoothed_cross_entropy_and_ignores_padding():
     torch.testing.assert_close(found, torch.autograd.grad(expected, list(model.parameters())))
 
 
+def test_the_bound_of_its_size_is_close_from_below():
+    config = EncoderDecoderConfig(**SIZES)
+    least, size = config.least_weight_bytes(), 4 * config.build().n_parameters
+    assert 0.9 * size < least <= size
+
+
 def test_the_linear_state_does_not_grow():
     model, source = model_of(), rows(2, 6)
     _, short = model.step(rows(2, 3), model.encode(source))
