@@ -8,6 +8,7 @@ from linrope.layers.linear_attention import LinearAttention
 from linrope.layers.softmax_attention import SoftmaxAttention
 from linrope.layers.state import AttentionState, ModelState
 from linrope.models.encoder import EncoderConfig, RoFormerEncoder
+from linrope.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from linrope.models.heads import MaskedLM, MultipleChoice, QuestionAnswering, SequenceClassifier, TokenClassifier
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
 from linrope.ops.linear_attention import linear_attention
@@ -22,6 +23,8 @@ __all__ = [
     "AttentionState",
     "CosineAttention",
     "EncoderConfig",
+    "EncoderDecoder",
+    "EncoderDecoderConfig",
     "InputError",
     "KeyValueCache",
     "LanguageModel",

@@ -40,6 +40,7 @@ def translate(
     tokenizer: Tokenizer,
     *,
     extra_tokens: int = 50,
+    longest_row: int | None = None,
     **options,
 ) -> list[str]:
     """The translation of each row.
@@ -50,6 +51,7 @@ def translate(
         source_mask: (B, S) booleans, False for padding.
         tokenizer: of both languages.
         extra_tokens: a translation has at most as many tokens more than its source.
+        longest_row: tokens that the model can read in a row, which bounds translations too; None for any number.
         options: `n_beams` and `length_penalty` of `beam_search`.
 
     Raises:
@@ -57,6 +59,8 @@ def translate(
     """
     special = TranslationTokens.of(tokenizer)
     limits = source_mask.sum(1).cpu() + extra_tokens
+    if longest_row is not None:
+        limits = limits.clamp(max=longest_row)
     ends = {"begin": special.begin, "end": special.end, "max_new_tokens": limits}
     found = beam_search(model, inputs, source_mask, **ends, **options)
     return [decode(hypothesis.tokens.tolist(), tokenizer) for hypothesis in found]

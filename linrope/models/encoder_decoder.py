@@ -29,6 +29,9 @@ from linrope.positions.table import embedding_of
 from linrope.rotary import RotaryConfig, check_config
 from linrope.utils.options import check_types
 
+WITH_A_TABLE = ("learned", "tupe")
+"""Position encodings whose `length` bounds the rows."""
+
 
 @dataclass(frozen=True)
 class EncoderDecoderConfig(ModelConfig):
@@ -74,6 +77,11 @@ class EncoderDecoderConfig(ModelConfig):
     def mlp_width(self) -> int:
         """`d_ff`, or its default."""
         return gated_width(self.d_model) if self.d_ff is None else self.d_ff
+
+    def least_weight_bytes(self) -> int:
+        of_encoder_block, of_decoder_block = (n * self.d_model + 3 * self.mlp_width for n in (4, 8))
+        of_blocks = self.n_encoder_layers * of_encoder_block + self.n_decoder_layers * of_decoder_block
+        return 4 * self.d_model * (self.vocab_size + of_blocks)
 
     def build(self) -> EncoderDecoder:
         """A new model of these options."""
@@ -158,6 +166,11 @@ class EncoderDecoder(Model):
         self._initialise()
         self._tie()
         self.register_load_state_dict_post_hook(self._tie)  # `to_empty` and `assign=True` make two tensors of the one
+
+    @property
+    def longest_row(self) -> int | None:
+        """Tokens of the longest row that the model can read, by its tables of positions; None for any length."""
+        return self.config.positions.length if self.config.positions.name in WITH_A_TABLE else None
 
     def reset_parameters(self) -> None:
         """Initialise the model anew, after `to_empty` for example: with the same seed, as its constructor does."""
@@ -255,7 +268,7 @@ class EncoderDecoder(Model):
         """
         options = {"n_beams": n_beams, "length_penalty": length_penalty, "extra_tokens": extra_tokens}
         tokenizer, device = tokenizer_from_serialized(self.tokenizer), self.embedding.weight.device
-        return translate_texts(self, texts, tokenizer, device, **options)
+        return translate_texts(self, texts, tokenizer, device, longest_row=self.longest_row, **options)
 
     def _decode(self, tokens: Tensor, memory: SourceMemories, state: ModelState | None) -> tuple[Tensor, ModelState]:
         x, after = self._embedded(tokens, 0 if state is None else state[0].past.length), []

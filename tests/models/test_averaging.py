@@ -1,6 +1,8 @@
 """The mean of the weights of several models, from Python and from the command line."""
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -35,6 +37,16 @@ def test_each_weight_is_the_mean(tmp_path):
     assert not found["embedding.weight"].equal(models[0]["embedding.weight"])
     (alone,) = saved(tmp_path / "half", CONFIG, dtype=torch.bfloat16)
     assert average_weights([alone])["embedding.weight"].dtype == torch.bfloat16
+
+
+def test_a_new_process_knows_every_kind_of_model(tmp_path):
+    paths = saved(tmp_path, *[EncoderDecoderConfig(**PAIR)] * 2)
+    command = [sys.executable, "-m", "linrope", "average", *map(str, paths), "--output", str(tmp_path / "averaged")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    torch.testing.assert_close(
+        EncoderDecoder.from_pretrained(tmp_path / "averaged").state_dict(), average_weights(paths)
+    )
 
 
 def test_what_differs_is_named(tmp_path):

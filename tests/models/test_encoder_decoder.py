@@ -12,6 +12,9 @@ from linrope.positions.base import PositionsConfig
 SIZES = {"vocab_size": 11, "d_model": 12, "n_encoder_layers": 2, "n_decoder_layers": 2, "n_heads": 2, "dropout": 0.0}
 
 
+LEARNED = {"positions": PositionsConfig(name="learned", length=9)}
+
+
 def model_of(**options):
     torch.manual_seed(0)
     model = EncoderDecoderConfig(**SIZES, **options).build().double()
@@ -62,6 +65,12 @@ def test_the_loss_is_the_smoothed_cross_entropy_and_ignores_padding():
     torch.testing.assert_close(found, torch.autograd.grad(expected, list(model.parameters())))
 
 
+def test_the_bound_of_its_size_is_close_from_below():
+    config = EncoderDecoderConfig(**SIZES)
+    least, size = config.least_weight_bytes(), 4 * config.build().n_parameters
+    assert 0.9 * size < least <= size
+
+
 def test_the_linear_state_does_not_grow():
     model, source = model_of(), rows(2, 6)
     _, short = model.step(rows(2, 3), model.encode(source))
@@ -81,8 +90,8 @@ def test_a_saved_model_is_the_same(tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"tie_embeddings": False, "attention": "softmax"}, {"feature_map": "favor"}, {"rope": None}],
-    ids=["tied", "untied", "favor", "no rope"],
+    [{}, {"tie_embeddings": False, "attention": "softmax"}, {"feature_map": "favor"}, {"rope": None}, LEARNED],
+    ids=["tied", "untied", "favor", "no rope", "learned"],
 )
 def test_a_model_is_initialised_anew_as_its_constructor_does(options):
     config = EncoderDecoderConfig(**SIZES, **options)
@@ -110,6 +119,23 @@ def test_weights_that_are_loaded_are_tied_again(assign):
     assert other.output.weight is other.embedding.weight
     source, target = rows(2, 6), rows(2, 4)
     assert other(source, target).equal(model(source, target))
+
+
+def test_translations_end_with_the_table_of_positions():
+    model = EncoderDecoderConfig(**{**SIZES, "vocab_size": 257}, **LEARNED).build().eval()
+    step, steps = model.step, []
+
+    def without_end(*args):
+        logits, state = step(*args)
+        steps.append(len(logits))
+        return logits.index_fill(-1, torch.tensor(256), -torch.inf), state
+
+    model.step = without_end
+    model.translate(["abcd", "a"], n_beams=2)
+    assert steps == [4] * 9  # 2 beams of each, at all positions
+    assert (model.longest_row, model_of().longest_row) == (9, None)
+    with pytest.raises(InputError, match="9"):
+        model.translate(["abcdefghi"])
 
 
 def test_errors():

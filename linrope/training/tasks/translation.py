@@ -76,6 +76,12 @@ class TranslationModule(TrainingTask):
     def setup(self, stage: str) -> None:
         if stage == "test":
             require_sacrebleu()
+        longest, data = self.model.longest_row, self.trainer.datamodule
+        if isinstance(data, TranslationDataModule) and longest is not None and data.max_length > longest:
+            raise InputError(
+                f"data.max_length={data.max_length} is longer than the rows of model.positions.length={longest}: raise "
+                "the one or lower the other."
+            )
         super().setup(stage)
 
     def forward(self, inputs: Tensor, decoder_inputs: Tensor, source_mask: Tensor | None = None) -> Tensor:
@@ -113,4 +119,5 @@ class TranslationModule(TrainingTask):
     def _translated(self, batch: Batch) -> list[str]:
         config, tokenizer = self.translation, tokenizer_from_serialized(self.model.tokenizer)
         options = {name: getattr(config, name) for name in ("n_beams", "length_penalty", "extra_tokens")}
-        return translate(self.model, batch["inputs"], batch["source_mask"], tokenizer, **options)
+        longest = self.model.longest_row
+        return translate(self.model, batch["inputs"], batch["source_mask"], tokenizer, longest_row=longest, **options)

@@ -168,9 +168,13 @@ def test_a_test_without_sacrebleu_stops_before_it_starts(options, capsys, monkey
         ("--translation.extra_tokens=-1", "translation.extra_tokens=-1"),
         ("--translation.beams=3", "unknown option 'translation.beams'"),
         ("--data.target=fr", "train.fr cannot be read"),
+        (
+            "--model.positions.name=learned --model.positions.length=20",
+            "data.max_length=32 is longer than the rows of model.positions.length=20",
+        ),
         ("--sample.prompt=a", "unknown option 'sample.prompt'"),
     ],
 )
 def test_what_does_not_fit_is_named(options, changed, message, capsys):
-    assert main(["fit", *options, "--trainer.max_steps=2", changed]) == 2
+    assert main(["fit", *options, "--trainer.max_steps=2", *changed.split()]) == 2
     assert message in capsys.readouterr().err
