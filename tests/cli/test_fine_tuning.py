@@ -62,7 +62,7 @@ def test_the_config_of_glue_starts_from_a_roformer(tmp_path, monkeypatch, capsys
     out = " ".join(capsys.readouterr().out.split())
     assert "weights of roformer" in out
     assert "model.head: 'classification' is new" in out
-    assert ("model.attention: 'softmax' there, 'linear' here" in out) == (attention == "linear")
+    assert ("model.attention: 'softmax' in the checkpoint, 'linear' here" in out) == (attention == "linear")
     assert re.search(r"step 2 val_loss 0\.\d+ val_accuracy 0\.\d+ val_f1 0\.\d+", out)
     last = "runs/glue-mrpc/version_0/checkpoints/last.ckpt"
     assert main(["predict", f"--ckpt_path={last}", "--output=found.jsonl"]) == 0
