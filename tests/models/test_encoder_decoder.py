@@ -147,6 +147,8 @@ def test_errors():
     assert model.translate([]) == []
     with pytest.raises(InputError, match="texts='a' is one text"):
         model.translate("a")
+    with pytest.raises(InputError, match="extra_tokens=-1 must be 0 or more"):
+        model.translate(["a"], extra_tokens=-1)
     with pytest.raises(InputError, match=r"source lies in \[97, 256\], vocab_size is 11"):  # bytes
         model.translate(["a"])
     model.tokenizer = {"kind": "unknown"}
