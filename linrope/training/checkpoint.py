@@ -12,9 +12,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from linrope.data.tokenizers.base import Tokenizer, tokenizer_from_serialized
 from linrope.errors import CheckpointError, InputError
-from linrope.interop.roformer import is_roformer, load_roformer
-from linrope.models.base import Model, ModelConfig, differences, flat_options, load_model
-from linrope.models.encoder import EncoderModel
+from linrope.interop.roformer import load_trained
+from linrope.models.base import Model, ModelConfig, differences, flat_options
 from linrope.models.saving import open_checkpoint
 from linrope.training.data_modules.base import ResumableDataModule
 from linrope.utils.files import versions, whole_file
@@ -95,9 +94,7 @@ def start_from(model: Model, path: str, fractions: list[float] | None) -> list[s
 def _trained(path: str, model: Model) -> Model:
     """The model at `path`, of the same family as `model`."""
     try:
-        if isinstance(model, EncoderModel) and is_roformer(path):
-            return load_roformer(path)
-        return load_model(path, model.config_class)
+        return load_trained(path, model.config_class)
     except InputError as error:
         raise InputError(
             f"run.start_from={path!r}: {error} Name a .ckpt file or a folder with a model, or give null to begin with "
