@@ -14,6 +14,7 @@ import torch
 from linrope.cli.config_files import config_files, values_of
 from linrope.cli.output import say_once
 from linrope.errors import InputError
+from linrope.interop.roformer import is_roformer, load_roformer
 from linrope.models.language_model import LanguageModel
 from linrope.models.saving import open_checkpoint, read_model
 
@@ -87,7 +88,7 @@ def with_run_config(args: Sequence[str]) -> list[str]:
         say_once(f"the configuration is {of_run}, and the options given here")
         return ["--config", str(of_run), *args]
     if Path(path).is_dir():
-        model, *_ = read_model(Path(path))
+        model = load_roformer(path).config.to_dict() if is_roformer(path) else read_model(Path(path))[0]
         return ["--config", json.dumps({"model": model}), *args]
     saved = open_checkpoint(path)["linrope"]
     values = {"task": saved.get("task", LANGUAGE_MODELING), "model": saved["config"]}

@@ -9,8 +9,8 @@ from pathlib import Path
 from linrope.cli.checkpoint import named_checkpoint
 from linrope.cli.output import say
 from linrope.cli.parser import parse_command
-from linrope.interop.roformer import export_roformer, what_transformers_lacks
-from linrope.models.base import ModelConfig, load_model
+from linrope.interop.roformer import export_roformer, load_trained, what_transformers_lacks
+from linrope.models.base import ModelConfig
 from linrope.models.encoder import EncoderModel
 from linrope.models.language_model import LanguageModel
 from linrope.utils.files import require_free_folder
@@ -33,7 +33,7 @@ def run(args: Sequence[str]) -> None:
     config = parse_command("export", ExportConfig, args, "--ckpt_path FILE --output FOLDER [--overwrite]")
     require_free_folder(Path(config.output), config.overwrite)
     path = named_checkpoint(config.ckpt_path)
-    model = load_model(path, ModelConfig)
+    model = load_trained(path, ModelConfig)
     if isinstance(model, LanguageModel):
         from linrope.interop import transformers as hf  # an optional package
 

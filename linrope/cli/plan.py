@@ -68,7 +68,7 @@ def plan_task(cli: ConfigCLI) -> None:
     cli.count_steps()
     task, data = cli.build_task(), config.data
     data.setup("fit")
-    data.require_vocabulary(task.model_config.vocab_size)
+    task.require_data(data)
     batch = next(iter(data.train_dataloader()))
     precision = precision_of(config)
     if precision not in AUTOCAST:

@@ -29,7 +29,8 @@ from linrope.cli.own_classes import own_classes
 from linrope.cli.parser import add_options, parse, parser_settings
 from linrope.cli.tasks import TASKS, name_of_task, task_of
 from linrope.errors import InputError
-from linrope.models.base import Model, ModelConfig, config_in, load_model
+from linrope.interop.roformer import load_trained
+from linrope.models.base import Model, ModelConfig, config_in
 from linrope.models.saving import CONFIG_FILE, open_checkpoint
 from linrope.training.callbacks.monitors import RequireMonitored
 from linrope.training.callbacks.progress import ProgressReport, evaluation_metrics
@@ -336,7 +337,7 @@ class TrainingCLI(ConfigCLI):
         if not Path(self.checkpoint, CONFIG_FILE).is_file():
             self.open_checkpoint()
             return None
-        trained = load_model(self.checkpoint, self.task.config_class)
+        trained = load_trained(self.checkpoint, self.task.config_class)
         require_same_model(trained.config, self.task.config_of(self.config_init.model), self.checkpoint)
         return trained
 

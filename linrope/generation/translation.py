@@ -57,6 +57,8 @@ def translate(
     Raises:
         InputError: an option out of range.
     """
+    if extra_tokens < 0:
+        raise InputError(f"extra_tokens={extra_tokens} must be 0 or more.")
     special = TranslationTokens.of(tokenizer)
     limits = source_mask.sum(1).cpu() + extra_tokens
     if longest_row is not None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from linrope.errors import InputError, require_choice
+from linrope.models.base import Model, ModelConfig, load_model
 from linrope.models.encoder import ACTIVATIONS, EncoderConfig, EncoderModel
 from linrope.models.saving import CONFIG_FILE, SAFETENSORS_FILE, load_safetensors, save_safetensors
 from linrope.utils.files import load_plain, require_free_folder
@@ -124,6 +125,13 @@ def is_roformer(path: str | Path) -> bool:
         return json.loads(Path(path, CONFIG_FILE).read_text(encoding="utf-8")).get("model_type") == "roformer"
     except (OSError, ValueError, AttributeError):
         return False
+
+
+def load_trained(path: str | Path, config_class: type[ModelConfig]) -> Model:
+    """The trained model at `path`: a folder of transformers' RoFormer, or what `load_model` reads."""
+    if issubclass(EncoderConfig, config_class) and is_roformer(path):
+        return load_roformer(path)
+    return load_model(path, config_class)
 
 
 def what_transformers_lacks(config: EncoderConfig) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
@@ -19,6 +19,10 @@ from linrope.positions.table import require_without_weights, rope_beside
 from linrope.utils.options import check_keys, class_path_of, loaded_subclass
 
 AnyModel = TypeVar("AnyModel", bound="Model")
+WITHOUT_WEIGHTS = ("model.window", "model.dropout", "model.gate_normalizer")
+"""Options that may differ from those of a model whose weights are taken."""
+THETA = ("model.rope.base", "model.rope.scaling")
+"""Options of θ, which may differ too unless θ is trained."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,23 @@ class ModelConfig:
             cls = cls.unnamed
         check_keys(values, cls)
         return cls(**{name: _nested(cls, name, value) for name, value in values.items()})
+
+
+def flat_options(config: ModelConfig) -> dict[str, Any]:
+    """A model's options, with nested ones, by their names in a run's configuration."""
+
+    def flat(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+        for name, value in tree.items():
+            yield from flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(prefix + name, value)]
+
+    return dict(flat(config.to_dict(), "model."))
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """What differs between the options of a checkpoint and those here, in words."""
+    for name in sorted(then.keys() | now.keys()):
+        if then.get(name) != now.get(name):
+            yield f"{name}: {then.get(name)!r} in the checkpoint, {now.get(name)!r} here"
 
 
 def config_in(values: Any, config_class: type[ModelConfig], path: str | os.PathLike) -> ModelConfig:
@@ -155,13 +176,20 @@ class Model(nn.Module):
         """Copy the weights and the tokenizer of a trained model; what differs from it, in words.
 
         A model that takes weights of others than its own options overrides it. InputError, naming the source by `name`,
-        for weights that do not fit.
+        for a model that differs in an option that decides the weights.
         """
-        if source.config != self.config:
-            raise InputError(f"{name} holds {source.config}, and this model is {self.config}: make them equal.")
+        rope = getattr(self.config, "rope", None)
+        may_differ = WITHOUT_WEIGHTS + (() if rope is None or rope.trainable else THETA)
+        differing = list(differences(flat_options(source.config), flat_options(self.config)))
+        allowed = tuple(f"{name}{end}" for name in may_differ for end in ":.")  # the option, and those nested in it
+        if decisive := [line for line in differing if not line.startswith(allowed)]:
+            raise InputError(
+                f"{name} holds a model that differs in more than {', '.join(may_differ)}; make these equal:\n  "
+                + "\n  ".join(decisive)
+            )
         self.load_state_dict(source.state_dict())
         self.tokenizer = source.tokenizer
-        return []
+        return differing
 
     def load_weights(self, weights: dict[str, Tensor], path: str | os.PathLike) -> None:
         """Take the weights of a file, and their dtype. InputError, naming `path`, if they do not fit."""

@@ -17,7 +17,7 @@ from linrope.layers.initialisation import reset
 from linrope.layers.linear import Linear
 from linrope.layers.linear_attention import LinearAttention
 from linrope.layers.softmax_attention import SoftmaxAttention
-from linrope.models.base import Model, ModelConfig, check_tokens
+from linrope.models.base import Model, ModelConfig, check_tokens, differences, flat_options
 from linrope.ops.checks import check_tensor
 from linrope.positions.base import PositionsConfig
 from linrope.positions.table import embedding_of
@@ -33,6 +33,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
 }
 """By the names that configurations of transformers use."""
+SEEN_IN_SHAPES = tuple(f"model.{name}:" for name in ("d_ff", "embedding_size", "head", "n_labels", "tie_embeddings"))
+"""Beginnings of what `differences` says of options that decide which weights there are."""
 WEIGHT_STD = 0.02
 """Standard deviation of all matrices at the start."""
 
@@ -169,18 +171,24 @@ class EncoderModel(Model):
             What is new or differs, in words.
 
         Raises:
-            InputError: weights of other shapes; the message calls the source `name`.
+            InputError: weights of other shapes or heads; the message calls the source `name`.
         """
         trained, own = source.body.state_dict(), self.body.state_dict()
-        differing = [key for key in sorted(trained.keys() | own.keys()) if _shape(trained, key) != _shape(own, key)]
-        if differing:
-            shapes = ", ".join(f"{key}: {_shape(trained, key)} there, {_shape(own, key)} here" for key in differing)
-            raise InputError(f"{name} holds an encoder of other shapes ({shapes}): make the options of model equal.")
+        shapes = [
+            f"{key}: {_shape(trained, key)} there, {_shape(own, key)} here"
+            for key in sorted(trained.keys() | own.keys())
+            if _shape(trained, key) != _shape(own, key)
+        ]
+        if source.config.n_heads != self.config.n_heads:  # weights of the same shapes
+            shapes.append(f"n_heads: {source.config.n_heads} there, {self.config.n_heads} here")
+        if shapes:
+            raise InputError(
+                f"{name} holds an encoder of other shapes ({', '.join(shapes)}): make the options of model equal."
+            )
         self.body.load_state_dict(trained)
         self.tokenizer = source.tokenizer
-        notes = []
-        if source.config.attention != self.config.attention:
-            notes.append(f"model.attention: {source.config.attention!r} there, {self.config.attention!r} here")
+        differing = differences(flat_options(source.config), flat_options(self.config))
+        notes = [line for line in differing if not line.startswith(SEEN_IN_SHAPES)]
         if self.config.head is None:
             return notes
         heads = source.state_dict(), self.state_dict()

@@ -29,9 +29,6 @@ from linrope.positions.table import embedding_of
 from linrope.rotary import RotaryConfig, check_config
 from linrope.utils.options import check_types
 
-WITH_A_TABLE = ("learned", "tupe")
-"""Position encodings whose `length` bounds the rows."""
-
 
 @dataclass(frozen=True)
 class EncoderDecoderConfig(ModelConfig):
@@ -170,7 +167,7 @@ class EncoderDecoder(Model):
     @property
     def longest_row(self) -> int | None:
         """Tokens of the longest row that the model can read, by its tables of positions; None for any length."""
-        return self.config.positions.length if self.config.positions.name in WITH_A_TABLE else None
+        return self.config.positions.longest_row
 
     def reset_parameters(self) -> None:
         """Initialise the model anew, after `to_empty` for example: with the same seed, as its constructor does."""

@@ -16,6 +16,9 @@ from linrope.utils.options import check_types
 TABLE_STD = 0.02
 """Standard deviation of tables at the start that add to embeddings, keys, values or logits: that of embeddings."""
 
+WITH_A_TABLE = ("learned", "tupe")
+"""Encodings with a row for each position."""
+
 
 @dataclass(frozen=True)
 class PositionsConfig:
@@ -41,6 +44,19 @@ class PositionsConfig:
         if self.n_buckets >= 2 * self.max_distance:
             raise InputError(
                 f"positions.n_buckets={self.n_buckets} must be below twice positions.max_distance={self.max_distance}."
+            )
+
+    @property
+    def longest_row(self) -> int | None:
+        """Tokens of the longest row that can be read; None for any length."""
+        return self.length if self.name in WITH_A_TABLE else None
+
+    def require_row(self, option: str, length: int) -> None:
+        """Raise InputError, naming the option of data that asks for it, if no row of so many tokens can be read."""
+        if self.longest_row is not None and length > self.longest_row:
+            raise InputError(
+                f"{option}={length} is longer than the rows of model.positions.length={self.length}: raise the one or "
+                "lower the other."
             )
 
 

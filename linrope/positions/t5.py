@@ -26,8 +26,12 @@ class T5(PositionEncoding):
         nn.init.normal_(self.table, std=TABLE_STD)
 
     def bias(self, pairs: Pairs) -> Tensor:
-        options = {"n_buckets": self.config.n_buckets, "max_distance": self.config.max_distance}
-        return self.table.to(pairs.dtype)[:, buckets(pairs.distance, **options, causal=self.sizes.causal)][None]
+        return bias_of(self.table, pairs, self.config.max_distance, self.sizes.causal)
+
+
+def bias_of(table: Tensor, pairs: Pairs, max_distance: int, causal: bool) -> Tensor:
+    """The bias of each pair, (1, H, T, S), by its bucket in a table (H, n_buckets)."""
+    return table.to(pairs.dtype)[:, buckets(pairs.distance, table.shape[1], max_distance, causal)][None]
 
 
 def buckets(distance: Tensor, n_buckets: int, max_distance: int, causal: bool) -> Tensor:

@@ -6,8 +6,8 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from linrope.positions.base import Pairs, PositionEncoding, PositionsConfig, Sizes, require_within
-from linrope.positions.t5 import T5
+from linrope.positions.base import TABLE_STD, Pairs, PositionEncoding, PositionsConfig, Sizes, require_within
+from linrope.positions.t5 import bias_of
 
 
 class TUPE(PositionEncoding):
@@ -25,7 +25,7 @@ class TUPE(PositionEncoding):
         self.table = nn.Parameter(torch.empty(config.length, sizes.d_model))
         self.u_q = nn.Parameter(torch.empty(sizes.n_heads * sizes.head_dim, sizes.d_model))
         self.u_k = nn.Parameter(torch.empty_like(self.u_q))
-        self.by_bucket = T5(config, sizes)
+        self.by_bucket = nn.Parameter(torch.empty(sizes.n_heads, config.n_buckets))
         self.theta = None if sizes.causal else nn.Parameter(torch.empty(2, sizes.n_heads))
         self.reset_parameters()
 
@@ -33,7 +33,7 @@ class TUPE(PositionEncoding):
         nn.init.normal_(self.table)  # as large as what a norm gives to the layer
         for matrix in (self.u_q, self.u_k):
             nn.init.kaiming_uniform_(matrix, a=5**0.5)  # as a linear layer
-        self.by_bucket.reset_parameters()
+        nn.init.normal_(self.by_bucket, std=TABLE_STD)
         if self.theta is not None:
             nn.init.zeros_(self.theta)
 
@@ -51,4 +51,4 @@ class TUPE(PositionEncoding):
             from_cls, to_cls = self.theta.to(pairs.dtype)[:, None, :, None, None]
             of_positions = torch.where((of_key == 0)[:, None, None, :], to_cls, of_positions)
             of_positions = torch.where((of_query == 0)[:, None, :, None], from_cls, of_positions)
-        return of_positions + self.by_bucket.bias(pairs)
+        return of_positions + bias_of(self.by_bucket, pairs, self.config.max_distance, self.sizes.causal)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,15 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from linrope.data.tokenizers.base import Tokenizer, tokenizer_from_serialized
 from linrope.errors import CheckpointError, InputError
-from linrope.interop.roformer import is_roformer, load_roformer
-from linrope.models.base import Model, ModelConfig, load_model
-from linrope.models.encoder import EncoderModel
-from linrope.models.language_model import LanguageModel
+from linrope.interop.roformer import load_trained
+from linrope.models.base import Model, ModelConfig, differences, flat_options
 from linrope.models.saving import open_checkpoint
 from linrope.training.data_modules.base import ResumableDataModule
 from linrope.utils.files import versions, whole_file
 
 TRAINING_STATE = ("global_step", "loops", "lr_schedulers", "optimizer_states")
-WITHOUT_WEIGHTS = ("model.window", "model.dropout", "model.gate_normalizer")
-"""Options that a new run may change on trained weights."""
 TEXT_HASH, TEXT_MODIFIED = "data.text_hash", "data.text_modified"
 """What `run_order` calls the two entries of `Corpus.identity` that have rules of their own."""
-THETA = ("model.rope.base", "model.rope.scaling")
-"""Options of θ, which a new run may change too unless θ is trained."""
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
@@ -78,7 +71,7 @@ def find_last(folder: Path) -> Path:
 
 def require_same_model(trained: ModelConfig, config: ModelConfig, path: str | Path) -> None:
     """Raises InputError, naming the options that differ, unless a checkpoint's model is the configured one."""
-    if differing := list(_differences(_flat(trained.to_dict()), _flat(config.to_dict()))):
+    if differing := list(differences(flat_options(trained), flat_options(config))):
         raise InputError(
             f"checkpoint {str(path)!r} holds another model than the one configured; {_fix(path)}:\n  "
             + "\n  ".join(differing)
@@ -92,10 +85,7 @@ def start_from(model: Model, path: str, fractions: list[float] | None) -> list[s
     Raises InputError for no model at `path`, or one that differs in an option that decides the weights.
     """
     source = _trained(path, model)
-    if isinstance(model, LanguageModel):
-        differing = _start_language_model(model, path, source)
-    else:
-        differing = model.take(source, f"run.start_from={path!r}")
+    differing = model.take(source, f"run.start_from={path!r}")
     if Path(path).is_file() and fractions is not None:
         warn_of_other_split(open_checkpoint(path), fractions, path)
     return differing
@@ -104,29 +94,12 @@ def start_from(model: Model, path: str, fractions: list[float] | None) -> list[s
 def _trained(path: str, model: Model) -> Model:
     """The model at `path`, of the same family as `model`."""
     try:
-        if isinstance(model, EncoderModel) and is_roformer(path):
-            return load_roformer(path)
-        return load_model(path, model.config_class)
+        return load_trained(path, model.config_class)
     except InputError as error:
         raise InputError(
             f"run.start_from={path!r}: {error} Name a .ckpt file or a folder with a model, or give null to begin with "
             "random weights."
         ) from error
-
-
-def _start_language_model(model: LanguageModel, path: str, source: LanguageModel) -> list[str]:
-    rope = model.config.rope
-    may_differ = WITHOUT_WEIGHTS + (() if rope is None or rope.trainable else THETA)
-    differing = list(_differences(_flat(source.config.to_dict()), _flat(model.config.to_dict())))
-    allowed = tuple(f"{name}{end}" for name in may_differ for end in ":.")  # the option, and those nested in it
-    if decisive := [line for line in differing if not line.startswith(allowed)]:
-        raise InputError(
-            f"run.start_from={path!r} holds a model that differs in more than {', '.join(may_differ)}; {_fix(path)}:"
-            "\n  " + "\n  ".join(decisive)
-        )
-    model.load_state_dict(source.state_dict())
-    model.tokenizer = source.tokenizer
-    return differing
 
 
 def warn_of_other_split(checkpoint: dict[str, Any], fractions: list[float], path: str | Path) -> None:
@@ -190,7 +163,7 @@ def require_same_order(checkpoint: dict[str, Any], order: dict[str, Any], path: 
     if TEXT_HASH not in then:  # a checkpoint that is older than the hash
         now.pop(TEXT_HASH, None)
     modified = then.pop(TEXT_MODIFIED, None), now.pop(TEXT_MODIFIED, None)
-    if differing := list(_differences(then, now)):
+    if differing := list(differences(then, now)):
         raise InputError(
             f"checkpoint {str(path)!r} is of a run with other data, batches or seed; {_fix(path)} (a new run needs no "
             "--ckpt_path):\n  " + "\n  ".join(differing)
@@ -202,24 +175,10 @@ def require_same_order(checkpoint: dict[str, Any], order: dict[str, Any], path: 
         )
 
 
-def _differences(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    for key in sorted(then.keys() | now.keys()):
-        if then.get(key) != now.get(key):
-            yield f"{key}: {then.get(key)!r} in the checkpoint, {now.get(key)!r} here"
-
-
 def _fix(path: str | Path) -> str:
     beside = Path(path).parent.parent / "config.yaml"
     fix = f"--config {beside}" if beside.is_file() else "--config with the YAML that trained it"
     return f"pass {fix}, or make these equal"
-
-
-def _flat(tree: dict[str, Any], prefix: str = "model.") -> dict[str, Any]:
-    """A model's options, with nested ones, by their names in a run's configuration."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
 
 
 def rewind_to_step(checkpoint: dict[str, Any], accumulate_grad_batches: int) -> None:

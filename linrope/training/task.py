@@ -57,8 +57,8 @@ class TrainingTask(LightningModule):
     - `batch_loss(batch)`: the loss of a training batch, as a `BatchLoss`.
     - `evaluate(batch, sums)`: adds the contribution of a validation or test batch to `sums`.
     - `evaluation_metrics(split, sums)`: the metrics of a whole validation or test, from the sums over all ranks.
-    - optionally `training_metrics(sums)`, `monitor`, `step_flops(batch)`, `own_sections` for further options, and
-      `task_state` and `load_task_state` for what else a checkpoint must hold.
+    - optionally `training_metrics(sums)`, `monitor`, `step_flops(batch)`, `require_data(data)`, `own_sections` for
+      further options, and `task_state` and `load_task_state` for what else a checkpoint must hold.
     - for `linrope predict`: `predict_step(batch, batch_idx)`, a list with the predictions of each row as plain values.
 
     and gets
@@ -126,6 +126,10 @@ class TrainingTask(LightningModule):
     def config_of(cls, config: ModelConfig) -> ModelConfig:
         """The configuration of the model that this task trains, of one that may leave open what the task decides."""
         return config
+
+    def require_data(self, data: ResumableDataModule) -> None:
+        """Raise InputError unless the model fits this data, which is set up."""
+        data.require_vocabulary(self.model_config.vocab_size)
 
     @property
     def monitor(self) -> tuple[str, str]:
@@ -288,7 +292,7 @@ class TrainingTask(LightningModule):
     def setup(self, stage: str) -> None:
         self._stage, trainer = stage, self.trainer
         if (data := self.resumable_data) is not None:
-            data.require_vocabulary(self.model_config.vocab_size)
+            self.require_data(data)
             tokenizer = tokenizer_to_serialized(data.tokenizer)
             if self.model.tokenizer is not None:  # of a trained model
                 require_same_tokenizer(self.model.tokenizer, tokenizer, "the model that was loaded")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from numbers import Integral, Real
@@ -17,13 +18,16 @@ def class_path_of(one: type) -> str:
 
 
 def loaded_subclass(base: type, class_path: str) -> type:
-    """The class of that name among the imported subclasses of `base`. InputError if there is none."""
+    """The class of that name among `base` and its imported subclasses. InputError if there is none."""
     found, waiting = {}, [base]
     while waiting:
         one = waiting.pop()  # the newest first: a notebook may define a class again
         found.setdefault(class_path_of(one), one)
         waiting += one.__subclasses__()
     if class_path not in found:
+        module, _, name = str(class_path).rpartition(".")
+        if isinstance(getattr(sys.modules.get(module), name, None), type):
+            raise InputError(f"class_path={class_path!r} is no {base.__name__}, which is needed here.")
         raise InputError(
             f"class_path={class_path!r} is no imported subclass of {base.__name__}: import it first, on the command "
             "line with --import FILE.py."

@@ -62,12 +62,18 @@ def test_the_config_of_glue_starts_from_a_roformer(tmp_path, monkeypatch, capsys
     out = " ".join(capsys.readouterr().out.split())
     assert "weights of roformer" in out
     assert "model.head: 'classification' is new" in out
-    assert ("model.attention: 'softmax' there, 'linear' here" in out) == (attention == "linear")
+    assert ("model.attention: 'softmax' in the checkpoint, 'linear' here" in out) == (attention == "linear")
     assert re.search(r"step 2 val_loss 0\.\d+ val_accuracy 0\.\d+ val_f1 0\.\d+", out)
     last = "runs/glue-mrpc/version_0/checkpoints/last.ckpt"
     assert main(["predict", f"--ckpt_path={last}", "--output=found.jsonl"]) == 0
     rows = [json.loads(line) for line in Path("found.jsonl").read_text().splitlines()]
     assert [(row["id"], row["label"] in ("0", "1")) for row in rows] == [(str(i), True) for i in range(3)]
+    assert main(["export", f"--ckpt_path={last}", "--output=exported"]) == 0
+    data = ["--data.dataset=mrpc", "--data.path=MRPC", "--data.tokenizer=roformer/tokenizer.json"]
+    again = ["--task=classification", "--ckpt_path=exported", "--output=again.jsonl", "--trainer.accelerator=cpu"]
+    assert main(["predict", *again, *data]) == 0
+    scores = [json.loads(line)["scores"] for line in Path("again.jsonl").read_text().splitlines()]
+    assert scores == [pytest.approx(row["scores"], abs=1e-6) for row in rows]
 
 
 def test_the_config_of_cail_starts_from_a_roformer(tmp_path, monkeypatch, capsys):

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from linrope import LanguageModel
+from linrope import EncoderConfig, LanguageModel
 from linrope.cli import imports
 from linrope.cli.main import main
-from linrope.utils.options import loaded_subclass
+from linrope.utils.options import class_path_of, loaded_subclass
 from tests.conftest import assert_input_errors
 
 SOURCE = '''
@@ -154,4 +154,10 @@ def test_a_checkpoint_imports_nothing():
 
     assert loaded_subclass(LanguageModel, f"{__name__}.{Other.__qualname__}") is Other
     message = r"class_path='os.system' is no imported subclass of LanguageModel: import it first, .* --import FILE.py"
-    assert_input_errors((lambda: loaded_subclass(LanguageModel, "os.system"), message))
+    assert_input_errors(
+        (lambda: loaded_subclass(LanguageModel, "os.system"), message),
+        (
+            lambda: loaded_subclass(LanguageModel, class_path_of(EncoderConfig)),
+            "EncoderConfig' is no LanguageModel, which",
+        ),
+    )

@@ -151,7 +151,10 @@ def test_a_run_starts_from_a_folder_of_transformers(tmp_path):
     source = load_roformer(tmp_path)
     model = replace(source.config, attention="linear", head="classification", n_labels=3).build()
     notes = start_from(model, str(tmp_path), None)
-    assert notes == ["model.attention: 'softmax' there, 'linear' here", "model.head: 'classification' is new"]
+    assert notes == [
+        "model.attention: 'softmax' in the checkpoint, 'linear' here",
+        "model.head: 'classification' is new",
+    ]
     torch.testing.assert_close(model.encoder.state_dict(), source.encoder.state_dict())
 
 

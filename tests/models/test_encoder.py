@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from linrope import EncoderConfig, MaskedLM, RoFormerEncoder, SequenceClassifier
+from linrope import EncoderConfig, MaskedLM, RoFormerEncoder, RotaryConfig, SequenceClassifier
 from tests.conftest import assert_input_errors
 
 SMALL = {"vocab_size": 31, "d_model": 24, "n_layers": 2, "n_heads": 3, "d_ff": 37, "dropout": 0.0}
@@ -110,7 +110,7 @@ def test_an_encoder_starts_from_another_one(tmp_path):
     trained.save_pretrained(tmp_path / "trained")
     linear = model_of(attention="linear", head="masked_lm")
     notes = linear.float().start_from(tmp_path / "trained")
-    assert notes == ["model.attention: 'softmax' there, 'linear' here"]
+    assert notes == ["model.attention: 'softmax' in the checkpoint, 'linear' here"]
     torch.testing.assert_close(linear.state_dict(), trained.float().state_dict())
     classifier = model_of(attention="softmax", head="classification").float()
     head = classifier.output.weight.clone()
@@ -119,7 +119,13 @@ def test_an_encoder_starts_from_another_one(tmp_path):
     assert torch.equal(classifier.output.weight, head)
     assert_input_errors(
         (lambda: model_of(n_layers=1).start_from(tmp_path / "trained"), r"blocks.1.* there, None here"),
+        (lambda: model_of(n_heads=2).start_from(tmp_path / "trained"), r"\(n_heads: 3 there, 2 here\)"),
     )
+    other = model_of(attention="softmax", head="masked_lm", rope=RotaryConfig(base=500.0), activation="relu")
+    assert other.start_from(tmp_path / "trained") == [
+        "model.activation: 'gelu' in the checkpoint, 'relu' here",
+        "model.rope.base: 10000.0 in the checkpoint, 500.0 here",
+    ]
 
 
 def test_what_does_not_fit_is_named():

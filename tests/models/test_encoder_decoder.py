@@ -147,6 +147,8 @@ def test_errors():
     assert model.translate([]) == []
     with pytest.raises(InputError, match="texts='a' is one text"):
         model.translate("a")
+    with pytest.raises(InputError, match="extra_tokens=-1 must be 0 or more"):
+        model.translate(["a"], extra_tokens=-1)
     with pytest.raises(InputError, match=r"source lies in \[97, 256\], vocab_size is 11"):  # bytes
         model.translate(["a"])
     model.tokenizer = {"kind": "unknown"}
@@ -156,3 +158,16 @@ def test_errors():
         model(torch.tensor([[11]]), rows(1, 2))
     with pytest.raises(InputError, match="source_mask"):
         model.encode(rows(2, 6), torch.ones(2, 5, dtype=torch.bool))
+
+
+def test_a_model_starts_from_one_that_differs_in_no_weight(tmp_path):
+    source = model_of()
+    source.save_pretrained(tmp_path)
+    other = EncoderDecoderConfig(**{**SIZES, "dropout": 0.3}, rope=RotaryConfig(base=500.0)).build().double()
+    assert other.start_from(tmp_path) == [
+        "model.dropout: 0.0 in the checkpoint, 0.3 here",
+        "model.rope.base: 10000.0 in the checkpoint, 500.0 here",
+    ]
+    torch.testing.assert_close(other.state_dict(), source.state_dict(), rtol=0, atol=0)
+    with pytest.raises(InputError, match=r"equal:\n  model.n_heads: 2 in the checkpoint, 3 here"):
+        EncoderDecoderConfig(**{**SIZES, "n_heads": 3}).build().start_from(tmp_path)

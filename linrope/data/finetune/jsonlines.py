@@ -22,7 +22,7 @@ def read_json(path: Path) -> Any:
 
 def read_json_lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
     """(line, object) of each line that is not empty. InputError, naming file and line, for one that is no JSON
-    object."""
+    object, or without any."""
     found = []
     for line, text in enumerate(read_lines(path), 1):
         if not text.strip():
@@ -34,6 +34,8 @@ def read_json_lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
         if not isinstance(value, dict):
             raise InputError(f"{path}, line {line}: it is no JSON object: give one object a line.")
         found.append((line, value))
+    if not found:
+        raise InputError(f"{path} has no JSON objects: give one a line.")
     return found
 
 

@@ -65,7 +65,7 @@ class FineTuningDataModule(ResumableDataModule):
     run continues with the batch after the last one of its checkpoint. Predictions are those of the test file, which
     needs no labels, or else of the validation file.
 
-    A subclass writes `read`, `encode`, `make_batch`, `truncated` and `n_labels`.
+    A subclass writes `read`, `encode`, `make_batch` and `truncated`, and `n_labels` where the model has labels.
 
     Args:
         path: Folder with the files; or the training file, with the others beside it under their names.
@@ -128,9 +128,9 @@ class FineTuningDataModule(ResumableDataModule):
         raise NotImplementedError
 
     @property
-    def n_labels(self) -> int:
-        """The `n_labels` that a model must have; it needs `open`."""
-        raise NotImplementedError
+    def n_labels(self) -> int | None:
+        """The `n_labels` that a model must have, None for any; it needs `open`."""
+        return None
 
     def labelled(self, examples: list[Any]) -> bool:
         """Whether these examples of one split have targets."""
@@ -186,9 +186,10 @@ class FineTuningDataModule(ResumableDataModule):
         if examples is None:
             raise InputError(f"data.path={str(self.path)!r} has no file of the {split} split: add it.")
         if must_have_targets and not self.labelled(examples):
+            without = next(example.id for example in examples if example.target is None)
             raise InputError(
-                f"the {split} file in data.path={str(self.path)!r} has no labels, so nothing can be measured: "
-                "`linrope predict` writes predictions for it."
+                f"the {split} file in data.path={str(self.path)!r} has no label for row {without!r}, so nothing can be "
+                "learned or measured: label every row, or let `linrope predict` write predictions."
             )
         if len(examples) < world_size:  # a rank without any would not take part in the sums
             raise InputError(f"the {split} split has {len(examples)} rows for {world_size} devices: set fewer devices.")

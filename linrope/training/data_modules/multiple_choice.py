@@ -34,10 +34,6 @@ class MultipleChoiceDataModule(FineTuningDataModule):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
 
-    @property
-    def n_labels(self) -> int:
-        return len(self.labels)
-
     def read(self, split: str) -> list[Choice] | None:
         path = find_file(self.given_path, split, FILES)
         return None if path is None else read_triplets(path)

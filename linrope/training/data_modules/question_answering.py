@@ -41,10 +41,6 @@ class QuestionAnsweringDataModule(FineTuningDataModule):
         require_least("max_answer_length", max_answer_length, 1)
         self.max_answer_length = max_answer_length
 
-    @property
-    def n_labels(self) -> int:
-        return 2  # first and last token
-
     def read(self, split: str) -> list[Question] | None:
         path = find_file(self.given_path, split, FILES)
         return None if path is None else read_questions(path)

@@ -26,6 +26,7 @@ class TokenClassificationDataModule(FineTuningDataModule):
         targets: int64 (B, T), the label of the word that begins at a token; IGNORE elsewhere.
         words: int64 (B, T), the number of the word that begins at a token; -1 elsewhere.
         n_words: the number of words of each row.
+        n_positions: rows · data.max_length, the same in all training batches.
     See `FineTuningDataModule` for the rest. The labels are those of the training file, in the order of their names. A
     test file may have the words alone.
 
@@ -73,14 +74,16 @@ class TokenClassificationDataModule(FineTuningDataModule):
     @property
     def make_batch(self) -> Callable[[list[Any], list[Any]], dict[str, Any]]:
         numbers = {label: number for number, label in enumerate(self.labels)}
-        return partial(_batch, padding=self.encoder.special.pad, numbers=numbers)
+        return partial(_batch, padding=self.encoder.special.pad, numbers=numbers, max_length=self.max_length)
 
     def describe(self) -> list[tuple[str, str]]:
         (data, *others) = super().describe()
         return [data, ("labels", f"{len(self.labels)}: {', '.join(self.labels)}"), *others]
 
 
-def _batch(examples: list[Sentence], rows: list[Row], padding: int, numbers: dict[str, int]) -> dict[str, Any]:
+def _batch(
+    examples: list[Sentence], rows: list[Row], padding: int, numbers: dict[str, int], max_length: int
+) -> dict[str, Any]:
     batch = pad([row for row, _ in rows], padding)
     words, targets = torch.full_like(batch["inputs"], -1), torch.full_like(batch["inputs"], IGNORE)
     labelled = all(example.labels is not None for example in examples)
@@ -92,5 +95,10 @@ def _batch(examples: list[Sentence], rows: list[Row], padding: int, numbers: dic
             if labelled:
                 targets[row, token] = numbers[example.labels[word]]
     n_words = [len(example.words) for example in examples]
-    batch |= {"words": words, "n_words": n_words, "id": [example.id for example in examples]}
+    batch |= {
+        "words": words,
+        "n_words": n_words,
+        "n_positions": len(rows) * max_length,
+        "id": [example.id for example in examples],
+    }
     return {**batch, "targets": targets} if labelled else batch

@@ -51,11 +51,12 @@ class FineTuningModule(TrainingTask):
                 f"{type(self).__name__} trains on a {self.data_class.__name__}, not on a {found}: pass one."
             )
         super().setup(stage)
-        self.require_labels()
 
-    def require_labels(self) -> None:
-        """Raise InputError unless the model has as many labels as the data."""
-        if (found := self.data.n_labels) != (n_labels := self.model_config.n_labels):
+    def require_data(self, data: FineTuningDataModule) -> None:
+        """Raise InputError unless the model has the vocabulary, as many labels, and reads rows as long as the data's."""
+        super().require_data(data)
+        self.model_config.positions.require_row("data.max_length", data.max_length)
+        if (found := data.n_labels) not in (None, n_labels := self.model_config.n_labels):
             what = "values (regression)" if found == 1 else f"{found} labels"
             raise InputError(f"model.n_labels={n_labels}, and the data has {what}: set model.n_labels to {found}.")
 

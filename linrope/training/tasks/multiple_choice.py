@@ -27,9 +27,6 @@ class MultipleChoiceModule(FineTuningModule):
     def monitor(self) -> tuple[str, str]:
         return "val_accuracy", "max"
 
-    def require_labels(self) -> None:
-        """Nothing: the model gives a logit for each choice, however many there are."""
-
     def batch_loss(self, batch: Batch) -> BatchLoss:
         logits, targets = self.logits(batch), batch["targets"]
         nats = F.cross_entropy(logits, targets, reduction="sum")

@@ -32,9 +32,6 @@ class QuestionAnsweringModule(FineTuningModule):
     def monitor(self) -> tuple[str, str]:
         return "val_f1", "max"
 
-    def require_labels(self) -> None:
-        """Nothing: the head has two outputs."""
-
     def logits(self, batch: Batch) -> Tensor:
         """(B, T, 2), -∞ for padding."""
         return super().logits(batch).masked_fill(~batch["key_mask"][:, :, None], -torch.inf)

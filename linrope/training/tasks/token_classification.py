@@ -32,9 +32,8 @@ class TokenClassificationModule(FineTuningModule):
 
     def batch_loss(self, batch: Batch) -> BatchLoss:
         targets = batch["targets"]
-        # of the longest rows, so that it is the same in all batches
-        n_positions = len(targets) * self.data.max_length
-        return BatchLoss(token_losses(self.logits(batch), targets).sum(), (targets != IGNORE).sum(), n_positions)
+        nats = token_losses(self.logits(batch), targets).sum()
+        return BatchLoss(nats, (targets != IGNORE).sum(), batch["n_positions"])
 
     def evaluate(self, batch: Batch, sums: dict[Hashable, Any]) -> None:
         logits, targets = self.logits(batch), batch["targets"]

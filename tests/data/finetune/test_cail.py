@@ -37,5 +37,9 @@ def test_what_is_wrong_is_named_with_file_and_line(tmp_path):
         (read("[]"), r"line 2: it is no JSON object"),
         (read("{"), r"line 2: it is not valid JSON"),
         (read("", reader=lambda path: (path.write_text(""), read_triplets(path))), r"train\.json is empty"),
+        (
+            read("", reader=lambda path: (path.write_text("\t\n"), read_triplets(path))),
+            r"train\.json has no JSON objects",
+        ),
         (read('{"a": }', reader=read_json), r"train\.json, line 2: it is not valid JSON"),
     )

@@ -90,12 +90,16 @@ def test_a_run_by_epochs_learns_resumes_is_measured_and_predicts(options, capsys
         ("--data.path=nowhere", "data.path='nowhere' does not exist"),
         ("--model.n_token_types=1", "n_token_types is 1"),
         ("--data.regression=true", "train.tsv, line 2: the value 'no'"),
+        (
+            "--model.positions.name=learned --model.positions.length=9 --data.max_length=10",
+            "data.max_length=10 is longer than the rows of model.positions.length=9",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(options, changed, message, capsys):
     if changed == "--data.label=first":
         Path("dev.tsv").write_text("first\tsecond\nother\tx\n")
-    assert main(["fit", *options, "--trainer.max_steps=2", changed]) == 2
+    assert main(["fit", *options, "--trainer.max_steps=2", *changed.split()]) == 2
     assert message in capsys.readouterr().err
 
 

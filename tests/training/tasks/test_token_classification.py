@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -30,6 +31,8 @@ def _files(tmp_path, monkeypatch) -> None:
 
 
 def test_a_run_learns_resumes_is_measured_and_predicts(monkeypatch, capsys):
+    assert main(["plan", *OPTIONS]) == 0
+    assert re.search(r"^a step +\d+ targets, ", capsys.readouterr().out, re.M)
     assert main(["fit", *OPTIONS]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "labels 3: B-NUM, I-NUM, O" in out
@@ -57,7 +60,7 @@ def test_a_run_learns_resumes_is_measured_and_predicts(monkeypatch, capsys):
     assert rows[1][-1] is None  # cut off
     assert {label for row in rows for label in row} <= {None, *WORDS.values()}
     assert main(["test", f"--ckpt_path={whole}"]) == 2
-    assert "has no labels" in capsys.readouterr().err
+    assert "has no label for row '0'" in capsys.readouterr().err
 
     capsys.readouterr()
     with pytest.warns(UserWarning, match="truncated"):
@@ -104,5 +107,6 @@ def test_losses_and_f1_are_those_of_their_definitions():
 def test_what_does_not_fit_is_named(options, valid, message, capsys):
     if valid is not None:
         Path("valid.txt").write_text(valid)
-    assert main(["fit", *OPTIONS, *options]) == 2
-    assert message in capsys.readouterr().err
+    for command in ("fit", "plan"):
+        assert main([command, *OPTIONS, *options]) == 2
+        assert message in capsys.readouterr().err

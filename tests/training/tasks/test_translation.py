@@ -176,5 +176,6 @@ def test_a_test_without_sacrebleu_stops_before_it_starts(options, capsys, monkey
     ],
 )
 def test_what_does_not_fit_is_named(options, changed, message, capsys):
-    assert main(["fit", *options, "--trainer.max_steps=2", *changed.split()]) == 2
-    assert message in capsys.readouterr().err
+    for command in ("fit", "plan"):
+        assert main([command, *options, "--trainer.max_steps=2", *changed.split()]) == 2
+        assert message in capsys.readouterr().err
