@@ -3,8 +3,8 @@
     python -m benchmarks.family --grid benchmarks/grids/family/masked_lm.yaml --data enwik8
 
 Each run is a process; with --jobs 2 there are two at a time, each with half of the threads. The same command goes on
-with a grid that was stopped: finished runs are kept. `benchmarks.ablation` does more for language models: it reads rows
-of other lengths, and measures speeds by themselves.
+with a grid that was stopped: finished runs are kept. With --speeds it measures the training speeds, for the comparison
+at equal time. `benchmarks.ablation` does more for language models: it reads rows of other lengths.
 """
 
 from __future__ import annotations
@@ -23,14 +23,18 @@ import torch
 import yaml
 
 from benchmarks.experiments import family_report as report
-from benchmarks.experiments.family_run import Spec
+from benchmarks.experiments.family_run import Spec, training_step
 from benchmarks.harness.options import check_names
 from benchmarks.harness.pictures import Figure
 from benchmarks.harness.runner import AddOption, Benchmark, print_table
+from benchmarks.harness.timing import Alternation
 from linrope.errors import InputError
+from linrope.evaluation.reports import write_json
 from linrope.utils.options import check_keys, check_types
 
 ROOT = Path(__file__).parents[2]
+SPEEDS = "speeds.json"
+"""Seconds of an optimizer step by variant."""
 START_FROM = "start_from"
 
 
@@ -104,6 +108,9 @@ class Family(Benchmark):
         add("--only", nargs="+", metavar="VARIANT", help="make the runs of these variants alone (default: all)")
         add("--jobs", type=int, default=1, help="runs at a time (default: 1)")
         add("--report", action="store_true", help="report the finished runs, and run nothing")
+        speeds = "measure the training speed of every variant in turn, with nothing else running; make no runs"
+        add("--speeds", action="store_true", help=speeds)
+        add("--rounds", type=int, default=9, help="rounds in which the speeds are measured (default: 9)")
 
     @classmethod
     def check(cls, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -151,9 +158,8 @@ class Family(Benchmark):
         for spec in self.specs:
             if not (file := Path(spec.result)).exists():
                 continue
-            found = json.loads(file.read_text())["options"]
-            names = {*found, *spec.options} - {"data.path"}
-            if differing := sorted(name for name in names if found.get(name) != spec.options.get(name)):
+            found, own = json.loads(file.read_text())["options"], spec.recorded
+            if differing := sorted(name for name in found | own if found.get(name) != own.get(name)):
                 raise InputError(
                     f"--output {self.options.output} holds a run of {spec.variant!r} with another "
                     f"{', '.join(differing)}: give another folder, or another name to the changed variant."
@@ -163,12 +169,25 @@ class Family(Benchmark):
         self.failure, self.processes = "", []
         self.folder.mkdir(parents=True, exist_ok=True)
         waiting = [s for s in self.specs if s.variant in self.options.only and not Path(s.result).exists()]
-        if waiting and not self.options.report:
+        if self.options.speeds:
+            write_json(self.options.output / SPEEDS, self.measured_speeds())
+        elif waiting and not self.options.report:
             try:
                 self.make_runs(waiting)
             except RunFailed as error:
                 self.failure = str(error)
         self.read(self.options.output)
+
+    def measured_speeds(self) -> dict[str, float]:
+        """Seconds of an optimizer step of each variant: the median of the rounds."""
+        specs = [spec for spec in self.specs if spec.seed == self.grid.seeds[0]]
+        steps = {spec.variant: training_step(spec) for spec in specs}
+        tick = self.progress("speeds", (self.options.rounds + 1) * len(steps))
+        alternation = Alternation(steps, count=False)
+        alternation.run(self.options.rounds, lambda name: tick(advance=1, description=f"speed of {name}"))
+        for name, error in alternation.failures.items():
+            raise InputError(f"--speeds: a training step of {name!r} failed: {error}") from error
+        return {name: sample.median for name, sample in alternation.samples.items()}
 
     def make_runs(self, waiting: list[Spec]) -> None:
         """Make the runs, `--jobs` at a time; one that starts from another waits for it."""
@@ -220,13 +239,15 @@ class Family(Benchmark):
         """Read the finished runs, and make the rows of the table."""
         results = [json.loads(file.read_text()) for file in sorted((folder / "runs").glob("*.json"))]
         self.runs = report.by_variant(results, list(self.grid.variants))
-        self.points = report.rows_of(self.runs, self.grid.reference, self.grid.metric, self.grid.scores)
+        speeds = json.loads(file.read_text()) if (file := folder / SPEEDS).exists() else {}
+        self.points = report.rows_of(self.runs, speeds, self.grid.reference, self.grid.metric, self.grid.scores)
 
     def show(self) -> None:
         if self.points:
             names = self.points, self.grid.label, self.grid.reference
             print_table(self.console, report.table_of(*names), [])
-            print_table(self.console, report.table_at_equal_time(*names), ["Times are of runs beside others: rough."])
+            if (in_time := report.table_at_equal_time(*names)) is not None:
+                print_table(self.console, in_time, [])
         if self.failure:
             self.console.print(self.failure, markup=False, highlight=False)
 

@@ -42,7 +42,7 @@ class Row:
     difference: float
     difference_interval: float
     seconds: float
-    """Of training, without validations: the median over seeds."""
+    """Of training, at the speed that was measured with nothing else running; NaN if it was not."""
     at_equal_seconds: float = math.nan
     interval_at_equal_seconds: float = math.nan
     difference_at_equal_seconds: float = math.nan
@@ -56,14 +56,17 @@ def by_variant(results: list[Run], variants: list[str]) -> Runs:
     return {name: dict(sorted(own.items())) for name, own in found.items() if own}
 
 
-def rows_of(runs: Runs, reference: str, metric: str, scores: list[str]) -> list[Row]:
-    """The losses of all variants, the lowest mean first, then each score in the same order."""
-    seconds = {name: statistics.median(_end(run)["seconds"] for run in own.values()) for name, own in runs.items()}
+def rows_of(runs: Runs, speeds: Mapping[str, float], reference: str, metric: str, scores: list[str]) -> list[Row]:
+    """The losses of all variants, the lowest mean first, then each score in the same order. `speeds` are seconds of a
+    step."""
+    n_steps = {name: _end(next(iter(own.values())))["step"] for name, own in runs.items()}
+    seconds = {name: n * speeds.get(name, math.nan) for name, n in n_steps.items()}
     losses = {name: {seed: _end(run)[metric] for seed, run in own.items()} for name, own in runs.items()}
     order = sorted(runs, key=lambda name: Interval.of(losses[name].values()).mean)
     rows = [_row(name, metric, runs, losses, seconds, reference, as_share=True) for name in order]
     if rows:
-        _add_times(rows, runs, losses, reference, metric, min(seconds.values()))
+        fastest = min((value for value in seconds.values() if value == value), default=math.nan)
+        _add_times(rows, runs, losses, reference, metric, {name: fastest / speeds.get(name, math.nan) for name in runs})
     for score in scores:
         values = {name: {seed: run["test"][score] for seed, run in own.items()} for name, own in runs.items()}
         rows += [_row(name, score, runs, values, seconds, reference, as_share=False) for name in order]
@@ -96,9 +99,11 @@ def difference_of(own: Mapping[int, float], reference: Mapping[int, float], as_s
     return Interval.of((own[seed] - reference[seed]) / scale for seed in own if seed in reference)
 
 
-def _add_times(rows: list[Row], runs: Runs, losses: Any, reference: str, metric: str, end: float) -> None:
-    """Fill in what depends on the curves, at `end` seconds."""
-    at_end = {name: {s: loss_after(run, metric, end) for s, run in own.items()} for name, own in runs.items()}
+def _add_times(
+    rows: list[Row], runs: Runs, losses: Any, reference: str, metric: str, ends: Mapping[str, float]
+) -> None:
+    """Fill in what depends on the curves: at equal time each variant has made the steps of `ends`."""
+    at_end = {name: {s: loss_at(run, metric, ends[name]) for s, run in own.items()} for name, own in runs.items()}
     for row in rows:
         there = Interval.of(at_end[row.variant].values())
         row.at_equal_seconds, row.interval_at_equal_seconds = there.mean, there.half
@@ -113,11 +118,10 @@ def _add_times(rows: list[Row], runs: Runs, losses: Any, reference: str, metric:
         row.share_of_steps = statistics.fmean(shares) if shares else math.nan
 
 
-def loss_after(run: Run, metric: str, seconds: float) -> float:
-    """The loss of a run after so many seconds, between two validations; the last one after its end, NaN before the
-    first."""
+def loss_at(run: Run, metric: str, step: float) -> float:
+    """The loss of a run at a step, between two validations; NaN before the first."""
     curve = run["curve"]
-    return float(np.interp(seconds, [row["seconds"] for row in curve], [row[metric] for row in curve], left=math.nan))
+    return float(np.interp(step, [row["step"] for row in curve], [row[metric] for row in curve], left=math.nan))
 
 
 def steps_to(run: Run, metric: str, loss: float) -> float:
@@ -150,8 +154,10 @@ def table_of(rows: list[Row], label: str, reference: str) -> Table:
     return table
 
 
-def table_at_equal_time(rows: list[Row], label: str, reference: str) -> Table:
-    """The loss of each variant when the fastest one ends."""
+def table_at_equal_time(rows: list[Row], label: str, reference: str) -> Table | None:
+    """The loss of each variant when the fastest one ends; None without speeds."""
+    if all(math.isnan(row.seconds) for row in rows):
+        return None
     table = new_table("variant", "training", f"{label},\nat equal time", f"against\n{reference}", text=["variant"])
     for row in sorted(_losses(rows), key=lambda row: row.at_equal_seconds):
         table.add_row(

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from linrope.cli import fit
 from linrope.cli.checkpoint import with_run_config
-from linrope.cli.training import CheckpointOptions, TrainingCLI
+from linrope.cli.plan import PlanOptions, first_step
+from linrope.cli.training import CheckpointOptions, ConfigCLI, TrainingCLI
 from linrope.evaluation.run_curves import Log, find_log, read_log
 from linrope.models.base import ModelConfig, load_model
 from linrope.utils.files import versions, whole_file
@@ -42,6 +45,11 @@ class Spec:
     result: str
     """The file to write."""
 
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """The options that decide the result: all but where the data lies."""
+        return {name: value for name, value in self.options.items() if name != "data.path"}
+
 
 def arguments_of(options: dict[str, Any]) -> list[str]:
     """Options on a command line; values are written as YAML."""
@@ -50,14 +58,31 @@ def arguments_of(options: dict[str, Any]) -> list[str]:
 
 
 def curve_of(log: Log) -> list[dict[str, float]]:
-    """The validations: each with its step, the training seconds until then, and its metrics."""
-    return [row for row in log if any(name.startswith("val_") for name in row)]
+    """The validations: the step and the metrics of each."""
+    rows = ({name: row[name] for name in row if name == "step" or name.startswith("val_")} for row in log)
+    return [row for row in rows if len(row) > 1]
 
 
 def last_checkpoint(folder: Path) -> str:
     """Of the newest run in a folder of `linrope fit`."""
     found = versions(folder)
     return str(found[max(found)] / "checkpoints" / "last.ckpt")
+
+
+def training_step(spec: Spec) -> Callable[[], None]:
+    """One optimizer step of a run, on its first batch, again and again."""
+    cli = ConfigCLI("plan", ["--config", spec.config, *arguments_of(spec.options)], PlanOptions)
+    task, batch, autocast = first_step(cli)
+    optimizer = torch.optim.AdamW(task.parameters(), fused=True)
+
+    def step() -> None:
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            loss = task.batch_loss(batch)
+        (loss.total / loss.n_positions).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 def main() -> None:
@@ -73,7 +98,9 @@ def main() -> None:
         cli.run(verbose=False)
         scores = {name: float(value) for name, value in cli.trainer.callback_metrics.items()}
     result = {
-        **asdict(spec),
+        "variant": spec.variant,
+        "seed": spec.seed,
+        "options": spec.recorded,
         "parameters": load_model(checkpoint, ModelConfig).n_parameters,
         "curve": curve_of(read_log(find_log(spec.folder))),
         "test": scores,

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from jsonargparse import Namespace
 
 from linrope.cli.training import ConfigCLI, n_devices, writes_text
@@ -15,6 +16,7 @@ from linrope.profiling.run_plan import AUTOCAST, Setting, measure_rate
 from linrope.profiling.run_plan import show as show_plan
 from linrope.segmented import require_segments
 from linrope.training.precision import AUTO, automatic_precision, is_nvidia
+from linrope.training.task import Batch, TrainingTask
 from linrope.training.task_plan import measure_step
 from linrope.training.task_plan import show as show_task_plan
 from linrope.utils.formatting import parse_bytes
@@ -66,16 +68,22 @@ def plan_task(cli: ConfigCLI) -> None:
         name = "memory" if given.memory is not None else "tokens_per_second"
         raise InputError(f"--{name} is for language models: the plan of task={cli.config.task!r} measures a step.")
     cli.count_steps()
-    task, data = cli.build_task(), config.data
+    task, batch, autocast = first_step(cli)
+    trainer = config.trainer
+    step = measure_step(task, batch, autocast)
+    show_task_plan(cli.console, task, step, trainer.max_steps, trainer.accumulate_grad_batches, n_devices(trainer))
+
+
+def first_step(cli: ConfigCLI) -> tuple[TrainingTask, Batch, torch.dtype | None]:
+    """The task of a run with new weights, its first training batch, and the dtype of its mixed precision."""
+    task, data = cli.build_task(), cli.config_init.data
     data.setup("fit")
     task.require_data(data)
     batch = next(iter(data.train_dataloader()))
-    precision = precision_of(config)
+    precision = precision_of(cli.config_init)
     if precision not in AUTOCAST:
         raise InputError(f"trainer.precision={precision!r} is unknown to `linrope plan`: try {', '.join(AUTOCAST)}.")
-    trainer = config.trainer
-    step = measure_step(task, batch, AUTOCAST[precision])
-    show_task_plan(cli.console, task, step, trainer.max_steps, trainer.accumulate_grad_batches, n_devices(trainer))
+    return task, batch, AUTOCAST[precision]
 
 
 def precision_of(config: Namespace) -> str:

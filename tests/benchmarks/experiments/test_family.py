@@ -36,17 +36,17 @@ GRID = {
 }
 
 
-def run_of(variant, seed, *losses, seconds=1.0):
-    curve = [{"step": 10 * (n + 1), "seconds": seconds * (n + 1), "val_loss": loss} for n, loss in enumerate(losses)]
+def run_of(variant, seed, *losses):
+    curve = [{"step": 10 * (n + 1), "val_loss": loss} for n, loss in enumerate(losses)]
     return {"variant": variant, "seed": seed, "parameters": 7, "curve": curve, "test": {"test_bleu": losses[-1] * 10}}
 
 
 def test_rows_have_differences_times_and_steps():
     """By hand: b reaches a's last loss half way between its validations at step 10 and 20, and takes twice the time."""
     results = [run_of("a", 0, 4.0, 3.0), run_of("a", 1, 4.5, 3.5)]
-    results += [run_of("b", 0, 4.0, 2.0, seconds=2.0), run_of("b", 1, 4.5, 2.5, seconds=2.0)]
+    results += [run_of("b", 0, 4.0, 2.0), run_of("b", 1, 4.5, 2.5)]
     runs = report.by_variant(results, ["a", "b", "c"])
-    b, a, *scores = report.rows_of(runs, "a", "val_loss", ["test_bleu"])
+    b, a, *scores = report.rows_of(runs, {"a": 0.1, "b": 0.2}, "a", "val_loss", ["test_bleu"])
     assert (a.variant, b.variant, [row.metric for row in scores]) == ("a", "b", ["test_bleu"] * 2)
     assert (b.mean, b.difference, b.difference_interval) == pytest.approx((2.25, -1 / 3.25, 0))
     assert (b.seconds, b.at_equal_seconds, a.at_equal_seconds) == (4.0, 4.25, 3.25)
@@ -67,8 +67,10 @@ def test_runs_are_made_once_and_start_from_others(tmp_path, capsys):
     assert [row["step"] for row in results["softmax-seed3"]["curve"]] == [2, 4]
     assert results["started-seed3"]["curve"][0]["val_loss"] < results["softmax-seed3"]["curve"][0]["val_loss"]
     assert 0 <= results["softmax-seed3"]["test"]["test_accuracy"] <= 1
+    assert str(tmp_path) not in (tmp_path / "out" / "runs" / "softmax-seed3.json").read_text()
     assert "softmax, seed 3:" in capsys.readouterr().out
-    assert Family.main([*command, "--report"]) == 0
+    assert Family.main([*command, "--speeds", "--rounds", "2"]) == 0
+    assert json.loads((tmp_path / "out" / "speeds.json").read_text()).keys() == {"softmax", "started"}
     assert "seed 3:" not in capsys.readouterr().out
     grid.write_text(yaml.safe_dump({**GRID, "options": {**GRID["options"], "optimizer.lr": 1.0}}))
     assert "another optimizer.lr: give another folder" in refusal(Family, command, capsys)
