@@ -65,7 +65,7 @@ class FineTuningDataModule(ResumableDataModule):
     run continues with the batch after the last one of its checkpoint. Predictions are those of the test file, which
     needs no labels, or else of the validation file.
 
-    A subclass writes `read`, `encode`, `make_batch` and `truncated`, and `n_labels` where the model has labels.
+    A subclass writes `read`, `encode`, `make_batch` and `truncated`, and `n_labels` and `labels` where there are some.
 
     Args:
         path: Folder with the files; or the training file, with the others beside it under their names.
@@ -130,6 +130,11 @@ class FineTuningDataModule(ResumableDataModule):
     @property
     def n_labels(self) -> int | None:
         """The `n_labels` that a model must have, None for any; it needs `open`."""
+        return None
+
+    @property
+    def labels(self) -> tuple[str, ...] | None:
+        """The names of the labels by their numbers; None for data without. It needs `open`."""
         return None
 
     def labelled(self, examples: list[Any]) -> bool:
@@ -229,7 +234,9 @@ class FineTuningDataModule(ResumableDataModule):
         }
 
     def describe(self) -> list[tuple[str, str]]:
-        rows = [("data", self.origin), *self.describe_labels()]
+        rows = [("data", self.origin)]
+        if self.labels is not None:
+            rows.append(("labels", f"{len(self.labels)}: {', '.join(self.labels)}"))
         if self.tokenizer.fingerprint:
             rows.append(("tokenizer", self.tokenizer.name))
         for split in self._rows:
@@ -245,14 +252,10 @@ class FineTuningDataModule(ResumableDataModule):
         """Where the data come from, as people read it."""
         return str(self.given_path)
 
-    def describe_labels(self) -> list[tuple[str, str]]:
-        """Rows of `describe` about the labels."""
-        return []
-
     def _described(self, split: str) -> str:
         examples, n_truncated = self.examples(split), self.n_truncated(split)
         parts = [f"{len(examples):,} rows"]
-        if self.describe_labels():
+        if self.labels is not None and isinstance(examples[0].target, int):
             ((_, n_most),) = Counter(example.target for example in examples).most_common(1)
             parts.append(f"{n_most / len(examples):.1%} have the most frequent label")
         if n_truncated:
