@@ -20,6 +20,7 @@ from linrope.training.data_modules.base import (
     ResumableDataModule,
     TimedLoader,
     require_least,
+    require_size,
     require_tokens,
     require_workers,
 )
@@ -211,11 +212,7 @@ class FineTuningDataModule(ResumableDataModule):
         return sum(map(self.truncated, self._rows[split].encoded))
 
     def require_vocabulary(self, vocab_size: int) -> None:
-        if vocab_size < (needed := self.encoder.special.vocab_size):
-            raise InputError(
-                f"model.vocab_size={vocab_size} is too small for the text and its special tokens: set it to {needed} "
-                "or more."
-            )
+        require_size(vocab_size, self.encoder.special.vocab_size, "the text and its special tokens")
 
     def steps_per_epoch_for(self, batches_per_step: int) -> int:
         return -(-len(self.examples("train")) // (self.batch_size * batches_per_step))

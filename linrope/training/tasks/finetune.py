@@ -53,7 +53,7 @@ class FineTuningModule(TrainingTask):
         super().setup(stage)
 
     def require_data(self, data: FineTuningDataModule) -> None:
-        """Raise InputError unless the model has the vocabulary, as many labels, and reads rows as long as the data's."""
+        """Raise InputError unless the model has the data's vocabulary and labels, and reads rows of its length."""
         super().require_data(data)
         self.model_config.positions.require_row("data.max_length", data.max_length)
         if (found := data.n_labels) not in (None, n_labels := self.model_config.n_labels):
