@@ -116,7 +116,7 @@ def plus_minus(value: Interval, digits: int = 3) -> str:
 
 
 def share(value: Interval) -> str:
-    return f"{value.mean:+.1%}" + ("" if math.isnan(value.half) else f" ± {value.half:.1%}").replace("%", " %")
+    return f"{100 * value.mean:+.1f} %" + ("" if math.isnan(value.half) else f" ± {100 * value.half:.1f} %")
 
 
 def verdict_of(difference: Interval) -> str:
@@ -185,7 +185,7 @@ def faster_than_bert(results: Path) -> Finding:
         f"({share(difference)})."
     )
     if not math.isnan(steps.mean):
-        text += f" RoPE has the others' last loss after {steps.mean:.0%} of the steps.".replace("%", " %")
+        text += f" RoPE has the others' last loss after {100 * steps.mean:.0f} % of the steps."
     return Finding(text, verdict_of(difference), "family/masked_lm/family-bert.png")
 
 
@@ -225,7 +225,7 @@ def from_softmax(results: Path) -> Finding:
         f"it has {plus_minus(first)} at its first validation, after a tenth of the steps."
     )
     if not math.isnan(steps.mean):
-        text += f" It needs {steps.mean:.0%} of the steps for the loss from scratch.".replace("%", " %")
+        text += f" It needs {100 * steps.mean:.0f} % of the steps for the loss from scratch."
     return Finding(text, verdict_of(difference))
 
 
@@ -237,7 +237,7 @@ def performer(results: Path) -> Finding:
         f"{grid.mean('none')} ({share(difference)})."
     )
     if not math.isnan(steps.mean):
-        text += f" With RoPE {steps.mean:.0%} of the steps suffice.".replace("%", " %")
+        text += f" With RoPE {100 * steps.mean:.0f} % of the steps suffice."
     return Finding(text, verdict_of(difference), "family/performer/family.png")
 
 
