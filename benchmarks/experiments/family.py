@@ -121,7 +121,10 @@ class Family(Benchmark):
         check_names(parser, "--only", options.only, options.plan.variants)
         if options.data is not None and not options.data.exists():
             parser.error(f"--data {options.data} does not exist: give the file or folder to train on")
-        cls(options).refuse_other_options()
+        run = cls(options)
+        run.refuse_other_options()
+        if not options.report:
+            run.require_starts()
 
     @property
     def folder(self) -> Path:
@@ -165,10 +168,24 @@ class Family(Benchmark):
                     f"{', '.join(differing)}: give another folder, or another name to the changed variant."
                 )
 
+    @property
+    def waiting(self) -> list[Spec]:
+        """The runs to make."""
+        return [s for s in self.specs if s.variant in self.options.only and not Path(s.result).exists()]
+
+    def require_starts(self) -> None:
+        """Raise InputError for a run that starts from one that is neither finished nor among those to make."""
+        made = {spec.folder for spec in self.specs if Path(spec.result).exists()}
+        there = made | {spec.folder for spec in self.waiting}
+        for spec in self.waiting:
+            if spec.start_from is not None and spec.start_from not in there:
+                start = self.grid.variants[spec.variant][START_FROM]
+                raise InputError(f"--only {spec.variant}: it starts from {start}, which has no result: add {start}.")
+
     def measure(self) -> None:
         self.failure, self.processes = "", []
         self.folder.mkdir(parents=True, exist_ok=True)
-        waiting = [s for s in self.specs if s.variant in self.options.only and not Path(s.result).exists()]
+        waiting = self.waiting
         if self.options.speeds:
             write_json(self.options.output / SPEEDS, self.measured_speeds())
         elif waiting and not self.options.report:

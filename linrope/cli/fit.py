@@ -1,4 +1,4 @@
-"""`linrope fit`: train a language model."""
+"""`linrope fit`: train a model."""
 
 from __future__ import annotations
 

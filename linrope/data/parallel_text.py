@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from linrope.data.tokenizers.base import Tokenizer
-from linrope.errors import InputError, suggest
+from linrope.errors import InputError
+from linrope.utils.files import text_lines
 
 LINES_AT_ONCE = 10_000
 
@@ -30,8 +31,6 @@ class ParallelText:
 def read_parallel_text(source: Path, target: Path) -> ParallelText:
     """Read two text files in UTF-8, of as many lines; pairs with an empty side are left out and counted.
 
-    Only a line feed ends a line, as in the tools that align such files: a form feed or U+2028 does not.
-
     Raises:
         InputError: a file that is missing or not UTF-8 (with its line), or files of different numbers of lines.
     """
@@ -46,19 +45,7 @@ def read_parallel_text(source: Path, target: Path) -> ParallelText:
 
 
 def _lines(path: Path) -> list[str]:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise InputError(
-            f"{path} cannot be read ({error.strerror}): set data.path to its folder.{suggest(path.name, siblings)}"
-        ) from error
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise InputError(f"{path}, line {line:,}, is not UTF-8: convert the file.") from error
-    lines = [line.strip() for line in text.split("\n")]
+    lines = [line.strip() for line in text_lines(path, "set data.path to its folder")]
     return lines if lines[-1] else lines[:-1]  # the last line feed begins no line
 
 

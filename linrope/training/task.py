@@ -54,7 +54,7 @@ class TrainingTask(LightningModule):
 
     - `config_class` and `data_class`: the sections model and data of `linrope fit` (`task: MODULE.CLASS`), which builds
       it from a configuration, `optimizer_config` and `seed`.
-    - `batch_loss(batch)`: the loss of a training batch, as a `BatchLoss`.
+    - `batch_loss(batch)`: the loss of a training batch, as a `BatchLoss`; `linrope plan` calls it without a trainer.
     - `evaluate(batch, sums)`: adds the contribution of a validation or test batch to `sums`.
     - `evaluation_metrics(split, sums)`: the metrics of a whole validation or test, from the sums over all ranks.
     - optionally `training_metrics(sums)`, `monitor`, `step_flops(batch)`, `require_data(data)`, `own_sections` for

@@ -99,6 +99,27 @@ def target_of(path: Path, option: str) -> Path:
     return target
 
 
+def text_lines(path: Path, fix: str) -> list[str]:
+    """The lines of a text file in UTF-8, without a byte order mark; the last one is what follows the last line feed.
+
+    Lines end at "\\n" only, as in the tools that align or label lines: other characters that separate lines, a form
+    feed or U+2028, may stand within one.
+
+    Raises:
+        InputError: no such file (with the `fix` in words), or a file that is not UTF-8 (with the line).
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise InputError(f"{path} cannot be read ({error.strerror}): {fix}.{suggest(path.name, siblings)}") from error
+    try:
+        return data.decode("utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise InputError(f"{path}, line {line:,}: it is not UTF-8: save the file in that encoding.") from error
+
+
 def load_plain(path: Path, what: str = "checkpoint") -> Any:
     """Tensors and plain values that `torch.save` wrote; the tensors are memory-mapped.
 

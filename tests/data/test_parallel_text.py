@@ -34,7 +34,7 @@ def test_files_that_do_not_fit_are_named(tmp_path):
     with pytest.raises(InputError, match=r"train\.en has 3 lines and .*train\.de 2: line n"):
         read_parallel_text(source, target)
     target.write_bytes("eins\nfünf\ndrei".encode("latin-1"))
-    with pytest.raises(InputError, match=r"train\.de, line 2, is not UTF-8"):
+    with pytest.raises(InputError, match=r"train\.de, line 2: it is not UTF-8"):
         read_parallel_text(source, target)
     with pytest.raises(InputError, match=r"train\.dd cannot be read \(No such file.*Did you mean 'train\.de'"):
         read_parallel_text(source, tmp_path / "train.dd")

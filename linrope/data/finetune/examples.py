@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from linrope.errors import InputError
+from linrope.utils.files import text_lines
 
 
 @dataclass(frozen=True)
@@ -24,23 +25,11 @@ class Example:
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a text file in UTF-8, without a byte order mark and without empty lines at its end.
+    """The lines of a text file in UTF-8, also of one with "\\r\\n", without empty lines at its end.
 
-    Lines end at "\\n" or "\\r\\n" only: other characters that separate lines may stand within a field.
-
-    Raises:
-        InputError: no such file, not UTF-8 (with the line), an empty file.
+    InputError as `text_lines`, and for an empty file.
     """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror}): give the file of this name.") from error
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
-        raise InputError(f"{path}, line {line}: it is not UTF-8: save the file in that encoding.") from error
-    lines = [line.removesuffix("\r") for line in text.split("\n")]
+    lines = [line.removesuffix("\r") for line in text_lines(path, "give the file of this name")]
     while lines and not lines[-1].strip(" "):
         lines.pop()
     if not lines:

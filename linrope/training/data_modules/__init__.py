@@ -1,1 +1,1 @@
-"""Lightning data modules: text, and the recall tasks."""
+"""Lightning data modules: text, masked text, labelled texts, parallel text, and the recall tasks."""

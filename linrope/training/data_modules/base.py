@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -168,6 +169,12 @@ def require_workers(num_workers: int) -> None:
         raise InputError(f"data.num_workers={num_workers} must be at most {MOST_WORKERS}: a few are enough.")
 
 
+def require_size(vocab_size: int, needed: int, what: str) -> None:
+    """Raise InputError if a model's `vocab_size` is below what `what` needs."""
+    if vocab_size < needed:
+        raise InputError(f"model.vocab_size={vocab_size} is too small for {what}: set it to {needed} or more.")
+
+
 def require_tokens(options: str, n: int) -> None:
     """Raise InputError if `n` tokens, which these options of data ask for at once, are more than MOST_TOKENS."""
     if n > MOST_TOKENS:
@@ -200,6 +207,16 @@ class RankSampler(DistributedSampler[Any], SequentialSampler):
 
     def __len__(self) -> int:
         return len(self.indices)
+
+
+class Counting:
+    """The integers `first`, `first + step`, … without an end."""
+
+    def __init__(self, first: int, step: int = 1) -> None:
+        self.first, self.step = first, step
+
+    def __iter__(self) -> Iterator[int]:
+        return count(self.first, self.step)
 
 
 class TimedLoader(DataLoader[Any]):

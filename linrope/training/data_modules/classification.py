@@ -133,9 +133,6 @@ class ClassificationDataModule(FineTuningDataModule):
             return f"excerpts of {LINES} lines of the Python standard library"
         return f"{self.given_path} ({self.dataset})"
 
-    def describe_labels(self) -> list[tuple[str, str]]:
-        return [] if self.labels is None else [("labels", f"{len(self.labels)}: {', '.join(self.labels)}")]
-
 
 def _batch(examples: list[Example], rows: list[Encoded], padding: int, dtype: torch.dtype) -> dict[str, Any]:
     batch = pad(rows, padding)

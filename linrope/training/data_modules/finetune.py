@@ -20,6 +20,7 @@ from linrope.training.data_modules.base import (
     ResumableDataModule,
     TimedLoader,
     require_least,
+    require_size,
     require_tokens,
     require_workers,
 )
@@ -65,7 +66,7 @@ class FineTuningDataModule(ResumableDataModule):
     run continues with the batch after the last one of its checkpoint. Predictions are those of the test file, which
     needs no labels, or else of the validation file.
 
-    A subclass writes `read`, `encode`, `make_batch` and `truncated`, and `n_labels` where the model has labels.
+    A subclass writes `read`, `encode`, `make_batch` and `truncated`, and `n_labels` and `labels` where there are some.
 
     Args:
         path: Folder with the files; or the training file, with the others beside it under their names.
@@ -130,6 +131,11 @@ class FineTuningDataModule(ResumableDataModule):
     @property
     def n_labels(self) -> int | None:
         """The `n_labels` that a model must have, None for any; it needs `open`."""
+        return None
+
+    @property
+    def labels(self) -> tuple[str, ...] | None:
+        """The names of the labels by their numbers; None for data without. It needs `open`."""
         return None
 
     def labelled(self, examples: list[Any]) -> bool:
@@ -206,11 +212,7 @@ class FineTuningDataModule(ResumableDataModule):
         return sum(map(self.truncated, self._rows[split].encoded))
 
     def require_vocabulary(self, vocab_size: int) -> None:
-        if vocab_size < (needed := self.encoder.special.vocab_size):
-            raise InputError(
-                f"model.vocab_size={vocab_size} is too small for the text and its special tokens: set it to {needed} "
-                "or more."
-            )
+        require_size(vocab_size, self.encoder.special.vocab_size, "the text and its special tokens")
 
     def steps_per_epoch_for(self, batches_per_step: int) -> int:
         return -(-len(self.examples("train")) // (self.batch_size * batches_per_step))
@@ -229,7 +231,9 @@ class FineTuningDataModule(ResumableDataModule):
         }
 
     def describe(self) -> list[tuple[str, str]]:
-        rows = [("data", self.origin), *self.describe_labels()]
+        rows = [("data", self.origin)]
+        if self.labels is not None:
+            rows.append(("labels", f"{len(self.labels)}: {', '.join(self.labels)}"))
         if self.tokenizer.fingerprint:
             rows.append(("tokenizer", self.tokenizer.name))
         for split in self._rows:
@@ -245,14 +249,10 @@ class FineTuningDataModule(ResumableDataModule):
         """Where the data come from, as people read it."""
         return str(self.given_path)
 
-    def describe_labels(self) -> list[tuple[str, str]]:
-        """Rows of `describe` about the labels."""
-        return []
-
     def _described(self, split: str) -> str:
         examples, n_truncated = self.examples(split), self.n_truncated(split)
         parts = [f"{len(examples):,} rows"]
-        if self.describe_labels():
+        if self.labels is not None and isinstance(examples[0].target, int):
             ((_, n_most),) = Counter(example.target for example in examples).most_common(1)
             parts.append(f"{n_most / len(examples):.1%} have the most frequent label")
         if n_truncated:

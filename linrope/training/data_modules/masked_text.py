@@ -8,6 +8,7 @@ from typing import Any
 from linrope.data.batches.masking import MaskedEvaluationWindows, MaskedTrainingWindows, Masking
 from linrope.data.batches.windows import CurriculumWindows, EvaluationWindows
 from linrope.errors import InputError
+from linrope.training.data_modules.base import require_size
 from linrope.training.data_modules.text import TextDataModule
 
 
@@ -49,11 +50,7 @@ class MaskedTextDataModule(TextDataModule):
 
     def require_vocabulary(self, vocab_size: int) -> None:
         super().require_vocabulary(vocab_size)
-        if vocab_size < (needed := self.masking.special.vocab_size):
-            raise InputError(
-                f"model.vocab_size={vocab_size} is too small for the text and its special tokens: set it to {needed} "
-                "or more."
-            )
+        require_size(vocab_size, self.masking.special.vocab_size, "the text and its special tokens")
 
     def _training_windows(self) -> CurriculumWindows:
         windows, masking = super()._training_windows(), self.masking

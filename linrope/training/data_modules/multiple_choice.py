@@ -48,9 +48,6 @@ class MultipleChoiceDataModule(FineTuningDataModule):
     def make_batch(self) -> Callable[[list[Any], list[Any]], dict[str, Any]]:
         return partial(_batch, padding=self.encoder.special.pad)
 
-    def describe_labels(self) -> list[tuple[str, str]]:
-        return [("labels", f"{len(self.labels)}: {', '.join(self.labels)}")]
-
 
 def _batch(examples: list[Choice], rows: list[list[Encoded]], padding: int) -> dict[str, Any]:
     batch = pad_choices(rows, padding)

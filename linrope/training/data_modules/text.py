@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,12 @@ from linrope.data.corpus.token_files import TOKEN_DTYPES
 from linrope.data.tokenizers.base import Tokenizer
 from linrope.errors import InputError, require_choice
 from linrope.training.data_modules.base import (
+    Counting,
     RankSampler,
     ResumableDataModule,
     TimedLoader,
     require_least,
+    require_size,
     require_tokens,
     require_workers,
 )
@@ -164,11 +165,7 @@ class TextDataModule(ResumableDataModule):
         return self._opened.tokenizer
 
     def require_vocabulary(self, vocab_size: int) -> None:
-        if vocab_size < self._opened.vocab_size:
-            raise InputError(
-                f"model.vocab_size={vocab_size} is too small for the text ({self._opened.reason}): set it to "
-                f"{self._opened.vocab_size} or more."
-            )
+        require_size(vocab_size, self._opened.vocab_size, f"the text ({self._opened.reason})")
 
     def _training_windows(self) -> CurriculumWindows:
         lengths = {"data.context": self.context}
@@ -258,7 +255,7 @@ class TextDataModule(ResumableDataModule):
         """An endless loader. Lightning asks for it after it has restored the step of a checkpoint."""
         windows, position = self._ready("train"), self.run_position
         if self.contiguous:
-            batches = _From(position.batches_done)
+            batches = Counting(position.batches_done)
         else:
             batches = TrainingBatches(self.plan, position.step, position.rank, position.world_size)
         return self.loader(windows, num_workers=self.num_workers, sampler=RankSampler(batches))
@@ -277,16 +274,6 @@ class TextDataModule(ResumableDataModule):
         """Each rank reads every `world_size`-th window. No window is read twice, so the last batches may differ."""
         mine = range(self.run_position.rank, len(windows), self.run_position.world_size)
         return self.loader(windows, self.batch_size, self.num_workers, sampler=RankSampler(mine))
-
-
-class _From:
-    """All integers from `first` on."""
-
-    def __init__(self, first: int) -> None:
-        self.first = first
-
-    def __iter__(self) -> Iterator[int]:
-        return count(self.first)
 
 
 def _stages(curriculum: Sequence[CurriculumStage | dict[str, Any]], tokens_per_batch: int) -> list[CurriculumStage]:

@@ -76,10 +76,6 @@ class TokenClassificationDataModule(FineTuningDataModule):
         numbers = {label: number for number, label in enumerate(self.labels)}
         return partial(_batch, padding=self.encoder.special.pad, numbers=numbers, max_length=self.max_length)
 
-    def describe(self) -> list[tuple[str, str]]:
-        (data, *others) = super().describe()
-        return [data, ("labels", f"{len(self.labels)}: {', '.join(self.labels)}"), *others]
-
 
 def _batch(
     examples: list[Sentence], rows: list[Row], padding: int, numbers: dict[str, int], max_length: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from functools import cached_property
-from itertools import chain, count
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,12 @@ from linrope.data.tokenizers.base import open_tokenizer
 from linrope.data.tokenizers.training import train_bpe
 from linrope.errors import InputError, require_choice
 from linrope.training.data_modules.base import (
+    Counting,
     RankSampler,
     ResumableDataModule,
     TimedLoader,
     require_least,
+    require_size,
     require_tokens,
     require_workers,
 )
@@ -150,11 +152,7 @@ class TranslationDataModule(ResumableDataModule):
         return EvaluationPairs(pairs, self.tokens_per_batch, position.rank, position.world_size, in_order)
 
     def require_vocabulary(self, vocab_size: int) -> None:
-        if vocab_size < self.tokenizer.vocab_size:
-            raise InputError(
-                f"model.vocab_size={vocab_size} is too small for the tokenizer {self.tokenizer.name}: set it to "
-                f"{self.tokenizer.vocab_size} or more."
-            )
+        require_size(vocab_size, self.tokenizer.vocab_size, f"the tokenizer {self.tokenizer.name}")
 
     def steps_per_epoch_for(self, batches_per_step: int) -> int:
         return -(-self.training.n_batches // batches_per_step)
@@ -193,7 +191,7 @@ class TranslationDataModule(ResumableDataModule):
         """An endless loader. Lightning asks for it after it has restored the step of a checkpoint."""
         position = self.run_position
         first = position.batches_done * position.world_size + position.rank
-        batches = _Counting(first, position.world_size)
+        batches = Counting(first, position.world_size)
         return self.loader(self.training, num_workers=self.num_workers, sampler=RankSampler(batches))
 
     def val_dataloader(self) -> TimedLoader | list[TimedLoader]:
@@ -208,13 +206,3 @@ class TranslationDataModule(ResumableDataModule):
     def _evaluation_loader(self, split: str) -> TimedLoader:
         pairs = self._evaluated[split]
         return self.loader(pairs, num_workers=self.num_workers, sampler=RankSampler(range(len(pairs))))
-
-
-class _Counting:
-    """The integers `first`, `first + step`, … without an end."""
-
-    def __init__(self, first: int, step: int) -> None:
-        self.first, self.step = first, step
-
-    def __iter__(self) -> count:
-        return count(self.first, self.step)

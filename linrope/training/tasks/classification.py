@@ -91,12 +91,11 @@ class ClassificationModule(FineTuningModule):
         }
 
     def predict_step(self, batch: Batch, batch_idx: int) -> list[dict[str, Any]]:
-        """For each row its id, the name of its label and the probability of each label; or its id and value."""
+        """For each row its id, the name of its label and the probability of each label; or its id and value. Rows of a
+        group have its name too."""
         logits = self.logits(batch)
         if self.regression:
-            return [{"id": id_, "value": value} for id_, value in zip(batch["id"], logits[:, 0].tolist())]
-        labels = self.data.labels
-        return [
-            {"id": id_, "label": labels[best], "scores": dict(zip(labels, scores))}
-            for id_, best, scores in zip(batch["id"], logits.argmax(-1).tolist(), logits.softmax(-1).tolist())
-        ]
+            rows = [{"id": id_, "value": value} for id_, value in zip(batch["id"], logits[:, 0].tolist())]
+        else:
+            rows = self.labelled(batch, logits)
+        return [{**row, "group": group} if group else row for row, group in zip(rows, batch["group"], strict=True)]

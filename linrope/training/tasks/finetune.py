@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -53,12 +53,20 @@ class FineTuningModule(TrainingTask):
         super().setup(stage)
 
     def require_data(self, data: FineTuningDataModule) -> None:
-        """Raise InputError unless the model has the vocabulary and the labels, and reads rows as long as the data's."""
+        """Raise InputError unless the model has the data's vocabulary and labels, and reads rows of its length."""
         super().require_data(data)
         self.model_config.positions.require_row("data.max_length", data.max_length)
         if (found := data.n_labels) not in (None, n_labels := self.model_config.n_labels):
             what = "values (regression)" if found == 1 else f"{found} labels"
             raise InputError(f"model.n_labels={n_labels}, and the data has {what}: set model.n_labels to {found}.")
+
+    def labelled(self, batch: Batch, logits: Tensor) -> list[dict[str, Any]]:
+        """The predictions of rows with logits (B, n): the id, the name of the best label, the probability of each."""
+        labels = self.data.labels
+        return [
+            {"id": id_, "label": labels[best], "scores": dict(zip(labels, scores))}
+            for id_, best, scores in zip(batch["id"], logits.argmax(-1).tolist(), logits.softmax(-1).tolist())
+        ]
 
     def logits(self, batch: Batch) -> Tensor:
         """What the model predicts of a batch, float32."""

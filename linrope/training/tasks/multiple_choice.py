@@ -45,8 +45,4 @@ class MultipleChoiceModule(FineTuningModule):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> list[dict[str, Any]]:
         """For each row its id, the name of the choice, and the probability of each choice."""
-        logits, labels = self.logits(batch), self.data.labels
-        return [
-            {"id": id_, "label": labels[best], "scores": dict(zip(labels, scores))}
-            for id_, best, scores in zip(batch["id"], logits.argmax(-1).tolist(), logits.softmax(-1).tolist())
-        ]
+        return self.labelled(batch, self.logits(batch))

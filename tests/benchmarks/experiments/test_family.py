@@ -61,6 +61,7 @@ def test_runs_are_made_once_and_start_from_others(tmp_path, capsys):
     text.write_bytes(bytes(range(32, 127)) * 40)
     grid.write_text(yaml.safe_dump(GRID))
     command = ["--grid", str(grid), "--data", str(text), "--output", str(tmp_path / "out"), "--jobs", "2"]
+    assert "starts from softmax, which has no result" in refusal(Family, [*command, "--only", "started"], capsys)
     assert Family.main(command) == 0
     results = {file.stem: json.loads(file.read_text()) for file in (tmp_path / "out/runs").glob("*.json")}
     assert sorted(results) == ["softmax-seed3", "started-seed3"]

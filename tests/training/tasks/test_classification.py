@@ -147,6 +147,10 @@ def test_groups_of_a_split_are_measured_by_themselves(tmp_path):
         assert found[f"val_accuracy/{group}"] == pytest.approx(np.mean(rows))
     assert found["val_accuracy"] == pytest.approx(np.mean(right["matched"] + right["mismatched"]))
     assert found["val_loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+    predicted = [row for rows in trainer.predict(module, data) for row in rows]  # without a test file
+    assert [(row["id"], row["group"]) for row in predicted] == [
+        (str(i), group) for group, n in (("matched", 5), ("mismatched", 7)) for i in range(n)
+    ]
     with pytest.raises(InputError, match="ClassificationModule trains on a ClassificationDataModule"):
         trainer.validate(module, MaskedTextDataModule())
 
