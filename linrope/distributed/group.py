@@ -6,6 +6,8 @@ all ranks, so every rank has to call `backward`, also one whose slice has no tar
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from einops import rearrange
@@ -42,6 +44,11 @@ class SequenceGroup:
         if self.rank < 0:
             raise InputError("this process is no member of the group: call on its members only.")
 
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the last rank."""
+        return self.rank == self.size - 1
+
     def all_gather(self, x: Tensor) -> Tensor:
         """x (...) of every rank, of one shape, as (size, ...) on each."""
         return _AllGather.apply(x, self)
@@ -75,9 +82,15 @@ class SequenceGroup:
         arrived = _Exchange.apply(buffer, [len(one) for one in sent], received, self)
         return rearrange(arrived, "t b f -> b t f")
 
-    def from_last(self, x: Tensor) -> Tensor:
-        """The last rank's x, on each rank; x has its shape and dtype everywhere."""
-        return _FromLast.apply(x, self)
+    def from_last(self, x: Tensor, n: int) -> Tensor:
+        """The last rank's x (n,), on each rank. The others' x is not read: it has the dtype, and joins the graph."""
+        return _FromLast.apply(x, n, self)
+
+    def object_from_last(self, value: Any) -> Any:
+        """The last rank's value, on each rank: plain values, which are pickled. The host waits."""
+        values = [value]
+        dist.broadcast_object_list(values, group=self.process_group, group_src=self.size - 1)
+        return values[0]
 
 
 class _AllGather(torch.autograd.Function):
@@ -118,16 +131,15 @@ def _exchange(x: Tensor, sent: list[int], received: list[int], group: SequenceGr
 
 class _FromLast(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, group: SequenceGroup) -> Tensor:
-        ctx.group = group
-        sent = x.clone(memory_format=torch.contiguous_format)
+    def forward(ctx, x: Tensor, n: int, group: SequenceGroup) -> Tensor:
+        ctx.group, ctx.shape = group, x.shape
+        sent = x.clone() if group.is_last else x.new_empty(n)
         dist.broadcast(sent, group=group.process_group, group_src=group.size - 1)
         return sent
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        group = ctx.group
-        summed = grad.clone(memory_format=torch.contiguous_format)
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        group, summed = ctx.group, grad.clone(memory_format=torch.contiguous_format)
         dist.reduce(summed, group=group.process_group, group_dst=group.size - 1)
-        return (summed if group.rank == group.size - 1 else torch.zeros_like(summed)), None
+        return summed if group.is_last else grad.new_zeros(ctx.shape), None, None

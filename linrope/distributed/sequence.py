@@ -92,6 +92,7 @@ def sequence_parallel_loss(
     group: SequenceGroup,
     segment_ids: Tensor | None = None,
     state: ModelState | None = None,
+    previous_ids: Tensor | None = None,
     reduction: Literal["sum", "none"] = "sum",
     run: Callable[..., tuple] | None = None,
 ) -> tuple[Tensor, ModelState]:
@@ -112,6 +113,7 @@ def sequence_parallel_loss(
         group: the ranks.
         segment_ids: (B, T) integers, this slice's documents in packed rows.
         state: the state before the row's first token, the same on every rank.
+        previous_ids: the documents that the state belongs to, see `SequenceSlice.of`; None: the first of these tokens.
         reduction: "sum", or "none" for the loss of each target, (B, T).
         run: calls the blocks, as in `LanguageModel.transform`, for example to recompute them in the backward.
 
@@ -128,7 +130,7 @@ def sequence_parallel_loss(
     if targets.shape != tokens.shape:
         raise InputError(f"targets is {tuple(targets.shape)}, tokens {tuple(tokens.shape)}: pass one for each token.")
     first = None if state is None else state[0]
-    where = SequenceSlice.of(group, tuple(tokens.shape), tokens.device, segment_ids, first)
+    where = SequenceSlice.of(group, tuple(tokens.shape), tokens.device, segment_ids, first, previous_ids)
     before = where.states_before(len(model.blocks), state)
     x, after = model.transform(model.embedding(tokens), before, segment_ids, run=run)
     loss = summed_cross_entropy_of if reduction == "sum" else token_losses_of

@@ -28,7 +28,7 @@ class SequenceSlice:
         lengths: the number of tokens of each rank.
         offset: the position of the row's first token, which is the length of an initial state.
         opens: (size, B) booleans, whether the first token of each rank's slice begins a document; None if no row is
-            packed. The first rank's never does: it continues the initial state, if there is one.
+            packed. The first rank's does if the initial state belongs to another document.
         document_start: (B,) int64, the position at which the document of this slice's first token begins; None if all
             begin at 0.
     """
@@ -47,6 +47,7 @@ class SequenceSlice:
         device: torch.device,
         segment_ids: Tensor | None = None,
         state: AttentionState | State | None = None,
+        previous_ids: Tensor | None = None,
     ) -> SequenceSlice:
         """Where a slice of these rows stands. One gather of a few integers, two in packed rows, and the host waits.
 
@@ -57,6 +58,8 @@ class SequenceSlice:
             segment_ids: (B, T) integers of this slice's tokens in packed rows, as layers take them. A run of equal
                 numbers may go on in the next rank's slice.
             state: the state before the row's first token, the same on every rank.
+            previous_ids: (B,) integers, on the last rank the documents that `state` belongs to, on the others any. A
+                row whose first id differs begins a document. None: all rows continue the state.
 
         Raises:
             InputError: on every rank, if the slices of one do not fit: no token, another number of rows,
@@ -76,9 +79,11 @@ class SequenceSlice:
             raise problem
         _check_headers(headers)
         one = cls(group, tuple(length for _, length, *_ in headers), offset)
-        return one._with_documents(segment_ids, getattr(state, "document_start", None))
+        return one._with_documents(segment_ids, previous_ids, getattr(state, "document_start", None))
 
-    def _with_documents(self, segment_ids: Tensor | None, document_start: Tensor | None) -> SequenceSlice:
+    def _with_documents(
+        self, segment_ids: Tensor | None, previous_ids: Tensor | None, document_start: Tensor | None
+    ) -> SequenceSlice:
         """The slice with its documents, from the row's `document_start` before the first rank."""
         if segment_ids is None:
             return replace(self, document_start=document_start)
@@ -87,8 +92,9 @@ class SequenceSlice:
         place = torch.arange(ids.shape[1], device=ids.device)
         first_of_last = torch.where(documents == documents[:, -1:], place, ids.shape[1]).amin(dim=1)
         inside = torch.where(documents[:, -1] > 0, first_of_last, -1)  # of the last boundary; -1 for none
-        first, last, inside = self.group.all_gather(torch.stack((ids[:, 0], ids[:, -1], inside))).unbind(dim=1)
-        opens = F.pad(first[1:] != last[:-1], (0, 0, 1, 0))
+        of_rank = [ids[:, 0], ids[:, -1], inside] + ([] if previous_ids is None else [previous_ids.to(torch.int64)])
+        first, last, inside, *previous = self.group.all_gather(torch.stack(of_rank)).unbind(dim=1)
+        opens = first != torch.cat((previous[0][-1:] if previous else first[:1], last[:-1]))
         rank = self.group.rank
         starts = torch.tensor([self.start_of(one) for one in range(self.group.size)], device=ids.device)[:, None]
         at_start = torch.where(opens, starts, 0)[: rank + 1]
@@ -134,8 +140,11 @@ class SequenceSlice:
         if self.document_start is None:
             return None
         positions = torch.arange(self.start - n, self.start, device=self.document_start.device)
-        # an initial state knows itself what of it is open
-        began = self.document_start.masked_fill(self.document_start <= self.offset, self.start - n)
+        # an initial state that is continued knows itself what of it is open
+        continued = self.document_start <= self.offset
+        if self.opens is not None:
+            continued = continued & ~self.opens[0]
+        began = self.document_start.masked_fill(continued, self.start - n)
         return positions >= began[:, None]
 
     def merge_before(self, own: State, rope: RotaryEmbedding | None, initial: State | None, causal: bool) -> State:

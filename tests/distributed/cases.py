@@ -21,6 +21,7 @@ from linrope import (
     linear_attention,
 )
 from linrope.distributed.group import SequenceGroup
+from linrope.distributed.segments import sequence_parallel_segmented_loss, tokens_of_rank
 from linrope.distributed.sequence import sequence_parallel_attention, sequence_parallel_loss
 from linrope.distributed.slices import SequenceSlice
 from linrope.layers.state import map_state
@@ -28,8 +29,8 @@ from linrope.positions.base import PositionsConfig
 
 ROWS, HEADS, LENGTH, D, E, WIDTH = 2, 3, 41, 6, 5, 18
 LENGTHS = {
-    2: {"even": [21, 20], "ragged": [33, 8], "one token": [1, 40]},
-    4: {"even": [10, 10, 10, 11], "ragged": [1, 23, 2, 15], "one token": [38, 1, 1, 1]},
+    2: {"even": [21, 20], "ragged": [1, 40]},
+    4: {"even": [10, 10, 10, 11], "ragged": [29, 1, 2, 9]},
 }
 
 
@@ -91,9 +92,9 @@ def weights_like(x: Tensor) -> Tensor:
 
 
 def packed(length: int = LENGTH) -> Tensor:
-    """(B, T) ids. Documents end inside slices, where slices begin (1, 10, 20, 21, 33), and go on over several."""
+    """(B, T) ids of documents that end inside slices, go on over several, and begin where slices and segments do."""
     ids = torch.zeros(ROWS, length, dtype=torch.int64)
-    for row, starts in enumerate(([1, 10, 14, 33], [20, 21, 38])):
+    for row, starts in enumerate(([1, 10, 14, 32], [16, 20, 21, 30, 38])):
         for start in starts:
             ids[row, start:] += 1
     return ids.remainder(3)  # ids come again
@@ -258,3 +259,30 @@ MODEL = {
     "hybrid, packed, state": {"is_packed": True, "state_of": 9, "short_conv": 4},
     "learned positions, packed": {"is_packed": True, "positions": LEARNED, "state_of": 4},
 }
+
+
+SEGMENTED = {
+    "hybrid": {"is_packed": False, "forget_gate": True, "short_conv": 3},
+    "packed": {"is_packed": True, "short_conv": 4},
+    "trained rotation": {"is_packed": True, "rope": RotaryConfig(trainable=True)},
+}
+
+
+def in_segments(options: dict[str, Any], segment_length: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """A rank's part of the loss of rows read in segments, and of the gradients; and the state after the rows."""
+    group, problem = SequenceGroup(), model(torch.float64, **options)
+    mine = tokens_of_rank(LENGTH, segment_length, group)
+    sliced = {name: x[:, mine] for name, x in problem.sliced.items()}
+    lm = problem.module
+    loss, after = sequence_parallel_segmented_loss(lm, segment_length=segment_length, group=group, **sliced)
+    loss.backward()
+    return loss.detach(), [weight.grad for weight in lm.parameters()], [x for part in after for x in _floating(part)]
+
+
+def at_once(options: dict[str, Any]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """What `in_segments` must add up to: by the model itself."""
+    problem = model(torch.float64, **options)
+    loss, after = problem.module(return_state=True, **problem.sliced)
+    loss.backward()
+    grads = [weight.grad for weight in problem.module.parameters()]
+    return loss.detach(), grads, [x.detach() for part in after for x in _floating(part)]
