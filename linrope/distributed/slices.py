@@ -121,6 +121,8 @@ class SequenceSlice:
             where = SequenceSlice.of(group, x.shape[:2], x.device, segment_ids)
             y = layer(x, where.state_before(), segment_ids)
 
+        A key_mask is given to the layer on every rank or on none, and `segment_ids` are those of this slice.
+
         Args:
             state: the layer's state before the row's first token, the same on every rank.
         """
@@ -131,7 +133,7 @@ class SequenceSlice:
         return ModelState(self.state_before(None if state is None else state[layer]) for layer in range(n_layers))
 
     def tokens_before(self, x: Tensor, n: int) -> Tensor:
-        """The n tokens before this slice (or fewer), (B, m, F), of x (B, T, F); 0 where a document before had them."""
+        """The n tokens before this slice (or fewer), (B, m, F), of x (B, T, F), whatever their document."""
         return self.group.tokens_before(x, n, self.lengths)
 
     def is_open(self, n: int) -> Tensor | None:
@@ -163,32 +165,23 @@ class SequenceSlice:
                 "segment_ids with causal=False: documents that see later tokens are not split between ranks. Pass rows "
                 "of one document each, or give every rank whole documents without the group."
             )
-        parts = own.tensors
-        flat = torch.cat([part.flatten(2) if part.ndim > 2 else part[..., None] for part in parts.values()], dim=2)
-        rank, gathered = self.group.rank, self.group.all_gather(flat)
+        rank, gathered = self.group.rank, self.group.all_gather(_packed(own))
         others = [*range(rank)] if causal else [one for one in range(self.group.size) if one != rank]
-        # an empty slice too, so that every rank takes part in the backward
+        # of the first rank none, but a part of the graph: every rank takes part in the backward
         gathered = gathered[:rank] if causal else torch.cat((gathered[:rank], gathered[rank + 1 :]))
-        sizes = [part[0, 0].numel() for part in parts.values()]
-        sums = {name: part.unflatten(-1, parts[name].shape[2:]) if parts[name].ndim > 2 else part[..., 0]
-                for name, part in zip(parts, gathered.split(sizes, dim=-1))}  # fmt: skip
-        following = self._decays(sums.pop("log_decay")) if causal else own.log_decay.new_zeros(len(others) + 1, 1, 1)
-        weights = following[1:].flip(0).cumsum(0).flip(0).exp().to(flat.dtype)
-        rotation, interleaved = self._rotations(others, rope, flat.device)
-        kv = rotate_keys(sums["kv"], rotation, interleaved)
-        merged = {
-            "kv": (weights[..., None, None] * kv).sum(dim=0),
-            "k_sum": (weights[..., None] * sums["k_sum"]).sum(dim=0),
-        }
+        sums = _unpacked(gathered, own)
+        decays = sums.pop("log_decay")
+        following = self._decays(decays) if causal else own.kv.new_zeros(len(others) + 1, 1, 1)
+        weights = following[1:].flip(0).cumsum(0).flip(0).exp().to(own.kv.dtype)
+        rotation, interleaved = self._rotations(others, rope, own.kv.device)
+        sums["kv"] = rotate_keys(sums["kv"], rotation, interleaved)
         if "k_rotated_sum" in sums:
-            rotated = rotate_keys(sums["k_rotated_sum"][..., None], rotation, interleaved)[..., 0]
-            merged["k_rotated_sum"] = (weights[..., None] * rotated).sum(dim=0)
-        total = following.sum(dim=0).to(flat.dtype).expand_as(own.log_decay)
+            sums["k_rotated_sum"] = rotate_keys(sums["k_rotated_sum"][..., None], rotation, interleaved)[..., 0]
+        merged = {name: (_over(weights, x) * x).sum(dim=0) for name, x in sums.items()}
+        total = following.sum(dim=0).to(own.kv.dtype).expand_as(own.log_decay)
         if initial is not None:
-            decay = total.exp()
-            for name, value in merged.items():
-                past = getattr(initial, name)
-                merged[name] = value + decay.reshape(*decay.shape, *[1] * (past.ndim - 2)) * past
+            past = initial.tensors
+            merged = {name: x + _over(total.exp(), x) * past[name] for name, x in merged.items()}
             total = total + initial.log_decay
         return State(**merged, length=self.start, log_decay=total)
 
@@ -210,6 +203,23 @@ class SequenceSlice:
         rotation = unit_rotations(positions, rope.frequencies(device))
         by_head = rotation if rotation.ndim == 3 else rotation[None]
         return rearrange(by_head, "h n r -> n 1 h 1 r"), rope.interleaved
+
+
+def _packed(state: State) -> Tensor:
+    """The state's tensors as one, (B, H, F)."""
+    return torch.cat([x.reshape(*x.shape[:2], -1) for x in state.tensors.values()], dim=2)
+
+
+def _unpacked(packed: Tensor, like: State) -> dict[str, Tensor]:
+    """The tensors (N, B, H, ...) of N packed states of the same shapes as another, by name."""
+    shapes = {name: x.shape[2:] for name, x in like.tensors.items()}
+    parts = packed.split([shape.numel() for shape in shapes.values()], dim=-1)
+    return {name: part.reshape(*part.shape[:-1], *shape) for (name, shape), part in zip(shapes.items(), parts)}
+
+
+def _over(factor: Tensor, x: Tensor) -> Tensor:
+    """A factor of the first dimensions of x, with ones for the others."""
+    return factor.reshape(*factor.shape, *[1] * (x.ndim - factor.ndim))
 
 
 def _check_headers(headers: list[list[int]]) -> None:
