@@ -30,6 +30,9 @@ from linrope.utils.gradients import GradientSums
 SEGMENTS_BETWEEN = 8
 """Freed memory goes back to the system after this many segments: it is as slow as writing the memory again."""
 Loss = Callable[[Tensor, Tensor], Tensor]
+Read = Callable[
+    [Tensor, Tensor, "Tensor | None", "Tensor | None", "ModelState | None"], "tuple[Tensor, ModelState | None]"
+]
 
 
 def segmented_loss(
@@ -42,6 +45,7 @@ def segmented_loss(
     segment_ids: Tensor | None = None,
     state: ModelState | None = None,
     truncated: bool = False,
+    read: Read | None = None,
 ) -> tuple[Tensor, ModelState]:
     """The loss of a sequence, read in segments: `backward()` on it gives the gradients of the whole.
 
@@ -63,6 +67,9 @@ def segmented_loss(
         state: the state before the first token; it gets no gradient.
         truncated: truncated backpropagation through time: states pass between segments, gradients do not. Not with
             trained frequencies.
+        read: reads a segment in place of the model: `read(inputs, targets, segment_ids, previous_ids, state)` returns
+            its loss and the state after it. `previous_ids` (B,) are the documents of the tokens before it, None at the
+            start and in rows that are not packed; where they differ the state is not yet reset. Not with `loss`.
 
     Returns:
         The loss, a scalar to call `backward` on, and the state after the last token, without gradient.
@@ -80,7 +87,7 @@ def segmented_loss(
     model.check(inputs, state, segment_ids)  # before the first segment, not when its turn comes
     if truncated:
         require_fixed_frequencies(model, "truncated=True")
-    segments = _Segments(model, loss, inputs, targets, segment_ids, segment_length)
+    segments = _Segments(model, loss, inputs, targets, segment_ids, segment_length, read)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not (torch.is_grad_enabled() and parameters):
         total, states, _ = segments.forward(state, keep=False)
@@ -144,6 +151,7 @@ class _Segments:
     targets: Tensor
     segment_ids: Tensor | None
     length: int
+    read: Read | None = None
 
     def slices(self) -> Iterator[slice]:
         return (slice(start, start + self.length) for start in range(0, self.inputs.shape[1], self.length))
@@ -151,8 +159,11 @@ class _Segments:
     def run(self, segment: slice, state: ModelState | None) -> tuple[Tensor, ModelState]:
         """The loss of one segment, and the state after it."""
         ids = None if self.segment_ids is None else self.segment_ids[:, segment]
-        state = state_before(segment.start, self.segment_ids, state)
         inputs, targets = self.inputs[:, segment], self.targets[:, segment]
+        if self.read is not None:
+            previous = None if ids is None or segment.start == 0 else self.segment_ids[:, segment.start - 1]
+            return self.read(inputs, targets, ids, previous, state)
+        state = state_before(segment.start, self.segment_ids, state)
         if self.loss is None:
             return self.model(inputs, state, segment_ids=ids, return_state=True, targets=targets)
         logits, state = self.model(inputs, state, segment_ids=ids, return_state=True)

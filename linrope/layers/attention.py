@@ -14,7 +14,7 @@ from linrope.layers.initialisation import reset
 from linrope.layers.linear import Linear
 from linrope.layers.selective_rope import SelectiveRope
 from linrope.layers.short_convolution import ShortConvolution
-from linrope.layers.state import AttentionState, token_positions
+from linrope.layers.state import AttentionState, RemotePast, token_positions
 from linrope.ops.checks import check_tensor
 from linrope.ops.softmax import KeyValueCache
 from linrope.ops.state import State
@@ -156,24 +156,25 @@ class Attention(nn.Module):
         """The heads' outputs (B, H, T, D), None without `outputs`, and the state after x."""
         positions, document_start = token_positions(x, state, segment_ids)
         before = AttentionState(None) if state is None else state
-        qkv, tail, angle = self.qkv(x), before.conv_tail, before.angle
+        qkv, tail, angle = self.qkv(x), None, None
         if key_mask is not None and self.causal:
             # for the convolution padding is as the zeros before a row, whatever the bias
             qkv = qkv.masked_fill(~key_mask[..., None], 0)
         if self.conv is not None:
-            qkv, tail = self.conv(qkv, tail, segment_ids)
+            qkv, tail = self.conv(qkv, before.tail_before(qkv, self.conv.width - 1), segment_ids)
         q, k, v = rearrange(qkv, "b t (three h d) -> three b h t d", three=3, h=self.n_heads)
         if self.rotate_values:
             v = self.rope.rotate(v, **positions_within(before.past, positions))
         if self.selective is not None:  # also across documents: only differences of angles count
-            q, k, angle = self.selective.rotate(x, q, k, self.rope, angle)
+            q, k, angle = self.selective.rotate(x, q, k, self.rope, before.angle_before)
         o, past = self.attend(x, q, k, v, before.past, segment_ids, key_mask, positions, outputs)
         return o, AttentionState(past, tail, document_start, angle)
 
     def attend(self, x, q, k, v, past, segment_ids, key_mask, positions, outputs):
         """Outputs (B, H, T, D), None without `outputs`, and the past after these tokens.
 
-        The past is None at the start. `positions` are those within documents (B, T); None if they are those of the row.
+        The past is None at the start, and a `RemotePast` where other devices hold earlier tokens. `positions` are those
+        within documents (B, T); None if they are those of the row.
         """
         raise NotImplementedError
 
@@ -199,6 +200,8 @@ class Attention(nn.Module):
     def _check(self, x: Tensor, state: AttentionState | None) -> None:
         if x.ndim != 3 or x.shape[2] != self.d_model or not x.is_floating_point():
             raise InputError(f"x is {tuple(x.shape)} {x.dtype}: pass floats of shape (B, T, d_model={self.d_model}).")
+        if isinstance(state, AttentionState) and isinstance(state.past, RemotePast):
+            state = state.past.initial
         if state is None:
             return
         if not self.causal:
@@ -218,7 +221,9 @@ class Attention(nn.Module):
                 )
 
 
-def positions_within(past: State | KeyValueCache | None, positions: Tensor | None) -> dict[str, Tensor | int]:
+def positions_within(
+    past: State | KeyValueCache | RemotePast | None, positions: Tensor | None
+) -> dict[str, Tensor | int]:
     """Arguments of `RotaryEmbedding.rotate` for what is no function of i - j alone: documents of a packed row each
     start at 0. `past` and `positions` are those of `Attention.attend`."""
     if positions is not None:

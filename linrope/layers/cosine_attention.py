@@ -11,7 +11,7 @@ from torch import Tensor
 
 from linrope.errors import InputError, require_choice
 from linrope.layers.attention import Attention, AttentionOptions, checked_head_dim
-from linrope.layers.linear_attention import run_operator
+from linrope.layers.linear_attention import past_before, run_operator
 from linrope.ops.call import without_autocast
 from linrope.ops.state import State
 from linrope.positions.base import PositionsConfig
@@ -85,7 +85,8 @@ class CosineAttention(Attention):
         options = {**self.options, "key_mask": key_mask, "segment_ids": segment_ids}
         with without_autocast(q):
             q, k = with_one(q), with_one(k)
-            o, final = run_operator(q, k, v.to(q.dtype), options, past, outputs)
+            v = v.to(q.dtype)
+            o, final = run_operator(q, k, v, options, past_before(k, v, options, past), outputs)
         return None if o is None else o.to(dtype), final
 
     def past_bytes(self, context, dtype):

@@ -17,6 +17,7 @@ from linrope.layers.attention import Attention, AttentionOptions, checked_head_d
 from linrope.layers.forget_gate import ForgetGate
 from linrope.layers.initialisation import reset
 from linrope.layers.selective_rope import SelectiveRope
+from linrope.layers.state import RemotePast
 from linrope.ops.call import without_autocast
 from linrope.ops.linear_attention import linear_attention
 from linrope.ops.state import State, merge
@@ -145,6 +146,7 @@ class LinearAttention(Attention):
         # selective q and k keep float32: gradients of angles are differences, which rounding would spoil
         with nullcontext() if self.selective is None else without_autocast(q):
             v = v.to(q.dtype)
+            past = past_before(k, v, options, past)
             o, final = run_operator(q, k, v, options, past, outputs)
         if o is None:
             return None, final
@@ -157,6 +159,14 @@ class LinearAttention(Attention):
         working = torch.promote_types(dtype, torch.float32)
         angles = 0 if self.selective is None else math.prod(self.selective.n_angles) * torch.float64.itemsize
         return self.n_heads * (self.n_features * (self.head_dim + sums) + 1) * working.itemsize + angles
+
+
+def past_before(k: Tensor, v: Tensor, options: dict[str, Any], past: State | RemotePast | None) -> State | None:
+    """The state before keys and values; other devices send theirs in exchange for the state of these."""
+    if not isinstance(past, RemotePast):
+        return past
+    own = summarize(k, v, **{name: options[name] for name in SUMMARIZED if name in options})
+    return past.exchange_state(own, options["rope"], options["causal"])
 
 
 def run_operator(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from einops import rearrange
@@ -43,25 +44,27 @@ class SelectiveRope(nn.Module):
         """1 + tanh(W x): (B, T, d_model) -> (B, H, T, R/2), in float32 at least."""
         return rearrange(1 + self.linear(x).tanh(), "b t (h r) -> b h t r", h=self.n_heads)
 
-    def angles(self, x: Tensor, theta: Tensor, past: Tensor | None = None) -> Tensor:
-        """The angle of each token of x (B, T, d_model), (B, H, T, R/2) float64 radians.
+    def angles(self, x: Tensor, theta: Tensor) -> Tensor:
+        """The angle of each token of x (B, T, d_model) after the token before x, (B, H, T, R/2) float64 radians.
 
-        From θ, (R/2,) or (H, R/2) float64, and the angle of the token before x, (B, H, R/2); None for 0.
+        θ is (R/2,) or (H, R/2) float64.
         """
         theta = theta if theta.ndim == 1 else theta[:, None]
-        angles = (self(x).to(torch.float64) * theta).cumsum(dim=2)
-        return angles if past is None else angles + past[:, :, None]
+        return (self(x).to(torch.float64) * theta).cumsum(dim=2)
 
     def rotate(
-        self, x: Tensor, q: Tensor, k: Tensor, rope: RotaryEmbedding, past: Tensor | None
+        self, x: Tensor, q: Tensor, k: Tensor, rope: RotaryEmbedding, before: Callable[[Tensor], Tensor | None]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotate queries and keys (B, H, T, D) of the tokens x (B, T, d_model); `past` is the last angle before them.
+        """Rotate queries and keys (B, H, T, D) of the tokens x (B, T, d_model); `before` returns the last
+        angle before them, (B, H, R/2), None for 0, from the angle by which they advance it.
 
         Both are in float32 at least. With them comes the last token's angle modulo 2π, (B, H, R/2) float64.
         """
+        angles = self.angles(x, rope.frequencies(x.device))
+        past = before(angles[:, :, -1:].sum(dim=2))
         if past is None:
             past = x.new_zeros(x.shape[0], *self.n_angles, dtype=torch.float64)
-        angles = self.angles(x, rope.frequencies(x.device), past).remainder(2 * math.pi)
+        angles = (angles + past[:, :, None]).remainder(2 * math.pi)
         working = torch.promote_types(q.dtype, torch.float32)
         rounded = angles.to(working)
         rotation = torch.complex(rounded.cos(), rounded.sin())

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from linrope.errors import InputError
 from linrope.layers.attention import Attention, AttentionOptions, checked_head_dim
 from linrope.layers.initialisation import reset
+from linrope.layers.state import RemotePast
 from linrope.ops.softmax import KeyValueCache, extend_cache, softmax_attention
 from linrope.positions.base import PositionsConfig, Sizes
 from linrope.positions.table import encoding_of, rope_beside
@@ -81,6 +82,8 @@ class SoftmaxAttention(Attention):
                 q = self.rope.rotate(q, offset)
             if self.rope.logit_scale != 1.0:
                 scale = self.rope.logit_scale**2 * self.head_dim**-0.5
+        if isinstance(past, RemotePast):
+            past = past.exchange_cache(k, v, key_mask, self.window)
         options = {"window": self.window, "key_mask": key_mask, "segment_ids": segment_ids, "cache": past}
         if not outputs:
             return None, extend_cache(k, v, **options)

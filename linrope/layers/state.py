@@ -15,6 +15,7 @@ from linrope.errors import InputError
 from linrope.ops.documents import check_segment_ids, document_positions
 from linrope.ops.softmax import KeyValueCache
 from linrope.ops.state import State
+from linrope.rotary import RotaryEmbedding
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # Python 3.10 lacks it
@@ -83,6 +84,36 @@ class AttentionState(_Movable):
     conv_tail: Tensor | None = None
     document_start: Tensor | None = None
     angle: Tensor | None = None
+
+    def tail_before(self, inputs: Tensor, n: int) -> Tensor | None:
+        """The `conv_tail` of n tokens; the convolution's new inputs (B, T, channels) matter to other devices only."""
+        return self.conv_tail
+
+    def angle_before(self, own: Tensor) -> Tensor | None:
+        """The `angle`; the angle (B, H, R/2) by which the new tokens advance it matters to other devices only."""
+        return self.angle
+
+
+class RemotePast:
+    """The past of a layer in an `AttentionState` where other devices hold earlier tokens (`linrope.distributed`).
+
+    It comes in exchange for what this device's own tokens leave.
+
+    Attributes:
+        length: the position of the first token here.
+        initial: the layer's state before the row's first token, or None.
+    """
+
+    length: int
+    initial: AttentionState | None
+
+    def exchange_state(self, own: State, rope: RotaryEmbedding | None, causal: bool) -> State:
+        """The state before the tokens here, whose own state is `own`; without causality that of all other tokens."""
+        raise NotImplementedError
+
+    def exchange_cache(self, k: Tensor, v: Tensor, key_mask: Tensor | None, window: int | None) -> KeyValueCache:
+        """The cache before the tokens here, whose rotated keys and values are k and v."""
+        raise NotImplementedError
 
 
 class ModelState(_Movable, tuple[AttentionState, ...]):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -53,11 +55,11 @@ def _sum_blocks(call: Call) -> State:
     if call.theta is not None:
         positions = torch.arange(min(length, BLOCK), device=call.k.device)
         local = unit_rotations(positions, call.theta).to(torch.promote_types(call.dtype, torch.complex64))
-    for start in range(0, length, BLOCK):
-        block = slice(start, min(start + BLOCK, length))
-        k, v = call.keys_and_values(block)
-        if weight is not None:
-            k = k * weight[:, :, block, None].to(k.dtype)
+    start = 0
+    for block, block_weight in _blocks(call, weight):
+        k, v = block.keys_and_values(slice(None))
+        if block_weight is not None:
+            k = k * block_weight[..., None].to(k.dtype)
         k_sum = k_sum + call.without_signed(k.sum(dim=2))
         rotation = None
         if local is not None:
@@ -66,7 +68,18 @@ def _sum_blocks(call: Call) -> State:
         kv = kv + rotate_keys(k.mT @ v, rotation, call.interleaved)
         if k_rotated_sum is not None:
             k_rotated_sum = k_rotated_sum + rotate_keys(k.sum(dim=2)[..., None], rotation, call.interleaved)[..., 0]
+        start += BLOCK
     return State(kv, k_sum, length, call.final_log_decay(), k_rotated_sum)
+
+
+def _blocks(call: Call, weight: Tensor | None) -> Iterator[tuple[Call, Tensor | None]]:
+    """The call and the weights of each block of tokens. Split at once: the gradient of one slice is as long as all."""
+    if call.k.shape[2] == 0:
+        return
+    tensors = call.k, call.v, call.key_mask, weight
+    parts = [repeat(None) if x is None else x.split(BLOCK, dim=min(2, x.ndim - 1)) for x in tensors]
+    for k, v, key_mask, block_weight in zip(*parts):
+        yield replace(call, k=k, v=v, key_mask=key_mask), block_weight
 
 
 def _weights(call: Call) -> Tensor | None:

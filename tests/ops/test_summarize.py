@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from linrope import RotaryEmbedding, linear_attention, summarize
 from linrope.ops import summarize as module
@@ -50,3 +51,29 @@ def test_masked_nans_and_no_tokens():
     nothing = summarize(k[:, :, :0], v[:, :, :0], RotaryEmbedding(4), segment_ids=torch.zeros(1, 0, dtype=torch.int64))
     assert nothing.length == 0
     assert (nothing.kv == 0).all()
+
+
+class _Written(TorchDispatchMode):
+    """Counts the elements of all results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.n += result.numel() if isinstance(result, torch.Tensor) else 0
+        return result
+
+
+def test_the_backward_is_linear_in_the_length():
+    """The gradient of a slice of a tensor is as long as the tensor: one for each block would be quadratic."""
+
+    def written(length: int) -> int:
+        k, v = (torch.ones(1, 1, length, 4, requires_grad=True) for _ in range(2))
+        kv = summarize(k, v, key_mask=torch.ones(1, length, dtype=torch.bool), log_decay=-k[..., 0].abs()).kv
+        with _Written() as mode:
+            kv.sum().backward()
+        return mode.n
+
+    assert written(64 * 64) < 17 * written(4 * 64)

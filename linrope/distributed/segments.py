@@ -1,0 +1,122 @@
+"""Sequences longer than the memory of all devices: segment after segment, each shared by the ranks of a group.
+
+A segment is `segment_length` tokens of each rank, in the order of the ranks. Its last rank hands the state on to all of
+them for the next segment, in one broadcast; the backward sums its gradient there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from linrope.distributed.group import SequenceGroup
+from linrope.distributed.sequence import sequence_parallel_loss
+from linrope.errors import InputError
+from linrope.layers.state import ModelState, from_serialized, to_serialized
+from linrope.models.language_model import LanguageModel
+from linrope.segmented import segmented_loss
+
+
+def tokens_of_rank(length: int, segment_length: int, group: SequenceGroup) -> Tensor:
+    """Which tokens of rows of `length` a rank holds, (T,) indices: its slice of each segment, one after the other.
+
+    Every segment but the last has `segment_length` tokens of each rank. The last is shared out evenly.
+
+    Raises:
+        InputError: on every rank, a last segment of fewer tokens than ranks.
+    """
+    whole, rest = divmod(length, segment_length * group.size)
+    if 0 < rest < group.size:
+        raise InputError(
+            f"rows of {length} tokens leave {rest} for the last of segments of {group.size} × {segment_length}: each "
+            "rank needs one. Change the length of the rows or of the segments."
+        )
+    first = torch.arange(whole)[:, None] * segment_length * group.size + group.rank * segment_length
+    indices = (first + torch.arange(segment_length)).flatten()
+    return torch.cat((indices, torch.arange(length - rest, length).tensor_split(group.size)[group.rank]))
+
+
+def sequence_parallel_segmented_loss(
+    model: LanguageModel,
+    tokens: Tensor,
+    targets: Tensor,
+    segment_length: int,
+    *,
+    group: SequenceGroup,
+    segment_ids: Tensor | None = None,
+    state: ModelState | None = None,
+) -> tuple[Tensor, ModelState]:
+    """`segmented_loss` of rows whose segments the ranks of a group share.
+
+        mine = tokens_of_rank(tokens.shape[1], 8192, group)
+        loss, _ = sequence_parallel_segmented_loss(model, tokens[:, mine], targets[:, mine], 8192, group=group)
+
+    The loss and the gradients that `backward` leaves in the weights are this rank's part, to be summed over the group.
+    Memory is that of one segment's slice, the tokens, and one state a segment.
+
+    Args:
+        model: as in `segmented_loss`.
+        tokens, targets, segment_ids: (B, T), those of `tokens_of_rank`.
+        segment_length: tokens of a segment on each rank.
+        group: the ranks.
+        state: the state before the rows, the same on every rank; it gets no gradient.
+
+    Returns:
+        This rank's loss, and the state after the rows, the same on every rank, without gradient.
+
+    Raises:
+        InputError: as `segmented_loss` and `sequence_parallel_loss`.
+    """
+
+    def read(tokens, targets, segment_ids, previous_ids, state):
+        options = {"segment_ids": segment_ids, "previous_ids": previous_ids, "state": state}
+        loss, after = sequence_parallel_loss(model, tokens, targets, group=group, **options)
+        return loss, state_of_last(after, group)
+
+    return segmented_loss(model, tokens, targets, segment_length, segment_ids=segment_ids, state=state, read=read)
+
+
+def state_of_last(state: ModelState, group: SequenceGroup) -> ModelState:
+    """The last rank's state on every rank: that after the row, if `state` is that after each rank's slice.
+
+    One broadcast of the tensors of each dtype, after one of their shapes. Its backward sums the gradients of all ranks
+    on the last one.
+    """
+    own: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+
+    def noted(x: Tensor) -> _Spec:
+        own[x.dtype].append(x.flatten())
+        return _Spec(x.dtype, tuple(x.shape))
+
+    specs = group.object_from_last(_changed(to_serialized(state), noted))
+    numbers: Counter[torch.dtype] = Counter()
+    _changed(specs, lambda one: numbers.update({one.dtype: math.prod(one.shape)}))
+    parts: dict[torch.dtype, Iterator[Tensor]] = {}
+    device = next(iter(own.values()))[0].device
+    for dtype, n in sorted(numbers.items(), key=str):  # in one order on all ranks
+        mine = torch.cat(own[dtype]) if own[dtype] else torch.empty(0, dtype=dtype, device=device)
+        flat, sizes = (group.from_last(mine, n) if n else mine[:0]), []
+        _changed(specs, lambda one, dtype=dtype, sizes=sizes: one.dtype == dtype and sizes.append(math.prod(one.shape)))
+        parts[dtype] = iter(flat.split(sizes))
+    return from_serialized(_changed(specs, lambda one: next(parts[one.dtype]).view(one.shape)))
+
+
+class _Spec(NamedTuple):
+    """What a tensor is, without its values."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Lists and dictionaries of a serialized state with `change(x)` in place of each tensor or `_Spec`, in order."""
+    if isinstance(value, list):
+        return [_changed(one, change) for one in value]
+    if isinstance(value, dict):
+        return {name: _changed(one, change) for name, one in value.items()}
+    return change(value) if isinstance(value, (Tensor, _Spec)) else value

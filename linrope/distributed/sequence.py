@@ -1,0 +1,137 @@
+"""Sequence parallelism: each rank holds a slice of the tokens of every row, and computes what one device would.
+
+All that linear attention needs of the ranks before is their merged `State`, of a fixed size. Each layer has one
+all-gather of states in the forward and one reduce-scatter of their gradients in the backward, whatever the length
+(LASP-2, arXiv 2502.07563, gathers states too). Short convolutions and windows of softmax attention take their last few
+tokens from the rank before; selective rotation gathers its angles.
+
+Loss and gradients are those of the whole rows: the loss is the sum over the ranks, and gradients of weights and of
+initial states are sums over the ranks of what each rank's `backward` leaves in `.grad`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from torch import Tensor
+
+from linrope.distributed.group import SequenceGroup
+from linrope.distributed.slices import SequenceSlice
+from linrope.errors import InputError
+from linrope.layers.state import ModelState
+from linrope.losses import rows_of_slice, summed_cross_entropy_of, token_losses_of
+from linrope.models.language_model import LanguageModel
+from linrope.ops.call import autocast_inputs, without_autocast
+from linrope.ops.linear_attention import linear_attention
+from linrope.ops.state import State
+from linrope.ops.summarize import summarize
+from linrope.rotary import RotaryEmbedding
+from linrope.segmented import require_fixed_state
+
+
+def sequence_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rope: RotaryEmbedding | None = None,
+    *,
+    group: SequenceGroup,
+    log_decay: Tensor | None = None,
+    feature_map: str | Callable[[Tensor], Tensor] = "elu1",
+    normalize: str = "plain",
+    causal: bool = True,
+    key_mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    state: State | None = None,
+    return_state: bool = False,
+    eps: float = 1e-6,
+    backend: str = "auto",
+    where: SequenceSlice | None = None,
+) -> Tensor | tuple[Tensor, State]:
+    """`linear_attention` of rows whose tokens several ranks hold, in the order of their ranks.
+
+    Every rank calls it with its own slice, and calls `backward`. Gradients are those of the sum of all ranks' losses:
+    those of q, k, v and log_decay are whole; those of θ, of a feature map's weights and of the initial state are this
+    rank's part, to be summed over the group.
+
+    Args:
+        q, k, v: this rank's slice, as in `linear_attention`; T may differ between the ranks.
+        rope: as there. Positions continue from slice to slice.
+        group: the ranks.
+        log_decay, key_mask, segment_ids: this rank's slice. The same run of equal numbers may go on in the next slice.
+            Without causality `segment_ids` are refused.
+        feature_map, normalize, causal, eps, backend: as in `linear_attention`, the same on every rank.
+        state: the state before the row's first token, the same on every rank.
+        return_state: also return the state after this slice; the last rank's is that of the row, see
+            `SequenceGroup.from_last`. Without causality each rank's has all keys.
+        where: the result of `SequenceSlice.of` for these rows and this state, to reuse it; None computes it.
+
+    Returns:
+        o: (B, H, T, E), this rank's slice, or (o, State).
+
+    Raises:
+        InputError: as `linear_attention`; on every rank, slices that do not fit together, or one without tokens.
+    """
+    if where is None:
+        where = SequenceSlice.of(group, (k.shape[0], k.shape[2]), k.device, segment_ids, state)
+    q, k, v = autocast_inputs(q, k, v)
+    shared = {"feature_map": feature_map, "normalize": normalize, "key_mask": key_mask, "segment_ids": segment_ids}
+    with without_autocast(q):
+        own = summarize(k, v, rope, log_decay=log_decay, **shared)
+        before = where.merge_before(own, rope, state, causal)
+        options = {"log_decay": log_decay, "causal": causal, "eps": eps, "backend": backend, **shared}
+        return linear_attention(q, k, v, rope, **options, state=before, return_state=return_state)
+
+
+def sequence_parallel_loss(
+    model: LanguageModel,
+    tokens: Tensor,
+    targets: Tensor,
+    *,
+    group: SequenceGroup,
+    segment_ids: Tensor | None = None,
+    state: ModelState | None = None,
+    previous_ids: Tensor | None = None,
+    reduction: Literal["sum", "none"] = "sum",
+    run: Callable[..., tuple] | None = None,
+) -> tuple[Tensor, ModelState]:
+    """The loss of this rank's slice of the tokens, given all tokens before it, and the state after the slice.
+
+        loss, _ = sequence_parallel_loss(model, tokens, targets, group=SequenceGroup())
+        (loss / n_targets).backward()  # n_targets: of all ranks
+        for weight in model.parameters():
+            torch.distributed.all_reduce(weight.grad)
+
+    Gradients of weights are this rank's part: their sum over the group is that of the whole rows. Every rank has to
+    call `backward`, also one without targets. Dropout draws masks of its own on each rank.
+
+    Args:
+        model: every layer linear, or softmax with a window; the same weights on every rank.
+        tokens: (B, T) integers, this rank's slice; T may differ between the ranks.
+        targets: (B, T) tokens, or IGNORE (-100) for none. The last one is the first token of the next slice.
+        group: the ranks.
+        segment_ids: (B, T) integers, this slice's documents in packed rows.
+        state: the state before the row's first token, the same on every rank.
+        previous_ids: the documents that the state belongs to, see `SequenceSlice.of`; None: the first of these tokens.
+        reduction: "sum", or "none" for the loss of each target, (B, T).
+        run: calls the blocks, as in `LanguageModel.transform`, for example to recompute them in the backward.
+
+    Returns:
+        The loss in nats, float32, and the state after this slice, which on the last rank is that of the row:
+        `state_of_last` gives it to all.
+
+    Raises:
+        InputError: tokens or targets that do not fit, a softmax layer without a window; on every rank, slices that do
+            not fit together.
+    """
+    require_fixed_state(model, "sequence parallelism")
+    model.check(tokens, state, segment_ids)
+    if targets.shape != tokens.shape:
+        raise InputError(f"targets is {tuple(targets.shape)}, tokens {tuple(tokens.shape)}: pass one for each token.")
+    first = None if state is None else state[0]
+    where = SequenceSlice.of(group, tuple(tokens.shape), tokens.device, segment_ids, first, previous_ids)
+    before = where.states_before(len(model.blocks), state)
+    x, after = model.transform(model.embedding(tokens), before, segment_ids, run=run)
+    loss = summed_cross_entropy_of if reduction == "sum" else token_losses_of
+    return loss(model.output, x, targets, rows_of_slice(model.config.vocab_size, x.device.type)), after

@@ -1,0 +1,175 @@
+"""What ranks send each other, and what every one of them refuses with one message."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from linrope import LanguageModel, LanguageModelConfig, LinearAttention, RotaryConfig, SoftmaxAttention, State
+from linrope.distributed.group import SequenceGroup
+from linrope.distributed.segments import tokens_of_rank
+from linrope.distributed.sequence import sequence_parallel_attention, sequence_parallel_loss
+from linrope.distributed.slices import SequenceSlice
+from tests.conftest import assert_input_errors
+from tests.distributed.ranks import run_on_ranks
+
+COLLECTIVES = {"all_gather": 1, "reduce_scatter": 0, "all_to_all_single": 1, "broadcast": 0, "reduce": 0}
+"""Each collective of the group, with the place of what this rank sends (of what it receives in a reduce-scatter)."""
+
+
+@contextlib.contextmanager
+def counted(sent: Counter):
+    """Inside, `sent` counts calls and bytes of each collective."""
+
+    def counting(name, real):
+        def call(*args, **options):
+            sent[name, "calls"] += 1
+            sent[name, "bytes"] += args[COLLECTIVES[name]].nbytes
+            return real(*args, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in COLLECTIVES:
+            patch.setattr(dist, name, counting(name, getattr(dist, name)))
+        yield
+
+
+def traffic(length: int, **options) -> tuple[Counter, Counter]:
+    """What this rank sends in the forward and in the backward of a model that reads `length` tokens of it."""
+    torch.manual_seed(0)
+    lm = LanguageModel(LanguageModelConfig(vocab_size=5, d_model=8, n_heads=2, n_layers=3, **options))
+    tokens = torch.randint(5, (1, length))
+    forward, backward = Counter(), Counter()
+    with counted(forward):
+        loss, _ = sequence_parallel_loss(lm, tokens, tokens, group=SequenceGroup())
+    with counted(backward):
+        loss.backward()
+    return forward, backward
+
+
+HYBRID = {"attention": ["linear", "softmax", "linear"], "window": 5, "short_conv": 3, "forget_gate": True}
+SELECTIVE = {"rope": RotaryConfig(placement="selective")}
+TRAFFIC = {"linear": {"forget_gate": True}, "hybrid": HYBRID, "selective": SELECTIVE}
+
+
+def attend(change: str) -> None:
+    """Calls the operator with what does not fit, or not on the second rank."""
+    group = SequenceGroup()
+    is_second = group.rank == 1
+    shape, options = (2, 1, 4, 2), {}
+    if change == "no tokens" and is_second:
+        shape = (2, 1, 0, 2)
+    elif change == "rows" and is_second:
+        shape = (3, 1, 4, 2)
+    elif change == "some packed" and not is_second:
+        options = {"segment_ids": torch.zeros(2, 4, dtype=torch.int64)}
+    elif change == "bad ids":
+        options = {"segment_ids": torch.zeros(2, 3 if is_second else 4, dtype=torch.int64)}
+    elif change == "state":
+        options = {"state": dataclasses.replace(State.zeros(2, 1, 2), length=3 + group.rank)}
+    elif change == "sees all, packed":
+        options = {"causal": False, "segment_ids": torch.zeros(2, 4, dtype=torch.int64)}
+    q = torch.ones(shape)
+    sequence_parallel_attention(q, q, q, group=group, **options)
+
+
+def softmax_layer() -> object:
+    x = torch.ones(1, 3, 4)
+    where = SequenceSlice.of(SequenceGroup(), (1, 3), x.device)
+    return SoftmaxAttention(4, 1)(x, where.state_before())
+
+
+def softmax_model() -> object:
+    lm = LanguageModel(
+        LanguageModelConfig(vocab_size=5, d_model=8, n_heads=2, n_layers=2, attention=["linear", "softmax"])
+    )
+    tokens = torch.zeros(1, 3, dtype=torch.int64)
+    return sequence_parallel_loss(lm, tokens, tokens, group=SequenceGroup())
+
+
+def later_state() -> object:
+    """A layer's own state is checked as in a call without ranks."""
+    x = torch.ones(1, 3, 4)
+    where = SequenceSlice.of(SequenceGroup(), (1, 3), x.device)
+    other = LinearAttention(4, 1, short_conv=3).advance(x)
+    return LinearAttention(4, 1)(x, where.state_before(other))
+
+
+def meshes() -> object:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "sequence"))
+    group = SequenceGroup(mesh["sequence"])
+    assert (group.rank, group.size) == (dist.get_rank(), 2)
+    return SequenceGroup(mesh)
+
+
+def outside() -> object:
+    first = dist.new_group([0])
+    return None if dist.get_rank() == 0 else SequenceGroup(first)
+
+
+REFUSED = {
+    "no tokens": (partial(attend, "no tokens"), r"slices have \[4, 0\] tokens: each needs one at least"),
+    "rows": (partial(attend, "rows"), r"differ in rows, \[2, 3\]"),
+    "some packed": (partial(attend, "some packed"), r"differ in segment_ids \(1\) or none \(0\), \[1, 0\]"),
+    "state": (partial(attend, "state"), r"differ in a length before the first token, \[3, 4\]"),
+    "sees all, packed": (partial(attend, "sees all, packed"), "segment_ids with causal=False"),
+    "softmax layer": (softmax_layer, "softmax attention without a window"),
+    "softmax model": (softmax_model, "sequence parallelism needs a state of fixed size, but layer 1 is softmax"),
+    "other state": (later_state, "state.conv_tail is"),
+    "short": (lambda: tokens_of_rank(17, 4, SequenceGroup()), "leave 1 for the last"),
+    "mesh": (meshes, r"mesh of 2 dimensions \('data', 'sequence'\)"),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    functions = {name: function for name, (function, _) in REFUSED.items()}
+    functions |= {"bad ids": partial(attend, "bad ids"), "outside": outside}
+    for name, options in TRAFFIC.items():
+        functions |= {f"{name}, {n}": partial(traffic, n, **options) for n in (16, 256)}
+    return run_on_ranks(2, tmp_path_factory.mktemp("ranks"), functions)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_every_rank_refuses_with_one_message(ranks, name):
+    errors = [one[name] for one in ranks]
+    assert_input_errors(*((partial(_raise, error), REFUSED[name][1]) for error in errors))
+    assert str(errors[0]) == str(errors[1])
+
+
+def test_an_error_of_one_rank_ends_the_others(ranks):
+    other, own = (one["bad ids"] for one in ranks)
+    assert_input_errors((partial(_raise, other), "segment_ids of rank 1"), (partial(_raise, own), r"\(2, 3\)"))
+    assert_input_errors((partial(_raise, ranks[1]["outside"]), "no member of the group"))
+
+
+def test_without_torch_distributed():
+    assert_input_errors((SequenceGroup, "call init_process_group"))
+
+
+@pytest.mark.parametrize("name", TRAFFIC)
+def test_what_ranks_send_does_not_grow_with_the_length(ranks, name):
+    for one in ranks:
+        assert one[f"{name}, 16"] == one[f"{name}, 256"]
+
+
+def test_one_gather_of_states_a_layer_and_direction(ranks):
+    """Each of (H = 2, D = E = 4) float32: kv, k_sum and the decay; before them the slices' five numbers."""
+    state = 2 * (4 * 4 + 4 + 1) * 4
+    for one in ranks:
+        forward, backward = one["linear, 16"]
+        assert forward == {("all_gather", "calls"): 1 + 3, ("all_gather", "bytes"): 5 * 8 + 3 * state}
+        assert backward == {("reduce_scatter", "calls"): 3, ("reduce_scatter", "bytes"): 3 * state}
+
+
+def _raise(error: object) -> None:
+    if isinstance(error, Exception):
+        raise error
