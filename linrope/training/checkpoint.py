@@ -17,8 +17,9 @@ from linrope.interop.roformer import is_roformer, load_roformer
 from linrope.models.base import Model, ModelConfig, load_model
 from linrope.models.encoder import EncoderModel
 from linrope.models.language_model import LanguageModel
-from linrope.models.saving import open_checkpoint
-from linrope.training.data_modules.base import ResumableDataModule
+from linrope.models.saving import is_checkpoint, is_sharded_checkpoint, open_checkpoint
+from linrope.models.sharded_checkpoint import read_sharded_checkpoint
+from linrope.training.data_modules.base import ResumableDataModule, data_parallel
 from linrope.utils.files import versions, whole_file
 
 TRAINING_STATE = ("global_step", "loops", "lr_schedulers", "optimizer_states")
@@ -55,6 +56,12 @@ class WholeCheckpointIO(TorchCheckpointIO):
                 f"checkpoint {path} could not be written: {reason.strerror}. Make room for it or change run.folder, "
                 f"then {then}."
             ) from error
+
+    def load_checkpoint(self, path: str | Path, *args: Any, **options: Any) -> dict[str, Any]:
+        """The contents of a file, or of the folder of a sharded checkpoint."""
+        if is_sharded_checkpoint(path):
+            return read_sharded_checkpoint(path)
+        return super().load_checkpoint(path, *args, **options)
 
 
 def _os_error(error: BaseException | None) -> OSError | None:
@@ -96,7 +103,7 @@ def start_from(model: Model, path: str, fractions: list[float] | None) -> list[s
         differing = _start_language_model(model, path, source)
     else:
         differing = model.take(source, f"run.start_from={path!r}")
-    if Path(path).is_file() and fractions is not None:
+    if is_checkpoint(path) and fractions is not None:
         warn_of_other_split(open_checkpoint(path), fractions, path)
     return differing
 
@@ -178,7 +185,7 @@ def run_order(trainer: Trainer, seed: int) -> dict[str, Any]:
     return {
         **overfitted,
         **{f"data.{name}": value for name, value in data.order().items()},
-        "trainer.accumulate_grad_batches × devices": trainer.accumulate_grad_batches * trainer.world_size,
+        "trainer.accumulate_grad_batches × devices": trainer.accumulate_grad_batches * data_parallel(trainer)[1],
         "seed_everything": seed,
     }
 

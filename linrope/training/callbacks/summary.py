@@ -13,6 +13,7 @@ from rich.table import Table
 from linrope.data.corpus.sequences import TokenSequence
 from linrope.data.corpus.splits import SPLITS
 from linrope.data.tokenizers.base import Tokenizer
+from linrope.errors import InputError
 from linrope.generation.text import require_tokenizer, write_sample
 from linrope.models.language_model import LanguageModel
 from linrope.training.data_modules.base import ResumableDataModule
@@ -110,6 +111,11 @@ class PrintSample(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         require_tokenizer(pl_module.model, "sample.prompt")
+        if pl_module.is_sharded:
+            raise InputError(
+                "sample.prompt is continued on one device, and the model is divided among several: remove it, and use "
+                "`linrope generate` with the checkpoint."
+            )
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
