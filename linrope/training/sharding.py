@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import torch.distributed.checkpoint as dcp
+import torch.utils.checkpoint
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy, StrategyRegistry
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -31,14 +34,20 @@ NAME = "fsdp2"
 """What `trainer.strategy` calls `ShardedStrategy`."""
 
 
-def shard(model: Model, mesh: DeviceMesh) -> None:
+def shard(model: Model, mesh: DeviceMesh, activation_checkpointing: bool = False) -> None:
     """Divide a model's weights among the devices of the dimension `data_parallel` of a mesh, in place (FSDP2).
 
     Each of `blocks_to_shard` is gathered for its own forward and backward pass; all other weights are gathered
-    together. Every rank must hold the same weights before. Nothing happens to a model that is sharded already.
+    together. Every rank must hold the same weights before. Nothing happens to a model that is sharded already. With
+    `activation_checkpointing` only the inputs of blocks are kept for the backward pass, which computes the rest again.
     """
     if isinstance(model, FSDPModule):
         return
+    # The cache would keep a bfloat16 copy of all gathered weights until the end of the forward pass.
+    torch.set_autocast_cache_enabled(False)
+    if activation_checkpointing:
+        for block in model.blocks_to_shard:
+            block.forward = partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
     for module in (*model.blocks_to_shard, model):
         fully_shard(module, mesh=mesh["data_parallel"])
         for name in getattr(module, "forward_methods", ()):
@@ -51,6 +60,7 @@ class ShardedStrategy(ModelParallelStrategy):
     `trainer.strategy: fsdp2`, or `class_path: ModelParallelStrategy` with its options. It differs in
 
     - `data_parallel_size`, by default all devices, and `tensor_parallel_size`, by default 1;
+    - `activation_checkpointing`;
     - the checkpoint folder: a new one is written beside the old, and PATH, a link, leads to the old one until the new
       one is on the disk. A process that is killed while it saves loses nothing.
     - what it loads: the checkpoint of any number of devices, and files of runs that were not sharded. Only tensors and
@@ -59,6 +69,7 @@ class ShardedStrategy(ModelParallelStrategy):
     Args:
         data_parallel_size: devices among which the weights and the batches of a step are divided.
         tensor_parallel_size: must be 1.
+        activation_checkpointing: keep only the inputs of blocks for the backward pass, which computes the rest again.
         options: `save_distributed_checkpoint` (False writes one file, whose weights rank 0 collects),
             `process_group_backend` and `timeout`, as in Lightning.
     """
@@ -67,9 +78,11 @@ class ShardedStrategy(ModelParallelStrategy):
         self,
         data_parallel_size: Literal["auto"] | int = "auto",
         tensor_parallel_size: Literal["auto"] | int = 1,
+        activation_checkpointing: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(data_parallel_size, tensor_parallel_size, **options)
+        self.activation_checkpointing = activation_checkpointing
 
     def setup_environment(self) -> None:
         devices = self.num_nodes * self.num_processes

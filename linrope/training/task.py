@@ -317,7 +317,15 @@ class TrainingTask(LightningModule):
                 "trainer.precision='16-mixed' scales the loss, which is not possible with a sharded model: set "
                 "bf16-mixed, bf16-true or 32-true."
             )
-        shard(self.model, self._device_mesh)
+        shard(self.model, self._device_mesh, getattr(self.trainer.strategy, "activation_checkpointing", False))
+
+    def on_fit_start(self) -> None:
+        """Refuses a sharded model with weights of several dtypes, which cannot be gathered together."""
+        if self.is_sharded and len({parameter.dtype for parameter in self.model.parameters()}) > 1:
+            raise InputError(
+                f"trainer.precision={self.trainer.precision!r} leaves trained frequencies (rope.trainable) in float32, "
+                "and a sharded model needs weights of one dtype: set bf16-mixed or 32-true."
+            )
 
     def setup(self, stage: str) -> None:
         self._stage, trainer = stage, self.trainer
