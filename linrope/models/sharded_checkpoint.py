@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
@@ -50,12 +51,7 @@ def read_sharded_checkpoint(path: str | Path, weights: bool = True, optimizers: 
         for name, place in wanted.items()
     }
     if values:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*torch.distributed is disabled.*")  # one process reads all
-            try:
-                dcp.load(values, checkpoint_id=path, planner=PlainLoadPlanner(path), no_dist=True)
-            except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-                raise InputError(f"checkpoint {str(path)!r} is damaged: {error}. Give another.") from error
+        load_plainly(values, path, no_dist=True)
     tree: dict[Any, Any] = {WEIGHTS: {}}
     for name, value in values.items():
         _put(tree, paths[name], value)
@@ -85,15 +81,25 @@ def _by_number(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class PlainLoadPlanner(DefaultLoadPlanner):
-    """Loads tensors and plain values, no other objects: what is pickled in a checkpoint could be code.
+def load_plainly(state: dict[str, Any], path: Path, no_dist: bool = False) -> None:
+    """Load what `state` names from a sharded checkpoint, in place: tensors and plain values, no other objects.
 
-    Raises InputError if the index of the folder holds other objects.
+    Every rank must call it, unless with `no_dist` one process loads all. InputError if the folder is damaged or holds
+    other objects.
     """
+    read_index(path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*torch.distributed is disabled.*")
+        try:
+            dcp.load(state, checkpoint_id=path, planner=_PlainLoadPlanner(), no_dist=no_dist)
+        except CheckpointException as error:
+            reason, _ = next(iter(error.failures.values()))
+            message = str(reason).strip().partition("\n")[0]
+            raise InputError(f"checkpoint {str(path)!r} cannot be loaded: {message}. Give another.") from error
 
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        read_index(path)
+
+class _PlainLoadPlanner(DefaultLoadPlanner):
+    """Unpickles tensors and plain values: other objects could be code."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         plain = io.BytesIO()

@@ -50,18 +50,22 @@ class WholeCheckpointIO(TorchCheckpointIO):
         except (OSError, RuntimeError) as error:
             if (reason := _os_error(error)) is None:
                 raise
-            newest = max(path.parent.glob("*.ckpt"), key=lambda file: file.stat().st_mtime, default=None)
-            then = f"resume from {newest}, the last that was written whole" if newest else "start again"
-            raise CheckpointError(
-                f"checkpoint {path} could not be written: {reason.strerror}. Make room for it or change run.folder, "
-                f"then {then}."
-            ) from error
+            raise unwritten(path, reason.strerror) from error
 
     def load_checkpoint(self, path: str | Path, *args: Any, **options: Any) -> dict[str, Any]:
         """The contents of a file, or of the folder of a sharded checkpoint."""
         if is_sharded_checkpoint(path):
             return read_sharded_checkpoint(path)
         return super().load_checkpoint(path, *args, **options)
+
+
+def unwritten(path: Path, reason: str) -> CheckpointError:
+    """The error of a checkpoint that could not be written, with the last one that was."""
+    newest = max(path.parent.glob("*.ckpt"), key=lambda file: file.stat().st_mtime, default=None)
+    then = f"resume from {newest}, the last that was written whole" if newest else "start again"
+    return CheckpointError(
+        f"checkpoint {path} could not be written: {reason}. Make room for it or change run.folder, then {then}."
+    )
 
 
 def _os_error(error: BaseException | None) -> OSError | None:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed.checkpoint as dcp
 import torch.utils.checkpoint
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy, StrategyRegistry
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -27,7 +27,8 @@ from torch.optim import Optimizer
 from linrope.errors import InputError
 from linrope.models.base import Model
 from linrope.models.saving import META_FILE, is_sharded_checkpoint
-from linrope.models.sharded_checkpoint import PlainLoadPlanner
+from linrope.models.sharded_checkpoint import load_plainly
+from linrope.training.checkpoint import unwritten
 from linrope.utils.files import load_plain, sync
 
 NAME = "fsdp2"
@@ -105,13 +106,26 @@ class ShardedStrategy(ModelParallelStrategy):
         if not self._save_distributed_checkpoint:  # one file, which replaces a link to a folder
             ParallelStrategy.save_checkpoint(self, checkpoint, path, storage_options)
         else:
-            folder = self.broadcast(_new_folder(path) if self.is_global_zero else None)
-            super().save_checkpoint(checkpoint, folder, storage_options)
-            self.barrier()  # until all ranks have written their parts
-            if self.is_global_zero:
-                _link(path, folder)
+            self._write_shards(checkpoint, path, storage_options)
         if self.is_global_zero:
             _remove_others(path)
+
+    def _write_shards(self, checkpoint: dict[str, Any], path: Path, storage_options: Any | None) -> None:
+        folder = self.broadcast(_new_folder(path) if self.is_global_zero else None)
+        problem = None
+        try:
+            super().save_checkpoint(checkpoint, folder, storage_options)
+        except CheckpointException as error:  # of any rank
+            problem, (reason, _) = error, next(iter(error.failures.values()))
+        except (OSError, RuntimeError) as error:  # only rank 0 writes what is no part
+            problem = reason = error
+        if self.reduce_boolean_decision(problem is not None, all=False):  # and all ranks have written their parts
+            if self.is_global_zero:
+                shutil.rmtree(folder, ignore_errors=True)
+            reason = "another rank could not write" if problem is None else getattr(reason, "strerror", None) or reason
+            raise unwritten(path, str(reason)) from problem
+        if self.is_global_zero:
+            _link(path, folder)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(checkpoint_path))
@@ -127,7 +141,7 @@ class ShardedStrategy(ModelParallelStrategy):
         state = {"state_dict": get_model_state_dict(self.model)}
         for number, optimizer in enumerate(self.optimizers):
             state[f"optimizer_{number}"] = get_optimizer_state_dict(self.model, optimizer)
-        dcp.load(state, checkpoint_id=path, planner=PlainLoadPlanner(path))
+        load_plainly(state, path)
         set_model_state_dict(self.model, state["state_dict"])
         for number, optimizer in enumerate(self.optimizers):
             set_optimizer_state_dict(self.model, optimizer, state[f"optimizer_{number}"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import resource
+import shutil
 import signal
 from pathlib import Path
 
@@ -170,6 +172,25 @@ def test_a_process_that_is_killed_while_it_saves_loses_nothing(alone, fit, monke
     assert [name for name in checkpoints if name.startswith("last")] == ["last.ckpt", os.readlink(last(folder))]
 
 
+def test_a_full_disk_stops_all_ranks_with_one_message_and_keeps_the_last_checkpoint(half, fit, monkeypatch):
+    new_folder, folders = sharding._new_folder, []
+
+    def disk_fills_up(path: Path) -> Path:
+        folders.append(path)
+        if len(folders) == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        return new_folder(path)
+
+    monkeypatch.setattr(sharding, "_new_folder", disk_fills_up)
+    err = fit("full", HALF, "--trainer.val_check_interval=100", code=1)
+    path = last(fit_folder(half, "full"))
+    assert f"error: checkpoint {path} could not be written: File too large. Make room for it" in err
+    assert f"then resume from {path}, the last that was written whole." in err
+    assert "Traceback" not in err
+    assert open_checkpoint(path)["global_step"] == 3
+    assert sorted(place.name for place in path.parent.iterdir()) == ["last.ckpt", "last.ckpt.1"]
+
+
 def fit_folder(other: Path, name: str) -> Path:
     return other.parent.parent / name / "version_0"
 
@@ -203,10 +224,7 @@ def test_a_new_run_starts_from_a_folder_of_shards(half, base):
 
 @pytest.mark.parametrize("file", [".metadata", "meta.pt"])
 def test_a_folder_with_code_in_it_is_refused(half, tmp_path, file):
-    copy = tmp_path / "copy.ckpt"
-    copy.mkdir()
-    for part in last(half).iterdir():
-        (copy / part.name).write_bytes(part.read_bytes())
+    copy = shutil.copytree(last(half), tmp_path / "copy.ckpt")
     assert LanguageModel.from_pretrained(copy).config.n_layers == 2
 
     class Code:
@@ -217,6 +235,16 @@ def test_a_folder_with_code_in_it_is_refused(half, tmp_path, file):
     with pytest.raises(InputError, match="cannot be read safely"):
         LanguageModel.from_pretrained(copy)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_with_a_damaged_part_is_refused(half, tmp_path):
+    copy = shutil.copytree(last(half), tmp_path / "copy.ckpt")
+    (copy / "__0_0.distcp").write_bytes(b"")
+    with pytest.raises(InputError, match=r"copy\.ckpt' cannot be loaded: "):
+        LanguageModel.from_pretrained(copy)
+    (copy / "__0_0.distcp").unlink()
+    with pytest.raises(InputError, match=r"copy\.ckpt' cannot be loaded: .*No such file"):
+        LanguageModel.from_pretrained(copy)
 
 
 @EXHAUSTIVE
