@@ -109,6 +109,17 @@ def test_two_devices_that_share_a_model_train_it_as_one_does(half, alone):
     assert float(losses(half)[6]) < float(losses(half)[1]) - 0.1  # it has learned
 
 
+def test_both_ranks_continue_the_sample_and_one_prints_it(base, half, tmp_path, capsys):
+    sample = ["--sample.prompt=ab", "--sample.max_new_tokens=12", "--sample.seed=3", "--trainer.max_steps=7"]
+    resumed = [f"--ckpt_path={last(half)}", "--run.name=sample", "--trainer.enable_checkpointing=false"]
+    code, out, _ = Run([*base, *SHARDED, *sample, *resumed], tmp_path, ranks=2).wait()
+    assert code == 0
+    capsys.readouterr()
+    assert main([*base, *ALONE, *sample, *resumed]) == 0
+    assert "\nab" in out
+    assert out.partition("\nab")[2] == capsys.readouterr().out.partition("\nab")[2]
+
+
 def test_a_rank_with_fewer_batches_takes_part_in_the_validation_of_the_others(half, base):
     options = {"context": 24, "stage": "validate", "fractions": [0.7, 0.2, 0.1]}
     dealt = [attached(texts_of(base), rank=rank, world_size=2, **options) for rank in range(2)]
@@ -253,7 +264,6 @@ def test_a_folder_with_a_damaged_part_is_refused(half, tmp_path):
     [
         (["--segment_length=8"], "segment_length=8 differentiates by the weights, which a sharded model does not hold"),
         (["--run.ema_decay=0.9"], "run.ema_decay keeps a whole second model on each device"),
-        (["--sample.prompt=ab"], "sample.prompt is continued on one device"),
         (
             [*ONE_FILE, "--trainer.strategy.tensor_parallel_size=2"],
             "data_parallel_size=2 and tensor_parallel_size=2, and there are 2 devices: set data_parallel_size to 2",
