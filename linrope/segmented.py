@@ -92,6 +92,11 @@ def segmented_loss(
     if not (torch.is_grad_enabled() and parameters):
         total, states, _ = segments.forward(state, keep=False)
         return total, states[-1]
+    if hasattr(parameters[0], "full_tensor"):  # a shard: the model computes with other tensors, gathered for each block
+        raise InputError(
+            f"segment_length={segment_length} differentiates by the weights, which a sharded model does not hold: "
+            "remove it, or train with trainer.strategy=ddp."
+        )
     kept: dict[str, Any] = {"state": state, "truncated": truncated}
     total = _SegmentedLoss.apply(segments, kept, *parameters)
     return total, kept["final"]

@@ -19,6 +19,7 @@ ROOMS += ["models", "segmented", "distributed", "profiling", "evaluation", "inte
 OPTIONAL = {
     "linrope.interop.transformers",  # an extra
     "linrope.data.tokenizers.subwords",  # an extra
+    "linrope.models.sharded_checkpoint",  # torch.distributed is not in every build, and its import takes a second
     "linrope.ops.triton_kernel.kernels",  # Triton is on some platforms only
 }
 """Where a function may import: of what is optional."""
@@ -100,7 +101,7 @@ def test_it_can_be_imported_on_windows():
     """Where the modules of POSIX are missing."""
     program = """
 import importlib, pkgutil, sys, types
-import jsonargparse, lightning.pytorch.cli, multiprocessing.forkserver, rich.console, torch
+import jsonargparse, lightning.pytorch.cli, multiprocessing.forkserver, rich.console, torch.distributed.checkpoint
 sys.platform = "win32"
 sys.modules |= dict.fromkeys(("fcntl", "resource", "termios", "pwd", "grp"))
 sys.modules["msvcrt"] = types.ModuleType("msvcrt")

@@ -16,7 +16,7 @@ from linrope.cli.output import say_once
 from linrope.errors import InputError
 from linrope.interop.roformer import is_roformer, load_roformer
 from linrope.models.language_model import LanguageModel
-from linrope.models.saving import open_checkpoint, read_model
+from linrope.models.saving import is_checkpoint, open_checkpoint, read_model
 
 LANGUAGE_MODELING = "language_modeling"
 """The task of a run whose configuration names none."""
@@ -87,7 +87,7 @@ def with_run_config(args: Sequence[str]) -> list[str]:
     if not has_config and folder.name == "checkpoints" and of_run.is_file():
         say_once(f"the configuration is {of_run}, and the options given here")
         return ["--config", str(of_run), *args]
-    if Path(path).is_dir():
+    if not is_checkpoint(path):
         model = load_roformer(path).config.to_dict() if is_roformer(path) else read_model(Path(path))[0]
         return ["--config", json.dumps({"model": model}), *args]
     saved = open_checkpoint(path)["linrope"]

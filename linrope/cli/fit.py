@@ -15,7 +15,7 @@ from linrope.cli.config_files import without_option
 from linrope.cli.output import command_line, rank, say, write
 from linrope.cli.training import TrainingCLI, writes_text
 from linrope.errors import InputError, Interrupted, NothingToDo
-from linrope.models.saving import CONFIG_FILE, open_checkpoint
+from linrope.models.saving import CONFIG_FILE, is_checkpoint, open_checkpoint
 from linrope.training.callbacks.averaging import AverageWeights, require_same_averaging
 from linrope.training.callbacks.compiled import CompiledTraining, require_compiler
 from linrope.training.callbacks.early_end import TimeLimit, reason_of_early_end
@@ -136,7 +136,7 @@ class FitCLI(TrainingCLI):
         path = self.config_init.run.start_from
         if self.checkpoint is None and path is not None:
             self.start = ", ".join([path, *start_from(self.model.model, path, self.datamodule.fractions)])
-            if Path(path).is_file():
+            if is_checkpoint(path):
                 self.datamodule.keep_split_of(open_checkpoint(path)["linrope"]["order"])
         try:
             return super().instantiate_trainer()

@@ -72,6 +72,9 @@ class CrossAttention(nn.Module):
         InputError: sizes that do not fit, unknown names, another placement with linear attention.
     """
 
+    forward_methods = ("memory",)
+    """As in `linrope.models.base.Model`."""
+
     def __init__(
         self,
         d_model: int,

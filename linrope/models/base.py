@@ -131,6 +131,10 @@ class Model(nn.Module):
     tied: ClassVar[Mapping[str, str]] = {}
     """Names of weights that are others too, with the names of those: files may hold such a tensor once."""
 
+    forward_methods: ClassVar[tuple[str, ...]] = ()
+    """Methods beside `forward` that use weights; no other is called from outside where a model is divided among
+    devices. A module of `blocks_to_shard` may have them too."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
@@ -140,6 +144,13 @@ class Model(nn.Module):
     def n_parameters(self) -> int:
         """Number of parameters; a tied embedding counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
+
+    @property
+    def blocks_to_shard(self) -> list[nn.Module]:
+        """Modules whose weights are gathered for their own forward and backward pass alone, where a model is divided
+        among devices: its blocks. A module within another one comes before it. All other weights are gathered for the
+        whole pass."""
+        return []
 
     def save_pretrained(self, directory: str | os.PathLike) -> None:
         """Write `config.json`, `model.pt`, `SHA256SUMS` and, if the model has one, `tokenizer.json` into a directory.

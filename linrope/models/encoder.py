@@ -161,6 +161,10 @@ class EncoderModel(Model):
         """The encoder."""
         return self.encoder
 
+    @property
+    def blocks_to_shard(self) -> list[nn.Module]:
+        return list(self.body.blocks)
+
     def take(self, source: EncoderModel, name: str) -> list[str]:
         """Copy the encoder of another encoder model, and its head where that is the same.
 

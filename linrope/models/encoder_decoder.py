@@ -182,6 +182,12 @@ class EncoderDecoder(Model):
         if self.config.tie_embeddings:
             self.output.weight = self.embedding.weight
 
+    forward_methods = ("encode", "step")
+
+    @property
+    def blocks_to_shard(self) -> list[nn.Module]:
+        return [*self.encoder, *(block.cross_attention for block in self.decoder), *self.decoder]
+
     @property
     def tied(self) -> dict[str, str]:
         return {"output.weight": "embedding.weight"} if self.config.tie_embeddings else {}

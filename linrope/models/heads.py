@@ -35,6 +35,8 @@ class EncoderWithHead(EncoderModel):
 class MaskedLM(EncoderWithHead):
     """Logits of each token: a dense layer, activation, LayerNorm, and the token embedding transposed."""
 
+    forward_methods = ("logits_at",)
+
     def make_head(self, config: EncoderConfig) -> None:
         self.dense = Linear(config.d_model, config.embedding_width)
         self.norm = nn.LayerNorm(config.embedding_width, eps=config.norm_eps)
@@ -67,6 +69,10 @@ class MaskedLM(EncoderWithHead):
             )
         asked = targets != IGNORE
         return F.cross_entropy(self.logits_of(x[asked]).float(), targets[asked], reduction="sum")
+
+    def logits_at(self, asked: Tensor, tokens: Tensor) -> Tensor:
+        """Logits (n, vocab_size) of tokens (B, T) at the n positions where `asked`, (B, T) booleans, is True."""
+        return self.logits_of(self.encoder(tokens)[asked])
 
     def logits_of(self, x: Tensor) -> Tensor:
         """Logits (..., vocab_size) of what the encoder gives, (..., d_model)."""

@@ -253,6 +253,10 @@ class LanguageModel(Model):
     def tied(self) -> dict[str, str]:
         return {"output.weight": "embedding.weight"} if self.config.tie_embeddings else {}
 
+    @property
+    def blocks_to_shard(self) -> list[nn.Module]:
+        return list(self.blocks)
+
     def _tie(self, *unused) -> None:
         if self._is_tied:
             self.output.weight = self.embedding.weight

@@ -6,7 +6,6 @@ Only tensors and plain values are unpickled (`weights_only`), never code.
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,11 @@ from torch import Tensor
 
 from linrope.errors import InputError
 from linrope.utils.checksums import CHECKSUMS_FILE, verify_checksums, write_checksums
-from linrope.utils.files import load_plain
+from linrope.utils.files import load_plain, sync
 
 CONFIG_FILE, WEIGHTS_FILE, SAFETENSORS_FILE = "config.json", "model.pt", "model.safetensors"
+META_FILE, INDEX_FILE = "meta.pt", ".metadata"
+"""What the folder of a sharded checkpoint holds: see `linrope.models.sharded_checkpoint`."""
 TOKENIZER_FILE, EXPORTED_TOKENIZER_FILE = "tokenizer.json", "linrope_tokenizer.json"
 """The tokenizer of a model in linrope's format; the tokenizer.json of an export has that of transformers."""
 
@@ -50,22 +51,10 @@ def move_files(source: Path, folder: Path) -> None:
     """
     files = sorted(source.iterdir(), key=lambda file: (file.name != CHECKSUMS_FILE, file.name == CONFIG_FILE))
     for place in (*files, source):
-        _sync(place)
+        sync(place)
     for file in files:
         file.replace(folder / file.name)
-        _sync(folder)  # or a crash of the machine could change the order
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        if path.is_file():  # some file systems cannot sync folders
-            raise
-    finally:
-        os.close(descriptor)
+        sync(folder)  # or a crash of the machine could change the order
 
 
 def read_model(path: Path, verify: bool = True) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, str] | None]:
@@ -85,7 +74,7 @@ def read_model(path: Path, verify: bool = True) -> tuple[dict[str, Any], dict[st
             return config.get("linrope"), _of_model(weights), tokenizer_in(path / EXPORTED_TOKENIZER_FILE, kind)
         kind = config.pop("tokenizer", None)
         return config, weights, tokenizer_in(path / TOKENIZER_FILE, kind)
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, weights=True)
     ours = checkpoint["linrope"]
     return ours["config"], _of_model(checkpoint["state_dict"]), ours.get("tokenizer")
 
@@ -138,14 +127,33 @@ def save_safetensors(weights: dict[str, Tensor], file: Path) -> None:
     save_file(weights, file, metadata={"format": "pt"})
 
 
-def open_checkpoint(path: str | Path) -> dict[str, Any]:
-    """A checkpoint of `linrope fit`, its tensors memory-mapped. Raises InputError if there is none."""
+def is_sharded_checkpoint(path: str | Path) -> bool:
+    """Whether a path leads to the folder of a sharded checkpoint."""
+    return Path(path, META_FILE).is_file() and Path(path, INDEX_FILE).is_file()
+
+
+def is_checkpoint(path: str | Path) -> bool:
+    """Whether a path leads to a file, or to the folder of a sharded checkpoint."""
+    return Path(path).is_file() or is_sharded_checkpoint(path)
+
+
+def open_checkpoint(path: str | Path, weights: bool = False) -> dict[str, Any]:
+    """A checkpoint of `linrope fit`, its tensors memory-mapped. Raises InputError if there is none.
+
+    Of a sharded checkpoint the weights are read with `weights` only, and the state of the optimizers is left empty.
+    """
     path = Path(path)
-    if path.is_dir():
+    sharded = is_sharded_checkpoint(path)
+    if path.is_dir() and not sharded:
         last = next(iter(sorted(path.rglob("last.ckpt"))), None)
         hint = f" Did you mean '{last}'?" if last else ""
         raise InputError(f"checkpoint {str(path)!r} is a folder without {CONFIG_FILE}: name a .ckpt file.{hint}")
-    checkpoint = load_plain(path)
+    if sharded:
+        from linrope.models.sharded_checkpoint import read_sharded_checkpoint  # of PyTorch with torch.distributed
+
+        checkpoint = read_sharded_checkpoint(path, weights, optimizers=False)
+    else:
+        checkpoint = load_plain(path)
     ours = isinstance(checkpoint, dict) and isinstance(checkpoint.get("linrope"), dict) and "state_dict" in checkpoint
     if not (ours and "config" in checkpoint["linrope"]):
         raise InputError(f"checkpoint {str(path)!r} was not written by linrope: give a .ckpt file of `linrope fit`.")

@@ -26,6 +26,7 @@ from linrope.training.data_modules.recall import (
 from linrope.training.data_modules.text import TextDataModule
 from linrope.training.data_modules.translation import TranslationDataModule
 from linrope.training.optimizer import OptimizerConfig, learning_rate_factor
+from linrope.training.sharding import ShardedStrategy
 from linrope.training.task import BatchLoss, TrainingTask
 from linrope.training.tasks.language_modeling import LanguageModelingModule
 from linrope.training.tasks.recall import RecallModule
@@ -53,6 +54,7 @@ __all__ = [
     "RecallModule",
     "ResumableDataModule",
     "RunSummary",
+    "ShardedStrategy",
     "TextDataModule",
     "Throughput",
     "TrainingTask",

@@ -14,8 +14,9 @@ from linrope.data.tokenizers.base import Tokenizer, tokenizer_from_serialized
 from linrope.errors import CheckpointError, InputError
 from linrope.interop.roformer import load_trained
 from linrope.models.base import Model, ModelConfig, differences, flat_options
-from linrope.models.saving import open_checkpoint
-from linrope.training.data_modules.base import ResumableDataModule
+from linrope.models.saving import is_checkpoint, is_sharded_checkpoint, open_checkpoint
+from linrope.models.sharded_checkpoint import read_sharded_checkpoint
+from linrope.training.data_modules.base import ResumableDataModule, data_parallel
 from linrope.utils.files import versions, whole_file
 
 TRAINING_STATE = ("global_step", "loops", "lr_schedulers", "optimizer_states")
@@ -42,12 +43,22 @@ class WholeCheckpointIO(TorchCheckpointIO):
         except (OSError, RuntimeError) as error:
             if (reason := _os_error(error)) is None:
                 raise
-            newest = max(path.parent.glob("*.ckpt"), key=lambda file: file.stat().st_mtime, default=None)
-            then = f"resume from {newest}, the last that was written whole" if newest else "start again"
-            raise CheckpointError(
-                f"checkpoint {path} could not be written: {reason.strerror}. Make room for it or change run.folder, "
-                f"then {then}."
-            ) from error
+            raise unwritten(path, reason.strerror) from error
+
+    def load_checkpoint(self, path: str | Path, *args: Any, **options: Any) -> dict[str, Any]:
+        """The contents of a file, or of the folder of a sharded checkpoint."""
+        if is_sharded_checkpoint(path):
+            return read_sharded_checkpoint(path)
+        return super().load_checkpoint(path, *args, **options)
+
+
+def unwritten(path: Path, reason: str) -> CheckpointError:
+    """The error of a checkpoint that could not be written, with the last one that was."""
+    newest = max(path.parent.glob("*.ckpt"), key=lambda file: file.stat().st_mtime, default=None)
+    then = f"resume from {newest}, the last that was written whole" if newest else "start again"
+    return CheckpointError(
+        f"checkpoint {path} could not be written: {reason}. Make room for it or change run.folder, then {then}."
+    )
 
 
 def _os_error(error: BaseException | None) -> OSError | None:
@@ -86,7 +97,7 @@ def start_from(model: Model, path: str, fractions: list[float] | None) -> list[s
     """
     source = _trained(path, model)
     differing = model.take(source, f"run.start_from={path!r}")
-    if Path(path).is_file() and fractions is not None:
+    if is_checkpoint(path) and fractions is not None:
         warn_of_other_split(open_checkpoint(path), fractions, path)
     return differing
 
@@ -151,7 +162,7 @@ def run_order(trainer: Trainer, seed: int) -> dict[str, Any]:
     return {
         **overfitted,
         **{f"data.{name}": value for name, value in data.order().items()},
-        "trainer.accumulate_grad_batches × devices": trainer.accumulate_grad_batches * trainer.world_size,
+        "trainer.accumulate_grad_batches × devices": trainer.accumulate_grad_batches * data_parallel(trainer)[1],
         "seed_everything": seed,
     }
 

@@ -11,6 +11,8 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -26,8 +28,9 @@ from linrope.training.checkpoint import (
     run_order,
     warn_of_other_split,
 )
-from linrope.training.data_modules.base import ResumableDataModule
+from linrope.training.data_modules.base import ResumableDataModule, data_parallel
 from linrope.training.optimizer import OptimizerConfig, learning_rate_factor, parameter_groups
+from linrope.training.sharding import shard
 from linrope.utils.options import class_path_of
 
 Batch = dict[str, Any]
@@ -102,6 +105,7 @@ class TrainingTask(LightningModule):
         self._step_positions = 0
         self._stage: str | None = None  # what a trainer does with this module; None before there was one
         self._order: dict[str, Any] = {}
+        self._last_batch: Batch | None = None  # of a running evaluation
 
     # What a task writes.
 
@@ -171,7 +175,8 @@ class TrainingTask(LightningModule):
         trainer = self.trainer
         in_step = batch_idx % trainer.accumulate_grad_batches
         number = trainer.global_step * trainer.accumulate_grad_batches + in_step
-        torch.manual_seed(mix(self.seed, number * trainer.world_size + trainer.global_rank))
+        rank, n_ranks = data_parallel(trainer)
+        torch.manual_seed(mix(self.seed, number * n_ranks + rank))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss = self.batch_loss(batch)
@@ -192,6 +197,8 @@ class TrainingTask(LightningModule):
         if 0 < sums["targets"] < n_positions:  # from the mean over all positions to the mean over targets
             torch._foreach_mul_(gradients, n_positions / sums["targets"])
         norm = nn.utils.get_total_norm(gradients)
+        if isinstance(norm, DTensor):  # of a sharded model, each rank has the norm of its shards
+            norm = norm.full_tensor()
         grad_norm = norm.item()
         if not self._scales_gradients:  # GradScaler skips such steps by itself
             self._require_finite("gradient norm", grad_norm)
@@ -241,12 +248,23 @@ class TrainingTask(LightningModule):
         )
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self._any_rank_has(batch)
         self.evaluate(batch, self.evaluation)
+
+    def _any_rank_has(self, batch: Batch | None) -> bool:
+        """Whether another batch is evaluated on any rank of a sharded model; every rank must call it before each."""
+        if batch is not None:
+            self._last_batch = batch
+        return self.is_sharded and self.trainer.strategy.reduce_boolean_decision(batch is not None, all=False)
 
     def on_validation_epoch_start(self) -> None:
         self.evaluation = {}
 
     def on_validation_epoch_end(self) -> None:
+        # Ranks may have more batches than others, and gather the weights for each: all must take part.
+        while self._any_rank_has(None):
+            self.evaluate(self._last_batch, {})
+        self._last_batch = None
         first, *others = self.gather(self.evaluation)
         self.evaluation = dict(first)
         for sums in others:  # ranks may have different names
@@ -288,6 +306,30 @@ class TrainingTask(LightningModule):
             schedule=config.schedule,
             **({} if data is None else {"tokens_at": data.tokens_at}),
         )
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the weights are divided among devices; then every rank must call the model equally often."""
+        return isinstance(self.model, FSDPModule)
+
+    def configure_model(self) -> None:
+        """Divides the model among the devices, if the strategy has a mesh of them (see `linrope.training.sharding`)."""
+        if self._device_mesh is None:
+            return
+        if self._scales_gradients:
+            raise InputError(
+                "trainer.precision='16-mixed' scales the loss, which is not possible with a sharded model: set "
+                "bf16-mixed, bf16-true or 32-true."
+            )
+        shard(self.model, self._device_mesh, getattr(self.trainer.strategy, "activation_checkpointing", False))
+
+    def on_fit_start(self) -> None:
+        """Refuses a sharded model with weights of several dtypes, which cannot be gathered together."""
+        if self.is_sharded and len({parameter.dtype for parameter in self.model.parameters()}) > 1:
+            raise InputError(
+                f"trainer.precision={self.trainer.precision!r} leaves trained frequencies (rope.trainable) in float32, "
+                "and a sharded model needs weights of one dtype: set bf16-mixed or 32-true."
+            )
 
     def setup(self, stage: str) -> None:
         self._stage, trainer = stage, self.trainer
@@ -349,8 +391,11 @@ class TrainingTask(LightningModule):
         """Replaces the checkpoint's optimizer options, which Lightning would restore silently, by this run's."""
         config, step = self.optimizer_config, checkpoint["global_step"]
         lr_now = config.lr * self._learning_rate_factor(step) if self.trainer.max_steps > 0 else config.lr
-        for state in checkpoint.get("optimizer_states", []):
-            for group, decay in zip(state["param_groups"], (config.weight_decay, 0.0), strict=True):
+        # A strategy that restores optimizers itself has done so before, and the checkpoint has no states.
+        restored = [] if self.trainer.strategy.lightning_restore_optimizer else self.trainer.optimizers
+        found = [state["param_groups"] for state in checkpoint.get("optimizer_states", [])]
+        for groups in [*found, *(optimizer.param_groups for optimizer in restored)]:
+            for group, decay in zip(groups, (config.weight_decay, 0.0), strict=True):
                 now = {"lr": lr_now, "initial_lr": config.lr, "weight_decay": decay, **self._adam_options}
                 group.update({name: value for name, value in now.items() if name in group})
         for state in checkpoint.get("lr_schedulers", []):

@@ -48,6 +48,18 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
             os.close(descriptor)
 
 
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        if path.is_file():  # some file systems cannot sync folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
 def remove_partial_files(folder: Path) -> None:
     """Remove what processes that were killed left of `whole_file` in a folder; no process may be writing there."""
     for partial in folder.glob("*.partial"):

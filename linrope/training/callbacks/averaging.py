@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.strategies import ModelParallelStrategy
 
 from linrope.errors import InputError
 
@@ -22,8 +24,15 @@ class AverageWeights(EMAWeightAveraging):
         super().__init__(decay=decay, use_buffers=False)  # buffers are copied: none is trained
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if isinstance(trainer.strategy, ModelParallelStrategy):
+            raise InputError(
+                "run.ema_decay keeps a whole second model on each device, and the model is divided among several: "
+                "remove it. run.keep_checkpoints with `linrope average` gives a mean of the weights too."
+            )
         self._device = trainer.strategy.root_device
-        super().setup(trainer, pl_module, stage)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*overrides the configure_model")  # which does nothing here
+            super().setup(trainer, pl_module, stage)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         pass

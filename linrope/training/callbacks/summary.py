@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
 from rich.markup import escape
@@ -112,6 +113,30 @@ class PrintSample(Callback):
         require_tokenizer(pl_module.model, "sample.prompt")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero:
+        model = pl_module.model.eval()
+        if pl_module.is_sharded:
+            self._write_on_all_ranks(trainer, model)
+        elif trainer.is_global_zero:
             self.write("\n")
-            write_sample(self.write, pl_module.model.eval(), self.prompt, **self.options)
+            write_sample(self.write, model, self.prompt, **self.options)
+
+    def _write_on_all_ranks(self, trainer: Trainer, model: LanguageModel) -> None:
+        """Each rank holds a part of the model, so all generate: rank 0 decides the seed and the logits, and writes."""
+        seed = self.options.get("seed")
+        drawn = int(torch.randint(2**62, ())) if seed is None else seed
+        options = {**self.options, "seed": trainer.strategy.broadcast(drawn)}
+
+        def same_logits(module: LanguageModel, inputs: Any, output: Any) -> None:
+            torch.distributed.broadcast(output[0] if isinstance(output, tuple) else output, src=0)
+
+        write = self.write if trainer.is_global_zero else _no_write
+        hook = model.register_forward_hook(same_logits)
+        try:
+            write("\n")
+            write_sample(write, model, self.prompt, **options)
+        finally:
+            hook.remove()
+
+
+def _no_write(text: str) -> None:
+    pass

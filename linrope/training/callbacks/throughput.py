@@ -12,7 +12,7 @@ from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from linrope.training.callbacks.saving import finished_a_step
-from linrope.training.data_modules.base import TimedLoader
+from linrope.training.data_modules.base import TimedLoader, data_parallel
 
 if sys.platform != "win32":
     import resource
@@ -67,7 +67,7 @@ class Throughput(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._tokens += batch["inputs"].numel() * trainer.world_size
+        self._tokens += batch["inputs"].numel() * data_parallel(trainer)[1]
         self._flops += self._batch_flops(pl_module, batch)
         if not finished_a_step(trainer, batch_idx):
             return

@@ -11,7 +11,7 @@ from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, Trainer
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
 from linrope.data.tokenizers.base import Tokenizer
@@ -38,6 +38,12 @@ class RunPosition:
     def batches_done(self) -> int:
         """Training batches that each process has finished."""
         return self.step * self.batches_per_step
+
+
+def data_parallel(trainer: Trainer) -> tuple[int, int]:
+    """The place of this process among those that read different batches, and their number."""
+    dealt = getattr(trainer.strategy, "distributed_sampler_kwargs", None)  # none of a strategy with one device
+    return (trainer.global_rank, trainer.world_size) if dealt is None else (dealt["rank"], dealt["num_replicas"])
 
 
 class ResumableDataModule(LightningDataModule):
@@ -71,7 +77,7 @@ class ResumableDataModule(LightningDataModule):
             return RunPosition()
         on_gpu = trainer.strategy.root_device.type == "cuda"
         steps = trainer.accumulate_grad_batches, trainer.global_step
-        return RunPosition(trainer.global_rank, trainer.world_size, *steps, on_gpu)
+        return RunPosition(*data_parallel(trainer), *steps, on_gpu)
 
     def setup(self, stage: str) -> None:
         """Raise InputError for Trainer options with which training would repeat samples or never finish a step."""

@@ -48,7 +48,7 @@ class MaskedLMModule(TrainingTask):
         targets = batch["targets"]
         asked = targets != IGNORE
         # As the model's own loss, which keeps no logits to count: only those at targets are computed.
-        logits, of_asked = self.model.logits_of(self.model.encoder(batch["inputs"])[asked]), targets[asked]
+        logits, of_asked = self.model.logits_at(asked, batch["inputs"]), targets[asked]
         right = (logits.detach().argmax(-1) == of_asked).sum()
         return BatchLoss(summed_cross_entropy(logits, of_asked), asked.sum(), targets.numel(), {"right": right})
 

@@ -117,6 +117,14 @@ class TranslationModule(TrainingTask):
         pairs = zip(batch["sources"], self._translated(batch), strict=True)
         return [{"source": source, "translation": translation} for source, translation in pairs]
 
+    def configure_model(self) -> None:
+        super().configure_model()
+        if self.is_sharded and self._stage == "test":
+            raise InputError(
+                "translations end at different steps, which devices that share a model cannot: run `linrope test` on "
+                "one device (trainer.devices=1, without trainer.strategy)."
+            )
+
     def _translated(self, batch: Batch) -> list[str]:
         config, tokenizer = self.translation, tokenizer_from_serialized(self.model.tokenizer)
         options = {name: getattr(config, name) for name in ("n_beams", "length_penalty", "extra_tokens")}

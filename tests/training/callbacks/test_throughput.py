@@ -56,6 +56,7 @@ def test_rates_are_sums_over_the_window_and_validation_does_not_count(monkeypatc
     loader = TimedLoader([0])
     trainer = SimpleNamespace(
         world_size=2,
+        global_rank=0,
         accumulate_grad_batches=2,
         global_step=0,
         max_steps=3,

@@ -1,0 +1,201 @@
+"""Models that are divided among devices: FSDP2 through Lightning's ModelParallelStrategy."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.utils.checkpoint
+from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy, StrategyRegistry
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.optim import Optimizer
+
+from linrope.errors import InputError
+from linrope.models.base import Model
+from linrope.models.saving import META_FILE, is_sharded_checkpoint
+from linrope.models.sharded_checkpoint import load_plainly
+from linrope.training.checkpoint import unwritten
+from linrope.utils.files import load_plain, sync
+
+NAME = "fsdp2"
+"""What `trainer.strategy` calls `ShardedStrategy`."""
+
+
+def shard(model: Model, mesh: DeviceMesh, activation_checkpointing: bool = False) -> None:
+    """Divide a model's weights among the devices of the dimension `data_parallel` of a mesh, in place (FSDP2).
+
+    Each of `blocks_to_shard` is gathered for its own forward and backward pass; all other weights are gathered
+    together. Every rank must hold the same weights before. Nothing happens to a model that is sharded already. With
+    `activation_checkpointing` only the inputs of blocks are kept for the backward pass, which computes the rest again.
+    """
+    if isinstance(model, FSDPModule):
+        return
+    # The cache would keep a bfloat16 copy of all gathered weights until the end of the forward pass.
+    torch.set_autocast_cache_enabled(False)
+    if activation_checkpointing:
+        for block in model.blocks_to_shard:
+            block.forward = partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
+    for module in (*model.blocks_to_shard, model):
+        fully_shard(module, mesh=mesh["data_parallel"])
+        for name in getattr(module, "forward_methods", ()):
+            register_fsdp_forward_method(module, name)
+
+
+class ShardedStrategy(ModelParallelStrategy):
+    """Lightning's ModelParallelStrategy for FSDP2: weights, gradients and optimizer states are divided among devices.
+
+    `trainer.strategy: fsdp2`, or `class_path: ModelParallelStrategy` with its options. It differs in
+
+    - `data_parallel_size`, by default all devices, and `tensor_parallel_size`, by default 1;
+    - `activation_checkpointing`;
+    - the checkpoint folder: a new one is written beside the old, and PATH, a link, leads to the old one until the new
+      one is on the disk. A process that is killed while it saves loses nothing.
+    - what it loads: the checkpoint of any number of devices, and files of runs that were not sharded. Only tensors and
+      plain values are unpickled.
+
+    Args:
+        data_parallel_size: devices among which the weights and the batches of a step are divided.
+        tensor_parallel_size: must be 1.
+        activation_checkpointing: keep only the inputs of blocks for the backward pass, which computes the rest again.
+        options: `save_distributed_checkpoint` (False writes one file, whose weights rank 0 collects),
+            `process_group_backend` and `timeout`, as in Lightning.
+    """
+
+    def __init__(
+        self,
+        data_parallel_size: Literal["auto"] | int = "auto",
+        tensor_parallel_size: Literal["auto"] | int = 1,
+        activation_checkpointing: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(data_parallel_size, tensor_parallel_size, **options)
+        self.activation_checkpointing = activation_checkpointing
+
+    def setup_environment(self) -> None:
+        devices = self.num_nodes * self.num_processes
+        if self._tensor_parallel_size == "auto":
+            self._tensor_parallel_size = 1
+        if self._data_parallel_size == "auto":
+            self._data_parallel_size = devices
+        if self._tensor_parallel_size != 1 or self._data_parallel_size != devices:
+            raise InputError(
+                f"trainer.strategy has data_parallel_size={self._data_parallel_size} and tensor_parallel_size="
+                f"{self._tensor_parallel_size}, and there are {devices} devices: set data_parallel_size to {devices} "
+                "and tensor_parallel_size to 1."
+            )
+        super().setup_environment()
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        path = Path(self.broadcast(filepath))
+        if not self._save_distributed_checkpoint:  # one file, which replaces a link to a folder
+            ParallelStrategy.save_checkpoint(self, checkpoint, path, storage_options)
+        else:
+            self._write_shards(checkpoint, path, storage_options)
+        if self.is_global_zero:
+            _remove_others(path)
+
+    def _write_shards(self, checkpoint: dict[str, Any], path: Path, storage_options: Any | None) -> None:
+        folder = self.broadcast(_new_folder(path) if self.is_global_zero else None)
+        problem = None
+        try:
+            super().save_checkpoint(checkpoint, folder, storage_options)
+        except CheckpointException as error:  # of any rank
+            problem, (reason, _) = error, next(iter(error.failures.values()))
+        except (OSError, RuntimeError) as error:  # only rank 0 writes what is no part
+            problem = reason = error
+        if self.reduce_boolean_decision(problem is not None, all=False):  # and all ranks have written their parts
+            if self.is_global_zero:
+                shutil.rmtree(folder, ignore_errors=True)
+            reason = "another rank could not write" if problem is None else getattr(reason, "strerror", None) or reason
+            raise unwritten(path, str(reason)) from problem
+        if self.is_global_zero:
+            _link(path, folder)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        path = Path(self.broadcast(checkpoint_path))
+        if is_sharded_checkpoint(path):
+            return self._load_shards(path)
+        checkpoint, whole = load_plain(path), StateDictOptions(full_state_dict=True)
+        set_model_state_dict(self.model, checkpoint.pop("state_dict"), options=whole)
+        for optimizer, saved in zip(self.optimizers, checkpoint.pop("optimizer_states", [])):
+            set_optimizer_state_dict(self.model, optimizer, _by_name(saved, optimizer, self.model), options=whole)
+        return checkpoint
+
+    def _load_shards(self, path: Path) -> dict[str, Any]:
+        state = {"state_dict": get_model_state_dict(self.model)}
+        for number, optimizer in enumerate(self.optimizers):
+            state[f"optimizer_{number}"] = get_optimizer_state_dict(self.model, optimizer)
+        load_plainly(state, path)
+        set_model_state_dict(self.model, state["state_dict"])
+        for number, optimizer in enumerate(self.optimizers):
+            set_optimizer_state_dict(self.model, optimizer, state[f"optimizer_{number}"])
+        return load_plain(path / META_FILE)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        path = Path(filepath)
+        if not path.is_symlink():
+            super().remove_checkpoint(filepath)
+        elif self.is_global_zero:
+            path.unlink()
+            _remove_others(path)
+
+
+StrategyRegistry.register(NAME, ShardedStrategy, description="FSDP2: weights divided among all devices")
+
+
+def _by_name(saved: dict[str, Any], optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
+    """The state of an optimizer by the names of its parameters, of one by their numbers.
+
+    Parameters are numbered in any order; those of a group are in the order of this optimizer's group."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    ours = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    name_of = dict(zip(numbers, ours, strict=True))
+    groups = [{**group, "params": [name_of[number] for number in group["params"]]} for group in saved["param_groups"]]
+    return {"state": {name_of[number]: state for number, state in saved["state"].items()}, "param_groups": groups}
+
+
+def _folders_of(path: Path) -> dict[int, Path]:
+    """The folders PATH.N of a checkpoint PATH, by N; PATH is a link to one of them."""
+    found = ((place.name.removeprefix(f"{path.name}."), place) for place in path.parent.glob(f"{path.name}.*"))
+    return {int(number): place for number, place in found if number.isdecimal()}
+
+
+def _new_folder(path: Path) -> Path:
+    return path.with_name(f"{path.name}.{1 + max(_folders_of(path), default=0)}")
+
+
+def _link(path: Path, folder: Path) -> None:
+    """Let `path` lead to a folder that has been written, in place of what was there before."""
+    for place in (folder / META_FILE, folder):  # torch has synced the other files
+        sync(place)
+    link = path.with_name(f"{path.name}.partial")
+    link.unlink(missing_ok=True)
+    link.symlink_to(folder.name)
+    if path.is_dir() and not path.is_symlink():  # copied from elsewhere; a link cannot replace it
+        path.rename(path.with_name(f"{path.name}.0"))
+    os.replace(link, path)
+    sync(path.parent)
+
+
+def _remove_others(path: Path) -> None:
+    """Remove the folders of a checkpoint to which it does not lead: earlier ones, and one of a process killed."""
+    for folder in _folders_of(path).values():
+        if not (path.is_symlink() and folder.name == os.readlink(path)):
+            shutil.rmtree(folder, ignore_errors=True)
