@@ -252,7 +252,10 @@ def translation(results: Path) -> Finding:
     bleu = difference_of(
         grid.scores("softmax.sinusoidal", "test_bleu"), grid.scores("softmax.rope", "test_bleu"), as_share=False
     )
-    text = f"English to German, help texts of LibreOffice, BLEU and chrF of the test split: {scores}."
+    text = (
+        f"English to German, help texts of LibreOffice, 1.2 million parameters, 600 steps; BLEU and chrF of the test "
+        f"split: {scores}."
+    )
     return Finding(text, verdict_of(bleu), "family/translation/family.png")
 
 

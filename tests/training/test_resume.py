@@ -166,7 +166,11 @@ def test_draws_follow_from_the_seed_and_the_number_of_the_batch():
 
     def draw(batch_idx: int, global_step: int, accumulate: int = 1, world_size: int = 1, rank: int = 0) -> float:
         module.trainer = SimpleNamespace(
-            global_step=global_step, accumulate_grad_batches=accumulate, world_size=world_size, global_rank=rank
+            global_step=global_step,
+            accumulate_grad_batches=accumulate,
+            world_size=world_size,
+            global_rank=rank,
+            strategy=None,
         )
         module.on_train_batch_start({}, batch_idx)
         return torch.rand(()).item()
