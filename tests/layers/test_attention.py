@@ -91,6 +91,15 @@ def test_rope_rotates_the_features_of_a_learned_map(name):
     assert_outputs(layer, x, weighted(rope.rotate(q) @ rope.rotate(k).mT, v, q @ k.mT))
 
 
+def test_performer_with_rope_sees_both_directions():
+    layer, x = layer_and_input("linear", {"feature_map": "favor", "causal": False})
+    q, k, v = projected(layer, x)
+    q, k = layer.feature_map(q), layer.feature_map(k)
+    rope = RotaryEmbedding(q.shape[-1])
+    denominator = (q @ k.mT).sum(-1, keepdim=True)
+    assert_outputs(layer, x, (rope.rotate(q) @ rope.rotate(k).mT) @ v / (denominator + 1e-6))
+
+
 def test_one_option_swaps_the_attention_and_nothing_else_changes():
     """The same weights fit both: the comparison is of attentions, not of parameter counts."""
     options = {"short_conv": 4, "output_gate": True}
