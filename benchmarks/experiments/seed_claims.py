@@ -141,8 +141,8 @@ def verdict_of(difference: Interval) -> str:
 
 def relative(_: Path) -> Finding:
     text = (
-        "A test (tests/test_rotary.py) holds the product of a rotated query and a rotated key to that of their distance, "
-        "to 1e-11, up to position 10⁹."
+        "A test (tests/test_rotary.py) holds the product of a rotated query and a rotated key to that of their "
+        "distance, to 1e-11, up to position 10⁹."
     )
     return Finding(text, HELD)
 

@@ -149,7 +149,7 @@ def test_mistakes_are_named(tiny, error_of):
         assert message in error_of("plan", *tiny, *options)
 
 
-TASKS = ["mlm-small", "finetune-classification", "translation-small"]
+TASKS = ["mlm-small", "finetune-classification", pytest.param("translation-small", marks=pytest.mark.exhaustive)]
 
 
 @pytest.mark.parametrize("name", TASKS)

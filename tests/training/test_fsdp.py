@@ -109,6 +109,7 @@ def test_two_devices_that_share_a_model_train_it_as_one_does(half, alone):
     assert float(losses(half)[6]) < float(losses(half)[1]) - 0.1  # it has learned
 
 
+@EXHAUSTIVE
 def test_both_ranks_continue_the_sample_and_one_prints_it(base, half, tmp_path, capsys):
     sample = ["--sample.prompt=ab", "--sample.max_new_tokens=12", "--sample.seed=3", "--trainer.max_steps=7"]
     resumed = [f"--ckpt_path={last(half)}", "--run.name=sample", "--trainer.enable_checkpointing=false"]
@@ -135,6 +136,7 @@ def test_a_folder_of_shards_goes_on_with_two_devices_and_with_one(half, alone, b
 
 
 @EXHAUSTIVE
+@EXHAUSTIVE
 def test_a_file_of_one_device_goes_on_with_two_that_share_the_model_and_write_a_file(alone, base, fit):
     """A parameter's number in the file is not its place among the model's parameters: groups come one after another."""
     ours = fit("file", *ONE_FILE, WHOLE, f"--ckpt_path={last(alone['half'])}")
@@ -159,7 +161,8 @@ def test_the_optimizer_options_of_this_run_win(half, alone, base, fit, source):
     assert float(losses(ours, "lr")[12]) == pytest.approx(0.003)
 
 
-@pytest.mark.parametrize("when", ["before", pytest.param("after", marks=EXHAUSTIVE)])
+@EXHAUSTIVE
+@pytest.mark.parametrize("when", ["before", "after"])
 def test_a_process_that_is_killed_while_it_saves_loses_nothing(alone, fit, monkeypatch, when):
     """It is killed at step 6, before or after the new folder takes the place of that of step 3."""
     link, saved = sharding._link, []
@@ -183,6 +186,7 @@ def test_a_process_that_is_killed_while_it_saves_loses_nothing(alone, fit, monke
     assert [name for name in checkpoints if name.startswith("last")] == ["last.ckpt", os.readlink(last(folder))]
 
 
+@EXHAUSTIVE
 def test_a_full_disk_stops_all_ranks_with_one_message_and_keeps_the_last_checkpoint(half, fit, monkeypatch):
     new_folder, folders = sharding._new_folder, []
 
@@ -206,6 +210,7 @@ def fit_folder(other: Path, name: str) -> Path:
     return other.parent.parent / name / "version_0"
 
 
+@EXHAUSTIVE
 def test_every_command_reads_a_folder_of_shards(half, alone, tmp_path, capsys):
     path = str(last(half))
     capsys.readouterr()

@@ -56,6 +56,7 @@ def test_rows_have_differences_times_and_steps():
     assert (scores[0].variant, scores[0].mean, scores[0].difference) == ("b", 22.5, -10)
 
 
+@pytest.mark.exhaustive
 def test_runs_are_made_once_and_start_from_others(tmp_path, capsys):
     text, grid = tmp_path / "text.txt", tmp_path / "tiny.yaml"
     text.write_bytes(bytes(range(32, 127)) * 40)
