@@ -33,8 +33,6 @@ from linrope.evaluation.reports import write_json
 from linrope.utils.options import check_keys, check_types
 
 ROOT = Path(__file__).parents[2]
-SPEEDS = "speeds.json"
-"""Seconds of an optimizer step by variant."""
 START_FROM = "start_from"
 
 
@@ -187,7 +185,7 @@ class Family(Benchmark):
         self.folder.mkdir(parents=True, exist_ok=True)
         waiting = self.waiting
         if self.options.speeds:
-            write_json(self.options.output / SPEEDS, self.measured_speeds())
+            write_json(self.options.output / report.SPEEDS, self.measured_speeds())
         elif waiting and not self.options.report:
             try:
                 self.make_runs(waiting)
@@ -256,7 +254,7 @@ class Family(Benchmark):
         """Read the finished runs, and make the rows of the table."""
         results = [json.loads(file.read_text()) for file in sorted((folder / "runs").glob("*.json"))]
         self.runs = report.by_variant(results, list(self.grid.variants))
-        speeds = json.loads(file.read_text()) if (file := folder / SPEEDS).exists() else {}
+        speeds = json.loads(file.read_text()) if (file := folder / report.SPEEDS).exists() else {}
         self.points = report.rows_of(self.runs, speeds, self.grid.reference, self.grid.metric, self.grid.scores)
 
     def show(self) -> None:

@@ -16,6 +16,8 @@ from benchmarks.harness.pictures import COLORS, Figure, legend_by_end, new_axes
 from linrope.utils.formatting import duration_text
 from linrope.utils.terminal import new_table
 
+SPEEDS = "speeds.json"
+"""Seconds of an optimizer step by variant, beside the runs' folder."""
 LINES = 6
 """Lines in a picture, at most."""
 Run = dict[str, Any]

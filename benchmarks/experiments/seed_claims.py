@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.experiments.ablation_report import Interval
-from benchmarks.experiments.family_report import Runs, by_variant, difference_of, steps_to
+from benchmarks.experiments.family_report import SPEEDS, Row, Runs, by_variant, rows_of, with_interval
 from linrope.errors import InputError
 from linrope.evaluation.reports import print_written
 from linrope.utils.files import whole_file
@@ -75,54 +75,48 @@ def read(file: Path) -> Any:
 
 @dataclass(frozen=True)
 class Family:
-    """The runs of a grid."""
+    """The runs of a grid, their speeds, and what is measured of them."""
 
-    folder: Path
     runs: Runs
+    speeds: dict[str, float]
     metric: str
+    scores: tuple[str, ...] = ()
 
     @classmethod
-    def read(cls, results: Path, grid: str, metric: str) -> Family:
+    def read(cls, results: Path, grid: str, metric: str, *scores: str) -> Family:
         folder = results / "family" / grid
         found = [read(file) for file in sorted((folder / "runs").glob("*.json"))]
         if not found:
             raise InputError(f"--results: {folder} has no finished run; run benchmarks.family with the grid {grid}.")
-        return cls(folder, by_variant(found, list(dict.fromkeys(run["variant"] for run in found))), metric)
+        runs = by_variant(found, list(dict.fromkeys(run["variant"] for run in found)))
+        return cls(runs, read(folder / SPEEDS), metric, scores)
 
-    def losses(self, variant: str) -> dict[int, float]:
-        return {seed: run["curve"][-1][self.metric] for seed, run in self.runs[variant].items()}
+    def row(self, variant: str, reference: str | None = None, metric: str | None = None) -> Row:
+        """The loss, or a score, of a variant, against another."""
+        rows = rows_of(self.runs, self.speeds, reference or variant, self.metric, list(self.scores))
+        return next(row for row in rows if (row.variant, row.metric) == (variant, metric or self.metric))
 
     def mean(self, variant: str) -> str:
-        return plus_minus(Interval.of(self.losses(variant).values()))
+        row = self.row(variant)
+        return with_interval(row.mean, row.interval)
 
     def difference(self, variant: str, reference: str) -> Interval:
         """Of the last losses, as a share of the reference's mean."""
-        return difference_of(self.losses(variant), self.losses(reference), as_share=True)
+        row = self.row(variant, reference)
+        return Interval(row.difference, row.difference_interval)
 
-    def steps(self, variant: str, reference: str) -> Interval:
-        """Until the last loss of the reference, as a share of the reference's steps."""
-        last = self.losses(reference)
-        return Interval.of(
-            steps_to(run, self.metric, last[seed]) / run["curve"][-1]["step"]
-            for seed, run in self.runs[variant].items()
-            if seed in last
-        )
+    def steps(self, variant: str, reference: str, text: str) -> str:
+        """A sentence with the share of steps until the last loss of the reference; "" if that is not reached."""
+        n_steps = self.row(variant, reference).share_of_steps
+        return "" if math.isnan(n_steps) else " " + text.format(f"{100 * n_steps:.0f} % of the steps")
 
     def at_equal_time(self, variant: str) -> str:
         """The loss of a variant when the fastest one ends, in words."""
-        points = read(self.folder / "family.json")["points"]
-        row = next(row for row in points if row["variant"] == variant and row["metric"] == self.metric)
-        if row["at_equal_seconds"] is None:
+        row = self.row(variant)
+        if math.isnan(row.at_equal_seconds):
             return f"When the fastest ends, {NAMES[variant]} has not come to its first validation."
-        loss = plus_minus(Interval(row["at_equal_seconds"], row["interval_at_equal_seconds"]))
+        loss = with_interval(row.at_equal_seconds, row.interval_at_equal_seconds)
         return f"When the fastest ends, {NAMES[variant]} has {loss}."
-
-    def scores(self, variant: str, score: str) -> dict[int, float]:
-        return {seed: run["test"][score] for seed, run in self.runs[variant].items()}
-
-
-def plus_minus(value: Interval, digits: int = 3) -> str:
-    return f"{value.mean:.{digits}f}" + ("" if math.isnan(value.half) else f" ± {value.half:.{digits}f}")
 
 
 def share(value: Interval) -> str:
@@ -164,7 +158,7 @@ def any_length(results: Path) -> Finding:
     softmax = read(results / "ablation/long/ablation.json")["by_context"]["softmax"]
     linear = read(results / "ablation/placement/ablation.json")["by_context"]["numerator"]
     short, long, near, far = (
-        plus_minus(Interval(one["mean"], one["half"]))
+        with_interval(one["mean"], one["half"])
         for one in (softmax["1024"], softmax["16384"], linear["512"], linear["4096"])
     )
     text = (
@@ -191,14 +185,13 @@ def linear_attention(results: Path) -> Finding:
 
 def faster_than_bert(results: Path) -> Finding:
     grid = Family.read(results, "masked_lm", "val_loss")
-    difference, steps = grid.difference("softmax", "softmax.learned"), grid.steps("softmax", "softmax.learned")
+    difference = grid.difference("softmax", "softmax.learned")
     text = (
         f"Softmax encoders of 0.9 million parameters, masked bytes of enwik8, rows of 512: RoPE ends at "
         f"{grid.mean('softmax')} nats per masked byte, learned absolute positions at {grid.mean('softmax.learned')} "
         f"({share(difference)})."
     )
-    if not math.isnan(steps.mean):
-        text += f" RoPE has the others' last loss after {100 * steps.mean:.0f} % of the steps."
+    text += grid.steps("softmax", "softmax.learned", "RoPE has the others' last loss after {}.")
     return Finding(text, verdict_of(difference), "family/masked_lm/family-bert.png")
 
 
@@ -229,44 +222,38 @@ NAMES = {
 
 def from_softmax(results: Path) -> Finding:
     grid = Family.read(results, "masked_lm", "val_loss")
-    steps, difference = (
-        grid.steps("numerator.from_softmax", "numerator"),
-        grid.difference("numerator.from_softmax", "numerator"),
-    )
+    difference = grid.difference("numerator.from_softmax", "numerator")
     first = Interval.of(run["curve"][0]["val_loss"] for run in grid.runs["numerator.from_softmax"].values())
     text = (
         f"A linear encoder that starts from the weights of the trained softmax encoder ends at "
         f"{grid.mean('numerator.from_softmax')} nats, from scratch at {grid.mean('numerator')} ({share(difference)}); "
-        f"it has {plus_minus(first)} at its first validation, after a tenth of the steps."
+        f"it has {with_interval(first.mean, first.half)} at its first validation, after a tenth of the steps."
     )
-    if not math.isnan(steps.mean):
-        text += f" It needs {100 * steps.mean:.0f} % of the steps for the loss from scratch."
+    text += grid.steps("numerator.from_softmax", "numerator", "It needs {} for the loss from scratch.")
     return Finding(text, verdict_of(difference))
 
 
 def performer(results: Path) -> Finding:
     grid = Family.read(results, "performer", "val_bpb")
-    difference, steps = grid.difference("rope", "none"), grid.steps("rope", "none")
+    difference = grid.difference("rope", "none")
     text = (
         f"Performer on enwik8, 0.85 million parameters: with RoPE {grid.mean('rope')} bits per byte, without "
         f"{grid.mean('none')} ({share(difference)})."
     )
-    if not math.isnan(steps.mean):
-        text += f" With RoPE {100 * steps.mean:.0f} % of the steps suffice."
+    text += grid.steps("rope", "none", "With RoPE {} suffice.")
     return Finding(text, verdict_of(difference), "family/performer/family.png")
 
 
 def translation(results: Path) -> Finding:
-    grid = Family.read(results, "translation", "val_loss")
+    grid = Family.read(results, "translation", "val_loss", "test_bleu", "test_chrf")
     names = [f"{kind}.{positions}" for kind in ("softmax", "linear") for positions in ("rope", "sinusoidal")]
+    found = {(name, score): grid.row(name, metric=score) for name in names for score in grid.scores}
+    shown = {key: with_interval(row.mean, row.interval, digits=1) for key, row in found.items()}
     scores = ", ".join(
-        f"{name.replace('.', ' with ')} {plus_minus(Interval.of(grid.scores(name, 'test_bleu').values()), 1)} and "
-        f"{plus_minus(Interval.of(grid.scores(name, 'test_chrf').values()), 1)}"
-        for name in names
+        f"{name.replace('.', ' with ')} {shown[name, 'test_bleu']} and {shown[name, 'test_chrf']}" for name in names
     )
-    bleu = difference_of(
-        grid.scores("softmax.sinusoidal", "test_bleu"), grid.scores("softmax.rope", "test_bleu"), as_share=False
-    )
+    row = grid.row("softmax.sinusoidal", "softmax.rope", "test_bleu")
+    bleu = Interval(row.difference, row.difference_interval)
     text = (
         f"English to German, help texts of LibreOffice, 1.2 million parameters, 600 steps; BLEU and chrF of the test "
         f"split: {scores}."

@@ -162,11 +162,15 @@ class LinearAttention(Attention):
 
 
 def past_before(k: Tensor, v: Tensor, options: dict[str, Any], past: State | RemotePast | None) -> State | None:
-    """The state before keys and values; other devices send theirs in exchange for the state of these."""
+    """The state before keys and values; where other devices hold earlier tokens, in exchange for the state of these."""
     if not isinstance(past, RemotePast):
         return past
-    own = summarize(k, v, **{name: options[name] for name in SUMMARIZED if name in options})
-    return past.exchange_state(own, options["rope"], options["causal"])
+    return past.exchange_state(_own_state(k, v, options), options["rope"], options["causal"])
+
+
+def _own_state(k: Tensor, v: Tensor, options: dict[str, Any]) -> State:
+    """What these keys and values leave."""
+    return summarize(k, v, **{name: options[name] for name in SUMMARIZED if name in options})
 
 
 def run_operator(
@@ -175,7 +179,7 @@ def run_operator(
     """`linear_attention` after `past`, and the state; without `outputs` the state alone, which takes less time."""
     if outputs:
         return linear_attention(q, k, v, **options, state=past, return_state=True)
-    new = summarize(k, v, **{name: options[name] for name in SUMMARIZED if name in options})
+    new = _own_state(k, v, options)
     return None, new if past is None else merge(past, new, options["rope"])
 
 

@@ -164,9 +164,9 @@ def _by_name(saved: dict[str, Any], optimizer: Optimizer, module: nn.Module) -> 
 
     Parameters are numbered in any order; those of a group are in the order of this optimizer's group."""
     names = {parameter: name for name, parameter in module.named_parameters()}
-    ours = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    own = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    name_of = dict(zip(numbers, ours, strict=True))
+    name_of = dict(zip(numbers, own, strict=True))
     groups = [{**group, "params": [name_of[number] for number in group["params"]]} for group in saved["param_groups"]]
     return {"state": {name_of[number]: state for number, state in saved["state"].items()}, "param_groups": groups}
 

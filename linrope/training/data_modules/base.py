@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from multiprocessing import active_children
@@ -166,6 +166,14 @@ def require_least(name: str, value: int, least: int) -> None:
     """Raise InputError if an option of data is below `least`."""
     if value < least:
         raise InputError(f"data.{name}={value} must be {least} or more.")
+
+
+def set_up_split(made: Mapping[str, Any], split: str) -> Any:
+    """What `setup` made of a split. InputError if it was not called for it."""
+    if split not in made:
+        stage = {"train": "fit", "val": "validate", "test": "test"}[split]
+        raise InputError(f'the {split} split is not set up: call setup("{stage}") before {split}_dataloader().')
+    return made[split]
 
 
 def require_workers(num_workers: int) -> None:

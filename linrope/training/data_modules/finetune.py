@@ -23,6 +23,7 @@ from linrope.training.data_modules.base import (
     require_size,
     require_tokens,
     require_workers,
+    set_up_split,
 )
 
 SPLITS_OF_STAGE = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
@@ -263,15 +264,9 @@ class FineTuningDataModule(ResumableDataModule):
         first = step * self._rows_of_a_step
         return f"rows {first} … {first + self._rows_of_a_step - 1} of the shuffled epochs"
 
-    def _ready(self, split: str) -> Rows:
-        if split not in self._rows:
-            stage = {"train": "fit", "val": "validate", "test": "test"}[split]
-            raise InputError(f'the {split} split is not set up: call setup("{stage}") before {split}_dataloader().')
-        return self._rows[split]
-
     def train_dataloader(self) -> TimedLoader:
         """An endless loader. Lightning asks for it after it has restored the step of a checkpoint."""
-        rows, position = self._ready("train"), self.run_position
+        rows, position = set_up_split(self._rows, "train"), self.run_position
         place = position.batches_done, position.rank, position.world_size
         batches = ShuffledEpochs(len(rows), self.batch_size, self.seed, *place)
         return self.loader(rows, num_workers=self.num_workers, sampler=RankSampler(batches))
@@ -288,7 +283,7 @@ class FineTuningDataModule(ResumableDataModule):
 
     def _evaluation_loader(self, split: str) -> TimedLoader:
         """Each rank reads every `world_size`-th row. No row is read twice, so the last batches may differ."""
-        rows, size = self._ready(split), self.batch_size
+        rows, size = set_up_split(self._rows, split), self.batch_size
         mine = range(self.run_position.rank, len(rows), self.run_position.world_size)
         batches = [list(mine[start : start + size]) for start in range(0, len(mine), size)]
         return self.loader(rows, num_workers=self.num_workers, sampler=RankSampler(batches))

@@ -27,6 +27,7 @@ from linrope.training.data_modules.base import (
     require_size,
     require_tokens,
     require_workers,
+    set_up_split,
 )
 from linrope.utils.options import check_keys
 
@@ -228,7 +229,7 @@ class TextDataModule(ResumableDataModule):
     def first_batch(self, stage: PlannedStage) -> Batch:
         """The first training batch of a stage of `plan`, on the CPU; it needs `setup("fit")`."""
         samples = range(stage.first_sample, stage.first_sample + stage.batch_size)
-        return self._ready("train")[[(stage.seq_len, i) for i in samples]]
+        return set_up_split(self._windows, "train")[[(stage.seq_len, i) for i in samples]]
 
     def order(self) -> dict[str, Any]:
         return {
@@ -244,16 +245,9 @@ class TextDataModule(ResumableDataModule):
             "tokenizer": None if self.tokenizer is None else self.tokenizer.fingerprint,
         }
 
-    def _ready(self, split: str) -> Any:
-        """The windows or batches of a split, None if it is not read."""
-        if split not in self._windows:
-            stage = {"train": "fit", "val": "validate", "test": "test"}[split]
-            raise InputError(f'the {split} split is not set up: call setup("{stage}") before {split}_dataloader().')
-        return self._windows[split]
-
     def train_dataloader(self) -> TimedLoader:
         """An endless loader. Lightning asks for it after it has restored the step of a checkpoint."""
-        windows, position = self._ready("train"), self.run_position
+        windows, position = set_up_split(self._windows, "train"), self.run_position
         if self.contiguous:
             batches = Counting(position.batches_done)
         else:
@@ -261,11 +255,11 @@ class TextDataModule(ResumableDataModule):
         return self.loader(windows, num_workers=self.num_workers, sampler=RankSampler(batches))
 
     def val_dataloader(self) -> TimedLoader | list[TimedLoader]:
-        windows = self._ready("val")
+        windows = set_up_split(self._windows, "val")
         return [] if windows is None else self._evaluation_loader(windows)
 
     def test_dataloader(self) -> TimedLoader:
-        return self._evaluation_loader(self._ready("test"))
+        return self._evaluation_loader(set_up_split(self._windows, "test"))
 
     def predict_dataloader(self) -> TimedLoader:
         return self.test_dataloader()

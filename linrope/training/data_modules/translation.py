@@ -25,6 +25,7 @@ from linrope.training.data_modules.base import (
     require_size,
     require_tokens,
     require_workers,
+    set_up_split,
 )
 
 
@@ -195,7 +196,7 @@ class TranslationDataModule(ResumableDataModule):
         return self.loader(self.training, num_workers=self.num_workers, sampler=RankSampler(batches))
 
     def val_dataloader(self) -> TimedLoader | list[TimedLoader]:
-        return [] if self._evaluated["val"] is None else self._evaluation_loader("val")
+        return [] if set_up_split(self._evaluated, "val") is None else self._evaluation_loader("val")
 
     def test_dataloader(self) -> TimedLoader:
         return self._evaluation_loader("test")
@@ -204,5 +205,5 @@ class TranslationDataModule(ResumableDataModule):
         return self._evaluation_loader("test")
 
     def _evaluation_loader(self, split: str) -> TimedLoader:
-        pairs = self._evaluated[split]
+        pairs = set_up_split(self._evaluated, split)
         return self.loader(pairs, num_workers=self.num_workers, sampler=RankSampler(range(len(pairs))))

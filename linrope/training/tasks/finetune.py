@@ -2,42 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
 from linrope.errors import InputError
-from linrope.models.encoder import EncoderConfig
 from linrope.training.data_modules.finetune import FineTuningDataModule
-from linrope.training.optimizer import OptimizerConfig
-from linrope.training.task import Batch, TrainingTask
+from linrope.training.task import Batch
+from linrope.training.tasks.encoder import EncoderTask
 
 
-class FineTuningModule(TrainingTask):
-    """What fine-tuning tasks share; see `TrainingTask` for what all share. A subclass sets `head` and `data_class`.
-
-    Args:
-        model_config: the encoder; its head is set to that of the task.
-        optimizer_config: how to train it.
-        seed: decides the random numbers of training.
+class FineTuningModule(EncoderTask):
+    """What fine-tuning tasks share. A subclass sets `head` and `data_class`; arguments are those of `EncoderTask`.
 
     Raises:
         InputError: when set up: data of another task, or with another number of labels than the model's.
     """
-
-    config_class = EncoderConfig
-    head: ClassVar[str]
-    """Of the model."""
-
-    def __init__(
-        self, model_config: EncoderConfig, optimizer_config: OptimizerConfig | None = None, seed: int = 0
-    ) -> None:
-        super().__init__(self.config_of(model_config).build(), optimizer_config, seed)
-
-    @classmethod
-    def config_of(cls, config: EncoderConfig) -> EncoderConfig:
-        return replace(config, head=cls.head)
 
     @property
     def data(self) -> FineTuningDataModule:

@@ -3,42 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from linrope.losses import IGNORE, summed_cross_entropy, token_losses
-from linrope.models.encoder import EncoderConfig
 from linrope.training.data_modules.masked_text import MaskedTextDataModule
-from linrope.training.optimizer import OptimizerConfig
-from linrope.training.task import Batch, BatchLoss, TrainingTask
+from linrope.training.task import Batch, BatchLoss
+from linrope.training.tasks.encoder import EncoderTask
 
 
-class MaskedLMModule(TrainingTask):
-    """Trains a `MaskedLM` on the batches of a `MaskedTextDataModule`; see `TrainingTask` for what all tasks share.
+class MaskedLMModule(EncoderTask):
+    """Trains a `MaskedLM` on the batches of a `MaskedTextDataModule`.
 
     Logs `train_loss` (nats per masked token) and `train_accuracy` (the share of masked tokens that have the highest
     logit) of each optimizer step, and `val_loss` and `val_accuracy` of a whole validation; for a test the same as
-    `test_…`. Accuracy in training is that of the weights before the step, with dropout.
-
-    Args:
-        model_config: the encoder; its head is set to "masked_lm".
-        optimizer_config: how to train it.
-        seed: decides the random numbers of training.
+    `test_…`. Accuracy in training is that of the weights before the step, with dropout. Arguments are those of
+    `EncoderTask`.
     """
 
-    config_class, data_class = EncoderConfig, MaskedTextDataModule
-
-    def __init__(
-        self, model_config: EncoderConfig, optimizer_config: OptimizerConfig | None = None, seed: int = 0
-    ) -> None:
-        super().__init__(self.config_of(model_config).build(), optimizer_config, seed)
-
-    @classmethod
-    def config_of(cls, config: EncoderConfig) -> EncoderConfig:
-        return replace(config, head="masked_lm")
+    data_class, head = MaskedTextDataModule, "masked_lm"
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits (B, T, vocab_size) of tokens (B, T)."""
