@@ -20,7 +20,6 @@ from linrope.distributed.group import SequenceGroup
 from linrope.distributed.slices import SequenceSlice
 from linrope.errors import InputError
 from linrope.layers.state import ModelState
-from linrope.losses import rows_of_slice, summed_cross_entropy_of, token_losses_of
 from linrope.models.language_model import LanguageModel
 from linrope.ops.call import autocast_inputs, without_autocast
 from linrope.ops.linear_attention import linear_attention
@@ -94,7 +93,6 @@ def sequence_parallel_loss(
     state: ModelState | None = None,
     previous_ids: Tensor | None = None,
     reduction: Literal["sum", "none"] = "sum",
-    run: Callable[..., tuple] | None = None,
 ) -> tuple[Tensor, ModelState]:
     """The loss of this rank's slice of the tokens, given all tokens before it, and the state after the slice.
 
@@ -115,7 +113,6 @@ def sequence_parallel_loss(
         state: the state before the row's first token, the same on every rank.
         previous_ids: the documents that the state belongs to, see `SequenceSlice.of`; None: the first of these tokens.
         reduction: "sum", or "none" for the loss of each target, (B, T).
-        run: calls the blocks, as in `LanguageModel.transform`, for example to recompute them in the backward.
 
     Returns:
         The loss in nats, float32, and the state after this slice, which on the last rank is that of the row:
@@ -132,6 +129,5 @@ def sequence_parallel_loss(
     first = None if state is None else state[0]
     where = SequenceSlice.of(group, tuple(tokens.shape), tokens.device, segment_ids, first, previous_ids)
     before = where.states_before(len(model.blocks), state)
-    x, after = model.transform(model.embedding(tokens), before, segment_ids, run=run)
-    loss = summed_cross_entropy_of if reduction == "sum" else token_losses_of
-    return loss(model.output, x, targets, rows_of_slice(model.config.vocab_size, x.device.type)), after
+    options = {"segment_ids": segment_ids, "return_state": True, "targets": targets, "reduction": reduction}
+    return model(tokens, before, **options)  # a sharded model has to be called as a whole

@@ -124,7 +124,7 @@ REFUSED = {
     "softmax layer": (softmax_layer, "softmax attention without a window"),
     "softmax model": (softmax_model, "sequence parallelism needs a state of fixed size, but layer 1 is softmax"),
     "other state": (later_state, "state.conv_tail is"),
-    "short": (lambda: tokens_of_rank(17, 4, SequenceGroup()), "leave 1 for the last"),
+    "short": (lambda: tokens_of_rank(17, 4, SequenceGroup()), "leaves 1 tokens for the last"),
     "mesh": (meshes, r"mesh of 2 dimensions \('data', 'sequence'\)"),
 }
 
