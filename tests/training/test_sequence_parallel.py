@@ -40,7 +40,7 @@ CASES = {
     "sharded segments": ((2, 1), [RAGGED, *PACKED, *SEGMENTS]),
     "curriculum": (
         (2, 2),
-        [STAGES],
+        [RAGGED, STAGES],
     ),
 }
 DEFAULT = "ragged, packed", "2 × 2"
