@@ -16,9 +16,11 @@ from pathlib import Path
 
 from benchmarks.speed.scaleout.counted import Counted
 from benchmarks.speed.scaleout.measured import Measured
+from benchmarks.speed.scaleout.modelled import Modelled
 from benchmarks.speed.scaleout.part import Part
+from benchmarks.speed.scaleout.row import Row
 
-PARTS: dict[str, type[Part]] = {one.part: one for one in (Counted, Measured)}
+PARTS: dict[str, type[Part]] = {one.part: one for one in (Counted, Measured, Row, Modelled)}
 LONG = "row"
 
 

@@ -208,9 +208,10 @@ def picture(run: Measured) -> Figure:
         f"Measured: on {cores} cores {share.processes} processes train {run.speed_up(share):.2f} times as fast as one"
     )
     axes.plot(counts, [min(n, cores) for n in counts], color="grey", linestyle=":", label=f"{cores} cores at best")
-    names = {STRONG: f"one row of {run.options.length:,} tokens", WEAK: f"{run.options.slice:,} tokens a process"}
+    names = {STRONG: "one row of {:,} tokens", WEAK: "{:,} tokens a process"}
     for number, (scaling, label) in enumerate(names.items()):
         points = [p for p in run.points if p.scaling == scaling]
+        label = label.format(points[0].tokens)
         speed_up = [run.speed_up(p) for p in points]
         style = {"color": COLORS[number], "marker": MARKERS[number]}
         axes.plot([p.processes for p in points], speed_up, label=f"{scaling} scaling:\n{label}", **style)
