@@ -141,7 +141,7 @@ def time_text(seconds: float) -> str:
 
 def unit_of(seconds: float) -> tuple[float, str]:
     """The largest unit that is not above a time."""
-    units = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
+    units = ((86400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
     return next((one for one in units if seconds >= one[0]), (1e-3, "ms"))
 
 

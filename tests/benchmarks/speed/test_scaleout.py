@@ -189,7 +189,7 @@ def test_times_in_words():
     assert span_text(0.165, 0.234) == "165 – 234 ms"
     assert span_text(5.29, 5.30) == "5.30 s"
     assert span_text(30, 90) == "0.50 – 1.50 min"
-    assert span_text(86400 * 1243, 86400 * 1243) == "1,243 d"
+    assert span_text(86400 * 1243, 86400 * 1243) == "1,243 days"
 
 
 def test_an_error_of_one_process_ends_the_others():
