@@ -15,7 +15,7 @@ class Part(Benchmark):
     """
 
     name = "scaleout"
-    output = "benchmarks/results/cpu/scaleout"
+    output = "results/scaleout"
     part: ClassVar[str]
 
     @classmethod
