@@ -2,7 +2,8 @@
 
 All that linear attention needs of the ranks before is their merged `State`, of a fixed size. Each layer has one
 all-gather of states in the forward and one reduce-scatter of their gradients in the backward, whatever the length
-(LASP-2, arXiv 2502.07563, gathers states too). Short convolutions and windows of softmax attention take their last few
+(LASP-2, arXiv 2502.07563, gathers states too). It is under way while a layer computes its queries and its output gate,
+and in the backward their gradients. Short convolutions and windows of softmax attention take their last few
 tokens from the rank before; selective rotation gathers its angles.
 
 Loss and gradients are those of the whole rows: the loss is the sum over the ranks, and gradients of weights and of
@@ -79,7 +80,7 @@ def sequence_parallel_attention(
     shared = {"feature_map": feature_map, "normalize": normalize, "key_mask": key_mask, "segment_ids": segment_ids}
     with without_autocast(q):
         own = summarize(k, v, rope, log_decay=log_decay, **shared)
-        before = where.merge_before(own, rope, state, causal)
+        before = where.start_merge(own, rope, state, causal)()
         options = {"log_decay": log_decay, "causal": causal, "eps": eps, "backend": backend, **shared}
         return linear_attention(q, k, v, rope, **options, state=before, return_state=return_state)
 

@@ -73,8 +73,8 @@ class SoftmaxAttention(Attention):
         super().reset_parameters()
         reset(self.encoding)
 
-    def attend(self, x, q, k, v, past, segment_ids, key_mask, positions, outputs):
-        scale = None
+    def attend(self, x, queries, k, v, past, segment_ids, key_mask, positions, outputs):
+        q, scale = queries(), None
         if self.rope is not None:
             offset = 0 if past is None else past.length
             k = self.rope.rotate(k, offset)
