@@ -4,7 +4,8 @@ All that linear attention needs of the ranks before is their merged `State`, of 
 all-gather of states in the forward and one reduce-scatter of their gradients in the backward, whatever the length
 (LASP-2, arXiv 2502.07563, gathers states too). It is under way while a layer computes its queries and its output gate,
 and in the backward their gradients. Short convolutions and windows of softmax attention take their last few
-tokens from the rank before; selective rotation gathers its angles.
+tokens from the rank before; selective rotation gathers its angles. Softmax attention without a window is refused:
+PyTorch's `context_parallel`, a prototype, has no CPU kernel, and it deals tokens to ranks in another order.
 
 Loss and gradients are those of the whole rows: the loss is the sum over the ranks, and gradients of weights and of
 initial states are sums over the ranks of what each rank's `backward` leaves in `.grad`.

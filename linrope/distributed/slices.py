@@ -268,11 +268,6 @@ class _SlicePast(RemotePast):
         return self.where.start_merge(own, rope, None if self.initial is None else self.initial.past, causal)
 
     def exchange_cache(self, k, v, key_mask, window):
-        if window is None:
-            raise InputError(
-                "softmax attention without a window sees all keys, which no rank holds: set window, make the layer "
-                "linear, or do not split the sequence."
-            )
         visible = key_mask
         heads = k.shape[1]
         flat = [rearrange(x, "b h t d -> b t (h d)") for x in (k, v)]

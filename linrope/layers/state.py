@@ -113,7 +113,7 @@ class RemotePast:
         causality for that of all other tokens. What does not need it is computed in between."""
         raise NotImplementedError
 
-    def exchange_cache(self, k: Tensor, v: Tensor, key_mask: Tensor | None, window: int | None) -> KeyValueCache:
+    def exchange_cache(self, k: Tensor, v: Tensor, key_mask: Tensor | None, window: int) -> KeyValueCache:
         """The cache before the tokens here, whose rotated keys and values are k and v."""
         raise NotImplementedError
 
