@@ -49,6 +49,7 @@ class SequenceSlice:
         segment_ids: Tensor | None = None,
         state: AttentionState | State | None = None,
         previous_ids: Tensor | None = None,
+        problem: InputError | None = None,
     ) -> SequenceSlice:
         """Where a slice of these rows stands. One gather of a few integers, two in packed rows, and the host waits.
 
@@ -61,14 +62,15 @@ class SequenceSlice:
             state: the state before the row's first token, the same on every rank.
             previous_ids: (B,) integers, on the last rank the documents that `state` belongs to, on the others any. A
                 row whose first id differs begins a document. None: all rows continue the state.
+            problem: what this rank's arguments were refused for, raised here once the other ranks know; None for
+                nothing.
 
         Raises:
             InputError: on every rank, if the slices of one do not fit: no token, another number of rows,
-                segment_ids on some ranks only or of another shape, states of different lengths.
+                segment_ids on some ranks only or of another shape, states of different lengths, a `problem`.
         """
         past = getattr(state, "past", state)
-        problem = None
-        if segment_ids is not None:
+        if segment_ids is not None and problem is None:
             try:
                 check_segment_ids(segment_ids, *shape, device)
             except InputError as error:  # the others would wait for this rank
@@ -237,7 +239,7 @@ def _check_headers(headers: list[list[int]]) -> None:
     """Raise InputError, the same on every rank, unless the slices are of the same rows."""
     if any(refused for *_, refused in headers):
         ranks = [rank for rank, (*_, refused) in enumerate(headers) if refused]
-        raise InputError(f"the segment_ids of rank {ranks[0]} do not fit its slice: its own error says why.")
+        raise InputError(f"rank {ranks[0]} refuses its slice: its own error says why.")
     rows, lengths, packed, offsets, _ = zip(*headers)
     if min(lengths) < 1:
         raise InputError(
