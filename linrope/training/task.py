@@ -140,8 +140,8 @@ class TrainingTask(LightningModule):
     def require_slices(self, group: SequenceGroup) -> None:
         """Raise InputError unless devices can share rows of the data, which is set up: here, that none can."""
         raise InputError(
-            f"trainer.strategy.sequence_parallel_size={group.size} has devices share rows, which language models can. "
-            f"{type(self).__name__} reads whole rows: set it to 1."
+            f"trainer.strategy.sequence_parallel_size={group.size} has devices share rows, which the tasks "
+            f"language_modeling and masked_lm can. {type(self).__name__} reads whole rows: set it to 1."
         )
 
     @property

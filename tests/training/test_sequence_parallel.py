@@ -134,13 +134,31 @@ def test_devices_share_rows_in_every_shipped_config_of_language_models(config, t
 
 
 @EXHAUSTIVE
-@pytest.mark.parametrize("config", ["mlm-small", "finetune-classification", "translation-small"])
+def test_devices_share_the_rows_of_masked_lm(tmp_path, text_file, double):
+    config = Path(__file__).parents[2] / "configs" / "mlm-small.yaml"
+    options = [option for option in tiny_options(text_file, tmp_path) if "--sample" not in option]
+    options += ["--data.context=27", "--trainer.max_steps=20", "--trainer.precision=32-true", "--model.d_ff=32"]
+    options += ["--trainer.limit_val_batches=1.0"]
+    args = ["fit", f"--config={config}", *options, "--trainer.log_every_n_steps=1"]
+    fit(args, (2, 2), tmp_path, "--run.name=shared")
+    assert main([*args, *alone(2, []), "--run.name=alone"]) == 0
+    ours, expected = (tmp_path / "runs" / name / "version_0" for name in ("shared", "alone"))
+    found, wanted = checkpoint_of(ours)["state_dict"], checkpoint_of(expected)["state_dict"]
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+    for name in ("train_loss", "train_accuracy", "val_loss", "val_accuracy"):
+        found, wanted = losses(ours, name), losses(expected, name)
+        relative = 1e-9 if "train" in name else 1e-6  # validation sums in float32
+        assert list(map(float, found.values())) == pytest.approx(list(map(float, wanted.values())), rel=relative)
+
+
+@EXHAUSTIVE
+@pytest.mark.parametrize("config", ["finetune-classification", "translation-small"])
 def test_tasks_that_read_whole_rows_refuse_to_share_them(config, tmp_path):
     path = Path(__file__).parents[2] / "configs" / f"{config}.yaml"
     options = [f"--config={path}", f"--run.folder={tmp_path}", *on_mesh(1, 2)]
     code, _, err = Run(["fit", *options], tmp_path, ranks=2).wait()
     assert code == 2
-    assert "sequence_parallel_size=2 has devices share rows, which language models can" in " ".join(err.split())
+    assert "share rows, which the tasks language_modeling and masked_lm can" in " ".join(err.split())
 
 
 @pytest.mark.parametrize(

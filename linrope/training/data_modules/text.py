@@ -17,6 +17,8 @@ from linrope.data.corpus.sequences import TokenSequence
 from linrope.data.corpus.splits import SPLIT_WAYS
 from linrope.data.corpus.token_files import TOKEN_DTYPES
 from linrope.data.tokenizers.base import Tokenizer
+from linrope.distributed.group import SequenceGroup
+from linrope.distributed.segments import tokens_of_rank
 from linrope.errors import InputError, require_choice
 from linrope.training.data_modules.base import (
     Counting,
@@ -173,6 +175,11 @@ class TextDataModule(ResumableDataModule):
         """The lengths of training and validation rows, by the options that set them."""
         stages = {f"data.curriculum[{n}].seq_len": stage.seq_len for n, stage in enumerate(self.curriculum or [])}
         return {"data.context": self.context, **stages}
+
+    def require_slices(self, segment_length: int | None, group: SequenceGroup) -> None:
+        """Raise InputError unless rows have a token for each of the devices that share them, in every segment."""
+        for option, length in self.row_lengths.items():
+            tokens_of_rank(length, segment_length, group, option)
 
     def _training_windows(self) -> CurriculumWindows:
         lengths = self.row_lengths

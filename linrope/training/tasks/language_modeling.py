@@ -15,7 +15,6 @@ from linrope.distributed.segments import (
     sequence_parallel_token_losses,
     slice_of,
     state_of_last,
-    tokens_of_rank,
 )
 from linrope.distributed.sequence import sequence_parallel_loss
 from linrope.evaluation.loss_by_position import LossByPosition
@@ -170,8 +169,7 @@ class LanguageModelingModule(TrainingTask):
     def require_slices(self, group: SequenceGroup) -> None:
         require_fixed_state(self.model, f"trainer.strategy.sequence_parallel_size={group.size}")
         if isinstance(self.resumable_data, TextDataModule):
-            for option, length in self.resumable_data.row_lengths.items():
-                tokens_of_rank(length, self.segment_length, group, option)
+            self.resumable_data.require_slices(self.segment_length, group)
 
     def setup(self, stage: str) -> None:
         super().setup(stage)

@@ -8,6 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from linrope.distributed.group import SequenceGroup
+from linrope.distributed.segments import slice_of
+from linrope.distributed.sequence import slice_of_encoder
+from linrope.errors import InputError
+from linrope.layers.state import ModelState
 from linrope.losses import IGNORE, summed_cross_entropy, token_losses
 from linrope.training.data_modules.masked_text import MaskedTextDataModule
 from linrope.training.task import Batch, BatchLoss
@@ -30,12 +35,34 @@ class MaskedLMModule(EncoderTask):
         return self.model(tokens)
 
     def batch_loss(self, batch: Batch) -> BatchLoss:
+        batch = self._slice_of(batch)
         targets = batch["targets"]
         asked = targets != IGNORE
         # As the model's own loss, which keeps no logits to count: only those at targets are computed.
-        logits, of_asked = self.model.logits_at(asked, batch["inputs"]), targets[asked]
+        logits, of_asked = self.model.logits_at(asked, batch["inputs"], self._other_slices(batch)), targets[asked]
         right = (logits.detach().argmax(-1) == of_asked).sum()
-        return BatchLoss(summed_cross_entropy(logits, of_asked), asked.sum(), targets.numel(), {"right": right})
+        n_positions = len(targets) * batch.get("longest_slice", targets.shape[1])
+        return BatchLoss(summed_cross_entropy(logits, of_asked), asked.sum(), n_positions, {"right": right})
+
+    def _slice_of(self, batch: Batch) -> Batch:
+        """This device's part of the rows, where devices share them."""
+        return batch if self.sequence_group is None else slice_of(batch, None, self.sequence_group)
+
+    def _other_slices(self, batch: Batch) -> ModelState | None:
+        """What layers take from the devices that have the rest of these rows; None if there are none."""
+        if "positions" not in batch:
+            return None
+        where = slice_of_encoder(self.model, batch["inputs"], batch["targets"], group=self.sequence_group)
+        return where.states_before(self.model_config.n_layers)
+
+    def require_slices(self, group: SequenceGroup) -> None:
+        if self.model_config.attention != "linear":
+            raise InputError(
+                f"trainer.strategy.sequence_parallel_size={group.size} needs linear attention, and model.attention is "
+                f"{self.model_config.attention!r}: set it to linear, or the size to 1."
+            )
+        if isinstance(self.resumable_data, MaskedTextDataModule):
+            self.resumable_data.require_slices(None, group)
 
     def training_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         return {**super().training_metrics(sums), "train_accuracy": sums["right"] / max(sums["targets"], 1)}
@@ -55,6 +82,7 @@ class MaskedLMModule(EncoderTask):
 
     def _measured(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Loss, right predictions and masked tokens of each row, (B,) float32."""
-        logits, targets = self.model(batch["inputs"]), batch["targets"]
+        batch = self._slice_of(batch)
+        logits, targets = self.model(batch["inputs"], state=self._other_slices(batch)), batch["targets"]
         right = logits.argmax(-1) == targets
         return token_losses(logits, targets).sum(1), right.sum(1).float(), (targets != IGNORE).sum(1).float()
