@@ -11,7 +11,7 @@ import pytest
 import torch._dynamo  # noqa: F401  (each forked process would import it, at its first call of an operator)
 
 from benchmarks.speed.scaleout import counted, measured, model, ranks, row, volumes
-from benchmarks.speed.scaleout.__main__ import main
+from benchmarks.speed.scaleout.__main__ import PARTS, main
 from benchmarks.speed.scaleout.counted import Sizes, counts, traffic
 from benchmarks.speed.scaleout.model import LASP2, LINROPE, RING, ULYSSES, Machine, Transformer
 from benchmarks.speed.scaleout.modelled import Modelled, span_text
@@ -207,6 +207,14 @@ def test_ctrl_c_ends_a_run(part, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(model, "step", interrupt)
     assert run(part, tmp_path) == 130
     assert "interrupted" in capsys.readouterr().out
+
+
+def test_without_a_part_all_but_the_long_one_run(tmp_path, monkeypatch):
+    calls = []
+    for part in PARTS.values():
+        monkeypatch.setattr(part, "main", lambda args: calls.append(args) or len(calls) - 1)
+    assert main(["--output", str(tmp_path)]) == 2
+    assert calls == [[part, "--output", str(tmp_path)] for part in ("counted", "measured", "modelled")]
 
 
 def fail(report):
