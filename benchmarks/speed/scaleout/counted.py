@@ -33,6 +33,7 @@ TAPS, WINDOW = 4, 9
 ROTATED = 4
 GATHER, SCATTER, EXCHANGE = "all-gather", "reduce-scatter", "all-to-all"
 SENT = {"allgather_": (GATHER, 1), "reduce_scatter_": (SCATTER, 0), "alltoall_base_": (EXCHANGE, 1)}
+SENT |= {"_allgather_base_": (GATHER, 1), "_reduce_scatter_base_": (SCATTER, 0)}
 """Operations of c10d: their names here, and the argument that holds what a rank sends (in a reduce-scatter to each)."""
 Message = tuple[str, int]
 """A collective and the bytes that a rank gives to it."""

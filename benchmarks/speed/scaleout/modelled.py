@@ -101,6 +101,8 @@ class Modelled(Part):
 
     def remarks(self) -> list[str]:
         o = self.options
+        if self.interrupted:
+            return []
         sent = [self.at(method, o.gpus[-1], o.tokens[-1]).bytes_sent for method in (LINROPE, RING)]
         lines = [
             f"at {tokens_text(o.tokens[-1])} tokens each of {o.gpus[-1]:,} GPUs sends {bytes_text(sent[0])} in a step "

@@ -40,7 +40,7 @@ def on_ranks(size: int, work: Callable[..., Any], *args: Any, tick: Callable[[],
         )
         try:
             _wait(context, reports, tick)
-        finally:  # Ctrl-C is for this process, which ends the others
+        finally:
             for process in context.processes:
                 process.kill()
         return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(size)]
@@ -56,7 +56,7 @@ def _wait(context: ProcessContext, reports: Any, tick: Callable[[], None]) -> No
 
 
 def _run(rank: int, size: int, folder: str, reports: Any, work: Callable[..., Any], args: tuple) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback, also inside a collective
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=TIMEOUT)

@@ -141,6 +141,8 @@ class Row(Part):
         return table
 
     def remarks(self) -> list[str]:
+        if not self.points:
+            return []
         most, limit = max(p.memory_bytes for p in self.points), self.options.memory
         verdict = "within" if most <= limit else "more than"
         uniform = math.log(self.options.config.vocab_size)

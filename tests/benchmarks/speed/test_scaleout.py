@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 import torch._dynamo  # noqa: F401  (each forked process would import it, at its first call of an operator)
 
-from benchmarks.speed.scaleout import model, ranks, volumes
-from benchmarks.speed.scaleout.__main__ import main
+from benchmarks.speed.scaleout import counted, measured, model, ranks, row, volumes
+from benchmarks.speed.scaleout.__main__ import PARTS, main
 from benchmarks.speed.scaleout.counted import Sizes, counts, traffic
 from benchmarks.speed.scaleout.model import LASP2, LINROPE, RING, ULYSSES, Machine, Transformer
 from benchmarks.speed.scaleout.modelled import Modelled, span_text
@@ -36,7 +36,7 @@ def sent(tmp_path_factory):
 
 
 def test_each_message_of_a_layer_has_its_row(sent):
-    rows = {(row.layer, row.part, row.direction): row for row in counts(SIZES, *sent)}
+    rows = {(one.layer, one.part, one.direction): one for one in counts(SIZES, *sent)}
     # B = 2, H = 3, D = E = 6: 4 bytes a number, angles 8
     by_hand = {
         ("linear", "state"): 2 * 3 * (6 * 6 + 6 + 1) * 4,
@@ -49,8 +49,8 @@ def test_each_message_of_a_layer_has_its_row(sent):
     assert len(rows) == 2 * len(by_hand)
     for (layer, part), nbytes in by_hand.items():
         for direction in ("forward", "backward"):
-            row = rows[layer, part, direction]
-            assert (row.formula_bytes, row.bytes_at_length, row.bytes_at_16_times) == (nbytes,) * 3
+            one = rows[layer, part, direction]
+            assert (one.formula_bytes, one.bytes_at_length, one.bytes_at_16_times) == (nbytes,) * 3
 
 
 def test_another_count_is_an_error(sent):
@@ -90,9 +90,9 @@ def test_the_command_measures(tmp_path, capsys):
         ("weak", "1", "64"),
         ("weak", "2", "128"),
     ]
-    for row in rows:
-        assert float(row["tokens_per_second"]) == pytest.approx(int(row["tokens"]) / float(row["seconds"]))
-        assert float(row["cpu_seconds"]) > 0
+    for one in rows:
+        assert float(one["tokens_per_second"]) == pytest.approx(int(one["tokens"]) / float(one["seconds"]))
+        assert float(one["cpu_seconds"]) > 0
     assert "cores" in capsys.readouterr().out
 
 
@@ -100,7 +100,7 @@ def test_the_command_trains_on_a_long_row(tmp_path, capsys):
     small = "row --processes 2 --length 600 --segment_length 256 --layers 1 --d_model 8 --heads 2 --memory 1MiB"
     assert run(small, tmp_path) == 1
     rows, _ = read(tmp_path, "row")
-    assert [int(row["tokens"]) for row in rows] == [300, 300]
+    assert [int(one["tokens"]) for one in rows] == [300, 300]
     assert rows[0]["loss"] == rows[1]["loss"]
     assert 4 < float(rows[0]["loss"]) < 7
     assert "more than 1 MiB a process" in capsys.readouterr().out
@@ -195,6 +195,26 @@ def test_times_in_words():
 def test_an_error_of_one_process_ends_the_others():
     with pytest.raises(Exception, match="no such rank"):
         ranks.on_ranks(2, fail)
+
+
+@pytest.mark.parametrize("part", ["counted", "measured", "row", "modelled"])
+def test_ctrl_c_ends_a_run(part, tmp_path, monkeypatch, capsys):
+    def interrupt(*args, **options):
+        raise KeyboardInterrupt
+
+    for module in (counted, measured, row):
+        monkeypatch.setattr(module, "on_ranks", interrupt)
+    monkeypatch.setattr(model, "step", interrupt)
+    assert run(part, tmp_path) == 130
+    assert "interrupted" in capsys.readouterr().out
+
+
+def test_without_a_part_all_but_the_long_one_run(tmp_path, monkeypatch):
+    calls = []
+    for part in PARTS.values():
+        monkeypatch.setattr(part, "main", lambda args: calls.append(args) or len(calls) - 1)
+    assert main(["--output", str(tmp_path)]) == 2
+    assert calls == [[part, "--output", str(tmp_path)] for part in ("counted", "measured", "modelled")]
 
 
 def fail(report):
