@@ -31,6 +31,7 @@ from linrope.models.heads import MaskedLM
 from linrope.models.language_model import LanguageModel
 from linrope.ops.call import autocast_inputs, without_autocast
 from linrope.ops.linear_attention import linear_attention
+from linrope.ops.open_documents import OpenEnds, attend_with_open_ends, summarize_first_document
 from linrope.ops.state import State
 from linrope.ops.summarize import summarize
 from linrope.positions.base import require_within
@@ -68,7 +69,6 @@ def sequence_parallel_attention(
         rope: as there. Positions continue from slice to slice.
         group: the ranks.
         log_decay, key_mask, segment_ids: this rank's slice. The same run of equal numbers may go on in the next slice.
-            Without causality `segment_ids` are refused.
         feature_map, normalize, causal, eps, backend: as in `linear_attention`, the same on every rank.
         state: the state before the row's first token, the same on every rank.
         return_state: also return the state after this slice; the last rank's is that of the row, see
@@ -86,9 +86,14 @@ def sequence_parallel_attention(
     q, k, v = autocast_inputs(q, k, v)
     shared = {"feature_map": feature_map, "normalize": normalize, "key_mask": key_mask, "segment_ids": segment_ids}
     with without_autocast(q):
-        own = summarize(k, v, rope, log_decay=log_decay, **shared)
-        before = where.start_merge(own, rope, state, causal)()
+        own, first = summarize(k, v, rope, log_decay=log_decay, **shared), None
+        if not causal and segment_ids is not None:
+            first = summarize_first_document(k, v, rope, **shared)
+        before = where.start_merge(own, rope, state, causal, first)()
         options = {"log_decay": log_decay, "causal": causal, "eps": eps, "backend": backend, **shared}
+        if isinstance(before, OpenEnds):
+            o, final = attend_with_open_ends(q, k, v, rope, **options, ends=before)
+            return (o, final) if return_state else o
         return linear_attention(q, k, v, rope, **options, state=before, return_state=return_state)
 
 

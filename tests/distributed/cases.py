@@ -154,6 +154,8 @@ OPERATOR = {
     "trained, packed": {"rope": {"trainable": True}, "packed": True, "decay": True},
     "signed": {"rope": {"rotary_dim": 2, "signed": True}, "decay": True},
     "sees all": {"causal": False, "masked": True},
+    "sees all, packed": {"causal": False, "packed": True, "masked": True, "rope": {"trainable": True}},
+    "sees all, packed, rotary, state": {"causal": False, "packed": True, "normalize": "rotary", "state": 5},
     "sees all, rotary": {"causal": False, "normalize": "rotary", "rope": {"trainable": True}},
 }
 
@@ -226,6 +228,12 @@ LAYER = {
     "rotated values": (_linear(rotate_values=True, short_conv=2, output_norm=True, output_gate=True), {"packed": True}),
     "trained rotation": (_linear(rope=RotaryConfig(placement="both", trainable=True)), {"state": 9}),
     "sees all": (_linear(causal=False), {"masked": True}),
+    "sees all, packed": (_linear(causal=False, rotate_values=True), {"packed": True, "masked": True}),
+    "sees all, packed, before map": (
+        _linear(causal=False, rope=RotaryConfig(placement="before_map")),
+        {"packed": True},
+    ),
+    "sees all, packed, cosine": (lambda: CosineAttention(WIDTH, HEADS, causal=False), {"packed": True}),
     "cosine": (lambda: CosineAttention(WIDTH, HEADS, short_conv=4), {"packed": True, "state": 3}),
     "window": (_softmax(window=7, short_conv=3), {}),
     "window, state": (_softmax(window=30), {"state": 40}),

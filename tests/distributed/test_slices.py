@@ -88,8 +88,6 @@ def attend(change: str) -> None:
         options = {"segment_ids": torch.zeros(2, 3 if is_second else 4, dtype=torch.int64)}
     elif change == "state":
         options = {"state": dataclasses.replace(State.zeros(2, 1, 2), length=3 + group.rank)}
-    elif change == "sees all, packed":
-        options = {"causal": False, "segment_ids": torch.zeros(2, 4, dtype=torch.int64)}
     q = torch.ones(shape)
     sequence_parallel_attention(q, q, q, group=group, **options)
 
@@ -176,7 +174,6 @@ REFUSED = {
     "rows": (partial(attend, "rows"), r"differ in rows, \[2, 3\]"),
     "some packed": (partial(attend, "some packed"), r"differ in segment_ids \(1\) or none \(0\), \[1, 0\]"),
     "state": (partial(attend, "state"), r"differ in a length before the first token, \[3, 4\]"),
-    "sees all, packed": (partial(attend, "sees all, packed"), "segment_ids with causal=False"),
     "softmax layer": (softmax_layer, "softmax attention without a window"),
     "softmax model": (softmax_model, "sequence parallelism needs a state of fixed size, but layer 1 is softmax"),
     "softmax encoder": (softmax_encoder, "model.attention is 'softmax', which sees all keys"),
