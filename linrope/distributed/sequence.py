@@ -23,7 +23,7 @@ from torch import Tensor
 from linrope.distributed.group import SequenceGroup
 from linrope.distributed.slices import SequenceSlice
 from linrope.errors import InputError
-from linrope.layers.state import ModelState
+from linrope.layers.state import ModelState, token_positions
 from linrope.losses import rows_of_slice, summed_cross_entropy_of, token_losses_of
 from linrope.models.base import Model
 from linrope.models.encoder import EncoderModel
@@ -149,7 +149,7 @@ def slice_of_encoder(
     problem = _refused(partial(model.body.check, tokens, key_mask, token_types), tokens, targets)
     shape = (1, 1) if problem is not None else tuple(tokens.shape)
     where = SequenceSlice.of(group, shape, next(model.parameters()).device, problem=problem)
-    _require_positions(model, where)
+    _require_positions(model, where, tokens)
     return where
 
 
@@ -166,12 +166,16 @@ def _refused(check: Callable[[], None], tokens: Tensor, targets: Tensor) -> Inpu
     return None
 
 
-def _require_positions(model: Model, where: SequenceSlice) -> None:
-    """Raise InputError, on every rank, if the rows have more tokens than the model has learned positions."""
-    positions = model.config.positions
-    if positions.name == "learned":
-        last = torch.tensor([where.start_of(where.group.size) - 1])
-        require_within(last, positions.length, positions.name)
+def _require_positions(model: Model, where: SequenceSlice, tokens: Tensor, segment_ids: Tensor | None = None) -> None:
+    """Raise InputError, on every rank, if a document has more tokens than the model has learned positions."""
+    config = model.config.positions
+    if config.name != "learned":
+        return
+    positions, _ = token_positions(tokens, where.state_before(), segment_ids)
+    last = torch.tensor([where.start_of(where.group.size) - 1])
+    if positions is not None:  # a rank knows the documents of its own slice only
+        last = where.group.all_gather(positions.max())
+    require_within(last, config.length, config.name)
 
 
 def sequence_parallel_loss(
@@ -220,8 +224,7 @@ def sequence_parallel_loss(
     device, first = next(model.parameters()).device, None if state is None or problem is not None else state[0]
     shape = (1, 1) if problem is not None else tuple(tokens.shape)
     where = SequenceSlice.of(group, shape, device, segment_ids, first, previous_ids, problem)
-    if segment_ids is None:
-        _require_positions(model, where)
+    _require_positions(model, where, tokens, segment_ids)
     before = where.states_before(len(model.blocks), state)
     x, after = model.transform(model.embedding(tokens), before, segment_ids, run=run)
     loss = summed_cross_entropy_of if reduction == "sum" else token_losses_of

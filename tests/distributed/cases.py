@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from linrope import (
     CosineAttention,
@@ -243,7 +245,7 @@ LAYER = {
 }
 
 
-def model(dtype: torch.dtype, is_packed: bool, state_of: int = 0, **options) -> Problem:
+def model(dtype: torch.dtype, is_packed: bool, state_of: int = 0, is_recomputed: bool = False, **options) -> Problem:
     """The loss of each target of a hybrid language model."""
     torch.manual_seed(3)
     config = LanguageModelConfig(
@@ -261,7 +263,8 @@ def model(dtype: torch.dtype, is_packed: bool, state_of: int = 0, **options) -> 
         if group is None:
             loss, after = lm(return_state=True, **arguments)
         else:
-            loss, after = sequence_parallel_loss(lm, group=group, **arguments)
+            run = partial(checkpoint, use_reentrant=False) if is_recomputed else None
+            loss, after = sequence_parallel_loss(lm, group=group, run=run, **arguments)
         left = [x.masked_fill(x.isinf(), 0) for part in after for x in _floating(part)]
         return loss, left
 
@@ -271,6 +274,7 @@ def model(dtype: torch.dtype, is_packed: bool, state_of: int = 0, **options) -> 
 MODEL = {
     "hybrid": {"is_packed": False, "forget_gate": True, "short_conv": 3},
     "hybrid, packed, state": {"is_packed": True, "state_of": 9, "short_conv": 4},
+    "recomputed": {"is_packed": True, "is_recomputed": True, "forget_gate": True, "output_gate": True},
     "learned positions, packed": {"is_packed": True, "positions": LEARNED, "state_of": 4},
 }
 
