@@ -3,9 +3,12 @@
 All that linear attention needs of the ranks before is their merged `State`, of a fixed size. Each layer has one
 all-gather of states in the forward and one reduce-scatter of their gradients in the backward, whatever the length
 (LASP-2, arXiv 2502.07563, gathers states too). It is under way while a layer computes its queries and its output gate,
-and in the backward their gradients. Short convolutions and windows of softmax attention take their last few
-tokens from the rank before; selective rotation gathers its angles. Softmax attention without a window is refused:
-PyTorch's `context_parallel`, a prototype, has no CPU kernel, and it deals tokens to ranks in another order.
+and in the backward their gradients. In packed rows that see their later tokens too, the gather has two states of each
+rank, of its first and of its last document.
+
+Short convolutions and windows of softmax attention take their last few tokens from the rank before; selective rotation
+gathers its angles. Softmax attention without a window is refused: PyTorch's `context_parallel`, a prototype, has no CPU
+kernel, and it deals tokens to ranks in another order.
 
 Loss and gradients are those of the whole rows: the loss is the sum over the ranks, and gradients of weights and of
 initial states are sums over the ranks of what each rank's `backward` leaves in `.grad`.
@@ -72,7 +75,8 @@ def sequence_parallel_attention(
         feature_map, normalize, causal, eps, backend: as in `linear_attention`, the same on every rank.
         state: the state before the row's first token, the same on every rank.
         return_state: also return the state after this slice; the last rank's is that of the row, see
-            `SequenceGroup.from_last`. Without causality each rank's has all keys.
+            `SequenceGroup.from_last`. Without causality each rank's has all keys, in packed rows those of the
+            slice's last document.
         where: the result of `SequenceSlice.of` for these rows and this state, to reuse it; None computes it.
 
     Returns:
