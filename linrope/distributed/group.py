@@ -148,7 +148,7 @@ class _WaitForGather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
         gather, sent = ctx.gather, grad.contiguous()
-        summed = grad.new_empty(grad.shape[1:])
+        summed = grad.new_zeros(grad.shape[1:])  # finite also before it is written: detect_anomaly looks at it
         gather.buffers = summed, sent
         gather.work = dist.reduce_scatter(summed, list(sent), group=gather.group.process_group, async_op=True)
         return summed, None  # not read before the backward of `_StartGather`, which waits

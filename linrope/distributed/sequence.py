@@ -3,9 +3,12 @@
 All that linear attention needs of the ranks before is their merged `State`, of a fixed size. Each layer has one
 all-gather of states in the forward and one reduce-scatter of their gradients in the backward, whatever the length
 (LASP-2, arXiv 2502.07563, gathers states too). It is under way while a layer computes its queries and its output gate,
-and in the backward their gradients. Short convolutions and windows of softmax attention take their last few
-tokens from the rank before; selective rotation gathers its angles. Softmax attention without a window is refused:
-PyTorch's `context_parallel`, a prototype, has no CPU kernel, and it deals tokens to ranks in another order.
+and in the backward their gradients. In packed rows that see their later tokens too, the gather has two states of each
+rank, of its first and of its last document.
+
+Short convolutions and windows of softmax attention take their last few tokens from the rank before; selective rotation
+gathers its angles. Softmax attention without a window is refused: PyTorch's `context_parallel`, a prototype, has no CPU
+kernel, and it deals tokens to ranks in another order.
 
 Loss and gradients are those of the whole rows: the loss is the sum over the ranks, and gradients of weights and of
 initial states are sums over the ranks of what each rank's `backward` leaves in `.grad`.
@@ -23,13 +26,14 @@ from torch import Tensor
 from linrope.distributed.group import SequenceGroup
 from linrope.distributed.slices import SequenceSlice
 from linrope.errors import InputError
-from linrope.layers.state import ModelState
+from linrope.layers.state import ModelState, token_positions
 from linrope.models.base import Model
 from linrope.models.encoder import EncoderModel
 from linrope.models.heads import MaskedLM
 from linrope.models.language_model import LanguageModel
 from linrope.ops.call import autocast_inputs, without_autocast
 from linrope.ops.linear_attention import linear_attention
+from linrope.ops.open_documents import OpenEnds, attend_with_open_ends, summarize_first_document
 from linrope.ops.state import State
 from linrope.ops.summarize import summarize
 from linrope.positions.base import require_within
@@ -67,11 +71,11 @@ def sequence_parallel_attention(
         rope: as there. Positions continue from slice to slice.
         group: the ranks.
         log_decay, key_mask, segment_ids: this rank's slice. The same run of equal numbers may go on in the next slice.
-            Without causality `segment_ids` are refused.
         feature_map, normalize, causal, eps, backend: as in `linear_attention`, the same on every rank.
         state: the state before the row's first token, the same on every rank.
         return_state: also return the state after this slice; the last rank's is that of the row, see
-            `SequenceGroup.from_last`. Without causality each rank's has all keys.
+            `SequenceGroup.from_last`. Without causality each rank's has all keys, in packed rows those of the
+            slice's last document.
         where: the result of `SequenceSlice.of` for these rows and this state, to reuse it; None computes it.
 
     Returns:
@@ -85,9 +89,14 @@ def sequence_parallel_attention(
     q, k, v = autocast_inputs(q, k, v)
     shared = {"feature_map": feature_map, "normalize": normalize, "key_mask": key_mask, "segment_ids": segment_ids}
     with without_autocast(q):
-        own = summarize(k, v, rope, log_decay=log_decay, **shared)
-        before = where.start_merge(own, rope, state, causal)()
+        own, first = summarize(k, v, rope, log_decay=log_decay, **shared), None
+        if not causal and segment_ids is not None:
+            first = summarize_first_document(k, v, rope, **shared)
+        before = where.start_merge(own, rope, state, causal, first)()
         options = {"log_decay": log_decay, "causal": causal, "eps": eps, "backend": backend, **shared}
+        if isinstance(before, OpenEnds):
+            o, final = attend_with_open_ends(q, k, v, rope, **options, ends=before)
+            return (o, final) if return_state else o
         return linear_attention(q, k, v, rope, **options, state=before, return_state=return_state)
 
 
@@ -143,7 +152,7 @@ def slice_of_encoder(
     problem = _refused(partial(model.body.check, tokens, key_mask, token_types), tokens, targets)
     shape = (1, 1) if problem is not None else tuple(tokens.shape)
     where = SequenceSlice.of(group, shape, next(model.parameters()).device, problem=problem)
-    _require_positions(model, where)
+    _require_positions(model, where, tokens)
     return where
 
 
@@ -160,12 +169,16 @@ def _refused(check: Callable[[], None], tokens: Tensor, targets: Tensor) -> Inpu
     return None
 
 
-def _require_positions(model: Model, where: SequenceSlice) -> None:
-    """Raise InputError, on every rank, if the rows have more tokens than the model has learned positions."""
-    positions = model.config.positions
-    if positions.name == "learned":
-        last = torch.tensor([where.start_of(where.group.size) - 1])
-        require_within(last, positions.length, positions.name)
+def _require_positions(model: Model, where: SequenceSlice, tokens: Tensor, segment_ids: Tensor | None = None) -> None:
+    """Raise InputError, on every rank, if a document has more tokens than the model has learned positions."""
+    config = model.config.positions
+    if config.name != "learned":
+        return
+    positions, _ = token_positions(tokens, where.state_before(), segment_ids)
+    last = torch.tensor([where.start_of(where.group.size) - 1])
+    if positions is not None:  # a rank knows the documents of its own slice only
+        last = where.group.all_gather(positions.max())
+    require_within(last, config.length, config.name)
 
 
 def sequence_parallel_loss(
@@ -212,8 +225,7 @@ def sequence_parallel_loss(
     device, first = next(model.parameters()).device, None if state is None or problem is not None else state[0]
     shape = (1, 1) if problem is not None else tuple(tokens.shape)
     where = SequenceSlice.of(group, shape, device, segment_ids, first, previous_ids, problem)
-    if segment_ids is None:
-        _require_positions(model, where)
+    _require_positions(model, where, tokens, segment_ids)
     before = where.states_before(len(model.blocks), state)
     options = {"segment_ids": segment_ids, "return_state": True, "targets": targets, "reduction": reduction}
     return model(tokens, before, **options)  # a sharded model has to be called as a whole

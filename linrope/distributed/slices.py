@@ -15,6 +15,7 @@ from linrope.distributed.group import SequenceGroup
 from linrope.errors import InputError
 from linrope.layers.state import AttentionState, ModelState, RemotePast
 from linrope.ops.documents import check_segment_ids, number_documents
+from linrope.ops.open_documents import OpenEnds
 from linrope.ops.softmax import KeyValueCache
 from linrope.ops.state import State, rotate_keys
 from linrope.rotary import RotaryEmbedding, unit_rotations
@@ -30,6 +31,7 @@ class SequenceSlice:
         offset: the position of the row's first token, which is the length of an initial state.
         opens: (size, B) booleans, whether the first token of each rank's slice begins a document; None if no row is
             packed. The first rank's does if the initial state belongs to another document.
+        is_split: (size, B) booleans, whether a document begins inside each rank's slice; None if no row is packed.
         document_start: (B,) int64, the position at which the document of this slice's first token begins; None if all
             begin at 0.
     """
@@ -38,6 +40,7 @@ class SequenceSlice:
     lengths: tuple[int, ...]
     offset: int = 0
     opens: Tensor | None = None
+    is_split: Tensor | None = None
     document_start: Tensor | None = None
 
     @classmethod
@@ -104,7 +107,7 @@ class SequenceSlice:
         within = torch.where(inside >= 0, starts + inside, 0)[:rank]
         begun = torch.cat((at_start, within)).amax(dim=0)
         begun = begun if document_start is None else torch.maximum(begun, document_start)
-        return replace(self, opens=opens, document_start=begun)
+        return replace(self, opens=opens, is_split=inside >= 0, document_start=begun)
 
     def start_of(self, rank: int) -> int:
         """The position of the first token of a rank's slice."""
@@ -154,8 +157,8 @@ class SequenceSlice:
         return positions >= began[:, None]
 
     def start_merge(
-        self, own: State, rope: RotaryEmbedding | None, initial: State | None, causal: bool
-    ) -> Callable[[], State]:
+        self, own: State, rope: RotaryEmbedding | None, initial: State | None, causal: bool, first: State | None = None
+    ) -> Callable[[], State | OpenEnds]:
         """The state before this slice, in exchange for the state `own` of the slice's own tokens.
 
         The exchange starts here, and a call of what is returned waits for it: one all-gather, whose size does not
@@ -164,15 +167,57 @@ class SequenceSlice:
             kv = Σ_{j<i} e^{G_{j+1} + … + G_{i-1}} R_{r_j} kv_j
 
         and the other sums alike: `merge` of all at once. Every state is rotated once. Without causality the sum runs
-        over all other ranks.
+        over all other ranks. In packed rows it runs over those ranks that hold tokens of this slice's first document,
+        and over those that hold tokens of its last one: `first` is the state of the first, `own` of the last.
         """
-        if not causal and self.opens is not None:
-            raise InputError(
-                "segment_ids with causal=False: documents that see later tokens are not split between ranks. Pass rows "
-                "of one document each, or give every rank whole documents without the group."
-            )
-        gathered = self.group.start_all_gather(_packed(own))
-        return lambda: self._merged(gathered(), own, rope, initial, causal)
+        if causal or self.opens is None:
+            gathered = self.group.start_all_gather(_packed(own))
+            return lambda: self._merged(gathered(), own, rope, initial, causal)
+        of_both = torch.cat((_packed(first), _packed(own)), dim=2)
+        gathered = self.group.start_all_gather(of_both)
+        return lambda: self._open_ends(*gathered().chunk(2, dim=3), own, rope, initial)
+
+    def _open_ends(
+        self, first: Tensor, last: Tensor, own: State, rope: RotaryEmbedding | None, initial: State | None
+    ) -> OpenEnds:
+        """The states of the other ranks' tokens, from the packed states (size, B, H, F) of all ranks' documents."""
+        rank, ranks = self.group.rank, [*range(self.group.size)]
+        continues, is_whole = ~self.opens, ~self.is_split  # (size, B): a slice's first document, one document alone
+        none = torch.zeros_like(continues[0])
+        reached, before = continues[rank], [none] * self.group.size
+        for other in reversed(ranks[:rank]):
+            before[other] = reached
+            reached = reached & is_whole[other] & continues[other]
+        since_initial = reached  # whether the first document continues the initial state
+        reached, after = ~none, [none] * self.group.size
+        for other in ranks[rank + 1 :]:
+            reached = reached & continues[other]
+            after[other] = reached
+            reached = reached & is_whole[other]
+        earlier = self._sums(last, own, rope, torch.stack(before))
+        later = self._sums(first, own, rope, torch.stack(after))
+        if initial is not None:
+            past, counted = initial.tensors, since_initial.to(own.kv.dtype)
+            earlier = {name: x + _over(counted, x) * past[name] for name, x in earlier.items()}
+        whole = is_whole[rank].to(own.kv.dtype)
+        of_first = {name: x + _over(whole, x) * later[name] for name, x in earlier.items()}
+        of_last = {name: x + _over(whole, x) * earlier[name] for name, x in later.items()}
+        return OpenEnds(State(**of_first, length=self.start), State(**of_last, length=self.start))
+
+    def _sums(self, packed: Tensor, own: State, rope: RotaryEmbedding | None, counted: Tensor) -> dict[str, Tensor]:
+        """The sum of the states of those ranks that are counted, (size, B) booleans, without the log decay."""
+        sums = self._rotated(packed, own, rope, [*range(self.group.size)])
+        del sums["log_decay"]
+        return {name: (_over(counted.to(x.dtype), x) * x).sum(dim=0) for name, x in sums.items()}
+
+    def _rotated(self, packed: Tensor, own: State, rope: RotaryEmbedding | None, ranks: list[int]) -> dict[str, Tensor]:
+        """The tensors (N, B, H, ...) of these ranks' packed states, rotated by the positions of their slices."""
+        sums = _unpacked(packed, own)
+        rotation, interleaved = self._rotations(ranks, rope, own.kv.device)
+        sums["kv"] = rotate_keys(sums["kv"], rotation, interleaved)
+        if "k_rotated_sum" in sums:
+            sums["k_rotated_sum"] = rotate_keys(sums["k_rotated_sum"][..., None], rotation, interleaved)[..., 0]
+        return sums
 
     def _merged(
         self, gathered: Tensor, own: State, rope: RotaryEmbedding | None, initial: State | None, causal: bool
@@ -182,14 +227,10 @@ class SequenceSlice:
         others = [*range(rank)] if causal else [one for one in range(self.group.size) if one != rank]
         # of the first rank none, but a part of the graph: every rank takes part in the backward
         gathered = gathered[:rank] if causal else torch.cat((gathered[:rank], gathered[rank + 1 :]))
-        sums = _unpacked(gathered, own)
+        sums = self._rotated(gathered, own, rope, others)
         decays = sums.pop("log_decay")
         following = self._decays(decays) if causal else own.kv.new_zeros(len(others) + 1, 1, 1)
         weights = following[1:].flip(0).cumsum(0).flip(0).exp().to(own.kv.dtype)
-        rotation, interleaved = self._rotations(others, rope, own.kv.device)
-        sums["kv"] = rotate_keys(sums["kv"], rotation, interleaved)
-        if "k_rotated_sum" in sums:
-            sums["k_rotated_sum"] = rotate_keys(sums["k_rotated_sum"][..., None], rotation, interleaved)[..., 0]
         merged = {name: (_over(weights, x) * x).sum(dim=0) for name, x in sums.items()}
         total = following.sum(dim=0).to(own.kv.dtype).expand_as(own.log_decay)
         if initial is not None:
@@ -266,8 +307,9 @@ class _SlicePast(RemotePast):
     def length(self) -> int:
         return self.where.start
 
-    def start_exchange(self, own, rope, causal):
-        return self.where.start_merge(own, rope, None if self.initial is None else self.initial.past, causal)
+    def start_exchange(self, own, rope, causal, first=None):
+        initial = None if self.initial is None else self.initial.past
+        return self.where.start_merge(own, rope, initial, causal, first)
 
     def exchange_cache(self, k, v, key_mask, window):
         visible = key_mask

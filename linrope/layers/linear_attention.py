@@ -21,6 +21,7 @@ from linrope.layers.selective_rope import SelectiveRope
 from linrope.layers.state import RemotePast
 from linrope.ops.call import without_autocast
 from linrope.ops.linear_attention import linear_attention
+from linrope.ops.open_documents import OpenEnds, attend_with_open_ends, summarize_first_document
 from linrope.ops.state import State, merge
 from linrope.ops.summarize import summarize
 from linrope.positions.base import PositionsConfig
@@ -170,26 +171,26 @@ class LinearAttention(Attention):
 
 def start_exchange(
     k: Tensor, v: Tensor, options: dict[str, Any], past: State | RemotePast | None
-) -> Callable[[], State | None]:
+) -> Callable[[], State | OpenEnds | None]:
     """A call of what is returned gives the state before keys and values. Where other devices hold earlier tokens, it
     waits for it, and the state of these keys and values is sent here."""
     if not isinstance(past, RemotePast):
         return lambda: past
-    return past.start_exchange(_own_state(k, v, options), options["rope"], options["causal"])
-
-
-def _own_state(k: Tensor, v: Tensor, options: dict[str, Any]) -> State:
-    """What these keys and values leave."""
-    return summarize(k, v, **{name: options[name] for name in SUMMARIZED if name in options})
+    first, of_own = None, {name: options[name] for name in SUMMARIZED if name in options}
+    if not options["causal"] and options["segment_ids"] is not None:
+        first = summarize_first_document(k, v, **of_own)
+    return past.start_exchange(summarize(k, v, **of_own), options["rope"], options["causal"], first)
 
 
 def run_operator(
-    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], past: State | None, outputs: bool
+    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], past: State | OpenEnds | None, outputs: bool
 ) -> tuple[Tensor | None, State]:
     """`linear_attention` after `past`, and the state; without `outputs` the state alone, which takes less time."""
+    if isinstance(past, OpenEnds):
+        return attend_with_open_ends(q, k, v, **options, ends=past)
     if outputs:
         return linear_attention(q, k, v, **options, state=past, return_state=True)
-    new = _own_state(k, v, options)
+    new = summarize(k, v, **{name: options[name] for name in SUMMARIZED if name in options})
     return None, new if past is None else merge(past, new, options["rope"])
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from linrope.errors import InputError
 from linrope.ops.documents import check_segment_ids, document_positions
+from linrope.ops.open_documents import OpenEnds
 from linrope.ops.softmax import KeyValueCache
 from linrope.ops.state import State
 from linrope.rotary import RotaryEmbedding
@@ -108,9 +109,15 @@ class RemotePast:
     length: int
     initial: AttentionState | None
 
-    def start_exchange(self, own: State, rope: RotaryEmbedding | None, causal: bool) -> Callable[[], State]:
+    def start_exchange(
+        self, own: State, rope: RotaryEmbedding | None, causal: bool, first: State | None = None
+    ) -> Callable[[], State | OpenEnds]:
         """Send `own`, the state of the tokens here. A call of what is returned waits for the state before them; without
-        causality for that of all other tokens. What does not need it is computed in between."""
+        causality for that of all other tokens. What does not need it is computed in between.
+
+        In packed rows `own` is the state of the last document. Without causality `first` is that of the first one, and
+        what is returned are the tokens elsewhere of both.
+        """
         raise NotImplementedError
 
     def exchange_cache(self, k: Tensor, v: Tensor, key_mask: Tensor | None, window: int) -> KeyValueCache:

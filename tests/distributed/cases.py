@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from linrope import (
     CosineAttention,
@@ -154,6 +156,8 @@ OPERATOR = {
     "trained, packed": {"rope": {"trainable": True}, "packed": True, "decay": True},
     "signed": {"rope": {"rotary_dim": 2, "signed": True}, "decay": True},
     "sees all": {"causal": False, "masked": True},
+    "sees all, packed": {"causal": False, "packed": True, "masked": True, "rope": {"trainable": True}},
+    "sees all, packed, rotary, state": {"causal": False, "packed": True, "normalize": "rotary", "state": 5},
     "sees all, rotary": {"causal": False, "normalize": "rotary", "rope": {"trainable": True}},
 }
 
@@ -226,6 +230,12 @@ LAYER = {
     "rotated values": (_linear(rotate_values=True, short_conv=2, output_norm=True, output_gate=True), {"packed": True}),
     "trained rotation": (_linear(rope=RotaryConfig(placement="both", trainable=True)), {"state": 9}),
     "sees all": (_linear(causal=False), {"masked": True}),
+    "sees all, packed": (_linear(causal=False, rotate_values=True), {"packed": True, "masked": True}),
+    "sees all, packed, before map": (
+        _linear(causal=False, rope=RotaryConfig(placement="before_map")),
+        {"packed": True},
+    ),
+    "sees all, packed, cosine": (lambda: CosineAttention(WIDTH, HEADS, causal=False), {"packed": True}),
     "cosine": (lambda: CosineAttention(WIDTH, HEADS, short_conv=4), {"packed": True, "state": 3}),
     "window": (_softmax(window=7, short_conv=3), {}),
     "window, state": (_softmax(window=30), {"state": 40}),
@@ -235,7 +245,7 @@ LAYER = {
 }
 
 
-def model(dtype: torch.dtype, is_packed: bool, state_of: int = 0, **options) -> Problem:
+def model(dtype: torch.dtype, is_packed: bool, state_of: int = 0, is_recomputed: bool = False, **options) -> Problem:
     """The loss of each target of a hybrid language model."""
     torch.manual_seed(3)
     config = LanguageModelConfig(
@@ -253,7 +263,8 @@ def model(dtype: torch.dtype, is_packed: bool, state_of: int = 0, **options) -> 
         if group is None:
             loss, after = lm(return_state=True, **arguments)
         else:
-            loss, after = sequence_parallel_loss(lm, group=group, **arguments)
+            run = partial(checkpoint, use_reentrant=False) if is_recomputed else None
+            loss, after = sequence_parallel_loss(lm, group=group, run=run, **arguments)
         left = [x.masked_fill(x.isinf(), 0) for part in after for x in _floating(part)]
         return loss, left
 
@@ -263,6 +274,7 @@ def model(dtype: torch.dtype, is_packed: bool, state_of: int = 0, **options) -> 
 MODEL = {
     "hybrid": {"is_packed": False, "forget_gate": True, "short_conv": 3},
     "hybrid, packed, state": {"is_packed": True, "state_of": 9, "short_conv": 4},
+    "recomputed": {"is_packed": True, "is_recomputed": True, "forget_gate": True, "output_gate": True},
     "learned positions, packed": {"is_packed": True, "positions": LEARNED, "state_of": 4},
 }
 

@@ -88,8 +88,6 @@ def attend(change: str) -> None:
         options = {"segment_ids": torch.zeros(2, 3 if is_second else 4, dtype=torch.int64)}
     elif change == "state":
         options = {"state": dataclasses.replace(State.zeros(2, 1, 2), length=3 + group.rank)}
-    elif change == "sees all, packed":
-        options = {"causal": False, "segment_ids": torch.zeros(2, 4, dtype=torch.int64)}
     q = torch.ones(shape)
     sequence_parallel_attention(q, q, q, group=group, **options)
 
@@ -138,6 +136,14 @@ def too_long() -> object:
     return sequence_parallel_loss(lm, tokens, tokens, group=SequenceGroup())
 
 
+def too_long_a_document() -> object:
+    """The first rank has one of 2 tokens, and the first of one of 6."""
+    lm = LanguageModel(LanguageModelConfig(vocab_size=5, d_model=8, n_heads=2, n_layers=1, **LEARNED))
+    n = (3, 5)[dist.get_rank()]
+    tokens, ids = torch.zeros(1, n, dtype=torch.int64), torch.tensor([([0, 0, 1], [1] * 5)[dist.get_rank()]])
+    return sequence_parallel_loss(lm, tokens, tokens, group=SequenceGroup(), segment_ids=ids)
+
+
 def too_long_for_an_encoder() -> object:
     mlm = EncoderConfig(vocab_size=5, d_model=8, n_heads=2, n_layers=1, head="masked_lm", **LEARNED).build()
     tokens = torch.zeros(1, 3, dtype=torch.int64)
@@ -176,11 +182,11 @@ REFUSED = {
     "rows": (partial(attend, "rows"), r"differ in rows, \[2, 3\]"),
     "some packed": (partial(attend, "some packed"), r"differ in segment_ids \(1\) or none \(0\), \[1, 0\]"),
     "state": (partial(attend, "state"), r"differ in a length before the first token, \[3, 4\]"),
-    "sees all, packed": (partial(attend, "sees all, packed"), "segment_ids with causal=False"),
     "softmax layer": (softmax_layer, "softmax attention without a window"),
     "softmax model": (softmax_model, "sequence parallelism needs a state of fixed size, but layer 1 is softmax"),
     "softmax encoder": (softmax_encoder, "model.attention is 'softmax', which sees all keys"),
     "too long": (too_long, "positions.length=5 is too short for the learned positions of 6 tokens"),
+    "too long a document": (too_long_a_document, "positions of 6 tokens"),
     "too long for an encoder": (too_long_for_an_encoder, "positions.length=5 is too short"),
     "other state": (later_state, "state.conv_tail is"),
     "short": (lambda: tokens_of_rank(17, 4, SequenceGroup()), "leaves 1 tokens for the last"),
