@@ -252,6 +252,8 @@ def model(dtype: torch.dtype, is_packed: bool, state_of: int = 0, is_recomputed:
         vocab_size=13, d_model=12, n_layers=3, n_heads=2, attention=["linear", "softmax", "linear"], window=6, **options
     )
     lm = LanguageModel(config).to(dtype)
+    for block in lm.blocks if is_recomputed else ():
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     sliced = {name: torch.randint(13, (ROWS, LENGTH)) for name in ("tokens", "targets")}
     sliced["targets"][:, :11] = -100  # a rank without targets
     if is_packed:
@@ -263,8 +265,7 @@ def model(dtype: torch.dtype, is_packed: bool, state_of: int = 0, is_recomputed:
         if group is None:
             loss, after = lm(return_state=True, **arguments)
         else:
-            run = partial(checkpoint, use_reentrant=False) if is_recomputed else None
-            loss, after = sequence_parallel_loss(lm, group=group, run=run, **arguments)
+            loss, after = sequence_parallel_loss(lm, group=group, **arguments)
         left = [x.masked_fill(x.isinf(), 0) for part in after for x in _floating(part)]
         return loss, left
 
