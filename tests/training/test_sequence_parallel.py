@@ -14,7 +14,7 @@ from linrope.errors import InputError
 from linrope.training.sharding import mesh_sizes
 from tests.conftest import tiny_options, write_documents
 from tests.processes import Run
-from tests.training.test_ddp import CONSTANT, folder_of
+from tests.training.test_ddp import CONSTANT, folder_of, last
 from tests.training.test_fsdp import checkpoint_of
 from tests.training.test_resume import losses
 
@@ -115,6 +115,20 @@ def test_devices_that_share_rows_train_what_one_device_trains(base, tmp_path, ca
         assert ours_logged.keys() == logged.keys() != set()
         relative = 1e-5 if case == SINGLE else 1e-9
         assert list(map(float, ours_logged.values())) == pytest.approx(list(map(float, logged.values())), rel=relative)
+
+
+@EXHAUSTIVE
+def test_a_run_of_four_devices_goes_on_with_two_and_with_one(base, tmp_path, double):
+    options = [RAGGED, *PACKED]
+    fit(base, (1, 4), tmp_path, *options, "--run.name=four", "--trainer.max_steps=10")
+    resumed = [*options, f"--ckpt_path={last(folder_of(base, 'four'))}"]
+    fit(base, (1, 2), tmp_path, *resumed, "--run.name=two")
+    assert main([*base, *alone(1, resumed), "--run.name=one"]) == 0
+    assert main([*base, *alone(1, options), "--run.name=whole"]) == 0
+    expected = checkpoint_of(folder_of(base, "whole"))["state_dict"]
+    for name in ("two", "one"):
+        found = checkpoint_of(folder_of(base, name))["state_dict"]
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
 def configs() -> list:
