@@ -1,0 +1,144 @@
+"""Runs on several processes in trouble: ranks that differ, fail, hang or are killed end all, with one clear message."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+from lightning.pytorch.utilities import rank_zero_only
+
+from linrope.errors import DamagedFile
+from linrope.models.saving import open_checkpoint
+from linrope.training import LanguageModelingModule
+from linrope.training.agreement import MAY_DIFFER, differences_of, run_values
+from tests.conftest import write_documents
+from tests.processes import Run
+from tests.training.test_ddp import CONSTANT, MODEL, folder_of, last, texts_of
+
+TIMEOUT = 2
+TWO = ["--trainer.devices=2", "--trainer.strategy=DDPStrategy", f"--trainer.strategy.timeout={TIMEOUT}"]
+EXHAUSTIVE = pytest.mark.exhaustive
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> list[str]:
+    """Options of all runs: a small model on 86 documents, with a checkpoint every two steps."""
+    folder = tmp_path_factory.mktemp("operations")
+    texts = write_documents(folder / "texts", (1 + 37 * number % 199 for number in range(86)))
+    options = [f"--data.path={texts}", "--data.context=24", "--data.batch_size=2", f"--run.folder={folder}"]
+    options += ["--data.fractions=[0.7, 0.2, 0.1]", "--trainer.accelerator=cpu", "--trainer.log_every_n_steps=1"]
+    options += ["--run.checkpoint_every_n_steps=2", "--trainer.max_steps=6", "--trainer.logger=CSVLogger"]
+    return ["fit", *MODEL, "--model.dropout=0.1", *CONSTANT, *options]
+
+
+def at_step_4_of_rank_1(patch: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
+    """In processes to come, something happens on rank 1 before the forward pass of step 4."""
+    step = LanguageModelingModule.training_step
+
+    def training_step(self: LanguageModelingModule, batch, batch_idx):
+        if rank_zero_only.rank == 1 and self.trainer.global_step == 3:
+            happens()
+        return step(self, batch, batch_idx)
+
+    patch.setattr(LanguageModelingModule, "training_step", training_step)
+
+
+def fail() -> None:
+    raise AttributeError("of rank 1")
+
+
+def read_damaged() -> None:
+    raise DamagedFile("tokens.bin ends early.")
+
+
+def be_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang() -> None:
+    time.sleep(TIMEOUT + 5)
+    os._exit(9)  # as its launcher would end it
+
+
+HAPPENS = {"fails": fail, "damaged": read_damaged, "killed": be_killed, "hangs": hang}
+
+
+@pytest.fixture(scope="module")
+def printed(base, tmp_path_factory) -> dict[str, tuple[list[int], str]]:
+    """Exit codes by rank, and standard error of runs of two processes, by what happens."""
+    runs, results = {}, {}
+    for name, happens in HAPPENS.items():
+        with pytest.MonkeyPatch.context() as patch:
+            at_step_4_of_rank_1(patch, happens)
+            runs[name] = Run([*base, *TWO, f"--run.name={name}"], tmp_path_factory.mktemp(name), ranks=2)
+    options = {1: ["--optimizer.lr=0.02", "--model.rope.base=500", f"--run.folder={texts_of(base).parent}/other"]}
+    folder = tmp_path_factory.mktemp("differ")
+    runs["differ"] = Run([*base, *TWO, "--run.name=differ"], folder, ranks=2, more=options)
+    for name, run in runs.items():
+        _, _, err = run.wait()
+        results[name] = run.codes, err
+    return results
+
+
+def test_the_error_of_one_rank_is_printed_by_it_and_the_others_end(printed):
+    codes, err = printed["fails"]
+    assert codes == [1, 1]
+    assert err.count("Traceback") == err.count("AttributeError: of rank 1") == 1
+    assert "linrope: rank 1: Traceback" in err
+    assert err.count("linrope: error: stopped, because rank 1 failed.\n") == 1
+    codes, err = printed["damaged"]
+    assert codes == [1, 2]
+    lines = re.findall("^linrope: .*$", err, re.M)
+    assert sorted(lines)[-2:] == [
+        "linrope: error: stopped, because rank 1 failed.",
+        "linrope: rank 1: error: tokens.bin ends early.",
+    ]
+
+
+def test_a_rank_that_is_killed_is_named_and_leaves_the_last_checkpoint(printed, base):
+    codes, err = printed["killed"]
+    assert codes == [1, -signal.SIGKILL]
+    assert err.count("linrope: error: rank 1 was lost: killed, stopped, or not reachable. All ranks stop. Start") == 1
+    assert "Traceback" not in err
+    assert open_checkpoint(last(folder_of(base, "killed")))["global_step"] == 2
+
+
+def test_a_rank_that_hangs_is_named_after_the_timeout(printed, base):
+    codes, err = printed["hangs"]
+    assert codes == [1, 9]
+    assert err.count("linrope: error: rank 1 did not come to a collective operation in time") == 1
+    assert "last seen after reading the batch of step 4." in err
+    assert "Traceback" not in err
+    assert open_checkpoint(last(folder_of(base, "hangs")))["global_step"] == 2
+
+
+def test_ranks_with_different_options_are_refused_with_one_message(printed, base):
+    codes, err = printed["differ"]
+    assert codes == [2, 2]
+    said = (
+        "linrope: error: the ranks of this run differ; start all of them with the same options, files and packages:\n"
+        "  model.rope.base: 10000.0 on rank 0, 500.0 on rank 1\n"
+        "  optimizer.lr: 0.01 on rank 0, 0.02 on rank 1\n"
+    )
+    assert err.endswith(said)
+    assert err.count("differ;") == 1
+    assert not folder_of(base, "differ").exists()
+    assert not (texts_of(base).parent / "other").exists()
+
+
+def test_versions_and_missing_options_are_compared():
+    config = {"model": {"d_model": 8, "rope": {"base": 10.0}}, "run": {"folder": "a"}, "data": {}}
+    values = run_values(config)
+    assert values["model.rope.base"] == "10.0"
+    assert not set(MAY_DIFFER) & set(values)
+    others = {**values, "the version of torch": "1.0"}
+    fewer = {name: value for name, value in others.items() if name != "model.d_model"}
+    assert differences_of({0: values, 1: values}) == []
+    assert differences_of({0: values, 1: fewer, 2: others, 3: values}) == [
+        f"the version of torch: {values['the version of torch']} on rank 0, 1.0 on ranks 1 and 2",
+        "model.d_model: 8 on rank 0, not set on rank 1",
+    ]
