@@ -76,7 +76,7 @@ def errors_printed_once() -> Iterator[None]:
     except (Interrupted, NothingToDo):
         raise
     except Exception as error:
-        board = _boards[0] if _boards else _board_of_launcher()
+        board = _boards[0] if _boards else _board_of_launcher(error)
         if board is None:
             raise
         Finalize(None, _end_process, (board, 2 if isinstance(error, InputError) else 1), exitpriority=-1)
@@ -99,14 +99,17 @@ def _end_process(board: RankBoard, code: int) -> None:
     os._exit(code)
 
 
-def _board_of_launcher() -> RankBoard | None:
-    """The board of a run that fails before it has a Trainer; None if it has one rank, or nobody is found."""
+def _board_of_launcher(error: Exception) -> RankBoard | None:
+    """The board of a run that fails before it has a Trainer; None if no launcher says that it has several ranks.
+
+    If rank 0 is not there, it has not met the error: it is one of this rank."""
     environment = next((one() for one in LAUNCHERS if one.detect()), None)
     if environment is None or environment.world_size() == 1:
         return None
     try:
         return _open_board(environment, environment.global_rank(), environment.world_size(), HEAD_START)
     except DistError:
+        _mark(error)
         return None
 
 
@@ -124,5 +127,9 @@ def _leave_or_mark(board: RankBoard, error: Exception) -> None:
     time.sleep(HEAD_START)
     if any(rank < board.rank and one["text"] == text for rank, one in board.errors().items()):
         raise LeftToAnotherRank(2 if isinstance(error, InputError) else 1) from error
+    _mark(error)
+
+
+def _mark(error: Exception) -> None:
     if isinstance(error, InputError | NonFiniteError):
         error.of_this_rank = True

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities import rank_zero_only
 
+from linrope.cli import ranks
+from linrope.cli.main import main
 from linrope.errors import DamagedFile
 from linrope.models.saving import open_checkpoint
 from linrope.training import LanguageModelingModule
@@ -18,6 +24,8 @@ from linrope.training.agreement import MAY_DIFFER, differences_of, run_values
 from tests.conftest import write_documents
 from tests.processes import Run
 from tests.training.test_ddp import CONSTANT, MODEL, folder_of, last, texts_of
+from tests.training.test_fsdp import checkpoint_of, require_same_training
+from tests.training.test_resume import TRAINED, equal, load, losses
 
 TIMEOUT = 2
 TWO = ["--trainer.devices=2", "--trainer.strategy=DDPStrategy", f"--trainer.strategy.timeout={TIMEOUT}"]
@@ -64,6 +72,18 @@ def hang() -> None:
     os._exit(9)  # as its launcher would end it
 
 
+class Launched(LightningEnvironment):
+    """A launcher that tells a process its rank before it has a Trainer, as torchrun does."""
+
+    detect = staticmethod(lambda: True)
+
+    def world_size(self) -> int:
+        return 2
+
+    def global_rank(self) -> int:
+        return int(os.environ["LOCAL_RANK"])
+
+
 HAPPENS = {"fails": fail, "damaged": read_damaged, "killed": be_killed, "hangs": hang}
 
 
@@ -78,6 +98,10 @@ def printed(base, tmp_path_factory) -> dict[str, tuple[list[int], str]]:
     options = {1: ["--optimizer.lr=0.02", "--model.rope.base=500", f"--run.folder={texts_of(base).parent}/other"]}
     folder = tmp_path_factory.mktemp("differ")
     runs["differ"] = Run([*base, *TWO, "--run.name=differ"], folder, ranks=2, more=options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "LAUNCHERS", (Launched,))
+        early = {1: ["--model.d_modle=3"]}
+        runs["early"] = Run([*base, *TWO, "--run.name=early"], tmp_path_factory.mktemp("early"), ranks=2, more=early)
     for name, run in runs.items():
         _, _, err = run.wait()
         results[name] = run.codes, err
@@ -97,6 +121,76 @@ def test_the_error_of_one_rank_is_printed_by_it_and_the_others_end(printed):
         "linrope: error: stopped, because rank 1 failed.",
         "linrope: rank 1: error: tokens.bin ends early.",
     ]
+
+
+@EXHAUSTIVE
+def test_a_job_that_lost_a_rank_restarts_to_the_weights_of_one_that_did_not(printed, base, tmp_path):
+    """The same command line starts a new run and goes on with it."""
+    shutil.copytree(folder_of(base, "killed"), folder_of(base, "restarted"))
+    for name in ("whole", "restarted"):
+        run = Run([*base, *TWO, f"--run.name={name}", "--ckpt_path=auto"], tmp_path, ranks=2)
+        code, _, err = run.wait()
+        assert code == 0, err
+        assert f"--ckpt_path=auto {'starts a new run' if name == 'whole' else 'is '}" in err
+    whole, restarted = (load(folder_of(base, name)) for name in ("whole", "restarted"))
+    assert all(equal(whole[key], restarted[key]) for key in TRAINED)
+
+
+@EXHAUSTIVE
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(base, tmp_path, strategy):
+    options = ["--trainer.devices=2", f"--trainer.strategy={strategy}", "--trainer.max_steps=2000"]
+    run = Run([*base, *options, f"--run.name=signal-{strategy}"], tmp_path, ranks=2)
+    run.wait_for_steps(3)
+    run.send(signal.SIGTERM, rank=1)
+    code, _, err = run.wait()
+    assert [code, *run.codes] == [128 + signal.SIGTERM] * 3, err
+    step = int(re.findall(r"stopped after step (\d+)\.", err)[0])
+    assert open_checkpoint(last(folder_of(base, f"signal-{strategy}")))["global_step"] == step >= 3
+    assert "Traceback" not in err
+
+
+FSDP = ["--trainer.strategy=fsdp2", "--trainer.devices"]
+
+
+@pytest.fixture(scope="module")
+def four(base, tmp_path_factory) -> Path:
+    """The folder of a run of three steps on four processes that share the model."""
+    run = Run([*base, *FSDP, "4", "--trainer.max_steps=3", "--run.name=four"], tmp_path_factory.mktemp("four"), ranks=4)
+    code, _, err = run.wait()
+    assert code == 0, err
+    return folder_of(base, "four")
+
+
+@EXHAUSTIVE
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_a_run_of_four_goes_on_with_fewer_to_the_weights_of_one(four, base, tmp_path, n):
+    alone = folder_of(base, "alone")
+    if not alone.exists():
+        assert main([*base, "--trainer.accumulate_grad_batches=4", "--run.name=alone"]) == 0
+    name, batches = f"of-four-{n}", f"--trainer.accumulate_grad_batches={4 // n}"
+    args = [*base, batches, f"--ckpt_path={last(four)}", f"--run.name={name}"]
+    if n == 1:
+        assert main(args) == 0
+    else:
+        code, _, err = Run([*args, *FSDP, str(n)], tmp_path, ranks=n).wait()
+        assert code == 0, err
+    require_same_training(folder_of(base, name), alone)
+
+
+@EXHAUSTIVE
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)])
+def test_a_shared_model_trains_in_bfloat16(base, tmp_path, precision, dtype):
+    """bf16-mixed keeps the weights and their moments in float32."""
+    options = [*FSDP, "2", f"--trainer.precision={precision}", "--trainer.max_steps=12", f"--run.name={precision}"]
+    code, _, err = Run([*base, *options], tmp_path, ranks=2).wait()
+    assert code == 0, err
+    folder = folder_of(base, precision)
+    assert float(losses(folder)[12]) < float(losses(folder)[1]) - 0.1
+    found = checkpoint_of(folder)
+    assert {weight.dtype for weight in found["state_dict"].values() if weight.is_floating_point()} == {dtype}
+    moments = [one["exp_avg"] for one in found["optimizer_states"][0]["state"].values()]
+    assert {moment.dtype for moment in moments} == {dtype}
 
 
 def test_a_rank_that_is_killed_is_named_and_leaves_the_last_checkpoint(printed, base):
@@ -128,6 +222,14 @@ def test_ranks_with_different_options_are_refused_with_one_message(printed, base
     assert err.count("differ;") == 1
     assert not folder_of(base, "differ").exists()
     assert not (texts_of(base).parent / "other").exists()
+
+
+def test_an_error_before_the_start_of_one_rank_ends_all(printed, base):
+    codes, err = printed["early"]
+    assert codes == [1, 2]
+    assert err.count("linrope: rank 1: error: unknown option 'model.d_modle'.") == 1
+    assert err.count("linrope: error: stopped, because rank 1 failed.\n") == 1
+    assert not folder_of(base, "early").exists()
 
 
 def test_versions_and_missing_options_are_compared():
