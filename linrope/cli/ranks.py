@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -17,11 +18,12 @@ from lightning.pytorch import Trainer
 from torch.distributed import DistError
 from torch.distributed.constants import default_pg_timeout
 
-from linrope.cli.output import HEAD_START
+from linrope.cli.output import HEAD_START, say
 from linrope.errors import InputError, Interrupted, LeftToAnotherRank, NonFiniteError, NothingToDo, RankLost
 from linrope.training.agreement import require_agreement, run_values
 from linrope.training.callbacks.rank_progress import RankProgress
 from linrope.training.rank_board import RankBoard, is_of_collective
+from linrope.training.rank_watch import RankWatch
 
 LAUNCHERS: tuple[type[ClusterEnvironment], ...] = (TorchElasticEnvironment, SLURMEnvironment)
 """Those whose environment variables tell a process its rank before it has a Trainer."""
@@ -45,10 +47,15 @@ def compare_ranks(trainer: Trainer, config: dict[str, Any], strategy: Any) -> No
     setup = trainer.strategy.setup_environment
 
     def setup_environment() -> None:
-        board = _open_board(environment, trainer.global_rank, trainer.world_size, seconds)
+        try:
+            board = _open_board(environment, trainer.global_rank, trainer.world_size, seconds)
+        except DistError as error:
+            place = f"MASTER_ADDR={environment.main_address}, MASTER_PORT={environment.main_port}"
+            reason = str(error).partition("\n")[0]
+            raise RankLost(f"the ranks do not meet at {place} within {seconds:g} s: {reason}", None) from error
         board.launcher = trainer.strategy.launcher
         require_agreement(board, run_values(config), seconds)
-        board.begin_beating()
+        RankWatch(board, seconds, say, partial(_end_process, board, 1)).start()
         trainer.callbacks.append(RankProgress(board))
         setup()
 
@@ -103,7 +110,10 @@ def _board_of_launcher(error: Exception) -> RankBoard | None:
     """The board of a run that fails before it has a Trainer; None if no launcher says that it has several ranks.
 
     If rank 0 is not there, it has not met the error: it is one of this rank."""
-    environment = next((one() for one in LAUNCHERS if one.detect()), None)
+    try:
+        environment = next((one() for one in LAUNCHERS if one.detect()), None)
+    except RuntimeError:  # a launcher that is set up wrongly, which Lightning says as soon as there is a Trainer
+        return None
     if environment is None or environment.world_size() == 1:
         return None
     try:

@@ -6,7 +6,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -16,8 +16,6 @@ from torch.distributed import DistError, PrefixStore, TCPStore
 
 from linrope.errors import RankLost
 
-BEAT = 1.0
-"""Seconds between two heartbeats of a rank."""
 PATIENCE = 3.0
 """Seconds in which a rank that runs has another heartbeat, and in which all that wait for a lost rank have noticed."""
 POLL = 0.05
@@ -53,8 +51,11 @@ class RankBoard:
         )
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's server outlives a restart
         self._store = PrefixStore(f"linrope/{attempt}", server)
-        self._place, self._passed, self._beats = (0, "the start"), 0, 0
-        self._ended = threading.Event()
+        self.passed = 0
+        """Places that this rank has passed."""
+        self._place, self._beats = (0, "the start"), 0
+        self.ended = threading.Event()
+        """Set once this rank does not use the board any more."""
         self.launcher: Any = None  # Lightning's, if it has started the other ranks
 
     def write(self, key: str, value: Any) -> None:
@@ -66,14 +67,17 @@ class RankBoard:
 
     def read_all(self, key: str) -> dict[int, Any]:
         """The values of `key/RANK`, by rank, of those that have written one."""
-        values = {rank: self.read(f"{key}/{rank}") for rank in range(self.world_size)}
-        return {rank: value for rank, value in values.items() if value is not None}
+        keys = [f"{key}/{rank}" for rank in range(self.world_size)]
+        if self._store.check(keys):  # one question instead of one for each rank
+            return dict(enumerate(map(json.loads, self._store.multi_get(keys))))
+        values = enumerate(map(self.read, keys))
+        return {rank: value for rank, value in values if value is not None}
 
     def wait_for(self, key: str, ranks: Iterable[int], seconds: float) -> dict[int, Any]:
         """The values of `key/RANK` of all `ranks`. RankLost if one of them fails, or has not written in `seconds`."""
         waiting, found, until = list(ranks), {}, time.monotonic() + seconds
         while waiting:
-            failed = [rank for rank, error in self.errors().items() if error["own"]]  # before: it may write, then fail
+            failed = self.failed()  # before: it may write, then fail
             if (value := self.read(f"{key}/{waiting[0]}")) is not None:
                 found[waiting.pop(0)] = value
                 continue
@@ -87,37 +91,30 @@ class RankBoard:
 
     def announce(self, text: str, own: bool) -> None:
         """Note that this rank ends with an error: its `own`, or that of a collective."""
-        self.write(f"error/{self.rank}", {"text": text, "own": own})
+        self._store.append("errors", json.dumps({"rank": self.rank, "text": text, "own": own}) + "\n")
 
     def errors(self) -> dict[int, dict[str, Any]]:
         """What the ranks have announced, by rank."""
-        return self.read_all("error")
+        lines = self._store.get("errors").splitlines() if self._store.check(["errors"]) else []
+        return {error["rank"]: error for error in map(json.loads, lines)}
+
+    def failed(self) -> list[int]:
+        """The ranks that have failed by themselves."""
+        return [rank for rank, error in self.errors().items() if error["own"]]
 
     def pass_by(self, step: int, place: str) -> None:
         """Note in memory where this rank is; its heartbeat tells the others."""
         self._place = (step, place)
-        self._passed += 1
+        self.passed += 1
 
     def beat(self) -> None:
         """Tell the others that this rank runs, and where it is."""
         self._beats += 1
-        self.write(f"beat/{self.rank}", [self._beats, self._passed, *self._place])
-
-    def begin_beating(self) -> None:
-        """Beat every `BEAT` seconds, in a thread, until `end`."""
-        self.beat()
-        threading.Thread(target=self._keep_beating, daemon=True, name="linrope-heartbeat").start()
-
-    def _keep_beating(self) -> None:
-        while not self._ended.wait(BEAT):
-            try:
-                self.beat()
-            except DistError:  # rank 0 has ended; the next collective says so
-                return
+        self.write(f"beat/{self.rank}", [self._beats, self.passed, *self._place])
 
     def end(self) -> None:
         """End the heartbeat: this rank does not use the board any more."""
-        self._ended.set()
+        self.ended.set()
         with suppress(DistError):
             self.write(f"ended/{self.rank}", True)
 
@@ -155,14 +152,17 @@ class RankBoard:
         if lost:
             text = f"{names(lost)} {'was' if len(lost) == 1 else 'were'} lost: killed, stopped, or not reachable."
         else:
-            least = min(after[rank][1] for rank in silent)
-            behind = [rank for rank in silent if after[rank][1] == least]
-            _, _, step, place = after[behind[0]]
-            text = (
-                f"{names(behind)} did not come to a collective operation in time (trainer.strategy.timeout), and was "
-                f"last seen after {place} of step {step}."
-            )
+            behind = furthest_behind({rank: after[rank] for rank in silent})
+            text = f"{behind} did not come to a collective operation in time (trainer.strategy.timeout)."
         return RankLost(f"{text} {RESUME}", printed_by=min(errors))
+
+
+def furthest_behind(beats: Mapping[int, list]) -> str:
+    """The ranks that have passed the least places, and the last of them, in words."""
+    least = min(passed for _, passed, _, _ in beats.values())
+    ranks = [rank for rank, (_, passed, _, _) in beats.items() if passed == least]
+    _, _, step, place = beats[ranks[0]]
+    return f"{names(ranks)}, last seen after {place} of step {step},"
 
 
 RESUME = "All ranks stop. Start the run again with --ckpt_path=last."
@@ -176,4 +176,4 @@ def names(ranks: Iterable[int]) -> str:
 
 def is_of_collective(error: BaseException) -> bool:
     """Whether a collective operation failed, and not this rank: gloo raises a plain RuntimeError."""
-    return isinstance(error, DistError) or (type(error) is RuntimeError and "gloo/transport" in str(error))
+    return isinstance(error, DistError) or (type(error) is RuntimeError and "/gloo/" in str(error))

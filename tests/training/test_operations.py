@@ -27,7 +27,7 @@ from tests.training.test_ddp import CONSTANT, MODEL, folder_of, last, texts_of
 from tests.training.test_fsdp import checkpoint_of, require_same_training
 from tests.training.test_resume import TRAINED, equal, load, losses
 
-TIMEOUT = 2
+TIMEOUT = 3
 TWO = ["--trainer.devices=2", "--trainer.strategy=DDPStrategy", f"--trainer.strategy.timeout={TIMEOUT}"]
 EXHAUSTIVE = pytest.mark.exhaustive
 
@@ -204,10 +204,26 @@ def test_a_rank_that_is_killed_is_named_and_leaves_the_last_checkpoint(printed, 
 def test_a_rank_that_hangs_is_named_after_the_timeout(printed, base):
     codes, err = printed["hangs"]
     assert codes == [1, 9]
-    assert err.count("linrope: error: rank 1 did not come to a collective operation in time") == 1
-    assert "last seen after reading the batch of step 4." in err
+    seen = "rank 1, last seen after reading the batch of step 4,"
+    assert len(re.findall(rf"^linrope: waiting for \d s for {seen} at most {TIMEOUT} s \(", err, re.M)) == 1
+    assert err.count(f"linrope: error: {seen} did not come to a collective operation in time") == 1
     assert "Traceback" not in err
     assert open_checkpoint(last(folder_of(base, "hangs")))["global_step"] == 2
+
+
+@EXHAUSTIVE
+@pytest.mark.parametrize("name", ["killed", "hangs"])
+def test_of_three_ranks_that_share_a_model_the_one_to_blame_is_named(base, tmp_path, name, monkeypatch):
+    """Rank 2 waits too, without an error of its own as yet, when rank 0 gives up."""
+    at_step_4_of_rank_1(monkeypatch, HAPPENS[name])
+    options = ["--trainer.devices=3", "--trainer.strategy=ModelParallelStrategy"]
+    options += [f"--trainer.strategy.timeout={TIMEOUT}", f"--run.name=three-{name}"]
+    run = Run([*base, *options], tmp_path, ranks=3)
+    code, _, err = run.wait()
+    assert [code, *run.codes[1:]] == [1, -signal.SIGKILL if name == "killed" else 9, 1]
+    assert len(re.findall(r"^linrope: (?:rank \d: )?error: rank 1(?: was lost|, last seen)", err, re.M)) == 1
+    assert err.count("error: ") == 1
+    assert open_checkpoint(last(folder_of(base, f"three-{name}")))["global_step"] == 2
 
 
 def test_ranks_with_different_options_are_refused_with_one_message(printed, base):
