@@ -14,7 +14,7 @@ and one state a segment: 70 kB for a linear layer of width 128 with 4 heads, a w
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -92,13 +92,12 @@ def segmented_loss(
     if not (torch.is_grad_enabled() and parameters):
         total, states, _ = segments.forward(state, keep=False)
         return total, states[-1]
-    if hasattr(parameters[0], "full_tensor"):  # a shard: the model computes with other tensors, gathered for each block
-        raise InputError(
-            f"segment_length={segment_length} differentiates by the weights, which a sharded model does not hold: "
-            "remove it, or train with trainer.strategy=ddp."
-        )
     kept: dict[str, Any] = {"state": state, "truncated": truncated}
-    total = _SegmentedLoss.apply(segments, kept, *parameters)
+    if not hasattr(parameters[0], "full_tensor"):
+        total = _SegmentedLoss.apply(segments, kept, *parameters)
+    else:  # shards, which get their gradients from FSDP; the backward needs something to start from
+        require_float32_sums(parameters, segment_length)
+        total = _SegmentedLoss.apply(segments, kept, inputs.new_zeros((), dtype=torch.float32, requires_grad=True))
     return total, kept["final"]
 
 
@@ -123,6 +122,16 @@ def require_fixed_state(model: LanguageModel, option: str) -> None:
                 f"{option} needs a state of fixed size, but layer {layer} is softmax attention without a window, which "
                 "keeps all keys and values. Set model.window, make the layer linear, or remove the option."
             )
+
+
+def require_float32_sums(parameters: Sequence[Tensor], segment_length: int) -> None:
+    """Raise InputError for shards of less than float32, in whose dtype FSDP sums the gradients of all segments."""
+    dtype = min((parameter.dtype for parameter in parameters), key=lambda one: one.itemsize)
+    if dtype.itemsize < 4:
+        raise InputError(
+            f"segment_length={segment_length} with a sharded model of {dtype} would sum the gradients of all segments "
+            "in that precision: set trainer.precision to bf16-mixed or 32-true."
+        )
 
 
 def require_carried_state(model: LanguageModel, option: str) -> None:
@@ -215,6 +224,7 @@ class _SegmentedLoss(torch.autograd.Function):
             )
         segments, parameters = ctx.segments, ctx.parameters
         device = segments.inputs.device
+        model, is_sharded = segments.model, hasattr(segments.model, "set_requires_gradient_sync")
         # allocated first, since small tensors between large ones would keep the allocator from returning those
         sums = GradientSums(parameters)
         grad_state: list[Tensor | None] = []
@@ -225,18 +235,24 @@ class _SegmentedLoss(torch.autograd.Function):
             with torch.enable_grad(), autocast, _same_random_numbers(random_state, device):
                 before = detach(state, not ctx.truncated)
                 value, after = segments.run(segment, before)
-            sources = [*parameters, *([] if ctx.truncated else tensors_of(before))]
+            past = [] if ctx.truncated else tensors_of(before)
             outputs, gradients = [value], [grad.to(value.dtype)]
             for tensor, gradient in zip(tensors_of(after), grad_state):
                 if gradient is not None and tensor.requires_grad:
                     outputs.append(tensor)
                     gradients.append(gradient)
-            found = torch.autograd.grad(outputs, sources, gradients, allow_unused=True)
-            sums.add(found[: len(parameters)])
-            grad_state = list(found[len(parameters) :])
-            del value, after, before, outputs, found
+            if is_sharded:  # the model computes with other tensors, gathered for each block; the last adds over ranks
+                model.set_requires_gradient_sync(number == len(steps) - 1)
+                torch.autograd.backward(outputs, gradients)
+                grad_state = [tensor.grad for tensor in past]
+            else:
+                found = torch.autograd.grad(outputs, [*parameters, *past], gradients, allow_unused=True)
+                sums.add(found[: len(parameters)])
+                grad_state = list(found[len(parameters) :])
+                del found
+            del value, after, before, past, outputs
             segments.free_after(number)
-        return None, None, *sums.rounded()
+        return None, None, *(sums.rounded() if not is_sharded else [None])
 
 
 @contextmanager

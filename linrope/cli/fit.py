@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from linrope.cli.config_files import without_option
 from linrope.cli.output import command_line, rank, say, say_once, write
 from linrope.cli.ranks import errors_printed_once
-from linrope.cli.training import TrainingCLI, writes_text
+from linrope.cli.training import TrainingCLI, n_data_parallel, n_devices, writes_text
 from linrope.errors import InputError, Interrupted, NothingToDo
 from linrope.models.saving import CONFIG_FILE, is_checkpoint, open_checkpoint
 from linrope.training.callbacks.averaging import AverageWeights, require_same_averaging
@@ -142,6 +142,8 @@ class FitCLI(TrainingCLI):
         if self.config_init.run.compile and not writes_text(self.task):
             raise InputError(f"run.compile=True compiles language models only, not those of task={self.config.task!r}.")
         if self.config_init.run.compile:
+            if n_data_parallel(trainer := self.config_init.trainer) != n_devices(trainer):
+                raise InputError("run.compile=True does not go with trainer.strategy.sequence_parallel_size: drop one.")
             require_compiler("cuda" if is_nvidia(self.config_init.trainer.accelerator) else "cpu")
         self.start = None  # a line of the run's summary
         path = self.config_init.run.start_from

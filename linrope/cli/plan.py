@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from jsonargparse import Namespace
 
-from linrope.cli.training import ConfigCLI, n_devices, writes_text
+from linrope.cli.training import ConfigCLI, n_data_parallel, n_devices, writes_text
 from linrope.errors import InputError
 from linrope.profiling.fake_tensors import shapes_only
 from linrope.profiling.run_plan import AUTOCAST, Setting, measure_rate
@@ -99,6 +99,12 @@ def planned(config: Namespace) -> Setting:
     data, trainer = config.data, config.trainer
     gpu = is_nvidia(trainer.accelerator)
     devices = n_devices(trainer)
+    if n_data_parallel(trainer) != devices:
+        raise InputError(
+            f"trainer.strategy.sequence_parallel_size={devices // n_data_parallel(trainer)}: `linrope plan` knows runs "
+            "whose devices read whole rows. Set it to 1 for the plan; each device then has that share of a row's "
+            "activations."
+        )
     plan = data.plan_for(trainer.accumulate_grad_batches * devices)
     if trainer.max_steps >= 1:
         data.require_steps(plan, trainer.max_steps)

@@ -40,7 +40,7 @@ from linrope.training.callbacks.progress import ProgressReport, evaluation_metri
 from linrope.training.checkpoint import WholeCheckpointIO, find_last, require_same_model
 from linrope.training.optimizer import OptimizerConfig
 from linrope.training.precision import AUTO, automatic_precision, is_nvidia
-from linrope.training.sharding import ShardedStrategy
+from linrope.training.sharding import ShardedStrategy, mesh_sizes
 from linrope.training.task import TrainingTask
 from linrope.training.tasks.language_modeling import LanguageModelingModule
 from linrope.utils.formatting import bytes_text
@@ -287,7 +287,7 @@ class ConfigCLI(LightningCLI):
         if (epochs := trainer.max_epochs) in (None, -1):
             return
         data.open()
-        steps = data.steps_per_epoch_for(trainer.accumulate_grad_batches * n_devices(trainer))
+        steps = data.steps_per_epoch_for(trainer.accumulate_grad_batches * n_data_parallel(trainer))
         if steps is None:
             raise InputError(
                 f"trainer.max_epochs={epochs} has no meaning here: training draws from an endless stream of samples. "
@@ -433,6 +433,12 @@ def require_values(options: Namespace, config: type, section: str) -> None:
     for name, hint in hints.items():
         if name in options and options[name] is None and hint is not type(None) and type(None) not in get_args(hint):
             raise InputError(f"{section}.{name} has no value: give one, or remove the line to keep the default.")
+
+
+def n_data_parallel(trainer: Namespace) -> int:
+    """Number of devices of a run that read different batches."""
+    sizes = getattr(trainer.strategy, "sizes", None)  # of a mesh
+    return n_devices(trainer) if sizes is None else mesh_sizes(n_devices(trainer), *sizes)[0]
 
 
 def n_devices(trainer: Namespace) -> int:

@@ -6,6 +6,7 @@ all ranks, so every rank has to call `backward`, also one whose slice has no tar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,7 +52,18 @@ class SequenceGroup:
 
     def all_gather(self, x: Tensor) -> Tensor:
         """x (...) of every rank, of one shape, as (size, ...) on each."""
-        return _AllGather.apply(x, self)
+        return self.start_all_gather(x)()
+
+    def start_all_gather(self, x: Tensor) -> Callable[[], Tensor]:
+        """`all_gather` in two steps: it starts here, and a call of what is returned, once, waits for the result.
+
+        What is computed between the two runs at the same time as the gather. In the backward the reduce-scatter of the
+        gradients starts where the forward waited, and is waited for where the forward started: what was computed
+        between the two has its backward meanwhile.
+        """
+        gather = _Gather(self)
+        x = _StartGather.apply(x, gather)
+        return lambda: _WaitForGather.apply(x, gather)
 
     def tokens_before(self, x: Tensor, n: int, lengths: tuple[int, ...]) -> Tensor:
         """The n tokens before this rank's slice, or all if there are fewer.
@@ -60,7 +72,7 @@ class SequenceGroup:
         are shorter than n.
 
         Args:
-            x: (B, T, F), this rank's slice.
+            x: (B, T, F), this rank's slice, or its last min(n, T) tokens.
             n: number of tokens.
             lengths: T of each rank.
 
@@ -73,11 +85,11 @@ class SequenceGroup:
             """The tokens of the row that one rank sends to another."""
             return range(max(starts[source], starts[target] - n), min(starts[source + 1], starts[target]))
 
-        own = starts[self.rank]
+        first = starts[self.rank + 1] - x.shape[1]
         tokens = rearrange(x, "b t f -> t b f")
         sent = [reach(self.rank, target) for target in range(self.size)]
         received = [len(reach(source, self.rank)) for source in range(self.size)]
-        parts = [tokens[one.start - own : one.stop - own] for one in sent if len(one)]
+        parts = [tokens[one.start - first : one.stop - first] for one in sent if len(one)]
         buffer = torch.cat(parts) if parts else tokens[:0]
         arrived = _Exchange.apply(buffer, [len(one) for one in sent], received, self)
         return rearrange(arrived, "t b f -> b t f")
@@ -93,20 +105,53 @@ class SequenceGroup:
         return values[0]
 
 
-class _AllGather(torch.autograd.Function):
+class _Gather:
+    """The collective under way between the two functions of an all-gather, and what it reads and writes."""
+
+    def __init__(self, group: SequenceGroup) -> None:
+        self.group = group
+        self.work: dist.Work | None = None
+        self.buffers: tuple[Tensor, ...] = ()
+
+    def wait(self) -> Tensor:
+        """The tensor that the collective has written."""
+        self.work.wait()
+        written = self.buffers[0]
+        self.work, self.buffers = None, ()
+        return written
+
+
+class _StartGather(torch.autograd.Function):
+    """x as it is. The graph leads from `_WaitForGather` through it to x."""
+
     @staticmethod
-    def forward(ctx, x: Tensor, group: SequenceGroup) -> Tensor:
-        ctx.group = group
-        gathered = x.new_empty(group.size, *x.shape)
-        dist.all_gather(list(gathered), x.contiguous(), group=group.process_group)
-        return gathered
+    def forward(ctx, x: Tensor, gather: _Gather) -> Tensor:
+        ctx.gather, sent = gather, x.contiguous()
+        gathered = x.new_empty(gather.group.size, *x.shape)
+        gather.buffers = gathered, sent
+        gather.work = dist.all_gather(list(gathered), sent, group=gather.group.process_group, async_op=True)
+        return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.gather.wait(), None
+
+
+class _WaitForGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, gather: _Gather) -> Tensor:
+        ctx.gather = gather
+        return gather.wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        gather, sent = ctx.gather, grad.contiguous()
         summed = grad.new_empty(grad.shape[1:])
-        dist.reduce_scatter(summed, list(grad.contiguous()), group=ctx.group.process_group)
-        return summed, None
+        gather.buffers = summed, sent
+        gather.work = dist.reduce_scatter(summed, list(sent), group=gather.group.process_group, async_op=True)
+        return summed, None  # not read before the backward of `_StartGather`, which waits
 
 
 class _Exchange(torch.autograd.Function):

@@ -21,24 +21,80 @@ from linrope.layers.state import ModelState, from_serialized, to_serialized
 from linrope.models.language_model import LanguageModel
 from linrope.segmented import segmented_loss
 
+SLICED = "inputs", "targets", "n_bytes", "segment_ids"
+"""What of a batch has a value for each token."""
 
-def tokens_of_rank(length: int, segment_length: int, group: SequenceGroup) -> Tensor:
+
+def tokens_of_rank(
+    length: int, segment_length: int | None, group: SequenceGroup, option: str = "the length of the rows"
+) -> Tensor:
     """Which tokens of rows of `length` a rank holds, (T,) indices: its slice of each segment, one after the other.
 
-    Every segment but the last has `segment_length` tokens of each rank. The last is shared out evenly.
+    Every segment but the last has `segment_length` tokens of each rank. The last is shared out evenly, earlier ranks
+    first. None is for rows that are read as one segment.
 
     Raises:
-        InputError: on every rank, a last segment of fewer tokens than ranks.
+        InputError: on every rank, a last segment of fewer tokens than ranks. The message names the `option` that sets
+            the length.
     """
+    if segment_length is None:
+        segment_length = -(-length // group.size)
     whole, rest = divmod(length, segment_length * group.size)
     if 0 < rest < group.size:
+        of_segment = "" if whole == 0 else f" for the last segment, after {whole} of {group.size} × {segment_length}"
         raise InputError(
-            f"rows of {length} tokens leave {rest} for the last of segments of {group.size} × {segment_length}: each "
-            "rank needs one. Change the length of the rows or of the segments."
+            f"{option}={length} leaves {rest} tokens{of_segment}, and each of the {group.size} devices that share a "
+            "row needs one: change it, or segment_length, or the number of devices."
         )
     first = torch.arange(whole)[:, None] * segment_length * group.size + group.rank * segment_length
     indices = (first + torch.arange(segment_length)).flatten()
     return torch.cat((indices, torch.arange(length - rest, length).tensor_split(group.size)[group.rank]))
+
+
+def slice_of(batch: dict[str, Any], segment_length: int | None, group: SequenceGroup) -> dict[str, Any]:
+    """A rank's part of a batch of rows that a group shares: the tokens that `tokens_of_rank` names.
+
+    Args:
+        batch: "inputs", "targets" and, if they exist, "n_bytes" and "segment_ids", each (B, T); others stay.
+        segment_length: as in `tokens_of_rank`.
+        group: the ranks.
+
+    Returns:
+        The batch with "positions", (T of this rank,), and "longest_slice", the tokens of a row on the rank with most.
+    """
+    length = batch["inputs"].shape[1]
+    mine = tokens_of_rank(length, segment_length, group).to(batch["inputs"].device)
+    parts = {name: batch[name][:, mine] for name in SLICED if name in batch}
+    whole, rest = (0, length) if segment_length is None else divmod(length, segment_length * group.size)
+    longest = whole * (segment_length or 0) - (-rest // group.size)
+    return {**batch, **parts, "positions": mine, "longest_slice": longest}
+
+
+def sequence_parallel_token_losses(
+    model: LanguageModel,
+    tokens: Tensor,
+    targets: Tensor,
+    segment_length: int | None,
+    *,
+    group: SequenceGroup,
+    segment_ids: Tensor | None = None,
+) -> Tensor:
+    """The loss of each target of this rank, (B, T) float32 in nats, without gradient; arguments as below, `None` for
+    rows that are one segment."""
+    segments: list[Tensor] = []
+
+    def read(tokens, targets, segment_ids, previous_ids, state):
+        options = {"segment_ids": segment_ids, "previous_ids": previous_ids, "state": state, "reduction": "none"}
+        losses, after = sequence_parallel_loss(model, tokens, targets, group=group, **options)
+        segments.append(losses)
+        return losses.sum(), None if segment_length is None else state_of_last(after, group)
+
+    with torch.no_grad():  # then each segment is computed once, in order
+        if segment_length is None:
+            read(tokens, targets, segment_ids, None, None)
+        else:
+            segmented_loss(model, tokens, targets, segment_length, segment_ids=segment_ids, read=read)
+    return torch.cat(segments, dim=1)
 
 
 def sequence_parallel_segmented_loss(

@@ -2,8 +2,10 @@
 
 All that linear attention needs of the ranks before is their merged `State`, of a fixed size. Each layer has one
 all-gather of states in the forward and one reduce-scatter of their gradients in the backward, whatever the length
-(LASP-2, arXiv 2502.07563, gathers states too). Short convolutions and windows of softmax attention take their last few
-tokens from the rank before; selective rotation gathers its angles.
+(LASP-2, arXiv 2502.07563, gathers states too). It is under way while a layer computes its queries and its output gate,
+and in the backward their gradients. Short convolutions and windows of softmax attention take their last few
+tokens from the rank before; selective rotation gathers its angles. Softmax attention without a window is refused:
+PyTorch's `context_parallel`, a prototype, has no CPU kernel, and it deals tokens to ranks in another order.
 
 Loss and gradients are those of the whole rows: the loss is the sum over the ranks, and gradients of weights and of
 initial states are sums over the ranks of what each rank's `backward` leaves in `.grad`.
@@ -12,20 +14,25 @@ initial states are sums over the ranks of what each rank's `backward` leaves in 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from linrope.distributed.group import SequenceGroup
 from linrope.distributed.slices import SequenceSlice
 from linrope.errors import InputError
 from linrope.layers.state import ModelState
-from linrope.losses import rows_of_slice, summed_cross_entropy_of, token_losses_of
+from linrope.models.base import Model
+from linrope.models.encoder import EncoderModel
+from linrope.models.heads import MaskedLM
 from linrope.models.language_model import LanguageModel
 from linrope.ops.call import autocast_inputs, without_autocast
 from linrope.ops.linear_attention import linear_attention
 from linrope.ops.state import State
 from linrope.ops.summarize import summarize
+from linrope.positions.base import require_within
 from linrope.rotary import RotaryEmbedding
 from linrope.segmented import require_fixed_state
 
@@ -79,9 +86,86 @@ def sequence_parallel_attention(
     shared = {"feature_map": feature_map, "normalize": normalize, "key_mask": key_mask, "segment_ids": segment_ids}
     with without_autocast(q):
         own = summarize(k, v, rope, log_decay=log_decay, **shared)
-        before = where.merge_before(own, rope, state, causal)
+        before = where.start_merge(own, rope, state, causal)()
         options = {"log_decay": log_decay, "causal": causal, "eps": eps, "backend": backend, **shared}
         return linear_attention(q, k, v, rope, **options, state=before, return_state=return_state)
+
+
+def sequence_parallel_masked_loss(
+    model: MaskedLM,
+    tokens: Tensor,
+    targets: Tensor,
+    *,
+    group: SequenceGroup,
+    key_mask: Tensor | None = None,
+    token_types: Tensor | None = None,
+) -> Tensor:
+    """The loss of the masked tokens in this rank's slice of each row, given all tokens of the row.
+
+    Gradients, and what every rank has to do, are as in `sequence_parallel_loss`.
+
+    Args:
+        model: with `attention: linear`; the same weights on every rank.
+        tokens: (B, T) integers, this rank's slice; T may differ between the ranks.
+        targets: (B, T) tokens, or IGNORE (-100) where nothing is asked.
+        group: the ranks.
+        key_mask, token_types: this rank's slice, see `RoFormerEncoder`.
+
+    Returns:
+        The summed cross entropies of the slice's targets, in nats.
+
+    Raises:
+        InputError: on every rank, softmax attention, arguments of one that do not fit, slices that do not fit together,
+            more tokens than learned positions.
+    """
+    where = slice_of_encoder(model, tokens, targets, group=group, key_mask=key_mask, token_types=token_types)
+    return model(tokens, key_mask, token_types, targets, state=where.states_before(model.config.n_layers))
+
+
+def slice_of_encoder(
+    model: EncoderModel,
+    tokens: Tensor,
+    targets: Tensor,
+    *,
+    group: SequenceGroup,
+    key_mask: Tensor | None = None,
+    token_types: Tensor | None = None,
+) -> SequenceSlice:
+    """Where this rank's slice of an encoder's rows stands: `states_before` gives the encoder the other ranks' tokens.
+
+    The arguments are those of `sequence_parallel_masked_loss`, whose errors it raises.
+    """
+    if model.config.attention != "linear":
+        raise InputError(
+            f"sequence parallelism needs linear attention, but model.attention is {model.config.attention!r}, which "
+            "sees all keys, and no rank holds them. Set model.attention to 'linear', or do not split the rows."
+        )
+    problem = _refused(partial(model.body.check, tokens, key_mask, token_types), tokens, targets)
+    shape = (1, 1) if problem is not None else tuple(tokens.shape)
+    where = SequenceSlice.of(group, shape, next(model.parameters()).device, problem=problem)
+    _require_positions(model, where)
+    return where
+
+
+def _refused(check: Callable[[], None], tokens: Tensor, targets: Tensor) -> InputError | None:
+    """The error of a check of this rank's arguments, which the other ranks must be told before it is raised."""
+    try:
+        check()
+        if targets.shape != tokens.shape:
+            raise InputError(
+                f"targets is {tuple(targets.shape)}, tokens {tuple(tokens.shape)}: pass one for each token."
+            )
+    except InputError as error:
+        return error
+    return None
+
+
+def _require_positions(model: Model, where: SequenceSlice) -> None:
+    """Raise InputError, on every rank, if the rows have more tokens than the model has learned positions."""
+    positions = model.config.positions
+    if positions.name == "learned":
+        last = torch.tensor([where.start_of(where.group.size) - 1])
+        require_within(last, positions.length, positions.name)
 
 
 def sequence_parallel_loss(
@@ -94,7 +178,6 @@ def sequence_parallel_loss(
     state: ModelState | None = None,
     previous_ids: Tensor | None = None,
     reduction: Literal["sum", "none"] = "sum",
-    run: Callable[..., tuple] | None = None,
 ) -> tuple[Tensor, ModelState]:
     """The loss of this rank's slice of the tokens, given all tokens before it, and the state after the slice.
 
@@ -115,23 +198,22 @@ def sequence_parallel_loss(
         state: the state before the row's first token, the same on every rank.
         previous_ids: the documents that the state belongs to, see `SequenceSlice.of`; None: the first of these tokens.
         reduction: "sum", or "none" for the loss of each target, (B, T).
-        run: calls the blocks, as in `LanguageModel.transform`, for example to recompute them in the backward.
 
     Returns:
         The loss in nats, float32, and the state after this slice, which on the last rank is that of the row:
         `state_of_last` gives it to all.
 
     Raises:
-        InputError: tokens or targets that do not fit, a softmax layer without a window; on every rank, slices that do
-            not fit together.
+        InputError: on every rank, a softmax layer without a window, tokens or targets of one that do not fit, slices
+            that do not fit together, more tokens than learned positions.
     """
     require_fixed_state(model, "sequence parallelism")
-    model.check(tokens, state, segment_ids)
-    if targets.shape != tokens.shape:
-        raise InputError(f"targets is {tuple(targets.shape)}, tokens {tuple(tokens.shape)}: pass one for each token.")
-    first = None if state is None else state[0]
-    where = SequenceSlice.of(group, tuple(tokens.shape), tokens.device, segment_ids, first, previous_ids)
+    problem = _refused(partial(model.check, tokens, state, segment_ids), tokens, targets)
+    device, first = next(model.parameters()).device, None if state is None or problem is not None else state[0]
+    shape = (1, 1) if problem is not None else tuple(tokens.shape)
+    where = SequenceSlice.of(group, shape, device, segment_ids, first, previous_ids, problem)
+    if segment_ids is None:
+        _require_positions(model, where)
     before = where.states_before(len(model.blocks), state)
-    x, after = model.transform(model.embedding(tokens), before, segment_ids, run=run)
-    loss = summed_cross_entropy_of if reduction == "sum" else token_losses_of
-    return loss(model.output, x, targets, rows_of_slice(model.config.vocab_size, x.device.type)), after
+    options = {"segment_ids": segment_ids, "return_state": True, "targets": targets, "reduction": reduction}
+    return model(tokens, before, **options)  # a sharded model has to be called as a whole

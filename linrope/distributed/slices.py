@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -48,6 +49,7 @@ class SequenceSlice:
         segment_ids: Tensor | None = None,
         state: AttentionState | State | None = None,
         previous_ids: Tensor | None = None,
+        problem: InputError | None = None,
     ) -> SequenceSlice:
         """Where a slice of these rows stands. One gather of a few integers, two in packed rows, and the host waits.
 
@@ -60,14 +62,15 @@ class SequenceSlice:
             state: the state before the row's first token, the same on every rank.
             previous_ids: (B,) integers, on the last rank the documents that `state` belongs to, on the others any. A
                 row whose first id differs begins a document. None: all rows continue the state.
+            problem: what this rank's arguments were refused for, raised here once the other ranks know; None for
+                nothing.
 
         Raises:
             InputError: on every rank, if the slices of one do not fit: no token, another number of rows,
-                segment_ids on some ranks only or of another shape, states of different lengths.
+                segment_ids on some ranks only or of another shape, states of different lengths, a `problem`.
         """
         past = getattr(state, "past", state)
-        problem = None
-        if segment_ids is not None:
+        if segment_ids is not None and problem is None:
             try:
                 check_segment_ids(segment_ids, *shape, device)
             except InputError as error:  # the others would wait for this rank
@@ -133,7 +136,8 @@ class SequenceSlice:
         return ModelState(self.state_before(None if state is None else state[layer]) for layer in range(n_layers))
 
     def tokens_before(self, x: Tensor, n: int) -> Tensor:
-        """The n tokens before this slice (or fewer), (B, m, F), of x (B, T, F), whatever their document."""
+        """The n tokens before this slice (or fewer), (B, m, F), whatever their document; x is (B, T, F), or its last n
+        tokens."""
         return self.group.tokens_before(x, n, self.lengths)
 
     def is_open(self, n: int) -> Tensor | None:
@@ -149,11 +153,13 @@ class SequenceSlice:
         began = self.document_start.masked_fill(continued, self.start - n)
         return positions >= began[:, None]
 
-    def merge_before(self, own: State, rope: RotaryEmbedding | None, initial: State | None, causal: bool) -> State:
+    def start_merge(
+        self, own: State, rope: RotaryEmbedding | None, initial: State | None, causal: bool
+    ) -> Callable[[], State]:
         """The state before this slice, in exchange for the state `own` of the slice's own tokens.
 
-        One all-gather, whose size does not depend on the number of tokens. With r_j the tokens before rank j's slice
-        and G_j its total log decay, on rank i
+        The exchange starts here, and a call of what is returned waits for it: one all-gather, whose size does not
+        depend on the number of tokens. With r_j the tokens before rank j's slice and G_j its total log decay, on rank i
 
             kv = Σ_{j<i} e^{G_{j+1} + … + G_{i-1}} R_{r_j} kv_j
 
@@ -165,7 +171,14 @@ class SequenceSlice:
                 "segment_ids with causal=False: documents that see later tokens are not split between ranks. Pass rows "
                 "of one document each, or give every rank whole documents without the group."
             )
-        rank, gathered = self.group.rank, self.group.all_gather(_packed(own))
+        gathered = self.group.start_all_gather(_packed(own))
+        return lambda: self._merged(gathered(), own, rope, initial, causal)
+
+    def _merged(
+        self, gathered: Tensor, own: State, rope: RotaryEmbedding | None, initial: State | None, causal: bool
+    ) -> State:
+        """The state before this slice, from the packed states (size, B, H, F) of all ranks."""
+        rank = self.group.rank
         others = [*range(rank)] if causal else [one for one in range(self.group.size) if one != rank]
         # of the first rank none, but a part of the graph: every rank takes part in the backward
         gathered = gathered[:rank] if causal else torch.cat((gathered[:rank], gathered[rank + 1 :]))
@@ -226,7 +239,7 @@ def _check_headers(headers: list[list[int]]) -> None:
     """Raise InputError, the same on every rank, unless the slices are of the same rows."""
     if any(refused for *_, refused in headers):
         ranks = [rank for rank, (*_, refused) in enumerate(headers) if refused]
-        raise InputError(f"the segment_ids of rank {ranks[0]} do not fit its slice: its own error says why.")
+        raise InputError(f"rank {ranks[0]} refuses its slice: its own error says why.")
     rows, lengths, packed, offsets, _ = zip(*headers)
     if min(lengths) < 1:
         raise InputError(
@@ -253,15 +266,10 @@ class _SlicePast(RemotePast):
     def length(self) -> int:
         return self.where.start
 
-    def exchange_state(self, own, rope, causal):
-        return self.where.merge_before(own, rope, None if self.initial is None else self.initial.past, causal)
+    def start_exchange(self, own, rope, causal):
+        return self.where.start_merge(own, rope, None if self.initial is None else self.initial.past, causal)
 
     def exchange_cache(self, k, v, key_mask, window):
-        if window is None:
-            raise InputError(
-                "softmax attention without a window sees all keys, which no rank holds: set window, make the layer "
-                "linear, or do not split the sequence."
-            )
         visible = key_mask
         heads = k.shape[1]
         flat = [rearrange(x, "b h t d -> b t (h d)") for x in (k, v)]
@@ -294,9 +302,9 @@ class _SliceState(AttentionState):
 
     past: _SlicePast
 
-    def tail_before(self, inputs, n):
+    def tail_before(self, last_inputs, n):
         where, initial = self.past.where, self.past.initial
-        tail = where.tokens_before(inputs, n)
+        tail = where.tokens_before(last_inputs(n), n)
         missing = n - tail.shape[1]
         if initial is None or initial.conv_tail is None:
             tail = F.pad(tail, (0, 0, missing, 0))

@@ -32,12 +32,18 @@ class LossByPosition:
         self.sums = torch.zeros(N_BUCKETS, 3, dtype=torch.float64)  # nats, bytes and targets
         self.longest = 0  # length of the longest row
 
-    def add(self, losses: Tensor, targets: Tensor, n_bytes: Tensor | None = None) -> None:
-        """Add losses in nats, targets and the targets' byte counts (None if tokens are bytes), all (B, T)."""
+    def add(
+        self, losses: Tensor, targets: Tensor, n_bytes: Tensor | None = None, positions: Tensor | None = None
+    ) -> None:
+        """Add losses in nats, targets and the targets' byte counts (None if tokens are bytes), all (B, T).
+
+        `positions` (T,) are those in the row, of a part of its tokens; None for a whole row.
+        """
         n_bytes, asked = bytes_of(targets, n_bytes), targets != IGNORE
         sums = torch.stack([losses.sum(0).cpu(), n_bytes.sum(0).cpu(), asked.sum(0).cpu()], dim=1)
-        self.sums.index_add_(0, bucket_of(torch.arange(targets.shape[1])), sums.double())
-        self.longest = max(self.longest, targets.shape[1])
+        positions = torch.arange(targets.shape[1]) if positions is None else positions.cpu()
+        self.sums.index_add_(0, bucket_of(positions), sums.double())
+        self.longest = max(self.longest, int(positions[-1]) + 1)
 
     def __add__(self, other: LossByPosition) -> LossByPosition:
         """The losses of both, for example of two ranks."""

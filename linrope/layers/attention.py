@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from linrope.errors import InputError, require_choice
 from linrope.layers.initialisation import reset
-from linrope.layers.linear import Linear
+from linrope.layers.linear import ALL, Linear
 from linrope.layers.selective_rope import SelectiveRope
 from linrope.layers.short_convolution import ShortConvolution
 from linrope.layers.state import AttentionState, RemotePast, token_positions
@@ -126,12 +126,12 @@ class Attention(nn.Module):
             InputError: x, segment_ids or key_mask of the wrong shape or dtype, a state of another layer or batch.
         """
         x = self._checked(x, state, key_mask)
-        o, state = self._run(x, state, segment_ids, key_mask, outputs=True)
+        o, gate, state = self._run(x, state, segment_ids, key_mask, outputs=True)
         if self.norm is not None:
             o = self.norm(o.to(self.norm.weight.dtype))  # float32 under autocast, which keeps norms in it
         o = rearrange(o, "b h t d -> b t (h d)")
         if self.gate is not None:
-            o = o * F.silu(self.gate(x))
+            o = o * F.silu(self.gate(x) if gate is None else gate)
         y = self.out(o)
         return (y, state) if return_state else y
 
@@ -143,7 +143,7 @@ class Attention(nn.Module):
         key_mask: Tensor | None = None,
     ) -> AttentionState:
         """The state that `forward` returns, without the time for the outputs; the arguments are those of `forward`."""
-        return self._run(self._checked(x, state, key_mask), state, segment_ids, key_mask, outputs=False)[1]
+        return self._run(self._checked(x, state, key_mask), state, segment_ids, key_mask, outputs=False)[-1]
 
     def _run(
         self,
@@ -152,29 +152,32 @@ class Attention(nn.Module):
         segment_ids: Tensor | None,
         key_mask: Tensor | None,
         outputs: bool,
-    ) -> tuple[Tensor | None, AttentionState]:
-        """The heads' outputs (B, H, T, D), None without `outputs`, and the state after x."""
+    ) -> tuple[Tensor | None, Tensor | None, AttentionState]:
+        """The heads' outputs (B, H, T, D), None without `outputs`; what the gate's layer returns, None if it was not
+        called; and the state after x."""
         positions, document_start = token_positions(x, state, segment_ids)
         before = AttentionState(None) if state is None else state
-        qkv, tail, angle = self.qkv(x), None, None
-        if key_mask is not None and self.causal:
-            # for the convolution padding is as the zeros before a row, whatever the bias
-            qkv = qkv.masked_fill(~key_mask[..., None], 0)
-        if self.conv is not None:
-            qkv, tail = self.conv(qkv, before.tail_before(qkv, self.conv.width - 1), segment_ids)
-        q, k, v = rearrange(qkv, "b t (three h d) -> three b h t d", three=3, h=self.n_heads)
+        projected = _Projected(self, x, before, segment_ids, key_mask, outputs)
+        k, v, rotation, angle = *projected.keys_and_values(), None, None
         if self.rotate_values:
             v = self.rope.rotate(v, **positions_within(before.past, positions))
         if self.selective is not None:  # also across documents: only differences of angles count
-            q, k, angle = self.selective.rotate(x, q, k, self.rope, before.angle_before)
-        o, past = self.attend(x, q, k, v, before.past, segment_ids, key_mask, positions, outputs)
-        return o, AttentionState(past, tail, document_start, angle)
+            rotation, angle = self.selective.rotation(x, k.dtype, self.rope, before.angle_before)
+            k = self.selective.rotate(k, rotation, self.rope)
 
-    def attend(self, x, q, k, v, past, segment_ids, key_mask, positions, outputs):
+        def queries() -> Tensor:
+            q = projected.queries()
+            return q if rotation is None else self.selective.rotate(q, rotation, self.rope)
+
+        o, past = self.attend(x, queries, k, v, before.past, segment_ids, key_mask, positions, outputs)
+        return o, projected.gate, AttentionState(past, projected.tail(), document_start, angle)
+
+    def attend(self, x, queries, k, v, past, segment_ids, key_mask, positions, outputs):
         """Outputs (B, H, T, D), None without `outputs`, and the past after these tokens.
 
-        The past is None at the start, and a `RemotePast` where other devices hold earlier tokens. `positions` are those
-        within documents (B, T); None if they are those of the row.
+        The past is None at the start, and a `RemotePast` where other devices hold earlier tokens: then `queries()`,
+        which returns q, is called while their state is under way. `positions` are those within documents (B, T); None
+        if they are those of the row.
         """
         raise NotImplementedError
 
@@ -219,6 +222,78 @@ class Attention(nn.Module):
                     f"state.{name} is {found}, this call needs {expected}: pass the state that this layer, or one with "
                     f"the same {options}, returned for the same rows."
                 )
+
+
+class _Projected:
+    """Queries, keys and values of one call, after the convolution.
+
+    Where other devices hold earlier tokens, linear layers exchange the state that keys and values leave. There these
+    two come first. Queries and the output gate are computed while the exchange is under way.
+    """
+
+    def __init__(
+        self,
+        layer: Attention,
+        x: Tensor,
+        before: AttentionState,
+        segment_ids: Tensor | None,
+        key_mask: Tensor | None,
+        outputs: bool,
+    ) -> None:
+        self.layer, self.x, self.segment_ids, self.outputs = layer, x, segment_ids, outputs
+        self.hidden = None
+        if key_mask is not None and layer.causal:
+            # for the convolution padding is as the zeros before a row, whatever the bias
+            self.hidden = ~key_mask[..., None]
+        self.is_remote = isinstance(before.past, RemotePast)
+        # an adapter around `qkv` has no parts, and a window's keys are not waited for apart
+        self.in_parts = self.is_remote and layer.past_type is State and isinstance(layer.qkv, Linear)
+        self.of_queries = slice(0, layer.n_heads * layer.head_dim)
+        self.tail_before = None
+        if layer.conv is not None:
+            self.tail_before = before.tail_before(self._last_inputs, layer.conv.width - 1)
+        self.q: Tensor | None = None
+        self.gate: Tensor | None = None
+        self.tails: list[Tensor] = []
+
+    def keys_and_values(self) -> tuple[Tensor, Tensor]:
+        """k and v, (B, H, T, D)."""
+        if self.in_parts:
+            return self._heads(slice(self.of_queries.stop, 3 * self.of_queries.stop))
+        self.q, k, v = self._heads(ALL)
+        return k, v
+
+    def queries(self) -> Tensor:
+        """q, (B, H, T, D); with `outputs` also the gate, where there is an exchange to be waited for."""
+        if self.q is None:
+            (self.q,) = self._heads(self.of_queries)
+        if self.is_remote and self.outputs and self.layer.gate is not None:
+            self.gate = self.layer.gate(self.x)
+        return self.q
+
+    def tail(self) -> Tensor | None:
+        """The `conv_tail` after x."""
+        if self.layer.conv is None:
+            return None
+        if self.q is None:
+            self.queries()
+        return self.tails[0] if len(self.tails) == 1 else torch.cat(self.tails[::-1], dim=-1)
+
+    def _heads(self, channels: slice) -> tuple[Tensor, ...]:
+        """These of queries, keys and values, each (B, H, T, D)."""
+        y = self._hide(self.layer.qkv(self.x) if channels == ALL else self.layer.qkv(self.x, channels))
+        if self.layer.conv is not None:
+            before = None if self.tail_before is None else self.tail_before[..., channels]
+            y, tail = self.layer.conv(y, before, self.segment_ids, channels)
+            self.tails.append(tail)
+        return rearrange(y, "b t (n h d) -> n b h t d", h=self.layer.n_heads, d=self.layer.head_dim).unbind()
+
+    def _last_inputs(self, n: int) -> Tensor:
+        """The convolution's inputs at the last n tokens, or all if there are fewer, (B, ≤ n, C)."""
+        return self._hide(self.layer.qkv(self.x[:, -n:]), last=n)
+
+    def _hide(self, y: Tensor, last: int = 0) -> Tensor:
+        return y if self.hidden is None else y.masked_fill(self.hidden[:, -last:], 0)
 
 
 def positions_within(

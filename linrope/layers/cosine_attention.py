@@ -11,7 +11,7 @@ from torch import Tensor
 
 from linrope.errors import InputError, require_choice
 from linrope.layers.attention import Attention, AttentionOptions, checked_head_dim
-from linrope.layers.linear_attention import past_before, run_operator
+from linrope.layers.linear_attention import run_operator, start_exchange
 from linrope.ops.call import without_autocast
 from linrope.ops.state import State
 from linrope.positions.base import PositionsConfig
@@ -80,13 +80,16 @@ class CosineAttention(Attention):
             "backend": backend,
         }
 
-    def attend(self, x, q, k, v, past, segment_ids, key_mask, positions, outputs):
+    def attend(self, x, queries, k, v, past, segment_ids, key_mask, positions, outputs):
         dtype = v.dtype
         options = {**self.options, "key_mask": key_mask, "segment_ids": segment_ids}
-        with without_autocast(q):
-            q, k = with_one(q), with_one(k)
-            v = v.to(q.dtype)
-            o, final = run_operator(q, k, v, options, past_before(k, v, options, past), outputs)
+        with without_autocast(k):
+            k = with_one(k)
+            v = v.to(k.dtype)
+            before = start_exchange(k, v, options, past)
+        q = queries()
+        with without_autocast(k):
+            o, final = run_operator(with_one(q), k, v, options, before(), outputs)
         return None if o is None else o.to(dtype), final
 
     def past_bytes(self, context, dtype):

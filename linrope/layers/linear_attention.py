@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -122,13 +123,15 @@ class LinearAttention(Attention):
         reset(self.forget)
         reset(self.selective)
 
-    def attend(self, x, q, k, v, past, segment_ids, key_mask, positions, outputs):
-        if self.log_scale is not None:
-            scale = self.log_scale.exp()[:, None, None]
-            q, k = (q * scale).to(q.dtype), (k * scale).to(k.dtype)
-        if self.before_map:
-            at = positions_within(past, positions)  # φ(R_i q)ᵀφ(R_j k) is not a function of i - j alone
-            q, k = self.rope.rotate(q, **at), self.rope.rotate(k, **at)
+    def attend(self, x, queries, k, v, past, segment_ids, key_mask, positions, outputs):
+        scale = None if self.log_scale is None else self.log_scale.exp()[:, None, None]
+        at = positions_within(past, positions)  # φ(R_i q)ᵀφ(R_j k) is not a function of i - j alone
+
+        def scaled(y: Tensor) -> Tensor:
+            y = y if scale is None else (y * scale).to(y.dtype)
+            return self.rope.rotate(y, **at) if self.before_map else y
+
+        k = scaled(k)
         rope = self.rope if self.selective is None else self.selective.identity
         log_decay = None if self.forget is None else self.forget(x)
         if log_decay is not None and key_mask is not None:
@@ -144,9 +147,13 @@ class LinearAttention(Attention):
         }
         dtype = v.dtype
         # selective q and k keep float32: gradients of angles are differences, which rounding would spoil
-        with nullcontext() if self.selective is None else without_autocast(q):
-            v = v.to(q.dtype)
-            past = past_before(k, v, options, past)
+        precision = nullcontext if self.selective is None else partial(without_autocast, k)
+        with precision():
+            v = v.to(k.dtype)
+            before = start_exchange(k, v, options, past)
+        q = scaled(queries())
+        past = before()
+        with precision():
             o, final = run_operator(q, k, v, options, past, outputs)
         if o is None:
             return None, final
@@ -161,11 +168,14 @@ class LinearAttention(Attention):
         return self.n_heads * (self.n_features * (self.head_dim + sums) + 1) * working.itemsize + angles
 
 
-def past_before(k: Tensor, v: Tensor, options: dict[str, Any], past: State | RemotePast | None) -> State | None:
-    """The state before keys and values; where other devices hold earlier tokens, in exchange for the state of these."""
+def start_exchange(
+    k: Tensor, v: Tensor, options: dict[str, Any], past: State | RemotePast | None
+) -> Callable[[], State | None]:
+    """A call of what is returned gives the state before keys and values. Where other devices hold earlier tokens, it
+    waits for it, and the state of these keys and values is sent here."""
     if not isinstance(past, RemotePast):
-        return past
-    return past.exchange_state(_own_state(k, v, options), options["rope"], options["causal"])
+        return lambda: past
+    return past.start_exchange(_own_state(k, v, options), options["rope"], options["causal"])
 
 
 def _own_state(k: Tensor, v: Tensor, options: dict[str, Any]) -> State:

@@ -52,24 +52,26 @@ class SelectiveRope(nn.Module):
         theta = theta if theta.ndim == 1 else theta[:, None]
         return (self(x).to(torch.float64) * theta).cumsum(dim=2)
 
-    def rotate(
-        self, x: Tensor, q: Tensor, k: Tensor, rope: RotaryEmbedding, before: Callable[[Tensor], Tensor | None]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotate queries and keys (B, H, T, D) of the tokens x (B, T, d_model); `before` returns the last
-        angle before them, (B, H, R/2), None for 0, from the angle by which they advance it.
+    def rotation(
+        self, x: Tensor, dtype: torch.dtype, rope: RotaryEmbedding, before: Callable[[Tensor], Tensor | None]
+    ) -> tuple[Tensor, Tensor]:
+        """The rotation of each token of x (B, T, d_model), (B, H, T, R/2) complex, for queries and keys of a dtype.
 
-        Both are in float32 at least. With them comes the last token's angle modulo 2π, (B, H, R/2) float64.
+        `before` returns the last angle before x, (B, H, R/2), None for 0, from the angle by which x advances it. With
+        the rotation comes the last token's angle modulo 2π, (B, H, R/2) float64.
         """
         angles = self.angles(x, rope.frequencies(x.device))
         past = before(angles[:, :, -1:].sum(dim=2))
         if past is None:
             past = x.new_zeros(x.shape[0], *self.n_angles, dtype=torch.float64)
         angles = (angles + past[:, :, None]).remainder(2 * math.pi)
-        working = torch.promote_types(q.dtype, torch.float32)
-        rounded = angles.to(working)
+        rounded = angles.to(torch.promote_types(dtype, torch.float32))
         rotation = torch.complex(rounded.cos(), rounded.sin())
-        q, k = (rotate(y.to(working), rotation, rope.interleaved) for y in (q, k))
-        return q, k, angles[:, :, -1].clone() if x.shape[1] else past
+        return rotation, angles[:, :, -1].clone() if x.shape[1] else past
+
+    def rotate(self, y: Tensor, rotation: Tensor, rope: RotaryEmbedding) -> Tensor:
+        """Queries or keys (B, H, T, D) rotated by `rotation`, in float32 at least."""
+        return rotate(y.to(torch.promote_types(y.dtype, torch.float32)), rotation, rope.interleaved)
 
 
 class _AngleLinear(Float32Linear):

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linrope.errors import InputError
+from linrope.layers.linear import ALL
 from linrope.ops.documents import number_documents
 from linrope.ops.short_convolution import short_convolution
 
@@ -35,19 +36,23 @@ class ShortConvolution(nn.Module):
         nn.init.uniform_(self.weight, -(self.width**-0.5), self.width**-0.5)
 
     def forward(
-        self, x: Tensor, tail: Tensor | None = None, segment_ids: Tensor | None = None
+        self, x: Tensor, tail: Tensor | None = None, segment_ids: Tensor | None = None, channels: slice = ALL
     ) -> tuple[Tensor, Tensor]:
         """Convolve x (B, T, C), to (B, T, C) and the tail for the tokens after x.
 
         The `tail` (B, width - 1, C) are the inputs before x; None for zeros. With the `segment_ids` (B, T) of packed
-        rows a token sees its own document only, and the tail belongs to the first one.
+        rows a token sees its own document only, and the tail belongs to the first one. `channels`, a slice with a
+        start, are those of x and tail if they are not all.
         """
         if tail is None:
             tail = x.new_zeros(x.shape[0], self.width - 1, x.shape[2])
         documents = None
         if segment_ids is not None and x.shape[1]:
             documents = number_documents(segment_ids)
-        y = short_convolution(x, tail, self.weight, documents, self.without_silu)
+        weight, without_silu = self.weight, self.without_silu
+        if channels != ALL:
+            weight, without_silu = weight[channels], min(max(without_silu - channels.start, 0), x.shape[2])
+        y = short_convolution(x, tail, weight, documents, without_silu)
         # a copy: a view would keep all of x in memory
         following = torch.cat((tail.to(x.dtype), x[:, -self.width + 1 :]), dim=1)[:, -self.width + 1 :].clone()
         if documents is not None:

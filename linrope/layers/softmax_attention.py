@@ -73,8 +73,16 @@ class SoftmaxAttention(Attention):
         super().reset_parameters()
         reset(self.encoding)
 
-    def attend(self, x, q, k, v, past, segment_ids, key_mask, positions, outputs):
-        scale = None
+    def _check(self, x, state):
+        super()._check(x, state)
+        if self.window is None and state is not None and isinstance(state.past, RemotePast):
+            raise InputError(
+                "softmax attention without a window sees all keys, which no rank holds: set window, make the layer "
+                "linear, or do not split the sequence."
+            )
+
+    def attend(self, x, queries, k, v, past, segment_ids, key_mask, positions, outputs):
+        q, scale = queries(), None
         if self.rope is not None:
             offset = 0 if past is None else past.length
             k = self.rope.rotate(k, offset)

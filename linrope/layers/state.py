@@ -85,8 +85,9 @@ class AttentionState(_Movable):
     document_start: Tensor | None = None
     angle: Tensor | None = None
 
-    def tail_before(self, inputs: Tensor, n: int) -> Tensor | None:
-        """The `conv_tail` of n tokens; the convolution's new inputs (B, T, channels) matter to other devices only."""
+    def tail_before(self, last_inputs: Callable[[int], Tensor], n: int) -> Tensor | None:
+        """The `conv_tail` of n tokens; the convolution's inputs at the last n of the new tokens, (B, ≤ n, channels),
+        which `last_inputs(n)` computes, matter to other devices only."""
         return self.conv_tail
 
     def angle_before(self, own: Tensor) -> Tensor | None:
@@ -107,11 +108,12 @@ class RemotePast:
     length: int
     initial: AttentionState | None
 
-    def exchange_state(self, own: State, rope: RotaryEmbedding | None, causal: bool) -> State:
-        """The state before the tokens here, whose own state is `own`; without causality that of all other tokens."""
+    def start_exchange(self, own: State, rope: RotaryEmbedding | None, causal: bool) -> Callable[[], State]:
+        """Send `own`, the state of the tokens here. A call of what is returned waits for the state before them; without
+        causality for that of all other tokens. What does not need it is computed in between."""
         raise NotImplementedError
 
-    def exchange_cache(self, k: Tensor, v: Tensor, key_mask: Tensor | None, window: int | None) -> KeyValueCache:
+    def exchange_cache(self, k: Tensor, v: Tensor, key_mask: Tensor | None, window: int) -> KeyValueCache:
         """The cache before the tokens here, whose rotated keys and values are k and v."""
         raise NotImplementedError
 

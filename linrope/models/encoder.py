@@ -17,6 +17,7 @@ from linrope.layers.initialisation import reset
 from linrope.layers.linear import Linear
 from linrope.layers.linear_attention import LinearAttention
 from linrope.layers.softmax_attention import SoftmaxAttention
+from linrope.layers.state import AttentionState, ModelState
 from linrope.models.base import Model, ModelConfig, check_tokens, differences, flat_options
 from linrope.ops.checks import check_tensor
 from linrope.positions.base import PositionsConfig
@@ -129,9 +130,9 @@ class EncoderBlock(nn.Module):
         self.activation = ACTIVATIONS[config.activation]
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, key_mask: Tensor | None = None, state: AttentionState | None = None) -> Tensor:
         """(B, T, d_model) -> (B, T, d_model)."""
-        x = self.attention_norm(x + self.dropout(self.attention(x, key_mask=key_mask)))
+        x = self.attention_norm(x + self.dropout(self.attention(x, state, key_mask=key_mask)))
         mlp = self.mlp_out(self.activation(self.mlp_in(x)))  # (B, T, d_model) -> (B, T, d_ff) -> (B, T, d_model)
         return self.mlp_norm(x + self.dropout(mlp))
 
@@ -229,7 +230,13 @@ class RoFormerEncoder(EncoderModel):
     def body(self) -> RoFormerEncoder:
         return self
 
-    def forward(self, tokens: Tensor, key_mask: Tensor | None = None, token_types: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        key_mask: Tensor | None = None,
+        token_types: Tensor | None = None,
+        state: ModelState | None = None,
+    ) -> Tensor:
         """Encode each token with all others of its row.
 
         Args:
@@ -237,6 +244,8 @@ class RoFormerEncoder(EncoderModel):
             key_mask: (B, T) booleans, False for padding, which no token sees. A row of padding alone gives finite
                 values that mean nothing.
             token_types: (B, T) integers in [0, n_token_types); None for 0.
+            state: stands for the tokens of the rows that other devices hold, see `linrope.distributed`; None if all are
+                here.
 
         Returns:
             (B, T, d_model).
@@ -248,12 +257,14 @@ class RoFormerEncoder(EncoderModel):
         types = self.token_types.weight[0] if token_types is None else self.token_types(token_types)
         x = self.embedding(tokens) + types
         if self.positions is not None:
-            x = x + self.positions.embed(torch.arange(tokens.shape[1], device=x.device)).to(x.dtype)
+            start = 0 if state is None else state[0].past.length
+            positions = torch.arange(start, start + tokens.shape[1], device=x.device)
+            x = x + self.positions.embed(positions).to(x.dtype)
         x = self.dropout(self.embedding_norm(x))
         if self.projection is not None:
             x = self.projection(x)
-        for block in self.blocks:
-            x = block(x, key_mask)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, key_mask, None if state is None else state[layer])
         return x
 
     def check(self, tokens: Tensor, key_mask: Tensor | None = None, token_types: Tensor | None = None) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from linrope.errors import InputError
 from linrope.layers.linear import Linear
-from linrope.losses import IGNORE
+from linrope.layers.state import ModelState
+from linrope.losses import IGNORE, summed_cross_entropy
 from linrope.models.encoder import ACTIVATIONS, EncoderConfig, EncoderModel, RoFormerEncoder, register_head
 
 
@@ -53,6 +54,7 @@ class MaskedLM(EncoderWithHead):
         key_mask: Tensor | None = None,
         token_types: Tensor | None = None,
         targets: Tensor | None = None,
+        state: ModelState | None = None,
     ) -> Tensor:
         """Logits (B, T, vocab_size); with targets (B, T), IGNORE where nothing is asked, the sum of their cross
         entropies in nats, for which only the logits at targets are computed. See `RoFormerEncoder` for the others.
@@ -60,7 +62,7 @@ class MaskedLM(EncoderWithHead):
         Raises:
             InputError: targets of another shape.
         """
-        x = self.encoder(tokens, key_mask, token_types)
+        x = self.encoder(tokens, key_mask, token_types, state)
         if targets is None:
             return self.logits_of(x)
         if targets.shape != tokens.shape:
@@ -68,11 +70,11 @@ class MaskedLM(EncoderWithHead):
                 f"targets is {tuple(targets.shape)}, tokens {tuple(tokens.shape)}: pass one for each token."
             )
         asked = targets != IGNORE
-        return F.cross_entropy(self.logits_of(x[asked]).float(), targets[asked], reduction="sum")
+        return summed_cross_entropy(self.logits_of(x[asked]), targets[asked])
 
-    def logits_at(self, asked: Tensor, tokens: Tensor) -> Tensor:
+    def logits_at(self, asked: Tensor, tokens: Tensor, state: ModelState | None = None) -> Tensor:
         """Logits (n, vocab_size) of tokens (B, T) at the n positions where `asked`, (B, T) booleans, is True."""
-        return self.logits_of(self.encoder(tokens)[asked])
+        return self.logits_of(self.encoder(tokens, state=state)[asked])
 
     def logits_of(self, x: Tensor) -> Tensor:
         """Logits (..., vocab_size) of what the encoder gives, (..., d_model)."""

@@ -361,7 +361,7 @@ class LanguageModel(Model):
         if state is None:
             return
         found = [type(layer) for layer in state] if isinstance(state, (tuple, list)) else [type(state)]
-        if found != [AttentionState] * len(self.blocks):
+        if len(found) != len(self.blocks) or not all(issubclass(one, AttentionState) for one in found):
             names = ", ".join(one.__name__ for one in found)
             raise InputError(
                 f"state holds {names}: pass the tuple of {len(self.blocks)} AttentionStates that the model returned."

@@ -20,10 +20,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.optim import Optimizer
 
+from linrope.distributed.group import SequenceGroup
 from linrope.errors import InputError
 from linrope.models.base import Model
 from linrope.models.saving import META_FILE, is_sharded_checkpoint
@@ -36,7 +37,7 @@ NAME = "fsdp2"
 
 
 def shard(model: Model, mesh: DeviceMesh, activation_checkpointing: bool = False) -> None:
-    """Divide a model's weights among the devices of the dimension `data_parallel` of a mesh, in place (FSDP2).
+    """Divide a model's weights among all devices of a mesh, in place (FSDP2).
 
     Each of `blocks_to_shard` is gathered for its own forward and backward pass; all other weights are gathered
     together. Every rank must hold the same weights before. Nothing happens to a model that is sharded already. With
@@ -49,8 +50,10 @@ def shard(model: Model, mesh: DeviceMesh, activation_checkpointing: bool = False
     if activation_checkpointing:
         for block in model.blocks_to_shard:
             block.forward = partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
+    # Devices that share a sequence hold the same weights, as those with different rows do: one dimension for all.
+    of_all = init_device_mesh(mesh.device_type, (mesh.size(),), mesh_dim_names=("shards",))
     for module in (*model.blocks_to_shard, model):
-        fully_shard(module, mesh=mesh["data_parallel"])
+        fully_shard(module, mesh=of_all)
         for name in getattr(module, "forward_methods", ()):
             register_fsdp_forward_method(module, name)
 
@@ -58,9 +61,9 @@ def shard(model: Model, mesh: DeviceMesh, activation_checkpointing: bool = False
 class ShardedStrategy(ModelParallelStrategy):
     """Lightning's ModelParallelStrategy for FSDP2: weights, gradients and optimizer states are divided among devices.
 
-    `trainer.strategy: fsdp2`, or `class_path: ModelParallelStrategy` with its options. It differs in
+    `trainer.strategy: fsdp2`, or `class_path: ShardedStrategy` with options. It differs in
 
-    - `data_parallel_size`, by default all devices, and `tensor_parallel_size`, by default 1;
+    - the mesh: data × sequence. The devices of a sequence group read the same rows, each a slice of their tokens;
     - `activation_checkpointing`;
     - the checkpoint folder: a new one is written beside the old, and PATH, a link, leads to the old one until the new
       one is on the disk. A process that is killed while it saves loses nothing.
@@ -68,8 +71,10 @@ class ShardedStrategy(ModelParallelStrategy):
       plain values are unpickled.
 
     Args:
-        data_parallel_size: devices among which the weights and the batches of a step are divided.
-        tensor_parallel_size: must be 1.
+        data_parallel_size: groups of devices that read different batches; "auto" is as many as there are.
+        sequence_parallel_size: devices that share each row of a batch (language models only); "auto" is all devices of
+            a data-parallel group, and of one group if `data_parallel_size` is "auto" too.
+        tensor_parallel_size: must be 1, or "auto".
         activation_checkpointing: keep only the inputs of blocks for the backward pass, which computes the rest again.
         options: `save_distributed_checkpoint` (False writes one file, whose weights rank 0 collects),
             `process_group_backend` and `timeout`, as in Lightning.
@@ -80,24 +85,26 @@ class ShardedStrategy(ModelParallelStrategy):
         data_parallel_size: Literal["auto"] | int = "auto",
         tensor_parallel_size: Literal["auto"] | int = 1,
         activation_checkpointing: bool = False,
+        sequence_parallel_size: Literal["auto"] | int = 1,
         **options: Any,
     ) -> None:
-        super().__init__(data_parallel_size, tensor_parallel_size, **options)
+        if tensor_parallel_size not in (1, "auto"):
+            raise InputError(f"trainer.strategy.tensor_parallel_size={tensor_parallel_size} must be 1.")
+        super().__init__(data_parallel_size, 1, **options)
         self.activation_checkpointing = activation_checkpointing
+        self.sizes = data_parallel_size, sequence_parallel_size
 
     def setup_environment(self) -> None:
-        devices = self.num_nodes * self.num_processes
-        if self._tensor_parallel_size == "auto":
-            self._tensor_parallel_size = 1
-        if self._data_parallel_size == "auto":
-            self._data_parallel_size = devices
-        if self._tensor_parallel_size != 1 or self._data_parallel_size != devices:
-            raise InputError(
-                f"trainer.strategy has data_parallel_size={self._data_parallel_size} and tensor_parallel_size="
-                f"{self._tensor_parallel_size}, and there are {devices} devices: set data_parallel_size to {devices} "
-                "and tensor_parallel_size to 1."
-            )
+        # Lightning's second dimension, whose devices read the same batches
+        sizes = mesh_sizes(self.num_nodes * self.num_processes, *self.sizes)
+        self._data_parallel_size, self._tensor_parallel_size = sizes
         super().setup_environment()
+
+    @property
+    def sequence_group(self) -> SequenceGroup | None:
+        """The devices that share the rows of this one; None if each reads whole rows."""
+        mesh = self.device_mesh["tensor_parallel"]
+        return SequenceGroup(mesh) if mesh.size() > 1 else None
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
@@ -154,6 +161,21 @@ class ShardedStrategy(ModelParallelStrategy):
         elif self.is_global_zero:
             path.unlink()
             _remove_others(path)
+
+
+def mesh_sizes(n_devices: int, data: Literal["auto"] | int, sequence: Literal["auto"] | int) -> tuple[int, int]:
+    """The sizes (data, sequence) of a mesh of so many devices. InputError unless their product is `n_devices`."""
+    options = f"trainer.strategy.data_parallel_size={data} × sequence_parallel_size={sequence}"
+    for value in (data, sequence):
+        if value != "auto" and not (type(value) is int and value >= 1):
+            raise InputError(f"{options} must be numbers of devices, 1 or more, or auto.")
+    if sequence == "auto":
+        sequence = n_devices if data == "auto" else max(1, n_devices // data)
+    if data == "auto":
+        data = max(1, n_devices // sequence)
+    if data * sequence != n_devices:
+        raise InputError(f"{options} must make {n_devices}, the number of devices: change one of them.")
+    return data, sequence
 
 
 StrategyRegistry.register(NAME, ShardedStrategy, description="FSDP2: weights divided among all devices")

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from linrope.data.batches.shuffling import mix
 from linrope.data.tokenizers.base import tokenizer_to_serialized
+from linrope.distributed.group import SequenceGroup
 from linrope.errors import InputError, NonFiniteError
 from linrope.models.base import ModelConfig
 from linrope.training.callbacks.saving import LastCheckpoint
@@ -45,7 +46,8 @@ class BatchLoss:
     n_targets: Tensor
     """Number of targets, a scalar."""
     n_positions: int
-    """Number of positions, with or without a target; the same in all batches of an optimizer step."""
+    """Number of positions, with or without a target; the same in all batches of an optimizer step. Where devices share
+    rows, that of the longest slice on all of them."""
     sums: dict[str, Tensor] = field(default_factory=dict)
     """Other scalars to add up over the step, for `training_metrics`; the same names in every batch."""
 
@@ -135,6 +137,13 @@ class TrainingTask(LightningModule):
         """Raise InputError unless the model fits this data, which is set up."""
         data.require_vocabulary(self.model_config.vocab_size)
 
+    def require_slices(self, group: SequenceGroup) -> None:
+        """Raise InputError unless devices can share rows of the data, which is set up: here, that none can."""
+        raise InputError(
+            f"trainer.strategy.sequence_parallel_size={group.size} has devices share rows, which language models can. "
+            f"{type(self).__name__} reads whole rows: set it to 1."
+        )
+
     @property
     def monitor(self) -> tuple[str, str]:
         """The metric of the best checkpoint, and whether "min" or "max" is best."""
@@ -161,6 +170,11 @@ class TrainingTask(LightningModule):
         return values
 
     @property
+    def sequence_group(self) -> SequenceGroup | None:
+        """The devices that share the rows of this one; None if each reads whole rows."""
+        return None if self._stage is None else getattr(self.trainer.strategy, "sequence_group", None)
+
+    @property
     def resumable_data(self) -> ResumableDataModule | None:
         """The trainer's data module; None if it is not a `ResumableDataModule`."""
         data = self.trainer.datamodule
@@ -176,6 +190,8 @@ class TrainingTask(LightningModule):
         in_step = batch_idx % trainer.accumulate_grad_batches
         number = trainer.global_step * trainer.accumulate_grad_batches + in_step
         rank, n_ranks = data_parallel(trainer)
+        if (group := self.sequence_group) is not None:
+            rank, n_ranks = rank * group.size + group.rank, n_ranks * group.size
         torch.manual_seed(mix(self.seed, number * n_ranks + rank))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -339,6 +355,8 @@ class TrainingTask(LightningModule):
             if self.model.tokenizer is not None:  # of a trained model
                 require_same_tokenizer(self.model.tokenizer, tokenizer, "the model that was loaded")
             self.model.tokenizer = tokenizer
+        if self.sequence_group is not None:
+            self.require_slices(self.sequence_group)
         if stage != "fit":
             return
         if trainer.max_steps < 1:

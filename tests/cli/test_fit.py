@@ -35,6 +35,7 @@ def configs(task: str, default: tuple[str, ...] = ()) -> list:
     """All shipped ones of a task; by default those that differ most."""
     paths = sorted((ROOT / "configs").glob("*.yaml"))
     paths = [path for path in paths if yaml.safe_load(path.read_text()).get("task", "language_modeling") == task]
+    paths = [path for path in paths if "parallel" not in path.stem]  # these need several processes
     marks = [[] if path.stem in default else pytest.mark.exhaustive for path in paths]
     return [pytest.param(path, id=path.stem, marks=mark) for path, mark in zip(paths, marks)]
 

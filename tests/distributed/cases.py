@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from linrope import (
     CosineAttention,
+    EncoderConfig,
     LanguageModel,
     LanguageModelConfig,
     LinearAttention,
@@ -22,7 +23,12 @@ from linrope import (
 )
 from linrope.distributed.group import SequenceGroup
 from linrope.distributed.segments import sequence_parallel_segmented_loss, tokens_of_rank
-from linrope.distributed.sequence import sequence_parallel_attention, sequence_parallel_loss
+from linrope.distributed.sequence import (
+    sequence_parallel_attention,
+    sequence_parallel_loss,
+    sequence_parallel_masked_loss,
+    slice_of_encoder,
+)
 from linrope.distributed.slices import SequenceSlice
 from linrope.layers.state import map_state
 from linrope.positions.base import PositionsConfig
@@ -259,6 +265,48 @@ MODEL = {
     "hybrid, packed, state": {"is_packed": True, "state_of": 9, "short_conv": 4},
     "learned positions, packed": {"is_packed": True, "positions": LEARNED, "state_of": 4},
 }
+
+
+ENCODER = {
+    "rope": {"rotate_values": True, "embedding_size": 5, "rope": RotaryConfig(trainable=True)},
+    "sinusoidal": {"positions": PositionsConfig("sinusoidal")},
+    "learned": {"positions": LEARNED, "tie_embeddings": False},
+}
+
+
+def encoder(**options) -> Problem:
+    """The logits of masked language modeling, in rows with padding on either side."""
+    torch.manual_seed(4)
+    config = EncoderConfig(vocab_size=13, d_model=12, n_layers=2, n_heads=2, dropout=0.0, head="masked_lm", **options)
+    mlm = config.build().double()
+    for parameter in mlm.parameters():
+        parameter.data.add_(torch.randn_like(parameter), alpha=0.2)
+    sliced = {"tokens": torch.randint(13, (ROWS, LENGTH)), "token_types": torch.randint(2, (ROWS, LENGTH))}
+    sliced["key_mask"] = torch.ones(ROWS, LENGTH, dtype=torch.bool)
+    sliced["key_mask"][0, :25] = sliced["key_mask"][1, 37:] = False
+    sliced["targets"] = torch.randint(13, (ROWS, LENGTH)).where(torch.rand(ROWS, LENGTH) < 0.3, -100)
+    sliced["targets"][:, :11] = -100  # a rank without targets
+
+    def call(sliced, whole, group):
+        arguments, state = {name: x for name, x in sliced.items() if name != "targets"}, None
+        if group is not None:
+            state = slice_of_encoder(mlm, **sliced, group=group).states_before(config.n_layers)
+        return mlm(**arguments, state=state), []
+
+    return Problem(sliced, {}, call, mlm, output_dim=1)
+
+
+def masked_loss(options: dict[str, Any], lengths: list[int] | None) -> tuple[Tensor, list[Tensor]]:
+    """A rank's part of the loss of masked tokens and of its gradients; without lengths the whole."""
+    problem = encoder(**options)
+    if lengths is None:
+        loss = problem.module(**problem.sliced)
+    else:
+        group = SequenceGroup()
+        sliced = {name: x.split(lengths, dim=1)[group.rank] for name, x in problem.sliced.items()}
+        loss = sequence_parallel_masked_loss(problem.module, **sliced, group=group)
+    loss.backward()
+    return loss.detach(), [weight.grad for weight in problem.module.parameters()]
 
 
 SEGMENTED = {

@@ -8,14 +8,17 @@ import pytest
 import torch
 
 from tests.distributed.cases import (
+    ENCODER,
     LAYER,
     LENGTHS,
     MODEL,
     OPERATOR,
     SEGMENTED,
     at_once,
+    encoder,
     in_segments,
     layer,
+    masked_loss,
     model,
     operator,
 )
@@ -25,6 +28,7 @@ TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 PROBLEMS = {f"operator: {name}": partial(operator, torch.float64, options) for name, options in OPERATOR.items()}
 PROBLEMS |= {f"layer: {name}": partial(layer, *case) for name, case in LAYER.items()}
 PROBLEMS |= {f"model: {name}": partial(model, torch.float64, **options) for name, options in MODEL.items()}
+PROBLEMS |= {f"encoder: {name}": partial(encoder, **options) for name, options in ENCODER.items()}
 FLOAT32 = {f"operator: {n}, float32": partial(operator, torch.float32, OPERATOR[n]) for n in ("plain", "decay, masked")}
 FLOAT32 |= {"model: hybrid, float32": partial(model, torch.float32, **MODEL["hybrid"])}
 PROBLEMS |= FLOAT32
@@ -50,6 +54,8 @@ def ranks(request, tmp_path_factory):
         for name in PROBLEMS
     }
     functions |= {f"{name}; segments": partial(in_segments, options, 8) for name, options in SEGMENTED.items()}
+    ragged = LENGTHS[request.param]["ragged"]
+    functions |= {f"{name}; masked loss": partial(masked_loss, options, ragged) for name, options in ENCODER.items()}
     return run_on_ranks(request.param, tmp_path_factory.mktemp("ranks"), functions)
 
 
@@ -82,3 +88,12 @@ def test_segments_that_ranks_share_have_the_gradient_of_the_whole_row(ranks, nam
     for *of_ranks, whole in zip(*states, final):
         for one in of_ranks:
             torch.testing.assert_close(one, whole, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ENCODER)
+def test_the_loss_of_masked_tokens_is_the_sum_of_those_of_the_slices(ranks, name):
+    losses, grads = zip(*(returned(one[f"{name}; masked loss"]) for one in ranks))
+    loss, expected = masked_loss(ENCODER[name], None)
+    torch.testing.assert_close(sum(losses), loss, rtol=1e-10, atol=0)
+    for *parts, whole in zip(*grads, expected):
+        torch.testing.assert_close(sum(parts), whole, rtol=1e-10, atol=1e-10)

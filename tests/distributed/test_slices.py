@@ -12,11 +12,24 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from linrope import LanguageModel, LanguageModelConfig, LinearAttention, RotaryConfig, SoftmaxAttention, State
+from linrope import (
+    EncoderConfig,
+    LanguageModel,
+    LanguageModelConfig,
+    LinearAttention,
+    RotaryConfig,
+    SoftmaxAttention,
+    State,
+)
 from linrope.distributed.group import SequenceGroup
 from linrope.distributed.segments import tokens_of_rank
-from linrope.distributed.sequence import sequence_parallel_attention, sequence_parallel_loss
+from linrope.distributed.sequence import (
+    sequence_parallel_attention,
+    sequence_parallel_loss,
+    sequence_parallel_masked_loss,
+)
 from linrope.distributed.slices import SequenceSlice
+from linrope.positions.base import PositionsConfig
 from tests.conftest import assert_input_errors
 from tests.distributed.ranks import run_on_ranks
 
@@ -81,10 +94,22 @@ def attend(change: str) -> None:
     sequence_parallel_attention(q, q, q, group=group, **options)
 
 
+@contextlib.contextmanager
+def nothing_sent():
+    """Inside, what is refused is refused before the first collective: no other rank waits for this one."""
+    sent = Counter()
+    with counted(sent):
+        try:
+            yield
+        finally:
+            assert not sent
+
+
 def softmax_layer() -> object:
     x = torch.ones(1, 3, 4)
     where = SequenceSlice.of(SequenceGroup(), (1, 3), x.device)
-    return SoftmaxAttention(4, 1)(x, where.state_before())
+    with nothing_sent():
+        return SoftmaxAttention(4, 1, short_conv=3)(x, where.state_before())
 
 
 def softmax_model() -> object:
@@ -92,7 +117,38 @@ def softmax_model() -> object:
         LanguageModelConfig(vocab_size=5, d_model=8, n_heads=2, n_layers=2, attention=["linear", "softmax"])
     )
     tokens = torch.zeros(1, 3, dtype=torch.int64)
+    with nothing_sent():
+        return sequence_parallel_loss(lm, tokens, tokens, group=SequenceGroup())
+
+
+def softmax_encoder() -> object:
+    mlm = EncoderConfig(vocab_size=5, d_model=8, n_heads=2, n_layers=1, attention="softmax", head="masked_lm").build()
+    tokens = torch.zeros(1, 3, dtype=torch.int64)
+    with nothing_sent():
+        return sequence_parallel_masked_loss(mlm, tokens, tokens, group=SequenceGroup())
+
+
+LEARNED = {"positions": PositionsConfig("learned", length=5)}
+
+
+def too_long() -> object:
+    """The first rank's tokens have positions."""
+    lm = LanguageModel(LanguageModelConfig(vocab_size=5, d_model=8, n_heads=2, n_layers=1, **LEARNED))
+    tokens = torch.zeros(1, 3, dtype=torch.int64)
     return sequence_parallel_loss(lm, tokens, tokens, group=SequenceGroup())
+
+
+def too_long_for_an_encoder() -> object:
+    mlm = EncoderConfig(vocab_size=5, d_model=8, n_heads=2, n_layers=1, head="masked_lm", **LEARNED).build()
+    tokens = torch.zeros(1, 3, dtype=torch.int64)
+    return sequence_parallel_masked_loss(mlm, tokens, tokens, group=SequenceGroup())
+
+
+def bad_tokens() -> object:
+    """The second rank has a token too large."""
+    lm = LanguageModel(LanguageModelConfig(vocab_size=5, d_model=8, n_heads=2, n_layers=1))
+    targets = torch.zeros(1, 3, dtype=torch.int64)
+    return sequence_parallel_loss(lm, targets + 5 * dist.get_rank(), targets, group=SequenceGroup())
 
 
 def later_state() -> object:
@@ -123,8 +179,11 @@ REFUSED = {
     "sees all, packed": (partial(attend, "sees all, packed"), "segment_ids with causal=False"),
     "softmax layer": (softmax_layer, "softmax attention without a window"),
     "softmax model": (softmax_model, "sequence parallelism needs a state of fixed size, but layer 1 is softmax"),
+    "softmax encoder": (softmax_encoder, "model.attention is 'softmax', which sees all keys"),
+    "too long": (too_long, "positions.length=5 is too short for the learned positions of 6 tokens"),
+    "too long for an encoder": (too_long_for_an_encoder, "positions.length=5 is too short"),
     "other state": (later_state, "state.conv_tail is"),
-    "short": (lambda: tokens_of_rank(17, 4, SequenceGroup()), "leave 1 for the last"),
+    "short": (lambda: tokens_of_rank(17, 4, SequenceGroup()), "leaves 1 tokens for the last"),
     "mesh": (meshes, r"mesh of 2 dimensions \('data', 'sequence'\)"),
 }
 
@@ -132,7 +191,7 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     functions = {name: function for name, (function, _) in REFUSED.items()}
-    functions |= {"bad ids": partial(attend, "bad ids"), "outside": outside}
+    functions |= {"bad ids": partial(attend, "bad ids"), "bad tokens": bad_tokens, "outside": outside}
     for name, options in TRAFFIC.items():
         functions |= {f"{name}, {n}": partial(traffic, n, **options) for n in (16, 256)}
     return run_on_ranks(2, tmp_path_factory.mktemp("ranks"), functions)
@@ -147,7 +206,9 @@ def test_every_rank_refuses_with_one_message(ranks, name):
 
 def test_an_error_of_one_rank_ends_the_others(ranks):
     other, own = (one["bad ids"] for one in ranks)
-    assert_input_errors((partial(_raise, other), "segment_ids of rank 1"), (partial(_raise, own), r"\(2, 3\)"))
+    assert_input_errors((partial(_raise, other), "rank 1 refuses its slice"), (partial(_raise, own), r"\(2, 3\)"))
+    other, own = (one["bad tokens"] for one in ranks)
+    assert_input_errors((partial(_raise, other), "rank 1 refuses"), (partial(_raise, own), r"tokens lie in \[5, 5\]"))
     assert_input_errors((partial(_raise, ranks[1]["outside"]), "no member of the group"))
 
 

@@ -97,7 +97,7 @@ def test_every_head_is_saved_and_loaded(head, shape, tmp_path):
 def test_the_loss_of_masked_tokens_is_their_cross_entropy():
     model, tokens = model_of(head="masked_lm"), torch.randint(31, (2, 9))
     targets = torch.where(torch.rand(2, 9) < 0.4, torch.randint(31, (2, 9)), -100)
-    logits = model(tokens).float().flatten(0, 1)
+    logits = model(tokens).flatten(0, 1)
     expected = torch.nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum")
     torch.testing.assert_close(model(tokens, targets=targets), expected)
     nothing = model(tokens, targets=torch.full((2, 9), -100))

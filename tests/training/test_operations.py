@@ -137,9 +137,11 @@ def test_a_job_that_lost_a_rank_restarts_to_the_weights_of_one_that_did_not(prin
 
 
 @EXHAUSTIVE
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "ShardedStrategy"])
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(base, tmp_path, strategy):
     options = ["--trainer.devices=2", f"--trainer.strategy={strategy}", "--trainer.max_steps=2000"]
+    if strategy == "ShardedStrategy":
+        options += ["--trainer.strategy.sequence_parallel_size=2"]
     run = Run([*base, *options, f"--run.name=signal-{strategy}"], tmp_path, ranks=2)
     run.wait_for_steps(3)
     run.send(signal.SIGTERM, rank=1)
@@ -246,6 +248,17 @@ def test_an_error_before_the_start_of_one_rank_ends_all(printed, base):
     assert err.count("linrope: rank 1: error: unknown option 'model.d_modle'.") == 1
     assert err.count("linrope: error: stopped, because rank 1 failed.\n") == 1
     assert not folder_of(base, "early").exists()
+
+
+@EXHAUSTIVE
+def test_ranks_with_different_meshes_are_refused_before_the_mesh_is_made(base, tmp_path):
+    mesh = ["--trainer.devices=2", "--trainer.strategy=ShardedStrategy", "--trainer.strategy.timeout=50"]
+    sizes = {rank: [f"--trainer.strategy.sequence_parallel_size={rank + 1}"] for rank in range(2)}
+    run = Run([*base, *mesh, "--run.name=meshes"], tmp_path, ranks=2, more=sizes)
+    code, _, err = run.wait()
+    assert [code, *run.codes] == [2] * 3
+    assert "\n  trainer.strategy.init_args.sequence_parallel_size: 1 on rank 0, 2 on rank 1\n" in err
+    assert err.count("differ;") == 1
 
 
 def test_versions_and_missing_options_are_compared():

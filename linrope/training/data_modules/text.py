@@ -168,10 +168,16 @@ class TextDataModule(ResumableDataModule):
     def require_vocabulary(self, vocab_size: int) -> None:
         require_size(vocab_size, self._opened.vocab_size, f"the text ({self._opened.reason})")
 
+    @property
+    def row_lengths(self) -> dict[str, int]:
+        """The lengths of training and validation rows, by the options that set them."""
+        stages = {f"data.curriculum[{n}].seq_len": stage.seq_len for n, stage in enumerate(self.curriculum or [])}
+        return {"data.context": self.context, **stages}
+
     def _training_windows(self) -> CurriculumWindows:
-        lengths = {"data.context": self.context}
+        lengths = self.row_lengths
         if self.curriculum is not None:
-            lengths = {f"data.curriculum[{n}].seq_len": stage.seq_len for n, stage in enumerate(self.curriculum)}
+            del lengths["data.context"]
             if self.trainer is not None:
                 self.require_steps(self.plan, self.trainer.max_steps)
         return CurriculumWindows(

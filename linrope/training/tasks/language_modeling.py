@@ -9,12 +9,22 @@ import torch
 from torch import Tensor
 
 from linrope.data.tokenizers.bytes import bytes_of
+from linrope.distributed.group import SequenceGroup
+from linrope.distributed.segments import (
+    sequence_parallel_segmented_loss,
+    sequence_parallel_token_losses,
+    slice_of,
+    state_of_last,
+    tokens_of_rank,
+)
+from linrope.distributed.sequence import sequence_parallel_loss
 from linrope.evaluation.loss_by_position import LossByPosition
 from linrope.layers.state import ModelState, detach, from_serialized, map_state, reset_rows, to_serialized
 from linrope.losses import IGNORE, bits_per_byte, token_losses
 from linrope.models.language_model import LanguageModelConfig
 from linrope.profiling.flops import step_flops
-from linrope.segmented import require_carried_state, require_segments, segmented_loss
+from linrope.segmented import require_carried_state, require_fixed_state, require_segments, segmented_loss
+from linrope.training.data_modules.base import data_parallel
 from linrope.training.data_modules.text import TextDataModule
 from linrope.training.optimizer import OptimizerConfig
 from linrope.training.task import Batch, BatchLoss, TrainingTask
@@ -29,6 +39,9 @@ class LanguageModelingModule(TrainingTask):
         segment_ids: int64 (B, T), the documents of packed rows, as the model takes them; optional.
         fresh: bool (B,), only in contiguous batches: rows that start without a state. The other rows start from the
             model's state after the batch before, without gradient.
+
+    Where devices share rows (`ShardedStrategy`), each takes its slice of the batch, and `segment_length` counts the
+    tokens of a segment on each device.
 
     Logs `train_loss` (nats per target) and `train_bpb` (bits per byte) of each optimizer step, and `val_loss`,
     `val_bpb`, `test_loss` and `test_bpb` of a whole evaluation. Bits per byte are omitted when the targets' byte count
@@ -74,16 +87,32 @@ class LanguageModelingModule(TrainingTask):
         return self.evaluation.get("by_position", LossByPosition())
 
     def batch_loss(self, batch: Batch) -> BatchLoss:
+        batch = self._slice_of(batch)
         inputs, targets, ids = batch["inputs"], batch["targets"], batch.get("segment_ids")
-        state = self._state_before(batch)
-        if self.segment_length is not None:
-            nats, after = segmented_loss(self.model, inputs, targets, self.segment_length, segment_ids=ids, state=state)
+        options = {"segment_ids": ids, "state": self._state_before(batch)}
+        if "positions" in batch:
+            nats, after = self._loss_of_slice(batch, **options)
+        elif self.segment_length is not None:
+            nats, after = segmented_loss(self.model, inputs, targets, self.segment_length, **options)
         else:
-            nats, after = self.model(inputs, state, segment_ids=ids, return_state=True, targets=targets)
+            nats, after = self.model(inputs, **options, return_state=True, targets=targets)
         if "fresh" in batch:
             self._carried = detach(after)
         n_bytes = bytes_of(targets, batch.get("n_bytes"))
-        return BatchLoss(nats, (targets != IGNORE).sum(), targets.numel(), {"bytes": n_bytes.sum()})
+        n_positions = batch.get("longest_slice", targets.shape[1]) * len(targets)
+        return BatchLoss(nats, (targets != IGNORE).sum(), n_positions, {"bytes": n_bytes.sum()})
+
+    def _loss_of_slice(self, batch: Batch, **options: Any) -> tuple[Tensor, ModelState]:
+        """The loss of this device's slice of the rows, and for contiguous batches the state after the rows."""
+        arguments, group = (self.model, batch["inputs"], batch["targets"]), self.sequence_group
+        if self.segment_length is not None:
+            return sequence_parallel_segmented_loss(*arguments, self.segment_length, group=group, **options)
+        nats, after = sequence_parallel_loss(*arguments, group=group, **options)
+        return nats, state_of_last(detach(after), group) if "fresh" in batch else after
+
+    def _slice_of(self, batch: Batch) -> Batch:
+        """This device's part of the rows, where devices share them."""
+        return batch if self.sequence_group is None else slice_of(batch, self.segment_length, self.sequence_group)
 
     def _state_before(self, batch: Batch) -> ModelState | None:
         """With contiguous batches, the state that each row starts from."""
@@ -101,25 +130,31 @@ class LanguageModelingModule(TrainingTask):
         return _metrics("train", sums["loss"], sums["bytes"], sums["targets"])
 
     def evaluate(self, batch: Batch, sums: dict[Hashable, Any]) -> None:
+        batch = self._slice_of(batch)
         by_position = sums.setdefault("by_position", LossByPosition())
-        by_position.add(self._token_losses(batch), batch["targets"], batch.get("n_bytes"))
+        by_position.add(self._token_losses(batch), batch["targets"], batch.get("n_bytes"), batch.get("positions"))
 
     def evaluation_metrics(self, split: str, sums: dict[Hashable, Any]) -> dict[str, float]:
         return _metrics(split, *sums["by_position"].totals.tolist())
 
     def predict_step(self, batch: Batch, batch_idx: int) -> list[dict[str, Any]]:
         """The loss of each row, in nats, with its targets and bytes."""
+        batch = self._slice_of(batch)
         losses, n_bytes = self._token_losses(batch), bytes_of(batch["targets"], batch.get("n_bytes"))
         targets = (batch["targets"] != IGNORE).sum(1)
         values = (losses.sum(1).tolist(), targets.tolist(), n_bytes.sum(1).tolist())
         return [dict(zip(("loss", "targets", "bytes"), row, strict=True)) for row in zip(*values, strict=True)]
 
     def step_flops(self, batch: Batch) -> int:
-        return step_flops(self.model, *batch["inputs"].shape, self.segment_length)
+        rows, length = self._slice_of(batch)["inputs"].shape
+        return step_flops(self.model, rows, length, self.segment_length)
 
     def _token_losses(self, batch: Batch) -> Tensor:
         """The loss of each target of a batch in nats, (B, T)."""
         inputs, targets, ids = batch["inputs"], batch["targets"], batch.get("segment_ids")
+        if "positions" in batch:
+            options = {"group": self.sequence_group, "segment_ids": ids}
+            return sequence_parallel_token_losses(self.model, inputs, targets, self.segment_length, **options)
         if self.segment_length is None:
             return self.model(inputs, segment_ids=ids, targets=targets, reduction="none")
         segments: list[Tensor] = []
@@ -132,6 +167,12 @@ class LanguageModelingModule(TrainingTask):
             segmented_loss(self.model, inputs, targets, self.segment_length, loss=loss, segment_ids=ids)
         return torch.cat(segments, dim=1)
 
+    def require_slices(self, group: SequenceGroup) -> None:
+        require_fixed_state(self.model, f"trainer.strategy.sequence_parallel_size={group.size}")
+        if isinstance(self.resumable_data, TextDataModule):
+            for option, length in self.resumable_data.row_lengths.items():
+                tokens_of_rank(length, self.segment_length, group, option)
+
     def setup(self, stage: str) -> None:
         super().setup(stage)
         if stage == "fit":
@@ -143,11 +184,12 @@ class LanguageModelingModule(TrainingTask):
         if self._carried_at_step is None:
             return {}
         on_cpu = map_state(lambda _, x: x.cpu(), self._carried_at_step)
-        return {"carried": self.gather(to_serialized(on_cpu))}
+        n_slices = 1 if self.sequence_group is None else self.sequence_group.size
+        return {"carried": self.gather(to_serialized(on_cpu))[::n_slices]}  # the devices of a group have the same
 
     def load_task_state(self, saved: dict[str, Any]) -> None:
         if "carried" in saved:
-            self._carried = self._carried_at_step = from_serialized(saved["carried"][self.trainer.global_rank])
+            self._carried = self._carried_at_step = from_serialized(saved["carried"][data_parallel(self.trainer)[0]])
 
 
 def _metrics(split: str, nats: float, n_bytes: float, n_targets: float) -> dict[str, float]:

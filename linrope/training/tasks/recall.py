@@ -21,6 +21,8 @@ class RecallModule(LanguageModelingModule):
     `LanguageModelingModule`.
     """
 
+    require_slices = TrainingTask.require_slices  # its evaluation reads whole rows
+
     def training_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         return TrainingTask.training_metrics(self, sums)  # random tokens are no bytes
 

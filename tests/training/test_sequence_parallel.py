@@ -1,0 +1,179 @@
+"""`linrope fit` with devices that share rows trains what one device trains, to the last digits."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from linrope.cli.main import main
+from linrope.errors import InputError
+from linrope.training.sharding import mesh_sizes
+from tests.conftest import tiny_options, write_documents
+from tests.processes import Run
+from tests.training.test_ddp import CONSTANT, folder_of
+from tests.training.test_fsdp import checkpoint_of
+from tests.training.test_resume import losses
+
+EXHAUSTIVE = pytest.mark.exhaustive
+HYBRID = ["--model.d_model=16", "--model.n_layers=3", "--model.n_heads=2", "--model.short_conv=3"]
+HYBRID += ["--model.forget_gate=true", "--model.attention=[linear, softmax, linear]", "--model.window=6"]
+EVEN, RAGGED = "--data.context=24", "--data.context=27"
+PACKED = ["--data.document_mask=true"]
+SINGLE = "float32"
+SEGMENTS = ["--segment_length=6"]
+STAGES = "--data.curriculum=[{tokens: 480, seq_len: 12, batch_size: 2}, {tokens: 1, seq_len: 27, batch_size: 2}]"
+CASES = {
+    "ragged, packed": ((1, 2), [RAGGED, *PACKED]),
+    "2 × 2": ((2, 2), [RAGGED, *PACKED]),
+    "even": ((1, 2), [EVEN]),
+    SINGLE: ((1, 2), [RAGGED, *PACKED]),
+    "segments": ((1, 2), [RAGGED, *PACKED, *SEGMENTS]),
+    "segments, 2 × 2": ((2, 2), ["--data.context=29", *SEGMENTS]),
+    "4": ((1, 4), [RAGGED, *PACKED]),
+    "contiguous": ((2, 2), [RAGGED, *PACKED, "--data.contiguous=true"]),
+    "contiguous, segments": ((1, 2), [RAGGED, *PACKED, *SEGMENTS, "--data.contiguous=true"]),
+    "recomputed": ((1, 2), [RAGGED, "--trainer.strategy.activation_checkpointing=true"]),
+    "sharded segments": ((2, 1), [RAGGED, *PACKED, *SEGMENTS]),
+    "curriculum": (
+        (2, 2),
+        [RAGGED, STAGES],
+    ),
+}
+DEFAULT = "ragged, packed", "2 × 2"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> list[str]:
+    """Options of all runs: a windowed hybrid on documents of 1 to 199 bytes."""
+    folder = tmp_path_factory.mktemp("sequence")
+    texts = write_documents(folder / "texts", (1 + 37 * number % 199 for number in range(86)))
+    options = [f"--data.path={texts}", "--data.batch_size=2", f"--run.folder={folder}", "--trainer.max_steps=20"]
+    options += [
+        "--data.fractions=[0.7, 0.2, 0.1]",
+        "--trainer.accelerator=cpu",
+        "--trainer.precision=32-true",
+        "--trainer.log_every_n_steps=1",
+    ]
+    return ["fit", *HYBRID, *CONSTANT, *options, "--run.checkpoint_every_n_steps=10", "--run.health_every_n_steps=7"]
+
+
+@pytest.fixture
+def double():
+    """Models of float64, which Lightning has no precision for in a mesh."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def on_mesh(data: int, sequence: int) -> list[str]:
+    strategy = ["--trainer.strategy=ShardedStrategy", f"--trainer.strategy.data_parallel_size={data}"]
+    every = "--trainer.val_check_interval=20"
+    return [
+        f"--trainer.devices={data * sequence}",
+        *strategy,
+        f"--trainer.strategy.sequence_parallel_size={sequence}",
+        every,
+    ]
+
+
+def alone(data: int, options: list[str]) -> list[str]:
+    """The run of one device with the batches of `data` devices."""
+    kept = [option for option in options if "strategy" not in option]
+    return [*kept, f"--trainer.accumulate_grad_batches={data}", f"--trainer.val_check_interval={20 * data}"]
+
+
+def fit(base: list[str], mesh: tuple[int, int], folder: Path, *options: str, code: int = 0) -> str:
+    """Runs the processes of a mesh, and returns what they print to stderr."""
+    run = Run([*base, *on_mesh(*mesh), *options], folder, ranks=mesh[0] * mesh[1])
+    found, out, err = run.wait()
+    assert found == code, out + err
+    return err
+
+
+@pytest.mark.parametrize("case", [name if name in DEFAULT else pytest.param(name, marks=EXHAUSTIVE) for name in CASES])
+def test_devices_that_share_rows_train_what_one_device_trains(base, tmp_path, case, request):
+    mesh, options = CASES[case]
+    if case != SINGLE:
+        request.getfixturevalue("double")
+    fit(base, mesh, tmp_path, *options, "--run.name=shared")
+    ours = folder_of(base, "shared")
+    if "contiguous" in case and mesh[0] > 1:  # the text is cut for each row of a step
+        options = [*options, f"--data.batch_size={2 * mesh[0]}"]
+        mesh = (1, mesh[1])
+    assert main([*base, *alone(mesh[0], options), "--run.name=alone"]) == 0
+    expected = folder_of(base, "alone")
+    found, wanted = checkpoint_of(ours)["state_dict"], checkpoint_of(expected)["state_dict"]
+    tolerance = 1e-5 if case == SINGLE else 1e-10
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+    assert losses(ours)[20] != losses(ours)[1]
+    for name in ("train_loss", "train_bpb", "grad_norm", "val_loss", "val_bpb", "tokens"):
+        ours_logged, logged = losses(ours, name), losses(expected, name)
+        assert ours_logged.keys() == logged.keys() != set()
+        relative = 1e-5 if case == SINGLE else 1e-9
+        assert list(map(float, ours_logged.values())) == pytest.approx(list(map(float, logged.values())), rel=relative)
+
+
+def configs() -> list:
+    """Those of language models, except for softmax attention without a window."""
+    paths = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+    paths = [path for path in paths if "task" not in yaml.safe_load(path.read_text()) and "softmax" not in path.stem]
+    return [pytest.param(path, id=path.stem, marks=[] if "parallel-cpu" in path.stem else EXHAUSTIVE) for path in paths]
+
+
+@pytest.mark.parametrize("config", configs())
+def test_devices_share_rows_in_every_shipped_config_of_language_models(config, text_file, tmp_path):
+    options = [*tiny_options(text_file, tmp_path), "--model.n_layers=4", "--model.d_model=128", "--run.start_from=null"]
+    options += [*on_mesh(1, 2), "--trainer.val_check_interval=2", "--trainer.precision=32-true"]
+    code, out, err = Run(["fit", f"--config={config}", *options], tmp_path, ranks=2).wait()
+    assert code == 0, err
+    assert re.search(r"^step 2/2  loss \d\.\d+  bpb \d\.\d+  [\d,]+ tok/s  0:00 left$", out, re.M)
+
+
+@EXHAUSTIVE
+@pytest.mark.parametrize("config", ["mlm-small", "finetune-classification", "translation-small"])
+def test_tasks_that_read_whole_rows_refuse_to_share_them(config, tmp_path):
+    path = Path(__file__).parents[2] / "configs" / f"{config}.yaml"
+    options = [f"--config={path}", f"--run.folder={tmp_path}", *on_mesh(1, 2)]
+    code, _, err = Run(["fit", *options], tmp_path, ranks=2).wait()
+    assert code == 2
+    assert "sequence_parallel_size=2 has devices share rows, which language models can" in " ".join(err.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--data.context=1"], "data.context=1 leaves 1 tokens, and each of the 2 devices that share a row needs one"),
+        (
+            ["--data.context=25", "--segment_length=6"],
+            "data.context=25 leaves 1 tokens for the last segment, after 2 of 2 × 6, and each of the 2 devices",
+        ),
+        (["--model.window=null"], "sequence_parallel_size=2 needs a state of fixed size, but layer 1 is softmax"),
+        (
+            ["--trainer.strategy.data_parallel_size=2"],
+            "data_parallel_size=2 × sequence_parallel_size=2 must make 2, the number of devices",
+        ),
+        (
+            ["--run.compile=true"],
+            "run.compile=True does not go with trainer.strategy.sequence_parallel_size: drop one.",
+        ),
+    ],
+)
+def test_what_devices_cannot_share_is_refused_on_all(base, tmp_path, options, said):
+    err = fit(base, (1, 2), tmp_path, *options, "--run.name=refused", code=2)
+    assert said in " ".join(err.split())
+    assert "Traceback" not in err
+
+
+def test_the_sizes_of_a_mesh_make_the_number_of_devices():
+    assert mesh_sizes(6, "auto", 1) == (6, 1)
+    assert mesh_sizes(6, "auto", 2) == (3, 2)
+    assert mesh_sizes(6, 2, "auto") == (2, 3)
+    assert mesh_sizes(6, "auto", "auto") == (1, 6)
+    with pytest.raises(InputError, match=r"data_parallel_size=auto × sequence_parallel_size=4 must make 6"):
+        mesh_sizes(6, "auto", 4)
+    with pytest.raises(InputError, match="must be numbers of devices"):
+        mesh_sizes(6, "auto", 0)
