@@ -84,7 +84,7 @@ class Launched(LightningEnvironment):
         return int(os.environ["LOCAL_RANK"])
 
 
-HAPPENS = {"fails": fail, "damaged": read_damaged, "killed": be_killed, "hangs": hang}
+HAPPENS = {"fails": fail, "killed": be_killed, "hangs": hang}
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +98,6 @@ def printed(base, tmp_path_factory) -> dict[str, tuple[list[int], str]]:
     options = {1: ["--optimizer.lr=0.02", "--model.rope.base=500", f"--run.folder={texts_of(base).parent}/other"]}
     folder = tmp_path_factory.mktemp("differ")
     runs["differ"] = Run([*base, *TWO, "--run.name=differ"], folder, ranks=2, more=options)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "LAUNCHERS", (Launched,))
-        early = {1: ["--model.d_modle=3"]}
-        runs["early"] = Run([*base, *TWO, "--run.name=early"], tmp_path_factory.mktemp("early"), ranks=2, more=early)
     for name, run in runs.items():
         _, _, err = run.wait()
         results[name] = run.codes, err
@@ -114,13 +110,6 @@ def test_the_error_of_one_rank_is_printed_by_it_and_the_others_end(printed):
     assert err.count("Traceback") == err.count("AttributeError: of rank 1") == 1
     assert "linrope: rank 1: Traceback" in err
     assert err.count("linrope: error: stopped, because rank 1 failed.\n") == 1
-    codes, err = printed["damaged"]
-    assert codes == [1, 2]
-    lines = re.findall("^linrope: .*$", err, re.M)
-    assert sorted(lines)[-2:] == [
-        "linrope: error: stopped, because rank 1 failed.",
-        "linrope: rank 1: error: tokens.bin ends early.",
-    ]
 
 
 @EXHAUSTIVE
@@ -150,6 +139,19 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(base, tmp_path, stra
     step = int(re.findall(r"stopped after step (\d+)\.", err)[0])
     assert open_checkpoint(last(folder_of(base, f"signal-{strategy}")))["global_step"] == step >= 3
     assert "Traceback" not in err
+
+
+@EXHAUSTIVE
+def test_an_input_error_of_one_rank_is_printed_by_it(base, tmp_path, monkeypatch):
+    at_step_4_of_rank_1(monkeypatch, read_damaged)
+    run = Run([*base, *TWO, "--run.name=damaged"], tmp_path, ranks=2)
+    _, _, err = run.wait()
+    assert run.codes == [1, 2]
+    lines = re.findall("^linrope: .*$", err, re.M)
+    assert sorted(lines)[-2:] == [
+        "linrope: error: stopped, because rank 1 failed.",
+        "linrope: rank 1: error: tokens.bin ends early.",
+    ]
 
 
 FSDP = ["--trainer.strategy=fsdp2", "--trainer.devices"]
@@ -242,9 +244,12 @@ def test_ranks_with_different_options_are_refused_with_one_message(printed, base
     assert not (texts_of(base).parent / "other").exists()
 
 
-def test_an_error_before_the_start_of_one_rank_ends_all(printed, base):
-    codes, err = printed["early"]
-    assert codes == [1, 2]
+@EXHAUSTIVE
+def test_an_error_before_the_start_of_one_rank_ends_all(base, tmp_path, monkeypatch):
+    monkeypatch.setattr(ranks, "LAUNCHERS", (Launched,))
+    run = Run([*base, *TWO, "--run.name=early"], tmp_path, ranks=2, more={1: ["--model.d_modle=3"]})
+    _, _, err = run.wait()
+    assert run.codes == [1, 2]
     assert err.count("linrope: rank 1: error: unknown option 'model.d_modle'.") == 1
     assert err.count("linrope: error: stopped, because rank 1 failed.\n") == 1
     assert not folder_of(base, "early").exists()
