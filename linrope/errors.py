@@ -15,11 +15,19 @@ DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class InputError(ValueError):
-    """An argument that linrope cannot use. The message names the argument, its value and the fix."""
+    """An argument that linrope cannot use. The message names the argument, its value and the fix.
+
+    `of_this_rank`: of the ranks of a run this one alone has the error, so it is the one to print it."""
+
+    of_this_rank = False
 
 
 class NonFiniteError(RuntimeError):
-    """A loss, gradient or logit is infinite or NaN. For a gradient it is raised before the weights change."""
+    """A loss, gradient or logit is infinite or NaN. For a gradient it is raised before the weights change.
+
+    `of_this_rank`: see InputError."""
+
+    of_this_rank = False
 
 
 class DocumentChanged(RuntimeError):
@@ -36,6 +44,24 @@ class CheckpointError(RuntimeError):
 
 class NothingToDo(Exception):
     """A run that is asked to go on has ended already. The message says so."""
+
+
+class RankLost(RuntimeError):
+    """A run on several ranks that ends because of another rank, which failed, was killed, or hangs.
+
+    `printed_by` is the rank that prints it; None: every rank does."""
+
+    def __init__(self, message: str, printed_by: int | None = 0) -> None:
+        super().__init__(message)
+        self.printed_by = printed_by
+
+
+class LeftToAnotherRank(Exception):
+    """The error of this rank is one that another rank prints; `code` is the exit code."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__()
+        self.code = code
 
 
 class WorkerKilled(RuntimeError):

@@ -8,7 +8,9 @@ import re
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from lightning.pytorch.utilities import rank_zero_only
@@ -27,9 +29,12 @@ class Run:
         args: the command line.
         folder: for what the processes print.
         ranks: number of processes.
+        more: arguments of single ranks, after the others.
     """
 
-    def __init__(self, args: list[str], folder: Path, ranks: int = 1) -> None:
+    def __init__(
+        self, args: list[str], folder: Path, ranks: int = 1, more: Mapping[int, list[str]] = MappingProxyType({})
+    ) -> None:
         self._folder = folder
         self._stdout = folder / "stdout"
         self._stdout.unlink(missing_ok=True)
@@ -39,7 +44,9 @@ class Run:
         if ranks > 1:
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "NODE_RANK": "0"}
         self._processes = [
-            CONTEXT.Process(target=_run, args=(args, folder, environment, rank if ranks > 1 else None))
+            CONTEXT.Process(
+                target=_run, args=([*args, *more.get(rank, [])], folder, environment, rank if ranks > 1 else None)
+            )
             for rank in range(ranks)
         ]
         for process in self._processes:
@@ -55,9 +62,14 @@ class Run:
             self._lines.append(line)
             n -= re.match(r"step \d+/\d+ ", line) is not None
 
-    def send(self, signum: int, to_group: bool = False) -> None:
-        """Sends a signal to the (first) process, or to its loader's workers too."""
-        (os.killpg if to_group else os.kill)(self._processes[0].pid, signum)
+    def send(self, signum: int, to_group: bool = False, rank: int = 0) -> None:
+        """Sends a signal to the process of a rank, or to its loader's workers too."""
+        (os.killpg if to_group else os.kill)(self._processes[rank].pid, signum)
+
+    @property
+    def codes(self) -> list[int | None]:
+        """The exit codes of all processes, by rank; None of one that runs."""
+        return [process.exitcode for process in self._processes]
 
     def wait(self) -> tuple[int, str, str]:
         """The exit code (-N for signal N) of the first process, and what all have printed: stdout, stderr."""

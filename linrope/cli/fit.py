@@ -12,7 +12,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
 from linrope.cli.config_files import without_option
-from linrope.cli.output import command_line, rank, say, write
+from linrope.cli.output import command_line, rank, say, say_once, write
+from linrope.cli.ranks import errors_printed_once
 from linrope.cli.training import TrainingCLI, n_data_parallel, n_devices, writes_text
 from linrope.errors import InputError, Interrupted, NothingToDo
 from linrope.models.saving import CONFIG_FILE, is_checkpoint, open_checkpoint
@@ -24,10 +25,10 @@ from linrope.training.callbacks.memory_preflight import MemoryPreflight
 from linrope.training.callbacks.saving import GracefulStop, LastCheckpoint, SaveConfig
 from linrope.training.callbacks.summary import PrintSample, RunSummary
 from linrope.training.callbacks.throughput import Throughput
-from linrope.training.checkpoint import require_training_state, start_from
+from linrope.training.checkpoint import newest_last, require_training_state, start_from
 from linrope.training.data_modules.text import TextDataModule
 from linrope.training.metrics_file import METRICS_FILE, MetricsFile
-from linrope.training.precision import is_nvidia
+from linrope.training.precision import AUTO, is_nvidia
 from linrope.training.run_folder import RunFolder, folder_of, new_run_folder, resumed_run_folder
 from linrope.utils.files import require_writable
 
@@ -37,9 +38,11 @@ class FitOptions:
     """The run to resume."""
 
     ckpt_path: str | None = None
-    """Checkpoint file to resume from; last: last.ckpt of the newest run."""
+    """Checkpoint file to resume from; last: last.ckpt of the newest run; auto: the same, or a new run if there is none,
+    for jobs that are started again by themselves."""
 
 
+@errors_printed_once()
 def run(args: Sequence[str]) -> None:
     """Run `linrope fit` with the command line `args`."""
     if not args:
@@ -107,6 +110,14 @@ class FitCLI(TrainingCLI):
     """Of the checkpoint to resume from."""
     folder: RunFolder | None = None
     """Where the run writes."""
+
+    def named_checkpoint(self) -> str | None:
+        if self.options.ckpt_path == AUTO:
+            run = self.config_init.run
+            last = newest_last(Path(run.folder, run.name))
+            say_once("--ckpt_path=auto starts a new run" if last is None else f"--ckpt_path=auto is {last}")
+            return None if last is None else str(last)
+        return super().named_checkpoint()
 
     def check_checkpoint(self) -> None:
         if self.checkpoint is None:

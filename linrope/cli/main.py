@@ -20,8 +20,10 @@ from linrope.errors import (
     DocumentChanged,
     InputError,
     Interrupted,
+    LeftToAnotherRank,
     NonFiniteError,
     NothingToDo,
+    RankLost,
     WorkerKilled,
     suggest,
 )
@@ -62,12 +64,18 @@ def main(args: Sequence[str] | None = None) -> int:
                 f"unknown command {args[0]!r}: choose one of {', '.join(COMMANDS)}.{suggest(args[0], COMMANDS)}"
             )
     except (InputError, NonFiniteError) as error:
-        if isinstance(error, DamagedFile) or not leave_error_to_first_rank():
+        if error.of_this_rank or isinstance(error, DamagedFile) or not leave_error_to_first_rank():
             say(f"error: {error}")
         return 1 if isinstance(error, NonFiniteError) else 2
     except (DocumentChanged, CheckpointError, WorkerKilled) as error:
         say(f"error: {error}")
         return 1
+    except RankLost as lost:
+        if lost.printed_by in (None, rank()):
+            say(f"error: {lost}")
+        return 1
+    except LeftToAnotherRank as left:
+        return left.code
     except NothingToDo as done:
         say_once(str(done))
     except Interrupted as interrupted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import sys
@@ -20,8 +21,9 @@ HEAD_START = 2.0
 
 
 def rank() -> int:
-    """The rank of this process in its run; 0 in a process that has not started others, and without Lightning."""
-    return getattr(rank_zero_only, "rank", 0)
+    """The rank of this process in its run; 0 in a process that has not started others."""
+    launched = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))  # until Lightning is imported
+    return getattr(rank_zero_only, "rank", int(launched))
 
 
 def leave_error_to_first_rank() -> bool:

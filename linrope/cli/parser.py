@@ -5,18 +5,30 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from docstring_parser import parse_from_object
 from jsonargparse import ActionYesNo, ArgumentError, ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse.typing import register_type
 
 from linrope.cli.commands import COMMANDS
 from linrope.cli.config_files import config_files, require_sound_configs
 from linrope.errors import InputError, suggest
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)  # the docstring of a field is its help
+
+
+def _seconds(value: Any) -> timedelta:
+    if isinstance(value, bool):
+        raise ValueError(f"{value} is no number of seconds")
+    return timedelta(seconds=float(value))
+
+
+# A time is a number of seconds: `trainer.strategy.timeout: 600`.
+register_type(timedelta, lambda time: time.total_seconds(), _seconds)
 
 Config = TypeVar("Config")
 

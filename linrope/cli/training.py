@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 import torch
+import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, Trainer
@@ -28,6 +29,7 @@ from linrope.cli.generate import SamplingConfig
 from linrope.cli.output import say_once
 from linrope.cli.own_classes import own_classes
 from linrope.cli.parser import add_options, parse, parser_settings
+from linrope.cli.ranks import compare_ranks
 from linrope.cli.tasks import TASKS, name_of_task, task_of
 from linrope.errors import InputError
 from linrope.interop.roformer import load_trained
@@ -309,10 +311,7 @@ class TrainingCLI(ConfigCLI):
     def instantiate_classes(self) -> None:
         super().instantiate_classes()
         config = self.config_init
-        self.checkpoint, self.trained_precision = self.options.ckpt_path, None
-        if self.checkpoint == "last":
-            self.checkpoint = str(find_last(Path(config.run.folder, config.run.name)))
-            say_once(f"--ckpt_path=last is {self.checkpoint}")
+        self.checkpoint, self.trained_precision = self.named_checkpoint(), None
         self.ckpt_path = self.checkpoint
         trained = self.check_checkpoint()
         self.why_precision = self._resolve_precision()
@@ -321,6 +320,14 @@ class TrainingCLI(ConfigCLI):
         if trained is not None:
             self.model.model, self.ckpt_path = trained, None
         self.trainer = self.instantiate_trainer()
+
+    def named_checkpoint(self) -> str | None:
+        """The path that --ckpt_path stands for."""
+        if (path := self.options.ckpt_path) == "last":
+            run = self.config_init.run
+            path = str(find_last(Path(run.folder, run.name)))
+            say_once(f"--ckpt_path=last is {path}")
+        return path
 
     def _resolve_precision(self) -> str | None:
         """Replace `trainer.precision: auto`, also in what is saved, by what it stands for; return the reason."""
@@ -404,6 +411,8 @@ class TrainingCLI(ConfigCLI):
     def run(self, **options: Any) -> None:
         """Run the Trainer's method of the command's name; print the metrics of a measurement."""
         keep_freed_memory()  # steps and batches allocate the same again and again
+        compared = {**yaml.safe_load(self.parser.dump(self.config)), "ckpt_path": self.checkpoint}
+        compare_ranks(self.trainer, compared, self.config.trainer.strategy)
         method = getattr(self.trainer, self.command)
         try:
             method(self.model, self.datamodule, ckpt_path=self.ckpt_path, weights_only=True, **options)

@@ -8,6 +8,7 @@ from functools import partial
 
 from linrope.cli.checkpoint import with_run_config
 from linrope.cli.output import command_line
+from linrope.cli.ranks import errors_printed_once
 from linrope.cli.training import CheckpointOptions, TrainingCLI, writes_text
 from linrope.data.tokenizers.base import Tokenizer
 from linrope.errors import InputError
@@ -50,6 +51,7 @@ LENGTHS = {
 }
 
 
+@errors_printed_once()
 def run(args: Sequence[str]) -> None:
     """Run `linrope validate` with the command line `args`."""
     cli = TrainingCLI("validate", with_run_config(args), ValidateOptions, lengths=LENGTHS)

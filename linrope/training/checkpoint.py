@@ -68,16 +68,21 @@ def _os_error(error: BaseException | None) -> OSError | None:
     return error
 
 
-def find_last(folder: Path) -> Path:
-    """The `last.ckpt` of the newest run in `folder` (its subfolders `version_N`) that has one. InputError if none."""
+def newest_last(folder: Path) -> Path | None:
+    """The `last.ckpt` of the newest run in `folder` (its subfolders `version_N`) that has one; None if none has."""
     places = {number: place / "checkpoints" / "last.ckpt" for number, place in versions(folder).items()}
     numbered = {number: path for number, path in places.items() if path.exists()}
-    if not numbered:
+    return numbered[max(numbered)] if numbered else None
+
+
+def find_last(folder: Path) -> Path:
+    """`newest_last`. InputError if there is none."""
+    if (newest := newest_last(folder)) is None:
         raise InputError(
             f"--ckpt_path=last: no run in {str(folder)!r} has a last.ckpt. Name the checkpoint file, or set "
             "run.folder and run.name to those of its run."
         )
-    return numbered[max(numbered)]
+    return newest
 
 
 def require_same_model(trained: ModelConfig, config: ModelConfig, path: str | Path) -> None:
