@@ -206,7 +206,6 @@ def linear_roformer(results: Path) -> Finding:
         texts.append(grid.at_equal_time("softmax"))
         held.append(verdict_of(against))
         texts.append(f"RoPE in the numerator against no positions: {share(against)}.")
-    texts.append("The runs in rows of 4,096 have 150 steps, in which softmax does not leave its first plateau either.")
     verdict = held[0] if len(set(held)) == 1 else f"{held[0]} (512), {held[1]} (4,096)"
     return Finding(" ".join(texts), f"against no positions: {verdict}", "family/masked_lm_4096/family.png")
 
