@@ -45,7 +45,7 @@ def returned(value):
     return value
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def ranks(request, tmp_path_factory):
     """The number of ranks, and what each returns of every problem with every way to slice it."""
     functions = {

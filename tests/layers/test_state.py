@@ -98,6 +98,7 @@ def test_a_state_is_saved_and_loaded_as_tensors_and_plain_values(model, tokens):
             assert torch.equal(model(tokens, loaded), model(tokens, state))
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_model_returns_a_state(model, tokens):
     """Of any length: the second call makes a graph in which it is open."""
     torch._dynamo.reset()

@@ -101,8 +101,9 @@ def test_token_by_token_is_the_whole(name):
         torch.testing.assert_close(actual, right, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on the CPU")
-@pytest.mark.parametrize("backend", ["chunked", pytest.param("triton", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("backend", ["chunked", "triton"])
 def test_compiled_by_inductor_with_a_decay_as_the_model_lays_it_out(backend):
     """PyTorch's own compiler, which looks at strides and at names of arguments, forward and backward."""
     draw = torch.Generator().manual_seed(0)

@@ -46,6 +46,7 @@ def test_a_compiled_run_is_the_same_run_with_one_graph(tiny, run_folder, compile
     assert main(["fit", *tiny, *STEPS, "--trainer.max_steps=6", "--run.compile=true", f"--ckpt_path={last}"]) == 0
 
 
+@pytest.mark.exhaustive
 def test_rows_of_many_lengths_and_segments_are_compiled_a_few_times(tiny, compiled_graphs):
     stages = '[{"seq_len": 8, "tokens": 64}, {"seq_len": 16, "tokens": 64}, {"seq_len": 32, "tokens": 64}]'
     options = ["--trainer.max_steps=3", "--run.compile=true"]

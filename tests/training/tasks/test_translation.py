@@ -48,6 +48,7 @@ def metrics_of(line: str) -> dict[str, float]:
     return {name: float(value) for name, value in re.findall(r"(\w+) (\d+\.\d+)", line)}
 
 
+@pytest.mark.exhaustive
 def test_it_learns_a_text_and_bleu_and_chrf_are_those_of_the_predictions(options, capsys):
     assert (
         main(["fit", *options, "--model.dropout=0", "--trainer.max_steps=120", "--trainer.val_check_interval=40"]) == 0
