@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from linrope.errors import InputError
-from linrope.layers.state import ModelState, detach, state_before, tensors_of
+from linrope.layers.state import ModelState, detach, reset_rows, tensors_of
 from linrope.models.language_model import LanguageModel
 from linrope.ops.torch_kernel.memory import give_back
 from linrope.utils.gradients import GradientSums
@@ -45,7 +45,6 @@ def segmented_loss(
     segment_ids: Tensor | None = None,
     state: ModelState | None = None,
     truncated: bool = False,
-    read: Read | None = None,
 ) -> tuple[Tensor, ModelState]:
     """The loss of a sequence, read in segments: `backward()` on it gives the gradients of the whole.
 
@@ -67,9 +66,6 @@ def segmented_loss(
         state: the state before the first token; it gets no gradient.
         truncated: truncated backpropagation through time: states pass between segments, gradients do not. Not with
             trained frequencies.
-        read: reads a segment in place of the model: `read(inputs, targets, segment_ids, previous_ids, state)` returns
-            its loss and the state after it. `previous_ids` (B,) are the documents of the tokens before it, None at the
-            start and in rows that are not packed; where they differ the state is not yet reset. Not with `loss`.
 
     Returns:
         The loss, a scalar to call `backward` on, and the state after the last token, without gradient.
@@ -87,7 +83,37 @@ def segmented_loss(
     model.check(inputs, state, segment_ids)  # before the first segment, not when its turn comes
     if truncated:
         require_fixed_frequencies(model, "truncated=True")
-    segments = _Segments(model, loss, inputs, targets, segment_ids, segment_length, read)
+
+    def read(inputs, targets, segment_ids, previous_ids, state):
+        if state is not None and previous_ids is not None:
+            state = reset_rows(state, segment_ids[:, 0] != previous_ids)
+        if loss is None:
+            return model(inputs, state, segment_ids=segment_ids, return_state=True, targets=targets)
+        logits, state = model(inputs, state, segment_ids=segment_ids, return_state=True)
+        return loss(logits, targets), state
+
+    options = {"segment_ids": segment_ids, "state": state, "truncated": truncated}
+    return loss_of_segments(read, model, inputs, targets, segment_length, **options)
+
+
+def loss_of_segments(
+    read: Read,
+    model: LanguageModel,
+    inputs: Tensor,
+    targets: Tensor,
+    segment_length: int,
+    *,
+    segment_ids: Tensor | None,
+    state: ModelState | None,
+    truncated: bool = False,
+) -> tuple[Tensor, ModelState]:
+    """`segmented_loss` with any way to read a segment; the other arguments are as there, and have been checked.
+
+    `read(inputs, targets, segment_ids, previous_ids, state)` returns the loss of a segment and the state after it.
+    `previous_ids` (B,) are the documents of the tokens before it, None at the start and in rows that are not packed;
+    where they differ from the first of `segment_ids`, the state has to be reset.
+    """
+    segments = _Segments(read, model, inputs, targets, segment_ids, segment_length)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not (torch.is_grad_enabled() and parameters):
         total, states, _ = segments.forward(state, keep=False)
@@ -159,13 +185,12 @@ def require_fixed_frequencies(model: LanguageModel, option: str) -> None:
 class _Segments:
     """A sequence in segments, and the loss of each."""
 
+    read: Read
     model: LanguageModel
-    loss: Loss | None
     inputs: Tensor
     targets: Tensor
     segment_ids: Tensor | None
     length: int
-    read: Read | None = None
 
     def slices(self) -> Iterator[slice]:
         return (slice(start, start + self.length) for start in range(0, self.inputs.shape[1], self.length))
@@ -174,14 +199,8 @@ class _Segments:
         """The loss of one segment, and the state after it."""
         ids = None if self.segment_ids is None else self.segment_ids[:, segment]
         inputs, targets = self.inputs[:, segment], self.targets[:, segment]
-        if self.read is not None:
-            previous = None if ids is None or segment.start == 0 else self.segment_ids[:, segment.start - 1]
-            return self.read(inputs, targets, ids, previous, state)
-        state = state_before(segment.start, self.segment_ids, state)
-        if self.loss is None:
-            return self.model(inputs, state, segment_ids=ids, return_state=True, targets=targets)
-        logits, state = self.model(inputs, state, segment_ids=ids, return_state=True)
-        return self.loss(logits, targets), state
+        previous = None if ids is None or segment.start == 0 else self.segment_ids[:, segment.start - 1]
+        return self.read(inputs, targets, ids, previous, state)
 
     def free_after(self, number: int) -> None:
         if number % SEGMENTS_BETWEEN == SEGMENTS_BETWEEN - 1 and self.inputs.device.type == "cpu":

@@ -22,8 +22,8 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)  # the docstring
 
 
 def _seconds(value: Any) -> timedelta:
-    if isinstance(value, bool):
-        raise ValueError(f"{value} is no number of seconds")
+    if isinstance(value, bool) or not float(value) > 0:
+        raise ValueError(f"{value} is no number of seconds above 0")
     return timedelta(seconds=float(value))
 
 

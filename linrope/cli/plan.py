@@ -47,6 +47,7 @@ def run(args: Sequence[str]) -> None:
     """Run `linrope plan` with the command line `args`."""
     cli = ConfigCLI("plan", args, PlanOptions)
     config, options = cli.config_init, cli.options
+    require_whole_rows(config.trainer)
     if not writes_text(cli.task):
         return plan_task(cli)
     if config.segment_length is not None:
@@ -59,6 +60,15 @@ def run(args: Sequence[str]) -> None:
         if setting.devices > 1:
             cli.console.print(f"measured on one device, and counted {setting.devices} times")
     show_plan(cli.console, setting, options.memory, rate)
+
+
+def require_whole_rows(trainer: Namespace) -> None:
+    """Raise InputError for a run whose devices share rows."""
+    if (groups := n_data_parallel(trainer)) != n_devices(trainer):
+        raise InputError(
+            f"trainer.strategy.sequence_parallel_size={n_devices(trainer) // groups}: `linrope plan` knows runs whose "
+            "devices read whole rows. Set it to 1 for the plan; each device then has that share of a row's activations."
+        )
 
 
 def plan_task(cli: ConfigCLI) -> None:
@@ -99,12 +109,6 @@ def planned(config: Namespace) -> Setting:
     data, trainer = config.data, config.trainer
     gpu = is_nvidia(trainer.accelerator)
     devices = n_devices(trainer)
-    if n_data_parallel(trainer) != devices:
-        raise InputError(
-            f"trainer.strategy.sequence_parallel_size={devices // n_data_parallel(trainer)}: `linrope plan` knows runs "
-            "whose devices read whole rows. Set it to 1 for the plan; each device then has that share of a row's "
-            "activations."
-        )
     plan = data.plan_for(trainer.accumulate_grad_batches * devices)
     if trainer.max_steps >= 1:
         data.require_steps(plan, trainer.max_steps)

@@ -437,8 +437,8 @@ def require_values(options: Namespace, config: type, section: str) -> None:
 
 def n_data_parallel(trainer: Namespace) -> int:
     """Number of devices of a run that read different batches."""
-    sizes = getattr(trainer.strategy, "sizes", None)  # of a mesh
-    return n_devices(trainer) if sizes is None else mesh_sizes(n_devices(trainer), *sizes)[0]
+    n, strategy = n_devices(trainer), trainer.strategy
+    return mesh_sizes(n, *strategy.sizes)[0] if isinstance(strategy, ShardedStrategy) else n
 
 
 def n_devices(trainer: Namespace) -> int:

@@ -7,19 +7,21 @@ them for the next segment, in one broadcast; the backward sums its gradient ther
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from linrope.distributed.group import SequenceGroup
-from linrope.distributed.sequence import sequence_parallel_loss
+from linrope.distributed.sequence import refused, sequence_parallel_loss
+from linrope.distributed.slices import SequenceSlice
 from linrope.errors import InputError
 from linrope.layers.state import ModelState, from_serialized, to_serialized
 from linrope.models.language_model import LanguageModel
-from linrope.segmented import segmented_loss
+from linrope.segmented import loss_of_segments, require_segments
 
 SLICED = "inputs", "targets", "n_bytes", "segment_ids"
 """What of a batch has a value for each token."""
@@ -34,11 +36,13 @@ def tokens_of_rank(
     first. None is for rows that are read as one segment.
 
     Raises:
-        InputError: on every rank, a last segment of fewer tokens than ranks. The message names the `option` that sets
-            the length.
+        InputError: on every rank, a segment length below 1, or a last segment of fewer tokens than ranks. The message
+            names the `option` that sets the length.
     """
     if segment_length is None:
-        segment_length = -(-length // group.size)
+        segment_length = max(1, -(-length // group.size))
+    if not (isinstance(segment_length, int) and segment_length >= 1):
+        raise InputError(f"segment_length={segment_length!r} must be a whole number of tokens, at least 1.")
     whole, rest = divmod(length, segment_length * group.size)
     if 0 < rest < group.size:
         of_segment = "" if whole == 0 else f" for the last segment, after {whole} of {group.size} × {segment_length}"
@@ -81,20 +85,41 @@ def sequence_parallel_token_losses(
 ) -> Tensor:
     """The loss of each target of this rank, (B, T) float32 in nats, without gradient; arguments as below, `None` for
     rows that are one segment."""
-    segments: list[Tensor] = []
+    one, segments = partial(sequence_parallel_loss, model, group=group, reduction="none"), []
 
     def read(tokens, targets, segment_ids, previous_ids, state):
-        options = {"segment_ids": segment_ids, "previous_ids": previous_ids, "state": state, "reduction": "none"}
-        losses, after = sequence_parallel_loss(model, tokens, targets, group=group, **options)
+        options = {"segment_ids": segment_ids, "previous_ids": previous_ids, "state": state}
+        losses, after = one(tokens, targets, **options)
         segments.append(losses)
-        return losses.sum(), None if segment_length is None else state_of_last(after, group)
+        return losses.sum(), state_of_last(after, group)
 
     with torch.no_grad():  # then each segment is computed once, in order
         if segment_length is None:
-            read(tokens, targets, segment_ids, None, None)
-        else:
-            segmented_loss(model, tokens, targets, segment_length, segment_ids=segment_ids, read=read)
+            return one(tokens, targets, segment_ids=segment_ids)[0]
+        _require_same_segments(model, tokens, targets, segment_length, group, segment_ids)
+        loss_of_segments(read, model, tokens, targets, segment_length, segment_ids=segment_ids, state=None)
     return torch.cat(segments, dim=1)
+
+
+def _require_same_segments(
+    model: LanguageModel,
+    tokens: Tensor,
+    targets: Tensor,
+    segment_length: int,
+    group: SequenceGroup,
+    segment_ids: Tensor | None = None,
+    state: ModelState | None = None,
+) -> None:
+    """Raise InputError, on every rank, unless each can read its slices in the same number of segments."""
+    require_segments(model, segment_length)
+    problem = refused(partial(model.check, tokens, state, segment_ids), tokens, targets)
+    shape = (1, 1) if problem is not None else tuple(tokens.shape)
+    where = SequenceSlice.of(group, shape, next(model.parameters()).device, problem=problem)
+    if len({-(-length // segment_length) for length in where.lengths}) > 1:
+        raise InputError(
+            f"the ranks hold {list(where.lengths)} tokens, which are not as many segments of {segment_length} on each: "
+            "give every rank those that tokens_of_rank names."
+        )
 
 
 def sequence_parallel_segmented_loss(
@@ -126,15 +151,17 @@ def sequence_parallel_segmented_loss(
         This rank's loss, and the state after the rows, the same on every rank, without gradient.
 
     Raises:
-        InputError: as `segmented_loss` and `sequence_parallel_loss`.
+        InputError: on every rank, as `segmented_loss` and `sequence_parallel_loss`; slices of different numbers of
+            segments.
     """
+    _require_same_segments(model, tokens, targets, segment_length, group, segment_ids, state)
 
     def read(tokens, targets, segment_ids, previous_ids, state):
         options = {"segment_ids": segment_ids, "previous_ids": previous_ids, "state": state}
         loss, after = sequence_parallel_loss(model, tokens, targets, group=group, **options)
         return loss, state_of_last(after, group)
 
-    return segmented_loss(model, tokens, targets, segment_length, segment_ids=segment_ids, state=state, read=read)
+    return loss_of_segments(read, model, tokens, targets, segment_length, segment_ids=segment_ids, state=state)
 
 
 def state_of_last(state: ModelState, group: SequenceGroup) -> ModelState:
@@ -150,15 +177,15 @@ def state_of_last(state: ModelState, group: SequenceGroup) -> ModelState:
         return _Spec(x.dtype, tuple(x.shape))
 
     specs = group.object_from_last(_changed(to_serialized(state), noted))
-    numbers: Counter[torch.dtype] = Counter()
-    _changed(specs, lambda one: numbers.update({one.dtype: math.prod(one.shape)}))
+    sizes: dict[torch.dtype, list[int]] = defaultdict(list)
+    _changed(specs, lambda one: sizes[one.dtype].append(math.prod(one.shape)))
     parts: dict[torch.dtype, Iterator[Tensor]] = {}
     device = next(iter(own.values()))[0].device
-    for dtype, n in sorted(numbers.items(), key=str):  # in one order on all ranks
+    for dtype in sorted(sizes, key=str):  # in one order on all ranks
+        n = sum(sizes[dtype])
         mine = torch.cat(own[dtype]) if own[dtype] else torch.empty(0, dtype=dtype, device=device)
-        flat, sizes = (group.from_last(mine, n) if n else mine[:0]), []
-        _changed(specs, lambda one, dtype=dtype, sizes=sizes: one.dtype == dtype and sizes.append(math.prod(one.shape)))
-        parts[dtype] = iter(flat.split(sizes))
+        flat = group.from_last(mine, n) if n else mine[:0]
+        parts[dtype] = iter(flat.split(sizes[dtype]))
     return from_serialized(_changed(specs, lambda one: next(parts[one.dtype]).view(one.shape)))
 
 

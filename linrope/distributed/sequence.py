@@ -149,14 +149,14 @@ def slice_of_encoder(
             f"sequence parallelism needs linear attention, but model.attention is {model.config.attention!r}, which "
             "sees all keys, and no rank holds them. Set model.attention to 'linear', or do not split the rows."
         )
-    problem = _refused(partial(model.body.check, tokens, key_mask, token_types), tokens, targets)
+    problem = refused(partial(model.body.check, tokens, key_mask, token_types), tokens, targets)
     shape = (1, 1) if problem is not None else tuple(tokens.shape)
     where = SequenceSlice.of(group, shape, next(model.parameters()).device, problem=problem)
     _require_positions(model, where, tokens)
     return where
 
 
-def _refused(check: Callable[[], None], tokens: Tensor, targets: Tensor) -> InputError | None:
+def refused(check: Callable[[], None], tokens: Tensor, targets: Tensor) -> InputError | None:
     """The error of a check of this rank's arguments, which the other ranks must be told before it is raised."""
     try:
         check()
@@ -221,7 +221,7 @@ def sequence_parallel_loss(
             that do not fit together, more tokens than learned positions.
     """
     require_fixed_state(model, "sequence parallelism")
-    problem = _refused(partial(model.check, tokens, state, segment_ids), tokens, targets)
+    problem = refused(partial(model.check, tokens, state, segment_ids), tokens, targets)
     device, first = next(model.parameters()).device, None if state is None or problem is not None else state[0]
     shape = (1, 1) if problem is not None else tuple(tokens.shape)
     where = SequenceSlice.of(group, shape, device, segment_ids, first, previous_ids, problem)

@@ -138,6 +138,10 @@ class RankBoard:
     def _to_blame(self, error: RuntimeError) -> RankLost:
         self.beat()
         self.announce(str(error), own=False)
+        # Lightning's launcher of one machine ends all soon after it has seen the first one end: no time to wait.
+        started = enumerate(getattr(self.launcher, "procs", ()), start=1)
+        if ended := [rank for rank, process in started if (process.poll() or 0) < 0]:
+            return RankLost(f"{_lost(ended)} {RESUME}", printed_by=0)
         before, until = self.read_all("beat"), time.monotonic() + PATIENCE
         while time.monotonic() < until:
             errors = self.errors()
@@ -150,7 +154,7 @@ class RankBoard:
         silent = [rank for rank in range(self.world_size) if rank not in errors]
         lost = [rank for rank in silent if before.get(rank, [0])[0] == after.get(rank, [0])[0]]
         if lost:
-            text = f"{names(lost)} {'was' if len(lost) == 1 else 'were'} lost: killed, stopped, or not reachable."
+            text = _lost(lost)
         else:
             behind = furthest_behind({rank: after[rank] for rank in silent})
             text = f"{behind} did not come to a collective operation in time (trainer.strategy.timeout)."
@@ -166,6 +170,10 @@ def furthest_behind(beats: Mapping[int, list]) -> str:
 
 
 RESUME = "All ranks stop. Start the run again with --ckpt_path=last."
+
+
+def _lost(ranks: list[int]) -> str:
+    return f"{names(ranks)} {'was' if len(ranks) == 1 else 'were'} lost: killed, stopped, or not reachable."
 
 
 def names(ranks: Iterable[int]) -> str:

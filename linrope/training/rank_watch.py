@@ -36,17 +36,19 @@ class RankWatch:
         threading.Thread(target=self._run, daemon=True, name="linrope-rank-watch").start()
 
     def _run(self) -> None:
-        reason = None
+        reason, is_told = None, False
         while reason is None and not self.board.ended.wait(BEAT):
             try:
                 self.board.beat()
                 self._name_who_hangs()
                 if failed := self.board.failed():
                     reason = f"stopped, because {names(failed)} failed."
+                    is_told = self.board.rank > min({*range(self.board.world_size)} - {*failed}, default=0)
             except DistError:
                 reason = "rank 0 was lost: it was killed, or cannot be reached."
         if reason is not None and not self.board.ended.wait(GRACE):
-            self.tell(f"error: {reason}")
+            if not is_told:  # by a lower rank
+                self.tell(f"error: {reason}")
             self.end()
 
     def _name_who_hangs(self) -> None:

@@ -95,7 +95,13 @@ class ShardedStrategy(ModelParallelStrategy):
         self.sizes = data_parallel_size, sequence_parallel_size
 
     def setup_environment(self) -> None:
-        # Lightning's second dimension, whose devices read the same batches
+        backends = self.process_group_backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
+        for backend in backends.split(","):  # or cpu:gloo,cuda:nccl
+            if not torch.distributed.is_backend_available(backend.rpartition(":")[2]):
+                raise InputError(
+                    f"trainer.strategy.process_group_backend={backend!r}: this PyTorch was built without it. Set another."
+                )
+        # Lightning has no public way to decide its mesh late; its second dimension has devices with the same batches
         sizes = mesh_sizes(self.num_nodes * self.num_processes, *self.sizes)
         self._data_parallel_size, self._tensor_parallel_size = sizes
         super().setup_environment()

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from linrope.data.batches.shuffling import mix
 from linrope.data.tokenizers.base import tokenizer_to_serialized
 from linrope.distributed.group import SequenceGroup
+from linrope.distributed.segments import slice_of
 from linrope.errors import InputError, NonFiniteError
 from linrope.models.base import ModelConfig
 from linrope.training.callbacks.saving import LastCheckpoint
@@ -173,6 +174,10 @@ class TrainingTask(LightningModule):
     def sequence_group(self) -> SequenceGroup | None:
         """The devices that share the rows of this one; None if each reads whole rows."""
         return None if self._stage is None else getattr(self.trainer.strategy, "sequence_group", None)
+
+    def slice_of(self, batch: Batch, segment_length: int | None = None) -> Batch:
+        """This device's part of the rows of a batch, where devices share them (see `linrope.distributed.segments`)."""
+        return batch if self.sequence_group is None else slice_of(batch, segment_length, self.sequence_group)
 
     @property
     def resumable_data(self) -> ResumableDataModule | None:

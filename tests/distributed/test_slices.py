@@ -22,7 +22,7 @@ from linrope import (
     State,
 )
 from linrope.distributed.group import SequenceGroup
-from linrope.distributed.segments import tokens_of_rank
+from linrope.distributed.segments import sequence_parallel_segmented_loss, tokens_of_rank
 from linrope.distributed.sequence import (
     sequence_parallel_attention,
     sequence_parallel_loss,
@@ -157,6 +157,19 @@ def bad_tokens() -> object:
     return sequence_parallel_loss(lm, targets + 5 * dist.get_rank(), targets, group=SequenceGroup())
 
 
+def bad_tokens_of_segments() -> object:
+    lm = LanguageModel(LanguageModelConfig(vocab_size=5, d_model=8, n_heads=2, n_layers=1))
+    targets = torch.zeros(1, 3, dtype=torch.int64)
+    return sequence_parallel_segmented_loss(lm, targets + 5 * dist.get_rank(), targets, 2, group=SequenceGroup())
+
+
+def other_segments() -> object:
+    """Four tokens on the first rank, three on the second, in segments of three."""
+    lm = LanguageModel(LanguageModelConfig(vocab_size=5, d_model=8, n_heads=2, n_layers=1))
+    tokens = torch.zeros(1, 4 - dist.get_rank(), dtype=torch.int64)
+    return sequence_parallel_segmented_loss(lm, tokens, tokens, 3, group=SequenceGroup())
+
+
 def later_state() -> object:
     """A layer's own state is checked as in a call without ranks."""
     x = torch.ones(1, 3, 4)
@@ -189,6 +202,8 @@ REFUSED = {
     "too long a document": (too_long_a_document, "positions of 6 tokens"),
     "too long for an encoder": (too_long_for_an_encoder, "positions.length=5 is too short"),
     "other state": (later_state, "state.conv_tail is"),
+    "other segments": (other_segments, r"the ranks hold \[4, 3\] tokens, which are not as many segments of 3"),
+    "no segment": (lambda: tokens_of_rank(9, 0, SequenceGroup()), "segment_length=0 must be a whole number"),
     "short": (lambda: tokens_of_rank(17, 4, SequenceGroup()), "leaves 1 tokens for the last"),
     "mesh": (meshes, r"mesh of 2 dimensions \('data', 'sequence'\)"),
 }
@@ -198,6 +213,7 @@ REFUSED = {
 def ranks(tmp_path_factory):
     functions = {name: function for name, (function, _) in REFUSED.items()}
     functions |= {"bad ids": partial(attend, "bad ids"), "bad tokens": bad_tokens, "outside": outside}
+    functions["bad tokens of segments"] = bad_tokens_of_segments
     for name, options in TRAFFIC.items():
         functions |= {f"{name}, {n}": partial(traffic, n, **options) for n in (16, 256)}
     return run_on_ranks(2, tmp_path_factory.mktemp("ranks"), functions)
@@ -213,8 +229,10 @@ def test_every_rank_refuses_with_one_message(ranks, name):
 def test_an_error_of_one_rank_ends_the_others(ranks):
     other, own = (one["bad ids"] for one in ranks)
     assert_input_errors((partial(_raise, other), "rank 1 refuses its slice"), (partial(_raise, own), r"\(2, 3\)"))
-    other, own = (one["bad tokens"] for one in ranks)
-    assert_input_errors((partial(_raise, other), "rank 1 refuses"), (partial(_raise, own), r"tokens lie in \[5, 5\]"))
+    for name in ("bad tokens", "bad tokens of segments"):
+        other, own = (one[name] for one in ranks)
+        assert_input_errors((partial(_raise, other), "rank 1 refuses"))
+        assert_input_errors((partial(_raise, own), r"tokens lie in \[5, 5\]"))
     assert_input_errors((partial(_raise, ranks[1]["outside"]), "no member of the group"))
 
 

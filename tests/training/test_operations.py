@@ -43,12 +43,12 @@ def base(tmp_path_factory) -> list[str]:
     return ["fit", *MODEL, "--model.dropout=0.1", *CONSTANT, *options]
 
 
-def at_step_4_of_rank_1(patch: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
-    """In processes to come, something happens on rank 1 before the forward pass of step 4."""
+def at_step_4_of_rank_1(patch: pytest.MonkeyPatch, happens: Callable[[], None], rank: int = 1) -> None:
+    """In processes to come, something happens on rank 1, or another, before the forward pass of step 4."""
     step = LanguageModelingModule.training_step
 
     def training_step(self: LanguageModelingModule, batch, batch_idx):
-        if rank_zero_only.rank == 1 and self.trainer.global_step == 3:
+        if rank_zero_only.rank == rank and self.trainer.global_step == 3:
             happens()
         return step(self, batch, batch_idx)
 
@@ -228,6 +228,16 @@ def test_of_three_ranks_that_share_a_model_the_one_to_blame_is_named(base, tmp_p
     assert len(re.findall(r"^linrope: (?:rank \d: )?error: rank 1(?: was lost|, last seen)", err, re.M)) == 1
     assert err.count("error: ") == 1
     assert open_checkpoint(last(folder_of(base, f"three-{name}")))["global_step"] == 2
+
+
+@EXHAUSTIVE
+def test_the_others_say_that_rank_0_was_killed(base, tmp_path, monkeypatch):
+    at_step_4_of_rank_1(monkeypatch, be_killed, rank=0)
+    run = Run([*base, *TWO, "--run.name=first-killed"], tmp_path, ranks=2)
+    code, _, err = run.wait()
+    assert [code, *run.codes] == [-signal.SIGKILL, -signal.SIGKILL, 1]
+    assert err.count("error: rank 0 was lost: it was killed, or cannot be reached.") == 1
+    assert "Traceback" not in err
 
 
 def test_ranks_with_different_options_are_refused_with_one_message(printed, base):

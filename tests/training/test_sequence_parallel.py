@@ -25,6 +25,8 @@ EVEN, RAGGED = "--data.context=24", "--data.context=27"
 PACKED = ["--data.document_mask=true"]
 SINGLE = "float32"
 SEGMENTS = ["--segment_length=6"]
+ACCUMULATED = ["--trainer.accumulate_grad_batches=2"]
+RECOMPUTED = "--trainer.strategy.activation_checkpointing=true"
 STAGES = "--data.curriculum=[{tokens: 480, seq_len: 12, batch_size: 2}, {tokens: 1, seq_len: 27, batch_size: 2}]"
 CASES = {
     "ragged, packed": ((1, 2), [RAGGED, *PACKED]),
@@ -36,8 +38,10 @@ CASES = {
     "4": ((1, 4), [RAGGED, *PACKED]),
     "contiguous": ((2, 2), [RAGGED, *PACKED, "--data.contiguous=true"]),
     "contiguous, segments": ((1, 2), [RAGGED, *PACKED, *SEGMENTS, "--data.contiguous=true"]),
-    "recomputed": ((1, 2), [RAGGED, "--trainer.strategy.activation_checkpointing=true"]),
+    "recomputed": ((1, 2), [RAGGED, RECOMPUTED]),
     "sharded segments": ((2, 1), [RAGGED, *PACKED, *SEGMENTS]),
+    "accumulated": ((1, 2), [RAGGED, *PACKED, *ACCUMULATED]),
+    "accumulated segments, 2 × 2": ((2, 2), ["--data.context=29", *SEGMENTS, *ACCUMULATED, RECOMPUTED]),
     "curriculum": (
         (2, 2),
         [RAGGED, STAGES],
@@ -83,7 +87,8 @@ def on_mesh(data: int, sequence: int) -> list[str]:
 def alone(data: int, options: list[str]) -> list[str]:
     """The run of one device with the batches of `data` devices."""
     kept = [option for option in options if "strategy" not in option]
-    return [*kept, f"--trainer.accumulate_grad_batches={data}", f"--trainer.val_check_interval={20 * data}"]
+    accumulated = data * (2 if ACCUMULATED[0] in options else 1)
+    return [*kept, f"--trainer.accumulate_grad_batches={accumulated}", f"--trainer.val_check_interval={20 * data}"]
 
 
 def fit(base: list[str], mesh: tuple[int, int], folder: Path, *options: str, code: int = 0) -> str:
@@ -129,6 +134,36 @@ def test_a_run_of_four_devices_goes_on_with_two_and_with_one(base, tmp_path, dou
     for name in ("two", "one"):
         found = checkpoint_of(folder_of(base, name))["state_dict"]
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+@EXHAUSTIVE
+def test_contiguous_rows_go_on_where_they_were(base, tmp_path, double):
+    options = [RAGGED, *PACKED, "--data.contiguous=true"]
+    fit(base, (2, 2), tmp_path, *options, "--run.name=half", "--trainer.max_steps=10")
+    fit(base, (2, 2), tmp_path, *options, "--run.name=resumed", f"--ckpt_path={last(folder_of(base, 'half'))}")
+    assert main([*base, *alone(1, options), "--data.batch_size=4", "--run.name=at-once"]) == 0
+    found, wanted = (checkpoint_of(folder_of(base, name))["state_dict"] for name in ("resumed", "at-once"))
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+
+
+@EXHAUSTIVE
+def test_blocks_are_recomputed_if_asked(base, tmp_path, monkeypatch):
+    def noted(*args, **options):
+        (tmp_path / "recomputed").touch()
+        return checkpoint(*args, **options)
+
+    checkpoint = torch.utils.checkpoint.checkpoint
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", noted)
+    fit(base, (1, 2), tmp_path, RAGGED, RECOMPUTED, "--run.name=recomputed", "--trainer.max_steps=1")
+    assert (tmp_path / "recomputed").exists()
+
+
+@EXHAUSTIVE
+def test_a_plan_of_shared_rows_is_refused(base, error_of):
+    plan = ["plan", *(option for option in base[1:] if "run." not in option)]
+    assert "sequence_parallel_size=2: `linrope plan` knows runs whose" in error_of(*plan, *on_mesh(1, 2))
+    masked = ["plan", f"--config={Path(__file__).parents[2] / 'configs' / 'mlm-small.yaml'}"]
+    assert "sequence_parallel_size=2: `linrope plan` knows runs whose" in error_of(*masked, *on_mesh(1, 2))
 
 
 def configs() -> list:
@@ -192,6 +227,11 @@ def test_tasks_that_read_whole_rows_refuse_to_share_them(config, tmp_path):
         (
             ["--trainer.strategy.data_parallel_size=2"],
             "data_parallel_size=2 × sequence_parallel_size=2 must make 2, the number of devices",
+        ),
+        pytest.param(
+            ["--trainer.strategy.process_group_backend=mpi"],
+            "trainer.strategy.process_group_backend='mpi': this PyTorch was built without it.",
+            marks=EXHAUSTIVE,
         ),
         pytest.param(
             ["--run.compile=true"],

@@ -32,7 +32,8 @@ class HealthMonitor(Callback):
     - `health/state_norm/layerL`: the norm of the state at the end of the row.
     - `health/share_of_time`: the share of training time that this callback takes; `seconds` is that time so far.
 
-    All are from the first row of the step's last batch on rank 0, and are logged in rows of their own.
+    All are from the first row of the step's last batch on rank 0, where devices share rows from its slice of it, and
+    are logged in rows of their own.
     """
 
     def __init__(self, every_n_steps: int) -> None:

@@ -13,7 +13,6 @@ from linrope.distributed.group import SequenceGroup
 from linrope.distributed.segments import (
     sequence_parallel_segmented_loss,
     sequence_parallel_token_losses,
-    slice_of,
     state_of_last,
 )
 from linrope.distributed.sequence import sequence_parallel_loss
@@ -86,10 +85,10 @@ class LanguageModelingModule(TrainingTask):
         return self.evaluation.get("by_position", LossByPosition())
 
     def batch_loss(self, batch: Batch) -> BatchLoss:
-        batch = self._slice_of(batch)
+        batch = self.slice_of(batch, self.segment_length)
         inputs, targets, ids = batch["inputs"], batch["targets"], batch.get("segment_ids")
         options = {"segment_ids": ids, "state": self._state_before(batch)}
-        if "positions" in batch:
+        if self.sequence_group is not None:
             nats, after = self._loss_of_slice(batch, **options)
         elif self.segment_length is not None:
             nats, after = segmented_loss(self.model, inputs, targets, self.segment_length, **options)
@@ -109,10 +108,6 @@ class LanguageModelingModule(TrainingTask):
         nats, after = sequence_parallel_loss(*arguments, group=group, **options)
         return nats, state_of_last(detach(after), group) if "fresh" in batch else after
 
-    def _slice_of(self, batch: Batch) -> Batch:
-        """This device's part of the rows, where devices share them."""
-        return batch if self.sequence_group is None else slice_of(batch, self.segment_length, self.sequence_group)
-
     def _state_before(self, batch: Batch) -> ModelState | None:
         """With contiguous batches, the state that each row starts from."""
         if self._carried is None or "fresh" not in batch:
@@ -129,7 +124,7 @@ class LanguageModelingModule(TrainingTask):
         return _metrics("train", sums["loss"], sums["bytes"], sums["targets"])
 
     def evaluate(self, batch: Batch, sums: dict[Hashable, Any]) -> None:
-        batch = self._slice_of(batch)
+        batch = self.slice_of(batch, self.segment_length)
         by_position = sums.setdefault("by_position", LossByPosition())
         by_position.add(self._token_losses(batch), batch["targets"], batch.get("n_bytes"), batch.get("positions"))
 
@@ -138,20 +133,20 @@ class LanguageModelingModule(TrainingTask):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> list[dict[str, Any]]:
         """The loss of each row, in nats, with its targets and bytes."""
-        batch = self._slice_of(batch)
+        batch = self.slice_of(batch, self.segment_length)
         losses, n_bytes = self._token_losses(batch), bytes_of(batch["targets"], batch.get("n_bytes"))
         targets = (batch["targets"] != IGNORE).sum(1)
         values = (losses.sum(1).tolist(), targets.tolist(), n_bytes.sum(1).tolist())
         return [dict(zip(("loss", "targets", "bytes"), row, strict=True)) for row in zip(*values, strict=True)]
 
     def step_flops(self, batch: Batch) -> int:
-        rows, length = self._slice_of(batch)["inputs"].shape
+        rows, length = self.slice_of(batch, self.segment_length)["inputs"].shape
         return step_flops(self.model, rows, length, self.segment_length)
 
     def _token_losses(self, batch: Batch) -> Tensor:
         """The loss of each target of a batch in nats, (B, T)."""
         inputs, targets, ids = batch["inputs"], batch["targets"], batch.get("segment_ids")
-        if "positions" in batch:
+        if self.sequence_group is not None:
             options = {"group": self.sequence_group, "segment_ids": ids}
             return sequence_parallel_token_losses(self.model, inputs, targets, self.segment_length, **options)
         if self.segment_length is None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from linrope.distributed.group import SequenceGroup
-from linrope.distributed.segments import slice_of
 from linrope.distributed.sequence import slice_of_encoder
 from linrope.errors import InputError
 from linrope.layers.state import ModelState
@@ -35,7 +34,7 @@ class MaskedLMModule(EncoderTask):
         return self.model(tokens)
 
     def batch_loss(self, batch: Batch) -> BatchLoss:
-        batch = self._slice_of(batch)
+        batch = self.slice_of(batch)
         targets = batch["targets"]
         asked = targets != IGNORE
         # As the model's own loss, which keeps no logits to count: only those at targets are computed.
@@ -44,13 +43,9 @@ class MaskedLMModule(EncoderTask):
         n_positions = len(targets) * batch.get("longest_slice", targets.shape[1])
         return BatchLoss(summed_cross_entropy(logits, of_asked), asked.sum(), n_positions, {"right": right})
 
-    def _slice_of(self, batch: Batch) -> Batch:
-        """This device's part of the rows, where devices share them."""
-        return batch if self.sequence_group is None else slice_of(batch, None, self.sequence_group)
-
     def _other_slices(self, batch: Batch) -> ModelState | None:
         """What layers take from the devices that have the rest of these rows; None if there are none."""
-        if "positions" not in batch:
+        if self.sequence_group is None:
             return None
         where = slice_of_encoder(self.model, batch["inputs"], batch["targets"], group=self.sequence_group)
         return where.states_before(self.model_config.n_layers)
@@ -82,7 +77,7 @@ class MaskedLMModule(EncoderTask):
 
     def _measured(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Loss, right predictions and masked tokens of each row, (B,) float32."""
-        batch = self._slice_of(batch)
+        batch = self.slice_of(batch)
         logits, targets = self.model(batch["inputs"], state=self._other_slices(batch)), batch["targets"]
         right = logits.argmax(-1) == targets
         return token_losses(logits, targets).sum(1), right.sum(1).float(), (targets != IGNORE).sum(1).float()

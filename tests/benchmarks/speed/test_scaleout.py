@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from copy import deepcopy
 from functools import partial
 
@@ -91,7 +92,8 @@ def test_the_command_measures(tmp_path, capsys):
         ("weak", "2", "128"),
     ]
     for one in rows:
-        assert float(one["tokens_per_second"]) == pytest.approx(int(one["tokens"]) / float(one["seconds"]))
+        assert float(one["seconds_q1"]) <= float(one["seconds"]) <= float(one["seconds_q3"])
+        assert int(one["cores"]) == os.cpu_count()
         assert float(one["cpu_seconds"]) > 0
     assert "cores" in capsys.readouterr().out
 
@@ -182,7 +184,8 @@ def test_the_command_models(tmp_path, capsys):
     assert {r["gpus"] for r in rows if r["method"] == ULYSSES} == {"8", "16"}
     assert len(rows) == 3 * 2 * 3 + 2 * 2
     assert "Modelled, not measured" in capsys.readouterr().out
-    assert len(Modelled.redraw(tmp_path / "modelled.json")) in (0, 2)
+    pytest.importorskip("matplotlib")
+    assert len(Modelled.redraw(tmp_path / "modelled.json")) == 2
 
 
 def test_times_in_words():
