@@ -99,7 +99,7 @@ class ShardedStrategy(ModelParallelStrategy):
         for backend in backends.split(","):  # or cpu:gloo,cuda:nccl
             if not torch.distributed.is_backend_available(backend.rpartition(":")[2]):
                 raise InputError(
-                    f"trainer.strategy.process_group_backend={backend!r}: this PyTorch was built without it. Set another."
+                    f"trainer.strategy.process_group_backend={backend!r}: this PyTorch has none. Set another."
                 )
         # Lightning has no public way to decide its mesh late; its second dimension has devices with the same batches
         sizes = mesh_sizes(self.num_nodes * self.num_processes, *self.sizes)

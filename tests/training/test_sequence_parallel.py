@@ -230,7 +230,7 @@ def test_tasks_that_read_whole_rows_refuse_to_share_them(config, tmp_path):
         ),
         pytest.param(
             ["--trainer.strategy.process_group_backend=mpi"],
-            "trainer.strategy.process_group_backend='mpi': this PyTorch was built without it.",
+            "trainer.strategy.process_group_backend='mpi': this PyTorch has none.",
             marks=EXHAUSTIVE,
         ),
         pytest.param(
