@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 import torch
-import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, Trainer
@@ -411,8 +410,10 @@ class TrainingCLI(ConfigCLI):
     def run(self, **options: Any) -> None:
         """Run the Trainer's method of the command's name; print the metrics of a measurement."""
         keep_freed_memory()  # steps and batches allocate the same again and again
-        compared = {**yaml.safe_load(self.parser.dump(self.config)), "ckpt_path": self.checkpoint}
-        compare_ranks(self.trainer, compared, self.config.trainer.strategy)
+        if self.trainer.world_size > 1:
+            compared = {**self.config.as_dict(), "ckpt_path": self.checkpoint}
+            compared.pop("config", None)  # the files that it was read from
+            compare_ranks(self.trainer, compared, self.config.trainer.strategy)
         method = getattr(self.trainer, self.command)
         try:
             method(self.model, self.datamodule, ckpt_path=self.ckpt_path, weights_only=True, **options)
