@@ -271,7 +271,7 @@ def test_a_folder_with_a_damaged_part_is_refused(half, tmp_path):
             "segment_length=8 with a sharded model of torch.bfloat16 would sum the gradients of all segments in that",
         ),
         (["--run.ema_decay=0.9"], "run.ema_decay keeps a whole second model on each device"),
-        ([*ONE_FILE, "--trainer.strategy.tensor_parallel_size=2"], "trainer.strategy.tensor_parallel_size=2 must be 1."),
+        ([*ONE_FILE, "--trainer.strategy.tensor_parallel_size=2"], "strategy.tensor_parallel_size=2 must be 1."),
     ],
 )
 def test_what_a_sharded_model_cannot_do_is_refused_on_all_ranks(fit, options, said):
