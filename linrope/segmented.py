@@ -129,8 +129,7 @@ def loss_of_segments(
 
 def require_segments(model: LanguageModel, segment_length: int) -> None:
     """Raise InputError unless the model can read sequences in segments of that length with a state of fixed size."""
-    if not (isinstance(segment_length, int) and segment_length >= 1):
-        raise InputError(f"segment_length={segment_length!r} must be a whole number of tokens, at least 1.")
+    require_segment_length(segment_length)
     require_fixed_state(model, f"segment_length={segment_length}")
     window = model.config.window
     if "softmax" in model.config.attention_types and segment_length < window:
@@ -138,6 +137,12 @@ def require_segments(model: LanguageModel, segment_length: int) -> None:
             f"segment_length={segment_length} is less than model.window={window}, whose keys and values the state "
             f"keeps: set it to {window} or more."
         )
+
+
+def require_segment_length(segment_length: int) -> None:
+    """Raise InputError unless a segment can have that many tokens."""
+    if not (isinstance(segment_length, int) and segment_length >= 1):
+        raise InputError(f"segment_length={segment_length!r} must be a whole number of tokens, at least 1.")
 
 
 def require_fixed_state(model: LanguageModel, option: str) -> None:

@@ -62,7 +62,7 @@ class RankBoard:
         self._store.set(key, json.dumps(value))
 
     def read(self, key: str) -> Any:
-        """The value of a key; None if nobody has written it."""
+        """The value of a key; None if no rank has written it."""
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def read_all(self, key: str) -> dict[int, Any]:

@@ -52,7 +52,7 @@ class RankWatch:
             self.end()
 
     def _name_who_hangs(self) -> None:
-        """Tell, once for each time that this rank waits, and on the first rank that does, whom it waits for."""
+        """Print which rank the others wait for: once for each wait, and on the lowest rank that waits."""
         if self.board.passed != self._passed:
             self._passed, self._since, self._told = self.board.passed, time.monotonic(), False
         waited = time.monotonic() - self._since

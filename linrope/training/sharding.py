@@ -72,8 +72,8 @@ class ShardedStrategy(ModelParallelStrategy):
 
     Args:
         data_parallel_size: groups of devices that read different batches; "auto" is as many as there are.
-        sequence_parallel_size: devices that share each row of a batch (language models only); "auto" is all devices of
-            a data-parallel group, and of one group if `data_parallel_size` is "auto" too.
+        sequence_parallel_size: devices that share each row of a batch (language models and linear masked LM); "auto" is
+            all devices of a data-parallel group, and of one group if `data_parallel_size` is "auto" too.
         tensor_parallel_size: must be 1, or "auto".
         activation_checkpointing: keep only the inputs of blocks for the backward pass, which computes the rest again.
         options: `save_distributed_checkpoint` (False writes one file, whose weights rank 0 collects),
