@@ -126,7 +126,8 @@ class LinearAttention(Attention):
 
     def attend(self, x, queries, k, v, past, segment_ids, key_mask, positions, outputs):
         scale = None if self.log_scale is None else self.log_scale.exp()[:, None, None]
-        at = positions_within(past, positions)  # φ(R_i q)ᵀφ(R_j k) is not a function of i - j alone
+        # φ(R_i q)ᵀφ(R_j k) is not a function of i - j alone
+        at = positions_within(past, positions) if self.before_map else {}
 
         def scaled(y: Tensor) -> Tensor:
             y = y if scale is None else (y * scale).to(y.dtype)
@@ -176,10 +177,15 @@ def start_exchange(
     waits for it, and the state of these keys and values is sent here."""
     if not isinstance(past, RemotePast):
         return lambda: past
-    first, of_own = None, {name: options[name] for name in SUMMARIZED if name in options}
+    first, of_own = None, _summarized(options)
     if not options["causal"] and options["segment_ids"] is not None:
         first = summarize_first_document(k, v, **of_own)
     return past.start_exchange(summarize(k, v, **of_own), options["rope"], options["causal"], first)
+
+
+def _summarized(options: dict[str, Any]) -> dict[str, Any]:
+    """Those of the operator's options that `summarize` takes."""
+    return {name: options[name] for name in SUMMARIZED if name in options}
 
 
 def run_operator(
@@ -190,7 +196,7 @@ def run_operator(
         return attend_with_open_ends(q, k, v, **options, ends=past)
     if outputs:
         return linear_attention(q, k, v, **options, state=past, return_state=True)
-    new = summarize(k, v, **{name: options[name] for name in SUMMARIZED if name in options})
+    new = summarize(k, v, **_summarized(options))
     return None, new if past is None else merge(past, new, options["rope"])
 
 
