@@ -19,8 +19,11 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from torch.optim import Optimizer
 
 from benchmarks.experiments import ablation_report as report
 from benchmarks.experiments.grid import n_steps, read_grid, settings_of
@@ -31,10 +34,16 @@ from benchmarks.harness.pictures import Figure
 from benchmarks.harness.runner import AddOption, Benchmark, print_table
 from benchmarks.harness.timing import Alternation
 from benchmarks.harness.training_step import training_step
+from linrope import LanguageModel
+from linrope.training.optimizer import OptimizerConfig, parameter_groups
 from linrope.utils.files import claim
 
 DRIFT = 0.1
 """A larger change of the reference's speed is reported."""
+
+
+def optimizer_of(config: OptimizerConfig, model: LanguageModel) -> Optimizer:
+    return config.make(parameter_groups(model, config.weight_decay, config.name), fused=True)
 
 
 class RunFailed(RuntimeError):
@@ -148,7 +157,14 @@ class Ablation(Benchmark):
         settings = {name: folder.settings[name] for name in names if name in first.values()}
         try:
             steps = {
-                name: training_step(own.model_config, own.timed_rows, own.longest_row, device)
+                name: training_step(
+                    own.model_config,
+                    own.timed_rows,
+                    own.longest_row,
+                    device,
+                    bfloat16=folder.grid.bfloat16,
+                    optimizer_of=partial(optimizer_of, OptimizerConfig(**own.optimizer)),
+                )
                 for name, own in settings.items()
             }
         except RuntimeError as error:

@@ -97,6 +97,8 @@ class Grid:
     """Validations during a run, for the curves."""
     validation_tokens: int = 163_840
     """Tokens of the validation split that are read at the end; a quarter of them for the curves."""
+    precision: str = "32-true"
+    """`trainer.precision` of the runs; a mixed one also measures speeds."""
     match_parameters: bool = True
     """Change the width of the variants' MLPs so that all models have the reference's number of parameters."""
 
@@ -110,6 +112,7 @@ class Grid:
                     f"variants: {name!r} names files too: use up to 100 letters, digits and . + - _, and put quotes "
                     "around what YAML takes for a number or a date."
                 )
+        require_choice("precision", self.precision, ("32-true", "bf16-mixed"))
         require_choice("reference", self.reference, self.variants)
         for name in self.more_seeds:
             require_choice("more_seeds", name, self.variants)
@@ -127,8 +130,14 @@ class Grid:
     @property
     def measured(self) -> dict[str, Any]:
         """The grid's options that decide its results, beside the settings of each variant."""
-        names = ("title", "tokens", "minutes", "validations", "validation_tokens")
-        return {**{name: getattr(self, name) for name in names}, "evaluate": asdict(self.evaluate)}
+        names = ("title", "tokens", "minutes", "validations", "validation_tokens", "precision")
+        options = {name: getattr(self, name) for name in names if name != "precision" or self.bfloat16}
+        return {**options, "evaluate": asdict(self.evaluate)}
+
+    @property
+    def bfloat16(self) -> bool:
+        """Whether models are trained under autocast to bfloat16."""
+        return self.precision == "bf16-mixed"
 
     @property
     def runs(self) -> list[tuple[str, int]]:
@@ -193,9 +202,12 @@ class Settings:
     def fingerprint(self) -> str:
         return hash_of(asdict(self))
 
-    def speed_key(self, device: str) -> str:
-        """A hash of what decides the time of a training step: the model, the rows, the type of the device."""
-        return hash_of([self.task, self.model, self.timed_rows, self.longest_row, device])
+    def speed_key(self, device: str, bfloat16: bool = False) -> str:
+        """A hash of what decides the time of a training step: the model, the rows, the optimizer, the type of the
+        device and bfloat16."""
+        optimizer = self.optimizer.get("name", "adamw")
+        others = ([optimizer] if optimizer != "adamw" else []) + (["bf16-mixed"] if bfloat16 else [])
+        return hash_of([self.task, self.model, self.timed_rows, self.longest_row, device, *others])
 
 
 def hash_of(values: Any) -> str:

@@ -34,7 +34,8 @@ class Folder:
         self.path, self.grid, self.settings, self.device = path, grid, settings, device
         self.runs = path / "runs"
         self.longest_context = longest_context(settings.values())
-        self.speed_keys = {name: own.speed_key(device) for name, own in settings.items() if own.curriculum is None}
+        timed = {name: own for name, own in settings.items() if own.curriculum is None}
+        self.speed_keys = {name: own.speed_key(device, grid.bfloat16) for name, own in timed.items()}
 
     def check(self, runs_follow: bool) -> None:
         """Raise InputError if the folder holds results of another grid, or, if `runs_follow`, of another text."""

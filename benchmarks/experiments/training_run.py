@@ -36,6 +36,7 @@ from linrope.training import LanguageModelingModule, MQARDataModule, OptimizerCo
 from linrope.training.callbacks.memory_preflight import MemoryPreflight
 from linrope.training.callbacks.saving import GracefulStop, LastCheckpoint
 from linrope.utils.files import whole_file
+from linrope.utils.memory import keep_freed_memory
 
 SAY_EVERY_SECONDS = 0.5
 SAVE_EVERY_SECONDS = 120
@@ -124,6 +125,7 @@ def run(identity: dict[str, Any], steps: int, stem: Path) -> dict[str, Any]:
     of checkpoints and weights, without an ending."""
     settings, measured, seed = Settings(**identity["settings"]), identity["measured"], identity["seed"]
     device, longest_context = identity["device"], identity["longest_context"]
+    precision = measured.get("precision", "32-true")
     seed_everything(seed, verbose=False)
     is_text = settings.task == "text"
     if is_text:
@@ -145,6 +147,7 @@ def run(identity: dict[str, Any], steps: int, stem: Path) -> dict[str, Any]:
         val_check_interval=max(1, steps // measured["validations"]),
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
+        precision=precision,
     )
     failure = None
     try:
@@ -164,7 +167,7 @@ def run(identity: dict[str, Any], steps: int, stem: Path) -> dict[str, Any]:
     }
     if failure is not None:
         return result
-    trainer = quiet_trainer(steps, [], device, limit_val_batches=all_)
+    trainer = quiet_trainer(steps, [], device, limit_val_batches=all_, precision=precision)
     trainer.validate(module, data, verbose=False)
     result["final"] = final = _validation_metrics(trainer)
     if not all(map(math.isfinite, final.values())):
@@ -246,6 +249,7 @@ def main(spec_path: str) -> None:
     spec = json.loads(Path(spec_path).read_text())
     target = Path(spec["result"])
     quiet_lightning()
+    keep_freed_memory()  # as `linrope fit` does
     found = run(spec["identity"], spec["steps"], target.with_suffix(""))
     with whole_file(target) as file:
         file.write((json.dumps(found) + "\n").encode())

@@ -6,12 +6,17 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from linrope import LanguageModel, LanguageModelConfig
 
 
 def mean_loss(model: LanguageModel, inputs: Tensor, targets: Tensor) -> Tensor:
     return model(inputs, targets=targets) / targets.numel()
+
+
+def fused_adamw(model: LanguageModel) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), fused=True)
 
 
 def training_step(
@@ -21,14 +26,15 @@ def training_step(
     device: str,
     loss: Callable[..., Tensor] = mean_loss,
     bfloat16: bool = False,
+    optimizer_of: Callable[[LanguageModel], Optimizer] = fused_adamw,
 ) -> Callable[[], None]:
-    """Forward, backward and AdamW of a new model on random rows; `loss` takes the model, inputs and targets.
+    """Forward, backward and the optimizer of a new model on random rows; `loss` takes the model, inputs and targets.
 
     bfloat16: under autocast, as with `trainer.precision: bf16-mixed`.
     """
     torch.manual_seed(0)
     model = LanguageModel(config).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = optimizer_of(model)
     tokens = torch.randint(config.vocab_size, (rows, length + 1), device=device)
 
     def step() -> None:

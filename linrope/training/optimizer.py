@@ -1,28 +1,33 @@
-"""AdamW, its parameter groups, and the learning rate schedule."""
+"""AdamW and Muon, their parameter groups, and the learning rate schedule."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from torch import nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW, Muon, Optimizer
 
 from linrope.errors import InputError, require_choice
+from linrope.models.base import Model
 
+Name = Literal["adamw", "muon"]
 Schedule = Literal["cosine", "inverse_sqrt", "linear"]
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with linear warm-up, a decay by `schedule`, and clipping by the gradient norm.
+    """AdamW or Muon with linear warm-up, a decay by `schedule`, and clipping by the gradient norm.
 
     An optimizer of your own has a subclass of this one, a frozen dataclass with the options that it adds, whose `make`
     makes it; the schedule and the clipping are the same.
     """
 
+    name: Name = "adamw"
+    """adamw, or muon: Muon for the matrices of the blocks (their updates are orthogonalised, and as large as AdamW's),
+    AdamW for all other weights."""
     lr: float = 1e-3
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -40,6 +45,7 @@ class OptimizerConfig:
     proportional to 1/√step."""
 
     def __post_init__(self) -> None:
+        require_choice("optimizer.name", self.name, get_args(Name))
         require_choice("optimizer.schedule", self.schedule, get_args(Schedule))
         at_least_zero = {"lr": self.lr, "weight_decay": self.weight_decay, "clip_norm": self.clip_norm}
         for name, value in {**at_least_zero, "warmup_steps": self.warmup_steps}.items():
@@ -51,9 +57,44 @@ class OptimizerConfig:
             raise InputError(f"optimizer.betas={self.betas!r} must be two numbers from 0 to below 1.")
 
     def make(self, groups: list[dict[str, Any]], fused: bool | None) -> Optimizer:
-        """The optimizer of two parameter groups, whose `weight_decay` is set: see `parameter_groups`. `fused`: AdamW's
-        option, which suits the device."""
-        return AdamW(groups, lr=self.lr, betas=self.betas, fused=fused)
+        """The optimizer of the parameter groups, whose `weight_decay` is set: two, or three with muon (see
+        `parameter_groups`). `fused`: AdamW's option, which suits the device."""
+        make = MuonWithAdamW if self.name == "muon" else AdamW
+        return make(groups, lr=self.lr, betas=self.betas, fused=fused)
+
+
+class MuonWithAdamW(Optimizer):
+    """PyTorch's Muon for the first parameter group and its AdamW for the others, as one optimizer.
+
+    An update of Muon is scaled to the size of AdamW's (arXiv 2502.16982, section 2.2), so that one learning rate and
+    one weight decay serve both.
+    """
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float], fused: bool | None = None
+    ) -> None:
+        matrices, *others = groups
+        self._muon = Muon([matrices], lr=lr, adjust_lr_fn="match_rms_adamw")
+        self._adamw = AdamW(others, lr=lr, betas=betas, fused=fused)
+        super().__init__(self._muon.param_groups + self._adamw.param_groups, {})
+        self._share()
+
+    def _share(self) -> None:
+        """Give both parts this optimizer's groups and states: what is set or loaded here holds for them."""
+        self._muon.param_groups, self._adamw.param_groups = self.param_groups[:1], self.param_groups[1:]
+        self._muon.state = self._adamw.state = self.state
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_muon": self._muon, "_adamw": self._adamw}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share()
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        loss = self._muon.step(closure)
+        self._adamw.step()
+        return loss
 
 
 def learning_rate_factor(
@@ -83,11 +124,22 @@ def learning_rate_factor(
     return final_fraction + (1 - final_fraction) * remaining
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """AdamW's two groups: parameters of two or more dimensions decay; all others and the frequencies do not."""
-    decayed, kept = [], []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            decays = parameter.ndim >= 2 and not name.endswith("rope.theta")  # two-dimensional with one row per head
+def parameter_groups(model: nn.Module, weight_decay: float, name: Name = "adamw") -> list[dict[str, Any]]:
+    """The groups of optimizer `name`: parameters of two or more dimensions decay; all others and the frequencies, which
+    come last, do not. For muon the weights of the blocks' linear layers are a group before these."""
+    of_muon = matrices_of_blocks(model) if name == "muon" else set()
+    matrices, decayed, kept = [], [], []
+    for path, parameter in model.named_parameters():
+        if parameter in of_muon:
+            matrices.append(parameter)
+        elif parameter.requires_grad:
+            decays = parameter.ndim >= 2 and not path.endswith("rope.theta")  # two-dimensional with one row per head
             (decayed if decays else kept).append(parameter)
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+    return [{"params": matrices, "weight_decay": weight_decay}, *groups] if name == "muon" else groups
+
+
+def matrices_of_blocks(model: Model) -> set[nn.Parameter]:
+    """The trained weights of the linear layers in the model's blocks: not embeddings, the output layer or filters."""
+    layers = (layer for block in model.blocks_to_shard for layer in block.modules() if isinstance(layer, nn.Linear))
+    return {layer.weight for layer in layers if layer.weight.requires_grad}

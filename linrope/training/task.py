@@ -306,7 +306,7 @@ class TrainingTask(LightningModule):
 
     def configure_optimizers(self) -> dict[str, Any]:
         config = self.optimizer_config
-        groups = parameter_groups(self.model, config.weight_decay)
+        groups = parameter_groups(self.model, config.weight_decay, config.name)
         optimizer = config.make(groups, self._fused)
         if len(optimizer.param_groups) != len(groups):
             name = type(config).__name__
@@ -418,7 +418,9 @@ class TrainingTask(LightningModule):
         restored = [] if self.trainer.strategy.lightning_restore_optimizer else self.trainer.optimizers
         found = [state["param_groups"] for state in checkpoint.get("optimizer_states", [])]
         for groups in [*found, *(optimizer.param_groups for optimizer in restored)]:
-            for group, decay in zip(groups, (config.weight_decay, 0.0), strict=True):
+            kept = groups[-1]
+            for group in groups:
+                decay = 0.0 if group is kept else config.weight_decay
                 now = {"lr": lr_now, "initial_lr": config.lr, "weight_decay": decay, **self._adam_options}
                 group.update({name: value for name, value in now.items() if name in group})
         for state in checkpoint.get("lr_schedulers", []):
