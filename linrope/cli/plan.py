@@ -121,5 +121,6 @@ def planned(config: Namespace) -> Setting:
         document_mask=data.document_mask,
         precision=precision_of(config),
         averaged=config.run.ema_decay is not None,
+        optimizer=config.optimizer.name,
         device="cuda" if gpu else "cpu",
     )

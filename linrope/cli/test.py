@@ -12,4 +12,9 @@ from linrope.cli.training import CheckpointOptions, TrainingCLI
 @errors_printed_once()
 def run(args: Sequence[str]) -> None:
     """Run `linrope test` with the command line `args`."""
-    TrainingCLI("test", with_run_config(args), CheckpointOptions).run(verbose=False)
+    cli = TrainingCLI("test", with_run_config(args), CheckpointOptions)
+    cli.run(verbose=False)
+    stride = getattr(cli.datamodule, "test_stride", None)
+    if stride is not None and cli.trainer.is_global_zero:
+        before = f"after at least {cli.datamodule.context - stride:,} others (data.test_stride={stride})"
+        cli.console.print(f"each token was predicted once, {before}", highlight=False, soft_wrap=True)

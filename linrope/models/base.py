@@ -152,6 +152,12 @@ class Model(nn.Module):
         whole pass."""
         return []
 
+    @property
+    def matrices_of_blocks(self) -> set[nn.Parameter]:
+        """The trained weights of the linear layers in `blocks_to_shard`: not embeddings, output layer or filters."""
+        layers = [layer for block in self.blocks_to_shard for layer in block.modules() if isinstance(layer, nn.Linear)]
+        return {layer.weight for layer in layers if layer.weight.requires_grad}
+
     def save_pretrained(self, directory: str | os.PathLike) -> None:
         """Write `config.json`, `model.pt`, `SHA256SUMS` and, if the model has one, `tokenizer.json` into a directory.
 

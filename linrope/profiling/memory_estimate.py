@@ -7,13 +7,15 @@ follows the code, whatever the model's options, and takes about a second at any 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from linrope.models.base import Model
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
 from linrope.profiling.fake_tensors import fake_tensors
 from linrope.segmented import segmented_loss
@@ -65,13 +67,26 @@ class MemoryEstimate:
     """Bytes of a training step on one device, in addition to those of a process that has imported PyTorch."""
 
     weights: int
-    """Parameters, their gradients, AdamW's two moments and, if there is one, the moving average."""
+    """Parameters, their gradients, the optimizer's moments and, if there is one, the moving average."""
     activations: int
     """All other tensors and the gaps between them, at their peak."""
 
     @property
     def total(self) -> int:
         return self.weights + self.activations + WORKSPACE
+
+
+def kept_by_optimizer(model: Model, name: str) -> list[nn.Parameter]:
+    """The parameter of each moment that optimizer `name` keeps, and that has its size: AdamW keeps two of a parameter,
+    Muon one of the matrices."""
+    of_muon = model.matrices_of_blocks if name == "muon" else set()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [parameter for parameter in trained for _ in range(1 if parameter in of_muon else 2)]
+
+
+def size_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of these tensors."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def estimate_training_memory(
@@ -83,15 +98,17 @@ def estimate_training_memory(
     document_mask: bool = False,
     autocast: torch.dtype | None = None,
     averaged: bool = False,
+    optimizer: str = "adamw",
     device: str = "cpu",
 ) -> MemoryEstimate:
-    """The memory of one step, forward, backward and AdamW, on `batch_size` rows of `length` tokens.
+    """The memory of one step, forward, backward and the optimizer, on `batch_size` rows of `length` tokens.
 
     Args:
         segment_length: tokens of a segment where rows are read in segments; None otherwise.
         document_mask: rows are packed documents, and each attends to itself only.
         autocast: the dtype of mixed precision; None for full precision.
         averaged: whether a moving average of the weights is kept.
+        optimizer: `optimizer.name`.
         device: "cpu" or "cuda", whose allocator holds the tensors.
     """
     n_run = length if segment_length is None else min(length, SEGMENTS_RUN * segment_length)
@@ -104,7 +121,7 @@ def estimate_training_memory(
             loss = step_loss(model, tokens, segment_length, ids)
         kept = meter.live - before
         loss.backward()
-    of_parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    of_parameters = size_of(model.parameters())
     activations = meter.peak - before
     if segment_length is not None and device == "cpu":
         activations += LEFT_BETWEEN_SEGMENTS
@@ -112,8 +129,8 @@ def estimate_training_memory(
         n_segments = -(-n_run // segment_length)
         further = -(-(length - n_run) // segment_length)
         activations += further * kept // n_segments + batch_size * (length - n_run) * tokens.element_size()
-    copies = 5 if averaged else 4  # the weights, their gradients, AdamW's two moments
-    return MemoryEstimate(copies * of_parameters, activations)
+    copies = 3 if averaged else 2  # the weights and their gradients
+    return MemoryEstimate(copies * of_parameters + size_of(kept_by_optimizer(model, optimizer)), activations)
 
 
 def step_loss(model: LanguageModel, tokens: Tensor, segment_length: int | None, ids: Tensor | None = None) -> Tensor:

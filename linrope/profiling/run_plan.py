@@ -46,6 +46,7 @@ class Setting:
     document_mask: bool
     precision: str
     averaged: bool
+    optimizer: str
     device: str
 
     def __post_init__(self) -> None:
@@ -79,6 +80,7 @@ class Variant:
             document_mask=setting.document_mask,
             autocast=AUTOCAST[setting.precision],
             averaged=setting.averaged,
+            optimizer=setting.optimizer,
             device=setting.device,
         ).total
 

@@ -191,6 +191,16 @@ def require_same_order(checkpoint: dict[str, Any], order: dict[str, Any], path: 
         )
 
 
+def require_same_optimizer(checkpoint: dict[str, Any], now: str, path: str | Path) -> None:
+    """Raises InputError if the checkpoint's run had another `optimizer.name`, whose states this one cannot use."""
+    then = checkpoint["linrope"].get("optimizer", "adamw")  # all older checkpoints have that
+    if then != now:
+        raise InputError(
+            f"optimizer.name={now}, but checkpoint {str(path)!r} has the states of {then}: set {then}, or start a new "
+            "run with its weights: --run.start_from in place of --ckpt_path."
+        )
+
+
 def _fix(path: str | Path) -> str:
     beside = Path(path).parent.parent / "config.yaml"
     fix = f"--config {beside}" if beside.is_file() else "--config with the YAML that trained it"

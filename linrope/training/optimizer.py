@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 
 from linrope.errors import InputError, require_choice
@@ -124,10 +123,15 @@ def learning_rate_factor(
     return final_fraction + (1 - final_fraction) * remaining
 
 
-def parameter_groups(model: nn.Module, weight_decay: float, name: Name = "adamw") -> list[dict[str, Any]]:
+def parameter_groups(model: Model, weight_decay: float, name: Name = "adamw") -> list[dict[str, Any]]:
     """The groups of optimizer `name`: parameters of two or more dimensions decay; all others and the frequencies, which
     come last, do not. For muon the weights of the blocks' linear layers are a group before these."""
-    of_muon = matrices_of_blocks(model) if name == "muon" else set()
+    of_muon = model.matrices_of_blocks if name == "muon" else set()
+    if name == "muon" and not of_muon:
+        raise InputError(
+            f"optimizer.name=muon trains the linear layers of a model's blocks, and {type(model).__name__} has none in "
+            "`blocks_to_shard` that is trained: set adamw."
+        )
     matrices, decayed, kept = [], [], []
     for path, parameter in model.named_parameters():
         if parameter in of_muon:
@@ -137,9 +141,3 @@ def parameter_groups(model: nn.Module, weight_decay: float, name: Name = "adamw"
             (decayed if decays else kept).append(parameter)
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
     return [{"params": matrices, "weight_decay": weight_decay}, *groups] if name == "muon" else groups
-
-
-def matrices_of_blocks(model: Model) -> set[nn.Parameter]:
-    """The trained weights of the linear layers in the model's blocks: not embeddings, the output layer or filters."""
-    layers = (layer for block in model.blocks_to_shard for layer in block.modules() if isinstance(layer, nn.Linear))
-    return {layer.weight for layer in layers if layer.weight.requires_grad}

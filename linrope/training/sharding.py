@@ -29,7 +29,7 @@ from linrope.errors import InputError
 from linrope.models.base import Model
 from linrope.models.saving import META_FILE, is_sharded_checkpoint
 from linrope.models.sharded_checkpoint import load_plainly
-from linrope.training.checkpoint import unwritten
+from linrope.training.checkpoint import require_same_optimizer, unwritten
 from linrope.utils.files import load_plain, sync
 
 NAME = "fsdp2"
@@ -145,12 +145,15 @@ class ShardedStrategy(ModelParallelStrategy):
         if is_sharded_checkpoint(path):
             return self._load_shards(path)
         checkpoint, whole = load_plain(path), StateDictOptions(full_state_dict=True)
+        self._require_same_optimizer(checkpoint, path)
         set_model_state_dict(self.model, checkpoint.pop("state_dict"), options=whole)
         for optimizer, saved in zip(self.optimizers, checkpoint.pop("optimizer_states", [])):
             set_optimizer_state_dict(self.model, optimizer, _by_name(saved, optimizer, self.model), options=whole)
         return checkpoint
 
     def _load_shards(self, path: Path) -> dict[str, Any]:
+        checkpoint = load_plain(path / META_FILE)
+        self._require_same_optimizer(checkpoint, path)
         state = {"state_dict": get_model_state_dict(self.model)}
         for number, optimizer in enumerate(self.optimizers):
             state[f"optimizer_{number}"] = get_optimizer_state_dict(self.model, optimizer)
@@ -158,7 +161,12 @@ class ShardedStrategy(ModelParallelStrategy):
         set_model_state_dict(self.model, state["state_dict"])
         for number, optimizer in enumerate(self.optimizers):
             set_optimizer_state_dict(self.model, optimizer, state[f"optimizer_{number}"])
-        return load_plain(path / META_FILE)
+        return checkpoint
+
+    def _require_same_optimizer(self, checkpoint: dict[str, Any], path: Path) -> None:
+        """As the task does, which sees a checkpoint only after its states are restored."""
+        if self.optimizers:
+            require_same_optimizer(checkpoint, self.lightning_module.optimizer_config.name, path)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         path = Path(filepath)

@@ -24,6 +24,7 @@ from linrope.errors import InputError, NonFiniteError
 from linrope.models.base import ModelConfig
 from linrope.training.callbacks.saving import LastCheckpoint
 from linrope.training.checkpoint import (
+    require_same_optimizer,
     require_same_order,
     require_same_tokenizer,
     rewind_to_step,
@@ -70,8 +71,8 @@ class TrainingTask(LightningModule):
     and gets
 
     - the loss as mean over all targets of an optimizer step, whatever their share of its micro-batches and devices;
-    - AdamW with its schedule and clipping (see `OptimizerConfig`), and `grad_norm` (before clipping), `lr` and the
-      training metrics logged in each step; with a curriculum also `stage`, its number from 0, beside the metrics of
+    - AdamW or Muon with its schedule and clipping (see `OptimizerConfig`), and `grad_norm` (before clipping), `lr` and
+      the training metrics logged in each step; with a curriculum also `stage`, its number from 0, beside the metrics of
       training and validation;
     - an error at the first loss or gradient that is not finite, before the weights change;
     - random numbers that follow from the seed and the batch's number: a resumed run draws what it would have drawn;
@@ -383,6 +384,7 @@ class TrainingTask(LightningModule):
             "order": self._order,
             "tokenizer": self.model.tokenizer,
             "precision": str(self.trainer.precision),
+            "optimizer": self.optimizer_config.name,
             **self.task_state(),
         }
 
@@ -404,6 +406,7 @@ class TrainingTask(LightningModule):
             raise InputError(
                 f"trainer.overfit_batches={overfitted} is a check, which resumes no run: drop --ckpt_path."
             )
+        require_same_optimizer(checkpoint, self.optimizer_config.name, path)
         require_same_order(checkpoint, self._order, path)
         if data is not None:
             rewind_to_step(checkpoint, self.trainer.accumulate_grad_batches)

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 
-from linrope.profiling.memory_estimate import WORKSPACE, StorageMeter
+from linrope.profiling.memory_estimate import WORKSPACE, StorageMeter, kept_by_optimizer, size_of
 from linrope.training.task import Batch, TrainingTask
 from linrope.utils.formatting import COUNTS, bytes_text, duration_text, scaled
 
@@ -24,7 +24,7 @@ class TaskStep:
     flops: int
     """Of matrix products and convolutions."""
     memory: int
-    """Bytes of weights, gradients, AdamW's moments and activations, in addition to a process that has imported
+    """Bytes of weights, gradients, the optimizer's moments and activations, in addition to a process that has imported
     PyTorch."""
     seconds: float
     """The fastest of a few, on this machine's CPU."""
@@ -49,9 +49,9 @@ def measure_step(task: TrainingTask, batch: Batch, autocast: torch.dtype | None)
         began = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - began)
-    # the meter sees gradients and activations; the weights are there already, AdamW's moments come with its first step
-    of_weights = sum(p.numel() * p.element_size() for p in task.parameters())
-    memory = meter.peak + 3 * of_weights + WORKSPACE
+    # the meter sees gradients and activations; the weights are there already, moments come with the first step
+    of_moments = size_of(kept_by_optimizer(task.model, task.optimizer_config.name))
+    memory = meter.peak + size_of(task.parameters()) + of_moments + WORKSPACE
     return TaskStep(n_targets, counter.get_total_flops(), memory, min(seconds))
 
 

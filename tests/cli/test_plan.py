@@ -25,7 +25,7 @@ SMALL = LanguageModelConfig(d_model=16, n_layers=1, n_heads=2, forget_gate=True)
 
 def setting(**options) -> Setting:
     values = {"model": SMALL, "plan": TrainingPlan([CurriculumStage(1, 64, 8)]), "devices": 1, "max_steps": 100}
-    others = {"segment_length": None, "document_mask": False, "averaged": False}
+    others = {"segment_length": None, "document_mask": False, "averaged": False, "optimizer": "adamw"}
     return Setting(**{**values, **others, "precision": "32-true", "device": "cpu", **options})
 
 

@@ -1,13 +1,16 @@
 """`linrope validate`: by position in the row, at other lengths, and what it leaves in a folder."""
 
 import json
+import math
 import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from linrope import LanguageModel
 from linrope.cli.main import main
+from linrope.data.tokenizers.bytes import SEPARATOR
 from linrope.evaluation import row_lengths
 from linrope.evaluation.reports import name_of
 from tests.cli.conftest import read_csv
@@ -88,6 +91,31 @@ def test_the_checkpoint_names_the_model_and_its_run_the_data(trained_run, tmp_pa
     assert "model.n_heads: 2 in the checkpoint, 4 here" in error_of("validate", checkpoint, "--model.n_heads=4")
     assert main(["test", checkpoint]) == 0
     assert re.match(r"test_loss 5\.\d+", capsys.readouterr().out)
+
+
+def test_overlapping_test_rows_predict_each_token_once(trained_run, capsys, error_of):
+    """As bits per character of enwik8 are reported: against a loop over the tokens of the split."""
+    assert main(["test", *trained_run.resumed, "--data.test_stride=20"]) == 0
+    printed = capsys.readouterr().out
+    assert "each token was predicted once, after at least 12 others (data.test_stride=20)" in printed
+    model = LanguageModel.from_pretrained(trained_run.checkpoint)
+    corpus = (trained_run.folder.parents[2] / "corpus.txt").read_bytes()
+    text = torch.tensor([*corpus[round(0.95 * len(corpus)) :], SEPARATOR])
+    nats, predicted, start = 0.0, 0, 0
+    while predicted < len(text) - 1:
+        start = min(start, len(text) - 33)
+        with torch.no_grad():
+            logits = model(text[None, start : start + 32])[0]
+        new = slice(predicted - start, 32)
+        nats += F.cross_entropy(logits[new], text[start + 1 : start + 33][new], reduction="sum").item()
+        predicted, start = start + 32, start + 20
+    assert predicted == len(text) - 1
+    loss, bpb = re.match(r"test_loss (\S+)  test_bpb (\S+)\n", printed).groups()
+    assert float(loss) == pytest.approx(nats / predicted, abs=1e-4)
+    assert float(bpb) == pytest.approx(nats / (predicted - 1) / math.log(2), abs=1e-4)  # the separator is no byte
+    assert "data.test_stride=33 must be from 1 to data.context=32" in error_of(
+        "test", *trained_run.resumed, "--data.test_stride=33"
+    )
 
 
 def test_last_is_the_newest_checkpoint_of_all_runs(trained_run, tmp_path, capsys, error_of, monkeypatch):

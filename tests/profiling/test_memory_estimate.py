@@ -64,6 +64,9 @@ def test_weights_are_parameters_gradients_and_two_moments_and_nothing_is_allocat
     before = torch.get_rng_state()
     assert estimate_training_memory(MODELS["linear"], 1, 64).weights == 16 * n_parameters
     assert estimate_training_memory(MODELS["linear"], 1, 64, averaged=True).weights == 20 * n_parameters
+    muon = estimate_training_memory(MODELS["linear"], 1, 64, optimizer="muon").weights
+    of_muon = 3 * (64 * 192 + 64 * 64 + 64 * 4 + 64 * 2 * 192 + 192 * 64)  # one moment, not two
+    assert muon == 16 * n_parameters - 4 * of_muon
     assert torch.equal(torch.get_rng_state(), before)  # random numbers go on as if nothing had been
 
 

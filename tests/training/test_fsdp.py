@@ -100,6 +100,26 @@ def _by_place(state: dict) -> list:
     return [state["state"][number] for group in state["param_groups"] for number in group["params"]]
 
 
+@EXHAUSTIVE
+def test_muon_steps_a_shared_model_as_a_whole_one_and_resumes(fit, base):
+    """Muon orthogonalises in bfloat16, whose rounding follows the order of sums: so the first step is compared, whose
+    size is known. Its entries have a mean square of (0.2 lr)²."""
+    muon, one_step = ["--optimizer.name=muon"], ["--trainer.max_steps=1", "--trainer.limit_val_batches=0"]
+    assert main([*base, *ALONE, *muon, *one_step, "--run.name=alone-muon"]) == 0
+    shared, alone = fit("muon", *muon, *one_step), load(folder_of(base, "alone-muon"))
+    found, matrices = checkpoint_of(shared)["state_dict"], 0
+    for name, expected in alone["state_dict"].items():
+        if name.endswith(("qkv.weight", "gate_up.weight", "out.weight")):
+            assert (found[name] - expected).square().mean().sqrt() < 0.02 * 0.2 * 0.01
+            matrices += 1
+        else:
+            torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-5)
+    assert matrices == 8
+    fit("muon", *muon, "--trainer.max_steps=3", "--ckpt_path=last")
+    assert len(losses(shared)) == 3
+    assert "has the states of muon: set muon" in fit("muon", "--trainer.max_steps=4", "--ckpt_path=last", code=2)
+
+
 def test_two_devices_that_share_a_model_train_it_as_one_does(half, alone):
     require_same_training(half, alone["half"])
     for name in ("train_loss", "train_bpb", "grad_norm", "lr", "val_loss"):

@@ -16,6 +16,7 @@ from linrope.data.batches.shuffling import mix, permute
 from linrope.data.corpus.sequences import TokenSequence
 from linrope.data.tokenizers.bytes import SEPARATOR
 from linrope.errors import InputError
+from linrope.losses import IGNORE
 
 
 def segment_ids_of(tokens: Tensor, separator: int = SEPARATOR) -> Tensor:
@@ -122,7 +123,7 @@ class EvaluationWindows(_Windows):
 
     The order is shuffled and always the same, so that the first batches are an even sample of the whole split. The
     last `(tokens - 1) mod context` targets, less than one window, are omitted. Arguments and errors are those of
-    `TrainingWindows`.
+    `TrainingWindows`. `OverlappingWindows` omit none.
     """
 
     def __init__(self, corpus: TokenSequence, context: int, split: str = "val", document_mask: bool = False) -> None:
@@ -133,3 +134,40 @@ class EvaluationWindows(_Windows):
 
     def start_of(self, i: int) -> int:
         return permute(i, len(self), 0) * self.context
+
+
+class OverlappingWindows(EvaluationWindows):
+    """Windows that start `stride` tokens after each other, and count each target once: where it has most context.
+
+    All targets but those of the first window are predicted with at least `context - stride` tokens before them. The
+    others in a window are IGNORE. The last window ends where the split does.
+
+    `stride` is from 1 to `context`.
+    """
+
+    def __init__(
+        self, corpus: TokenSequence, context: int, split: str = "test", document_mask: bool = False, *, stride: int
+    ) -> None:
+        super().__init__(corpus, context, split, document_mask)
+        self.stride = stride
+        self._last_start = len(corpus) - 1 - context
+
+    def __len__(self) -> int:
+        return 1 + -(-self._last_start // self.stride)
+
+    def start_of(self, i: int) -> int:
+        return self._start_in_order(permute(i, len(self), 0))
+
+    def _start_in_order(self, number: int) -> int:
+        return min(number * self.stride, self._last_start)
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        found, number = super().__getitem__(i), permute(i, len(self), 0)
+        if number > 0:
+            known = self.context - (self._start_in_order(number) - self._start_in_order(number - 1))
+            found["targets"] = found["targets"].clone()
+            found["targets"][:known] = IGNORE
+            if "n_bytes" in found:
+                found["n_bytes"] = found["n_bytes"].clone()
+                found["n_bytes"][:known] = 0
+        return found

@@ -6,6 +6,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 
 from linrope.errors import InputError
+from linrope.profiling.memory_estimate import kept_by_optimizer
 from linrope.training.data_modules.text import Batch, TextDataModule
 from linrope.training.task import TrainingTask
 
@@ -41,9 +42,10 @@ def _try_batch(trainer: Trainer, task: TrainingTask, batch: Batch) -> None:
     device = task.device
     parameters = [parameter for parameter in task.parameters() if parameter.requires_grad]
     first_step = not any(optimizer.state for optimizer in trainer.optimizers)
-    # AdamW's moments come with its first step; gradients exist already while later micro-batches run
-    n_copies = 2 * first_step + (trainer.accumulate_grad_batches > 1)
-    copies = [torch.empty_like(parameter) for parameter in parameters for _ in range(n_copies)]
+    # the optimizer's moments come with its first step; gradients exist already while later micro-batches run
+    taken = kept_by_optimizer(task.model, task.optimizer_config.name) if first_step else []
+    taken += parameters if trainer.accumulate_grad_batches > 1 else []
+    copies = [torch.empty_like(parameter) for parameter in taken]
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             with trainer.precision_plugin.train_step_context():

@@ -39,6 +39,10 @@ class MaskedTextDataModule(TextDataModule):
         for name in ("contiguous", "document_mask"):
             if getattr(self, name):
                 raise InputError(f"data.{name}=True is for language models: masked rows are read by themselves.")
+        if self.test_stride is not None:
+            raise InputError(
+                f"data.test_stride={self.test_stride} is for language models: masked rows are read by themselves."
+            )
         self.mask_share, self.whole_words = mask_share, whole_words
 
     @cached_property

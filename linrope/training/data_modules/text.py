@@ -11,7 +11,7 @@ from torch import Tensor
 
 from linrope.data.batches.contiguous import ContiguousBatches
 from linrope.data.batches.curriculum import CurriculumStage, PlannedStage, TrainingBatches, TrainingPlan
-from linrope.data.batches.windows import CurriculumWindows, EvaluationWindows, TrainingWindows
+from linrope.data.batches.windows import CurriculumWindows, EvaluationWindows, OverlappingWindows, TrainingWindows
 from linrope.data.corpus.opening import OpenedText, open_text
 from linrope.data.corpus.sequences import TokenSequence
 from linrope.data.corpus.splits import SPLIT_WAYS
@@ -65,6 +65,9 @@ class TextDataModule(ResumableDataModule):
         tokenizer: Tokenizer of a .bin file: "bytes" or the path of a tokenizer.json. null reads text as bytes and a
             prepared folder with its own tokenizer; for a .bin file it leaves bits per byte and text unknown.
         token_dtype: Number format of a .bin file: uint16 or uint32.
+        test_stride: Tokens between the starts of two test rows, from 1 to context. Each token is predicted once, after
+            at least context - test_stride others (except in the first row). null: rows do not overlap, and the first
+            tokens of each have little context.
         split: document: each file (or prepared document) goes to one split as a whole, by a hash of its name. position:
             the text is cut in the order train, val, test. null is document, but position for fewer than 20 documents or
             where a split would have none. A single file and a .bin file are always cut by position.
@@ -90,6 +93,7 @@ class TextDataModule(ResumableDataModule):
         curriculum: list[dict[str, Any]] | None = None,  # or of CurriculumStage; `_stage` checks both, in plain words
         tokenizer: str | None = None,
         token_dtype: str = "uint16",
+        test_stride: int | None = None,
         split: str | None = None,
         verify: bool = True,
     ) -> None:
@@ -106,7 +110,12 @@ class TextDataModule(ResumableDataModule):
             raise InputError(
                 "data.contiguous=True needs rows of one length, data.curriculum changes it: drop one of them."
             )
-        self.seed, self.num_workers = seed, num_workers
+        if test_stride is not None and not 1 <= test_stride <= context:
+            raise InputError(
+                f"data.test_stride={test_stride} must be from 1 to data.context={context}, or null: test rows start so "
+                "many tokens after each other."
+            )
+        self.seed, self.num_workers, self.test_stride = seed, num_workers, test_stride
         self.document_mask, self.contiguous, self.split = document_mask, contiguous, split
         self.curriculum = None if curriculum is None else _stages(curriculum, context * batch_size)
         self._tokenizer_name, self.token_dtype, self.verify = tokenizer, token_dtype, verify
@@ -198,7 +207,11 @@ class TextDataModule(ResumableDataModule):
 
     def evaluation_windows(self, split: str) -> EvaluationWindows:
         """The windows of validation or test; it needs `open`."""
-        windows = self.evaluation_windows_of(self.corpora[split], self.context, split, self.document_mask)
+        options = self.corpora[split], self.context, split, self.document_mask
+        if split == "test" and self.test_stride is not None:
+            windows = OverlappingWindows(*options, stride=self.test_stride)
+        else:
+            windows = self.evaluation_windows_of(*options)
         world_size = self.run_position.world_size
         if len(windows) < world_size:  # a rank without any would not take part in the sums
             raise InputError(

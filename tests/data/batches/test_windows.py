@@ -7,11 +7,12 @@ import torch
 
 from linrope.data.batches.contiguous import ContiguousBatches
 from linrope.data.batches.shuffling import permute
-from linrope.data.batches.windows import EvaluationWindows, TrainingWindows, segment_ids_of
+from linrope.data.batches.windows import EvaluationWindows, OverlappingWindows, TrainingWindows, segment_ids_of
 from linrope.data.corpus.files import find_sources
 from linrope.data.corpus.sequences import Corpus
 from linrope.data.tokenizers.bytes import SEPARATOR
 from linrope.errors import InputError
+from linrope.losses import IGNORE
 
 
 @pytest.fixture
@@ -76,6 +77,21 @@ def test_evaluation_covers_the_split_once_in_a_shuffled_order(corpus):
     everything = corpus.tokens(1, 201).view(20, 10)
     assert sorted(targets) == sorted(map(tuple, everything.tolist()))
     assert targets != list(map(tuple, everything.tolist()))
+
+
+@pytest.mark.parametrize(("context", "stride"), [(10, 5), (10, 10), (10, 1), (7, 4), (60, 23), (203, 100)])
+def test_overlapping_windows_predict_each_token_once_where_it_has_most_context(corpus, context, stride):
+    windows = OverlappingWindows(corpus, context, stride=stride)
+    text, seen = corpus.tokens(0, len(corpus)), []
+    for i in range(len(windows)):
+        start, targets = windows.start_of(i), windows[i]["targets"]
+        (asked,) = torch.nonzero(targets != IGNORE, as_tuple=True)
+        assert torch.equal(targets[asked], text[start + 1 + asked])
+        assert torch.equal(windows[i]["inputs"], text[start : start + context])
+        assert start == 0 or asked.min() >= context - stride
+        seen += (start + 1 + asked).tolist()
+    assert sorted(seen) == list(range(1, len(corpus)))
+    assert len(windows) == 1 or seen != sorted(seen)
 
 
 def test_a_split_that_is_too_short_is_named_with_the_mend(corpus):
