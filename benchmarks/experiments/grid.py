@@ -98,7 +98,7 @@ class Grid:
     validation_tokens: int = 163_840
     """Tokens of the validation split that are read at the end; a quarter of them for the curves."""
     precision: str = "32-true"
-    """`trainer.precision` of the runs; a mixed one also measures speeds."""
+    """`trainer.precision` of the runs and of the steps whose speed is measured."""
     match_parameters: bool = True
     """Change the width of the variants' MLPs so that all models have the reference's number of parameters."""
 

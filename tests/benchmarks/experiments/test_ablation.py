@@ -36,6 +36,7 @@ def grid(tmp_path):
         "reference": "linear",
         "validations": 4,
         "validation_tokens": 640,
+        "precision": "32-true",
         "model": {"d_model": 16, "n_layers": 1, "n_heads": 2},
         "data": {"path": str(tmp_path / "text"), "context": 32, "batch_size": 2, "fractions": [0.6, 0.4, 0.0]},
         "optimizer": {"lr": 0.01, "warmup_steps": 2},
@@ -139,6 +140,7 @@ def test_a_grid_end_to_end(grid, here, capsys):
         ({"title": "Other"}, "results of another grid: those of 'Small'"),
         ({"tokens": 2560}, "results of another grid: runs of 'linear' with other options (tokens was"),
         ({"validation_tokens": 320}, "(validation_tokens was 640)"),
+        ({"precision": "bf16-mixed"}, "(precision was None)"),
         ({"optimizer": {"lr": 0.02, "warmup_steps": 2}}, "optimizer was {'lr': 0.01"),
     ):
         assert message in grid.refuse(capsys, **{**own, **change})
@@ -494,7 +496,21 @@ def test_what_is_not_known_of_speeds_is_said():
 
 def test_steps_that_are_the_same_are_measured_once(grid, monkeypatch):
     monkeypatch.setattr(ablation.Ablation, "make_runs", lambda *args: None)
-    grid.run(variants={"linear": {}, "slow": {"optimizer.lr": 0.005}, "softmax": {"model.attention": "softmax"}})
-    assert len(json.loads((grid.results / "speed.json").read_text())) == 2
+    variants = {"linear": {}, "slow": {"optimizer.lr": 0.005}, "softmax": {"model.attention": "softmax"}}
+    grid.run(variants={**variants, "muon": {"optimizer.name": "muon"}})
+    assert len(json.loads((grid.results / "speed.json").read_text())) == 3
     found = grid.parsed().read_speeds()
-    assert found["slow"] == found["linear"] != found["softmax"]
+    assert found["slow"] == found["linear"] not in (found["softmax"], found["muon"])
+    grid.run(precision="bf16-mixed")
+    assert len(json.loads((grid.results / "speed.json").read_text())) == 6
+
+
+def test_grids_train_in_bfloat16_and_with_muon_where_they_say_so(grid):
+    full = grid.train("full")
+    assert "precision" not in full["measured"]  # as in results that are older than the option
+    assert grid.train("muon", optimizer={"lr": 0.01, "warmup_steps": 2, "name": "muon"})["final"] != full["final"]
+    grid.values["precision"] = "bf16-mixed"
+    assert grid.parsed().grid.measured["precision"] == "bf16-mixed"
+    mixed = grid.train("mixed")
+    assert mixed["final"] != full["final"]
+    assert mixed["final"]["bpb"] == pytest.approx(full["final"]["bpb"], rel=0.05)
