@@ -60,11 +60,21 @@ def summed_cross_entropy_of(
     """
     if torch.compiler.is_compiling():
         return summed_cross_entropy(output(x), targets, label_smoothing)
-    slices = list(zip(x.flatten(0, 1).split(rows), targets.flatten().split(rows), strict=True))
+    x, targets = _asked(x.flatten(0, 1), targets.flatten())
     if not torch.is_grad_enabled():
+        slices = zip(x.split(rows), targets.split(rows), strict=True)
         return sum(summed_cross_entropy(output(some), of_some, label_smoothing) for some, of_some in slices)
     trained = [parameter for parameter in output.parameters() if parameter.requires_grad]
-    return _SummedCrossEntropy.apply(output, rows, label_smoothing, targets.flatten(), x.flatten(0, 1), *trained)
+    return _SummedCrossEntropy.apply(output, rows, label_smoothing, targets, x, *trained)
+
+
+def _asked(x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of x (N, D) and targets (N,) that have a target. On a GPU all rows: their number would have to be waited
+    for."""
+    if x.device.type != "cpu" or not (targets == IGNORE).any().item():  # fake tensors answer 0
+        return x, targets
+    (asked,) = torch.nonzero(targets != IGNORE, as_tuple=True)
+    return x[asked], targets[asked]
 
 
 def token_losses_of(output: nn.Module, x: Tensor, targets: Tensor, rows: int) -> Tensor:
