@@ -45,7 +45,7 @@ def summed_cross_entropy_of(
 ) -> Tensor:
     """`summed_cross_entropy(output(x), targets, label_smoothing)`, in slices of so many rows.
 
-    The logits of the other rows are not held.
+    The logits of the other rows are not held. On CPUs none are computed where there is no target.
 
     The gradients of a slice are computed with its loss. So the backward keeps them alone, of the sizes of x and of the
     output layer, and computes nothing twice; there is no second derivative. In a graph of torch.compile, all rows are

@@ -79,6 +79,18 @@ def test_a_loss_in_slices_is_that_of_all_logits(layer, rows):
     assert each.dtype == torch.float32
 
 
+def test_logits_are_computed_where_there_is_a_target():
+    x, targets = inputs()
+    output, read = Linear(D, V, bias=False).double(), []
+    output.register_forward_pre_hook(lambda _, arguments: read.append(len(arguments[0])))
+    summed_cross_entropy_of(output, x, targets, 1000)
+    assert read == [B * T - 7]
+    nothing = torch.full_like(targets, IGNORE)
+    loss = summed_cross_entropy_of(output, x, nothing, 1000)
+    assert loss.item() == 0
+    assert torch.autograd.grad(loss, x)[0].count_nonzero() == 0
+
+
 def test_only_what_is_trained_gets_a_gradient_and_twice_the_backward_is_twice_the_gradient():
     x, targets = inputs()
     output = Linear(D, V, bias=False).double()

@@ -22,7 +22,7 @@ def small(config: Path, text_file: Path, folder: Path) -> list[str]:
     task = yaml.safe_load(config.read_text()).get("task", "language_modeling")
     options = tiny_options(text_file, folder)
     if task == "language_modeling":
-        return [*options, "--model.n_layers=4", "--model.d_model=128", "--run.start_from=null"]
+        return [*options, "--model.n_layers=4", "--model.d_model=128", "--run.start_from=null", "--data.test_stride=16"]
     if task == "masked_lm":
         options = [option for option in options if not option.startswith("--sample")]
         return [*options, "--data.curriculum=null", "--model.vocab_size=261", "--model.d_ff=64"]
