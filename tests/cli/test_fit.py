@@ -44,6 +44,7 @@ def configs(task: str, default: tuple[str, ...] = ()) -> list:
 def test_every_shipped_config_trains_two_steps(config, tiny, run_folder, capsys):
     # room for the configs' kinds of layers, rotary_dim and bases; lm-long goes on from a trained model
     sizes = ["--model.n_layers=4", "--model.d_model=128", "--model.n_heads=2", "--run.start_from=null"]
+    sizes.append("--data.test_stride=16")
     assert main(["fit", f"--config={config}", *tiny, *sizes]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^decoding state +\d+ KiB", out, re.M)

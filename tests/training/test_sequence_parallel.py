@@ -177,6 +177,7 @@ def configs() -> list:
 def test_devices_share_rows_in_every_shipped_config_of_language_models(config, text_file, tmp_path):
     options = [*tiny_options(text_file, tmp_path), "--model.n_layers=4", "--model.d_model=128", "--run.start_from=null"]
     options += [*on_mesh(1, 2), "--trainer.val_check_interval=2", "--trainer.precision=32-true"]
+    options += ["--data.test_stride=16"]
     code, out, err = Run(["fit", f"--config={config}", *options], tmp_path, ranks=2).wait()
     assert code == 0, err
     assert re.search(r"^step 2/2  loss \d\.\d+  bpb \d\.\d+  [\d,]+ tok/s  0:00 left$", out, re.M)
