@@ -23,8 +23,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.optim import Optimizer
-
 from benchmarks.experiments import ablation_report as report
 from benchmarks.experiments.grid import n_steps, read_grid, settings_of
 from benchmarks.experiments.results_folder import Folder, Speed
@@ -34,16 +32,11 @@ from benchmarks.harness.pictures import Figure
 from benchmarks.harness.runner import AddOption, Benchmark, print_table
 from benchmarks.harness.timing import Alternation
 from benchmarks.harness.training_step import training_step
-from linrope import LanguageModel
-from linrope.training.optimizer import OptimizerConfig, parameter_groups
+from linrope.training import OptimizerConfig
 from linrope.utils.files import claim
 
 DRIFT = 0.1
 """A larger change of the reference's speed is reported."""
-
-
-def optimizer_of(config: OptimizerConfig, model: LanguageModel) -> Optimizer:
-    return config.make(parameter_groups(model, config.weight_decay, config.name), fused=True)
 
 
 class RunFailed(RuntimeError):
@@ -163,7 +156,7 @@ class Ablation(Benchmark):
                     own.longest_row,
                     device,
                     bfloat16=folder.grid.bfloat16,
-                    optimizer_of=partial(optimizer_of, OptimizerConfig(**own.optimizer)),
+                    optimizer_of=partial(OptimizerConfig(**own.optimizer).optimizer_of, fused=True),
                 )
                 for name, own in settings.items()
             }

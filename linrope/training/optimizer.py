@@ -55,6 +55,15 @@ class OptimizerConfig:
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise InputError(f"optimizer.betas={self.betas!r} must be two numbers from 0 to below 1.")
 
+    def optimizer_of(self, model: Model, fused: bool | None) -> Optimizer:
+        """The optimizer of a model: `make` with its parameter groups. InputError if `make` changes their number."""
+        groups = parameter_groups(model, self.weight_decay, self.name)
+        optimizer = self.make(groups, fused)
+        if len(optimizer.param_groups) != len(groups):
+            name = type(self).__name__
+            raise InputError(f"{name}.make changed the number of parameter groups: give the optimizer those it got.")
+        return optimizer
+
     def make(self, groups: list[dict[str, Any]], fused: bool | None) -> Optimizer:
         """The optimizer of the parameter groups, whose `weight_decay` is set: two, or three with muon (see
         `parameter_groups`). `fused`: AdamW's option, which suits the device."""

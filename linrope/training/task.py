@@ -32,7 +32,7 @@ from linrope.training.checkpoint import (
     warn_of_other_split,
 )
 from linrope.training.data_modules.base import ResumableDataModule, data_parallel
-from linrope.training.optimizer import OptimizerConfig, learning_rate_factor, parameter_groups
+from linrope.training.optimizer import OptimizerConfig, learning_rate_factor
 from linrope.training.sharding import shard
 from linrope.utils.options import class_path_of
 
@@ -306,12 +306,7 @@ class TrainingTask(LightningModule):
     on_test_epoch_end = on_validation_epoch_end
 
     def configure_optimizers(self) -> dict[str, Any]:
-        config = self.optimizer_config
-        groups = parameter_groups(self.model, config.weight_decay, config.name)
-        optimizer = config.make(groups, self._fused)
-        if len(optimizer.param_groups) != len(groups):
-            name = type(config).__name__
-            raise InputError(f"{name}.make changed the number of parameter groups: give the optimizer those it got.")
+        optimizer = self.optimizer_config.optimizer_of(self.model, self._fused)
         # Lightning steps schedulers per epoch unless told otherwise.
         return {
             "optimizer": optimizer,

@@ -52,17 +52,17 @@ def test_muon_has_the_matrices_of_the_blocks_and_adamw_all_else():
 
 def test_its_steps_are_those_of_muon_and_adamw_apart():
     """The learning rate of the group is the one that a schedule sets."""
-    ours, theirs = model_of(), model_of()
-    one = MUON.make(parameter_groups(ours, 0.2, "muon"), fused=None)
-    matrices, *others = parameter_groups(theirs, 0.2, "muon")
+    model, other = model_of(), model_of()
+    one = MUON.make(parameter_groups(model, 0.2, "muon"), fused=None)
+    matrices, *others = parameter_groups(other, 0.2, "muon")
     apart = Muon([matrices], lr=0.01, adjust_lr_fn="match_rms_adamw"), AdamW(others, lr=0.01, betas=MUON.betas)
     for number in range(3):
         for group in (*one.param_groups, *apart[0].param_groups, *apart[1].param_groups):
             group["lr"] = 0.01 / (1 + number)
-        step(ours, one, seed=number)
-        step(theirs, *apart, seed=number)
-    assert same_weights(ours, theirs)
-    assert not same_weights(ours, model_of())
+        step(model, one, seed=number)
+        step(other, *apart, seed=number)
+    assert same_weights(model, other)
+    assert not same_weights(model, model_of())
 
 
 @pytest.mark.parametrize("way", ["state_dict", "deepcopy"])

@@ -156,15 +156,13 @@ class OverlappingWindows(EvaluationWindows):
         return 1 + -(-self._last_start // self.stride)
 
     def start_of(self, i: int) -> int:
-        return self._start_in_order(permute(i, len(self), 0))
-
-    def _start_in_order(self, number: int) -> int:
-        return min(number * self.stride, self._last_start)
+        return min(permute(i, len(self), 0) * self.stride, self._last_start)
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
-        found, number = super().__getitem__(i), permute(i, len(self), 0)
-        if number > 0:
-            known = self.context - (self._start_in_order(number) - self._start_in_order(number - 1))
+        found, start = super().__getitem__(i), self.start_of(i)
+        if start > 0:
+            before = (start - 1) // self.stride * self.stride  # where the window before starts
+            known = self.context - (start - before)
             found["targets"] = found["targets"].clone()
             found["targets"][:known] = IGNORE
             if "n_bytes" in found:
