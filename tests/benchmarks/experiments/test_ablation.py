@@ -1,4 +1,4 @@
-"""A grid from end to end, what its report computes, and what it refuses."""
+"""A grid from end to end, its speeds, and what it refuses."""
 
 import csv
 import json
@@ -13,7 +13,6 @@ import torch
 import yaml
 
 from benchmarks.experiments import ablation, ablation_report, training_run
-from benchmarks.experiments.ablation_report import Interval, verdict
 from benchmarks.experiments.grid import n_steps
 from benchmarks.experiments.results_folder import Folder, Speed
 from benchmarks.experiments.training_run import GridText, smallest_denominator, validation_batches
@@ -21,6 +20,7 @@ from benchmarks.harness.timing import Sample
 from linrope import LanguageModel, LanguageModelConfig, RotaryConfig
 from linrope.data.batches.windows import EvaluationWindows
 from tests.benchmarks.commands import refusal
+from tests.benchmarks.experiments.test_ablation_report import run_of
 
 
 @pytest.fixture
@@ -322,106 +322,6 @@ def test_a_run_that_fails_is_told_with_its_reason(grid, capsys, monkeypatch):
     script.write_text("#!/bin/sh\nkill -9 $$\n")
     assert grid.run() == 1  # as a machine out of memory does; Ctrl-C it is not
     assert "linear, seed 0 was ended by SIGKILL" in capsys.readouterr().out
-
-
-def test_intervals_and_verdicts():
-    found = Interval.of([1.0, 2.0, 3.0])
-    assert found.mean == 2.0
-    assert found.half == pytest.approx(4.303 / math.sqrt(3))  # Student's t for two degrees; deviation 1
-    assert math.isnan(Interval.of([1.0]).half)
-    assert math.isnan(Interval.of([1.0, math.nan]).mean)  # not 1.0, as if the other had never been
-    assert verdict(Interval(-0.1, 0.05), better=-1) == "better"
-    assert verdict(Interval(-0.1, 0.05), better=1) == "worse"
-    assert verdict(Interval(0.1, 0.2), better=-1) == "within noise"
-    assert verdict(Interval(0.1, math.nan), better=-1) == "one seed"
-
-
-def run_of(variant: str, seed: int, bpb: float, **more) -> dict:
-    training = {"grad_norm_median": 1.0, "grad_norm_peak": 2.0 + seed, "losses": [1.0]}
-    settings = {"task": "text", "model": {}, "data": {"context": 8}, "optimizer": {}}
-    sizes = {"parameters": 10, "tokens": 1000, "steps": 10, "state_bytes": 1}
-    curve = [{"tokens": 100, "bpb": 4.0}, {"tokens": 1000, "bpb": 3.0}]
-    run = {"variant": variant, "seed": seed, "final": {"bpb": bpb}, "diverged": None, **sizes}
-    return {**run, "curve": curve, "training": training, "settings": settings, **more}
-
-
-class TwoVariants:
-    task, reference, variants, tokens = "text", "a", {"a": {}, "b": {}}, 1000
-
-
-def rows_by_variant(results, **speeds):
-    speeds = {name: Speed(speed) for name, speed in speeds.items()}
-    return {row.variant: row for row in ablation_report.rows_of(results, TwoVariants, speeds)}
-
-
-def test_differences_are_taken_seed_by_seed_at_equal_tokens_and_at_equal_seconds():
-    """Seeds that differ by 1 from each other but by 0.1 ± 0.01 between variants: b is clearly better. But b, half as
-    fast, has seen 500 tokens when a ends: of each seed it lacks the same part of the curve."""
-    results = [run_of("a", seed, 2.0 + seed) for seed in range(3)]
-    results += [run_of("b", seed, 1.9 + seed + gap) for seed, gap in enumerate((-0.01, 0.0, 0.01))]
-    rows = rows_by_variant(results, a=10.0, b=5.0)
-    assert list(rows) == ["b", "a"]
-    a, b = rows["a"], rows["b"]
-    half = pytest.approx(4.303 * 0.01 / math.sqrt(3) / 3.0)
-    assert (b.difference, b.difference_interval, b.verdict) == (pytest.approx(-0.1 / 3.0), half, "better")
-    lacked = 1 - math.log(5) / math.log(10)
-    assert b.at_equal_seconds == pytest.approx(2.9 + lacked)
-    assert b.difference_at_equal_seconds == pytest.approx((lacked - 0.1) / 3.0)
-    assert (b.difference_interval_at_equal_seconds, b.verdict_at_equal_seconds) == (half, "worse")
-    assert (a.verdict, a.at_equal_seconds, a.interval_at_equal_seconds) == ("", 3.0, a.interval)
-    assert b.grad_norm_peak == 4.0
-
-
-def test_equal_seconds_before_the_first_validation_or_with_a_diverged_run_are_not_guessed():
-    results = [run_of("a", 0, 2.5), run_of("b", 0, 2.4)]
-    assert math.isnan(rows_by_variant(results, a=10.0, b=0.5)["b"].at_equal_seconds)
-    early = run_of("b", 1, math.nan, diverged="loss is nan at step 3", tokens=110)
-    a = rows_by_variant([results[0], early, results[1]], a=10.0, b=9.0)["a"]
-    assert (a.at_equal_seconds, a.tokens) == (2.5, 1000)
-    a = rows_by_variant([results[0], DIVERGED])["a"]  # counted, and not averaged
-    assert (a.seeds, a.diverged, a.mean) == (2, 1, 2.5)
-
-
-def test_losses_by_position_are_means_over_seeds():
-    parts = [[3.0, 2.0], [2.0, 1.0]]
-    texts = [{"8": {"bpb": 2.0, "eighths": bits}} for bits in parts]
-    results = [run_of("a", seed, 2.0, evaluation=text) for seed, text in enumerate(texts)]
-    assert ablation_report.by_eighth(results) == {"a": [2.5, 1.5]}
-    (row,) = ablation_report.rows_of(results, TwoVariants, {})
-    assert (row.first_eighth, row.last_eighth) == (2.5, 1.5)
-
-
-DIVERGED = run_of("a", 1, math.nan, diverged="loss is nan at step 3")
-
-
-@pytest.mark.parametrize(
-    ("other", "expected"),
-    [
-        (DIVERGED, ["a, seed 1: diverged, loss is nan at step 3"]),
-        (run_of("a", 1, 2.0, steps=8), ["a: its runs have 8 and 10 steps, different numbers"]),
-        (run_of("b", 0, 2.1), []),
-        (run_of("b", 0, 2.1, tokens=1010), []),
-        (run_of("b", 0, 2.1, tokens=800), ["steps of unequal sizes: runs read 800 to 1,000 tokens"]),
-    ],
-)
-def test_remarks_name_what_makes_runs_unequal(other, expected):
-    results = [run_of("a", 0, 2.0), other]
-    assert ablation_report.remarks(ablation_report.rows_of(results, TwoVariants, {}), results, TwoVariants) == expected
-
-
-def test_late_tokens_are_compared_on_the_same_text():
-    """Of the last half of 2048 tokens, blocks 4-7, blocks 5 and 7 are in the last half of rows of 512 too."""
-    blocks = {"2048": [0.0, 0.0, 0.0, 0.0, 9.0, 2.0, 9.0, 4.0], "512": [0.0, 0.0, 0.0, 0.0, 1.0, 4.0, 1.0, 4.0]}
-    evaluation = {length: {"bpb": 1.0, "blocks": bits} for length, bits in blocks.items()}
-    late = ablation_report.by_context([run_of("a", 0, 2.0, evaluation=evaluation)])["a"]["2048"]["late"]["512"]
-    assert late["mean"] == pytest.approx(6 / 8 - 1)
-
-
-def test_spikes():
-    losses = [1.0] * 100
-    losses[3] = losses[70] = 1.3  # the first is before a window is full
-    losses[80] = 1.2
-    assert ablation_report.spikes(losses) == [70]
 
 
 @pytest.mark.parametrize("rope", [RotaryConfig(), RotaryConfig(rotary_dim=4, placement="signed")], ids=str)
