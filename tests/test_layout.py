@@ -18,6 +18,7 @@ ROOMS += ["models", "segmented", "distributed", "profiling", "evaluation", "inte
 """Top-level modules of linrope: each imports only from those before it."""
 OPTIONAL = {
     "linrope.interop.transformers",  # an extra
+    "linrope.interop.onnx.export",  # an extra
     "linrope.data.tokenizers.subwords",  # an extra
     "linrope.models.sharded_checkpoint",  # torch.distributed is not in every build, and its import takes a second
     "linrope.ops.triton_kernel.kernels",  # Triton is on some platforms only

@@ -1,14 +1,16 @@
-"""`linrope export`: write a trained model for transformers, or for linrope where transformers has no such model."""
+"""`linrope export`: write a trained model for transformers (for linrope where that has no such model), or as ONNX."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from linrope.cli.checkpoint import named_checkpoint
 from linrope.cli.output import say
 from linrope.cli.parser import parse_command
+from linrope.errors import InputError
 from linrope.interop.roformer import export_roformer, load_trained, what_transformers_lacks
 from linrope.models.base import ModelConfig
 from linrope.models.encoder import EncoderModel
@@ -26,15 +28,27 @@ class ExportConfig:
     """Folder to write; it is created if it does not exist."""
     overwrite: bool = False
     """Replace a model that the folder holds."""
+    format: Literal["transformers", "onnx"] = "transformers"
+    """transformers: the folder that transformers reads; onnx: model.onnx, a language model's graph for onnxruntime."""
+    opset: int | None = None
+    """With onnx, version of the standard operators, at least 23; null for 27, the first with LinearAttention."""
 
 
 def run(args: Sequence[str]) -> None:
     """Run `linrope export` with the command line `args`."""
-    config = parse_command("export", ExportConfig, args, "--ckpt_path FILE --output FOLDER [--overwrite]")
+    config = parse_command("export", ExportConfig, args, "--ckpt_path FILE --output FOLDER [--format onnx]")
+    if config.opset is not None and config.format != "onnx":
+        raise InputError(f"--opset={config.opset} is an option of --format onnx: add that, or remove it.")
     require_free_folder(Path(config.output), config.overwrite)
     path = named_checkpoint(config.ckpt_path)
     model = load_trained(path, ModelConfig)
-    if isinstance(model, LanguageModel):
+    if config.format == "onnx":
+        from linrope.interop.onnx import export as onnx  # an optional package
+
+        options = {} if config.opset is None else {"opset": config.opset}
+        difference = onnx.export_onnx(model, config.output, overwrite=config.overwrite, **options)
+        say(f"onnxruntime's logits differ from PyTorch's by at most {difference:.1g} on a few tokens")
+    elif isinstance(model, LanguageModel):
         from linrope.interop import transformers as hf  # an optional package
 
         hf.export(model, config.output, overwrite=config.overwrite)

@@ -1,4 +1,4 @@
-"""To and from other programs: transformers, torch.export."""
+"""To and from other programs: transformers, torch.export, ONNX."""
 
 from linrope.interop.roformer import export_roformer, load_roformer
 

@@ -1,0 +1,4 @@
+"""Language models as ONNX graphs, for onnxruntime.
+
+`export.export_onnx` writes one, `runtime.OnnxLanguageModel` runs it.
+"""
