@@ -10,6 +10,7 @@ from benchmarks.speed.decode import Decode
 from benchmarks.speed.goals import Goals
 from benchmarks.speed.gpu_check import GpuCheck
 from benchmarks.speed.model_scaling import ModelScaling
+from benchmarks.speed.onnx import Onnx
 from benchmarks.speed.scaling import Scaling
 from tests.benchmarks.commands import refusal
 
@@ -34,6 +35,8 @@ from tests.benchmarks.commands import refusal
         (ModelScaling, "--lengths 0", "--lengths 0: must be above 0"),
         (ModelScaling, "--attention linera", "--attention linera: unknown. Did you mean 'linear'?"),
         (ModelScaling, "--heads 3", "--heads 3: --d_model 256 must be an even multiple of it"),
+        (Onnx, "--segment 0", "--segment 0: must be above 0"),
+        (Onnx, "--d_model 20 --heads 2", "--d_model 20 must be a multiple of 4 × --heads 2"),
         (Scaling, "--lengths 0", "--lengths 0: must be above 0"),
         (Scaling, "--methods softmax-rop", "--methods softmax-rop: unknown. Did you mean 'softmax-rope'?"),
         (Scaling, "--mode backward", "invalid choice: 'backward'"),
