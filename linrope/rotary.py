@@ -22,7 +22,7 @@ MAX_POSITION = 2**53
 """The largest position that float64 represents exactly."""
 Base = float | Sequence[float | None]
 """One base for all heads, or one for each; None for a head without rotation."""
-Placement = Literal["numerator", "both", "before_map", "signed", "selective"]
+Placement = Literal["numerator", "both", "before_map", "signed"]
 """Where linear attention applies the rotation: see `RotaryConfig`."""
 SCALING_RULES = ("linear", "ntk", "yarn")
 YARN_ROTATIONS = 1.0, 32.0
@@ -215,7 +215,6 @@ class RotaryConfig:
     | "both"       | R φ(q), R φ(k)       | R φ(q), R φ(k)   | weights add up to 1; denominators may come close to 0   |
     | "before_map" | φ(R q), φ(R k)       | φ(R q), φ(R k)   | positive weights, not a function of the distance alone  |
     | "signed"     | R q, R k and φ(rest) | φ(rest)          | rotated dimensions skip φ: products of either sign      |
-    | "selective"  | as "signed"          | as "signed"      | each token adds an angle that it decides, 0 to 2θ       |
 
     "rest" are the dimensions of a head beyond the first `rotary_dim`. With `normalize="none"` there is no denominator.
     """
@@ -223,7 +222,7 @@ class RotaryConfig:
     base: float | list[float | None] = 10000.0
     """Wavelengths go from 2π up to 2π·base tokens; a list has one base for each head, null for no rotation."""
     rotary_dim: int | None = None
-    """Rotate only the first `rotary_dim` dimensions of each head (even); null: all, or half if signed or selective."""
+    """Rotate only the first `rotary_dim` dimensions of each head (even); null: all, or half if signed."""
     interleaved: bool = True
     """Pair dimensions (2m, 2m+1) as RoFormer does; false pairs (m, m + rotary_dim/2) as GPT-NeoX and Llama do."""
     trainable: bool = False
@@ -231,7 +230,7 @@ class RotaryConfig:
     placement: Placement = "numerator"
     """Where linear attention applies the rotation; softmax ignores it. numerator: to the features in the numerator;
     both: also in the denominator; before_map: before the feature map; signed: rotated dimensions skip feature map and
-    denominator; selective: signed, by angles that the input decides (W is learned, 0 at the start; in float32)."""
+    denominator."""
     scaling: RotaryScaling | None = None
     """Lower frequencies for contexts longer than that of training: rule (linear, ntk or yarn), factor and, for yarn,
     original_context; null for none."""
@@ -239,7 +238,7 @@ class RotaryConfig:
     @property
     def signed(self) -> bool:
         """Whether the rotated dimensions of linear attention skip the feature map and the denominator."""
-        return self.placement in ("signed", "selective")
+        return self.placement == "signed"
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> RotaryConfig:

@@ -25,7 +25,6 @@ from tests.models.test_language_model import awake
 MODELS = {
     "plain": {},
     "recipe": {"short_conv": 4, "forget_gate": True, "rope": RotaryConfig(rotary_dim=4, placement="signed")},
-    "rope by the input": {"rope": RotaryConfig(placement="selective"), "forget_gate": True},
     "rope in both sums": {"rope": RotaryConfig(placement="both")},
     "frequencies trained by head": {"rope": RotaryConfig(base=[10.0, 100.0], trainable=True), "forget_gate": True},
     "before the map, learned map": {"rope": RotaryConfig(placement="before_map"), "feature_map": "hedgehog"},

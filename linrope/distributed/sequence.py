@@ -6,9 +6,9 @@ all-gather of states in the forward and one reduce-scatter of their gradients in
 and in the backward their gradients. In packed rows that see their later tokens too, the gather has two states of each
 rank, of its first and of its last document.
 
-Short convolutions and windows of softmax attention take their last few tokens from the rank before; selective rotation
-gathers its angles. Softmax attention without a window is refused: PyTorch's `context_parallel`, a prototype, has no CPU
-kernel, and it deals tokens to ranks in another order.
+Short convolutions and windows of softmax attention take their last few tokens from the rank before. Softmax attention
+without a window is refused: PyTorch's `context_parallel`, a prototype, has no CPU kernel, and it deals tokens to ranks
+in another order.
 
 Loss and gradients are those of the whole rows: the loss is the sum over the ranks, and gradients of weights and of
 initial states are sums over the ranks of what each rank's `backward` leaves in `.grad`.

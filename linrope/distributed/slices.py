@@ -354,8 +354,3 @@ class _SliceState(AttentionState):
             tail = torch.cat((initial.conv_tail[:, n - missing :].to(tail.dtype), tail), dim=1)
         is_open = where.is_open(n)
         return tail if is_open is None else tail * is_open[..., None]
-
-    def angle_before(self, own):
-        where, initial = self.past.where, self.past.initial
-        before = where.group.all_gather(own)[: where.group.rank].sum(dim=0)
-        return before if initial is None or initial.angle is None else before + initial.angle

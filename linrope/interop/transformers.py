@@ -55,7 +55,6 @@ DOCUMENT = "<|document|>"
 TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 CODE_MODULE = "modeling_linrope"
 RENAMED = {"forget.weight": "forget.linear.weight", "forget.bias": "forget.linear.bias"}
-RENAMED["selective.weight"] = "selective.linear.weight"
 """Weights of models that were saved before their gates held a linear layer, and their names now."""
 CODE = "from linrope.interop.transformers import LinropeConfig, LinropeForCausalLM\n"
 AUTO_MAP = {

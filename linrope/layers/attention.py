@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from linrope.errors import InputError, require_choice
 from linrope.layers.initialisation import reset
 from linrope.layers.linear import ALL, Linear
-from linrope.layers.selective_rope import SelectiveRope
 from linrope.layers.short_convolution import ShortConvolution
 from linrope.layers.state import AttentionState, RemotePast, token_positions
 from linrope.ops.checks import check_tensor
@@ -85,7 +84,6 @@ class Attention(nn.Module):
         self.d_model, self.n_heads, self.head_dim, self.causal = d_model, n_heads, head_dim, causal
         inner = n_heads * head_dim
         self.rope, self.rotate_values = rope, rotate_values
-        self.selective: SelectiveRope | None = None  # set by a subclass
         self.qkv = Linear(d_model, 3 * inner, bias=bias)
         without_silu = 2 * inner if conv_silu == "v" else 0
         self.conv = ShortConvolution(3 * inner, short_conv, without_silu) if short_conv else None
@@ -158,19 +156,11 @@ class Attention(nn.Module):
         positions, document_start = token_positions(x, state, segment_ids)
         before = AttentionState(None) if state is None else state
         projected = _Projected(self, x, before, segment_ids, key_mask, outputs)
-        k, v, rotation, angle = *projected.keys_and_values(), None, None
+        k, v = projected.keys_and_values()
         if self.rotate_values:
             v = self.rope.rotate(v, **positions_within(before.past, positions))
-        if self.selective is not None:  # also across documents: only differences of angles count
-            rotation, angle = self.selective.rotation(x, k.dtype, self.rope, before.angle_before)
-            k = self.selective.rotate(k, rotation, self.rope)
-
-        def queries() -> Tensor:
-            q = projected.queries()
-            return q if rotation is None else self.selective.rotate(q, rotation, self.rope)
-
-        o, past = self.attend(x, queries, k, v, before.past, segment_ids, key_mask, positions, outputs)
-        return o, projected.gate, AttentionState(past, projected.tail(), document_start, angle)
+        o, past = self.attend(x, projected.queries, k, v, before.past, segment_ids, key_mask, positions, outputs)
+        return o, projected.gate, AttentionState(past, projected.tail(), document_start)
 
     def attend(self, x, queries, k, v, past, segment_ids, key_mask, positions, outputs):
         """Outputs (B, H, T, D), None without `outputs`, and the past after these tokens.
@@ -213,15 +203,12 @@ class Attention(nn.Module):
             found = type(getattr(state, "past", state)).__name__
             raise InputError(f"state holds a {found}: pass the AttentionState that {type(self).__name__} returned.")
         tail = None if self.conv is None else (x.shape[0], self.conv.width - 1, self.conv.weight.shape[0])
-        angle = None if self.selective is None else (x.shape[0], *self.selective.n_angles)
-        for name, expected, options in (("conv_tail", tail, "short_conv"), ("angle", angle, "rope.placement")):
-            value = getattr(state, name)
-            found = None if value is None else tuple(value.shape)
-            if found != expected:
-                raise InputError(
-                    f"state.{name} is {found}, this call needs {expected}: pass the state that this layer, or one with "
-                    f"the same {options}, returned for the same rows."
-                )
+        found = None if state.conv_tail is None else tuple(state.conv_tail.shape)
+        if found != tail:
+            raise InputError(
+                f"state.conv_tail is {found}, this call needs {tail}: pass the state that this layer, or one with the "
+                "same short_conv, returned for the same rows."
+            )
 
 
 class _Projected:

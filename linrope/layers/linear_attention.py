@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,9 +14,7 @@ from linrope.feature_maps import MapModule, make_feature_map
 from linrope.layers.attention import Attention, AttentionOptions, checked_head_dim, positions_within
 from linrope.layers.forget_gate import ForgetGate
 from linrope.layers.initialisation import reset
-from linrope.layers.selective_rope import SelectiveRope
 from linrope.layers.state import RemotePast
-from linrope.ops.call import without_autocast
 from linrope.ops.linear_attention import linear_attention
 from linrope.ops.open_documents import OpenEnds, attend_with_open_ends, summarize_first_document
 from linrope.ops.state import State, merge
@@ -63,9 +58,8 @@ class LinearAttention(Attention):
         options: short_conv, conv_silu, output_norm, output_gate and bias, see `AttentionOptions`.
 
     Raises:
-        InputError: sizes that do not fit, unknown names, `short_conv`, `forget_gate` or `rope.placement="selective"`
-            with `causal=False`, a `rope.rotary_dim` that leaves no dimension to the denominator, positions
-            that need the attention weights.
+        InputError: sizes that do not fit, unknown names, `short_conv` or `forget_gate` with `causal=False`, a
+            `rope.rotary_dim` that leaves no dimension to the denominator, positions that need the attention weights.
     """
 
     past_type = State
@@ -97,8 +91,6 @@ class LinearAttention(Attention):
         require_without_weights(positions, "linear")
         rope = rope_beside(positions, rope)
         placement = None if rope is None else rope.placement
-        if placement == "selective" and not causal:
-            raise InputError("rope.placement='selective' sums angles along the row: it needs causal=True.")
         head_dim = checked_head_dim(d_model, n_heads, head_dim)
         signed = _signed_dim(rope, head_dim, normalize)
         phi = make_feature_map(feature_map, n_heads, head_dim - signed)
@@ -112,8 +104,6 @@ class LinearAttention(Attention):
         self.watch: Callable[..., None] | None = None  # see linrope.profiling.hooks
         self.log_scale = nn.Parameter(torch.zeros(n_heads)) if temperature else None
         self.forget = ForgetGate(d_model, n_heads, gate_normalizer) if forget_gate else None
-        if placement == "selective":
-            self.selective = SelectiveRope(d_model, n_heads, self.rope)
 
     def reset_parameters(self) -> None:
         if isinstance(self.feature_map, nn.Module):
@@ -122,7 +112,6 @@ class LinearAttention(Attention):
         if self.log_scale is not None:
             nn.init.zeros_(self.log_scale)
         reset(self.forget)
-        reset(self.selective)
 
     def attend(self, x, queries, k, v, past, segment_ids, key_mask, positions, outputs):
         scale = None if self.log_scale is None else self.log_scale.exp()[:, None, None]
@@ -134,12 +123,11 @@ class LinearAttention(Attention):
             return self.rope.rotate(y, **at) if self.before_map else y
 
         k = scaled(k)
-        rope = self.rope if self.selective is None else self.selective.identity
         log_decay = None if self.forget is None else self.forget(x)
         if log_decay is not None and key_mask is not None:
             log_decay = log_decay.masked_fill(~key_mask[:, None], 0)
         options = {
-            "rope": None if self.before_map else rope,
+            "rope": None if self.before_map else self.rope,
             "log_decay": log_decay,
             "causal": self.causal,
             "key_mask": key_mask,
@@ -147,27 +135,18 @@ class LinearAttention(Attention):
             "feature_map": self.feature_map,
             **self.options,
         }
-        dtype = v.dtype
-        # selective q and k keep float32: gradients of angles are differences, which rounding would spoil
-        precision = nullcontext if self.selective is None else partial(without_autocast, k)
-        with precision():
-            v = v.to(k.dtype)
-            before = start_exchange(k, v, options, past)
+        before = start_exchange(k, v, options, past)
         q = scaled(queries())
         past = before()
-        with precision():
-            o, final = run_operator(q, k, v, options, past, outputs)
-        if o is None:
-            return None, final
-        if self.watch is not None:
+        o, final = run_operator(q, k, v, options, past, outputs)
+        if o is not None and self.watch is not None:
             self.watch(q, k, v, {**options, "state": past}, o, final)
-        return o.to(dtype), final
+        return o, final
 
     def past_bytes(self, context, dtype):
         sums = 2 if self.options["normalize"] == "rotary" else 1
         working = torch.promote_types(dtype, torch.float32)
-        angles = 0 if self.selective is None else math.prod(self.selective.n_angles) * torch.float64.itemsize
-        return self.n_heads * (self.n_features * (self.head_dim + sums) + 1) * working.itemsize + angles
+        return self.n_heads * (self.n_features * (self.head_dim + sums) + 1) * working.itemsize
 
 
 def start_exchange(

@@ -28,7 +28,7 @@ class _Movable:
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """The state for a layer or model that was moved by `to` with the same device or dtype.
 
-        Integers, booleans and angles keep their dtype, and sums over the past have float32 at least.
+        Integers and booleans keep their dtype, and sums over the past have float32 at least.
         """
 
         def moved(name: str, x: Tensor) -> Tensor:
@@ -36,8 +36,7 @@ class _Movable:
             dtype = target.dtype
             if name in ("kv", "k_sum", "log_decay", "k_rotated_sum"):
                 dtype = torch.promote_types(dtype, torch.float32)
-            keeps = name == "angle" or not x.is_floating_point()
-            return x.to(target.device, x.dtype if keeps else dtype)
+            return x.to(target.device, dtype if x.is_floating_point() else x.dtype)
 
         return map_state(moved, self)
 
@@ -77,23 +76,16 @@ class AttentionState(_Movable):
         past: the operator's `State` (linear) or a `KeyValueCache` (softmax).
         conv_tail: (B, short_conv - 1, channels), the last inputs of the short convolution; None without one.
         document_start: (B,) int64, the position at which the open document of each row begins; None if all begin at 0.
-        angle: (B, H, R/2) float64, angle of the last token with `rope.placement="selective"`, in radians modulo 2π;
-            None without it.
     """
 
     past: State | KeyValueCache
     conv_tail: Tensor | None = None
     document_start: Tensor | None = None
-    angle: Tensor | None = None
 
     def tail_before(self, last_inputs: Callable[[int], Tensor], n: int) -> Tensor | None:
         """The `conv_tail` of n tokens; the convolution's inputs at the last n of the new tokens, (B, ≤ n, channels),
         which `last_inputs(n)` computes, matter to other devices only."""
         return self.conv_tail
-
-    def angle_before(self, own: Tensor) -> Tensor | None:
-        """The `angle`; the angle (B, H, R/2) by which the new tokens advance it matters to other devices only."""
-        return self.angle
 
 
 class RemotePast:

@@ -20,7 +20,7 @@ class OperatorCall:
 
     layer: int  # the block's number, counted from 0
     attention: LinearAttention
-    q: Tensor  # already rotated with `rope.placement="selective"`, and so is k
+    q: Tensor
     k: Tensor
     v: Tensor
     options: dict[str, Any]  # the operator's keyword arguments, such as `rope`, `log_decay`, `state` and `segment_ids`

@@ -207,7 +207,6 @@ def _floating(state) -> list[Tensor]:
 
 
 LEARNED = PositionsConfig("learned", length=64)
-SELECTIVE = RotaryConfig(rotary_dim=4, placement="selective")
 
 
 def _linear(**options) -> Callable[[], nn.Module]:
@@ -222,7 +221,6 @@ LAYER = {
     "gate, conv": (_linear(forget_gate=True, short_conv=4), {}),
     "gate, conv, packed, state": (_linear(forget_gate=True, short_conv=4), {"packed": True, "state": 5}),
     "conv, masked, state": (_linear(short_conv=3, conv_silu="v"), {"masked": True, "state": 1}),
-    "selective, packed": (_linear(forget_gate=True, short_conv=4, rope=SELECTIVE), {"packed": True, "state": 5}),
     "before map, packed": (
         _linear(rope=RotaryConfig(placement="before_map"), feature_map="hedgehog"),
         {"packed": True, "state": 6},

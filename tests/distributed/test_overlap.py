@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from linrope import CosineAttention, LinearAttention, RotaryConfig
+from linrope import CosineAttention, LinearAttention
 from linrope.distributed.group import SequenceGroup
 from linrope.distributed.slices import SequenceSlice
 from tests.distributed.ranks import run_on_ranks
@@ -18,7 +18,6 @@ from tests.distributed.ranks import run_on_ranks
 LAYERS = {
     "plain": partial(LinearAttention, output_gate=True),
     "conv, forget gate": partial(LinearAttention, output_gate=True, short_conv=3, forget_gate=True, bias=True),
-    "selective": partial(LinearAttention, output_gate=True, rope=RotaryConfig(placement="selective"), short_conv=2),
     "sees all": partial(LinearAttention, output_gate=True, causal=False),
     "cosine": partial(CosineAttention, output_gate=True),
 }
@@ -100,15 +99,11 @@ class Adapter(nn.Module):
 def test_queries_and_gate_are_computed_while_states_are_exchanged(ranks, name):
     for one in ranks:
         forward, backward = one[f"{name}, False"]
-        if name == "selective":  # its angles, which keys need, are gathered before
-            assert forward[:3] == ["keys, values", "start", "wait"]
-            assert backward[-3:] == ["start", "wait", "keys, values"]
-            forward, backward = ["keys, values", *forward[3:]], [*backward[:-3], "keys, values"]
         assert forward == ["keys, values", "start", "queries", "gate", "wait"]
         assert backward == ["start", "gate", "queries", "wait", "keys, values"]
 
 
-@pytest.mark.parametrize("name", [name for name in LAYERS if name != "selective"])
+@pytest.mark.parametrize("name", LAYERS)
 def test_an_adapter_is_called_once(ranks, name):
     for one in ranks:
         forward, backward = one[f"{name}, True"]

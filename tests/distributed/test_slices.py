@@ -17,7 +17,6 @@ from linrope import (
     LanguageModel,
     LanguageModelConfig,
     LinearAttention,
-    RotaryConfig,
     SoftmaxAttention,
     State,
 )
@@ -69,8 +68,7 @@ def traffic(length: int, **options) -> tuple[Counter, Counter]:
 
 
 HYBRID = {"attention": ["linear", "softmax", "linear"], "window": 5, "short_conv": 3, "forget_gate": True}
-SELECTIVE = {"rope": RotaryConfig(placement="selective")}
-TRAFFIC = {"linear": {"forget_gate": True}, "hybrid": HYBRID, "selective": SELECTIVE}
+TRAFFIC = {"linear": {"forget_gate": True}, "hybrid": HYBRID}
 
 
 def attend(change: str) -> None:

@@ -17,7 +17,7 @@ from tests.models.test_language_model import CONFIGS, SMALL
 
 LENGTHS = (1, 7, 33, 70, 70, 64)
 EXACT = {"rtol": 1e-9, "atol": 1e-11}  # float64, and sums in another order
-BY_DEFAULT = ("recipe", "hybrid", "selective", "sinusoidal", "window")
+BY_DEFAULT = ("recipe", "hybrid", "sinusoidal", "window")
 
 
 @pytest.fixture(params=covering(CONFIGS, BY_DEFAULT))

@@ -45,7 +45,6 @@ CONFIGS = {
     "yarn": LanguageModelConfig(**HYBRID, rope=RotaryConfig(scaling=RotaryScaling("yarn", 2.0, 32))),
     "both": LanguageModelConfig(**SIZES, rope=RotaryConfig(placement="both")),
     "before map": LanguageModelConfig(**HYBRID, rope=RotaryConfig(placement="before_map"), feature_map="exp"),
-    "selective": LanguageModelConfig(**SIZES, rope=RotaryConfig(placement="selective"), forget_gate=True),
     "no rope": LanguageModelConfig(**HYBRID, rope=None, feature_map="softmax", rope_layers=[]),
     "window of one": LanguageModelConfig(**HYBRID, window=1, feature_map="identity", normalize="none"),
     "cosine": LanguageModelConfig(**SIZES, attention=["cosine", "linear"], rope_layers=[0]),

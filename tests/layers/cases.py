@@ -1,7 +1,5 @@
 """Attention layers with every option, and what tests do with them."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +8,6 @@ from linrope import CosineAttention, LinearAttention, RotaryConfig, SoftmaxAtten
 from linrope.rotary import RotaryScaling
 
 D_MODEL, HEADS = 24, 3
-SELECTIVE = RotaryConfig(rotary_dim=4, placement="selective")
 LAYERS = {
     "linear": lambda **options: LinearAttention(D_MODEL, HEADS, **options).double(),
     "softmax": lambda **options: SoftmaxAttention(D_MODEL, HEADS, **options).double(),
@@ -35,8 +32,9 @@ LINEAR_OPTIONS = {
     "before map": {"rope": RotaryConfig(placement="before_map")},
     "signed": {"rope": RotaryConfig(rotary_dim=4, placement="signed"), "forget_gate": True},
     "signed, learned features": {"rope": RotaryConfig(rotary_dim=2, placement="signed"), "feature_map": "hedgehog"},
-    "selective": {"rope": SELECTIVE, "forget_gate": True, "short_conv": 4},
-    "selective, by head": {"rope": replace(SELECTIVE, base=[9.0, None, 1e4], trainable=True, interleaved=False)},
+    "signed, by head": {
+        "rope": RotaryConfig(rotary_dim=4, placement="signed", base=[9.0, None, 1e4], trainable=True, interleaved=False)
+    },
     "before map, partly": {"rope": RotaryConfig(placement="before_map", rotary_dim=4), "feature_map": "hedgehog"},
     "temperature": {"temperature": True},
     "favor": {"feature_map": "favor"},

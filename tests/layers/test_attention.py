@@ -1,6 +1,5 @@
 """The attention layers: what they compute, their options, and continuing from a state."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -26,7 +25,6 @@ from tests.layers.cases import (
     EVERY,
     HEADS,
     LAYERS,
-    SELECTIVE,
     assert_outputs,
     layer_and_input,
     projected,
@@ -293,7 +291,6 @@ def test_the_size_of_the_state_is_what_is_held(kind, options, dtype):
     [
         pytest.param({"short_conv": 4, "forget_gate": True, "output_gate": True}, id="all"),
         pytest.param({}, id="plain", marks=pytest.mark.exhaustive),
-        pytest.param({"rope": SELECTIVE}, id="selective", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_compiled_layer_computes_the_same(options):
@@ -342,7 +339,7 @@ def test_a_learned_map_goes_through_autocast(name):
     torch.testing.assert_close(y.float(), layer(x), rtol=0.1, atol=0.1)  # bfloat16's three digits, after a norm
 
 
-@pytest.mark.parametrize("options", [{"output_norm": True}, {"temperature": True}, {"rope": SELECTIVE}], ids=str)
+@pytest.mark.parametrize("options", [{"output_norm": True}, {"temperature": True}], ids=str)
 def test_new_options_leave_a_plain_layer_as_it_was(options):
     """Their weights come last and draw no random numbers, so that a seed makes the same layer without them."""
     torch.manual_seed(0)
@@ -392,7 +389,6 @@ def test_bad_arguments_are_named():
         (lambda: gated(gate_normalizer=[1] * 3), "has 3 entries for n_heads=2"),
         (lambda: linear(rope=RotaryConfig(base=[5.0] * 3)), "rope.base has 3 entries"),
         (lambda: linear(rope=RotaryConfig(rotary_dim=6, placement="signed")), "'signed' leaves none of the 6 dim"),
-        (lambda: linear(rope=SELECTIVE, causal=False), "rope.placement='selective' .*: it needs causal=True"),
         (lambda: linear(feature_map="hedgehgo"), "'hedgehgo'.*Did you mean 'hedgehog'"),
         (lambda: softmax(window=0), "window=0 must be at least 1"),
         (lambda: softmax(window=5, causal=False), "window=5 sees earlier tokens only"),
@@ -433,9 +429,6 @@ def test_signed_is_a_matter_of_linear_layers():
     assert LinearAttention(32, 2, rope=config, feature_map="hedgehog").rope.rotary_dim == 8
     assert LinearAttention(32, 2, rope=config, feature_map="hedgehog").n_features == 8 + 2 * 8
     assert SoftmaxAttention(32, 2, rope=config).rope.rotary_dim == 16
-    selective = SoftmaxAttention(32, 2, rope=replace(config, placement="selective"))
-    assert selective.selective is None
-    assert selective.rope.rotary_dim == 16
 
 
 @pytest.mark.parametrize("causal", [True, False])

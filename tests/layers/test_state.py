@@ -5,12 +5,12 @@ import io
 import pytest
 import torch
 
-from linrope import LanguageModel, LanguageModelConfig, LinearAttention, ModelState, RotaryConfig, SoftmaxAttention
+from linrope import LanguageModel, LanguageModelConfig, LinearAttention, ModelState, SoftmaxAttention
 from linrope.layers.state import map_state
 from tests.conftest import assert_input_errors
 
 SIZES = {"vocab_size": 40, "d_model": 16, "n_layers": 3, "n_heads": 2, "short_conv": 3}
-KINDS = {"attention": ["linear", "softmax", "linear"], "rope": RotaryConfig(placement="selective"), "forget_gate": True}
+KINDS = {"attention": ["linear", "softmax", "linear"], "forget_gate": True}
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def named(state):
 )
 def test_chosen_rows_are_continued_as_those_rows(model, tokens, rows):
     state = state_of(model, tokens)
-    assert len(named(state)) == len(set(named(state))) == 2 * 6 + 5
+    assert len(named(state)) == len(set(named(state))) == 2 * 5 + 5
     chosen = state.select_rows(rows)
     assert type(chosen) is ModelState
     numbers = torch.arange(3)[rows].tolist() if isinstance(rows, torch.Tensor) and rows.dtype == torch.bool else rows

@@ -30,7 +30,6 @@ CONFIGS = {
     "trainable rope": LanguageModelConfig(**SMALL, rope=RotaryConfig(base=[10.0, None], trainable=True)),
     "scaled rope": LanguageModelConfig(**HYBRID, rope=RotaryConfig(scaling=RotaryScaling("yarn", 2.0, 32))),
     "before map": LanguageModelConfig(**HYBRID, rope=RotaryConfig(placement="before_map")),
-    "selective": LanguageModelConfig(**HYBRID, rope=RotaryConfig(placement="selective"), forget_gate=True),
     "sinusoidal": LanguageModelConfig(**SMALL, positions=PositionsConfig("sinusoidal"), short_conv=4),
     "norm": LanguageModelConfig(**HYBRID, output_norm=True, temperature=True),
     "window": LanguageModelConfig(**SMALL, attention=["softmax", "linear"], window=9, rope_layers=[1]),
@@ -205,9 +204,8 @@ def test_a_list_of_kinds_repeats_over_the_layers():
         assert softmax == [kind == "softmax" for kind in kinds]
 
 
-@pytest.mark.parametrize("name", ["recipe", "selective"])
-def test_weights_of_gates_and_angles_are_also_taken_by_their_names_without_linear(name, tokens, tmp_path):
-    model = awake(LanguageModel(CONFIGS[name])).eval()
+def test_weights_of_gates_are_also_taken_by_their_names_without_linear(tokens, tmp_path):
+    model = awake(LanguageModel(CONFIGS["recipe"])).eval()
     model.save_pretrained(tmp_path)
     names = {key: key.replace(".linear.", ".") for key in model.state_dict()}
     assert any(key != shorter for key, shorter in names.items())
@@ -229,7 +227,7 @@ class LowRank(torch.nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-@pytest.mark.parametrize("name", ["recipe", "selective", "hybrid"])
+@pytest.mark.parametrize("name", ["recipe", "hybrid"])
 def test_adapters_around_every_linear_layer_are_trained(name, tokens):
     torch.manual_seed(0)
     model = LanguageModel(CONFIGS[name])

@@ -13,7 +13,6 @@ from tests.conftest import covering
 SIZES = {"d_model": 32, "n_layers": 2, "n_heads": 2}
 FORMS = [
     {"forget_gate": True, "output_gate": True, "rope": RotaryConfig(placement="signed")},
-    {"rope": RotaryConfig(placement="selective")},
     {"rope": RotaryConfig(placement="both")},
     {"feature_map": "favor"},
     {"attention": ["linear", "softmax"], "window": 64},

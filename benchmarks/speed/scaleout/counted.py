@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.harness.runner import AddOption
 from benchmarks.speed.scaleout.part import Part
 from benchmarks.speed.scaleout.ranks import Report, on_ranks
-from benchmarks.speed.scaleout.volumes import INT64, angle_bytes, state_bytes, tail_bytes, window_bytes
-from linrope import LinearAttention, RotaryConfig, SoftmaxAttention
+from benchmarks.speed.scaleout.volumes import INT64, state_bytes, tail_bytes, window_bytes
+from linrope import LinearAttention, SoftmaxAttention
 from linrope.distributed.group import SequenceGroup
 from linrope.distributed.slices import SequenceSlice
 from linrope.errors import InputError
@@ -30,7 +30,6 @@ from linrope.utils.terminal import new_table
 GROWTH = 16
 """The longer slices are this many times as long."""
 TAPS, WINDOW = 4, 9
-ROTATED = 4
 GATHER, SCATTER, EXCHANGE = "all-gather", "reduce-scatter", "all-to-all"
 SENT = {"allgather_": (GATHER, 1), "reduce_scatter_": (SCATTER, 0), "alltoall_base_": (EXCHANGE, 1)}
 SENT |= {"_allgather_base_": (GATHER, 1), "_reduce_scatter_base_": (SCATTER, 0)}
@@ -75,7 +74,6 @@ TAIL = Volume(
     lambda s: tail_bytes(s.rows, 3 * s.width, TAPS),
     (EXCHANGE, EXCHANGE),
 )
-ANGLES = Volume("angles", "B·H·R/2·8", lambda s: angle_bytes(s.rows, s.heads, ROTATED))
 KEYS = Volume(
     "window",
     "B·(window - 1)·H·(D + E)·4",
@@ -85,10 +83,6 @@ KEYS = Volume(
 LAYERS: dict[str, tuple[Callable[[Sizes], nn.Module], tuple[Volume, ...]]] = {
     "linear": (lambda s: LinearAttention(s.width, s.heads, forget_gate=True), (STATE,)),
     "linear, convolution": (lambda s: LinearAttention(s.width, s.heads, short_conv=TAPS), (STATE, TAIL)),
-    "linear, selective": (
-        lambda s: LinearAttention(s.width, s.heads, rope=RotaryConfig(placement="selective", rotary_dim=ROTATED)),
-        (STATE, ANGLES),
-    ),
     "softmax, window": (lambda s: SoftmaxAttention(s.width, s.heads, window=WINDOW), (KEYS,)),
 }
 HEADER = ("all-gather", 5 * INT64)
@@ -212,8 +206,8 @@ class Counted(Part):
             parser.error(f"--processes {options.processes}: one process sends nothing; pass 2 or more")
         if options.length < WINDOW:
             parser.error(f"--length {options.length}: must be the window of {WINDOW} tokens at least")
-        if options.d_model % (2 * options.heads) or options.d_model // options.heads <= ROTATED:
-            parser.error(f"--d_model {options.d_model}: must be {options.heads} heads of an even size above {ROTATED}")
+        if options.d_model < 1 or options.d_model % (2 * options.heads):
+            parser.error(f"--d_model {options.d_model}: must be {options.heads} heads of an even size")
 
     def sizes(self) -> Sizes:
         return Sizes(self.options.rows, self.options.heads, self.options.d_model)
@@ -229,11 +223,11 @@ class Counted(Part):
         o, sizes = self.options, self.sizes()
         table = new_table(
             f"Counted: bytes of a rank in one layer, B = {o.rows}, d = {o.d_model}, H = {o.heads}, D = E = "
-            f"{sizes.head_dim}, R = {ROTATED},\n{TAPS} taps, window {WINDOW}, float32; {o.processes} processes",
+            f"{sizes.head_dim},\n{TAPS} taps, window {WINDOW}, float32; {o.processes} processes",
             *("formula", "bytes", "forward", "backward"),
             text=("layer", "what"),
             caption=f"the same with {o.length:,} and {GROWTH * o.length:,} tokens a rank\n"
-            "state, angles: all-gather and reduce-scatter; tail, window: to one neighbour",
+            "state: all-gather and reduce-scatter; tail, window: to one neighbour",
         )
         for forward, backward in pairs(self.points):
             seen = (forward.formula_bytes, forward.bytes_at_16_times, backward.bytes_at_16_times)

@@ -18,7 +18,7 @@ outputs after it. It needs a head for each rank, P ≤ H.
 
 from __future__ import annotations
 
-FLOAT32, FLOAT64, BFLOAT16, INT64 = 4, 8, 2, 8
+FLOAT32, BFLOAT16, INT64 = 4, 2, 8
 """Bytes of a number."""
 
 
@@ -35,11 +35,6 @@ def lasp2_bytes(rows: int, heads: int, features: int, values: int, itemsize: int
 def tail_bytes(rows: int, channels: int, taps: int, itemsize: int = FLOAT32) -> int:
     """The inputs of a short convolution that a rank sends to the next: B·(taps - 1)·channels numbers."""
     return rows * (taps - 1) * channels * itemsize
-
-
-def angle_bytes(rows: int, heads: int, rotated: int) -> int:
-    """What a rank gives to the all-gather of selective rotation: B·H·R/2 angles in float64, of R rotated features."""
-    return rows * heads * rotated // 2 * FLOAT64
 
 
 def window_bytes(rows: int, heads: int, features: int, values: int, window: int, itemsize: int = FLOAT32) -> int:

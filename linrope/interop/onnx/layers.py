@@ -5,20 +5,17 @@ Queries, keys and values are (B, T, H·D), one head after another, as the standa
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from torch import nn
 
 from linrope.interop.onnx.feature_maps import features
 from linrope.interop.onnx.graph import END, Graph, Value
 from linrope.interop.onnx.operators import linear_attention, short_convolution
-from linrope.interop.onnx.tokens import Rotation, Tokens, fraction, rotation_by
+from linrope.interop.onnx.tokens import Rotation, Tokens
 from linrope.layers.attention import Attention
 from linrope.layers.cosine_attention import CosineAttention
 from linrope.layers.forget_gate import ForgetGate
 from linrope.layers.linear_attention import LinearAttention
-from linrope.layers.selective_rope import SelectiveRope
 from linrope.layers.short_convolution import ShortConvolution
 from linrope.layers.softmax_attention import SoftmaxAttention
 from linrope.models.language_model import Block, GatedMLP
@@ -92,11 +89,11 @@ def _convolved(g: Graph, layer: ShortConvolution, y: Value) -> Value:
 
 def _linear(g: Graph, layer: LinearAttention, x: Value, q: Value, k: Value, v: Value, tokens: Tokens) -> Value:
     """Linear attention: φ, the rotation, the forget gate."""
-    rope, selective = layer.rope, layer.selective
+    rope = layer.rope
     signed = 0 if rope is None else rope.signed_dim
     rotation = scale = None
     if rope is not None:
-        rotation = tokens.rotation(_theta(rope)) if selective is None else _selective(g, selective, x, rope)
+        rotation = tokens.rotation(_theta(rope))
     if layer.log_scale is not None:
         scale = g.weight("scale", layer.log_scale.exp().repeat_interleave(layer.head_dim))
 
@@ -186,20 +183,6 @@ def _log_decay(g: Graph, gate: ForgetGate, x: Value) -> Value:
     small = g.op("Exp", g.op("Neg", g.op("Abs", y)))
     decay = g.op("Sub", g.op("Min", y, np.float64(0)), g.op("Log", g.op("Add", small, np.float64(1))))
     return g.op("Div", decay, np.array(gate.normalizer))
-
-
-def _selective(g: Graph, layer: SelectiveRope, x: Value, rope: RotaryEmbedding) -> Rotation:
-    """The rotation by Σ_{s ≤ t} θ_m (1 + tanh(w_m · x_s)); the state has the angle, modulo 2π."""
-    n_angles = math.prod(layer.n_angles)
-    theta = np.broadcast_to(_theta(rope), layer.n_angles).reshape(-1)
-    steps = g.op("Add", g.op("Tanh", dense(g, layer.linear, "selective", x)), np.float32(1))
-    angles = g.op("CumSum", g.op("Mul", g.cast(steps, np.float64), theta), np.array(1))  # (B, T, H·R/2)
-    past = g.past("angle", (n_angles,), np.float64)
-    turns = g.op("Div", g.op("Add", angles, g.op("Unsqueeze", past, np.array([1]))), np.float64(2 * np.pi))
-    turns = fraction(g, turns)
-    last = g.op("Mul", g.op("Squeeze", g.slice(turns, 1, -1), np.array([1])), np.float64(2 * np.pi))
-    g.present("angle", last, (n_angles,), np.float64)
-    return rotation_by(g, turns, layer.n_angles)
 
 
 def _softmax(g: Graph, layer: SoftmaxAttention, x: Value, q: Value, k: Value, v: Value, tokens: Tokens) -> Value:

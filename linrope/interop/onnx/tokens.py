@@ -72,8 +72,8 @@ class Tokens:
         low = g.op("Mod", self.positions, np.array(LOW_BITS))
         parts = g.op("Concat", *(g.op("Unsqueeze", x, np.array([2, 3, 4])) for x in self._parts(low)), axis=2)
         turns = g.op("Mul", g.cast(parts, np.float64), _full_rotations(theta))  # (B, T, 2, 2, R/2 or H·R/2)
-        turns = fraction(g, g.op("ReduceSum", fraction(g, turns), np.array([2, 3]), keepdims=0))
-        return rotation_by(g, turns, theta.shape)
+        turns = _fraction(g, g.op("ReduceSum", _fraction(g, turns), np.array([2, 3]), keepdims=0))
+        return _rotation_by(g, turns, theta.shape)
 
     def _parts(self, low: Value) -> tuple[Value, Value]:
         return low, self.g.op("Sub", self.positions, low)
@@ -101,12 +101,12 @@ class Tokens:
         return self._visible[slots, window]
 
 
-def fraction(g: Graph, x: Value) -> Value:
+def _fraction(g: Graph, x: Value) -> Value:
     """x - floor(x)."""
     return g.op("Sub", x, g.op("Floor", x))
 
 
-def rotation_by(g: Graph, turns: Value, shape: tuple[int, ...]) -> Rotation:
+def _rotation_by(g: Graph, turns: Value, shape: tuple[int, ...]) -> Rotation:
     """The rotation by parts of a full one in [0, 1), float64 (B, T, R/2) or (B, T, H·R/2), whose `shape` is (R/2,) or
     (H, R/2)."""
 

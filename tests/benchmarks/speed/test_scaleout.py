@@ -38,13 +38,11 @@ def sent(tmp_path_factory):
 
 def test_each_message_of_a_layer_has_its_row(sent):
     rows = {(one.layer, one.part, one.direction): one for one in counts(SIZES, *sent)}
-    # B = 2, H = 3, D = E = 6: 4 bytes a number, angles 8
+    # B = 2, H = 3, D = E = 6: 4 bytes a number
     by_hand = {
         ("linear", "state"): 2 * 3 * (6 * 6 + 6 + 1) * 4,
         ("linear, convolution", "state"): 2 * 3 * (6 * 6 + 6 + 1) * 4,
         ("linear, convolution", "tail"): 2 * 3 * 54 * 4,
-        ("linear, selective", "state"): 2 * 3 * (6 * 6 + 6 + 1) * 4,
-        ("linear, selective", "angles"): 2 * 3 * 2 * 8,
         ("softmax, window", "window"): 2 * 8 * 3 * 12 * 4,
     }
     assert len(rows) == 2 * len(by_hand)
