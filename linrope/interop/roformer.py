@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from linrope.errors import InputError, require_choice
+from linrope.interop.llama import is_llama, load_llama
 from linrope.models.base import Model, ModelConfig, load_model
 from linrope.models.encoder import ACTIVATIONS, EncoderConfig, EncoderModel
+from linrope.models.language_model import LanguageModelConfig
 from linrope.models.saving import CONFIG_FILE, SAFETENSORS_FILE, load_safetensors, save_safetensors
 from linrope.utils.files import load_plain, require_free_folder
 
@@ -128,9 +130,11 @@ def is_roformer(path: str | Path) -> bool:
 
 
 def load_trained(path: str | Path, config_class: type[ModelConfig]) -> Model:
-    """The trained model at `path`: a folder of transformers' RoFormer, or what `load_model` reads."""
+    """The trained model at `path`: a folder of transformers' RoFormer, Llama or Qwen, or what `load_model` reads."""
     if issubclass(EncoderConfig, config_class) and is_roformer(path):
         return load_roformer(path)
+    if issubclass(LanguageModelConfig, config_class) and is_llama(path):
+        return load_llama(path)
     return load_model(path, config_class)
 
 

@@ -100,6 +100,7 @@ class LinropeConfig(PreTrainedConfig):
     hidden_size = property(lambda self: self.linrope["d_model"])
     num_hidden_layers = property(lambda self: self.linrope["n_layers"])
     num_attention_heads = property(lambda self: self.linrope["n_heads"])
+    num_key_value_heads = property(lambda self: self.linrope.get("n_kv_heads") or self.linrope["n_heads"])
 
 
 class StateCache:

@@ -15,7 +15,7 @@ from linrope.layers.linear import ALL, Linear
 from linrope.layers.short_convolution import ShortConvolution
 from linrope.layers.state import AttentionState, RemotePast, token_positions
 from linrope.ops.checks import check_tensor
-from linrope.ops.softmax import KeyValueCache
+from linrope.ops.softmax import KeyValueCache, repeat_heads
 from linrope.ops.state import State
 from linrope.rotary import RotaryEmbedding
 
@@ -39,6 +39,14 @@ class AttentionOptions(TypedDict, total=False):
     """Whether the projections have biases."""
     rotate_values: bool
     """Rotate the values by their positions too, as `rotary_value` of transformers' RoFormer does; needs `rope`."""
+    n_kv_heads: int | None
+    """Heads of keys and values, which divide the query heads: each is shared by as many query heads (grouped queries,
+    arXiv 2305.13245). None for as many as there are query heads."""
+    qkv_bias: bool
+    """Whether queries, keys and values have biases where the other projections have none, as in Qwen2."""
+    qk_norm: float | None
+    """ε of RMSNorms over each head's queries and keys, before they are rotated, with one weight for all heads, as in
+    Qwen3; None for no norms."""
 
 
 class Attention(nn.Module):
@@ -50,7 +58,8 @@ class Attention(nn.Module):
     Args:
         d_model, n_heads, head_dim, causal: see `LinearAttention`.
         rope: rotates queries and keys; None for no positions.
-        short_conv, conv_silu, output_norm, output_gate, bias, rotate_values: see `AttentionOptions`.
+        short_conv, conv_silu, output_norm, output_gate, bias, rotate_values, n_kv_heads, qkv_bias, qk_norm: see
+            `AttentionOptions`.
     """
 
     past_type: type
@@ -70,6 +79,9 @@ class Attention(nn.Module):
         output_gate: bool = False,
         bias: bool = False,
         rotate_values: bool = False,
+        n_kv_heads: int | None = None,
+        qkv_bias: bool = False,
+        qk_norm: float | None = None,
     ):
         super().__init__()
         if rotate_values and (rope is None or rope.dim != head_dim):
@@ -82,18 +94,21 @@ class Attention(nn.Module):
         if rope is not None:
             rope.check_heads(n_heads)
         self.d_model, self.n_heads, self.head_dim, self.causal = d_model, n_heads, head_dim, causal
-        inner = n_heads * head_dim
+        self.n_kv_heads = checked_kv_heads(n_heads, n_kv_heads)
+        inner, of_keys = n_heads * head_dim, self.n_kv_heads * head_dim
         self.rope, self.rotate_values = rope, rotate_values
-        self.qkv = Linear(d_model, 3 * inner, bias=bias)
-        without_silu = 2 * inner if conv_silu == "v" else 0
-        self.conv = ShortConvolution(3 * inner, short_conv, without_silu) if short_conv else None
+        self.qkv = Linear(d_model, inner + 2 * of_keys, bias=bias or qkv_bias)
+        self.q_norm = None if qk_norm is None else nn.RMSNorm(head_dim, eps=qk_norm)
+        self.k_norm = None if qk_norm is None else nn.RMSNorm(head_dim, eps=qk_norm)
+        without_silu = inner + of_keys if conv_silu == "v" else 0
+        self.conv = ShortConvolution(inner + 2 * of_keys, short_conv, without_silu) if short_conv else None
         self.norm = nn.RMSNorm(head_dim, eps=1e-5) if output_norm else None
         self.gate = Linear(d_model, inner, bias=bias) if output_gate else None
         self.out = Linear(inner, d_model, bias=bias)
 
     def reset_parameters(self) -> None:
         """Initialise the layer anew, after `to_empty` for example: with the same seed, as its constructor does."""
-        for module in (self.rope, self.qkv, self.conv, self.norm, self.gate, self.out):
+        for module in (self.rope, self.qkv, self.q_norm, self.k_norm, self.conv, self.norm, self.gate, self.out):
             reset(module)
 
     def forward(
@@ -156,11 +171,15 @@ class Attention(nn.Module):
         positions, document_start = token_positions(x, state, segment_ids)
         before = AttentionState(None) if state is None else state
         projected = _Projected(self, x, before, segment_ids, key_mask, outputs)
-        k, v = projected.keys_and_values()
+        k, v = (self.of_query_heads(x) for x in projected.keys_and_values())
         if self.rotate_values:
             v = self.rope.rotate(v, **positions_within(before.past, positions))
         o, past = self.attend(x, projected.queries, k, v, before.past, segment_ids, key_mask, positions, outputs)
         return o, projected.gate, AttentionState(past, projected.tail(), document_start)
+
+    def of_query_heads(self, x: Tensor) -> Tensor:
+        """Keys or values (B, n_kv_heads, T, D) as `attend` takes them: here of each query head, (B, H, T, D)."""
+        return repeat_heads(x, self.n_heads)
 
     def attend(self, x, queries, k, v, past, segment_ids, key_mask, positions, outputs):
         """Outputs (B, H, T, D), None without `outputs`, and the past after these tokens.
@@ -244,16 +263,20 @@ class _Projected:
         self.tails: list[Tensor] = []
 
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
-        """k and v, (B, H, T, D)."""
+        """k and v, (B, n_kv_heads, T, D)."""
+        n_heads, n_kv_heads = self.layer.n_heads, self.layer.n_kv_heads
         if self.in_parts:
-            return self._heads(slice(self.of_queries.stop, 3 * self.of_queries.stop))
-        self.q, k, v = self._heads(ALL)
-        return k, v
+            k, v = self._heads(slice(self.of_queries.stop, self.layer.qkv.out_features), n_kv_heads, n_kv_heads)
+        else:
+            q, k, v = self._heads(ALL, n_heads, n_kv_heads, n_kv_heads)
+            self.q = _normed(q, self.layer.q_norm)
+        return _normed(k, self.layer.k_norm), v
 
     def queries(self) -> Tensor:
         """q, (B, H, T, D); with `outputs` also the gate, where there is an exchange to be waited for."""
         if self.q is None:
-            (self.q,) = self._heads(self.of_queries)
+            (q,) = self._heads(self.of_queries, self.layer.n_heads)
+            self.q = _normed(q, self.layer.q_norm)
         if self.is_remote and self.outputs and self.layer.gate is not None:
             self.gate = self.layer.gate(self.x)
         return self.q
@@ -266,14 +289,15 @@ class _Projected:
             self.queries()
         return self.tails[0] if len(self.tails) == 1 else torch.cat(self.tails[::-1], dim=-1)
 
-    def _heads(self, channels: slice) -> tuple[Tensor, ...]:
-        """These of queries, keys and values, each (B, H, T, D)."""
+    def _heads(self, channels: slice, *n_heads: int) -> list[Tensor]:
+        """These of queries, keys and values, each (B, n, T, D) with its number n of heads."""
         y = self._hide(self.layer.qkv(self.x) if channels == ALL else self.layer.qkv(self.x, channels))
         if self.layer.conv is not None:
             before = None if self.tail_before is None else self.tail_before[..., channels]
             y, tail = self.layer.conv(y, before, self.segment_ids, channels)
             self.tails.append(tail)
-        return rearrange(y, "b t (n h d) -> n b h t d", h=self.layer.n_heads, d=self.layer.head_dim).unbind()
+        d = self.layer.head_dim
+        return [rearrange(part, "b t (h d) -> b h t d", d=d) for part in y.split([n * d for n in n_heads], dim=-1)]
 
     def _last_inputs(self, n: int) -> Tensor:
         """The convolution's inputs at the last n tokens, or all if there are fewer, (B, ≤ n, C)."""
@@ -281,6 +305,10 @@ class _Projected:
 
     def _hide(self, y: Tensor, last: int = 0) -> Tensor:
         return y if self.hidden is None else y.masked_fill(self.hidden[:, -last:], 0)
+
+
+def _normed(x: Tensor, norm: nn.RMSNorm | None) -> Tensor:
+    return x if norm is None else norm(x.to(norm.weight.dtype)).to(x.dtype)
 
 
 def positions_within(
@@ -300,3 +328,15 @@ def checked_head_dim(d_model: int, n_heads: int, head_dim: int | None) -> int:
     if head_dim is None and d_model % n_heads:
         raise InputError(f"n_heads={n_heads} does not divide d_model={d_model}: change one, or give head_dim.")
     return d_model // n_heads if head_dim is None else head_dim
+
+
+def checked_kv_heads(n_heads: int, n_kv_heads: int | None) -> int:
+    """Number of heads of keys and values: `n_kv_heads`, or `n_heads` if it is None."""
+    if n_kv_heads is None:
+        return n_heads
+    if n_kv_heads < 1 or n_heads % n_kv_heads:
+        raise InputError(
+            f"n_kv_heads={n_kv_heads} must divide n_heads={n_heads}: as many query heads share each head of keys and "
+            "values. Change one, or give None for no groups."
+        )
+    return n_kv_heads

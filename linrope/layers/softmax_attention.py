@@ -34,7 +34,8 @@ class SoftmaxAttention(Attention):
 
     Raises:
         InputError: sizes that do not fit, a window below 1, `short_conv` or a window with `causal=False`, a window or
-            options of `rope` with another encoding; in a call: more tokens than `positions.length` (tupe).
+            options of `rope` with another encoding, `n_kv_heads` with a base for each head; in a call: more tokens than
+            `positions.length` (tupe).
     """
 
     past_type = KeyValueCache
@@ -61,6 +62,11 @@ class SoftmaxAttention(Attention):
         if rope is not None:
             rope = RotaryEmbedding.from_config(head_dim, replace(rope, placement="numerator"))
         super().__init__(d_model, n_heads, head_dim=head_dim, rope=rope, causal=causal, **options)
+        if rope is not None and isinstance(rope.base, tuple) and self.n_kv_heads != n_heads:
+            raise InputError(
+                f"n_kv_heads={self.n_kv_heads} has query heads share keys, which softmax layers rotate once, and "
+                "rope.base has one base for each query head: give one base, or set n_kv_heads to None."
+            )
         self.window = window
         self.encoding = encoding_of(positions, Sizes(d_model, n_heads, head_dim, causal))
         if self.encoding is not None and window is not None:
@@ -81,6 +87,9 @@ class SoftmaxAttention(Attention):
                 "linear, or do not split the sequence."
             )
 
+    def of_query_heads(self, x):
+        return x  # the cache holds keys and values once for each group
+
     def attend(self, x, queries, k, v, past, segment_ids, key_mask, positions, outputs):
         q, scale = queries(), None
         if self.rope is not None:
@@ -100,4 +109,4 @@ class SoftmaxAttention(Attention):
 
     def past_bytes(self, context, dtype):
         kept = context if self.window is None else min(context, self.window - 1)
-        return 2 * self.n_heads * self.head_dim * kept * dtype.itemsize
+        return 2 * self.n_kv_heads * self.head_dim * kept * dtype.itemsize

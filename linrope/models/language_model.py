@@ -37,7 +37,7 @@ ATTENTION_TYPES = {
     "cosine": (CosineAttention, ()),
 }
 """The layer of each type of attention, and its own options."""
-SHARED_OPTIONS = ("short_conv", "conv_silu", "output_norm", "output_gate")
+SHARED_OPTIONS = ("head_dim", "n_kv_heads", "qkv_bias", "short_conv", "conv_silu", "output_norm", "output_gate")
 """Options of all attention layers. Layers and configuration use the same names."""
 EMBEDDING_STD = TABLE_STD
 """Standard deviation of the token embeddings at the start: small, for logits close to 0."""
@@ -61,6 +61,15 @@ class LanguageModelConfig(ModelConfig):
     """Number of blocks, each with attention and a gated MLP."""
     n_heads: int = 4
     """Attention heads in each layer."""
+    n_kv_heads: int | None = None
+    """Heads of keys and values, each shared by n_heads / n_kv_heads query heads (grouped queries); null for n_heads.
+    Softmax layers then have a smaller cache, linear ones fewer weights."""
+    head_dim: int | None = None
+    """Size of each head; null for d_model / n_heads."""
+    qkv_bias: bool = False
+    """Biases of queries, keys and values, as in Qwen2."""
+    qk_norm: bool = False
+    """RMSNorm over each head's queries and keys before the rotation, as in Qwen3."""
     attention: str | list[str] = "linear"
     """Attention of the layers, linear, softmax or cosine (linear, with the similarity 1 + cos); a list gives the first
     layers' and repeats over the others."""
@@ -99,13 +108,14 @@ class LanguageModelConfig(ModelConfig):
     dropout: float = 0.0
     """Dropout probability, on the embeddings and on the two outputs of each block."""
     norm_eps: float = 1e-5
-    """ε of the RMSNorms of the blocks; `output_norm` always has 1e-5."""
+    """ε of the RMSNorms of the blocks and of `qk_norm`; `output_norm` always has 1e-5."""
 
     def __post_init__(self):
         check_config(self.rope)
         check_types(self)
         otherwise = {"d_ff": ", or null for 8/3 of d_model", "window": ", the token itself, or null for all"}
-        self.require_positive("vocab_size", "d_model", "n_layers", "n_heads", "d_ff", "window", **otherwise)
+        sizes = ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff", "window")
+        self.require_positive(*sizes, **otherwise)
         if self.n_layers > MAX_LAYERS:
             raise InputError(f"n_layers={self.n_layers} must be at most {MAX_LAYERS:,}.")
         if not all(0 <= layer < self.n_layers for layer in self.rope_layers or []):
@@ -175,7 +185,7 @@ class Block(nn.Module):
         super().__init__()
         attention, own_options = ATTENTION_TYPES[config.attention_types[layer]]
         options = {name: getattr(config, name) for name in (*SHARED_OPTIONS, *own_options)}
-        options["positions"] = config.positions
+        options |= {"positions": config.positions, "qk_norm": config.norm_eps if config.qk_norm else None}
         rope = config.rope if config.rope_layers is None or layer in config.rope_layers else None
         self.attention = attention(config.d_model, config.n_heads, rope=rope, **options)
         self.mlp = GatedMLP(config.d_model, config.mlp_width)

@@ -26,7 +26,7 @@ class KeyValueCache:
     """The past of softmax attention: every key and value that a later token may see, so without a window it grows.
 
     Attributes:
-        k, v: (B, H, S, D) rotated keys, and values.
+        k, v: (B, H, S, D) rotated keys, and values; with grouped queries of their heads, which are fewer.
         visible: (B, S) False for masked keys, and for those of documents that have ended; None where all are visible.
         length: number of tokens seen, S or more; the next token stands at this position. None stands for S.
     """
@@ -57,7 +57,9 @@ def softmax_attention(
     """softmax(scale · q kᵀ) v over the keys that each query sees.
 
     Args:
-        q, k, v: (B, H, T, D), rotated where they are to be.
+        q, k, v: (B, H, T, D), rotated where they are to be. Keys and values may have fewer heads, a number that divides
+            H: as many query heads share each (grouped queries, arXiv 2305.13245), without a copy where no mask is
+            needed.
         causal: see earlier tokens only.
         window: see the last `window` tokens only, the present one included; causal only.
         key_mask: (B, T) booleans, False for keys that only their own query sees; without causality none sees them, and
@@ -76,7 +78,7 @@ def softmax_attention(
     """
     keys = _Keys.of(k, v, key_mask, segment_ids, cache)
     if q.shape[2] == 0:
-        o = v[:, :, :0]
+        o = q
     elif window is None or q.shape[2] <= window:
         o = _dense(q, keys, causal, window, scale, attend)
     else:
@@ -164,7 +166,8 @@ def _dense(
     if simple and (n_past == 0 or n_queries == 1):
         if n_queries == 1:  # which sees all keys; a branch, since a graph of open length takes no expression here
             causal = False
-        return F.scaled_dot_product_attention(q, keys.k, keys.v, is_causal=causal, scale=scale)
+        grouped = q.shape[1] != keys.k.shape[1]
+        return F.scaled_dot_product_attention(q, keys.k, keys.v, is_causal=causal, scale=scale, enable_gqa=grouped)
     mask = torch.ones(1, n_queries, n_keys, dtype=torch.bool, device=q.device)
     if causal:
         mask = mask.tril(n_past)
@@ -178,9 +181,18 @@ def _dense(
     elif visible is not None:
         own = torch.ones_like(mask).triu(n_past).tril(n_past)  # a query that saw no key would be NaN
         mask = mask & (visible[:, None, :] | own)
+    k, v = (repeat_heads(x, q.shape[1]) for x in (keys.k, keys.v))
     if attend is not None:
-        return attend(q, keys.k, keys.v, mask)
-    return F.scaled_dot_product_attention(q, keys.k, keys.v, attn_mask=mask[:, None], scale=scale)
+        return attend(q, k, v, mask)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=scale)
+
+
+def repeat_heads(x: Tensor, n_heads: int) -> Tensor:
+    """Keys or values (B, n, T, D) for `n_heads` query heads, (B, n_heads, T, D): each head `n_heads / n` times in a
+    row. x itself where there are as many."""
+    if x.shape[1] == n_heads:
+        return x
+    return x[:, :, None].expand(-1, -1, n_heads // x.shape[1], -1, -1).flatten(1, 2)
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None) -> Tensor:
@@ -204,10 +216,11 @@ def _banded(q: Tensor, keys: _Keys, window: int, scale: float | None) -> Tensor:
 
 
 def _blocks(q: Tensor, keys: _Keys, window: int, scale: float | None) -> Tensor:
-    """Queries (B, H, T - window, D) against keys (B, H, T, D), the i-th query standing at the key `window + i`."""
+    """Queries (B, H, T - window, D) against keys (B, n, T, D), the i-th query standing at the key `window + i`."""
     n_queries = q.shape[2]
     missing = -n_queries % window
-    q, k, v = (F.pad(x, (0, 0, 0, missing)).unflatten(2, (-1, window)) for x in (q, keys.k, keys.v))
+    k, v = (repeat_heads(x, q.shape[1]) for x in (keys.k, keys.v))
+    q, k, v = (F.pad(x, (0, 0, 0, missing)).unflatten(2, (-1, window)) for x in (q, k, v))
     k, v = (torch.cat((x[:, :, :-1], x[:, :, 1:]), dim=3) for x in (k, v))  # (B, H, blocks, 2W, D)
 
     def of_queries_and_keys(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -240,6 +240,8 @@ LAYER = {
     "window, packed, state": (_softmax(window=12, short_conv=3), {"packed": True, "state": 5}),
     "window, masked": (_softmax(window=5), {"masked": True, "state": 2}),
     "window of 1": (_softmax(window=1), {"state": 2}),
+    "window, grouped": (_softmax(window=9, short_conv=3, n_kv_heads=1, qk_norm=1e-6), {"packed": True, "state": 5}),
+    "grouped": (_linear(short_conv=3, n_kv_heads=1, qk_norm=1e-6, qkv_bias=True), {"packed": True, "state": 5}),
 }
 
 

@@ -23,6 +23,8 @@ OPTIONS = {
     "wide heads": {"head_dim": 10},
     "output_norm": {"output_norm": True},
     "all": {"short_conv": 3, "output_norm": True, "output_gate": True, "bias": True},
+    "grouped queries": {"n_kv_heads": 1},
+    "grouped, all of Qwen": {"n_kv_heads": 1, "qk_norm": 1e-6, "qkv_bias": True, "short_conv": 3, "conv_silu": "v"},
 }
 LINEAR_OPTIONS = {
     "forget_gate": {"forget_gate": True},
@@ -39,12 +41,14 @@ LINEAR_OPTIONS = {
     "temperature": {"temperature": True},
     "favor": {"feature_map": "favor"},
     "hedgehog": {"feature_map": "hedgehog"},
+    "grouped, learned features": {"n_kv_heads": 1, "feature_map": "hedgehog", "forget_gate": True},
     "taylor": {"feature_map": "taylor", "rope": RotaryConfig(placement="both")},
 }
 SOFTMAX_OPTIONS = {
     "window of 1": {"window": 1},
     "window of 7": {"window": 7, "short_conv": 3},
     "window of 40": {"window": 40},
+    "grouped, window of 7": {"n_kv_heads": 1, "window": 7},
     "yarn": {"rope": RotaryConfig(scaling=RotaryScaling("yarn", 4.0, 16))},
 }
 EVERY = [pytest.param(kind, options, id=f"{kind}-{name}") for kind in LAYERS for name, options in OPTIONS.items()]

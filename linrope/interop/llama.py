@@ -1,0 +1,197 @@
+"""Decoders of transformers in the style of Llama and Qwen: read their folders, without transformers.
+
+What differs: queries, keys and values are one matrix here, and so are the gate and the other half of the MLP. RoPE
+pairs the halves of a head (`rope.interleaved=False`). A model that is read computes the same logits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linrope.errors import InputError
+from linrope.models.language_model import LanguageModel, LanguageModelConfig
+from linrope.models.saving import CONFIG_FILE, SAFETENSORS_FILE, load_safetensors
+from linrope.rotary import RotaryConfig
+
+INDEX_FILE = "model.safetensors.index.json"
+SHARED_DEFAULTS = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
+QWEN = {"vocab_size": 151_936, "intermediate_size": 22_016, "num_key_value_heads": 32}
+DEFAULTS = {
+    "llama": {"vocab_size": 32_000, "intermediate_size": 11_008},
+    "qwen2": QWEN,
+    "qwen3": {**QWEN, "head_dim": 128},
+}
+"""What each type of model has where its config.json says nothing: older versions of transformers omit defaults."""
+OPTIONS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "d_model",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "d_ff",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tie_embeddings",
+}
+"""Our names of the options of transformers."""
+REFUSED = ("attention_bias", "mlp_bias", "use_sliding_window")
+"""Options that must not be set: no model here computes the same."""
+IGNORED = "rotary_emb.inv_freq"
+"""End of the names of tables of frequencies in older files; angles are computed here."""
+
+
+def load_llama(path: str | Path) -> LanguageModel:
+    """The decoder that transformers saved (`LlamaForCausalLM`, `Qwen2ForCausalLM`, `Qwen3ForCausalLM`), with softmax
+    attention, in evaluation mode on the CPU, in the dtype of its weights.
+
+    Grouped queries, tied and untied output layers, the biases of Qwen2 and the norms of Qwen3 are read. Its tokenizer
+    is not: the model has none, until it is trained on data that have one.
+
+    Args:
+        path: folder with config.json and model.safetensors, or several safetensors files with their index.
+
+    Raises:
+        InputError: no such files, another type of model, options that the model here lacks (scaled RoPE, sliding
+            windows, biases of other layers, another activation), weights that are missing, unexpected or of another
+            shape (all are named).
+    """
+    folder = Path(path)
+    file = folder / CONFIG_FILE
+    values = _values_of(file)
+    if (found := values.get("model_type")) not in DEFAULTS:
+        raise InputError(f"{file} is of model_type={found!r}: decoders of {', '.join(DEFAULTS)} can be read.")
+    config = language_model_config_of(values, file)
+    model = config.build()
+    model.load_weights(dict(_converted(config, _weights_in(folder), folder)), folder)
+    return model.eval()
+
+
+def is_llama(path: str | Path) -> bool:
+    """Whether `path` is a folder with a config.json of a model that `load_llama` reads."""
+    try:
+        return json.loads(Path(path, CONFIG_FILE).read_text(encoding="utf-8")).get("model_type") in DEFAULTS
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def language_model_config_of(values: Mapping[str, Any], file: Path) -> LanguageModelConfig:
+    """The options of a config.json of transformers. InputError, naming `file`, for what the model here lacks."""
+    kind = values["model_type"]
+    values = {**SHARED_DEFAULTS, **DEFAULTS[kind], **values}
+    for name in REFUSED:
+        if values.get(name):
+            raise InputError(f"{file} has {name}={values[name]!r}: only models without it can be read.")
+    if values["hidden_act"] != "silu":
+        raise InputError(f"{file} has hidden_act={values['hidden_act']!r}: only silu can be read.")
+    options = {name: values[hf_name] for hf_name, name in OPTIONS.items() if values.get(hf_name) is not None}
+    rope = RotaryConfig(base=_base_of(values, file), interleaved=False)
+    try:
+        return LanguageModelConfig(
+            **options, attention="softmax", rope=rope, qkv_bias=kind == "qwen2", qk_norm=kind == "qwen3"
+        )
+    except InputError as error:
+        raise InputError(f"{file}: {error}") from error
+
+
+def _base_of(values: Mapping[str, Any], file: Path) -> float:
+    """The base of RoPE: transformers had it beside `rope_scaling`, and has both in `rope_parameters` now."""
+    parameters = {"rope_theta": values.get("rope_theta", 10_000.0)}
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(given := values.get(name) or {}, dict):
+            raise InputError(f"{file} has {name}={given!r}: it must be null or an object.")
+        parameters |= given
+        kind = parameters.get("rope_type", parameters.get("type", "default"))
+        if kind != "default":
+            raise InputError(
+                f"{file} has {name} of the type {kind!r}: only plain RoPE can be read. A model that was trained "
+                "without it has null there."
+            )
+    if (part := parameters.get("partial_rotary_factor", values.get("partial_rotary_factor", 1))) != 1:
+        raise InputError(f"{file} has partial_rotary_factor={part!r}: only models that rotate whole heads can be read.")
+    if not isinstance(base := parameters["rope_theta"], (int, float)):
+        raise InputError(f"{file} has rope_theta={base!r}: it must be a number.")
+    return float(base)
+
+
+def _values_of(file: Path) -> dict[str, Any]:
+    """The JSON object in a file."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{file} cannot be read ({error.strerror}): name the folder of a Llama or Qwen.") from error
+    except ValueError as error:
+        raise InputError(f"{file} is not valid JSON: {error}.") from error
+    if not isinstance(values, dict):
+        raise InputError(f"{file} holds no JSON object: save the model again, with save_pretrained.")
+    return values
+
+
+def _weights_in(folder: Path) -> dict[str, Tensor]:
+    """All tensors of the folder's safetensors files."""
+    if not (folder / INDEX_FILE).is_file():
+        if not (folder / SAFETENSORS_FILE).is_file():
+            raise InputError(
+                f"{str(folder)!r} has no {SAFETENSORS_FILE} and no {INDEX_FILE}: save the model with save_pretrained "
+                "of transformers, as safetensors."
+            )
+        return load_safetensors(folder / SAFETENSORS_FILE)
+    by_name = _values_of(folder / INDEX_FILE).get("weight_map")
+    if not (isinstance(by_name, dict) and all(isinstance(name, str) for name in by_name.values())):
+        raise InputError(f"{folder / INDEX_FILE} has no weight_map of names: save the model again.")
+    weights: dict[str, Tensor] = {}
+    for name in sorted(set(by_name.values())):
+        if Path(name).name != name or not (folder / name).is_file():
+            raise InputError(f"{folder / INDEX_FILE} names {name!r}, which is not in the folder: copy it there.")
+        weights |= load_safetensors(folder / name)
+    return weights
+
+
+def _names(config: LanguageModelConfig) -> Iterator[tuple[str, list[str]]]:
+    """Each of our weights with those there, several of which are put together along the first axis."""
+    yield "embedding.weight", ["model.embed_tokens.weight"]
+    yield "norm.weight", ["model.norm.weight"]
+    yield "output.weight", ["model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"]
+    for layer in range(config.n_layers):
+        block, there = f"blocks.{layer}.", f"model.layers.{layer}."
+        projections = [f"{there}self_attn.{name}_proj" for name in "qkv"]
+        yield f"{block}attention.qkv.weight", [f"{name}.weight" for name in projections]
+        if config.qkv_bias:
+            yield f"{block}attention.qkv.bias", [f"{name}.bias" for name in projections]
+        if config.qk_norm:
+            yield from ((f"{block}attention.{x}_norm.weight", [f"{there}self_attn.{x}_norm.weight"]) for x in "qk")
+        yield f"{block}attention.out.weight", [f"{there}self_attn.o_proj.weight"]
+        yield f"{block}mlp.gate_up.weight", [f"{there}mlp.{name}_proj.weight" for name in ("gate", "up")]
+        yield f"{block}mlp.out.weight", [f"{there}mlp.down_proj.weight"]
+        yield f"{block}attention_norm.weight", [f"{there}input_layernorm.weight"]
+        yield f"{block}mlp_norm.weight", [f"{there}post_attention_layernorm.weight"]
+
+
+def _converted(
+    config: LanguageModelConfig, weights: Mapping[str, Tensor], folder: Path
+) -> Iterator[tuple[str, Tensor]]:
+    """Our weights. InputError with the names of all that are missing or unexpected."""
+    expected = dict(_names(config))
+    known = {name for names in expected.values() for name in names}
+    missing = sorted(known - weights.keys())
+    unexpected = sorted(name for name in weights.keys() - known if not name.endswith(IGNORED))
+    if config.tie_embeddings:
+        unexpected = [name for name in unexpected if name != "lm_head.weight"]
+    if missing or unexpected:
+        found = (("missing", missing), ("unexpected", unexpected))
+        parts = [f"{what}: {', '.join(names)}" for what, names in found if names]
+        raise InputError(f"{str(folder)!r} does not hold the weights of its config.json; {'; '.join(parts)}.")
+    for name, there in expected.items():
+        yield name, torch.cat([weights[one] for one in there])

@@ -1,0 +1,124 @@
+"""Llama and Qwen of transformers: small random models, whose logits a model that is read must compute."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from linrope.interop import load_llama
+from linrope.interop.roformer import load_trained
+from linrope.models.language_model import LanguageModelConfig
+from tests.conftest import assert_input_errors
+
+SIZES = {"vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 29}
+SIZES |= {"max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+KINDS = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "llama, grouped": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 2}),
+    "llama, tied, wide heads": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True, "head_dim": 10}),
+    "llama, base and eps": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}, "rms_norm_eps": 0.01},
+    ),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"num_key_value_heads": 3}),
+    "qwen2, tied": (Qwen2ForCausalLM, Qwen2Config, {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"num_key_value_heads": 2, "head_dim": 14}),
+    "qwen3, tied": (Qwen3ForCausalLM, Qwen3Config, {"num_key_value_heads": 6, "tie_word_embeddings": True}),
+}
+CLOSE = {"rtol": 0, "atol": 1e-5}
+
+
+def saved(kind, folder, **options):
+    make, config, own = KINDS[kind]
+    torch.manual_seed(0)
+    model = make(config(**SIZES, **own)).eval()
+    for parameter in model.parameters():  # biases of 0 and norms of 1 would hide that they are not read
+        torch.nn.init.normal_(parameter, mean=0.1, std=0.4)
+    model.save_pretrained(folder, **options)
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_transformers(kind, tmp_path):
+    theirs, ours = saved(kind, tmp_path), load_llama(tmp_path)
+    tokens = torch.randint(61, (2, 37))
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        torch.testing.assert_close(ours(tokens), expected, **CLOSE)
+        # transformers computes RoPE and norms in float32 always
+        torch.testing.assert_close(ours.double()(tokens), theirs.double()(tokens).logits, **CLOSE)
+        ours.float()
+        logits, state = ours(tokens[:, :30], return_state=True)
+        step = ours(tokens[:, 30:], state)
+    torch.testing.assert_close(torch.cat((logits, step), dim=1), expected, **CLOSE)
+    assert ours.n_parameters == sum(parameter.numel() for parameter in theirs.parameters())
+
+
+def test_files_in_parts_and_older_configurations(tmp_path):
+    theirs = saved("llama, base and eps", tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    tokens = torch.randint(61, (1, 11))
+    expected = theirs(tokens).logits
+    torch.testing.assert_close(load_llama(tmp_path)(tokens), expected, **CLOSE)
+    file = tmp_path / "config.json"
+    values = json.loads(file.read_text())
+    del values["rope_parameters"]
+    # a value of its own at the place of older versions, and defaults that they omit
+    file.write_text(json.dumps({**values, "rope_theta": 77.0, "rope_scaling": None}))
+    torch.testing.assert_close(load_trained(tmp_path, LanguageModelConfig)(tokens), expected, **CLOSE)
+    del values["num_key_value_heads"], values["head_dim"], values["hidden_act"]
+    file.write_text(json.dumps({**values, "rope_theta": 77.0}))
+    torch.testing.assert_close(load_llama(tmp_path)(tokens), expected, **CLOSE)
+
+
+def test_what_cannot_be_read(tmp_path):
+    saved("qwen3", tmp_path)
+    file, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    values = json.loads(file.read_text())
+
+    def with_values(**others):
+        def load():
+            file.write_text(json.dumps({**values, **others}))
+            load_llama(tmp_path)
+
+        return load
+
+    def with_weights(change):
+        def load():
+            file.write_text(json.dumps(values))
+            tensors = load_file(weights)
+            change(tensors)
+            save_file(tensors, weights)
+            load_llama(tmp_path)
+
+        return load
+
+    def without_two(tensors):
+        del tensors["model.norm.weight"], tensors["model.layers.1.self_attn.k_norm.weight"]
+        tensors["another"] = torch.zeros(1)
+
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+    assert_input_errors(
+        (with_values(model_type="gpt2"), "model_type='gpt2': decoders of llama, qwen2, qwen3"),
+        (with_values(rope_parameters=yarn), "rope_parameters of the type 'yarn'"),
+        (with_values(rope_scaling={"type": "linear", "factor": 2.0}), "rope_scaling of the type 'linear'"),
+        (with_values(rope_parameters="plain"), "rope_parameters='plain': it must be null or an object"),
+        (with_values(rope_parameters={"rope_theta": None}), "rope_theta=None"),
+        (with_values(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
+        (with_values(attention_bias=True), "attention_bias=True"),
+        (with_values(use_sliding_window=True), "use_sliding_window=True"),
+        (with_values(hidden_act="gelu"), "hidden_act='gelu'"),
+        (with_values(num_key_value_heads=4), "n_kv_heads=4 must divide n_heads=6"),
+        (with_values(vocab_size=62), "weights do not fit"),
+        (lambda: load_llama(tmp_path / "nothing"), "config.json cannot be read"),
+        (
+            with_weights(without_two),
+            "missing: model.layers.1.self_attn.k_norm.weight, model.norm.weight; unexpected: another",
+        ),
+        (lambda: (weights.write_bytes(b"no tensors"), load_llama(tmp_path)), "damaged"),
+        (lambda: (weights.unlink(), load_llama(tmp_path)), "has no model.safetensors"),
+        (lambda: (file.write_text("{"), load_llama(tmp_path)), "not valid JSON"),
+    )
