@@ -11,6 +11,7 @@ COMMANDS = {
     "generate": "Generate text with a trained model.",
     "prepare": "Tokenize text once, into a folder to train from.",
     "average": "Write the mean of the weights of several checkpoints.",
+    "convert": "Make a hybrid of a softmax language model: linear attention in chosen layers, the same weights.",
     "export": "Write a trained model for transformers: safetensors, config.json, tokenizer.",
     "info": "Print versions, the processor, and which backends work here.",
 }
