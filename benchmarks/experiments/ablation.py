@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.experiments import ablation_pictures as pictures
 from benchmarks.experiments import ablation_report as report
 from benchmarks.experiments.grid import n_steps, read_grid, settings_of
 from benchmarks.experiments.results_folder import Folder, Speed
@@ -249,12 +250,13 @@ class Ablation(Benchmark):
             "by_context": report.by_context(self.results),
             "by_eighth": report.by_eighth(self.results),
             "by_case": report.by_case(self.results),
+            "caught_up": report.caught_up(self.results, self.folder.grid),
             "tokens_per_second": {name: speed.tokens_per_second for name, speed in speeds},
             "spread_of_tokens_per_second": {name: s.spread for name, s in speeds if s.spread is not None},
         }
 
     def figures(self) -> dict[str, Figure]:
-        return report.figures_of(self.points, self.results, self.folder.grid)
+        return pictures.figures_of(self.points, self.results, self.folder.grid)
 
     @classmethod
     def redraw(cls, file: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""The results of a grid: means and intervals over seeds, differences, stability; tables and pictures of them."""
+"""The results of a grid: means and intervals over seeds, differences, stability, and tables of them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,11 @@ from rich.table import Table
 
 from benchmarks.experiments.grid import BLOCK, TOLERANCE, Grid, Settings
 from benchmarks.experiments.results_folder import Speed
-from benchmarks.harness.pictures import COLORS, Axes, Figure, legend_by_end, new_axes
 from linrope.utils.terminal import new_table
 
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 """Student's t at 97.5 % for 1, 2, … degrees of freedom; 1.96 where the table ends is at most 9 % too small."""
 SPIKE, SPIKE_WINDOW = 1.25, 5
-LINES, FEWEST = 6, 3
-"""Lines in a picture, at most; variants in a picture, at least: a table says as much of two."""
 CASE = "accuracy/"
 METRIC = {"text": ("bpb", "bits per byte", -1), "mqar": ("accuracy", "accuracy", 1)}
 """By task: the metric, its label, and whether more (1) or less (-1) is better. Differences in bits per byte are shares
@@ -188,6 +185,31 @@ def at_tokens(run: dict[str, Any], metric: str, tokens: float) -> float:
     return run["final"][metric] if tokens == curve[-1][0] else math.nan
 
 
+def tokens_to(run: dict[str, Any], metric: str, value: float) -> float:
+    """The tokens after which the metric reaches `value`, between two points of its curve as `at_tokens` has it; NaN if
+    it does not, or reached it before the first point."""
+    better = METRIC[run["settings"]["task"]][2]
+    points = [(p["tokens"], better * (at_tokens(run, metric, p["tokens"]) - value)) for p in run["curve"]]
+    for (t0, y0), (t1, y1) in itertools.pairwise(points):
+        if y0 < 0 <= y1:
+            return t0 * (t1 / t0) ** (y0 / (y0 - y1))
+    return math.nan
+
+
+def caught_up(results: list[dict[str, Any]], grid: Grid) -> dict[str, dict[str, Any]]:
+    """By variant of the grid's `catch_up`: the share of its tokens after which it has what the other has at the end,
+    seed by seed, in the middle of its learning rate schedule."""
+    metric, found = METRIC[grid.task][0], by_variant(ended(results))
+    shares = {}
+    for name, other in grid.catch_up.items():
+        goals = {run["seed"]: run["final"][metric] for run in found.get(other, [])}
+        runs = [run for run in found.get(name, []) if run["seed"] in goals]
+        if runs:
+            share = Interval.of(tokens_to(run, metric, goals[run["seed"]]) / run["tokens"] for run in runs)
+            shares[name] = {"other": other, **asdict(share)}
+    return shares
+
+
 def by_eighth(results: list[dict[str, Any]]) -> dict[str, list[float]]:
     """By variant: bits per token in each eighth of rows of the training length, the mean over seeds."""
     found = {name: [e for r in runs if (e := eighths(r))] for name, runs in by_variant(ended(results)).items()}
@@ -305,6 +327,10 @@ def remarks(rows: list[Row], results: list[dict[str, Any]], grid: Grid) -> list[
     """Lines below the table: runs that diverged, spikes, unequal sizes."""
     said = [f"{r['variant']}, seed {r['seed']}: diverged, {r['diverged']}" for r in results if r["diverged"]]
     said += [f"{row.variant}: the loss spiked, in {row.spikes} hundredths of a run" for row in rows if row.spikes]
+    for name, share in caught_up(results, grid).items():
+        if not math.isnan(share["mean"]):
+            half = "" if math.isnan(share["half"]) else f" ± {share['half']:.0%}"
+            said.append(f"{name} reaches the end of {share['other']} after {share['mean']:.0%}{half} of its tokens")
     for name, runs in by_variant(ended(results)).items():
         if len(steps := {r["steps"] for r in runs}) > 1:
             said.append(f"{name}: its runs have {' and '.join(map(str, sorted(steps)))} steps, different numbers")
@@ -332,86 +358,3 @@ def remarks_on_speeds(speeds: dict[str, Speed], without: list[str]) -> list[str]
     if len(machines) > 1:
         said.append(f"tok/s were measured on different machines, so this table is an estimate: {', '.join(machines)}")
     return said
-
-
-def figures_of(rows: list[Row], results: list[dict[str, Any]], grid: Grid) -> dict[str, Figure]:
-    """The pictures by the ending of their names, those for which there are results."""
-    rows = [row for row in rows if not math.isnan(row.mean)]
-    if len(rows) < FEWEST:
-        return {}
-    runs, found = by_variant(ended(results)), by_case(results)
-    lengths = sorted({int(length) for run in ended(results) for length in run.get("evaluation") or {}})
-    figures = {"": means(rows, runs, grid)}
-    if len(lengths) > 1:
-        figures["-lengths"] = change_with_length(rows, runs, grid, lengths[0], lengths[-1])
-    if found:
-        figures["-cases"] = cases(rows, found, grid)
-    return figures
-
-
-def means(rows: list[Row], runs: dict[str, list[dict[str, Any]]], grid: Grid) -> Figure:
-    """A row for each variant: the mean, its 95 % interval, and each seed."""
-    metric, label, _ = METRIC[grid.task]
-    best, message = rows[0], f"{rows[0].variant} has the best mean"
-    if not math.isnan(best.difference):
-        change = f"{best.difference:+.3f}" if metric == "accuracy" else f"{100 * best.difference:+.1f} %"
-        message += f", {change} against {grid.reference}"
-        message += f" ({best.verdict})" if best.verdict != "better" else ""
-    intervals = {row.variant: Interval(row.mean, row.interval) for row in rows}
-    axes = dots(f"{grid.title}:\n{message}", intervals, grid)
-    for height, row in enumerate(reversed(rows)):
-        seeds = [run["final"][metric] for run in runs[row.variant]]
-        axes.plot(seeds, [height] * len(seeds), "|", color="black", markersize=7)
-    axes.set_xlabel(f"{label}: mean, 95 % interval, each seed")
-    return axes.figure
-
-
-def dots(title: str, intervals: dict[str, Interval], grid: Grid) -> Axes:
-    """A row for each variant, the first on top; the reference has another colour."""
-    axes = new_axes(title, height=1.3 + 0.26 * len(intervals))
-    for height, (name, interval) in enumerate(reversed(intervals.items())):
-        half = 0 if math.isnan(interval.half) else interval.half
-        color = COLORS[1] if name == grid.reference else COLORS[0]
-        axes.errorbar(interval.mean, height, xerr=half, fmt="o", color=color, capsize=3)
-    if grid.reference in intervals:
-        axes.axvline(intervals[grid.reference].mean, color=COLORS[1], linewidth=0.8, linestyle=":")
-    axes.set_yticks(range(len(intervals)), list(reversed(intervals)))
-    return axes
-
-
-def change_with_length(
-    rows: list[Row], runs: dict[str, list[dict[str, Any]]], grid: Grid, short: int, long: int
-) -> Figure:
-    """How bits per byte change from the shortest rows to the longest, the lowest on top."""
-    changes = {}
-    for row in rows:
-        bits = [{int(length): text["bpb"] for length, text in run["evaluation"].items()} for run in runs[row.variant]]
-        if values := [100 * (by[long] / by[short] - 1) for by in bits if {short, long} <= by.keys()]:
-            changes[row.variant] = Interval.of(values)
-    changes = dict(sorted(changes.items(), key=lambda change: change[1].mean))
-    best = next(iter(changes))
-    message = f"rows of {long:,} instead of {short:,} tokens change {best} by {changes[best].mean:+.1f} %"
-    axes = dots(f"{grid.title}:\n{message}", changes, grid)
-    axes.axvline(0, color="black", linewidth=0.8)
-    if max(change.mean for change in changes.values()) > 50:
-        axes.set_xscale("symlog", linthresh=10)
-    axes.xaxis.set_major_formatter(lambda percent, _: f"{percent:+g}" if percent else "0")
-    axes.set_xlabel("change of bits per byte in %, the same text: mean, 95 % interval")
-    return axes.figure
-
-
-def cases(rows: list[Row], found: dict[str, dict[str, dict[str, float]]], grid: Grid) -> Figure:
-    """Accuracy of a recall task by the length of a row and its pairs: the best variants and the reference."""
-    best = [row for row in rows if row.variant != grid.reference][: LINES - 1]
-    shown = [row for row in rows if (row in best or row.variant == grid.reference) and row.variant in found]
-    hardest = list(found[shown[0].variant])[-1]
-    message = ", ".join(f"{row.variant} {found[row.variant][hardest]['mean']:.2f}" for row in shown[:3])
-    axes = new_axes(f"{grid.title}: accuracy in the last case,\n{message}")
-    for color, row in zip(COLORS, shown):
-        values = [case["mean"] for case in found[row.variant].values()]
-        axes.plot(list(found[row.variant]), values, marker=".", color=color, label=row.variant)
-    axes.set_xlabel("length of the row × pairs")
-    axes.set_ylabel("accuracy, mean over seeds")
-    axes.tick_params(axis="x", labelrotation=30)
-    legend_by_end(axes)
-    return axes.figure

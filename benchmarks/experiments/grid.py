@@ -86,6 +86,8 @@ class Grid:
     seeds: list[int]
     more_seeds: dict[str, list[int]] = field(default_factory=dict)
     """Further seeds of some variants, for small differences."""
+    catch_up: dict[str, str] = field(default_factory=dict)
+    """By variant another one: after which share of its tokens the first reaches what the other has at its end."""
     tokens: int | None = None
     minutes: float | None = None
     task: str = "text"
@@ -116,6 +118,8 @@ class Grid:
         require_choice("reference", self.reference, self.variants)
         for name in self.more_seeds:
             require_choice("more_seeds", name, self.variants)
+        for name in (*self.catch_up, *self.catch_up.values()):
+            require_choice("catch_up", name, self.variants)
         for seeds in (self.seeds, *(self.seeds + more for more in self.more_seeds.values())):
             if any(not 0 <= seed < 2**32 for seed in seeds) or len(set(seeds)) != len(seeds):
                 raise InputError(f"seeds={seeds} must be different whole numbers from 0, below 2^32.")

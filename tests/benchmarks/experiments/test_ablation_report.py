@@ -1,10 +1,13 @@
 """What the report of a grid computes from its runs."""
 
 import math
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
 from benchmarks.experiments import ablation_report
+from benchmarks.experiments.ablation_pictures import frontier
 from benchmarks.experiments.ablation_report import Interval, verdict
 from benchmarks.experiments.results_folder import Speed
 
@@ -32,6 +35,7 @@ def run_of(variant: str, seed: int, bpb: float, **more) -> dict:
 
 class TwoVariants:
     task, reference, variants, tokens = "text", "a", {"a": {}, "b": {}}, 1000
+    catch_up: ClassVar[dict[str, str]] = {}
 
 
 def rows_by_variant(results, **speeds):
@@ -65,6 +69,18 @@ def test_equal_seconds_before_the_first_validation_or_with_a_diverged_run_are_no
     assert (a.at_equal_seconds, a.tokens) == (2.5, 1000)
     a = rows_by_variant([results[0], DIVERGED])["a"]  # counted, and not averaged
     assert (a.seeds, a.diverged, a.mean) == (2, 1, 2.5)
+
+
+def test_a_variant_catches_up_between_two_points_of_its_curve():
+    """The final value, 2.0, shifts the curve, 4.0 after 100 and 3.0 after 1,000 tokens, by -1.0: 2.75 is a quarter of
+    the way in log tokens."""
+    grid = TwoVariants()
+    grid.catch_up = {"a": "b"}
+    share = ablation_report.caught_up([run_of("a", 0, 2.0), run_of("b", 0, 2.75), run_of("a", 1, 2.0)], grid)
+    assert share["a"]["other"] == "b"
+    assert share["a"]["mean"] == pytest.approx(10**0.25 / 10)
+    never = ablation_report.caught_up([run_of("a", 0, 2.0), run_of("b", 0, 1.9)], grid)
+    assert math.isnan(never["a"]["mean"])
 
 
 def test_losses_by_position_are_means_over_seeds():
@@ -107,3 +123,15 @@ def test_spikes():
     losses[3] = losses[70] = 1.3  # the first is before a window is full
     losses[80] = 1.2
     assert ablation_report.spikes(losses) == [70]
+
+
+def test_the_line_of_accuracy_against_state_goes_through_the_best_of_all_smaller_states():
+    sizes = {"small": (0.5, 2**10), "worse": (0.4, 2**12), "good": (0.8, 2**14), "softmax": (0.9, 2**20)}
+    rows = [
+        SimpleNamespace(variant=name, mean=mean, interval=0.1, state_bytes=size) for name, (mean, size) in sizes.items()
+    ]
+    grid = SimpleNamespace(title="Recall", reference="softmax")
+    axes = frontier(rows, grid).axes[0]
+    assert axes.get_lines()[0].get_xydata().tolist() == [[2**10, 0.5], [2**14, 0.8], [2**20, 0.9]]
+    assert axes.figure.get_suptitle() == "Recall:\ngood, 16 KiB of state, reaches 0.80"
+    assert [text.get_text() for text in axes.texts] == list(sizes)
