@@ -14,7 +14,18 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ["errors", "utils", "rotary", "feature_maps", "ops", "positions", "layers", "losses", "data", "generation"]
-ROOMS += ["models", "segmented", "distributed", "profiling", "evaluation", "interop", "training", "cli", "__main__"]
+ROOMS += [
+    "models",
+    "segmented",
+    "distributed",
+    "profiling",
+    "evaluation",
+    "interop",
+    "serving",
+    "training",
+    "cli",
+    "__main__",
+]
 """Top-level modules of linrope: each imports only from those before it."""
 OPTIONAL = {
     "linrope.interop.transformers",  # an extra
