@@ -30,6 +30,9 @@ ROOMS += [
 OPTIONAL = {
     "linrope.interop.transformers",  # an extra
     "linrope.interop.onnx.export",  # an extra
+    "linrope.serving.http",  # an extra
+    "linrope.serving.metrics",  # an extra
+    "linrope.serving.server",  # an extra
     "linrope.data.tokenizers.subwords",  # an extra
     "linrope.models.sharded_checkpoint",  # torch.distributed is not in every build, and its import takes a second
     "linrope.ops.triton_kernel.kernels",  # Triton is on some platforms only

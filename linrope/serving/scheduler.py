@@ -85,8 +85,8 @@ class Scheduler:
         self.device = model.embedding.weight.device
         self._states_grow = model.state_bytes(2**40) > model.state_bytes(2**39)
         self._wake = threading.Condition()
-        self._waiting: deque[Request] = deque()  # under the lock of _wake, as is _is_closing
-        self._is_closing = False
+        self._waiting: deque[Request] = deque()  # under the lock of _wake, as are the two below
+        self._is_closing = self._is_cut = False
         self._readers: deque[_Reader] = deque()
         self._joining: list[tuple[Choice, ModelState]] = []
         self._rows, self._choices = Rows(model), []  # type: Rows, list[Choice]
@@ -137,10 +137,11 @@ class Scheduler:
         self._thread = threading.Thread(target=self.run, name="linrope scheduler", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Answer what was submitted, take nothing more, and end the thread."""
+    def close(self, answer: bool = True) -> None:
+        """Take nothing more, and end the thread once all is answered; without `answer` all is cancelled."""
         with self._wake:
             self._is_closing = True
+            self._is_cut = not answer
             self._wake.notify()
         if self._thread is not None:
             self._thread.join()
@@ -188,13 +189,13 @@ class Scheduler:
         for request in dict.fromkeys((*waiting, *under_way)):
             if request.is_done:
                 continue
-            if not request.is_cancelled and request.submitted_at < late:
+            if not (request.is_cancelled or self._is_cut) and request.submitted_at < late:
                 request.error = RequestError(
                     f"the request took longer than {self.limits.seconds:g} seconds.", 504, "timeout_error",
                     code="timeout",
                 )  # fmt: skip
                 self._ended(request)
-            elif request.is_cancelled:
+            elif request.is_cancelled or self._is_cut:
                 request.error = RequestError("the client went away.", 499)
                 self._ended(request)
         with self._wake:
