@@ -115,7 +115,7 @@ class Conversion(Benchmark):
 
     @classmethod
     def check(cls, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-        """`trained` is added: the teacher."""
+        """`trained` is added, the teacher; `measure` adds `loss_of_teacher`."""
         try:
             options.trained = load_trained(options.teacher, LanguageModelConfig)
         except InputError as error:
@@ -131,6 +131,7 @@ class Conversion(Benchmark):
         done = [point.case for point in self.points]
         todo = [case for case in cases(self.options) if _plain(case) not in done]
         tick = self.progress("runs", len(todo))
+        self.options.loss_of_teacher = validate(self.options.trained, self.options) if todo else None
         for case in todo:
             tick(description=f"{case.start} {case.feature_map} {case.placement} lr {case.lr} seed {case.seed}")
             self.points.append(run(case, self.options))
@@ -236,7 +237,7 @@ def run(case: Case, options: argparse.Namespace) -> Point:
         quiet_trainer(steps, [], **limits).fit(task, data)
         model, total = task.model.eval(), total + steps * per_step
         after[stage] = validate(model, options)
-    return Point(_plain(case), total, validate(options.trained, options), list(after.values())[-1], after)
+    return Point(_plain(case), total, options.loss_of_teacher, list(after.values())[-1], after)
 
 
 def task_of(stage: str, case: Case, config: LanguageModelConfig, steps: int, teacher: str) -> TrainingTask:
