@@ -62,6 +62,7 @@ class Case:
     train_lr: float
     optimizer: str
     cross_entropy: float
+    final_lr_fraction: float
     seed: int
 
 
@@ -84,7 +85,7 @@ class Point:
 class Conversion(Benchmark):
     name = "conversion"
     point = Point
-    from_zero = ("shares", "cross_entropy", "seeds", "forget_gate")
+    from_zero = ("shares", "cross_entropy", "seeds", "forget_gate", "final_lr_fraction")
 
     @classmethod
     def add_options(cls, add: AddOption) -> None:
@@ -106,6 +107,7 @@ class Conversion(Benchmark):
         add("--train_lr", type=float, nargs="+", default=[2e-3], help="peak learning rate of the training")
         add("--optimizer", nargs="+", default=["muon"], choices=["muon", "adamw"], help="of the last two stages")
         add("--cross_entropy", type=float, nargs="+", default=[0.0], help="weight beside the divergence (default: 0)")
+        add("--final_lr_fraction", type=float, nargs="+", default=[0.0], help="of all stages (default: 0)")
         add("--scratch_lr", type=float, nargs="*", default=[], help="rates of the same tokens from new weights")
         add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(default: 0 1 2)")
         add("--validation_tokens", type=int, default=524_288, help="tokens of held-out text that are read at the end")
@@ -113,7 +115,7 @@ class Conversion(Benchmark):
 
     @classmethod
     def check(cls, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-        """`trained` is added: the teacher."""
+        """`trained` is added, the teacher; `measure` adds `loss_of_teacher`."""
         try:
             options.trained = load_trained(options.teacher, LanguageModelConfig)
         except InputError as error:
@@ -129,6 +131,7 @@ class Conversion(Benchmark):
         done = [point.case for point in self.points]
         todo = [case for case in cases(self.options) if _plain(case) not in done]
         tick = self.progress("runs", len(todo))
+        self.options.loss_of_teacher = validate(self.options.trained, self.options) if todo else None
         for case in todo:
             tick(description=f"{case.start} {case.feature_map} {case.placement} lr {case.lr} seed {case.seed}")
             self.points.append(run(case, self.options))
@@ -183,14 +186,14 @@ def cases(options: argparse.Namespace) -> list[Case]:
     """A case for each combination of the options that are lists, those from scratch last."""
     of_model = list(product(options.placement, options.feature_map, map(bool, options.forget_gate)))
     of_stages = product(options.shares, options.align_lr, options.lr, options.train_lr, options.optimizer)
+    of_losses = product(options.cross_entropy, options.final_lr_fraction)
     found = [
-        Case("teacher", *model, *stages, cross_entropy, seed)
-        for model, stages, cross_entropy, seed in product(
-            of_model, list(of_stages), options.cross_entropy, options.seeds
-        )
+        Case("teacher", *model, *stages, *of_loss, seed)
+        for model, stages, of_loss, seed in product(of_model, list(of_stages), list(of_losses), options.seeds)
     ]
-    for model, lr, optimizer, seed in product(of_model, options.scratch_lr, options.optimizer, options.seeds):
-        found.append(Case("scratch", *model, SCRATCH, 0.0, 0.0, lr, optimizer, 0.0, seed))
+    of_scratch = product(options.scratch_lr, options.optimizer, options.final_lr_fraction)
+    for model, (lr, optimizer, final), seed in product(of_model, of_scratch, options.seeds):
+        found.append(Case("scratch", *model, SCRATCH, 0.0, 0.0, lr, optimizer, 0.0, final, seed))
     return found
 
 
@@ -234,14 +237,16 @@ def run(case: Case, options: argparse.Namespace) -> Point:
         quiet_trainer(steps, [], **limits).fit(task, data)
         model, total = task.model.eval(), total + steps * per_step
         after[stage] = validate(model, options)
-    return Point(_plain(case), total, validate(options.trained, options), list(after.values())[-1], after)
+    return Point(_plain(case), total, options.loss_of_teacher, list(after.values())[-1], after)
 
 
 def task_of(stage: str, case: Case, config: LanguageModelConfig, steps: int, teacher: str) -> TrainingTask:
     """The task of a stage, with new weights."""
     rates = {"align": case.align_lr, "distill": case.lr, "train": case.train_lr}
     name = "adamw" if stage == "align" else case.optimizer
-    optimizer = OptimizerConfig(name=name, lr=rates[stage], warmup_steps=min(50, steps // 10))
+    optimizer = OptimizerConfig(
+        name=name, lr=rates[stage], warmup_steps=min(50, steps // 10), final_lr_fraction=case.final_lr_fraction
+    )
     if stage == "align":
         return AttentionAlignmentModule(config, optimizer, AlignmentOptions(teacher), seed=case.seed)
     if stage == "distill":

@@ -126,7 +126,7 @@ def test_aligned_layers_are_taken(here, capsys):
         assert torch.equal(hybrid.blocks[layer].attention.qkv.weight, weight)
 
 
-def test_a_llama_of_transformers_becomes_a_hybrid(here):
+def test_a_llama_of_transformers_becomes_a_hybrid(here, error_of):
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": 300}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -139,6 +139,11 @@ def test_a_llama_of_transformers_becomes_a_hybrid(here):
     files = [f"--config={ROOT / 'configs' / 'convert-distill.yaml'}", "--config=hybrid/model.yaml"]
     options = ["--conversion.teacher=llama", "--run.start_from=hybrid", "--sample.prompt=null"]
     assert main(["fit", *files, *RUN, *options]) == 0
+    values = json.loads(Path("llama/config.json").read_text())
+    Path("llama/config.json").write_text(json.dumps({**values, "intermediate_size": 96}))
+    err = " ".join(error_of("convert", "--teacher=llama", "--output=other").split())
+    assert "--teacher='llama': checkpoint 'llama': weights do not fit its configuration" in err
+    assert "blocks.0.mlp.gate_up.weight" in err
 
 
 @pytest.mark.exhaustive
