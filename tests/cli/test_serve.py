@@ -20,6 +20,7 @@ from linrope import LanguageModel, LanguageModelConfig
 from linrope.cli.main import main
 
 ROOT = Path(__file__).parents[2]
+KEY = {"authorization": "Bearer from the environment"}
 
 
 @pytest.fixture(scope="module")
@@ -45,23 +46,22 @@ def test_a_signal_lets_requests_under_way_end(folder):
     process, url, line = started(folder)
     try:
         assert line == f"linrope: model is served at {url}/v1 (with an API key)\n"
-        key = {"authorization": "Bearer from the environment"}
         assert httpx.get(f"{url}/v1/models").status_code == 401
-        assert httpx.get(f"{url}/v1/models", headers=key).json()["data"][0]["id"] == "model"
+        assert httpx.get(f"{url}/v1/models", headers=KEY).json()["data"][0]["id"] == "model"
         body = {"prompt": "a", "max_tokens": 300, "seed": 1, "top_k": 1}
-        whole = httpx.post(f"{url}/v1/completions", json=body, headers=key).json()["choices"][0]
+        whole = httpx.post(f"{url}/v1/completions", json=body, headers=KEY).json()["choices"][0]
         texts = []
 
         def ask() -> None:
-            answer = httpx.post(f"{url}/v1/completions", json=body, headers=key, timeout=60)
+            answer = httpx.post(f"{url}/v1/completions", json=body, headers=KEY, timeout=60)
             texts.append(answer.json()["choices"][0]["text"])
 
-        with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}, headers=key) as stream:
+        with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}, headers=KEY) as stream:
             lines = stream.iter_lines()
             parts = [next(lines)]  # decoding has begun
             waiting = threading.Thread(target=ask)
             waiting.start()
-            while waiting.is_alive() and "running_rows 2.0" not in httpx.get(f"{url}/metrics", headers=key).text:
+            while waiting.is_alive() and "running_rows 2.0" not in httpx.get(f"{url}/metrics", headers=KEY).text:
                 pass
             process.send_signal(signal.SIGTERM)
             parts += list(lines)
@@ -78,6 +78,22 @@ def test_a_signal_lets_requests_under_way_end(folder):
         process.stderr.close()
 
 
+def test_the_cache_outlives_the_server(folder, tmp_path):
+    cached = []
+    for _ in range(2):
+        process, url, _ = started(folder, f"--cache_folder={tmp_path / 'cache'}")
+        try:
+            answer = httpx.post(f"{url}/v1/completions", json={"prompt": "a story", "max_tokens": 3}, headers=KEY)
+            cached.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 0
+            assert process.stderr.read() == ""
+        finally:
+            process.kill()
+            process.stderr.close()
+    assert cached == [0, 8]
+
+
 def test_mistakes_in_the_options(folder, tmp_path, error_of, monkeypatch):
     model = f"--ckpt_path={folder}"
     cases = {
@@ -87,6 +103,7 @@ def test_mistakes_in_the_options(folder, tmp_path, error_of, monkeypatch):
         ("--max_rows=0",): "--max_rows=0 must be at least 1",
         ("--time_limit=0",): "--time_limit=0.0 must be a number of seconds above 0",
         ("--cache_gb=-1",): "--cache_gb=-1.0 must be a number, at least 0",
+        ("--cache_folder_gb=-1",): "--cache_folder_gb=-1.0 must be a number, at least 0",
         ("--snapshot_every=1000",): "--snapshot_every=1000 must be a power of two",
         ("--api_key=",): "--api_key='' is empty",
         ("--max_row=3",): "unknown option 'max_row'. Did you mean 'max_rows'?",
@@ -100,6 +117,10 @@ def test_mistakes_in_the_options(folder, tmp_path, error_of, monkeypatch):
         )
     (tmp_path / "text.ckpt").write_text("no checkpoint")
     assert "damaged or no checkpoint" in error_of("serve", f"--ckpt_path={tmp_path / 'text.ckpt'}", "--port=0")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "one.txt").touch()
+    message = f"--cache_folder={str(tmp_path / 'texts')!r} holds something else: give a new or an empty folder"
+    assert message in error_of("serve", model, "--port=0", f"--cache_folder={tmp_path / 'texts'}")
     assert "does not exist" in error_of("serve", f"--ckpt_path={tmp_path / 'missing'}", "--port=0")
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         with monkeypatch.context() as patch:
