@@ -63,6 +63,8 @@ class ServeConfig(ModelOptions):
         for name in ("cache_gb", "cache_folder_gb"):
             if not 0 <= (value := getattr(self, name)) < float("inf"):
                 raise InputError(f"--{name}={value} must be a number, at least 0.")
+        if self.cache_folder is not None and not (self.cache_gb and self.cache_folder_gb):
+            raise InputError("--cache_folder needs --cache_gb and --cache_folder_gb above 0: files go through memory.")
         if self.snapshot_every & (self.snapshot_every - 1):
             raise InputError(f"--snapshot_every={self.snapshot_every} must be a power of two, 1024 for example.")
         if self.api_key == "":

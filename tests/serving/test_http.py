@@ -146,6 +146,12 @@ def test_models_health_and_the_key(live):
         wrong.models.list()
 
 
+def test_a_key_may_have_any_letters(model, monkeypatch, live):
+    monkeypatch.setattr(live.service, "api_key", "ключ")
+    headers = {"authorization": "Bearer ключ".encode()}
+    assert httpx.get(f"{live.url}/v1/models", headers=headers).status_code == 200
+
+
 BAD = {
     "max_tokens": ([-1, 1.5, "5", True], "max_tokens=-1 must be a whole number, at least 0"),
     "temperature": ([-1, "warm"], "temperature=-1 must be a finite number"),
