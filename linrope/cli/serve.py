@@ -12,6 +12,8 @@ from linrope.cli.output import say
 from linrope.cli.parser import parse_command
 from linrope.errors import InputError, require_package
 from linrope.generation.text import require_tokenizer
+from linrope.models.language_model import LanguageModel
+from linrope.serving.disk import SnapshotFolder
 from linrope.serving.prefix_cache import PrefixCache
 from linrope.serving.scheduler import Limits, Scheduler
 from linrope.utils.options import check_types
@@ -44,6 +46,10 @@ class ServeConfig(ModelOptions):
     """Tokens of prompts that are read between two steps of decoding."""
     cache_gb: float = 1.0
     """GB of memory for the prefix cache; 0 for none."""
+    cache_folder: str | None = None
+    """Folder for what has no room in memory, and for all of the cache when the server ends; null for none."""
+    cache_folder_gb: float = 10.0
+    """GB of files in that folder, at most."""
     snapshot_every: int = 1024
     """Tokens of a prompt between two snapshots in the cache, a power of two. It ends with a snapshot anyway."""
 
@@ -54,8 +60,11 @@ class ServeConfig(ModelOptions):
                 raise InputError(f"--{name}={value} must be at least 1.")
         if not 0 < self.time_limit < float("inf"):
             raise InputError(f"--time_limit={self.time_limit} must be a number of seconds above 0.")
-        if not 0 <= self.cache_gb < float("inf"):
-            raise InputError(f"--cache_gb={self.cache_gb} must be a number, at least 0.")
+        for name in ("cache_gb", "cache_folder_gb"):
+            if not 0 <= (value := getattr(self, name)) < float("inf"):
+                raise InputError(f"--{name}={value} must be a number, at least 0.")
+        if self.cache_folder is not None and not (self.cache_gb and self.cache_folder_gb):
+            raise InputError("--cache_folder needs --cache_gb and --cache_folder_gb above 0: files go through memory.")
         if self.snapshot_every & (self.snapshot_every - 1):
             raise InputError(f"--snapshot_every={self.snapshot_every} must be a power of two, 1024 for example.")
         if self.api_key == "":
@@ -71,6 +80,12 @@ class ServeConfig(ModelOptions):
             segment_length=self.segment_length,
             snapshot_every=self.snapshot_every,
         )
+
+    def open_folder(self, model: LanguageModel) -> SnapshotFolder | None:
+        """The folder of the cache, if there is one."""
+        if self.cache_folder is None:
+            return None
+        return SnapshotFolder(Path(self.cache_folder), round(self.cache_folder_gb * 1e9), model, say)
 
 
 def run(args: Sequence[str]) -> None:
@@ -88,8 +103,8 @@ def serve(config: ServeConfig) -> None:
     with server.listening_socket(config.host, config.port) as listening:  # before the model is read
         model = config.load()
         tokenizer = require_tokenizer(model, "linrope serve")
+        cache = PrefixCache(round(config.cache_gb * 1e9), config.open_folder(model))
         counted = metrics.Metrics()
-        cache = PrefixCache(round(config.cache_gb * 1e9))
         scheduler = Scheduler(model, cache, config.limits, events=counted)
         counted.watch(scheduler, cache)
         key = config.api_key or os.environ.get(KEY_VARIABLE) or None
@@ -104,3 +119,4 @@ def serve(config: ServeConfig) -> None:
             server.Server(http.application(service)).run(sockets=[listening])
         finally:
             scheduler.close(answer=False)
+            cache.close()

@@ -72,7 +72,7 @@ class Service:
         if self.api_key is None:
             return
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        is_right = hmac.compare_digest(key.strip().encode(), self.api_key.encode())
+        is_right = hmac.compare_digest(key.strip().encode("latin-1"), self.api_key.encode())  # as it was sent
         if scheme.lower() != "bearer" or not is_right:
             raise RequestError(
                 "the API key is missing or wrong: send the header 'Authorization: Bearer KEY'.",

@@ -40,6 +40,8 @@ class Metrics(Events):
             "cache_bytes": ("Bytes of the prefix cache in memory.", lambda: cache.n_bytes),
             "cache_snapshots": ("Prefixes that the cache has in memory.", lambda: len(cache)),
         }
+        if (store := cache.store) is not None:
+            gauges["cache_folder_bytes"] = ("Bytes of the prefix cache on disk.", lambda: store.n_bytes)
         for name, (text, read) in gauges.items():
             Gauge(f"linrope_{name}", text, registry=self.registry).set_function(read)
 

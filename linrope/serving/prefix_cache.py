@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -51,16 +51,29 @@ class Node:
         return np.concatenate(edges[::-1]) if edges else self.edge
 
 
+class Store(Protocol):
+    """Where evicted snapshots go, and come from again."""
+
+    n_bytes: int
+
+    def longest(self, tokens: np.ndarray, beyond: int) -> tuple[int, Snapshot] | None:
+        """The longest prefix of more than `beyond` tokens with a snapshot."""
+
+    def put(self, tokens: np.ndarray, snapshot: Snapshot, wait: bool = False) -> None:
+        """Keep a snapshot, if that takes no time now, or with `wait` whatever time it takes."""
+
+    def close(self) -> None:
+        """Nothing more will come."""
+
+
 class PrefixCache:
     """Snapshots by their prefix, at most `max_bytes` of states and tokens; the least recently used go first.
 
-    `on_evicted(tokens, snapshot)` is told which go. Not for several threads at a time.
+    They go into the `store`, if there is one. Not for several threads at a time.
     """
 
-    def __init__(
-        self, max_bytes: int, on_evicted: Callable[[np.ndarray, Snapshot], object] = lambda tokens, snapshot: None
-    ) -> None:
-        self.max_bytes, self.on_evicted = max_bytes, on_evicted
+    def __init__(self, max_bytes: int, store: Store | None = None) -> None:
+        self.max_bytes, self.store = max_bytes, store
         self.root = Node(np.empty(0, TOKEN), None)
         self.n_bytes = 0
         self._by_use: OrderedDict[Node, None] = OrderedDict()  # those with a snapshot, the last used at the end
@@ -87,6 +100,15 @@ class PrefixCache:
             return 0, None
         self._by_use.move_to_end(found)
         return depth, found.snapshot
+
+    def recall(self, tokens: np.ndarray) -> None:
+        """Bring the longest prefix of `tokens` back from the store, if it is longer than any here."""
+        if self.store is None:
+            return
+        found = self.store.longest(tokens, self.longest(tokens)[0])
+        if found is not None:
+            length, snapshot = found
+            self.put(tokens[:length], snapshot)
 
     def put(self, tokens: np.ndarray, snapshot: Snapshot) -> None:
         """Keep a snapshot, if it is not larger than the cache. One of the same prefix is replaced, unless it has logits
@@ -126,10 +148,11 @@ class PrefixCache:
         first.children[int(node.edge[0])] = node
         return first
 
-    def _evict(self, node: Node) -> None:
-        """Forget the snapshot of a node, and the nodes that are needed no longer."""
+    def _evict(self, node: Node, wait: bool = False) -> None:
+        """Forget the snapshot of a node, and the nodes that are needed no longer. `wait`: see `Store.put`."""
         del self._by_use[node]
-        self.on_evicted(node.tokens, node.snapshot)
+        if self.store is not None:
+            self.store.put(node.tokens, node.snapshot, wait)
         self.n_bytes -= node.n_bytes
         node.snapshot, node.n_bytes = None, 0
         while node.parent is not None and node.snapshot is None and not node.children:
@@ -141,10 +164,12 @@ class PrefixCache:
             child.edge, child.parent = np.concatenate((node.edge, child.edge)), node.parent
             node.parent.children[int(child.edge[0])] = child
 
-    def clear(self) -> None:
-        """Evict all snapshots, the least recently used first."""
+    def close(self) -> None:
+        """Evict all snapshots, the least recently used first, and close the store."""
         while self._by_use:
-            self._evict(next(iter(self._by_use)))
+            self._evict(next(iter(self._by_use)), wait=True)
+        if self.store is not None:
+            self.store.close()
 
 
 def _starts_with(tokens: np.ndarray, edge: np.ndarray, depth: int) -> bool:

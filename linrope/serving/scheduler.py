@@ -228,6 +228,8 @@ class Scheduler:
     def _read_segment(self, reader: _Reader, budget: int) -> int:
         """Read on, to the next snapshot at most; the number of tokens that the model read."""
         prompt, request = reader.request.prompt, reader.request
+        if reader.position == 0:
+            self.cache.recall(prompt)
         depth, found = self.cache.longest(prompt)  # others may have read the same meanwhile
         if depth > reader.position:
             request.cached_tokens += depth - reader.position

@@ -9,7 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -20,6 +21,7 @@ from linrope import LanguageModel, LanguageModelConfig
 from linrope.cli.main import main
 
 ROOT = Path(__file__).parents[2]
+KEY = {"authorization": "Bearer from the environment"}
 
 
 @pytest.fixture(scope="module")
@@ -41,41 +43,55 @@ def started(folder: Path, *options: str) -> tuple[subprocess.Popen, str, str]:
     return process, found.group(), line
 
 
-def test_a_signal_lets_requests_under_way_end(folder):
-    process, url, line = started(folder)
+def test_a_signal_lets_requests_under_way_end_and_the_next_server_has_the_cache(folder, tmp_path):
+    body = {"prompt": "a story", "max_tokens": 300, "seed": 1, "top_k": 1}
+    cache = f"--cache_folder={tmp_path / 'cache'}"
+    process, url, line = started(folder, cache)
+    ask = partial(httpx.post, f"{url}/v1/completions", json=body, headers=KEY, timeout=60)
     try:
         assert line == f"linrope: model is served at {url}/v1 (with an API key)\n"
-        key = {"authorization": "Bearer from the environment"}
         assert httpx.get(f"{url}/v1/models").status_code == 401
-        assert httpx.get(f"{url}/v1/models", headers=key).json()["data"][0]["id"] == "model"
-        body = {"prompt": "a", "max_tokens": 300, "seed": 1, "top_k": 1}
-        whole = httpx.post(f"{url}/v1/completions", json=body, headers=key).json()["choices"][0]
-        texts = []
-
-        def ask() -> None:
-            answer = httpx.post(f"{url}/v1/completions", json=body, headers=key, timeout=60)
-            texts.append(answer.json()["choices"][0]["text"])
-
-        with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}, headers=key) as stream:
+        assert httpx.get(f"{url}/v1/models", headers=KEY).json()["data"][0]["id"] == "model"
+        whole = text_of(ask())
+        with (
+            ThreadPoolExecutor(1) as pool,
+            httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}, headers=KEY) as stream,
+        ):
             lines = stream.iter_lines()
             parts = [next(lines)]  # decoding has begun
-            waiting = threading.Thread(target=ask)
-            waiting.start()
-            while waiting.is_alive() and "running_rows 2.0" not in httpx.get(f"{url}/metrics", headers=key).text:
+            waiting = pool.submit(ask)
+            while not waiting.done() and "running_rows 2.0" not in httpx.get(f"{url}/metrics", headers=KEY).text:
                 pass
             process.send_signal(signal.SIGTERM)
             parts += list(lines)
-        waiting.join()
+            assert text_of(waiting.result()) == whole
         events = [json.loads(part[6:]) for part in parts if part.startswith("data: {")]
-        assert "".join(event["choices"][0]["text"] for event in events) == whole["text"]
+        assert "".join(event["choices"][0]["text"] for event in events) == whole
         assert parts[-2:] == ["data: [DONE]", ""]
-        assert texts == [whole["text"]]
-        assert process.wait(30) == 0
+        assert (process.wait(30), process.stderr.read()) == (0, "")
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health")
     finally:
-        process.kill()
-        process.stderr.close()
+        end(process)
+    process, url, _ = started(folder, cache)
+    try:
+        answer = httpx.post(f"{url}/v1/completions", json=body, headers=KEY)
+        assert text_of(answer) == whole
+        assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 8
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    finally:
+        end(process)
+
+
+def text_of(answer: httpx.Response) -> str:
+    return answer.json()["choices"][0]["text"]
+
+
+def end(process: subprocess.Popen) -> None:
+    process.kill()
+    process.wait()
+    process.stderr.close()
 
 
 def test_mistakes_in_the_options(folder, tmp_path, error_of, monkeypatch):
@@ -87,7 +103,9 @@ def test_mistakes_in_the_options(folder, tmp_path, error_of, monkeypatch):
         ("--max_rows=0",): "--max_rows=0 must be at least 1",
         ("--time_limit=0",): "--time_limit=0.0 must be a number of seconds above 0",
         ("--cache_gb=-1",): "--cache_gb=-1.0 must be a number, at least 0",
+        ("--cache_folder_gb=-1",): "--cache_folder_gb=-1.0 must be a number, at least 0",
         ("--snapshot_every=1000",): "--snapshot_every=1000 must be a power of two",
+        ("--cache_folder=new", "--cache_gb=0"): "--cache_folder needs --cache_gb and --cache_folder_gb above 0",
         ("--api_key=",): "--api_key='' is empty",
         ("--max_row=3",): "unknown option 'max_row'. Did you mean 'max_rows'?",
     }
@@ -100,6 +118,10 @@ def test_mistakes_in_the_options(folder, tmp_path, error_of, monkeypatch):
         )
     (tmp_path / "text.ckpt").write_text("no checkpoint")
     assert "damaged or no checkpoint" in error_of("serve", f"--ckpt_path={tmp_path / 'text.ckpt'}", "--port=0")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "one.txt").touch()
+    message = f"--cache_folder={str(tmp_path / 'texts')!r} holds something else: give a new or an empty folder"
+    assert message in error_of("serve", model, "--port=0", f"--cache_folder={tmp_path / 'texts'}")
     assert "does not exist" in error_of("serve", f"--ckpt_path={tmp_path / 'missing'}", "--port=0")
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         with monkeypatch.context() as patch:

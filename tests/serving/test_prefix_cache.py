@@ -1,5 +1,7 @@
 """The radix tree of snapshots, against a dictionary of prefixes."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
@@ -18,6 +20,19 @@ def snapshot(number: int, logits: bool = True) -> Snapshot:
 
 def number_of(found: Snapshot | None) -> int | None:
     return None if found is None else int(found.state[0].past.kv[0, 0, 0, 0])
+
+
+class Evicted(dict):
+    """A store: the number of each snapshot by its tokens, in the order in which they came."""
+
+    def put(self, tokens: np.ndarray, snapshot: Snapshot, wait: bool) -> None:
+        self[tuple(tokens.tolist())] = number_of(snapshot)
+
+    def longest(self, tokens: np.ndarray, beyond: int) -> None:
+        return None
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
 def tokens(*numbers: int) -> np.ndarray:
@@ -53,26 +68,28 @@ def test_a_whole_prompt_needs_logits(cache):
 
 
 def test_what_is_not_used_goes_first_and_its_bytes_with_it():
-    evicted = []
-    cache = PrefixCache(3 * (N_BYTES + 2 * 4 + 4), lambda tokens, snapshot: evicted.append(tuple(tokens.tolist())))
+    evicted = Evicted()
+    cache = PrefixCache(3 * (N_BYTES + 2 * 4 + 4), evicted)
     for first in (1, 2, 3):
         cache.put(tokens(first, 7), snapshot(first, logits=False))
     assert (len(cache), cache.n_bytes) == (3, 3 * (N_BYTES + 8))
     cache.longest(tokens(1, 7, 7))
     cache.put(tokens(4, 7), snapshot(4, logits=False))
-    assert evicted == [(2, 7)]
+    assert evicted == {(2, 7): 2}
     assert cache.n_bytes == 3 * (N_BYTES + 8)
     cache.put(tokens(*range(1000)), snapshot(5))  # larger than all of the cache
     assert len(cache) == 3
-    cache.clear()
-    assert evicted[1:] == [(3, 7), (1, 7), (4, 7)]
+    cache.close()
+    assert evicted.is_closed
+    assert list(evicted.items()) == [((2, 7), 2), ((3, 7), 3), ((1, 7), 1), ((4, 7), 4)]
     assert (len(cache), cache.n_bytes, cache.root.children) == (0, 0, {})
 
 
 def test_it_is_a_dictionary_of_prefixes():
     """Random prefixes of few tokens, with room for some of them only: what is found is the longest that is kept."""
     rng, kept = np.random.default_rng(0), {}
-    cache = PrefixCache(12 * N_BYTES, lambda tokens, snapshot: kept.pop(tuple(tokens.tolist())))
+    store = Mock(put=lambda tokens, snapshot, wait: kept.pop(tuple(tokens.tolist())))
+    cache = PrefixCache(12 * N_BYTES, store)
     for number in range(600):
         prompt = rng.integers(0, 2, rng.integers(1, 9)).astype(np.int32)
         if rng.random() < 0.5:
