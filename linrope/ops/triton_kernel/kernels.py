@@ -24,7 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from linrope.ops.triton_kernel.configurations import CONFIGS
+from linrope.ops.triton_kernel.configurations import CONFIGS, fitting
 from linrope.ops.triton_kernel.primitives import (
     OPEN,
     features,
@@ -35,12 +35,14 @@ from linrope.ops.triton_kernel.primitives import (
     rotate_all,
     scaled,
     store_rows,
+    store_values,
     summed_features,
     vjp_features,
     zero_sums,
     zeros_of,
 )
 from linrope.ops.triton_kernel.products import (
+    add_products,
     chunk_decay,
     dots,
     grown,
@@ -65,7 +67,7 @@ TUNED_BY = [
 """Autotuning chooses one of `CONFIGS` for each combination of these and the tensors' dtypes, and keeps it on disk."""
 
 
-@triton.autotune(CONFIGS, key=TUNED_BY, cache_results=True)
+@triton.autotune(CONFIGS, key=TUNED_BY, prune_configs_by={"early_config_prune": fitting}, cache_results=True)
 @triton.jit(do_not_specialize=OPEN)
 def stretch_sums(
     x, u, den, d_den, state, between, angles, log_decay, documents, key_mask, H, T, N,
@@ -127,7 +129,8 @@ def stretch_sums(
             weight = reach
         share = weight
         if LATER and PLAIN:
-            values = values / tl.load(den + bh * T + i0 + p, mask=inside, other=1.0)[:, None]
+            scale = 1.0 / tl.load(den + bh * T + i0 + p, mask=inside, other=1.0)
+            values = values * scale[:, None]
             share = weight * tl.load(d_den + bh * T + i0 + p, mask=inside, other=0.0)
         if SUMS:
             ga, gb = summed_features(fa, fb, D, P, TILES, SIGNED)
@@ -148,7 +151,7 @@ def stretch_sums(
                 tl.store(between + (b * heads_of_decay + h) * N + s, kept_of_all)
 
 
-@triton.autotune(CONFIGS, key=TUNED_BY, cache_results=True)
+@triton.autotune(CONFIGS, key=TUNED_BY, prune_configs_by={"early_config_prune": fitting}, cache_results=True)
 @triton.jit(do_not_specialize=OPEN)
 def attend(
     q, k, v, o, den, state, angles, log_decay, documents, key_mask, eps, H, T, N, slot_of_all,
@@ -226,14 +229,13 @@ def attend(
             sa, sb = grown(sa, sb, ga, gb, across, passed, TILES, WEIGHTED, LOW, ACC, PRECISION, EMULATED)
         if PLAIN:
             total += eps
-            values = values / total[:, None]
+            values = values * (1.0 / total)[:, None]
             if e_block == 0:
                 tl.store(den + bh * T + i0 + p, total, mask=inside)
-        rows = o + (bh * T + i0) * E
-        tl.store(rows + p[:, None] * E + e[None, :], values, mask=inside[:, None] & (e < E)[None, :])
+        store_values(o + (bh * T + i0) * E, p, e, inside, values.to(o.dtype.element_ty), E)
 
 
-@triton.autotune(CONFIGS, key=TUNED_BY, cache_results=True)
+@triton.autotune(CONFIGS, key=TUNED_BY, prune_configs_by={"early_config_prune": fitting}, cache_results=True)
 @triton.jit(do_not_specialize=OPEN)
 def query_gradients(
     q, k, v, grad_o, o, den, d_den, out, state, angles, log_decay, documents, key_mask, d_theta, d_running, H, T, N,
@@ -319,34 +321,17 @@ def query_gradients(
         for tile in tl.static_range(TILES):
             da = da + (product(far, tl.trans(sa[tile]), LOW, ACC, PRECISION, EMULATED),)
             db = db + (product(far, tl.trans(sb[tile]), LOW, ACC, PRECISION, EMULATED),)
-        ra, rb = (), ()  # running sums of φ(k)
-        if PLAIN:
-            for tile in tl.static_range(TILES):
-                ra = ra + (reach[:, None] * ua[tile][None, :],)
-                rb = rb + (reach[:, None] * ub[tile][None, :],)
         if CAUSAL:
             valid = inside
             if MASKED:
                 valid = is_kept(key_mask + i0, p, inside, MASKED)
             ya, yb = load_rows(k + i0 * k_t, p, valid, k_t, k_d, D, R, P, TILES, INTERLEAVED, ACC)
             across = load_values(v + i0 * v_t, p, e, valid, v_t, v_e, E).to(ACC)
-            ga, gb = features(ya, yb, valid, D, P, TILES, SIGNED, PHI)
+            ka, kb = features(ya, yb, valid, D, P, TILES, SIGNED, PHI)
             weight = pair_weights(high, low, document, CHUNK, DECAY, DOCUMENTS, False, ACC)
-            if PLAIN:
-                pa, pb = summed_features(ga, gb, D, P, TILES, SIGNED)
-                na, nb = (), ()
-                for tile in tl.static_range(TILES):
-                    na = na + (ra[tile] + product(weight, pa[tile], LOW, ACC, PRECISION, EMULATED),)
-                    nb = nb + (rb[tile] + product(weight, pb[tile], LOW, ACC, PRECISION, EMULATED),)
-                ra, rb = na, nb
-                ua, ub = grown_sums(ua, ub, pa, pb, kept, passed, TILES)
-            ga, gb = rotate_all(ga, gb, cos, sin, R, TILES)
+            ga, gb = rotate_all(ka, kb, cos, sin, R, TILES)
             pairs = product(given, tl.trans(across), LOW, ACC, PRECISION, EMULATED) * weight
-            na, nb = (), ()
-            for tile in tl.static_range(TILES):
-                na = na + (da[tile] + product(pairs, ga[tile], LOW, ACC, PRECISION, EMULATED),)
-                nb = nb + (db[tile] + product(pairs, gb[tile], LOW, ACC, PRECISION, EMULATED),)
-            da, db = na, nb
+            da, db = add_products(da, db, pairs, ga, gb, TILES, LOW, ACC, PRECISION, EMULATED)
             if WEIGHTED:
                 across = across * kept[:, None]
             sa, sb = grown(sa, sb, ga, gb, across, passed, TILES, WEIGHTED, LOW, ACC, PRECISION, EMULATED)
@@ -362,12 +347,17 @@ def query_gradients(
                 np = np + (placed[tile] + tl.sum(cross * (place + p)[:, None], axis=0),)
             crosses, placed = nc, np
         da, db = rotate_all(da, db, cos, sin, R, TILES, True)
-        if PLAIN:
+        if PLAIN:  # ∂den times the sum of keys so far
+            once = share * reach
             na, nb = (), ()
             for tile in tl.static_range(TILES):
-                na = na + (da[tile] + share[:, None] * ra[tile],)
-                nb = nb + (db[tile] + share[:, None] * rb[tile],)
+                na = na + (da[tile] + once[:, None] * ua[tile][None, :],)
+                nb = nb + (db[tile] + once[:, None] * ub[tile][None, :],)
             da, db = na, nb
+            if CAUSAL:
+                pa, pb = summed_features(ka, kb, D, P, TILES, SIGNED)
+                da, db = add_products(da, db, weight * share[:, None], pa, pb, TILES, LOW, ACC, PRECISION, EMULATED)
+                ua, ub = grown_sums(ua, ub, pa, pb, kept, passed, TILES)
         if D_DECAY:
             running = tl.sum(fa[0] * da[0], axis=1) + tl.sum(fb[0] * db[0], axis=1)
             for tile in tl.static_range(1, TILES):
@@ -384,7 +374,7 @@ def query_gradients(
             tl.store(at + R // 2 + m, placed[tile], mask=m < R // 2)
 
 
-@triton.autotune(CONFIGS, key=TUNED_BY, cache_results=True)
+@triton.autotune(CONFIGS, key=TUNED_BY, prune_configs_by={"early_config_prune": fitting}, cache_results=True)
 @triton.jit(do_not_specialize=OPEN)
 def key_gradients(
     q, k, v, grad_o, den, d_den, out, d_v, state, angles, log_decay, documents, key_mask, d_theta, d_running, H, T, N,
@@ -458,54 +448,28 @@ def key_gradients(
         for tile in tl.static_range(TILES):
             da = da + (product(far, tl.trans(sa[tile]), LOW, ACC, PRECISION, EMULATED),)
             db = db + (product(far, tl.trans(sb[tile]), LOW, ACC, PRECISION, EMULATED),)
-        ra, rb = (), ()  # later sums of ∂den φ(q)
-        if SUMS:
-            once = kept
-            if PARTIAL:
-                once = tl.where(e_block == 0, kept, 0.0)
-            for tile in tl.static_range(TILES):
-                ra = ra + (once[:, None] * ua[tile][None, :],)
-                rb = rb + (once[:, None] * ub[tile][None, :],)
         if CAUSAL:
             xa, xb = load_rows(q + i0 * q_t, p, inside, q_t, q_d, D, R, P, TILES, INTERLEAVED, ACC)
             given = load_values(grad_o + i0 * o_t, p, e, inside, o_t, o_e, E).to(ACC)
             fa, fb = features(xa, xb, inside, D, P, TILES, SIGNED, PHI)
             weight = pair_weights(high, low, document, CHUNK, DECAY, DOCUMENTS, True, ACC)
             if PLAIN:
-                given = given / tl.load(den + bh * T + i0 + p, mask=inside, other=1.0)[:, None]
+                scale = 1.0 / tl.load(den + bh * T + i0 + p, mask=inside, other=1.0)
+                given = given * scale[:, None]
                 share = tl.load(d_den + bh * T + i0 + p, mask=inside, other=0.0)
                 pa, pb = summed_features(fa, fb, D, P, TILES, SIGNED)
                 pa, pb = scaled(pa, pb, share, TILES)
-                once = weight
-                if PARTIAL:
-                    once = tl.where(e_block == 0, weight, 0.0)
-                na, nb = (), ()
-                for tile in tl.static_range(TILES):
-                    na = na + (ra[tile] + product(once, pa[tile], LOW, ACC, PRECISION, EMULATED),)
-                    nb = nb + (rb[tile] + product(once, pb[tile], LOW, ACC, PRECISION, EMULATED),)
-                ra, rb = na, nb
-                ua, ub = grown_sums(ua, ub, pa, pb, reach, passed, TILES)
-            elif SUMS and WEIGHTED:
-                na, nb = (), ()
-                for tile in tl.static_range(TILES):
-                    na, nb = na + (ua[tile] * passed,), nb + (ub[tile] * passed,)
-                ua, ub = na, nb
             fa, fb = rotate_all(fa, fb, cos, sin, R, TILES)
             pairs = dots(ta, tb, fa, fb, TILES, LOW, ACC, PRECISION, EMULATED) * weight
             values += product(pairs, given, LOW, ACC, PRECISION, EMULATED)
             pairs = product(across, tl.trans(given), LOW, ACC, PRECISION, EMULATED) * weight
-            na, nb = (), ()
-            for tile in tl.static_range(TILES):
-                na = na + (da[tile] + product(pairs, fa[tile], LOW, ACC, PRECISION, EMULATED),)
-                nb = nb + (db[tile] + product(pairs, fb[tile], LOW, ACC, PRECISION, EMULATED),)
-            da, db = na, nb
+            da, db = add_products(da, db, pairs, fa, fb, TILES, LOW, ACC, PRECISION, EMULATED)
             if WEIGHTED:
                 given = given * reach[:, None]
             sa, sb = grown(sa, sb, fa, fb, given, passed, TILES, WEIGHTED, LOW, ACC, PRECISION, EMULATED)
 
         values = tl.where(valid[:, None], values, 0.0)
-        rows = d_v + (bh * T + i0) * E
-        tl.store(rows + p[:, None] * E + e[None, :], values, mask=inside[:, None] & (e < E)[None, :])
+        store_values(d_v + (bh * T + i0) * E, p, e, inside, values.to(d_v.dtype.element_ty), E)
         if D_THETA:
             nc, np = (), ()
             for tile in tl.static_range(TILES):
@@ -514,11 +478,25 @@ def key_gradients(
                 np = np + (placed[tile] + tl.sum(cross * (place + p)[:, None], axis=0),)
             crosses, placed = nc, np
         da, db = rotate_all(da, db, cos, sin, R, TILES, True)
-        if SUMS:
+        if SUMS:  # the sum of later ∂den φ(q)
+            once = kept
+            if PARTIAL:
+                once = tl.where(e_block == 0, kept, 0.0)
             na, nb = (), ()
             for tile in tl.static_range(TILES):
-                na, nb = na + (da[tile] + ra[tile],), nb + (db[tile] + rb[tile],)
+                na = na + (da[tile] + once[:, None] * ua[tile][None, :],)
+                nb = nb + (db[tile] + once[:, None] * ub[tile][None, :],)
             da, db = na, nb
+            if CAUSAL and PLAIN:
+                if PARTIAL:
+                    weight = tl.where(e_block == 0, weight, 0.0)
+                da, db = add_products(da, db, weight, pa, pb, TILES, LOW, ACC, PRECISION, EMULATED)
+                ua, ub = grown_sums(ua, ub, pa, pb, reach, passed, TILES)
+            elif CAUSAL and WEIGHTED:
+                na, nb = (), ()
+                for tile in tl.static_range(TILES):
+                    na, nb = na + (ua[tile] * passed,), nb + (ub[tile] * passed,)
+                ua, ub = na, nb
         if D_DECAY:
             running = tl.sum(ga[0] * da[0], axis=1) + tl.sum(gb[0] * db[0], axis=1)
             for tile in tl.static_range(1, TILES):

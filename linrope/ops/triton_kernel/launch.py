@@ -40,8 +40,8 @@ SCAN_BLOCK = 512
 """Entries of a state of one program of a scan."""
 ANGLE_BLOCK = 4
 """Rows of a table of angles of one program."""
-CHUNK = 32
-"""Tokens of a chunk, unless autotuning finds others faster."""
+CHUNK = 16
+"""Tokens of a chunk, unless autotuning finds others faster: that of `configurations.py`."""
 LOCAL, STEP = 64, 16
 """Of the table of angles: see `primitives.py`."""
 PIPELINED = 4

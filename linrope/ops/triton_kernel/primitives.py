@@ -48,23 +48,33 @@ def are_mapped(tile: tl.constexpr, D: tl.constexpr, P: tl.constexpr, SIGNED: tl.
 
 
 @triton.jit
+def row_mask(valid, columns, WHOLE: tl.constexpr):
+    """The mask of a tile: of its rows alone if all of its columns are there, which takes fewer registers."""
+    if WHOLE:
+        return valid[:, None]
+    else:
+        return valid[:, None] & columns[None, :]
+
+
+@triton.jit
 def load_rows(
     ptr, p, valid, stride_t, stride_d, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr, TILES: tl.constexpr,
     INTERLEAVED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Both halves of each tile, (C, P), of rows p from `ptr` on; 0 beyond D and in rows that are not valid."""
+    WHOLE: tl.constexpr = D == 2 * P * TILES
     xa, xb = (), ()
     rows = ptr + p[:, None] * stride_t
     for tile in tl.static_range(TILES):
         if INTERLEAVED:
             d = tile * 2 * P + tl.arange(0, 2 * P)
-            x = tl.load(rows + d[None, :] * stride_d, mask=valid[:, None] & (d < D)[None, :], other=0.0)
+            x = tl.load(rows + d[None, :] * stride_d, mask=row_mask(valid, d < D, WHOLE), other=0.0)
             a, b = tl.split(tl.reshape(x, (x.shape[0], P, 2)))
         else:
             in_a, in_b = are_there(tile, D, P)
             at_a, at_b = pair_dims(tile, D, R, P, INTERLEAVED)
-            a = tl.load(rows + at_a[None, :] * stride_d, mask=valid[:, None] & in_a[None, :], other=0.0)
-            b = tl.load(rows + at_b[None, :] * stride_d, mask=valid[:, None] & in_b[None, :], other=0.0)
+            a = tl.load(rows + at_a[None, :] * stride_d, mask=row_mask(valid, in_a, WHOLE), other=0.0)
+            b = tl.load(rows + at_b[None, :] * stride_d, mask=row_mask(valid, in_b, WHOLE), other=0.0)
         xa, xb = xa + (a.to(ACC),), xb + (b.to(ACC),)
     return xa, xb
 
@@ -75,6 +85,7 @@ def store_rows(
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Into rows p of a contiguous (·, D) from `ptr` on."""
+    WHOLE: tl.constexpr = D == 2 * P * TILES
     size = ptr.dtype.element_ty
     rows = ptr + p[:, None] * D
     for tile in tl.static_range(TILES):
@@ -82,19 +93,25 @@ def store_rows(
         if INTERLEAVED:
             d = tile * 2 * P + tl.arange(0, 2 * P)
             whole = tl.reshape(tl.join(a, b), (a.shape[0], 2 * P))
-            tl.store(rows + d[None, :], whole, mask=inside[:, None] & (d < D)[None, :])
+            tl.store(rows + d[None, :], whole, mask=row_mask(inside, d < D, WHOLE))
         else:
             in_a, in_b = are_there(tile, D, P)
             at_a, at_b = pair_dims(tile, D, R, P, INTERLEAVED)
-            tl.store(rows + at_a[None, :], a, mask=inside[:, None] & in_a[None, :])
-            tl.store(rows + at_b[None, :], b, mask=inside[:, None] & in_b[None, :])
+            tl.store(rows + at_a[None, :], a, mask=row_mask(inside, in_a, WHOLE))
+            tl.store(rows + at_b[None, :], b, mask=row_mask(inside, in_b, WHOLE))
 
 
 @triton.jit
 def load_values(ptr, p, e, valid, stride_t, stride_e, E: tl.constexpr):
     """(C, columns) of rows p from `ptr` on; 0 beyond E and in rows that are not valid."""
-    mask = valid[:, None] & (e < E)[None, :]
+    mask = row_mask(valid, e < E, E % e.shape[0] == 0)
     return tl.load(ptr + p[:, None] * stride_t + e[None, :] * stride_e, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_values(ptr, p, e, inside, values, E: tl.constexpr):
+    """Into columns e of rows p of a contiguous (·, E) from `ptr` on."""
+    tl.store(ptr + p[:, None] * E + e[None, :], values, mask=row_mask(inside, e < E, E % e.shape[0] == 0))
 
 
 @triton.jit
@@ -146,9 +163,8 @@ def features(
             mapped_a, mapped_b = are_mapped(tile, D, P, SIGNED)
             a, b = tl.where(mapped_a, a, xa[tile]), tl.where(mapped_b, b, xb[tile])
         in_a, in_b = are_there(tile, D, P)
-        rows = valid[:, None]
-        fa = fa + (tl.where(rows & in_a[None, :], a, 0.0),)
-        fb = fb + (tl.where(rows & in_b[None, :], b, 0.0),)
+        fa = fa + (tl.where(row_mask(valid, in_a, D == 2 * P * TILES), a, 0.0),)
+        fb = fb + (tl.where(row_mask(valid, in_b, D == 2 * P * TILES), b, 0.0),)
     return fa, fb
 
 
@@ -168,11 +184,11 @@ def summed_features(fa, fb, D: tl.constexpr, P: tl.constexpr, TILES: tl.constexp
 
 @triton.jit
 def times_derivative(x, f, df, PHI: tl.constexpr):
-    """φ'(x) ∂f for the elementwise maps."""
+    """φ'(x) ∂f for the elementwise maps, by f alone where that is enough, so that x takes no registers."""
     if PHI == "elu1":
-        return df * tl.where(x > 0, 1.0, f)
+        return df * tl.where(f > 1, 1.0, f)
     elif PHI == "relu":
-        return tl.where(x > 0, df, 0.0)
+        return tl.where(f > 0, df, 0.0)
     elif PHI == "exp":
         return tl.where(x > 10, 0.0, df * f)
     else:
@@ -206,12 +222,17 @@ def vjp_features(
 
 
 @triton.jit
-def load_rotation(angles, row, sines, tile: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
+def load_rotation(
+    angles, row, sines, tile: tl.constexpr, R: tl.constexpr, P: tl.constexpr, TILES: tl.constexpr
+):
     """cos and sin, (rows, P), of some rows of a table (·, R/2). Sines begin `sines` elements after cosines."""
     m = tile * P + tl.arange(0, P)
     at = angles + row[:, None] * (R // 2) + m[None, :]
-    rotated = (m < R // 2)[None, :]
-    return tl.load(at, mask=rotated, other=1.0), tl.load(at + sines, mask=rotated, other=0.0)
+    if R == 2 * P * TILES:
+        return tl.load(at), tl.load(at + sines)
+    else:
+        rotated = (m < R // 2)[None, :]
+        return tl.load(at, mask=rotated, other=1.0), tl.load(at + sines, mask=rotated, other=0.0)
 
 
 @triton.jit
@@ -227,9 +248,9 @@ def load_rotations(angles, place, sines, C: tl.constexpr, R: tl.constexpr, P: tl
     cos, sin = (), ()
     if R > 0:
         for tile in tl.static_range(TILES):
-            own_cos, own_sin = load_rotation(angles, tl.arange(0, C), sines, tile, R, P)
+            own_cos, own_sin = load_rotation(angles, tl.arange(0, C), sines, tile, R, P, TILES)
             row = LOCAL + place // STEP + tl.zeros((1,), dtype=tl.int32)
-            far_cos, far_sin = load_rotation(angles, row, sines, tile, R, P)
+            far_cos, far_sin = load_rotation(angles, row, sines, tile, R, P, TILES)
             own_cos, own_sin = rotate(own_cos, own_sin, far_cos, far_sin)
             cos, sin = cos + (own_cos,), sin + (own_sin,)
     return cos, sin

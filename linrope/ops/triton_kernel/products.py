@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from linrope.ops.triton_kernel.primitives import LOCAL, STEP, are_mapped, are_there, load_rotation, pair_dims, rotate
+from linrope.ops.triton_kernel.primitives import LOCAL, STEP, are_there, load_rotation, pair_dims, rotate
 
 
 @triton.jit
@@ -47,6 +47,19 @@ def dots(
         total += product(xa[tile], tl.trans(ya[tile]), LOW, ACC, PRECISION, EMULATED)
         total += product(xb[tile], tl.trans(yb[tile]), LOW, ACC, PRECISION, EMULATED)
     return total
+
+
+@triton.jit
+def add_products(
+    da, db, pairs, xa, xb, TILES: tl.constexpr, LOW: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    EMULATED: tl.constexpr,
+):  # fmt: skip
+    """Both halves of all tiles plus those of pairs (C, C) times features."""
+    na, nb = (), ()
+    for tile in tl.static_range(TILES):
+        na = na + (da[tile] + product(pairs, xa[tile], LOW, ACC, PRECISION, EMULATED),)
+        nb = nb + (db[tile] + product(pairs, xb[tile], LOW, ACC, PRECISION, EMULATED),)
+    return na, nb
 
 
 @triton.jit
@@ -114,7 +127,7 @@ def load_state(
         b = tl.load(slot + at_b[:, None] * E + e[None, :], mask=in_b[:, None] & columns, other=0.0)
         if R > 0:
             row = LOCAL + STRETCH // STEP + s + tl.zeros((1,), dtype=tl.int32)
-            cos, sin = load_rotation(angles, row, sines, tile, R, P)
+            cos, sin = load_rotation(angles, row, sines, tile, R, P, TILES)
             a, b = rotate(a, b, tl.trans(cos), -tl.trans(sin))
         sa, sb = sa + (a,), sb + (b,)
     return sa, sb
@@ -131,7 +144,7 @@ def store_state(
         a, b = sa[tile], sb[tile]
         if R > 0:
             row = LOCAL + STRETCH // STEP + s + tl.zeros((1,), dtype=tl.int32)
-            cos, sin = load_rotation(angles, row, sines, tile, R, P)
+            cos, sin = load_rotation(angles, row, sines, tile, R, P, TILES)
             a, b = rotate(a, b, tl.trans(cos), tl.trans(sin))
         in_a, in_b = are_there(tile, D, P)
         at_a, at_b = pair_dims(tile, D, R, P, INTERLEAVED)
