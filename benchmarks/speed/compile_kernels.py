@@ -12,22 +12,17 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from rich.table import Table
 
 from benchmarks.harness.runner import AddOption, Benchmark
-from benchmarks.speed.gpu_correctness import Case, inputs_of
-from linrope import RotaryEmbedding
-from linrope.ops.call import Call, check_call
-from linrope.ops.triton_kernel import kernel as triton_kernel
-from linrope.ops.triton_kernel import launch as launching
+from benchmarks.speed.gpu_correctness import Case
+from benchmarks.speed.launches import Recorded, launches_of
 from linrope.ops.triton_kernel.launch import cdiv
 from linrope.utils.formatting import bytes_text
 from linrope.utils.terminal import new_table
@@ -61,51 +56,6 @@ CASES = {
     }.items()
 }
 """Calls whose launches are compiled, forward and backward."""
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """One launch: the kernel's name, and its arguments."""
-
-    kernel: str
-    args: tuple[Any, ...]
-    constants: dict[str, Any]
-
-
-class Recorder:
-    """Stands in for the module of kernels: `recorder.NAME[grid](...)` is remembered and does nothing."""
-
-    def __init__(self) -> None:
-        self.launches: list[Recorded] = []
-
-    def __getattr__(self, name: str) -> Any:
-        def launch(*args: Any, **constants: Any) -> None:
-            self.launches.append(Recorded(name, args, constants))
-
-        return defaultdict(lambda: launch)  # any grid
-
-
-def launches_of(case: Case) -> list[Recorded]:
-    """Everything that the case would launch, forward and backward, or for its one token."""
-    recorder = Recorder()
-    with mock.patch.object(launching, "_kernels", return_value=recorder):
-        call = call_of(case)
-        kv, k_sum = call.past.kv, call.past.k_sum
-        if case.length == 1:
-            triton_kernel.one_token(call, kv, k_sum)
-        else:
-            *saved, last_kv, last_k_sum = triton_kernel.forward(call, kv, k_sum)
-            trained = call.theta is not None and call.theta.requires_grad
-            o, decay = saved[0], call.log_decay is not None
-            triton_kernel.backward(call, saved, torch.empty_like(o), last_kv, last_k_sum, decay, trained)
-    return recorder.launches
-
-
-def call_of(case: Case) -> Call:
-    tensors, fixed = inputs_of(case, "cpu")
-    rope = None if case.rope is None else RotaryEmbedding(case.dim, **case.rope)
-    options = {"eps": 1e-6, "log_decay": tensors.get("log_decay"), **fixed, **case.options}
-    return check_call(*(tensors[name] for name in "qkv"), rope, **options)
 
 
 @dataclass(frozen=True)
@@ -232,19 +182,13 @@ def configurations(launch: Recorded) -> list[Configuration]:
     return [Configuration(one.kwargs, one.num_warps, one.num_stages, one.maxnreg) for one in tried]
 
 
-def role_of(launch: Recorded) -> str:
-    """The kernel, and which of its tasks."""
-    flags = [name for name in ("LATER", "VALUES", "FEATURES") if launch.constants.get(name)]
-    return " ".join([launch.kernel, *map(str.lower, flags)])
-
-
 def jobs(options: argparse.Namespace) -> Iterator[tuple[str, Recorded, int, Configuration]]:
     for name in options.case:
         seen = set()
         for launch in launches_of(CASES[name]):
-            if role_of(launch) in seen:
+            if launch.role in seen:
                 continue  # the states are made again on the way back
-            seen.add(role_of(launch))
+            seen.add(launch.role)
             tried = configurations(launch)
             for configuration in tried if options.all_configurations else tried[:1]:
                 yield from ((name, launch, target, configuration) for target in options.target)
@@ -257,7 +201,14 @@ class CompileKernels(Benchmark):
     @classmethod
     def add_options(cls, add: AddOption) -> None:
         targets = sorted(SHARED_MEMORY)
-        add("--target", type=int, nargs="+", default=[80, 90, 100, 120], choices=targets, help="compute capabilities")
+        add(
+            "--target",
+            type=int,
+            nargs="+",
+            default=[80, 86, 90, 100, 120],
+            choices=targets,
+            help="compute capabilities",
+        )
         add("--case", nargs="+", default=list(CASES), choices=list(CASES), metavar="NAME", help="; ".join(CASES))
         text = "compile each configuration that autotuning tries, not one for each kernel"
         add("--all_configurations", action="store_true", help=text)
@@ -272,8 +223,8 @@ class CompileKernels(Benchmark):
         everything = list(jobs(self.options))
         tick = self.progress("", len(everything))
         for name, launch, target, configuration in everything:
-            tick(description=f"{name}: {role_of(launch)}, sm_{target}")
-            row = [name, role_of(launch), str(target), str(configuration)]
+            tick(description=f"{name}: {launch.role}, sm_{target}")
+            row = [name, launch.role, str(target), str(configuration)]
             try:
                 made = compile_launch(launch, target, configuration)
                 occupied = f"{occupancy(made, target):.0%}"

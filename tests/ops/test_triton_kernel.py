@@ -1,5 +1,6 @@
 """The CUDA backend where there is no GPU: in Triton's interpreter. `test_backends.py` holds it to the definition."""
 
+import inspect
 import itertools
 import shutil
 import subprocess
@@ -11,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.speed.compile_kernels import Case as Compilable
-from benchmarks.speed.compile_kernels import Recorder, call_of
+from benchmarks.speed.gpu_correctness import Case as Compilable
+from benchmarks.speed.launches import Recorder, call_of
 from linrope import RotaryEmbedding, linear_attention
 from linrope.errors import InputError
 from linrope.ops import linear_attention as ops
@@ -155,11 +156,11 @@ def test_float32_takes_tf32_where_pytorch_allows_it(switch, monkeypatch):
 # --- what is launched, and what it takes -----------------------------------------------------------------------------
 
 
-def recorded(case: Compilable, monkeypatch) -> tuple[list[str], Recorder]:
+def recorded(case: Compilable, monkeypatch, device: str = "cpu") -> tuple[list[str], Recorder]:
     recorder = Recorder()
     monkeypatch.setattr(launch, "_kernels", lambda: recorder)
     with torch.no_grad():
-        BACKENDS["triton"](call_of(case))
+        BACKENDS["triton"](call_of(case, device))
     return [launched.kernel for launched in recorder.launches], recorder
 
 
@@ -203,7 +204,8 @@ def test_large_states_have_only_configurations_that_fit():
 def test_every_constant_that_changes_the_code_is_in_the_key():
     for name in ("stretch_sums", "attend", "query_gradients", "key_gradients"):
         function = getattr(kernels, name)
-        constants = {p.name for p in triton.JITFunction(function.base_fn.fn).params if p.is_constexpr}
+        parameters = inspect.signature(function.fn.fn).parameters.values()
+        constants = {parameter.name for parameter in parameters if parameter.annotation == "tl.constexpr"}
         assert constants - set(function.keys) == {"CHUNK", "EMULATED"}
 
 

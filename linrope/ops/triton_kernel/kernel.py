@@ -11,27 +11,31 @@ from linrope.ops.triton_kernel.launch import CHUNK, Launch, cdiv
 
 KEEPS_STATES = True
 """`forward` returns the states that `backward` needs: those before each stretch and at the end, in its own layout."""
+TAKES_NO_PAST = True
+"""`forward` takes None for no past, and writes no zeros for it."""
 
 
-def outputs(call: Call, kv: Tensor, k_sum: Tensor) -> tuple[Tensor, ...]:
+def outputs(call: Call, kv: Tensor | None, k_sum: Tensor | None) -> tuple[Tensor, ...]:
     """Empty tensors for what `forward` returns."""
-    states = Launch(call).empty_states(call.k)
-    return *_own_outputs(call, kv), states, kv.new_empty(0), kv.new_empty(kv.shape), k_sum.new_empty(k_sum.shape)
+    launch = Launch(call)
+    states, nothing = launch.empty_states(call.k), launch.empty(0)
+    return *_own_outputs(launch), states, nothing, *launch.empty_state()
 
 
-def _own_outputs(call: Call, kv: Tensor) -> tuple[Tensor, Tensor]:
-    o = torch.empty((*call.q.shape[:3], call.v.shape[-1]), dtype=call.v.dtype, device=call.v.device)
-    return o, kv.new_empty(call.q.shape[:3] if call.plain else (0,))
+def _own_outputs(launch: Launch) -> tuple[Tensor, Tensor]:
+    call, shape = launch.call, launch.call.q.shape[:3]
+    o = torch.empty((*shape, launch.width), dtype=call.v.dtype, device=call.v.device)
+    return o, launch.empty(*(shape if call.plain else (0,)))
 
 
-def forward(call: Call, kv: Tensor, k_sum: Tensor) -> tuple[Tensor, ...]:
+def forward(call: Call, kv: Tensor | None, k_sum: Tensor | None) -> tuple[Tensor, ...]:
     """Returns o, den, the states, an empty tensor, kv and k_sum: the output, what the backward needs, and the final
     state."""
-    o, den = _own_outputs(call, kv)
     launch = Launch(call)
+    o, den = _own_outputs(launch)
     state, last_kv, last_k_sum = launch.states(call.k, call.v, (kv, k_sum))
     launch.attend(state, o, den)
-    return o, den, state, kv.new_empty(0), last_kv, last_k_sum
+    return o, den, state, launch.empty(0), last_kv, last_k_sum
 
 
 def backward(call: Call, saved, grad_o, grad_kv, grad_k_sum, d_decay: bool, d_theta: bool) -> tuple[Tensor, ...]:

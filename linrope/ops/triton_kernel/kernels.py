@@ -119,7 +119,7 @@ def stretch_sums(
         if MASKED:
             valid = is_kept(key_mask + i0, p, inside, MASKED)
         xa, xb = load_rows(x + i0 * x_t, p, valid, x_t, x_d, D, R, P, TILES, INTERLEAVED, ACC)
-        values = load_values(u + i0 * u_t, p, e, valid, u_t, u_e, E).to(ACC)
+        values = load_values(u + i0 * u_t, p, e, valid, u_t, u_e, E, BLOCK_E).to(ACC)
         fa, fb = features(xa, xb, valid, D, P, TILES, SIGNED, PHI)
         high, low, reach, kept, passed, document = chunk_decay(
             log_decay, documents, i0, T, g_t, CHUNK, DECAY, DOCUMENTS, ACC
@@ -213,7 +213,7 @@ def attend(
             if MASKED:
                 valid = is_kept(key_mask + i0, p, inside, MASKED)
             ya, yb = load_rows(k + i0 * k_t, p, valid, k_t, k_d, D, R, P, TILES, INTERLEAVED, ACC)
-            across = load_values(v + i0 * v_t, p, e, valid, v_t, v_e, E).to(ACC)
+            across = load_values(v + i0 * v_t, p, e, valid, v_t, v_e, E, BLOCK_E).to(ACC)
             ga, gb = features(ya, yb, valid, D, P, TILES, SIGNED, PHI)
             weight = pair_weights(high, low, document, CHUNK, DECAY, DOCUMENTS, False, ACC)
             if PLAIN:
@@ -232,7 +232,7 @@ def attend(
             values = values * (1.0 / total)[:, None]
             if e_block == 0:
                 tl.store(den + bh * T + i0 + p, total, mask=inside)
-        store_values(o + (bh * T + i0) * E, p, e, inside, values.to(o.dtype.element_ty), E)
+        store_values(o + (bh * T + i0) * E, p, e, inside, values.to(o.dtype.element_ty), E, BLOCK_E)
 
 
 @triton.autotune(CONFIGS, key=TUNED_BY, prune_configs_by={"early_config_prune": fitting}, cache_results=True)
@@ -297,17 +297,19 @@ def query_gradients(
         high, low, reach, kept, passed, document = chunk_decay(
             log_decay, documents, i0, T, g_t, CHUNK, DECAY, DOCUMENTS, ACC
         )
-        given = load_values(grad_o + i0 * o_t, p, e, inside, o_t, o_e, E).to(ACC)
+        given = load_values(grad_o + i0 * o_t, p, e, inside, o_t, o_e, E, BLOCK_E).to(ACC)
         if PLAIN:
             scale = 1.0 / tl.load(den + bh * T + i0 + p, mask=inside, other=1.0)
-            own = load_values(o + (bh * T + i0) * E, p, e, inside, E, 1, E).to(ACC)
+            own = load_values(o + (bh * T + i0) * E, p, e, inside, E, 1, E, BLOCK_E).to(ACC)
             share = tl.sum(given * own, axis=1)
             if PARTIAL:  # ∂den is a sum over all of E
                 share = tl.zeros_like(share)
                 for block in tl.static_range(E_BLOCKS):
                     all_e = block * BLOCK_E + tl.arange(0, BLOCK_E)
-                    own = load_values(o + (bh * T + i0) * E, p, all_e, inside, E, 1, E).to(ACC)
-                    share += tl.sum(own * load_values(grad_o + i0 * o_t, p, all_e, inside, o_t, o_e, E).to(ACC), axis=1)
+                    own = load_values(o + (bh * T + i0) * E, p, all_e, inside, E, 1, E, BLOCK_E).to(ACC)
+                    share += tl.sum(
+                        own * load_values(grad_o + i0 * o_t, p, all_e, inside, o_t, o_e, E, BLOCK_E).to(ACC), axis=1
+                    )
             share = -share * scale
             if e_block == 0:
                 tl.store(d_den + bh * T + i0 + p, share, mask=inside)
@@ -326,7 +328,7 @@ def query_gradients(
             if MASKED:
                 valid = is_kept(key_mask + i0, p, inside, MASKED)
             ya, yb = load_rows(k + i0 * k_t, p, valid, k_t, k_d, D, R, P, TILES, INTERLEAVED, ACC)
-            across = load_values(v + i0 * v_t, p, e, valid, v_t, v_e, E).to(ACC)
+            across = load_values(v + i0 * v_t, p, e, valid, v_t, v_e, E, BLOCK_E).to(ACC)
             ka, kb = features(ya, yb, valid, D, P, TILES, SIGNED, PHI)
             weight = pair_weights(high, low, document, CHUNK, DECAY, DOCUMENTS, False, ACC)
             ga, gb = rotate_all(ka, kb, cos, sin, R, TILES)
@@ -437,7 +439,7 @@ def key_gradients(
         )
         ya, yb = load_rows(k + i0 * k_t, p, valid, k_t, k_d, D, R, P, TILES, INTERLEAVED, ACC)
         ga, gb = features(ya, yb, valid, D, P, TILES, SIGNED, PHI)
-        across = load_values(v + i0 * v_t, p, e, valid, v_t, v_e, E).to(ACC)
+        across = load_values(v + i0 * v_t, p, e, valid, v_t, v_e, E, BLOCK_E).to(ACC)
         ta, tb = rotate_all(ga, gb, cos, sin, R, TILES)
         values = read_state(ta, tb, sa, sb, TILES, LOW, ACC, PRECISION, EMULATED)
         far = across
@@ -450,7 +452,7 @@ def key_gradients(
             db = db + (product(far, tl.trans(sb[tile]), LOW, ACC, PRECISION, EMULATED),)
         if CAUSAL:
             xa, xb = load_rows(q + i0 * q_t, p, inside, q_t, q_d, D, R, P, TILES, INTERLEAVED, ACC)
-            given = load_values(grad_o + i0 * o_t, p, e, inside, o_t, o_e, E).to(ACC)
+            given = load_values(grad_o + i0 * o_t, p, e, inside, o_t, o_e, E, BLOCK_E).to(ACC)
             fa, fb = features(xa, xb, inside, D, P, TILES, SIGNED, PHI)
             weight = pair_weights(high, low, document, CHUNK, DECAY, DOCUMENTS, True, ACC)
             if PLAIN:
@@ -469,7 +471,7 @@ def key_gradients(
             sa, sb = grown(sa, sb, fa, fb, given, passed, TILES, WEIGHTED, LOW, ACC, PRECISION, EMULATED)
 
         values = tl.where(valid[:, None], values, 0.0)
-        store_values(d_v + (bh * T + i0) * E, p, e, inside, values.to(d_v.dtype.element_ty), E)
+        store_values(d_v + (bh * T + i0) * E, p, e, inside, values.to(d_v.dtype.element_ty), E, BLOCK_E)
         if D_THETA:
             nc, np = (), ()
             for tile in tl.static_range(TILES):

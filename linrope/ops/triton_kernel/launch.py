@@ -167,6 +167,11 @@ class Launch:
         """For the states before each stretch of x and after the last."""
         return self.empty(self.batch * self.heads, self.lengths(x)[1] + 1, self.features * (self.width + 1))
 
+    def empty_state(self) -> tuple[Tensor, Tensor]:
+        """For kv and k_sum."""
+        sums = self.batch, self.heads, self.features
+        return self.empty(*sums, self.width), self.empty(*sums)
+
     def split(self, state: Tensor, slot: int) -> tuple[Tensor, Tensor]:
         """kv (B, H, D, E) and k_sum (B, H, D) of one of the states, as views."""
         kv, k_sum = state[:, slot].split((self.features * self.width, self.features), dim=-1)
@@ -239,8 +244,7 @@ class Launch:
     def scan(self, state: Tensor, first, between: Tensor | None, later: bool) -> tuple[Tensor, Tensor]:
         """From what each stretch adds to the states, in place. Returns the last one's kv and k_sum."""
         n, whole = state.shape[1] - 1, state.shape[2]
-        last_kv = self.empty(self.batch, self.heads, self.features, self.width)
-        last_k_sum = self.empty(self.batch, self.heads, self.features)
+        last_kv, last_k_sum = self.empty_state()
         first_kv, first_k_sum = (None if x is None else x.contiguous() for x in first)
         given = {"GIVEN_KV": first_kv is not None, "GIVEN_SUM": first_k_sum is not None}
         sizes = {"KV": self.features * self.width, "X": whole, "SCAN_BLOCK": SCAN_BLOCK, "ACC": self.acc}

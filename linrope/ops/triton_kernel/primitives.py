@@ -102,16 +102,16 @@ def store_rows(
 
 
 @triton.jit
-def load_values(ptr, p, e, valid, stride_t, stride_e, E: tl.constexpr):
+def load_values(ptr, p, e, valid, stride_t, stride_e, E: tl.constexpr, BLOCK_E: tl.constexpr):
     """(C, columns) of rows p from `ptr` on; 0 beyond E and in rows that are not valid."""
-    mask = row_mask(valid, e < E, E % e.shape[0] == 0)
+    mask = row_mask(valid, e < E, E % BLOCK_E == 0)
     return tl.load(ptr + p[:, None] * stride_t + e[None, :] * stride_e, mask=mask, other=0.0)
 
 
 @triton.jit
-def store_values(ptr, p, e, inside, values, E: tl.constexpr):
+def store_values(ptr, p, e, inside, values, E: tl.constexpr, BLOCK_E: tl.constexpr):
     """Into columns e of rows p of a contiguous (·, E) from `ptr` on."""
-    tl.store(ptr + p[:, None] * E + e[None, :], values, mask=row_mask(inside, e < E, E % e.shape[0] == 0))
+    tl.store(ptr + p[:, None] * E + e[None, :], values, mask=row_mask(inside, e < E, E % BLOCK_E == 0))
 
 
 @triton.jit
@@ -222,9 +222,7 @@ def vjp_features(
 
 
 @triton.jit
-def load_rotation(
-    angles, row, sines, tile: tl.constexpr, R: tl.constexpr, P: tl.constexpr, TILES: tl.constexpr
-):
+def load_rotation(angles, row, sines, tile: tl.constexpr, R: tl.constexpr, P: tl.constexpr, TILES: tl.constexpr):
     """cos and sin, (rows, P), of some rows of a table (·, R/2). Sines begin `sines` elements after cosines."""
     m = tile * P + tl.arange(0, P)
     at = angles + row[:, None] * (R // 2) + m[None, :]
