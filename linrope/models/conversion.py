@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from linrope.errors import InputError
+from linrope.feature_maps import get_feature_map
 from linrope.layers.attention import Attention
 from linrope.layers.linear_attention import LinearAttention
 from linrope.models.base import flat_options
@@ -63,7 +64,8 @@ def convert(teacher: LanguageModel, config: LanguageModelConfig) -> LanguageMode
 
     Layers that stay softmax compute what they computed (within their window). Linear layers have the same weights. With
     `rope.placement: signed` the dimensions of their queries and keys are reordered, so that every second of RoPE's
-    pairs is rotated as before, and the others are those of the feature map. What the teacher lacks starts close to it:
+    pairs is rotated as before, and the others are those of the feature map; and the rotated ones are scaled, so that
+    weights are those of softmax to the first order. What the teacher lacks starts close to it:
     forget gates forget half in 1,000 tokens, feature maps are new ones, a short convolution passes its present token
     on (as nearly as its SiLU allows).
 
@@ -184,6 +186,8 @@ def _reordered_rows(attention: Attention, order: Tensor) -> Tensor:
 
 def _approach(attention: Attention, teacher: Attention) -> None:
     """Set the weights that the teacher lacks, so that the layer is close to it."""
+    if isinstance(attention, LinearAttention):
+        _approach_exponential(attention)
     forget = getattr(attention, "forget", None)
     if forget is not None:
         kept = -math.log(2) / HALF_LIFE  # the log decay of a token, at the normalizer 1
@@ -193,3 +197,31 @@ def _approach(attention: Attention, teacher: Attention) -> None:
         attention.conv.weight.zero_()[:, -1] = 1.0
         attention.conv.weight[-n_values:, -1] = 0.5  # 4 silu(v / 2) = v (1 + tanh(v / 4)), close to v for small ones
         attention.out.weight *= 4
+
+
+def _approach_exponential(attention: LinearAttention) -> None:
+    """Scale a signed layer so that its weights are those of softmax to the first order, ∝ 1 + qᵀk / √D.
+
+    Rotated dimensions add their product to that of the other dimensions' features, which is that at 0 to this order.
+    """
+    signed = 0 if attention.rope is None else attention.rope.signed_dim
+    if not signed or attention.options["normalize"] != "plain":
+        return
+    n, phi, root = attention.head_dim - signed, attention.feature_map, attention.head_dim**0.5
+    at_zero = attention.qkv.weight.new_zeros(1, attention.n_heads, 1, n)
+    constant = get_feature_map(phi).forward(at_zero).float().square().sum(-1).mean().item()
+    if constant > 0:
+        _scale_first(attention, signed, (constant / root) ** 0.5)
+
+
+def _scale_first(attention: Attention, n: int, scale: float) -> None:
+    """Multiply the first n dimensions of each head's queries and keys; through a convolution's SiLU not exactly."""
+    if attention.q_norm is not None:
+        for norm in (attention.q_norm, attention.k_norm):
+            norm.weight[:n] *= scale
+        return
+    rows = torch.arange(attention.qkv.out_features).view(-1, attention.head_dim)
+    rows = rows[: attention.n_heads + attention.n_kv_heads, :n].flatten()
+    for weight in (attention.qkv.weight, attention.qkv.bias):
+        if weight is not None:
+            weight[rows] *= scale

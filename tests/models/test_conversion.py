@@ -57,6 +57,33 @@ def test_a_signed_layer_rotates_every_second_pair_as_the_teacher_does(options, i
     torch.testing.assert_close(seen["o"], expected, rtol=1e-4, atol=1e-5)  # float32 sums in another order
 
 
+@pytest.mark.parametrize("feature_map", ["elu1", "hedgehog", "taylor", "softmax"])
+@pytest.mark.parametrize("options", [{}, TEACHERS["Qwen"]], ids=["plain", "Qwen"])
+def test_a_signed_layer_starts_with_the_weights_of_softmax_to_the_first_order(options, feature_map):
+    """Where only rotated dimensions are not 0, and what the denominator leaves out is small: Σ_j qᵀk_j of many keys."""
+    model = teacher(**options)
+    softmax = model.blocks[0].attention
+    plain = [2, 3, 6, 7] if softmax.rope.interleaved else [1, 3, 5, 7]
+    with torch.no_grad():
+        n_rotated = softmax.n_heads + softmax.n_kv_heads
+        if softmax.q_norm is None:
+            rows = torch.arange(n_rotated * 8).view(-1, 8)
+            softmax.qkv.weight[rows[:, plain].flatten()] = 0
+            softmax.qkv.weight[rows.flatten()] *= 0.3
+        else:
+            for norm in (softmax.q_norm, softmax.k_norm):
+                norm.weight.fill_(0.3)[plain] = 0
+            softmax.qkv.bias.zero_()
+    linear = convert(model, hybrid_config(model.config, "linear", signed=True, feature_map=feature_map))
+    linear = linear.blocks[0].attention
+    x = torch.randn(2, 2000, 32, generator=torch.manual_seed(1))
+    found, expected = (attention(x)[:, 1000:] for attention in (linear, softmax))
+    with torch.no_grad():
+        softmax.qkv.weight[: softmax.n_heads * 8] = 0
+    uniform = softmax(x)[:, 1000:]  # weights without their first order
+    assert (found - expected).norm() < 0.1 * (uniform - expected).norm()
+
+
 def test_what_the_teacher_lacks_starts_close_to_it():
     model = teacher()
     config = hybrid_config(model.config, ["linear", "softmax", "softmax"], feature_map="hedgehog", forget_gate=True)
