@@ -71,7 +71,7 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Configuration:
-    """How a launch is compiled: the constants that autotuning chooses, warps, stages of the loads, registers at most."""
+    """How a launch is compiled: constants that autotuning chooses, warps, stages of the loads, registers at most."""
 
     constants: dict[str, Any]
     warps: int
@@ -200,15 +200,8 @@ class CompileKernels(Benchmark):
 
     @classmethod
     def add_options(cls, add: AddOption) -> None:
-        targets = sorted(SHARED_MEMORY)
-        add(
-            "--target",
-            type=int,
-            nargs="+",
-            default=[80, 86, 90, 100, 120],
-            choices=targets,
-            help="compute capabilities",
-        )
+        targets, default = sorted(SHARED_MEMORY), [80, 86, 90, 100, 120]
+        add("--target", type=int, nargs="+", default=default, choices=targets, help="compute capabilities")
         add("--case", nargs="+", default=list(CASES), choices=list(CASES), metavar="NAME", help="; ".join(CASES))
         text = "compile each configuration that autotuning tries, not one for each kernel"
         add("--all_configurations", action="store_true", help=text)

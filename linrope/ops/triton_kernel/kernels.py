@@ -61,8 +61,8 @@ from linrope.ops.triton_kernel.small_kernels import decode, finish_features, fin
 __all__ = ["attend", "key_gradients", "query_gradients", "stretch_sums"]
 __all__ += ["decode", "finish_features", "finish_log_decay", "scan", "write_angles"]
 TUNED_BY = [
-    "bucket", "D", "E", "R", "SIGNED", "P", "TILES", "BLOCK_E", "STRETCH", "PHI", "INTERLEAVED", "CAUSAL", "PLAIN", "SUMS",
-    "LATER", "DECAY", "DOCUMENTS", "MASKED", "PARTIAL", "D_THETA", "D_DECAY", "LOW", "ACC", "PRECISION",
+    "bucket", "D", "E", "R", "SIGNED", "P", "TILES", "BLOCK_E", "STRETCH", "PHI", "INTERLEAVED", "CAUSAL", "PLAIN",
+    "SUMS", "LATER", "DECAY", "DOCUMENTS", "MASKED", "PARTIAL", "D_THETA", "D_DECAY", "LOW", "ACC", "PRECISION",
 ]  # fmt: skip
 """Autotuning chooses one of `CONFIGS` for each combination of these and the tensors' dtypes, and keeps it on disk."""
 
