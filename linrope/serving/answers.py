@@ -110,14 +110,26 @@ class Answer:
 
 @lru_cache(maxsize=100_000)
 def name_of(tokenizer: Tokenizer, token: int) -> str:
-    """A token as text; for a part of a character, and for the separator, a name that is no text of theirs."""
+    """A token as text, as it stands after a letter; a name that is no text for a part of a character, and for the
+    separator."""
     if token == tokenizer.separator:
         return "<|endoftext|>"
     decoder = tokenizer.decoder()
+    decoder.feed((_letter(tokenizer),))  # at the beginning of a text some tokenizers drop a space
     text = decoder.feed((token,)) + decoder.finish()
-    if "\ufffd" not in text:
+    if "\ufffd" not in text and text:
         return text
     return f"bytes:\\x{token:02x}" if tokenizer.name == "bytes" else f"token_id:{token}"
+
+
+@lru_cache(maxsize=8)
+def _letter(tokenizer: Tokenizer) -> int:
+    """A token that is a letter or more; the separator, which is no text, if there is none."""
+    for token in range(tokenizer.vocab_size):
+        decoder = tokenizer.decoder()
+        if (decoder.feed((token,)) + decoder.finish()).isalpha():
+            return token
+    return tokenizer.separator
 
 
 def event_of(content: dict[str, Any]) -> bytes:

@@ -92,9 +92,9 @@ def parse_body(body: bytes) -> CompletionParameters:
             if value is not None and value not in NEUTRAL[name]:
                 raise refused(name, value, f"must be {json.dumps(NEUTRAL[name][0])}: this server has no such option")
         elif name not in PARAMETERS:
-            near = suggest(name, [*PARAMETERS, *NEUTRAL])
-            message = f"unknown parameter {name!r}.{near} Known are {', '.join(PARAMETERS)}."
-            raise RequestError(message, param=name, code="unknown_parameter")
+            near = suggest(name[:60], [*PARAMETERS, *NEUTRAL])
+            message = f"unknown parameter {name[:60]!r}.{near} Known are {', '.join(PARAMETERS)}."
+            raise RequestError(message, param=name[:60], code="unknown_parameter")
         elif value is not None and not PARAMETERS[name][0](value):
             raise refused(name, value, f"must be {PARAMETERS[name][1]}")
     values = {name: value for name, value in values.items() if value is not None and name not in NEUTRAL}
