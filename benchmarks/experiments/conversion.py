@@ -154,24 +154,28 @@ class Conversion(Benchmark):
         yield from (Point(**point) for point in contents[self.key])
 
     def table(self) -> Table:
-        columns = "bits per byte", "against the teacher", "runs"
-        text = ["start", "linear layers", "stages", "rates", "optimizer"]
-        table = new_table(f"{self.options.tokens:,} tokens", *columns, text=text, caption=self._caption())
-        groups: dict[tuple[str, ...], list[Point]] = {}
+        """The best first; seeds are put together. A run is named by the options in which the runs differ."""
+        table = new_table(
+            f"{self.options.tokens:,} tokens from {name_of(self.options.teacher)}",
+            *("bits per byte", "against it", "runs"),
+            text=["start", "options"],
+            caption=self._caption(),
+        )
+        groups: dict[tuple[str, str], list[Point]] = {}
         for point in self.points:
-            groups.setdefault(_cells(point.case), []).append(point)
-        means = {cells: sum(p.bpb for p in found) / len(found) for cells, found in groups.items()}
-        for cells in sorted(groups, key=means.__getitem__):
-            worse = [point.worse for point in groups[cells]]
+            groups.setdefault(_named(point.case, self.points), []).append(point)
+        means = {name: sum(point.bpb for point in found) / len(found) for name, found in groups.items()}
+        for name in sorted(groups, key=means.__getitem__):
+            worse = [point.worse for point in groups[name]]
             spread = f" ± {(max(worse) - min(worse)) / 2:.2f}" if len(worse) > 1 else ""
             mean = f"{sum(worse) / len(worse):+.2f} %{spread}"
-            table.add_row(*cells, f"{means[cells]:.4f}", mean, str(len(worse)))
+            table.add_row(*name, f"{means[name]:.4f}", mean, str(len(worse)))
         return table
 
     def _caption(self) -> str:
         if not self.points:
             return "no run"
-        return f"the teacher, {name_of(self.options.teacher)}: {self.points[0].teacher:.4f}; ± is half of the range"
+        return f"the teacher has {self.points[0].teacher:.4f} bits per byte; ± is half of the range over seeds"
 
 
 def _shares(text: str) -> tuple[float, ...]:
@@ -201,13 +205,12 @@ def _plain(case: Case) -> dict[str, Any]:
     return json.loads(json.dumps(asdict(case)))
 
 
-def _cells(case: dict[str, Any]) -> tuple[str, ...]:
-    """What the table says of a case, without its seed."""
-    gate = ", gate" if case["forget_gate"] else ""
-    entropy = f", ce {case['cross_entropy']:g}" if case["cross_entropy"] else ""
-    stages = "/".join(f"{100 * share:.0f}" for share in case["shares"]) + entropy
-    rates = "/".join(f"{case[name]:g}" for name in ("align_lr", "lr", "train_lr"))
-    return case["start"], f"{case['placement']} {case['feature_map']}{gate}", stages, rates, case["optimizer"]
+def _named(case: dict[str, Any], points: list[Point]) -> tuple[str, str]:
+    """A case in the table: how it starts, and the options in which the cases with this start differ, without seeds."""
+    others = [point.case for point in points if point.case["start"] == case["start"]]
+    names = [name for name in case if name != "seed" and any(other[name] != case[name] for other in others)]
+    values = {name: "/".join(map(str, case[name])) if name == "shares" else case[name] for name in names}
+    return case["start"], ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def config_of(case: Case, options: argparse.Namespace) -> LanguageModelConfig:
