@@ -142,7 +142,11 @@ class Service:
         self._waiters |= dict.fromkeys(asked, event)
         watch = asyncio.create_task(self._cancel_when_gone(http, asked))
         try:
-            self.scheduler.submit(asked)
+            try:
+                self.scheduler.submit(asked)
+            except RequestError as error:
+                self.metrics.requests.labels(error.status).inc(len(asked))
+                raise
             yield event
         finally:
             watch.cancel()

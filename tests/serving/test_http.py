@@ -249,6 +249,7 @@ def test_a_full_queue_and_a_late_answer_are_errors(slow):
         wait_for(lambda: slow.scheduler.n_running + slow.scheduler.n_waiting == len(requests))
     with pytest.raises(openai.RateLimitError, match="1 requests are waiting, at most 1 may"):
         slow.client.completions.create(model="tiny", prompt="a")
+    assert 'linrope_requests_total{status="429"} 1.0' in slow.metrics.text().decode()
     for request in requests:
         request.join()
     assert {type(error) for error in errors} == {openai.APIError, openai.InternalServerError}  # one within the stream

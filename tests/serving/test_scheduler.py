@@ -191,6 +191,21 @@ def test_the_queue_is_limited_and_the_rows_are(make):
     assert scheduler.n_running == scheduler.n_waiting == 0
 
 
+def test_caches_that_grow_are_admitted_as_far_as_memory_goes(make):
+    model = writing(SIZES["growing"])
+    scheduler = make(of=model)
+    requests = [request_for("a", max_tokens=98), request_for("b", max_tokens=48), request_for("c", max_tokens=18)]
+    scheduler.memory = 2 * 2 * model.state_bytes(100)  # two, as long as the longest
+    scheduler.submit(requests)
+    scheduler.turn()
+    assert (scheduler.n_running, scheduler.n_waiting) == (2, 1)
+    while scheduler.turn():
+        assert scheduler.n_running <= 2
+    assert [text_of(one.choices[0]) for one in requests] == [alone(model, one)[0] for one in requests]
+    scheduler.memory = 1
+    assert finish(scheduler, request_for("a", max_tokens=2)) == alone(model, request_for("a", max_tokens=2))
+
+
 @pytest.mark.parametrize("stage", ["waiting", "reading", "decoding"])
 def test_a_client_that_goes_away_or_waits_too_long_frees_its_place(stage, make):
     for cause in ("cancelled", "late"):
