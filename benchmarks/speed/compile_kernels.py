@@ -1,7 +1,7 @@
 """Compile the CUDA kernels without a GPU: registers, spills and shared memory of each.
 
 Launches of calls on the CPU are recorded instead of run, and compiled for each target. The exit status is 1 if a kernel
-does not compile, or takes more shared memory than the target has.
+does not compile, takes more shared memory than the target has, or reads 16 bits at a time or local memory in a loop.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from linrope.utils.terminal import new_table
 
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """Bytes that one program may take, by compute capability."""
+MARCHING = ("stretch_sums", "attend", "query_gradients", "key_gradients")
+"""The kernels whose loops go through a stretch."""
 TRAINED = {"rope": {"trainable": True}}
 EVERYTHING = {"decay": 0.1, "packed": True, "masked": True}
 HALF_SPLIT = {"rope": {"interleaved": False, "rotary_dim": 40}, "options": {"feature_map": "softmax"}}
@@ -224,6 +226,9 @@ class CompileKernels(Benchmark):
                 self.rows.append([*row, str(made.registers), str(made.stack), bytes_text(made.shared), occupied])
                 if made.shared > SHARED_MEMORY[target]:
                     self.failures.append(f"{', '.join(row)}: {made.shared:,} bytes of shared memory")
+                slow = [f"{count} {what}" for what, count in in_loops(made.ptx).items() if count]
+                if slow and launch.kernel in MARCHING:
+                    self.failures.append(f"{', '.join(row)}: {' and '.join(slow)} in loops")
             except Exception as error:  # the compiler's errors have many types
                 self.failures.append(f"{', '.join(row)}: {type(error).__name__}: {error}")
             tick(advance=1)

@@ -17,6 +17,7 @@ from linrope import RotaryEmbedding
 from linrope.ops.call import Call, check_call
 from linrope.ops.triton_kernel import kernel as triton_kernel
 from linrope.ops.triton_kernel import launch as launching
+from linrope.utils import kept_tensors
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ class _Kernel:
 
 def launches_of(case: Case, device: str = "cpu", backward: bool = True) -> list[Recorded]:
     """Everything that the case would launch, forward and backward, or for its one token."""
-    recorder = Recorder()
-    with mock.patch.object(launching, "_kernels", return_value=recorder):
+    recorder, nothing_kept = Recorder(), mock.patch.dict(kept_tensors._kept, clear=True)  # tables that nothing writes
+    with mock.patch.object(launching, "_kernels", return_value=recorder), nothing_kept:
         call = call_of(case, device)
         past = (None, None) if call.state is None else (call.state.kv, call.state.k_sum)
         if case.length == 1:

@@ -42,8 +42,9 @@ def one_token(call: Call, kernel: str) -> tuple[Tensor, State]:
     """A decoding step by that kernel, without a gradient."""
     past = call.past
     _refuse_transforms(kernel, *call.operator_args[:5], past.kv, past.k_sum)
-    o, kv, k_sum = torch.ops.linrope.one_token(past.kv, past.k_sum, *call.operator_args, kernel)
-    return o, State(kv, k_sum, call.start + 1, call.final_log_decay())
+    o, kv, k_sum = torch.ops.linrope.one_token(past.kv, past.k_sum, call.position, *call.operator_args, kernel)
+    position = call.start if call.position is None else call.position
+    return o, State(kv, k_sum, position + 1, call.final_log_decay())
 
 
 def _refuse_transforms(kernel: str, *tensors: Tensor | None) -> None:
@@ -62,9 +63,9 @@ _CALL = (
 """`Call.operator_args`. The kernel's name follows as `backend`: Inductor needs the name `kernel` itself."""
 _FORWARD, _BACKWARD = "linrope::linear_attention", "linrope::linear_attention_backward"
 _ONE_TOKEN = "linrope::one_token"
-_SIX = ", ".join(["Tensor"] * 6)
+_THREE, _SIX = (", ".join(["Tensor"] * count) for count in (3, 6))
 torch.library.define(_FORWARD, f"(Tensor? kv, Tensor? k_sum, {_CALL}, str backend) -> ({_SIX})")
-torch.library.define(_ONE_TOKEN, f"(Tensor kv, Tensor k_sum, {_CALL}, str backend) -> (Tensor, Tensor, Tensor)")
+torch.library.define(_ONE_TOKEN, f"(Tensor kv, Tensor k_sum, Tensor? position, {_CALL}, str backend) -> ({_THREE})")
 torch.library.define(
     _BACKWARD,
     "(Tensor grad_o, Tensor? grad_kv, Tensor? grad_k_sum, Tensor o, Tensor den, Tensor kv_at, Tensor k_sum_at, "
@@ -89,14 +90,14 @@ def _(grad_o, grad_kv, grad_k_sum, o, den, kv_at, k_sum_at, d_decay, d_theta, *c
 
 
 @torch.library.impl(_ONE_TOKEN, "default")
-def _(kv, k_sum, *call_and_kernel):
+def _(kv, k_sum, position, *call_and_kernel):
     *args, kernel = call_and_kernel
     with torch.cuda.device_of(kv), Pool.held():
-        return KERNELS[kernel].one_token(Call(*args), kv, k_sum)
+        return KERNELS[kernel].one_token(Call(*args, position=position), kv, k_sum)
 
 
 @torch.library.register_fake(_ONE_TOKEN)
-def _(kv, k_sum, q, k, v, *rest):
+def _(kv, k_sum, position, q, k, v, *rest):
     o = torch.empty((*q.shape[:3], v.shape[-1]), dtype=v.dtype, device=v.device)
     return o, kv.new_empty(kv.shape), k_sum.new_empty(k_sum.shape)
 

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from collections import OrderedDict
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,12 +15,14 @@ import torch
 
 from benchmarks.speed.gpu_correctness import Case as Compilable
 from benchmarks.speed.launches import Recorder, call_of
-from linrope import RotaryEmbedding, linear_attention
+from linrope import RotaryEmbedding, State, linear_attention
 from linrope.errors import InputError
 from linrope.ops import linear_attention as ops
 from linrope.ops.backends import BACKENDS
 from linrope.ops.call import check_call
 from linrope.ops.triton_kernel import kernel, launch
+from linrope.utils import kept_tensors
+from tests.conftest import assert_input_errors
 from tests.ops.cases import CASES, COVERING, assert_agree, by_name, in_pieces, make, run, smaller
 
 triton = pytest.importorskip("triton", reason="Triton is there for Linux only")
@@ -115,6 +118,53 @@ def test_token_by_token_is_the_whole(name):
         torch.testing.assert_close(actual, right, rtol=1e-10, atol=1e-12)
 
 
+def test_a_replayed_step_reads_its_position_from_memory():
+    """As a captured CUDA graph would: the same tensors again and again, equal to steps with numbers for positions."""
+    rope, steps = RotaryEmbedding(16), 100
+    q, k, v = torch.randn(3, steps, 1, 1, 1, 16).unbind()
+    log_decay = -0.1 * torch.rand(steps, 1, 1, 1)
+    zero = State.zeros(1, 1, 16)
+    eager, buffers = zero, [x[0].clone() for x in (q, k, v, log_decay)]
+    state = State(zero.kv.clone(), zero.k_sum.clone(), torch.tensor(0))
+    for t in range(steps):
+        options = {"return_state": True, "backend": "triton"}
+        expected, eager = linear_attention(q[t], k[t], v[t], rope, state=eager, log_decay=log_decay[t], **options)
+        for buffer, x in zip(buffers, (q, k, v, log_decay)):
+            buffer.copy_(x[t])
+        o, new = linear_attention(*buffers[:3], rope, state=state, log_decay=buffers[3], **options)
+        assert torch.equal(o, expected)
+        for name in ("kv", "k_sum", "length"):
+            getattr(state, name).copy_(getattr(new, name))
+    assert state.length == eager.length == steps
+    assert torch.equal(state.kv, eager.kv)
+
+
+def test_a_step_writes_a_state_of_its_own():
+    """The programs of a head all read k_sum, and one writes it: in place they would race."""
+    q = torch.randn(1, 1, 1, 64)
+    state = State(torch.randn(1, 1, 64, 64), torch.rand(1, 1, 64), 3)
+    before = state.kv.clone(), state.k_sum.clone()
+    _, new = linear_attention(q, q, q, state=state, return_state=True, backend="triton")
+    assert {new.kv.data_ptr(), new.k_sum.data_ptr()}.isdisjoint({state.kv.data_ptr(), state.k_sum.data_ptr()})
+    assert torch.equal(state.kv, before[0])
+    assert torch.equal(state.k_sum, before[1])
+
+
+def test_a_position_on_the_device_is_refused_where_nothing_reads_it():
+    q, state = torch.randn(1, 1, 1, 4), replace(State.zeros(1, 1, 4), length=torch.tensor(3))
+    long = torch.randn(1, 1, 2, 4)
+    cases = [
+        (lambda: linear_attention(q, q, q, state=state), r"state\.length is a tensor, which backend='cpu'"),
+        (
+            lambda: linear_attention(long, long, long, state=state, backend="triton"),
+            r"one causal token without gradients",
+        ),
+        (lambda: linear_attention(q, q, q.requires_grad_(), state=state, backend="triton"), "pass int"),
+        (lambda: linear_attention(q, q, q, state=replace(state, length=torch.tensor([3]))), r"state\.length is \(1,\)"),
+    ]
+    assert_input_errors(*cases)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on the CPU")
 @pytest.mark.parametrize("backend", ["chunked", "triton"])
@@ -156,9 +206,16 @@ def test_float32_takes_tf32_where_pytorch_allows_it(switch, monkeypatch):
 # --- what is launched, and what it takes -----------------------------------------------------------------------------
 
 
-def recorded(case: Compilable, monkeypatch, device: str = "cpu") -> tuple[list[str], Recorder]:
+def recording(monkeypatch) -> Recorder:
+    """In place of the kernels; tables that it leaves unwritten are not kept."""
     recorder = Recorder()
     monkeypatch.setattr(launch, "_kernels", lambda: recorder)
+    monkeypatch.setattr(kept_tensors, "_kept", OrderedDict())
+    return recorder
+
+
+def recorded(case: Compilable, monkeypatch, device: str = "cpu") -> tuple[list[str], Recorder]:
+    recorder = recording(monkeypatch)
     with torch.no_grad():
         BACKENDS["triton"](call_of(case, device))
     return [launched.kernel for launched in recorder.launches], recorder
@@ -228,8 +285,7 @@ SIZES = {"D", "E", "P", "TILES", "BLOCK_E", "STRETCH", "BLOCK", "KV", "X", "SCAN
 
 def branches(case, monkeypatch) -> set[tuple]:
     """The values of the kernels' flags in one case's launches, and the pairs of those that interact."""
-    recorder, found = Recorder(), set()
-    monkeypatch.setattr(launch, "_kernels", lambda: recorder)
+    recorder, found = recording(monkeypatch), set()
     run(smaller(case), backend="triton")
     for launched in recorder.launches:
         flags = {name: value for name, value in launched.constants.items() if name not in SIZES}

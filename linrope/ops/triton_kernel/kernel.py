@@ -59,9 +59,8 @@ def backward(call: Call, saved, grad_o, grad_kv, grad_k_sum, d_decay: bool, d_th
     to_keys = {"d_theta": shares[1], "d_running": running[1], "sums": call.plain or grad_k_sum is not None}
     dk = launch.gradients(grad_o, d_state, den, d_den, d_v=dv, **to_keys)
 
-    nothing = q.new_empty(0)
-    d_log_decay = launch.finish_log_decay(*running, state, d_state) if d_decay else nothing
-    total = nothing.clone()
+    d_log_decay = launch.finish_log_decay(*running, state, d_state) if d_decay else q.new_empty(0)
+    total = q.new_empty(0)
     if d_theta:
         first, last = (launch.split(state, slot)[0] for slot in (0, -1))
         total = _finish_theta(launch, *shares, (first, d_kv), (last, grad_kv))

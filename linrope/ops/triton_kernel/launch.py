@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from linrope.ops.call import Call
+from linrope.utils import kept_tensors
 
 INSTALLED = find_spec("triton") is not None  # asked here: a compiled graph cannot ask on every release of PyTorch
 MAX_WIDTH = 256
@@ -185,6 +186,13 @@ class Launch:
             return None
         within = LOCAL + self.stretch // STEP
         rows = within + max(self.lengths(self.call.q)[1], self.lengths(self.call.k)[1])
+        start, of_theta = self.call.start, kept_tensors.key_of(self.call.theta)
+        if of_theta is None:
+            return self._write_angles(rows)
+        key = "angles", of_theta, self.call.dtype, start, rows, self.stretch
+        return kept_tensors.keep(key, self.call.q.device, functools.partial(self._write_angles, rows))
+
+    def _write_angles(self, rows: int) -> Tensor:
         angles = self.empty(2, self.heads_of_theta, rows, self.rotated // 2)
         theta, sizes = self.call.theta.contiguous(), {"STRETCH": self.stretch, "BLOCK": ANGLE_BLOCK}
         pairs = _power_of_two(self.rotated // 2)
@@ -327,10 +335,12 @@ class Launch:
         log_decay, theta = (None if x is None else x.contiguous() for x in (call.log_decay, call.theta))
         tensors = call.q, call.k, call.v, o, kv, k_sum, new_kv, new_k_sum, log_decay, theta, call.key_mask
         flags = {"PLAIN": call.plain, "DECAY": self.decay, "MASKED": call.key_mask is not None}
+        flags["ON_DEVICE"] = call.position is not None
+        position = call.start if call.position is None else call.position
         sizes = self.features_of | {"E": self.width, "BLOCK_E": e_block, "ACC": self.acc}
         sizes["P"] = _power_of_two(sizes.pop("TILES") * sizes["P"])
         strides = (x.stride(d) for x in (call.q, call.k, call.v) for d in (0, 1, 3))
         _kernels().decode[(self.batch * self.heads * cdiv(self.width, e_block),)](
-            *tensors, call.start, call.eps, self.heads, *strides, self.heads_of_theta, **sizes, **flags
+            *tensors, position, call.eps, self.heads, *strides, self.heads_of_theta, **sizes, **flags
         )
         return o, new_kv, new_k_sum

@@ -156,11 +156,15 @@ def decode(
     vb, vh, ve, heads_of_theta,
     D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, SIGNED: tl.constexpr, P: tl.constexpr, BLOCK_E: tl.constexpr,
     PHI: tl.constexpr, INTERLEAVED: tl.constexpr, PLAIN: tl.constexpr, DECAY: tl.constexpr, MASKED: tl.constexpr,
-    ACC: tl.constexpr,
+    ON_DEVICE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """One token: the state takes it in and is read. Each entry of the state is read once and written once.
 
+    The new state has memory of its own: all programs of a head read `k_sum`, and one writes `new_k_sum`.
     Grid: B × H × blocks of E.
+
+    Args:
+        position: that of the token; if ON_DEVICE where it is, so that a captured graph reads it anew.
     """
     E_BLOCKS: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
     e_block = tl.program_id(0) % E_BLOCKS
@@ -198,6 +202,8 @@ def decode(
     if R > 0:
         m = tl.arange(0, P)
         own = tl.load(theta + h % heads_of_theta * (R // 2) + m, mask=m < R // 2, other=0.0)
+        if ON_DEVICE:
+            position = tl.load(position)
         cos, sin = exact_rotation(position + tl.zeros((1, 1), dtype=tl.int64), own[None, :])
         cos, sin = cos.to(ACC), sin.to(ACC)
         qa, qb_ = rotate(qa, qb_, cos, sin)
