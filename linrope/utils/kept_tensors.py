@@ -6,17 +6,16 @@ and a captured one has them only when the graph is replayed.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from threading import Lock
 
 import torch
 from torch import Tensor
 
 MOST_TENSORS, MOST_BYTES = 64, 4 * 2**20
 """How many are kept, the latest used ones, and how large one may be."""
-_kept: OrderedDict[Hashable, Tensor] = OrderedDict()
-_lock = Lock()
+_kept: dict[Hashable, Tensor] = {}
+"""Without a lock, since a call in a signal handler may interrupt another one: each step is one operation of the dict, and
+what is lost between two is made again."""
 
 
 def keep(key: Hashable, device: torch.device | str | None, make: Callable[[], Tensor]) -> Tensor:
@@ -31,26 +30,23 @@ def keep(key: Hashable, device: torch.device | str | None, make: Callable[[], Te
         return make()
     stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else None
     whole = key, device, stream
-    with _lock:
-        if whole in _kept:
-            _kept.move_to_end(whole)
-            return _kept[whole]
+    if (found := _kept.pop(whole, None)) is not None:
+        _kept[whole] = found  # the last to go
+        return found
     with torch.inference_mode(False), torch.no_grad():
         made = make()
     if made.nbytes <= MOST_BYTES:
-        with _lock:
-            _kept[whole] = made
-            while len(_kept) > MOST_TENSORS:
-                _kept.popitem(last=False)
+        _kept[whole] = made
+        for oldest in list(_kept)[:-MOST_TENSORS]:
+            _kept.pop(oldest, None)
     return made
 
 
 def key_of(tensor: Tensor) -> Hashable | None:
     """The key of a tensor that is kept; None for any other one."""
-    with _lock:
-        for (key, _, _), kept in _kept.items():
-            if kept is tensor or (kept.shape == tensor.shape and kept.data_ptr() == tensor.data_ptr() != 0):
-                return key
+    for (key, _, _), kept in list(_kept.items()):
+        if kept is tensor or (kept.shape == tensor.shape and kept.data_ptr() == tensor.data_ptr() != 0):
+            return key
     return None
 
 

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections import OrderedDict
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -210,7 +209,7 @@ def recording(monkeypatch) -> Recorder:
     """In place of the kernels; tables that it leaves unwritten are not kept."""
     recorder = Recorder()
     monkeypatch.setattr(launch, "_kernels", lambda: recorder)
-    monkeypatch.setattr(kept_tensors, "_kept", OrderedDict())
+    monkeypatch.setattr(kept_tensors, "_kept", {})
     return recorder
 
 

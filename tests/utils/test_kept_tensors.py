@@ -10,7 +10,7 @@ from linrope.utils import kept_tensors
 
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch):
-    monkeypatch.setattr(kept_tensors, "_kept", type(kept_tensors._kept)())
+    monkeypatch.setattr(kept_tensors, "_kept", {})
 
 
 def counted(value: float, made: list) -> torch.Tensor:

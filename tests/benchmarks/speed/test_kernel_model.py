@@ -48,7 +48,8 @@ def test_costs_are_counted_from_grids_and_tiles():
 
 MAKE_NOTHING = {
     "alias", "as_strided", "chunk", "detach", "detach_", "empty", "empty_like", "empty_strided", "expand", "new_empty",
-    "promote_types", "reshape", "resolve_conj", "resolve_neg", "result_type", "select", "slice", "split", "split_with_sizes", "to",
+    "promote_types", "reshape",
+    "resolve_conj", "resolve_neg", "result_type", "select", "slice", "split", "split_with_sizes", "to",
     "transpose", "unbind", "unflatten", "unsqueeze", "view", "_reshape_alias", "contiguous",
 }  # fmt: skip
 """Operators of PyTorch that launch nothing on a GPU."""
@@ -57,7 +58,7 @@ MAKE_NOTHING = {
 def test_a_call_launches_no_kernels_of_pytorch(monkeypatch):
     """Once its tables are kept: seven kernels of Triton, and nothing else."""
     interpret_kernels(monkeypatch)
-    monkeypatch.setattr(kept_tensors, "_kept", type(kept_tensors._kept)())
+    monkeypatch.setattr(kept_tensors, "_kept", {})
     q, k, v, grad = torch.randn(4, 1, 1, 20, 16).unbind()
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     rope = RotaryEmbedding(16)
