@@ -191,6 +191,17 @@ def test_the_queue_is_limited_and_the_rows_are(make):
     assert scheduler.n_running == scheduler.n_waiting == 0
 
 
+@pytest.mark.parametrize("kind", list(SIZES))
+def test_models_of_half_precision_are_served(kind, make):
+    """bfloat16 rounds differently in batches: the same prompts alone give the same, together they all end."""
+    model = writing(SIZES[kind]).bfloat16()
+    scheduler = make(of=model)
+    request = request_for("hello", max_tokens=9)
+    assert finish(scheduler, request) == alone(model, request)
+    texts = finish(scheduler, *(request_for(text, max_tokens=9, **DRAWN) for text in PROMPTS))
+    assert [len(text.encode()) >= 9 for text in texts] == [True] * len(PROMPTS)
+
+
 def test_caches_that_grow_are_admitted_as_far_as_memory_goes(make):
     model = writing(SIZES["growing"])
     scheduler = make(of=model)
