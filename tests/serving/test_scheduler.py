@@ -179,6 +179,9 @@ def test_the_queue_is_limited_and_the_rows_are(make):
     with pytest.raises(RequestError, match="2 requests are waiting, at most 3") as caught:
         scheduler.submit([request_for("c"), request_for("d")])
     assert (caught.value.status, caught.value.code) == (429, "queue_full")
+    with pytest.raises(RequestError, match="prompt has 4 prompts, at most 3 may wait") as caught:
+        scheduler.submit([request_for("c") for _ in range(4)])
+    assert (caught.value.status, caught.value.param) == (400, "prompt")
     scheduler.turn()
     last = request_for("c", max_tokens=1, n=2)
     scheduler.submit([last])
