@@ -105,6 +105,11 @@ class Scheduler:
         with self._wake:
             if self._is_closing:
                 raise RequestError("the server is shutting down: ask another one.", 503, "server_error")
+            if len(requests) > self.limits.queue:
+                message = (
+                    f"prompt has {len(requests)} prompts, at most {self.limits.queue} may wait: send them in parts."
+                )
+                raise RequestError(message, param="prompt", code="invalid_value")
             if len(self._waiting) + len(requests) > self.limits.queue:
                 raise RequestError(
                     f"{len(self._waiting)} requests are waiting, at most {self.limits.queue} may: try again later.",
