@@ -14,8 +14,8 @@ from torch import Tensor
 MOST_TENSORS, MOST_BYTES = 64, 4 * 2**20
 """How many are kept, the latest used ones, and how large one may be."""
 _kept: dict[Hashable, Tensor] = {}
-"""Without a lock, since a call in a signal handler may interrupt another one: each step is one operation of the dict, and
-what is lost between two is made again."""
+"""Without a lock, since a call in a signal handler may interrupt another one: each step is one operation of the dict,
+and what is lost between two is made again."""
 
 
 def keep(key: Hashable, device: torch.device | str | None, make: Callable[[], Tensor]) -> Tensor:
