@@ -56,6 +56,8 @@ class Call:
     """What came before. The kernels get its kv and k_sum as tensors of their own, and leave this None."""
     position: Tensor | None = None
     """The position of one token, on the device: where a captured graph reads it anew, in place of `start`."""
+    returns_state: bool = True
+    """Whether the caller reads the final state."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -86,7 +88,7 @@ class Call:
 
     @property
     def operator_args(self) -> tuple:
-        """All fields but the last two, in their order: what an operator of PyTorch takes. `Call(*args)` is the
+        """All fields but the last three, in their order: what an operator of PyTorch takes. `Call(*args)` is the
         inverse."""
         tensors = self.q, self.k, self.v, self.log_decay, self.theta, self.key_mask, self.documents
         options = self.start, self.feature_map, self.normalize, self.eps, self.interleaved, self.causal, self.signed
@@ -121,8 +123,10 @@ class Call:
         """(B, H): the log decay of the state after this call; -inf in rows with a document boundary."""
         batch, heads = self.q.shape[:2]
         options = {"dtype": self.dtype, "device": self.q.device}
-        zero = kept_tensors.keep(("zero", self.dtype), self.q.device, lambda: torch.zeros((), **options))
-        total = zero.expand(batch, heads)
+        if not self.returns_state:  # nobody reads it: nothing is written for it
+            zero = kept_tensors.keep(("zero", self.dtype), self.q.device, lambda: torch.zeros((), **options))
+            return zero.expand(batch, heads)
+        total = torch.zeros(batch, heads, **options)
         if self.state is not None:
             total = total + self.state.log_decay
         if self.log_decay is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -91,6 +92,7 @@ def linear_attention(
     with without_autocast(q):
         options = log_decay, feature_map, normalize, causal, key_mask, segment_ids, state, eps
         call = check_call(q, k, v, rope, *options)
+        call = replace(call, returns_state=return_state)
         chosen = _fastest(call) if backend == "auto" else backend
         if call.position is not None:
             _check_position(call, chosen)
