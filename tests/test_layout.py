@@ -35,7 +35,8 @@ OPTIONAL = {
     "linrope.serving.server",  # an extra
     "linrope.data.tokenizers.subwords",  # an extra
     "linrope.models.sharded_checkpoint",  # torch.distributed is not in every build, and its import takes a second
-    "linrope.ops.triton_kernel.kernels",  # Triton is on some platforms only
+    "linrope.ops.triton_kernel.configurations",  # Triton is on some platforms only
+    "linrope.ops.triton_kernel.kernels",
 }
 """Where a function may import: of what is optional."""
 KERNELS = ("linrope/ops/triton_kernel/kernels.py",)

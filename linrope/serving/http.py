@@ -26,8 +26,8 @@ from linrope.serving.parameters import CompletionParameters, parse_body, tokens_
 from linrope.serving.requests import RequestError
 from linrope.serving.scheduler import Scheduler
 
-BYTES_OF_TOKEN = 12
-"""The most bytes that a token of a prompt is given in a body of JSON: an escaped character that is not in the BMP."""
+BYTES_OF_TOKEN = 32
+"""Bytes of a body of JSON for each token that a prompt may have: a few characters, which may be escaped."""
 REST_OF_BODY = 2**20
 """Bytes of a body beside its prompts, at most."""
 
@@ -142,7 +142,11 @@ class Service:
         self._waiters |= dict.fromkeys(asked, event)
         watch = asyncio.create_task(self._cancel_when_gone(http, asked))
         try:
-            self.scheduler.submit(asked)
+            try:
+                self.scheduler.submit(asked)
+            except RequestError as error:
+                self.metrics.requests.labels(error.status).inc(len(asked))
+                raise
             yield event
         finally:
             watch.cancel()

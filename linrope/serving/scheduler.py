@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from linrope.generation.decoding import memory_of
 from linrope.generation.sampling import draw_each
 from linrope.layers.state import ModelState
 from linrope.models.language_model import LanguageModel
@@ -83,6 +84,7 @@ class Scheduler:
         self.model, self.cache, self.limits, self.listener = model, cache, limits, listener
         self.events = Events() if events is None else events
         self.device = model.embedding.weight.device
+        self._dtype, self.memory = model.embedding.weight.dtype, memory_of(self.device)
         self._states_grow = model.state_bytes(2**40) > model.state_bytes(2**39)
         self._wake = threading.Condition()
         self._waiting: deque[Request] = deque()  # under the lock of _wake, as are the two below
@@ -103,6 +105,11 @@ class Scheduler:
         with self._wake:
             if self._is_closing:
                 raise RequestError("the server is shutting down: ask another one.", 503, "server_error")
+            if len(requests) > self.limits.queue:
+                message = (
+                    f"prompt has {len(requests)} prompts, at most {self.limits.queue} may wait: send them in parts."
+                )
+                raise RequestError(message, param="prompt", code="invalid_value")
             if len(self._waiting) + len(requests) > self.limits.queue:
                 raise RequestError(
                     f"{len(self._waiting)} requests are waiting, at most {self.limits.queue} may: try again later.",
@@ -179,14 +186,17 @@ class Scheduler:
         self._tell()
         return self._is_busy or bool(self._waiting)
 
+    def _under_way(self) -> list[Request]:
+        """Requests that are read or decoded."""
+        choices = [*(choice for choice, _ in self._joining), *self._choices]
+        return list(dict.fromkeys((*(one.request for one in self._readers), *(one.request for one in choices))))
+
     def _drop(self) -> None:
         """End the requests that took too long; forget them, and those that nobody waits for."""
         late = time.monotonic() - self.limits.seconds
         with self._wake:
             waiting = list(self._waiting)
-        under_way = [one.request for one in self._readers] + [choice.request for choice, _ in self._joining]
-        under_way += [choice.request for choice in self._choices]
-        for request in dict.fromkeys((*waiting, *under_way)):
+        for request in (*waiting, *self._under_way()):
             if request.is_done:
                 continue
             if not (request.is_cancelled or self._is_cut) and request.submitted_at < late:
@@ -208,10 +218,20 @@ class Scheduler:
         self.events.ended(request)
 
     def _admit(self) -> None:
-        """Requests for which there are rows, the first ones first."""
+        """Requests for which there are rows and memory, the first ones first."""
         with self._wake:
-            while self._waiting and self.n_running + self._waiting[0].options.n <= self.limits.rows:
+            while self._waiting and self._has_place_for(self._waiting[0]):
                 self._readers.append(_Reader(self._waiting.popleft()))
+
+    def _has_place_for(self, request: Request) -> bool:
+        """Whether there are rows, and memory for the caches of softmax layers, which have the length of the longest; a
+        step has them twice. A request alone has its place, since its length was checked before."""
+        running = self.n_running
+        n = running + request.options.n
+        if running == 0 or n > self.limits.rows or not self._states_grow:
+            return n <= self.limits.rows
+        longest = max(len(one.prompt) + one.options.max_tokens for one in (request, *self._under_way()))
+        return 2 * n * self.model.state_bytes(longest, self._dtype) <= self.memory
 
     def _read(self) -> None:
         """One segment of the prompts that wait to be read, or several short prompts."""
@@ -341,9 +361,8 @@ class Scheduler:
 
     def _fail_all(self, error: RequestError) -> None:
         """Answer all requests under way with an error, and begin anew."""
-        under_way = [one.request for one in self._readers] + [choice.request for choice, _ in self._joining]
-        for request in dict.fromkeys((*under_way, *(choice.request for choice in self._choices))):
-            if request.error is None and not request.is_done:
+        for request in self._under_way():
+            if not request.is_done:
                 request.error = error
                 self._ended(request)
         self._readers.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import socket
 import threading
 import time
@@ -14,7 +15,7 @@ import openai
 import pytest
 
 from linrope.data.tokenizers.bytes import ByteTokenizer, encode_prompt
-from linrope.serving.http import Service, application
+from linrope.serving.http import BYTES_OF_TOKEN, REST_OF_BODY, Service, application
 from linrope.serving.metrics import Metrics
 from linrope.serving.parameters import PARAMETERS
 from linrope.serving.prefix_cache import PrefixCache
@@ -192,7 +193,7 @@ def test_other_bad_requests(live):
     assert (caught.value.param, caught.value.code) == ("echo", "invalid_value")
     with pytest.raises(openai.BadRequestError, match="prompt has 3,991 tokens and max_tokens=16: together they"):
         live.client.completions.create(model="tiny", prompt="a" * 3990)
-    assert live.post(b" " * (12 * 4000 + 2**20 + 1)).status_code == 413
+    assert live.post(b" " * (BYTES_OF_TOKEN * 4000 + REST_OF_BODY + 1)).status_code == 413
     for method, path, status in (("GET", "/v1/completions", 405), ("POST", "/v1/chat/completions", 404)):
         answer = httpx.request(method, live.url + path)
         assert answer.status_code == status
@@ -249,6 +250,7 @@ def test_a_full_queue_and_a_late_answer_are_errors(slow):
         wait_for(lambda: slow.scheduler.n_running + slow.scheduler.n_waiting == len(requests))
     with pytest.raises(openai.RateLimitError, match="1 requests are waiting, at most 1 may"):
         slow.client.completions.create(model="tiny", prompt="a")
+    assert 'linrope_requests_total{status="429"} 1.0' in slow.metrics.text().decode()
     for request in requests:
         request.join()
     assert {type(error) for error in errors} == {openai.APIError, openai.InternalServerError}  # one within the stream
@@ -266,6 +268,14 @@ def test_a_client_that_goes_away_frees_its_place(slow, stream):
         wait_for(lambda: slow.scheduler.n_running == 1)
     wait_for(lambda: slow.scheduler.n_running == 0, 0.5)
     assert 'linrope_requests_total{status="499"} 1.0' in slow.metrics.text().decode()
+
+
+def test_a_second_signal_ends_the_server_at_once(live):
+    server = Server(application(live.service))
+    server.handle_exit(signal.SIGTERM, None)
+    assert (server.should_exit, server.force_exit) == (True, False)
+    server.handle_exit(signal.SIGTERM, None)
+    assert server.force_exit
 
 
 def test_the_page_is_right(live, capsys):

@@ -179,6 +179,9 @@ def test_the_queue_is_limited_and_the_rows_are(make):
     with pytest.raises(RequestError, match="2 requests are waiting, at most 3") as caught:
         scheduler.submit([request_for("c"), request_for("d")])
     assert (caught.value.status, caught.value.code) == (429, "queue_full")
+    with pytest.raises(RequestError, match="prompt has 4 prompts, at most 3 may wait") as caught:
+        scheduler.submit([request_for("c") for _ in range(4)])
+    assert (caught.value.status, caught.value.param) == (400, "prompt")
     scheduler.turn()
     last = request_for("c", max_tokens=1, n=2)
     scheduler.submit([last])
@@ -189,6 +192,32 @@ def test_the_queue_is_limited_and_the_rows_are(make):
         assert scheduler.n_running <= 2
     assert last.is_done
     assert scheduler.n_running == scheduler.n_waiting == 0
+
+
+@pytest.mark.parametrize("kind", list(SIZES))
+def test_models_of_half_precision_are_served(kind, make):
+    """bfloat16 rounds differently in batches: the same prompts alone give the same, together they all end."""
+    model = writing(SIZES[kind]).bfloat16()
+    scheduler = make(of=model)
+    request = request_for("hello", max_tokens=9)
+    assert finish(scheduler, request) == alone(model, request)
+    texts = finish(scheduler, *(request_for(text, max_tokens=9, **DRAWN) for text in PROMPTS))
+    assert [len(text.encode()) >= 9 for text in texts] == [True] * len(PROMPTS)
+
+
+def test_caches_that_grow_are_admitted_as_far_as_memory_goes(make):
+    model = writing(SIZES["growing"])
+    scheduler = make(of=model)
+    requests = [request_for("a", max_tokens=98), request_for("b", max_tokens=48), request_for("c", max_tokens=18)]
+    scheduler.memory = 2 * 2 * model.state_bytes(100)  # two, as long as the longest
+    scheduler.submit(requests)
+    scheduler.turn()
+    assert (scheduler.n_running, scheduler.n_waiting) == (2, 1)
+    while scheduler.turn():
+        assert scheduler.n_running <= 2
+    assert [text_of(one.choices[0]) for one in requests] == [alone(model, one)[0] for one in requests]
+    scheduler.memory = 1
+    assert finish(scheduler, request_for("a", max_tokens=2)) == alone(model, request_for("a", max_tokens=2))
 
 
 @pytest.mark.parametrize("stage", ["waiting", "reading", "decoding"])
