@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from linrope.errors import InputError, require_choice
+from linrope.utils import kept_tensors
 from linrope.utils.options import check_keys, check_types
 
 MAX_POSITION = 2**53
@@ -363,7 +364,9 @@ class RotaryEmbedding(nn.Module):
         """
         if self.trainable:
             return self.theta.to(device=device, dtype=torch.float64)
-        return self._initial_frequencies(device)
+        base = tuple(self.base) if isinstance(self.base, Sequence) else self.base
+        key = "frequencies", self.rotary_dim, base, self.scaling
+        return kept_tensors.keep(key, device, lambda: self._initial_frequencies(device))
 
     def _initial_frequencies(self, device: torch.device | None = None) -> Tensor:
         theta = frequencies(self.rotary_dim, self.base, device)

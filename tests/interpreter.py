@@ -12,7 +12,6 @@ def interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     stretch of two blocks, and a ragged end."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(launch, "stretch_of", lambda *sizes: 128)
-    monkeypatch.setattr(launch, "BLOCK", 64)
     monkeypatch.setattr(launch, "SCAN_BLOCK", 64)
     monkeypatch.setattr(launch, "ANGLE_BLOCK", 64)
     if find_spec("triton") is not None:

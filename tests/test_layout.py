@@ -14,14 +14,29 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ["errors", "utils", "rotary", "feature_maps", "ops", "positions", "layers", "losses", "data", "generation"]
-ROOMS += ["models", "segmented", "distributed", "profiling", "evaluation", "interop", "training", "cli", "__main__"]
+ROOMS += [
+    "models",
+    "segmented",
+    "distributed",
+    "profiling",
+    "evaluation",
+    "interop",
+    "serving",
+    "training",
+    "cli",
+    "__main__",
+]
 """Top-level modules of linrope: each imports only from those before it."""
 OPTIONAL = {
     "linrope.interop.transformers",  # an extra
     "linrope.interop.onnx.export",  # an extra
+    "linrope.serving.http",  # an extra
+    "linrope.serving.metrics",  # an extra
+    "linrope.serving.server",  # an extra
     "linrope.data.tokenizers.subwords",  # an extra
     "linrope.models.sharded_checkpoint",  # torch.distributed is not in every build, and its import takes a second
-    "linrope.ops.triton_kernel.kernels",  # Triton is on some platforms only
+    "linrope.ops.triton_kernel.configurations",  # Triton is on some platforms only
+    "linrope.ops.triton_kernel.kernels",
 }
 """Where a function may import: of what is optional."""
 KERNELS = ("linrope/ops/triton_kernel/kernels.py",)

@@ -1,7 +1,7 @@
 """Compile the CUDA kernels without a GPU: registers, spills and shared memory of each.
 
 Launches of calls on the CPU are recorded instead of run, and compiled for each target. The exit status is 1 if a kernel
-does not compile, or takes more shared memory than the target has.
+does not compile, takes more shared memory than the target has, or reads 16 bits at a time or local memory in a loop.
 """
 
 from __future__ import annotations
@@ -12,27 +12,25 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from rich.table import Table
 
 from benchmarks.harness.runner import AddOption, Benchmark
-from benchmarks.speed.gpu_correctness import Case, inputs_of
-from linrope import RotaryEmbedding
-from linrope.ops.call import Call, check_call
-from linrope.ops.triton_kernel import kernel as triton_kernel
-from linrope.ops.triton_kernel import launch as launching
+from benchmarks.speed.gpu_correctness import Case
+from benchmarks.speed.launches import Recorded, launches_of
+from linrope.ops.triton_kernel.launch import cdiv
 from linrope.utils.formatting import bytes_text
 from linrope.utils.terminal import new_table
 
-SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """Bytes that one program may take, by compute capability."""
+MARCHING = ("stretch_sums", "attend", "query_gradients", "key_gradients")
+"""The kernels whose loops go through a stretch."""
 TRAINED = {"rope": {"trainable": True}}
 EVERYTHING = {"decay": 0.1, "packed": True, "masked": True}
 HALF_SPLIT = {"rope": {"interleaved": False, "rotary_dim": 40}, "options": {"feature_map": "softmax"}}
@@ -46,6 +44,7 @@ CASES = {
         "64, everything, trained θ": TRAINED | EVERYTHING,
         "128, everything": {"dim": 128, "width": 128, **EVERYTHING},
         "256": {"dim": 256, "width": 256},
+        "256, split values": {"dim": 16, "width": 256, "length": 64},
         "80 and 96, half-split, softmax features": {"dim": 80, "width": 96, **HALF_SPLIT},
         "64, signed, float16, decay": {"dtype": "float16", "rope": {"signed": True}, "decay": 0.1},
         "64, float32": {"dtype": "float32"},
@@ -62,55 +61,33 @@ CASES = {
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """One launch: the kernel's name, and its arguments."""
+class Compiled:
+    """What a compiled launch takes, of each thread and of a program."""
 
-    kernel: str
-    args: tuple[Any, ...]
+    registers: int
+    stack: int  # bytes of a thread in memory instead of registers
+    shared: int  # bytes
+    warps: int
+    ptx: str
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """How a launch is compiled: constants that autotuning chooses, warps, stages of the loads, registers at most."""
+
     constants: dict[str, Any]
+    warps: int
+    stages: int
+    registers: int | None = None
+
+    def __str__(self) -> str:
+        chosen = "".join(f"{name.lower()} {value}, " for name, value in self.constants.items())
+        limit = f", ≤ {self.registers} registers" if self.registers else ""
+        return f"{chosen}{self.warps} warps, {self.stages} stages{limit}"
 
 
-class Recorder:
-    """Stands in for the module of kernels: `recorder.NAME[grid](...)` is remembered and does nothing."""
-
-    def __init__(self) -> None:
-        self.launches: list[Recorded] = []
-
-    def __getattr__(self, name: str) -> Any:
-        def launch(*args: Any, **constants: Any) -> None:
-            self.launches.append(Recorded(name, args, constants))
-
-        return defaultdict(lambda: launch)  # any grid
-
-
-def launches_of(case: Case) -> list[Recorded]:
-    """Everything that the case would launch, forward and backward, or for its one token."""
-    recorder = Recorder()
-    with mock.patch.object(launching, "_kernels", return_value=recorder):
-        call = call_of(case)
-        kv, k_sum = call.past.kv, call.past.k_sum
-        if case.length == 1:
-            triton_kernel.one_token(call, kv, k_sum)
-        else:
-            o, den, _, _, last_kv, last_k_sum = triton_kernel.forward(call, kv, k_sum)
-            trained = call.theta is not None and call.theta.requires_grad
-            saved, decay = (o, den, kv, k_sum), call.log_decay is not None
-            triton_kernel.backward(call, saved, torch.empty_like(o), last_kv, last_k_sum, decay, trained)
-    return recorder.launches
-
-
-def call_of(case: Case) -> Call:
-    tensors, fixed = inputs_of(case, "cpu")
-    rope = None if case.rope is None else RotaryEmbedding(case.dim, **case.rope)
-    options = {"eps": 1e-6, "log_decay": tensors.get("log_decay"), **fixed, **case.options}
-    return check_call(*(tensors[name] for name in "qkv"), rope, **options)
-
-
-def compile_launch(launch: Recorded, capability: int, warps: int, stages: int) -> tuple[int, int, int]:
-    """Compile the launch, its arguments specialised as they would be on the GPU.
-
-    Returns: registers of a thread, bytes of its stack (in memory instead of registers), bytes of shared memory.
-    """
+def compile_launch(launch: Recorded, capability: int, configuration: Configuration) -> Compiled:
+    """Compile the launch, its arguments specialised as they would be on the GPU."""
     from triton import compile as compile_source
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -120,6 +97,7 @@ def compile_launch(launch: Recorded, capability: int, warps: int, stages: int) -
     kernel = getattr(triton_kernels, launch.kernel)
     function = getattr(kernel, "fn", kernel) if type(kernel).__name__ == "Autotuner" else kernel
     constants = {name: value for name, value in launch.constants.items() if name in function.arg_names}
+    constants |= configuration.constants
     signature, attributes = dict.fromkeys(constants, "constexpr"), {}
     unspecialised = {parameter.name for parameter in function.params if parameter.do_not_specialize}
     for index, (name, value) in enumerate(zip(function.arg_names, launch.args, strict=False)):
@@ -131,9 +109,11 @@ def compile_launch(launch: Recorded, capability: int, warps: int, stages: int) -
             attributes[(index,)] = [["tt.divisibility", 16]]
     signature = {name: signature[name] for name in function.arg_names}
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": warps, "num_stages": stages}
+    options = {"num_warps": configuration.warps, "num_stages": configuration.stages}
+    if configuration.registers:
+        options["maxnreg"] = configuration.registers
     made = compile_source(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return *usage_of(made.asm["cubin"]), made.metadata.shared
+    return Compiled(*usage_of(made.asm["cubin"]), made.metadata.shared, configuration.warps, made.asm["ptx"])
 
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
@@ -164,31 +144,56 @@ def usage_of(cubin: bytes) -> tuple[int, int]:
     return registers, stack
 
 
-def configurations(launch: Recorded) -> list[tuple[int, int]]:
-    """(warps, stages) that the launch may run with."""
+WARPS = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}
+"""That a multiprocessor holds at once; its 65,536 registers, and a little more shared memory than one program may take,
+are divided among them."""
+
+
+def occupancy(made: Compiled, capability: int) -> float:
+    """The share of a multiprocessor's warps that are there at once."""
+    registers = 8 * cdiv(made.registers, 8) * 32 * made.warps
+    programs = min(65_536 // registers, WARPS[capability] // made.warps)
+    if made.shared:
+        programs = min(programs, (SHARED_MEMORY[capability] + 1024) // (made.shared + 1024))
+    return programs * made.warps / WARPS[capability]
+
+
+def in_loops(ptx: str) -> dict[str, int]:
+    """How many instructions between a label and a jump back to it are 16-bit global loads, and loads or stores of local
+    memory."""
+    lines = [line.strip() for line in ptx.splitlines()]
+    labels = {line[:-1]: number for number, line in enumerate(lines) if line.startswith("$") and line.endswith(":")}
+    inside = set()
+    for number, line in enumerate(lines):
+        target = re.search(r"\bbra(?:\.uni)?\s+(\$\w+)", line)
+        if target and labels.get(target[1], number) < number:
+            inside |= set(range(labels[target[1]], number))
+    body = [lines[number] for number in inside]
+    narrow = sum(bool(re.search(r"\bld\.global(?:\.\w+)*?\.[bus]16\b", line)) and ".v" not in line for line in body)
+    return {"16-bit loads": narrow, "local": sum(bool(re.search(r"\b(?:ld|st)\.local\b", line)) for line in body)}
+
+
+def configurations(launch: Recorded) -> list[Configuration]:
+    """Those that autotuning tries, the usual one first, or the only one."""
+    from linrope.ops.triton_kernel import configurations as tuned
     from linrope.ops.triton_kernel import kernels as triton_kernels
 
-    tried = getattr(getattr(triton_kernels, launch.kernel), "configs", None)
-    own = launch.constants.get("num_warps", 4), launch.constants.get("num_stages", 3)
-    return [(one.num_warps, one.num_stages) for one in tried] if tried else [own]
+    if not hasattr(getattr(triton_kernels, launch.kernel), "configs"):
+        return [Configuration({}, launch.constants.get("num_warps", 4), launch.constants.get("num_stages", 3))]
+    tried = tuned.fitting(tuned.ON_GPUS, launch.constants)
+    return [Configuration(one.kwargs, one.num_warps, one.num_stages, one.maxnreg) for one in tried]
 
 
-def role_of(launch: Recorded) -> str:
-    """The kernel, and which of its tasks."""
-    flags = [name for name in ("LATER", "VALUES", "FEATURES") if launch.constants.get(name)]
-    return " ".join([launch.kernel, *map(str.lower, flags)])
-
-
-def jobs(options: argparse.Namespace) -> Iterator[tuple[str, Recorded, int, int, int]]:
+def jobs(options: argparse.Namespace) -> Iterator[tuple[str, Recorded, int, Configuration]]:
     for name in options.case:
         seen = set()
         for launch in launches_of(CASES[name]):
-            if role_of(launch) in seen:
+            if launch.role in seen:
                 continue  # the states are made again on the way back
-            seen.add(role_of(launch))
+            seen.add(launch.role)
             tried = configurations(launch)
-            for warps, stages in tried if options.all_configurations else tried[-1:]:
-                yield from ((name, launch, target, warps, stages) for target in options.target)
+            for configuration in tried if options.all_configurations else tried[:1]:
+                yield from ((name, launch, target, configuration) for target in options.target)
 
 
 class CompileKernels(Benchmark):
@@ -197,8 +202,8 @@ class CompileKernels(Benchmark):
 
     @classmethod
     def add_options(cls, add: AddOption) -> None:
-        targets = sorted(SHARED_MEMORY)
-        add("--target", type=int, nargs="+", default=[80, 90], choices=targets, help="compute capabilities")
+        targets, default = sorted(SHARED_MEMORY), [80, 86, 90, 100, 120]
+        add("--target", type=int, nargs="+", default=default, choices=targets, help="compute capabilities")
         add("--case", nargs="+", default=list(CASES), choices=list(CASES), metavar="NAME", help="; ".join(CASES))
         text = "compile each configuration that autotuning tries, not one for each kernel"
         add("--all_configurations", action="store_true", help=text)
@@ -212,14 +217,18 @@ class CompileKernels(Benchmark):
         self.rows, self.failures = [], []
         everything = list(jobs(self.options))
         tick = self.progress("", len(everything))
-        for name, launch, target, warps, stages in everything:
-            tick(description=f"{name}: {role_of(launch)}, sm_{target}")
-            row = [name, role_of(launch), str(target), str(warps), str(stages)]
+        for name, launch, target, configuration in everything:
+            tick(description=f"{name}: {launch.role}, sm_{target}")
+            row = [name, launch.role, str(target), str(configuration)]
             try:
-                registers, stack, shared = compile_launch(launch, target, warps, stages)
-                self.rows.append([*row, str(registers), str(stack), bytes_text(shared)])
-                if shared > SHARED_MEMORY[target]:
-                    self.failures.append(f"{', '.join(row)}: {shared:,} bytes of shared memory")
+                made = compile_launch(launch, target, configuration)
+                occupied = f"{occupancy(made, target):.0%}"
+                self.rows.append([*row, str(made.registers), str(made.stack), bytes_text(made.shared), occupied])
+                if made.shared > SHARED_MEMORY[target]:
+                    self.failures.append(f"{', '.join(row)}: {made.shared:,} bytes of shared memory")
+                slow = [f"{count} {what}" for what, count in in_loops(made.ptx).items() if count]
+                if slow and launch.kernel in MARCHING:
+                    self.failures.append(f"{', '.join(row)}: {' and '.join(slow)} in loops")
             except Exception as error:  # the compiler's errors have many types
                 self.failures.append(f"{', '.join(row)}: {type(error).__name__}: {error}")
             tick(advance=1)
@@ -227,7 +236,7 @@ class CompileKernels(Benchmark):
     def table(self) -> Table:
         table = new_table(
             "compiled kernels",
-            *("sm", "warps", "stages", "registers", "stack", "shared"),
+            *("sm", "configuration", "registers", "stack", "shared", "occupancy"),
             text=["case", "kernel"],
             caption="stack: bytes of each thread in memory instead of registers",
         )

@@ -132,7 +132,7 @@ def inputs_of(case: Case, device: str) -> tuple[dict[str, Tensor], dict[str, Ten
     draw = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=draw)
+        return torch.empty(shape, device="meta") if device == "meta" else torch.randn(*shape, generator=draw)
 
     b, h, t = case.batch, case.heads, case.length
     # values as a projection leaves them: heads inside

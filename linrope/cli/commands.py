@@ -9,8 +9,10 @@ COMMANDS = {
     "compare": "Compare runs: validation and training loss by tokens and by time, in a table and a picture.",
     "recall": "Measure what a model recalls, by length and depth: a pass key in text, or an induction step.",
     "generate": "Generate text with a trained model.",
+    "serve": "Serve a trained model over HTTP, as OpenAI's completions.",
     "prepare": "Tokenize text once, into a folder to train from.",
     "average": "Write the mean of the weights of several checkpoints.",
+    "convert": "Make a hybrid of a softmax language model: linear attention in chosen layers, the same weights.",
     "export": "Write a trained model for transformers: safetensors, config.json, tokenizer.",
     "info": "Print versions, the processor, and which backends work here.",
 }

@@ -12,6 +12,7 @@ from linrope.cli.parser import options_in
 from linrope.errors import InputError, suggest
 from linrope.training.task import TrainingTask
 from linrope.training.tasks.classification import ClassificationModule
+from linrope.training.tasks.conversion import AttentionAlignmentModule, DistillationModule
 from linrope.training.tasks.language_modeling import LanguageModelingModule
 from linrope.training.tasks.masked_lm import MaskedLMModule
 from linrope.training.tasks.multiple_choice import MultipleChoiceModule
@@ -28,6 +29,8 @@ TASKS: dict[str, type[TrainingTask]] = {
     "question_answering": QuestionAnsweringModule,
     "token_classification": TokenClassificationModule,
     "translation": TranslationModule,
+    "attention_alignment": AttentionAlignmentModule,
+    "distillation": DistillationModule,
 }
 """The LightningModule of each task; its `config_class` and `data_class` are the sections model and data."""
 

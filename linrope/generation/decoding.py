@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import reprlib
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from numbers import Integral
@@ -97,14 +98,19 @@ def _pad_left(prompts: Prompts) -> tuple[Tensor, Tensor | None]:
     return padded, (torch.arange(longest, device=padded.device) >= longest - lengths[:, None]).long()
 
 
+def memory_of(device: torch.device) -> int:
+    """Bytes of a device's memory, used or not; without bound where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    if not hasattr(os, "sysconf"):  # Windows
+        return sys.maxsize
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def require_memory(model: CausalModel, n_tokens: int) -> None:
     """Raise InputError if the keys and values of `n_tokens` tokens exceed the device's total memory."""
     parameter = next(model.parameters())
-    needed = model.state_bytes(n_tokens, parameter.dtype)
-    if parameter.device.type == "cuda":
-        total = torch.cuda.mem_get_info(parameter.device)[1]
-    else:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed, total = model.state_bytes(n_tokens, parameter.dtype), memory_of(parameter.device)
     if needed > total:
         raise InputError(
             f"a text of {n_tokens:,} tokens needs {needed / 2**30:,.1f} GiB for the keys and values of softmax layers "

@@ -76,7 +76,7 @@ def fingerprint(model: CausalModel) -> dict[str, Any]:
     return {"config": model.config.to_dict(), "weights": digest.hexdigest()}
 
 
-def _digest(content: Any) -> str:
+def digest_of(content: Any) -> str:
     """SHA-256 of nested dictionaries, lists, plain values and tensors on the CPU."""
     digest = hashlib.sha256()
 
@@ -112,7 +112,7 @@ def save_prompt_state(path: str | Path, model: CausalModel, state: PromptState) 
         "logits": state.logits.cpu(),
         "recent": state.recent.cpu(),
     }
-    content["digest"] = _digest(content)
+    content["digest"] = digest_of(content)
     with whole_file(target) as file:
         torch.save(content, file)
 
@@ -127,7 +127,7 @@ def load_prompt_state(path: str | Path, model: CausalModel) -> PromptState:
     content = load_plain(Path(path), "state file")
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InputError(f"state file {str(path)!r} is not in the format {FORMAT!r}: write it with --save_state.")
-    if content.pop("digest", None) != _digest(content):
+    if content.pop("digest", None) != digest_of(content):
         raise InputError(
             f"state file {str(path)!r} was altered after it was written: give it as it was, or read the prompt again."
         )

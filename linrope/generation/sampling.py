@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -82,6 +83,25 @@ class Sampler:
             self._generators.append(torch.Generator().manual_seed(self.sampling.seed + self.first_row + row))
         draws = [torch.rand((), dtype=torch.float64, generator=generator) for generator in self._generators[:rows]]
         return torch.stack(draws)
+
+
+def draw_each(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
+    """The next token (B,) of each row of logits (B, V), drawn by a sampler of its own as it draws for its first row,
+    without a repetition penalty. The logits are finite."""
+    groups: dict[tuple, list[int]] = {}
+    for row, sampler in enumerate(samplers):
+        options = sampler.sampling
+        alike = (0.0,) if options.temperature == 0 else (options.temperature, options.top_k, options.top_p)
+        groups.setdefault(alike, []).append(row)
+    logits, drawn = logits.float(), torch.empty(len(samplers), dtype=torch.int64)
+    for (temperature, *_), rows in groups.items():
+        of_rows = logits if len(rows) == len(samplers) else logits[rows]
+        if temperature == 0:
+            drawn[rows] = of_rows.argmax(dim=-1).cpu()
+        else:
+            uniform = torch.cat([samplers[row]._uniform(1) for row in rows]).to(logits.device)
+            drawn[rows] = _inverse(probabilities_of(of_rows, samplers[rows[0]].sampling), uniform).cpu()
+    return drawn
 
 
 def _penalised(logits: Tensor, recent: Tensor, penalty: float) -> Tensor:

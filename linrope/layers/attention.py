@@ -190,6 +190,16 @@ class Attention(nn.Module):
         """
         raise NotImplementedError
 
+    @property
+    def past_rope(self) -> RotaryEmbedding | None:
+        """What has rotated the keys that the past holds; None if nothing has."""
+        return self.rope
+
+    @property
+    def sees_positions(self) -> bool:
+        """Whether outputs depend on positions themselves, and not on their differences alone."""
+        return self.rotate_values
+
     def past_bytes(self, context: int, dtype: torch.dtype) -> int:
         """Bytes of one row's past after `context` tokens, with activations in `dtype`."""
         raise NotImplementedError

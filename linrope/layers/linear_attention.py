@@ -143,6 +143,14 @@ class LinearAttention(Attention):
             self.watch(q, k, v, {**options, "state": past}, o, final)
         return o, final
 
+    @property
+    def past_rope(self):
+        return None if self.before_map else self.rope
+
+    @property
+    def sees_positions(self):
+        return self.before_map or super().sees_positions
+
     def past_bytes(self, context, dtype):
         sums = 2 if self.options["normalize"] == "rotary" else 1
         working = torch.promote_types(dtype, torch.float32)

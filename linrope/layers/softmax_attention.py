@@ -107,6 +107,10 @@ class SoftmaxAttention(Attention):
         attend = None if self.encoding is None else partial(self.encoding.attend, positions=positions)
         return softmax_attention(q, k, v, causal=self.causal, scale=scale, attend=attend, **options)
 
+    @property
+    def sees_positions(self):
+        return self.encoding is not None or super().sees_positions
+
     def past_bytes(self, context, dtype):
         kept = context if self.window is None else min(context, self.window - 1)
         return 2 * self.n_kv_heads * self.head_dim * kept * dtype.itemsize

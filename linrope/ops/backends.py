@@ -66,14 +66,15 @@ def _any_order(call: Call, backend: str) -> tuple[Tensor, State]:
     """Causal or not, with a denominator of plain features or none."""
     if not call.causal:
         return _by_document(call, backend)
-    if call.q.shape[2] == 1 and backend != "chunked" and not _needs_gradient(call):
+    if call.q.shape[2] == 1 and backend != "chunked" and not needs_gradient(call):
         return registration.one_token(call, backend)
     if call.q.shape[2] == 1 and backend != "triton":
         return one_token(call)
     return registration.operator(call, backend)
 
 
-def _needs_gradient(call: Call) -> bool:
+def needs_gradient(call: Call) -> bool:
+    """Whether autograd follows the call."""
     past = () if call.state is None else call.state.tensors.values()
     tensors = call.q, call.k, call.v, call.log_decay, call.theta, *past
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)

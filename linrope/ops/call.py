@@ -16,6 +16,7 @@ from linrope.ops.checks import check_rope, check_tensor
 from linrope.ops.documents import check_segment_ids, number_documents
 from linrope.ops.state import State
 from linrope.rotary import RotaryEmbedding, check_positions
+from linrope.utils import kept_tensors
 
 NORMALIZE = ("plain", "rotary", "none")
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -53,6 +54,10 @@ class Call:
     """The number of first dimensions that are rotated but skip φ and the denominator."""
     state: State | None = None
     """What came before. The kernels get its kv and k_sum as tensors of their own, and leave this None."""
+    position: Tensor | None = None
+    """The position of one token, on the device: where a captured graph reads it anew, in place of `start`."""
+    returns_state: bool = True
+    """Whether the caller reads the final state."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -83,7 +88,8 @@ class Call:
 
     @property
     def operator_args(self) -> tuple:
-        """All fields but `state`, in their order: what an operator of PyTorch takes. `Call(*args)` is the inverse."""
+        """All fields but the last three, in their order: what an operator of PyTorch takes. `Call(*args)` is the
+        inverse."""
         tensors = self.q, self.k, self.v, self.log_decay, self.theta, self.key_mask, self.documents
         options = self.start, self.feature_map, self.normalize, self.eps, self.interleaved, self.causal, self.signed
         return *tensors, *options
@@ -116,7 +122,11 @@ class Call:
     def final_log_decay(self) -> Tensor:
         """(B, H): the log decay of the state after this call; -inf in rows with a document boundary."""
         batch, heads = self.q.shape[:2]
-        total = self.q.new_zeros(batch, heads, dtype=self.dtype)
+        options = {"dtype": self.dtype, "device": self.q.device}
+        if not self.returns_state:  # nobody reads it: nothing is written for it
+            zero = kept_tensors.keep(("zero", self.dtype), self.q.device, lambda: torch.zeros((), **options))
+            return zero.expand(batch, heads)
+        total = torch.zeros(batch, heads, **options)
         if self.state is not None:
             total = total + self.state.log_decay
         if self.log_decay is not None:
@@ -165,11 +175,12 @@ def check_call(
     documents = _number_documents(segment_ids, length, k)
     if state is not None:
         _check_state(state, q, v, normalize, working)
-    start = 0 if state is None else state.length
+    position = state.length if state is not None and isinstance(state.length, Tensor) else None
+    start = 0 if state is None or position is not None else state.length
     check_positions("state.length", start, max(length, keys))
     theta, interleaved = (None, True) if rope is None else (rope.frequencies(k.device), rope.interleaved)
     tensors = q, k, v, log_decay, theta, key_mask, documents
-    return Call(*tensors, start, phi.name, normalize, float(eps), interleaved, causal, signed, state)
+    return Call(*tensors, start, phi.name, normalize, float(eps), interleaved, causal, signed, state, position)
 
 
 def device_type(x: Tensor) -> str:
@@ -305,5 +316,7 @@ def _check_state(state: State, q: Tensor, v: Tensor, normalize: str, working: to
             raise InputError(f"state.{name} is {tensor.dtype}, {q.dtype} inputs need {working}: state.to({working}).")
         if tensor.device != q.device:
             raise InputError(f"state.{name} is on {tensor.device}, q on {q.device}: state.to({str(q.device)!r}).")
+    if isinstance(state.length, Tensor):
+        return check_tensor("state.length", state.length, "integers", "()", (), q.device)
     if not isinstance(state.length, (int, torch.SymInt)) or state.length < 0:  # SymInt in a graph of open length
         raise InputError(f"state.length={state.length!r} must be a whole number of tokens, at least 0.")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import Tensor
 
-from linrope.errors import require_choice
-from linrope.ops.backends import BACKENDS
+from linrope.errors import InputError, require_choice
+from linrope.ops.backends import BACKENDS, needs_gradient
 from linrope.ops.call import Call, autocast_inputs, check_call, without_autocast
 from linrope.ops.cpu_kernel import kernel as cpu_kernel
 from linrope.ops.cpu_kernel import library
@@ -91,9 +92,22 @@ def linear_attention(
     with without_autocast(q):
         options = log_decay, feature_map, normalize, causal, key_mask, segment_ids, state, eps
         call = check_call(q, k, v, rope, *options)
-        o, final = BACKENDS[_fastest(call) if backend == "auto" else backend](call)
+        call = replace(call, returns_state=return_state)
+        chosen = _fastest(call) if backend == "auto" else backend
+        if call.position is not None:
+            _check_position(call, chosen)
+        o, final = BACKENDS[chosen](call)
     o = o.to(v.dtype)
     return (o, final) if return_state else o
+
+
+def _check_position(call: Call, backend: str) -> None:
+    """Raise InputError unless the backend reads a position on the device: only a step of decoding does."""
+    if not (backend == "triton" and call.q.shape[2] == 1 and call.causal) or needs_gradient(call):
+        raise InputError(
+            f"state.length is a tensor, which backend={backend!r} cannot read in this call: only backend='triton' can, "
+            "for one causal token without gradients; pass int(state.length)."
+        )
 
 
 def _fastest(call: Call) -> str:

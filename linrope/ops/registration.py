@@ -25,18 +25,26 @@ KERNELS: dict[str, ModuleType] = {"chunked": torch_kernel, "cpu": cpu_kernel, "t
 
 def operator(call: Call, kernel: str) -> tuple[Tensor, State]:
     """(o, final state) of one call by that kernel."""
-    past = call.past
-    _refuse_transforms(kernel, *call.operator_args[:5], past.kv, past.k_sum)
-    o, _, _, _, kv, k_sum = torch.ops.linrope.linear_attention(past.kv, past.k_sum, *call.operator_args, kernel)
+    first = _first_state(call, kernel)
+    _refuse_transforms(kernel, *call.operator_args[:5], *first)
+    o, _, _, _, kv, k_sum = torch.ops.linrope.linear_attention(*first, *call.operator_args, kernel)
     return o, State(kv, k_sum, call.start + call.k.shape[2], call.final_log_decay())
+
+
+def _first_state(call: Call, kernel: str) -> tuple[Tensor | None, Tensor | None]:
+    """kv and k_sum before the first token; None for zeros that the kernel need not read."""
+    if call.state is None and KERNELS[kernel].TAKES_NO_PAST:
+        return None, None
+    return call.past.kv, call.past.k_sum
 
 
 def one_token(call: Call, kernel: str) -> tuple[Tensor, State]:
     """A decoding step by that kernel, without a gradient."""
     past = call.past
     _refuse_transforms(kernel, *call.operator_args[:5], past.kv, past.k_sum)
-    o, kv, k_sum = torch.ops.linrope.one_token(past.kv, past.k_sum, *call.operator_args, kernel)
-    return o, State(kv, k_sum, call.start + 1, call.final_log_decay())
+    o, kv, k_sum = torch.ops.linrope.one_token(past.kv, past.k_sum, call.position, *call.operator_args, kernel)
+    position = call.start if call.position is None else call.position
+    return o, State(kv, k_sum, position + 1, call.final_log_decay())
 
 
 def _refuse_transforms(kernel: str, *tensors: Tensor | None) -> None:
@@ -55,9 +63,9 @@ _CALL = (
 """`Call.operator_args`. The kernel's name follows as `backend`: Inductor needs the name `kernel` itself."""
 _FORWARD, _BACKWARD = "linrope::linear_attention", "linrope::linear_attention_backward"
 _ONE_TOKEN = "linrope::one_token"
-_SIX = ", ".join(["Tensor"] * 6)
-torch.library.define(_FORWARD, f"(Tensor kv, Tensor k_sum, {_CALL}, str backend) -> ({_SIX})")
-torch.library.define(_ONE_TOKEN, f"(Tensor kv, Tensor k_sum, {_CALL}, str backend) -> (Tensor, Tensor, Tensor)")
+_THREE, _SIX = (", ".join(["Tensor"] * count) for count in (3, 6))
+torch.library.define(_FORWARD, f"(Tensor? kv, Tensor? k_sum, {_CALL}, str backend) -> ({_SIX})")
+torch.library.define(_ONE_TOKEN, f"(Tensor kv, Tensor k_sum, Tensor? position, {_CALL}, str backend) -> ({_THREE})")
 torch.library.define(
     _BACKWARD,
     "(Tensor grad_o, Tensor? grad_kv, Tensor? grad_k_sum, Tensor o, Tensor den, Tensor kv_at, Tensor k_sum_at, "
@@ -68,7 +76,8 @@ torch.library.define(
 @torch.library.impl(_FORWARD, "default")
 def _(kv, k_sum, *call_and_kernel):
     *args, kernel = call_and_kernel
-    with torch.autocast(kv.device.type, enabled=False), torch.cuda.device_of(kv), Pool.held():
+    q = args[0]
+    with torch.autocast(q.device.type, enabled=False), torch.cuda.device_of(q), Pool.held():
         return KERNELS[kernel].forward(Call(*args), kv, k_sum)
 
 
@@ -81,14 +90,14 @@ def _(grad_o, grad_kv, grad_k_sum, o, den, kv_at, k_sum_at, d_decay, d_theta, *c
 
 
 @torch.library.impl(_ONE_TOKEN, "default")
-def _(kv, k_sum, *call_and_kernel):
+def _(kv, k_sum, position, *call_and_kernel):
     *args, kernel = call_and_kernel
     with torch.cuda.device_of(kv), Pool.held():
-        return KERNELS[kernel].one_token(Call(*args), kv, k_sum)
+        return KERNELS[kernel].one_token(Call(*args, position=position), kv, k_sum)
 
 
 @torch.library.register_fake(_ONE_TOKEN)
-def _(kv, k_sum, q, k, v, *rest):
+def _(kv, k_sum, position, q, k, v, *rest):
     o = torch.empty((*q.shape[:3], v.shape[-1]), dtype=v.dtype, device=v.device)
     return o, kv.new_empty(kv.shape), k_sum.new_empty(k_sum.shape)
 
@@ -109,7 +118,7 @@ def _(grad_o, grad_kv, grad_k_sum, o, den, kv_at, k_sum_at, d_decay, d_theta, q,
         torch.empty_like(log_decay, memory_format=torch.contiguous_format) if d_decay else nothing,
         torch.empty_like(theta) if d_theta else nothing.clone(),
         kv_at.new_empty(batch, heads, features, v.shape[-1]),
-        k_sum_at.new_empty(batch, heads, features),
+        kv_at.new_empty(batch, heads, features),
     )
 
 
@@ -134,12 +143,14 @@ def _differentiate(ctx, grad_o, _den, _kv_at, _k_sum_at, grad_kv, grad_k_sum):
     if grad_o is None:
         o, den = torch.zeros_like(o), torch.ones_like(den)  # the loss reads no quotient, not even one of 0 by 0
         grad_o = v.new_zeros(()).expand(*q.shape[:3], v.shape[-1])
+    of_past = ctx.needs_input_grad[:2]
     d_decay, d_theta = ctx.needs_input_grad[5:7]
     *dqkv, d_log_decay, d_theta_out, d_kv, d_k_sum = torch.ops.linrope.linear_attention_backward(
         grad_o, grad_kv, grad_k_sum, o, den, kv_at, k_sum_at, d_decay, d_theta, q, k, v, *others, *ctx.options
     )
     optional = d_log_decay if d_decay else None, d_theta_out if d_theta else None
-    return d_kv, d_k_sum, *dqkv, *optional, *(None,) * (2 + len(ctx.options))  # key_mask and documents have none
+    past = (d if needed else None for d, needed in zip((d_kv, d_k_sum), of_past))
+    return *past, *dqkv, *optional, *(None,) * (2 + len(ctx.options))  # key_mask and documents have none
 
 
 torch.library.register_autograd(_FORWARD, _differentiate, setup_context=_save)

@@ -31,14 +31,15 @@ class State:
     Attributes:
         kv: (B, H, D, E), decayed sum of rotated keys times values.
         k_sum: (B, H, D), decayed sum of unrotated keys, for the denominator.
-        length: number of tokens in the run, which is the position of the next token.
+        length: number of tokens in the run, which is the position of the next token. A whole number () on the device
+            is read there, in steps of decoding by backend="triton": a captured CUDA graph then continues.
         log_decay: (B, H), the run's total log decay, at most 0; None is replaced by zeros.
         k_rotated_sum: (B, H, D), decayed sum of rotated keys; only with `normalize="rotary"`, else None.
     """
 
     kv: Tensor
     k_sum: Tensor
-    length: int
+    length: int | Tensor
     log_decay: Tensor | None = None
     k_rotated_sum: Tensor | None = None
 

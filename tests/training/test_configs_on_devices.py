@@ -11,7 +11,8 @@ from tests.conftest import tiny_options
 from tests.processes import Run
 
 ELSEWHERE = ("glue-mrpc", "cail-scm", "lm-sequence-parallel", "lm-sequence-parallel-cpu")
-"""Files of users, and configs that test_sequence_parallel.py trains."""
+ELSEWHERE += ("convert-align", "convert-distill")
+"""Files of users, and configs that test_sequence_parallel.py and test_convert.py (those with a teacher) train."""
 OTHER_TASKS = ["--trainer.max_epochs=-1", "--trainer.max_steps=2", "--trainer.val_check_interval=2"]
 OTHER_TASKS += ["--trainer.limit_val_batches=2", "--trainer.accelerator=cpu", "--model.d_model=16"]
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))

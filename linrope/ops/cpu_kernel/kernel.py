@@ -30,6 +30,8 @@ such sums. In float32 it would be off by 6e-6 at 262,144 tokens."""
 SIZES = attrgetter("batch", "heads", "queries", "keys", "features", "width", "causal", "threads", "exact")
 """What the sizes of the workspace depend on."""
 FEATURE_MAPS = ("elu1", "relu", "exp", "identity", "softmax")
+TAKES_NO_PAST = False
+"""`forward` is given zeros where there is no past."""
 
 
 def why_not(call: Call) -> str | None:

@@ -22,6 +22,8 @@ from linrope.rotary import rotate, unit_rotations
 
 KEEPS_STATES = True
 """`forward` returns the states that `backward` needs: those before each block and at the end."""
+TAKES_NO_PAST = False
+"""`forward` is given zeros where there is no past."""
 
 
 def forward(call: Call, kv: Tensor, k_sum: Tensor) -> tuple[Tensor, ...]:

@@ -1,403 +1,519 @@
-"""The kernels of the CUDA backend. φ and rotations are computed on load, never stored in memory.
+"""The kernels of the CUDA backend that march through a sequence. φ and rotations are computed on load, never stored.
 
-The sequence is cut into stretches of `STRETCH` tokens, and these into blocks of `BLOCK`. `stretch_sums` computes
-Σ k̃ vᵀ and Σ φ(k) of each stretch, `scan` turns them into the state before each stretch, and `attend` computes each
-block's output from that state and from all pairs within the stretch, in the order of flash attention. The backward is
-the same three with other operands:
+The sequence is cut into stretches of `STRETCH` tokens, one program each, which goes through its stretch in chunks of
+`CHUNK` tokens with the state in registers. `stretch_sums` computes what each stretch adds to the state, `scan` (in
+`small_kernels.py`) turns that into the state before each stretch, and the others begin from it:
 
-    own, other      values of own                           features of own
-    queries, keys   num = (M ∘ q̃ k̃ᵀ) v + a ∘ q̃ S            ∂q̃ = (M ∘ ∂num vᵀ) k̃ + a ∘ ∂num Sᵀ
-    keys, queries   ∂v  = (M ∘ q̃ k̃ᵀ)ᵀ ∂num + b ∘ k̃ ∂S       ∂k̃ = (M ∘ ∂num vᵀ)ᵀ q̃ + b ∘ v ∂Sᵀ
+    attend           num = (M ∘ q̃ k̃ᵀ) v + a ∘ q̃ S           den = (M ∘ φ(q) φ(k)ᵀ) 1 + a ∘ φ(q) u + ε
+    query_gradients  ∂q̃ = (M ∘ ∂num vᵀ) k̃ + a ∘ ∂num Sᵀ
+    key_gradients    ∂k̃ = (M ∘ ∂num vᵀ)ᵀ q̃ + b ∘ v ∂Sᵀ      ∂v = (M ∘ q̃ k̃ᵀ)ᵀ ∂num + b ∘ k̃ ∂S
 
-so each kernel is written once, for `own` rows that see `other` rows: earlier ones, or later ones if `LATER`. With G the
-running sum of log_decay from a stretch's start, M_ij = e^{G_i - G_j} for j ≤ i of one document and 0 elsewhere,
-a_i = e^{G_i}, and b_j = e^{G_end - G_j}. The denominator's Σ φ(k) is a running sum in float32; without decay it needs
-no product.
+with S the state and u the sum of features before the chunk, and ∂S that of the gradients after it. With G the running
+sum of log_decay from the chunk's start, M_ij = e^{G_i - G_j} for j ≤ i of one document and 0 elsewhere, a_i = e^{G_i}
+and b_j = e^{G_end - G_j}. `key_gradients` goes from the end of a stretch to its start.
 
-Tokens are rotated by their position within the stretch, from one small table for all stretches. A state is rotated by
-the exact angle of the stretch's first position when it is written, and back when it is read.
+Tokens are rotated by their position within the stretch: by that in the chunk, times the one row of the chunk's start.
+A state in memory has the frame of the sequence's start: it is rotated by the exact angle of the stretch's first
+position when it is written, and back when it is read.
+
+Values wider than `BLOCK_E` are split among programs. Gradients of features are then sums of `PARTIAL` results.
 """
 
 from __future__ import annotations
 
-import os
-
 import triton
 import triton.language as tl
 
+from linrope.ops.triton_kernel.configurations import CONFIGS, fitting
 from linrope.ops.triton_kernel.primitives import (
     OPEN,
     features,
-    halves,
-    is_mapped,
-    load_halves,
+    is_kept,
     load_rotations,
-    product,
-    rotate,
-    store_halves,
-    summed,
+    load_rows,
+    load_values,
+    rotate_all,
+    scaled,
+    store_rows,
+    store_values,
+    summed_features,
     vjp_features,
+    zero_sums,
+    zeros_of,
 )
-from linrope.ops.triton_kernel.small_kernels import decode, finish_log_decay, write_angles, write_d_den, write_weights
+from linrope.ops.triton_kernel.products import (
+    add_products,
+    chunk_decay,
+    dots,
+    grown,
+    grown_sums,
+    load_state,
+    load_sums,
+    pair_weights,
+    product,
+    read_state,
+    read_sums,
+    store_state,
+    store_sums,
+)
+from linrope.ops.triton_kernel.small_kernels import decode, finish_features, finish_log_decay, scan, write_angles
 
-__all__ = ["attend", "scan", "stretch_sums"]
-__all__ += ["decode", "finish_log_decay", "write_angles", "write_d_den", "write_weights"]
-TRIED = ((4, 2),) if os.environ.get("TRITON_INTERPRET") == "1" else ((4, 2), (8, 2), (8, 1))
-CONFIGS = [triton.Config({}, num_warps=warps, num_stages=stages) for warps, stages in TRIED]
-TUNED_BY = ["D", "E", "BLOCK", "BLOCK_E", "PHI", "LATER", "VALUES", "FEATURES", "CAUSAL", "PLAIN", "DECAY", "DOCUMENTS"]
-TUNED_BY += ["MASKED", "PRECISION"]
+__all__ = ["attend", "key_gradients", "query_gradients", "stretch_sums"]
+__all__ += ["decode", "finish_features", "finish_log_decay", "scan", "write_angles"]
+TUNED_BY = [
+    "bucket", "D", "E", "R", "SIGNED", "P", "TILES", "BLOCK_E", "STRETCH", "PHI", "INTERLEAVED", "CAUSAL", "PLAIN",
+    "SUMS", "LATER", "DECAY", "DOCUMENTS", "MASKED", "PARTIAL", "D_THETA", "D_DECAY", "LOW", "ACC", "PRECISION",
+]  # fmt: skip
 """Autotuning chooses one of `CONFIGS` for each combination of these and the tensors' dtypes, and keeps it on disk."""
 
 
+@triton.autotune(CONFIGS, key=TUNED_BY, prune_configs_by={"early_config_prune": fitting}, cache_results=True)
 @triton.jit(do_not_specialize=OPEN)
 def stretch_sums(
-    x, u, den, d_den, state, angles, weights, key_mask, H, T, N, x_b, x_h, x_t, x_d, u_b, u_h, u_t, u_e, sines,
-    heads_of_theta, heads_of_weights, n_weights,
-    D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, SIGNED: tl.constexpr, P: tl.constexpr, BLOCK_E: tl.constexpr,
-    STRETCH: tl.constexpr, BLOCK: tl.constexpr, PHI: tl.constexpr, INTERLEAVED: tl.constexpr, LATER: tl.constexpr,
-    PLAIN: tl.constexpr, WEIGHTED: tl.constexpr, MASKED: tl.constexpr, LOW: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr, EMULATED: tl.constexpr,
+    x, u, den, d_den, state, between, angles, log_decay, documents, key_mask, H, T, N,
+    x_b, x_h, x_t, x_d, u_b, u_h, u_t, u_e, g_b, g_h, g_t, sines, heads_of_theta, heads_of_decay, bucket,
+    D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, SIGNED: tl.constexpr, P: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_E: tl.constexpr, STRETCH: tl.constexpr, PHI: tl.constexpr, INTERLEAVED: tl.constexpr, LATER: tl.constexpr,
+    PLAIN: tl.constexpr, DECAY: tl.constexpr, DOCUMENTS: tl.constexpr, MASKED: tl.constexpr, LOW: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, EMULATED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """What a stretch adds to the state: Σ b k̃ vᵀ and Σ b φ(k), into the slot after it. If LATER, what it adds to the
     state's gradient: Σ a q̃ ∂numᵀ and Σ a ∂den φ(q), into the slot before it.
 
-    state: (B, H, N + 1, D·E + D). Reads u once, and x once for each block of E. Grid: B × H × N × blocks of E.
+    state: (B, H, N + 1, D·E + D). between: (B, H or 1, N), how much of the past a stretch keeps, if there is decay or
+    documents. Reads u once, and x once for each block of E. Grid: B × H × N × blocks of E.
     """
     E_BLOCKS: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
+    WEIGHTED: tl.constexpr = DECAY or DOCUMENTS
+    SUMS: tl.constexpr = PLAIN or not LATER
     e_block = tl.program_id(0) % E_BLOCKS
     s = tl.program_id(0) // E_BLOCKS % N
     bh = (tl.program_id(0) // (E_BLOCKS * N)).to(tl.int64)
     b, h = bh // H, bh % H
     x += b * x_b + h * x_h
     u += b * u_b + h * u_h
-    a_dims, b_dims = halves(R, P, INTERLEAVED)
-    e = (e_block * BLOCK_E + tl.arange(0, BLOCK_E)).to(tl.int64)
     if R > 0:
         angles += (h % heads_of_theta) * (sines // heads_of_theta)
+    if DECAY:
+        log_decay += b * g_b + h * g_h
+    if DOCUMENTS:
+        documents += b * T
+    if MASKED:
+        key_mask += b * T
+    e = e_block * BLOCK_E + tl.arange(0, BLOCK_E)
+    p = tl.arange(0, CHUNK)
+    first = s.to(tl.int64) * STRETCH
+    chunks = tl.cdiv(tl.minimum(T - first, STRETCH), CHUNK).to(tl.int32)
 
-    state_a = tl.zeros((P, BLOCK_E), dtype=ACC)
-    state_b = tl.zeros((P, BLOCK_E), dtype=ACC)
-    sum_a = tl.zeros((P,), dtype=ACC)
-    sum_b = tl.zeros((P,), dtype=ACC)
-    for block in range(STRETCH // BLOCK):
-        place = block * BLOCK + tl.arange(0, BLOCK)
-        i = (s * STRETCH + place).to(tl.int64)
-        inside = i < T
+    sa, sb = zeros_of(P, BLOCK_E, TILES, ACC)
+    ua, ub = zero_sums(P, TILES, ACC)
+    kept_of_all = tl.sum(tl.zeros((CHUNK,), dtype=ACC), axis=0) + 1.0
+    for step in range(chunks):
+        chunk = step
+        if LATER:
+            chunk = chunks - 1 - step
+        place = chunk * CHUNK
+        i0 = first + place
+        inside = i0 + p < T
         valid = inside
         if MASKED:
-            valid = inside & (tl.load(key_mask + b * T + i, mask=inside, other=0) != 0)
-        xa, xb = load_halves(x, i, valid, x_t, x_d, D, R, P, INTERLEAVED)
-        fa, fb = features(xa.to(ACC), xb.to(ACC), valid, D, R, P, SIGNED, PHI, INTERLEAVED)
-        mask = valid[:, None] & (e < E)[None, :]
-        values = tl.load(u + i[:, None] * u_t + e[None, :] * u_e, mask=mask, other=0.0).to(ACC)
-        weight = tl.full((BLOCK,), 1.0, dtype=ACC)
-        if WEIGHTED:
-            row, wide = (b * heads_of_weights + h % heads_of_weights) * T, tl.cast(n_weights, tl.int64)
-            weight = tl.load(weights + (2 if LATER else 3) * wide + row + i, mask=inside, other=0.0)
-        share = weight
+            valid = is_kept(key_mask + i0, p, inside, MASKED)
+        xa, xb = load_rows(x + i0 * x_t, p, valid, x_t, x_d, D, R, P, TILES, INTERLEAVED, ACC)
+        values = load_values(u + i0 * u_t, p, e, valid, u_t, u_e, E, BLOCK_E).to(ACC)
+        fa, fb = features(xa, xb, valid, D, P, TILES, SIGNED, PHI)
+        high, low, reach, kept, passed, document = chunk_decay(
+            log_decay, documents, i0, T, g_t, CHUNK, DECAY, DOCUMENTS, ACC
+        )
+        weight = kept
         if LATER:
-            if PLAIN:
-                values = values / tl.load(den + bh * T + i, mask=inside, other=1.0)[:, None]
-                share = weight * tl.load(d_den + bh * T + i, mask=inside, other=0.0)
-            else:
-                share = weight * 0.0
-        sum_a += tl.sum(fa * share[:, None], axis=0)
-        sum_b += tl.sum(fb * share[:, None], axis=0)
-        if R > 0:
-            cos, sin = load_rotations(angles, place, sines, R, P)
-            fa, fb = rotate(fa, fb, cos, sin)
-        values = values * weight[:, None]
-        state_a += product(tl.trans(fa), values, LOW, ACC, PRECISION, EMULATED)
-        state_b += product(tl.trans(fb), values, LOW, ACC, PRECISION, EMULATED)
-    if R > 0:
-        cos, sin = load_rotations(angles, STRETCH + s + tl.zeros((1,), dtype=tl.int32), sines, R, P)
-        state_a, state_b = rotate(state_a, state_b, tl.trans(cos), tl.trans(sin))
+            weight = reach
+        share = weight
+        if LATER and PLAIN:
+            scale = 1.0 / tl.load(den + bh * T + i0 + p, mask=inside, other=1.0)
+            values = values * scale[:, None]
+            share = weight * tl.load(d_den + bh * T + i0 + p, mask=inside, other=0.0)
+        if SUMS:
+            ga, gb = summed_features(fa, fb, D, P, TILES, SIGNED)
+            ua, ub = grown_sums(ua, ub, ga, gb, share, passed, TILES)
+        cos, sin = load_rotations(angles, place, sines, CHUNK, R, P, TILES)
+        fa, fb = rotate_all(fa, fb, cos, sin, R, TILES)
+        if WEIGHTED:
+            values = values * weight[:, None]
+            kept_of_all *= passed
+        sa, sb = grown(sa, sb, fa, fb, values, passed, TILES, WEIGHTED, LOW, ACC, PRECISION, EMULATED)
 
     slot = state + (bh * (N + 1) + s + (0 if LATER else 1)) * (D * E + D)
-    columns = (e < E)[None, :]
-    tl.store(slot + a_dims[:, None] * E + e[None, :], state_a, mask=(a_dims < D)[:, None] & columns)
-    tl.store(slot + b_dims[:, None] * E + e[None, :], state_b, mask=(b_dims < D)[:, None] & columns)
+    store_state(slot, sa, sb, e, angles, s, sines, D, E, R, P, TILES, STRETCH, INTERLEAVED)
     if e_block == 0:
-        tl.store(slot + D * E + a_dims, tl.where(a_dims < SIGNED, 0.0, sum_a), mask=a_dims < D)
-        tl.store(slot + D * E + b_dims, tl.where(b_dims < SIGNED, 0.0, sum_b), mask=b_dims < D)
-
-
-@triton.jit(do_not_specialize=OPEN)
-def scan(
-    state, first_kv, first_k_sum, last_kv, last_k_sum, between, H, N, heads_of_weights,
-    KV: tl.constexpr, X: tl.constexpr, SCAN_BLOCK: tl.constexpr, LATER: tl.constexpr, WEIGHTED: tl.constexpr,
-    GIVEN_KV: tl.constexpr, GIVEN_SUM: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """From what each stretch adds to the state before each stretch and after the last, in place, from `first` to
-    `last`. If LATER, the state's gradient, from the end to the start. Grid: B × H × blocks of the state."""
-    n_blocks = tl.cdiv(X, SCAN_BLOCK)
-    bh = (tl.program_id(0) // n_blocks).to(tl.int64)
-    x = tl.program_id(0) % n_blocks * SCAN_BLOCK + tl.arange(0, SCAN_BLOCK)
-    in_kv, in_sum = x < KV, (x >= KV) & (x < X)
-    carry = tl.zeros((SCAN_BLOCK,), dtype=ACC)
-    if GIVEN_KV:
-        carry += tl.load(first_kv + bh * KV + x, mask=in_kv, other=0.0)
-    if GIVEN_SUM:
-        carry += tl.load(first_k_sum + bh * (X - KV) + x - KV, mask=in_sum, other=0.0)
-    if WEIGHTED:
-        between += (bh // H * heads_of_weights + bh % H % heads_of_weights) * N
-    at = state + (bh * (N + 1) + (N if LATER else 0)) * X + x
-    tl.store(at, carry, mask=x < X)
-    for step in range(N):
-        if LATER:
-            at -= X
-        else:
-            at += X
+        store_sums(slot + D * E, ua, ub, D, R, P, TILES, INTERLEAVED)
         if WEIGHTED:
-            carry *= tl.load(between + (N - 1 - step if LATER else step))
-        carry += tl.load(at, mask=x < X, other=0.0)
-        tl.store(at, carry, mask=x < X)
-    tl.store(last_kv + bh * KV + x, carry, mask=in_kv)
-    tl.store(last_k_sum + bh * (X - KV) + x - KV, carry, mask=in_sum)
+            if h < heads_of_decay:
+                tl.store(between + (b * heads_of_decay + h) * N + s, kept_of_all)
 
 
-@triton.autotune(CONFIGS, key=TUNED_BY, cache_results=True)
+@triton.autotune(CONFIGS, key=TUNED_BY, prune_configs_by={"early_config_prune": fitting}, cache_results=True)
 @triton.jit(do_not_specialize=OPEN)
 def attend(
-    x, y, u, w, out_values, out_features, den, d_den, state, angles, weights, documents, key_mask, d_theta,
-    d_running, eps, H, T, N, slot_of_all, x_b, x_h, x_t, x_d, y_b, y_h, y_t, y_d, u_b, u_h, u_t, u_e, w_b, w_h, w_t,
-    w_e, sines, heads_of_theta, heads_of_weights, n_weights,
-    D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, SIGNED: tl.constexpr, P: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_SUM: tl.constexpr, STRETCH: tl.constexpr, BLOCK: tl.constexpr, PHI: tl.constexpr, INTERLEAVED: tl.constexpr,
-    LATER: tl.constexpr, VALUES: tl.constexpr, FEATURES: tl.constexpr, CAUSAL: tl.constexpr, PLAIN: tl.constexpr,
-    SUMS: tl.constexpr, DECAY: tl.constexpr, DOCUMENTS: tl.constexpr, MASKED: tl.constexpr, D_THETA: tl.constexpr,
-    D_DECAY: tl.constexpr, LOW: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, EMULATED: tl.constexpr,
+    q, k, v, o, den, state, angles, log_decay, documents, key_mask, eps, H, T, N, slot_of_all,
+    q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_e, g_b, g_h, g_t, sines, heads_of_theta, bucket,
+    D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, SIGNED: tl.constexpr, P: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_E: tl.constexpr, STRETCH: tl.constexpr, PHI: tl.constexpr, INTERLEAVED: tl.constexpr, CAUSAL: tl.constexpr,
+    PLAIN: tl.constexpr, DECAY: tl.constexpr, DOCUMENTS: tl.constexpr, MASKED: tl.constexpr, LOW: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, EMULATED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """A block's values, or its features, or both: the table in the module's docstring.
+    """o (B, H, T, E), and den (B, H, T) if PLAIN.
 
-    Grid: B × H × blocks, times blocks of E for values alone.
-
-    Args:
-        x, y: (B, H, T, D) raw queries or keys, own and other; u, w: (B, H, T, E) values or ∂o, own and other.
-        out_values: (B, H, T, E): o or ∂v. out_features: (B, H, T, D): ∂q or ∂k.
-        den, d_den: (B, H, T); the forward writes den, the backward reads both.
-        state: (B, H, N + 1, D·E + D); a causal block of stretch s reads slot s, or s + 1 where LATER, any other block
-            reads `slot_of_all`.
-        d_theta: (blocks, 2, R/2): Σ of the pairs' q̃ × ∂q̃, and the same times the positions in the stretch.
-        d_running: (B, H, T): φ(x)·∂φ(x).
+    state: (B, H, N + 1, D·E + D); a causal stretch s begins from slot s, any other one reads `slot_of_all`.
+    Grid: B × H × stretches × blocks of E.
     """
     E_BLOCKS: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
-    SPLIT: tl.constexpr = 1 if FEATURES else E_BLOCKS  # programs for one block's values
     WEIGHTED: tl.constexpr = DECAY or DOCUMENTS
-    SUMMED: tl.constexpr = (E + BLOCK_SUM - 1) // BLOCK_SUM  # steps of a sum over E
-    n_blocks = tl.cdiv(T, BLOCK)
-    e_block = tl.program_id(0) % SPLIT
-    block = tl.program_id(0) // SPLIT % n_blocks
-    bh = (tl.program_id(0) // (SPLIT * n_blocks)).to(tl.int64)
+    stretches = tl.cdiv(T, STRETCH)
+    e_block = tl.program_id(0) % E_BLOCKS
+    s = tl.program_id(0) // E_BLOCKS % stretches
+    bh = (tl.program_id(0) // (E_BLOCKS * stretches)).to(tl.int64)
     b, h = bh // H, bh % H
-    s = block * BLOCK // STRETCH
-    x += b * x_b + h * x_h
-    y += b * y_b + h * y_h
-    u += b * u_b + h * u_h
-    w += b * w_b + h * w_h
+    q += b * q_b + h * q_h
+    k += b * k_b + h * k_h
+    v += b * v_b + h * v_h
     if R > 0:
         angles += (h % heads_of_theta) * (sines // heads_of_theta)
-    row, wide = (b * heads_of_weights + h % heads_of_weights) * T, tl.cast(n_weights, tl.int64)
-
-    # This block's own rows.
-    i = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    place = (i - s * STRETCH).to(tl.int32)
-    inside = i < T
-    valid = inside
-    if MASKED and LATER:
-        valid = inside & (tl.load(key_mask + b * T + i, mask=inside, other=0) != 0)
-    if VALUES:
-        xa, xb = load_halves(x, i, valid, x_t, x_d, D, R, P, INTERLEAVED)
-        fa, fb = features(xa.to(ACC), xb.to(ACC), valid, D, R, P, SIGNED, PHI, INTERLEAVED)
-        ta, tb = fa, fb
-        if R > 0:
-            cos, sin = load_rotations(angles, place, sines, R, P)
-            ta, tb = rotate(fa, fb, cos, sin)
-    scale = tl.full((BLOCK,), 1.0, dtype=ACC)  # of own values
-    if FEATURES and PLAIN and not LATER:
-        scale = 1.0 / tl.load(den + bh * T + i, mask=inside, other=1.0)
-    reach = tl.full((BLOCK,), 1.0, dtype=ACC)
-    if WEIGHTED:
-        reach = tl.load(weights + (3 if LATER else 2) * wide + row + i, mask=inside, other=0.0)
     if DECAY:
-        own_high = tl.load(weights + row + i, mask=inside, other=0.0)
-        own_low = tl.load(weights + wide + row + i, mask=inside, other=0.0)
+        log_decay += b * g_b + h * g_h
     if DOCUMENTS:
-        own_document = tl.load(documents + b * T + i, mask=inside, other=-1)
-    columns = (e_block * BLOCK_E + tl.arange(0, BLOCK_E)).to(tl.int64)
-    a_dims, b_dims = halves(R, P, INTERLEAVED)
-    mapped_a, mapped_b = is_mapped(a_dims, D, SIGNED), is_mapped(b_dims, D, SIGNED)
+        documents += b * T
+    if MASKED and CAUSAL:
+        key_mask += b * T
+    e = e_block * BLOCK_E + tl.arange(0, BLOCK_E)
+    p = tl.arange(0, CHUNK)
+    first = s.to(tl.int64) * STRETCH
+    chunks = tl.cdiv(tl.minimum(T - first, STRETCH), CHUNK).to(tl.int32)
+    slot = state + (bh * (N + 1) + (s if CAUSAL else slot_of_all)) * (D * E + D)
+    sa, sb = load_state(slot, e, angles, s, sines, D, E, R, P, TILES, STRETCH, INTERLEAVED)
+    ua, ub = load_sums(slot + D * E, D, R, P, TILES, SIGNED, INTERLEAVED)
 
-    # The state, in the frame of the sequence's start: its products are rotated by the stretch's angle, or back.
-    slot = slot_of_all
-    if CAUSAL:
-        slot = s + (1 if LATER else 0)
-    state += (bh * (N + 1) + slot) * (D * E + D)
-    if R > 0:
-        far_cos, far_sin = load_rotations(angles, STRETCH + s + tl.zeros((1,), dtype=tl.int32), sines, R, P)
-    values = tl.zeros((BLOCK, BLOCK_E), dtype=ACC)
-    out_a = tl.zeros((BLOCK, P), dtype=ACC)
-    out_b = tl.zeros((BLOCK, P), dtype=ACC)
-    in_columns = (columns < E)[None, :]
-    if VALUES:
-        far_a, far_b = ta, tb
-        if R > 0:
-            far_a, far_b = rotate(ta, tb, far_cos, far_sin)
-        at = state + a_dims[:, None] * E + columns[None, :]
-        half = tl.load(at, mask=(a_dims < D)[:, None] & in_columns, other=0.0)
-        values += product(far_a * reach[:, None], half, LOW, ACC, PRECISION, EMULATED)
-        at = state + b_dims[:, None] * E + columns[None, :]
-        half = tl.load(at, mask=(b_dims < D)[:, None] & in_columns, other=0.0)
-        values += product(far_b * reach[:, None], half, LOW, ACC, PRECISION, EMULATED)
-    if FEATURES:
-        for k in tl.static_range(SUMMED):
-            e = (k * BLOCK_SUM + tl.arange(0, BLOCK_SUM)).to(tl.int64)
-            down_e = (e < E)[:, None]
-            own = tl.load(u + i[:, None] * u_t + e[None, :] * u_e, mask=valid[:, None] & (e < E)[None, :], other=0.0)
-            own = own.to(ACC) * (scale * reach)[:, None]
-            half = tl.load(state + a_dims[None, :] * E + e[:, None], mask=(a_dims < D)[None, :] & down_e, other=0.0)
-            out_a += product(own, half, LOW, ACC, PRECISION, EMULATED)
-            half = tl.load(state + b_dims[None, :] * E + e[:, None], mask=(b_dims < D)[None, :] & down_e, other=0.0)
-            out_b += product(own, half, LOW, ACC, PRECISION, EMULATED)
-        if R > 0:
-            out_a, out_b = rotate(out_a, out_b, far_cos, -far_sin)
-
-    # The denominator's sums: over whole stretches before, then over blocks before, then within the block.
-    before_a = tl.zeros((P,), dtype=ACC)
-    before_b = tl.zeros((P,), dtype=ACC)
-    running_a = tl.zeros((BLOCK, P), dtype=ACC)
-    running_b = tl.zeros((BLOCK, P), dtype=ACC)
-    total = tl.zeros((BLOCK,), dtype=ACC)
-    if SUMS:
-        before_a += tl.load(state + D * E + a_dims, mask=a_dims < D, other=0.0)
-        before_b += tl.load(state + D * E + b_dims, mask=b_dims < D, other=0.0)
-        if FEATURES and (WEIGHTED or not CAUSAL or not PLAIN):
-            running_a = reach[:, None] * before_a[None, :]
-            running_b = reach[:, None] * before_b[None, :]
-        elif not FEATURES and (WEIGHTED or not CAUSAL):
-            total = reach * (summed(fa * before_a[None, :], mapped_a) + summed(fb * before_b[None, :], mapped_b))
-
-    # All pairs within the stretch: first the other blocks, then the block itself.
-    if CAUSAL:
-        for phase in tl.static_range(2):
-            first = s * (STRETCH // BLOCK)
-            last = block
-            if LATER:
-                first = block + 1
-                last = tl.minimum((s + 1) * (STRETCH // BLOCK), n_blocks)
-            if phase == 1:
-                first = block
-                last = block + 1
-            for other in range(first, last):
-                j = (other * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-                j_inside = j < T
-                j_valid = j_inside
-                if MASKED and not LATER:
-                    j_valid = j_inside & (tl.load(key_mask + b * T + j, mask=j_inside, other=0) != 0)
-                ya, yb = load_halves(y, j, j_valid, y_t, y_d, D, R, P, INTERLEAVED)
-                ga, gb = features(ya.to(ACC), yb.to(ACC), j_valid, D, R, P, SIGNED, PHI, INTERLEAVED)
-                visible = (i[:, None] <= j[None, :]) if LATER else (i[:, None] >= j[None, :])
-                if DOCUMENTS:
-                    other_document = tl.load(documents + b * T + j, mask=j_inside, other=-2)
-                    visible = visible & (own_document[:, None] == other_document[None, :])
-                weight = visible.to(ACC)
-                if DECAY:
-                    other_high = tl.load(weights + row + j, mask=j_inside, other=0.0)
-                    other_low = tl.load(weights + wide + row + j, mask=j_inside, other=0.0)
-                    lasting = (own_high[:, None] - other_high[None, :]) + (own_low[:, None] - other_low[None, :])
-                    if LATER:
-                        lasting = -lasting
-                    weight = tl.where(visible, tl.exp(tl.where(lasting > 0, 0.0, lasting)), 0.0)
-                if PLAIN and SUMS:
-                    sa, sb = ga, gb
-                    if LATER:
-                        share = tl.load(d_den + bh * T + j, mask=j_inside, other=0.0)[:, None]
-                        sa, sb = ga * share, gb * share
-                    if WEIGHTED and FEATURES:
-                        running_a += product(weight, sa, LOW, ACC, PRECISION, EMULATED)
-                        running_b += product(weight, sb, LOW, ACC, PRECISION, EMULATED)
-                    elif WEIGHTED:
-                        sa, sb = tl.where(mapped_a, sa, 0.0), tl.where(mapped_b, sb, 0.0)
-                        plain = product(fa, tl.trans(sa), LOW, ACC, PRECISION, EMULATED)
-                        plain += product(fb, tl.trans(sb), LOW, ACC, PRECISION, EMULATED)
-                        total += tl.sum(plain * weight, axis=1)
-                    elif phase == 0:
-                        before_a += tl.sum(sa, axis=0)
-                        before_b += tl.sum(sb, axis=0)
-                    else:
-                        until_a, until_b = tl.cumsum(sa, axis=0), tl.cumsum(sb, axis=0)
-                        if LATER:  # sums from the end
-                            until_a = tl.sum(sa, axis=0)[None, :] - until_a + sa
-                            until_b = tl.sum(sb, axis=0)[None, :] - until_b + sb
-                        until_a += before_a[None, :]
-                        until_b += before_b[None, :]
-                        if FEATURES:
-                            running_a = running_a + until_a
-                            running_b = running_b + until_b
-                        else:
-                            total += summed(fa * until_a, mapped_a) + summed(fb * until_b, mapped_b)
-                if R > 0:
-                    j_cos, j_sin = load_rotations(angles, (j - s * STRETCH).to(tl.int32), sines, R, P)
-                    ga, gb = rotate(ga, gb, j_cos, j_sin)
-                j_scale = tl.full((BLOCK,), 1.0, dtype=ACC)
-                if LATER and PLAIN:
-                    j_scale = 1.0 / tl.load(den + bh * T + j, mask=j_inside, other=1.0)
-                if FEATURES:
-                    pairs = tl.zeros((BLOCK, BLOCK), dtype=ACC)
-                    for k in tl.static_range(SUMMED):
-                        e = (k * BLOCK_SUM + tl.arange(0, BLOCK_SUM)).to(tl.int64)
-                        in_e = (e < E)[None, :]
-                        own = tl.load(u + i[:, None] * u_t + e[None, :] * u_e, mask=valid[:, None] & in_e, other=0.0)
-                        mask = j_valid[:, None] & in_e
-                        others = tl.load(w + j[:, None] * w_t + e[None, :] * w_e, mask=mask, other=0.0)
-                        own, others = own.to(ACC) * scale[:, None], others.to(ACC) * j_scale[:, None]
-                        pairs += product(own, tl.trans(others), LOW, ACC, PRECISION, EMULATED)
-                    pairs = pairs * weight
-                    out_a += product(pairs, ga, LOW, ACC, PRECISION, EMULATED)
-                    out_b += product(pairs, gb, LOW, ACC, PRECISION, EMULATED)
-                if VALUES:
-                    pairs = product(ta, tl.trans(ga), LOW, ACC, PRECISION, EMULATED)
-                    pairs += product(tb, tl.trans(gb), LOW, ACC, PRECISION, EMULATED)
-                    seen = j_valid[:, None] & in_columns
-                    across = tl.load(w + j[:, None] * w_t + columns[None, :] * w_e, mask=seen, other=0.0)
-                    across = across.to(ACC) * j_scale[:, None]
-                    values += product(pairs * weight, across, LOW, ACC, PRECISION, EMULATED)
-
-    # Out.
-    if VALUES:
-        if PLAIN and not LATER:
+    for chunk in range(chunks):
+        place = chunk * CHUNK
+        i0 = first + place
+        inside = i0 + p < T
+        cos, sin = load_rotations(angles, place, sines, CHUNK, R, P, TILES)
+        xa, xb = load_rows(q + i0 * q_t, p, inside, q_t, q_d, D, R, P, TILES, INTERLEAVED, ACC)
+        fa, fb = features(xa, xb, inside, D, P, TILES, SIGNED, PHI)
+        ta, tb = rotate_all(fa, fb, cos, sin, R, TILES)
+        high, low, reach, kept, passed, document = chunk_decay(
+            log_decay, documents, i0, T, g_t, CHUNK, DECAY, DOCUMENTS, ACC
+        )
+        values = read_state(ta, tb, sa, sb, TILES, LOW, ACC, PRECISION, EMULATED)
+        if WEIGHTED:
+            values = values * reach[:, None]
+        if PLAIN:
+            total = read_sums(fa, fb, ua, ub, TILES) * reach
+        if CAUSAL:
+            valid = inside
+            if MASKED:
+                valid = is_kept(key_mask + i0, p, inside, MASKED)
+            ya, yb = load_rows(k + i0 * k_t, p, valid, k_t, k_d, D, R, P, TILES, INTERLEAVED, ACC)
+            across = load_values(v + i0 * v_t, p, e, valid, v_t, v_e, E, BLOCK_E).to(ACC)
+            ga, gb = features(ya, yb, valid, D, P, TILES, SIGNED, PHI)
+            weight = pair_weights(high, low, document, CHUNK, DECAY, DOCUMENTS, False, ACC)
+            if PLAIN:
+                pa, pb = summed_features(ga, gb, D, P, TILES, SIGNED)
+                plain = dots(fa, fb, pa, pb, TILES, LOW, ACC, PRECISION, EMULATED)
+                total += tl.sum(plain * weight, axis=1)
+                ua, ub = grown_sums(ua, ub, pa, pb, kept, passed, TILES)
+            ga, gb = rotate_all(ga, gb, cos, sin, R, TILES)
+            pairs = dots(ta, tb, ga, gb, TILES, LOW, ACC, PRECISION, EMULATED) * weight
+            values += product(pairs, across, LOW, ACC, PRECISION, EMULATED)
+            if WEIGHTED:
+                across = across * kept[:, None]
+            sa, sb = grown(sa, sb, ga, gb, across, passed, TILES, WEIGHTED, LOW, ACC, PRECISION, EMULATED)
+        if PLAIN:
             total += eps
-            values = values / total[:, None]
+            values = values * (1.0 / total)[:, None]
             if e_block == 0:
-                tl.store(den + bh * T + i, total, mask=inside)
-        values = tl.where(valid[:, None], values, 0.0)
-        mask = inside[:, None] & (columns < E)[None, :]
-        tl.store(out_values + (bh * T + i)[:, None] * E + columns[None, :], values, mask=mask)
-    if FEATURES:  # read own features only now, which saves registers
-        xa, xb = load_halves(x, i, valid, x_t, x_d, D, R, P, INTERLEAVED)
-        xa, xb = xa.to(ACC), xb.to(ACC)
-        fa, fb = features(xa, xb, valid, D, R, P, SIGNED, PHI, INTERLEAVED)
-        if R > 0:
-            cos, sin = load_rotations(angles, place, sines, R, P)
+                tl.store(den + bh * T + i0 + p, total, mask=inside)
+        store_values(o + (bh * T + i0) * E, p, e, inside, values.to(o.dtype.element_ty), E, BLOCK_E)
+
+
+@triton.autotune(CONFIGS, key=TUNED_BY, prune_configs_by={"early_config_prune": fitting}, cache_results=True)
+@triton.jit(do_not_specialize=OPEN)
+def query_gradients(
+    q, k, v, grad_o, o, den, d_den, out, state, angles, log_decay, documents, key_mask, d_theta, d_running, H, T, N,
+    slot_of_all, q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_e, o_b, o_h, o_t, o_e, g_b, g_h, g_t,
+    sines, heads_of_theta, bucket,
+    D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, SIGNED: tl.constexpr, P: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_E: tl.constexpr, STRETCH: tl.constexpr, PHI: tl.constexpr, INTERLEAVED: tl.constexpr, CAUSAL: tl.constexpr,
+    PLAIN: tl.constexpr, DECAY: tl.constexpr, DOCUMENTS: tl.constexpr, MASKED: tl.constexpr, PARTIAL: tl.constexpr,
+    D_THETA: tl.constexpr, D_DECAY: tl.constexpr, LOW: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    EMULATED: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """∂q, and ∂den (B, H, T) if PLAIN. Grid and state as in `attend`.
+
+    Args:
+        grad_o: ∂o with the strides o_b … o_e; o is contiguous.
+        out: ∂q (B, H, T, D). If PARTIAL, ∂φ(q) for each block of E, (blocks, B, H, T, D).
+        d_theta: (blocks of E, B, H, stretches, 2, R/2), float64: Σ of the pairs' q̃ × ∂q̃, and the same times the
+            positions in the stretch.
+        d_running: (blocks of E, B, H, T): φ(q)·∂φ(q).
+    """
+    E_BLOCKS: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
+    WEIGHTED: tl.constexpr = DECAY or DOCUMENTS
+    stretches = tl.cdiv(T, STRETCH)
+    e_block = tl.program_id(0) % E_BLOCKS
+    s = tl.program_id(0) // E_BLOCKS % stretches
+    bh = (tl.program_id(0) // (E_BLOCKS * stretches)).to(tl.int64)
+    part = bh + e_block * (tl.num_programs(0) // (E_BLOCKS * stretches)).to(tl.int64)
+    b, h = bh // H, bh % H
+    q += b * q_b + h * q_h
+    k += b * k_b + h * k_h
+    v += b * v_b + h * v_h
+    grad_o += b * o_b + h * o_h
+    if R > 0:
+        angles += (h % heads_of_theta) * (sines // heads_of_theta)
+    if DECAY:
+        log_decay += b * g_b + h * g_h
+    if DOCUMENTS:
+        documents += b * T
+    if MASKED and CAUSAL:
+        key_mask += b * T
+    e = e_block * BLOCK_E + tl.arange(0, BLOCK_E)
+    p = tl.arange(0, CHUNK)
+    first = s.to(tl.int64) * STRETCH
+    chunks = tl.cdiv(tl.minimum(T - first, STRETCH), CHUNK).to(tl.int32)
+    slot = state + (bh * (N + 1) + (s if CAUSAL else slot_of_all)) * (D * E + D)
+    sa, sb = load_state(slot, e, angles, s, sines, D, E, R, P, TILES, STRETCH, INTERLEAVED)
+    ua, ub = load_sums(slot + D * E, D, R, P, TILES, SIGNED, INTERLEAVED)
+    crosses, placed = (), ()
+    if D_THETA:
+        for tile in tl.static_range(TILES):
+            crosses = crosses + (tl.zeros((P,), dtype=tl.float64),)
+            placed = placed + (tl.zeros((P,), dtype=tl.float64),)
+
+    for chunk in range(chunks):
+        place = chunk * CHUNK
+        i0 = first + place
+        inside = i0 + p < T
+        cos, sin = load_rotations(angles, place, sines, CHUNK, R, P, TILES)
+        high, low, reach, kept, passed, document = chunk_decay(
+            log_decay, documents, i0, T, g_t, CHUNK, DECAY, DOCUMENTS, ACC
+        )
+        given = load_values(grad_o + i0 * o_t, p, e, inside, o_t, o_e, E, BLOCK_E).to(ACC)
+        if PLAIN:
+            scale = 1.0 / tl.load(den + bh * T + i0 + p, mask=inside, other=1.0)
+            own = load_values(o + (bh * T + i0) * E, p, e, inside, E, 1, E, BLOCK_E).to(ACC)
+            share = tl.sum(given * own, axis=1)
+            if PARTIAL:  # ∂den is a sum over all of E
+                share = tl.zeros_like(share)
+                for block in tl.static_range(E_BLOCKS):
+                    all_e = block * BLOCK_E + tl.arange(0, BLOCK_E)
+                    own = load_values(o + (bh * T + i0) * E, p, all_e, inside, E, 1, E, BLOCK_E).to(ACC)
+                    share += tl.sum(
+                        own * load_values(grad_o + i0 * o_t, p, all_e, inside, o_t, o_e, E, BLOCK_E).to(ACC), axis=1
+                    )
+            share = -share * scale
+            if e_block == 0:
+                tl.store(d_den + bh * T + i0 + p, share, mask=inside)
+            if PARTIAL:
+                share = tl.where(e_block == 0, share, 0.0)
+            given = given * scale[:, None]
+        far = given
+        if WEIGHTED:
+            far = given * reach[:, None]
+        da, db = (), ()
+        for tile in tl.static_range(TILES):
+            da = da + (product(far, tl.trans(sa[tile]), LOW, ACC, PRECISION, EMULATED),)
+            db = db + (product(far, tl.trans(sb[tile]), LOW, ACC, PRECISION, EMULATED),)
+        if CAUSAL:
+            valid = inside
+            if MASKED:
+                valid = is_kept(key_mask + i0, p, inside, MASKED)
+            ya, yb = load_rows(k + i0 * k_t, p, valid, k_t, k_d, D, R, P, TILES, INTERLEAVED, ACC)
+            across = load_values(v + i0 * v_t, p, e, valid, v_t, v_e, E, BLOCK_E).to(ACC)
+            ka, kb = features(ya, yb, valid, D, P, TILES, SIGNED, PHI)
+            weight = pair_weights(high, low, document, CHUNK, DECAY, DOCUMENTS, False, ACC)
+            ga, gb = rotate_all(ka, kb, cos, sin, R, TILES)
+            pairs = product(given, tl.trans(across), LOW, ACC, PRECISION, EMULATED) * weight
+            da, db = add_products(da, db, pairs, ga, gb, TILES, LOW, ACC, PRECISION, EMULATED)
+            if WEIGHTED:
+                across = across * kept[:, None]
+            sa, sb = grown(sa, sb, ga, gb, across, passed, TILES, WEIGHTED, LOW, ACC, PRECISION, EMULATED)
+
+        xa, xb = load_rows(q + i0 * q_t, p, inside, q_t, q_d, D, R, P, TILES, INTERLEAVED, ACC)
+        fa, fb = features(xa, xb, inside, D, P, TILES, SIGNED, PHI)
         if D_THETA:
-            ta, tb = rotate(fa, fb, cos, sin)
-            cross = ta * out_b - tb * out_a
-            m = tl.arange(0, P)
-            at = d_theta + (bh * n_blocks + block) * 2 * (R // 2) + m
-            tl.store(at, tl.sum(cross, axis=0), mask=m < R // 2)
-            tl.store(at + R // 2, tl.sum(cross * place[:, None], axis=0), mask=m < R // 2)
-        if R > 0:
-            out_a, out_b = rotate(out_a, out_b, cos, -sin)
-        if SUMS:
-            share = tl.full((BLOCK,), 1.0, dtype=ACC)
-            if not LATER:
-                share = tl.load(d_den + bh * T + i, mask=inside, other=0.0)
-            out_a += tl.where(mapped_a, share[:, None] * running_a, 0.0)
-            out_b += tl.where(mapped_b, share[:, None] * running_b, 0.0)
+            ta, tb = rotate_all(fa, fb, cos, sin, R, TILES)
+            nc, np = (), ()
+            for tile in tl.static_range(TILES):
+                cross = (ta[tile] * db[tile] - tb[tile] * da[tile]).to(tl.float64)
+                nc = nc + (crosses[tile] + tl.sum(cross, axis=0),)
+                np = np + (placed[tile] + tl.sum(cross * (place + p)[:, None], axis=0),)
+            crosses, placed = nc, np
+        da, db = rotate_all(da, db, cos, sin, R, TILES, True)
+        if PLAIN:  # ∂den times the sum of keys so far
+            once = share * reach
+            na, nb = (), ()
+            for tile in tl.static_range(TILES):
+                na = na + (da[tile] + once[:, None] * ua[tile][None, :],)
+                nb = nb + (db[tile] + once[:, None] * ub[tile][None, :],)
+            da, db = na, nb
+            if CAUSAL:
+                pa, pb = summed_features(ka, kb, D, P, TILES, SIGNED)
+                da, db = add_products(da, db, weight * share[:, None], pa, pb, TILES, LOW, ACC, PRECISION, EMULATED)
+                ua, ub = grown_sums(ua, ub, pa, pb, kept, passed, TILES)
         if D_DECAY:
-            d_total = tl.sum(fa * out_a, axis=1) + tl.sum(fb * out_b, axis=1)
-            tl.store(d_running + bh * T + i, d_total, mask=inside)
-        out_a, out_b = vjp_features(xa, xb, fa, fb, out_a, out_b, D, R, P, SIGNED, PHI, INTERLEAVED)
-        out_a, out_b = tl.where(valid[:, None], out_a, 0.0), tl.where(valid[:, None], out_b, 0.0)
-        size = out_features.dtype.element_ty
-        store_halves(out_features + bh * T * D, i, inside, out_a.to(size), out_b.to(size), D, R, P, INTERLEAVED)
+            running = tl.sum(fa[0] * da[0], axis=1) + tl.sum(fb[0] * db[0], axis=1)
+            for tile in tl.static_range(1, TILES):
+                running += tl.sum(fa[tile] * da[tile], axis=1) + tl.sum(fb[tile] * db[tile], axis=1)
+            tl.store(d_running + part * T + i0 + p, running, mask=inside)
+        if not PARTIAL:
+            da, db = vjp_features(xa, xb, fa, fb, da, db, D, P, TILES, SIGNED, PHI)
+        store_rows(out + (part * T + i0) * D, p, inside, da, db, D, R, P, TILES, INTERLEAVED)
+    if D_THETA:
+        at = d_theta + (part * stretches + s) * 2 * (R // 2)
+        for tile in tl.static_range(TILES):
+            m = tile * P + tl.arange(0, P)
+            tl.store(at + m, crosses[tile], mask=m < R // 2)
+            tl.store(at + R // 2 + m, placed[tile], mask=m < R // 2)
+
+
+@triton.autotune(CONFIGS, key=TUNED_BY, prune_configs_by={"early_config_prune": fitting}, cache_results=True)
+@triton.jit(do_not_specialize=OPEN)
+def key_gradients(
+    q, k, v, grad_o, den, d_den, out, d_v, state, angles, log_decay, documents, key_mask, d_theta, d_running, H, T, N,
+    slot_of_all, q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_e, o_b, o_h, o_t, o_e, g_b, g_h, g_t,
+    sines, heads_of_theta, bucket,
+    D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, SIGNED: tl.constexpr, P: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_E: tl.constexpr, STRETCH: tl.constexpr, PHI: tl.constexpr, INTERLEAVED: tl.constexpr, CAUSAL: tl.constexpr,
+    PLAIN: tl.constexpr, SUMS: tl.constexpr, DECAY: tl.constexpr, DOCUMENTS: tl.constexpr, MASKED: tl.constexpr,
+    PARTIAL: tl.constexpr, D_THETA: tl.constexpr, D_DECAY: tl.constexpr, LOW: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr, EMULATED: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """∂k and ∂v, from the end of each stretch to its start. Arguments as in `query_gradients`; T counts keys.
+
+    state: the gradients of states, (B, H, N + 1, D·E + D); a causal stretch s begins from slot s + 1. SUMS: whether
+    those of sums of features are not 0. d_v: (B, H, T, E).
+    """
+    E_BLOCKS: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
+    WEIGHTED: tl.constexpr = DECAY or DOCUMENTS
+    stretches = tl.cdiv(T, STRETCH)
+    e_block = tl.program_id(0) % E_BLOCKS
+    s = tl.program_id(0) // E_BLOCKS % stretches
+    bh = (tl.program_id(0) // (E_BLOCKS * stretches)).to(tl.int64)
+    part = bh + e_block * (tl.num_programs(0) // (E_BLOCKS * stretches)).to(tl.int64)
+    b, h = bh // H, bh % H
+    q += b * q_b + h * q_h
+    k += b * k_b + h * k_h
+    v += b * v_b + h * v_h
+    grad_o += b * o_b + h * o_h
+    if R > 0:
+        angles += (h % heads_of_theta) * (sines // heads_of_theta)
+    if DECAY:
+        log_decay += b * g_b + h * g_h
+    if DOCUMENTS:
+        documents += b * T
+    if MASKED:
+        key_mask += b * T
+    e = e_block * BLOCK_E + tl.arange(0, BLOCK_E)
+    p = tl.arange(0, CHUNK)
+    first = s.to(tl.int64) * STRETCH
+    chunks = tl.cdiv(tl.minimum(T - first, STRETCH), CHUNK).to(tl.int32)
+    slot = state + (bh * (N + 1) + (s + 1 if CAUSAL else slot_of_all)) * (D * E + D)
+    sa, sb = load_state(slot, e, angles, s, sines, D, E, R, P, TILES, STRETCH, INTERLEAVED)
+    ua, ub = load_sums(slot + D * E, D, R, P, TILES, SIGNED, INTERLEAVED)
+    crosses, placed = (), ()
+    if D_THETA:
+        for tile in tl.static_range(TILES):
+            crosses = crosses + (tl.zeros((P,), dtype=tl.float64),)
+            placed = placed + (tl.zeros((P,), dtype=tl.float64),)
+
+    for step in range(chunks):
+        place = (chunks - 1 - step) * CHUNK
+        i0 = first + place
+        inside = i0 + p < T
+        valid = inside
+        if MASKED:
+            valid = is_kept(key_mask + i0, p, inside, MASKED)
+        cos, sin = load_rotations(angles, place, sines, CHUNK, R, P, TILES)
+        high, low, reach, kept, passed, document = chunk_decay(
+            log_decay, documents, i0, T, g_t, CHUNK, DECAY, DOCUMENTS, ACC
+        )
+        ya, yb = load_rows(k + i0 * k_t, p, valid, k_t, k_d, D, R, P, TILES, INTERLEAVED, ACC)
+        ga, gb = features(ya, yb, valid, D, P, TILES, SIGNED, PHI)
+        across = load_values(v + i0 * v_t, p, e, valid, v_t, v_e, E, BLOCK_E).to(ACC)
+        ta, tb = rotate_all(ga, gb, cos, sin, R, TILES)
+        values = read_state(ta, tb, sa, sb, TILES, LOW, ACC, PRECISION, EMULATED)
+        far = across
+        if WEIGHTED:
+            values = values * kept[:, None]
+            far = across * kept[:, None]
+        da, db = (), ()
+        for tile in tl.static_range(TILES):
+            da = da + (product(far, tl.trans(sa[tile]), LOW, ACC, PRECISION, EMULATED),)
+            db = db + (product(far, tl.trans(sb[tile]), LOW, ACC, PRECISION, EMULATED),)
+        if CAUSAL:
+            xa, xb = load_rows(q + i0 * q_t, p, inside, q_t, q_d, D, R, P, TILES, INTERLEAVED, ACC)
+            given = load_values(grad_o + i0 * o_t, p, e, inside, o_t, o_e, E, BLOCK_E).to(ACC)
+            fa, fb = features(xa, xb, inside, D, P, TILES, SIGNED, PHI)
+            weight = pair_weights(high, low, document, CHUNK, DECAY, DOCUMENTS, True, ACC)
+            if PLAIN:
+                scale = 1.0 / tl.load(den + bh * T + i0 + p, mask=inside, other=1.0)
+                given = given * scale[:, None]
+                share = tl.load(d_den + bh * T + i0 + p, mask=inside, other=0.0)
+                pa, pb = summed_features(fa, fb, D, P, TILES, SIGNED)
+                pa, pb = scaled(pa, pb, share, TILES)
+            fa, fb = rotate_all(fa, fb, cos, sin, R, TILES)
+            pairs = dots(ta, tb, fa, fb, TILES, LOW, ACC, PRECISION, EMULATED) * weight
+            values += product(pairs, given, LOW, ACC, PRECISION, EMULATED)
+            pairs = product(across, tl.trans(given), LOW, ACC, PRECISION, EMULATED) * weight
+            da, db = add_products(da, db, pairs, fa, fb, TILES, LOW, ACC, PRECISION, EMULATED)
+            if WEIGHTED:
+                given = given * reach[:, None]
+            sa, sb = grown(sa, sb, fa, fb, given, passed, TILES, WEIGHTED, LOW, ACC, PRECISION, EMULATED)
+
+        values = tl.where(valid[:, None], values, 0.0)
+        store_values(d_v + (bh * T + i0) * E, p, e, inside, values.to(d_v.dtype.element_ty), E, BLOCK_E)
+        if D_THETA:
+            nc, np = (), ()
+            for tile in tl.static_range(TILES):
+                cross = (ta[tile] * db[tile] - tb[tile] * da[tile]).to(tl.float64)
+                nc = nc + (crosses[tile] + tl.sum(cross, axis=0),)
+                np = np + (placed[tile] + tl.sum(cross * (place + p)[:, None], axis=0),)
+            crosses, placed = nc, np
+        da, db = rotate_all(da, db, cos, sin, R, TILES, True)
+        if SUMS:  # the sum of later ∂den φ(q)
+            once = kept
+            if PARTIAL:
+                once = tl.where(e_block == 0, kept, 0.0)
+            na, nb = (), ()
+            for tile in tl.static_range(TILES):
+                na = na + (da[tile] + once[:, None] * ua[tile][None, :],)
+                nb = nb + (db[tile] + once[:, None] * ub[tile][None, :],)
+            da, db = na, nb
+            if CAUSAL and PLAIN:
+                if PARTIAL:
+                    weight = tl.where(e_block == 0, weight, 0.0)
+                da, db = add_products(da, db, weight, pa, pb, TILES, LOW, ACC, PRECISION, EMULATED)
+                ua, ub = grown_sums(ua, ub, pa, pb, reach, passed, TILES)
+            elif CAUSAL and WEIGHTED:
+                na, nb = (), ()
+                for tile in tl.static_range(TILES):
+                    na, nb = na + (ua[tile] * passed,), nb + (ub[tile] * passed,)
+                ua, ub = na, nb
+        if D_DECAY:
+            running = tl.sum(ga[0] * da[0], axis=1) + tl.sum(gb[0] * db[0], axis=1)
+            for tile in tl.static_range(1, TILES):
+                running += tl.sum(ga[tile] * da[tile], axis=1) + tl.sum(gb[tile] * db[tile], axis=1)
+            tl.store(d_running + part * T + i0 + p, running, mask=inside)
+        if not PARTIAL:
+            da, db = vjp_features(ya, yb, ga, gb, da, db, D, P, TILES, SIGNED, PHI)
+        na, nb = (), ()
+        for tile in tl.static_range(TILES):
+            na = na + (tl.where(valid[:, None], da[tile], 0.0),)
+            nb = nb + (tl.where(valid[:, None], db[tile], 0.0),)
+        store_rows(out + (part * T + i0) * D, p, inside, na, nb, D, R, P, TILES, INTERLEAVED)
+    if D_THETA:
+        at = d_theta + (part * stretches + s) * 2 * (R // 2)
+        for tile in tl.static_range(TILES):
+            m = tile * P + tl.arange(0, P)
+            tl.store(at + m, crosses[tile], mask=m < R // 2)
+            tl.store(at + R // 2 + m, placed[tile], mask=m < R // 2)

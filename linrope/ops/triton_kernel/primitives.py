@@ -1,7 +1,11 @@
-"""Device functions that the Triton kernels share: features, their maps and rotations, and products.
+"""Device functions that the Triton kernels share: features, their maps and rotations, products, decay weights.
 
-The features of C tokens are two matrices (C, P): the first and the second dimensions of all pairs that RoPE rotates,
-for either pairing. A rotation is then elementwise, and a product of features is the sum of two products of halves.
+The features of C tokens are held as `TILES` tiles, and a tile as two matrices (C, P): the first and the second
+dimensions of P pairs that RoPE rotates, for either pairing. A rotation is then elementwise, and a product of features
+is a sum of products of halves. Rows are read as they lie in memory, and neighbours are split in registers: a load of
+the even dimensions alone would be one of 16 bits.
+
+Offsets are 32-bit numbers from the 64-bit address of a chunk's first row.
 """
 
 from __future__ import annotations
@@ -9,51 +13,114 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-OPEN = ["T", "N", "rows", "start", "position", "slot_of_all", "n_weights", "sines"]
+OPEN = ["T", "N", "S", "rows", "start", "slot_of_all", "sines", "bucket"]
 """Arguments that follow the length: Triton compiles nothing anew for particular values of them."""
+LOCAL, STEP = tl.constexpr(64), tl.constexpr(16)
+"""Rows of a table of angles: positions 0 … LOCAL - 1, each STEP-th position of a stretch, and each stretch's start."""
 
 
 @triton.jit
-def halves(R: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """(P,) and (P,): the first and the second dimension of pair m. Beyond the rotated ones, pairs are neighbours."""
-    m = tl.arange(0, P)
+def pair_dims(tile: tl.constexpr, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """(P,) and (P,): the first and the second dimension of each pair of a tile.
+
+    Pairs are neighbours, or with half-split pairing (m, m + R/2), and then the first and second half of the rest.
+    """
+    m = tile * P + tl.arange(0, P)
     if INTERLEAVED:
         return 2 * m, 2 * m + 1
     else:
-        return tl.where(m < R // 2, m, 2 * m), tl.where(m < R // 2, m + R // 2, 2 * m + 1)
+        return tl.where(m < R // 2, m, m + R // 2), tl.where(m < R // 2, m + R // 2, m + (D + 1) // 2)
 
 
 @triton.jit
-def load_halves(
-    ptr, t, valid, stride_t, stride_d, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr
-):
-    """Both halves, (C, P) each, of rows t; 0 beyond D and in rows that are not valid."""
-    a, b = halves(R, P, INTERLEAVED)
-    a, b = a.to(tl.int64), b.to(tl.int64)
-    row = ptr + t[:, None] * stride_t
-    xa = tl.load(row + a[None, :] * stride_d, mask=valid[:, None] & (a < D)[None, :], other=0.0)
-    xb = tl.load(row + b[None, :] * stride_d, mask=valid[:, None] & (b < D)[None, :], other=0.0)
+def are_there(tile: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
+    """(P,) and (P,): whether the pairs of a tile have their first and their second dimension."""
+    m = tile * P + tl.arange(0, P)
+    return m < (D + 1) // 2, m < D // 2
+
+
+@triton.jit
+def are_mapped(tile: tl.constexpr, D: tl.constexpr, P: tl.constexpr, SIGNED: tl.constexpr):
+    """(1, P) and (1, P): whether φ and the denominator use them: not the first SIGNED, which are rotated pairs."""
+    m = tile * P + tl.arange(0, P)
+    a, b = are_there(tile, D, P)
+    return ((m >= SIGNED // 2) & a)[None, :], ((m >= SIGNED // 2) & b)[None, :]
+
+
+@triton.jit
+def row_mask(valid, columns, WHOLE: tl.constexpr):
+    """The mask of a tile: of its rows alone if all of its columns are there, which takes fewer registers."""
+    if WHOLE:
+        return valid[:, None]
+    else:
+        return valid[:, None] & columns[None, :]
+
+
+@triton.jit
+def load_rows(
+    ptr, p, valid, stride_t, stride_d, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr, TILES: tl.constexpr,
+    INTERLEAVED: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Both halves of each tile, (C, P), of rows p from `ptr` on; 0 beyond D and in rows that are not valid."""
+    WHOLE: tl.constexpr = D == 2 * P * TILES
+    xa, xb = (), ()
+    rows = ptr + p[:, None] * stride_t
+    for tile in tl.static_range(TILES):
+        if INTERLEAVED:
+            d = tile * 2 * P + tl.arange(0, 2 * P)
+            x = tl.load(rows + d[None, :] * stride_d, mask=row_mask(valid, d < D, WHOLE), other=0.0)
+            a, b = tl.split(tl.reshape(x, (x.shape[0], P, 2)))
+        else:
+            in_a, in_b = are_there(tile, D, P)
+            at_a, at_b = pair_dims(tile, D, R, P, INTERLEAVED)
+            a = tl.load(rows + at_a[None, :] * stride_d, mask=row_mask(valid, in_a, WHOLE), other=0.0)
+            b = tl.load(rows + at_b[None, :] * stride_d, mask=row_mask(valid, in_b, WHOLE), other=0.0)
+        xa, xb = xa + (a.to(ACC),), xb + (b.to(ACC),)
     return xa, xb
 
 
 @triton.jit
-def store_halves(ptr, t, inside, xa, xb, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Into rows t of a contiguous (T, D)."""
-    a, b = halves(R, P, INTERLEAVED)
-    tl.store(ptr + t[:, None] * D + a[None, :], xa, mask=inside[:, None] & (a < D)[None, :])
-    tl.store(ptr + t[:, None] * D + b[None, :], xb, mask=inside[:, None] & (b < D)[None, :])
+def store_rows(
+    ptr, p, inside, xa, xb, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr, TILES: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Into rows p of a contiguous (·, D) from `ptr` on."""
+    WHOLE: tl.constexpr = D == 2 * P * TILES
+    size = ptr.dtype.element_ty
+    rows = ptr + p[:, None] * D
+    for tile in tl.static_range(TILES):
+        a, b = xa[tile].to(size), xb[tile].to(size)
+        if INTERLEAVED:
+            d = tile * 2 * P + tl.arange(0, 2 * P)
+            whole = tl.reshape(tl.join(a, b), (a.shape[0], 2 * P))
+            tl.store(rows + d[None, :], whole, mask=row_mask(inside, d < D, WHOLE))
+        else:
+            in_a, in_b = are_there(tile, D, P)
+            at_a, at_b = pair_dims(tile, D, R, P, INTERLEAVED)
+            tl.store(rows + at_a[None, :], a, mask=row_mask(inside, in_a, WHOLE))
+            tl.store(rows + at_b[None, :], b, mask=row_mask(inside, in_b, WHOLE))
 
 
 @triton.jit
-def is_mapped(d, D: tl.constexpr, SIGNED: tl.constexpr):
-    """(1, P): whether φ and the denominator use a dimension: not the first SIGNED."""
-    return ((d >= SIGNED) & (d < D))[None, :]
+def load_values(ptr, p, e, valid, stride_t, stride_e, E: tl.constexpr, BLOCK_E: tl.constexpr):
+    """(C, columns) of rows p from `ptr` on; 0 beyond E and in rows that are not valid."""
+    mask = row_mask(valid, e < E, E % BLOCK_E == 0)
+    return tl.load(ptr + p[:, None] * stride_t + e[None, :] * stride_e, mask=mask, other=0.0)
 
 
 @triton.jit
-def summed(x, where):
-    """(C, P) -> (C,): the sum of each row over the dimensions in `where`."""
-    return tl.sum(tl.where(where, x, 0.0), axis=1)
+def store_values(ptr, p, e, inside, values, E: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Into columns e of rows p of a contiguous (·, E) from `ptr` on."""
+    tl.store(ptr + p[:, None] * E + e[None, :], values, mask=row_mask(inside, e < E, E % BLOCK_E == 0))
+
+
+@triton.jit
+def is_kept(key_mask, p, inside, MASKED: tl.constexpr):
+    """Which of rows p from `key_mask` on are not masked."""
+    if MASKED:
+        return inside & (tl.load(key_mask + p, mask=inside, other=0) != 0)
+    else:
+        return inside
 
 
 @triton.jit
@@ -71,35 +138,57 @@ def phi(x, PHI: tl.constexpr):
 
 @triton.jit
 def features(
-    xa, xb, valid, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr, SIGNED: tl.constexpr, PHI: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """φ of both halves; 0 beyond D and in rows that are not valid, where φ(0) need not be 0."""
-    a, b = halves(R, P, INTERLEAVED)
-    mapped_a, mapped_b = is_mapped(a, D, SIGNED), is_mapped(b, D, SIGNED)
+    xa, xb, valid, D: tl.constexpr, P: tl.constexpr, TILES: tl.constexpr, SIGNED: tl.constexpr, PHI: tl.constexpr
+):
+    """φ of all tiles; 0 beyond D and in rows that are not valid, where φ(0) need not be 0."""
     if PHI == "softmax":
         low = float("-inf")
-        top_a, top_b = tl.max(tl.where(mapped_a, xa, low), axis=1), tl.max(tl.where(mapped_b, xb, low), axis=1)
-        top = tl.maximum(top_a, top_b)[:, None]
-        ea = tl.where(mapped_a, tl.exp(xa - top), 0.0)
-        eb = tl.where(mapped_b, tl.exp(xb - top), 0.0)
-        total = (tl.sum(ea, axis=1) + tl.sum(eb, axis=1))[:, None]
-        fa, fb = ea / total, eb / total
+        top = tl.full((xa[0].shape[0],), low, dtype=xa[0].dtype)
+        for tile in tl.static_range(TILES):
+            mapped_a, mapped_b = are_mapped(tile, D, P, SIGNED)
+            top = tl.maximum(top, tl.max(tl.where(mapped_a, xa[tile], low), axis=1))
+            top = tl.maximum(top, tl.max(tl.where(mapped_b, xb[tile], low), axis=1))
+        total = tl.zeros_like(top)
+        for tile in tl.static_range(TILES):
+            mapped_a, mapped_b = are_mapped(tile, D, P, SIGNED)
+            total += tl.sum(tl.where(mapped_a, tl.exp(xa[tile] - top[:, None]), 0.0), axis=1)
+            total += tl.sum(tl.where(mapped_b, tl.exp(xb[tile] - top[:, None]), 0.0), axis=1)
+    fa, fb = (), ()
+    for tile in tl.static_range(TILES):
+        if PHI == "softmax":
+            a, b = tl.exp(xa[tile] - top[:, None]) / total[:, None], tl.exp(xb[tile] - top[:, None]) / total[:, None]
+        else:
+            a, b = phi(xa[tile], PHI), phi(xb[tile], PHI)
+        if SIGNED > 0:
+            mapped_a, mapped_b = are_mapped(tile, D, P, SIGNED)
+            a, b = tl.where(mapped_a, a, xa[tile]), tl.where(mapped_b, b, xb[tile])
+        in_a, in_b = are_there(tile, D, P)
+        fa = fa + (tl.where(row_mask(valid, in_a, D == 2 * P * TILES), a, 0.0),)
+        fb = fb + (tl.where(row_mask(valid, in_b, D == 2 * P * TILES), b, 0.0),)
+    return fa, fb
+
+
+@triton.jit
+def summed_features(fa, fb, D: tl.constexpr, P: tl.constexpr, TILES: tl.constexpr, SIGNED: tl.constexpr):
+    """The features that the denominator sums: 0 in the first SIGNED dimensions."""
+    if SIGNED == 0:
+        return fa, fb
     else:
-        fa, fb = phi(xa, PHI), phi(xb, PHI)
-    if SIGNED > 0:
-        fa, fb = tl.where(mapped_a, fa, xa), tl.where(mapped_b, fb, xb)
-    rows = valid[:, None]
-    return tl.where(rows & (a < D)[None, :], fa, 0.0), tl.where(rows & (b < D)[None, :], fb, 0.0)
+        ga, gb = (), ()
+        for tile in tl.static_range(TILES):
+            mapped_a, mapped_b = are_mapped(tile, D, P, SIGNED)
+            ga = ga + (tl.where(mapped_a, fa[tile], 0.0),)
+            gb = gb + (tl.where(mapped_b, fb[tile], 0.0),)
+        return ga, gb
 
 
 @triton.jit
 def times_derivative(x, f, df, PHI: tl.constexpr):
-    """φ'(x) ∂f for the elementwise maps."""
+    """φ'(x) ∂f for the elementwise maps, by f alone where that is enough, so that x takes no registers."""
     if PHI == "elu1":
-        return df * tl.where(x > 0, 1.0, f)
+        return df * tl.where(f > 1, 1.0, f)
     elif PHI == "relu":
-        return tl.where(x > 0, df, 0.0)
+        return tl.where(f > 0, df, 0.0)
     elif PHI == "exp":
         return tl.where(x > 10, 0.0, df * f)
     else:
@@ -108,28 +197,40 @@ def times_derivative(x, f, df, PHI: tl.constexpr):
 
 @triton.jit
 def vjp_features(
-    xa, xb, fa, fb, da, db, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr, SIGNED: tl.constexpr, PHI: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    xa, xb, fa, fb, da, db, D: tl.constexpr, P: tl.constexpr, TILES: tl.constexpr, SIGNED: tl.constexpr,
+    PHI: tl.constexpr,
 ):  # fmt: skip
-    """From the gradient of both halves of φ(x) to that of x."""
-    a, b = halves(R, P, INTERLEAVED)
-    mapped_a, mapped_b = is_mapped(a, D, SIGNED), is_mapped(b, D, SIGNED)
+    """From the gradient of all tiles of φ(x) to that of x."""
     if PHI == "softmax":
-        wa, w_b = tl.where(mapped_a, fa * da, 0.0), tl.where(mapped_b, fb * db, 0.0)
-        total = (tl.sum(wa, axis=1) + tl.sum(w_b, axis=1))[:, None]
-        ga, gb = wa - fa * total, w_b - fb * total
-    else:
-        ga, gb = times_derivative(xa, fa, da, PHI), times_derivative(xb, fb, db, PHI)
-    return tl.where(mapped_a, ga, da), tl.where(mapped_b, gb, db)
+        total = tl.zeros((xa[0].shape[0],), dtype=xa[0].dtype)
+        for tile in tl.static_range(TILES):
+            mapped_a, mapped_b = are_mapped(tile, D, P, SIGNED)
+            total += tl.sum(tl.where(mapped_a, fa[tile] * da[tile], 0.0), axis=1)
+            total += tl.sum(tl.where(mapped_b, fb[tile] * db[tile], 0.0), axis=1)
+    ga, gb = (), ()
+    for tile in tl.static_range(TILES):
+        if PHI == "softmax":
+            a, b = fa[tile] * (da[tile] - total[:, None]), fb[tile] * (db[tile] - total[:, None])
+        else:
+            a = times_derivative(xa[tile], fa[tile], da[tile], PHI)
+            b = times_derivative(xb[tile], fb[tile], db[tile], PHI)
+        if SIGNED > 0:
+            mapped_a, mapped_b = are_mapped(tile, D, P, SIGNED)
+            a, b = tl.where(mapped_a, a, da[tile]), tl.where(mapped_b, b, db[tile])
+        ga, gb = ga + (a,), gb + (b,)
+    return ga, gb
 
 
 @triton.jit
-def load_rotations(angles, row, sines, R: tl.constexpr, P: tl.constexpr):
+def load_rotation(angles, row, sines, tile: tl.constexpr, R: tl.constexpr, P: tl.constexpr, TILES: tl.constexpr):
     """cos and sin, (rows, P), of some rows of a table (·, R/2). Sines begin `sines` elements after cosines."""
-    m = tl.arange(0, P)
+    m = tile * P + tl.arange(0, P)
     at = angles + row[:, None] * (R // 2) + m[None, :]
-    rotated = (m < R // 2)[None, :]
-    return tl.load(at, mask=rotated, other=1.0), tl.load(at + sines, mask=rotated, other=0.0)
+    if R == 2 * P * TILES:
+        return tl.load(at), tl.load(at + sines)
+    else:
+        rotated = (m < R // 2)[None, :]
+        return tl.load(at, mask=rotated, other=1.0), tl.load(at + sines, mask=rotated, other=0.0)
 
 
 @triton.jit
@@ -139,30 +240,58 @@ def rotate(a, b, cos, sin):
 
 
 @triton.jit
-def to_bfloat16(x):
-    """float32 rounded to the nearest bfloat16, by its bits, and still float32."""
-    bits = x.to(tl.int32, bitcast=True)
-    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -(1 << 16)).to(tl.float32, bitcast=True)
-    return tl.where(x == x, rounded, x)  # a NaN's bits may overflow
+def load_rotations(angles, place, sines, C: tl.constexpr, R: tl.constexpr, P: tl.constexpr, TILES: tl.constexpr):
+    """cos and sin of all tiles, (C, P), for a chunk that begins at `place` of its stretch: the rows of 0 … C - 1,
+    rotated by the one row of `place`."""
+    cos, sin = (), ()
+    if R > 0:
+        for tile in tl.static_range(TILES):
+            own_cos, own_sin = load_rotation(angles, tl.arange(0, C), sines, tile, R, P, TILES)
+            row = LOCAL + place // STEP + tl.zeros((1,), dtype=tl.int32)
+            far_cos, far_sin = load_rotation(angles, row, sines, tile, R, P, TILES)
+            own_cos, own_sin = rotate(own_cos, own_sin, far_cos, far_sin)
+            cos, sin = cos + (own_cos,), sin + (own_sin,)
+    return cos, sin
 
 
 @triton.jit
-def to_tf32(x):
-    """float32 rounded to the nearest TF32, and still float32: tensor cores truncate the other digits."""
-    rounded = ((x.to(tl.int32, bitcast=True) + 0x1000) & -(1 << 13)).to(tl.float32, bitcast=True)
-    return tl.where(x == x, rounded, x)  # a NaN's bits may overflow
-
-
-@triton.jit
-def product(x, y, LOW: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, EMULATED: tl.constexpr):
-    """x @ y of operands rounded to LOW, summed in ACC. Triton's interpreter has no bfloat16 products: EMULATED."""
-    if EMULATED:
-        x, y = to_bfloat16(x), to_bfloat16(y)
+def rotate_all(xa, xb, cos, sin, R: tl.constexpr, TILES: tl.constexpr, BACK: tl.constexpr = False):
+    """All tiles, rotated, or with BACK the other way."""
+    if R == 0:
+        return xa, xb
     else:
-        x, y = x.to(LOW), y.to(LOW)
-    if PRECISION == "tf32" and tl.float32 == LOW:
-        x, y = to_tf32(x), to_tf32(y)
-    return tl.dot(x, y, input_precision=PRECISION, out_dtype=ACC)
+        ya, yb = (), ()
+        for tile in tl.static_range(TILES):
+            a, b = rotate(xa[tile], xb[tile], cos[tile], -sin[tile] if BACK else sin[tile])
+            ya, yb = ya + (a,), yb + (b,)
+        return ya, yb
+
+
+@triton.jit
+def scaled(xa, xb, weight, TILES: tl.constexpr):
+    """All tiles (C, P), each row times its weight (C,)."""
+    ya, yb = (), ()
+    for tile in tl.static_range(TILES):
+        ya, yb = ya + (xa[tile] * weight[:, None],), yb + (xb[tile] * weight[:, None],)
+    return ya, yb
+
+
+@triton.jit
+def zeros_of(rows: tl.constexpr, columns: tl.constexpr, TILES: tl.constexpr, ACC: tl.constexpr):
+    """Both halves of all tiles, (rows, columns)."""
+    a, b = (), ()
+    for tile in tl.static_range(TILES):
+        a, b = a + (tl.zeros((rows, columns), dtype=ACC),), b + (tl.zeros((rows, columns), dtype=ACC),)
+    return a, b
+
+
+@triton.jit
+def zero_sums(P: tl.constexpr, TILES: tl.constexpr, ACC: tl.constexpr):
+    """Both halves of all tiles, (P,)."""
+    a, b = (), ()
+    for tile in tl.static_range(TILES):
+        a, b = a + (tl.zeros((P,), dtype=ACC),), b + (tl.zeros((P,), dtype=ACC),)
+    return a, b
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from benchmarks.speed.gpu_check import GpuCheck
 from benchmarks.speed.model_scaling import ModelScaling
 from benchmarks.speed.onnx import Onnx
 from benchmarks.speed.scaling import Scaling
+from benchmarks.speed.serving import Serving
 from tests.benchmarks.commands import refusal
 
 
@@ -45,6 +46,8 @@ from tests.benchmarks.commands import refusal
         (Scaling, "--memory lots", "'lots' is no size: give one such as 4GiB"),
         (Scaling, "--budget -1", "--budget -1.0: must be above 0"),
         (Scaling, "--output file/results", "cannot write there"),
+        (Serving, "--models 0.85", "--models 0.85: unknown. Did you mean '0.85M'?"),
+        (Serving, "--clients 0", "--clients 0: must be above 0"),
         (Scaling, "--device cuda", "--device cuda: PyTorch finds no CUDA device here"),
     ],
 )

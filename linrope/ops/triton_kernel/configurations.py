@@ -1,0 +1,45 @@
+"""The configurations that autotuning tries: tokens of a chunk, warps, stages of the loads, and registers of a thread.
+
+No product has 64 rows: a chunk has 32 tokens at most, and a tile of the state 32 pairs. So none is WGMMA on Hopper, and
+on all GPUs the products are `mma.sync`, whatever the number of warps.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import triton
+
+CHUNK = 16
+"""Tokens of a chunk in the first configuration, which the models of traffic and FLOPs count."""
+LARGE = 64 * 128
+"""Entries of a state beyond which 4 warps have too few registers."""
+REGISTERS = 128
+"""Of a thread, for a quarter of the warps that a multiprocessor can hold."""
+
+
+def _config(chunk: int, warps: int, stages: int, registers: int | None = None) -> triton.Config:
+    return triton.Config({"CHUNK": chunk}, num_warps=warps, num_stages=stages, maxnreg=registers)
+
+
+ON_GPUS = [
+    _config(CHUNK, 4, 2, REGISTERS), _config(CHUNK, 8, 2, REGISTERS), _config(CHUNK, 8, 2), _config(CHUNK, 4, 2),
+    _config(2 * CHUNK, 8, 2), _config(2 * CHUNK, 4, 1),
+]  # fmt: skip
+INTERPRETED = [_config(64, 4, 1)]
+"""The interpreter's time grows with the number of chunks."""
+CONFIGS = INTERPRETED if os.environ.get("TRITON_INTERPRET") == "1" else ON_GPUS
+
+
+def fitting(configs: list[triton.Config], named_args: Mapping[str, Any], **constants: Any) -> list[triton.Config]:
+    """Those whose state fits into registers; the interpreter's always do. Autotuning itself skips what takes more
+    shared memory than the device has."""
+    if configs == INTERPRETED:
+        return configs
+    constants = {**named_args, **constants}
+    state = 2 * constants["P"] * constants["TILES"] * constants["BLOCK_E"]
+    if state < LARGE:
+        return configs
+    return [config for config in configs if config.num_warps == 8 and config.maxnreg is None]

@@ -1,0 +1,57 @@
+"""Small constant tensors that are kept from call to call, such as frequencies and tables of angles.
+
+Nothing is kept, and nothing that was kept is used, while a graph is traced or captured: a traced tensor has no values,
+and a captured one has them only when the graph is replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+
+MOST_TENSORS, MOST_BYTES = 64, 4 * 2**20
+"""How many are kept, the latest used ones, and how large one may be."""
+_kept: dict[Hashable, Tensor] = {}
+"""Without a lock, since a call in a signal handler may interrupt another one: each step is one operation of the dict,
+and what is lost between two is made again."""
+
+
+def keep(key: Hashable, device: torch.device | str | None, make: Callable[[], Tensor]) -> Tensor:
+    """The tensor of `key` on the device, made once. Nobody may write to it.
+
+    Args:
+        key: everything that its values and dtype depend on.
+        make: makes it on the device; called outside of inference mode, without gradients.
+    """
+    device = torch.empty(0, device=device).device
+    if not _may_keep(device):
+        return make()
+    stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else None
+    whole = key, device, stream
+    if (found := _kept.pop(whole, None)) is not None:
+        _kept[whole] = found  # the last to go
+        return found
+    with torch.inference_mode(False), torch.no_grad():
+        made = make()
+    if made.nbytes <= MOST_BYTES:
+        _kept[whole] = made
+        for oldest in list(_kept)[:-MOST_TENSORS]:
+            _kept.pop(oldest, None)
+    return made
+
+
+def key_of(tensor: Tensor) -> Hashable | None:
+    """The key of a tensor that is kept; None for any other one."""
+    for (key, _, _), kept in list(_kept.items()):
+        if kept is tensor or (kept.shape == tensor.shape and kept.data_ptr() == tensor.data_ptr() != 0):
+            return key
+    return None
+
+
+def _may_keep(device: torch.device) -> bool:
+    """Whether tensors made now have values, at once and for good."""
+    if torch.compiler.is_compiling() or type(torch.empty(0)) is not Tensor:
+        return False
+    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
