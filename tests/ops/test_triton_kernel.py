@@ -19,7 +19,7 @@ from linrope.errors import InputError
 from linrope.ops import linear_attention as ops
 from linrope.ops.backends import BACKENDS
 from linrope.ops.call import check_call
-from linrope.ops.triton_kernel import kernel, launch
+from linrope.ops.triton_kernel import kernel, launch, self_check
 from linrope.utils import kept_tensors
 from tests.conftest import assert_input_errors
 from tests.ops.cases import CASES, COVERING, assert_agree, by_name, in_pieces, make, run, smaller
@@ -208,7 +208,7 @@ def test_float32_takes_tf32_where_pytorch_allows_it(switch, monkeypatch):
 def recording(monkeypatch) -> Recorder:
     """In place of the kernels; tables that it leaves unwritten are not kept."""
     recorder = Recorder()
-    monkeypatch.setattr(launch, "_kernels", lambda: recorder)
+    monkeypatch.setattr(launch, "all_kernels", lambda: recorder)
     monkeypatch.setattr(kept_tensors, "_kept", {})
     return recorder
 
@@ -339,6 +339,8 @@ def test_on_a_gpu_it_is_the_default_and_does_without_with_one_warning(monkeypatc
         return SimpleNamespace(q=q, v=q, normalize="plain")
 
     ops._warn_once.cache_clear()
+    monkeypatch.setattr(self_check, "why_wrong", lambda call, training: None)
+    monkeypatch.setattr("linrope.ops.backends.needs_gradient", lambda call: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert ops._fastest(inputs(64)) == "triton"
     with pytest.warns(UserWarning, match=r"slower backend 'chunked' on this GPU: q has 300 features"):
