@@ -103,7 +103,7 @@ def _check(call: Call, training: bool) -> str | None:
     exact = _by_chunked(in_float64(small), call, training)
     for name, operator in _operators(call, training):
         try:
-            wrong = first_wrong(operator(small), exact, TOLERANCES[small.q.dtype])
+            wrong = first_wrong(errors(operator(small), exact), TOLERANCES[small.q.dtype])
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # the compilers' errors have many types
@@ -111,6 +111,15 @@ def _check(call: Call, training: bool) -> str | None:
         if wrong:
             return f"its kernels failed their check of themselves on {where(call.q.device)}, {name}: {wrong}"
     return None
+
+
+def errors_with(call: Call, config: Any) -> dict[str, float]:
+    """Errors of the small call, forward and backward, with one configuration; empty if it fits no kernel."""
+    from linrope.ops.triton_kernel.one_configuration import OneConfiguration
+
+    small, kernels = small_call(call), OneConfiguration(config)
+    actual = _by_kernels(small, call, True, Chosen(stretch_of(call), kernels))
+    return errors(actual, _by_chunked(in_float64(small), call, True)) if kernels.ran else {}
 
 
 Outputs = dict[str, Tensor]
@@ -225,15 +234,21 @@ def _weight_of_o(call: Call) -> float:
     return 1.0 if call.plain else 1 / call.q.shape[2]  # within the range of float16
 
 
-def first_wrong(actual: dict[str, Tensor], exact: dict[str, Tensor], tolerance: float) -> str | None:
-    """The tensor that is off, and by how much; small gradients relative to a thousandth of the largest."""
-    norms = {name: x.norm().item() for name, x in exact.items()}
+def errors(actual: Outputs, exact: Outputs) -> dict[str, float]:
+    """‖actual - exact‖ / ‖exact‖ of each; for small gradients relative to a thousandth of the largest."""
+    if actual.keys() != exact.keys():
+        raise AssertionError(f"{sorted(actual)} where there should be {sorted(exact)}")
+    norms = {name: x.detach().double().norm().item() for name, x in exact.items()}
     largest = max((norm for name, norm in norms.items() if name.startswith("grad")), default=0.0)
-    for name, right in exact.items():
-        is_gradient = name.startswith("grad")
-        scale = max(norms[name], 1e-3 * largest * is_gradient) or 1.0
-        error = (actual[name].double() - right).norm().item() / scale
-        if not error <= tolerance * (2 if is_gradient else 1):  # a NaN does not pass
+    scales = {name: max(norm, 1e-3 * largest * name.startswith("grad")) or 1.0 for name, norm in norms.items()}
+    off = {name: (actual[name].detach().double() - exact[name].detach()).norm().item() for name in exact}
+    return {name: off[name] / scales[name] for name in exact}
+
+
+def first_wrong(found: dict[str, float], tolerance: float) -> str | None:
+    """The first tensor that is off by more than the tolerance, gradients twice as much; and by how much."""
+    for name, error in found.items():
+        if not error <= tolerance * (1 + name.startswith("grad")):  # a NaN does not pass
             return f"{name} is off by {error:.1e} of its norm"
     return None
 
