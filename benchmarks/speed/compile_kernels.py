@@ -25,6 +25,7 @@ from benchmarks.harness.runner import AddOption, Benchmark
 from benchmarks.speed.gpu_correctness import Case
 from benchmarks.speed.launches import Recorded, launches_of
 from linrope.ops.triton_kernel.launch import cdiv
+from linrope.ops.triton_kernel.self_check import ptxas_version
 from linrope.utils.formatting import bytes_text
 from linrope.utils.terminal import new_table
 
@@ -253,7 +254,9 @@ class CompileKernels(Benchmark):
         return table
 
     def remarks(self) -> list[str]:
-        return self.failures
+        versions = {target: ptxas_version(target // 10) for target in self.options.target}
+        used = ", ".join(f"{version} for sm_{target}" for target, version in versions.items())
+        return [f"assembled by ptxas {used}", *self.failures]
 
     def status(self) -> int:
         return 1 if self.failures else 0

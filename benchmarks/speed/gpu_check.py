@@ -181,7 +181,8 @@ class GpuCheck(Benchmark):
     @cached_property
     def surroundings(self) -> dict[str, Any]:
         about = super().surroundings
-        about["versions"] |= {"CUDA": torch.version.cuda, "ptxas": ptxas_version(torch.device(self.options.device))}
+        major = torch.cuda.get_device_capability()[0] if self.options.device == "cuda" else 0
+        about["versions"] |= {"CUDA": torch.version.cuda, "ptxas": ptxas_version(major)}
         return about
 
     def save(self) -> None:

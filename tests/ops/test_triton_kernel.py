@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -358,12 +359,25 @@ def test_on_a_gpu_it_is_the_default_and_does_without_with_one_warning(monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("size", "targets"), [("16", ["90"]), pytest.param("64", ["80", "90", "120"], marks=pytest.mark.exhaustive)]
+    ("size", "targets", "assembler"),
+    [
+        ("16", ["90"], None),
+        *(
+            pytest.param("64", ["80", "86", "90", "100", "120"], assembler, marks=pytest.mark.exhaustive)
+            for assembler in ("ptxas", "ptxas-blackwell")
+        ),
+    ],
 )
-def test_every_kernel_compiles_for_gpus_that_are_not_there(monkeypatch, size, targets):
-    """What the interpreter does not see: layouts, shared memory, names that Triton's compiler lacks."""
+def test_every_kernel_compiles_for_gpus_that_are_not_there(monkeypatch, tmp_path, size, targets, assembler):
+    """What the interpreter does not see: layouts, shared memory, names that Triton's compiler lacks. Triton brings two
+    versions of the assembler, and each takes all architectures."""
     monkeypatch.delenv("TRITON_INTERPRET")
     monkeypatch.setenv("COLUMNS", "200")
+    if assembler is not None:
+        tool = str(Path(triton.__file__).parent / "backends/nvidia/bin" / assembler)
+        monkeypatch.setenv("TRITON_PTXAS_PATH", tool)
+        monkeypatch.setenv("TRITON_PTXAS_BLACKWELL_PATH", tool)
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.compile_kernels", "--target", *targets, "--case"]
     cases = [f"{size}, everything, trained θ", "64, one token", "256, split values"]
     done = subprocess.run([*command, *cases], capture_output=True, text=True, timeout=900)

@@ -257,17 +257,19 @@ def where(device: torch.device) -> str:
     """The device and the compilers, for a message."""
     import triton
 
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    return f"{name} (Triton {triton.__version__}, ptxas {ptxas_version(device)})"
+    on_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if on_gpu else str(device)
+    major = torch.cuda.get_device_capability(device)[0] if on_gpu else 0
+    return f"{name} (Triton {triton.__version__}, ptxas {ptxas_version(major)})"
 
 
-def ptxas_version(device: torch.device) -> str:
-    """The version of the assembler that Triton takes for the device, or "unknown"."""
+def ptxas_version(major: int) -> str:
+    """The version of the assembler that Triton takes for that compute capability, or "unknown"."""
     import triton
 
-    is_blackwell = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
-    name = "ptxas-blackwell" if is_blackwell else "ptxas"
-    given = os.environ.get("TRITON_PTXAS_BLACKWELL_PATH" if is_blackwell else "TRITON_PTXAS_PATH")
+    name, given = "ptxas", os.environ.get("TRITON_PTXAS_PATH")
+    if major >= 10:
+        name, given = "ptxas-blackwell", os.environ.get("TRITON_PTXAS_BLACKWELL_PATH")
     tool = given or Path(triton.__file__).parent / "backends/nvidia/bin" / name
     return version_of(str(tool))
 
