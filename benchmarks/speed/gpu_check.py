@@ -209,10 +209,7 @@ class GpuCheck(Benchmark):
         return table
 
     def remarks(self) -> list[str]:
-        return [
-            *self.notes,
-            "gpu_check.md says all that we need to know: send it with a report of a problem or a speed",
-        ]
+        return [*self.notes, "with a report of a problem or of a speed, send gpu_check.md and gpu_check.json"]
 
     def status(self) -> int:
         verdicts = {row.verdict for row in gpu_report.all_rows(self.checks, self.timings)}

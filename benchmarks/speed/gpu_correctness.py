@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.memory import describe, is_out_of_memory
-from benchmarks.speed.gpu_sizes import Size, sizes_of_all_code
+from benchmarks.speed.gpu_sizes import Size, short, sizes_of_all_code
 from benchmarks.speed.methods import DTYPES
 from linrope import RotaryEmbedding, State, linear_attention
 from linrope.ops.triton_kernel import launch, self_check
@@ -331,14 +331,14 @@ def beyond_32_bits() -> dict[str, float]:
     return errors(found, results_of(partial(attend, backend="chunked"), alone))
 
 
-SAME = "the same with every configuration"
+TWICE, SAME = "the same twice", "the same with every configuration"
 TRAITS: dict[str, tuple[float, Callable[[], dict[str, float]]]] = {
     "beyond 2^31 numbers": (TOLERANCES["bfloat16"], beyond_32_bits),
     "torch.compile, fullgraph": (TOLERANCES["bfloat16"], compiled),
     "CUDA graph": (0.0, partial(replayed, 1000)),
     "CUDA graph, one token": (0.0, partial(replayed, 1)),
     "CUDA graph, 100 tokens": (0.0, replayed_steps),
-    "the same twice": (0.0, repeated),
+    TWICE: (0.0, repeated),
 }
 
 
@@ -399,7 +399,11 @@ def checks(quick: bool = False) -> list[Check]:
 def production_checks(quick: bool = False, device: str = "cuda") -> list[Check]:
     """Each size that is measured, with each configuration: their kernels are compiled then, too."""
     return [
-        (f"{size}, {config}", self_check.TOLERANCES[size.torch_dtype], partial(errors_at, size, number, device))
+        (
+            f"{size}, {short(str(config))}",
+            self_check.TOLERANCES[size.torch_dtype],
+            partial(errors_at, size, number, device),
+        )
         for size in sizes_of_all_code(quick)
         for number, config in enumerate(configurations())
     ]

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.harness.timing import milliseconds_text
-from benchmarks.speed import gpu_sizes
-from benchmarks.speed.gpu_correctness import FAIL, FAILED, FITS_NOTHING, NOT_RUN, PASS, SAME, Outcome
-from benchmarks.speed.gpu_sizes import LENGTHS, Size
+from benchmarks.speed.gpu_correctness import FAIL, FAILED, FITS_NOTHING, NOT_RUN, PASS, SAME, TWICE, Outcome
+from benchmarks.speed.gpu_sizes import GOALS, LENGTHS, SHAPES, Size, short
 from benchmarks.speed.gpu_timing import EXTRAPOLATED, MEASURED, WRONG, Timing
 from benchmarks.speed.methods import FLA, LINEAR, SOFTMAX
 
 SLOW = "slow"
 TIMES_FASTER = {SOFTMAX: dict(zip(LENGTHS, (2, 40, 300))), FLA: dict.fromkeys(LENGTHS, 3)}
 OVER_LIMIT = 2.8
+MOST = 15
+"""Lines of one kind on the page."""
+WITH_KERNELS = [GOALS[1], SHAPES[0]]
+"""Sizes whose kernels are on the page; the JSON file has those of all."""
 TENSORS = 8
 """Read or written once: q, k, v, o and their gradients."""
 
@@ -53,7 +55,7 @@ def correctness(outcomes: list[Outcome]) -> Row:
 
 def speed(timings: list[Timing]) -> Iterator[Row]:
     """How many times faster than the peers at the sizes of the goals, and how near to the limit of memory."""
-    for size in gpu_sizes.GOALS:
+    for size in GOALS:
         for peer, bounds in TIMES_FASTER.items():
             yield _times_faster(timings, peer, size, bounds[size.length])
     for size in dict.fromkeys(one.size for one in timings if one.method == LINEAR and one.size.length > LENGTHS[0]):
@@ -113,15 +115,22 @@ def _of_checks(outcomes: list[Outcome]) -> Iterator[str]:
     """Those that are wrong, those not run, and what the configurations have in common."""
     wrong = [one for one in outcomes if is_wrong(one)]
     if wrong:
-        rows = ((one.name, one.result, _error_text(one), one.without_mma_v3) for one in wrong)
+        rows = ((one.name, one.result, _error_text(one), one.without_mma_v3) for one in wrong[:MOST])
         yield "## Wrong\n\n" + _table(("check", "result", "error (allowed)", "with DISABLE_MMA_V3=1"), rows)
-    if not_run := [f"- {one.name}: {one.result}" for one in outcomes if one.result.startswith(NOT_RUN)]:
-        yield "Checks not run:\n\n" + "\n".join(not_run)
+    not_run = [one for one in outcomes if one.result.startswith(NOT_RUN)]
+    if not_run:
+        yield "Checks not run:\n\n" + "\n".join(f"- {one.name}: {one.result}" for one in not_run[:MOST])
+    if len(wrong) > MOST or len(not_run) > MOST:
+        yield "More of them are in gpu_check.json."
     if fits_nothing := sum(one.result == FITS_NOTHING for one in outcomes):
-        yield f"{fits_nothing} configurations fit none of the kernels of their size, and autotuning leaves them out."
-    if same := next((one for one in outcomes if one.name == SAME and one.worst is not None), None):
+        yield f"Configurations that fit none of the kernels of their size, which autotuning leaves out: {fits_nothing}."
+    by_name = {one.name: one for one in outcomes}
+    if (same := by_name.get(SAME)) is not None and same.worst is not None:
         text = "equal to the bit" if same.worst == 0 else f"at most {same.worst:.1e} apart ({same.tensor})"
-        yield f"The results of all configurations are {text}; one configuration gives the same bits each time."
+        yield f"The results of all configurations are {text}."
+    if (twice := by_name.get(TWICE)) is not None and not twice.result.startswith(NOT_RUN):
+        text = "is the same to the bit" if twice.result == PASS else "DIFFERS"
+        yield f"With one configuration, the same call {text} each time."
 
 
 def _error_text(one: Outcome) -> str:
@@ -142,7 +151,7 @@ def _of_timings(timings: list[Timing]) -> Iterator[str]:
         ("form", "size", "ms", "extra memory", "", ""), rows
     )
     for one in timings:
-        if one.kernels:
+        if one.kernels and one.size in WITH_KERNELS:
             yield f"## Kernels, {one.size}\n\n" + _table(KERNEL_COLUMNS, map(_kernel_cells, one.kernels))
 
 
@@ -170,13 +179,6 @@ def _kernel_cells(kernel: dict[str, Any]) -> tuple[str, ...]:
         text(flops, 1e9),
         rate(flops, 1e12),
     )
-
-
-def short(configuration: str) -> str:
-    """Chunk, warps, stages and largest number of registers of a configuration of Triton."""
-    known = dict(re.findall(r"(\w+): (\w+)", configuration))
-    names = {"CHUNK": "chunk {}", "num_warps": "{} warps", "num_stages": "{} stages", "maxnreg": "≤ {} registers"}
-    return ", ".join(text.format(known[name]) for name, text in names.items() if known.get(name, "None") != "None")
 
 
 def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,3 +78,10 @@ def sizes_of_all_code(quick: bool = False) -> list[Size]:
     others = [Size(length, rows, dim, decay=decay) for length, rows, dim, decay in OTHERS]
     every = [*sizes(quick), *others[: 0 if quick else None]]
     return list({(one.stretch, replace(one, length=0, rows=0)): one for one in reversed(every)}.values())[::-1]
+
+
+def short(configuration: str) -> str:
+    """Chunk, warps, stages and largest number of registers of a configuration of Triton."""
+    known = dict(re.findall(r"(\w+): (\w+)", configuration))
+    names = {"CHUNK": "chunk {}", "num_warps": "{} warps", "num_stages": "{} stages", "maxnreg": "≤ {} registers"}
+    return ", ".join(text.format(known[name]) for name, text in names.items() if known.get(name, "None") != "None")

@@ -99,6 +99,19 @@ def test_checks_without_time_are_not_run(run):
     assert "| 0 pass, 0 wrong, 1 not run | **not run** |" in written(run)[0]
 
 
+def test_the_whole_run_without_a_gpu_says_why_of_everything(run, monkeypatch):
+    monkeypatch.setattr(gpu_correctness, "checks", lambda quick: [("right", 0.1, partial(gives, 0.05))])
+    monkeypatch.setattr(gpu_check, "plan", lambda quick: [(LINEAR, gpu_sizes.GOALS[0])])
+    run.measure()
+    assert run.finish() == 1
+    page, contents = written(run)
+    assert "| all checks | 1 pass, 0 wrong, 0 not run | **pass** |" in page
+    (timing,) = contents["timings"]
+    assert timing["status"] == "failed"
+    assert f"| {SOFTMAX} / linear, {gpu_sizes.GOALS[0]} | ≥ 2 |  | **wrong** | {timing['detail']} |" in page
+    assert contents["versions"]["ptxas"][0].isdigit()
+
+
 def answering(monkeypatch, *answers):
     """The answers of the processes in their order: a value, or an error as text."""
     given = iter(answers)
@@ -241,9 +254,14 @@ def test_the_page_says_all_of_it():
     )
     assert "| kernels of PyTorch × 3 |  |  |  | 300 |" in page
     assert "- large: not run: out of memory" in page
-    assert "1 configurations fit none of the kernels" in page
-    assert "The results of all configurations are at most 2.0e-03 apart (o)" in page
+    assert "Configurations that fit none of the kernels of their size, which autotuning leaves out: 1." in page
+    assert "The results of all configurations are at most 2.0e-03 apart (o)." in page
+    assert "each time" not in page
     assert f"| {FLA} | {size} |  |  | failed | a fault |" in page
     assert f"| linear | {size} | 1.00 | 10% | measured |  |" in page
-    same = [replace(checks[1], worst=0.0)]
-    assert "equal to the bit" in gpu_report.page(ABOUT, same, [])
+    same = [replace(checks[1], worst=0.0), Outcome(gpu_correctness.TWICE, "FAIL", 0.0, 1.0, "o")]
+    page = gpu_report.page(ABOUT, same * 20, [])
+    assert "configurations are equal to the bit." in page
+    assert "the same call DIFFERS each time" in page
+    assert page.count("| the same twice | FAIL |") == gpu_report.MOST
+    assert "More of them are in gpu_check.json." in page

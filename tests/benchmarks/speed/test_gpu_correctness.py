@@ -98,7 +98,8 @@ def test_each_size_of_production_is_checked_with_each_configuration(monkeypatch)
     monkeypatch.setattr(configurations, "CONFIGS", configurations.ON_GPUS)
     names = [name for name, *_ in gpu_correctness.production_checks()]
     sizes = gpu_sizes.sizes_of_all_code()
-    assert names == [f"{size}, {config}" for size in sizes for config in configurations.ON_GPUS]
+    assert len(set(names)) == len(names)
+    assert names == [f"{size}, {gpu_sizes.short(str(config))}" for size in sizes for config in configurations.ON_GPUS]
     code = {(size.dim, size.stretch, size.decay, size.interleaved, size.dtype) for size in sizes}
     assert len(code) == len(sizes)
     for size in gpu_sizes.sizes():
