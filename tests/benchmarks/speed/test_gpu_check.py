@@ -99,6 +99,7 @@ def test_checks_without_time_are_not_run(run):
     assert "| 0 pass, 0 wrong, 1 not run | **not run** |" in written(run)[0]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_whole_run_without_a_gpu_says_why_of_everything(run, monkeypatch):
     monkeypatch.setattr(gpu_correctness, "checks", lambda quick: [("right", 0.1, partial(gives, 0.05))])
     monkeypatch.setattr(gpu_check, "plan", lambda quick: [(LINEAR, gpu_sizes.GOALS[0])])
