@@ -184,7 +184,7 @@ def one_token_overhead(rounds: int = 15, count: int = 200) -> Measured:
     q, k, v = torch.randn(3, 1, 8, 1, 64).unbind()
     state = State(torch.randn(1, 8, 64, 64), torch.rand(1, 8, 64), 1000)
     call = check_call(q, k, v, RotaryEmbedding(64), state=state, eps=1e-6)
-    args = state.kv, state.k_sum, *call.operator_args
+    args = state.kv, state.k_sum, call.position, *call.operator_args
     calls = {
         "token": partial(torch.ops.linrope.one_token, *args, "cpu" if library.why_none() is None else "chunked"),
         "empty": partial(empty_operator, state.kv, state.k_sum, q, k, v),
