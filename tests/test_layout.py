@@ -37,6 +37,7 @@ OPTIONAL = {
     "linrope.models.sharded_checkpoint",  # torch.distributed is not in every build, and its import takes a second
     "linrope.ops.triton_kernel.configurations",  # Triton is on some platforms only
     "linrope.ops.triton_kernel.kernels",
+    "linrope.ops.triton_kernel.one_configuration",
 }
 """Where a function may import: of what is optional."""
 KERNELS = ("linrope/ops/triton_kernel/kernels.py",)

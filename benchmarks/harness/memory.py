@@ -145,7 +145,7 @@ def in_new_process(work: Callable, *args) -> Any:
         OutOfMemory: it ran out of memory, or the kernel killed it.
         Failed: it raised another error, or ended without an answer.
     """
-    context = _context()
+    context = new_processes()
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(there, torch.get_num_threads(), work, args), daemon=True)
     process.start()
@@ -164,7 +164,7 @@ def in_new_process(work: Callable, *args) -> Any:
     raise (OutOfMemory if kind == "out of memory" else Failed)(answer)
 
 
-def _context():
+def new_processes():
     """If possible, processes that fork from one that has imported PyTorch and run nothing: new, and started fast."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")

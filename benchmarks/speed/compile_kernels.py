@@ -1,7 +1,8 @@
 """Compile the CUDA kernels without a GPU: registers, spills and shared memory of each.
 
 Launches of calls on the CPU are recorded instead of run, and compiled for each target. The exit status is 1 if a kernel
-does not compile, takes more shared memory than the target has, or reads 16 bits at a time or local memory in a loop.
+does not compile, takes more shared memory than the target has, reads 16 bits at a time or local memory in a loop, or
+multiplies with several warps at once (WGMMA of Hopper, tcgen05 of Blackwell), which compilers got wrong.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from benchmarks.harness.runner import AddOption, Benchmark
 from benchmarks.speed.gpu_correctness import Case
 from benchmarks.speed.launches import Recorded, launches_of
 from linrope.ops.triton_kernel.launch import cdiv
+from linrope.ops.triton_kernel.self_check import ptxas_version
 from linrope.utils.formatting import bytes_text
 from linrope.utils.terminal import new_table
 
@@ -173,6 +175,11 @@ def in_loops(ptx: str) -> dict[str, int]:
     return {"16-bit loads": narrow, "local": sum(bool(re.search(r"\b(?:ld|st)\.local\b", line)) for line in body)}
 
 
+def products_of_several_warps(ptx: str) -> int:
+    """How many instructions are WGMMA or tcgen05; `mma.sync` belongs to one warp."""
+    return len(re.findall(r"^\s*(?:@\S+ )?(?:wgmma\.mma_async|tcgen05\.mma)", ptx, re.MULTILINE))
+
+
 def configurations(launch: Recorded) -> list[Configuration]:
     """Those that autotuning tries, the usual one first, or the only one."""
     from linrope.ops.triton_kernel import configurations as tuned
@@ -229,6 +236,8 @@ class CompileKernels(Benchmark):
                 slow = [f"{count} {what}" for what, count in in_loops(made.ptx).items() if count]
                 if slow and launch.kernel in MARCHING:
                     self.failures.append(f"{', '.join(row)}: {' and '.join(slow)} in loops")
+                if count := products_of_several_warps(made.ptx):
+                    self.failures.append(f"{', '.join(row)}: {count} products of several warps")
             except Exception as error:  # the compiler's errors have many types
                 self.failures.append(f"{', '.join(row)}: {type(error).__name__}: {error}")
             tick(advance=1)
@@ -245,7 +254,9 @@ class CompileKernels(Benchmark):
         return table
 
     def remarks(self) -> list[str]:
-        return self.failures
+        versions = {target: ptxas_version(target // 10) for target in self.options.target}
+        used = ", ".join(f"{version} for sm_{target}" for target, version in versions.items())
+        return [f"assembled by ptxas {used}", *self.failures]
 
     def status(self) -> int:
         return 1 if self.failures else 0

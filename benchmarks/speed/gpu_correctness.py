@@ -1,30 +1,34 @@
 """The CUDA backend against the definition in float64, on the GPU: one list of cases, and features of CUDA alone.
 
-Each check runs in a process of its own, several at a time: kernels compile on all cores, a fault in one check does not
-affect the others, and a check that hangs ends with the run. `torch.empty` is filled with NaN.
+The cases take the configurations of the kernels in turn, so that nothing depends on what autotuning chooses beside
+other work. The sizes of production are checked with every configuration, and with the stretches that they have.
+`torch.empty` is filled with NaN.
 """
 
 from __future__ import annotations
 
 import math
-import multiprocessing
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness.memory import describe
+from benchmarks.harness.memory import describe, is_out_of_memory
+from benchmarks.speed.gpu_sizes import Size, short, sizes_of_all_code
 from benchmarks.speed.methods import DTYPES
 from linrope import RotaryEmbedding, State, linear_attention
+from linrope.ops.triton_kernel import launch, self_check
+from linrope.ops.triton_kernel.self_check import errors
 
 PASS, FAIL, FAILED = "pass", "FAIL", "failed"
+NOT_RUN, FITS_NOTHING = "not run", "fits no kernel"
 TOLERANCES = {"bfloat16": 2**-7, "float16": 2**-9, "high": 2**-9, "highest": 1e-5}
 """Largest ‖actual - exact‖ / ‖exact‖. bfloat16 rounds to 2^-9, float16 and TF32 to 2^-12 and 2^-11, and inputs of
 products, products and outputs are rounded in turn; float32 ("highest") rounds to 6e-8, over sums of thousands. The
@@ -68,6 +72,8 @@ class Outcome:
     worst: float | None = None
     tensor: str = ""
     seconds: float = 0.0
+    without_mma_v3: str = ""
+    """The result with DISABLE_MMA_V3=1, for a check that is wrong."""
 
 
 SIGNED = {"rotary_dim": 32, "signed": True}
@@ -183,31 +189,46 @@ def gradients(outputs: dict[str, Tensor], leaves: dict[str, Tensor]) -> dict[str
     return {f"grad {name}": x for name, x in zip(leaves, found) if x is not None}
 
 
-def errors(actual: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
-    """‖actual - exact‖ / ‖exact‖ of each; for small gradients relative to a thousandth of the largest."""
-    if actual.keys() != exact.keys():
-        raise AssertionError(f"{sorted(actual)} where there should be {sorted(exact)}")
-    norms = {name: x.detach().double().norm().item() for name, x in exact.items()}
-    largest = max((norm for name, norm in norms.items() if name.startswith("grad")), default=0.0)
-    scales = {name: max(norm, 1e-3 * largest * name.startswith("grad")) for name, norm in norms.items()}
-    off = {name: (actual[name].detach().double() - exact[name].detach()).norm().item() for name in exact}
-    return {name: off[name] / scales[name] if scales[name] else off[name] for name in exact}
-
-
-def errors_of(case: Case, device: str) -> dict[str, float]:
-    """The case on the CUDA backend against the same numbers in float64."""
+def errors_of(case: Case, device: str, configuration: int = 0) -> dict[str, float]:
+    """The case on the CUDA backend, with that configuration, against the same numbers in float64."""
     torch.set_float32_matmul_precision(case.precision)
     tensors, fixed = inputs_of(case, device)
-    actual = outputs_of(case, tensors, fixed, "triton")
+    with one_configuration(configuration):
+        actual = outputs_of(case, tensors, fixed, "triton")
     backend = "reference" if case.length <= LONGEST_BY_DEFINITION else "chunked"
     return errors(actual, outputs_of(case, {name: x.double() for name, x in tensors.items()}, fixed, backend))
 
 
-def plain_call(length: int = 1000, heads: int = 4, dtype: torch.dtype = torch.bfloat16) -> tuple[Callable, list]:
+def configurations() -> list[Any]:
+    """Those that autotuning tries."""
+    from linrope.ops.triton_kernel.configurations import CONFIGS  # only here: Triton is optional
+
+    return CONFIGS
+
+
+@contextmanager
+def one_configuration(number: int) -> Iterator[None]:
+    """The kernels with that configuration; where it does not fit, with the first that does."""
+    from linrope.ops.triton_kernel.one_configuration import OneConfiguration
+
+    every = configurations()
+    kernels = OneConfiguration(every[number % len(every)])
+    with mock.patch.object(launch, "all_kernels", return_value=kernels):
+        yield
+
+
+def errors_at(size: Size, configuration: int, device: str) -> dict[str, float]:
+    """Code for that size, with that configuration, on a shorter row: its own stretch, options and layouts."""
+    with mock.patch.object(launch, "stretch_of", return_value=size.stretch):
+        return self_check.errors_with(size.call(device, length=1024), configurations()[configuration])
+
+
+def plain_call(length: int = 1000, heads: int = 4, device: str = "cuda") -> tuple[Callable, list]:
     """`linear_attention` with RoPE on the CUDA backend, and q, k, v that require gradients."""
     rope = RotaryEmbedding(64)
     torch.manual_seed(0)
-    tensors = [torch.randn(1, heads, length, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
+    options = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
+    tensors = [torch.randn(1, heads, length, 64, **options) for _ in range(3)]
     return lambda q, k, v, backend="triton": linear_attention(q, k, v, rope, backend=backend), tensors
 
 
@@ -223,11 +244,22 @@ def compiled() -> dict[str, float]:
     return errors(results_of(torch.compile(attend, fullgraph=True), tensors), results_of(attend, tensors))
 
 
-def repeated() -> dict[str, float]:
+def repeated(device: str = "cuda") -> dict[str, float]:
     """The same call twice gives the same bits."""
-    attend, tensors = plain_call(4097)
+    attend, tensors = plain_call(4097, device=device)
     first, second = (results_of(attend, tensors) for _ in range(2))
     return {name: float(not torch.equal(first[name], second[name])) for name in first}
+
+
+def across_configurations(device: str = "cuda", length: int = 4097) -> dict[str, float]:
+    """The results of each configuration against those of the first: 0 if they are the same to the bit."""
+    attend, tensors = plain_call(length, device=device)
+    found: list[dict[str, Tensor]] = []
+    for number in range(len(configurations())):
+        with one_configuration(number):
+            found.append(results_of(attend, tensors))
+    differences = [errors(one, found[0]) for one in found]
+    return {name: max(one[name] for one in differences) for name in found[0]}
 
 
 def replayed(length: int) -> dict[str, float]:
@@ -249,6 +281,46 @@ def replayed(length: int) -> dict[str, float]:
     return {name: float(not torch.equal(found[name], again[name])) for name in found}
 
 
+def captured(function: Callable[[], None]) -> Callable[[], None]:
+    """The function, called once and then captured, as a graph to replay."""
+    function()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
+def replayed_steps(steps: int = 100, device: str = "cuda", capture: Callable = captured) -> dict[str, float]:
+    """One captured step of decoding, replayed for many tokens, to the bit: each at its own position."""
+    rope, names = RotaryEmbedding(64), ("kv", "k_sum", "length")
+    draw = torch.Generator(device).manual_seed(0)
+    tokens = torch.randn(steps, 3, 1, 4, 1, 64, generator=draw, device=device).bfloat16()
+    zeros = partial(State.zeros, 1, 4, 64, device=device)
+    state = replace(zeros(), length=torch.zeros((), dtype=torch.int64, device=device))
+    given, o = tokens[0].clone(), torch.empty_like(tokens[0, 0])
+
+    @torch.no_grad()
+    def step(qkv: Tensor, past: State) -> tuple[Tensor, State]:
+        return linear_attention(*qkv, rope, state=past, return_state=True, backend="triton")
+
+    def in_place() -> None:
+        output, new = step(given, state)
+        o.copy_(output)
+        for name in names:
+            getattr(state, name).copy_(getattr(new, name))
+
+    replay = capture(in_place)
+    for name in names:
+        getattr(state, name).zero_()
+    eager, wrong = zeros(), 0.0
+    for qkv in tokens:
+        given.copy_(qkv)
+        replay()
+        expected, eager = step(qkv, eager)
+        wrong += float(not torch.equal(o, expected))
+    return {"o": wrong, "kv": float(not torch.equal(state.kv, eager.kv))}
+
+
 def beyond_32_bits() -> dict[str, float]:
     """Tensors of more than 2^31 numbers: the last head equals the same head alone. The values have their heads inside,
     so that offsets within a head are as large."""
@@ -259,13 +331,21 @@ def beyond_32_bits() -> dict[str, float]:
     return errors(found, results_of(partial(attend, backend="chunked"), alone))
 
 
+TWICE, SAME = "the same twice", "the same with every configuration"
 TRAITS: dict[str, tuple[float, Callable[[], dict[str, float]]]] = {
     "beyond 2^31 numbers": (TOLERANCES["bfloat16"], beyond_32_bits),
     "torch.compile, fullgraph": (TOLERANCES["bfloat16"], compiled),
     "CUDA graph": (0.0, partial(replayed, 1000)),
     "CUDA graph, one token": (0.0, partial(replayed, 1)),
-    "the same twice": (0.0, repeated),
+    "CUDA graph, 100 tokens": (0.0, replayed_steps),
+    TWICE: (0.0, repeated),
 }
+
+
+def with_first_configuration(measure: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """Without autotuning, whose choices beside other work are of no use."""
+    with one_configuration(0):
+        return measure()
 
 
 @contextmanager
@@ -289,7 +369,10 @@ def check(name: str, tolerance: float, measure: Callable[[], dict[str, float]]) 
         with unwritten_is_nan():
             found = measure()
     except Exception as error:
-        return Outcome(name, f"{FAILED}: {describe(error)}", tolerance, seconds=time.perf_counter() - begin)
+        unable = NOT_RUN if is_out_of_memory(error) else FAILED
+        return Outcome(name, f"{unable}: {describe(error)}", tolerance, seconds=time.perf_counter() - begin)
+    if not found:
+        return Outcome(name, FITS_NOTHING, tolerance, seconds=time.perf_counter() - begin)
     allowed = {name: tolerance * (2 if name.startswith("grad") else 1) for name in found}
     missed = {name: not error <= allowed[name] for name, error in found.items()}  # a NaN does not pass
     tensor = max(found, key=lambda name: (missed[name], math.isnan(found[name]), found[name]))
@@ -298,32 +381,29 @@ def check(name: str, tolerance: float, measure: Callable[[], dict[str, float]]) 
     return Outcome(name, result, allowed[tensor], worst, tensor, time.perf_counter() - begin)
 
 
-def checks(quick: bool = False) -> list[tuple[str, float, Callable[[], dict[str, float]]]]:
-    """All checks on a GPU, as arguments of `check`, the slowest first."""
-    cases = all_cases(quick).items()
-    traits = [(name, *trait) for name, trait in TRAITS.items()]
-    return traits + [(name, case.tolerance, partial(errors_of, case, "cuda")) for name, case in cases]
+Check = tuple[str, float, Callable[[], dict[str, float]]]
+"""Arguments of `check`."""
 
 
-def _check(arguments: tuple) -> Outcome:
-    return check(*arguments)
+def checks(quick: bool = False) -> list[Check]:
+    """All checks on a GPU, the slowest first."""
+    traits = [(name, tolerance, partial(with_first_configuration, one)) for name, (tolerance, one) in TRAITS.items()]
+    traits.append((SAME, TOLERANCES["bfloat16"], across_configurations))
+    cases = [
+        (name, case.tolerance, partial(errors_of, case, "cuda", number))
+        for number, (name, case) in enumerate(all_cases(quick).items())
+    ]
+    return traits + production_checks(quick) + cases
 
 
-def _prepare(cache: str) -> None:
-    os.environ["TRITON_CACHE_DIR"] = cache  # autotuning beside other work must not decide later calls
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a process of a pool must not start processes
-    torch.set_num_threads(1)
-
-
-def in_processes(work: list[tuple], seconds: float, cache: str) -> Iterator[Outcome]:
-    """Outcomes as they arrive, each from a new process, until the time is over."""
-    deadline = time.monotonic() + seconds
-    workers = max(1, min(12, (os.cpu_count() or 2) - 2))
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(workers, _prepare, (cache,), maxtasksperchild=1) as pool:
-        answers = pool.imap_unordered(_check, work)
-        for _ in work:
-            try:
-                yield answers.next(timeout=max(0.0, deadline - time.monotonic()))
-            except multiprocessing.TimeoutError:
-                return
+def production_checks(quick: bool = False, device: str = "cuda") -> list[Check]:
+    """Each size that is measured, with each configuration: their kernels are compiled then, too."""
+    return [
+        (
+            f"{size}, {short(str(config))}",
+            self_check.TOLERANCES[size.torch_dtype],
+            partial(errors_at, size, number, device),
+        )
+        for size in sizes_of_all_code(quick)
+        for number, config in enumerate(configurations())
+    ]

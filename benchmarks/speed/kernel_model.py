@@ -54,6 +54,7 @@ class Shape:
     features: int
     values: int
     tile: tuple[int, int, int]  # tokens, features and values of a program's products
+    item: int = ITEM  # bytes of a number of q, k and v
 
     @classmethod
     def of(cls, launch: Recorded, x: Tensor) -> Shape:
@@ -62,7 +63,7 @@ class Shape:
         tile = CHUNK, 2 * known["P"] * known["TILES"], known["BLOCK_E"]
         rows, tokens = x.shape[0] * x.shape[1], x.shape[2]
         stretches = launch.programs // (rows * columns)
-        return cls(rows, tokens, stretches, columns, known["D"], known["E"], tile)
+        return cls(rows, tokens, stretches, columns, known["D"], known["E"], tile, x.element_size())
 
     @property
     def programs(self) -> int:
@@ -76,7 +77,9 @@ class Shape:
     def read(self, *, features: int = 0, values: int = 0, numbers: int = 0) -> int:
         """Bytes of reading so many tensors of features, of values, and of float32 numbers a token. Each program that
         has some of the values reads all features and numbers."""
-        a_token = ITEM * (features * self.features * self.columns + values * self.values) + 4 * numbers * self.columns
+        a_token = (
+            self.item * (features * self.features * self.columns + values * self.values) + 4 * numbers * self.columns
+        )
         return self.rows * self.tokens * a_token
 
     def flops(self, *, states: int = 0, features: int = 0, values: int = 0) -> int:
@@ -133,7 +136,7 @@ def _key_gradients(launch: Recorded) -> Cost:
 
 def _gradient(shape: Shape, known: dict[str, Any]) -> int:
     """Bytes of writing ∂q or ∂k, or its parts in float32."""
-    return shape.rows * shape.tokens * shape.features * (4 * shape.columns if known["PARTIAL"] else ITEM)
+    return shape.rows * shape.tokens * shape.features * (4 * shape.columns if known["PARTIAL"] else shape.item)
 
 
 def _all_of(reads: slice, writes: slice):

@@ -56,7 +56,7 @@ class _Kernel:
 def launches_of(case: Case, device: str = "cpu", backward: bool = True) -> list[Recorded]:
     """Everything that the case would launch, forward and backward, or for its one token."""
     recorder, nothing_kept = Recorder(), mock.patch.dict(kept_tensors._kept, clear=True)  # tables that nothing writes
-    with mock.patch.object(launching, "_kernels", return_value=recorder), nothing_kept:
+    with mock.patch.object(launching, "all_kernels", return_value=recorder), nothing_kept:
         call = call_of(case, device)
         past = (None, None) if call.state is None else (call.state.kv, call.state.k_sum)
         if case.length == 1:

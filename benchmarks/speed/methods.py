@@ -23,7 +23,8 @@ from linrope.ops.backends import BACKENDS
 from linrope.rotary import unit_rotations
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
-MODES = ("forward", "forward+backward", "decode")
+FORWARD, BOTH, DECODE = "forward", "forward+backward", "decode"
+MODES = (FORWARD, BOTH, DECODE)
 LINEAR, SOFTMAX, FLA = "linear", "RoPE + SDPA flash", "flash-linear-attention"
 """The forms that the CUDA backend is compared with, and itself."""
 EPS = 1e-6

@@ -20,20 +20,30 @@ from linrope.ops.reference import reference_attention
 from linrope.ops.state import State
 from linrope.ops.torch_kernel.kernel import one_token
 from linrope.ops.triton_kernel import launch as triton_kernel
+from linrope.ops.triton_kernel import self_check
+
+
+def _why_not_triton(call: Call) -> str | None:
+    return triton_kernel.why_not(call) or self_check.why_wrong(call, needs_gradient(call))
+
 
 Operator = Callable[[Call], tuple[Tensor, State]]
 WHY_NOT: dict[str, Callable[[Call], str | None]] = {
     "chunked": lambda call: None,
     "cpu": cpu_kernel.why_not,
-    "triton": triton_kernel.why_not,
+    "triton": _why_not_triton,
 }
 """The reason why a linear backend cannot take a call; None if it can."""
 
 
-def _linear(call: Call, backend: str) -> tuple[Tensor, State]:
-    """(o, final state) of one call, in time and memory linear in the length."""
+def _checked(call: Call, backend: str) -> tuple[Tensor, State]:
     if reason := WHY_NOT[backend](call):
         raise InputError(f"backend={backend!r} cannot take this call: {reason}; choose 'auto' or 'chunked'.")
+    return linear(call, backend)
+
+
+def linear(call: Call, backend: str) -> tuple[Tensor, State]:
+    """(o, final state) of one call that the backend can take, in time and memory linear in the length."""
     if call.is_empty:
         return reference_attention(call)
     return _rotary_denominator(call, partial(_any_order, backend=backend))
@@ -41,9 +51,9 @@ def _linear(call: Call, backend: str) -> tuple[Tensor, State]:
 
 BACKENDS: dict[str, Operator] = {
     "reference": reference_attention,
-    "chunked": partial(_linear, backend="chunked"),
-    "cpu": partial(_linear, backend="cpu"),
-    "triton": partial(_linear, backend="triton"),
+    "chunked": partial(_checked, backend="chunked"),
+    "cpu": partial(_checked, backend="cpu"),
+    "triton": partial(_checked, backend="triton"),
 }
 
 

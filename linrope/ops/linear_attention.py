@@ -10,12 +10,11 @@ from dataclasses import replace
 from torch import Tensor
 
 from linrope.errors import InputError, require_choice
-from linrope.ops.backends import BACKENDS, needs_gradient
+from linrope.ops.backends import BACKENDS, WHY_NOT, linear, needs_gradient
 from linrope.ops.call import Call, autocast_inputs, check_call, without_autocast
 from linrope.ops.cpu_kernel import kernel as cpu_kernel
 from linrope.ops.cpu_kernel import library
 from linrope.ops.state import State
-from linrope.ops.triton_kernel import launch
 from linrope.rotary import RotaryEmbedding
 
 
@@ -96,7 +95,7 @@ def linear_attention(
         chosen = _fastest(call) if backend == "auto" else backend
         if call.position is not None:
             _check_position(call, chosen)
-        o, final = BACKENDS[chosen](call)
+        o, final = linear(call, chosen) if backend == "auto" else BACKENDS[chosen](call)
     o = o.to(v.dtype)
     return (o, final) if return_state else o
 
@@ -113,7 +112,7 @@ def _check_position(call: Call, backend: str) -> None:
 def _fastest(call: Call) -> str:
     """The fastest backend for the device. Warns once if the compiled one made for it cannot be used."""
     if call.q.device.type == "cuda":
-        if reason := launch.why_not(call):
+        if reason := WHY_NOT["triton"](call):
             _warn_once(f"linrope takes its slower backend 'chunked' on this GPU: {reason}.")
             return "chunked"
         return "triton"

@@ -26,7 +26,7 @@ def keep(key: Hashable, device: torch.device | str | None, make: Callable[[], Te
         make: makes it on the device; called outside of inference mode, without gradients.
     """
     device = torch.empty(0, device=device).device
-    if not _may_keep(device):
+    if not may_keep(device):
         return make()
     stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else None
     whole = key, device, stream
@@ -50,7 +50,7 @@ def key_of(tensor: Tensor) -> Hashable | None:
     return None
 
 
-def _may_keep(device: torch.device) -> bool:
+def may_keep(device: torch.device) -> bool:
     """Whether tensors made now have values, at once and for good."""
     if torch.compiler.is_compiling() or type(torch.empty(0)) is not Tensor:
         return False

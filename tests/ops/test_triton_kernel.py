@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +20,7 @@ from linrope.errors import InputError
 from linrope.ops import linear_attention as ops
 from linrope.ops.backends import BACKENDS
 from linrope.ops.call import check_call
-from linrope.ops.triton_kernel import kernel, launch
+from linrope.ops.triton_kernel import kernel, launch, self_check
 from linrope.utils import kept_tensors
 from tests.conftest import assert_input_errors
 from tests.ops.cases import CASES, COVERING, assert_agree, by_name, in_pieces, make, run, smaller
@@ -208,7 +209,7 @@ def test_float32_takes_tf32_where_pytorch_allows_it(switch, monkeypatch):
 def recording(monkeypatch) -> Recorder:
     """In place of the kernels; tables that it leaves unwritten are not kept."""
     recorder = Recorder()
-    monkeypatch.setattr(launch, "_kernels", lambda: recorder)
+    monkeypatch.setattr(launch, "all_kernels", lambda: recorder)
     monkeypatch.setattr(kept_tensors, "_kept", {})
     return recorder
 
@@ -339,6 +340,8 @@ def test_on_a_gpu_it_is_the_default_and_does_without_with_one_warning(monkeypatc
         return SimpleNamespace(q=q, v=q, normalize="plain")
 
     ops._warn_once.cache_clear()
+    monkeypatch.setattr(self_check, "why_wrong", lambda call, training: None)
+    monkeypatch.setattr("linrope.ops.backends.needs_gradient", lambda call: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert ops._fastest(inputs(64)) == "triton"
     with pytest.warns(UserWarning, match=r"slower backend 'chunked' on this GPU: q has 300 features"):
@@ -356,12 +359,25 @@ def test_on_a_gpu_it_is_the_default_and_does_without_with_one_warning(monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("size", "targets"), [("16", ["90"]), pytest.param("64", ["80", "90", "120"], marks=pytest.mark.exhaustive)]
+    ("size", "targets", "assembler"),
+    [
+        ("16", ["90"], None),
+        *(
+            pytest.param("64", ["80", "86", "90", "100", "120"], assembler, marks=pytest.mark.exhaustive)
+            for assembler in ("ptxas", "ptxas-blackwell")
+        ),
+    ],
 )
-def test_every_kernel_compiles_for_gpus_that_are_not_there(monkeypatch, size, targets):
-    """What the interpreter does not see: layouts, shared memory, names that Triton's compiler lacks."""
+def test_every_kernel_compiles_for_gpus_that_are_not_there(monkeypatch, tmp_path, size, targets, assembler):
+    """What the interpreter does not see: layouts, shared memory, names that Triton's compiler lacks. Triton brings two
+    versions of the assembler, and each takes all architectures."""
     monkeypatch.delenv("TRITON_INTERPRET")
     monkeypatch.setenv("COLUMNS", "200")
+    if assembler is not None:
+        tool = str(Path(triton.__file__).parent / "backends/nvidia/bin" / assembler)
+        monkeypatch.setenv("TRITON_PTXAS_PATH", tool)
+        monkeypatch.setenv("TRITON_PTXAS_BLACKWELL_PATH", tool)
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.compile_kernels", "--target", *targets, "--case"]
     cases = [f"{size}, everything, trained θ", "64, one token", "256, split values"]
     done = subprocess.run([*command, *cases], capture_output=True, text=True, timeout=900)

@@ -1,7 +1,8 @@
 """The configurations that autotuning tries: tokens of a chunk, warps, stages of the loads, and registers of a thread.
 
 No product has 64 rows: a chunk has 32 tokens at most, and a tile of the state 32 pairs. So none is WGMMA on Hopper, and
-on all GPUs the products are `mma.sync`, whatever the number of warps.
+on all GPUs the products are `mma.sync`, each of one warp, whatever the number of warps: `benchmarks/speed/
+compile_kernels.py` looks at the code. With WGMMA more than 4 warps would be one product, which compilers got wrong.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def _config(chunk: int, warps: int, stages: int, registers: int | None = None) -
 
 ON_GPUS = [
     _config(CHUNK, 4, 2, REGISTERS), _config(CHUNK, 8, 2, REGISTERS), _config(CHUNK, 8, 2), _config(CHUNK, 4, 2),
-    _config(2 * CHUNK, 8, 2), _config(2 * CHUNK, 4, 1),
+    _config(2 * CHUNK, 8, 2), _config(2 * CHUNK, 4, 1), _config(CHUNK, 8, 1),
 ]  # fmt: skip
 INTERPRETED = [_config(64, 4, 1)]
 """The interpreter's time grows with the number of chunks."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from linrope.ops.call import Call
 from linrope.ops.theta_gradient import ThetaGradient
-from linrope.ops.triton_kernel.launch import CHUNK, Launch, cdiv
+from linrope.ops.triton_kernel.launch import CHUNK, Chosen, Launch, cdiv
 
 KEEPS_STATES = True
 """`forward` returns the states that `backward` needs: those before each stretch and at the end, in its own layout."""
@@ -28,24 +28,27 @@ def _own_outputs(launch: Launch) -> tuple[Tensor, Tensor]:
     return o, launch.empty(*(shape if call.plain else (0,)))
 
 
-def forward(call: Call, kv: Tensor | None, k_sum: Tensor | None) -> tuple[Tensor, ...]:
+def forward(call: Call, kv: Tensor | None, k_sum: Tensor | None, chosen: Chosen | None = None) -> tuple[Tensor, ...]:
     """Returns o, den, the states, an empty tensor, kv and k_sum: the output, what the backward needs, and the final
     state."""
-    launch = Launch(call)
+    launch = Launch(call, chosen=chosen)
     o, den = _own_outputs(launch)
     state, last_kv, last_k_sum = launch.states(call.k, call.v, (kv, k_sum))
     launch.attend(state, o, den)
     return o, den, state, launch.empty(0), last_kv, last_k_sum
 
 
-def backward(call: Call, saved, grad_o, grad_kv, grad_k_sum, d_decay: bool, d_theta: bool) -> tuple[Tensor, ...]:
+def backward(
+    call: Call, saved, grad_o, grad_kv, grad_k_sum, d_decay: bool, d_theta: bool, chosen: Chosen | None = None
+) -> tuple[Tensor, ...]:
     """Returns the gradients of q, k, v, log_decay, theta, kv and k_sum; those not needed are empty.
 
-    saved: `forward`'s first four tensors. grad_kv and grad_k_sum: None for 0.
+    saved: `forward`'s first four tensors, with the same `chosen`. grad_kv and grad_k_sum: None for 0.
     """
     q, k, v = call.q, call.k, call.v
     o, den, state, _ = saved
-    launch = Launch(call, exact=d_theta)  # ∂θ is a small difference of large sums: bfloat16 would be too coarse
+    # ∂θ is a small difference of large sums: bfloat16 would be too coarse
+    launch = Launch(call, exact=d_theta, chosen=chosen)
     if d_theta:
         state, *_ = launch.states(k, v, launch.split(state, 0))
     d_den = torch.empty_like(den) if call.plain else None

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import os
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -76,10 +77,20 @@ def why_not(call: Call) -> str | None:
 
 
 @functools.cache
-def _kernels() -> Any:
+def all_kernels() -> Any:
+    """The module of kernels, which needs Triton."""
     from linrope.ops.triton_kernel import kernels  # only here: Triton is optional
 
     return kernels
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a check decides in place of the sizes and of autotuning: tokens from one state to the next, and what stands
+    in for the module of kernels."""
+
+    stretch: int
+    kernels: Any
 
 
 def cdiv(a: int, b: int) -> int:
@@ -119,7 +130,7 @@ def addressable(x: Tensor) -> Tensor:
 class Launch:
     """The kernels, with the sizes and options of one call. `exact`: no bfloat16 in the products."""
 
-    def __init__(self, call: Call, exact: bool = False):
+    def __init__(self, call: Call, exact: bool = False, chosen: Chosen | None = None):
         import triton.language as tl
 
         self.call = call
@@ -133,7 +144,9 @@ class Launch:
         self.e_block = max(16, min(_power_of_two(self.width), most_columns(self.features, low)))
         self.e_blocks = cdiv(self.width, self.e_block)
         longest = max(q.shape[2], call.k.shape[2])
-        self.stretch = stretch_of(self.batch * self.heads, longest, self.width, self.decay)
+        if chosen is None:
+            chosen = Chosen(stretch_of(self.batch * self.heads, longest, self.width, self.decay), all_kernels())
+        self.stretch, self.kernels = chosen.stretch, chosen.kernels
         self.rotated = 0 if call.theta is None else 2 * call.theta.shape[-1]
         self.heads_of_theta = 1 if call.theta is None or call.theta.ndim == 1 else self.heads
         pairs = cdiv(self.features, 2)
@@ -196,7 +209,7 @@ class Launch:
         angles = self.empty(2, self.heads_of_theta, rows, self.rotated // 2)
         theta, sizes = self.call.theta.contiguous(), {"STRETCH": self.stretch, "BLOCK": ANGLE_BLOCK}
         pairs = _power_of_two(self.rotated // 2)
-        _kernels().write_angles[(self.heads_of_theta * cdiv(rows, ANGLE_BLOCK),)](
+        self.kernels.write_angles[(self.heads_of_theta * cdiv(rows, ANGLE_BLOCK),)](
             theta, angles, self.call.start, rows, angles[0].numel(), R=self.rotated, P=pairs, **sizes
         )
         return angles
@@ -243,7 +256,7 @@ class Launch:
         flags["MASKED"] = mask is not None
         tensors = x, u, den, d_den, out, between, self.angles, call.log_decay, call.documents, mask
         numbers = self.heads, length, n, *x.stride(), *u.stride(), *self.decay_strides, self.sines
-        _kernels().stretch_sums[(self.batch * self.heads * n * self.e_blocks,)](
+        self.kernels.stretch_sums[(self.batch * self.heads * n * self.e_blocks,)](
             *tensors, *numbers, self.heads_of_theta, self.heads_of_decay, self.bucket(x),
             **self.features_of, **self.sizes, **flags, **self.products,
         )  # fmt: skip
@@ -256,7 +269,7 @@ class Launch:
         first_kv, first_k_sum = (None if x is None else x.contiguous() for x in first)
         given = {"GIVEN_KV": first_kv is not None, "GIVEN_SUM": first_k_sum is not None}
         sizes = {"KV": self.features * self.width, "X": whole, "SCAN_BLOCK": SCAN_BLOCK, "ACC": self.acc}
-        _kernels().scan[(self.batch * self.heads * cdiv(whole, SCAN_BLOCK),)](
+        self.kernels.scan[(self.batch * self.heads * cdiv(whole, SCAN_BLOCK),)](
             state, first_kv, first_k_sum, last_kv, last_k_sum, between, self.heads, n, self.heads_of_decay,
             LATER=later, WEIGHTED=self.weighted, PIPELINED=PIPELINED, **given, **sizes,
         )  # fmt: skip
@@ -270,7 +283,7 @@ class Launch:
         slots = state.shape[1] - 1
         numbers = call.eps, self.heads, length, slots, slots
         strides = (*q.stride(), *k.stride(), *v.stride(), *self.decay_strides)
-        _kernels().attend[(self.batch * self.heads * n * self.e_blocks,)](
+        self.kernels.attend[(self.batch * self.heads * n * self.e_blocks,)](
             *tensors, *numbers, *strides, self.sines, self.heads_of_theta, self.bucket(q),
             **self.features_of, **self.sizes, **self.flags, **self.products,
         )  # fmt: skip
@@ -297,8 +310,8 @@ class Launch:
         strides = (*q.stride(), *k.stride(), *v.stride(), *grad_o.stride(), *self.decay_strides)
         given = {"PARTIAL": partial, "D_THETA": d_theta is not None, "D_DECAY": d_running is not None}
         given |= {"SUMS": sums} if of_keys else {}
-        kernels = _kernels()
-        (kernels.key_gradients if of_keys else kernels.query_gradients)[(self.batch * self.heads * n * self.e_blocks,)](
+        launched = self.kernels.key_gradients if of_keys else self.kernels.query_gradients
+        launched[(self.batch * self.heads * n * self.e_blocks,)](
             *tensors, *numbers, *strides, self.sines, self.heads_of_theta, self.bucket(x),
             **self.features_of, **self.sizes, **self.flags, **given, **self.products,
         )  # fmt: skip
@@ -310,7 +323,7 @@ class Launch:
         """∂x from the gradients of its features, of which each block of values has its part."""
         constants = self.features_of | {"MASKED": mask is not None, "ACC": self.acc, "CHUNK": 32}
         length = x.shape[2]
-        _kernels().finish_features[(self.batch * self.heads * cdiv(length, 32),)](
+        self.kernels.finish_features[(self.batch * self.heads * cdiv(length, 32),)](
             x, parts, out, mask, self.heads, length, len(parts), parts[0].numel(), *x.stride(), **constants
         )
 
@@ -320,7 +333,7 @@ class Launch:
         length, n = self.lengths(self.call.q)
         sizes = {"STRETCH": self.stretch, "SCAN_BLOCK": SCAN_BLOCK, "ACC": self.acc}
         numbers = length, n, state.shape[2], len(of_queries), of_queries[0].numel()
-        _kernels().finish_log_decay[(self.batch * self.heads * n,)](
+        self.kernels.finish_log_decay[(self.batch * self.heads * n,)](
             of_queries, of_keys, out, state, d_state, *numbers, **sizes
         )
         return out.to(self.call.log_decay.dtype)
@@ -340,7 +353,7 @@ class Launch:
         sizes = self.features_of | {"E": self.width, "BLOCK_E": e_block, "ACC": self.acc}
         sizes["P"] = _power_of_two(sizes.pop("TILES") * sizes["P"])
         strides = (x.stride(d) for x in (call.q, call.k, call.v) for d in (0, 1, 3))
-        _kernels().decode[(self.batch * self.heads * cdiv(self.width, e_block),)](
+        self.kernels.decode[(self.batch * self.heads * cdiv(self.width, e_block),)](
             *tensors, position, call.eps, self.heads, *strides, self.heads_of_theta, **sizes, **flags
         )
         return o, new_kv, new_k_sum

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks.speed.compile_kernels import in_loops
+from benchmarks.speed.compile_kernels import in_loops, products_of_several_warps
 from benchmarks.speed.gpu_correctness import Case
 from benchmarks.speed.kernel_model import KernelModel, Model, cost_of
 from benchmarks.speed.launches import launches_of
@@ -96,6 +96,13 @@ def test_what_a_loop_does_is_found_in_its_code():
     outside = "\tld.global.b16 \t%rs1, [%rd1];\n\tld.global.v8.b16 \t{%rs1}, [%rd1];\n"
     assert in_loops(outside) == {"16-bit loads": 0, "local": 0}
     assert in_loops(outside + loop + outside) == {"16-bit loads": 1, "local": 1}
+
+
+def test_products_of_several_warps_are_found():
+    """WGMMA and tcgen05; the configurations with 8 warps rely on there being none."""
+    assert products_of_several_warps("\tmma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%r1};\n") == 0
+    both = "\t@%p1 wgmma.mma_async.sync.aligned.m64n64k16 {%r1};\n\ttcgen05.mma.cta_group::1.kind::f16 [%r1];\n"
+    assert products_of_several_warps(both) == 2
 
 
 def test_what_the_command_refuses(capsys):

@@ -1,0 +1,124 @@
+"""Jobs, each in a process of its own, several at a time: a fault, a hang or a killed process is the answer of one job.
+
+On a GPU an error of one call may be the answer of every later call of that process; here it ends with its job.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+
+from benchmarks.harness import memory
+
+TIME_IS_OVER = "not started: the time is over"
+
+
+@dataclass(frozen=True)
+class Job:
+    """`work()` in a new process; all of it can be pickled."""
+
+    name: str
+    work: Callable[[], Any]
+    seconds: float = 150.0
+    """After which the process is ended."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Set there before the work begins."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a job returned, or why it returned nothing."""
+
+    job: Job
+    value: Any = None
+    error: str = ""
+    seconds: float = 0.0
+
+
+@dataclass
+class _Running:
+    job: Job
+    process: BaseProcess
+    answers: connection.Connection
+    begin: float
+    end: float
+
+    def answer(self, now: float) -> Answer | None:
+        """The answer, also where there is none any more; None while the job may go on."""
+        seconds = now - self.begin
+        try:
+            if self.answers.poll():
+                value, error = self.answers.recv()
+                return Answer(self.job, value, error, seconds)
+        except EOFError:
+            self.process.join()
+        if not self.process.is_alive():
+            return Answer(self.job, error=ending(self.process.exitcode), seconds=seconds)
+        if now >= self.end:
+            return Answer(self.job, error=f"no answer in {seconds:.0f} s", seconds=seconds)
+        return None
+
+    def stop(self) -> None:
+        self.process.kill()  # it is done after its answer
+        self.process.join()
+        self.answers.close()
+
+
+def run_jobs(jobs: Iterable[Job], workers: int, deadline: float) -> Iterator[Answer]:
+    """Answers as they arrive. At the deadline (of `time.monotonic`) running jobs are ended, and no more are started."""
+    waiting, running = deque(jobs), []
+    try:
+        while waiting or running:
+            now = time.monotonic()
+            while waiting and len(running) < workers and now < deadline:
+                running.append(_start(waiting.popleft(), now, deadline))
+            if not running:
+                yield from (Answer(job, error=TIME_IS_OVER) for job in waiting)
+                return
+            ends = [one.answers for one in running] + [one.process.sentinel for one in running]
+            connection.wait(ends, max(0.0, min(one.end for one in running) - now))
+            for one in list(running):
+                if (answer := one.answer(time.monotonic())) is not None:
+                    running.remove(one)
+                    one.stop()
+                    yield answer
+    finally:
+        for one in running:
+            one.stop()
+
+
+def ending(exit_code: int) -> str:
+    """How a process ended that sent no answer."""
+    if exit_code < 0:
+        return f"the process was ended by {signal.Signals(-exit_code).name}"
+    return f"the process ended with status {exit_code}"
+
+
+def _start(job: Job, now: float, deadline: float) -> _Running:
+    context = memory.new_processes()
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(there, job), daemon=True)
+    process.start()
+    there.close()
+    return _Running(job, process, here, now, min(now + job.seconds, deadline))
+
+
+def _work(answers: connection.Connection, job: Job) -> None:
+    """Run in the new process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
+    os.environ.update(job.environment)
+    torch.set_num_threads(1)
+    try:
+        answer = job.work(), ""
+    except Exception as error:
+        answer = None, memory.describe(error)
+    answers.send(answer)
