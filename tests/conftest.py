@@ -17,6 +17,7 @@ if find_spec("triton") is not None:
 del os.environ["TRITON_INTERPRET"]
 
 import torch
+import torch.distributed as dist
 
 from linrope.cli.main import main
 from linrope.errors import InputError
@@ -38,6 +39,15 @@ def signal_handlers_stay_as_they_were() -> Iterator[None]:
     yield
     for signum, handler in HANDLERS.items():
         signal.signal(signum, handler)
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_is_left() -> Iterator[None]:
+    """A strategy of several devices makes one, which processes that a later test forks would take for theirs."""
+    yield
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("the test leaves a process group: let it run in a process of its own (tests/processes.py).")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -21,6 +21,7 @@ from linrope.training.tasks.conversion import (
 )
 from tests.conftest import LINE, assert_input_errors, write_text_file
 from tests.data.tokenizers.subword_files import write_tokenizer
+from tests.processes import Run
 from tests.training.attached import attached
 from tests.training.test_resume import losses
 
@@ -163,12 +164,18 @@ def test_a_task_is_measured_and_resumed(here, capsys):
         ("attention_alignment", [], "the model's weights are not those of conversion.teacher='runs/teacher"),
         ("attention_alignment", ["--conversion.train=old"], "conversion.train"),
         ("attention_alignment", ["--model.attention=softmax", "--model.window=null"], "leaves nothing to align"),
-        ("attention_alignment", ["--trainer.strategy=fsdp2"], "set trainer.strategy to ddp"),
         ("attention_alignment", ["--model.n_layers=4"], "has n_layers=3, and the model has 4"),
     ],
 )
 def test_what_does_not_fit_is_named(here, task, options, message, error_of):
     assert message in " ".join(error_of(*run(task, *options, "--run.name=refused")).split())
+
+
+def test_layers_that_are_called_one_by_one_are_not_divided(here, tmp_path):
+    args = run("attention_alignment", "--trainer.strategy=fsdp2", "--run.name=refused")
+    code, _, err = Run(args, tmp_path).wait()
+    assert code == 2
+    assert "set trainer.strategy to ddp" in " ".join(err.split())
 
 
 def test_a_teacher_of_another_tokenizer_is_refused(here, tmp_path):
