@@ -1,5 +1,8 @@
 """The check of the CUDA kernels by themselves, in Triton's interpreter in place of a GPU."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -130,6 +133,21 @@ def test_a_check_that_cannot_be_made_is_a_warning(monkeypatch):
         assert self_check.checked(call_of(), False) is None
     monkeypatch.setattr(kernel, "forward", wrong_forward)
     assert self_check.checked(call_of(), False) is None
+
+
+def test_threads_wait_for_one_check(monkeypatch):
+    made = []
+
+    def check(call, training):
+        made.append(call)
+        time.sleep(0.1)
+        return "wrong"
+
+    monkeypatch.setattr(self_check, "_in_a_thread", check)
+    call = call_of()
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(lambda _: self_check.checked(call, False), range(4))) == ["wrong"] * 4
+    assert len(made) == 1
 
 
 def test_modes_of_the_caller_do_not_reach_it():
