@@ -128,7 +128,8 @@ def time_step(size: Size, graphed: bool, device: str = "cuda", rounds: int = ROU
     """One token after `size.length` others, eager or by a captured graph, whose output is that of the eager step."""
     found = Timing(GRAPHED if graphed else EAGER, size)
     step = LinearDecoding(size.inputs(device, DECODE), decay=size.decay, backend="triton")
-    step.state = replace(step.state, length=torch.tensor(size.length, device=device))
+    if graphed:
+        step.state = replace(step.state, length=torch.tensor(size.length, device=device))
     expected, _ = step()
     call: Call = step
     if graphed:

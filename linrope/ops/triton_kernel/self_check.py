@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import threading
+import warnings
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -46,15 +47,17 @@ def why_wrong(call: Call, training: bool) -> str | None:
 
 
 def checked(call: Call, training: bool) -> str | None:
-    """As `why_wrong`, wherever the kernels run. The answer is kept, unless there is no memory for the check."""
+    """As `why_wrong`, wherever the kernels run; the answer is kept. Warns if there is none, for want of memory."""
     key = key_of(call, training)
     if key not in _found:
         with _lock:
             if key not in _found:
                 try:
                     _found[key] = _in_a_thread(call, training)
-                except torch.OutOfMemoryError:
-                    return None
+                except Exception as error:  # of the backend that it is compared with
+                    _found[key] = None
+                    text = f"linrope uses its CUDA kernels unchecked: {type(error).__name__}: {error}"
+                    warnings.warn(text, stacklevel=2)
     return _found[key]
 
 
