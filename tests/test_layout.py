@@ -114,6 +114,7 @@ def test_no_kernel_shares_an_error_with_the_definition():
     assert not [name for name, _ in imports_of(reference) if "kernel" in name or "registration" in name]
 
 
+@pytest.mark.exhaustive
 def test_it_can_be_imported_on_windows():
     """Where the modules of POSIX are missing."""
     program = """

@@ -172,6 +172,7 @@ torch.save((ours(tokens), loaded(tokens).logits, again(tokens).logits), sys.argv
 """
 
 
+@pytest.mark.exhaustive
 def test_another_program_reads_the_folder_without_transformers_and_without_the_interop(folder, trained, tmp_path):
     """`LanguageModel.from_pretrained` needs torch alone, as `import linrope` does; and with `trust_remote_code=True`
     the Auto classes take the folder although nothing registered linrope."""

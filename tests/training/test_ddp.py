@@ -190,6 +190,7 @@ def stopped(two, base, tmp_path_factory) -> list[tuple[str, str]]:
     return printed
 
 
+@pytest.mark.exhaustive
 def test_two_processes_stopped_and_resumed_end_with_the_weights_of_two_that_were_not(two, stopped, base):
     """Contiguous batches, so with the state that each rank carries; dropout, micro-batches, segments, document mask."""
     whole, ended = (load(folder_of(base, name)) for name in ("resumed", "stopped"))
@@ -204,6 +205,7 @@ def test_two_processes_stopped_and_resumed_end_with_the_weights_of_two_that_were
     assert max(logged) == 20
 
 
+@pytest.mark.exhaustive
 def test_only_the_first_rank_writes_and_prints(two, stopped, base):
     for name, n_steps in {"plain": 6, "packed": 6, "contiguous": 8, "resumed": 20}.items():
         out, err = two[name]

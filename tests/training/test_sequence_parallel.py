@@ -170,9 +170,10 @@ def configs() -> list:
     """Those of language models, except for softmax attention without a window."""
     paths = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
     paths = [path for path in paths if "task" not in yaml.safe_load(path.read_text()) and "softmax" not in path.stem]
-    return [pytest.param(path, id=path.stem, marks=[] if "parallel-cpu" in path.stem else EXHAUSTIVE) for path in paths]
+    return [pytest.param(path, id=path.stem) for path in paths]
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize("config", configs())
 def test_devices_share_rows_in_every_shipped_config_of_language_models(config, text_file, tmp_path):
     options = [*tiny_options(text_file, tmp_path), "--model.n_layers=4", "--model.d_model=128", "--run.start_from=null"]

@@ -24,7 +24,6 @@ def allocate(nbytes: int, limit: int) -> int:
 
 
 def test_work_in_a_new_process_gives_its_answer():
-    assert in_new_process(abs, -42) == 42
     assert in_new_process(os.getpid) != os.getpid()
     assert in_new_process(torch.get_num_threads) == torch.get_num_threads()
 
