@@ -12,7 +12,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from benchmarks.harness.trainer import quiet_trainer
 from linrope import LanguageModel
 from linrope.cli.training import quiet_lightning
 from linrope.errors import InputError
-from linrope.evaluation.reports import name_of
+from linrope.evaluation.reports import name_of, write_csv
 from linrope.interop.roformer import load_trained
 from linrope.models.conversion import convert, hybrid_config
 from linrope.models.language_model import LanguageModelConfig
@@ -101,10 +101,10 @@ class Conversion(Benchmark):
         add("--feature_map", nargs="+", default=["hedgehog"], help="of linear layers (default: hedgehog)")
         add("--forget_gate", type=int, nargs="+", default=[1], choices=[0, 1], help="0: without one (default: 1)")
         shares = "shares of the tokens for the three stages, as 0.1,0.8,0.1; repeatable"
-        add("--shares", type=_shares, nargs="+", default=[(0.15, 0.75, 0.1)], help=shares)
+        add("--shares", type=_shares, nargs="+", default=[(0.3, 0.7, 0.0)], help=shares)
         add("--align_lr", type=float, nargs="+", default=[3e-3], help="peak learning rate of the alignment")
-        add("--lr", type=float, nargs="+", default=[2e-3], help="peak learning rate of the distillation")
-        add("--train_lr", type=float, nargs="+", default=[1e-3], help="peak learning rate of the training")
+        add("--lr", type=float, nargs="+", default=[5e-4], help="peak learning rate of the distillation")
+        add("--train_lr", type=float, nargs="+", default=[2e-4], help="peak learning rate of the training")
         add("--optimizer", nargs="+", default=["muon"], choices=["muon", "adamw"], help="of the last two stages")
         add("--cross_entropy", type=float, nargs="+", default=[1.0], help="weight beside the divergence (default: 1)")
         add("--final_lr_fraction", type=float, nargs="+", default=[0.0], help="of all stages (default: 0)")
@@ -137,6 +137,23 @@ class Conversion(Benchmark):
             self.points.append(run(case, self.options))
             self.write(self.options.output, self.contents())
             tick(advance=1)
+
+    def write(self, folder: Path, details: dict[str, Any]) -> list[Path]:
+        """As every benchmark; in the table of comma-separated values each option and each stage has a column."""
+        files = super().write(folder, details)
+        losses = [f.name for f in fields(Point) if f.name not in ("case", "after")]
+        rows = [
+            {
+                **{**point.case, "shares": "/".join(map(str, point.case["shares"]))},
+                **{name: getattr(point, name) for name in losses},
+                **{f"after {stage}": point.after.get(stage) for stage in ("start", *STAGES)},
+                "worse_percent": round(point.worse, 2),
+            }
+            for point in self.points
+        ]
+        if rows:
+            write_csv(files[0], rows)
+        return files
 
     def _kept(self) -> Iterator[Point]:
         """The points that the output folder holds, of the same teacher, text and number of tokens."""
