@@ -35,6 +35,7 @@ require_unloaded("lightning", "torchmetrics", "transformers", "tokenizers", "zst
 """
 
 
+@pytest.mark.exhaustive
 def test_a_command_imports_what_it_needs():
     done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

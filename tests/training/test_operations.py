@@ -87,15 +87,25 @@ class Launched(LightningEnvironment):
 HAPPENS = {"fails": fail, "killed": be_killed, "hangs": hang}
 
 
+def start(base: list[str], folder: Path, name: str) -> Run:
+    """A run of two processes to which something happens."""
+    with pytest.MonkeyPatch.context() as patch:
+        at_step_4_of_rank_1(patch, HAPPENS[name])
+        return Run([*base, *TWO, f"--run.name={name}"], folder, ranks=2)
+
+
+@pytest.fixture(scope="module")
+def killed(base, tmp_path_factory) -> tuple[list[int], str]:
+    """As `printed`, of a rank that is killed."""
+    run = start(base, tmp_path_factory.mktemp("killed"), "killed")
+    _, _, err = run.wait()
+    return run.codes, err
+
+
 @pytest.fixture(scope="module")
 def printed(base, tmp_path_factory) -> dict[str, tuple[list[int], str]]:
     """Exit codes by rank, and standard error of runs of two processes, by what happens."""
-    runs, results = {}, {}
-    for name in ("fails", "killed"):
-        happens = HAPPENS[name]
-        with pytest.MonkeyPatch.context() as patch:
-            at_step_4_of_rank_1(patch, happens)
-            runs[name] = Run([*base, *TWO, f"--run.name={name}"], tmp_path_factory.mktemp(name), ranks=2)
+    runs, results = {"fails": start(base, tmp_path_factory.mktemp("fails"), "fails")}, {}
     options = {1: ["--optimizer.lr=0.02", "--model.rope.base=500", f"--run.folder={texts_of(base).parent}/other"]}
     folder = tmp_path_factory.mktemp("differ")
     runs["differ"] = Run([*base, *TWO, "--run.name=differ"], folder, ranks=2, more=options)
@@ -114,7 +124,7 @@ def test_the_error_of_one_rank_is_printed_by_it_and_the_others_end(printed):
 
 
 @EXHAUSTIVE
-def test_a_job_that_lost_a_rank_restarts_to_the_weights_of_one_that_did_not(printed, base, tmp_path):
+def test_a_job_that_lost_a_rank_restarts_to_the_weights_of_one_that_did_not(killed, base, tmp_path):
     """The same command line starts a new run and goes on with it."""
     shutil.copytree(folder_of(base, "killed"), folder_of(base, "restarted"))
     for name in ("whole", "restarted"):
@@ -198,8 +208,9 @@ def test_a_shared_model_trains_in_bfloat16(base, tmp_path, precision, dtype):
     assert {moment.dtype for moment in moments} == {dtype}
 
 
-def test_a_rank_that_is_killed_is_named_and_leaves_the_last_checkpoint(printed, base):
-    codes, err = printed["killed"]
+@EXHAUSTIVE
+def test_a_rank_that_is_killed_is_named_and_leaves_the_last_checkpoint(killed, base):
+    codes, err = killed
     assert codes == [1, -signal.SIGKILL]
     assert err.count("linrope: error: rank 1 was lost: killed, stopped, or not reachable. All ranks stop. Start") == 1
     assert "Traceback" not in err

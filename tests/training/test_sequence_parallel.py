@@ -47,7 +47,6 @@ CASES = {
         [RAGGED, STAGES],
     ),
 }
-DEFAULT = "ragged, packed"
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +98,8 @@ def fit(base: list[str], mesh: tuple[int, int], folder: Path, *options: str, cod
     return err
 
 
-@pytest.mark.parametrize("case", [name if name == DEFAULT else pytest.param(name, marks=EXHAUSTIVE) for name in CASES])
+@EXHAUSTIVE
+@pytest.mark.parametrize("case", CASES)
 def test_devices_that_share_rows_train_what_one_device_trains(base, tmp_path, case, request):
     mesh, options = CASES[case]
     if case != SINGLE:
@@ -170,10 +170,9 @@ def configs() -> list:
     """Those of language models, except for softmax attention without a window."""
     paths = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
     paths = [path for path in paths if "task" not in yaml.safe_load(path.read_text()) and "softmax" not in path.stem]
-    return [pytest.param(path, id=path.stem) for path in paths]
+    return [pytest.param(path, id=path.stem, marks=[] if "parallel-cpu" in path.stem else EXHAUSTIVE) for path in paths]
 
 
-@EXHAUSTIVE
 @pytest.mark.parametrize("config", configs())
 def test_devices_share_rows_in_every_shipped_config_of_language_models(config, text_file, tmp_path):
     options = [*tiny_options(text_file, tmp_path), "--model.n_layers=4", "--model.d_model=128", "--run.start_from=null"]

@@ -30,6 +30,7 @@ def _files(tmp_path, monkeypatch) -> None:
     Path("test.txt").write_text("\n\n".join("\n".join(words) for words in sentences[3:6]))
 
 
+@pytest.mark.exhaustive
 def test_a_run_learns_resumes_is_measured_and_predicts(monkeypatch, capsys):
     assert main(["plan", *OPTIONS]) == 0
     assert re.search(r"^a step +\d+ targets, ", capsys.readouterr().out, re.M)
