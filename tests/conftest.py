@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import signal
@@ -7,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+import docstring_parser
 import pytest
 
 # Triton decides when it is imported, and when a kernel is defined, whether its interpreter runs it: here, always.
@@ -29,6 +31,9 @@ os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 LONGEST_FILES = ("test_ddp.py", "test_resume.py", "test_backends.py", "test_triton_kernel.py")
 """They run first, or one of the two processes would end long before the other."""
 
+
+# Each command parses the docstrings of all options anew, which would be a seventh of the tests' time.
+docstring_parser.parse_from_object = functools.cache(docstring_parser.parse_from_object)
 
 HANDLERS = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
 

@@ -80,6 +80,7 @@ def test_the_stages_of_roformer_are_as_published_and_end_with_a_validation():
     assert all(stage.n_steps * 8 % trainer["val_check_interval"] == 0 for stage in plan.stages)
 
 
+@pytest.mark.exhaustive
 def test_the_shipped_config_of_translation_trains_two_steps(tmp_path, capsys):
     options = ["--trainer.max_epochs=-1", "--trainer.max_steps=2", "--trainer.val_check_interval=2"]
     options += ["--model.d_model=16", "--trainer.limit_val_batches=1", f"--run.folder={tmp_path / 'runs'}"]

@@ -286,12 +286,9 @@ def test_the_size_of_the_state_is_what_is_held(kind, options, dtype):
     assert (layer.state_bytes(100, dtype) == layer.state_bytes(50, dtype)) == (kind != "softmax" or "window" in options)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"short_conv": 4, "forget_gate": True, "output_gate": True}, id="all"),
-        pytest.param({}, id="plain", marks=pytest.mark.exhaustive),
-    ],
+    "options", [{"short_conv": 4, "forget_gate": True, "output_gate": True}, {}], ids=["all", "plain"]
 )
 def test_a_compiled_layer_computes_the_same(options):
     """Traced by torch.compile, with no code generated: outputs, and gradients also through a state."""

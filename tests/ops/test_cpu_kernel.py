@@ -333,6 +333,7 @@ def test_a_library_that_is_not_there_is_not_used():
         pass
 
 
+@pytest.mark.exhaustive
 def test_the_environment_chooses_the_library():
     program = "from linrope.ops.cpu_kernel import library; print(library.why_none() or library.library().target)"
     for choice, expected in (("off", libraries.OFF), (libraries.supported()[-1],) * 2):

@@ -64,7 +64,8 @@ def test_wide_and_odd_heads(features, width, rope, length, monkeypatch):
     assert max(errors(found, gradients_and_output(torch.float64, "chunked", **options))) < 1e-12
 
 
-@pytest.mark.parametrize("chunk", [16, pytest.param(32, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("chunk", [16, 32])
 def test_chunks_as_a_gpu_takes_them(chunk, monkeypatch):
     """The interpreter's other tests have chunks of 64 tokens, which is quicker."""
     monkeypatch.setattr(launch, "stretch_of", lambda *sizes: 64)
@@ -358,14 +359,12 @@ def test_on_a_gpu_it_is_the_default_and_does_without_with_one_warning(monkeypatc
         assert ops._fastest(inputs(64)) == "chunked"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("size", "targets", "assembler"),
     [
         ("16", ["90"], None),
-        *(
-            pytest.param("64", ["80", "86", "90", "100", "120"], assembler, marks=pytest.mark.exhaustive)
-            for assembler in ("ptxas", "ptxas-blackwell")
-        ),
+        *(("64", ["80", "86", "90", "100", "120"], assembler) for assembler in ("ptxas", "ptxas-blackwell")),
     ],
 )
 def test_every_kernel_compiles_for_gpus_that_are_not_there(monkeypatch, tmp_path, size, targets, assembler):

@@ -229,6 +229,7 @@ def test_half_precision_computes_the_weights_in_float32(name):
 SMALL = {"vocab_size": 11, "d_model": 12, "n_layers": 2, "n_heads": 2}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_every_encoding_trains(name):
     """The task: which token stood two places before. Those that can single out a distance solve it in 100 steps."""

@@ -250,6 +250,7 @@ def test_a_run_with_carried_states_goes_on_with_as_many_devices_only(two, base, 
     assert "data.batch_size: 2 in the checkpoint, 4 here" in err
 
 
+@pytest.mark.exhaustive
 def test_what_the_first_rank_refuses_stops_all_and_is_said_once(two, base, tmp_path):
     folder = RunFolder(folder_of(base, "plain"))
     assert folder.lock()

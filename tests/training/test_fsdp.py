@@ -148,6 +148,7 @@ def test_a_rank_with_fewer_batches_takes_part_in_the_validation_of_the_others(ha
     assert len(losses(half, "val_loss")) == 1  # and it ended
 
 
+@pytest.mark.exhaustive
 def test_a_folder_of_shards_goes_on_with_two_devices_and_with_one(half, alone, base, fit):
     assert is_sharded_checkpoint(last(half))
     require_same_training(fit("two", WHOLE, f"--ckpt_path={last(half)}"), alone["whole"])
@@ -167,7 +168,8 @@ def test_a_file_of_one_device_goes_on_with_two_that_share_the_model_and_write_a_
     require_same_training(folder_of(base, "file-one"), folder_of(base, "13"))
 
 
-@pytest.mark.parametrize("source", ["folder", pytest.param("file", marks=EXHAUSTIVE)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("source", ["folder", "file"])
 def test_the_optimizer_options_of_this_run_win(half, alone, base, fit, source):
     """The strategy restores the optimizer itself, with the options of the checkpoint's run."""
     checkpoint = last(half if source == "folder" else alone["half"])

@@ -169,6 +169,7 @@ def test_rows_of_all_lengths_are_validated_on_the_same_text(grid):
                 assert torch.equal(read, torch.cat([windows[i][name] for i in range(n_tokens // 128)]))
 
 
+@pytest.mark.exhaustive
 def test_an_interrupted_run_goes_on_where_it_was(grid, monkeypatch):
     """Stopped between validations or before one, a run ends with the same numbers as one that was never stopped."""
     whole = grid.train("whole")

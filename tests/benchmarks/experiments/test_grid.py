@@ -27,6 +27,7 @@ def grid_of(tmp_path, **changes):
     return read_grid(path)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
 def test_shipped_grids_are_right(path):
     grid = read_grid(path)

@@ -23,6 +23,7 @@ def allocate(nbytes: int, limit: int) -> int:
     return torch.ones(nbytes, dtype=torch.uint8).numel()
 
 
+@pytest.mark.exhaustive
 def test_work_in_a_new_process_gives_its_answer():
     assert in_new_process(os.getpid) != os.getpid()
     assert in_new_process(torch.get_num_threads) == torch.get_num_threads()

@@ -5,6 +5,8 @@ import signal
 import time
 from functools import partial
 
+import pytest
+
 from benchmarks.harness.processes import TIME_IS_OVER, Job, run_jobs
 
 
@@ -20,6 +22,7 @@ def kills_itself() -> None:
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
+@pytest.mark.exhaustive
 def test_each_job_has_a_process_of_its_own_and_every_ending_is_an_answer():
     begin = time.monotonic()
     jobs = [

@@ -3,11 +3,14 @@
 import csv
 import json
 
+import pytest
+
 from benchmarks.speed.serving import DECODING, FIRST, SECOND, Serving
 
 SMALL = ["--models=tiny", "--prompt=300", "--tokens=8", "--requests=1", "--repeats=1", "--snapshot=64", "--segment=100"]
 
 
+@pytest.mark.exhaustive
 def test_turns_and_clients_are_measured(tmp_path, capsys):
     assert Serving.main([*SMALL, "--clients", "3", "1", f"--output={tmp_path}"]) == 0
     points = json.loads((tmp_path / "serving.json").read_text())["points"]

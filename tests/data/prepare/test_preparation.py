@@ -285,6 +285,7 @@ def test_a_preparation_that_was_interrupted_goes_on_where_it_stopped(many, tmp_p
     assert times_of(tmp_path / "out", "*") == before  # what is complete is left as it is
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_is_killed_leaves_what_another_finishes(many, tmp_path):
     """Its two workers end with it. The result is that of a process that was not killed."""
     whole, _ = run(tmp_path, "whole")

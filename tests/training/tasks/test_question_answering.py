@@ -34,6 +34,7 @@ def _files(tmp_path, monkeypatch) -> None:
         Path(f"{name}.json").write_text(json.dumps({"data": [{"paragraphs": part[:3]}, {"paragraphs": part[3:]}]}))
 
 
+@pytest.mark.exhaustive
 def test_a_run_learns_resumes_is_measured_and_predicts(monkeypatch, capsys):
     assert main(["fit", *OPTIONS]) == 0
     out = " ".join(capsys.readouterr().out.split())

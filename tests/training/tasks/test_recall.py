@@ -185,6 +185,7 @@ def test_accuracy_is_the_share_of_questions_answered_by_case_and_their_mean():
     assert metrics == {**expected, "test_loss": pytest.approx(math.log(64) * 2 / 3, rel=1e-5)}
 
 
+@pytest.mark.exhaustive
 def test_recall_is_learned():
     seed_everything(0, verbose=False)
     data = MQARDataModule(stages=[(16, 4, 1)], cases=[(16, 4)], vocab_size=64, tokens_per_batch=1024, test_rows=100)
