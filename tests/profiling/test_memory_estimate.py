@@ -70,6 +70,7 @@ def test_weights_are_parameters_gradients_and_two_moments_and_nothing_is_allocat
     assert torch.equal(torch.get_rng_state(), before)  # random numbers go on as if nothing had been
 
 
+@pytest.mark.exhaustive
 def test_further_segments_add_their_states_and_tokens_alone():
     config = LanguageModelConfig(d_model=64, n_layers=1, n_heads=4, forget_gate=True)
     few, many = (estimate_training_memory(config, 1, n * 1024, 1024).activations for n in (8, 108))

@@ -225,9 +225,10 @@ def test_tasks_that_read_whole_rows_refuse_to_share_them(config, tmp_path):
             "sequence_parallel_size=2 needs a state of fixed size, but layer 1 is softmax",
             marks=EXHAUSTIVE,
         ),
-        (
+        pytest.param(
             ["--trainer.strategy.data_parallel_size=2"],
             "data_parallel_size=2 × sequence_parallel_size=2 must make 2, the number of devices",
+            marks=EXHAUSTIVE,
         ),
         pytest.param(
             ["--trainer.strategy.process_group_backend=mpi"],

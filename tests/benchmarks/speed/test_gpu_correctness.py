@@ -119,11 +119,13 @@ def test_a_size_is_checked_with_its_stretch_on_a_short_row(monkeypatch):
     assert gpu_correctness.errors_at(Size(65_536, 2, 16), 0, "cpu") == {}
 
 
+@pytest.mark.exhaustive
 def test_configurations_are_compared_with_the_first(monkeypatch):
     interpret_kernels(monkeypatch)
     assert set(gpu_correctness.across_configurations("cpu", 70).values()) == {0.0}
 
 
+@pytest.mark.exhaustive
 def test_a_replayed_step_is_found_wrong_if_its_position_stands_still(monkeypatch):
     """Where calls stand in for the replays of a graph."""
     interpret_kernels(monkeypatch)
