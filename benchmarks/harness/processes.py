@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.harness import memory
 
-TIME_IS_OVER = "not started: the time is over"
+TIME_IS_OVER = "the time is over"
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,9 @@ class _Running:
         if not self.process.is_alive():
             return Answer(self.job, error=ending(self.process.exitcode), seconds=seconds)
         if now >= self.end:
-            return Answer(self.job, error=f"no answer in {seconds:.0f} s", seconds=seconds)
+            late = self.end < self.begin + self.job.seconds  # by the deadline of all jobs
+            error = TIME_IS_OVER if late else f"no answer in {seconds:.0f} s"
+            return Answer(self.job, error=error, seconds=seconds)
         return None
 
     def stop(self) -> None:

@@ -40,6 +40,7 @@ from benchmarks.speed.gpu_timing import (
     LONGEST_CALL,
     WRONG,
     Timing,
+    first_call,
     predicted,
     time_form,
     time_step,
@@ -51,9 +52,9 @@ from linrope.ops.triton_kernel.self_check import ptxas_version
 from linrope.utils.files import whole_file
 from linrope.utils.terminal import new_table
 
-SHARE_OF_CHECKS = 0.6
+SHARE_OF_CHECKS = 0.5
 """Of the time, what the checks may take at most."""
-AT_ONCE = 12
+AT_ONCE = 14
 """Checks that run at the same time, if there are as many cores: most of their time is compilation."""
 ENVIRONMENT = {"LINROPE_SELF_CHECK": "0", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 """Of all processes: the checks are made here."""
@@ -99,7 +100,7 @@ class GpuCheck(Benchmark):
 
     def measure(self) -> None:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:  # nothing that was compiled before
-            self.environment["TRITON_CACHE_DIR"] = cache
+            self.environment |= {"TRITON_CACHE_DIR": cache, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor"}
             work = gpu_correctness.checks(self.options.quick)
             self.check_all(work)
             self.check_again(work)
@@ -115,19 +116,27 @@ class GpuCheck(Benchmark):
 
     # --- checks ------------------------------------------------------------------------------------------------------
 
-    def outcomes_of(self, work: list[Check], seconds: float, **environment: str) -> Iterator[Outcome]:
-        """The outcome of each check when it arrives; a process that dies is one."""
+    def outcomes_of(
+        self, work: list[Check], seconds: float, peers: tuple[str, ...] = (), **environment: str
+    ) -> Iterator[Outcome]:
+        """The outcome of each check when it arrives; a process that dies is one. The peers compile beside them."""
         workers = max(1, min(AT_ONCE, (os.cpu_count() or 2) - 2))
         everywhere = self.environment | environment
         jobs = [Job(one[0], partial(gpu_correctness.check, *one), environment=everywhere) for one in work]
-        for answer in run_jobs(jobs, workers, time.monotonic() + seconds):
+        ahead = [Job(one, partial(first_call, one, gpu_sizes.GOALS[0]), environment=everywhere) for one in peers]
+        for answer in run_jobs(ahead + jobs, workers, time.monotonic() + seconds):
+            if answer.job in ahead:
+                self.say(
+                    f"compiled ahead: {answer.job.name} ({answer.seconds:.0f} s){answer.error and ': '}{answer.error}"
+                )
+                continue
             error = answer.error
             unable = error == TIME_IS_OVER or is_out_of_memory(RuntimeError(error))
             result = f"{NOT_RUN if unable else FAILED}: {error}"
             yield answer.value or Outcome(answer.job.name, result, seconds=answer.seconds)
 
     def check_all(self, work: list[Check]) -> None:
-        for number, outcome in enumerate(self.outcomes_of(work, SHARE_OF_CHECKS * self.left), 1):
+        for number, outcome in enumerate(self.outcomes_of(work, SHARE_OF_CHECKS * self.left, (FLA, SOFTMAX)), 1):
             error = "" if outcome.worst is None else f", {outcome.tensor} off by {outcome.worst:.1e}"
             self.say(
                 f"check {number} of {len(work)}: {outcome.name}: {outcome.result}{error} ({outcome.seconds:.0f} s)"
@@ -218,11 +227,14 @@ class GpuCheck(Benchmark):
 
 
 def plan(quick: bool = False) -> list[tuple[str, Size]]:
-    """What is timed, in its order: the sizes of the goals with their peers, then ours alone."""
+    """What is timed, in its order: the sizes of the goals, the other shapes, decoding, then what says less."""
     every = gpu_sizes.sizes(quick)
-    goals = [(method, size) for size in every if size in gpu_sizes.GOALS for method in (LINEAR, SOFTMAX, FLA)]
-    ours = [(LINEAR, size) for size in every if size not in gpu_sizes.GOALS]
-    return goals + ours + [(method, Size(gpu_sizes.LONG)) for method in (EAGER, GRAPHED)]
+    goals = [(method, size) for method in (LINEAR, SOFTMAX) for size in every if size in gpu_sizes.GOALS]
+    shapes = [(LINEAR, size) for size in every if size in gpu_sizes.SHAPES]
+    steps = [(method, Size(gpu_sizes.LONG)) for method in (EAGER, GRAPHED)]
+    other = [(FLA, size) for size in every if size in gpu_sizes.GOALS]
+    variants = [(LINEAR, size) for size in every if size in gpu_sizes.VARIANTS]
+    return goals + shapes + steps + other + variants
 
 
 if __name__ == "__main__":

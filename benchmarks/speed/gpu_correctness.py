@@ -406,4 +406,5 @@ def production_checks(quick: bool = False, device: str = "cuda") -> list[Check]:
         )
         for size in sizes_of_all_code(quick)
         for number, config in enumerate(configurations())
+        if config in size.fitting(configurations())
     ]

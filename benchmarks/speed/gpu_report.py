@@ -77,8 +77,10 @@ def _times_faster(timings: list[Timing], peer: str, size: Size, bound: float) ->
     if theirs is None or theirs.seconds is None:
         return Row(goal, at_least, NOT_RUN, why="not measured" if theirs is None else f"{peer}: {theirs.detail}")
     ratio = theirs.seconds / ours.seconds
-    guessed = EXTRAPOLATED if theirs.status == EXTRAPOLATED else ""
-    return Row(goal, at_least, PASS if ratio >= bound else SLOW, f"{ratio:.2f}", guessed)
+    why = EXTRAPOLATED if theirs.status == EXTRAPOLATED else ""
+    if ours.graphed_seconds and theirs.graphed_seconds:
+        why = f"{theirs.graphed_seconds / ours.graphed_seconds:.2f} as CUDA graphs"
+    return Row(goal, at_least, PASS if ratio >= bound else SLOW, f"{ratio:.2f}", why)
 
 
 def _find(timings: list[Timing], method: str, size: Size) -> Timing | None:

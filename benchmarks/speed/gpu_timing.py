@@ -25,6 +25,8 @@ LONGEST_CALL = 15.0
 """Seconds: a call that would take longer is extrapolated; one of more than a tenth of them is made once."""
 NEEDED = 1.15
 """Memory of a call over that of q, k, v, o and their gradients; peers rotate q and k into two tensors more."""
+SHORT = 0.01
+"""Seconds of a call up to which the host may be what takes them: it is timed as a CUDA graph too."""
 STEPS = 200
 """Tokens in a row that are timed as one call."""
 EAGER, GRAPHED = "decode, eager", "decode, CUDA graph"
@@ -41,6 +43,8 @@ class Timing:
     seconds: float | None = None
     seconds_q1: float | None = None
     seconds_q3: float | None = None
+    graphed_seconds: float | None = None
+    """Of a replay of the call as a CUDA graph, without the host's time; None if it cannot be captured."""
     extra_memory: float | None = None
     """Peak beyond inputs, outputs and gradients, over these."""
     copy_rate: float | None = None
@@ -81,7 +85,30 @@ def time_form(method: str, size: Size, device: str = "cuda", rounds: int = ROUND
     time_call(found, call, device, rounds)
     if method == LINEAR:
         found.kernels = [asdict(one) for one in profile(call, device)]
+    if found.seconds is not None and found.seconds < SHORT:
+        found.graphed_seconds = graphed_seconds(call, device, rounds)
     return found
+
+
+def graphed_seconds(call: Call, device: str, rounds: int) -> float | None:
+    """Seconds of a replay of the call, captured as a CUDA graph."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            kept = call()  # its memory is that of the replays
+    except RuntimeError:
+        return None
+    replays = {"replay": Several(graph.replay, 20)}
+    seconds = timing.alternate(replays, rounds, device, count=False).samples["replay"].median
+    del kept
+    return seconds
+
+
+def first_call(method: str, size: Size, device: str = "cuda") -> None:
+    """Compile a form, and let it choose, before it is timed."""
+    form = gpu_forms()[method]
+    if not form.absent:
+        call_of(attend_of(form, size), size.inputs(device))()
 
 
 def attend_of(form: Method, size: Size) -> Callable:

@@ -1,4 +1,4 @@
-"""The configurations that autotuning tries: tokens of a chunk, warps, stages of the loads, and registers of a thread.
+"""The configurations that autotuning tries: tokens of a chunk, warps, and stages of the loads.
 
 No product has 64 rows: a chunk has 32 tokens at most, and a tile of the state 32 pairs. So none is WGMMA on Hopper, and
 on all GPUs the products are `mma.sync`, each of one warp, whatever the number of warps: `benchmarks/speed/
@@ -15,19 +15,17 @@ import triton
 
 CHUNK = 16
 """Tokens of a chunk in the first configuration, which the models of traffic and FLOPs count."""
-LARGE = 64 * 128
-"""Entries of a state beyond which 4 warps have too few registers."""
-REGISTERS = 128
-"""Of a thread, for a quarter of the warps that a multiprocessor can hold."""
+SMALL, LARGE = 64 * 64, 64 * 128
+"""Entries of a state up to which two warps hold it, and beyond which 4 warps have too few registers."""
 
 
-def _config(chunk: int, warps: int, stages: int, registers: int | None = None) -> triton.Config:
-    return triton.Config({"CHUNK": chunk}, num_warps=warps, num_stages=stages, maxnreg=registers)
+def _config(chunk: int, warps: int, stages: int) -> triton.Config:
+    return triton.Config({"CHUNK": chunk}, num_warps=warps, num_stages=stages)
 
 
 ON_GPUS = [
-    _config(CHUNK, 4, 2, REGISTERS), _config(CHUNK, 8, 2, REGISTERS), _config(CHUNK, 8, 2), _config(CHUNK, 4, 2),
-    _config(2 * CHUNK, 8, 2), _config(2 * CHUNK, 4, 1), _config(CHUNK, 8, 1),
+    _config(CHUNK, 2, 3), _config(2 * CHUNK, 2, 3), _config(CHUNK, 2, 2), _config(CHUNK, 4, 3), _config(CHUNK, 4, 2),
+    _config(CHUNK, 8, 2), _config(CHUNK, 8, 3), _config(2 * CHUNK, 8, 2),
 ]  # fmt: skip
 INTERPRETED = [_config(64, 4, 1)]
 """The interpreter's time grows with the number of chunks."""
@@ -41,6 +39,6 @@ def fitting(configs: list[triton.Config], named_args: Mapping[str, Any], **const
         return configs
     constants = {**named_args, **constants}
     state = 2 * constants["P"] * constants["TILES"] * constants["BLOCK_E"]
-    if state < LARGE:
-        return configs
-    return [config for config in configs if config.num_warps == 8 and config.maxnreg is None]
+    most = 4 if state <= SMALL else 8
+    fewest = 2 if state <= SMALL else 4 if state < LARGE else 8
+    return [config for config in configs if fewest <= config.num_warps <= most]

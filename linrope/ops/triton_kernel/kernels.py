@@ -62,9 +62,10 @@ __all__ = ["attend", "key_gradients", "query_gradients", "stretch_sums"]
 __all__ += ["decode", "finish_features", "finish_log_decay", "scan", "write_angles"]
 TUNED_BY = [
     "bucket", "D", "E", "R", "SIGNED", "P", "TILES", "BLOCK_E", "STRETCH", "PHI", "INTERLEAVED", "CAUSAL", "PLAIN",
-    "SUMS", "LATER", "DECAY", "DOCUMENTS", "MASKED", "PARTIAL", "D_THETA", "D_DECAY", "LOW", "ACC", "PRECISION",
+    "SUMS", "LATER", "DECAY", "DOCUMENTS", "MASKED", "PARTIAL", "D_THETA", "D_DECAY", "PRECISION",
 ]  # fmt: skip
-"""Autotuning chooses one of `CONFIGS` for each combination of these and the tensors' dtypes, and keeps it on disk."""
+"""Autotuning chooses one of `CONFIGS` for each combination of these and the tensors' dtypes, and keeps it on disk: as
+JSON, so none of these is a dtype. LOW and ACC follow from PRECISION and the tensors' dtypes."""
 
 
 @triton.autotune(CONFIGS, key=TUNED_BY, prune_configs_by={"early_config_prune": fitting}, cache_results=True)
@@ -119,8 +120,8 @@ def stretch_sums(
         if MASKED:
             valid = is_kept(key_mask + i0, p, inside, MASKED)
         xa, xb = load_rows(x + i0 * x_t, p, valid, x_t, x_d, D, R, P, TILES, INTERLEAVED, ACC)
-        values = load_values(u + i0 * u_t, p, e, valid, u_t, u_e, E, BLOCK_E).to(ACC)
-        fa, fb = features(xa, xb, valid, D, P, TILES, SIGNED, PHI)
+        values = load_values(u + i0 * u_t, p, e, valid, u_t, u_e, E, BLOCK_E)
+        fa, fb = features(xa, xb, valid, D, P, TILES, SIGNED, PHI, not MASKED)
         high, low, reach, kept, passed, document = chunk_decay(
             log_decay, documents, i0, T, g_t, CHUNK, DECAY, DOCUMENTS, ACC
         )
@@ -134,7 +135,7 @@ def stretch_sums(
             share = weight * tl.load(d_den + bh * T + i0 + p, mask=inside, other=0.0)
         if SUMS:
             ga, gb = summed_features(fa, fb, D, P, TILES, SIGNED)
-            ua, ub = grown_sums(ua, ub, ga, gb, share, passed, TILES)
+            ua, ub = grown_sums(ua, ub, ga, gb, tl.where(inside, share, 0.0), passed, TILES)
         cos, sin = load_rotations(angles, place, sines, CHUNK, R, P, TILES)
         fa, fb = rotate_all(fa, fb, cos, sin, R, TILES)
         if WEIGHTED:
@@ -198,7 +199,7 @@ def attend(
         inside = i0 + p < T
         cos, sin = load_rotations(angles, place, sines, CHUNK, R, P, TILES)
         xa, xb = load_rows(q + i0 * q_t, p, inside, q_t, q_d, D, R, P, TILES, INTERLEAVED, ACC)
-        fa, fb = features(xa, xb, inside, D, P, TILES, SIGNED, PHI)
+        fa, fb = features(xa, xb, inside, D, P, TILES, SIGNED, PHI, True)
         ta, tb = rotate_all(fa, fb, cos, sin, R, TILES)
         high, low, reach, kept, passed, document = chunk_decay(
             log_decay, documents, i0, T, g_t, CHUNK, DECAY, DOCUMENTS, ACC
@@ -213,8 +214,8 @@ def attend(
             if MASKED:
                 valid = is_kept(key_mask + i0, p, inside, MASKED)
             ya, yb = load_rows(k + i0 * k_t, p, valid, k_t, k_d, D, R, P, TILES, INTERLEAVED, ACC)
-            across = load_values(v + i0 * v_t, p, e, valid, v_t, v_e, E, BLOCK_E).to(ACC)
-            ga, gb = features(ya, yb, valid, D, P, TILES, SIGNED, PHI)
+            across = load_values(v + i0 * v_t, p, e, valid, v_t, v_e, E, BLOCK_E)
+            ga, gb = features(ya, yb, valid, D, P, TILES, SIGNED, PHI, not MASKED)
             weight = pair_weights(high, low, document, CHUNK, DECAY, DOCUMENTS, False, ACC)
             if PLAIN:
                 pa, pb = summed_features(ga, gb, D, P, TILES, SIGNED)
@@ -328,8 +329,8 @@ def query_gradients(
             if MASKED:
                 valid = is_kept(key_mask + i0, p, inside, MASKED)
             ya, yb = load_rows(k + i0 * k_t, p, valid, k_t, k_d, D, R, P, TILES, INTERLEAVED, ACC)
-            across = load_values(v + i0 * v_t, p, e, valid, v_t, v_e, E, BLOCK_E).to(ACC)
-            ka, kb = features(ya, yb, valid, D, P, TILES, SIGNED, PHI)
+            across = load_values(v + i0 * v_t, p, e, valid, v_t, v_e, E, BLOCK_E)
+            ka, kb = features(ya, yb, valid, D, P, TILES, SIGNED, PHI, not MASKED)
             weight = pair_weights(high, low, document, CHUNK, DECAY, DOCUMENTS, False, ACC)
             ga, gb = rotate_all(ka, kb, cos, sin, R, TILES)
             pairs = product(given, tl.trans(across), LOW, ACC, PRECISION, EMULATED) * weight
@@ -339,7 +340,7 @@ def query_gradients(
             sa, sb = grown(sa, sb, ga, gb, across, passed, TILES, WEIGHTED, LOW, ACC, PRECISION, EMULATED)
 
         xa, xb = load_rows(q + i0 * q_t, p, inside, q_t, q_d, D, R, P, TILES, INTERLEAVED, ACC)
-        fa, fb = features(xa, xb, inside, D, P, TILES, SIGNED, PHI)
+        fa, fb = features(xa, xb, inside, D, P, TILES, SIGNED, PHI, True)
         if D_THETA:
             ta, tb = rotate_all(fa, fb, cos, sin, R, TILES)
             nc, np = (), ()
@@ -438,8 +439,8 @@ def key_gradients(
             log_decay, documents, i0, T, g_t, CHUNK, DECAY, DOCUMENTS, ACC
         )
         ya, yb = load_rows(k + i0 * k_t, p, valid, k_t, k_d, D, R, P, TILES, INTERLEAVED, ACC)
-        ga, gb = features(ya, yb, valid, D, P, TILES, SIGNED, PHI)
-        across = load_values(v + i0 * v_t, p, e, valid, v_t, v_e, E, BLOCK_E).to(ACC)
+        ga, gb = features(ya, yb, valid, D, P, TILES, SIGNED, PHI, not MASKED)
+        across = load_values(v + i0 * v_t, p, e, valid, v_t, v_e, E, BLOCK_E)
         ta, tb = rotate_all(ga, gb, cos, sin, R, TILES)
         values = read_state(ta, tb, sa, sb, TILES, LOW, ACC, PRECISION, EMULATED)
         far = across
@@ -453,7 +454,7 @@ def key_gradients(
         if CAUSAL:
             xa, xb = load_rows(q + i0 * q_t, p, inside, q_t, q_d, D, R, P, TILES, INTERLEAVED, ACC)
             given = load_values(grad_o + i0 * o_t, p, e, inside, o_t, o_e, E, BLOCK_E).to(ACC)
-            fa, fb = features(xa, xb, inside, D, P, TILES, SIGNED, PHI)
+            fa, fb = features(xa, xb, inside, D, P, TILES, SIGNED, PHI, True)
             weight = pair_weights(high, low, document, CHUNK, DECAY, DOCUMENTS, True, ACC)
             if PLAIN:
                 scale = 1.0 / tl.load(den + bh * T + i0 + p, mask=inside, other=1.0)
@@ -470,7 +471,8 @@ def key_gradients(
                 given = given * reach[:, None]
             sa, sb = grown(sa, sb, fa, fb, given, passed, TILES, WEIGHTED, LOW, ACC, PRECISION, EMULATED)
 
-        values = tl.where(valid[:, None], values, 0.0)
+        if MASKED:
+            values = tl.where(valid[:, None], values, 0.0)
         store_values(d_v + (bh * T + i0) * E, p, e, inside, values.to(d_v.dtype.element_ty), E, BLOCK_E)
         if D_THETA:
             nc, np = (), ()
@@ -506,11 +508,13 @@ def key_gradients(
             tl.store(d_running + part * T + i0 + p, running, mask=inside)
         if not PARTIAL:
             da, db = vjp_features(ya, yb, ga, gb, da, db, D, P, TILES, SIGNED, PHI)
-        na, nb = (), ()
-        for tile in tl.static_range(TILES):
-            na = na + (tl.where(valid[:, None], da[tile], 0.0),)
-            nb = nb + (tl.where(valid[:, None], db[tile], 0.0),)
-        store_rows(out + (part * T + i0) * D, p, inside, na, nb, D, R, P, TILES, INTERLEAVED)
+        if MASKED:
+            na, nb = (), ()
+            for tile in tl.static_range(TILES):
+                na = na + (tl.where(valid[:, None], da[tile], 0.0),)
+                nb = nb + (tl.where(valid[:, None], db[tile], 0.0),)
+            da, db = na, nb
+        store_rows(out + (part * T + i0) * D, p, inside, da, db, D, R, P, TILES, INTERLEAVED)
     if D_THETA:
         at = d_theta + (part * stretches + s) * 2 * (R // 2)
         for tile in tl.static_range(TILES):

@@ -11,6 +11,7 @@ from linrope.ops.triton_kernel.primitives import LOCAL, STEP, are_there, load_ro
 @triton.jit
 def to_bfloat16(x):
     """float32 rounded to the nearest bfloat16, by its bits, and still float32."""
+    x = x.to(tl.float32)
     bits = x.to(tl.int32, bitcast=True)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -(1 << 16)).to(tl.float32, bitcast=True)
     return tl.where(x == x, rounded, x)  # a NaN's bits may overflow

@@ -131,9 +131,10 @@ def test_each_form_at_each_size_is_timed_and_a_dead_one_spoils_no_other(run, mon
     of = partial(Timing, status="measured", copy_rate=1e12)
     answering(
         monkeypatch,
-        of(LINEAR, size, seconds=1e-3), "the process was ended by SIGABRT", Timing(FLA, size, detail="not installed"),
-        "the process ended with status 7", of(SOFTMAX, longer, seconds=1.0), "tried to allocate 3 GiB",
+        of(LINEAR, size, seconds=1e-3), "the process ended with status 7",
+        "the process was ended by SIGABRT", of(SOFTMAX, longer, seconds=1.0),
         of(EAGER, longer, seconds=1e-5), Timing(GRAPHED, longer, "wrong"),
+        Timing(FLA, size, detail="not installed"), "tried to allocate 3 GiB",
     )  # fmt: skip
     run.checks = [PASSES]
     run.time_all()
