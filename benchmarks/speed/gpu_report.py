@@ -139,18 +139,22 @@ def _error_text(one: Outcome) -> str:
     return "" if one.worst is None else f"{one.tensor} {one.worst:.1e} ({one.tolerance:.1e})"
 
 
+def _milliseconds(seconds: float | None) -> str:
+    return "" if seconds is None else milliseconds_text(seconds)
+
+
 def _of_timings(timings: list[Timing]) -> Iterator[str]:
     if not timings:
         return
     rows = (
         (
-            one.method, str(one.size), "" if one.seconds is None else milliseconds_text(one.seconds),
+            one.method, str(one.size), *map(_milliseconds, (one.seconds, one.graphed_seconds)),
             "" if one.extra_memory is None else f"{one.extra_memory:.0%}", one.status, one.detail,
         )
         for one in timings
     )  # fmt: skip
     yield "## Times\n\nForward and backward, or one token.\n\n" + _table(
-        ("form", "size", "ms", "extra memory", "", ""), rows
+        ("form", "size", "ms", "as a CUDA graph", "extra memory", "", ""), rows
     )
     for one in timings:
         if one.kernels and one.size in WITH_KERNELS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -86,18 +87,22 @@ def time_form(method: str, size: Size, device: str = "cuda", rounds: int = ROUND
     if method == LINEAR:
         found.kernels = [asdict(one) for one in profile(call, device)]
     if found.seconds is not None and found.seconds < SHORT:
-        found.graphed_seconds = graphed_seconds(call, device, rounds)
+        try:
+            found.graphed_seconds = graphed_seconds(call, device, rounds)
+        except RuntimeError as error:
+            found.detail = f"no CUDA graph: {memory.describe(error)}"
     return found
 
 
-def graphed_seconds(call: Call, device: str, rounds: int) -> float | None:
+def graphed_seconds(call: Call, device: str, rounds: int) -> float:
     """Seconds of a replay of the call, captured as a CUDA graph."""
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            kept = call()  # its memory is that of the replays
-    except RuntimeError:
-        return None
+    gc.collect()  # a graph of autograd that is still there belongs to another stream
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        kept = call()  # its memory is that of the replays
     replays = {"replay": Several(graph.replay, 20)}
     seconds = timing.alternate(replays, rounds, device, count=False).samples["replay"].median
     del kept

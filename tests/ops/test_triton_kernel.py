@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import json
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks.speed.gpu_correctness import Case as Compilable
-from benchmarks.speed.launches import Recorder, call_of
+from benchmarks.speed.launches import Recorder, call_of, launches_of
 from linrope import RotaryEmbedding, State, linear_attention
 from linrope.errors import InputError
 from linrope.ops import linear_attention as ops
@@ -250,11 +251,11 @@ def test_stretches_by_shape(monkeypatch):
     assert kernels.TUNED_BY[0] == "bucket"
 
 
-def test_large_states_have_only_configurations_that_fit():
-    small, large = ({"P": 32, "TILES": tiles, "BLOCK_E": 64 * tiles} for tiles in (1, 2))
-    assert configurations.fitting(configurations.ON_GPUS, {}, **small) == configurations.ON_GPUS
-    found = configurations.fitting(configurations.ON_GPUS, large)
-    assert {(config.num_warps, config.maxnreg) for config in found} == {(8, None)}
+def test_a_state_has_only_configurations_that_fit():
+    sizes = [{"P": 32, "TILES": tiles, "BLOCK_E": columns} for tiles, columns in ((1, 64), (2, 32), (1, 96), (2, 128))]
+    found = [configurations.fitting(configurations.ON_GPUS, {}, **one) for one in sizes]
+    assert [{config.num_warps for config in one} for one in found] == [{2, 4}, {2, 4}, {4, 8}, {8}]
+    assert configurations.fitting(configurations.ON_GPUS, sizes[0])[0] == configurations.ON_GPUS[0]
     assert all(config.kwargs["CHUNK"] <= 32 for config in configurations.ON_GPUS)  # no product of 64 rows, so no WGMMA
     assert configurations.ON_GPUS[0].kwargs["CHUNK"] == launch.CHUNK
 
@@ -264,7 +265,30 @@ def test_every_constant_that_changes_the_code_is_in_the_key():
         function = getattr(kernels, name)
         parameters = inspect.signature(function.fn.fn).parameters.values()
         constants = {parameter.name for parameter in parameters if parameter.annotation == "tl.constexpr"}
-        assert constants - set(function.keys) == {"CHUNK", "EMULATED"}
+        assert constants - set(function.keys) == {"CHUNK", "EMULATED", "LOW", "ACC"}
+
+
+def test_the_key_can_be_kept_on_disk_and_tells_exact_products_apart():
+    """Triton writes it as JSON; LOW and ACC, which are no JSON, follow from the others and the tensors' dtypes."""
+    keys: dict[tuple, tuple] = {}
+    for dtype, precision in (
+        ("bfloat16", "highest"),
+        ("float16", "highest"),
+        ("float32", "highest"),
+        ("float32", "high"),
+    ):
+        torch.set_float32_matmul_precision(precision)
+        for rope in ({}, {"trainable": True}):
+            for launched in launches_of(Compilable(length=300, dtype=dtype, rope=rope)):
+                known, tuned = launched.constants, getattr(kernels, launched.kernel)
+                if not hasattr(tuned, "keys"):
+                    continue
+                key = json.dumps([known[name] for name in tuned.keys if name in known])
+                dtypes = tuple(x.dtype for x in launched.args if isinstance(x, torch.Tensor))
+                products = known["LOW"], known["ACC"]
+                assert keys.setdefault((launched.kernel, key, dtypes), products) == products
+    torch.set_float32_matmul_precision("highest")
+    assert len(set(keys.values())) == 2
 
 
 def test_a_configuration_that_does_not_fit_is_skipped():

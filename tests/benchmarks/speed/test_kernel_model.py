@@ -79,16 +79,16 @@ def test_a_call_launches_no_kernels_of_pytorch(monkeypatch):
 
 
 @pytest.mark.parametrize("target", [90, *(pytest.param(sm, marks=pytest.mark.exhaustive) for sm in (80, 100))])
-def test_loops_of_compiled_kernels_read_whole_vectors_and_fill_a_quarter(monkeypatch, target):
+def test_loops_of_compiled_kernels_read_whole_vectors_and_no_local_memory(monkeypatch, target):
     """The command's exit status says that no loop reads 16 bits at a time or local memory."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("COLUMNS", "200")
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.compile_kernels", "--target", str(target)]
     done = subprocess.run([*command, "--case", "64"], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
-    occupied = [int(found) for found in re.findall(r"(\d+)%", done.stdout)]
+    occupied = [float(found) for found in re.findall(r"([\d.]+)%", done.stdout)]
     assert len(occupied) == 8
-    assert min(occupied) >= 25
+    assert min(occupied) >= 12  # 8 warps of a multiprocessor's 64; with 16 of less registers the same loops are slower
 
 
 def test_what_a_loop_does_is_found_in_its_code():
