@@ -123,7 +123,7 @@ class GpuCheck(Benchmark):
         workers = max(1, min(AT_ONCE, (os.cpu_count() or 2) - 2))
         everywhere = self.environment | environment
         jobs = [Job(one[0], partial(gpu_correctness.check, *one), environment=everywhere) for one in work]
-        ahead = [Job(one, partial(first_call, one, gpu_sizes.GOALS[0]), environment=everywhere) for one in peers]
+        ahead = [Job(one, partial(first_call, one, gpu_sizes.GOALS[0]), seconds, everywhere) for one in peers]
         for answer in run_jobs(ahead + jobs, workers, time.monotonic() + seconds):
             if answer.job in ahead:
                 self.say(
