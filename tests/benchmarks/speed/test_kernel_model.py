@@ -91,6 +91,15 @@ def test_loops_of_compiled_kernels_read_whole_vectors_and_no_local_memory(monkey
     assert min(occupied) >= 12  # 8 warps of a multiprocessor's 64; with 16 of less registers the same loops are slower
 
 
+@pytest.mark.exhaustive
+def test_the_largest_state_fits_a_gpu_with_the_least_shared_memory(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.compile_kernels", "--target", "86"]
+    case = "256, float32, everything"
+    done = subprocess.run([*command, "--case", case], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_what_a_loop_does_is_found_in_its_code():
     loop = "$L__BB0_1:\n\tld.global.b16 \t%rs1, [%rd1];\n\tst.local.b32 \t[%rd2], %r1;\n\t@%p1 bra \t$L__BB0_1;\n"
     outside = "\tld.global.b16 \t%rs1, [%rd1];\n\tld.global.v8.b16 \t{%rs1}, [%rd1];\n"
