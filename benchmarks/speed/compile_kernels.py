@@ -75,17 +75,15 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Configuration:
-    """How a launch is compiled: constants that autotuning chooses, warps, stages of the loads, registers at most."""
+    """How a launch is compiled: constants that autotuning chooses, warps, stages of the loads."""
 
     constants: dict[str, Any]
     warps: int
     stages: int
-    registers: int | None = None
 
     def __str__(self) -> str:
         chosen = "".join(f"{name.lower()} {value}, " for name, value in self.constants.items())
-        limit = f", ≤ {self.registers} registers" if self.registers else ""
-        return f"{chosen}{self.warps} warps, {self.stages} stages{limit}"
+        return f"{chosen}{self.warps} warps, {self.stages} stages"
 
 
 def compile_launch(launch: Recorded, capability: int, configuration: Configuration) -> Compiled:
@@ -112,8 +110,6 @@ def compile_launch(launch: Recorded, capability: int, configuration: Configurati
     signature = {name: signature[name] for name in function.arg_names}
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": configuration.warps, "num_stages": configuration.stages}
-    if configuration.registers:
-        options["maxnreg"] = configuration.registers
     made = compile_source(source, target=GPUTarget("cuda", capability, 32), options=options)
     return Compiled(*usage_of(made.asm["cubin"]), made.metadata.shared, configuration.warps, made.asm["ptx"])
 
@@ -188,7 +184,7 @@ def configurations(launch: Recorded) -> list[Configuration]:
     if not hasattr(getattr(triton_kernels, launch.kernel), "configs"):
         return [Configuration({}, launch.constants.get("num_warps", 4), launch.constants.get("num_stages", 3))]
     tried = tuned.fitting(tuned.ON_GPUS, launch.constants)
-    return [Configuration(one.kwargs, one.num_warps, one.num_stages, one.maxnreg) for one in tried]
+    return [Configuration(one.kwargs, one.num_warps, one.num_stages) for one in tried]
 
 
 def jobs(options: argparse.Namespace) -> Iterator[tuple[str, Recorded, int, Configuration]]:

@@ -398,13 +398,13 @@ def checks(quick: bool = False) -> list[Check]:
 
 def production_checks(quick: bool = False, device: str = "cuda") -> list[Check]:
     """Each size that is measured, with each configuration: their kernels are compiled then, too."""
+    every = configurations()
     return [
         (
             f"{size}, {short(str(config))}",
             self_check.TOLERANCES[size.torch_dtype],
-            partial(errors_at, size, number, device),
+            partial(errors_at, size, every.index(config), device),
         )
         for size in sizes_of_all_code(quick)
-        for number, config in enumerate(configurations())
-        if config in size.fitting(configurations())
+        for config in size.fitting(every)
     ]

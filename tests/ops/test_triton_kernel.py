@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -268,8 +269,9 @@ def test_every_constant_that_changes_the_code_is_in_the_key():
         assert constants - set(function.keys) == {"CHUNK", "EMULATED", "LOW", "ACC"}
 
 
-def test_the_key_can_be_kept_on_disk_and_tells_exact_products_apart():
+def test_the_key_can_be_kept_on_disk_and_tells_exact_products_apart(request):
     """Triton writes it as JSON; LOW and ACC, which are no JSON, follow from the others and the tensors' dtypes."""
+    request.addfinalizer(partial(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()))
     keys: dict[tuple, tuple] = {}
     for dtype, precision in (
         ("bfloat16", "highest"),
@@ -287,7 +289,6 @@ def test_the_key_can_be_kept_on_disk_and_tells_exact_products_apart():
                 dtypes = tuple(x.dtype for x in launched.args if isinstance(x, torch.Tensor))
                 products = known["LOW"], known["ACC"]
                 assert keys.setdefault((launched.kernel, key, dtypes), products) == products
-    torch.set_float32_matmul_precision("highest")
     assert len(set(keys.values())) == 2
 
 

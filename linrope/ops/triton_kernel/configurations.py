@@ -7,11 +7,12 @@ compile_kernels.py` looks at the code. With WGMMA more than 4 warps would be one
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
 import triton
+
+from linrope.ops.triton_kernel.launch import interpreted
 
 CHUNK = 16
 """Tokens of a chunk in the first configuration, which the models of traffic and FLOPs count."""
@@ -27,10 +28,10 @@ ON_GPUS = [
     _config(CHUNK, 2, 3), _config(2 * CHUNK, 2, 3), _config(CHUNK, 2, 2), _config(CHUNK, 4, 3), _config(CHUNK, 4, 2),
     _config(CHUNK, 8, 1), _config(CHUNK, 8, 2), _config(CHUNK, 8, 3), _config(2 * CHUNK, 8, 2),
 ]  # fmt: skip
-"""The first that fits a size takes the least shared memory: 99 KiB, the least of all GPUs, are enough."""
+"""The first that fits a size needs at most 99 KiB of shared memory, which all GPUs have."""
 INTERPRETED = [_config(64, 4, 1)]
 """The interpreter's time grows with the number of chunks."""
-CONFIGS = INTERPRETED if os.environ.get("TRITON_INTERPRET") == "1" else ON_GPUS
+CONFIGS = INTERPRETED if interpreted() else ON_GPUS
 
 
 def fitting(configs: list[triton.Config], named_args: Mapping[str, Any], **constants: Any) -> list[triton.Config]:

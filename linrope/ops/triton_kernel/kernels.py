@@ -121,7 +121,7 @@ def stretch_sums(
             valid = is_kept(key_mask + i0, p, inside, MASKED)
         xa, xb = load_rows(x + i0 * x_t, p, valid, x_t, x_d, D, R, P, TILES, INTERLEAVED, ACC)
         values = load_values(u + i0 * u_t, p, e, valid, u_t, u_e, E, BLOCK_E)
-        fa, fb = features(xa, xb, valid, D, P, TILES, SIGNED, PHI, not MASKED)
+        fa, fb = features(xa, xb, valid, D, P, TILES, SIGNED, PHI, ALL_ROWS=not MASKED)
         high, low, reach, kept, passed, document = chunk_decay(
             log_decay, documents, i0, T, g_t, CHUNK, DECAY, DOCUMENTS, ACC
         )
@@ -199,7 +199,7 @@ def attend(
         inside = i0 + p < T
         cos, sin = load_rotations(angles, place, sines, CHUNK, R, P, TILES)
         xa, xb = load_rows(q + i0 * q_t, p, inside, q_t, q_d, D, R, P, TILES, INTERLEAVED, ACC)
-        fa, fb = features(xa, xb, inside, D, P, TILES, SIGNED, PHI, True)
+        fa, fb = features(xa, xb, inside, D, P, TILES, SIGNED, PHI, ALL_ROWS=True)
         ta, tb = rotate_all(fa, fb, cos, sin, R, TILES)
         high, low, reach, kept, passed, document = chunk_decay(
             log_decay, documents, i0, T, g_t, CHUNK, DECAY, DOCUMENTS, ACC
@@ -215,7 +215,7 @@ def attend(
                 valid = is_kept(key_mask + i0, p, inside, MASKED)
             ya, yb = load_rows(k + i0 * k_t, p, valid, k_t, k_d, D, R, P, TILES, INTERLEAVED, ACC)
             across = load_values(v + i0 * v_t, p, e, valid, v_t, v_e, E, BLOCK_E)
-            ga, gb = features(ya, yb, valid, D, P, TILES, SIGNED, PHI, not MASKED)
+            ga, gb = features(ya, yb, valid, D, P, TILES, SIGNED, PHI, ALL_ROWS=not MASKED)
             weight = pair_weights(high, low, document, CHUNK, DECAY, DOCUMENTS, False, ACC)
             if PLAIN:
                 pa, pb = summed_features(ga, gb, D, P, TILES, SIGNED)
@@ -330,7 +330,7 @@ def query_gradients(
                 valid = is_kept(key_mask + i0, p, inside, MASKED)
             ya, yb = load_rows(k + i0 * k_t, p, valid, k_t, k_d, D, R, P, TILES, INTERLEAVED, ACC)
             across = load_values(v + i0 * v_t, p, e, valid, v_t, v_e, E, BLOCK_E)
-            ka, kb = features(ya, yb, valid, D, P, TILES, SIGNED, PHI, not MASKED)
+            ka, kb = features(ya, yb, valid, D, P, TILES, SIGNED, PHI, ALL_ROWS=not MASKED)
             weight = pair_weights(high, low, document, CHUNK, DECAY, DOCUMENTS, False, ACC)
             ga, gb = rotate_all(ka, kb, cos, sin, R, TILES)
             pairs = product(given, tl.trans(across), LOW, ACC, PRECISION, EMULATED) * weight
@@ -340,7 +340,7 @@ def query_gradients(
             sa, sb = grown(sa, sb, ga, gb, across, passed, TILES, WEIGHTED, LOW, ACC, PRECISION, EMULATED)
 
         xa, xb = load_rows(q + i0 * q_t, p, inside, q_t, q_d, D, R, P, TILES, INTERLEAVED, ACC)
-        fa, fb = features(xa, xb, inside, D, P, TILES, SIGNED, PHI, True)
+        fa, fb = features(xa, xb, inside, D, P, TILES, SIGNED, PHI, ALL_ROWS=True)
         if D_THETA:
             ta, tb = rotate_all(fa, fb, cos, sin, R, TILES)
             nc, np = (), ()
@@ -439,7 +439,7 @@ def key_gradients(
             log_decay, documents, i0, T, g_t, CHUNK, DECAY, DOCUMENTS, ACC
         )
         ya, yb = load_rows(k + i0 * k_t, p, valid, k_t, k_d, D, R, P, TILES, INTERLEAVED, ACC)
-        ga, gb = features(ya, yb, valid, D, P, TILES, SIGNED, PHI, not MASKED)
+        ga, gb = features(ya, yb, valid, D, P, TILES, SIGNED, PHI, ALL_ROWS=not MASKED)
         across = load_values(v + i0 * v_t, p, e, valid, v_t, v_e, E, BLOCK_E)
         ta, tb = rotate_all(ga, gb, cos, sin, R, TILES)
         values = read_state(ta, tb, sa, sb, TILES, LOW, ACC, PRECISION, EMULATED)
@@ -454,7 +454,7 @@ def key_gradients(
         if CAUSAL:
             xa, xb = load_rows(q + i0 * q_t, p, inside, q_t, q_d, D, R, P, TILES, INTERLEAVED, ACC)
             given = load_values(grad_o + i0 * o_t, p, e, inside, o_t, o_e, E, BLOCK_E).to(ACC)
-            fa, fb = features(xa, xb, inside, D, P, TILES, SIGNED, PHI, True)
+            fa, fb = features(xa, xb, inside, D, P, TILES, SIGNED, PHI, ALL_ROWS=True)
             weight = pair_weights(high, low, document, CHUNK, DECAY, DOCUMENTS, True, ACC)
             if PLAIN:
                 scale = 1.0 / tl.load(den + bh * T + i0 + p, mask=inside, other=1.0)

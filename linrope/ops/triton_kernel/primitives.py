@@ -10,17 +10,18 @@ Offsets are 32-bit numbers from the 64-bit address of a chunk's first row.
 
 from __future__ import annotations
 
-import os
-
 import triton
 import triton.language as tl
+
+from linrope.ops.triton_kernel.launch import interpreted
 
 OPEN = ["T", "N", "S", "rows", "start", "slot_of_all", "sines", "bucket"]
 """Arguments that follow the length: Triton compiles nothing anew for particular values of them."""
 LOCAL, STEP = tl.constexpr(64), tl.constexpr(16)
 """Rows of a table of angles: positions 0 … LOCAL - 1, each STEP-th position of a stretch, and each stretch's start."""
 
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+INTERPRETED = tl.constexpr(interpreted())
+"""The interpreter has no assembler."""
 
 
 @triton.jit
@@ -129,7 +130,10 @@ def is_kept(key_mask, p, inside, MASKED: tl.constexpr):
 
 @triton.jit
 def exponential(x):
-    """e^x; on a GPU results below 10⁻³⁸ are 0, which saves the three instructions that would keep them."""
+    """e^x; on a GPU results below 10⁻³⁸ are 0, which saves the three instructions that would keep them.
+
+    A pure instruction would be moved behind the layouts of products, where each warp repeats it.
+    """
     if INTERPRETED:
         return tl.exp(x)
     else:

@@ -48,6 +48,7 @@ def written(run: GpuCheck) -> tuple[str, dict]:
 
 
 def test_on_a_gpu_results_go_to_its_name(monkeypatch, capsys):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_check, "device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(runner, "make_folder", lambda option, folder: None)

@@ -86,9 +86,10 @@ def test_loops_of_compiled_kernels_read_whole_vectors_and_no_local_memory(monkey
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.compile_kernels", "--target", str(target)]
     done = subprocess.run([*command, "--case", "64"], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
-    occupied = [float(found) for found in re.findall(r"([\d.]+)%", done.stdout)]
+    occupied = [int(found) for found in re.findall(r"(\d+)%", done.stdout)]
     assert len(occupied) == 8
-    assert min(occupied) >= 12  # 8 warps of a multiprocessor's 64; with 16 of less registers the same loops are slower
+    # 8 of 64 warps: two for a program, with many registers, were faster on an H100 than more.
+    assert min(occupied) >= 12
 
 
 @pytest.mark.exhaustive
