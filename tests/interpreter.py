@@ -4,14 +4,14 @@ from importlib.util import find_spec
 
 import pytest
 
-from linrope.ops.triton_kernel import launch
+from linrope.ops.triton_kernel import launch, plan
 
 
 def interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter runs the CUDA kernels on CPU tensors. With these sizes 130 tokens have two stretches, a
     stretch of two blocks, and a ragged end."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(launch, "stretch_of", lambda *sizes: 128)
+    monkeypatch.setattr(plan, "stretch_of", lambda *sizes: 128)
     monkeypatch.setattr(launch, "SCAN_BLOCK", 64)
     monkeypatch.setattr(launch, "ANGLE_BLOCK", 64)
     if find_spec("triton") is not None:

@@ -24,7 +24,7 @@ from rich.table import Table
 from benchmarks.harness.runner import AddOption, Benchmark
 from benchmarks.speed.gpu_correctness import Case
 from benchmarks.speed.launches import Recorded, launches_of
-from linrope.ops.triton_kernel.launch import cdiv
+from linrope.ops.triton_kernel.plan import cdiv
 from linrope.ops.triton_kernel.self_check import ptxas_version
 from linrope.utils.formatting import bytes_text
 from linrope.utils.terminal import new_table

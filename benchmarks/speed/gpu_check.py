@@ -47,7 +47,7 @@ from benchmarks.speed.gpu_timing import (
 )
 from benchmarks.speed.methods import FLA, LINEAR, SOFTMAX
 from linrope.evaluation.reports import write_json
-from linrope.ops.triton_kernel.launch import interpreted
+from linrope.ops.triton_kernel.plan import interpreted
 from linrope.ops.triton_kernel.self_check import ptxas_version
 from linrope.utils.files import whole_file
 from linrope.utils.terminal import new_table

@@ -24,7 +24,7 @@ from benchmarks.harness.memory import describe, is_out_of_memory
 from benchmarks.speed.gpu_sizes import Size, short, sizes_of_all_code
 from benchmarks.speed.methods import DTYPES
 from linrope import RotaryEmbedding, State, linear_attention
-from linrope.ops.triton_kernel import launch, self_check
+from linrope.ops.triton_kernel import plan, self_check
 from linrope.ops.triton_kernel.self_check import errors
 
 PASS, FAIL, FAILED = "pass", "FAIL", "failed"
@@ -213,13 +213,13 @@ def one_configuration(number: int) -> Iterator[None]:
 
     every = configurations()
     kernels = OneConfiguration(every[number % len(every)])
-    with mock.patch.object(launch, "all_kernels", return_value=kernels):
+    with mock.patch.object(plan, "all_kernels", return_value=kernels):
         yield
 
 
 def errors_at(size: Size, configuration: int, device: str) -> dict[str, float]:
     """Code for that size, with that configuration, on a shorter row: its own stretch, options and layouts."""
-    with mock.patch.object(launch, "stretch_of", return_value=size.stretch):
+    with mock.patch.object(plan, "stretch_of", return_value=size.stretch):
         return self_check.errors_with(size.call(device, length=1024), configurations()[configuration])
 
 

@@ -14,7 +14,7 @@ import torch
 from benchmarks.harness.timing import Call
 from benchmarks.speed.kernel_model import cost_of
 from benchmarks.speed.launches import Recorded
-from linrope.ops.triton_kernel import launch as launching
+from linrope.ops.triton_kernel import plan as planning
 
 OTHERS = "kernels of PyTorch"
 
@@ -37,7 +37,7 @@ class Watching:
     """Stands in for the module of kernels: runs them, and remembers each launch."""
 
     def __init__(self) -> None:
-        self.kernels = launching.all_kernels()
+        self.kernels = planning.all_kernels()
         self.seen: list[tuple[Recorded, Profiled]] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -67,7 +67,7 @@ def profile(call: Call, device: str = "cuda") -> list[Profiled]:
     watching = Watching()
     activity = getattr(torch.profiler.ProfilerActivity, device.upper())
     with torch.profiler.profile(activities=[activity]) as seen:
-        with mock.patch.object(launching, "all_kernels", return_value=watching):
+        with mock.patch.object(planning, "all_kernels", return_value=watching):
             call()
         if device == "cuda":
             torch.cuda.synchronize()

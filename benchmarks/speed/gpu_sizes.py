@@ -11,7 +11,7 @@ import torch
 from benchmarks.speed.methods import BOTH, DTYPES, Inputs, Setting
 from linrope import RotaryEmbedding
 from linrope.ops.call import Call, check_call
-from linrope.ops.triton_kernel.launch import Launch, stretch_of
+from linrope.ops.triton_kernel.plan import plan_of, stretch_of
 
 LENGTHS, LONG = (4096, 65_536, 524_288), 65_536
 
@@ -55,8 +55,8 @@ class Size:
         """Those of the configurations that its kernels may have."""
         from linrope.ops.triton_kernel.configurations import fitting  # only here: Triton is optional
 
-        launch = Launch(self.call("cpu", 1))
-        return fitting(configs, launch.features_of | launch.sizes)
+        plan = plan_of(self.call("cpu", 1))
+        return fitting(configs, plan.features_of | plan.sizes)
 
     def call(self, device: str, length: int) -> Call:
         """The checked call of a row of that length."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks.harness.runner import AddOption, Benchmark
 from benchmarks.speed.gpu_correctness import Case
 from benchmarks.speed.launches import Recorded, launches_of
-from linrope.ops.triton_kernel.launch import CHUNK, cdiv
+from linrope.ops.triton_kernel.plan import CHUNK, cdiv
 from linrope.utils.terminal import new_table
 
 ITEM = 2

@@ -16,7 +16,7 @@ from benchmarks.speed.gpu_correctness import Case, inputs_of
 from linrope import RotaryEmbedding
 from linrope.ops.call import Call, check_call
 from linrope.ops.triton_kernel import kernel as triton_kernel
-from linrope.ops.triton_kernel import launch as launching
+from linrope.ops.triton_kernel import plan as planning
 from linrope.utils import kept_tensors
 
 
@@ -56,19 +56,23 @@ class _Kernel:
 def launches_of(case: Case, device: str = "cpu", backward: bool = True) -> list[Recorded]:
     """Everything that the case would launch, forward and backward, or for its one token."""
     recorder, nothing_kept = Recorder(), mock.patch.dict(kept_tensors._kept, clear=True)  # tables that nothing writes
-    with mock.patch.object(launching, "all_kernels", return_value=recorder), nothing_kept:
-        call = call_of(case, device)
-        past = (None, None) if call.state is None else (call.state.kv, call.state.k_sum)
-        if case.length == 1:
-            triton_kernel.one_token(call, call.past.kv, call.past.k_sum)
-            return recorder.launches
-        *saved, last_kv, last_k_sum = triton_kernel.forward(call, *past)
-        if backward:
-            trained = call.theta is not None and call.theta.requires_grad
-            given = (last_kv, last_k_sum) if case.past is not None else (None, None)
-            grad_o = torch.empty_like(saved[0])
-            triton_kernel.backward(call, saved, grad_o, *given, call.log_decay is not None, trained)
+    with mock.patch.object(planning, "all_kernels", return_value=recorder), nothing_kept:
+        launch(call_of(case, device), backward)
     return recorder.launches
+
+
+def launch(call: Call, backward: bool = True) -> None:
+    """Run the call's kernels, forward and backward, or for its one token."""
+    past = (None, None) if call.state is None else (call.state.kv, call.state.k_sum)
+    if call.q.shape[2] == 1:
+        triton_kernel.one_token(call, call.past.kv, call.past.k_sum)
+        return
+    *saved, last_kv, last_k_sum = triton_kernel.forward(call, *past)
+    if backward:
+        trained = call.theta is not None and call.theta.requires_grad
+        given = (last_kv, last_k_sum) if call.state is not None else (None, None)
+        grad_o = torch.empty_like(saved[0])
+        triton_kernel.backward(call, saved, grad_o, *given, call.log_decay is not None, trained)
 
 
 def call_of(case: Case, device: str = "cpu") -> Call:

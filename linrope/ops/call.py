@@ -140,6 +140,7 @@ def check_call(
     q: Tensor | None, k: Tensor, v: Tensor, rope: RotaryEmbedding | None = None, log_decay: Tensor | None = None,
     feature_map: str | Callable[[Tensor], Tensor] = "elu1", normalize: str = "plain", causal: bool = True,
     key_mask: Tensor | None = None, segment_ids: Tensor | None = None, state: State | None = None, eps: float = 0.0,
+    returns_state: bool = True,
 ) -> Call:  # fmt: skip
     """The Call of `linear_attention`'s arguments, checked against each other (InputError).
 
@@ -180,7 +181,8 @@ def check_call(
     check_positions("state.length", start, max(length, keys))
     theta, interleaved = (None, True) if rope is None else (rope.frequencies(k.device), rope.interleaved)
     tensors = q, k, v, log_decay, theta, key_mask, documents
-    return Call(*tensors, start, phi.name, normalize, float(eps), interleaved, causal, signed, state, position)
+    options = start, phi.name, normalize, float(eps), interleaved, causal, signed
+    return Call(*tensors, *options, state, position, returns_state)
 
 
 def device_type(x: Tensor) -> str:

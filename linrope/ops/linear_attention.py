@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -89,9 +88,8 @@ def linear_attention(
     require_choice("backend", backend, ("auto", *BACKENDS))
     q, k, v = autocast_inputs(q, k, v)
     with without_autocast(q):
-        options = log_decay, feature_map, normalize, causal, key_mask, segment_ids, state, eps
+        options = log_decay, feature_map, normalize, causal, key_mask, segment_ids, state, eps, return_state
         call = check_call(q, k, v, rope, *options)
-        call = replace(call, returns_state=return_state)
         chosen = _fastest(call) if backend == "auto" else backend
         if call.position is not None:
             _check_position(call, chosen)

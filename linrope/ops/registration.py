@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from linrope.errors import InputError
-from linrope.ops.call import Call
+from linrope.ops.call import Call, without_autocast
 from linrope.ops.checks import is_transformed
 from linrope.ops.cpu_kernel import kernel as cpu_kernel
 from linrope.ops.state import State
@@ -27,7 +27,9 @@ def operator(call: Call, kernel: str) -> tuple[Tensor, State]:
     """(o, final state) of one call by that kernel."""
     first = _first_state(call, kernel)
     _refuse_transforms(kernel, *call.operator_args[:5], *first)
-    o, _, _, _, kv, k_sum = torch.ops.linrope.linear_attention(*first, *call.operator_args, kernel)
+    directly = torch.compiler.is_compiling() or not torch.is_grad_enabled()
+    attend = torch.ops.linrope.linear_attention if directly else _Differentiable.apply
+    o, _, _, _, kv, k_sum = attend(*first, *call.operator_args, kernel)
     return o, State(kv, k_sum, call.start + call.k.shape[2], call.final_log_decay())
 
 
@@ -77,7 +79,7 @@ torch.library.define(
 def _(kv, k_sum, *call_and_kernel):
     *args, kernel = call_and_kernel
     q = args[0]
-    with torch.autocast(q.device.type, enabled=False), torch.cuda.device_of(q), Pool.held():
+    with without_autocast(q), torch.cuda.device_of(q), Pool.held():
         return KERNELS[kernel].forward(Call(*args), kv, k_sum)
 
 
@@ -85,7 +87,7 @@ def _(kv, k_sum, *call_and_kernel):
 def _(grad_o, grad_kv, grad_k_sum, o, den, kv_at, k_sum_at, d_decay, d_theta, *call_and_kernel):
     *args, kernel = call_and_kernel
     saved = o, den, kv_at, k_sum_at
-    with torch.autocast(o.device.type, enabled=False), torch.cuda.device_of(o), Pool.held():
+    with without_autocast(o), torch.cuda.device_of(o), Pool.held():
         return KERNELS[kernel].backward(Call(*args), saved, grad_o, grad_kv, grad_k_sum, d_decay, d_theta)
 
 
@@ -154,6 +156,18 @@ def _differentiate(ctx, grad_o, _den, _kv_at, _k_sum_at, grad_kv, grad_k_sum):
 
 
 torch.library.register_autograd(_FORWARD, _differentiate, setup_context=_save)
+
+
+class _Differentiable(torch.autograd.Function):
+    """The operator with its gradient, without what `register_autograd` does besides, which graphs need."""
+
+    @staticmethod
+    def forward(ctx, *args):
+        output = torch.ops.linrope.linear_attention(*args)
+        _save(ctx, args, output)
+        return output
+
+    backward = staticmethod(_differentiate)
 
 
 @register_flop_formula(torch.ops.linrope.linear_attention)

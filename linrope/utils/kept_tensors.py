@@ -25,8 +25,9 @@ def keep(key: Hashable, device: torch.device | str | None, make: Callable[[], Te
         key: everything that its values and dtype depend on.
         make: makes it on the device; called outside of inference mode, without gradients.
     """
-    device = torch.empty(0, device=device).device
-    if not may_keep(device):
+    probe = torch.empty(0, device=device)
+    device = probe.device
+    if not _is_usual(probe):
         return make()
     stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else None
     whole = key, device, stream
@@ -44,14 +45,21 @@ def keep(key: Hashable, device: torch.device | str | None, make: Callable[[], Te
 
 def key_of(tensor: Tensor) -> Hashable | None:
     """The key of a tensor that is kept; None for any other one."""
-    for (key, _, _), kept in list(_kept.items()):
-        if kept is tensor or (kept.shape == tensor.shape and kept.data_ptr() == tensor.data_ptr() != 0):
+    latest_first = list(_kept.items())[::-1]
+    address = tensor.data_ptr()
+    for (key, _, _), kept in latest_first:
+        if kept is tensor or (kept.data_ptr() == address != 0 and kept.shape == tensor.shape):
             return key
     return None
 
 
 def may_keep(device: torch.device) -> bool:
     """Whether tensors made now have values, at once and for good."""
-    if torch.compiler.is_compiling() or type(torch.empty(0)) is not Tensor:
+    return _is_usual(torch.empty(0)) and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
+def _is_usual(made: Tensor) -> bool:
+    """Whether a tensor that was just made has values, at once and for good."""
+    if torch.compiler.is_compiling() or type(made) is not Tensor:
         return False
-    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+    return not (made.is_cuda and torch.cuda.is_current_stream_capturing())

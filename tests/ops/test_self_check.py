@@ -11,8 +11,8 @@ from linrope import RotaryEmbedding, State, linear_attention
 from linrope.errors import InputError
 from linrope.ops import linear_attention as ops
 from linrope.ops.call import check_call
-from linrope.ops.triton_kernel import kernel, launch, self_check
-from linrope.ops.triton_kernel.launch import Chosen
+from linrope.ops.triton_kernel import kernel, plan, self_check
+from linrope.ops.triton_kernel.plan import Chosen
 
 triton = pytest.importorskip("triton", reason="Triton is there for Linux only")
 from triton.runtime.errors import OutOfResources  # noqa: E402
@@ -23,7 +23,7 @@ from linrope.ops.triton_kernel import configurations, kernels, one_configuration
 @pytest.fixture(autouse=True)
 def nothing_found(monkeypatch):
     monkeypatch.setattr(self_check, "_found", {})
-    monkeypatch.setattr(launch, "stretch_of", lambda *sizes: 64)
+    monkeypatch.setattr(plan, "stretch_of", lambda *sizes: 64)
 
 
 def call_of(length=70, dtype=torch.bfloat16, rope=None, transposed=False, device=None, **options):

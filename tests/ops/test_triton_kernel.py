@@ -22,7 +22,7 @@ from linrope.errors import InputError
 from linrope.ops import linear_attention as ops
 from linrope.ops.backends import BACKENDS
 from linrope.ops.call import check_call
-from linrope.ops.triton_kernel import kernel, launch, self_check
+from linrope.ops.triton_kernel import kernel, launch, plan, self_check
 from linrope.utils import kept_tensors
 from tests.conftest import assert_input_errors
 from tests.ops.cases import CASES, COVERING, assert_agree, by_name, in_pieces, make, run, smaller
@@ -60,7 +60,7 @@ def errors(actual, expected):
 )
 @pytest.mark.parametrize("length", [20, pytest.param(150, marks=pytest.mark.exhaustive)])
 def test_wide_and_odd_heads(features, width, rope, length, monkeypatch):
-    monkeypatch.setattr(launch, "stretch_of", lambda *sizes: 64)
+    monkeypatch.setattr(plan, "stretch_of", lambda *sizes: 64)
     options = {"features": features, "width": width, "length": length, "rope": RotaryEmbedding(features, **rope)}
     found = gradients_and_output(torch.float64, "triton", **options)
     assert max(errors(found, gradients_and_output(torch.float64, "chunked", **options))) < 1e-12
@@ -70,7 +70,7 @@ def test_wide_and_odd_heads(features, width, rope, length, monkeypatch):
 @pytest.mark.parametrize("chunk", [16, 32])
 def test_chunks_as_a_gpu_takes_them(chunk, monkeypatch):
     """The interpreter's other tests have chunks of 64 tokens, which is quicker."""
-    monkeypatch.setattr(launch, "stretch_of", lambda *sizes: 64)
+    monkeypatch.setattr(plan, "stretch_of", lambda *sizes: 64)
     for name in ("stretch_sums", "attend", "query_gradients", "key_gradients"):
         monkeypatch.setattr(getattr(kernels, name), "configs", [triton.Config({"CHUNK": chunk})])
     case = replace(smaller(by_name("everything at once")), length=150)
@@ -212,7 +212,7 @@ def test_float32_takes_tf32_where_pytorch_allows_it(switch, monkeypatch):
 def recording(monkeypatch) -> Recorder:
     """In place of the kernels; tables that it leaves unwritten are not kept."""
     recorder = Recorder()
-    monkeypatch.setattr(launch, "all_kernels", lambda: recorder)
+    monkeypatch.setattr(plan, "all_kernels", lambda: recorder)
     monkeypatch.setattr(kept_tensors, "_kept", {})
     return recorder
 
@@ -246,9 +246,9 @@ def test_the_states_take_an_eighth_of_q_and_are_kept_for_the_backward(monkeypatc
 def test_stretches_by_shape(monkeypatch):
     monkeypatch.undo()
     long = {(128, False): 2048, (64, False): 1024, (64, True): 512, (256, False): 2048}
-    assert {sizes: launch.stretch_of(16, 65_536, *sizes) for sizes in long} == long
-    assert launch.stretch_of(1, 4096, 128, False) == 256  # few programs: shorter stretches make more of them
-    assert launch.stretch_of(1, 524_288, 128, False) == 2048
+    assert {sizes: plan.stretch_of(16, 65_536, *sizes) for sizes in long} == long
+    assert plan.stretch_of(1, 4096, 128, False) == 256  # few programs: shorter stretches make more of them
+    assert plan.stretch_of(1, 524_288, 128, False) == 2048
     assert kernels.TUNED_BY[0] == "bucket"
 
 
@@ -258,7 +258,7 @@ def test_a_state_has_only_configurations_that_fit():
     assert [{config.num_warps for config in one} for one in found] == [{2, 4}, {2, 4}, {4, 8}, {8}]
     assert configurations.fitting(configurations.ON_GPUS, sizes[0])[0] == configurations.ON_GPUS[0]
     assert all(config.kwargs["CHUNK"] <= 32 for config in configurations.ON_GPUS)  # no product of 64 rows, so no WGMMA
-    assert configurations.ON_GPUS[0].kwargs["CHUNK"] == launch.CHUNK
+    assert configurations.ON_GPUS[0].kwargs["CHUNK"] == plan.CHUNK
 
 
 def test_every_constant_that_changes_the_code_is_in_the_key():

@@ -12,7 +12,7 @@ from typing import Any
 
 import triton
 
-from linrope.ops.triton_kernel.launch import interpreted
+from linrope.ops.triton_kernel.plan import interpreted
 
 CHUNK = 16
 """Tokens of a chunk in the first configuration, which the models of traffic and FLOPs count."""

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from linrope.ops.call import Call
 from linrope.ops.theta_gradient import ThetaGradient
-from linrope.ops.triton_kernel.launch import CHUNK, Chosen, Launch, cdiv
+from linrope.ops.triton_kernel.launch import Launch, addressable
+from linrope.ops.triton_kernel.plan import CHUNK, Chosen, Plan, cdiv, usual
 
 KEEPS_STATES = True
 """`forward` returns the states that `backward` needs: those before each stretch and at the end, in its own layout."""
@@ -17,25 +18,25 @@ TAKES_NO_PAST = True
 
 def outputs(call: Call, kv: Tensor | None, k_sum: Tensor | None) -> tuple[Tensor, ...]:
     """Empty tensors for what `forward` returns."""
-    launch = Launch(call)
-    states, nothing = launch.empty_states(call.k), launch.empty(0)
-    return *_own_outputs(launch), states, nothing, *launch.empty_state()
+    plan = Plan(call, False, usual(call))  # not kept: its sizes may be symbols
+    states, nothing = plan.empty_states(call.k.shape[2]), plan.empty(0)
+    return *_own_outputs(call, plan), states, nothing, *plan.empty_state()
 
 
-def _own_outputs(launch: Launch) -> tuple[Tensor, Tensor]:
-    call, shape = launch.call, launch.call.q.shape[:3]
-    o = torch.empty((*shape, launch.width), dtype=call.v.dtype, device=call.v.device)
-    return o, launch.empty(*(shape if call.plain else (0,)))
+def _own_outputs(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:
+    shape = call.q.shape[:3]
+    o = torch.empty((*shape, plan.width), dtype=call.v.dtype, device=call.v.device)
+    return o, plan.empty(*(shape if call.plain else (0,)))
 
 
 def forward(call: Call, kv: Tensor | None, k_sum: Tensor | None, chosen: Chosen | None = None) -> tuple[Tensor, ...]:
     """Returns o, den, the states, an empty tensor, kv and k_sum: the output, what the backward needs, and the final
     state."""
     launch = Launch(call, chosen=chosen)
-    o, den = _own_outputs(launch)
-    state, last_kv, last_k_sum = launch.states(call.k, call.v, (kv, k_sum))
+    o, den = _own_outputs(call, launch.plan)
+    state, last_kv, last_k_sum = launch.states(launch.call.k, launch.call.v, (kv, k_sum))
     launch.attend(state, o, den)
-    return o, den, state, launch.empty(0), last_kv, last_k_sum
+    return o, den, state, launch.plan.empty(0), last_kv, last_k_sum
 
 
 def backward(
@@ -45,15 +46,16 @@ def backward(
 
     saved: `forward`'s first four tensors, with the same `chosen`. grad_kv and grad_k_sum: None for 0.
     """
-    q, k, v = call.q, call.k, call.v
     o, den, state, _ = saved
     # ∂θ is a small difference of large sums: bfloat16 would be too coarse
     launch = Launch(call, exact=d_theta, chosen=chosen)
+    plan, grad_o = launch.plan, addressable(grad_o)
+    q, k, v = launch.call.q, launch.call.k, launch.call.v
     if d_theta:
-        state, *_ = launch.states(k, v, launch.split(state, 0))
+        state, *_ = launch.states(k, v, plan.split(state, 0))
     d_den = torch.empty_like(den) if call.plain else None
-    running = [launch.empty(launch.e_blocks, *q.shape[:3]) if d_decay else None for _ in range(2)]
-    shares = [_theta_shares(launch, x) if d_theta else None for x in (q, k)]
+    running = [plan.empty(plan.e_blocks, *q.shape[:3]) if d_decay else None for _ in range(2)]
+    shares = [_theta_shares(plan, x) if d_theta else None for x in (q, k)]
 
     dq = launch.gradients(grad_o, state, den, d_den, o, d_theta=shares[0], d_running=running[0])
     ends = grad_kv, grad_k_sum
@@ -65,24 +67,23 @@ def backward(
     d_log_decay = launch.finish_log_decay(*running, state, d_state) if d_decay else q.new_empty(0)
     total = q.new_empty(0)
     if d_theta:
-        first, last = (launch.split(state, slot)[0] for slot in (0, -1))
-        total = _finish_theta(launch, *shares, (first, d_kv), (last, grad_kv))
+        first, last = (plan.split(state, slot)[0] for slot in (0, -1))
+        total = _finish_theta(call, plan, *shares, (first, d_kv), (last, grad_kv))
     return dq, dk, dv, d_log_decay, total, d_kv, d_k_sum
 
 
-def _theta_shares(launch: Launch, x: Tensor) -> Tensor:
+def _theta_shares(plan: Plan, x: Tensor) -> Tensor:
     """An empty tensor for each stretch's share of ∂θ."""
-    shape = launch.e_blocks, launch.batch, launch.heads, launch.lengths(x)[1], 2, launch.rotated // 2
+    shape = plan.e_blocks, plan.batch, plan.heads, plan.stretches(x.shape[2]), 2, plan.rotated // 2
     return torch.empty(shape, dtype=torch.float64, device=x.device)
 
 
-def _finish_theta(launch: Launch, of_queries: Tensor, of_keys: Tensor, first, last) -> Tensor:
+def _finish_theta(call: Call, plan: Plan, of_queries: Tensor, of_keys: Tensor, first, last) -> Tensor:
     """∂θ from the shares of all stretches, in float64 around the middle of the sequence."""
-    call = launch.call
     gradient = ThetaGradient(call.theta, call.q.shape[2], call.interleaved)
     for share in (of_queries, of_keys):
         crosses, placed = share.sum(dim=0).unbind(dim=3)
-        starts = torch.arange(crosses.shape[2], device=share.device) * launch.stretch - gradient.middle
+        starts = torch.arange(crosses.shape[2], device=share.device) * plan.stretch - gradient.middle
         total = placed.sum(dim=2) + (starts.to(torch.float64)[:, None] * crosses).sum(dim=2)
         gradient.total += total.sum(dim=gradient.sharing)
     d_last = torch.zeros_like(last[0]) if last[1] is None else last[1]

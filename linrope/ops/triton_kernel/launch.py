@@ -20,41 +20,27 @@ CUDA graph, call forward and backward once.
 from __future__ import annotations
 
 import functools
-import os
-from dataclasses import dataclass
+from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from linrope.ops.call import Call
+from linrope.ops.triton_kernel.plan import LOCAL, Chosen, Described, Plan, cdiv, interpreted, plan_of, power_of_two
 from linrope.utils import kept_tensors
 
 INSTALLED = find_spec("triton") is not None  # asked here: a compiled graph cannot ask on every release of PyTorch
 MAX_WIDTH = 256
 """The largest D and E."""
-SHORTEST, LONGEST_WITH_DECAY = 256, 512
-"""Tokens from one state to the next: see `stretch_of`."""
-PROGRAMS = 256
-"""About two for each multiprocessor of a large GPU."""
 SCAN_BLOCK = 512
 """Entries of a state of one program of a scan."""
 ANGLE_BLOCK = 4
 """Rows of a table of angles of one program."""
-CHUNK = 16
-"""Tokens of a chunk, unless autotuning finds others faster: that of `configurations.py`."""
-LOCAL, STEP = 64, 16
-"""Of the table of angles: see `primitives.py`."""
 PIPELINED = 4
 """Stretches ahead of which a scan reads."""
-TILE = 32
-"""Pairs of dimensions of one tile. Its products have no 64 rows, as WGMMA would need, which compilers got wrong."""
-
-
-def interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels, on CPU tensors: TRITON_INTERPRET=1 in the environment."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+FINISHED = 32
+"""Rows of one program of `finish_features`."""
 
 
 def why_not(call: Call) -> str | None:
@@ -76,51 +62,6 @@ def why_not(call: Call) -> str | None:
     return None
 
 
-@functools.cache
-def all_kernels() -> Any:
-    """The module of kernels, which needs Triton."""
-    from linrope.ops.triton_kernel import kernels  # only here: Triton is optional
-
-    return kernels
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """What a check decides in place of the sizes and of autotuning: tokens from one state to the next, and what stands
-    in for the module of kernels."""
-
-    stretch: int
-    kernels: Any
-
-
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
-
-
-def stretch_of(rows: int, length: int, width: int, decay: bool) -> int:
-    """The number of tokens between two states, for B·H rows.
-
-    Each state is written and read a few times; with 16 tokens for each value, all of that is about an eighth of reading
-    and writing q, k, v and o. Stretches are shorter if there would be too few programs to fill a GPU, and with decay,
-    whose gradient is a sum over a stretch that loses digits.
-    """
-    longest = max(1024, min(2048, 16 * _power_of_two(width)))
-    stretch = min(longest, LONGEST_WITH_DECAY) if decay else longest
-    while stretch > SHORTEST and rows * length < PROGRAMS * stretch:
-        stretch //= 2
-    return stretch
-
-
-def most_columns(features: int, low: bool) -> int:
-    """Columns of a state that fit into the registers of one program."""
-    whole = 2 * TILE * cdiv(features, 2 * TILE)
-    return max(16, min(128, _power_of_two((16_384 if low else 8_192) // whole + 1) // 2))
-
-
 def addressable(x: Tensor) -> Tensor:
     """x, or a copy if its strides are too large for the 32-bit offsets within a chunk."""
     far = LOCAL * abs(x.stride(2)) + x.shape[3] * abs(x.stride(3))
@@ -128,116 +69,38 @@ def addressable(x: Tensor) -> Tensor:
 
 
 class Launch:
-    """The kernels, with the sizes and options of one call. `exact`: no bfloat16 in the products."""
+    """The kernels, with the tensors and the plan of one call. `exact`: no bfloat16 in the products."""
 
     def __init__(self, call: Call, exact: bool = False, chosen: Chosen | None = None):
-        import triton.language as tl
-
+        q, k, v = (addressable(x) for x in (call.q, call.k, call.v))
+        if q is not call.q or k is not call.k or v is not call.v:
+            call = replace(call, q=q, k=k, v=v)
         self.call = call
-        q = call.q
-        self.batch, self.heads, _, self.features = q.shape
-        self.width = call.v.shape[-1]
-        low = q.dtype == call.v.dtype == torch.bfloat16 and not exact
-        acc = tl.float64 if call.dtype == torch.float64 else tl.float32
-        self.decay, self.documents = call.log_decay is not None, call.documents is not None
-        self.weighted = self.decay or self.documents
-        self.e_block = max(16, min(_power_of_two(self.width), most_columns(self.features, low)))
-        self.e_blocks = cdiv(self.width, self.e_block)
-        longest = max(q.shape[2], call.k.shape[2])
-        if chosen is None:
-            chosen = Chosen(stretch_of(self.batch * self.heads, longest, self.width, self.decay), all_kernels())
-        self.stretch, self.kernels = chosen.stretch, chosen.kernels
-        self.rotated = 0 if call.theta is None else 2 * call.theta.shape[-1]
-        self.heads_of_theta = 1 if call.theta is None or call.theta.ndim == 1 else self.heads
-        pairs = cdiv(self.features, 2)
-        tile = TILE if pairs > 16 else 16
-        self.features_of = {"D": self.features, "R": self.rotated, "SIGNED": call.signed, "PHI": call.feature_map}
-        self.features_of |= {"P": tile, "TILES": cdiv(pairs, tile), "INTERLEAVED": call.interleaved}
-        self.sizes = {"E": self.width, "BLOCK_E": self.e_block, "STRETCH": self.stretch}
-        self.products = {"LOW": tl.bfloat16 if low else acc, "ACC": acc}
-        self.products |= {"PRECISION": self._precision(exact), "EMULATED": low and interpreted()}
-        self.acc = acc
-
-    def _precision(self, exact: bool) -> str:
-        """Products of float32 are three products of TF32, with the digits of float32, unless PyTorch allows TF32. TF32
-        has all of float16's digits. Exact products of bfloat16 inputs take three products too."""
-        dtype = self.call.q.dtype
-        if dtype == torch.float64:
-            return "ieee"
-        if dtype == torch.bfloat16:
-            return "tf32x3" if exact else "tf32"
-        allowed = dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32"
-        return "tf32" if allowed else "tf32x3"
-
-    def empty(self, *shape: int) -> Tensor:
-        """In the dtype of sums."""
-        return torch.empty(shape, dtype=self.call.dtype, device=self.call.q.device)
-
-    def lengths(self, x: Tensor) -> tuple[int, int]:
-        """Tokens and stretches of x."""
-        return x.shape[2], cdiv(x.shape[2], self.stretch)
-
-    def empty_states(self, x: Tensor) -> Tensor:
-        """For the states before each stretch of x and after the last."""
-        return self.empty(self.batch * self.heads, self.lengths(x)[1] + 1, self.features * (self.width + 1))
-
-    def empty_state(self) -> tuple[Tensor, Tensor]:
-        """For kv and k_sum."""
-        sums = self.batch, self.heads, self.features
-        return self.empty(*sums, self.width), self.empty(*sums)
-
-    def split(self, state: Tensor, slot: int) -> tuple[Tensor, Tensor]:
-        """kv (B, H, D, E) and k_sum (B, H, D) of one of the states, as views."""
-        kv, k_sum = state[:, slot].split((self.features * self.width, self.features), dim=-1)
-        rows = self.batch, self.heads, self.features
-        return kv.unflatten(-1, rows[2:] + (self.width,)).unflatten(0, rows[:2]), k_sum.unflatten(0, rows[:2])
+        self.plan = plan_of(call, exact) if chosen is None else Plan(call, exact, chosen)
 
     @functools.cached_property
     def angles(self) -> Tensor | None:
         """Rotations within a chunk, of chunks in a stretch and of each stretch's start, cosines then sines."""
-        if self.call.theta is None:
+        call, plan = self.call, self.plan
+        if call.theta is None:
             return None
-        within = LOCAL + self.stretch // STEP
-        rows = within + max(self.lengths(self.call.q)[1], self.lengths(self.call.k)[1])
-        start, of_theta = self.call.start, kept_tensors.key_of(self.call.theta)
+        rows, of_theta = plan.rows_of_angles, kept_tensors.key_of(call.theta)
         if of_theta is None:
             return self._write_angles(rows)
-        key = "angles", of_theta, self.call.dtype, start, rows, self.stretch
-        return kept_tensors.keep(key, self.call.q.device, functools.partial(self._write_angles, rows))
+        key = "angles", of_theta, plan.dtype, call.start, rows, plan.stretch
+        return kept_tensors.keep(key, call.q.device, functools.partial(self._write_angles, rows))
 
     def _write_angles(self, rows: int) -> Tensor:
-        angles = self.empty(2, self.heads_of_theta, rows, self.rotated // 2)
-        theta, sizes = self.call.theta.contiguous(), {"STRETCH": self.stretch, "BLOCK": ANGLE_BLOCK}
-        pairs = _power_of_two(self.rotated // 2)
-        self.kernels.write_angles[(self.heads_of_theta * cdiv(rows, ANGLE_BLOCK),)](
-            theta, angles, self.call.start, rows, angles[0].numel(), R=self.rotated, P=pairs, **sizes
-        )
+        plan = self.plan
+        angles = plan.empty(2, plan.heads_of_theta, rows, plan.rotated // 2)
+
+        def describe() -> Described:
+            sizes = {"R": plan.rotated, "P": power_of_two(plan.rotated // 2), "STRETCH": plan.stretch}
+            programs = plan.heads_of_theta * cdiv(rows, ANGLE_BLOCK)
+            return "write_angles", programs, (rows, plan.sines), sizes | {"BLOCK": ANGLE_BLOCK}
+
+        plan.site("write_angles", describe)(self.call.theta.contiguous(), angles, self.call.start)
         return angles
-
-    @property
-    def sines(self) -> int:
-        """Where the sines begin in the table of angles."""
-        return 0 if self.angles is None else self.angles[0].numel()
-
-    @property
-    def decay_strides(self) -> tuple[int, int, int]:
-        return (0, 0, 0) if self.call.log_decay is None else self.call.log_decay.stride()
-
-    @property
-    def heads_of_decay(self) -> int:
-        return self.heads if self.decay else 1
-
-    def bucket(self, x: Tensor) -> int:
-        """The size of a call in powers of two: autotuning chooses for each."""
-        return (self.batch * self.heads * self.lengths(x)[1]).bit_length()
-
-    @property
-    def flags(self) -> dict[str, bool]:
-        """What all kernels that march through pairs are compiled for."""
-        call = self.call
-        masked = call.key_mask is not None
-        flags = {"CAUSAL": call.causal, "PLAIN": call.plain, "DECAY": self.decay}
-        return flags | {"DOCUMENTS": self.documents, "MASKED": masked}
 
     def states(self, x, u, first, den=None, d_den=None, later=False) -> tuple[Tensor, Tensor, Tensor]:
         """The state before each stretch and after the last, and the last one's kv and k_sum. With `later`, their
@@ -247,46 +110,55 @@ class Launch:
             x, u: keys and values; or queries and ∂o, with `den` and `d_den` if there is a denominator.
             first: kv (B, H, D, E) and k_sum (B, H, D) to begin with, or None for 0.
         """
-        call, (length, n) = self.call, self.lengths(x)
-        x, u = addressable(x), addressable(u)
-        out = self.empty_states(x)
-        between = self.empty(self.batch, self.heads_of_decay, n) if self.weighted else None
+        call, plan, length = self.call, self.plan, x.shape[2]
+        out = plan.empty_states(length)
+        n = out.shape[1] - 1
+        between = plan.empty(plan.batch, plan.heads_of_decay, n) if plan.weighted else None
         mask = None if later else call.key_mask
-        flags = {"LATER": later, "PLAIN": call.plain, "DECAY": self.decay, "DOCUMENTS": self.documents}
-        flags["MASKED"] = mask is not None
-        tensors = x, u, den, d_den, out, between, self.angles, call.log_decay, call.documents, mask
-        numbers = self.heads, length, n, *x.stride(), *u.stride(), *self.decay_strides, self.sines
-        self.kernels.stretch_sums[(self.batch * self.heads * n * self.e_blocks,)](
-            *tensors, *numbers, self.heads_of_theta, self.heads_of_decay, self.bucket(x),
-            **self.features_of, **self.sizes, **flags, **self.products,
-        )  # fmt: skip
+
+        def describe() -> Described:
+            flags = {"LATER": later, "PLAIN": call.plain, "DECAY": plan.decay, "DOCUMENTS": plan.documents}
+            flags["MASKED"] = mask is not None
+            numbers = plan.heads, length, n, *x.stride(), *u.stride(), *plan.decay_strides, plan.sines
+            numbers = *numbers, plan.heads_of_theta, plan.heads_of_decay, plan.bucket(length)
+            programs = plan.batch * plan.heads * n * plan.e_blocks
+            return "stretch_sums", programs, numbers, plan.features_of | plan.sizes | flags | plan.products
+
+        site = plan.site(("stretch_sums", later, u.stride()), describe)
+        site(x, u, den, d_den, out, between, self.angles, call.log_decay, call.documents, mask)
         return out, *self.scan(out, first, between, later)
 
     def scan(self, state: Tensor, first, between: Tensor | None, later: bool) -> tuple[Tensor, Tensor]:
         """From what each stretch adds to the states, in place. Returns the last one's kv and k_sum."""
-        n, whole = state.shape[1] - 1, state.shape[2]
-        last_kv, last_k_sum = self.empty_state()
+        plan, (_, slots, whole) = self.plan, state.shape
+        last_kv, last_k_sum = plan.empty_state()
         first_kv, first_k_sum = (None if x is None else x.contiguous() for x in first)
-        given = {"GIVEN_KV": first_kv is not None, "GIVEN_SUM": first_k_sum is not None}
-        sizes = {"KV": self.features * self.width, "X": whole, "SCAN_BLOCK": SCAN_BLOCK, "ACC": self.acc}
-        self.kernels.scan[(self.batch * self.heads * cdiv(whole, SCAN_BLOCK),)](
-            state, first_kv, first_k_sum, last_kv, last_k_sum, between, self.heads, n, self.heads_of_decay,
-            LATER=later, WEIGHTED=self.weighted, PIPELINED=PIPELINED, **given, **sizes,
-        )  # fmt: skip
+
+        def describe() -> Described:
+            given = {"GIVEN_KV": first_kv is not None, "GIVEN_SUM": first_k_sum is not None}
+            sizes = {"KV": plan.features * plan.width, "X": whole, "SCAN_BLOCK": SCAN_BLOCK, "ACC": plan.acc}
+            flags = {"LATER": later, "WEIGHTED": plan.weighted, "PIPELINED": PIPELINED}
+            programs = plan.batch * plan.heads * cdiv(whole, SCAN_BLOCK)
+            return "scan", programs, (plan.heads, slots - 1, plan.heads_of_decay), given | sizes | flags
+
+        site = plan.site(("scan", slots, later, first_kv is None, first_k_sum is None), describe)
+        site(state, first_kv, first_k_sum, last_kv, last_k_sum, between)
         return last_kv, last_k_sum
 
     def attend(self, state: Tensor, o: Tensor, den: Tensor) -> None:
         """Write o, and den if there is one."""
-        call, (length, n) = self.call, self.lengths(self.call.q)
-        q, k, v = map(addressable, (call.q, call.k, call.v))
+        call, plan, slots = self.call, self.plan, state.shape[1] - 1
+        q, k, v = call.q, call.k, call.v
+
+        def describe() -> Described:
+            numbers = call.eps, plan.heads, plan.queries, slots, slots
+            numbers = *numbers, *q.stride(), *k.stride(), *v.stride(), *plan.decay_strides, plan.sines
+            numbers = *numbers, plan.heads_of_theta, plan.bucket(plan.queries)
+            programs = plan.batch * plan.heads * plan.stretches(plan.queries) * plan.e_blocks
+            return "attend", programs, numbers, plan.features_of | plan.sizes | plan.flags | plan.products
+
         tensors = q, k, v, o, den, state, self.angles, call.log_decay, call.documents, call.key_mask
-        slots = state.shape[1] - 1
-        numbers = call.eps, self.heads, length, slots, slots
-        strides = (*q.stride(), *k.stride(), *v.stride(), *self.decay_strides)
-        self.kernels.attend[(self.batch * self.heads * n * self.e_blocks,)](
-            *tensors, *numbers, *strides, self.sines, self.heads_of_theta, self.bucket(q),
-            **self.features_of, **self.sizes, **self.flags, **self.products,
-        )  # fmt: skip
+        plan.site("attend", describe)(*tensors)
 
     def gradients(self, grad_o, state, den, d_den, o=None, d_v=None, d_theta=None, d_running=None, sums=False):
         """∂q, and ∂den into `d_den`; or, with `d_v` to write to, ∂k. The latter reads the states' gradients.
@@ -296,64 +168,74 @@ class Launch:
             d_theta, d_running: what `query_gradients` and `key_gradients` write; None if it is not needed.
             sums: whether the sums of features have a gradient.
         """
-        call, of_keys = self.call, d_v is not None
-        x = call.k if of_keys else call.q
-        length, n = self.lengths(x)
-        q, k, v, grad_o = map(addressable, (call.q, call.k, call.v, grad_o))
-        partial = self.e_blocks > 1
+        call, plan, of_keys = self.call, self.plan, d_v is not None
+        q, k, v = call.q, call.k, call.v
+        x = k if of_keys else q
+        partial = plan.e_blocks > 1
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        parts = self.empty(self.e_blocks, *x.shape) if partial else out
-        own = (grad_o, den, d_den, parts, d_v) if of_keys else (grad_o, o, den, d_den, parts)
-        tensors = q, k, v, *own, state, self.angles, call.log_decay, call.documents, call.key_mask, d_theta, d_running
-        slots = state.shape[1] - 1
-        numbers = self.heads, length, slots, 0 if of_keys else slots
-        strides = (*q.stride(), *k.stride(), *v.stride(), *grad_o.stride(), *self.decay_strides)
+        parts = plan.empty(plan.e_blocks, *x.shape) if partial else out
         given = {"PARTIAL": partial, "D_THETA": d_theta is not None, "D_DECAY": d_running is not None}
         given |= {"SUMS": sums} if of_keys else {}
-        launched = self.kernels.key_gradients if of_keys else self.kernels.query_gradients
-        launched[(self.batch * self.heads * n * self.e_blocks,)](
-            *tensors, *numbers, *strides, self.sines, self.heads_of_theta, self.bucket(x),
-            **self.features_of, **self.sizes, **self.flags, **given, **self.products,
-        )  # fmt: skip
+
+        def describe() -> Described:
+            slots, length = state.shape[1] - 1, x.shape[2]
+            strides = *q.stride(), *k.stride(), *v.stride(), *grad_o.stride(), *plan.decay_strides
+            numbers = plan.heads, length, slots, 0 if of_keys else slots, *strides, plan.sines
+            numbers = *numbers, plan.heads_of_theta, plan.bucket(length)
+            programs = plan.batch * plan.heads * plan.stretches(length) * plan.e_blocks
+            constants = plan.features_of | plan.sizes | plan.flags | given | plan.products
+            return "key_gradients" if of_keys else "query_gradients", programs, numbers, constants
+
+        own = (grad_o, den, d_den, parts, d_v) if of_keys else (grad_o, o, den, d_den, parts)
+        tensors = q, k, v, *own, state, self.angles, call.log_decay, call.documents, call.key_mask, d_theta, d_running
+        plan.site(("gradients", of_keys, grad_o.stride(), *given.values()), describe)(*tensors)
         if partial:
-            self.finish_features(k if of_keys else q, parts, out, call.key_mask if of_keys else None)
+            self.finish_features(x, parts, out, call.key_mask if of_keys else None)
         return out
 
     def finish_features(self, x: Tensor, parts: Tensor, out: Tensor, mask: Tensor | None) -> None:
         """∂x from the gradients of its features, of which each block of values has its part."""
-        constants = self.features_of | {"MASKED": mask is not None, "ACC": self.acc, "CHUNK": 32}
-        length = x.shape[2]
-        self.kernels.finish_features[(self.batch * self.heads * cdiv(length, 32),)](
-            x, parts, out, mask, self.heads, length, len(parts), parts[0].numel(), *x.stride(), **constants
-        )
+        plan, length = self.plan, x.shape[2]
+
+        def describe() -> Described:
+            constants = plan.features_of | {"MASKED": mask is not None, "ACC": plan.acc, "CHUNK": FINISHED}
+            numbers = plan.heads, length, len(parts), parts[0].numel(), *x.stride()
+            return "finish_features", plan.batch * plan.heads * cdiv(length, FINISHED), numbers, constants
+
+        plan.site(("finish_features", length, x.stride(), mask is None), describe)(x, parts, out, mask)
 
     def finish_log_decay(self, of_queries: Tensor, of_keys: Tensor, state: Tensor, d_state: Tensor) -> Tensor:
         """∂log_decay (B, H, T)."""
-        out = torch.empty_like(of_queries[0])
-        length, n = self.lengths(self.call.q)
-        sizes = {"STRETCH": self.stretch, "SCAN_BLOCK": SCAN_BLOCK, "ACC": self.acc}
-        numbers = length, n, state.shape[2], len(of_queries), of_queries[0].numel()
-        self.kernels.finish_log_decay[(self.batch * self.heads * n,)](
-            of_queries, of_keys, out, state, d_state, *numbers, **sizes
-        )
+        plan, out = self.plan, torch.empty_like(of_queries[0])
+
+        def describe() -> Described:
+            n, sizes = plan.stretches(plan.queries), {"STRETCH": plan.stretch, "SCAN_BLOCK": SCAN_BLOCK}
+            numbers = plan.queries, n, state.shape[2], len(of_queries), of_queries[0].numel()
+            return "finish_log_decay", plan.batch * plan.heads * n, numbers, sizes | {"ACC": plan.acc}
+
+        plan.site("finish_log_decay", describe)(of_queries, of_keys, out, state, d_state)
         return out.to(self.call.log_decay.dtype)
 
     def one_token(self, kv: Tensor, k_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """o, and the new kv and k_sum, of a decoding step."""
-        call = self.call
+        call, plan = self.call, self.plan
         kv, k_sum = kv.contiguous(), k_sum.contiguous()
-        new_kv, new_k_sum = torch.empty_like(kv), torch.empty_like(k_sum)
-        o = torch.empty((*call.q.shape[:3], self.width), dtype=call.v.dtype, device=call.v.device)
-        e_block = min(32, max(16, _power_of_two(self.width)))
+        new_kv, new_k_sum = plan.empty_state()
+        o = torch.empty((*call.q.shape[:3], plan.width), dtype=call.v.dtype, device=call.v.device)
         log_decay, theta = (None if x is None else x.contiguous() for x in (call.log_decay, call.theta))
+        on_device = call.position is not None
+
+        def describe() -> Described:
+            e_block = min(32, max(16, power_of_two(plan.width)))
+            flags = {"PLAIN": call.plain, "DECAY": plan.decay, "MASKED": call.key_mask is not None}
+            sizes = plan.features_of | {"E": plan.width, "BLOCK_E": e_block, "ACC": plan.acc}
+            sizes["P"] = power_of_two(sizes.pop("TILES") * sizes["P"])
+            strides = (x.stride(d) for x in (call.q, call.k, call.v) for d in (0, 1, 3))
+            numbers = call.eps, plan.heads, *strides, plan.heads_of_theta
+            programs = plan.batch * plan.heads * cdiv(plan.width, e_block)
+            return "decode", programs, numbers, sizes | flags | {"ON_DEVICE": on_device}
+
+        position = call.position if on_device else call.start
         tensors = call.q, call.k, call.v, o, kv, k_sum, new_kv, new_k_sum, log_decay, theta, call.key_mask
-        flags = {"PLAIN": call.plain, "DECAY": self.decay, "MASKED": call.key_mask is not None}
-        flags["ON_DEVICE"] = call.position is not None
-        position = call.start if call.position is None else call.position
-        sizes = self.features_of | {"E": self.width, "BLOCK_E": e_block, "ACC": self.acc}
-        sizes["P"] = _power_of_two(sizes.pop("TILES") * sizes["P"])
-        strides = (x.stride(d) for x in (call.q, call.k, call.v) for d in (0, 1, 3))
-        self.kernels.decode[(self.batch * self.heads * cdiv(self.width, e_block),)](
-            *tensors, position, call.eps, self.heads, *strides, self.heads_of_theta, **sizes, **flags
-        )
+        plan.site(("decode", on_device), describe)(*tensors, position)
         return o, new_kv, new_k_sum

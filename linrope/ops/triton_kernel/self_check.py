@@ -25,8 +25,8 @@ from torch import Tensor
 from linrope.ops import registration
 from linrope.ops.call import Call
 from linrope.ops.state import State
-from linrope.ops.triton_kernel import kernel, launch
-from linrope.ops.triton_kernel.launch import Chosen
+from linrope.ops.triton_kernel import kernel, plan
+from linrope.ops.triton_kernel.plan import Chosen
 from linrope.utils import kept_tensors
 
 TOLERANCES = {torch.bfloat16: 2**-6, torch.float16: 2**-8, torch.float32: 2**-8, torch.float64: 1e-9}
@@ -87,7 +87,7 @@ def stretch_of(call: Call) -> int:
     """Tokens from one state to the next in the call."""
     (batch, heads, queries, _), (keys, width) = call.q.shape, call.v.shape[2:]
     width += call.normalize == "rotary"
-    return launch.stretch_of(batch * heads, max(queries, keys), width, call.log_decay is not None)
+    return plan.stretch_of(batch * heads, max(queries, keys), width, call.log_decay is not None)
 
 
 def _in_a_thread(call: Call, training: bool) -> str | None:
