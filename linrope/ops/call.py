@@ -274,14 +274,15 @@ def _check_log_decay(
     if not causal:
         raise InputError("log_decay was given with causal=False: decay is defined for causal attention only.")
     check_tensor("log_decay", log_decay, "floats", "(B, H, T)", shape, device)
-    if log_decay.is_cuda:  # reading values here would make the host wait: the GPU checks, and stops the program
-        torch._assert_async(((log_decay <= 0) & log_decay.isfinite()).all(), "log_decay must be finite and at most 0")
-    elif not (torch.compiler.is_compiling() or log_decay.is_meta) and log_decay.numel():
-        lowest, highest = (bound.item() for bound in log_decay.detach().aminmax())
-        if not (math.isfinite(lowest) and highest <= 0):
+    if log_decay.numel() and (log_decay.is_cuda or not (torch.compiler.is_compiling() or log_decay.is_meta)):
+        lowest, highest = log_decay.detach().aminmax()
+        allowed = (lowest > -math.inf) & (highest <= 0)  # not with a NaN, which is then both
+        if log_decay.is_cuda:  # reading it here would make the host wait: the GPU checks, and stops the program
+            torch._assert_async(allowed, "log_decay must be finite and at most 0")
+        elif not allowed:
             raise InputError(
-                f"log_decay lies in [{lowest}, {highest}]: every entry must be finite and at most 0, as from "
-                "logsigmoid (use segment_ids to forget everything before a token)."
+                f"log_decay lies in [{lowest.item()}, {highest.item()}]: every entry must be finite and at most 0, as "
+                "from logsigmoid (use segment_ids to forget everything before a token)."
             )
     return log_decay.to(working).clamp(min=STRONGEST_DECAY)
 
