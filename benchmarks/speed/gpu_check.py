@@ -211,6 +211,7 @@ class GpuCheck(Benchmark):
 
     def table(self) -> Table:
         table = new_table(self.device, "bound", "measured", text=["goal"])
+        table.columns[0].no_wrap = True  # a verdict with its reason may take lines
         table.add_column("verdict", overflow="fold")
         for row in gpu_report.all_rows(self.checks, self.timings):
             verdict = Text(row.verdict + (f": {row.why}" if row.why else ""), STYLE[row.verdict])
