@@ -153,9 +153,6 @@ class Plan:
         self.flags = {"CAUSAL": call.causal, "PLAIN": call.plain, "DECAY": self.decay}
         """What all kernels that march through pairs are compiled for."""
         self.flags |= {"DOCUMENTS": self.documents, "MASKED": masked}
-        self.rows_of_angles = LOCAL + self.stretch // STEP + max(map(self.stretches, (self.queries, self.keys)))
-        self.sines = self.heads_of_theta * self.rows_of_angles * (self.rotated // 2)
-        """Where the sines begin in the table of angles."""
         self.sites: dict[Hashable, Site] = {}
 
     def site(self, key: Hashable, describe: Callable[[], Described]) -> Site:
@@ -167,6 +164,16 @@ class Plan:
         if (site := self.sites.get(key)) is None:
             site = self.sites[key] = Site(self.kernels, *describe())
         return site
+
+    @functools.cached_property
+    def rows_of_angles(self) -> int:
+        """Rotations within a chunk, of chunks in a stretch, and of each stretch's start."""
+        return LOCAL + self.stretch // STEP + max(self.stretches(self.queries), self.stretches(self.keys))
+
+    @functools.cached_property
+    def sines(self) -> int:
+        """Where the sines begin in the table of angles."""
+        return self.heads_of_theta * self.rows_of_angles * (self.rotated // 2)
 
     def stretches(self, length: int) -> int:
         """Stretches of that many tokens."""
