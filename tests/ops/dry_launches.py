@@ -13,7 +13,7 @@ import torch
 import triton
 
 from benchmarks.speed.dry_gpu import DryGPU, Launched, dry_gpu, without_addresses
-from benchmarks.speed.gpu_correctness import Case, all_cases
+from benchmarks.speed.gpu_correctness import Case, all_cases, plain_call, results_of, with_first_configuration
 from benchmarks.speed.host_time import HostTime
 from benchmarks.speed.launches import call_of, launch
 from linrope import RotaryEmbedding, State, linear_attention
@@ -156,6 +156,21 @@ def test_decoding_compiles_once_for_all_positions(gpu, monkeypatch):
             _, state = linear_attention(*x, rope, state=state, return_state=True, backend="triton")
     assert (len(gpu.launched), gpu.compiled) == (18, 1)
     assert [one.args[9] for one in gpu.launched] == list(range(18))
+
+
+def test_checks_on_a_gpu_launch_as_users_do(gpu, monkeypatch):
+    """Not with stand-ins for the kernels, whose launches are not planned."""
+    monkeypatch.setattr(launching, "why_not", lambda call: None)
+    attend, tensors = plain_call(100, device="cpu")
+
+    def measure() -> dict[str, float]:
+        results_of(attend, tensors)
+        with mock.patch.object(triton.JITFunction, "run", side_effect=AssertionError("Triton looks again")):
+            results_of(attend, tensors)
+        return {}
+
+    assert with_first_configuration(measure) == {}
+    assert len(gpu.launched) == 2 * 7 + 1
 
 
 def test_the_plans_that_are_kept_are_the_latest(gpu, monkeypatch):

@@ -227,16 +227,17 @@ class Site:
             launch(*given, *self.others)
             return
         compiled = self.kernel[(self.programs,)](*given, *self.rest, **self.constants)
-        if self.is_direct(compiled):
+        if _is_compiled(compiled):
             constants = self.kernel.arg_names[len(given) + len(self.rest) :]  # in their order; they are not read again
             self.others = *self.rest, *map(self.constants.get, constants)
             self.compiled[kind] = compiled[(self.programs, 1, 1)]
 
-    def is_direct(self, compiled: Any) -> bool:
-        """Whether it can be launched by itself: the interpreter returns None, asynchronous compilation a promise."""
-        from triton.compiler import CompiledKernel
 
-        return isinstance(compiled, CompiledKernel)
+def _is_compiled(kernel: Any) -> bool:
+    """Whether it can be launched by itself: the interpreter returns None, asynchronous compilation a promise."""
+    from triton.compiler import CompiledKernel
+
+    return isinstance(kernel, CompiledKernel)
 
 
 def _kind(x: Tensor | int | None) -> Hashable:

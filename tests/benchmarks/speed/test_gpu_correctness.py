@@ -15,7 +15,7 @@ from linrope.ops.triton_kernel import kernel as triton
 from tests.interpreter import interpret_kernels
 
 pytest.importorskip("triton", reason="Triton is there for Linux only")
-from linrope.ops.triton_kernel import configurations, one_configuration
+from linrope.ops.triton_kernel import configurations, launch, one_configuration
 
 SMALL = {"dim": 16, "width": 16, "length": 70, "batch": 1}
 
@@ -125,6 +125,22 @@ def test_a_size_is_checked_with_its_stretch_on_a_short_row(monkeypatch):
 def test_configurations_are_compared_with_the_first(monkeypatch):
     interpret_kernels(monkeypatch)
     assert set(gpu_correctness.across_configurations("cpu", 70).values()) == {0.0}
+
+
+@pytest.mark.exhaustive
+def test_known_launches_are_compared_with_new_ones(monkeypatch):
+    interpret_kernels(monkeypatch)
+    compared = partial(gpu_correctness.with_first_configuration, partial(gpu_correctness.known_launches, "cpu", 20))
+    assert compared() == {"o": 0.0, "grad q": 0.0, "grad k": 0.0, "grad v": 0.0}
+    attend = launch.Launch.attend
+
+    def wrong_the_first_time(self, state, o, den):
+        attend(self, state, o, den)
+        o.mul_(1.0 if "attended" in self.plan.sites else 1.5)
+        self.plan.sites["attended"] = None
+
+    monkeypatch.setattr(launch.Launch, "attend", wrong_the_first_time)
+    assert compared()["o"] == 1.0
 
 
 @pytest.mark.exhaustive
