@@ -274,17 +274,23 @@ def _check_log_decay(
     if not causal:
         raise InputError("log_decay was given with causal=False: decay is defined for causal attention only.")
     check_tensor("log_decay", log_decay, "floats", "(B, H, T)", shape, device)
-    if log_decay.numel() and (log_decay.is_cuda or not (torch.compiler.is_compiling() or log_decay.is_meta)):
-        lowest, highest = log_decay.detach().aminmax()
-        allowed = (lowest > -math.inf) & (highest <= 0)  # not with a NaN, which is then both
-        if log_decay.is_cuda:  # reading it here would make the host wait: the GPU checks, and stops the program
-            torch._assert_async(allowed, "log_decay must be finite and at most 0")
-        elif not allowed:
-            raise InputError(
-                f"log_decay lies in [{lowest.item()}, {highest.item()}]: every entry must be finite and at most 0, as "
-                "from logsigmoid (use segment_ids to forget everything before a token)."
-            )
+    if log_decay.numel() and not log_decay.is_meta:
+        _check_decays(log_decay.detach())
     return log_decay.to(working).clamp(min=STRONGEST_DECAY)
+
+
+def _check_decays(log_decay: Tensor) -> None:
+    """Raise InputError unless all are finite and at most 0. In a compiled graph of the CPU they have no values."""
+    if log_decay.is_cuda:  # reading values here would make the host wait: the GPU checks, and stops the program
+        lowest, highest = log_decay.aminmax()  # NaN if there is one
+        torch._assert_async((lowest > -math.inf) & (highest <= 0), "log_decay must be finite and at most 0")
+    elif not torch.compiler.is_compiling():
+        lowest, highest = (bound.item() for bound in log_decay.aminmax())
+        if not (math.isfinite(lowest) and highest <= 0):
+            raise InputError(
+                f"log_decay lies in [{lowest}, {highest}]: every entry must be finite and at most 0, as from "
+                "logsigmoid (use segment_ids to forget everything before a token)."
+            )
 
 
 def _number_documents(segment_ids: Tensor | None, length: int, k: Tensor) -> Tensor | None:
