@@ -27,7 +27,7 @@ def keep(key: Hashable, device: torch.device | str | None, make: Callable[[], Te
     """
     probe = torch.empty(0, device=device)
     device = probe.device
-    if not _is_usual(probe):
+    if not _is_usual(probe, device):
         return make()
     stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else None
     whole = key, device, stream
@@ -55,11 +55,11 @@ def key_of(tensor: Tensor) -> Hashable | None:
 
 def may_keep(device: torch.device) -> bool:
     """Whether tensors made now have values, at once and for good."""
-    return _is_usual(torch.empty(0)) and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+    return _is_usual(torch.empty(0), device)
 
 
-def _is_usual(made: Tensor) -> bool:
-    """Whether a tensor that was just made has values, at once and for good."""
+def _is_usual(made: Tensor, device: torch.device) -> bool:
+    """Whether tensors of the device have values at once and for good, by one that was just made, wherever it lies."""
     if torch.compiler.is_compiling() or type(made) is not Tensor:
         return False
-    return not (made.is_cuda and torch.cuda.is_current_stream_capturing())
+    return not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())

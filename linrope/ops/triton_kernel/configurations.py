@@ -12,10 +12,8 @@ from typing import Any
 
 import triton
 
-from linrope.ops.triton_kernel.plan import interpreted
+from linrope.ops.triton_kernel.plan import CHUNK, interpreted
 
-CHUNK = 16
-"""Tokens of a chunk in the first configuration, which the models of traffic and FLOPs count."""
 SMALL, LARGE = 64 * 64, 64 * 128
 """Entries of a state up to which two warps hold it, and beyond which 4 warps have too few registers."""
 

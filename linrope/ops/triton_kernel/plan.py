@@ -23,9 +23,9 @@ SHORTEST, LONGEST_WITH_DECAY = 256, 512
 PROGRAMS = 256
 """About two for each multiprocessor of a large GPU."""
 CHUNK = 16
-"""Tokens of a chunk, unless autotuning finds others faster: that of `configurations.py`."""
+"""Tokens of a chunk in the first configuration, which the models of traffic and FLOPs count."""
 LOCAL, STEP = 64, 16
-"""Of the table of angles: see `primitives.py`."""
+"""Rows of a table of angles: positions 0 … LOCAL - 1, each STEP-th position of a stretch, and each stretch's start."""
 TILE = 32
 """Pairs of dimensions of one tile. Its products have no 64 rows, as WGMMA would need, which compilers got wrong."""
 MOST_PLANS = 256
@@ -80,6 +80,13 @@ def stretch_of(rows: int, length: int, width: int, decay: bool) -> int:
     return stretch
 
 
+def stretch_of_call(call: Call) -> int:
+    """The number of tokens between two states of a call."""
+    (batch, heads, queries, _), (keys, width) = call.q.shape, call.v.shape[2:]
+    width += call.normalize == "rotary"  # whose denominator is one more value column
+    return stretch_of(batch * heads, max(queries, keys), width, call.log_decay is not None)
+
+
 def most_columns(features: int, low: bool) -> int:
     """Columns of a state that fit into the registers of one program."""
     whole = 2 * TILE * cdiv(features, 2 * TILE)
@@ -88,8 +95,7 @@ def most_columns(features: int, low: bool) -> int:
 
 def usual(call: Call) -> Chosen:
     """What a call takes if nothing else is chosen for it."""
-    (batch, heads, queries, _), (keys, width) = call.q.shape, call.v.shape[2:]
-    return Chosen(stretch_of(batch * heads, max(queries, keys), width, call.log_decay is not None), all_kernels())
+    return Chosen(stretch_of_call(call), all_kernels())
 
 
 def plan_of(call: Call, exact: bool = False) -> Plan:

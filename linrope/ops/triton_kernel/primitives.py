@@ -13,14 +13,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from linrope.ops.triton_kernel.plan import interpreted
+from linrope.ops.triton_kernel import plan
 
 OPEN = ["T", "N", "S", "rows", "start", "slot_of_all", "sines", "bucket", "position"]
 """Arguments that follow the length: Triton compiles nothing anew for particular values of them."""
-LOCAL, STEP = tl.constexpr(64), tl.constexpr(16)
-"""Rows of a table of angles: positions 0 … LOCAL - 1, each STEP-th position of a stretch, and each stretch's start."""
-
-INTERPRETED = tl.constexpr(interpreted())
+LOCAL, STEP = tl.constexpr(plan.LOCAL), tl.constexpr(plan.STEP)
+INTERPRETED = tl.constexpr(plan.interpreted())
 """The interpreter has no assembler."""
 
 

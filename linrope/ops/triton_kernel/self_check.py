@@ -25,8 +25,8 @@ from torch import Tensor
 from linrope.ops import registration
 from linrope.ops.call import Call
 from linrope.ops.state import State
-from linrope.ops.triton_kernel import kernel, plan
-from linrope.ops.triton_kernel.plan import Chosen
+from linrope.ops.triton_kernel import kernel
+from linrope.ops.triton_kernel.plan import Chosen, stretch_of_call
 from linrope.utils import kept_tensors
 
 TOLERANCES = {torch.bfloat16: 2**-6, torch.float16: 2**-8, torch.float32: 2**-8, torch.float64: 1e-9}
@@ -65,7 +65,7 @@ def key_of(call: Call, training: bool) -> Hashable:
     """All that decides which code runs."""
     tensors = call.q, call.k, call.v, call.log_decay
     layouts = tuple(None if x is None else (x.dtype, *map(_special, x.stride())) for x in tensors)
-    sizes = call.q.shape[3], call.v.shape[3], _special(call.q.shape[1]), stretch_of(call), call.q.shape[2] == 1
+    sizes = call.q.shape[3], call.v.shape[3], _special(call.q.shape[1]), stretch_of_call(call), call.q.shape[2] == 1
     given = call.key_mask is not None, call.documents is not None, call.state is not None
     options = call.feature_map, call.normalize, call.interleaved, call.causal, call.signed
     positions = None if call.theta is None else call.theta.shape[-1] * 2 + call.theta.ndim
@@ -81,13 +81,6 @@ def _special(number: int) -> int:
 def _trained(call: Call, training: bool) -> tuple[bool, bool, bool]:
     """Whether there are gradients, and those of log_decay and θ."""
     return training, *(training and x is not None and x.requires_grad for x in (call.log_decay, call.theta))
-
-
-def stretch_of(call: Call) -> int:
-    """Tokens from one state to the next in the call."""
-    (batch, heads, queries, _), (keys, width) = call.q.shape, call.v.shape[2:]
-    width += call.normalize == "rotary"
-    return plan.stretch_of(batch * heads, max(queries, keys), width, call.log_decay is not None)
 
 
 def _in_a_thread(call: Call, training: bool) -> str | None:
@@ -121,7 +114,7 @@ def errors_with(call: Call, config: Any) -> dict[str, float]:
     from linrope.ops.triton_kernel.one_configuration import OneConfiguration
 
     small, kernels = small_call(call), OneConfiguration(config)
-    actual = _by_kernels(small, call, True, Chosen(stretch_of(call), kernels))
+    actual = _by_kernels(small, call, True, Chosen(stretch_of_call(call), kernels))
     return errors(actual, _by_chunked(in_float64(small), call, True)) if kernels.ran else {}
 
 
@@ -138,14 +131,14 @@ def _operators(call: Call, training: bool) -> Iterator[tuple[str, Callable[[Call
         yield "one token", _one_token
     else:
         for config in CONFIGS:
-            chosen = Chosen(stretch_of(call), OneConfiguration(config))
+            chosen = Chosen(stretch_of_call(call), OneConfiguration(config))
             yield str(config), partial(_by_kernels, like=call, training=training, chosen=chosen)
 
 
 def small_call(call: Call) -> Call:
     """A call of one row with the options and layouts of `call`: one token, or one and a half stretches."""
     draw = torch.Generator().manual_seed(0)
-    heads, length, stretch, device = call.q.shape[1], call.q.shape[2], stretch_of(call), call.q.device
+    heads, length, stretch, device = call.q.shape[1], call.q.shape[2], stretch_of_call(call), call.q.device
     if call.theta is None or call.theta.ndim == 1:
         heads = {1: 1, 16: 16, 0: 3}[_special(heads)]
     if length > 1:
