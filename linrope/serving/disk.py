@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -102,7 +103,7 @@ class SnapshotFolder:
         key, has_logits = (len(tokens), digest), snapshot.logits is not None
         known = self._files.get(key)
         if known is not None and known.has_logits >= has_logits:
-            self._files.move_to_end(key)
+            self._mark_used(key)
             return
         if snapshot.n_bytes > self.max_bytes or not self._pending.acquire(blocking=wait):
             return
@@ -125,6 +126,11 @@ class SnapshotFolder:
             self._lengths[key[0]] = self._lengths.get(key[0], 0) + 1
             self.n_bytes += stored.n_bytes
         self._trim()
+
+    def _mark_used(self, key: tuple[int, str]) -> None:
+        """Also for the next server, by the thread that writes, so that files have the times of their order of use."""
+        self._files.move_to_end(key)
+        self._writer.submit(_set_time, self.folder / self._files[key].name)
 
     def _trim(self) -> None:
         while self.n_bytes > self.max_bytes:
@@ -154,6 +160,7 @@ class SnapshotFolder:
         partial = self.folder / f"{name}.{secrets.token_hex(4)}.partial"
         try:
             torch.save(content, partial)
+            _set_time(partial)
             size = partial.stat().st_size
             partial.replace(self.folder / name)
             with self._guard:
@@ -181,11 +188,16 @@ class SnapshotFolder:
             self.report(f"{error} It is removed, and its prompt is read again.")
             self._remove(key)
             return None
-        os.utime(path)  # the order of use, for the next server
-        self._files.move_to_end(key)
+        self._mark_used(key)
         state = map_state(lambda _, x: x.clone().to(self.device), state)  # not mapped from the file
         logits = content["logits"]
         return Snapshot(state, None if logits is None else logits.clone().to(self.device))
+
+
+def _set_time(path: Path) -> None:
+    """Now, in nanoseconds: the system itself counts the times of files in milliseconds."""
+    now = time.time_ns()
+    os.utime(path, ns=(now, now))
 
 
 def _key_of(name: str) -> tuple[int, str]:

@@ -88,6 +88,16 @@ def test_the_folder_stays_within_its_bytes(opened, folder, model):
     assert [store.longest(text, 0) is not None for text in texts[:4]] == [False, True, False, True]
 
 
+def test_what_is_put_again_is_kept_by_the_next_server(opened, model):
+    texts = [prompt_of(f"{i} hello") for i in range(3)]
+    store = opened()
+    for text in (*texts, texts[0]):
+        store.put(text, snapshot_of(model, text))
+    store.close()
+    store = opened(store.n_bytes - 1)
+    assert [store.longest(text, 0) is not None for text in texts] == [True, False, True]
+
+
 @pytest.mark.parametrize("damage", ["cut", "changed", "renamed", "other", "missing"])
 def test_a_damaged_file_is_removed_and_told(opened, folder, model, told, damage):
     text, other = prompt_of("hello"), prompt_of("world")
