@@ -19,6 +19,8 @@ WIDEST = 8
 """The largest width of the compiled form."""
 SHORTEST = 16
 """Fewer tokens take less time in a few operations of PyTorch."""
+BLOCK = 256
+"""Tokens of a task of the compiled form: the same for any number of threads, and so are the sums of the gradients."""
 
 
 def short_convolution(x: Tensor, tail: Tensor, weight: Tensor, documents: Tensor | None, without_silu: int) -> Tensor:
@@ -68,7 +70,7 @@ class Record(ctypes.Structure):
 
     _fields_ = (
         *((n, ctypes.c_int64) for n in ("batch", "length", "channels", "width", "without_silu", "dtype")),
-        *((n, ctypes.c_int64) for n in ("x_batch", "x_token")),
+        *((n, ctypes.c_int64) for n in ("block", "x_batch", "x_token")),
         *((n, ctypes.c_void_p) for n in ("x", "tail", "weight", "documents", "y", "grad", "dx", "d_tail", "d_weight")),
         ("parallel_for", ctypes.c_void_p),
     )
@@ -79,7 +81,7 @@ def _record(x: Tensor, without_silu: int, **tensors: Tensor | None) -> Record:
     pointers = {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}
     return Record(
         batch=batch, length=length, channels=channels, width=tensors["weight"].shape[0], without_silu=without_silu,
-        dtype=DTYPES.index(x.dtype), x_batch=x.stride(0), x_token=x.stride(1), x=x.data_ptr(),
+        dtype=DTYPES.index(x.dtype), block=BLOCK, x_batch=x.stride(0), x_token=x.stride(1), x=x.data_ptr(),
         parallel_for=library().parallel_for, **pointers,
     )  # fmt: skip
 
@@ -116,7 +118,7 @@ def _(grad, x, tail, weight, documents, without_silu):
     x_read, tail_read, taps, documents = _inputs(x, tail, weight, documents)
     grad = grad.contiguous()
     dx, d_tail = torch.empty(x.shape, dtype=x.dtype), torch.empty(tail.shape, dtype=x.dtype)
-    d_weight = torch.empty(x.shape[0], *taps.shape)
+    d_weight = torch.empty(x.shape[0] * -(-x.shape[1] // BLOCK), *taps.shape)
     tensors = {"tail": tail_read, "weight": taps, "documents": documents}
     record = _record(x_read, without_silu, **tensors, grad=grad, dx=dx, d_tail=d_tail, d_weight=d_weight)
     library().functions.linrope_convolve_backward(ctypes.byref(record))

@@ -42,6 +42,8 @@ def test_the_short_convolution_is_its_formula(length, dtype, without_silu):
         ((1, 16, 9), 8, 0, torch.float32, 1e-6),
         ((2, 300, 64), 4, 0, torch.bfloat16, 8e-3),
         ((1, 130, 40), 2, 0, torch.float16, 1e-3),
+        ((1, 600, 300), 4, 270, torch.float32, 1e-6),  # several tasks in tokens and in channels
+        ((2, 258, 260), 3, 0, torch.float32, 1e-6),
     ],
 )
 @pytest.mark.parametrize("packed", [False, True])

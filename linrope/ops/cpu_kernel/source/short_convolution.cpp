@@ -2,7 +2,7 @@
 //
 //     y_t = silu(p_t)        p_t = Σ_i w_i x_{t - width + 1 + i}
 //
-// A task is a group of channels of one row, in blocks of tokens, so that each entry of x is read from memory once.
+// A task is a block of tokens of one row, in a group of channels, and goes through memory in the order in which it lies.
 
 #include "parallel.h"
 #include "vector.h"
@@ -10,6 +10,7 @@
 // As ops/short_convolution.py declares it. x and the gradients have C contiguous channels; all else is contiguous.
 struct Convolution {
   int64_t batch, length, channels, width, without_silu, dtype;
+  int64_t block;              // tokens of a task
   int64_t x_batch, x_token;   // strides of x, in entries
   const void *x, *tail;       // (B, T, C) and the inputs before it (B, width - 1, C)
   const float* weight;        // (width, C)
@@ -17,148 +18,185 @@ struct Convolution {
   void* y;                    // (B, T, C)
   const void* grad;           // the gradient of y
   void *dx, *d_tail;
-  float* d_weight;            // (B, width, C)
+  float* d_weight;            // (B, blocks of a row, width, C)
   ParallelFor parallel_for;
 };
 
 namespace {
 
-enum { MOST = 8, GROUP = 32, TOKENS = 64 };  // the widest; channels of a task; tokens that stay in the first-level cache
+enum { MOST = 8, GROUP = 256, AT_ONCE = 4 };  // the widest; channels of a task; tokens whose vectors are in registers
 
-// One vector of channels of one row. WIDTH is the convolution's, or 0 for any.
+// A block of tokens of one row, in a group of channels. WIDTH is the convolution's, or 0 for any.
 template <typename T, int WIDTH>
-struct Lane {
-  const Convolution* c;
-  int64_t row, channel, count, width;
-  Vector weight[MOST];
-  Vector active;  // 1 in channels with SiLU
-  Vector d_sum[MOST] = {}, d_weight[MOST] = {}, part[MOST] = {};  // d_sum[j]: of the token j later
+struct Block {
+  const Convolution& c;
+  const int64_t row, first, last, first_channel, last_channel;  // the last ones are not in it
+  const int64_t width = WIDTH ? WIDTH : c.width, before = width - 1;
+  float d[MOST][GROUP] = {}, d_weight[MOST][GROUP] = {};  // the gradient of p, of token t in d[t % MOST]
 
-  void start(const Convolution& call, int64_t row_, int64_t channel_) {
-    c = &call, row = row_, channel = channel_;
-    count = minimum(LANES, c->channels - channel), width = WIDTH ? WIDTH : c->width;
-    for (int64_t i = 0; i < width; i++) weight[i] = load_part(c->weight + i * c->channels + channel, count);
-    active = keep_lanes(broadcast(1), channel, c->without_silu, c->channels);
-    for (int64_t i = 0; i < width; i++) d_sum[i] = d_weight[i] = part[i] = Vector{};
+  Vector weight(int64_t i, int64_t channel) const {
+    return load_part(c.weight + i * c.channels + channel, last_channel - channel);
   }
 
-  int64_t document(int64_t t) const { return !c->documents || t < 0 ? 0 : c->documents[row * c->length + t]; }
+  // 1 in channels with SiLU
+  Vector active(int64_t channel) const { return keep_lanes(broadcast(1), channel, c.without_silu, c.channels); }
 
-  const T* input(int64_t t) const {
-    if (t >= 0) return (const T*)c->x + row * c->x_batch + t * c->x_token + channel;
-    return (const T*)c->tail + (row * (width - 1) + t + width - 1) * c->channels + channel;
+  float* d_of(int64_t t, int64_t channel) { return d[t & (MOST - 1)] + channel - first_channel; }
+
+  int64_t document(int64_t t) const { return !c.documents || t < 0 ? 0 : c.documents[row * c.length + t]; }
+
+  const T* input(int64_t t, int64_t channel) const {
+    if (t >= 0) return (const T*)c.x + row * c.x_batch + t * c.x_token + channel;
+    return (const T*)c.tail + (row * before + t + before) * c.channels + channel;
   }
 
-  // x at t, as token `at` sees it
-  Vector seen(int64_t t, int64_t at) const {
-    return c->documents && document(t) != document(at) ? Vector{} : load_part(input(t), count);
+  int64_t at(int64_t t, int64_t channel) const { return (row * c.length + t) * c.channels + channel; }
+
+  // x at t, as token `by` sees it
+  Vector seen(int64_t t, int64_t by, int64_t channel) const {
+    return document(t) == document(by) ? load_part(input(t, channel), last_channel - channel) : Vector{};
   }
 
-  Vector sum(int64_t t) const {
+  Vector sum(int64_t t, int64_t channel) const {
     Vector p = {};
-    for (int64_t i = 0; i < width; i++) p += weight[i] * seen(t - width + 1 + i, t);
+    for (int64_t i = 0; i < width; i++) p += weight(i, channel) * seen(t - before + i, t, channel);
     return p;
   }
 
-  int64_t at(int64_t t) const { return (row * c->length + t) * c->channels + channel; }
+  // Whether AT_ONCE tokens from t on need no care: one document, and no tail.
+  bool is_plain(int64_t t) const { return WIDTH && !c.documents && t >= before && t >= first && t + AT_ONCE <= last; }
 
-  // Whether tokens from t on need no care: whole vectors, one document, and no tail.
-  bool is_plain(int64_t t) const { return WIDTH && t >= WIDTH - 1 && !c->documents && count == LANES; }
-
-  void forward(int64_t first, int64_t last) {
-    if (is_plain(first)) return forward_plain(first, last);
-    for (int64_t t = first; t < last; t++) {
-      Vector p = sum(t), y = p * sigmoid(p);
-      store_part((T*)c->y + at(t), active > Vector{} ? y : p, count);
+  void forward() const {
+    for (int64_t t = first, n; t < last; t += n) {
+      n = is_plain(t) ? AT_ONCE : 1;
+      for (int64_t channel = first_channel; channel < last_channel; channel += LANES)
+        if (n == AT_ONCE && channel + LANES <= last_channel)
+          forward_plain(t, channel);
+        else
+          for (int64_t i = t; i < t + n; i++) forward_one(i, channel);
     }
   }
 
-  // From the end, so that the gradients of the sums after a token are there when its own is due.
-  void backward(int64_t first, int64_t last) {
-    if (is_plain(first)) return backward_plain(first, last);
-    const int64_t before = width - 1;
-    for (int64_t t = last - 1; t >= first; t--) {
-      for (int64_t j = before; j > 0; j--) d_sum[j] = d_sum[j - 1];
-      d_sum[0] = Vector{};
-      if (t >= 0) {
-        Vector p = sum(t), s = sigmoid(p), g = load_part((const T*)c->grad + at(t), count);
-        d_sum[0] = active > Vector{} ? g * s * (broadcast(1.f) + p * (broadcast(1.f) - s)) : g;
-        for (int64_t i = 0; i < width; i++) part[i] += d_sum[0] * seen(t - before + i, t);
-      }
-      Vector dx = {};
-      for (int64_t j = 0; j <= before; j++)
-        if (!c->documents || (t + j < c->length && document(t + j) == document(t))) dx += weight[before - j] * d_sum[j];
-      if (t >= 0)
-        store_part((T*)c->dx + at(t), dx, count);
-      else
-        store_part((T*)c->d_tail + (row * before + t + before) * c->channels + channel, dx, count);
-    }
-    for (int64_t i = 0; i < width; i++) d_weight[i] += part[i], part[i] = Vector{};
+  void forward_one(int64_t t, int64_t channel) const {
+    Vector p = sum(t, channel), y = active(channel) > Vector{} ? p * sigmoid(p) : p;
+    store_part((T*)c.y + at(t, channel), y, last_channel - channel);
   }
 
-  // The same for tokens that need no care, with everything in registers.
-  void forward_plain(int64_t first, int64_t last) const {
+  void forward_plain(int64_t t, int64_t channel) const {
     enum { N = WIDTH ? WIDTH : 1 };
-    const T* x = input(first);
-    T* y = (T*)c->y + at(first);
-    const int64_t step = c->x_token, y_step = c->channels;
-    const Vector is_active = active;
-    Vector w[N], seen[N];
-    for (int i = 0; i < N; i++) w[i] = weight[i];
-    for (int i = 1; i < N; i++) seen[i] = load(x + (i - N) * step);
-    for (int64_t t = first; t < last; t++, x += step, y += y_step) {
-      for (int i = 1; i < N; i++) seen[i - 1] = seen[i];
-      seen[N - 1] = load(x);
+    const T* x = input(t - (N - 1), channel);
+    T* y = (T*)c.y + at(t, channel);
+    const Vector is_active = active(channel);
+    Vector w[N], seen[N + AT_ONCE - 1];
+    for (int i = 0; i < N; i++) w[i] = weight(i, channel);
+    for (int i = 0; i < N + AT_ONCE - 1; i++) seen[i] = load(x + i * c.x_token);
+    for (int j = 0; j < AT_ONCE; j++) {
       Vector p = {};
-      for (int i = 0; i < N; i++) p += w[i] * seen[i];
-      store(y, is_active > Vector{} ? p * sigmoid(p) : p);
+      for (int i = 0; i < N; i++) p += w[i] * seen[i + j];
+      store(y + j * c.channels, is_active > Vector{} ? p * sigmoid(p) : p);
     }
   }
 
-  void backward_plain(int64_t first, int64_t last) {
+  // From the end, so that d of the tokens after one is there when its own is due.
+  void backward() {
+    for (int64_t t = minimum(last + before, c.length) - 1; t >= last; t--)
+      for (int64_t channel = first_channel; channel < last_channel; channel += LANES) find_d(t, channel);
+    for (int64_t t = last, n; t > first; t -= n) {
+      n = is_plain(t - AT_ONCE) ? AT_ONCE : 1;
+      for (int64_t channel = first_channel; channel < last_channel; channel += LANES)
+        if (n == AT_ONCE && channel + LANES <= last_channel)
+          backward_plain(t - n, channel);
+        else
+          for (int64_t i = t - 1; i >= t - n; i--) backward_one(i, channel);
+    }
+    if (first == 0) backward_of_tail();
+  }
+
+  Vector find_d(int64_t t, int64_t channel) {
+    const Vector grad = load_part((const T*)c.grad + at(t, channel), last_channel - channel);
+    const Vector found = gradient(sum(t, channel), grad, active(channel));
+    store(d_of(t, channel), found);
+    return found;
+  }
+
+  static Vector gradient(Vector p, Vector grad, Vector is_active) {
+    const Vector s = sigmoid(p);
+    return is_active > Vector{} ? grad * s * (broadcast(1.f) + p * (broadcast(1.f) - s)) : grad;
+  }
+
+  Vector gradient_of_input(int64_t t, int64_t channel) {
+    Vector dx = {};
+    for (int64_t j = t < 0 ? -t : 0; j <= before; j++)
+      if (t + j < c.length && document(t + j) == document(t))
+        dx += weight(before - j, channel) * load(d_of(t + j, channel));
+    return dx;
+  }
+
+  void backward_one(int64_t t, int64_t channel) {
+    const Vector found = find_d(t, channel);
+    for (int64_t i = 0; i < width; i++) {
+      float* sums = d_weight[i] + channel - first_channel;
+      store(sums, load(sums) + found * seen(t - before + i, t, channel));
+    }
+    store_part((T*)c.dx + at(t, channel), gradient_of_input(t, channel), last_channel - channel);
+  }
+
+  void backward_plain(int64_t t, int64_t channel) {
     enum { N = WIDTH ? WIDTH : 1 };
-    const T *x = input(last - 1), *grad = (const T*)c->grad + at(last - 1);
-    T* dx = (T*)c->dx + at(last - 1);
-    const int64_t step = c->x_token, y_step = c->channels;
-    const Vector is_active = active;
-    Vector w[N], d[N], sums[N] = {}, seen[N];
-    for (int i = 0; i < N; i++) w[i] = weight[i], d[i] = d_sum[i];
-    for (int i = 1; i < N; i++) seen[i - 1] = load(x + (i - N + 1) * step);
-    for (int64_t t = last - 1; t >= first; t--, x -= step, grad -= y_step, dx -= y_step) {
-      for (int i = N - 1; i > 0; i--) seen[i] = seen[i - 1], d[i] = d[i - 1];
-      seen[0] = load(x - (N - 1) * step);
-      Vector p = {}, g = load(grad), total = {};
-      for (int i = 0; i < N; i++) p += w[i] * seen[i];
-      Vector s = sigmoid(p);
-      d[0] = is_active > Vector{} ? g * s * (broadcast(1.f) + p * (broadcast(1.f) - s)) : g;
-      for (int i = 0; i < N; i++) sums[i] += d[0] * seen[i], total += w[N - 1 - i] * d[i];
-      store(dx, total);
+    const T *x = input(t - (N - 1), channel), *grad = (const T*)c.grad + at(t, channel);
+    T* dx = (T*)c.dx + at(t, channel);
+    const Vector is_active = active(channel);
+    const int64_t step = c.x_token, y_step = c.channels;
+    float* rings[AT_ONCE];
+    for (int j = 0; j < AT_ONCE; j++) rings[j] = d_of(t + j, channel);
+    Vector w[N], seen[N + AT_ONCE - 1], d[AT_ONCE + N - 1];
+    for (int i = 0; i < N; i++) w[i] = weight(i, channel);
+    for (int i = 0; i < N + AT_ONCE - 1; i++) seen[i] = load(x + i * step);
+    for (int j = AT_ONCE; j < AT_ONCE + N - 1; j++) d[j] = load(d_of(t + j, channel));
+    for (int j = 0; j < AT_ONCE; j++) {
+      Vector p = {};
+      for (int i = 0; i < N; i++) p += w[i] * seen[i + j];
+      d[j] = gradient(p, load(grad + j * y_step), is_active);
     }
-    for (int i = 0; i < N; i++) d_sum[i] = d[i], d_weight[i] += sums[i];
+    for (int j = 0; j < AT_ONCE; j++) {
+      Vector total = {};
+      for (int i = 0; i < N; i++) total += w[N - 1 - i] * d[j + i];
+      store(dx + j * y_step, total), store(rings[j], d[j]);
+    }
+    for (int i = 0; i < N; i++) {
+      float* sums = d_weight[i] + channel - first_channel;
+      Vector total = load(sums);
+      for (int j = 0; j < AT_ONCE; j++) total += d[j] * seen[i + j];
+      store(sums, total);
+    }
   }
 
-  void store_weight_gradient() const {
+  void backward_of_tail() {
+    for (int64_t t = -before; t < 0; t++)
+      for (int64_t channel = first_channel; channel < last_channel; channel += LANES) {
+        T* to = (T*)c.d_tail + (row * before + t + before) * c.channels + channel;
+        store_part(to, gradient_of_input(t, channel), last_channel - channel);
+      }
+  }
+
+  void store_weight_gradient(float* to) const {
     for (int64_t i = 0; i < width; i++)
-      store_part(c->d_weight + (row * width + i) * c->channels + channel, d_weight[i], count);
+      for (int64_t channel = first_channel; channel < last_channel; channel++)
+        to[i * c.channels + channel] = d_weight[i][channel - first_channel];
   }
 };
 
 template <bool BACKWARD, typename T, int WIDTH>
-void groups(const Convolution& c, int64_t begin, int64_t end) {
-  const int64_t n = round_up(c.channels, GROUP) / GROUP;
-  Lane<T, WIDTH> lanes[GROUP / LANES];
+void blocks(const Convolution& c, int64_t begin, int64_t end) {
+  const int64_t groups = round_up(c.channels, GROUP) / GROUP, of_row = round_up(c.length, c.block) / c.block;
   for (int64_t item = begin; item < end; item++) {
-    const int64_t row = item / n, channel = item % n * GROUP;
-    const int64_t used = round_up(minimum(GROUP, c.channels - channel), LANES) / LANES;
-    for (int64_t i = 0; i < used; i++) lanes[i].start(c, row, channel + i * LANES);
-    if (!BACKWARD) {
-      for (int64_t t = 0; t < c.length; t += TOKENS)
-        for (int64_t i = 0; i < used; i++) lanes[i].forward(t, minimum(t + TOKENS, c.length));
-      continue;
-    }
-    for (int64_t t = (c.length - 1) / TOKENS * TOKENS; t >= 0; t -= TOKENS)
-      for (int64_t i = 0; i < used; i++) lanes[i].backward(t, minimum(t + TOKENS, c.length));
-    for (int64_t i = 0; i < used; i++) lanes[i].backward(1 - c.width, 0), lanes[i].store_weight_gradient();
+    const int64_t number = item / groups, t = number % of_row * c.block, channel = item % groups * GROUP;
+    Block<T, WIDTH> block{c, number / of_row, t, minimum(t + c.block, c.length),
+                          channel, minimum(channel + GROUP, c.channels)};
+    if (BACKWARD)
+      block.backward(), block.store_weight_gradient(c.d_weight + number * c.width * c.channels);
+    else
+      block.forward();
   }
 }
 
@@ -167,15 +205,16 @@ void part(int64_t begin, int64_t end, void* context) {
   const Convolution& c = *(const Convolution*)context;
   with_dtype(c.dtype, [&](auto entry) {
     if (c.width == 4)
-      groups<BACKWARD, decltype(entry), 4>(c, begin, end);
+      blocks<BACKWARD, decltype(entry), 4>(c, begin, end);
     else
-      groups<BACKWARD, decltype(entry), 0>(c, begin, end);
+      blocks<BACKWARD, decltype(entry), 0>(c, begin, end);
   });
 }
 
 template <bool BACKWARD>
 void run(const Convolution& c) {
-  c.parallel_for(0, c.batch * round_up(c.channels, GROUP) / GROUP, 1, part<BACKWARD>, (void*)&c);
+  const int64_t groups = round_up(c.channels, GROUP) / GROUP, of_row = round_up(c.length, c.block) / c.block;
+  c.parallel_for(0, c.batch * of_row * groups, 1, part<BACKWARD>, (void*)&c);
 }
 
 }  // namespace
