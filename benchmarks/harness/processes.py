@@ -20,6 +20,8 @@ import torch
 from benchmarks.harness import memory
 
 TIME_IS_OVER = "the time is over"
+GRACE = 2.0
+"""Seconds that a process has to end after its answer."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,10 @@ class _Running:
             return Answer(self.job, error=error, seconds=seconds)
         return None
 
-    def stop(self) -> None:
-        self.process.kill()  # it is done after its answer
+    def stop(self, grace: float = 0.0) -> None:
+        """End the process, after `grace` seconds in which it may end by itself and release what it holds."""
+        self.process.join(grace)
+        self.process.kill()
         self.process.join()
         self.answers.close()
 
@@ -91,7 +95,7 @@ def run_jobs(jobs: Iterable[Job], workers: int, deadline: float) -> Iterator[Ans
             for one in list(running):
                 if (answer := one.answer(time.monotonic())) is not None:
                     running.remove(one)
-                    one.stop()
+                    one.stop(grace=0.0 if answer.error else GRACE)
                     yield answer
     finally:
         for one in running:

@@ -1,9 +1,11 @@
 """Jobs in processes of their own, and what becomes of those that answer nothing."""
 
+import multiprocessing
 import os
 import signal
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +22,18 @@ def fails() -> None:
 
 def kills_itself() -> None:
     os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def opens_a_semaphore() -> str:
+    global opened
+    opened = multiprocessing.get_context("spawn").Semaphore()
+    return opened._semlock.name
+
+
+def test_what_a_job_holds_is_released_after_its_answer():
+    found = answers([Job("holds", opens_a_semaphore)])["holds"]
+    assert found.value.startswith("/mp-")
+    assert not Path("/dev/shm", f"sem.{found.value[1:]}").exists()
 
 
 @pytest.mark.exhaustive
