@@ -116,9 +116,18 @@ def frontier(rows: list[Row], grid: Grid) -> Figure:
         half = 0 if math.isnan(row.interval) else row.interval
         color = COLORS[1] if row.variant == grid.reference else COLORS[0]
         axes.errorbar(row.state_bytes, row.mean, yerr=half, fmt="o", color=color, capsize=3)
-        axes.annotate(row.variant, (row.state_bytes, row.mean), (5, 4), textcoords="offset points", fontsize=8)
+        aside = {"xytext": (-5, 4), "ha": "right"} if _is_crowded(row, rows) else {"xytext": (5, 4)}
+        axes.annotate(row.variant, (row.state_bytes, row.mean), textcoords="offset points", fontsize=8, **aside)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda size, _: bytes_text(size))
     axes.set_xlabel("state of a row after 1,024 tokens")
     axes.set_ylabel("accuracy: mean over seeds, 95 % interval")
     return axes.figure
+
+
+def _is_crowded(row: Row, rows: list[Row]) -> bool:
+    """Whether a label right of the point would lie over the next point, or leave the picture."""
+    place = row.state_bytes, row.variant
+    after = [other for other in rows if (other.state_bytes, other.variant) > place]
+    near = [other for other in after if other.state_bytes < 1.6 * row.state_bytes and abs(other.mean - row.mean) < 0.03]
+    return bool(near) or not after
