@@ -2,6 +2,7 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -47,10 +48,11 @@ EVERYTHING = {
         ({"rope": RotaryEmbedding(16, trainable=True), **EVERYTHING}, True),
         ({"dtype": torch.float32, "causal": False}, True),
         ({"length": 1, "state": STATE}, False),
+        ({"length": 1, "state": replace(STATE, length=torch.tensor(5))}, False),
         ({"normalize": "rotary", "dtype": torch.float16}, False),
         ({"feature_map": "identity"}, False),
     ],
-    ids=["plain", "everything", "noncausal", "one token", "rotary", "identity"],
+    ids=["plain", "everything", "noncausal", "one token", "position on the device", "rotary", "identity"],
 )
 def test_right_kernels_pass(options, training):
     assert self_check.checked(call_of(**options), training) is None
@@ -79,6 +81,29 @@ def test_a_kernel_that_does_not_compile_is_an_answer_too(monkeypatch):
     monkeypatch.setattr(kernel, "backward", fails)
     assert self_check.checked(call_of(), False) is None
     assert self_check.checked(call_of(), True).endswith("RuntimeError: ptxas fatal")
+
+
+def test_an_error_that_does_not_come_again_is_no_answer(monkeypatch):
+    """Such as the driver's, that PyTorch has left no memory for a kernel's code: its type says nothing of that."""
+    emptied = []
+
+    def needs_memory(*args, real=kernel.forward, **options):
+        if not emptied:
+            raise RuntimeError("Triton Error [CUDA]: out of memory")
+        return real(*args, **options)
+
+    monkeypatch.setattr(kernel, "forward", needs_memory)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    assert self_check.checked(call_of(), False) is None
+    assert len(emptied) == 1
+
+
+def test_a_check_within_a_backward_needs_no_engine(monkeypatch):
+    """On a GPU the engine's one thread for it waits for the check: a second backward would never begin."""
+    for name in ("grad", "backward"):
+        monkeypatch.setattr(torch.autograd, name, lambda *args, **options: pytest.fail("autograd's engine is used"))
+    call = call_of(rope=RotaryEmbedding(16, trainable=True), **EVERYTHING)
+    assert self_check.checked(call, True) is None
 
 
 @pytest.fixture
@@ -162,6 +187,7 @@ def test_what_is_another_check():
         "plain": {}, "masked": {"key_mask": EVERYTHING["key_mask"]}, "noncausal": {"causal": False},
         "float16": {"dtype": torch.float16}, "a past": {"state": STATE}, "one token": {"length": 1},
         "decay": {"log_decay": EVERYTHING["log_decay"]}, "no rope": {"normalize": "none"},
+        "a past on the device": {"state": replace(STATE, length=torch.tensor(5))},
     }  # fmt: skip
     keys = {name: self_check.key_of(call_of(**options), False) for name, options in calls.items()}
     keys["training"] = self_check.key_of(call_of(), True)

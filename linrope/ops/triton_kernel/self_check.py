@@ -17,14 +17,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from linrope.ops import registration
 from linrope.ops.call import Call
 from linrope.ops.state import State
+from linrope.ops.torch_kernel import kernel as chunked
+from linrope.ops.torch_kernel.memory import Pool
 from linrope.ops.triton_kernel import kernel
 from linrope.ops.triton_kernel.plan import Chosen, stretch_of_call
 from linrope.utils import kept_tensors
@@ -62,12 +64,12 @@ def checked(call: Call, training: bool) -> str | None:
 
 
 def key_of(call: Call, training: bool) -> Hashable:
-    """All that decides which code runs."""
+    """What decides which code runs, but for the alignment of addresses."""
     tensors = call.q, call.k, call.v, call.log_decay
     layouts = tuple(None if x is None else (x.dtype, *map(_special, x.stride())) for x in tensors)
     sizes = call.q.shape[3], call.v.shape[3], _special(call.q.shape[1]), stretch_of_call(call), call.q.shape[2] == 1
     given = call.key_mask is not None, call.documents is not None, call.state is not None
-    options = call.feature_map, call.normalize, call.interleaved, call.causal, call.signed
+    options = call.feature_map, call.normalize, call.interleaved, call.causal, call.signed, call.position is not None
     positions = None if call.theta is None else call.theta.shape[-1] * 2 + call.theta.ndim
     tf32 = call.q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision
     return call.q.device, layouts, sizes, given, options, positions, tf32, _trained(call, training)
@@ -84,10 +86,14 @@ def _trained(call: Call, training: bool) -> tuple[bool, bool, bool]:
 
 
 def _in_a_thread(call: Call, training: bool) -> str | None:
-    """There no mode of the caller's holds: no autocast, inference mode, transform, default device or counter."""
+    """There no mode of the caller's holds: no autocast, inference mode, transform, default device or counter.
+
+    Autograd's engine cannot be used there: in a backward its thread is the one that waits here.
+    """
+    stream = torch.cuda.current_stream(call.q.device) if call.q.is_cuda else None  # a thread begins on another one
 
     def check() -> str | None:
-        with torch.cuda.device_of(call.q):
+        with torch.cuda.stream(stream):
             return _check(call, training)
 
     with ThreadPoolExecutor(1) as one:
@@ -98,15 +104,22 @@ def _check(call: Call, training: bool) -> str | None:
     small = small_call(call)
     exact = _by_chunked(in_float64(small), call, training)
     for name, operator in _operators(call, training):
-        try:
-            wrong = first_wrong(errors(operator(small), exact), TOLERANCES[small.q.dtype])
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # the compilers' errors have many types
-            wrong = f"{type(error).__name__}: {error}"
-        if wrong:
+        if wrong := _wrong(operator, small, exact):
             return f"its kernels failed their check of themselves on {where(call.q.device)}, {name}: {wrong}"
     return None
+
+
+def _wrong(operator: Callable[[Call], Outputs], small: Call, exact: Outputs, tries: int = 2) -> str | None:
+    """What is off, or the error of the last try."""
+    try:
+        return first_wrong(errors(operator(small), exact), TOLERANCES[small.q.dtype])
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # the compilers' errors have many types
+        if tries == 1:
+            return f"{type(error).__name__}: {error}"
+    torch.cuda.empty_cache()  # PyTorch may hold all memory, so that the driver has none for a kernel's code
+    return _wrong(operator, small, exact, tries - 1)
 
 
 def errors_with(call: Call, config: Any) -> dict[str, float]:
@@ -155,7 +168,7 @@ def small_call(call: Call) -> Call:
         v = torch.nn.functional.pad(v.to(call.dtype), (0, 1), value=1)
     if not call.plain:
         v = v * length**-0.5  # within the range of float16
-    found: dict[str, Any] = {"q": q, "k": k, "v": v, "normalize": "plain" if call.plain else "none", "position": None}
+    found: dict[str, Any] = {"q": q, "k": k, "v": v, "normalize": "plain" if call.plain else "none"}
     if call.log_decay is not None:
         found["log_decay"] = _laid_out(-0.1 * random(call.log_decay).abs(), call.log_decay)
     if call.documents is not None:  # of a call that is not causal, each is a call of its own
@@ -165,6 +178,7 @@ def small_call(call: Call) -> Call:
     if call.key_mask is not None:
         found["key_mask"] = (torch.arange(length, device=device) % 5 != 3)[None]
     found["start"] = 0 if call.state is None else 77
+    found["position"] = None if call.position is None else torch.tensor(found["start"], device=device)
     if call.state is not None:
         kv = torch.ones(1, heads, q.shape[3], v.shape[3], dtype=call.dtype, device=device)
         found["state"] = State(kv, torch.ones_like(kv[..., 0]), length=77)
@@ -187,26 +201,25 @@ def in_float64(call: Call) -> Call:
 
 
 def _by_chunked(call: Call, like: Call, training: bool) -> Outputs:
-    """By the chunked backend, for the gradients that `like` needs."""
-    names = _names_of_trained(like, training)
-    leaves = {name: getattr(call, name).detach().requires_grad_() for name in names}
-    with torch.set_grad_enabled(training):
-        o, state = registration.operator(replace(call, **leaves), "chunked")
-        found = {"o": o.detach(), "kv": state.kv.detach(), "k_sum": state.k_sum.detach()}
-        if names:
-            total = _weight_of_o(call) * o.sum() + state.kv.sum()
-            found |= zip((f"grad {name}" for name in names), torch.autograd.grad(total, list(leaves.values())))
-    return found
+    """By the chunked backend."""
+    with Pool.held():
+        return _with_gradients(chunked, call, like, training)
 
 
 def _by_kernels(call: Call, like: Call, training: bool, chosen: Chosen) -> Outputs:
     """By the kernels themselves."""
-    past = (None, None) if call.state is None else (call.state.kv, call.state.k_sum)
-    *saved, kv, k_sum = kernel.forward(call, *past, chosen)
+    return _with_gradients(kernel, call, like, training, chosen)
+
+
+def _with_gradients(backend: ModuleType, call: Call, like: Call, training: bool, *chosen: Chosen) -> Outputs:
+    """By a backend's functions, without autograd, with the gradients that `like` needs."""
+    none = call.state is None and backend.TAKES_NO_PAST
+    past = (None, None) if none else (call.past.kv, call.past.k_sum)
+    *saved, kv, k_sum = backend.forward(call, *past, *chosen)
     found = {"o": saved[0], "kv": kv, "k_sum": k_sum}
     if names := _names_of_trained(like, training):
         given = torch.full_like(saved[0], _weight_of_o(call)), torch.ones_like(kv), None
-        gradients = kernel.backward(call, saved, *given, "log_decay" in names, "theta" in names, chosen)
+        gradients = backend.backward(call, saved, *given, "log_decay" in names, "theta" in names, *chosen)
         found |= {f"grad {name}": x for name, x in zip(TRAINABLE, gradients) if name in names}
     return found
 
