@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from unittest import mock
 
@@ -171,6 +173,20 @@ def test_checks_on_a_gpu_launch_as_users_do(gpu, monkeypatch):
 
     assert with_first_configuration(measure) == {}
     assert len(gpu.launched) == 2 * 7 + 1
+
+
+def test_first_launches_of_several_threads(gpu, monkeypatch):
+    """Triton's autotuner is made for one."""
+
+    def benchmark(call, quantiles):
+        call()
+        time.sleep(0.002)  # another thread goes on
+        return [1.0] * len(quantiles)
+
+    monkeypatch.setattr(gpu, "get_benchmarker", lambda: benchmark)
+    calls = [call_of(Case(length=100, batch=batch)) for batch in (1, 2, 4, 8, 16, 32)]
+    with ThreadPoolExecutor(len(calls)) as threads:
+        assert len(list(threads.map(launch, calls))) == len(calls)
 
 
 def test_the_plans_that_are_kept_are_the_latest(gpu, monkeypatch):

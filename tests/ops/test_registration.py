@@ -18,6 +18,7 @@ from linrope import (
 )
 from linrope.ops.torch_kernel import plan
 from linrope.ops.torch_kernel.memory import Pool
+from linrope.ops.triton_kernel import plan as triton_plan
 from tests.ops.cases import assert_agree, by_name, run
 
 FORWARD = torch.ops.linrope.linear_attention.default
@@ -109,21 +110,26 @@ def test_a_whole_model_compiles_in_one_graph():
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
-def test_exported_with_a_length_left_open():
+@pytest.mark.parametrize("backend", ["auto", "chunked", "triton"])
+def test_exported_with_a_length_left_open(backend, monkeypatch):
+    if backend == "triton":
+        pytest.importorskip("triton", reason="Triton is there for Linux only")
+    monkeypatch.setattr(triton_plan, "PROGRAMS", 2)  # stretches of three sizes, by the length
+
     class Attention(torch.nn.Module):
         def __init__(self):
             super().__init__()
             self.rope = RotaryEmbedding(8)
 
         def forward(self, q, k, v):
-            return linear_attention(q, k, v, self.rope)
+            return linear_attention(q, k, v, self.rope, backend=backend)
 
     length = torch.export.Dim("length", min=2, max=10_000)
     example = tuple(torch.randn(1, 2, 100, 8) for _ in range(3))
     program = torch.export.export(Attention(), example, dynamic_shapes=[{2: length}] * 3)
     parts = [part for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
     assert [node.target for part in parts for node in part.graph.nodes].count(FORWARD) == 1
-    for size in (2, 100, 777):
+    for size in (2, 100, 777, 1100):
         tensors = [torch.randn(1, 2, size, 8) for _ in range(3)]
         torch.testing.assert_close(program.module()(*tensors), Attention()(*tensors))
 

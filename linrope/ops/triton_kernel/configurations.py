@@ -15,7 +15,7 @@ import triton
 from linrope.ops.triton_kernel.plan import CHUNK, interpreted
 
 SMALL, LARGE = 64 * 64, 64 * 128
-"""Entries of a state up to which two warps hold it, and beyond which 4 warps have too few registers."""
+"""Entries of a state up to which two warps hold it, and from which 4 warps have too few registers."""
 
 
 def _config(chunk: int, warps: int, stages: int) -> triton.Config:

@@ -8,7 +8,7 @@ from torch import Tensor
 from linrope.ops.call import Call
 from linrope.ops.theta_gradient import ThetaGradient
 from linrope.ops.triton_kernel.launch import Launch, addressable
-from linrope.ops.triton_kernel.plan import CHUNK, Chosen, Plan, cdiv, usual
+from linrope.ops.triton_kernel.plan import CHUNK, SHORTEST, Chosen, Plan, all_kernels, cdiv, usual
 
 KEEPS_STATES = True
 """`forward` returns the states that `backward` needs: those before each stretch and at the end, in its own layout."""
@@ -18,9 +18,10 @@ TAKES_NO_PAST = True
 
 def outputs(call: Call, kv: Tensor | None, k_sum: Tensor | None) -> tuple[Tensor, ...]:
     """Empty tensors for what `forward` returns."""
-    plan = Plan(call, False, usual(call))  # not kept: its sizes may be symbols
-    states, nothing = plan.empty_states(call.k.shape[2]), plan.empty(0)
-    return *_own_outputs(call, plan), states, nothing, *plan.empty_state()
+    exporting = torch.compiler.is_exporting()  # for all lengths at once, whose stretches are not of one size
+    plan = Plan(call, False, Chosen(SHORTEST, all_kernels()) if exporting else usual(call))  # not kept: has symbols
+    slots = torch.library.get_ctx().new_dynamic_size(min=2) if exporting else plan.stretches(call.k.shape[2]) + 1
+    return *_own_outputs(call, plan), plan.empty_states(slots), plan.empty(0), *plan.empty_state()
 
 
 def _own_outputs(call: Call, plan: Plan) -> tuple[Tensor, Tensor]:

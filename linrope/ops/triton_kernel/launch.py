@@ -111,8 +111,8 @@ class Launch:
             first: kv (B, H, D, E) and k_sum (B, H, D) to begin with, or None for 0.
         """
         call, plan, length = self.call, self.plan, x.shape[2]
-        out = plan.empty_states(length)
-        n = out.shape[1] - 1
+        n = plan.stretches(length)
+        out = plan.empty_states(n + 1)
         between = plan.empty(plan.batch, plan.heads_of_decay, n) if plan.weighted else None
         mask = None if later else call.key_mask
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from types import ModuleType
@@ -33,6 +34,9 @@ MOST_PLANS = 256
 _plans: dict[Hashable, Plan] = {}
 """Without a lock, since a call in a signal handler may interrupt another one: each step is one operation of the dict,
 and what is lost between two is made again."""
+
+_tuning = threading.RLock()
+"""Triton's autotuner keeps the arguments of a launch on itself, so that two threads must not use it at once."""
 
 
 def interpreted() -> bool:
@@ -186,16 +190,17 @@ class Plan:
         return cdiv(length, self.stretch)
 
     def bucket(self, length: int) -> int:
-        """The size of a call in powers of two: autotuning chooses for each."""
-        return (self.batch * self.heads * self.stretches(length)).bit_length()
+        """The size of a call in powers of two, and the kind of the GPU: autotuning chooses for each."""
+        major, minor = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else (0, 0)
+        return 64 * (16 * major + minor) + (self.batch * self.heads * self.stretches(length)).bit_length()
 
     def empty(self, *shape: int) -> Tensor:
         """In the dtype of sums."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    def empty_states(self, length: int) -> Tensor:
-        """For the states before each stretch of that many tokens and after the last."""
-        return self.empty(self.batch * self.heads, self.stretches(length) + 1, self.features * (self.width + 1))
+    def empty_states(self, slots: int) -> Tensor:
+        """For the states before each stretch and after the last."""
+        return self.empty(self.batch * self.heads, slots, self.features * (self.width + 1))
 
     def empty_state(self) -> tuple[Tensor, Tensor]:
         """For kv and k_sum."""
@@ -232,7 +237,8 @@ class Site:
         if (launch := self.compiled.get(kind)) is not None:
             launch(*given, *self.others)
             return
-        compiled = self.kernel[(self.programs,)](*given, *self.rest, **self.constants)
+        with _tuning:
+            compiled = self.kernel[(self.programs,)](*given, *self.rest, **self.constants)
         if _is_compiled(compiled):
             constants = self.kernel.arg_names[len(given) + len(self.rest) :]  # in their order; they are not read again
             self.others = *self.rest, *map(self.constants.get, constants)
