@@ -25,7 +25,7 @@ class ProgressReport(ProgressBar):
         self.console, self.every_n_steps = console, every_n_steps
         self._enabled = True
         self._progress: Progress | None = None
-        self._began = (0.0, 0)
+        self._lines: list[tuple[float, int]] = []  # time and step of each line
 
     def disable(self) -> None:
         self._enabled = False  # Lightning calls this on all ranks but rank 0
@@ -34,7 +34,7 @@ class ProgressReport(ProgressBar):
         self._enabled = True
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._began = (time.perf_counter(), trainer.global_step)
+        self._lines = [(time.perf_counter(), trainer.global_step)]
         self._open(trainer)
 
     def on_train_batch_end(
@@ -108,10 +108,14 @@ class ProgressReport(ProgressBar):
         self.console.print(line, highlight=False, soft_wrap=True)
 
     def _time_left(self, trainer: Trainer) -> str:
-        began_at, first_step = self._began
-        per_step = (time.perf_counter() - began_at) / max(1, trainer.global_step - first_step)
-        minutes, seconds = divmod(round(per_step * (trainer.max_steps - trainer.global_step)), 60)
-        return f"{minutes}:{seconds:02d} left"
+        """By the speed since half of the lines: the first steps may compile, and a machine be suspended."""
+        now, step = time.perf_counter(), trainer.global_step
+        began_at, first_step = self._lines[len(self._lines) // 2]
+        self._lines.append((now, step))
+        per_step = (now - began_at) / max(1, step - first_step)
+        minutes, seconds = divmod(round(per_step * (trainer.max_steps - step)), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02d}:{seconds:02d} left" if hours else f"{minutes}:{seconds:02d} left"
 
 
 def evaluation_metrics(metrics: Mapping[str, Tensor], split: str) -> str:

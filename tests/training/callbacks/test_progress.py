@@ -1,0 +1,42 @@
+"""The lines of a run whose output is no terminal."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from linrope.training.callbacks.progress import ProgressReport
+
+
+@pytest.fixture
+def line(monkeypatch):
+    """The end of the line that is printed after so many seconds at that step, of a run to step 10,000."""
+    trainer = SimpleNamespace(global_step=0, max_steps=10_000, callback_metrics={}, accumulate_grad_batches=1)
+    console = Console(width=200)
+    report = ProgressReport(console, every_n_steps=10)
+    monkeypatch.setattr(time, "perf_counter", lambda: 100.0)
+    report.on_train_start(trainer, None)
+
+    def line(seconds: float, step: int) -> str:
+        monkeypatch.setattr(time, "perf_counter", lambda: 100.0 + seconds)
+        trainer.global_step = step
+        with console.capture() as captured:
+            report.on_train_batch_end(trainer, None, None, None, step - 1)
+        return captured.get().rstrip().rpartition("tok/s  ")[2]
+
+    return line
+
+
+def test_the_time_left(line):
+    assert line(10, 10) == "2:46:30 left"
+    assert line(2000, 2000) == "2:13:20 left"
+    assert line(9000, 9000) == "16:40 left"
+    assert line(10_000, 10_000) == "0:00 left"
+
+
+def test_the_time_left_forgets_slow_first_steps(line):
+    """Those that compile, at ten seconds each; later ones take one."""
+    lines = [line(100 + step - 10, step) for step in range(10, 110, 10)]
+    assert lines[0] == "27:45:00 left"
+    assert lines[-1] == "2:45:00 left"
