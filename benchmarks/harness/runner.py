@@ -28,6 +28,7 @@ from benchmarks.harness.sweep import Point
 from benchmarks.harness.timing import Alternation, Call
 from linrope.errors import InputError
 from linrope.evaluation.reports import can_draw, make_folder, print_written, write_csv, write_json, write_picture
+from linrope.utils.busy_cores import why_slow
 from linrope.utils.memory import keep_freed_memory
 from linrope.utils.terminal import progress_bar
 
@@ -139,6 +140,8 @@ class Benchmark:
             keep_freed_memory()
         run = cls(cls.parse(args))
         run.args = args
+        if getattr(run.options, "device", "cpu") == "cpu" and (why := why_slow()):
+            run.console.print(f"The times will not be those of an idle machine: {why}", markup=False, highlight=False)
         try:
             run.measure()
         except KeyboardInterrupt:

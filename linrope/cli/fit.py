@@ -18,6 +18,7 @@ from linrope.cli.training import TrainingCLI, n_data_parallel, n_devices, writes
 from linrope.errors import InputError, Interrupted, NothingToDo
 from linrope.models.saving import CONFIG_FILE, is_checkpoint, open_checkpoint
 from linrope.training.callbacks.averaging import AverageWeights, require_same_averaging
+from linrope.training.callbacks.busy_cores import BusyCores
 from linrope.training.callbacks.compiled import CompiledTraining, require_compiler
 from linrope.training.callbacks.early_end import TimeLimit, reason_of_early_end
 from linrope.training.callbacks.health import HealthMonitor, SpikeWarning
@@ -205,6 +206,7 @@ class FitCLI(TrainingCLI):
             RunSummary(self.console, self.start, self.why_precision),
             *([MemoryPreflight()] if isinstance(self.datamodule, TextDataModule) else []),
             Throughput(),
+            BusyCores(),
             GracefulStop(self.last_checkpoint),
             *checkpoints,
         ]

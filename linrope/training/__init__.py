@@ -9,6 +9,7 @@ from linrope.data.corpus.memory import text_of_documents
 from linrope.data.corpus.opening import OpenedText
 from linrope.data.synthetic.recall_task import RecallBatches
 from linrope.errors import CheckpointError, NonFiniteError
+from linrope.training.callbacks.busy_cores import BusyCores
 from linrope.training.callbacks.memory_preflight import MemoryPreflight
 from linrope.training.callbacks.progress import ProgressReport
 from linrope.training.callbacks.saving import GracefulStop, LastCheckpoint
@@ -34,6 +35,7 @@ from linrope.training.tasks.translation import TranslationConfig, TranslationMod
 
 __all__ = [
     "BatchLoss",
+    "BusyCores",
     "CheckpointError",
     "CopyDataModule",
     "GracefulStop",
