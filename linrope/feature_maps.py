@@ -272,7 +272,7 @@ def register_feature_map(
 
     Raises:
         InputError: no name, or one of linrope's own; no function, a module (it has weights: pass it as
-            `LinearAttention(feature_map=module)`), or one that changes the shape.
+            `LinearAttention(feature_map=module)`), or one that changes the shape; a derivative that is not autograd's.
     """
     if not isinstance(name, str) or not name:
         raise InputError(f"name={name!r} must be a string that is not empty.")
@@ -281,6 +281,7 @@ def register_feature_map(
     _check_function("forward", forward)
     if derivative is not None:
         _check_function("derivative", derivative)
+        _check_derivative(forward, derivative)
 
     def with_derivative(x: Tensor) -> Tensor:
         return _WithDerivative.apply(x, forward, derivative)
@@ -300,6 +301,21 @@ def _check_function(argument: str, function: Callable[[Tensor], Tensor]) -> None
     if not isinstance(y, Tensor) or not y.is_floating_point() or y.shape != x.shape:
         got = f"{tuple(y.shape)} {y.dtype}" if isinstance(y, Tensor) else type(y).__name__
         raise InputError(f"{argument} makes {tuple(x.shape)} to {got}: it must return floats and keep the shape.")
+
+
+def _check_derivative(forward: Callable[[Tensor], Tensor], derivative: Callable[[Tensor], Tensor]) -> None:
+    """Raise InputError unless it is what autograd finds, where the map is differentiable by autograd."""
+    x = torch.linspace(-2.97, 2.96, 24, dtype=torch.float64).view(1, 2, 3, 4).requires_grad_()  # no kink is likely here
+    with torch.enable_grad():
+        y = forward(x)
+    if not y.requires_grad:
+        return
+    (exact,) = torch.autograd.grad(y.sum(), x)
+    given = derivative(x.detach())
+    wrong = ~torch.isclose(given.double(), exact, rtol=1e-3, atol=1e-3)
+    if wrong.any():
+        at, one, other = (values.flatten()[wrong.flatten()][0].item() for values in (x.detach(), given, exact))
+        raise InputError(f"derivative({at:.3g}) is {one:.3g}, autograd finds {other:.3g}: mend it, or leave it out.")
 
 
 class _WithDerivative(torch.autograd.Function):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from linrope.errors import InputError
-from linrope.layers.state import ModelState, detach, reset_rows, tensors_of
+from linrope.layers.state import ModelState, detach, tensors_of
 from linrope.models.language_model import LanguageModel
 from linrope.ops.torch_kernel.memory import give_back
 from linrope.utils.gradients import GradientSums
@@ -62,7 +62,8 @@ def segmented_loss(
         loss: `loss(logits, targets)` is the scalar loss of one segment; None for the summed cross entropy, for which
             logits are not kept. The loss of the sequence is the sum over its segments, so divide by the number of
             tokens afterwards.
-        segment_ids: (B, T) integers, the documents of packed rows, as the model takes them.
+        segment_ids: (B, T) integers, the documents of packed rows, as the model takes them. A document that begins with
+            the first token here needs a `state` without a past in its row: `state.reset_rows`.
         state: the state before the first token; it gets no gradient.
         truncated: truncated backpropagation through time: states pass between segments, gradients do not. Not with
             trained frequencies.
@@ -86,7 +87,7 @@ def segmented_loss(
 
     def read(inputs, targets, segment_ids, previous_ids, state):
         if state is not None and previous_ids is not None:
-            state = reset_rows(state, segment_ids[:, 0] != previous_ids)
+            state = state.reset_rows(segment_ids[:, 0] != previous_ids)
         if loss is None:
             return model(inputs, state, segment_ids=segment_ids, return_state=True, targets=targets)
         logits, state = model(inputs, state, segment_ids=segment_ids, return_state=True)

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from linrope import InputError, LanguageModel, LanguageModelConfig, RotaryConfig, segmented_loss
-from linrope.layers.state import detach, reset_rows, tensors_of
+from linrope.layers.state import detach, tensors_of
 from linrope.losses import summed_cross_entropy
 from linrope.positions.base import PositionsConfig
 from tests.conftest import covering
@@ -210,7 +210,7 @@ def test_forgotten_rows_are_as_if_nothing_came_before():
         model = model_of(**options).eval()
         inputs, _ = text()
         _, state = model(inputs[:, :60], return_state=True)
-        state = reset_rows(state, torch.tensor([True, False, True]))
+        state = state.reset_rows([True, False, True])
         ids = torch.ones(3, T, dtype=torch.int64)
         ids[0::2, :60] = 0
         expected = model(inputs, segment_ids=ids)[:, 60:]

@@ -294,7 +294,8 @@ class ConfigCLI(LightningCLI):
             )
         if trainer.max_steps != -1:
             raise InputError(
-                f"trainer.max_epochs={epochs} and trainer.max_steps={trainer.max_steps} exclude each other: give one."
+                f"trainer.max_epochs={epochs} and trainer.max_steps={trainer.max_steps} exclude each other: set "
+                "trainer.max_steps=-1 or trainer.max_epochs=-1."
             )
         trainer.max_steps, trainer.max_epochs = epochs * steps, -1
 
@@ -369,6 +370,11 @@ class TrainingCLI(ConfigCLI):
 
     def instantiate_trainer(self) -> Trainer:
         self.count_steps()
+        if self.config_init.trainer.val_check_interval == 0:
+            raise InputError(
+                "trainer.val_check_interval=0 must be above 0: training batches between two validations. For none, set "
+                "trainer.limit_val_batches=0."
+            )
         for name in ("devices", "num_nodes"):
             number = str(getattr(self.config_init.trainer, name))
             if number.isdecimal() and int(number) > MAX_PROCESSES:

@@ -125,7 +125,7 @@ class Attention(nn.Module):
             x: (B, T, d_model) floats.
             state: returned by an earlier call on the same rows; causal layers only.
             segment_ids: (B, T) integers of packed rows: each run of equal numbers is a document, which attends to
-                itself only.
+                itself only. The first one continues that of `state`: `state.reset_rows` where a new document begins.
             return_state: also return the state after the last token.
             key_mask: (B, T) booleans, False for padding: no other token sees it, also through the convolution, and the
                 past is not forgotten there. It has positions, so pad on the left where a row is to be continued.

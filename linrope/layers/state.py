@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -64,6 +64,22 @@ class _Movable:
                 raise InputError(f"rows lie in [{lowest}, {highest}], the state has rows 0 … {batch - 1}.")
         rows = rows if is_mask else rows.long()  # uint8 would be taken for a mask
         return map_state(lambda _, x: x[rows.to(x.device)], self)
+
+    def reset_rows(self, ended: Tensor | Sequence[bool]) -> Self:
+        """The state without a past in the rows where `ended` (B,) is True: a new document begins there.
+
+        `segment_ids` of later tokens do not say whether the document before them goes on. Positions continue, as they
+        do inside a packed row.
+
+        Raises:
+            InputError: `ended` is not (B,) booleans.
+        """
+        ended, batch = torch.as_tensor(ended), _batch_of(self)
+        if ended.dtype != torch.bool or ended.shape != (batch,):
+            raise InputError(f"ended is {tuple(ended.shape)} {ended.dtype}: pass ({batch},) booleans.")
+        if isinstance(self, AttentionState):
+            return _reset(self, ended)
+        return type(self)(_reset(part, ended) for part in self)
 
 
 @dataclass(frozen=True)
@@ -125,6 +141,9 @@ _TYPES = {cls.__name__: cls for cls in (AttentionState, State, KeyValueCache)}
 torch.serialization.add_safe_globals([*_TYPES.values(), ModelState])
 
 
+S = TypeVar("S", AttentionState, ModelState, None)
+
+
 def _batch_of(state: AttentionState | ModelState) -> int:
     """Number of rows."""
     past = (state if isinstance(state, AttentionState) else state[0]).past
@@ -177,28 +196,23 @@ def detach(state: ModelState | None, differentiable: bool = False) -> ModelState
     return map_state(lambda _, x: x.detach().requires_grad_(differentiable and x.is_floating_point()), state)
 
 
-def reset_rows(state: ModelState, ended: Tensor) -> ModelState:
-    """The state without a past in the rows where `ended` (B,) is True: a new document begins there.
-
-    Positions continue, as they do inside a packed row.
-    """
+def _reset(part: AttentionState, ended: Tensor) -> AttentionState:
+    """`reset_rows` of a layer."""
+    past = part.past
+    ended = ended.to((past.kv if isinstance(past, State) else past.k).device)
 
     def cleared(name: str, x: Tensor) -> Tensor:
         return x.masked_fill(ended.view(-1, *(1,) * (x.ndim - 1)), -math.inf if name == "log_decay" else 0)
 
-    def reset(part: AttentionState) -> AttentionState:
-        past = part.past
-        if not isinstance(past, State):  # a key of 0 would still get weight: it must be invisible
-            visible = past.visible if past.visible is not None else past.k.new_ones(past.k[:, 0, :, 0].shape).bool()
-            past = dataclasses.replace(past, visible=visible)
-        starts = part.document_start if part.document_start is not None else torch.zeros_like(ended, dtype=torch.int64)
-        part = map_state(cleared, dataclasses.replace(part, past=past, document_start=None))
-        return dataclasses.replace(part, document_start=torch.where(ended, past.length, starts))
-
-    return ModelState(reset(part) for part in state)
+    if not isinstance(past, State):  # a key of 0 would still get weight: it must be invisible
+        visible = past.visible if past.visible is not None else past.k.new_ones(past.k[:, 0, :, 0].shape).bool()
+        past = dataclasses.replace(past, visible=visible)
+    starts = part.document_start if part.document_start is not None else torch.zeros_like(ended, dtype=torch.int64)
+    part = map_state(cleared, dataclasses.replace(part, past=past, document_start=None))
+    return dataclasses.replace(part, document_start=torch.where(ended, past.length, starts))
 
 
-def state_before(start: int, segment_ids: Tensor | None, state: ModelState | None) -> ModelState | None:
+def state_before(start: int, segment_ids: Tensor | None, state: S) -> S:
     """The state with which token `start` of longer rows begins, given the `state` after token `start - 1`.
 
     Rows whose document ends before `start` are reset. `segment_ids` (B, T) are those of the whole rows, each run of
@@ -206,7 +220,7 @@ def state_before(start: int, segment_ids: Tensor | None, state: ModelState | Non
     """
     if state is None or segment_ids is None or start == 0:
         return state
-    return reset_rows(state, segment_ids[:, start] != segment_ids[:, start - 1])
+    return state.reset_rows(segment_ids[:, start] != segment_ids[:, start - 1])
 
 
 def to_serialized(state: ModelState) -> list[dict[str, Any]]:

@@ -201,7 +201,7 @@ class Block(nn.Module):
         if start > 0:
             before = None if segment_ids is None else segment_ids[:, :start]
             state = self.attention.advance(normed[:, :start], state, before)
-            (state,) = state_before(start, segment_ids, (state,))
+            state = state_before(start, segment_ids, state)
             x, normed = x[:, start:], normed[:, start:]
             segment_ids = None if segment_ids is None else segment_ids[:, start:]
         attended, state = self.attention(normed, state, segment_ids, return_state=True)
@@ -300,7 +300,8 @@ class LanguageModel(Model):
         Args:
             tokens: (B, T) integers in [0, vocab_size).
             state: returned by an earlier call on the same rows, which these tokens continue.
-            segment_ids: (B, T) integers of packed rows: each run of equal numbers is a document, read by itself.
+            segment_ids: (B, T) integers of packed rows: each run of equal numbers is a document, read by itself. The
+                first one continues that of `state`: `state.reset_rows` where a new document begins.
             return_state: also return the state after the last token, one AttentionState for each layer.
             logits_to_keep: K ≥ 1 computes the last K logits only, and of the last block only what they and the state
                 need (for prompts); None computes all.

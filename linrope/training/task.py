@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -21,7 +22,8 @@ from linrope.data.tokenizers.base import tokenizer_to_serialized
 from linrope.distributed.group import SequenceGroup
 from linrope.distributed.segments import slice_of
 from linrope.errors import InputError, NonFiniteError
-from linrope.models.base import ModelConfig
+from linrope.models.base import ModelConfig, config_in
+from linrope.models.saving import open_checkpoint
 from linrope.training.callbacks.saving import LastCheckpoint
 from linrope.training.checkpoint import (
     require_same_optimizer,
@@ -35,6 +37,9 @@ from linrope.training.data_modules.base import ResumableDataModule, data_paralle
 from linrope.training.optimizer import OptimizerConfig, learning_rate_factor
 from linrope.training.sharding import shard
 from linrope.utils.options import class_path_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # Python 3.10 lacks it
 
 Batch = dict[str, Any]
 
@@ -110,6 +115,15 @@ class TrainingTask(LightningModule):
         self._stage: str | None = None  # what a trainer does with this module; None before there was one
         self._order: dict[str, Any] = {}
         self._last_batch: Batch | None = None  # of a running evaluation
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: str | Path, map_location: Any = None, **options: Any) -> Self:
+        """The module of a checkpoint, as Lightning's method of this name. The configuration of its model is that of the
+        checkpoint unless `model_config` is among the options. InputError for a checkpoint of something else."""
+        if "model_config" not in options:
+            values = open_checkpoint(checkpoint_path)["linrope"]["config"]
+            options["model_config"] = config_in(values, cls.config_class, checkpoint_path)
+        return super().load_from_checkpoint(checkpoint_path, map_location, **options)
 
     # What a task writes.
 

@@ -73,7 +73,7 @@ def test_a_tokenizers_run_from_text_to_text(subwords, tiny, run_folder, last, tm
     text = decoder.feed(tokens) + decoder.finish()
     assert written[0] == written[1]
     assert re.sub("[^\n -~ -\U0010ffff]", "\ufffd", "the naïve" + text) + "\n" == written[0]
-    module = LanguageModelingModule.load_from_checkpoint(last, model_config=model.config, weights_only=True)
+    module = LanguageModelingModule.load_from_checkpoint(last, weights_only=True)
     assert module.model.tokenizer == model.tokenizer
     assert torch.equal(module.eval()(prompt), model(prompt))
 

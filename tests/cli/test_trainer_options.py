@@ -75,6 +75,13 @@ def test_a_metric_that_no_run_logs_is_refused(tiny, error_of):
         assert "Did you mean 'val_loss'?" in err
 
 
+def test_a_validation_after_no_batch_is_refused(tiny, error_of, tmp_path):
+    err = error_of("fit", *tiny, "--trainer.val_check_interval=0", f"--run.folder={tmp_path / 'none'}")
+    assert "trainer.val_check_interval=0 must be above 0" in err
+    assert "For none, set trainer.limit_val_batches=0." in err
+    assert not (tmp_path / "none").exists()
+
+
 def test_a_few_batches_can_be_overfitted(tiny, run_folder, monkeypatch, error_of):
     batches = record_batches(monkeypatch)
     few = ["--trainer.overfit_batches=4", "--trainer.accumulate_grad_batches=2", "--trainer.max_steps=6"]

@@ -60,6 +60,16 @@ def test_a_layer_state_has_the_same_methods():
         assert any(tensor.requires_grad for _, tensor in named(state))
 
 
+@pytest.mark.parametrize("layer", [LinearAttention, SoftmaxAttention])
+def test_documents_that_begin_after_a_cut_have_no_past(layer):
+    """Here in the first row; that of the second one goes on."""
+    layer, x = layer(16, 2, short_conv=3), torch.randn(2, 20, 16)
+    ids = (torch.arange(20) >= torch.tensor([[9], [13]])).long()
+    _, state = layer(x[:, :9], segment_ids=ids[:, :9], return_state=True)
+    rest = layer(x[:, 9:], state.reset_rows(torch.tensor([True, False])), ids[:, 9:])
+    torch.testing.assert_close(rest, layer(x, segment_ids=ids)[:, 9:], rtol=1e-5, atol=1e-6)
+
+
 def test_rows_that_do_not_exist_are_named(model, tokens):
     state = state_of(model, tokens)
     assert_input_errors(
@@ -68,6 +78,8 @@ def test_rows_that_do_not_exist_are_named(model, tokens):
         (lambda: state.select_rows([True, False]), r"rows is \(2,\) torch.bool: pass \(N,\) integers, or \(3,\) bool"),
         (lambda: state.select_rows([0.0]), r"rows is \(1,\) torch.float32"),
         (lambda: state.select_rows(1), r"rows is \(\) torch.int64"),
+        (lambda: state.reset_rows([True]), r"ended is \(1,\) torch.bool: pass \(3,\) booleans"),
+        (lambda: state[0].reset_rows([0, 1, 1]), r"ended is \(3,\) torch.int64: pass \(3,\) booleans"),
     )
 
 

@@ -17,7 +17,7 @@ from linrope.distributed.segments import (
 )
 from linrope.distributed.sequence import sequence_parallel_loss
 from linrope.evaluation.loss_by_position import LossByPosition
-from linrope.layers.state import ModelState, detach, from_serialized, map_state, reset_rows, to_serialized
+from linrope.layers.state import ModelState, detach, from_serialized, map_state, to_serialized
 from linrope.losses import IGNORE, bits_per_byte, token_losses
 from linrope.models.language_model import LanguageModelConfig
 from linrope.profiling.flops import step_flops
@@ -112,7 +112,7 @@ class LanguageModelingModule(TrainingTask):
         """With contiguous batches, the state that each row starts from."""
         if self._carried is None or "fresh" not in batch:
             return None
-        return reset_rows(map_state(lambda _, x: x.to(self.device), self._carried), batch["fresh"])
+        return map_state(lambda _, x: x.to(self.device), self._carried).reset_rows(batch["fresh"])
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
