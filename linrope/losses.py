@@ -110,6 +110,21 @@ class _SummedCrossEntropy(torch.autograd.Function):
         return None, None, None, None, *(x * grad.to(x.dtype) for x in ctx.saved_tensors)
 
 
+def check_targets(targets: Tensor, vocab_size: int) -> None:
+    """Raise InputError unless they are int64 in [0, vocab_size), or IGNORE. On a GPU the loss asserts the range, and a
+    compiled graph does not check it."""
+    if targets.dtype != torch.int64:
+        raise InputError(f"targets are {targets.dtype}: pass int64.")
+    if targets.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    wrong = (targets >= vocab_size) | (targets < 0) & (targets != IGNORE)
+    if wrong.any():
+        raise InputError(
+            f"targets has {targets[wrong][0].item()}, vocab_size is {vocab_size}: pass 0 … {vocab_size - 1}, or "
+            f"{IGNORE} where there is no target."
+        )
+
+
 def bits_per_byte(nats: float, n_bytes: float) -> float:
     """Bits per byte of a text: the nats of all its tokens, separators included, over its bytes; NaN without bytes."""
     return nats / math.log(2) / n_bytes if n_bytes else math.nan

@@ -47,11 +47,13 @@ def config_files(args: Sequence[str]) -> list[str]:
 
 
 def require_sound_configs(args: Sequence[str]) -> None:
-    """Raise InputError for a file of --config that is not what this module's docstring says, or that is empty.
+    """Raise InputError for a file of --config that is not what this module's docstring says, or has no options.
 
     What else is wrong with a file is for the parser to say.
     """
     for name in config_files(args):
+        if os.path.isdir(name):
+            raise InputError(f"--config {name} is a folder: name a file of YAML.")
         if os.path.isfile(name):  # Path.is_file raises for YAML itself, which is too long for a name
             _require_sound(_text_of(Path(name)), name)
 
@@ -71,10 +73,15 @@ def _require_sound(text: str, name: str) -> None:
     try:
         _require_flat(text, name)
         root = yaml.compose(text, yaml.SafeLoader)
-    except yaml.YAMLError:
-        return
+    except yaml.MarkedYAMLError as error:
+        line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
+        raise InputError(f"--config {name}{line}: it is no YAML: {error.problem}.") from error
+    except yaml.YAMLError as error:
+        raise InputError(f"--config {name}: it is no YAML: {error}.") from error
     if root is None:
         raise InputError(f"--config {name} is empty: give it sections with options, or leave it out.")
+    if not isinstance(root, yaml.MappingNode):
+        raise InputError(f"--config {name} is a list or a value: give it sections with options, as `trainer:`.")
     if _size(root, {}, name) > MAX_NODES:
         raise InputError(f"--config {name} stands for more than {MAX_NODES:,} values: remove aliases.")
     _require_unique(root, "", {}, name)

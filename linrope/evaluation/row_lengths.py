@@ -137,6 +137,8 @@ def excerpt_for(corpus: TokenSequence, lengths: list[int], tokens: int, document
     With `document_mask`, tokens see their own document only. InputError if the corpus is shorter than one row.
     """
     longest = max(lengths)
+    if len(corpus) < 2:
+        raise InputError("--lengths: the validation split has no token with a target: give it a share of the text.")
     if len(corpus) <= longest:
         raise InputError(
             f"--lengths: {longest} tokens are more than the validation split has ({len(corpus) - 1:,} with a "

@@ -20,7 +20,7 @@ from linrope.layers.linear import Linear
 from linrope.layers.linear_attention import LinearAttention
 from linrope.layers.softmax_attention import SoftmaxAttention
 from linrope.layers.state import AttentionState, ModelState
-from linrope.losses import rows_of_slice, summed_cross_entropy_of
+from linrope.losses import check_targets, rows_of_slice, summed_cross_entropy_of
 from linrope.models.base import Model, ModelConfig, check_tokens
 from linrope.models.language_model import EMBEDDING_STD, GatedMLP, gated_width
 from linrope.ops.checks import check_tensor
@@ -231,6 +231,7 @@ class EncoderDecoder(Model):
             return self.output(x)
         if targets.shape != target.shape:
             raise InputError(f"targets is {tuple(targets.shape)}, target {tuple(target.shape)}: pass one a token.")
+        check_targets(targets, self.config.vocab_size)
         rows = rows_of_slice(self.config.vocab_size, x.device.type)
         return summed_cross_entropy_of(self.output, x, targets, rows, label_smoothing)
 

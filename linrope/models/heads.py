@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from linrope.errors import InputError
 from linrope.layers.linear import Linear
 from linrope.layers.state import ModelState
-from linrope.losses import IGNORE, summed_cross_entropy
+from linrope.losses import IGNORE, check_targets, summed_cross_entropy
 from linrope.models.encoder import ACTIVATIONS, EncoderConfig, EncoderModel, RoFormerEncoder, register_head
 
 
@@ -60,7 +60,7 @@ class MaskedLM(EncoderWithHead):
         entropies in nats, for which only the logits at targets are computed. See `RoFormerEncoder` for the others.
 
         Raises:
-            InputError: targets of another shape.
+            InputError: targets of another shape or dtype, or out of range.
         """
         x = self.encoder(tokens, key_mask, token_types, state)
         if targets is None:
@@ -69,6 +69,7 @@ class MaskedLM(EncoderWithHead):
             raise InputError(
                 f"targets is {tuple(targets.shape)}, tokens {tuple(tokens.shape)}: pass one for each token."
             )
+        check_targets(targets, self.encoder.config.vocab_size)
         asked = targets != IGNORE
         return summed_cross_entropy(self.logits_of(x[asked]), targets[asked])
 

@@ -21,7 +21,7 @@ from linrope.layers.linear import Linear
 from linrope.layers.linear_attention import LinearAttention
 from linrope.layers.softmax_attention import SoftmaxAttention
 from linrope.layers.state import AttentionState, ModelState, state_before, token_positions
-from linrope.losses import rows_of_slice, summed_cross_entropy_of, token_losses_of
+from linrope.losses import check_targets, rows_of_slice, summed_cross_entropy_of, token_losses_of
 from linrope.models.base import Model, ModelConfig, check_tokens
 from linrope.ops.documents import check_segment_ids
 from linrope.ops.swiglu import swiglu
@@ -355,6 +355,7 @@ class LanguageModel(Model):
             raise InputError(
                 f"targets is {tuple(targets.shape)}, tokens {tuple(tokens.shape)}: pass one for each token."
             )
+        check_targets(targets, self.config.vocab_size)
         if logits_to_keep is not None:
             raise InputError(f"logits_to_keep={logits_to_keep} does not go with targets, whose logits are not kept.")
         require_choice("reduction", reduction, ("sum", "none"))

@@ -145,7 +145,7 @@ def open_checkpoint(path: str | Path, weights: bool = False) -> dict[str, Any]:
     path = Path(path)
     sharded = is_sharded_checkpoint(path)
     if path.is_dir() and not sharded:
-        last = next(iter(sorted(path.rglob("last.ckpt"))), None)
+        last = max(path.rglob("last.ckpt"), key=lambda file: file.stat().st_mtime, default=None)
         hint = f" Did you mean '{last}'?" if last else ""
         raise InputError(f"checkpoint {str(path)!r} is a folder without {CONFIG_FILE}: name a .ckpt file.{hint}")
     if sharded:

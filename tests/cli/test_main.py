@@ -140,7 +140,8 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for 
         (BOMB, r"--config .*run\.yaml stands for more than 20,000 values: remove aliases"),
         ("model: " + "[" * 3000 + "]" * 3000, r"--config .*run\.yaml, line 1: it is nested in more than 50 levels"),
         ("run: &run\n  name: *run", r"--config .*run\.yaml, line 1: it contains itself, by an alias"),
-        ("model: [", r"Problems parsing config"),
+        ("model: [", r"--config .*run\.yaml, line 1: it is no YAML: expected the node content"),
+        ("- model\n- data", r"--config .*run\.yaml is a list or a value: give it sections with options"),
         ("trainer: {max_steps: 2, gradient_clip_val: 1}", r"trainer\.gradient_clip_val=1.* optimizer\.clip_norm=1\.0"),
     ],
 )
@@ -148,6 +149,10 @@ def test_a_mistake_in_the_yaml_is_named(yaml, message, tmp_path, error_of):
     (tmp_path / "run.yaml").write_text(yaml)
     err = error_of("fit", f"--config={tmp_path / 'run.yaml'}", f"--run.folder={tmp_path / 'runs'}")
     assert re.match("linrope: error: .*" + message, err, re.S)
+
+
+def test_a_folder_is_no_configuration(tmp_path, error_of):
+    assert f"--config {tmp_path} is a folder: name a file of YAML." in error_of("fit", f"--config={tmp_path}")
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])

@@ -75,6 +75,13 @@ def test_a_metric_that_no_run_logs_is_refused(tiny, error_of):
         assert "Did you mean 'val_loss'?" in err
 
 
+def test_a_run_that_ends_before_its_first_validation_says_so(tiny, capsys):
+    assert main(["fit", *tiny, "--trainer.max_steps=3", "--trainer.val_check_interval=4"]) == 0
+    assert "none: trainer.val_check_interval=4 is more than 3 batches" in capsys.readouterr().out
+    assert main(["fit", *tiny, "--trainer.max_steps=4", "--trainer.val_check_interval=4"]) == 0
+    assert "none: trainer.val_check_interval" not in capsys.readouterr().out
+
+
 def test_a_validation_after_no_batch_is_refused(tiny, error_of, tmp_path):
     err = error_of("fit", *tiny, "--trainer.val_check_interval=0", f"--run.folder={tmp_path / 'none'}")
     assert "trainer.val_check_interval=0 must be above 0" in err

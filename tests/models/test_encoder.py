@@ -144,6 +144,7 @@ def test_what_does_not_fit_is_named():
         (lambda: model(tokens, token_types=tokens + 2), "token_types lie in"),
         (lambda: model(tokens, torch.ones(2, 9)), "key_mask is .* pass booleans"),
         (lambda: model_of(head="masked_lm")(tokens, targets=tokens[:, 1:]), r"targets is \(2, 8\)"),
+        (lambda: model_of(head="masked_lm")(tokens, targets=tokens - 99), r"targets has -\d+, vocab_size is 31"),
         (lambda: choice(tokens), r"pass \(B, C, T\)"),
         (lambda: MaskedLM.from_pretrained("nowhere"), "nowhere"),
     )

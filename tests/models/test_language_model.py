@@ -105,6 +105,20 @@ def test_on_the_device_meta_a_model_computes_shapes_and_generates_nothing(model,
     assert_input_errors((lambda: model.generate(tokens, 3), "device meta, where logits have no values"))
 
 
+def test_targets_that_cannot_be_are_named(model, tokens):
+    def loss(**changed):
+        targets = tokens.clone().to(changed.get("dtype", torch.int64))
+        targets[1, 3] = changed.get("one", -100)
+        return lambda: model(tokens, targets=targets)
+
+    assert loss()().isfinite()
+    assert_input_errors(
+        (loss(one=-1), r"targets has -1, vocab_size is 40: pass 0 … 39, or -100 where there is no target"),
+        (loss(one=40), r"targets has 40, vocab_size is 40"),
+        (loss(dtype=torch.int32), r"targets are torch.int32: pass int64"),
+    )
+
+
 @pytest.mark.parametrize("assign", [False, True])
 def test_weights_loaded_into_a_model_without_memory_are_tied(assign, tokens):
     model = LanguageModel(CONFIGS["recipe"]).eval()

@@ -51,6 +51,9 @@ class RunSummary(Callback):
         rows += _text_rows(data) if is_text else data.describe()
         rows += _step_rows(data, trainer.max_steps) if is_text else []
         rows.append(("steps", f"{trainer.max_steps:,}"))
+        batches, every = trainer.max_steps * trainer.accumulate_grad_batches, trainer.val_check_interval
+        if isinstance(every, int) and 0 < batches < every and trainer.limit_val_batches:
+            rows.append(("validation", f"none: trainer.val_check_interval={every:,} is more than {batches:,} batches"))
         device, n = trainer.strategy.root_device.type, trainer.world_size
         why = "" if self.why_precision is None else f" ({self.why_precision})"
         return [*rows, ("device", f"{device if n == 1 else f'{n} × {device}'}, {trainer.precision}{why}")]
