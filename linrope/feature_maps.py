@@ -314,8 +314,8 @@ def _check_derivative(forward: Callable[[Tensor], Tensor], derivative: Callable[
     given = derivative(x.detach())
     wrong = ~torch.isclose(given.double(), exact, rtol=1e-3, atol=1e-3)
     if wrong.any():
-        at, one, other = (values.flatten()[wrong.flatten()][0].item() for values in (x.detach(), given, exact))
-        raise InputError(f"derivative({at:.3g}) is {one:.3g}, autograd finds {other:.3g}: mend it, or leave it out.")
+        at, one, other = (values[wrong][0].item() for values in (x, given, exact))
+        raise InputError(f"derivative({at:.3g}) is {one:.3g}, autograd finds {other:.3g}: fix it, or leave it out.")
 
 
 class _WithDerivative(torch.autograd.Function):

@@ -110,9 +110,11 @@ class _SummedCrossEntropy(torch.autograd.Function):
         return None, None, None, None, *(x * grad.to(x.dtype) for x in ctx.saved_tensors)
 
 
-def check_targets(targets: Tensor, vocab_size: int) -> None:
-    """Raise InputError unless they are int64 in [0, vocab_size), or IGNORE. On a GPU the loss asserts the range, and a
-    compiled graph does not check it."""
+def check_targets(targets: Tensor, tokens: Tensor, vocab_size: int, name: str = "tokens") -> None:
+    """Raise InputError unless there is one for each of the `tokens`, which the caller calls `name`: int64 in
+    [0, vocab_size), or IGNORE. On a GPU the loss asserts the range, and a compiled graph does not check it."""
+    if targets.shape != tokens.shape:
+        raise InputError(f"targets is {tuple(targets.shape)}, {name} {tuple(tokens.shape)}: pass one for each token.")
     if targets.dtype != torch.int64:
         raise InputError(f"targets are {targets.dtype}: pass int64.")
     if targets.device.type != "cpu" or torch.compiler.is_compiling():

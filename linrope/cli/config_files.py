@@ -52,8 +52,6 @@ def require_sound_configs(args: Sequence[str]) -> None:
     What else is wrong with a file is for the parser to say.
     """
     for name in config_files(args):
-        if os.path.isdir(name):
-            raise InputError(f"--config {name} is a folder: name a file of YAML.")
         if os.path.isfile(name):  # Path.is_file raises for YAML itself, which is too long for a name
             _require_sound(_text_of(Path(name)), name)
 

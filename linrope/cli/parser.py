@@ -83,9 +83,11 @@ def parse(parser: ArgumentParser, args: Sequence[str]) -> Namespace:
 
 
 def require_files(args: Sequence[str]) -> None:
-    """Raise InputError for a --config file that does not exist."""
+    """Raise InputError for a --config file that does not exist, or is a folder."""
     for text in config_files(args):
         file = Path(text)
+        if os.path.isdir(text):
+            raise InputError(f"--config {file} is a folder: name a file of YAML.")
         if not (os.path.isfile(text) or _mapping(text)):
             siblings = [sibling.name for sibling in file.parent.iterdir()] if file.parent.is_dir() else []
             raise InputError(f"--config {file} does not exist.{suggest(file.name, siblings)}")

@@ -111,7 +111,7 @@ def _require_same_segments(
 ) -> None:
     """Raise InputError, on every rank, unless each can read its slices in the same number of segments."""
     require_segments(model, segment_length)
-    problem = refused(partial(model.check, tokens, state, segment_ids), tokens, targets)
+    problem = refused(model, partial(model.check, tokens, state, segment_ids), tokens, targets)
     shape = (1, 1) if problem is not None else tuple(tokens.shape)
     where = SequenceSlice.of(group, shape, next(model.parameters()).device, problem=problem)
     if len({-(-length // segment_length) for length in where.lengths}) > 1:

@@ -27,6 +27,7 @@ from linrope.distributed.group import SequenceGroup
 from linrope.distributed.slices import SequenceSlice
 from linrope.errors import InputError
 from linrope.layers.state import ModelState, token_positions
+from linrope.losses import check_targets
 from linrope.models.base import Model
 from linrope.models.encoder import EncoderModel
 from linrope.models.heads import MaskedLM
@@ -149,21 +150,18 @@ def slice_of_encoder(
             f"sequence parallelism needs linear attention, but model.attention is {model.config.attention!r}, which "
             "sees all keys, and no rank holds them. Set model.attention to 'linear', or do not split the rows."
         )
-    problem = refused(partial(model.body.check, tokens, key_mask, token_types), tokens, targets)
+    problem = refused(model, partial(model.body.check, tokens, key_mask, token_types), tokens, targets)
     shape = (1, 1) if problem is not None else tuple(tokens.shape)
     where = SequenceSlice.of(group, shape, next(model.parameters()).device, problem=problem)
     _require_positions(model, where, tokens)
     return where
 
 
-def refused(check: Callable[[], None], tokens: Tensor, targets: Tensor) -> InputError | None:
+def refused(model: Model, check: Callable[[], None], tokens: Tensor, targets: Tensor) -> InputError | None:
     """The error of a check of this rank's arguments, which the other ranks must be told before it is raised."""
     try:
         check()
-        if targets.shape != tokens.shape:
-            raise InputError(
-                f"targets is {tuple(targets.shape)}, tokens {tuple(tokens.shape)}: pass one for each token."
-            )
+        check_targets(targets, tokens, model.config.vocab_size)
     except InputError as error:
         return error
     return None
@@ -221,7 +219,7 @@ def sequence_parallel_loss(
             that do not fit together, more tokens than learned positions.
     """
     require_fixed_state(model, "sequence parallelism")
-    problem = refused(partial(model.check, tokens, state, segment_ids), tokens, targets)
+    problem = refused(model, partial(model.check, tokens, state, segment_ids), tokens, targets)
     device, first = next(model.parameters()).device, None if state is None or problem is not None else state[0]
     shape = (1, 1) if problem is not None else tuple(tokens.shape)
     where = SequenceSlice.of(group, shape, device, segment_ids, first, previous_ids, problem)

@@ -65,22 +65,6 @@ class _Movable:
         rows = rows if is_mask else rows.long()  # uint8 would be taken for a mask
         return map_state(lambda _, x: x[rows.to(x.device)], self)
 
-    def reset_rows(self, ended: Tensor | Sequence[bool]) -> Self:
-        """The state without a past in the rows where `ended` (B,) is True: a new document begins there.
-
-        `segment_ids` of later tokens do not say whether the document before them goes on. Positions continue, as they
-        do inside a packed row.
-
-        Raises:
-            InputError: `ended` is not (B,) booleans.
-        """
-        ended, batch = torch.as_tensor(ended), _batch_of(self)
-        if ended.dtype != torch.bool or ended.shape != (batch,):
-            raise InputError(f"ended is {tuple(ended.shape)} {ended.dtype}: pass ({batch},) booleans.")
-        if isinstance(self, AttentionState):
-            return _reset(self, ended)
-        return type(self)(_reset(part, ended) for part in self)
-
 
 @dataclass(frozen=True)
 class AttentionState(_Movable):
@@ -97,6 +81,30 @@ class AttentionState(_Movable):
     past: State | KeyValueCache
     conv_tail: Tensor | None = None
     document_start: Tensor | None = None
+
+    def reset_rows(self, ended: Tensor | Sequence[bool]) -> AttentionState:
+        """The state without a past in the rows where `ended` (B,) is True: a new document begins there.
+
+        `segment_ids` of later tokens do not say whether the document before them goes on. Positions continue, as they
+        do inside a packed row.
+
+        Raises:
+            InputError: `ended` is not (B,) booleans.
+        """
+        ended, batch, past = torch.as_tensor(ended), _batch_of(self), self.past
+        if ended.dtype != torch.bool or ended.shape != (batch,):
+            raise InputError(f"ended is {tuple(ended.shape)} {ended.dtype}: pass ({batch},) booleans.")
+        ended = ended.to((past.kv if isinstance(past, State) else past.k).device)
+
+        def cleared(name: str, x: Tensor) -> Tensor:
+            return x.masked_fill(ended.view(-1, *(1,) * (x.ndim - 1)), -math.inf if name == "log_decay" else 0)
+
+        if not isinstance(past, State):  # a key of 0 would still get weight: it must be invisible
+            visible = past.visible if past.visible is not None else past.k.new_ones(past.k[:, 0, :, 0].shape).bool()
+            past = dataclasses.replace(past, visible=visible)
+        start = torch.zeros_like(ended, dtype=torch.int64) if self.document_start is None else self.document_start
+        without = map_state(cleared, dataclasses.replace(self, past=past, document_start=None))
+        return dataclasses.replace(without, document_start=torch.where(ended, past.length, start))
 
     def tail_before(self, last_inputs: Callable[[int], Tensor], n: int) -> Tensor | None:
         """The `conv_tail` of n tokens; the convolution's inputs at the last n of the new tokens, (B, ≤ n, channels),
@@ -136,12 +144,13 @@ class RemotePast:
 class ModelState(_Movable, tuple[AttentionState, ...]):
     """The state of a model: a tuple with the AttentionState of each layer. Saved and loaded as one of these is."""
 
+    def reset_rows(self, ended: Tensor | Sequence[bool]) -> ModelState:
+        """That of each layer, see `AttentionState.reset_rows`."""
+        return ModelState(part.reset_rows(ended) for part in self)
+
 
 _TYPES = {cls.__name__: cls for cls in (AttentionState, State, KeyValueCache)}
 torch.serialization.add_safe_globals([*_TYPES.values(), ModelState])
-
-
-S = TypeVar("S", AttentionState, ModelState, None)
 
 
 def _batch_of(state: AttentionState | ModelState) -> int:
@@ -196,20 +205,7 @@ def detach(state: ModelState | None, differentiable: bool = False) -> ModelState
     return map_state(lambda _, x: x.detach().requires_grad_(differentiable and x.is_floating_point()), state)
 
 
-def _reset(part: AttentionState, ended: Tensor) -> AttentionState:
-    """`reset_rows` of a layer."""
-    past = part.past
-    ended = ended.to((past.kv if isinstance(past, State) else past.k).device)
-
-    def cleared(name: str, x: Tensor) -> Tensor:
-        return x.masked_fill(ended.view(-1, *(1,) * (x.ndim - 1)), -math.inf if name == "log_decay" else 0)
-
-    if not isinstance(past, State):  # a key of 0 would still get weight: it must be invisible
-        visible = past.visible if past.visible is not None else past.k.new_ones(past.k[:, 0, :, 0].shape).bool()
-        past = dataclasses.replace(past, visible=visible)
-    starts = part.document_start if part.document_start is not None else torch.zeros_like(ended, dtype=torch.int64)
-    part = map_state(cleared, dataclasses.replace(part, past=past, document_start=None))
-    return dataclasses.replace(part, document_start=torch.where(ended, past.length, starts))
+S = TypeVar("S", AttentionState, ModelState, None)
 
 
 def state_before(start: int, segment_ids: Tensor | None, state: S) -> S:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from linrope.data.tokenizers.base import tokenizer_from_serialized
-from linrope.errors import InputError
 from linrope.feature_maps import require_feature_map
 from linrope.generation.translation import translate_texts
 from linrope.layers.attention import Attention
@@ -229,9 +228,7 @@ class EncoderDecoder(Model):
         x, _ = self._decode(target, self.encode(source, source_mask), None)
         if targets is None:
             return self.output(x)
-        if targets.shape != target.shape:
-            raise InputError(f"targets is {tuple(targets.shape)}, target {tuple(target.shape)}: pass one a token.")
-        check_targets(targets, self.config.vocab_size)
+        check_targets(targets, target, self.config.vocab_size, "target")
         rows = rows_of_slice(self.config.vocab_size, x.device.type)
         return summed_cross_entropy_of(self.output, x, targets, rows, label_smoothing)
 

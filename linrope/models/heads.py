@@ -65,11 +65,7 @@ class MaskedLM(EncoderWithHead):
         x = self.encoder(tokens, key_mask, token_types, state)
         if targets is None:
             return self.logits_of(x)
-        if targets.shape != tokens.shape:
-            raise InputError(
-                f"targets is {tuple(targets.shape)}, tokens {tuple(tokens.shape)}: pass one for each token."
-            )
-        check_targets(targets, self.encoder.config.vocab_size)
+        check_targets(targets, tokens, self.encoder.config.vocab_size)
         asked = targets != IGNORE
         return summed_cross_entropy(self.logits_of(x[asked]), targets[asked])
 

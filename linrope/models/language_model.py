@@ -351,11 +351,7 @@ class LanguageModel(Model):
         return self.norm(x), ModelState(after)
 
     def _check_targets(self, tokens: Tensor, targets: Tensor, logits_to_keep: int | None, reduction: str) -> None:
-        if targets.shape != tokens.shape:
-            raise InputError(
-                f"targets is {tuple(targets.shape)}, tokens {tuple(tokens.shape)}: pass one for each token."
-            )
-        check_targets(targets, self.config.vocab_size)
+        check_targets(targets, tokens, self.config.vocab_size)
         if logits_to_keep is not None:
             raise InputError(f"logits_to_keep={logits_to_keep} does not go with targets, whose logits are not kept.")
         require_choice("reduction", reduction, ("sum", "none"))

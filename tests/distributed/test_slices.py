@@ -155,6 +155,13 @@ def bad_tokens() -> object:
     return sequence_parallel_loss(lm, targets + 5 * dist.get_rank(), targets, group=SequenceGroup())
 
 
+def bad_targets() -> object:
+    """The second rank has a target too large."""
+    lm = LanguageModel(LanguageModelConfig(vocab_size=5, d_model=8, n_heads=2, n_layers=1))
+    tokens = torch.zeros(1, 3, dtype=torch.int64)
+    return sequence_parallel_loss(lm, tokens, tokens + 5 * dist.get_rank(), group=SequenceGroup())
+
+
 def bad_tokens_of_segments() -> object:
     lm = LanguageModel(LanguageModelConfig(vocab_size=5, d_model=8, n_heads=2, n_layers=1))
     targets = torch.zeros(1, 3, dtype=torch.int64)
@@ -211,7 +218,7 @@ REFUSED = {
 def ranks(tmp_path_factory):
     functions = {name: function for name, (function, _) in REFUSED.items()}
     functions |= {"bad ids": partial(attend, "bad ids"), "bad tokens": bad_tokens, "outside": outside}
-    functions["bad tokens of segments"] = bad_tokens_of_segments
+    functions |= {"bad tokens of segments": bad_tokens_of_segments, "bad targets": bad_targets}
     for name, options in TRAFFIC.items():
         functions |= {f"{name}, {n}": partial(traffic, n, **options) for n in (16, 256)}
     return run_on_ranks(2, tmp_path_factory.mktemp("ranks"), functions)
@@ -227,10 +234,11 @@ def test_every_rank_refuses_with_one_message(ranks, name):
 def test_an_error_of_one_rank_ends_the_others(ranks):
     other, own = (one["bad ids"] for one in ranks)
     assert_input_errors((partial(_raise, other), "rank 1 refuses its slice"), (partial(_raise, own), r"\(2, 3\)"))
-    for name in ("bad tokens", "bad tokens of segments"):
+    bad = dict.fromkeys(("bad tokens", "bad tokens of segments"), r"tokens lie in \[5, 5\]")
+    for name, message in {**bad, "bad targets": "targets has 5, vocab_size is 5"}.items():
         other, own = (one[name] for one in ranks)
         assert_input_errors((partial(_raise, other), "rank 1 refuses"))
-        assert_input_errors((partial(_raise, own), r"tokens lie in \[5, 5\]"))
+        assert_input_errors((partial(_raise, own), message))
     assert_input_errors((partial(_raise, ranks[1]["outside"]), "no member of the group"))
 
 

@@ -120,6 +120,8 @@ def test_a_text_holds_whole_rows_of_the_longest_length(tmp_path):
     assert [excerpt_for(corpus, [64], 64, mask).separator for mask in (False, True)] == [None, SEPARATOR]
     with pytest.raises(InputError, match="1024 tokens are more than the validation split has \\(999 with a target"):
         excerpt_for(corpus, [1024], 600)
+    with pytest.raises(InputError, match="the validation split has no token with a target: give it a share"):
+        excerpt_for([], [64], 600)
 
 
 def test_pictures_have_few_lines_and_say_what_they_show():
