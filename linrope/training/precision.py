@@ -14,6 +14,13 @@ def is_nvidia(accelerator: object) -> bool:
     return accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
 
 
+def has_bfloat16(device: str) -> bool:
+    """Whether a type of device, such as "cpu", has instructions for products of bfloat16. False where that is unknown."""
+    if device == "cuda":
+        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    return device == "cpu" and multiplies_bfloat16()
+
+
 def automatic_precision(accelerator: object) -> tuple[str, str]:
     """The Trainer's precision for its option `accelerator`, and the reason in words.
 
@@ -21,9 +28,9 @@ def automatic_precision(accelerator: object) -> tuple[str, str]:
     converted and saves no time, and on devices of which that is unknown.
     """
     if is_nvidia(accelerator):
-        device, native = "GPU", torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+        device, native = "GPU", has_bfloat16("cuda")
     elif accelerator == "cpu" or (accelerator == "auto" and not torch.backends.mps.is_available()):
-        device, native = "processor", multiplies_bfloat16()
+        device, native = "processor", has_bfloat16("cpu")
     else:
         return "32-true", f"whether bfloat16 is fast on {accelerator} is unknown"
     if native:

@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW, Muon
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from linrope import LanguageModel, LanguageModelConfig
 from linrope.cli.main import main
@@ -50,8 +51,9 @@ def test_muon_has_the_matrices_of_the_blocks_and_adamw_all_else():
     assert [group["weight_decay"] for group in (matrices, decaying, plain)] == [0.2, 0.2, 0.0]
 
 
-def test_its_steps_are_those_of_muon_and_adamw_apart():
+def test_its_steps_are_those_of_muon_and_adamw_apart(monkeypatch):
     """The learning rate of the group is the one that a schedule sets."""
+    monkeypatch.setattr("linrope.training.precision.multiplies_bfloat16", lambda: True)
     model, other = model_of(), model_of()
     one = MUON.make(parameter_groups(model, 0.2, "muon"), fused=None)
     matrices, *others = parameter_groups(other, 0.2, "muon")
@@ -63,6 +65,55 @@ def test_its_steps_are_those_of_muon_and_adamw_apart():
         step(other, *apart, seed=number)
     assert same_weights(model, other)
     assert not same_weights(model, model_of())
+
+
+class _Products(TorchDispatchMode):
+    """Notes the dtype of each product of matrices."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.dtypes.append(found.dtype)
+        return found
+
+    def __enter__(self):
+        self.dtypes: list[torch.dtype] = []
+        return super().__enter__()
+
+
+def orthogonalised(matrix: Tensor) -> Tensor:
+    """Five steps of the quintic iteration from the matrix over its norm (the coefficients of Muon's authors)."""
+    x = matrix / matrix.norm()
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.775 * gram + 2.0315 * gram @ gram) @ x
+    return x
+
+
+@pytest.mark.parametrize(("native", "dtype", "error"), [(True, torch.bfloat16, 0.05), (False, torch.float32, 1e-5)])
+@pytest.mark.parametrize("way", ["step", "copied"])
+def test_muon_orthogonalises_in_bfloat16_only_where_the_processor_has_it(monkeypatch, native, dtype, error, way):
+    monkeypatch.setattr("linrope.training.precision.multiplies_bfloat16", lambda: native)
+    torch.manual_seed(0)
+    matrix, vector = nn.Parameter(torch.zeros(12, 20)), nn.Parameter(torch.zeros(5))
+    gradient = torch.randn(12, 20)
+    groups = [{"params": [parameter], "weight_decay": 0.0} for parameter in (matrix, vector)]
+    optimizer = MUON.make(groups, fused=None)
+    if way == "copied":
+        (matrix, vector), optimizer = copy.deepcopy(((matrix, vector), optimizer))
+
+    def closure() -> float:
+        assert torch.is_grad_enabled()
+        assert vector.bfloat16().dtype == torch.bfloat16  # the model's own computations keep their dtypes
+        matrix.grad, vector.grad = gradient.clone(), torch.zeros(5)
+        return 1.5
+
+    with torch.no_grad(), _Products() as products:
+        assert optimizer.step(closure) == 1.5
+    assert products.dtypes == [dtype] * 15
+    expected = -0.01 * 0.2 * 20**0.5 * orthogonalised(gradient.double())
+    assert (matrix - expected).norm() < error * expected.norm()
+    assert torch.equal(matrix.grad, gradient)
 
 
 @pytest.mark.parametrize("way", ["state_dict", "deepcopy"])
