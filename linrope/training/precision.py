@@ -15,7 +15,7 @@ def is_nvidia(accelerator: object) -> bool:
 
 
 def has_bfloat16(device: str) -> bool:
-    """Whether a type of device, such as "cpu", has instructions for products of bfloat16. False where that is unknown."""
+    """Whether a type of device, such as "cpu", has instructions for products of bfloat16; False where unknown."""
     if device == "cuda":
         return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
     return device == "cpu" and multiplies_bfloat16()
