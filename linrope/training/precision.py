@@ -21,6 +21,21 @@ def has_bfloat16(device: str) -> bool:
     return device == "cpu" and multiplies_bfloat16()
 
 
+def why_slow(precision: str, device: str) -> str | None:
+    """A warning if a type of device has no instructions for the products of a precision of Lightning's; else None.
+
+    Two cores of an AMD EPYC with AVX2 alone train configs/quickstart.yaml at 810 tokens a second in bf16-mixed and at
+    8,600 in 32-true.
+    """
+    if not precision.startswith("bf16") or device not in ("cpu", "cuda") or has_bfloat16(device):
+        return None
+    name = "processor" if device == "cpu" else "GPU"
+    return (
+        f"trainer.precision={precision} is slow here: this {name} has no instructions for products of bfloat16, which "
+        "can take ten times as long as those of float32: set 32-true."
+    )
+
+
 def automatic_precision(accelerator: object) -> tuple[str, str]:
     """The Trainer's precision for its option `accelerator`, and the reason in words.
 

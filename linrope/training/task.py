@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -35,6 +36,7 @@ from linrope.training.checkpoint import (
 )
 from linrope.training.data_modules.base import ResumableDataModule, data_parallel
 from linrope.training.optimizer import OptimizerConfig, learning_rate_factor
+from linrope.training.precision import why_slow
 from linrope.training.sharding import shard
 from linrope.utils.options import class_path_of
 
@@ -372,6 +374,8 @@ class TrainingTask(LightningModule):
             self.model.tokenizer = tokenizer
         if self.sequence_group is not None:
             self.require_slices(self.sequence_group)
+        if slow := why_slow(str(trainer.precision), trainer.strategy.root_device.type):
+            rank_zero_warn(slow)
         if stage != "fit":
             return
         if trainer.max_steps < 1:

@@ -175,7 +175,8 @@ def test_automatic_precision_is_that_of_the_processor_and_a_resumed_run_keeps_it
     last = run_folder / "checkpoints" / "last.ckpt"
     assert load(run_folder)["linrope"]["precision"] == "bf16-mixed"
     resumed = [f"--ckpt_path={last}", "--trainer.max_steps=3"]
-    assert "cpu, bf16-mixed (that of the checkpoint)" in on_processor(False, *resumed)
+    with pytest.warns(UserWarning, match=r"trainer\.precision=bf16-mixed is slow here: this processor"):
+        assert "cpu, bf16-mixed (that of the checkpoint)" in on_processor(False, *resumed)
     assert "  precision: bf16-mixed\n" in (run_folder / "config.yaml").read_text()
     assert "  max_steps: 3\n" in (run_folder / "config.yaml").read_text()
     started = [f"--run.start_from={last}"]  # a new run

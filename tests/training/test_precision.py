@@ -1,8 +1,10 @@
 """`trainer.precision: auto`: what it stands for on each device."""
 
+import re
+
 import pytest
 
-from linrope.training.precision import automatic_precision
+from linrope.training.precision import automatic_precision, why_slow
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", "auto"])
@@ -35,3 +37,15 @@ def test_other_devices_train_in_float32(accelerator, monkeypatch):
     monkeypatch.setattr("torch.backends.mps.is_available", lambda: True)
     why = f"whether bfloat16 is fast on {accelerator} is unknown"
     assert automatic_precision(accelerator) == ("32-true", why)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize(("device", "name"), [("cpu", "processor"), ("cuda", "GPU")])
+def test_bfloat16_without_instructions_for_it_is_said_to_be_slow(precision, device, name, monkeypatch):
+    monkeypatch.setattr("linrope.training.precision.has_bfloat16", lambda device: False)
+    expected = f"trainer.precision={precision} is slow here: this {name} has no instructions .*: set 32-true"
+    assert re.match(expected, why_slow(precision, device))
+    assert why_slow(precision, "mps") is None
+    assert why_slow("32-true", device) is None
+    monkeypatch.setattr("linrope.training.precision.has_bfloat16", lambda device: True)
+    assert why_slow(precision, device) is None
