@@ -7,12 +7,13 @@ import os
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 
 import linrope
 from linrope.cli.commands import COMMANDS
 from linrope.cli.imports import import_code
-from linrope.cli.output import leave_error_to_first_rank, rank, say, say_once
+from linrope.cli.output import format_warning, leave_error_to_first_rank, rank, say, say_once
 from linrope.errors import (
     DISK_IS_FULL,
     CheckpointError,
@@ -49,6 +50,7 @@ def main(args: Sequence[str] | None = None) -> int:
     N ended it.
     """
     args = list(sys.argv[1:] if args is None else args)
+    warnings.formatwarning = format_warning
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a model may write what the terminal's encoding lacks
     try:

@@ -7,12 +7,14 @@ import shlex
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_only  # Lightning sets its rank; importing it loads no torch
 
+import linrope
 from linrope.cli.imports import IMPORT, imported
 from linrope.utils.printable import printable
 
@@ -45,6 +47,18 @@ def say_once(text: str) -> None:
     """`say` it in the process of rank 0 alone."""
     if rank() == 0:
         say(text)
+
+
+_with_its_place = warnings.formatwarning
+
+
+def format_warning(
+    message: Warning | str, category: type[Warning], file: str, line: int, text: str | None = None
+) -> str:
+    """A warning of linrope is one line, as an error is. Those of other packages keep their place in the code."""
+    if Path(linrope.__file__).parent in Path(file).parents:
+        return f"linrope: warning: {printable(str(message))}\n"
+    return _with_its_place(message, category, file, line, text)
 
 
 def write(text: str) -> None:

@@ -6,6 +6,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,15 @@ require_unloaded("lightning", "torchmetrics", "transformers", "tokenizers", "zst
 def test_a_command_imports_what_it_needs():
     done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_warning_of_linrope_is_one_line_and_others_keep_their_place(monkeypatch):
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # restored afterwards
+    assert main(["--version"]) == 0
+    ours = Path(linrope.__file__).parent / "training" / "task.py"
+    assert warnings.formatwarning("slow \x1b[2J", UserWarning, str(ours), 7) == "linrope: warning: slow \ufffd[2J\n"
+    other = warnings.formatwarning("slow", UserWarning, torch.__file__, 7, "code")
+    assert other.startswith(f"{torch.__file__}:7: UserWarning: slow\n")
 
 
 def test_help_is_short_and_names_every_command(capsys):
