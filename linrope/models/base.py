@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
@@ -137,6 +138,9 @@ class Model(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        if not isinstance(config, self.config_class):
+            name, options = type(self).__name__, self.config_class.__name__
+            raise InputError(f"{name} takes a {options}, not {reprlib.repr(config)}: pass {options}(...).")
         self.config = config
         self.tokenizer: dict[str, str] | None = None  # serialized, see `linrope.data.tokenizers`; saved with the model
 

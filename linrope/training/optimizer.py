@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import torch
 from torch.optim import AdamW, Muon, Optimizer
 from torch.overrides import TorchFunctionMode
 
-from linrope.errors import InputError, require_choice
+from linrope.errors import InputError
 from linrope.models.base import Model
 from linrope.training.precision import has_bfloat16
+from linrope.utils.options import check_types
 
 Name = Literal["adamw", "muon"]
 Schedule = Literal["cosine", "inverse_sqrt", "linear"]
@@ -48,8 +49,8 @@ class OptimizerConfig:
     proportional to 1/√step."""
 
     def __post_init__(self) -> None:
-        require_choice("optimizer.name", self.name, get_args(Name))
-        require_choice("optimizer.schedule", self.schedule, get_args(Schedule))
+        own = {field.name: getattr(self, field.name) for field in fields(OptimizerConfig)}  # not those of a subclass
+        check_types(own, OptimizerConfig, section="optimizer.")
         at_least_zero = {"lr": self.lr, "weight_decay": self.weight_decay, "clip_norm": self.clip_norm}
         for name, value in {**at_least_zero, "warmup_steps": self.warmup_steps}.items():
             if not (math.isfinite(value) and value >= 0):

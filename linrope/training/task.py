@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,13 +88,14 @@ class TrainingTask(LightningModule):
       `ResumableDataModule` a run that differs in data, batches or seed is refused.
 
     Args:
-        model: the model to train. It has `config`, with `vocab_size` and `to_dict()`, and `tokenizer`.
+        model: the model to train, or the configuration to build it from. A model has `config`, with `vocab_size` and
+            `to_dict()`, and `tokenizer`.
         optimizer_config: how to train it.
         seed: decides the random numbers of training.
 
     Raises:
-        InputError: when training starts: `trainer.max_steps` is unset, `trainer.gradient_clip_val` is set, or the run
-            to resume had other data, batches or another seed.
+        InputError: a model of another kind; when training starts: `trainer.max_steps` is unset,
+            `trainer.gradient_clip_val` is set, or the run to resume had other data, batches or another seed.
         NonFiniteError: in training, at the first loss or gradient that is not finite.
     """
 
@@ -106,9 +108,12 @@ class TrainingTask(LightningModule):
 
     # No save_hyperparameters(): Lightning's command line would let those in a checkpoint override the user's YAML.
 
-    def __init__(self, model: nn.Module, optimizer_config: OptimizerConfig | None = None, seed: int = 0) -> None:
+    def __init__(
+        self, model: nn.Module | ModelConfig, optimizer_config: OptimizerConfig | None = None, seed: int = 0
+    ) -> None:
         super().__init__()
-        self.model, self.model_config, self.seed = model, model.config, seed
+        self.model = self._built(model)
+        self.model_config, self.seed = self.model.config, seed
         self.optimizer_config = optimizer_config or OptimizerConfig()
         self.evaluation: dict[Hashable, Any] = {}
         """Sums of the running or last evaluation; once it has ended, over all ranks."""
@@ -126,6 +131,16 @@ class TrainingTask(LightningModule):
             values = open_checkpoint(checkpoint_path)["linrope"]["config"]
             options["model_config"] = config_in(values, cls.config_class, checkpoint_path)
         return super().load_from_checkpoint(checkpoint_path, map_location, **options)
+
+    def _built(self, model: nn.Module | ModelConfig) -> nn.Module:
+        """A model as it is, or that of a configuration. InputError for one that is not of this task."""
+        config, expected = getattr(model, "config", model), getattr(self, "config_class", object)
+        name = type(self).__name__
+        if not isinstance(config, expected):
+            raise InputError(
+                f"{name} cannot train {reprlib.repr(model)}: pass a {expected.__name__}, or a model made from one."
+            )
+        return self.config_of(config).build() if model is config else model
 
     # What a task writes.
 

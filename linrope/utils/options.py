@@ -94,6 +94,8 @@ def _has_type(value: object, hint: Any, raw: bool) -> bool:
         return isinstance(value, dict) and all(_has_type(one, parts[1], raw) for one in value.values())
     if hint in (int, float):
         return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
+    if origin is not None:  # others, such as those in a configuration of a user's own
+        return isinstance(value, origin)
     return isinstance(value, hint) or (raw and is_dataclass(hint) and isinstance(value, dict))
 
 

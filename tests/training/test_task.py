@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +12,18 @@ from torch.utils.data import DataLoader
 from benchmarks.harness.trainer import quiet_trainer
 from linrope.errors import InputError, NonFiniteError
 from linrope.losses import bits_per_byte, token_losses
-from linrope.models.language_model import LanguageModelConfig
-from linrope.training import BatchLoss, LanguageModelingModule, OptimizerConfig, TrainingTask, learning_rate_factor
+from linrope.models.encoder import EncoderConfig
+from linrope.models.language_model import LanguageModel, LanguageModelConfig
+from linrope.training import (
+    BatchLoss,
+    LanguageModelingModule,
+    OptimizerConfig,
+    TextDataModule,
+    TrainingTask,
+    learning_rate_factor,
+)
 from linrope.training.optimizer import parameter_groups
+from linrope.training.tasks.masked_lm import MaskedLMModule
 
 # 64 tokens in each of 4 steps, 128 in each of 3, and 64 again: 768 after 9.
 TOKENS = [0, 64, 128, 192, 256, 384, 512, 640, 704, 768, 832]
@@ -186,3 +196,58 @@ def test_the_optimizer_is_one_pass_on_a_cpu_and_clips_gradients_as_they_are(opti
     trainer.fit(task, loader)
     assert trainer.optimizers[0].param_groups[0]["fused"] is fused
     assert trainer.callback_metrics["grad_norm"].item() == pytest.approx(2 * (1 + 4) / 2, rel=1e-2)
+
+
+SMALL = LanguageModelConfig(vocab_size=300, d_model=8, n_layers=1, n_heads=2)
+
+
+def test_a_task_trains_a_model_that_is_given_or_builds_one():
+    model = LanguageModel(SMALL)
+    module = LanguageModelingModule(model)
+    assert module.model is model
+    assert module.model_config is SMALL
+    assert LanguageModelingModule(SMALL).model.config is SMALL
+    encoder = EncoderConfig(vocab_size=300, d_model=8, n_layers=1, n_heads=2)
+    masked = MaskedLMModule(encoder).model
+    assert masked.config == replace(encoder, head="masked_lm")
+    assert MaskedLMModule(masked).model is masked
+
+
+@pytest.mark.parametrize("wrong", [{"d_model": 8}, LanguageModelConfig, EncoderConfig(d_model=8), None])
+def test_a_model_of_another_kind_is_refused(wrong):
+    with pytest.raises(
+        InputError, match=r"LanguageModelingModule cannot train .*: pass a LanguageModelConfig, or a model"
+    ):
+        LanguageModelingModule(wrong)
+    with pytest.raises(
+        InputError, match=r"LanguageModel takes a LanguageModelConfig, not .*: pass LanguageModelConfig\("
+    ):
+        LanguageModel(wrong)
+
+
+def test_a_model_with_another_head_is_refused():
+    model = EncoderConfig(vocab_size=300, d_model=8, n_layers=1, n_heads=2, head="classification", n_labels=2).build()
+    with pytest.raises(InputError, match="trains an encoder with head='masked_lm', and this one has 'classification'"):
+        MaskedLMModule(model)
+    module = MaskedLMModule(model.config)
+    module.model.take(model, "the classifier")
+    assert all(map(torch.equal, module.model.body.parameters(), model.body.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "needed"),
+    [
+        ("lr", "1e-3", "a number"),
+        ("warmup_steps", 1.5, "a whole number"),
+        ("betas", 0.9, "a list, each entry a number"),
+    ],
+)
+def test_options_of_the_optimizer_have_types(option, value, needed):
+    with pytest.raises(InputError, match=f"optimizer.{option}={value!r} has the wrong type: it must be {needed}"):
+        OptimizerConfig(**{option: value})
+
+
+@pytest.mark.parametrize(("option", "value"), [("context", 16.5), ("batch_size", "2"), ("num_workers", True)])
+def test_sizes_of_data_are_whole_numbers(option, value):
+    with pytest.raises(InputError, match=f"data.{option}={value!r} must be a whole number, [01] or more"):
+        TextDataModule(**{option: value})

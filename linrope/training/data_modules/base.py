@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import count
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
+from numbers import Integral
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, Trainer
@@ -163,7 +164,9 @@ class ResumableDataModule(LightningDataModule):
 
 
 def require_least(name: str, value: int, least: int) -> None:
-    """Raise InputError if an option of data is below `least`."""
+    """Raise InputError unless an option of data is a whole number and at least `least`."""
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise InputError(f"data.{name}={value!r} must be a whole number, {least} or more.")
     if value < least:
         raise InputError(f"data.{name}={value} must be {least} or more.")
 

@@ -126,12 +126,12 @@ class AttentionAlignmentModule(WithTeacher):
 
     def __init__(
         self,
-        model_config: LanguageModelConfig,
+        model_config: LanguageModelConfig | LanguageModel,
         optimizer_config: OptimizerConfig | None = None,
         conversion: AlignmentOptions = AlignmentOptions(),
         seed: int = 0,
     ) -> None:
-        super().__init__(model_config.build(), optimizer_config, seed)
+        super().__init__(model_config, optimizer_config, seed)
         self.conversion = conversion
 
     @cached_property
@@ -247,7 +247,7 @@ class DistillationModule(WithTeacher, LanguageModelingModule):
 
     def __init__(
         self,
-        model_config: LanguageModelConfig,
+        model_config: LanguageModelConfig | LanguageModel,
         optimizer_config: OptimizerConfig | None = None,
         conversion: DistillationOptions = DistillationOptions(),
         segment_length: int | None = None,

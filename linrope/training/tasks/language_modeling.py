@@ -19,7 +19,7 @@ from linrope.distributed.sequence import sequence_parallel_loss
 from linrope.evaluation.loss_by_position import LossByPosition
 from linrope.layers.state import ModelState, detach, from_serialized, map_state, to_serialized
 from linrope.losses import IGNORE, bits_per_byte, token_losses
-from linrope.models.language_model import LanguageModelConfig
+from linrope.models.language_model import LanguageModel, LanguageModelConfig
 from linrope.profiling.flops import step_flops
 from linrope.segmented import require_carried_state, require_fixed_state, require_segments, segmented_loss
 from linrope.training.data_modules.base import data_parallel
@@ -46,7 +46,7 @@ class LanguageModelingModule(TrainingTask):
     is zero or unknown.
 
     Args:
-        model_config: the model to build.
+        model_config: the model to build, or one to train further.
         optimizer_config: how to train it.
         segment_length: tokens of a segment: sequences are read segment by segment, with exact gradients, so that memory
             does not grow with their length (see `linrope.segmented`). None reads a sequence in one call.
@@ -63,12 +63,12 @@ class LanguageModelingModule(TrainingTask):
 
     def __init__(
         self,
-        model_config: LanguageModelConfig,
+        model_config: LanguageModelConfig | LanguageModel,
         optimizer_config: OptimizerConfig | None = None,
         segment_length: int | None = None,
         seed: int = 0,
     ) -> None:
-        super().__init__(model_config.build(), optimizer_config, seed)
+        super().__init__(model_config, optimizer_config, seed)
         if segment_length is not None:
             require_segments(self.model, segment_length)
         self.segment_length = segment_length

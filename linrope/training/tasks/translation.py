@@ -15,7 +15,7 @@ from linrope.errors import InputError
 from linrope.evaluation.translation_scores import require_sacrebleu, translation_scores
 from linrope.generation.translation import translate
 from linrope.losses import IGNORE, token_losses
-from linrope.models.encoder_decoder import EncoderDecoderConfig
+from linrope.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from linrope.training.data_modules.base import ResumableDataModule
 from linrope.training.data_modules.translation import TranslationDataModule
 from linrope.training.optimizer import OptimizerConfig
@@ -55,7 +55,7 @@ class TranslationModule(TrainingTask):
     sacrebleu (the extra `translation`).
 
     Args:
-        model_config: the encoder–decoder.
+        model_config: the encoder–decoder to build, or one to train further.
         optimizer_config: how to train it.
         seed: decides the random numbers of training.
         translation: the loss, and the beam search.
@@ -66,12 +66,12 @@ class TranslationModule(TrainingTask):
 
     def __init__(
         self,
-        model_config: EncoderDecoderConfig,
+        model_config: EncoderDecoderConfig | EncoderDecoder,
         optimizer_config: OptimizerConfig | None = None,
         seed: int = 0,
         translation: TranslationConfig | None = None,
     ) -> None:
-        super().__init__(model_config.build(), optimizer_config, seed)
+        super().__init__(model_config, optimizer_config, seed)
         self.translation = translation or TranslationConfig()
 
     def setup(self, stage: str) -> None:
