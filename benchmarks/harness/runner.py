@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 import torch
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
-from rich.table import Table
 
 from benchmarks.harness.machine import device_name, surroundings
 from benchmarks.harness.options import check_numbers
@@ -77,7 +76,7 @@ class Benchmark:
         """Measure, and add each result to `points` as soon as it is known."""
         raise NotImplementedError
 
-    def table(self) -> Table:
+    def table(self) -> RenderableType:
         raise NotImplementedError
 
     def remarks(self) -> list[str]:
@@ -235,7 +234,7 @@ class Benchmark:
         return cls.parser().parse_args(shlex.split(contents["command"])[3:])
 
 
-def print_table(console: Console, table: Table, remarks: Iterable[str]) -> None:
+def print_table(console: Console, table: RenderableType, remarks: Iterable[str]) -> None:
     """Print a table and the lines below it."""
     console.print(table)
     for line in remarks:

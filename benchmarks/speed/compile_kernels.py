@@ -16,11 +16,13 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
+from rich.console import Group
 
 from benchmarks.harness.runner import AddOption, Benchmark
 from benchmarks.speed.gpu_correctness import Case
@@ -242,21 +244,21 @@ class CompileKernels(Benchmark):
                 self.failures.append(f"{', '.join(row)}: {type(error).__name__}: {error}")
             tick(advance=1)
 
-    def table(self) -> Table:
-        table = new_table(
-            "compiled kernels",
-            *("sm", "configuration", "registers", "stack", "shared", "occupancy"),
-            text=["case", "kernel"],
-            caption="stack: bytes of each thread in memory instead of registers",
-        )
-        for row in self.rows:
-            table.add_row(*row)
-        return table
+    def table(self) -> Group:
+        """One table for each case, so that 80 columns hold it."""
+        tables = []
+        for case, rows in groupby(self.rows, key=itemgetter(0)):
+            numbers = ("sm", "configuration", "regs", "stack", "shared", "occ.")
+            tables.append(new_table(case, *numbers, text=["kernel"]))
+            for _, *row in rows:
+                tables[-1].add_row(*row)
+        return Group(*tables)
 
     def remarks(self) -> list[str]:
         versions = {target: ptxas_version(target // 10) for target in self.options.target}
         used = ", ".join(f"{version} for sm_{target}" for target, version in versions.items())
-        return [f"assembled by ptxas {used}", *self.failures]
+        legend = "regs: registers of each thread, stack: its bytes in memory instead of those; occ.: occupancy"
+        return [legend, f"assembled by ptxas {used}", *self.failures]
 
     def status(self) -> int:
         return 1 if self.failures else 0
