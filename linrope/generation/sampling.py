@@ -78,11 +78,11 @@ class Sampler:
     def _uniform(self, rows: int) -> Tensor:
         """(rows,) float64 in [0, 1)."""
         if self.sampling.seed is None:
-            return torch.rand(rows, dtype=torch.float64)
+            return torch.rand(rows, dtype=torch.float64, device="cpu")
         for row in range(len(self._generators), rows):
-            self._generators.append(torch.Generator().manual_seed(self.sampling.seed + self.first_row + row))
-        draws = [torch.rand((), dtype=torch.float64, generator=generator) for generator in self._generators[:rows]]
-        return torch.stack(draws)
+            self._generators.append(torch.Generator("cpu").manual_seed(self.sampling.seed + self.first_row + row))
+        options = {"dtype": torch.float64, "device": "cpu"}
+        return torch.stack([torch.rand((), **options, generator=generator) for generator in self._generators[:rows]])
 
 
 def draw_each(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:

@@ -53,7 +53,9 @@ class _Movable:
         Raises:
             InputError: another shape or dtype, or a row that does not exist.
         """
-        rows = torch.as_tensor(rows)
+        if not isinstance(rows, Tensor):
+            rows = torch.as_tensor(rows, device="cpu")
+            rows = rows if rows.numel() else rows.long()  # an empty list has no type
         batch = _batch_of(self)
         is_mask = rows.dtype == torch.bool
         if rows.ndim != 1 or rows.is_floating_point() or rows.is_complex() or (is_mask and len(rows) != batch):
@@ -91,7 +93,11 @@ class AttentionState(_Movable):
         Raises:
             InputError: `ended` is not (B,) booleans.
         """
-        ended, batch, past = torch.as_tensor(ended), _batch_of(self), self.past
+        ended, batch, past = (
+            torch.as_tensor(ended, device=None if isinstance(ended, Tensor) else "cpu"),
+            _batch_of(self),
+            self.past,
+        )
         if ended.dtype != torch.bool or ended.shape != (batch,):
             raise InputError(f"ended is {tuple(ended.shape)} {ended.dtype}: pass ({batch},) booleans.")
         ended = ended.to((past.kv if isinstance(past, State) else past.k).device)

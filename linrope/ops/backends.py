@@ -93,12 +93,18 @@ def needs_gradient(call: Call) -> bool:
 # --- all keys, earlier and later ones --------------------------------------------------------------------------------
 
 
+TOGETHER = 128
+"""Tokens up to which neighbouring documents are pairs under a mask, which take less time than as many calls."""
+
+
 def _by_document(call: Call, backend: str) -> tuple[Tensor, State]:
-    """`causal=False`: each document of each row is a call of its own."""
+    """`causal=False`: each long document of each row is a call of its own, short ones share one."""
     if call.documents is None or call.documents.is_meta:  # on meta documents have no numbers, and they change no shape
         return _all_keys(replace(call, documents=None), backend)
     if torch.compiler.is_compiling():
         raise InputError("segment_ids with causal=False decide the amount of work: call it outside of a graph.")
+    if call.q.shape[2] <= TOGETHER:
+        return reference_attention(call)
     rows = [_documents_of(row, backend) for row in _rows(call)]
     o = torch.cat([o for o, _ in rows])
     finals = [final for _, final in rows]
@@ -132,12 +138,27 @@ def _rows(call: Call) -> list[Call]:
 
 def _documents_of(row: Call, backend: str) -> tuple[Tensor, State]:
     """One row's documents, each at its position in the row; the past belongs to the first."""
-    lengths = row.documents[0].unique_consecutive(return_counts=True)[1].tolist()
+    together = _together(row.documents[0].unique_consecutive(return_counts=True)[1].tolist())
+    lengths = [sum(part) for part in together]
     masks = [None] * len(lengths) if row.key_mask is None else row.key_mask.split(lengths, dim=1)
     outputs, start, state = [], row.start, row.state
-    for q, k, v, mask in zip(*(x.split(lengths, dim=2) for x in (row.q, row.k, row.v)), masks):
-        alone = replace(row, q=q, k=k, v=v, key_mask=mask, documents=None, start=start, state=state)
-        o, final = _all_keys(alone, backend)
+    tensors = *(x.split(lengths, dim=2) for x in (row.q, row.k, row.v)), masks, row.documents.split(lengths, dim=1)
+    for part, q, k, v, mask, documents in zip(together, *tensors):
+        call = replace(row, q=q, k=k, v=v, key_mask=mask, documents=None, start=start, state=state)
+        if len(part) == 1:
+            o, final = _all_keys(call, backend)
+        else:
+            o, final = reference_attention(replace(call, documents=documents - documents[:, :1]))
         outputs.append(o)
         start, state = final.length, None
     return torch.cat(outputs, dim=2), final
+
+
+def _together(lengths: list[int]) -> list[list[int]]:
+    """Lengths of documents, in parts of one or of `TOGETHER` tokens at most."""
+    parts = [[]]
+    for length in lengths:
+        if parts[-1] and sum(parts[-1]) + length > TOGETHER:
+            parts.append([])
+        parts[-1].append(length)
+    return parts

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.func import debug_unwrap
 
 from linrope.errors import InputError, require_choice
 from linrope.feature_maps import FEATURE_MAPS, FeatureMap, get_feature_map, skip_first
@@ -280,12 +281,15 @@ def _check_log_decay(
 
 
 def _check_decays(log_decay: Tensor) -> None:
-    """Raise InputError unless all are finite and at most 0. In a compiled graph of the CPU they have no values."""
+    """Raise InputError unless all are finite and at most 0. In a traced graph of the CPU they have no values."""
     if log_decay.is_cuda:  # reading values here would make the host wait: the GPU checks, and stops the program
         lowest, highest = log_decay.aminmax()  # NaN if there is one
         torch._assert_async((lowest > -math.inf) & (highest <= 0), "log_decay must be finite and at most 0")
     elif not torch.compiler.is_compiling():
-        lowest, highest = (bound.item() for bound in log_decay.aminmax())
+        try:
+            lowest, highest = (bound.item() for bound in debug_unwrap(log_decay).aminmax())
+        except RuntimeError:  # of a fake tensor, or in a trace of make_fx
+            return
         if not (math.isfinite(lowest) and highest <= 0):
             raise InputError(
                 f"log_decay lies in [{lowest}, {highest}]: every entry must be finite and at most 0, as from "

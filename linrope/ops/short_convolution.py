@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linrope.errors import InputError
 from linrope.ops.checks import is_transformed
 from linrope.ops.cpu_kernel.library import DTYPES, library, why_none
 
@@ -141,10 +140,12 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _differentiate(ctx, grad):
-    if torch.is_grad_enabled():
-        raise InputError(
-            "the compiled short convolution has no second derivative: set LINROPE_CPU=off for create_graph."
-        )
+    if torch.is_grad_enabled():  # a second derivative is asked for: the definition has it
+        *tensors, documents = ctx.saved_tensors
+        y = by_definition(*tensors, documents, ctx.without_silu)
+        wanted = [tensor for tensor in tensors if tensor.requires_grad]
+        found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True))
+        return *(next(found) if tensor.requires_grad else None for tensor in tensors), None, None
     gradients = torch.ops.linrope.short_convolution_backward(grad, *ctx.saved_tensors, ctx.without_silu)
     return *gradients, None, None
 

@@ -1,7 +1,8 @@
 """Small constant tensors that are kept from call to call, such as frequencies and tables of angles.
 
-Nothing is kept, and nothing that was kept is used, while a graph is traced or captured: a traced tensor has no values,
-and a captured one has them only when the graph is replayed.
+Nothing is kept, and nothing that was kept is used, while a graph is traced or captured, or a transform of `torch.func`
+is under way: a traced tensor has no values, a captured one has them only when the graph is replayed, and that of a
+transform is of no use after it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
+from torch.func import debug_unwrap
 
 MOST_TENSORS, MOST_BYTES = 64, 4 * 2**20
 """How many are kept, the latest used ones, and how large one may be."""
@@ -60,6 +62,6 @@ def may_keep(device: torch.device) -> bool:
 
 def _is_usual(made: Tensor, device: torch.device) -> bool:
     """Whether tensors of the device have values at once and for good, by one that was just made, wherever it lies."""
-    if torch.compiler.is_compiling() or type(made) is not Tensor:
-        return False
+    if torch.compiler.is_compiling() or type(made) is not Tensor or debug_unwrap(made) is not made:
+        return False  # the last: torch.func.grad and its like wrap each tensor, for as long as they last
     return not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())

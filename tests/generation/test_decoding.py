@@ -239,3 +239,19 @@ def test_keys_and_values_beyond_the_memory_are_refused_before_the_reading():
     assert_input_errors((lambda: require_memory(softmax, there // per_token + 1), message))
     require_memory(LanguageModel(CONFIGS["recipe"]), 10**15)
     require_memory(LanguageModel(CONFIGS["window"]), 10**15)
+
+
+def test_another_default_device_is_not_that_of_prompts_draws_and_rows():
+    """As where a program sets "cuda" and keeps this model on the CPU: what is drawn, and lists, are of the CPU."""
+    model = LanguageModel(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2)).eval()
+    tokens = model.encode("abc")[None]
+    drawn, (_, state) = model.generate(tokens, 3, seed=0), model(tokens, return_state=True)
+    torch.set_default_device("meta")
+    try:
+        assert torch.equal(model.encode("abc"), tokens[0])
+        assert torch.equal(model.generate(tokens, 3, seed=0), drawn)
+        assert model.generate(tokens, 3).device.type == "cpu"
+        again = state.select_rows([0, 0]).reset_rows([True, False])
+    finally:
+        torch.set_default_device(None)
+    assert model(tokens.expand(2, -1), again).isfinite().all()

@@ -84,6 +84,18 @@ def test_transforms_take_the_definition():
     assert tangent.abs().max() > 0
 
 
+def test_second_derivatives_are_those_of_the_definition():
+    x, tail = torch.randn(2, 30, 6, requires_grad=True), torch.randn(2, 3, 6)
+    weight = torch.randn(6, 4, requires_grad=True)
+    documents = number_documents((torch.arange(30) // 13).expand(2, -1))
+
+    def penalty(function):
+        first = torch.autograd.grad(function(x, tail, weight, documents, 2).sum(), (x, weight), create_graph=True)
+        return torch.autograd.grad(sum(one.square().sum() for one in first), (x, weight))
+
+    torch.testing.assert_close(penalty(short_convolution), penalty(by_definition), rtol=1e-4, atol=1e-4)
+
+
 def test_other_devices_take_the_definition():
     """cuDNN's convolution would take TF32 for float32; "meta" stands for other devices here."""
     y, tail = ShortConvolution(5, 4).to("meta")(torch.empty(2, 300, 5, device="meta"))

@@ -55,6 +55,7 @@ def test_a_layer_state_has_the_same_methods():
         x = torch.randn(3, 9, 16)
         _, state = layer(x, return_state=True)
         chosen = state.select_rows([2, 0]).detach()
+        assert [len(tensor) for _, tensor in named(state.select_rows([]))] == [0] * len(named(state))
         torch.testing.assert_close(layer(x[[2, 0]], chosen), layer(x, state)[[2, 0]], rtol=1e-5, atol=1e-6)
         assert not any(tensor.requires_grad for _, tensor in named(chosen))
         assert any(tensor.requires_grad for _, tensor in named(state))

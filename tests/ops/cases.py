@@ -110,6 +110,8 @@ NONCAUSAL = [
         ("masked", {}, {"masked": True}),
         ("packed", {}, {"packed": True}),
         ("packed, masked, continued", {}, {"packed": True, "masked": True, "past": 77}),
+        ("packed, short", {}, {"length": 60, "packed": True, "masked": True, "past": 77}),
+        ("packed, long", {}, {"length": 700, "packed": True, "masked": True, "past": 77, "batch": 1}),
         ("continued", {}, {"past": 10**9}),
         ("rotary", {"normalize": "rotary", "eps": 0.1}, {"past": 77, "packed": True}),
         ("none", {"normalize": "none"}, {}),

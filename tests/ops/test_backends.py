@@ -12,7 +12,7 @@ import torch
 import torch.utils.checkpoint
 
 from linrope import RotaryEmbedding, State, linear_attention, merge
-from linrope.ops.backends import BACKENDS
+from linrope.ops.backends import BACKENDS, _together
 from linrope.ops.call import NORMALIZE
 from linrope.ops.cpu_kernel.library import why_none
 from linrope.ops.torch_kernel import plan
@@ -239,6 +239,12 @@ def test_gradcheck(name):
         return o, final.kv, final.k_sum, final.log_decay
 
     assert torch.autograd.gradcheck(outputs, tuple(inputs.values()))
+
+
+def test_short_documents_are_put_together():
+    """One document, or several of 128 tokens in all."""
+    assert _together([3, 100, 25, 1, 128, 127, 1, 1, 500]) == [[3, 100, 25], [1], [128], [127, 1], [1], [500]]
+    assert _together([500, 2]) == [[500], [2]]
 
 
 def test_a_second_derivative_is_refused_clearly():

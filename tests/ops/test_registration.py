@@ -5,11 +5,14 @@ import sys
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from linrope import (
     InputError,
     LanguageModel,
     LanguageModelConfig,
+    LinearAttention,
     RotaryEmbedding,
     State,
     linear_attention,
@@ -149,6 +152,44 @@ def test_transforms_are_refused_with_the_fix(transformed):
     with pytest.raises(InputError, match=r"'cpu' supports no transforms"):
         transformed(lambda x: linear_attention(x, x, x, backend="cpu"), x)
     transformed(lambda x: linear_attention(x, x, x, backend="reference"), x)
+
+
+def test_a_transform_leaves_nothing_behind():
+    """Frequencies are kept from call to call: those made in a transform are of no use after it."""
+    rope, x = RotaryEmbedding(8, base=321.0), torch.randn(1, 2, 70, 8)
+    gradient(lambda x: linear_attention(x, x, x, rope, backend="reference"), x)
+    with pytest.raises(InputError, match="no transforms"):
+        gradient(lambda x: linear_attention(x, x, x, RotaryEmbedding(8, base=123.0), backend="chunked"), x)
+    for base in (321.0, 123.0):
+        again = RotaryEmbedding(8, base=base)
+        expected = linear_attention(x, x, x, again, backend="reference")
+        torch.testing.assert_close(linear_attention(x, x, x, again), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_each_row_of_a_gated_layer_by_vmap():
+    """The check of the decays reads values, which a tensor of vmap does not give away."""
+    layer = LinearAttention(16, 2, forget_gate=True, short_conv=4, backend="reference").double()
+    x, weights = torch.randn(3, 20, 16, dtype=torch.float64), dict(layer.named_parameters())
+
+    def loss(weights, row):
+        return torch.func.functional_call(layer, weights, (row[None],)).square().sum()
+
+    found = torch.vmap(torch.func.grad(loss), (None, 0))(weights, x)
+    for number, row in enumerate(x):
+        expected = torch.autograd.grad(loss(weights, row), list(weights.values()))
+        torch.testing.assert_close([gradient[number] for gradient in found.values()], list(expected))
+    with pytest.raises(InputError, match=r"log_decay lies in .*: every entry must be finite and at most 0"):
+        torch.func.grad(lambda q: linear_attention(q, q, q, log_decay=1 + 0 * q[..., 0], backend="reference").sum())(
+            torch.randn(1, 2, 5, 4)
+        )
+
+
+def test_tensors_without_values_pass_the_check_of_decays():
+    layer, x = LinearAttention(16, 2, forget_gate=True), torch.randn(1, 20, 16)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert layer(torch.randn(1, 20, 16)).shape == x.shape
+    by_graph = make_fx(LinearAttention(16, 2, forget_gate=True, backend="reference"))(x)(x)
+    assert by_graph.shape == x.shape
 
 
 def test_functional_gradients_of_the_definition_are_those_of_autograd():

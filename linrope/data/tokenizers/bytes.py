@@ -24,7 +24,7 @@ def encode(text: str | bytes) -> Tensor:
 
 def encode_prompt(text: str | bytes) -> Tensor:
     """Tokens (1 + T,) of a document that starts with `text`; the first is a separator, which starts it."""
-    return torch.cat([torch.tensor([SEPARATOR]), encode(text)])
+    return torch.cat([torch.tensor([SEPARATOR], device="cpu"), encode(text)])
 
 
 class TextDecoder:
