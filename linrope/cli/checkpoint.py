@@ -87,9 +87,14 @@ def with_run_config(args: Sequence[str]) -> list[str]:
     if not has_config and folder.name == "checkpoints" and of_run.is_file():
         say_once(f"the configuration is {of_run}, and the options given here")
         return ["--config", str(of_run), *args]
-    if not is_checkpoint(path):
-        model = load_roformer(path).config.to_dict() if is_roformer(path) else read_model(Path(path))[0]
-        return ["--config", json.dumps({"model": model}), *args]
-    saved = open_checkpoint(path)["linrope"]
-    values = {"task": saved.get("task", LANGUAGE_MODELING), "model": saved["config"]}
+    if is_checkpoint(path):
+        saved = open_checkpoint(path)["linrope"]
+        values = {"task": saved.get("task", LANGUAGE_MODELING), "model": saved["config"]}
+    else:
+        values = {"model": load_roformer(path).config.to_dict() if is_roformer(path) else read_model(Path(path))[0]}
+    if not has_config:
+        say_once(
+            f"{path} has no config.yaml of its run beside it: the model is its own, the data and all else are defaults "
+            "unless given here, --data.path for one."
+        )
     return ["--config", json.dumps(values), *args]

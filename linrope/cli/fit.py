@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -10,6 +12,7 @@ from pathlib import Path
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from rich.console import Console
 
 from linrope.cli.config_files import without_option
 from linrope.cli.output import command_line, rank, say, say_once, write
@@ -104,9 +107,19 @@ def tensorboard(folder: Path) -> Logger:
         raise InputError("trainer.logger=TensorBoardLogger needs a package: pip install tensorboard.") from error
 
 
+class RunConsole(Console):
+    """A run goes on where nobody reads its output any longer, as after `linrope fit … | head`."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        say("nobody reads the output any longer: the run goes on without it")
+
+
 class FitCLI(TrainingCLI):
     """The run of `linrope fit`: new or resumed, with logs, checkpoints and callbacks, in `folder`."""
 
+    console_class = RunConsole
     step = 0
     """Of the checkpoint to resume from."""
     folder: RunFolder | None = None

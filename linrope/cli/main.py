@@ -90,11 +90,13 @@ def main(args: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
     except SystemExit as exit_:
         if isinstance(exit_.__context__, KeyboardInterrupt):  # Lightning turns Ctrl-C into exit code 1
+            say_once("interrupted.")
             return 128 + signal.SIGINT
         raise
     except Exception as error:
         if isinstance(error, OSError) and error.errno in DISK_IS_FULL:
-            say(f"error: {error}. Make room; a training run then resumes with --ckpt_path last.")
+            resume = "; the run then resumes with --ckpt_path last" if args[0] == "fit" else ""
+            say(f"error: {error}. Make room{resume}.")
         elif rank() == 0:
             raise
         else:

@@ -40,7 +40,7 @@ class PlanOptions:
         if self.measure and self.tokens_per_second is not None:
             raise InputError("--measure and --tokens_per_second exclude each other: give one of them.")
         if self.memory is not None:
-            parse_bytes(self.memory)
+            parse_bytes(self.memory, "--memory=")
 
 
 def run(args: Sequence[str]) -> None:

@@ -183,13 +183,15 @@ class ConfigCLI(LightningCLI):
     options, which `options` holds. `by_hand`: see `linrope.cli.parser.add_options`.
     """
 
+    console_class: type[Console] = Console
+
     def __init__(self, command: str, args: Sequence[str], options: type, **by_hand: dict[str, Any]) -> None:
         quiet_lightning()
         self.command, self.options_class, self.by_hand = command, options, by_hand
         self.task = task_of(args)
         self.sections = sections_of(self.task)
         self.own_classes = own_classes(args, {name: self.sections[name] for name in ("model", "optimizer", "data")})
-        self.console = Console(highlight=False)
+        self.console = self.console_class(highlight=False)
         usage = f"linrope {command} --config FILE [--SECTION.OPTION VALUE ...]"
         if {"-h", "--help"} & set(args):
             self._print_help(ArgumentParser(usage=usage, **parser_settings(command)))

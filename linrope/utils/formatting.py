@@ -8,15 +8,16 @@ from collections.abc import Sequence
 from linrope.errors import InputError
 
 
-def parse_bytes(text: str) -> int:
-    """The number of bytes in "4GiB", "500 MB" or "1000". InputError if it is no size, or not above 0."""
+def parse_bytes(text: str, name: str = "") -> int:
+    """The number of bytes in "4GiB", "500 MB" or "1000". InputError, which begins with `name`, if it is no size, or not
+    above 0."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", text, re.IGNORECASE)
     nbytes = 0
     if match:
         unit = 1024 if match[3] else 1000
         nbytes = int(float(match[1]) * unit ** (" KMGT".index(match[2].upper()) if match[2] else 0))
     if nbytes < 1:
-        raise InputError(f"{text!r} is no size: give one such as 4GiB or 500MB")
+        raise InputError(f"{name}{text!r} is no size: give one such as 4GiB or 500MB.")
     return nbytes
 
 

@@ -1,16 +1,19 @@
 """`linrope fit`: runs, what they print and leave, interrupted and resumed ones."""
 
+import io
 import os
 import re
 import shlex
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from torch.utils.data import get_worker_info
 
+from linrope.cli.fit import RunConsole
 from linrope.cli.main import main
 from linrope.data.batches import windows
 from linrope.training.data_modules.masked_text import MaskedTextDataModule
@@ -203,9 +206,68 @@ def test_ctrl_c_before_the_first_step_leaves_nothing_to_resume_and_twice_aborts_
     signal.signal(signal.SIGINT, handler)  # after two, Lightning leaves it ignored
 
 
-def test_a_run_without_a_validation_share_keeps_its_checkpoint(tiny, run_folder):
+def test_ctrl_c_ends_the_sample_and_not_the_run(tiny, run_folder, capsys, monkeypatch):
+    def interrupted(write, *args, **options):
+        write("the beginning")
+        signal.raise_signal(signal.SIGINT)
+        write("the end")
+
+    monkeypatch.setattr("linrope.training.callbacks.summary.write_sample", interrupted)
+    assert main(["fit", *tiny, "--sample.prompt=a"]) == 0
+    out, err = capsys.readouterr()
+    assert re.search(r"the beginning\n\ncheckpoint  .*last\.ckpt", out)
+    assert "the end" not in out
+    assert "finishing" not in err
+
+
+def test_a_signal_in_a_validation_is_answered_with_what_is_finished_first(tiny, capfd, monkeypatch):
+    plain = LanguageModelingModule.validation_step
+
+    def interrupted(self, batch, number):
+        if self.trainer.global_step == 2 and number == 0:
+            signal.raise_signal(signal.SIGTERM)
+        return plain(self, batch, number)
+
+    monkeypatch.setattr(LanguageModelingModule, "validation_step", interrupted)
+    assert main(["fit", *tiny, "--trainer.max_steps=3"]) == 128 + signal.SIGTERM
+    err = capfd.readouterr().err
+    assert "finishing this validation, then saving a checkpoint" in err
+    assert "stopped after step 2." in err
+
+
+def test_a_run_without_a_validation_share_keeps_its_checkpoint_and_says_so(tiny, run_folder, capsys):
     assert main(["fit", *tiny, "--data.fractions=[1,0,0]"]) == 0
     assert (run_folder / "checkpoints" / "last.ckpt").is_file()
+    assert "none: data.fractions=[1.0, 0.0, 0.0] leaves no text" in capsys.readouterr().out
+
+
+def test_a_warm_up_that_is_longer_than_the_run_is_named(tiny, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    warning = "longer than the run: optimizer.warmup_steps=3 is more than trainer.max_steps=2"
+    for warmup in (2, 3):
+        assert main(["fit", *tiny, f"--optimizer.warmup_steps={warmup}"]) == 0
+        assert (warning in capsys.readouterr().out) is (warmup == 3)
+
+
+def test_a_summary_says_how_often_the_text_is_read(tiny, text_file, capsys):
+    assert main(["fit", *tiny, "--data.fractions=[0.5,0.25,0.25]", "--trainer.max_steps=40"]) == 0
+    passes = 40 * 2 * 32 / (len(text_file.read_bytes()) // 2)
+    assert f"40, {passes:.2f} times the training text" in capsys.readouterr().out
+
+
+def test_a_run_goes_on_without_a_reader(capsys, monkeypatch):
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    moved = []
+    monkeypatch.setattr(os, "dup2", lambda *files: moved.append(files))
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(fileno=lambda: 1))
+    console = RunConsole(file=Closed())
+    console.print("a line")
+    console.print("another")
+    assert [to for _, to in moved] == [1]
+    assert capsys.readouterr().err == "linrope: nobody reads the output any longer: the run goes on without it\n"
 
 
 def test_ctrl_c_sent_to_a_real_process_leaves_a_checkpoint_that_resumes(tiny, run_folder, tmp_path):

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 
 import pytest
 import torch
@@ -148,3 +149,11 @@ def test_titles_tell_checkpoints_apart():
     assert name_of("ablation/long/runs/recall-seed0.model") == "recall-seed0"
     assert name_of("runs/lm-long/version_0/checkpoints/last.ckpt") == "lm-long/version_0, last"
     assert name_of("last.ckpt") == "last"
+
+
+def test_a_checkpoint_without_its_run_says_that_the_data_are_not_known(trained_run, tmp_path, capsys):
+    moved = shutil.copy(trained_run.checkpoint, tmp_path / "moved.ckpt")
+    here = [option for option in trained_run.resumed if not option.startswith("--ckpt_path")]
+    assert main(["validate", *here, f"--ckpt_path={moved}"]) == 0
+    said = f"{moved} has no config.yaml of its run beside it: the model is its own, the data and all else are defaults"
+    assert said in capsys.readouterr().err

@@ -80,8 +80,8 @@ class ProgressReport(ProgressBar):
     on_test_start, on_test_batch_end, on_test_end = on_validation_start, on_validation_batch_end, on_validation_end
 
     def _open(self, trainer: Trainer) -> None:
-        if not (self._enabled and self.console.is_terminal):
-            return
+        if not self._enabled or not self.console.is_terminal or self.console.is_dumb_terminal:
+            return  # lines instead
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
@@ -128,6 +128,5 @@ def evaluation_metrics(metrics: Mapping[str, Tensor], split: str) -> str:
 def _train_metrics(trainer: Trainer) -> str:
     metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
     bpb = f"  bpb {metrics['train_bpb']:.3f}" if "train_bpb" in metrics else ""  # the number of bytes may be unknown
-    return (
-        f"loss {metrics.get('train_loss', math.nan):.3f}{bpb}  {metrics.get('tokens_per_second', math.nan):,.0f} tok/s"
-    )
+    speed = f"  {metrics['tokens_per_second']:,.0f} tok/s" if "tokens_per_second" in metrics else ""  # not at once
+    return f"loss {metrics.get('train_loss', math.nan):.3f}{bpb}{speed}"

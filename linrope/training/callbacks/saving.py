@@ -83,12 +83,12 @@ class GracefulStop(Callback):
         self.checkpoint = checkpoint
         self._received: int | None = None
         self._previous: dict[int, Any] = {}
-        self._prints = True
+        self._prints, self._ended = True, False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._prints = trainer.is_global_zero
+        self._prints, self._trainer = trainer.is_global_zero, trainer
         if stage == "fit":
-            self._previous = {signum: signal.signal(signum, self._on_signal) for signum in self.SIGNALS}
+            self._previous, self._ended = {s: signal.signal(s, self._on_signal) for s in self.SIGNALS}, False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Again: since setup() Lightning has installed a SIGTERM handler that exits without saving.
@@ -103,23 +103,29 @@ class GracefulStop(Callback):
             self._stop_if_asked(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._restore_handlers()
+        self._end()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._restore_handlers()
+        self._end()
 
-    def _restore_handlers(self) -> None:
+    def _end(self) -> None:
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
-        self._previous = {}
+        self._ended = True
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if self._ended:  # Lightning has set this handler again, which it found when training began
+            signal.signal(signum, self._previous[signum])
+            return signal.raise_signal(signum)
         if self._received is not None and signum == signal.SIGINT:
             raise KeyboardInterrupt
         self._received = signum
         if self._prints:  # not print(): a signal can arrive while the main thread is inside print()
+            validating = self._trainer.validating
+            what = b"validation" if validating else b"step"
             then = b"" if self.checkpoint is None else b", then saving a checkpoint"
-            os.write(2, b"\nfinishing this step" + then + b" (Ctrl-C again aborts immediately)\n")
+            end = b"\n\n" if validating else b"\n"  # a live display of two rows erases two when it is drawn again
+            os.write(2, b"\nfinishing this " + what + then + b" (Ctrl-C again aborts immediately)" + end)
 
     def _stop_if_asked(self, trainer: Trainer) -> None:
         if trainer.global_step >= trainer.max_steps:

@@ -50,13 +50,27 @@ class RunSummary(Callback):
             rows.append(("decoding state", _state_size(model, data.context)))
         rows += _text_rows(data) if is_text else data.describe()
         rows += _step_rows(data, trainer.max_steps) if is_text else []
-        rows.append(("steps", f"{trainer.max_steps:,}"))
-        batches, every = trainer.max_steps * trainer.accumulate_grad_batches, trainer.val_check_interval
-        if isinstance(every, int) and 0 < batches < every and trainer.limit_val_batches:
-            rows.append(("validation", f"none: trainer.val_check_interval={every:,} is more than {batches:,} batches"))
+        passes = data.tokens_at(trainer.max_steps) / len(data.corpora["train"]) if is_text else 0
+        epochs = f", {passes:,.{0 if passes >= 100 else 2}f} times the training text" if passes >= 0.01 else ""
+        rows.append(("steps", f"{trainer.max_steps:,}{epochs}"))
+        if (warmup := pl_module.optimizer_config.warmup_steps) > trainer.max_steps > 0:
+            longer = f"optimizer.warmup_steps={warmup:,} is more than trainer.max_steps={trainer.max_steps:,}"
+            rows.append(("warm-up", f"longer than the run: {longer}, so that optimizer.lr is never reached"))
+        if why := _why_no_validation(trainer, data):
+            rows.append(("validation", f"none: {why}"))
         device, n = trainer.strategy.root_device.type, trainer.world_size
         why = "" if self.why_precision is None else f" ({self.why_precision})"
         return [*rows, ("device", f"{device if n == 1 else f'{n} × {device}'}, {trainer.precision}{why}")]
+
+
+def _why_no_validation(trainer: Trainer, data: ResumableDataModule) -> str | None:
+    """The reason why a run is not validated, unless the user said so; None if it is."""
+    if not trainer.limit_val_batches:
+        return None
+    batches, every = trainer.max_steps * trainer.accumulate_grad_batches, trainer.val_check_interval
+    if isinstance(every, int) and 0 < batches < every:
+        return f"trainer.val_check_interval={every:,} is more than {_count(batches, 'batch', 'batches')}"
+    return None if data.fractions is None or data.fractions[1] else f"data.fractions={data.fractions} leaves no text"
 
 
 def _text_rows(data: TextDataModule) -> list[tuple[str, str]]:
@@ -102,8 +116,8 @@ def _corpus_size(corpus: TokenSequence, tokenizer: Tokenizer | None) -> str:
     return ", ".join(tokens + text) + documents
 
 
-def _count(n: int, noun: str) -> str:
-    return f"{n:,} {noun}" + ("" if n == 1 else "s")
+def _count(n: int, noun: str, several: str | None = None) -> str:
+    return f"{n:,} {noun if n == 1 else several or f'{noun}s'}"
 
 
 class PrintSample(Callback):
@@ -121,7 +135,10 @@ class PrintSample(Callback):
             self._write_on_all_ranks(trainer, model)
         elif trainer.is_global_zero:
             self.write("\n")
-            write_sample(self.write, model, self.prompt, **self.options)
+            try:
+                write_sample(self.write, model, self.prompt, **self.options)
+            except KeyboardInterrupt:  # enough of it: the run itself has ended
+                self.write("\n")
 
     def _write_on_all_ranks(self, trainer: Trainer, model: LanguageModel) -> None:
         """Each rank holds a part of the model, so all generate: rank 0 decides the seed and the logits, and writes."""

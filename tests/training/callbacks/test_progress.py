@@ -4,15 +4,20 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
 
 from linrope.training.callbacks.progress import ProgressReport
+
+METRICS = {"train_loss": torch.tensor(2.5), "tokens_per_second": torch.tensor(1000.0)}
 
 
 @pytest.fixture
 def line(monkeypatch):
     """The end of the line that is printed after so many seconds at that step, of a run to step 10,000."""
-    trainer = SimpleNamespace(global_step=0, max_steps=10_000, callback_metrics={}, accumulate_grad_batches=1)
+    trainer = SimpleNamespace(
+        global_step=0, max_steps=10_000, callback_metrics=dict(METRICS), accumulate_grad_batches=1
+    )
     console = Console(width=200)
     report = ProgressReport(console, every_n_steps=10)
     monkeypatch.setattr(time, "perf_counter", lambda: 100.0)
@@ -40,3 +45,22 @@ def test_the_time_left_forgets_slow_first_steps(line):
     lines = [line(100 + step - 10, step) for step in range(10, 110, 10)]
     assert lines[0] == "27:45:00 left"
     assert lines[-1] == "2:45:00 left"
+
+
+def test_a_dumb_terminal_gets_lines_and_the_speed_stands_there_once_it_is_known(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    metrics = dict(METRICS)
+    speed = metrics.pop("tokens_per_second")
+    trainer = SimpleNamespace(global_step=0, max_steps=100, callback_metrics=metrics, accumulate_grad_batches=1)
+    console = Console(width=200, force_terminal=True)
+    report = ProgressReport(console, every_n_steps=10)
+    with console.capture() as captured:
+        report.on_train_start(trainer, None)
+        for step in (10, 11, 20):
+            trainer.global_step = step
+            report.on_train_batch_end(trainer, None, None, None, step - 1)
+            metrics["tokens_per_second"] = speed
+    first, second = captured.get().splitlines()
+    assert first.startswith("step 10/100  loss 2.500  ")
+    assert "tok/s" not in first
+    assert second.startswith("step 20/100  loss 2.500  1,000 tok/s  ")
