@@ -26,7 +26,7 @@ class Case:
     rope: dict[str, Any] | None = field(default_factory=lambda: {"trainable": True})
     decay: float = 0.0  # the strongest log decay; 0 for no forgetting
     masked: bool = False
-    packed: bool = False
+    packed: bool | float = False  # how often a document begins; True: at three tokens of a hundred
     past: int | None = None  # the length of the incoming state
     batch: int = 2
     heads: int = 3
@@ -111,7 +111,7 @@ NONCAUSAL = [
         ("packed", {}, {"packed": True}),
         ("packed, masked, continued", {}, {"packed": True, "masked": True, "past": 77}),
         ("packed, short", {}, {"length": 60, "packed": True, "masked": True, "past": 77}),
-        ("packed, long", {}, {"length": 700, "packed": True, "masked": True, "past": 77, "batch": 1}),
+        ("packed, long", {}, {"length": 700, "packed": 0.006, "masked": True, "past": 77}),
         ("continued", {}, {"past": 10**9}),
         ("rotary", {"normalize": "rotary", "eps": 0.1}, {"past": 77, "packed": True}),
         ("none", {"normalize": "none"}, {}),
@@ -126,7 +126,8 @@ COVERING = {
     "T=1", "T=64", "one feature", "forgetting at once", "forgetting without positions", "continued far away",
     "normalize=rotary, packed", "normalize=rotary, continued", "phi=relu", "phi=exp", "phi=identity",
     "a base for each head", "signed, half-split, softmax features", "signed, everything", "signed, no denominator",
-    "noncausal fewer keys", "noncausal more keys", "noncausal no positions", "noncausal rotary", "noncausal signed",
+    "noncausal fewer keys", "noncausal more keys", "noncausal no positions", "noncausal none", "noncausal rotary",
+    "noncausal signed",
 }  # fmt: skip
 """The cases that slow tests run by default. `test_triton_kernel.py` asserts that they reach every branch of the Triton
 kernels, and every pair of options that interact, which all cases together reach."""
@@ -226,7 +227,8 @@ def make(case: Case, seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if case.masked:
         call["key_mask"] = torch.rand(case.batch, keys, generator=draw) > 0.3
     if case.packed:
-        starts = torch.rand(case.batch, case.length, generator=draw) < 0.03
+        often = 0.03 if case.packed is True else case.packed
+        starts = torch.rand(case.batch, case.length, generator=draw) < often
         call["segment_ids"] = starts.cumsum(1) % 2  # numbers come back
     rope = None
     if case.rope is not None:
