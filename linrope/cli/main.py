@@ -95,7 +95,7 @@ def main(args: Sequence[str] | None = None) -> int:
         raise
     except Exception as error:
         if isinstance(error, OSError) and error.errno in DISK_IS_FULL:
-            resume = "; the run then resumes with --ckpt_path last" if args[0] == "fit" else ""
+            resume = "; the run then resumes with --ckpt_path last" if args[:1] == ["fit"] else ""
             say(f"error: {error}. Make room{resume}.")
         elif rank() == 0:
             raise

@@ -93,11 +93,8 @@ class AttentionState(_Movable):
         Raises:
             InputError: `ended` is not (B,) booleans.
         """
-        ended, batch, past = (
-            torch.as_tensor(ended, device=None if isinstance(ended, Tensor) else "cpu"),
-            _batch_of(self),
-            self.past,
-        )
+        ended = ended if isinstance(ended, Tensor) else torch.as_tensor(ended, device="cpu")
+        batch, past = _batch_of(self), self.past
         if ended.dtype != torch.bool or ended.shape != (batch,):
             raise InputError(f"ended is {tuple(ended.shape)} {ended.dtype}: pass ({batch},) booleans.")
         ended = ended.to((past.kv if isinstance(past, State) else past.k).device)

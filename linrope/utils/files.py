@@ -152,7 +152,8 @@ def load_plain(path: Path, what: str = "checkpoint") -> Any:
             "read. Give the file as it was written, or pack it again without compression (zip -0)."
         ) from error
     except Exception as error:  # torch, pickle and zipfile have many for other files
-        others = sorted(file.name for file in path.parent.glob(f"*{path.suffix or '.ckpt'}") if file.name != path.name)
+        own = "" if what == "checkpoint" and path.suffix != ".pt" else path.suffix  # a text's neighbours are texts
+        others = sorted(file.name for file in path.parent.glob(f"*{own or '.ckpt'}") if file.name != path.name)
         raise InputError(
             f"{what} {str(path)!r} is damaged or no {what}: it cannot be read safely. Give another"
             + (f", perhaps one of those beside it: {', '.join(others)}." if others else ".")
