@@ -112,8 +112,12 @@ class RunConsole(Console):
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        say("nobody reads the output any longer: the run goes on without it")
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        try:
+            say("nobody reads the output any longer: the run goes on without it")
+        except BrokenPipeError:  # `2>&1 |`
+            os.dup2(nowhere, sys.stderr.fileno())
 
 
 class FitCLI(TrainingCLI):

@@ -93,8 +93,10 @@ def needs_gradient(call: Call) -> bool:
 # --- all keys, earlier and later ones --------------------------------------------------------------------------------
 
 
-TOGETHER = 128
-"""Tokens up to which neighbouring documents are pairs under a mask, which take less time than as many calls."""
+SHORT = 64
+"""Tokens of a document up to which pairs take less time than the kernel."""
+TOGETHER = 512
+"""Tokens of several such documents, filled up to the longest one, that are computed together: calls take time too."""
 
 
 def _by_document(call: Call, backend: str) -> tuple[Tensor, State]:
@@ -103,8 +105,6 @@ def _by_document(call: Call, backend: str) -> tuple[Tensor, State]:
         return _all_keys(replace(call, documents=None), backend)
     if torch.compiler.is_compiling():
         raise InputError("segment_ids with causal=False decide the amount of work: call it outside of a graph.")
-    if call.q.shape[2] <= TOGETHER:
-        return reference_attention(call)
     rows = [_documents_of(row, backend) for row in _rows(call)]
     o = torch.cat([o for o, _ in rows])
     finals = [final for _, final in rows]
@@ -138,27 +138,48 @@ def _rows(call: Call) -> list[Call]:
 
 def _documents_of(row: Call, backend: str) -> tuple[Tensor, State]:
     """One row's documents, each at its position in the row; the past belongs to the first."""
-    together = _together(row.documents[0].unique_consecutive(return_counts=True)[1].tolist())
-    lengths = [sum(part) for part in together]
+    documents = row.documents[0].unique_consecutive(return_counts=True)[1].tolist()
+    parts = _together(documents, first_alone=row.state is not None, last_alone=row.returns_state)
+    lengths = [sum(part) for part in parts]
     masks = [None] * len(lengths) if row.key_mask is None else row.key_mask.split(lengths, dim=1)
     outputs, start, state = [], row.start, row.state
-    tensors = *(x.split(lengths, dim=2) for x in (row.q, row.k, row.v)), masks, row.documents.split(lengths, dim=1)
-    for part, q, k, v, mask, documents in zip(together, *tensors):
+    for part, q, k, v, mask in zip(parts, *(x.split(lengths, dim=2) for x in (row.q, row.k, row.v)), masks):
         call = replace(row, q=q, k=k, v=v, key_mask=mask, documents=None, start=start, state=state)
-        if len(part) == 1:
-            o, final = _all_keys(call, backend)
-        else:
-            o, final = reference_attention(replace(call, documents=documents - documents[:, :1]))
+        o, final = _all_keys(call, backend) if len(part) == 1 else _as_rows(call, part)
         outputs.append(o)
-        start, state = final.length, None
-    return torch.cat(outputs, dim=2), final
+        start, state = start + sum(part), None
+    return torch.cat(outputs, dim=2), replace(final, length=start)
 
 
-def _together(lengths: list[int]) -> list[list[int]]:
-    """Lengths of documents, in parts of one or of `TOGETHER` tokens at most."""
-    parts = [[]]
-    for length in lengths:
-        if parts[-1] and sum(parts[-1]) + length > TOGETHER:
-            parts.append([])
-        parts[-1].append(length)
+def _together(lengths: list[int], first_alone: bool, last_alone: bool) -> list[list[int]]:
+    """Lengths of documents, in parts of one or of several short ones."""
+    parts: list[list[int]] = []
+    for number, length in enumerate(lengths):
+        part = parts[-1] if parts else []
+        longest = max([*part, length])
+        alone = (first_alone and number <= 1) or (last_alone and number == len(lengths) - 1)
+        if alone or not part or longest > SHORT or (len(part) + 1) * longest > TOGETHER:
+            parts.append([length])
+        else:
+            part.append(length)
     return parts
+
+
+def _as_rows(call: Call, lengths: list[int]) -> tuple[Tensor, State]:
+    """Outputs of short documents of one row, each a row of its own, and a state that nobody reads.
+
+    Rows are filled up with their last token. All begin at position 0: weights depend on distances alone.
+    """
+    tokens = torch.arange(max(lengths), device=call.q.device)
+    counts = torch.tensor(lengths, device=call.q.device)[:, None]
+    index = counts.cumsum(0) - counts + torch.minimum(tokens, counts - 1)  # (documents, tokens of the longest)
+    inside = tokens < counts
+
+    def rows(x: Tensor) -> Tensor:
+        return x[0].index_select(1, index.flatten()).unflatten(1, index.shape).transpose(0, 1)
+
+    q, k, v = rows(call.q), rows(call.k), rows(call.v)
+    mask = inside if call.key_mask is None else inside & call.key_mask[0][index]
+    o, states = reference_attention(replace(call, q=q, k=k, v=v, key_mask=mask, start=0))
+    last = {name: tensor[-1:] for name, tensor in states.tensors.items()}
+    return o.transpose(0, 1)[:, inside][None], replace(states, **last)

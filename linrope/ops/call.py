@@ -282,15 +282,18 @@ def _check_log_decay(
 
 def _check_decays(log_decay: Tensor) -> None:
     """Raise InputError unless all are finite and at most 0. In a traced graph of the CPU they have no values."""
+    if not torch.compiler.is_compiling():
+        log_decay = debug_unwrap(log_decay)  # a transform of torch.func has no rule for an assertion
     if log_decay.is_cuda:  # reading values here would make the host wait: the GPU checks, and stops the program
         lowest, highest = log_decay.aminmax()  # NaN if there is one
         torch._assert_async((lowest > -math.inf) & (highest <= 0), "log_decay must be finite and at most 0")
     elif not torch.compiler.is_compiling():
         try:
-            lowest, highest = (bound.item() for bound in debug_unwrap(log_decay).aminmax())
+            lowest, highest = (bound.item() for bound in log_decay.aminmax())
+            fits = math.isfinite(lowest) and highest <= 0
         except RuntimeError:  # of a fake tensor, or in a trace of make_fx
             return
-        if not (math.isfinite(lowest) and highest <= 0):
+        if not fits:
             raise InputError(
                 f"log_decay lies in [{lowest}, {highest}]: every entry must be finite and at most 0, as from "
                 "logsigmoid (use segment_ids to forget everything before a token)."

@@ -141,7 +141,8 @@ def _save(ctx, inputs, output) -> None:
 
 def _differentiate(ctx, grad):
     if torch.is_grad_enabled():  # a second derivative is asked for: the definition has it
-        *tensors, documents = ctx.saved_tensors
+        *saved, documents = ctx.saved_tensors
+        tensors = [tensor.view_as(tensor) for tensor in saved]  # or gradients of x would go on to what x is made from
         y = by_definition(*tensors, documents, ctx.without_silu)
         wanted = [tensor for tensor in tensors if tensor.requires_grad]
         found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True))

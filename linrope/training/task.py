@@ -140,7 +140,12 @@ class TrainingTask(LightningModule):
             raise InputError(
                 f"{name} cannot train {reprlib.repr(model)}: pass a {expected.__name__}, or a model made from one."
             )
-        return self.config_of(config).build() if model is config else model
+        if hasattr(model, "_orig_mod"):
+            raise InputError(
+                f"{name} cannot train a model of torch.compile, whose weights have other names: pass the model itself, "
+                "and the Trainer's callbacks a linrope.training.callbacks.compiled.CompiledTraining()."
+            )
+        return self.config_of(config).build() if model is config else model.train()
 
     # What a task writes.
 

@@ -272,6 +272,9 @@ def test_a_run_goes_on_without_a_reader(capsys, monkeypatch):
     console.print("another")
     assert [to for _, to in moved] == [1]
     assert capsys.readouterr().err == "linrope: nobody reads the output any longer: the run goes on without it\n"
+    monkeypatch.setattr("sys.stderr", SimpleNamespace(write=Closed().write, fileno=lambda: 2))
+    RunConsole(file=Closed()).print("a line")
+    assert [to for _, to in moved] == [1, 1, 2]
 
 
 def test_ctrl_c_sent_to_a_real_process_leaves_a_checkpoint_that_resumes(tiny, run_folder, tmp_path):

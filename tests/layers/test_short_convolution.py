@@ -90,7 +90,9 @@ def test_second_derivatives_are_those_of_the_definition():
     documents = number_documents((torch.arange(30) // 13).expand(2, -1))
 
     def penalty(function):
-        first = torch.autograd.grad(function(x, tail, weight, documents, 2).sum(), (x, weight), create_graph=True)
+        once = function(x, tail, weight, documents, 2)
+        twice = function(once, tail, weight, documents, 2)  # whose gradient of the weight goes through `once` too
+        first = torch.autograd.grad(twice.square().sum(), (x, weight), create_graph=True)
         return torch.autograd.grad(sum(one.square().sum() for one in first), (x, weight))
 
     torch.testing.assert_close(penalty(short_convolution), penalty(by_definition), rtol=1e-4, atol=1e-4)

@@ -5,6 +5,7 @@ in gradients and for angles at position 10⁹.
 """
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -242,9 +243,33 @@ def test_gradcheck(name):
 
 
 def test_short_documents_are_put_together():
-    """One document, or several of 128 tokens in all."""
-    assert _together([3, 100, 25, 1, 128, 127, 1, 1, 500]) == [[3, 100, 25], [1], [128], [127, 1], [1], [500]]
-    assert _together([500, 2]) == [[500], [2]]
+    """Up to 64 tokens each, and 512 with those that fill them up; one with a state to take or to leave is alone."""
+    assert _together([3, 100, 25, 1, 64, 65, 1, 1], False, False) == [[3], [100], [25, 1, 64], [65], [1, 1]]
+    assert _together([60] * 10, False, False) == [[60] * 8, [60] * 2]
+    assert _together([2, 3, 4, 5], True, False) == [[2], [3, 4, 5]]
+    assert _together([2, 3, 4, 5], False, True) == [[2, 3, 4], [5]]
+    assert _together([2, 3], True, True) == [[2], [3]]
+    assert _together([2], True, True) == [[2]]
+
+
+@pytest.mark.parametrize("documents", [[5, 7, 9], [100, 20, 50, 130]])
+def test_documents_of_all_keys_do_not_touch_each_other(documents):
+    """Not even by 0 times infinity, and not in the gradients where all keys of the last one are masked (0 / 0)."""
+    length, first = sum(documents), documents[0]
+    q, k, v = (torch.randn(1, 2, length, 4, requires_grad=True) for _ in range(3))
+    ids = torch.repeat_interleave(torch.arange(len(documents)), torch.tensor(documents))[None]
+    mask = ids < len(documents) - 1
+    with torch.no_grad():
+        v[:, :, first : first + 2] = math.inf
+        o = linear_attention(q, k, v, RotaryEmbedding(4), causal=False, segment_ids=ids, key_mask=mask, eps=0.0)
+        assert o[:, :, :first].isfinite().all()
+        assert not o[:, :, first : first + 2].isfinite().any()
+        v[:, :, first : first + 2] = 1.0
+    o = linear_attention(q, k, v, RotaryEmbedding(4), causal=False, segment_ids=ids, key_mask=mask, eps=0.0)
+    for gradient in torch.autograd.grad(o[:, :, :first].sum(), (q, k, v)):
+        assert gradient[:, :, :first].isfinite().all()
+        assert gradient[:, :, :first].any()
+        assert not gradient[:, :, first : length - documents[-1]].any()
 
 
 def test_a_second_derivative_is_refused_clearly():

@@ -188,8 +188,13 @@ def test_tensors_without_values_pass_the_check_of_decays():
     layer, x = LinearAttention(16, 2, forget_gate=True), torch.randn(1, 20, 16)
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert layer(torch.randn(1, 20, 16)).shape == x.shape
-    by_graph = make_fx(LinearAttention(16, 2, forget_gate=True, backend="reference"))(x)(x)
-    assert by_graph.shape == x.shape
+
+    def attend(q, log_decay):
+        return linear_attention(q, q, q, log_decay=log_decay, backend="reference")
+
+    inputs = torch.randn(1, 2, 9, 4), -torch.rand(1, 2, 9)
+    for mode in ("real", "fake", "symbolic"):
+        torch.testing.assert_close(make_fx(attend, tracing_mode=mode)(*inputs)(*inputs), attend(*inputs))
 
 
 def test_functional_gradients_of_the_definition_are_those_of_autograd():

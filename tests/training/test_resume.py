@@ -21,6 +21,7 @@ from linrope.cli.main import main
 from linrope.errors import InputError
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
 from linrope.models.saving import open_checkpoint
+from linrope.training.callbacks.saving import GracefulStop
 from linrope.training.checkpoint import find_last, start_from
 from linrope.training.metrics_file import MetricsFile
 from linrope.training.tasks.language_modeling import LanguageModelingModule
@@ -458,3 +459,21 @@ def test_a_file_is_replaced_only_by_a_whole_one(tmp_path):
         file.write(b"after")
         assert path.read_text() == "before"
     assert path.read_text() == "after"
+
+
+def test_a_second_fit_with_the_same_callback_leaves_signals_as_they_were():
+    """Lightning sets handlers again that it found when training began: the first fit leaves that of the callback."""
+    stop, before = GracefulStop(None), {signum: signal.getsignal(signum) for signum in GracefulStop.SIGNALS}
+    trainer = SimpleNamespace(is_global_zero=True)
+    heard = []
+    try:
+        signal.signal(signal.SIGTERM, lambda *_: heard.append("before"))
+        for _ in range(2):
+            stop.setup(trainer, None, "fit")
+            stop.on_train_end(trainer, None)
+            signal.signal(signal.SIGTERM, stop._on_signal)
+        signal.raise_signal(signal.SIGTERM)
+        assert heard == ["before"]
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

@@ -203,8 +203,9 @@ SMALL = LanguageModelConfig(vocab_size=300, d_model=8, n_layers=1, n_heads=2)
 
 def test_a_task_trains_a_model_that_is_given_or_builds_one():
     model = LanguageModel(SMALL)
-    module = LanguageModelingModule(model)
+    module = LanguageModelingModule(model.eval())  # as `from_pretrained` leaves it
     assert module.model is model
+    assert model.training
     assert module.model_config is SMALL
     assert LanguageModelingModule(SMALL).model.config is SMALL
     encoder = EncoderConfig(vocab_size=300, d_model=8, n_layers=1, n_heads=2)
@@ -223,6 +224,11 @@ def test_a_model_of_another_kind_is_refused(wrong):
         InputError, match=r"LanguageModel takes a LanguageModelConfig, not .*: pass LanguageModelConfig\("
     ):
         LanguageModel(wrong)
+
+
+def test_a_compiled_model_is_refused():
+    with pytest.raises(InputError, match=r"a model of torch\.compile, whose weights have other names: pass the model"):
+        LanguageModelingModule(torch.compile(LanguageModel(SMALL)))
 
 
 def test_a_model_with_another_head_is_refused():

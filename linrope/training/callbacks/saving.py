@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -88,7 +89,11 @@ class GracefulStop(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._prints, self._trainer = trainer.is_global_zero, trainer
         if stage == "fit":
-            self._previous, self._ended = {s: signal.signal(s, self._on_signal) for s in self.SIGNALS}, False
+            self._received, self._ended = None, False
+            for signum in self.SIGNALS:
+                handler = signal.signal(signum, self._on_signal)
+                if handler != self._on_signal:  # which Lightning leaves after an earlier run of this Trainer
+                    self._previous[signum] = handler
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Again: since setup() Lightning has installed a SIGTERM handler that exits without saving.
@@ -125,7 +130,8 @@ class GracefulStop(Callback):
             what = b"validation" if validating else b"step"
             then = b"" if self.checkpoint is None else b", then saving a checkpoint"
             end = b"\n\n" if validating else b"\n"  # a live display of two rows erases two when it is drawn again
-            os.write(2, b"\nfinishing this " + what + then + b" (Ctrl-C again aborts immediately)" + end)
+            with contextlib.suppress(OSError):  # `2>&1 | tee` may have ended by the same Ctrl-C
+                os.write(2, b"\nfinishing this " + what + then + b" (Ctrl-C again aborts immediately)" + end)
 
     def _stop_if_asked(self, trainer: Trainer) -> None:
         if trainer.global_step >= trainer.max_steps:

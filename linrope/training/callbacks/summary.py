@@ -51,7 +51,11 @@ class RunSummary(Callback):
         rows += _text_rows(data) if is_text else data.describe()
         rows += _step_rows(data, trainer.max_steps) if is_text else []
         passes = data.tokens_at(trainer.max_steps) / len(data.corpora["train"]) if is_text else 0
-        epochs = f", {passes:,.{0 if passes >= 100 else 2}f} times the training text" if passes >= 0.01 else ""
+        epochs = (
+            f", {passes:,.{0 if passes >= 100 else 2}f} times the training text"
+            if passes >= 0.01 and not trainer.overfit_batches
+            else ""
+        )
         rows.append(("steps", f"{trainer.max_steps:,}{epochs}"))
         if (warmup := pl_module.optimizer_config.warmup_steps) > trainer.max_steps > 0:
             longer = f"optimizer.warmup_steps={warmup:,} is more than trainer.max_steps={trainer.max_steps:,}"
