@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from rich.console import Console
 
 from linrope.cli.config_files import without_option
-from linrope.cli.output import command_line, rank, say, say_once, write
+from linrope.cli.output import command_line, discard, rank, say, say_once, write
 from linrope.cli.ranks import errors_printed_once
 from linrope.cli.training import TrainingCLI, n_data_parallel, n_devices, writes_text
 from linrope.errors import InputError, Interrupted, NothingToDo
@@ -108,16 +107,15 @@ def tensorboard(folder: Path) -> Logger:
 
 
 class RunConsole(Console):
-    """A run goes on where nobody reads its output any longer, as after `linrope fit … | head`."""
+    """A run goes on when the reader of its output ends, as in `linrope fit … | head`."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
+        discard(sys.stdout)
         try:
-            say("nobody reads the output any longer: the run goes on without it")
+            say("the output is closed: the run goes on without it")
         except BrokenPipeError:  # `2>&1 |`
-            os.dup2(nowhere, sys.stderr.fileno())
+            discard(sys.stderr)
 
 
 class FitCLI(TrainingCLI):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import signal
 import sys
 import traceback
@@ -13,7 +12,7 @@ from collections.abc import Sequence
 import linrope
 from linrope.cli.commands import COMMANDS
 from linrope.cli.imports import import_code
-from linrope.cli.output import format_warning, leave_error_to_first_rank, rank, say, say_once
+from linrope.cli.output import discard, format_warning, leave_error_to_first_rank, rank, say, say_once
 from linrope.errors import (
     DISK_IS_FULL,
     CheckpointError,
@@ -83,7 +82,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except Interrupted as interrupted:
         return 128 + interrupted.signum
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again as it exits
+        discard(sys.stdout)  # or Python complains again as it exits
         return 128 + signal.SIGPIPE  # the reader, `head` perhaps, has enough
     except KeyboardInterrupt:
         say_once("interrupted.")

@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from lightning_utilities.core.rank_zero import rank_zero_only  # Lightning sets its rank; importing it loads no torch
 
@@ -59,6 +59,11 @@ def format_warning(
     if Path(linrope.__file__).parent in Path(file).parents:
         return f"linrope: warning: {printable(str(message))}\n"
     return _with_its_place(message, category, file, line, text)
+
+
+def discard(stream: TextIO) -> None:
+    """Let what is written to a standard stream from now on go nowhere: its reader has closed it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def write(text: str) -> None:

@@ -166,7 +166,7 @@ def _together(lengths: list[int], first_alone: bool, last_alone: bool) -> list[l
 
 
 def _as_rows(call: Call, lengths: list[int]) -> tuple[Tensor, State]:
-    """Outputs of short documents of one row, each a row of its own, and a state that nobody reads.
+    """Outputs of short documents of one row, each a row of its own; the state is that of the last, from position 0.
 
     Rows are filled up with their last token. All begin at position 0: weights depend on distances alone.
     """

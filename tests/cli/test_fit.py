@@ -271,7 +271,7 @@ def test_a_run_goes_on_without_a_reader(capsys, monkeypatch):
     console.print("a line")
     console.print("another")
     assert [to for _, to in moved] == [1]
-    assert capsys.readouterr().err == "linrope: nobody reads the output any longer: the run goes on without it\n"
+    assert capsys.readouterr().err == "linrope: the output is closed: the run goes on without it\n"
     monkeypatch.setattr("sys.stderr", SimpleNamespace(write=Closed().write, fileno=lambda: 2))
     RunConsole(file=Closed()).print("a line")
     assert [to for _, to in moved] == [1, 1, 2]
