@@ -35,7 +35,8 @@ OPTIONAL = {
     "linrope.serving.server",  # an extra
     "linrope.data.tokenizers.subwords",  # an extra
     "linrope.models.sharded_checkpoint",  # torch.distributed is not in every build, and its import takes a second
-    "linrope.ops.triton_kernel.configurations",  # Triton is on some platforms only
+    "linrope.ops.triton_kernel.compile_ahead",  # Triton is on some platforms only
+    "linrope.ops.triton_kernel.configurations",
     "linrope.ops.triton_kernel.kernels",
     "linrope.ops.triton_kernel.one_configuration",
 }

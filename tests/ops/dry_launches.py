@@ -20,7 +20,7 @@ from benchmarks.speed.host_time import HostTime
 from benchmarks.speed.launches import call_of, launch
 from linrope import RotaryEmbedding, State, linear_attention
 from linrope.ops.call import Call
-from linrope.ops.triton_kernel import kernel, plan
+from linrope.ops.triton_kernel import kernel, plan, self_check
 from linrope.ops.triton_kernel import launch as launching
 from linrope.utils import kept_tensors
 
@@ -203,3 +203,35 @@ def test_the_time_of_the_host_is_measured():
     assert [len(column._cells) for column in run.table().columns] == [2] * 5
     known, new = (run.samples["forward and backward", known].median for known in (True, False))
     assert known < new
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("case", [Case(), Case(rope={"trainable": True}, decay=0.1, packed=True, masked=True)], ids=str)
+def test_a_check_of_the_kernels_compiles_all_of_them_ahead(gpu, case, training):
+    """On all cores at once: one after the other they take a minute of a user's first step."""
+    call = call_of(case)
+    small = self_check.small_call(call)
+    self_check._compile_ahead(small, call, training)
+    ahead = gpu.compiled
+    assert ahead >= 10
+    assert not gpu.launched
+    assert not kept_tensors._kept or all(key[0][0] != "angles" for key in kept_tensors._kept)  # they were not written
+    for _, operator in self_check._operators(call, training):
+        operator(small)
+    assert gpu.launched
+    assert gpu.compiled == ahead
+
+
+def test_what_does_not_compile_ahead_is_left_to_the_launch(gpu, monkeypatch):
+    call = call_of(Case())
+    small, compiled = self_check.small_call(call), gpu.compile
+
+    def fail(*args, **options):
+        compiled(*args, **options)
+        raise RuntimeError("no assembler")
+
+    monkeypatch.setattr("triton.compiler.compile", fail)
+    self_check._compile_ahead(small, call, True)
+    assert gpu.compiled >= 10
+    with pytest.raises(RuntimeError, match="no assembler"):
+        launch(call)

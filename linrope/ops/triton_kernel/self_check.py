@@ -27,7 +27,7 @@ from linrope.ops.call import Call
 from linrope.ops.state import State
 from linrope.ops.torch_kernel import kernel as chunked
 from linrope.ops.torch_kernel.memory import Pool
-from linrope.ops.triton_kernel import kernel
+from linrope.ops.triton_kernel import kernel, plan
 from linrope.ops.triton_kernel.plan import Chosen, stretch_of_call
 from linrope.utils import kept_tensors
 
@@ -103,6 +103,8 @@ def _in_a_thread(call: Call, training: bool) -> str | None:
 def _check(call: Call, training: bool) -> str | None:
     small = small_call(call)
     exact = _by_chunked(in_float64(small), call, training)
+    if not (plan.interpreted() or _is_one_token(call, training)):
+        _compile_ahead(small, call, training)
     for name, operator in _operators(call, training):
         if wrong := _wrong(operator, small, exact):
             return f"its kernels failed their check of themselves on {where(call.q.device)}, {name}: {wrong}"
@@ -120,6 +122,15 @@ def _wrong(operator: Callable[[Call], Outputs], small: Call, exact: Outputs, tri
             return f"{type(error).__name__}: {error}"
     torch.cuda.empty_cache()  # PyTorch may hold all memory, so that the driver has none for a kernel's code
     return _wrong(operator, small, exact, tries - 1)
+
+
+def _compile_ahead(small: Call, like: Call, training: bool) -> None:
+    """Compile the kernels that the check runs, all at once."""
+    from linrope.ops.triton_kernel.compile_ahead import Recorder, compile_all  # only here: Triton is optional
+
+    recorder = Recorder()
+    _by_kernels(small, like, training, Chosen(stretch_of_call(like), recorder))
+    compile_all(recorder.jobs, small.q.device)
 
 
 def errors_with(call: Call, config: Any) -> dict[str, float]:
@@ -140,12 +151,17 @@ def _operators(call: Call, training: bool) -> Iterator[tuple[str, Callable[[Call
     from linrope.ops.triton_kernel.configurations import CONFIGS  # only here: Triton is optional
     from linrope.ops.triton_kernel.one_configuration import OneConfiguration
 
-    if call.q.shape[2] == 1 and call.causal and not training:
+    if _is_one_token(call, training):
         yield "one token", _one_token
     else:
         for config in CONFIGS:
             chosen = Chosen(stretch_of_call(call), OneConfiguration(config))
             yield str(config), partial(_by_kernels, like=call, training=training, chosen=chosen)
+
+
+def _is_one_token(call: Call, training: bool) -> bool:
+    """Whether it is a decoding step, which has a kernel of its own."""
+    return call.q.shape[2] == 1 and call.causal and not training
 
 
 def small_call(call: Call) -> Call:

@@ -15,6 +15,7 @@ from linrope.data.corpus.sequences import TokenSequence
 from linrope.data.corpus.splits import SPLITS
 from linrope.data.tokenizers.base import Tokenizer
 from linrope.generation.text import require_tokenizer, write_sample
+from linrope.layers.linear_attention import LinearAttention
 from linrope.models.language_model import LanguageModel
 from linrope.training.data_modules.base import ResumableDataModule
 from linrope.training.data_modules.text import TextDataModule
@@ -63,6 +64,8 @@ class RunSummary(Callback):
         if why := _why_no_validation(trainer, data):
             rows.append(("validation", f"none: {why}"))
         device, n = trainer.strategy.root_device.type, trainer.world_size
+        if device == "cuda" and any(isinstance(module, LinearAttention) for module in model.modules()):
+            rows.append(("kernels", "compiled in the first step, which may take a minute; kept on disk for later runs"))
         why = "" if self.why_precision is None else f" ({self.why_precision})"
         return [*rows, ("device", f"{device if n == 1 else f'{n} × {device}'}, {trainer.precision}{why}")]
 
