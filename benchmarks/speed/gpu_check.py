@@ -40,7 +40,6 @@ from benchmarks.speed.gpu_timing import (
     LONGEST_CALL,
     WRONG,
     Timing,
-    first_call,
     predicted,
     time_form,
     time_step,
@@ -116,27 +115,19 @@ class GpuCheck(Benchmark):
 
     # --- checks ------------------------------------------------------------------------------------------------------
 
-    def outcomes_of(
-        self, work: list[Check], seconds: float, peers: tuple[str, ...] = (), **environment: str
-    ) -> Iterator[Outcome]:
-        """The outcome of each check when it arrives; a process that dies is one. The peers compile beside them."""
+    def outcomes_of(self, work: list[Check], seconds: float, **environment: str) -> Iterator[Outcome]:
+        """The outcome of each check when it arrives; a process that dies is one."""
         workers = max(1, min(AT_ONCE, (os.cpu_count() or 2) - 2))
         everywhere = self.environment | environment
         jobs = [Job(one[0], partial(gpu_correctness.check, *one), environment=everywhere) for one in work]
-        ahead = [Job(one, partial(first_call, one, gpu_sizes.GOALS[0]), seconds, everywhere) for one in peers]
-        for answer in run_jobs(ahead + jobs, workers, time.monotonic() + seconds):
-            if answer.job in ahead:
-                self.say(
-                    f"compiled ahead: {answer.job.name} ({answer.seconds:.0f} s){answer.error and ': '}{answer.error}"
-                )
-                continue
+        for answer in run_jobs(jobs, workers, time.monotonic() + seconds):
             error = answer.error
             unable = error == TIME_IS_OVER or is_out_of_memory(RuntimeError(error))
             result = f"{NOT_RUN if unable else FAILED}: {error}"
             yield answer.value or Outcome(answer.job.name, result, seconds=answer.seconds)
 
     def check_all(self, work: list[Check]) -> None:
-        for number, outcome in enumerate(self.outcomes_of(work, SHARE_OF_CHECKS * self.left, (FLA, SOFTMAX)), 1):
+        for number, outcome in enumerate(self.outcomes_of(work, SHARE_OF_CHECKS * self.left), 1):
             error = "" if outcome.worst is None else f", {outcome.tensor} off by {outcome.worst:.1e}"
             self.say(
                 f"check {number} of {len(work)}: {outcome.name}: {outcome.result}{error} ({outcome.seconds:.0f} s)"
@@ -228,14 +219,15 @@ class GpuCheck(Benchmark):
 
 
 def plan(quick: bool = False) -> list[tuple[str, Size]]:
-    """What is timed, in its order: the sizes of the goals, the other shapes, decoding, then what says less."""
+    """What is timed, in its order: the sizes of the goals, the other shapes, decoding, then what says less. Last the
+    peer whose kernels take minutes to compile."""
     every = gpu_sizes.sizes(quick)
     goals = [(method, size) for method in (LINEAR, SOFTMAX) for size in every if size in gpu_sizes.GOALS]
     shapes = [(LINEAR, size) for size in every if size in gpu_sizes.SHAPES]
     steps = [(method, Size(gpu_sizes.LONG)) for method in (EAGER, GRAPHED)]
     other = [(FLA, size) for size in every if size in gpu_sizes.GOALS]
     variants = [(LINEAR, size) for size in every if size in gpu_sizes.VARIANTS]
-    return goals + shapes + steps + other + variants
+    return goals + shapes + steps + variants + other
 
 
 if __name__ == "__main__":

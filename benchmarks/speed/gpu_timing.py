@@ -109,13 +109,6 @@ def graphed_seconds(call: Call, device: str, rounds: int) -> float:
     return seconds
 
 
-def first_call(method: str, size: Size, device: str = "cuda") -> None:
-    """Compile a form, and let it choose, before it is timed."""
-    form = gpu_forms()[method]
-    if not form.absent:
-        call_of(attend_of(form, size), size.inputs(device))()
-
-
 def attend_of(form: Method, size: Size) -> Callable:
     return partial(linear, backend="triton", decay=size.decay) if form.name == LINEAR else form.attend
 

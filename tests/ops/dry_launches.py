@@ -213,7 +213,7 @@ def test_a_check_of_the_kernels_compiles_all_of_them_ahead(gpu, case, training):
     small = self_check.small_call(call)
     self_check._compile_ahead(small, call, training)
     ahead = gpu.compiled
-    assert ahead >= 10
+    assert ahead >= 7
     assert not gpu.launched
     assert not kept_tensors._kept or all(key[0][0] != "angles" for key in kept_tensors._kept)  # they were not written
     for _, operator in self_check._operators(call, training):

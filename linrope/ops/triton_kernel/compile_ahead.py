@@ -24,9 +24,9 @@ def compile_all(jobs: dict[str, list[Job]], device: torch.device) -> None:
     """Run the jobs of a `Recorder`. What does not compile is left to the launch, which raises the error."""
 
     def run(job: Job) -> None:
-        with torch.cuda.device(-1 if device.index is None else device.index):  # a thread begins on the first GPU
-            with suppress(Exception):  # the compilers' errors have many types
-                job()
+        index = -1 if device.index is None else device.index  # a thread begins on the first GPU
+        with torch.cuda.device(index), suppress(Exception):  # the compilers' errors have many types
+            job()
 
     # Triton makes a kernel's cache when it is first asked for, without a lock: two threads would each make one
     first, others = [own[0] for own in jobs.values()], [job for own in jobs.values() for job in own[1:]]
