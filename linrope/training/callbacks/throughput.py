@@ -22,7 +22,8 @@ DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32, "64"
 
 
 class Throughput(Callback):
-    """Logs the speed of a run at every step that the Trainer logs, as means over the last `window` optimizer steps:
+    """Logs the speed of a run at every step that the Trainer logs, as means over the last `window` optimizer steps,
+    without the run's first one, which compiles and warms up, where there are others:
 
     - `tokens_per_second`: tokens trained on, over all devices, per second of wall time between steps. The time includes
       loading data, not validation.
@@ -42,6 +43,7 @@ class Throughput(Callback):
         self._steps: deque[tuple[float, ...]] = deque(maxlen=window)  # tokens, flops, seconds, seconds waited
         self._tokens = self._flops = 0
         self._began = self._waited = 0.0
+        self._warming_up = True
         self._peak: float | None = None
         self._flops_of: dict[tuple[int, ...], int] = {}
         self._so_far = {"tokens": 0, "seconds": 0.0}  # of the whole run
@@ -58,6 +60,8 @@ class Throughput(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._tokens = self._flops = 0
         self._began, self._waited = time.perf_counter(), self._waited_so_far(trainer)
+        self._steps.clear()
+        self._warming_up = True
         device = trainer.strategy.root_device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -72,6 +76,9 @@ class Throughput(Callback):
         if not finished_a_step(trainer, batch_idx):
             return
         now, waited = time.perf_counter(), self._waited_so_far(trainer)
+        if self._warming_up and self._steps:  # not the first step, which may compile for a minute
+            self._steps.clear()
+            self._warming_up = False
         self._steps.append((self._tokens, self._flops, now - self._began, waited - self._waited))
         self._so_far["tokens"] += self._tokens
         self._so_far["seconds"] += now - self._began

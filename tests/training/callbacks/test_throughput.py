@@ -78,6 +78,7 @@ def test_rates_are_sums_over_the_window_and_validation_does_not_count(monkeypatc
             trainer.global_step = number + micro_batch  # the second one finishes the step
             rate.on_train_batch_end(trainer, module, None, {"inputs": torch.zeros(shape)}, 2 * number + micro_batch)
     assert len(logged) == 2  # after the steps 2, which the trainer logs, and 3, the last
+    assert logged[0]["tokens_per_second"] == pytest.approx(2 * 64 / 2)  # without the first step, which compiles
     # the last two steps took eight seconds; of this device's rows
     flops = 2 * (step_flops(model, 2, 16) + step_flops(model, 1, 32)) / 8
     assert logged[-1]["tokens_per_second"] == pytest.approx(2 * 2 * 64 / 8)
