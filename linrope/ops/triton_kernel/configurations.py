@@ -23,11 +23,12 @@ def _config(chunk: int, warps: int, stages: int) -> triton.Config:
 
 
 ON_GPUS = [
-    _config(CHUNK, 2, 3), _config(2 * CHUNK, 2, 3), _config(CHUNK, 4, 3),
+    _config(CHUNK, 2, 3), _config(2 * CHUNK, 2, 3), _config(CHUNK, 2, 2), _config(CHUNK, 4, 3),
     _config(CHUNK, 8, 1), _config(CHUNK, 8, 2), _config(CHUNK, 8, 3), _config(2 * CHUNK, 8, 2),
 ]  # fmt: skip
 """Few, since a user waits while each is compiled: those that were fastest for some size on an H100 or an H200. The
-first that fits a size needs at most 99 KiB of shared memory, which all GPUs have."""
+first that fits a size needs at most 99 KiB of shared memory, which all GPUs have; two stages leave room for more
+programs where there is no more than that."""
 INTERPRETED = [_config(64, 4, 1)]
 """The interpreter's time grows with the number of chunks."""
 CONFIGS = INTERPRETED if interpreted() else ON_GPUS

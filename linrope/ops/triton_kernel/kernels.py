@@ -49,6 +49,8 @@ from linrope.ops.triton_kernel.products import (
     grown_sums,
     load_state,
     load_sums,
+    operand,
+    operands,
     pair_weights,
     product,
     read_state,
@@ -201,12 +203,11 @@ def attend(
         xa, xb = load_rows(q + i0 * q_t, p, inside, q_t, q_d, D, R, P, TILES, INTERLEAVED, ACC)
         fa, fb = features(xa, xb, inside, D, P, TILES, SIGNED, PHI, ALL_ROWS=True)
         ta, tb = rotate_all(fa, fb, cos, sin, R, TILES)
+        ta, tb = operands(ta, tb, TILES, LOW, PRECISION, EMULATED)
+        past_a, past_b = operands(sa, sb, TILES, LOW, PRECISION, EMULATED)
         high, low, reach, kept, passed, document = chunk_decay(
             log_decay, documents, i0, T, g_t, CHUNK, DECAY, DOCUMENTS, ACC
         )
-        values = read_state(ta, tb, sa, sb, TILES, LOW, ACC, PRECISION, EMULATED)
-        if WEIGHTED:
-            values = values * reach[:, None]
         if PLAIN:
             total = read_sums(fa, fb, ua, ub, TILES) * reach
         if CAUSAL:
@@ -219,10 +220,18 @@ def attend(
             weight = pair_weights(high, low, document, CHUNK, DECAY, DOCUMENTS, False, ACC)
             if PLAIN:
                 pa, pb = summed_features(ga, gb, D, P, TILES, SIGNED)
+                ua, ub = grown_sums(ua, ub, pa, pb, kept, passed, TILES)
+                fa, fb = operands(fa, fb, TILES, LOW, PRECISION, EMULATED)
+                pa, pb = operands(pa, pb, TILES, LOW, PRECISION, EMULATED)
+            ga, gb = rotate_all(ga, gb, cos, sin, R, TILES)
+            ga, gb = operands(ga, gb, TILES, LOW, PRECISION, EMULATED)
+        values = read_state(ta, tb, past_a, past_b, TILES, LOW, ACC, PRECISION, EMULATED)
+        if WEIGHTED:
+            values = values * reach[:, None]
+        if CAUSAL:
+            if PLAIN:
                 plain = dots(fa, fb, pa, pb, TILES, LOW, ACC, PRECISION, EMULATED)
                 total += tl.sum(plain * weight, axis=1)
-                ua, ub = grown_sums(ua, ub, pa, pb, kept, passed, TILES)
-            ga, gb = rotate_all(ga, gb, cos, sin, R, TILES)
             pairs = dots(ta, tb, ga, gb, TILES, LOW, ACC, PRECISION, EMULATED) * weight
             values += product(pairs, across, LOW, ACC, PRECISION, EMULATED)
             if WEIGHTED:
@@ -320,10 +329,8 @@ def query_gradients(
         far = given
         if WEIGHTED:
             far = given * reach[:, None]
-        da, db = (), ()
-        for tile in tl.static_range(TILES):
-            da = da + (product(far, tl.trans(sa[tile]), LOW, ACC, PRECISION, EMULATED),)
-            db = db + (product(far, tl.trans(sb[tile]), LOW, ACC, PRECISION, EMULATED),)
+        far, given = operand(far, LOW, PRECISION, EMULATED), operand(given, LOW, PRECISION, EMULATED)
+        past_a, past_b = operands(sa, sb, TILES, LOW, PRECISION, EMULATED)
         if CAUSAL:
             valid = inside
             if MASKED:
@@ -333,6 +340,12 @@ def query_gradients(
             ka, kb = features(ya, yb, valid, D, P, TILES, SIGNED, PHI, ALL_ROWS=not MASKED)
             weight = pair_weights(high, low, document, CHUNK, DECAY, DOCUMENTS, False, ACC)
             ga, gb = rotate_all(ka, kb, cos, sin, R, TILES)
+            ga, gb = operands(ga, gb, TILES, LOW, PRECISION, EMULATED)
+        da, db = (), ()
+        for tile in tl.static_range(TILES):
+            da = da + (product(far, tl.trans(past_a[tile]), LOW, ACC, PRECISION, EMULATED),)
+            db = db + (product(far, tl.trans(past_b[tile]), LOW, ACC, PRECISION, EMULATED),)
+        if CAUSAL:
             pairs = product(given, tl.trans(across), LOW, ACC, PRECISION, EMULATED) * weight
             da, db = add_products(da, db, pairs, ga, gb, TILES, LOW, ACC, PRECISION, EMULATED)
             if WEIGHTED:
@@ -442,15 +455,12 @@ def key_gradients(
         ga, gb = features(ya, yb, valid, D, P, TILES, SIGNED, PHI, ALL_ROWS=not MASKED)
         across = load_values(v + i0 * v_t, p, e, valid, v_t, v_e, E, BLOCK_E)
         ta, tb = rotate_all(ga, gb, cos, sin, R, TILES)
-        values = read_state(ta, tb, sa, sb, TILES, LOW, ACC, PRECISION, EMULATED)
+        la, lb = operands(ta, tb, TILES, LOW, PRECISION, EMULATED)
+        past_a, past_b = operands(sa, sb, TILES, LOW, PRECISION, EMULATED)
         far = across
         if WEIGHTED:
-            values = values * kept[:, None]
             far = across * kept[:, None]
-        da, db = (), ()
-        for tile in tl.static_range(TILES):
-            da = da + (product(far, tl.trans(sa[tile]), LOW, ACC, PRECISION, EMULATED),)
-            db = db + (product(far, tl.trans(sb[tile]), LOW, ACC, PRECISION, EMULATED),)
+        far = operand(far, LOW, PRECISION, EMULATED)
         if CAUSAL:
             xa, xb = load_rows(q + i0 * q_t, p, inside, q_t, q_d, D, R, P, TILES, INTERLEAVED, ACC)
             given = load_values(grad_o + i0 * o_t, p, e, inside, o_t, o_e, E, BLOCK_E).to(ACC)
@@ -463,7 +473,16 @@ def key_gradients(
                 pa, pb = summed_features(fa, fb, D, P, TILES, SIGNED)
                 pa, pb = scaled(pa, pb, share, TILES)
             fa, fb = rotate_all(fa, fb, cos, sin, R, TILES)
-            pairs = dots(ta, tb, fa, fb, TILES, LOW, ACC, PRECISION, EMULATED) * weight
+            fa, fb = operands(fa, fb, TILES, LOW, PRECISION, EMULATED)
+        values = read_state(la, lb, past_a, past_b, TILES, LOW, ACC, PRECISION, EMULATED)
+        if WEIGHTED:
+            values = values * kept[:, None]
+        da, db = (), ()
+        for tile in tl.static_range(TILES):
+            da = da + (product(far, tl.trans(past_a[tile]), LOW, ACC, PRECISION, EMULATED),)
+            db = db + (product(far, tl.trans(past_b[tile]), LOW, ACC, PRECISION, EMULATED),)
+        if CAUSAL:
+            pairs = dots(la, lb, fa, fb, TILES, LOW, ACC, PRECISION, EMULATED) * weight
             values += product(pairs, given, LOW, ACC, PRECISION, EMULATED)
             pairs = product(across, tl.trans(given), LOW, ACC, PRECISION, EMULATED) * weight
             da, db = add_products(da, db, pairs, fa, fb, TILES, LOW, ACC, PRECISION, EMULATED)
