@@ -125,6 +125,7 @@ def test_a_process_stopped_again_and_again_trains_the_very_weights_of_one_that_w
 def test_a_signal_to_a_whole_process_group_finishes_the_step(tiny, run_folder, tmp_path, stop):
     """As a terminal's Ctrl-C and a scheduler send them; the loader's workers must not end before the run does."""
     endless = ["--trainer.max_steps=100000", "--data.num_workers=2", "--trainer.log_every_n_steps=1"]
+    endless += ["--trainer.limit_val_batches=0"]  # a signal in a validation finishes that
     run = Run(["fit", *tiny, *endless], tmp_path)
     run.wait_for_steps(3)
     run.send(stop, to_group=True)
