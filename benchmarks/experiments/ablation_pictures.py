@@ -116,8 +116,10 @@ def frontier(rows: list[Row], grid: Grid) -> Figure:
         half = 0 if math.isnan(row.interval) else row.interval
         color = COLORS[1] if row.variant == grid.reference else COLORS[0]
         axes.errorbar(row.state_bytes, row.mean, yerr=half, fmt="o", color=color, capsize=3)
-        aside = {"xytext": (-5, 4), "ha": "right"} if _is_crowded(row, rows) else {"xytext": (5, 4)}
-        axes.annotate(row.variant, (row.state_bytes, row.mean), textcoords="offset points", fontsize=8, **aside)
+    for here in _places(rows):
+        aside = {"xytext": (-5, 4), "ha": "right"} if _is_crowded(here[-1], rows) else {"xytext": (5, 4)}
+        label, at = ", ".join(row.variant for row in here), (here[0].state_bytes, here[0].mean)
+        axes.annotate(label, at, textcoords="offset points", fontsize=8, **aside)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda size, _: bytes_text(size))
     axes.set_xlabel("state of a row after 1,024 tokens")
@@ -125,9 +127,20 @@ def frontier(rows: list[Row], grid: Grid) -> Figure:
     return axes.figure
 
 
+def _places(rows: list[Row]) -> list[list[Row]]:
+    """The rows whose points lie on each other, which share a label."""
+    places: list[list[Row]] = []
+    for row in sorted(rows, key=lambda row: (row.state_bytes, row.mean)):
+        before = places[-1][-1] if places else None
+        if before is not None and before.state_bytes == row.state_bytes and row.mean - before.mean < 0.015:
+            places[-1].append(row)
+        else:
+            places.append([row])
+    return places
+
+
 def _is_crowded(row: Row, rows: list[Row]) -> bool:
     """Whether a label right of the point would lie over the next point, or leave the picture."""
-    place = row.state_bytes, row.variant
-    after = [other for other in rows if (other.state_bytes, other.variant) > place]
+    after = [other for other in rows if other.state_bytes > row.state_bytes]
     near = [other for other in after if other.state_bytes < 1.6 * row.state_bytes and abs(other.mean - row.mean) < 0.03]
     return bool(near) or not after
