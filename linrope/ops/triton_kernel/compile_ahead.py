@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from linrope.ops.triton_kernel import configurations, kernels
-from linrope.ops.triton_kernel.one_configuration import TUNED
+from linrope.ops.triton_kernel.one_configuration import TUNED, Grid
 
 Job = Callable[[], Any]
 
@@ -44,7 +44,7 @@ class Recorder:
 
     def __getattr__(self, name: str) -> Any:
         kernel = getattr(kernels, name)
-        return _Grid(partial(self._keep, name, kernel.fn if name in TUNED else kernel))
+        return Grid(partial(self._keep, name, kernel.fn if name in TUNED else kernel))
 
     def _keep(self, name: str, function: Any, grid: tuple[int], *args: Any, **constants: Any) -> None:
         tried: list[dict[str, Any]] = [{}]
@@ -52,11 +52,3 @@ class Recorder:
             tried = [one.all_kwargs() for one in configurations.fitting(configurations.CONFIGS, constants)]
         jobs = self.jobs.setdefault(name, [])
         jobs += [partial(function.warmup, *args, grid=grid, **constants, **chosen) for chosen in tried]
-
-
-class _Grid:
-    def __init__(self, launch: Callable[..., None]):
-        self.launch = launch
-
-    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        return partial(self.launch, grid)

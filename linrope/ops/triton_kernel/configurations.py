@@ -26,9 +26,8 @@ ON_GPUS = [
     _config(CHUNK, 2, 3), _config(2 * CHUNK, 2, 3), _config(CHUNK, 2, 2), _config(CHUNK, 4, 3),
     _config(CHUNK, 8, 1), _config(CHUNK, 8, 2), _config(CHUNK, 8, 3), _config(2 * CHUNK, 8, 2),
 ]  # fmt: skip
-"""Few, since a user waits while each is compiled: those that were fastest for some size on an H100 or an H200. The
-first that fits a size needs at most 99 KiB of shared memory, which all GPUs have; two stages leave room for more
-programs where there is no more than that."""
+"""Few, since a user waits while each is compiled: those that were fastest for some size on an H100 or an H200, and some
+with fewer stages for GPUs with less shared memory. The first that fits a size needs at most 99 KiB, which all have."""
 INTERPRETED = [_config(64, 4, 1)]
 """The interpreter's time grows with the number of chunks."""
 CONFIGS = INTERPRETED if interpreted() else ON_GPUS

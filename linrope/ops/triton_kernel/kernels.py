@@ -54,6 +54,7 @@ from linrope.ops.triton_kernel.products import (
     pair_weights,
     product,
     read_state,
+    read_state_back,
     read_sums,
     store_state,
     store_sums,
@@ -341,10 +342,7 @@ def query_gradients(
             weight = pair_weights(high, low, document, CHUNK, DECAY, DOCUMENTS, False, ACC)
             ga, gb = rotate_all(ka, kb, cos, sin, R, TILES)
             ga, gb = operands(ga, gb, TILES, LOW, PRECISION, EMULATED)
-        da, db = (), ()
-        for tile in tl.static_range(TILES):
-            da = da + (product(far, tl.trans(past_a[tile]), LOW, ACC, PRECISION, EMULATED),)
-            db = db + (product(far, tl.trans(past_b[tile]), LOW, ACC, PRECISION, EMULATED),)
+        da, db = read_state_back(far, past_a, past_b, TILES, LOW, ACC, PRECISION, EMULATED)
         if CAUSAL:
             pairs = product(given, tl.trans(across), LOW, ACC, PRECISION, EMULATED) * weight
             da, db = add_products(da, db, pairs, ga, gb, TILES, LOW, ACC, PRECISION, EMULATED)
@@ -477,10 +475,7 @@ def key_gradients(
         values = read_state(la, lb, past_a, past_b, TILES, LOW, ACC, PRECISION, EMULATED)
         if WEIGHTED:
             values = values * kept[:, None]
-        da, db = (), ()
-        for tile in tl.static_range(TILES):
-            da = da + (product(far, tl.trans(past_a[tile]), LOW, ACC, PRECISION, EMULATED),)
-            db = db + (product(far, tl.trans(past_b[tile]), LOW, ACC, PRECISION, EMULATED),)
+        da, db = read_state_back(far, past_a, past_b, TILES, LOW, ACC, PRECISION, EMULATED)
         if CAUSAL:
             pairs = dots(la, lb, fa, fb, TILES, LOW, ACC, PRECISION, EMULATED) * weight
             values += product(pairs, given, LOW, ACC, PRECISION, EMULATED)

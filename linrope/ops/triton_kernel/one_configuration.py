@@ -29,7 +29,7 @@ class OneConfiguration:
 
     def __getattr__(self, name: str) -> Any:
         kernel = getattr(kernels, name)
-        return _Grid(partial(self._run, name, kernel.fn)) if name in TUNED else kernel
+        return Grid(partial(self._run, name, kernel.fn)) if name in TUNED else kernel
 
     def _run(self, name: str, function: Any, grid: tuple[int], *args: Any, **constants: Any) -> None:
         usual = configurations.fitting(configurations.CONFIGS, constants)
@@ -45,7 +45,9 @@ class OneConfiguration:
                 return
 
 
-class _Grid:
+class Grid:
+    """A kernel of a stand-in: `kernel[grid](…)` calls `run` with the grid and the arguments."""
+
     def __init__(self, run: Callable[..., None]):
         self.run = run
 

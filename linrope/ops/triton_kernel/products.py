@@ -95,6 +95,19 @@ def read_state(
 
 
 @triton.jit
+def read_state_back(
+    values, sa, sb, TILES: tl.constexpr, LOW: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    EMULATED: tl.constexpr,
+):  # fmt: skip
+    """values Sᵀ of a state: both halves of all tiles, (C, P)."""
+    da, db = (), ()
+    for tile in tl.static_range(TILES):
+        da = da + (product(values, tl.trans(sa[tile]), LOW, ACC, PRECISION, EMULATED),)
+        db = db + (product(values, tl.trans(sb[tile]), LOW, ACC, PRECISION, EMULATED),)
+    return da, db
+
+
+@triton.jit
 def grown(
     sa, sb, xa, xb, values, passed, TILES: tl.constexpr, WEIGHTED: tl.constexpr, LOW: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr, EMULATED: tl.constexpr,
