@@ -32,7 +32,7 @@ from benchmarks.speed.methods import Inputs, Method, Setting, call_of, linear, s
 from linrope import LanguageModelConfig, RotaryEmbedding, State
 from linrope.ops.call import check_call
 from linrope.ops.cpu_kernel import library
-from linrope.utils.machine import multiplies_bfloat16
+from linrope.utils.machine import has_fast_bfloat16
 from linrope.utils.terminal import new_table
 
 PACKED_DOCUMENT = 300
@@ -197,7 +197,7 @@ def one_token_overhead(rounds: int = 15, count: int = 200) -> Measured:
 def softmax_step_over_linear(rounds: int) -> Measured:
     """Time of a training step of the model of `configs/softmax-baseline.yaml` over one of `configs/quickstart.yaml`,
     with AdamW."""
-    sizes = {"rows": 2, "length": 1024, "device": "cpu", "bfloat16": multiplies_bfloat16()}
+    sizes = {"rows": 2, "length": 1024, "device": "cpu", "bfloat16": has_fast_bfloat16()}
     common = LanguageModelConfig(short_conv=4)
     return time_ratio(
         training_step(replace(common, attention="softmax"), **sizes),

@@ -13,7 +13,7 @@ import linrope
 from linrope.cli.parser import parse_command
 from linrope.ops.cpu_kernel import library
 from linrope.ops.triton_kernel.launch import INSTALLED
-from linrope.utils.machine import multiplies_bfloat16, processor
+from linrope.utils.machine import has_fast_bfloat16, processor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ def facts() -> dict[str, str]:
 
 
 def _instructions() -> str:
-    return torch.backends.cpu.get_cpu_capability() + (", bfloat16 products" if multiplies_bfloat16() else "")
+    return torch.backends.cpu.get_cpu_capability() + (", fast bfloat16" if has_fast_bfloat16() else "")
 
 
 def _cpu() -> str:

@@ -9,9 +9,6 @@ from pathlib import Path
 
 import torch
 
-BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
-"""Names of the instructions that multiply bfloat16, in Linux's list of x86 and of AArch64 processors."""
-
 
 def processor() -> str:
     """The processor's name."""
@@ -22,13 +19,21 @@ def processor() -> str:
         return platform.processor() or platform.machine()
 
 
-def multiplies_bfloat16() -> bool:
-    """Whether the processor has instructions for products of bfloat16, and PyTorch a library (oneDNN) that uses them.
+def has_fast_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16 faster than float32, and PyTorch has a library (oneDNN) that does so.
 
-    Without them PyTorch converts to float32 and back, which is slower than float32. PyTorch itself tells from version
-    2.13 on (`torch.cpu.get_capabilities`); older ones do not.
+    Without such instructions PyTorch converts to float32 and back. Virtual machines often hide AMX of Intel's
+    processors and show AVX512-BF16: in linear layers it has half the speed of float32.
     """
-    return torch.backends.mkldnn.is_available() and bool(BFLOAT16_FLAGS & _instructions())
+    fast = has_fast_avx512_bf16() or bool({"amx_bf16", "bf16"} & instructions())  # bf16: AArch64's extension
+    return torch.backends.mkldnn.is_available() and fast
+
+
+def has_fast_avx512_bf16() -> bool:
+    """Whether the processor has AVX512-BF16 and multiplies faster with it than in float32. Intel's processors begin one
+    such product every second cycle, and two of float32 in each."""
+    vendor = " ".join(_listed("vendor_id")) or platform.processor()
+    return "avx512_bf16" in instructions() and "GenuineIntel" not in vendor
 
 
 def mkl_lacks_avx512() -> bool:
@@ -39,8 +44,11 @@ def mkl_lacks_avx512() -> bool:
     return libraries and has_avx512 and _listed("vendor_id") not in ({"GenuineIntel"}, set())
 
 
-def _instructions() -> set[str]:
-    """The names of the processor's instructions, as far as the system lists them."""
+def instructions() -> set[str]:
+    """The names of the processor's instructions, as Linux lists them; on other systems those for bfloat16 alone."""
+    if sys.platform == "win32":
+        told = getattr(torch.cpu, "get_capabilities", dict)()  # PyTorch tells from version 2.13 on
+        return {name for name in ("avx512_bf16", "amx_bf16") if told.get(name)}
     if sys.platform != "darwin":
         return _listed("flags", "Features")
     try:

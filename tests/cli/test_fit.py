@@ -167,13 +167,13 @@ def test_a_resumed_run_may_be_longer_and_takes_the_options_it_is_given(tiny, run
 
 def test_automatic_precision_is_that_of_the_processor_and_a_resumed_run_keeps_it(tiny, run_folder, capsys, monkeypatch):
     def on_processor(native: bool, *options: object) -> str:
-        monkeypatch.setattr("linrope.training.precision.multiplies_bfloat16", lambda: native)
+        monkeypatch.setattr("linrope.training.precision.has_fast_bfloat16", lambda: native)
         capsys.readouterr()
         assert main(["fit", *tiny, "--trainer.precision=auto", *map(str, options)]) == 0
         return re.search(r"^device +(.+?) *$", capsys.readouterr().out, re.M)[1]
 
     monkeypatch.setenv("COLUMNS", "200")
-    assert "cpu, bf16-mixed (the processor multiplies bfloat16)" in on_processor(True)
+    assert "cpu, bf16-mixed (the processor multiplies bfloat16 fast)" in on_processor(True)
     assert "  precision: bf16-mixed\n" in (run_folder / "config.yaml").read_text()
     last = run_folder / "checkpoints" / "last.ckpt"
     assert load(run_folder)["linrope"]["precision"] == "bf16-mixed"
@@ -183,7 +183,7 @@ def test_automatic_precision_is_that_of_the_processor_and_a_resumed_run_keeps_it
     assert "  precision: bf16-mixed\n" in (run_folder / "config.yaml").read_text()
     assert "  max_steps: 3\n" in (run_folder / "config.yaml").read_text()
     started = [f"--run.start_from={last}"]  # a new run
-    assert "cpu, 32-true (the processor does not multiply bfloat16 natively)" in on_processor(False, *started)
+    assert "cpu, 32-true (the processor does not multiply bfloat16 fast)" in on_processor(False, *started)
     assert load(version(run_folder, 1))["linrope"]["precision"] == "32-true"
 
 

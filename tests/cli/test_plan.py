@@ -72,7 +72,7 @@ def test_automatic_precision_is_planned_for(tiny, monkeypatch):
     found = []
     monkeypatch.setattr("linrope.cli.plan.show_plan", lambda console, setting, *_: found.append(setting.precision))
     for native in (True, False):
-        monkeypatch.setattr("linrope.training.precision.multiplies_bfloat16", lambda native=native: native)
+        monkeypatch.setattr("linrope.training.precision.has_fast_bfloat16", lambda native=native: native)
         assert main(["plan", *tiny, "--trainer.precision=auto"]) == 0
     assert found == ["bf16-mixed", "32-true"]
 

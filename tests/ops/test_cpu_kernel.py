@@ -7,6 +7,7 @@ gradients that cancel lose digits in any float32.
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 from linrope import InputError, RotaryEmbedding, State, linear_attention
 from linrope.ops.cpu_kernel import library as libraries
 from linrope.ops.torch_kernel.memory import Pool
+from linrope.utils.machine import instructions
 from tests.ops.cases import CASES, by_name, make, named, on_tokens, run
 from tests.ops.test_precision import assert_close
 
@@ -76,6 +78,17 @@ PRECISION = {
 )
 def test_each_precision_is_near_the_exact_result(dtype, bound, case):
     assert_close(bound, dtype, backend="cpu", **case)
+
+
+@pytest.mark.skipif(
+    "v4" not in libraries.supported() or "avx512_bf16" not in instructions(), reason="no instructions for bfloat16"
+)
+@pytest.mark.parametrize("multiplies", [False, True])
+@pytest.mark.parametrize("case", PRECISION[torch.bfloat16, 1e-2], ids=str)
+def test_bfloat16_inputs_are_multiplied_as_such_or_as_float32(case, multiplies, monkeypatch):
+    """Which is faster depends on the processor: both are held to the bound on each that can."""
+    monkeypatch.setattr(libraries, "_found", replace(libraries.library(), multiplies_bfloat16=multiplies))
+    assert_close(1e-2, torch.bfloat16, backend="cpu", **case)
 
 
 @pytest.mark.parametrize("decay", [30.0, 1e-6])

@@ -53,7 +53,7 @@ def test_muon_has_the_matrices_of_the_blocks_and_adamw_all_else():
 
 def test_its_steps_are_those_of_muon_and_adamw_apart(monkeypatch):
     """The learning rate of the group is the one that a schedule sets."""
-    monkeypatch.setattr("linrope.training.precision.multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr("linrope.training.precision.has_fast_bfloat16", lambda: True)
     model, other = model_of(), model_of()
     one = MUON.make(parameter_groups(model, 0.2, "muon"), fused=None)
     matrices, *others = parameter_groups(other, 0.2, "muon")
@@ -93,7 +93,7 @@ def orthogonalised(matrix: Tensor) -> Tensor:
 @pytest.mark.parametrize(("native", "dtype", "error"), [(True, torch.bfloat16, 0.05), (False, torch.float32, 1e-5)])
 @pytest.mark.parametrize("way", ["step", "copied"])
 def test_muon_orthogonalises_in_bfloat16_only_where_the_processor_has_it(monkeypatch, native, dtype, error, way):
-    monkeypatch.setattr("linrope.training.precision.multiplies_bfloat16", lambda: native)
+    monkeypatch.setattr("linrope.training.precision.has_fast_bfloat16", lambda: native)
     torch.manual_seed(0)
     matrix, vector = nn.Parameter(torch.zeros(12, 20)), nn.Parameter(torch.zeros(5))
     gradient = torch.randn(12, 20)

@@ -11,14 +11,14 @@ from linrope.training.precision import automatic_precision, why_slow
 @pytest.mark.parametrize(
     ("native", "precision", "why"),
     [
-        (True, "bf16-mixed", "the processor multiplies bfloat16"),
-        (False, "32-true", "the processor does not multiply bfloat16 natively"),
+        (True, "bf16-mixed", "the processor multiplies bfloat16 fast"),
+        (False, "32-true", "the processor does not multiply bfloat16 fast"),
     ],
 )
 def test_on_a_cpu_the_processor_decides(accelerator, native, precision, why, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
-    monkeypatch.setattr("linrope.training.precision.multiplies_bfloat16", lambda: native)
+    monkeypatch.setattr("linrope.training.precision.has_fast_bfloat16", lambda: native)
     assert automatic_precision(accelerator) == (precision, why)
 
 
@@ -43,7 +43,7 @@ def test_other_devices_train_in_float32(accelerator, monkeypatch):
 @pytest.mark.parametrize(("device", "name"), [("cpu", "processor"), ("cuda", "GPU")])
 def test_bfloat16_without_instructions_for_it_is_said_to_be_slow(precision, device, name, monkeypatch):
     monkeypatch.setattr("linrope.training.precision.has_bfloat16", lambda device: False)
-    expected = f"trainer.precision={precision} is slow here: this {name} has no instructions .*: set 32-true"
+    expected = f"trainer.precision={precision} is slow here: this {name} has no fast instructions .*: set 32-true"
     assert re.match(expected, why_slow(precision, device))
     assert why_slow(precision, "mps") is None
     assert why_slow("32-true", device) is None

@@ -3,7 +3,7 @@
 `hatch_build.py` compiles the files of `source/` at installation, once for each instruction set:
 
     v3      x86-64 with AVX2 and FMA (Intel since 2013, AMD since 2015)
-    v4      x86-64 with AVX-512; bfloat16 inputs are multiplied as such where the processor can (AVX512-BF16)
+    v4      x86-64 with AVX-512; bfloat16 inputs are multiplied as such where that is faster (AVX512-BF16 of AMD)
     neon    aarch64
 
 The environment variable LINROPE_CPU names the one to use, or is "off". Without it the best for the processor is used.
@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from linrope.errors import InputError
+from linrope.utils.machine import has_fast_avx512_bf16
 
 FOLDER = Path(__file__).parent
 SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
@@ -46,7 +47,8 @@ class Tokens(ctypes.Structure):
 
 
 _SIZES = ("batch", "heads", "queries", "keys", "features", "width", "rotary", "signed_features")
-_OPTIONS = ("dtype", "value_dtype", "feature_map", "plain", "causal", "interleaved", "threads", "exact")
+_OPTIONS = ("dtype", "value_dtype", "feature_map", "plain", "causal", "interleaved", "threads", "exact",
+            "rounds_operands")  # fmt: skip
 _TOKENS = ("q", "k", "v", "o", "grad_o", "dq", "dk", "dv", "log_decay")
 _POINTERS = ("kv", "k_sum", "kv_out", "k_sum_out", "kv_at", "k_sum_at", "den", "d_log_decay", "d_theta")
 
@@ -76,6 +78,8 @@ class Library:
     """Entries of a vector: tables have rows of whole vectors."""
     parallel_for: int
     """The address of PyTorch's own parallel loop: a second pool of threads would compete with it."""
+    multiplies_bfloat16: bool
+    """Whether it rounds the operands of bfloat16 calls to bfloat16: where that is faster."""
 
 
 def library() -> Library:
@@ -160,7 +164,8 @@ def _load(target: str) -> Library | str:
         parallel_for = ctypes.cast(_torch_library().torch_parallel_for, ctypes.c_void_p).value
     except (OSError, ValueError, KeyError, AttributeError) as error:
         return f"{path} cannot be loaded, {error!r} ({AGAIN})"
-    return Library(target, functions, functions.linrope_lanes(), parallel_for)
+    multiplies_bfloat16 = target == "v4" and has_fast_avx512_bf16()
+    return Library(target, functions, functions.linrope_lanes(), parallel_for, multiplies_bfloat16)
 
 
 def _torch_library() -> ctypes.CDLL:

@@ -12,6 +12,7 @@ from torch import Tensor
 from linrope.ops.call import Call
 from linrope.ops.torch_kernel.memory import Pool
 from linrope.rotary import unit_rotations
+from linrope.utils.machine import has_fast_bfloat16
 
 CHUNK = 64
 """Tokens whose pairs are all computed: near the head's size, pairs and state cost about the same."""
@@ -174,7 +175,4 @@ def _rotations(call: Call, partition: Partition, length: int, blocks: list[Block
 
 @lru_cache
 def _is_bfloat16_fast(device: str) -> bool:
-    """Whether matrix products of bfloat16 are faster than those of float32: emulated ones are many times slower."""
-    if device != "cpu":
-        return True
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return device != "cpu" or has_fast_bfloat16()

@@ -21,6 +21,7 @@ struct Call {
   int64_t feature_map, plain, causal, interleaved;
   int64_t threads;
   int64_t exact;                     // sums over chunks are double
+  int64_t rounds_operands;           // products take bfloat16: inputs are, and the processor has AVX512-BF16
   double eps;
   Tokens q, k, v, o, grad_o, dq, dk, dv;
   Tokens log_decay;                  // float32, a token each: (B, H, T, 1)

@@ -12,8 +12,8 @@
 //     ∂q̃ = (M ∘ ∂num vᵀ) k̃ + a ∘ ∂num Sᵀ      ∂k̃ = (M ∘ ∂num vᵀ)ᵀ q̃ + b ∘ v ∂Sᵀ      ∂v = (M ∘ q̃ k̃ᵀ)ᵀ ∂num + b ∘ k̃ ∂S
 //     ∂num = ∂o / den      ∂den = -∂num · o      ∂S ← g ∂S + q̃ᵀ (a ∘ ∂num)
 //
-// With bfloat16 inputs, and a processor that multiplies bfloat16, the operands of products are rounded to it. All sums, the
-// state and the denominators are float32 even so.
+// If a call says so (`rounds_operands`), the operands of products are rounded to bfloat16, and multiplied as such. All sums,
+// the state and the denominators are float32 even so.
 //
 // The gradient of log_decay is a difference of large sums: that of a numerator and that of a denominator. So a long call
 // with decay (`exact`) keeps the sums over its chunks in double.
@@ -736,11 +736,6 @@ void run_backward(const Call& call) {
   work.run(work.heads * work.stripes, backward_stripes<T>);
 }
 
-// Whether products take bfloat16: their operands are rounded, their sums float32.
-bool rounds_operands(const Call& call) {
-  return call.dtype == BFLOAT16 && call.value_dtype == BFLOAT16 && has_bfloat16_products();
-}
-
 }  // namespace
 
 extern "C" {
@@ -763,14 +758,14 @@ EXPORT void linrope_one_token(const Call* call) {
 
 EXPORT void linrope_forward(const Call* call) {
 #if defined(__AVX512BF16__)
-  if (rounds_operands(*call)) return run_forward<BFloat16x2>(*call);
+  if (call->rounds_operands) return run_forward<BFloat16x2>(*call);
 #endif
   run_forward<float>(*call);
 }
 
 EXPORT void linrope_backward(const Call* call) {
 #if defined(__AVX512BF16__)
-  if (rounds_operands(*call)) return run_backward<BFloat16x2>(*call);
+  if (call->rounds_operands) return run_backward<BFloat16x2>(*call);
 #endif
   run_backward<float>(*call);
 }

@@ -5,7 +5,6 @@
 #include <stdint.h>
 #include <string.h>
 #if defined(__AVX512BF16__)
-#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
@@ -83,12 +82,6 @@ static inline void store_part(T* to, Vector x, int64_t count) {
 }
 
 #if defined(__AVX512BF16__)
-// The processor itself may lack what this file is compiled for.
-static inline bool has_bfloat16_products() {
-  unsigned a = 0, b, c, d;
-  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
-}
-
 // sum + the two products of x with each two of y.
 static inline Vector add_product(Vector sum, BFloat16x2 x, const BFloat16x2* y) {
   __m512i twice = _mm512_set1_epi32((int)x.bits);
@@ -108,8 +101,6 @@ static inline void store_across(BFloat16x2* to, Vector first, Vector second) {
                               12, 28, 13, 29, 14, 30, 15, 31);
   _mm512_storeu_si512(to, (__m512i)x);
 }
-#else
-static inline bool has_bfloat16_products() { return false; }
 #endif
 
 static inline Vector add_product(Vector sum, float x, const float* y) { return sum + broadcast(x) * load(y); }
