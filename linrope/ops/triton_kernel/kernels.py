@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from linrope.ops.triton_kernel.configurations import CONFIGS, fitting
+from linrope.ops.triton_kernel.gradients import add_sums, more_turns, no_turns, only_valid, row_dots, store_turns
 from linrope.ops.triton_kernel.primitives import (
     OPEN,
     features,
@@ -32,6 +33,7 @@ from linrope.ops.triton_kernel.primitives import (
     load_rotations,
     load_rows,
     load_values,
+    place_of_program,
     rotate_all,
     scaled,
     store_rows,
@@ -90,10 +92,7 @@ def stretch_sums(
     E_BLOCKS: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
     WEIGHTED: tl.constexpr = DECAY or DOCUMENTS
     SUMS: tl.constexpr = PLAIN or not LATER
-    e_block = tl.program_id(0) % E_BLOCKS
-    s = tl.program_id(0) // E_BLOCKS % N
-    bh = (tl.program_id(0) // (E_BLOCKS * N)).to(tl.int64)
-    b, h = bh // H, bh % H
+    e_block, s, bh, b, h = place_of_program(N, H, E_BLOCKS)
     x += b * x_b + h * x_h
     u += b * u_b + h * u_h
     if R > 0:
@@ -172,11 +171,7 @@ def attend(
     """
     E_BLOCKS: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
     WEIGHTED: tl.constexpr = DECAY or DOCUMENTS
-    stretches = tl.cdiv(T, STRETCH)
-    e_block = tl.program_id(0) % E_BLOCKS
-    s = tl.program_id(0) // E_BLOCKS % stretches
-    bh = (tl.program_id(0) // (E_BLOCKS * stretches)).to(tl.int64)
-    b, h = bh // H, bh % H
+    e_block, s, bh, b, h = place_of_program(tl.cdiv(T, STRETCH), H, E_BLOCKS)
     q += b * q_b + h * q_h
     k += b * k_b + h * k_h
     v += b * v_b + h * v_h
@@ -270,11 +265,8 @@ def query_gradients(
     E_BLOCKS: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
     WEIGHTED: tl.constexpr = DECAY or DOCUMENTS
     stretches = tl.cdiv(T, STRETCH)
-    e_block = tl.program_id(0) % E_BLOCKS
-    s = tl.program_id(0) // E_BLOCKS % stretches
-    bh = (tl.program_id(0) // (E_BLOCKS * stretches)).to(tl.int64)
+    e_block, s, bh, b, h = place_of_program(stretches, H, E_BLOCKS)
     part = bh + e_block * (tl.num_programs(0) // (E_BLOCKS * stretches)).to(tl.int64)
-    b, h = bh // H, bh % H
     q += b * q_b + h * q_h
     k += b * k_b + h * k_h
     v += b * v_b + h * v_h
@@ -294,11 +286,7 @@ def query_gradients(
     slot = state + (bh * (N + 1) + (s if CAUSAL else slot_of_all)) * (D * E + D)
     sa, sb = load_state(slot, e, angles, s, sines, D, E, R, P, TILES, STRETCH, INTERLEAVED)
     ua, ub = load_sums(slot + D * E, D, R, P, TILES, SIGNED, INTERLEAVED)
-    crosses, placed = (), ()
-    if D_THETA:
-        for tile in tl.static_range(TILES):
-            crosses = crosses + (tl.zeros((P,), dtype=tl.float64),)
-            placed = placed + (tl.zeros((P,), dtype=tl.float64),)
+    turns, placed = no_turns(P, TILES)
 
     for chunk in range(chunks):
         place = chunk * CHUNK
@@ -354,38 +342,21 @@ def query_gradients(
         fa, fb = features(xa, xb, inside, D, P, TILES, SIGNED, PHI, ALL_ROWS=True)
         if D_THETA:
             ta, tb = rotate_all(fa, fb, cos, sin, R, TILES)
-            nc, np = (), ()
-            for tile in tl.static_range(TILES):
-                cross = (ta[tile] * db[tile] - tb[tile] * da[tile]).to(tl.float64)
-                nc = nc + (crosses[tile] + tl.sum(cross, axis=0),)
-                np = np + (placed[tile] + tl.sum(cross * (place + p)[:, None], axis=0),)
-            crosses, placed = nc, np
+            turns, placed = more_turns(turns, placed, ta, tb, da, db, place + p, TILES)
         da, db = rotate_all(da, db, cos, sin, R, TILES, True)
         if PLAIN:  # ∂den times the sum of keys so far
-            once = share * reach
-            na, nb = (), ()
-            for tile in tl.static_range(TILES):
-                na = na + (da[tile] + once[:, None] * ua[tile][None, :],)
-                nb = nb + (db[tile] + once[:, None] * ub[tile][None, :],)
-            da, db = na, nb
+            da, db = add_sums(da, db, share * reach, ua, ub, TILES)
             if CAUSAL:
                 pa, pb = summed_features(ka, kb, D, P, TILES, SIGNED)
                 da, db = add_products(da, db, weight * share[:, None], pa, pb, TILES, LOW, ACC, PRECISION, EMULATED)
                 ua, ub = grown_sums(ua, ub, pa, pb, kept, passed, TILES)
         if D_DECAY:
-            running = tl.sum(fa[0] * da[0], axis=1) + tl.sum(fb[0] * db[0], axis=1)
-            for tile in tl.static_range(1, TILES):
-                running += tl.sum(fa[tile] * da[tile], axis=1) + tl.sum(fb[tile] * db[tile], axis=1)
-            tl.store(d_running + part * T + i0 + p, running, mask=inside)
+            tl.store(d_running + part * T + i0 + p, row_dots(fa, fb, da, db, TILES), mask=inside)
         if not PARTIAL:
             da, db = vjp_features(xa, xb, fa, fb, da, db, D, P, TILES, SIGNED, PHI)
         store_rows(out + (part * T + i0) * D, p, inside, da, db, D, R, P, TILES, INTERLEAVED)
     if D_THETA:
-        at = d_theta + (part * stretches + s) * 2 * (R // 2)
-        for tile in tl.static_range(TILES):
-            m = tile * P + tl.arange(0, P)
-            tl.store(at + m, crosses[tile], mask=m < R // 2)
-            tl.store(at + R // 2 + m, placed[tile], mask=m < R // 2)
+        store_turns(d_theta + (part * stretches + s) * 2 * (R // 2), turns, placed, R, P, TILES)
 
 
 @triton.autotune(CONFIGS, key=TUNED_BY, prune_configs_by={"early_config_prune": fitting}, cache_results=True)
@@ -408,11 +379,8 @@ def key_gradients(
     E_BLOCKS: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
     WEIGHTED: tl.constexpr = DECAY or DOCUMENTS
     stretches = tl.cdiv(T, STRETCH)
-    e_block = tl.program_id(0) % E_BLOCKS
-    s = tl.program_id(0) // E_BLOCKS % stretches
-    bh = (tl.program_id(0) // (E_BLOCKS * stretches)).to(tl.int64)
+    e_block, s, bh, b, h = place_of_program(stretches, H, E_BLOCKS)
     part = bh + e_block * (tl.num_programs(0) // (E_BLOCKS * stretches)).to(tl.int64)
-    b, h = bh // H, bh % H
     q += b * q_b + h * q_h
     k += b * k_b + h * k_h
     v += b * v_b + h * v_h
@@ -432,11 +400,7 @@ def key_gradients(
     slot = state + (bh * (N + 1) + (s + 1 if CAUSAL else slot_of_all)) * (D * E + D)
     sa, sb = load_state(slot, e, angles, s, sines, D, E, R, P, TILES, STRETCH, INTERLEAVED)
     ua, ub = load_sums(slot + D * E, D, R, P, TILES, SIGNED, INTERLEAVED)
-    crosses, placed = (), ()
-    if D_THETA:
-        for tile in tl.static_range(TILES):
-            crosses = crosses + (tl.zeros((P,), dtype=tl.float64),)
-            placed = placed + (tl.zeros((P,), dtype=tl.float64),)
+    turns, placed = no_turns(P, TILES)
 
     for step in range(chunks):
         place = (chunks - 1 - step) * CHUNK
@@ -489,22 +453,13 @@ def key_gradients(
             values = tl.where(valid[:, None], values, 0.0)
         store_values(d_v + (bh * T + i0) * E, p, e, inside, values.to(d_v.dtype.element_ty), E, BLOCK_E)
         if D_THETA:
-            nc, np = (), ()
-            for tile in tl.static_range(TILES):
-                cross = (ta[tile] * db[tile] - tb[tile] * da[tile]).to(tl.float64)
-                nc = nc + (crosses[tile] + tl.sum(cross, axis=0),)
-                np = np + (placed[tile] + tl.sum(cross * (place + p)[:, None], axis=0),)
-            crosses, placed = nc, np
+            turns, placed = more_turns(turns, placed, ta, tb, da, db, place + p, TILES)
         da, db = rotate_all(da, db, cos, sin, R, TILES, True)
         if SUMS:  # the sum of later ∂den φ(q)
             once = kept
             if PARTIAL:
                 once = tl.where(e_block == 0, kept, 0.0)
-            na, nb = (), ()
-            for tile in tl.static_range(TILES):
-                na = na + (da[tile] + once[:, None] * ua[tile][None, :],)
-                nb = nb + (db[tile] + once[:, None] * ub[tile][None, :],)
-            da, db = na, nb
+            da, db = add_sums(da, db, once, ua, ub, TILES)
             if CAUSAL and PLAIN:
                 if PARTIAL:
                     weight = tl.where(e_block == 0, weight, 0.0)
@@ -516,22 +471,11 @@ def key_gradients(
                     na, nb = na + (ua[tile] * passed,), nb + (ub[tile] * passed,)
                 ua, ub = na, nb
         if D_DECAY:
-            running = tl.sum(ga[0] * da[0], axis=1) + tl.sum(gb[0] * db[0], axis=1)
-            for tile in tl.static_range(1, TILES):
-                running += tl.sum(ga[tile] * da[tile], axis=1) + tl.sum(gb[tile] * db[tile], axis=1)
-            tl.store(d_running + part * T + i0 + p, running, mask=inside)
+            tl.store(d_running + part * T + i0 + p, row_dots(ga, gb, da, db, TILES), mask=inside)
         if not PARTIAL:
             da, db = vjp_features(ya, yb, ga, gb, da, db, D, P, TILES, SIGNED, PHI)
         if MASKED:
-            na, nb = (), ()
-            for tile in tl.static_range(TILES):
-                na = na + (tl.where(valid[:, None], da[tile], 0.0),)
-                nb = nb + (tl.where(valid[:, None], db[tile], 0.0),)
-            da, db = na, nb
+            da, db = only_valid(da, db, valid, TILES)
         store_rows(out + (part * T + i0) * D, p, inside, da, db, D, R, P, TILES, INTERLEAVED)
     if D_THETA:
-        at = d_theta + (part * stretches + s) * 2 * (R // 2)
-        for tile in tl.static_range(TILES):
-            m = tile * P + tl.arange(0, P)
-            tl.store(at + m, crosses[tile], mask=m < R // 2)
-            tl.store(at + R // 2 + m, placed[tile], mask=m < R // 2)
+        store_turns(d_theta + (part * stretches + s) * 2 * (R // 2), turns, placed, R, P, TILES)

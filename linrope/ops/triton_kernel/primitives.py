@@ -51,6 +51,15 @@ def are_mapped(tile: tl.constexpr, D: tl.constexpr, P: tl.constexpr, SIGNED: tl.
 
 
 @triton.jit
+def place_of_program(stretches, H, E_BLOCKS: tl.constexpr):
+    """The block of E, the stretch, the number among B × H, the row and the head. Grid: B × H × stretches × E_BLOCKS."""
+    e_block = tl.program_id(0) % E_BLOCKS
+    s = tl.program_id(0) // E_BLOCKS % stretches
+    bh = (tl.program_id(0) // (E_BLOCKS * stretches)).to(tl.int64)
+    return e_block, s, bh, bh // H, bh % H
+
+
+@triton.jit
 def row_mask(valid, columns, WHOLE: tl.constexpr):
     """The mask of a tile: of its rows alone if all of its columns are there, which takes fewer registers."""
     if WHOLE:
