@@ -83,6 +83,12 @@ def suggest(name: str, choices: Iterable[str]) -> str:
     return "" if nearest is None else f" Did you mean {nearest!r}?"
 
 
+def suggest_file(path: Path) -> str:
+    """The same with the file that lies where `path` would, and has the closest name."""
+    folder = path.parent
+    return suggest(path.name, [file.name for file in folder.iterdir() if file.is_file()] if folder.is_dir() else [])
+
+
 def require_choice(argument: str, value: object, choices: Iterable[str]) -> None:
     """Raise InputError unless `value` is one of `choices`."""
     choices = list(choices)

@@ -16,7 +16,7 @@ from jsonargparse.typing import register_type
 
 from linrope.cli.commands import COMMANDS
 from linrope.cli.config_files import config_files, require_sound_configs
-from linrope.errors import InputError, suggest
+from linrope.errors import InputError, suggest, suggest_file
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)  # the docstring of a field is its help
 
@@ -89,8 +89,7 @@ def require_files(args: Sequence[str]) -> None:
         if os.path.isdir(text):
             raise InputError(f"--config {file} is a folder: name a file of YAML.")
         if not (os.path.isfile(text) or _mapping(text)):
-            siblings = [sibling.name for sibling in file.parent.iterdir()] if file.parent.is_dir() else []
-            raise InputError(f"--config {file} does not exist.{suggest(file.name, siblings)}")
+            raise InputError(f"--config {file} does not exist.{suggest_file(file)}")
 
 
 def require_known(parser: ArgumentParser, args: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from typing import IO, Any, BinaryIO
 
 import torch
 
-from linrope.errors import InputError, suggest
+from linrope.errors import InputError, suggest_file
 
 if sys.platform == "win32":
     import msvcrt
@@ -123,8 +123,7 @@ def text_lines(path: Path, fix: str) -> list[str]:
     try:
         data = path.read_bytes()
     except OSError as error:
-        siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise InputError(f"{path} cannot be read ({error.strerror}): {fix}.{suggest(path.name, siblings)}") from error
+        raise InputError(f"{path} cannot be read ({error.strerror}): {fix}.{suggest_file(path)}") from error
     try:
         return data.decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
@@ -138,8 +137,7 @@ def load_plain(path: Path, what: str = "checkpoint") -> Any:
     InputError, which calls the file `what`, if there is none, it is damaged, or another program packed it again.
     """
     if not path.is_file():
-        siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise InputError(f"{what} {str(path)!r} does not exist.{suggest(path.name, siblings)}")
+        raise InputError(f"{what} {str(path)!r} does not exist.{suggest_file(path)}")
     try:
         records = _records_of(path)
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -162,6 +162,7 @@ def test_a_damaged_state_file_or_none_is_refused(recipe, prompts, tmp_path):
     torch.save({"format": "something else"}, tmp_path / "other.pt")
     (tmp_path / "flipped.pt").write_bytes(bytes(damaged))
     (tmp_path / "cut.pt").write_bytes(content[: len(content) // 2])
+    (tmp_path / "sate").mkdir()  # no file: it is not suggested
     missing = r"state file '.*sate.pt' does not exist. Did you mean 'state.pt'"
     damage = dict.fromkeys(("flipped.pt", "cut.pt"), "damaged or no state file")
     for name, message in {"sate.pt": missing, "other.pt": "is not in the format", **damage}.items():
