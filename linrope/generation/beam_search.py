@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from linrope.errors import InputError
+from linrope.generation.sampling import require_finite
 
 
 class TranslationModel(Protocol):
@@ -75,6 +76,7 @@ def beam_search(
 
     Raises:
         InputError: an option out of range.
+        NonFiniteError: logits that are not finite.
     """
     limits = _checked_limits(max_new_tokens, len(source))
     if not isinstance(n_beams, Integral) or n_beams < 1:
@@ -91,6 +93,7 @@ def beam_search(
     while True:
         logits, state = model.step(prefixes[..., -1].reshape(-1, 1), memory, state)
         log_p = logits[:, -1].to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        require_finite(log_p.clamp(min=-1))  # a token may be impossible
         if not 0 <= end < log_p.shape[1]:
             raise InputError(f"end={end} is no token of this model: pass 0 … {log_p.shape[1] - 1}.")
         found = _extended(scores, log_p.unflatten(0, (len(open_rows), n_beams)))

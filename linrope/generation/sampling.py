@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if not 0 <= self.temperature < math.inf:
+        if not 0 <= self.temperature <= sys.float_info.max:  # a whole number may be larger
             raise InputError(
                 f"temperature={self.temperature} must be a finite number, at least 0 (0 takes the likeliest token)."
             )
@@ -45,6 +45,15 @@ class Sampling:
             )
         if self.seed is not None and not abs(self.seed) < 2**63:
             raise InputError(f"seed={self.seed} must be a number of at most 63 bits, or None for a new draw each time.")
+
+
+def require_finite(logits: Tensor) -> None:
+    """Raise NonFiniteError unless all logits are finite."""
+    if not torch.isfinite(logits).all():
+        raise NonFiniteError(
+            "the model's logits are not finite: its weights are damaged, or its training diverged. Give another "
+            "checkpoint."
+        )
 
 
 class Sampler:
@@ -63,11 +72,7 @@ class Sampler:
         sampling, logits = self.sampling, state.logits.float()
         if logits.is_meta:
             raise InputError("the model is on the device meta, where logits have no values: load its weights first.")
-        if not torch.isfinite(logits).all():
-            raise NonFiniteError(
-                "the model's logits are not finite: its weights are damaged, or its training diverged. Give another "
-                "checkpoint."
-            )
+        require_finite(logits)
         if sampling.repetition_penalty != 1:
             logits = _penalised(logits, state.recent, sampling.repetition_penalty)
         if sampling.temperature == 0:

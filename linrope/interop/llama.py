@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from linrope.data.tokenizers.base import tokenizer_to_serialized
 from linrope.errors import InputError
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
-from linrope.models.saving import CONFIG_FILE, SAFETENSORS_FILE, load_safetensors
+from linrope.models.saving import CONFIG_FILE, SAFETENSORS_FILE, SHARDS_FILE, load_safetensors, load_shards
 from linrope.rotary import RotaryConfig
 
-INDEX_FILE = "model.safetensors.index.json"
 SHARED_DEFAULTS = {
     "hidden_size": 4096,
     "num_hidden_layers": 32,
@@ -58,7 +58,7 @@ def load_llama(path: str | Path) -> LanguageModel:
     attention, in evaluation mode on the CPU, in the dtype of its weights.
 
     Grouped queries, tied and untied output layers, the biases of Qwen2 and the norms of Qwen3 are read. Its tokenizer
-    is not: the model has none, until it is trained on data that have one.
+    is not: the model takes tokens and no text, until it is trained on data that have one.
 
     Args:
         path: folder with config.json and model.safetensors, or several safetensors files with their index.
@@ -76,6 +76,7 @@ def load_llama(path: str | Path) -> LanguageModel:
     config = language_model_config_of(values, file)
     model = config.build()
     model.load_weights(dict(_converted(config, _weights_in(folder), folder)), folder)
+    model.tokenizer = tokenizer_to_serialized(None)
     return model.eval()
 
 
@@ -141,22 +142,14 @@ def _values_of(file: Path) -> dict[str, Any]:
 
 def _weights_in(folder: Path) -> dict[str, Tensor]:
     """All tensors of the folder's safetensors files."""
-    if not (folder / INDEX_FILE).is_file():
+    if not (folder / SHARDS_FILE).is_file():
         if not (folder / SAFETENSORS_FILE).is_file():
             raise InputError(
-                f"{str(folder)!r} has no {SAFETENSORS_FILE} and no {INDEX_FILE}: save the model with save_pretrained "
+                f"{str(folder)!r} has no {SAFETENSORS_FILE} and no {SHARDS_FILE}: save the model with save_pretrained "
                 "of transformers, as safetensors."
             )
         return load_safetensors(folder / SAFETENSORS_FILE)
-    by_name = _values_of(folder / INDEX_FILE).get("weight_map")
-    if not (isinstance(by_name, dict) and all(isinstance(name, str) for name in by_name.values())):
-        raise InputError(f"{folder / INDEX_FILE} has no weight_map of names: save the model again.")
-    weights: dict[str, Tensor] = {}
-    for name in sorted(set(by_name.values())):
-        if Path(name).name != name or not (folder / name).is_file():
-            raise InputError(f"{folder / INDEX_FILE} names {name!r}, which is not in the folder: copy it there.")
-        weights |= load_safetensors(folder / name)
-    return weights
+    return load_shards(folder / SHARDS_FILE)
 
 
 def _names(config: LanguageModelConfig) -> Iterator[tuple[str, list[str]]]:

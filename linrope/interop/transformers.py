@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ try:
         PreTrainedTokenizerFast,
     )
     from transformers.modeling_outputs import CausalLMOutputWithPast
+    from transformers.utils import cached_file
 except ImportError as error:
     raise InputError(f'{error.name} is not installed: pip install "linrope[hf]".') from error
 
@@ -54,8 +56,6 @@ DOCUMENT = "<|document|>"
 """The separator's text in the exported tokenizer."""
 TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 CODE_MODULE = "modeling_linrope"
-RENAMED = {"forget.weight": "forget.linear.weight", "forget.bias": "forget.linear.bias"}
-"""Weights of models that were saved before their gates held a linear layer, and their names now."""
 CODE = "from linrope.interop.transformers import LinropeConfig, LinropeForCausalLM\n"
 AUTO_MAP = {
     "AutoConfig": f"{CODE_MODULE}.LinropeConfig",
@@ -171,12 +171,13 @@ class LinropeForCausalLM(PreTrainedModel, GenerationMixin):
         is_local = pretrained_model_name_or_path is not None and folder.is_dir()
         if is_local and verify:
             verify_checksums(folder)
-        options["key_mapping"] = {**RENAMED, **(options.get("key_mapping") or {})}
         found = super().from_pretrained(pretrained_model_name_or_path, *args, **options)
         model = found[0] if isinstance(found, tuple) else found  # output_loading_info gives two
         kind = getattr(model.config, "linrope_tokenizer", None)
-        if is_local or kind != "tokenizers":  # its file is not among those that transformers downloads
-            model.model.tokenizer = tokenizer_in(folder / EXPORTED_TOKENIZER_FILE, kind)
+        file = folder / EXPORTED_TOKENIZER_FILE
+        if kind == "tokenizers" and pretrained_model_name_or_path is not None and not is_local:
+            file = _downloaded(pretrained_model_name_or_path, EXPORTED_TOKENIZER_FILE, options)
+        model.model.tokenizer = tokenizer_in(file, kind)
         return found
 
     def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, **options: Any) -> None:
@@ -372,6 +373,15 @@ def _segment_ids(
 
 AutoConfig.register("linrope", LinropeConfig, exist_ok=True)
 AutoModelForCausalLM.register(LinropeConfig, LinropeForCausalLM, exist_ok=True)
+
+
+def _downloaded(repository: str, name: str, options: Mapping[str, Any]) -> Path:
+    """A file that transformers does not download by itself, by its options of `from_pretrained`."""
+    asked = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+    try:
+        return Path(cached_file(repository, name, **{name: options[name] for name in asked if name in options}))
+    except OSError as error:
+        raise InputError(f"{repository!r} has no {name}: export the model again, and upload all files.") from error
 
 
 def _tokenizer_of(model: LanguageModel) -> TextTokenizer | None:

@@ -18,6 +18,8 @@ from linrope.utils.checksums import CHECKSUMS_FILE, verify_checksums, write_chec
 from linrope.utils.files import load_plain, sync
 
 CONFIG_FILE, WEIGHTS_FILE, SAFETENSORS_FILE = "config.json", "model.pt", "model.safetensors"
+SHARDS_FILE = "model.safetensors.index.json"
+"""Names the files of weights that were saved in several, as transformers does above a given size."""
 META_FILE, INDEX_FILE = "meta.pt", ".metadata"
 """What the folder of a sharded checkpoint holds: see `linrope.models.sharded_checkpoint`."""
 TOKENIZER_FILE, EXPORTED_TOKENIZER_FILE = "tokenizer.json", "linrope_tokenizer.json"
@@ -72,6 +74,11 @@ def read_model(path: Path, verify: bool = True) -> tuple[dict[str, Any], dict[st
         if config.get("model_type") == "linrope":  # an export for transformers, with our configuration inside
             kind = config.get("linrope_tokenizer")
             return config.get("linrope"), _of_model(weights), tokenizer_in(path / EXPORTED_TOKENIZER_FILE, kind)
+        if (theirs := config.get("model_type")) is not None:
+            raise InputError(
+                f"{str(path)!r} is a model of transformers, model_type={theirs!r}: `linrope convert` makes a hybrid of "
+                "a Llama or Qwen, and linrope.interop reads one as it is."
+            )
         kind = config.pop("tokenizer", None)
         return config, weights, tokenizer_in(path / TOKENIZER_FILE, kind)
     checkpoint = open_checkpoint(path, weights=True)
@@ -95,11 +102,13 @@ def _of_model(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _weights_in(folder: Path) -> dict[str, Tensor]:
-    plain, safe = folder / WEIGHTS_FILE, folder / SAFETENSORS_FILE
+    plain, safe, index = folder / WEIGHTS_FILE, folder / SAFETENSORS_FILE, folder / SHARDS_FILE
     if plain.is_file() and safe.is_file():
         raise InputError(f"{str(folder)!r} holds both {plain.name} and {safe.name}: remove the older one.")
     if plain.is_file():
         return load_plain(plain)
+    if not safe.is_file() and index.is_file():
+        return load_shards(index)
     if not safe.is_file():
         raise InputError(f"checkpoint {str(folder)!r} has no weights, {plain.name} or {safe.name}: save it again.")
     return load_safetensors(safe)
@@ -116,6 +125,21 @@ def load_safetensors(file: Path) -> dict[str, Tensor]:
         return load_file(file)
     except SafetensorError as error:
         raise InputError(f"{str(file)!r} is damaged or not a safetensors file ({error}): export it again.") from error
+
+
+def load_shards(index: Path) -> dict[str, Tensor]:
+    """The tensors of the safetensors files that an index of transformers names. InputError if it names none, or one
+    that is missing or damaged."""
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{index} has no weight_map of names: save the model again.") from error
+    weights: dict[str, Tensor] = {}
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or not (index.parent / name).is_file():
+            raise InputError(f"{index} names {name!r}, which is not in the folder: copy it there.")
+        weights |= load_safetensors(index.parent / name)
+    return weights
 
 
 def save_safetensors(weights: dict[str, Tensor], file: Path) -> None:

@@ -36,8 +36,8 @@ FORMAT = "linrope prefix cache 1"
 MODEL_FILE, LOCK_FILE = "model.json", "lock"
 NAME = re.compile(r"(\d+)-([0-9a-f]{64})(-end)?\.state")
 """Length and SHA-256 of a prefix; -end where the file has the logits of the next token."""
-MOST_PENDING = 256
-"""Snapshots that wait to be written; more are dropped, or memory would fill where the disk is slow."""
+MOST_PENDING = 256 * 2**20
+"""Bytes of snapshots that wait to be written; more are dropped, or memory would fill where the disk is slow."""
 
 
 @dataclass(eq=False)
@@ -76,7 +76,8 @@ class SnapshotFolder:
         self._files: OrderedDict[tuple[int, str], _Stored] = OrderedDict()  # the last used at the end
         self._lengths: dict[int, int] = {}  # number of files of each length
         self.n_bytes = 0
-        self._pending = threading.Semaphore(MOST_PENDING)
+        self._pending = 0  # bytes, with the lock of _written
+        self._written = threading.Condition()
         self._writer = ThreadPoolExecutor(1, "linrope cache writer")
         for name, status in sorted(_states_in(folder), key=lambda found: found[1].st_mtime_ns):
             self._add(_key_of(name), _Stored(name, status.st_size, name.endswith("-end.state")))
@@ -105,14 +106,23 @@ class SnapshotFolder:
         if known is not None and known.has_logits >= has_logits:
             self._mark_used(key)
             return
-        if snapshot.n_bytes > self.max_bytes or not self._pending.acquire(blocking=wait):
+        if snapshot.n_bytes > self.max_bytes or not self._takes(snapshot.n_bytes, wait):
             return
         if known is not None:
             self._remove(key)
         name = f"{len(tokens)}-{digest}{'-end' if has_logits else ''}.state"
         stored = _Stored(name, snapshot.n_bytes, has_logits)
-        stored.writing = self._writer.submit(self._write, stored, snapshot)
         self._add(key, stored)
+        stored.writing = self._writer.submit(self._write, stored, snapshot)
+
+    def _takes(self, n_bytes: int, wait: bool) -> bool:
+        """Whether so many bytes may wait to be written beside those that do; a snapshot alone always may."""
+        with self._written:
+            has_room = lambda: not self._pending or self._pending + n_bytes <= MOST_PENDING  # noqa: E731
+            if not (self._written.wait_for(has_room) if wait else has_room()):
+                return False
+            self._pending += n_bytes
+            return True
 
     def close(self) -> None:
         """Wait until all is written, and let others use the folder."""
@@ -136,13 +146,17 @@ class SnapshotFolder:
         while self.n_bytes > self.max_bytes:
             self._remove(next(iter(self._files)))
 
-    def _remove(self, key: tuple[int, str]) -> None:
+    def _forget(self, key: tuple[int, str]) -> _Stored:
         with self._guard:
             stored = self._files.pop(key)
             self.n_bytes -= stored.n_bytes
             self._lengths[key[0]] -= 1
             if not self._lengths[key[0]]:
                 del self._lengths[key[0]]
+        return stored
+
+    def _remove(self, key: tuple[int, str]) -> None:
+        stored = self._forget(key)
         path = self.folder / stored.name
         if stored.writing is None or stored.writing.done():
             path.unlink(missing_ok=True)
@@ -152,7 +166,6 @@ class SnapshotFolder:
     def _write(self, stored: _Stored, snapshot: Snapshot) -> None:
         """Write a file as a whole. It need not outlive a crash of the machine: a damaged one is found by its digest."""
         name = stored.name
-        self._pending.release()
         on_cpu = map_state(lambda _, x: x.cpu(), snapshot.state)
         logits = None if snapshot.logits is None else snapshot.logits.cpu()
         content = {"format": FORMAT, "name": name, "state": to_serialized(on_cpu), "logits": logits}
@@ -170,7 +183,14 @@ class SnapshotFolder:
         except (OSError, RuntimeError) as error:  # torch has RuntimeError for a full disk
             with suppress(OSError):
                 partial.unlink()
+            with self._guard:
+                if self._files.get(_key_of(name)) is stored:
+                    self._forget(_key_of(name))
             self.report(f"the prefix cache could not write {partial}: {error}")
+        finally:
+            with self._written:
+                self._pending -= snapshot.n_bytes
+                self._written.notify_all()
 
     def _read(self, key: tuple[int, str], stored: _Stored) -> Snapshot | None:
         """The snapshot of a file; None, and it is removed, if it cannot be read."""

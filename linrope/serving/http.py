@@ -17,13 +17,11 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from linrope.data.tokenizers.base import Tokenizer
-from linrope.errors import InputError
-from linrope.generation import decoding
 from linrope.serving import requests
 from linrope.serving.answers import DONE, Answer, error_of, event_of
 from linrope.serving.metrics import CONTENT_TYPE, Metrics
 from linrope.serving.parameters import CompletionParameters, parse_body, tokens_of
-from linrope.serving.requests import RequestError
+from linrope.serving.requests import Options, RequestError
 from linrope.serving.scheduler import Scheduler
 
 BYTES_OF_TOKEN = 32
@@ -100,19 +98,18 @@ class Service:
         vocab_size = self.scheduler.model.config.vocab_size
         prompts = [tokens_of(prompt, self.tokenizer, vocab_size) for prompt in asked.prompts]
         for prompt in prompts:
-            self._require_length(prompt, options.max_tokens)
+            self._require_length(prompt, options)
         return [requests.Request(prompt, options, self.tokenizer, asked.stream) for prompt in prompts]
 
-    def _require_length(self, prompt: np.ndarray, max_tokens: int) -> None:
-        if len(prompt) + max_tokens > self.max_length:
-            raise RequestError(
-                f"the prompt has {len(prompt):,} tokens and max_tokens={max_tokens}: together they must be at most "
-                f"{self.max_length:,}.", param="prompt", code="context_length_exceeded",
-            )  # fmt: skip
-        try:
-            decoding.require_memory(self.scheduler.model, len(prompt) + max_tokens)
-        except InputError as error:
-            raise RequestError(str(error), param="prompt", code="context_length_exceeded") from error
+    def _require_length(self, prompt: np.ndarray, options: Options) -> None:
+        length, code = len(prompt) + options.max_tokens, "context_length_exceeded"
+        message = f"the prompt has {len(prompt):,} tokens and max_tokens={options.max_tokens}: "
+        if length > self.max_length:
+            message += f"together they must be at most {self.max_length:,}."
+            raise RequestError(message, param="prompt", code=code)
+        if not self.scheduler.fits(options.n, length):
+            message += f"n={options.n} such texts do not fit into memory: give a shorter prompt or smaller numbers."
+            raise RequestError(message, param="prompt", code=code)
 
     def echoes(self, asked: CompletionParameters) -> list[str]:
         """What the continuations begin with: nothing, or with `echo` the text of the prompt."""
@@ -194,6 +191,7 @@ async def complete(service: Service, http: Request) -> Response:
         while not all(request.is_done for request in asked):
             await _news(event)
             _raise_error_of(asked)
+    _raise_error_of(asked)  # they may have ended before the first look
     return JSONResponse(answer.whole())
 
 

@@ -92,6 +92,7 @@ def parse_body(body: bytes) -> CompletionParameters:
             if value is not None and value not in NEUTRAL[name]:
                 raise refused(name, value, f"must be {json.dumps(NEUTRAL[name][0])}: this server has no such option")
         elif name not in PARAMETERS:
+            name = name.encode(errors="replace").decode()  # half a surrogate pair cannot be answered
             near = suggest(name[:60], [*PARAMETERS, *NEUTRAL])
             message = f"unknown parameter {name[:60]!r}.{near} Known are {', '.join(PARAMETERS)}."
             raise RequestError(message, param=name[:60], code="unknown_parameter")

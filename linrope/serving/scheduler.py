@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from linrope.errors import InputError
 from linrope.generation.decoding import memory_of
 from linrope.generation.sampling import draw_each
 from linrope.layers.state import ModelState
@@ -24,6 +25,7 @@ from linrope.models.language_model import LanguageModel
 from linrope.serving.prefix_cache import PrefixCache, Snapshot
 from linrope.serving.requests import Choice, Request, RequestError
 from linrope.serving.rows import Rows
+from linrope.utils.formatting import bytes_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +86,12 @@ class Scheduler:
         self.model, self.cache, self.limits, self.listener = model, cache, limits, listener
         self.events = Events() if events is None else events
         self.device = model.embedding.weight.device
-        self._dtype, self.memory = model.embedding.weight.dtype, memory_of(self.device)
+        self._dtype, weights = model.embedding.weight.dtype, sum(x.nbytes for x in model.state_dict().values())
+        self.memory = memory_of(self.device) - weights - cache.max_bytes
         self._states_grow = model.state_bytes(2**40) > model.state_bytes(2**39)
+        if self._states_grow and self.memory <= 0:
+            size = bytes_text(cache.max_bytes)
+            raise InputError(f"the weights and a cache of {size} leave no memory for requests: lower --cache_gb.")
         self._wake = threading.Condition()
         self._waiting: deque[Request] = deque()  # under the lock of _wake, as are the two below
         self._is_closing = self._is_cut = False
@@ -97,10 +103,15 @@ class Scheduler:
 
     # --- called by any thread ---------------------------------------------------------------------------------------
 
+    def fits(self, n: int, length: int) -> bool:
+        """Whether memory has room for n rows of that many tokens, beside the weights and the cache; a step has their
+        states twice. States that do not grow always fit: they are small."""
+        return not self._states_grow or 2 * n * self.model.state_bytes(length, self._dtype) <= self.memory
+
     def submit(self, requests: Sequence[Request]) -> None:
         """Put requests into the queue. RequestError, and none is in it, if there is no room or the server ends.
 
-        None may have more continuations than there are rows.
+        None may have more continuations than there are rows, or need more memory than `fits`.
         """
         with self._wake:
             if self._is_closing:
@@ -199,15 +210,14 @@ class Scheduler:
         for request in (*waiting, *self._under_way()):
             if request.is_done:
                 continue
-            if not (request.is_cancelled or self._is_cut) and request.submitted_at < late:
-                request.error = RequestError(
-                    f"the request took longer than {self.limits.seconds:g} seconds.", 504, "timeout_error",
-                    code="timeout",
-                )  # fmt: skip
-                self._ended(request)
-            elif request.is_cancelled or self._is_cut:
+            if request.is_cancelled or self._is_cut:
                 request.error = RequestError("the client went away.", 499)
-                self._ended(request)
+            elif request.submitted_at < late:
+                message = f"the request took longer than {self.limits.seconds:g} seconds."
+                request.error = RequestError(message, 504, "timeout_error", code="timeout")
+            else:
+                continue
+            self._ended(request)
         with self._wake:
             self._waiting = deque(one for one in self._waiting if one.error is None)
         self._readers = deque(one for one in self._readers if one.request.error is None)
@@ -224,14 +234,11 @@ class Scheduler:
                 self._readers.append(_Reader(self._waiting.popleft()))
 
     def _has_place_for(self, request: Request) -> bool:
-        """Whether there are rows, and memory for the caches of softmax layers, which have the length of the longest; a
-        step has them twice. A request alone has its place, since its length was checked before."""
-        running = self.n_running
-        n = running + request.options.n
-        if running == 0 or n > self.limits.rows or not self._states_grow:
-            return n <= self.limits.rows
+        """Whether there are rows, and memory for the caches of softmax layers, which have the length of the longest. A
+        request alone has its place."""
+        n = self.n_running + request.options.n
         longest = max(len(one.prompt) + one.options.max_tokens for one in (request, *self._under_way()))
-        return 2 * n * self.model.state_bytes(longest, self._dtype) <= self.memory
+        return n <= self.limits.rows and (self.n_running == 0 or self.fits(n, longest))
 
     def _read(self) -> None:
         """One segment of the prompts that wait to be read, or several short prompts."""

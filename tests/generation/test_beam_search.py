@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from linrope.errors import InputError
+from linrope.errors import InputError, NonFiniteError
 from linrope.generation.beam_search import beam_search, length_divisor
 from linrope.models.encoder_decoder import EncoderDecoderConfig
 
@@ -164,3 +164,10 @@ def test_options_out_of_range_are_named(option, message):
     options = {"begin": BEGIN, "end": END, "max_new_tokens": 3, **option}
     with pytest.raises(InputError, match=message):
         beam_search(model_of(), torch.zeros(2, 3).long(), **options)
+
+
+def test_weights_that_are_not_finite_give_no_translation():
+    model = model_of()
+    model.output.weight.data.fill_(math.nan)
+    with pytest.raises(NonFiniteError, match="logits are not finite"):
+        beam_search(model, *sources_of(2, 3), begin=BEGIN, end=END, max_new_tokens=3)

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from linrope import InputError
 from linrope.interop import load_llama
 from linrope.interop.roformer import load_trained
 from linrope.models.language_model import LanguageModelConfig
@@ -63,6 +64,8 @@ def test_files_in_parts_and_older_configurations(tmp_path):
     tokens = torch.randint(61, (1, 11))
     expected = theirs(tokens).logits
     torch.testing.assert_close(load_llama(tmp_path)(tokens), expected, **CLOSE)
+    with pytest.raises(InputError, match="tokenizer"):  # its tokens are no bytes
+        load_llama(tmp_path).generate("hello", 2)
     file = tmp_path / "config.json"
     values = json.loads(file.read_text())
     del values["rope_parameters"]

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline
 
 import linrope.interop
@@ -389,19 +388,30 @@ def test_a_missing_package_is_named_with_its_extra(folder, missing, monkeypatch,
     assert 'transformers is not installed: pip install "linrope[hf]"' in capsys.readouterr().err
 
 
-def test_exports_from_before_gates_held_a_linear_layer_are_read(tmp_path):
-    torch.manual_seed(0)
-    model = LanguageModel(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2, forget_gate=True)).eval()
-    torch.nn.init.normal_(model.blocks[0].attention.forget.linear.weight)
-    transformers_interop.export(model, tmp_path / "model")
-    weights = tmp_path / "model" / "model.safetensors"
-    old = {name.replace(".forget.linear.", ".forget."): tensor for name, tensor in load_file(weights).items()}
-    assert "model.blocks.0.attention.forget.weight" in old
-    save_file(old, weights, metadata={"format": "pt"})
-    loaded = transformers_interop.LinropeForCausalLM.from_pretrained(tmp_path / "model", verify=False)
-    tokens = torch.tensor([[256, 1, 2, 3]])
-    assert torch.equal(loaded(tokens).logits, model(tokens))
-    loaded.save_pretrained(tmp_path / "again")
-    again = transformers_interop.LinropeForCausalLM.from_pretrained(tmp_path / "again")
-    assert torch.equal(again(tokens).logits, model(tokens))
-    assert torch.equal(LanguageModel.from_pretrained(tmp_path / "again")(tokens), model(tokens))
+def test_a_model_of_the_hub_keeps_its_tokenizer(tmp_path):
+    ours = SubwordTokenizer(byte_level(()))
+    model = LanguageModel(LanguageModelConfig(vocab_size=ours.vocab_size, d_model=16, n_layers=1, n_heads=2)).eval()
+    model.tokenizer = ours.to_serialized()
+    repository = tmp_path / "models--someone--model"  # as huggingface_hub lays out what it has downloaded
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc")
+    transformers_interop.export(model, repository / "snapshots" / "abc")
+    downloaded = {"cache_dir": tmp_path, "local_files_only": True}
+    found = AutoModelForCausalLM.from_pretrained("someone/model", **downloaded)
+    assert found.model.tokenizer == model.tokenizer
+    found.save_pretrained(tmp_path / "again")
+    assert LanguageModel.from_pretrained(tmp_path / "again").tokenizer == model.tokenizer
+    (repository / "snapshots" / "abc" / "linrope_tokenizer.json").unlink()
+    with pytest.raises(InputError, match=r"has no linrope_tokenizer\.json: export the model again"):
+        AutoModelForCausalLM.from_pretrained("someone/model", **downloaded)
+
+
+def test_weights_in_several_files_are_read(loaded, trained, tmp_path):
+    loaded.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    tokens = encode_prompt(TEXT)[None]
+    assert torch.equal(LanguageModel.from_pretrained(tmp_path)(tokens), trained(tokens))
+    shard = next(iter(tmp_path.glob("*.safetensors")))
+    shard.unlink()
+    with pytest.raises(InputError, match=f"names '{shard.name}', which is not in the folder"):
+        LanguageModel.from_pretrained(tmp_path, verify=False)

@@ -167,7 +167,7 @@ def test_loading_what_is_no_model_is_refused(tmp_path):
         ("words", f'{start}, "d_model": "wide"}}', "the wrong type"),
         ("list", "[1]", "pass a dictionary"),
         ("cut", "{", "is not valid JSON"),
-        ("llama", '{"model_type": "llama"}', "checkpoint '.*llama': 'model_type' is not an option"),
+        ("llama", '{"model_type": "llama"}', "llama' is a model of transformers.*`linrope convert`"),
         ("tensor", f"{start}}}", "do not fit its configuration"),
         ("bare", f"{start}}}", "bare' has no weights, model.pt or model.safetensors"),
     ]:

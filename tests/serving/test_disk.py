@@ -1,5 +1,6 @@
 """Snapshots on disk: found by prefix, also by the next server; bounded; damaged ones and another model's refused."""
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -7,12 +8,13 @@ import pytest
 import torch
 
 from linrope.layers.state import tensors_of
+from linrope.serving import disk
 from linrope.serving.disk import SnapshotFolder
 from linrope.serving.prefix_cache import PrefixCache, Snapshot
 from linrope.serving.scheduler import Limits, Scheduler
 from tests.conftest import assert_input_errors
 from tests.serving.conftest import SIZES, finish, prompt_of, request_for, writing
-from tests.serving.test_scheduler import LONG, alone
+from tests.serving.test_scheduler import LONG, alone, wait_for
 
 
 @pytest.fixture
@@ -151,12 +153,30 @@ def test_a_full_disk_is_told(opened, folder, model, told, monkeypatch):
     def fail(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(torch, "save", fail)
-    store.put(text, snapshot_of(model, text))
-    assert store.longest(text, 0) is None
+    with monkeypatch.context() as full:
+        full.setattr(torch, "save", fail)
+        store.put(text, snapshot_of(model, text))
+        wait_for(lambda: told)
     assert "could not write" in told[0]
     assert "No space left on device" in told[0]
     assert list(folder.glob("*.partial")) == []
+    assert (len(store), store.n_bytes, store.longest(text, 0)) == (0, 0, None)
+    store.put(text, snapshot_of(model, text))  # there is room again
+    assert store.longest(text, 0)[0] == len(text)
+
+
+def test_what_waits_to_be_written_is_bounded(opened, model, monkeypatch):
+    store, texts = opened(), [prompt_of(f"hello {i}") for i in range(9)]
+    snapshots = [snapshot_of(model, text) for text in texts]
+    go_on, save = threading.Event(), torch.save
+    monkeypatch.setattr(torch, "save", lambda *args: go_on.wait(10) and save(*args))
+    monkeypatch.setattr(disk, "MOST_PENDING", 3 * snapshots[0].n_bytes)
+    for text, snapshot in zip(texts, snapshots):
+        store.put(text, snapshot)
+    assert len(store) == 3
+    go_on.set()
+    store.put(texts[8], snapshots[8], wait=True)
+    assert store.longest(texts[8], 0)[0] == len(texts[8])
 
 
 @pytest.mark.parametrize("kind", list(SIZES))

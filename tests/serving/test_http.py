@@ -21,7 +21,7 @@ from linrope.serving.parameters import PARAMETERS
 from linrope.serving.prefix_cache import PrefixCache
 from linrope.serving.scheduler import Limits, Scheduler
 from linrope.serving.server import Server, listening_socket
-from tests.serving.conftest import request_for
+from tests.serving.conftest import SIZES, request_for, writing
 from tests.serving.test_scheduler import alone, wait_for
 
 KEY = "a secret"
@@ -155,7 +155,7 @@ def test_a_key_may_have_any_letters(model, monkeypatch, live):
 
 BAD = {
     "max_tokens": ([-1, 1.5, "5", True], "max_tokens=-1 must be a whole number, at least 0"),
-    "temperature": ([-1, "warm"], "temperature=-1 must be a finite number"),
+    "temperature": ([-1, "warm", 10**400], "temperature=-1 must be a finite number"),
     "top_p": ([0, 1.5, []], "top_p=0 must be above 0 and at most 1"),
     "top_k": ([0, 1.5], "top_k=0 must be at least 1"),
     "n": ([0, 33, 1.0], "n=0 must be a whole number"),
@@ -168,6 +168,7 @@ BAD = {
     "best_of": ([2], "best_of=2 must be 1: this server has no such option"),
     "logit_bias": ([{"5": 1}], "logit_bias"),
     "model": (["gpt-4"], "model 'gpt-4' is not here: this server has 'tiny'"),
+    "\ud800": ([1], "unknown parameter"),
     "temprature": ([1], "unknown parameter 'temprature'. Did you mean 'temperature'?"),
 }
 
@@ -179,8 +180,37 @@ def test_bad_parameters_are_named(live, name):
         answer = live.post({"prompt": "a", name: value})
         error = answer.json()["error"]
         assert answer.status_code == (404 if name == "model" else 400), value
-        assert (error["type"], error["param"]) == ("invalid_request_error", name)
+        assert (error["type"], error["param"]) == ("invalid_request_error", "?" if name == "\ud800" else name)
         assert i > 0 or message in error["message"]
+
+
+def test_continuations_that_do_not_fit_into_memory_together_are_refused():
+    model = writing(SIZES["growing"])
+    live = Live(model)
+    try:
+        live.scheduler.memory = 2 * 3 * model.state_bytes(20)
+        answers = {n: live.post({"prompt": "hello", "max_tokens": 14, "n": n}) for n in (3, 4)}
+        assert {n: answer.status_code for n, answer in answers.items()} == {3: 200, 4: 400}
+        assert "max_tokens=14: n=4 such texts do not fit into memory" in answers[4].json()["error"]["message"]
+    finally:
+        live.close()
+
+
+def test_a_request_that_fails_before_it_is_looked_at_has_an_error(live, monkeypatch):
+    submit = live.scheduler.submit
+
+    def slow(requests):
+        submit(requests)
+        wait_for(lambda: all(request.is_done for request in requests))
+
+    def fail():
+        raise ValueError("a defect")
+
+    monkeypatch.setattr(live.scheduler, "submit", slow)
+    monkeypatch.setattr(live.scheduler, "_read", fail)
+    answer = live.post({"prompt": "a", "max_tokens": 2})
+    assert answer.status_code == 500
+    assert "the server failed: ValueError" in answer.json()["error"]["message"]
 
 
 def test_other_bad_requests(live):
