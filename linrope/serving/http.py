@@ -142,7 +142,8 @@ class Service:
             try:
                 self.scheduler.submit(asked)
             except RequestError as error:
-                self.metrics.requests.labels(error.status).inc(len(asked))
+                if error.status != 400:  # more prompts than the queue ever takes: a wrong parameter
+                    self.metrics.requests.labels(error.status).inc(len(asked))
                 raise
             yield event
         finally:

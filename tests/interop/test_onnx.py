@@ -201,6 +201,17 @@ def test_what_has_no_graph_is_refused_by_name_before_anything_is_written(tmp_pat
     assert not folder.exists()
 
 
+@pytest.mark.parametrize("length", [1, 2, 8])
+def test_a_few_learned_positions_are_exported_and_no_more_are_read(length, tmp_path):
+    config = LanguageModelConfig(**SIZES, rope=None, positions=PositionsConfig("learned", length=length))
+    model = model_of(config)
+    graph, tokens = exported(model, tmp_path / "model"), np.ones((1, length), np.int64)
+    logits, state = graph(tokens)
+    torch.testing.assert_close(torch.from_numpy(logits), model(torch.from_numpy(tokens)), rtol=1e-4, atol=1e-5)
+    message = f"a row has {length + 1} tokens with these, and the positions of this model end at {length}"
+    assert_input_errors((lambda: graph(tokens[:, :1], state), message))
+
+
 def test_what_is_no_graph_or_no_token_is_refused(tmp_path):
     graph = exported(model_of(CONFIGS["plain"]), tmp_path / "good")
     (tmp_path / "text.onnx").write_text("no graph")

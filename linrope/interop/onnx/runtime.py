@@ -101,8 +101,8 @@ class OnnxLanguageModel:
             float32 (B, T, vocab_size) or (B, min(K, T), vocab_size), and the state.
 
         Raises:
-            InputError: tokens of another shape or dtype or out of range, a `logits_to_keep` below 1, or the state of
-                another model or of other rows.
+            InputError: tokens of another shape or dtype or out of range, a `logits_to_keep` below 1, the state of
+                another model or of other rows, or rows longer than the model's positions.
         """
         if tokens.ndim != 2 or tokens.shape[1] < 1 or tokens.dtype != np.int64:
             raise InputError(f"tokens is {tokens.shape} {tokens.dtype}: pass int64 of shape (B, T), T at least 1.")
@@ -115,6 +115,9 @@ class OnnxLanguageModel:
             raise InputError(f"logits_to_keep={logits_to_keep} must be at least 1, or None for all.")
         state = self.initial_state(len(tokens)) if state is None else state
         self._check(state, len(tokens))
+        longest, length = self.config.positions.longest_row, state[f"{PAST}position"].max() + tokens.shape[1]
+        if longest is not None and length > longest:
+            raise InputError(f"a row has {length} tokens with these, and the positions of this model end at {longest}.")
         to_keep = np.array([tokens.shape[1] if logits_to_keep is None else logits_to_keep])
         found = self.session.run(self._outputs, {"tokens": tokens, "logits_to_keep": to_keep, **state})
         outputs = dict(zip(self._outputs, found))
