@@ -146,11 +146,13 @@ class FitCLI(TrainingCLI):
         contents = self.open_checkpoint()
         require_training_state(contents, self.checkpoint)
         require_same_averaging(contents, self.config_init.run.ema_decay, self.checkpoint)
-        max_steps, step = self.config.trainer.max_steps, contents["global_step"]
-        if 0 < max_steps <= step:
+        trainer, step = self.config_init.trainer, contents["global_step"]
+        option = "max_steps" if trainer.max_epochs in (None, -1) else "max_epochs"
+        given = trainer[option]
+        self.count_steps()
+        if 0 < trainer.max_steps <= step:
             raise NothingToDo(
-                f"trainer.max_steps={max_steps} is already done: {self.checkpoint} is at step {step}. To train on, "
-                "raise it."
+                f"trainer.{option}={given} is already done: {self.checkpoint} is at step {step}. To train on, raise it."
             )
         self.step = step
 

@@ -29,6 +29,21 @@ def test_the_config_of_classification_needs_no_data(tmp_path, monkeypatch, capsy
     assert Path("runs/finetune-classification/version_0/checkpoints/best.ckpt").is_file()
 
 
+def test_all_epochs_that_are_done_leave_nothing_to_resume(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("rows").mkdir()
+    Path("rows/train.tsv").write_text("text\tlabel\na\tx\nb\ty\n")
+    options = ["--task=classification", "--data.path=rows", "--data.batch_size=1", "--trainer.accelerator=cpu"]
+    options += ["--model.d_model=16", "--model.n_layers=1", "--model.n_heads=2", "--trainer.max_epochs=2"]
+    assert main(["fit", *options]) == 0
+    for epochs in (2, 1):
+        capsys.readouterr()
+        assert main(["fit", *options, f"--trainer.max_epochs={epochs}", "--ckpt_path=last"]) == 0
+        out, err = capsys.readouterr()
+        assert re.search(rf"trainer\.max_epochs={epochs} is already done: .* is at step 4\. To train on, raise it", err)
+        assert out == ""
+
+
 def write_mrpc(folder: Path) -> None:
     folder.mkdir()
     rows = [f"{i % 2}\t{i}\t{i}\tthe first said {i % 3}\tthe other {i % 5} said" for i in range(9)]
