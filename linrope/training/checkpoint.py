@@ -17,6 +17,7 @@ from linrope.models.base import Model, ModelConfig, differences, flat_options
 from linrope.models.saving import is_checkpoint, is_sharded_checkpoint, open_checkpoint
 from linrope.models.sharded_checkpoint import read_sharded_checkpoint
 from linrope.training.data_modules.base import ResumableDataModule, data_parallel
+from linrope.training.optimizer import OptimizerConfig
 from linrope.utils.files import versions, whole_file
 
 TRAINING_STATE = ("global_step", "loops", "lr_schedulers", "optimizer_states")
@@ -191,14 +192,23 @@ def require_same_order(checkpoint: dict[str, Any], order: dict[str, Any], path: 
         )
 
 
-def require_same_optimizer(checkpoint: dict[str, Any], now: str, path: str | Path) -> None:
-    """Raises InputError if the checkpoint's run had another `optimizer.name`, whose states this one cannot use."""
-    then = checkpoint["linrope"].get("optimizer", "adamw")  # all older checkpoints have that
-    if then != now:
-        raise InputError(
-            f"optimizer.name={now}, but checkpoint {str(path)!r} has the states of {then}: set {then}, or start a new "
-            "run with its weights: --run.start_from in place of --ckpt_path."
-        )
+def require_same_optimizer(checkpoint: dict[str, Any], config: OptimizerConfig, path: str | Path) -> None:
+    """Raises InputError if the checkpoint's run had another optimizer, by name or class, whose states this one cannot
+    use."""
+    saved = checkpoint["linrope"]
+    name = saved.get("optimizer", "adamw")  # all older checkpoints have that
+    own_class = saved.get("optimizer_class", config.own_class)  # older checkpoints do not say
+    if own_class != config.own_class:
+        now = f"class_path={config.own_class}" if config.own_class else f"name={config.name}"
+        then = own_class or name
+    elif name != config.name:
+        now, then = f"name={config.name}", name
+    else:
+        return
+    raise InputError(
+        f"optimizer.{now}, but checkpoint {str(path)!r} has the states of {then}: set {then}, or start a new run with "
+        "its weights: --run.start_from in place of --ckpt_path."
+    )
 
 
 def _fix(path: str | Path) -> str:

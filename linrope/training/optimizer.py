@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from linrope.errors import InputError
 from linrope.models.base import Model
 from linrope.training.precision import has_bfloat16
-from linrope.utils.options import check_types
+from linrope.utils.options import check_types, class_path_of
 
 Name = Literal["adamw", "muon"]
 Schedule = Literal["cosine", "inverse_sqrt", "linear"]
@@ -59,6 +59,11 @@ class OptimizerConfig:
             raise InputError(f"optimizer.final_lr_fraction={self.final_lr_fraction!r} must lie between 0 and 1.")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise InputError(f"optimizer.betas={self.betas!r} must be two numbers from 0 to below 1.")
+
+    @property
+    def own_class(self) -> str | None:
+        """The class path of a subclass, whose `make` decides which optimizer it is; None for this class."""
+        return None if type(self) is OptimizerConfig else class_path_of(type(self))
 
     def optimizer_of(self, model: Model, fused: bool | None) -> Optimizer:
         """The optimizer of a model: `make` with its parameter groups. InputError if `make` changes their number."""

@@ -418,6 +418,7 @@ class TrainingTask(LightningModule):
             "tokenizer": self.model.tokenizer,
             "precision": str(self.trainer.precision),
             "optimizer": self.optimizer_config.name,
+            "optimizer_class": self.optimizer_config.own_class,
             **self.task_state(),
         }
 
@@ -439,7 +440,7 @@ class TrainingTask(LightningModule):
             raise InputError(
                 f"trainer.overfit_batches={overfitted} is a check, which resumes no run: drop --ckpt_path."
             )
-        require_same_optimizer(checkpoint, self.optimizer_config.name, path)
+        require_same_optimizer(checkpoint, self.optimizer_config, path)
         require_same_order(checkpoint, self._order, path)
         if data is not None:
             rewind_to_step(checkpoint, self.trainer.accumulate_grad_batches)

@@ -110,6 +110,25 @@ def test_a_run_of_own_classes_is_trained_resumed_and_measured(own, options, run_
     assert main(["generate", own, f"--ckpt_path={last}", "--prompt=a", "--max_new_tokens=2"]) == 0
 
 
+def test_an_optimizer_does_not_resume_with_the_states_of_another_class(own, tiny, run_folder, error_of):
+    sgd, resumed = "--optimizer.class_path=my_classes.SGDConfig", ["--ckpt_path=last", "--trainer.max_steps=4"]
+    start = "or start a new run with its weights: --run.start_from"
+    assert main(["fit", own, *tiny]) == 0
+    err = error_of("fit", own, *tiny, sgd, *resumed)
+    assert "optimizer.class_path=my_classes.SGDConfig, but checkpoint" in err
+    assert f"has the states of adamw: set adamw, {start}" in err
+    assert main(["fit", own, *tiny, sgd]) == 0
+    err = error_of("fit", own, *tiny, *resumed)
+    assert "optimizer.name=adamw, but checkpoint" in err
+    assert f"has the states of my_classes.SGDConfig: set my_classes.SGDConfig, {start}" in err
+
+    last = run_folder.with_name("version_1") / "checkpoints" / "last.ckpt"
+    checkpoint = torch.load(last, weights_only=True)
+    del checkpoint["linrope"]["optimizer_class"]  # older checkpoints do not say
+    torch.save(checkpoint, last)
+    assert main(["fit", own, *tiny, sgd, *resumed]) == 0
+
+
 def test_a_class_alone_and_its_options_as_flags(own, options, capsys):
     assert main(["fit", own, *options, "--data.class_path=my_classes.Rows", "--data.rows", "80"]) == 0
     assert "in 80 documents" in capsys.readouterr().out
