@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -164,6 +165,24 @@ def learning_rate_factor(
     progress = min(1.0, (seen - warm) / max(1, total - warm))
     remaining = 1 - progress if schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return final_fraction + (1 - final_fraction) * remaining
+
+
+def options_of(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A copy of the options of each parameter group, without the learning rate, which follows the schedule."""
+    others = ("params", "lr", "initial_lr")
+    return [{name: copy.deepcopy(value) for name, value in group.items() if name not in others} for group in groups]
+
+
+def changed_options(groups: Iterable[Mapping[str, Any]], made: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Names of the options that an optimizer has changed since its groups had those of `made`: a count of its steps,
+    for example."""
+    changed = {
+        name
+        for group, options in zip(groups, made)
+        for name, value in options.items()
+        if not torch.as_tensor(group.get(name) == value).all()  # some are tensors
+    }
+    return sorted(changed)
 
 
 def parameter_groups(model: Model, weight_decay: float, name: Name = "adamw") -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ from linrope.training.checkpoint import (
     warn_of_other_split,
 )
 from linrope.training.data_modules.base import ResumableDataModule, data_parallel
-from linrope.training.optimizer import OptimizerConfig, learning_rate_factor
+from linrope.training.optimizer import OptimizerConfig, changed_options, learning_rate_factor, options_of
 from linrope.training.precision import why_slow
 from linrope.training.sharding import shard
 from linrope.utils.options import class_path_of
@@ -122,6 +122,7 @@ class TrainingTask(LightningModule):
         self._stage: str | None = None  # what a trainer does with this module; None before there was one
         self._order: dict[str, Any] = {}
         self._last_batch: Batch | None = None  # of a running evaluation
+        self._made_options: list[dict[str, Any]] = []  # of the optimizer's groups before the first step
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: str | Path, map_location: Any = None, **options: Any) -> Self:
@@ -276,11 +277,8 @@ class TrainingTask(LightningModule):
     def _fused(self) -> bool | None:
         """AdamW's option: one pass over all weights on a CPU, PyTorch's choice elsewhere. A fused AdamW would take the
         gradients of a GradScaler scaled, and clipping needs them as they are."""
-        return True if self.device.type == "cpu" and not self._scales_gradients else None
-
-    @property
-    def _adam_options(self) -> dict[str, Any]:
-        return {"betas": self.optimizer_config.betas, "fused": self._fused}
+        on_cpu = self.trainer.strategy.root_device.type == "cpu"  # the model may not be there yet
+        return True if on_cpu and not self._scales_gradients else None
 
     def _finish_step_sums(self) -> tuple[dict[str, float], float]:
         """The sums and the number of positions of the whole step, over its micro-batches and ranks."""
@@ -343,6 +341,7 @@ class TrainingTask(LightningModule):
 
     def configure_optimizers(self) -> dict[str, Any]:
         optimizer = self.optimizer_config.optimizer_of(self.model, self._fused)
+        self._made_options = options_of(optimizer.param_groups)
         # Lightning steps schedulers per epoch unless told otherwise.
         return {
             "optimizer": optimizer,
@@ -419,8 +418,14 @@ class TrainingTask(LightningModule):
             "precision": str(self.trainer.precision),
             "optimizer": self.optimizer_config.name,
             "optimizer_class": self.optimizer_config.own_class,
+            "optimizer_changes": changed_options(self._parameter_groups, self._made_options),
             **self.task_state(),
         }
+
+    @property
+    def _parameter_groups(self) -> list[dict[str, Any]]:
+        """Those of the trainer's optimizer."""
+        return [group for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Makes training continue after the checkpoint's last step, on the same data, with this run's own options."""
@@ -448,17 +453,18 @@ class TrainingTask(LightningModule):
         self.load_task_state(saved)
 
     def _take_optimizer_options(self, checkpoint: dict[str, Any]) -> None:
-        """Replaces the checkpoint's optimizer options, which Lightning would restore silently, by this run's."""
-        config, step = self.optimizer_config, checkpoint["global_step"]
-        lr_now = config.lr * self._learning_rate_factor(step) if self.trainer.max_steps > 0 else config.lr
-        # A strategy that restores optimizers itself has done so before, and the checkpoint has no states.
-        restored = [] if self.trainer.strategy.lightning_restore_optimizer else self.trainer.optimizers
+        """Replaces the checkpoint's optimizer options, which Lightning would restore silently, by those that this run's
+        configuration makes; those that the optimizer changes by itself stay."""
+        made = self.optimizer_config.optimizer_of(self.model, self._fused).param_groups
+        factor = self._learning_rate_factor(checkpoint["global_step"])
+        kept = ("params", *checkpoint["linrope"].get("optimizer_changes", ()))
         found = [state["param_groups"] for state in checkpoint.get("optimizer_states", [])]
-        for groups in [*found, *(optimizer.param_groups for optimizer in restored)]:
-            kept = groups[-1]
-            for group in groups:
-                decay = 0.0 if group is kept else config.weight_decay
-                now = {"lr": lr_now, "initial_lr": config.lr, "weight_decay": decay, **self._adam_options}
-                group.update({name: value for name, value in now.items() if name in group})
+        if not self.trainer.strategy.lightning_restore_optimizer:
+            # The strategy has restored the optimizer before, and the checkpoint has no states.
+            found.append(self._parameter_groups)
+        for groups in found:
+            for group, now in zip(groups, made):
+                group.update({name: value for name, value in now.items() if name not in kept})
+                group.update(lr=now["lr"] * factor, initial_lr=now["lr"])
         for state in checkpoint.get("lr_schedulers", []):
-            state["base_lrs"] = [config.lr] * len(state["base_lrs"])
+            state["base_lrs"] = [group["lr"] for group in made]

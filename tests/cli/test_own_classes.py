@@ -11,6 +11,7 @@ from linrope.cli import imports
 from linrope.cli.main import main
 from linrope.utils.options import class_path_of, loaded_subclass
 from tests.conftest import assert_input_errors
+from tests.training.test_resume import TRAINED, equal, load
 
 SOURCE = '''
 from dataclasses import dataclass
@@ -46,6 +47,21 @@ class SGDConfig(OptimizerConfig):
 class OneGroup(OptimizerConfig):
     def make(self, groups, fused):
         return torch.optim.SGD(groups[0]["params"])
+
+class CountingAdamW(torch.optim.AdamW):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["n_steps"] += 1
+        return super().step(closure)
+
+@dataclass(frozen=True)
+class TwoRates(OptimizerConfig):
+    eps: float = 1e-8
+
+    def make(self, groups, fused):
+        groups[1]["lr"] = 0.1 * self.lr
+        counted = [{**group, "n_steps": 0} for group in groups]
+        return CountingAdamW(counted, lr=self.lr, betas=(0.8, 0.99), eps=self.eps, fused=fused)
 
 class Rows(TextDataModule):
     """Rows.
@@ -108,6 +124,23 @@ def test_a_run_of_own_classes_is_trained_resumed_and_measured(own, options, run_
     assert main(["validate", own, f"--ckpt_path={last}"]) == 0  # the run's config.yaml names the classes
     assert capsys.readouterr().out.startswith("val_loss 5.")
     assert main(["generate", own, f"--ckpt_path={last}", "--prompt=a", "--max_new_tokens=2"]) == 0
+
+
+def test_an_own_optimizer_resumes_with_the_options_that_this_run_makes(own, tiny, run_folder):
+    options = ["fit", own, *tiny, "--optimizer.class_path=my_classes.TwoRates", "--optimizer.lr=0.01"]
+    options += ["--trainer.max_steps=4", "--run.checkpoint_every_n_steps=2", "--run.keep_checkpoints=2"]
+    assert main(options) == 0
+    at_two, runs = run_folder / "checkpoints" / "step_2.ckpt", run_folder.parents[1]
+    assert main([*options, "--run.name=resumed", f"--ckpt_path={at_two}"]) == 0
+    whole, resumed = load(run_folder), load(runs / "resumed" / "version_0")
+    assert equal([whole[name] for name in TRAINED], [resumed[name] for name in TRAINED])
+
+    others = ["--optimizer.eps=0.001", "--optimizer.lr=0.02", "--optimizer.weight_decay=0.5"]
+    assert main([*options, *others, "--run.name=others", f"--ckpt_path={at_two}"]) == 0
+    groups = load(runs / "others" / "version_0")["optimizer_states"][0]["param_groups"]
+    names = ("initial_lr", "betas", "eps", "weight_decay", "n_steps")
+    found = [tuple(group[name] for name in names) for group in groups]
+    assert found == [(0.02, (0.8, 0.99), 0.001, 0.5, 4), (0.1 * 0.02, (0.8, 0.99), 0.001, 0.0, 4)]
 
 
 def test_an_optimizer_does_not_resume_with_the_states_of_another_class(own, tiny, run_folder, error_of):

@@ -161,7 +161,7 @@ def test_a_new_task_writes_its_loss_and_its_metrics(tmp_path):
     trainer.save_checkpoint(tmp_path / "task.ckpt")
     saved = torch.load(tmp_path / "task.ckpt", weights_only=True)["linrope"]
     shared = {"order": {"seed_everything": 0}, "tokenizer": None, "precision": "32-true"}
-    shared |= {"optimizer": "adamw", "optimizer_class": None}
+    shared |= {"optimizer": "adamw", "optimizer_class": None, "optimizer_changes": []}
     class_path = f"{DoublingTask.__module__}.DoublingTask"
     assert saved == {"task": class_path, "config": {"model": "doubler"}, **shared, "own": 7}
     restored = []
