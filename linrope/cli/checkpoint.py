@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,17 +52,18 @@ def named_checkpoint(ckpt_path: str) -> str:
     """The path that --ckpt_path names; that of "last", the newest last.ckpt of all runs, is printed."""
     if ckpt_path != "last":
         return ckpt_path
-    if (newest := _newest(RUNS)) is None:
-        raise InputError(f"--ckpt_path=last: no run in {RUNS!r} has a last.ckpt. Name the checkpoint file.")
-    return newest
+    return _newest(RUNS)
 
 
-def _newest(folder: str, run: str = "*") -> str | None:
-    """The last.ckpt that was written last, of the runs of that name in `folder`; it is printed."""
-    found = Path(folder).glob(f"{run}/version_*/checkpoints/last.ckpt")
-    newest = max(found, key=lambda path: path.stat().st_mtime, default=None)
+def _newest(folder: str, run: str | None = None) -> str:
+    """The last.ckpt that was written last, of all runs in `folder` or of those with a name; it is printed. InputError
+    if there is none."""
+    runs = Path(folder, run or "")
+    pattern = "version_*/checkpoints/last.ckpt" if run else "**/version_*/checkpoints/last.ckpt"
+    paths = (runs / name for name in glob.iglob(pattern, root_dir=runs, recursive=True))  # follows links
+    newest = max((path for path in paths if path.exists()), key=lambda path: path.stat().st_mtime, default=None)
     if newest is None:
-        return None
+        raise InputError(f"--ckpt_path=last: no run in {str(runs)!r} has a last.ckpt. Name the checkpoint file.")
     say_once(f"--ckpt_path=last is {newest}")
     return str(newest)
 
@@ -78,7 +80,7 @@ def with_run_config(args: Sequence[str]) -> list[str]:
     path, has_config = given[-1], bool(config_files(args))
     if path == "last" and not has_config:  # with a configuration it is the last of that run
         folders, names = values_of(args, "--run.folder"), values_of(args, "--run.name")
-        path = _newest((folders or [RUNS])[-1], (names or ["*"])[-1]) or path
+        path = _newest((folders or [RUNS])[-1], (names or [None])[-1])
         args += ["--ckpt_path", path]
     if not Path(path).exists():
         return args

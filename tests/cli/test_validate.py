@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 
@@ -129,7 +130,13 @@ def test_last_is_the_newest_checkpoint_of_all_runs(trained_run, tmp_path, capsys
     assert out.startswith("hello")
     assert "--ckpt_path=last is runs/tiny/version_0/checkpoints/last.ckpt\n" in err
     monkeypatch.chdir(tmp_path)
-    assert "no run in 'runs' has a last.ckpt. Name the checkpoint file" in error_of("generate", "--ckpt_path=last")
+    for command in ("generate", "validate"):
+        assert "no run in 'runs' has a last.ckpt. Name the checkpoint file" in error_of(command, "--ckpt_path=last")
+    shutil.copytree(trained_run.folder, tmp_path / "runs" / "old" / "version_0")
+    newer = shutil.copytree(trained_run.folder, tmp_path / "runs" / "group" / "new" / "version_0")
+    os.utime(newer / "checkpoints" / "last.ckpt")
+    assert main(["generate", "--ckpt_path=last", "--prompt=a", "--max_new_tokens=1"]) == 0
+    assert "--ckpt_path=last is runs/group/new/version_0/checkpoints/last.ckpt\n" in capsys.readouterr().err
 
 
 def test_mistakes_are_named_before_work_starts(trained_run, capsys):
