@@ -121,8 +121,8 @@ class TrainerOptions:
     bfloat16, 32-true elsewhere; with a checkpoint, the precision of its run."""
     accumulate_grad_batches: int = 1
     """Batches whose gradients are averaged for one step."""
-    val_check_interval: int | float | None = 500
-    """Training batches between two validations."""
+    val_check_interval: int | str | None = 500
+    """Training batches between two validations, or a time, as DD:HH:MM:SS."""
     limit_val_batches: int | float | None = None
     """Batches of a validation: a number, or a fraction of the split (1.0 is all of it)."""
     limit_test_batches: int | float | None = None
@@ -390,6 +390,8 @@ class TrainingCLI(ConfigCLI):
             raise
         except (ValueError, TypeError, MisconfigurationException) as error:
             raise InputError(f"section trainer: {error}") from error
+        if not hasattr(trainer, "val_check_interval"):  # it is a time, and EarlyStopping reads it even so
+            trainer.val_check_interval = None
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # neither the user's nor a special strategy's
             trainer.strategy.checkpoint_io = WholeCheckpointIO()
         return trainer

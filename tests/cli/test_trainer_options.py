@@ -9,7 +9,7 @@ import pytest
 from linrope.cli.main import main
 from linrope.training.tasks.language_modeling import LanguageModelingModule
 from tests.training.attached import record_batches
-from tests.training.test_resume import interrupt, load
+from tests.training.test_resume import interrupt, load, losses
 
 EARLY_STOPPING = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_loss"]
 
@@ -80,6 +80,11 @@ def test_a_run_that_ends_before_its_first_validation_says_so(tiny, capsys):
     assert "none: trainer.val_check_interval=4 is more than 3 batches" in capsys.readouterr().out
     assert main(["fit", *tiny, "--trainer.max_steps=4", "--trainer.val_check_interval=4"]) == 0
     assert "none: trainer.val_check_interval" not in capsys.readouterr().out
+
+
+def test_a_run_is_validated_by_time(tiny, run_folder):
+    assert main(["fit", *tiny, "--trainer.val_check_interval=00:00:00:00", *EARLY_STOPPING]) == 0
+    assert losses(run_folder, "val_loss").keys() == {1, 2}
 
 
 def test_a_validation_after_no_batch_is_refused(tiny, error_of, tmp_path):

@@ -74,7 +74,8 @@ def _why_no_validation(trainer: Trainer, data: ResumableDataModule) -> str | Non
     """The reason why a run is not validated, unless the user said so; None if it is."""
     if not trainer.limit_val_batches:
         return None
-    batches, every = trainer.max_steps * trainer.accumulate_grad_batches, trainer.val_check_interval
+    batches = trainer.max_steps * trainer.accumulate_grad_batches
+    every = getattr(trainer, "val_check_interval", None)  # Lightning sets none where the interval is a time
     if isinstance(every, int) and 0 < batches < every:
         return f"trainer.val_check_interval={every:,} is more than {_count(batches, 'batch', 'batches')}"
     return None if data.fractions is None or data.fractions[1] else f"data.fractions={data.fractions} leaves no text"
