@@ -8,6 +8,7 @@ import pytest
 
 from linrope.cli import imports
 from linrope.cli.main import main
+from tests.cli.conftest import read_csv
 
 SOURCE = '''
 from dataclasses import dataclass
@@ -107,7 +108,17 @@ class Regression(TrainingTask):
 
 
 class Other(Regression):
-    pass
+    def training_metrics(self, sums):
+        return {"train_square": sums["loss"] / sums["targets"]}
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return {"x": batch["inputs"], "targets": batch["targets"]}
+
+    def batch_loss(self, batch):
+        return super().batch_loss({"inputs": batch["x"], "targets": batch["targets"]})
+
+    def evaluate(self, batch, sums):
+        super().evaluate({"inputs": batch["x"], "targets": batch["targets"]}, sums)
 '''
 RUN = ["--trainer.accelerator=cpu", "--trainer.val_check_interval=3", "--trainer.log_every_n_steps=1"]
 RUN += ["--optimizer.lr=0.1", "--optimizer.warmup_steps=0", "--optimizer.weight_decay=0.0", "--run.name=line"]
@@ -160,6 +171,13 @@ def test_a_task_of_ones_own_is_trained_by_epochs_resumed_measured_and_predicts(o
         (["validate", *again, "--lengths", "1x"], "--lengths and --report read language models only"),
         (["fit", *own_task, "--trainer.max_epochs=4", "--trainer.max_steps=4"], "exclude each other"),
     )
+
+
+def test_a_task_of_ones_own_may_have_other_metrics_and_batches(own_task):
+    assert main(["fit", *own_task, "--task=lines.Other", "--trainer.max_steps=2"]) == 0
+    (first, *_) = read_csv(Path("runs/line/version_0/metrics.csv"))
+    assert float(first["train_square"]) > 0
+    assert "tokens_per_second" not in first
 
 
 def test_what_is_no_task_is_named(own_task, capsys):

@@ -91,7 +91,7 @@ class HealthMonitor(Callback):
 
 
 class SpikeWarning(Callback):
-    """Prints a line when the loss or the gradient norm exceeds `factor` × its running median.
+    """Prints a line when the loss or the gradient norm exceeds `factor` × its running median, if the task logs it.
 
     The line has the step and, with a `ResumableDataModule`, the samples of its batches, so that they can be inspected.
     The median is over the last `window` steps; nothing is printed before a quarter of them. `found` holds all spikes as
@@ -110,6 +110,8 @@ class SpikeWarning(Callback):
             return
         spikes = []
         for name, before in self.before.items():
+            if name not in trainer.callback_metrics:  # a task may have `training_metrics` of its own
+                continue
             value = trainer.callback_metrics[name].item()
             median = statistics.median(before) if len(before) >= self.window // 4 else None
             if median is not None and value > self.factor * median:

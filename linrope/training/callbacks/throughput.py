@@ -26,7 +26,7 @@ class Throughput(Callback):
     without the run's first one, which compiles and warms up, where there are others:
 
     - `tokens_per_second`: tokens trained on, over all devices, per second of wall time between steps. The time includes
-      loading data, not validation.
+      loading data, not validation. Tokens are the elements of a batch's `inputs`; omitted where batches have none.
     - `tflops_per_device`: 10¹² operations per second of each device, as the task counts them (`step_flops`); omitted
       where it does not.
     - `share_of_peak`: the same as a share of the GPU's peak in this precision, by Lightning's `get_available_flops`;
@@ -71,8 +71,9 @@ class Throughput(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._tokens += batch["inputs"].numel() * data_parallel(trainer)[1]
-        self._flops += self._batch_flops(pl_module, batch)
+        if "inputs" in batch:
+            self._tokens += batch["inputs"].numel() * data_parallel(trainer)[1]
+            self._flops += self._batch_flops(pl_module, batch)
         if not finished_a_step(trainer, batch_idx):
             return
         now, waited = time.perf_counter(), self._waited_so_far(trainer)
@@ -100,10 +101,9 @@ class Throughput(Callback):
 
     def _metrics(self, trainer: Trainer) -> dict[str, float]:
         tokens, flops, seconds, waited = map(sum, zip(*self._steps))
-        metrics = {
-            **{name: float(value) for name, value in self._so_far.items()},
-            "tokens_per_second": tokens / seconds,
-        }
+        metrics = {name: float(value) for name, value in self._so_far.items()}
+        if tokens:
+            metrics["tokens_per_second"] = tokens / seconds
         if flops:
             metrics["tflops_per_device"] = flops / seconds / 1e12
         if (peak := _peak_memory(trainer.strategy.root_device)) is not None:
