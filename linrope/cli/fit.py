@@ -206,6 +206,9 @@ class FitCLI(TrainingCLI):
 
     def callbacks(self) -> list[Callback]:
         folder = self.folder.path
+        for given in self.given_callbacks():
+            if isinstance(given, ModelCheckpoint) and given.dirpath is None:
+                given.dirpath = str((folder / "checkpoints").resolve())  # beside ours, in the folder with config.yaml
         run, sample = self.config_init.run, self.config_init.get("sample")
         trainer, checkpoints = self.config_init.trainer, []
         self.last_checkpoint = None

@@ -43,6 +43,16 @@ def test_checkpoints_can_be_turned_off(tiny, run_folder, capsys, monkeypatch):
     assert not list(run_folder.parent.rglob("*.ckpt"))
 
 
+def test_a_checkpoint_of_ones_own_lies_beside_the_others(tiny, run_folder, capsys):
+    own = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.every_n_train_steps=1"]
+    assert main(["fit", *tiny, *own]) == 0
+    names = {file.name for file in run_folder.parents[1].rglob("*.ckpt")}
+    assert names == {file.name for file in (run_folder / "checkpoints").iterdir()} > {"best.ckpt", "last.ckpt"}
+    (name,) = names - {"best.ckpt", "last.ckpt"}
+    assert main(["validate", f"--ckpt_path={run_folder / 'checkpoints' / name}"]) == 0
+    assert f"the configuration is {run_folder / 'config.yaml'}" in capsys.readouterr().err
+
+
 def test_the_simple_profiler_prints_its_table(tiny, caplog):
     assert main(["fit", *tiny, "--trainer.profiler=simple"]) == 0
     assert re.search(r"FIT Profiler Report.*run_training_epoch", caplog.text, re.S)
