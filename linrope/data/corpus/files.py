@@ -7,10 +7,13 @@ kills the process (SIGBUS), while a read can name the file.
 from __future__ import annotations
 
 import glob
+import gzip
+import json
 import os
 import shlex
 import stat
 import sysconfig
+import zlib
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
@@ -23,7 +26,12 @@ from linrope.errors import InputError, suggest
 
 BINARY_PROBE = 8192
 """A file with a NUL among this many first bytes is binary, as for git and grep."""
-JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+COMPRESSED = (".gz", ".zst")
+JSON_LINES = tuple(f"{name}{end}" for name in (".jsonl", ".ndjson") for end in ("", *COMPRESSED))
+JSON = (".json", ".json.gz")
+"""Files of these names are JSON lines if their first two lines are an object each."""
+JSON_PROBE = 1 << 24
+"""Bytes of the longest such line."""
 NOT_STANDARD_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
@@ -54,21 +62,35 @@ def find_sources(path: str | Path | None, option: str = "data.path", json_lines:
     found, n_unreadable = _distinct(files, root)
     documents, n_skipped = [], n_unreadable
     for file in found:
-        name = file.relative_to(root).as_posix()
-        if name.endswith(JSON_LINES) and not json_lines:
+        name, of_json_lines = file.relative_to(root).as_posix(), is_json_lines(file)
+        if of_json_lines and not json_lines:
             raise InputError(
                 f"{option}={origin!r} holds JSON lines ({name}), which must be prepared first: linrope prepare --path "
                 f"{shlex.quote(origin)} --output FOLDER, then data.path: FOLDER. Or give a glob without them."
             )
-        size, modified = _size_and_time(file)
+        size, modified = _size_and_time(file, of_json_lines)
         if size:
             documents.append(Document(name, file, size, modified, 0, size))
         else:
             n_skipped += 1
     if not documents:
         skipped = f" ({n_skipped} skipped: binary, empty or unreadable)" if n_skipped else ""
-        raise InputError(f"{option}={origin!r} holds no text{skipped}: give a file, folder or glob of text files.")
+        raise InputError(
+            f"{option}={origin!r} holds no text{skipped}: give a file, folder or glob of text files. JSON lines are "
+            "named .jsonl or .ndjson, with .gz or .zst if they are compressed."
+        )
     return Sources(sorted(documents, key=lambda document: document.name), n_skipped, origin)
+
+
+def is_json_lines(file: Path) -> bool:
+    """Whether a file holds JSON lines: by its name, and by its first lines if it may also be one JSON value."""
+    if not file.name.endswith(JSON):
+        return file.name.endswith(JSON_LINES)
+    try:
+        with gzip.open(file) if file.suffix == ".gz" else open(file, "rb") as opened:
+            return all(isinstance(json.loads(opened.readline(JSON_PROBE)), dict) for _ in range(2))
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError):  # unreadable, damaged, or not JSON
+        return False
 
 
 def _find_files(path: str | Path | None, option: str) -> tuple[Iterable[Path], Path, str]:
@@ -180,11 +202,11 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _size_and_time(file: Path) -> tuple[int, int]:
+def _size_and_time(file: Path, of_json_lines: bool) -> tuple[int, int]:
     """Bytes and modification time (ns) of a file with text; size 0 for one that is empty, binary or unreadable."""
     try:
         with open(file, "rb", buffering=0) as opened:
-            binary = not file.name.endswith(JSON_LINES) and b"\0" in opened.read(BINARY_PROBE)
+            binary = not of_json_lines and b"\0" in opened.read(BINARY_PROBE)
             status = os.fstat(opened.fileno())
             return 0 if binary else status.st_size, status.st_mtime_ns
     except OSError:

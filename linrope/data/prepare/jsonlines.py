@@ -1,4 +1,4 @@
-"""JSON lines, plain or compressed (`.jsonl`, `.jsonl.gz`, `.jsonl.zst`): the text field of each line is a document."""
+"""JSON lines, plain or compressed (`.gz`, `.zst`): the text field of each line is a document."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from linrope.data.corpus.files import COMPRESSED
 from linrope.errors import DocumentChanged, InputError, require_package
 
 READ_BYTES = 1 << 20
@@ -27,7 +28,7 @@ def read_lines(path: Path, start: int, stop: int, count: Callable[[int], None]) 
     line, for a damaged or incomplete archive, or a line longer than LONGEST_LINE; without zstandard; DocumentChanged if
     the file ends before `stop`.
     """
-    compressed = path.suffix != ".jsonl"
+    compressed = path.suffix in COMPRESSED
     chunks = _chunks(path, start, stop, count, COMPRESSED_BYTES if compressed else READ_BYTES)
     if path.suffix == ".gz":
         chunks = _decompressed(chunks, lambda: zlib.decompressobj(wbits=31), zlib.error, path)

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from linrope.data.corpus.files import JSON_LINES, find_sources
+from linrope.data.corpus.files import COMPRESSED, find_sources, is_json_lines
 from linrope.data.prepare.jsonlines import LONGEST_LINE, BadLine, line_name, read_lines, text_of_line, text_of_row
 from linrope.errors import DocumentChanged, InputError, require_package
 
@@ -34,6 +34,7 @@ class FileRange:
     """Size and modification time (ns) of the file when it was found."""
     start: int
     stop: int
+    json_lines: bool
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def file_units(path: str | None) -> tuple[list[Unit], str, int]:
     """The units of the documents that `find_sources` finds; their origin and the number of skipped files."""
     found = find_sources(path, "--path", json_lines=True)
     files = [
-        FileRange(file.name, file.path, file.size, file.path.stat().st_mtime_ns, 0, file.size)
+        FileRange(file.name, file.path, file.size, file.path.stat().st_mtime_ns, 0, file.size, is_json_lines(file.path))
         for file in found.documents
     ]
     return list(_grouped(part for file in files for part in _parts(file))), found.origin, found.n_skipped
@@ -87,13 +88,12 @@ def file_units(path: str | None) -> tuple[list[Unit], str, int]:
 def _parts(source: FileRange) -> Iterator[FileRange]:
     """A file in ranges of about UNIT_BYTES, cut after lines; a compressed file is one range."""
     start = 0
-    if not source.name.endswith(JSON_LINES[1:]):
-        whole_lines = source.name.endswith(JSON_LINES)
+    if not (source.json_lines and source.path.suffix in COMPRESSED):
         with open(source.path, "rb") as file:
             while source.size - start > UNIT_BYTES:
                 stop = start + UNIT_BYTES
                 file.seek(stop)
-                stop += len(file.readline(LONGEST_LINE + 1)) if whole_lines else cut(file.read(LINE_REACH), 0)
+                stop += len(file.readline(LONGEST_LINE + 1)) if source.json_lines else cut(file.read(LINE_REACH), 0)
                 yield replace(source, start=start, stop=stop)
                 start = stop
     if start < source.size:
@@ -150,7 +150,7 @@ def read_unit(unit: Unit, field: str, count: Count, bad_line: OnBadLine) -> Iter
             yield from _rows(part, field, count, bad_line)
             continue
         _require_unchanged(part)
-        if part.name.endswith(JSON_LINES):
+        if part.json_lines:
             yield from _lines(part, field, count, bad_line)
         else:
             yield from _text(part, count)

@@ -36,6 +36,13 @@ def test_a_folder_a_glob_and_a_file_yield_their_text_files_in_order(folder):
     assert names(folder / "b.txt") == ["b.txt"]
 
 
+def test_a_json_file_of_one_value_is_text(tmp_path):
+    (tmp_path / "line.json").write_text('{"a": 1}\n')
+    (tmp_path / "lines.json").write_text('{\n"a": 1\n}\n')
+    (tmp_path / "damaged.json.gz").write_bytes(b"\x1f\x8b\0")
+    assert names(tmp_path) == ["line.json", "lines.json"]
+
+
 def test_links_are_followed_and_each_real_file_counts_once(folder):
     outside = folder.with_name(f"{folder.name}-outside")
     outside.mkdir()
@@ -100,7 +107,7 @@ def test_a_path_without_text_is_named(folder):
     for name, message in [
         ("a.tx", r"data\.path='.*a\.tx' does not exist: give a file.* Did you mean 'a\.txt'\?"),
         ("*.md", r"data\.path='.*\*\.md' holds no text: give"),
-        ("image.bin", r"holds no text \(1 skipped: binary"),
+        ("image.bin", r"holds no text \(1 skipped: binary, .*JSON lines are named \.jsonl or \.ndjson, with \.gz"),
         ("nowhere/at/all", r"data\.path='.*nowhere/at/all' does not exist"),
     ]:
         with pytest.raises(InputError, match=message):

@@ -201,9 +201,9 @@ def test_a_flat_file_that_cannot_be_is_named(tmp_path):
 # --- what must be prepared, and with which tokenizer ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["c.jsonl", "c.jsonl.gz", "c.jsonl.zst"])
+@pytest.mark.parametrize("name", ["c.jsonl", "c.jsonl.gz", "c.jsonl.zst", "c.ndjson", "c.ndjson.gz", "c.json"])
 def test_json_lines_are_to_be_prepared(texts, name):
-    (texts / name).write_text(json.dumps({"text": "a"}))
+    (texts / name).write_text('{"text": "a"}\n{"text": "b"}\n')
     for path in (texts, texts / name, texts / "c*"):
         with pytest.raises(InputError, match=rf"holds JSON lines \({name}\).*: linrope prepare --path .* --output"):
             open_text(path, FRACTIONS)
