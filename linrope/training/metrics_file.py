@@ -21,8 +21,8 @@ from linrope.utils.files import whole_file
 class MetricsFile(Logger):
     """A logger of Lightning's that writes `metrics.csv` in a run's folder: a row each time that metrics are logged.
 
-    The column `step` has the finished optimizer steps, as the console has. The file of a resumed run begins with the
-    rows of `earlier` up to the step of its checkpoint.
+    The column `step` has the finished optimizer steps, as the console has; a validation within a step counts that step
+    too. The file of a resumed run begins with the rows of `earlier` up to the step of its checkpoint.
 
     Args:
         folder: the run's folder.
