@@ -30,32 +30,34 @@ class Answer:
     def __init__(
         self, model: str, tokenizer: Tokenizer, requests: Sequence[Request], echoes: Sequence[str], include_usage: bool
     ) -> None:
-        self.requests, self.echoes, self.tokenizer = requests, echoes, tokenizer
-        self.include_usage = include_usage
+        self.requests, self.tokenizer, self.include_usage = requests, tokenizer, include_usage
         self.common = {
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",
             "created": int(time.time()),
             "model": model,
         }
-        self._begun: set[Choice] = set()
+        self._numbered = list(enumerate(choice for request in requests for choice in request.choices))
+        self._beginnings = {
+            choice: echo for one, echo in zip(requests, echoes) for choice in one.choices
+        }  # not sent yet
         self._ended: set[Choice] = set()
 
     def whole(self) -> dict[str, Any]:
         """The completion, when all requests are done."""
-        choices = [self._choice(number, choice, choice.take()) for number, choice in self._numbered()]
+        choices = [self._choice(number, choice, choice.take()) for number, choice in self._numbered]
         return {**self.common, "choices": choices, "usage": self._usage()}
 
     def events(self, is_last: bool) -> bytes:
         """The events of a stream that are ready, one for each continuation with news. `is_last`: all requests were done
         before."""
         parts = []
-        for number, choice in self._numbered():
+        for number, choice in self._numbered:
             if choice in self._ended:
                 continue
             is_finished = self._finish_reason(choice) is not None  # before its pieces are taken, or one could be missed
             piece = choice.take()
-            if piece is None and not is_finished and (choice in self._begun or not self._echo(choice)):
+            if piece is None and not is_finished and not self._beginnings.get(choice):
                 continue
             part = self._choice(number, choice, piece, is_finished)
             parts.append({**self.common, "choices": [part], **({"usage": None} if self.include_usage else {})})
@@ -65,12 +67,6 @@ class Answer:
             parts.append({**self.common, "choices": [], "usage": self._usage()})
         return b"".join(event_of(part) for part in parts)
 
-    def _numbered(self) -> list[tuple[int, Choice]]:
-        return list(enumerate(choice for request in self.requests for choice in request.choices))
-
-    def _echo(self, choice: Choice) -> str:
-        return self.echoes[self.requests.index(choice.request)]
-
     def _finish_reason(self, choice: Choice) -> str | None:
         if choice.request.options.max_tokens == 0:
             return "length" if choice.request.is_read else None
@@ -78,10 +74,7 @@ class Answer:
 
     def _choice(self, number: int, choice: Choice, piece: Piece | None, is_finished: bool = True) -> dict[str, Any]:
         piece = Piece("") if piece is None else piece
-        text = piece.text
-        if choice not in self._begun:
-            text = self._echo(choice) + text
-            self._begun.add(choice)
+        text = self._beginnings.pop(choice, "") + piece.text
         logprobs = None if choice.request.options.logprobs is None else self._logprobs(piece)
         reason = self._finish_reason(choice) if is_finished else None
         return {"text": text, "index": number, "logprobs": logprobs, "finish_reason": reason}
