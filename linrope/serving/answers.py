@@ -38,9 +38,8 @@ class Answer:
             "model": model,
         }
         self._numbered = list(enumerate(choice for request in requests for choice in request.choices))
-        self._beginnings = {
-            choice: echo for one, echo in zip(requests, echoes) for choice in one.choices
-        }  # not sent yet
+        self._beginnings = {choice: echo for one, echo in zip(requests, echoes) for choice in one.choices}
+        """Those that were not sent yet."""
         self._ended: set[Choice] = set()
 
     def whole(self) -> dict[str, Any]:
