@@ -92,7 +92,8 @@ def generate(config: GenerateConfig, model: LanguageModel, write: Write, console
 
     Raises:
         InputError: before any work: a file that exists or cannot be read, a prompt that is not UTF-8, a state of
-            another model, a text whose keys and values do not fit into memory.
+            another model; a text whose keys and values do not fit into memory, with bytes before it is read, with other
+            tokens as soon as it has too many.
     """
     if config.save_state is not None:
         require_new(Path(config.save_state), "--save_state", config.overwrite)
@@ -105,11 +106,12 @@ def generate(config: GenerateConfig, model: LanguageModel, write: Write, console
     prompt = Prompt(config.prompt, config.prompt_file)
     StopStrings(config.stop)  # checks them before the prompt is read
     n_before = 0 if state is None else state.length
-    require_memory(model, n_before + prompt.n_bytes + config.max_new_tokens)
     writer = TextWriter(model, write, state, config.segment_length)
     in_bytes = writer.tokenizer.name == "bytes"
+    if in_bytes:  # other tokens are counted as they are read
+        require_memory(model, n_before + prompt.n_bytes + config.max_new_tokens)
     parts = prompt.parts(config.segment_length) if in_bytes else cut_after_lines(prompt.parts(LARGEST_PART))
-    write(printable(_read_prompt(writer, parts, prompt.n_bytes, console)))
+    write(printable(_read_prompt(writer, parts, prompt.n_bytes, config.max_new_tokens, console)))
     if config.interactive:
         converse(writer, config, sys.stdin.buffer.readline, console)
     if config.save_state is not None:
@@ -163,14 +165,17 @@ def converse(writer: TextWriter, config: GenerateConfig, readline: Callable[[], 
         writer.write("" if shown.endswith("\n") else "\n")
 
 
-def _read_prompt(writer: TextWriter, parts: Iterable[str], n_bytes: int, console: Console) -> str:
-    """Read the prompt behind a bar that counts its bytes; return its end, to be printed."""
+def _read_prompt(writer: TextWriter, parts: Iterable[str], n_bytes: int, max_new_tokens: int, console: Console) -> str:
+    """Read the prompt behind a bar that counts its bytes; return its end, to be printed. InputError once it has so many
+    tokens that memory does not hold them."""
     shown = ""
     columns = BarColumn(bar_width=None), TaskProgressColumn(), DownloadColumn(), TimeRemainingColumn()
     with progress_bar(console, *columns) as bar:
         task = bar.add_task("prompt", total=n_bytes or None)
         for part in parts:
             writer.read(part)
+            if writer.state is not None:
+                require_memory(writer.model, writer.state.length + max_new_tokens)
             shown = (shown + part)[-ECHO - 1 :]
             bar.advance(task, len(part.encode()))
     return shown if len(shown) <= ECHO else f"…{shown[1:]}"

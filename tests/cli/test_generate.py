@@ -1,5 +1,6 @@
 """`linrope generate`: prompts from options and files, states, continuations, stops, conversations."""
 
+import contextlib
 import io
 import os
 import re
@@ -15,16 +16,18 @@ import pytest
 import torch
 from rich.console import Console
 
-from linrope import LanguageModel, LanguageModelConfig
+from linrope import InputError, LanguageModel, LanguageModelConfig
 from linrope.cli import prompts
 from linrope.cli.generate import GenerateConfig, converse, generate
 from linrope.cli.main import main
 from linrope.cli.prompts import Prompt, cut_after_lines
 from linrope.data.tokenizers.bytes import SEPARATOR, TextDecoder, encode_prompt
+from linrope.data.tokenizers.subwords import SubwordTokenizer
 from linrope.generation.decoding import read
 from linrope.generation.prompt_state import save_prompt_state
 from linrope.generation.sampling import Sampler, Sampling
 from linrope.generation.text import TextWriter, printable
+from tests.data.tokenizers.subword_files import TEXT, byte_level
 
 ROOT = Path(__file__).parents[2]
 
@@ -115,6 +118,20 @@ def test_a_bar_shows_how_much_of_the_prompt_is_read(model, tmp_path):
         shown.append(re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue()))
     assert re.search(r"prompt .*100%.*2\.0/2\.0 kB", shown[0])
     assert re.fullmatch(r"2,001 tokens read \([\d,]+ per second\)\n", shown[1])
+
+
+def test_memory_is_asked_for_the_tokens_of_a_prompt_and_not_for_its_bytes(monkeypatch):
+    tokenizer = SubwordTokenizer(byte_level(()))
+    sizes = {"vocab_size": tokenizer.vocab_size, "d_model": 16, "n_layers": 1, "n_heads": 2}
+    model = LanguageModel(LanguageModelConfig(**sizes, attention="softmax")).eval()
+    model.tokenizer = tokenizer.to_serialized()
+    n_tokens = len(tokenizer.encode_prompt(TEXT))
+    assert n_tokens < len(TEXT) // 2
+    config = GenerateConfig(ckpt_path="", prompt=TEXT, max_new_tokens=1)
+    for room, fits in ((n_tokens + 1, True), (n_tokens, False)):
+        monkeypatch.setattr("linrope.generation.decoding.memory_of", lambda device, n=room: model.state_bytes(n))
+        with contextlib.nullcontext() if fits else pytest.raises(InputError, match=f"a text of {n_tokens + 1} tokens"):
+            generate(config, model, lambda text: None, Console(file=io.StringIO()))
 
 
 def test_continuations_are_those_of_the_seeds_from_one_reading(folder, capsys, monkeypatch):
