@@ -59,10 +59,11 @@ class _Windows(Dataset[dict[str, Tensor]]):
         if context < 1:
             raise InputError(f"{option}={context} must be at least 1: it is the number of tokens of one sample.")
         if len(corpus) <= context:
+            without = " To train without validation, set its share to 0." if split == "val" else ""
             raise InputError(
                 f"the {split} split holds {len(corpus):,} tokens, too few for one sample of {option}={context} + 1: "
                 f"lower {option}, raise its share in data.fractions, give more text, or set data.split=position (by "
-                "default each of several documents goes to one split as a whole)."
+                f"default each of several documents goes to one split as a whole).{without}"
             )
         require_separator(corpus, document_mask)
         self.corpus, self.context, self.document_mask = corpus, context, document_mask
