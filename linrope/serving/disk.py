@@ -14,7 +14,7 @@ import re
 import secrets
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -76,6 +76,7 @@ class SnapshotFolder:
         self._files: OrderedDict[tuple[int, str], _Stored] = OrderedDict()  # the last used at the end
         self._lengths: dict[int, int] = {}  # number of files of each length
         self.n_bytes = 0
+        self._failed: deque[_Stored] = deque()  # what could not be written
         self._pending = 0  # bytes, with the lock of _written
         self._written = threading.Condition()
         self._writer = ThreadPoolExecutor(1, "linrope cache writer")
@@ -89,6 +90,7 @@ class SnapshotFolder:
     def longest(self, tokens: np.ndarray, beyond: int) -> tuple[int, Snapshot] | None:
         """The longest prefix of `tokens` with a snapshot, if it has more than `beyond` tokens; that of all tokens only
         if it has logits."""
+        self._forget_failed()
         known = [n for n in sorted(self._lengths) if beyond < n <= len(tokens)]
         for length, digest in reversed(list(zip(known, _digests(tokens, known)))):
             stored = self._files.get((length, digest))
@@ -100,6 +102,7 @@ class SnapshotFolder:
 
     def put(self, tokens: np.ndarray, snapshot: Snapshot, wait: bool = False) -> None:
         """Write a snapshot, unless the folder has it, or too many wait to be written: `wait` waits for these."""
+        self._forget_failed()
         (digest,) = _digests(tokens, [len(tokens)])
         key, has_logits = (len(tokens), digest), snapshot.logits is not None
         known = self._files.get(key)
@@ -142,21 +145,23 @@ class SnapshotFolder:
         self._files.move_to_end(key)
         self._writer.submit(_set_time, self.folder / self._files[key].name)
 
+    def _forget_failed(self) -> None:
+        while self._failed:
+            stored = self._failed.popleft()
+            if self._files.get(_key_of(stored.name)) is stored:
+                self._remove(_key_of(stored.name))
+
     def _trim(self) -> None:
         while self.n_bytes > self.max_bytes:
             self._remove(next(iter(self._files)))
 
-    def _forget(self, key: tuple[int, str]) -> _Stored:
+    def _remove(self, key: tuple[int, str]) -> None:
         with self._guard:
             stored = self._files.pop(key)
             self.n_bytes -= stored.n_bytes
             self._lengths[key[0]] -= 1
             if not self._lengths[key[0]]:
                 del self._lengths[key[0]]
-        return stored
-
-    def _remove(self, key: tuple[int, str]) -> None:
-        stored = self._forget(key)
         path = self.folder / stored.name
         if stored.writing is None or stored.writing.done():
             path.unlink(missing_ok=True)
@@ -166,12 +171,12 @@ class SnapshotFolder:
     def _write(self, stored: _Stored, snapshot: Snapshot) -> None:
         """Write a file as a whole. It need not outlive a crash of the machine: a damaged one is found by its digest."""
         name = stored.name
-        on_cpu = map_state(lambda _, x: x.cpu(), snapshot.state)
-        logits = None if snapshot.logits is None else snapshot.logits.cpu()
-        content = {"format": FORMAT, "name": name, "state": to_serialized(on_cpu), "logits": logits}
-        content["digest"] = digest_of(content)
         partial = self.folder / f"{name}.{secrets.token_hex(4)}.partial"
         try:
+            on_cpu = map_state(lambda _, x: x.cpu(), snapshot.state)
+            logits = None if snapshot.logits is None else snapshot.logits.cpu()
+            content = {"format": FORMAT, "name": name, "state": to_serialized(on_cpu), "logits": logits}
+            content["digest"] = digest_of(content)
             torch.save(content, partial)
             _set_time(partial)
             size = partial.stat().st_size
@@ -183,9 +188,7 @@ class SnapshotFolder:
         except (OSError, RuntimeError) as error:  # torch has RuntimeError for a full disk
             with suppress(OSError):
                 partial.unlink()
-            with self._guard:
-                if self._files.get(_key_of(name)) is stored:
-                    self._forget(_key_of(name))
+            self._failed.append(stored)
             self.report(f"the prefix cache could not write {partial}: {error}")
         finally:
             with self._written:

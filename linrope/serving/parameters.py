@@ -16,13 +16,7 @@ from linrope.serving.prefix_cache import TOKEN
 from linrope.serving.requests import Options, RequestError
 
 MOST_STOPS, MOST_LOGPROBS = 16, 20
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-    "suffix": ("",),
-}
+NEUTRAL = {"best_of": 1, "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "suffix": ""}
 """Parameters of OpenAI's that do nothing here, with the values that ask for nothing; null is one for all."""
 
 
@@ -89,8 +83,8 @@ def parse_body(body: bytes) -> CompletionParameters:
     values = _json_object(body)
     for name, value in values.items():
         if name in NEUTRAL:
-            if value is not None and value not in NEUTRAL[name]:
-                raise refused(name, value, f"must be {json.dumps(NEUTRAL[name][0])}: this server has no such option")
+            if value is not None and value != NEUTRAL[name]:
+                raise refused(name, value, f"must be {json.dumps(NEUTRAL[name])}: this server has no such option")
         elif name not in PARAMETERS:
             name = name.encode(errors="replace").decode()  # half a surrogate pair cannot be answered
             near = suggest(name[:60], [*PARAMETERS, *NEUTRAL])
