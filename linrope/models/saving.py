@@ -68,17 +68,18 @@ def read_model(path: Path, verify: bool = True) -> tuple[dict[str, Any], dict[st
             config = json.loads((path / CONFIG_FILE).read_text())
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise InputError(f"{path / CONFIG_FILE} is not valid JSON: {error}.") from error
+        model_type = config.get("model_type") if isinstance(config, dict) else None
+        if model_type not in (None, "linrope"):  # before its weights are read
+            raise InputError(
+                f"{str(path)!r} is a model of transformers, model_type={model_type!r}: `linrope convert` makes a "
+                "hybrid of a Llama or Qwen, and linrope.interop reads one as it is."
+            )
         weights = _weights_in(path)
         if not isinstance(config, dict):
             return config, weights, None
-        if config.get("model_type") == "linrope":  # an export for transformers, with our configuration inside
+        if model_type == "linrope":  # an export for transformers, with our configuration inside
             kind = config.get("linrope_tokenizer")
             return config.get("linrope"), _of_model(weights), tokenizer_in(path / EXPORTED_TOKENIZER_FILE, kind)
-        if (theirs := config.get("model_type")) is not None:
-            raise InputError(
-                f"{str(path)!r} is a model of transformers, model_type={theirs!r}: `linrope convert` makes a hybrid of "
-                "a Llama or Qwen, and linrope.interop reads one as it is."
-            )
         kind = config.pop("tokenizer", None)
         return config, weights, tokenizer_in(path / TOKENIZER_FILE, kind)
     checkpoint = open_checkpoint(path, weights=True)

@@ -39,7 +39,7 @@ class Answer:
         }
         self._numbered = list(enumerate(choice for request in requests for choice in request.choices))
         self._beginnings = {choice: echo for one, echo in zip(requests, echoes) for choice in one.choices}
-        """Those that were not sent yet."""
+        """What continuations begin with, until it is sent."""
         self._ended: set[Choice] = set()
 
     def whole(self) -> dict[str, Any]:

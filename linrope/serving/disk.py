@@ -120,9 +120,14 @@ class SnapshotFolder:
 
     def _takes(self, n_bytes: int, wait: bool) -> bool:
         """Whether so many bytes may wait to be written beside those that do; a snapshot alone always may."""
+
+        def has_room() -> bool:
+            return not self._pending or self._pending + n_bytes <= MOST_PENDING
+
         with self._written:
-            has_room = lambda: not self._pending or self._pending + n_bytes <= MOST_PENDING  # noqa: E731
-            if not (self._written.wait_for(has_room) if wait else has_room()):
+            if wait:
+                self._written.wait_for(has_room)
+            elif not has_room():
                 return False
             self._pending += n_bytes
             return True

@@ -8,31 +8,22 @@ import triton.language as tl
 
 
 @triton.jit
-def no_turns(P: tl.constexpr, TILES: tl.constexpr):
-    """Two sums of float64 zeros, for `more_turns`."""
-    turns = ()
-    for tile in tl.static_range(TILES):
-        turns = turns + (tl.zeros((P,), dtype=tl.float64),)
-    return turns, turns
-
-
-@triton.jit
-def more_turns(turns, placed, ta, tb, da, db, positions, TILES: tl.constexpr):
+def more_crosses(crosses, placed, ta, tb, da, db, positions, TILES: tl.constexpr):
     """∂θ needs Σ of the pairs' t × ∂t, and the same times the positions; with those of more rotated rows t."""
     nc, np = (), ()
     for tile in tl.static_range(TILES):
         cross = (ta[tile] * db[tile] - tb[tile] * da[tile]).to(tl.float64)
-        nc = nc + (turns[tile] + tl.sum(cross, axis=0),)
+        nc = nc + (crosses[tile] + tl.sum(cross, axis=0),)
         np = np + (placed[tile] + tl.sum(cross * positions[:, None], axis=0),)
     return nc, np
 
 
 @triton.jit
-def store_turns(ptr, turns, placed, R: tl.constexpr, P: tl.constexpr, TILES: tl.constexpr):
+def store_crosses(ptr, crosses, placed, R: tl.constexpr, P: tl.constexpr, TILES: tl.constexpr):
     """(2, R/2), contiguous."""
     for tile in tl.static_range(TILES):
         m = tile * P + tl.arange(0, P)
-        tl.store(ptr + m, turns[tile], mask=m < R // 2)
+        tl.store(ptr + m, crosses[tile], mask=m < R // 2)
         tl.store(ptr + R // 2 + m, placed[tile], mask=m < R // 2)
 
 

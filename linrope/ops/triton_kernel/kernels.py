@@ -2,7 +2,7 @@
 
 The sequence is cut into stretches of `STRETCH` tokens, one program each, which goes through its stretch in chunks of
 `CHUNK` tokens with the state in registers. `stretch_sums` computes what each stretch adds to the state, `scan` (in
-`small_kernels.py`) turns that into the state before each stretch, and the others begin from it:
+`small_kernels.py`) crosses that into the state before each stretch, and the others begin from it:
 
     attend           num = (M ∘ q̃ k̃ᵀ) v + a ∘ q̃ S           den = (M ∘ φ(q) φ(k)ᵀ) 1 + a ∘ φ(q) u + ε
     query_gradients  ∂q̃ = (M ∘ ∂num vᵀ) k̃ + a ∘ ∂num Sᵀ
@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from linrope.ops.triton_kernel.configurations import CONFIGS, fitting
-from linrope.ops.triton_kernel.gradients import add_sums, more_turns, no_turns, only_valid, row_dots, store_turns
+from linrope.ops.triton_kernel.gradients import add_sums, more_crosses, only_valid, row_dots, store_crosses
 from linrope.ops.triton_kernel.primitives import (
     OPEN,
     features,
@@ -286,7 +286,7 @@ def query_gradients(
     slot = state + (bh * (N + 1) + (s if CAUSAL else slot_of_all)) * (D * E + D)
     sa, sb = load_state(slot, e, angles, s, sines, D, E, R, P, TILES, STRETCH, INTERLEAVED)
     ua, ub = load_sums(slot + D * E, D, R, P, TILES, SIGNED, INTERLEAVED)
-    turns, placed = no_turns(P, TILES)
+    crosses, placed = zero_sums(P, TILES, tl.float64)
 
     for chunk in range(chunks):
         place = chunk * CHUNK
@@ -342,7 +342,7 @@ def query_gradients(
         fa, fb = features(xa, xb, inside, D, P, TILES, SIGNED, PHI, ALL_ROWS=True)
         if D_THETA:
             ta, tb = rotate_all(fa, fb, cos, sin, R, TILES)
-            turns, placed = more_turns(turns, placed, ta, tb, da, db, place + p, TILES)
+            crosses, placed = more_crosses(crosses, placed, ta, tb, da, db, place + p, TILES)
         da, db = rotate_all(da, db, cos, sin, R, TILES, True)
         if PLAIN:  # ∂den times the sum of keys so far
             da, db = add_sums(da, db, share * reach, ua, ub, TILES)
@@ -356,7 +356,7 @@ def query_gradients(
             da, db = vjp_features(xa, xb, fa, fb, da, db, D, P, TILES, SIGNED, PHI)
         store_rows(out + (part * T + i0) * D, p, inside, da, db, D, R, P, TILES, INTERLEAVED)
     if D_THETA:
-        store_turns(d_theta + (part * stretches + s) * 2 * (R // 2), turns, placed, R, P, TILES)
+        store_crosses(d_theta + (part * stretches + s) * 2 * (R // 2), crosses, placed, R, P, TILES)
 
 
 @triton.autotune(CONFIGS, key=TUNED_BY, prune_configs_by={"early_config_prune": fitting}, cache_results=True)
@@ -400,7 +400,7 @@ def key_gradients(
     slot = state + (bh * (N + 1) + (s + 1 if CAUSAL else slot_of_all)) * (D * E + D)
     sa, sb = load_state(slot, e, angles, s, sines, D, E, R, P, TILES, STRETCH, INTERLEAVED)
     ua, ub = load_sums(slot + D * E, D, R, P, TILES, SIGNED, INTERLEAVED)
-    turns, placed = no_turns(P, TILES)
+    crosses, placed = zero_sums(P, TILES, tl.float64)
 
     for step in range(chunks):
         place = (chunks - 1 - step) * CHUNK
@@ -453,7 +453,7 @@ def key_gradients(
             values = tl.where(valid[:, None], values, 0.0)
         store_values(d_v + (bh * T + i0) * E, p, e, inside, values.to(d_v.dtype.element_ty), E, BLOCK_E)
         if D_THETA:
-            turns, placed = more_turns(turns, placed, ta, tb, da, db, place + p, TILES)
+            crosses, placed = more_crosses(crosses, placed, ta, tb, da, db, place + p, TILES)
         da, db = rotate_all(da, db, cos, sin, R, TILES, True)
         if SUMS:  # the sum of later ∂den φ(q)
             once = kept
@@ -478,4 +478,4 @@ def key_gradients(
             da, db = only_valid(da, db, valid, TILES)
         store_rows(out + (part * T + i0) * D, p, inside, da, db, D, R, P, TILES, INTERLEAVED)
     if D_THETA:
-        store_turns(d_theta + (part * stretches + s) * 2 * (R // 2), turns, placed, R, P, TILES)
+        store_crosses(d_theta + (part * stretches + s) * 2 * (R // 2), crosses, placed, R, P, TILES)

@@ -125,8 +125,8 @@ def _wrong(operator: Callable[[Call], Outputs], small: Call, exact: Outputs, tri
 
 
 def _compile_ahead(small: Call, like: Call, training: bool) -> None:
-    """Compile the kernels that the check runs, all at once. They write nothing, and nothing of theirs is kept: θ of the
-    small call is a tensor of its own, so that no table of angles has a key."""
+    """Compile the kernels that the check runs, all at once. They write nothing, and no table of angles is kept: θ of
+    the small call is a tensor of its own, which is no key."""
     from linrope.ops.triton_kernel.compile_ahead import Recorder, compile_all  # only here: Triton is optional
 
     recorder = Recorder()
