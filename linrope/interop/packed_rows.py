@@ -47,14 +47,14 @@ def _seen(mask: Tensor, shape: tuple[int, int], n_read: int) -> Tensor | None:
     n_rows, n_new = shape
     if mask.shape != (n_rows, n_read + n_new):
         raise InputError(
-            f"attention_mask is {tuple(mask.shape)} for input_ids {(n_rows, n_new)} after {n_read} tokens of "
-            f"past_key_values: pass {(n_rows, n_read + n_new)}, the mask of all tokens so far."
+            f"attention_mask is {tuple(mask.shape)} for input_ids {(n_rows, n_new)} after {n_read} tokens of the "
+            f"cache: pass {(n_rows, n_read + n_new)}, the mask of all tokens so far."
         )
     mask = mask.bool()
     if mask[:, max(n_read - 1, 0) :].all():
         return None
     if n_read:
-        hidden = "hides tokens after past_key_values" if mask[:, n_read - 1].all() else "ends in padding there"
+        hidden = "hides tokens after those of the cache" if mask[:, n_read - 1].all() else "ends in padding there"
         raise InputError(
             f"attention_mask {hidden}: a row can only continue after its text. Pad on the left, and pass the padding "
             "together with the first tokens of the rows."
@@ -79,7 +79,7 @@ def _starts(position_ids: Tensor, seen: Tensor | None, shape: tuple[int, int], n
         )
     if n_read and (position_ids[:, :1] == 0).any():
         raise InputError(
-            f"position_ids begin at 0 after {n_read} tokens of past_key_values: read a new document without the cache."
+            f"position_ids begin at 0 after {n_read} tokens of the cache: read a new document without the cache."
         )
     return starts
 

@@ -14,6 +14,7 @@ do not import linrope load them with `trust_remote_code=True`, if linrope is ins
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import tempfile
 from collections.abc import Mapping
@@ -62,6 +63,8 @@ AUTO_MAP = {
     "AutoModelForCausalLM": f"{CODE_MODULE}.LinropeForCausalLM",
 }
 """Where transformers finds the classes of a folder, with `trust_remote_code=True`."""
+CACHE = next(f.name for f in dataclasses.fields(CausalLMOutputWithPast) if f.name in ("cache", "past_key_values"))
+"""What this version of transformers calls the cache in arguments and outputs: `cache` since 5.24."""
 ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
 """Options of `generate` that take drafted tokens back."""
 
@@ -106,7 +109,7 @@ class LinropeConfig(PreTrainedConfig):
 class StateCache:
     """A model's state as a cache for `generate` of transformers."""
 
-    is_compileable = False
+    is_compileable = is_croppable = False
 
     def __init__(self, state: ModelState) -> None:
         self.state = state
@@ -255,7 +258,7 @@ class LinropeForCausalLM(PreTrainedModel, GenerationMixin):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: StateCache | None = None,
+        cache: StateCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -263,17 +266,18 @@ class LinropeForCausalLM(PreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
+        past_key_values: StateCache | None = None,
         **options: Any,
     ) -> CausalLMOutputWithPast | tuple:
         """Logits, and if asked for the loss, the state and the hidden states.
 
         Args:
-            input_ids: (B, T), tokens that `past_key_values` does not include.
+            input_ids: (B, T), tokens that the cache does not include.
             attention_mask: (B, tokens so far), 0 for padding. Padding may come before a row's text, or after it if the
                 row ends there.
             position_ids: (B, T) or (1, T). Where they start again at 0, a document of a packed row begins, which is
                 read by itself. Otherwise they must agree with the mask and the state.
-            past_key_values: the cache that an earlier call returned.
+            cache, past_key_values: the cache that an earlier call returned, under its newer or its older name.
             inputs_embeds: (B, T, d_model), in place of `input_ids`.
             labels: (B, T), the input_ids again; -100 for tokens without a loss.
             use_cache: whether to return the state; None returns it outside of training.
@@ -285,18 +289,21 @@ class LinropeForCausalLM(PreTrainedModel, GenerationMixin):
             options: `seq_idx` as in `DataCollatorWithFlattening`; other arguments of transformers.
 
         Raises:
-            InputError: both or none of input_ids and inputs_embeds, labels of some logits only, output_attentions, a
-                cache of another kind, use_cache with gradient checkpointing; see `segment_ids_of` for masks and
-                position_ids.
+            InputError: both or none of input_ids and inputs_embeds, labels of some logits only, output_attentions, two
+                caches or one of another kind, use_cache with gradient checkpointing; see `segment_ids_of` for masks
+                and position_ids.
         """
         config = self.config
         if config.output_attentions if output_attentions is None else output_attentions:
             raise InputError("output_attentions=True: linrope never has the attention weights of all pairs of tokens.")
         with_hidden = config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        past = self._checked_past(input_ids, inputs_embeds, past_key_values)
+        if cache is not None and past_key_values is not None:
+            raise InputError("cache and past_key_values are two names of one argument: pass one of them.")
+        cache = past_key_values if cache is None else cache
+        past = self._checked_past(input_ids, inputs_embeds, cache)
         use_cache = self._checked_use_cache(use_cache)
         x = self.model.embedding(input_ids) if inputs_embeds is None else inputs_embeds
-        n_read = 0 if past is None else past_key_values.get_seq_length()
+        n_read = 0 if past is None else cache.get_seq_length()
         ids = _segment_ids(x.shape[:2], n_read, attention_mask, position_ids, options)
         hidden: list[Tensor] = []
         recompute = self.gradient_checkpointing and self.training
@@ -317,13 +324,13 @@ class LinropeForCausalLM(PreTrainedModel, GenerationMixin):
         output = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=StateCache(state) if use_cache else None,
             hidden_states=(*hidden, x) if with_hidden else None,
+            **{CACHE: StateCache(state) if use_cache else None},
         )
         return output if (config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
     def _checked_past(
-        self, input_ids: Tensor | None, inputs_embeds: Tensor | None, past_key_values: StateCache | None
+        self, input_ids: Tensor | None, inputs_embeds: Tensor | None, cache: StateCache | None
     ) -> ModelState | None:
         """The state in the cache, after a check of what `forward` reads."""
         if (input_ids is None) == (inputs_embeds is None):
@@ -333,12 +340,12 @@ class LinropeForCausalLM(PreTrainedModel, GenerationMixin):
                 expected = f"(B, T, d_model={self.config.hidden_size})"
                 raise InputError(f"inputs_embeds is {tuple(inputs_embeds.shape)}: pass {expected}.")
             input_ids = inputs_embeds.new_zeros(inputs_embeds.shape[:2], dtype=torch.int64)
-        if past_key_values is not None and not isinstance(past_key_values, StateCache):
+        if cache is not None and not isinstance(cache, StateCache):
             raise InputError(
-                f"past_key_values is a {type(past_key_values).__name__}: pass the cache that an earlier call of this "
-                "model returned, or None."
+                f"{CACHE} is a {type(cache).__name__}: pass the cache that an earlier call of this model returned, or "
+                "None."
             )
-        past = None if past_key_values is None else past_key_values.state
+        past = None if cache is None else cache.state
         self.model.check(input_ids, past)
         return past
 

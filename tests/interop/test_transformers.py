@@ -17,6 +17,7 @@ from linrope import InputError, LanguageModel, LanguageModelConfig
 from linrope.cli.main import main
 from linrope.data.tokenizers.bytes import SEPARATOR, encode_prompt
 from linrope.data.tokenizers.subwords import SubwordTokenizer
+from linrope.interop.transformers import CACHE
 from tests.conftest import covering
 from tests.data.tokenizers.subword_files import byte_level
 from tests.models.test_language_model import CONFIGS
@@ -74,10 +75,10 @@ def test_auto_classes_take_the_folder_and_logits_losses_and_caches_are_ours(trai
     labels[:, :5] = -100
     expected = F.cross_entropy(trained(tokens)[0, 4:-1], tokens[0, 5:])
     torch.testing.assert_close(loaded(tokens, labels=labels).loss, expected)
-    cache = loaded(tokens[:, :10], use_cache=True).past_key_values
+    cache = loaded(tokens[:, :10], use_cache=True)[CACHE]
     assert cache.get_seq_length() == 10
     torch.testing.assert_close(loaded(tokens[:, 10:], past_key_values=cache).logits, trained(tokens)[:, 10:], **CLOSE)
-    assert loaded(tokens, use_cache=False).past_key_values is None
+    assert loaded(tokens, use_cache=False).get(CACHE) is None
 
 
 def test_generation_is_ours_with_and_without_the_cache(trained, loaded):
@@ -111,8 +112,8 @@ def test_text_does_not_go_on_after_padding(loaded):
     tokens = encode_prompt(TEXT)[None]
     n, one = tokens.shape[1], torch.ones_like(tokens)
     after, before = F.pad(one, (0, 3)), F.pad(one, (3, 0))
-    right = loaded(F.pad(tokens, (0, 3)), attention_mask=after).past_key_values
-    left = loaded(tokens[:, :3], attention_mask=before[:, :3]).past_key_values
+    right = loaded(F.pad(tokens, (0, 3)), attention_mask=after)[CACHE]
+    left = loaded(tokens[:, :3], attention_mask=before[:, :3])[CACHE]
     for cache, mask, more in ((right, F.pad(after, (0, 1), value=1), tokens[:, :1]), (left, before, tokens)):
         with pytest.raises(InputError, match=r"attention_mask ends in padding there: .* Pad on the left"):
             loaded(more, attention_mask=mask, past_key_values=cache)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from transformers import DataCollatorWithFlattening, DynamicCache
 
 from linrope import InputError, LanguageModel, LanguageModelConfig
-from linrope.interop.transformers import LinropeConfig, LinropeForCausalLM
+from linrope.interop.transformers import CACHE, LinropeConfig, LinropeForCausalLM
 from linrope.positions.base import PositionsConfig
 from tests.conftest import assert_input_errors
 
@@ -66,8 +66,8 @@ def test_a_tuple_is_returned_when_asked(model, tokens):
 def test_embeddings_stand_for_tokens(model, tokens):
     embedded = model.get_input_embeddings()(tokens)
     assert torch.equal(model(inputs_embeds=embedded).logits, model(tokens).logits)
-    cache = model(inputs_embeds=embedded[:, :9]).past_key_values
-    after = model(inputs_embeds=embedded[:, 9:], past_key_values=cache).logits
+    cache = model(inputs_embeds=embedded[:, :9])[CACHE]
+    after = model(inputs_embeds=embedded[:, 9:], cache=cache).logits
     torch.testing.assert_close(after, model(tokens).logits[:, 9:], **CLOSE)
     options = {"max_new_tokens": 4, "do_sample": False}
     written = model.generate(inputs_embeds=embedded, **options)
@@ -121,7 +121,7 @@ def test_gradient_checkpointing_gives_the_same_gradients_and_runs_blocks_twice(r
     assert len(calls) == 1 + 2
     with pytest.raises(InputError, match="use_cache=True does not go with gradient checkpointing"):
         model(tokens, use_cache=True)
-    assert model.eval()(tokens).past_key_values is not None
+    assert model.eval()(tokens)[CACHE] is not None
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -144,7 +144,7 @@ def test_the_vocabulary_can_be_resized(tied, tokens, tmp_path):
 
 
 def test_unsupported_arguments_are_refused(model, tokens):
-    cache = model(tokens).past_key_values
+    cache = model(tokens)[CACHE]
     n = tokens.shape[1]
     mask = torch.ones(2, 2 * n, dtype=torch.int64)
     mask[0, -1] = 0
@@ -156,18 +156,16 @@ def test_unsupported_arguments_are_refused(model, tokens):
         (lambda: model(), "pass either input_ids or inputs_embeds"),
         (lambda: model(inputs_embeds=embedded[..., 1:]), r"inputs_embeds is \(2, 21, 15\): pass \(B, T, d_model=16\)"),
         (lambda: model(tokens, attention_mask=mask[:, :3]), r"attention_mask is \(2, 3\)"),
-        (lambda: model(tokens, attention_mask=mask, past_key_values=cache), "hides tokens after past_key_values"),
+        (lambda: model(tokens, attention_mask=mask, cache=cache), "hides tokens after those of the cache"),
         (lambda: model(tokens, position_ids=2 * positions), "position_ids jump to a position other than 0"),
         (lambda: model(tokens, position_ids=positions[:, :3]), r"position_ids is \(1, 3\) for tokens \(2, 21\)"),
-        (lambda: model(tokens, position_ids=positions, past_key_values=cache), "begin at 0 after 21 tokens"),
+        (lambda: model(tokens, position_ids=positions, cache=cache), "begin at 0 after 21 tokens"),
         (lambda: model(tokens, cu_seq_lens_q=torch.tensor([0, 3, 42])), "cu_seq_lens_q alone is not read"),
         (lambda: model(tokens, output_attentions=True), "output_attentions=True: linrope never has"),
-        (lambda: model(tokens, past_key_values=DynamicCache()), "past_key_values is a DynamicCache: pass the cache"),
-        (
-            lambda: model.generate(tokens, past_key_values=DynamicCache(), **one),
-            "past_key_values is a DynamicCache",
-        ),
-        (lambda: model(tokens, past_key_values=other(tokens, use_cache=True).past_key_values), "state holds"),
+        (lambda: model(tokens, past_key_values=DynamicCache()), f"{CACHE} is a DynamicCache: pass the cache"),
+        (lambda: model(tokens, cache=cache, past_key_values=cache), "two names of one argument"),
+        (lambda: model.generate(tokens, **{CACHE: DynamicCache()}, **one), f"{CACHE} is a DynamicCache"),
+        (lambda: model(tokens, cache=other(tokens, use_cache=True)[CACHE]), "state holds"),
         (lambda: model(tokens, logits_to_keep=-1), "logits_to_keep=-1 must be at least 1"),
         (lambda: model(tokens, labels=tokens, logits_to_keep=2), "labels need the logits of all tokens"),
         (lambda: model.generate(tokens, prompt_lookup_num_tokens=3), "prompt_lookup_num_tokens drafts tokens"),
