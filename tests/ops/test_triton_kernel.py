@@ -249,7 +249,15 @@ def test_stretches_by_shape(monkeypatch):
     assert {sizes: plan.stretch_of(16, 65_536, *sizes) for sizes in long} == long
     assert plan.stretch_of(1, 4096, 128, False) == 256  # few programs: shorter stretches make more of them
     assert plan.stretch_of(1, 524_288, 128, False) == 2048
-    assert kernels.TUNED_BY[0] == "bucket"
+
+
+def test_a_kernel_is_tuned_by_arguments_of_its_own():
+    tuned = kernels.stretch_sums, kernels.attend, kernels.query_gradients, kernels.key_gradients
+    for kernel_ in tuned:  # later releases of Triton refuse other names
+        assert set(kernel_.keys) == set(configurations.TUNED_BY) & set(kernel_.arg_names)
+    assert [("LATER" in k.keys, "CAUSAL" in k.keys, "SUMS" in k.keys) for k in tuned] == [
+        (True, False, False), (False, True, False), (False, True, False), (False, True, True),
+    ]  # fmt: skip
 
 
 def test_a_state_has_only_configurations_that_fit():
@@ -342,6 +350,20 @@ def test_without_a_gpu_it_is_refused_with_the_reason(monkeypatch):
     with pytest.raises(InputError, match=r"backend='triton' cannot take this call: the tensors are on cpu.*'chunked'"):
         linear_attention(q, q, q, backend="triton")
     assert linear_attention(q, q, q).isfinite().all()
+
+
+def test_a_triton_that_refuses_the_kernels_is_a_reason_and_no_crash(monkeypatch):
+    def refused():
+        raise ValueError("key contains names that are not kernel arguments")
+
+    q = torch.randn(1, 1, 4, 8)
+    monkeypatch.setattr(launch, "all_kernels", refused)
+    launch.why_refused.cache_clear()
+    try:
+        with pytest.raises(InputError, match=rf"Triton {triton.__version__} refuses its kernels, ValueError: key con"):
+            linear_attention(q, q, q, backend="triton")
+    finally:
+        launch.why_refused.cache_clear()
 
 
 def test_heads_that_are_too_wide_are_refused():

@@ -31,6 +31,12 @@ with fewer stages for GPUs with less shared memory. The first that fits a size n
 INTERPRETED = [_config(64, 4, 1)]
 """The interpreter's time grows with the number of chunks."""
 CONFIGS = INTERPRETED if interpreted() else ON_GPUS
+TUNED_BY = [
+    "bucket", "D", "E", "R", "SIGNED", "P", "TILES", "BLOCK_E", "STRETCH", "PHI", "INTERLEAVED", "CAUSAL", "PLAIN",
+    "SUMS", "LATER", "DECAY", "DOCUMENTS", "MASKED", "PARTIAL", "D_THETA", "D_DECAY", "PRECISION",
+]  # fmt: skip
+"""What a configuration is chosen for, beside the tensors' dtypes. The choice is kept on disk as JSON, so none of these
+is a dtype. LOW and ACC follow from PRECISION and the tensors' dtypes."""
 
 
 def fitting(configs: list[triton.Config], named_args: Mapping[str, Any], **constants: Any) -> list[triton.Config]:
@@ -44,3 +50,10 @@ def fitting(configs: list[triton.Config], named_args: Mapping[str, Any], **const
     fewest = 2 if state <= SMALL else 4 if state < LARGE else 8
     longest = CHUNK if "CAUSAL" in constants else 2 * CHUNK  # products of pairs take registers too
     return [one for one in configs if fewest <= one.num_warps <= most and one.kwargs["CHUNK"] <= longest]
+
+
+def autotuned(kernel: Any) -> Any:
+    """The kernel, with one of `CONFIGS` chosen for each combination of those arguments in `TUNED_BY` that it has."""
+    key = [name for name in TUNED_BY if name in kernel.arg_names]
+    prune = {"early_config_prune": fitting}
+    return triton.autotune(CONFIGS, key=key, prune_configs_by=prune, cache_results=True)(kernel)

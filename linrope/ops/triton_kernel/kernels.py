@@ -24,7 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from linrope.ops.triton_kernel.configurations import CONFIGS, fitting
+from linrope.ops.triton_kernel.configurations import autotuned
 from linrope.ops.triton_kernel.gradients import add_sums, more_crosses, only_valid, row_dots, store_crosses
 from linrope.ops.triton_kernel.primitives import (
     OPEN,
@@ -65,15 +65,9 @@ from linrope.ops.triton_kernel.small_kernels import decode, finish_features, fin
 
 __all__ = ["attend", "key_gradients", "query_gradients", "stretch_sums"]
 __all__ += ["decode", "finish_features", "finish_log_decay", "scan", "write_angles"]
-TUNED_BY = [
-    "bucket", "D", "E", "R", "SIGNED", "P", "TILES", "BLOCK_E", "STRETCH", "PHI", "INTERLEAVED", "CAUSAL", "PLAIN",
-    "SUMS", "LATER", "DECAY", "DOCUMENTS", "MASKED", "PARTIAL", "D_THETA", "D_DECAY", "PRECISION",
-]  # fmt: skip
-"""Autotuning chooses one of `CONFIGS` for each combination of these and the tensors' dtypes, and keeps it on disk: as
-JSON, so none of these is a dtype. LOW and ACC follow from PRECISION and the tensors' dtypes."""
 
 
-@triton.autotune(CONFIGS, key=TUNED_BY, prune_configs_by={"early_config_prune": fitting}, cache_results=True)
+@autotuned
 @triton.jit(do_not_specialize=OPEN)
 def stretch_sums(
     x, u, den, d_den, state, between, angles, log_decay, documents, key_mask, H, T, N,
@@ -154,7 +148,7 @@ def stretch_sums(
                 tl.store(between + (b * heads_of_decay + h) * N + s, kept_of_all)
 
 
-@triton.autotune(CONFIGS, key=TUNED_BY, prune_configs_by={"early_config_prune": fitting}, cache_results=True)
+@autotuned
 @triton.jit(do_not_specialize=OPEN)
 def attend(
     q, k, v, o, den, state, angles, log_decay, documents, key_mask, eps, H, T, N, slot_of_all,
@@ -241,7 +235,7 @@ def attend(
         store_values(o + (bh * T + i0) * E, p, e, inside, values.to(o.dtype.element_ty), E, BLOCK_E)
 
 
-@triton.autotune(CONFIGS, key=TUNED_BY, prune_configs_by={"early_config_prune": fitting}, cache_results=True)
+@autotuned
 @triton.jit(do_not_specialize=OPEN)
 def query_gradients(
     q, k, v, grad_o, o, den, d_den, out, state, angles, log_decay, documents, key_mask, d_theta, d_running, H, T, N,
@@ -359,7 +353,7 @@ def query_gradients(
         store_crosses(d_theta + (part * stretches + s) * 2 * (R // 2), crosses, placed, R, P, TILES)
 
 
-@triton.autotune(CONFIGS, key=TUNED_BY, prune_configs_by={"early_config_prune": fitting}, cache_results=True)
+@autotuned
 @triton.jit(do_not_specialize=OPEN)
 def key_gradients(
     q, k, v, grad_o, den, d_den, out, d_v, state, angles, log_decay, documents, key_mask, d_theta, d_running, H, T, N,

@@ -20,6 +20,7 @@ CUDA graph, call forward and backward once.
 from __future__ import annotations
 
 import functools
+import sys
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -27,7 +28,17 @@ import torch
 from torch import Tensor
 
 from linrope.ops.call import Call
-from linrope.ops.triton_kernel.plan import LOCAL, Chosen, Described, Plan, cdiv, interpreted, plan_of, power_of_two
+from linrope.ops.triton_kernel.plan import (
+    LOCAL,
+    Chosen,
+    Described,
+    Plan,
+    all_kernels,
+    cdiv,
+    interpreted,
+    plan_of,
+    power_of_two,
+)
 from linrope.utils import kept_tensors
 
 INSTALLED = find_spec("triton") is not None  # asked here: a compiled graph cannot ask on every release of PyTorch
@@ -53,12 +64,25 @@ def why_not(call: Call) -> str | None:
         return f"the tensors are on {q.device.type}, it needs CUDA (or, slowly, TRITON_INTERPRET=1)"
     if torch.version.hip is not None:
         return "it is made for NVIDIA GPUs"
+    if not torch.compiler.is_compiling() and (reason := why_refused()):
+        return reason
     if q.dtype == torch.float64 and not interpreted():
         return "the tensors are float64, it takes float32, bfloat16 and float16"
     if max(q.shape[-1], width) > MAX_WIDTH:
         return f"q has {q.shape[-1]} features and v {width} values, it takes at most {MAX_WIDTH}"
     if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < (8, 0):
         return f"{torch.cuda.get_device_name(q.device)} is older than compute capability 8.0, which it needs"
+    return None
+
+
+@functools.cache
+def why_refused() -> str | None:
+    """The reason why the installed Triton refuses the kernels, for a message; None if it takes them."""
+    try:
+        all_kernels()
+    except Exception as error:  # a release of Triton may refuse what those before it took, with any type of error
+        release = getattr(sys.modules.get("triton"), "__version__", "")
+        return f"Triton {release} refuses its kernels, {type(error).__name__}: {error}"
     return None
 
 
