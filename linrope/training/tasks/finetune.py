@@ -16,7 +16,8 @@ class FineTuningModule(EncoderTask):
     """What fine-tuning tasks share. A subclass sets `head` and `data_class`; arguments are those of `EncoderTask`.
 
     Raises:
-        InputError: when set up: data of another task, or with another number of labels than the model's.
+        InputError: when set up: data of another task, or with another number of labels than the model's; with a
+            checkpoint: data with other labels than those of its training.
     """
 
     @property
@@ -39,6 +40,23 @@ class FineTuningModule(EncoderTask):
         if (found := data.n_labels) not in (None, n_labels := self.model_config.n_labels):
             what = "values (regression)" if found == 1 else f"{found} labels"
             raise InputError(f"model.n_labels={n_labels}, and the data has {what}: set model.n_labels to {found}.")
+
+    def task_state(self) -> dict[str, Any]:
+        labels = self.data.labels
+        return {} if labels is None else {"labels": list(labels)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """As `TrainingTask`. Refuses data with other labels: their numbers would stand for those of training."""
+        super().on_load_checkpoint(checkpoint)
+        if self._stage is None:  # loaded without a trainer
+            return
+        here = list(self.data.labels or ())
+        then = checkpoint["linrope"].get("labels", here)  # older checkpoints do not say
+        if then != here:
+            raise InputError(
+                f"checkpoint {str(self.trainer.ckpt_path)!r} was trained with the labels {', '.join(map(repr, then))}, "
+                f"and the data has {', '.join(map(repr, here))}: give a training file with the same labels."
+            )
 
     def labelled(self, batch: Batch, logits: Tensor) -> list[dict[str, Any]]:
         """The predictions of rows with logits (B, n): the id, the name of the best label, the probability of each."""

@@ -78,6 +78,21 @@ def test_a_run_by_epochs_learns_resumes_is_measured_and_predicts(options, capsys
     assert "data.train_hash" in capsys.readouterr().err
 
 
+def test_a_checkpoint_is_not_measured_on_other_labels(options, capsys):
+    """Sorted, those of the changed files have each other's numbers."""
+    fit = [*options, "--trainer.max_steps=1", "--trainer.limit_val_batches=0"]
+    assert main(["fit", *fit]) == 0
+    checkpoint = "--ckpt_path=runs/small/version_0/checkpoints/last.ckpt"
+    assert main(["validate", checkpoint]) == 0
+    for name in ("train", "dev"):
+        file = Path(f"{name}.tsv")
+        file.write_text(file.read_text().replace("\tyes", "\taye"))
+    capsys.readouterr()
+    for command in (["validate"], ["predict", "--output=found.jsonl"]):
+        assert main([*command, checkpoint]) == 2
+        assert "was trained with the labels 'no', 'yes', and the data has 'aye', 'no': " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
