@@ -56,12 +56,11 @@ class ProgressReport(ProgressBar):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._progress is None:
-            self._open(trainer)  # `linrope validate` and `test` have no training bar
+            self._open(trainer)  # `linrope validate`, `test` and `predict` have no training bar
         if self._progress is not None:
-            total = sum(trainer.num_test_batches if trainer.testing else trainer.num_val_batches)
-            self._progress.reset(
-                self._eval, description="test" if trainer.testing else "val", total=total, visible=True
-            )
+            name = "predict" if trainer.predicting else "test" if trainer.testing else "val"
+            total = sum(getattr(trainer, f"num_{name}_batches"))
+            self._progress.reset(self._eval, description=name, total=total, visible=True)
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         if self._progress is not None:
@@ -78,6 +77,8 @@ class ProgressReport(ProgressBar):
             self._print(f"step {trainer.global_step}  {evaluation_metrics(metrics, 'val')}{stage}")
 
     on_test_start, on_test_batch_end, on_test_end = on_validation_start, on_validation_batch_end, on_validation_end
+    on_predict_start, on_predict_batch_end = on_validation_start, on_validation_batch_end
+    on_predict_end = on_validation_end
 
     def _open(self, trainer: Trainer) -> None:
         if not self._enabled or not self.console.is_terminal or self.console.is_dumb_terminal:

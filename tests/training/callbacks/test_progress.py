@@ -64,3 +64,17 @@ def test_a_dumb_terminal_gets_lines_and_the_speed_stands_there_once_it_is_known(
     assert first.startswith("step 10/100  loss 2.500  ")
     assert "tok/s" not in first
     assert second.startswith("step 20/100  loss 2.500  1,000 tok/s  ")
+
+
+def test_predictions_have_a_bar(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    state = SimpleNamespace(fn="predict")
+    trainer = SimpleNamespace(predicting=True, num_predict_batches=[3], global_step=0, max_steps=-1, state=state)
+    report = ProgressReport(Console(width=80, force_terminal=True), every_n_steps=10)
+    with report.console.capture() as captured:
+        report.on_predict_start(trainer, None)
+        report.on_predict_batch_end(trainer, None, None, None, 0)
+        report._progress.refresh()
+        report.on_predict_end(trainer, None)
+    assert " ".join(captured.get().split()).count("1/3")
+    assert report._progress is None
