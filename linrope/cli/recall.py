@@ -68,6 +68,7 @@ def run(args: Sequence[str]) -> None:
     console = Console(highlight=False)
     folder = None if config.report is None else make_folder("--report", config.report)
     model = config.load()
+    model.config.positions.require_row("--lengths", max(config.lengths))
     task = config.make_task(model.config.vocab_size)
     with progress_bar(console, BarColumn()) as bar:
         number = bar.add_task("asking", total=len(config.lengths) * len(config.depths))

@@ -55,8 +55,8 @@ class PositionsConfig:
         """Raise InputError, naming the option of data that asks for it, if no row of so many tokens can be read."""
         if self.longest_row is not None and length > self.longest_row:
             raise InputError(
-                f"{option}={length} is longer than the rows of model.positions.length={self.length}: raise the one or "
-                "lower the other."
+                f"{option}={length} is longer than the rows of model.positions.length={self.length}: lower the one or "
+                "raise the other (and train anew)."
             )
 
 

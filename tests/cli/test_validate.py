@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from linrope import LanguageModel
+from linrope import LanguageModel, LanguageModelConfig
 from linrope.cli.main import main
 from linrope.data.tokenizers.bytes import SEPARATOR
 from linrope.evaluation import row_lengths
 from linrope.evaluation.reports import name_of
+from linrope.positions.base import PositionsConfig
 from tests.cli.conftest import read_csv
 
 
@@ -150,6 +151,17 @@ def test_mistakes_are_named_before_work_starts(trained_run, capsys):
         out, err = capsys.readouterr()
         assert message in err
         assert "val_loss" not in out
+
+
+def test_a_length_beyond_the_table_of_positions_is_named_before_the_validation(trained_run, tmp_path, capsys):
+    positions = PositionsConfig("learned", length=32)
+    model = LanguageModel(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2, positions=positions))
+    model.save_pretrained(tmp_path / "learned")
+    args = ["validate", *trained_run.options, f"--ckpt_path={tmp_path / 'learned'}", "--lengths", "1x", "4x"]
+    assert main(args) == 2
+    out, err = capsys.readouterr()
+    assert "--lengths=128 is longer than the rows of model.positions.length=32" in err
+    assert "val_loss" not in out
 
 
 def test_titles_tell_checkpoints_apart():

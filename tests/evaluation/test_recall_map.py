@@ -15,6 +15,7 @@ from linrope.errors import InputError
 from linrope.evaluation import row_lengths as reading
 from linrope.evaluation.recall_map import answers, recall_by_depth
 from linrope.losses import IGNORE
+from linrope.positions.base import PositionsConfig
 from linrope.training import CopyDataModule, InductionDataModule, PasskeyDataModule
 from tests.cli.conftest import read_csv
 from tests.training.attached import attach, first_batches
@@ -91,6 +92,15 @@ def test_mistakes_are_named(model, text_file, capsys):
     ]:
         assert main(["recall", f"--ckpt_path={model}", f"--text={text_file}", *args]) == 2
         assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_length_beyond_the_table_of_positions_is_named_before_the_first_row(text_file, tmp_path, capsys):
+    positions = PositionsConfig("learned", length=100)
+    model = LanguageModel(LanguageModelConfig(d_model=16, n_layers=1, n_heads=2, positions=positions))
+    model.save_pretrained(tmp_path / "learned")
+    args = ["recall", f"--ckpt_path={tmp_path / 'learned'}", f"--text={text_file}", "--rows=1"]
+    assert main([*args, "--lengths", "96", "128"]) == 2
+    assert "--lengths=128 is longer than the rows of model.positions.length=100" in capsys.readouterr().err
 
 
 def test_the_tasks_share_order_resumption_and_named_cases(text_file):
