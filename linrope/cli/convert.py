@@ -50,7 +50,7 @@ class ConvertConfig:
     aligned: str | None = None
     """Model of the task attention_alignment whose linear layers are taken: costs are then those of aligned layers."""
     window: int | None = None
-    """Last tokens that softmax layers see; null for all."""
+    """Last tokens that softmax layers see; null for as many as in the teacher."""
     placement: Literal["numerator", "signed"] = "signed"
     """RoPE of linear layers: signed rotates half of each head, which skips the feature map; numerator the features."""
     feature_map: str = "hedgehog"
@@ -73,6 +73,8 @@ class ConvertConfig:
     def __post_init__(self) -> None:
         if self.layers is not None and self.keep_softmax is not None:
             raise InputError(f"--layers={self.layers} and --keep_softmax={self.keep_softmax} exclude each other.")
+        if self.window is not None and self.window < 1:
+            raise InputError(f"--window={self.window} must be at least 1, the token itself.")
         if self.rows < 1:
             raise InputError(f"--rows={self.rows} must be at least 1.")
         if self.aligned is not None:
@@ -127,6 +129,8 @@ def _all_linear(config: ConvertConfig, teacher: LanguageModel) -> LanguageModel:
 
 def _layers_of(config: ConvertConfig, n_layers: int) -> list[str]:
     """The attention of each layer by --layers."""
+    if config.keep_softmax is not None and not 0 <= config.keep_softmax <= n_layers:
+        raise InputError(f"--keep_softmax={config.keep_softmax} must be from 0 to {n_layers}, the number of layers.")
     layers = (config.layers or "linear,linear,linear,softmax").replace(" ", "").split(",")
     for name in layers:
         if name not in ("linear", "softmax"):
@@ -175,7 +179,8 @@ def _assembled(
     config: ConvertConfig, teacher: LanguageModel, linear: LanguageModel, layers: list[str]
 ) -> LanguageModel:
     """The teacher's hybrid with these layers, the linear ones from `linear`."""
-    hybrid = convert(teacher, replace(linear.config, attention=_shortened(layers), window=config.window))
+    window = teacher.config.window if config.window is None else config.window
+    hybrid = convert(teacher, replace(linear.config, attention=_shortened(layers), window=window))
     for layer, name in enumerate(layers):
         if name == "linear":
             hybrid.blocks[layer].attention.load_state_dict(linear.blocks[layer].attention.state_dict())

@@ -11,7 +11,6 @@ from rich.table import Table
 from torch import Tensor
 
 from linrope.data.tokenizers.bytes import bytes_of
-from linrope.errors import InputError
 from linrope.losses import IGNORE, bits_per_byte
 from linrope.models.language_model import LanguageModel
 from linrope.utils.terminal import new_table
@@ -34,8 +33,6 @@ class ReplacementCosts:
 
     def costliest(self, n: int) -> list[int]:
         """The n layers whose replacement costs most, in order of their numbers."""
-        if not 0 <= n <= len(self.replaced):
-            raise InputError(f"--keep_softmax={n} must be from 0 to {len(self.replaced)}, the number of layers.")
         return sorted(sorted(self.costs, key=self.costs.__getitem__, reverse=True)[:n])
 
 
