@@ -34,8 +34,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
 }
 """By the names that configurations of transformers use."""
-SEEN_IN_SHAPES = tuple(f"model.{name}:" for name in ("d_ff", "embedding_size", "head", "n_labels", "tie_embeddings"))
-"""Beginnings of what `differences` says of options that decide which weights there are."""
+OF_HEAD = ("model.head:", "model.n_labels:", "model.tie_embeddings:")
+"""Beginnings of what `differences` says of options that decide the weights of the head."""
+SEEN_IN_SHAPES = (*OF_HEAD, "model.d_ff:", "model.embedding_size:")
+"""The same of all options that decide which weights there are."""
 WEIGHT_STD = 0.02
 """Standard deviation of all matrices at the start."""
 
@@ -176,23 +178,20 @@ class EncoderModel(Model):
             What is new or differs, in words.
 
         Raises:
-            InputError: weights of other shapes or heads; the message calls the source `name`.
+            InputError: weights of other shapes, or another number of attention heads; the message calls the source
+                `name`.
         """
         trained, own = source.body.state_dict(), self.body.state_dict()
-        shapes = [
-            f"{key}: {_shape(trained, key)} there, {_shape(own, key)} here"
-            for key in sorted(trained.keys() | own.keys())
-            if _shape(trained, key) != _shape(own, key)
-        ]
-        if source.config.n_heads != self.config.n_heads:  # weights of the same shapes
-            shapes.append(f"n_heads: {source.config.n_heads} there, {self.config.n_heads} here")
-        if shapes:
+        differing = list(differences(flat_options(source.config), flat_options(self.config)))
+        same_heads = source.config.n_heads == self.config.n_heads  # other numbers have weights of the same shapes
+        if not same_heads or any(_shape(trained, key) != _shape(own, key) for key in trained.keys() | own.keys()):
+            lines = [line for line in differing if not line.startswith(OF_HEAD)]
             raise InputError(
-                f"{name} holds an encoder of other shapes ({', '.join(shapes)}): make the options of model equal."
+                f"{name} holds an encoder of other shapes: make those of these options equal that decide them:\n  "
+                + "\n  ".join(lines)
             )
         self.body.load_state_dict(trained)
         self.tokenizer = source.tokenizer
-        differing = differences(flat_options(source.config), flat_options(self.config))
         notes = [line for line in differing if not line.startswith(SEEN_IN_SHAPES)]
         if self.config.head is None:
             return notes
