@@ -95,8 +95,9 @@ def with_run_config(args: Sequence[str]) -> list[str]:
     else:
         values = {"model": load_roformer(path).config.to_dict() if is_roformer(path) else read_model(Path(path))[0]}
     if not has_config:
+        task = "" if "task" in values else "the task (--task), "
         say_once(
-            f"{path} has no config.yaml of its run beside it: the model is its own, the data and all else are defaults "
-            "unless given here, --data.path for one."
+            f"{path} has no config.yaml of its run beside it: the model is its own, {task}the data and all else are "
+            "defaults unless given here, --data.path for one."
         )
     return ["--config", json.dumps(values), *args]
