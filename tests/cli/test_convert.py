@@ -57,6 +57,8 @@ def test_three_commands_turn_a_teacher_into_a_trained_hybrid(here, capsys):
         model = LanguageModel.from_pretrained(start)
         assert model.config.to_dict() == {**options_of("hybrid"), "window": 32}
     assert re.search(r"^step 2  val_loss \S+  val_bpb \S+$", capsys.readouterr().out, re.M)
+    assert main(["predict", f"--ckpt_path=runs/convert-align/{LAST}", "--output=rows.jsonl"]) == 2
+    assert "task='attention_alignment' predicts nothing: `linrope validate` measures" in capsys.readouterr().err
 
 
 def test_a_window_of_the_teacher_stays(here):
