@@ -424,6 +424,9 @@ class TrainingCLI(ConfigCLI):
             compared = {**self.config.as_dict(), "ckpt_path": self.checkpoint}
             compared.pop("config", None)  # the files that it was read from
             compare_ranks(self.trainer, compared, self.config.trainer.strategy)
+        limit = f"limit_{'val' if self.command == 'validate' else self.command}_batches"
+        if self.command != "fit" and getattr(self.trainer, limit) == 0:  # a run without validation, for example
+            raise InputError(f"trainer.{limit}=0 leaves nothing to read: set it to 1.0 for the whole split.")
         method = getattr(self.trainer, self.command)
         try:
             method(self.model, self.datamodule, ckpt_path=self.ckpt_path, weights_only=True, **options)

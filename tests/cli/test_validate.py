@@ -145,6 +145,7 @@ def test_mistakes_are_named_before_work_starts(trained_run, capsys):
         (["--lengths", "1x", "soon"], "--lengths soon: give numbers of tokens, or multiples of data.context=32"),
         (["--lengths", "64x"], "--lengths: 2048 tokens are more than the validation split has"),
         (["--report_tokens=0"], "--report_tokens=0 must be 1 or more"),
+        (["--trainer.limit_val_batches=0"], "trainer.limit_val_batches=0 leaves nothing to read: set it to 1.0"),
         (["--report=/dev/null/x"], "--report='/dev/null/x': cannot write there"),
     ]:
         assert main(["validate", *trained_run.resumed, *more]) == 2
