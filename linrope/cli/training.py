@@ -494,5 +494,6 @@ def quiet_lightning() -> None:
         ".*LeafSpec.*",  # Lightning's use of a class that newer PyTorch renames
         ".*smaller than the logging interval.*",  # steps are counted over the epochs of trainer.overfit_batches
         ".*sync_dist=True.*",  # what is logged are sums over all ranks already
+        ".*Total length of `list` across ranks is zero.*",  # no validation, which the run's summary says
     ):
         warnings.filterwarnings("ignore", message)

@@ -169,16 +169,15 @@ class FineTuningDataModule(ResumableDataModule):
         self.open()
         splits = (self.predicted_split,) if stage == "predict" else SPLITS_OF_STAGE[stage]
         for split in splits:
-            if stage == "fit" and split == "val" and not self._validates():
+            if stage == "fit" and split == "val" and not (self._asks_to_validate and self.examples("val")):
                 continue
             self._prepare(split, must_have_targets=stage != "predict")
             if stage != "fit" and (n := self.n_truncated(split)):
                 rank_zero_warn(f"{n:,} rows of the {split} split are truncated to data.max_length={self.max_length}.")
 
-    def _validates(self) -> bool:
-        """Whether a run has a validation."""
-        asked = self.trainer is None or (self.trainer.limit_val_batches or 0) > 0
-        return asked and self.examples("val") is not None
+    @property
+    def _asks_to_validate(self) -> bool:
+        return self.trainer is None or (self.trainer.limit_val_batches or 0) > 0
 
     @property
     def predicted_split(self) -> str:
@@ -239,6 +238,8 @@ class FineTuningDataModule(ResumableDataModule):
             rows.append(("tokenizer", self.tokenizer.name))
         for split in self._rows:
             rows.append((f"  {split}", self._described(split)))
+        if self._asks_to_validate and self.examples("val") is None:
+            rows.append(("  val", "no file of this split, so there is no validation"))
         return [*rows, ("a step", f"{self._rows_of_a_step} rows")]
 
     @property

@@ -86,6 +86,7 @@ def test_damaged_and_truncated_rows_are_told(tmp_path):
     )
     assert rows["labels"] == "2: 0, 1"
     assert data.val_dataloader() == []  # there is no dev.tsv
+    assert rows["  val"] == "no file of this split, so there is no validation"
 
 
 def test_a_run_without_validation_reads_no_validation_file(tmp_path):
@@ -94,6 +95,7 @@ def test_a_run_without_validation_reads_no_validation_file(tmp_path):
     data.trainer = Trainer(accelerator="cpu", limit_val_batches=0, logger=False, enable_checkpointing=False)
     data.setup("fit")
     assert data.val_dataloader() == []
+    assert "  val" not in dict(data.describe())
 
 
 def test_what_is_missing_is_named(tmp_path):
