@@ -41,7 +41,7 @@ class ClassificationDataModule(FineTuningDataModule):
 
     Raises:
         InputError: as `FineTuningDataModule`; columns or `regression` for a task of GLUE; when set up: a missing
-            column, a label that train.tsv does not have, a value that is no number.
+            column, a label that is empty or that train.tsv does not have, a value that is no number.
     """
 
     def __init__(
@@ -75,6 +75,9 @@ class ClassificationDataModule(FineTuningDataModule):
         if self.path is None or self.regression:
             return form if self.regression else replace(form, labels=PACKAGES)
         table = read_table(find_file(self.given_path, "train", {"train": ["train.tsv"]}), [form.label])
+        for (line, _), label in zip(table.rows, table.column(form.label), strict=True):
+            if not label.strip():
+                raise InputError(f"{table.path}, line {line}: the label is empty: give it one, or leave out the row.")
         labels = tuple(sorted(set(table.column(form.label))))
         if len(labels) < 2:
             raise InputError(f"{table.path} has the label {labels[0]!r} only: give data.label with two or more.")

@@ -106,6 +106,7 @@ def test_what_is_missing_is_named(tmp_path):
         (lambda: data_of(tmp_path, "test"), "the test file in data.path=.* has no label for row"),
         (lambda: data_of(tmp_path).test_dataloader(), r'the test split is not set up: call setup\("test"\)'),
         (lambda: data_of(write_rows(tmp_path, train="text\tlabel\nx\ta\ny\ta\n")), "has the label 'a' only"),
+        (lambda: data_of(write_rows(tmp_path, train="text\tlabel\nx\ta\ny\t \n")), "line 3: the label is empty"),
         (lambda: data_of(tmp_path / "no"), "does not exist: give the folder with train.tsv"),
         (lambda: data_of(tmp_path, tokenizer="none.json"), "data.tokenizer='none.json' cannot be read"),
         (lambda: ClassificationDataModule("cola", path="x"), "data.dataset='cola' is unknown"),
