@@ -5,9 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from linrope import LanguageModel
 from linrope.cli import imports
 from linrope.cli.main import main
+from linrope.data.tokenizers.bytes import SEPARATOR
 from tests.cli.conftest import read_csv
 
 SOURCE = '''
@@ -191,9 +194,16 @@ def test_what_is_no_task_is_named(own_task, capsys):
     )
 
 
-def test_language_models_predict_the_loss_of_each_row(trained_run, tmp_path, monkeypatch):
+def test_language_models_predict_the_loss_of_each_row_in_the_order_of_the_text(trained_run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["predict", *trained_run.resumed, "--output=found.jsonl"]) == 0
     rows = [json.loads(line) for line in Path("found.jsonl").read_text().splitlines()]
-    assert rows
-    assert all(row["targets"] == 32 and 0 < row["loss"] < 32 * 8 for row in rows)
+    corpus = (trained_run.folder.parents[2] / "corpus.txt").read_bytes()
+    text = torch.tensor([*corpus[round(0.95 * len(corpus)) :], SEPARATOR])  # where the test split begins
+    model = LanguageModel.from_pretrained(trained_run.checkpoint)
+    with torch.no_grad():
+        inputs, targets = (text[at : at + 32 * len(rows)].view(-1, 32) for at in (0, 1))
+        losses = model(inputs, targets=targets, reduction="none").sum(1)
+    assert len(rows) > 9
+    assert all(row["targets"] == 32 for row in rows)
+    assert [row["loss"] for row in rows] == pytest.approx(losses.tolist(), rel=1e-4)

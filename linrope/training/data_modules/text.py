@@ -288,11 +288,13 @@ class TextDataModule(ResumableDataModule):
         return self._evaluation_loader(set_up_split(self._windows, "test"))
 
     def predict_dataloader(self) -> TimedLoader:
-        return self.test_dataloader()
+        """The rows of the test split in the order of the text."""
+        windows = set_up_split(self._windows, "test")
+        return self._evaluation_loader(windows, sorted(range(len(windows)), key=windows.start_of))
 
-    def _evaluation_loader(self, windows: EvaluationWindows) -> TimedLoader:
+    def _evaluation_loader(self, windows: EvaluationWindows, order: Sequence[int] | None = None) -> TimedLoader:
         """Each rank reads every `world_size`-th window. No window is read twice, so the last batches may differ."""
-        mine = range(self.run_position.rank, len(windows), self.run_position.world_size)
+        mine = (order or range(len(windows)))[self.run_position.rank :: self.run_position.world_size]
         return self.loader(windows, self.batch_size, self.num_workers, sampler=RankSampler(mine))
 
 
