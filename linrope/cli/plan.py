@@ -56,7 +56,8 @@ def run(args: Sequence[str]) -> None:
     rate = options.tokens_per_second
     if options.measure:
         keep_freed_memory()  # as `linrope fit` does
-        rate = measure_rate(setting) * setting.devices
+        fused = True if setting.device == "cpu" else None  # as a run's
+        rate = measure_rate(setting, lambda model: config.optimizer.optimizer_of(model, fused)) * setting.devices
         if setting.devices > 1:
             cli.console.print(f"measured on one device, and counted {setting.devices} times")
     show_plan(cli.console, setting, options.memory, rate)

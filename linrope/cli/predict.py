@@ -47,7 +47,9 @@ class PredictCLI(TrainingCLI):
 
     def run(self, **options: Any) -> None:
         if self.trainer.world_size > 1:
-            raise InputError(f"`linrope predict` runs on one device, not on {self.trainer.world_size}: set devices=1.")
+            raise InputError(
+                f"`linrope predict` runs on one device, not on {self.trainer.world_size}: set trainer.devices=1."
+            )
         if self.task.predict_step is LightningModule.predict_step:
             raise InputError(f"task={self.config.task!r} predicts nothing: `linrope validate` measures its runs.")
         with whole_file(Path(self.options.output)) as file:

@@ -12,10 +12,11 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn
 from rich.table import Table
+from torch.optim import Optimizer
 
 from linrope.data.batches.curriculum import PlannedStage, TrainingPlan
 from linrope.errors import InputError
-from linrope.models.language_model import LanguageModelConfig
+from linrope.models.language_model import LanguageModel, LanguageModelConfig
 from linrope.profiling.fake_tensors import shapes_only
 from linrope.profiling.flops import step_flops
 from linrope.profiling.memory_estimate import estimate_training_memory, step_loss
@@ -109,20 +110,21 @@ def longest_that_fits(total: Callable[[int], int], memory: int) -> int:
     return lengths[n_fit - 1] if n_fit else 0
 
 
-def measure_rate(setting: Setting) -> float:
+def measure_rate(setting: Setting, optimizer_of: Callable[[LanguageModel], Optimizer]) -> float:
     """Tokens per second on one device, from a few steps on random rows of the largest stage; without loading, logging
-    and validation."""
+    and validation. `optimizer_of` makes the optimizer of the model."""
     device = torch.device(setting.device)
     model = setting.model.build().to(device)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = optimizer_of(model)
     rows, length = setting.largest.batch_size, setting.largest.seq_len
     tokens = torch.randint(min(256, setting.model.vocab_size), (rows, length + 1), device=device)
+    ids = torch.zeros_like(tokens[:, :-1]) if setting.document_mask else None
 
     def step() -> None:
         optimizer.zero_grad()
         autocast = AUTOCAST[setting.precision]
         with torch.autocast(device.type, autocast, enabled=autocast is not None):
-            loss = step_loss(model, tokens, setting.segment_length)
+            loss = step_loss(model, tokens, setting.segment_length, ids)
         (loss / tokens.numel()).backward()
         optimizer.step()
         loss.item()  # waits for the device

@@ -15,6 +15,7 @@ from linrope.profiling import run_plan as plan
 from linrope.profiling.flops import step_flops
 from linrope.profiling.memory_estimate import WORKSPACE
 from linrope.profiling.run_plan import Setting, Variant, longest_that_fits, variants
+from linrope.training.optimizer import MuonWithAdamW
 from linrope.training.task_plan import measure_step
 from linrope.training.tasks.masked_lm import MaskedLMModule
 from linrope.utils.formatting import BYTES, COUNTS, duration_text, in_one_unit, parse_bytes
@@ -87,10 +88,17 @@ def test_a_moving_average_is_planned_for(tiny, monkeypatch):
     assert memory[1] - memory[0] == 4 * LanguageModel(SMALL).n_parameters
 
 
+def test_a_measured_rate_is_that_of_the_run_s_optimizer(tiny, monkeypatch):
+    n_steps = []
+    monkeypatch.setattr(MuonWithAdamW, "step", lambda optimizer: n_steps.append(1))
+    assert main(["plan", *tiny, "--measure", "--optimizer.name=muon", "--data.document_mask=true"]) == 0
+    assert len(n_steps) == 1 + plan.MEASURED_STEPS
+
+
 def test_a_measured_rate_is_of_real_steps_and_devices_add_up(tiny, capsys, monkeypatch):
     assert main(["plan", *tiny, "--measure"]) == 0
     assert re.search(r"2 steps, 128 tokens: .* at [\d,]+ tokens per second", capsys.readouterr().out)
-    monkeypatch.setattr("linrope.cli.plan.measure_rate", lambda setting: 64.0)
+    monkeypatch.setattr("linrope.cli.plan.measure_rate", lambda *setting: 64.0)
     assert main(["plan", *tiny, "--measure", "--trainer.devices=2", "--trainer.num_nodes=3"]) == 0
     out = capsys.readouterr().out
     assert "measured on one device, and counted 6 times" in out
