@@ -25,7 +25,7 @@ from rich.console import Console
 
 from linrope.cli.checkpoint import LANGUAGE_MODELING, RUNS
 from linrope.cli.generate import SamplingConfig
-from linrope.cli.output import say_once
+from linrope.cli.output import say, say_once
 from linrope.cli.own_classes import own_classes
 from linrope.cli.parser import add_options, parse, parser_settings
 from linrope.cli.ranks import compare_ranks
@@ -35,7 +35,7 @@ from linrope.interop.roformer import load_trained
 from linrope.models.base import Model, ModelConfig, config_in
 from linrope.models.saving import CONFIG_FILE, open_checkpoint
 from linrope.training.callbacks.monitors import RequireMonitored
-from linrope.training.callbacks.progress import ProgressReport, evaluation_metrics
+from linrope.training.callbacks.progress import ProgressReport, evaluation_metrics, part_read
 from linrope.training.checkpoint import WholeCheckpointIO, find_last, require_same_model
 from linrope.training.optimizer import OptimizerConfig
 from linrope.training.precision import AUTO, automatic_precision, is_nvidia
@@ -424,8 +424,8 @@ class TrainingCLI(ConfigCLI):
             compared = {**self.config.as_dict(), "ckpt_path": self.checkpoint}
             compared.pop("config", None)  # the files that it was read from
             compare_ranks(self.trainer, compared, self.config.trainer.strategy)
-        limit = f"limit_{'val' if self.command == 'validate' else self.command}_batches"
-        if self.command != "fit" and getattr(self.trainer, limit) == 0:  # a run without validation, for example
+        split = {"validate": "val"}.get(self.command, self.command)
+        if self.command != "fit" and getattr(self.trainer, limit := f"limit_{split}_batches") == 0:
             raise InputError(f"trainer.{limit}=0 leaves nothing to read: set it to 1.0 for the whole split.")
         method = getattr(self.trainer, self.command)
         try:
@@ -436,9 +436,10 @@ class TrainingCLI(ConfigCLI):
             self.datamodule.raise_if_killed(error)
             raise
         if self.command in ("validate", "test") and self.trainer.is_global_zero:
-            split = "test" if self.command == "test" else "val"
             line = evaluation_metrics(self.trainer.callback_metrics, split)
             self.console.print(line, highlight=False, soft_wrap=True)
+            if (part := part_read(self.trainer, split)) is not None:
+                say(part)
 
 
 def require_values(options: Namespace, config: type, section: str) -> None:

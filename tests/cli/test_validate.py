@@ -123,8 +123,10 @@ def test_overlapping_test_rows_predict_each_token_once(trained_run, capsys, erro
 
 def test_last_is_the_newest_checkpoint_of_all_runs(trained_run, tmp_path, capsys, error_of, monkeypatch):
     monkeypatch.chdir(trained_run.folder.parents[2])
-    assert main(["validate", "--ckpt_path=last", "--trainer.limit_val_batches=1"]) == 0
-    assert "--ckpt_path=last is runs/tiny/version_0/checkpoints/last.ckpt\n" in capsys.readouterr().err
+    assert main(["validate", "--ckpt_path=last"]) == 0
+    err = capsys.readouterr().err
+    assert "--ckpt_path=last is runs/tiny/version_0/checkpoints/last.ckpt\n" in err
+    assert "batches were read" not in err
     assert "no run in 'runs/other' has a last.ckpt" in error_of("validate", "--ckpt_path=last", "--run.name=other")
     assert main(["generate", "--ckpt_path=last", "--prompt=hello", "--max_new_tokens=2"]) == 0
     out, err = capsys.readouterr()
@@ -163,6 +165,13 @@ def test_a_length_beyond_the_table_of_positions_is_named_before_the_validation(t
     out, err = capsys.readouterr()
     assert "--lengths=128 is longer than the rows of model.positions.length=32" in err
     assert "val_loss" not in out
+
+
+def test_a_part_of_the_split_is_named(trained_run, capsys):
+    for command, split in (("validate", "val"), ("test", "test")):
+        assert main([command, *trained_run.resumed, f"--trainer.limit_{split}_batches=3"]) == 0
+        said = rf"3 of 16 batches were read: trainer\.limit_{split}_batches=1\.0 reads the whole split\n"
+        assert re.search(said, capsys.readouterr().err)
 
 
 def test_titles_tell_checkpoints_apart():

@@ -7,11 +7,13 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from linrope.training.callbacks.saving import finished_a_step
 
@@ -124,6 +126,17 @@ def evaluation_metrics(metrics: Mapping[str, Tensor], split: str) -> str:
     names = [name for name in metrics if name.startswith(f"{split}_")]
     names.sort(key=lambda name: name != f"{split}_loss")
     return "  ".join(f"{name} {metrics[name]:.4f}" for name in names)
+
+
+def part_read(trainer: Trainer, split: str) -> str | None:
+    """What share of "val" or "test" was read, if not all: a run's validations are often short, and their limit holds
+    for later ones too."""
+    loader, n_read = getattr(trainer, f"{split}_dataloaders"), sum(getattr(trainer, f"num_{split}_batches"))
+    n_batches = sized_len(loader) if isinstance(loader, DataLoader) else None
+    if n_batches is None or n_read >= n_batches:
+        return None
+    whole = f"trainer.limit_{split}_batches=1.0 reads the whole split"
+    return f"{n_read:,} of {n_batches:,} batches were read: {whole}"
 
 
 def _train_metrics(trainer: Trainer) -> str:
