@@ -187,7 +187,11 @@ class Model(nn.Module):
         Raises:
             InputError: no such file, not a linrope model of this class, or files that are not those of their checksums.
         """
-        return load_model(path, cls.config_class, verify)
+        model = load_model(path, cls.config_class, verify)
+        if not isinstance(model, cls):  # encoders with other heads have one class of configurations
+            found = type(model).__name__
+            raise InputError(f"{str(path)!r} holds a {found}, not a {cls.__name__}: call {found}.from_pretrained.")
+        return model
 
     def start_from(self, path: str | os.PathLike) -> list[str]:
         """`take` the weights of the trained model in a folder of linrope or a checkpoint."""

@@ -108,6 +108,8 @@ def test_the_loss_of_masked_tokens_is_their_cross_entropy():
 def test_an_encoder_starts_from_another_one(tmp_path):
     trained = model_of(attention="softmax", head="masked_lm")
     trained.save_pretrained(tmp_path / "trained")
+    other_head = r"trained' holds a MaskedLM, not a SequenceClassifier: call MaskedLM\.from_pretrained"
+    assert_input_errors((lambda: SequenceClassifier.from_pretrained(tmp_path / "trained"), other_head))
     linear = model_of(attention="linear", head="masked_lm")
     notes = linear.float().start_from(tmp_path / "trained")
     assert notes == ["model.attention: 'softmax' in the checkpoint, 'linear' here"]
