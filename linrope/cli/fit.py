@@ -222,7 +222,7 @@ class FitCLI(TrainingCLI):
         callbacks = [
             *([] if trainer.max_time is None else [TimeLimit(trainer.max_time)]),
             *([] if run.ema_decay is None else [AverageWeights(run.ema_decay)]),  # before what saves or samples
-            SaveConfig(self.folder, self.parser.dump(self.config)),
+            SaveConfig(self.folder, self.parser.dump(self.config, "yaml", False)),  # False keeps what is null
             RunSummary(self.console, self.start, self.why_precision),
             *([MemoryPreflight()] if isinstance(self.datamodule, TextDataModule) else []),
             Throughput(),

@@ -118,6 +118,13 @@ def test_metrics_checkpoint_and_config_of_a_run_serve_the_other_commands(tiny, r
     assert re.match(r"hello(?s:.{6,})", capsys.readouterr().out)
 
 
+def test_the_config_of_a_run_keeps_what_is_null(tiny, run_folder):
+    """Where the default is not: a run without RoPE would be repeated with it."""
+    assert main(["fit", *tiny, "--model.rope=null", "--trainer.max_steps=1"]) == 0
+    assert yaml.safe_load((run_folder / "config.yaml").read_text())["model"]["rope"] is None
+    assert main(["validate", f"--ckpt_path={run_folder / 'checkpoints' / 'last.ckpt'}"]) == 0
+
+
 def test_a_checkpoint_of_another_model_or_a_finished_run_is_named(trained_run, error_of):
     err = error_of("fit", *trained_run.resumed, "--model.n_heads=4", "--model.rope.base=500")
     assert f"--config {trained_run.folder / 'config.yaml'}" in err
