@@ -428,7 +428,7 @@ class RotaryEmbedding(nn.Module):
                 if not -MAX_POSITION <= end <= MAX_POSITION:
                     raise InputError(f"positions reach {end}, beyond ±2^53 where they are not exact: use smaller ones")
         positions = positions.to(x.device)
-        return positions.reshape(x.shape[0], *(1,) * (x.ndim - 3), -1) if batched else positions
+        return positions.reshape(x.shape[0], *(1,) * (x.ndim - 3), x.shape[-2]) if batched else positions
 
     def extra_repr(self) -> str:
         names = ("dim", "rotary_dim", "base", "interleaved", "trainable", "scaling", "signed")

@@ -155,6 +155,7 @@ def test_given_positions():
             torch.testing.assert_close(rotated[row, :, t : t + 1], alone, **exact)
     flat = rope.rotate(x[:, 0], positions=positions)  # (B, T, D)
     torch.testing.assert_close(flat, rotated[:, 0], **exact)
+    assert rope.rotate(x[:0], positions=positions[:0]).shape == (0, 3, 4, 6)  # no rows
 
 
 @pytest.mark.parametrize("rotary_dim", [None, 4])
