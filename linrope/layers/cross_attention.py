@@ -162,9 +162,10 @@ class CrossAttention(nn.Module):
     def _softmax(self, q: Tensor, memory: SourceMemory, offset: int) -> Tensor:
         scale = None if self.rope is None else self.rope.logit_scale**2 * self.head_dim**-0.5
         q, mask = self._rotated(q, offset), memory.key_mask
+        k, v = memory.k.to(q.dtype), memory.v.to(q.dtype)  # another one if autocast was on for one of the two calls
         if mask is None:
-            return F.scaled_dot_product_attention(q, memory.k, memory.v, scale=scale)
-        return masked_attention(q, memory.k, memory.v, mask[:, None], scale)
+            return F.scaled_dot_product_attention(q, k, v, scale=scale)
+        return masked_attention(q, k, v, mask[:, None], scale)
 
     def _linear(self, q: Tensor, memory: SourceMemory, offset: int) -> Tensor:
         dtype = q.dtype

@@ -86,6 +86,18 @@ def test_the_memory_of_linear_attention_has_a_fixed_size_and_float32_sums():
     assert layer(torch.randn(B, T, H * D).bfloat16(), long).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("kind", ["linear", "softmax"])
+def test_a_memory_made_in_autocast_is_read_outside_of_it(kind):
+    torch.manual_seed(0)
+    layer, x = CrossAttention(H * D, H, kind=kind), torch.randn(B, T, H * D)
+    memory = layer.memory(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = layer.memory(x)
+        o = layer(x, memory)
+    for mixed in (o, layer(x, rounded)):  # within two roundings to bfloat16
+        torch.testing.assert_close(mixed.float(), layer(x, memory), rtol=0.02, atol=0.02)
+
+
 def test_errors():
     layer = CrossAttention(12, 2, kind="linear")
     with pytest.raises(InputError, match="placement"):
