@@ -261,9 +261,9 @@ class _SegmentedLoss(torch.autograd.Function):
                 before = detach(state, not ctx.truncated)
                 value, after = segments.run(segment, before)
             past = [] if ctx.truncated else tensors_of(before)
-            outputs, gradients = [value], [grad.to(value.dtype)]
-            for tensor, gradient in zip(tensors_of(after), grad_state):
-                if gradient is not None and tensor.requires_grad:
+            outputs, gradients = [], []
+            for tensor, gradient in zip([value, *tensors_of(after)], [grad.to(value.dtype), *grad_state]):
+                if gradient is not None and tensor.requires_grad:  # a loss of one's own may be a constant here
                     outputs.append(tensor)
                     gradients.append(gradient)
             if is_sharded:  # the model computes with other tensors, gathered for each block; the last adds over ranks

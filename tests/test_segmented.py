@@ -110,6 +110,24 @@ def test_the_gradient_of_a_scaled_mean_with_a_loss_of_ones_own():
     assert_same(gradients(model, total / 7), gradients(model, loss(model(inputs), targets / 256.0) / 7), 1e-10)
 
 
+def test_a_loss_of_ones_own_may_be_a_constant_in_a_segment():
+    """As where it has no targets: no gradient comes from there, but one goes through."""
+
+    def loss(logits, weights):
+        return (logits.logsumexp(-1) * weights).sum() if weights.any() else torch.zeros(())
+
+    model, (inputs, _) = model_of(), text()
+    for start, end in ((40, 60), (80, T), (0, 0)):
+        weights = torch.zeros(inputs.shape, dtype=torch.float64)
+        weights[:, start:end] = 1
+        total, _ = segmented_loss(model, inputs, weights, 20, loss=loss)
+        found = gradients(model, total)
+        if start == end:
+            assert not any(gradient is not None for gradient in found)
+        else:
+            assert_same(found, gradients(model, loss(model(inputs), weights)), 1e-10)
+
+
 def test_states_go_in_and_out():
     """Two calls chained by their state see what one call sees; no gradient goes back through it."""
     model, (inputs, targets) = model_of(**MODELS["recipe"]), text()
