@@ -321,11 +321,16 @@ def _check_derivative(forward: Callable[[Tensor], Tensor], derivative: Callable[
 class _WithDerivative(torch.autograd.Function):
     """A function of a tensor whose derivative is another function of it."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], derivative: Callable[[Tensor], Tensor]):
-        ctx.save_for_backward(x)
-        ctx.derivative = derivative
+    def forward(x: Tensor, forward: Callable[[Tensor], Tensor], derivative: Callable[[Tensor], Tensor]) -> Tensor:
         return forward(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        x, _, ctx.derivative = inputs
+        ctx.save_for_backward(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

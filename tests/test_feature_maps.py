@@ -1,5 +1,7 @@
 """Feature maps: their values where precision is short, and each hand-written derivative."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -165,6 +167,18 @@ def test_a_registered_map_is_a_name_as_any_other(registered, name, backend):
     torch.testing.assert_close(o, expected)
     gradients = [torch.autograd.grad(y.square().sum(), (q, k), retain_graph=True) for y in (o, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
+def test_transforms_take_a_registered_map(registered):
+    q, k, v = torch.randn(3, 1, 2, 5, 4)
+
+    def loss(name, q):
+        return linear_attention(q, k, v, feature_map=name, backend="reference").square().sum()
+
+    expected, found = (torch.func.grad(partial(loss, name))(q) for name in ("square", "square_by_hand"))
+    torch.testing.assert_close(found, expected)
+    rows = torch.func.vmap(torch.func.grad(partial(loss, "square_by_hand")))(torch.stack((q, -q)))
+    torch.testing.assert_close(rows, torch.stack((expected, -expected)))
 
 
 def test_a_model_has_a_registered_map_and_its_checkpoint_needs_it(registered, tmp_path, monkeypatch):
