@@ -68,7 +68,7 @@ def softmax_attention(
         cache: what came before.
         scale: None for D^-½.
         attend: computes the outputs of (q, k, v, mask) in place of softmax(scale · q kᵀ) v, with the keys of the cache
-            and a mask (B or 1, T, S), True where a query sees a key; without window and scale.
+            and a mask (B or 1, T or 1, S), True where a query sees a key; without window and scale.
 
     Returns:
         o: (B, H, T, D), and the cache with this call's tokens in it.
@@ -158,7 +158,8 @@ class _Keys:
 def _dense(
     q: Tensor, keys: _Keys, causal: bool, window: int | None, scale: float | None, attend: Attend | None = None
 ) -> Tensor:
-    """One product for all pairs; its mask has T·S elements where causality alone does not say what is hidden."""
+    """One product for all pairs; its mask has T·S elements where what is hidden differs from query to query, and is not
+    said by causality alone."""
     n_queries, n_keys = q.shape[2], keys.k.shape[2]
     n_past, document, visible = n_keys - n_queries, keys.document, keys.visible
     banded = window is not None and n_keys > window
@@ -168,7 +169,8 @@ def _dense(
             causal = False
         grouped = q.shape[1] != keys.k.shape[1]
         return F.scaled_dot_product_attention(q, keys.k, keys.v, is_causal=causal, scale=scale, enable_gqa=grouped)
-    mask = torch.ones(1, n_queries, n_keys, dtype=torch.bool, device=q.device)
+    # without causality padding is hidden from all queries alike: one row of the mask for all of them
+    mask = torch.ones(1, n_queries if causal else 1, n_keys, dtype=torch.bool, device=q.device)
     if causal:
         mask = mask.tril(n_past)
     if banded:

@@ -150,7 +150,7 @@ class PositionEncoding(nn.Module):
         Args:
             q: (B, H, T, D) queries, which stand at the end of the keys.
             k, v: (B, H, S, D).
-            mask: (B or 1, T, S) booleans, True where a query sees a key. One that sees none has the output 0.
+            mask: (B or 1, T or 1, S) booleans, True where a query sees a key. One that sees none has the output 0.
             positions: (B, T) int64, the positions of the queries in their documents; None for those in the row.
 
         Returns:

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from linrope import KeyValueCache
-from linrope.ops.softmax import softmax_attention
+from linrope.ops.softmax import masked_attention, softmax_attention
 
 HEADS, DIM = 2, 4
 
@@ -90,6 +90,19 @@ def test_a_window_takes_memory_linear_in_the_length(packed):
     assert largest.elements <= 2.1 * window * length  # the pairs within two blocks, where they are packed
     assert cache.k.shape[2] == window - 1
     assert q.grad.isfinite().all()
+
+
+def test_padding_without_causality_is_one_row_of_the_mask():
+    q, visible, shapes = torch.randn(2, HEADS, 9, DIM), torch.arange(9) < torch.tensor([[9], [4]]), []
+
+    def attend(q, k, v, mask):
+        shapes.append(mask.shape)
+        return masked_attention(q, k, v, mask, None)
+
+    o, _ = softmax_attention(q, q, q, causal=False, key_mask=visible, attend=attend)
+    assert shapes == [(2, 1, 9)]
+    weights = (q @ q.mT * DIM**-0.5).masked_fill(~visible[:, None, None], -torch.inf).softmax(-1)
+    torch.testing.assert_close(o, weights @ q)
 
 
 def test_a_cache_keeps_no_more_alive_than_it_shows():
