@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from linrope import InputError, RotaryEmbedding, State, linear_attention
+from linrope.ops.cpu_kernel import kernel
 from linrope.ops.cpu_kernel import library as libraries
 from linrope.ops.torch_kernel.memory import Pool
 from linrope.utils.machine import instructions
@@ -180,6 +181,19 @@ def test_strides_are_read_as_they_are(causal):
         found = results(inputs, key_mask=mask, causal=causal)
         expected = results([x.contiguous() for x in inputs], key_mask=mask, causal=causal)
         assert all(map(torch.equal, found, expected))
+
+
+def test_rotations_of_long_calls_are_not_kept(monkeypatch):
+    """A table of them grows with the length, and there is one for each length."""
+    rope, x = RotaryEmbedding(4), torch.randn(1, 1, 321, 4)
+    expected = linear_attention(x, x, x, rope, backend="cpu")
+    Pool.of_thread.__dict__.clear()
+    monkeypatch.setattr(kernel, "KEPT_CHUNKS", 2)
+    for length in (65, 128, 129, 321):
+        y = x[:, :, :length]
+        torch.testing.assert_close(linear_attention(y, y, y, rope, backend="cpu"), expected[:, :, :length])
+    kept = Pool.on(x.device).made["cpu frames"].values()
+    assert [frames.shape[0] for frames in kept] == [2]
 
 
 @pytest.mark.parametrize("name", ["T=321", "everything at once", "normalize=rotary", "phi=callable"])

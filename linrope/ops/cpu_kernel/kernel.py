@@ -27,6 +27,8 @@ MAX_FEATURES = 256
 LONG = 32_768
 """With decay, longer calls keep the sums over their chunks in double: the gradient of log_decay is a difference of two
 such sums. In float32 it would be off by 6e-6 at 262,144 tokens."""
+KEPT_CHUNKS = 1024
+"""Chunks of the longest call whose rotations are kept: of longer ones they take little of the time, and much memory."""
 SIZES = attrgetter("batch", "heads", "queries", "keys", "features", "width", "causal", "threads", "exact")
 """What the sizes of the workspace depend on."""
 FEATURE_MAPS = ("elu1", "relu", "exp", "identity", "softmax")
@@ -218,7 +220,7 @@ def _rotations(call: Call, length: int) -> Rotations:
     pool = Pool.on(theta.device)
     key = (theta.numpy().tobytes(), theta.shape, call.interleaved, width)
     kept = pool.keep("cpu local", key, local, most=32)
-    if start != 0 and length > 1:
+    if (start != 0 and length > 1) or chunks > KEPT_CHUNKS:
         return Rotations(kept, frames(), rotary_dim)
     return Rotations(kept, pool.keep("cpu frames", (*key, chunks, start), frames, most=32), rotary_dim, first)
 
