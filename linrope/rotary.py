@@ -314,6 +314,8 @@ class RotaryEmbedding(nn.Module):
         if width > dim:
             raise InputError(f"rotary_dim={rotary_dim} is larger than dim={dim}: at most all dimensions rotate.")
         if scaling is not None:
+            if not isinstance(scaling, RotaryScaling):
+                raise InputError(f"scaling={scaling!r} must be a linrope.RotaryScaling, or None for no scaling.")
             scaling.check(width)
         self.dim, self.rotary_dim, self.base, self.interleaved = dim, width, _checked_base(base), interleaved
         self.trainable, self.scaling, self.signed = trainable, scaling, signed
@@ -415,6 +417,8 @@ class RotaryEmbedding(nn.Module):
     def _check_given(positions: Tensor, offset: int, x: Tensor) -> Tensor:
         if offset != 0:
             raise InputError(f"offset={offset} and positions exclude each other: add the offset to the positions.")
+        if not isinstance(positions, Tensor):
+            raise InputError(f"positions is a {type(positions).__name__}: pass a tensor of integers, (T,) or (B, T).")
         if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
             raise InputError(f"positions of dtype {positions.dtype} must be integers: floats are not exact far out.")
         batched = x.ndim > 2 and positions.shape == (x.shape[0], x.shape[-2])
