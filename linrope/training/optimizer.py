@@ -126,7 +126,7 @@ class MuonWithAdamW(Optimizer):
 
 
 class _Float32ForBfloat16(TorchFunctionMode):
-    """`Tensor.bfloat16()` gives a copy in float32.
+    """`Tensor.bfloat16()` and `Tensor.to` with bfloat16 give a copy in float32.
 
     PyTorch's Muon orthogonalises in bfloat16 and has no option for another dtype. A processor without instructions for
     bfloat16 takes 10 to 40 times as long for such products as for float32.
@@ -135,9 +135,11 @@ class _Float32ForBfloat16(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable, types: Sequence[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if function is torch.Tensor.bfloat16:
+        kwargs = kwargs or {}
+        to_bfloat16 = function is torch.Tensor.to and any(x is torch.bfloat16 for x in (*args[1:], *kwargs.values()))
+        if to_bfloat16 or function is torch.Tensor.bfloat16:  # from PyTorch 2.15 on, and before
             return args[0].to(torch.float32, copy=True)
-        return function(*args, **(kwargs or {}))
+        return function(*args, **kwargs)
 
 
 def learning_rate_factor(
