@@ -116,7 +116,8 @@ def _title(runs: Sequence[RunCurves], unit: str) -> str:
     if not best.val:
         return f"Training loss of {len(runs)} runs" if others else f"Training loss of {best.name}"
     of_all = "" if len(runs) <= len(COLORS) else f"; the best {len(COLORS)} of {len(runs)} runs"
-    return f"{best.name} ends {'lowest, ' if others else ''}at {best.last:.3f} {unit}{of_all}"
+    end = f"a loss of {best.last:.3f}" if unit == "loss" else f"{best.last:.3f} {unit}"
+    return f"{best.name} ends {'lowest, ' if others else ''}at {end}{of_all}"
 
 
 def _limits(runs: Sequence[RunCurves]) -> tuple[float, float]:

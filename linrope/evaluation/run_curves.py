@@ -26,7 +26,7 @@ class Point:
     tokens: float
     seconds: float
     loss: float
-    """In the unit of the comparison: bits per byte, or nats per token."""
+    """In the unit of the comparison: bits per byte, or the loss of the runs' task."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ def shared(runs: Sequence[RunCurves], axis: Axis) -> float | None:
 
 
 def read_runs(paths: Sequence[str]) -> tuple[list[RunCurves], str]:
-    """The runs' curves, the best first, and the unit of their losses: bits per byte, or nats per token where the bytes
-    of a run's tokens are unknown.
+    """The runs' curves, the best first, and the unit of their losses: "bits per byte", or "loss", that of the task,
+    where a run logged none.
 
     A path is a run's folder, the folder of its versions, which stands for the newest, or a metrics.csv.
 
@@ -89,7 +89,7 @@ def read_runs(paths: Sequence[str]) -> tuple[list[RunCurves], str]:
             raise InputError(f"run {path!r} is named twice: {file}.")
     logs = [read_log(file) for file in files]
     in_bytes = all(_columns(log) >= {"train_bpb"} or _columns(log) >= {"val_bpb"} for log in logs)
-    metric, unit = ("bpb", "bits per byte") if in_bytes else ("loss", "nats per token")
+    metric, unit = ("bpb", "bits per byte") if in_bytes else ("loss", "loss")
     runs = [_curves(name, file, log, metric) for name, file, log in zip(names_of(files), files, logs)]
     return sorted(runs, key=lambda run: (run.last, run.end_of_training)), unit
 

@@ -66,12 +66,12 @@ def test_runs_of_the_fit_command_are_compared(trained_run, capsys):
     assert re.search(r"^tiny +128 .* 8\.\d+ +8\.\d+ *$", capsys.readouterr().out, re.M)
 
 
-def test_tokens_of_unknown_bytes_are_compared_in_nats(fast, tmp_path, capsys):
+def test_runs_without_bits_per_byte_are_compared_by_their_loss(fast, tmp_path, capsys):
     header = HEADER.replace("bpb", "loss")
     rows = ["0,100,1,7.0,", "1,200,2,,4.0"]
     logs = [log(tmp_path / f"{number}", *rows, header=header) for number in (1, 2)]
     assert main(["compare", *map(str, logs)]) == 0
-    assert capsys.readouterr().out.startswith("runs by nats per token")
+    assert capsys.readouterr().out.startswith("runs by loss")
 
 
 def test_steps_that_were_done_again_count_once_and_a_torn_line_not_at_all(tmp_path, capsys):
@@ -105,6 +105,7 @@ def test_a_picture_has_six_runs_and_says_so():
     figure = figure_of(runs, "bits per byte")
     assert len(figure.axes[0].get_lines()) == 12  # training and validation
     assert figure.get_suptitle() == "run 0 ends lowest, at 2.000 bits per byte; the best 6 of 7 runs"
+    assert figure_of(runs[:1], "loss").get_suptitle() == "run 0 ends at a loss of 2.000"
     only_training = figure_of([RunCurves("run", points, [], 1000, 10)], "bits per byte")
     assert only_training.get_suptitle() == "Training loss of run"
     assert smoothed([Point(n, n, float(n)) for n in range(100)])[:3] == [0, 0.5, 1.5]
