@@ -110,6 +110,7 @@ def planned(config: Namespace) -> Setting:
     data, trainer = config.data, config.trainer
     gpu = is_nvidia(trainer.accelerator)
     devices = n_devices(trainer)
+    data.require_positions(config.model.positions)
     plan = data.plan_for(trainer.accumulate_grad_batches * devices)
     if trainer.max_steps >= 1:
         data.require_steps(plan, trainer.max_steps)

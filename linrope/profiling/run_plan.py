@@ -58,6 +58,11 @@ class Setting:
             )
 
     @property
+    def longest_row(self) -> int:
+        """Tokens of the longest row that is tried: the model may have positions for so many only."""
+        return LONGEST if self.document_mask else self.model.positions.longest_row or LONGEST
+
+    @property
     def largest(self) -> PlannedStage:
         """The stage with the largest batches, of `batch_size` rows of `seq_len` tokens on one device."""
         return max(self.plan.stages, key=lambda stage: (stage.batch_size * stage.seq_len, stage.seq_len))
@@ -153,6 +158,7 @@ def show(console: Console, setting: Setting, memory: str | None, rate: float | N
     if memory is not None:
         for variant in found:
             longest = longest_that_fits(lambda length, v=variant: v.memory(setting, length, 1), parse_bytes(memory))
+            longest = min(longest, setting.longest_row)
             beyond = " or more" if longest == LONGEST else ""
             text = f"a row of {longest:,} tokens{beyond}" if longest else "not even a row of 1,024 tokens"
             console.print(f"fits {memory}: {variant.name}: {text}", highlight=False, soft_wrap=True)
@@ -185,8 +191,9 @@ def _run_text(setting: Setting, rate: float | None) -> str:
 
 
 def _table(console: Console, setting: Setting, found: list[Variant]) -> Table:
-    lengths = [multiple * setting.largest.seq_len for multiple in MULTIPLES]
-    rows = [max(1, setting.largest.batch_size // multiple) for multiple in MULTIPLES]  # tokens of the run's batch
+    multiples = [multiple for multiple in MULTIPLES if multiple * setting.largest.seq_len <= setting.longest_row]
+    lengths = [multiple * setting.largest.seq_len for multiple in multiples]
+    rows = [max(1, setting.largest.batch_size // multiple) for multiple in multiples]  # tokens of the run's batch
     memory: list[list[float]] = []  # by length and variant
     flops: list[list[float]] = []
     with progress_bar(console, BarColumn()) as bar:

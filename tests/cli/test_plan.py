@@ -119,6 +119,22 @@ def test_a_curriculum_is_planned_stage_by_stage(tiny, capsys, error_of, monkeypa
     assert "trainer.max_steps=5 ends before data.curriculum does" in error_of(*args, "--trainer.max_steps=5")
 
 
+def test_rows_are_no_longer_than_the_table_of_positions(tiny, capsys, error_of, monkeypatch):
+    monkeypatch.setattr(plan, "MULTIPLES", (1, 4))
+    monkeypatch.setattr(plan, "LONGEST", 2**13)
+    learned = ["--model.positions.name=learned", "--model.positions.length=100"]
+    args = ["plan", *tiny, *learned, "--memory=1GiB", "--data.context=64"]
+    assert main(args) == 0
+    out = capsys.readouterr().out
+    assert re.findall(r"^ +(64|256) +\d+ ", out, re.M) == ["64"]
+    assert "fits 1GiB: this model: a row of 100 tokens\n" in out
+    message = "data.context=128 is longer than the rows of model.positions.length=100"
+    for command in ("plan", "fit"):
+        assert message in error_of(command, *tiny, *learned, "--data.context=128")
+    # with the document mask each document starts at position 0
+    assert main([*args, "--data.context=128", "--data.document_mask=true"]) == 0
+
+
 def test_what_is_compared_follows_from_the_model():
     assert [variant.name for variant in variants(setting())] == ["this model", "with softmax", "in segments"]
     growing = LanguageModelConfig(d_model=16, n_layers=1, n_heads=2, attention="softmax")

@@ -20,6 +20,7 @@ from linrope.data.tokenizers.base import Tokenizer
 from linrope.distributed.group import SequenceGroup
 from linrope.distributed.segments import tokens_of_rank
 from linrope.errors import InputError, require_choice
+from linrope.positions.base import PositionsConfig
 from linrope.training.data_modules.base import (
     Counting,
     RankSampler,
@@ -184,6 +185,12 @@ class TextDataModule(ResumableDataModule):
         """The lengths of training and validation rows, by the options that set them."""
         stages = {f"data.curriculum[{n}].seq_len": stage.seq_len for n, stage in enumerate(self.curriculum or [])}
         return {"data.context": self.context, **stages}
+
+    def require_positions(self, positions: PositionsConfig) -> None:
+        """Raise InputError if a row is longer than a model with these positions can read. With the document mask each
+        document of a row starts at position 0, and only the text knows how long they are."""
+        for option, length in () if self.document_mask else self.row_lengths.items():
+            positions.require_row(option, length)
 
     def require_slices(self, segment_length: int | None, group: SequenceGroup) -> None:
         """Raise InputError unless rows have a token for each of the devices that share them, in every segment."""
