@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from linrope.errors import InputError, require_choice
 from linrope.utils import kept_tensors
-from linrope.utils.options import check_keys, check_types
+from linrope.utils.options import check_keys, check_types, require_whole
 
 MAX_POSITION = 2**53
 """The largest position that float64 represents exactly."""
@@ -307,6 +307,9 @@ class RotaryEmbedding(nn.Module):
                 f"interleaved={interleaved!r} must be True, for pairs of dimensions (2m, 2m+1), or False, for "
                 "(m, m + rotary_dim/2)."
             )
+        require_whole("dim", dim)
+        if rotary_dim is not None:
+            require_whole("rotary_dim", rotary_dim)
         whole = half_of(dim) if signed else dim
         name, width = ("dim", whole) if rotary_dim is None else ("rotary_dim", rotary_dim)
         if width % 2 or width < 2:

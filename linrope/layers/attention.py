@@ -18,6 +18,7 @@ from linrope.ops.checks import check_tensor
 from linrope.ops.softmax import KeyValueCache, repeat_heads
 from linrope.ops.state import State
 from linrope.rotary import RotaryEmbedding
+from linrope.utils.options import require_whole
 
 CONV_SILU = ("qkv", "v")
 
@@ -333,8 +334,10 @@ def positions_within(
 
 def checked_head_dim(d_model: int, n_heads: int, head_dim: int | None) -> int:
     """Size of each head: `head_dim`, or d_model / n_heads if it is None."""
-    if n_heads < 1 or d_model < 1:
-        raise InputError(f"d_model={d_model} and n_heads={n_heads} must be at least 1.")
+    require_whole("d_model", d_model)
+    require_whole("n_heads", n_heads)
+    if head_dim is not None:
+        require_whole("head_dim", head_dim, "; None for d_model / n_heads")
     if head_dim is None and d_model % n_heads:
         raise InputError(f"n_heads={n_heads} does not divide d_model={d_model}: change one, or give head_dim.")
     return d_model // n_heads if head_dim is None else head_dim
@@ -344,7 +347,8 @@ def checked_kv_heads(n_heads: int, n_kv_heads: int | None) -> int:
     """Number of heads of keys and values: `n_kv_heads`, or `n_heads` if it is None."""
     if n_kv_heads is None:
         return n_heads
-    if n_kv_heads < 1 or n_heads % n_kv_heads:
+    require_whole("n_kv_heads", n_kv_heads, "; None for n_heads")
+    if n_heads % n_kv_heads:
         raise InputError(
             f"n_kv_heads={n_kv_heads} must divide n_heads={n_heads}: as many query heads share each head of keys and "
             "values. Change one, or give None for no groups."

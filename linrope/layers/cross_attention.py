@@ -17,7 +17,7 @@ from linrope.layers.initialisation import reset
 from linrope.layers.linear import Linear
 from linrope.layers.state import map_state
 from linrope.ops.call import without_autocast
-from linrope.ops.checks import check_tensor
+from linrope.ops.checks import check_eps, check_tensor
 from linrope.ops.softmax import masked_attention
 from linrope.rotary import RotaryConfig, RotaryEmbedding, check_config
 
@@ -89,6 +89,7 @@ class CrossAttention(nn.Module):
         super().__init__()
         require_choice("kind", kind, ("softmax", "linear"))
         check_config(rope)
+        check_eps(eps)
         head_dim = checked_head_dim(d_model, n_heads, None)
         if kind == "linear" and rope is not None and rope.placement != "numerator":
             raise InputError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,8 +27,8 @@ class ShortConvolution(nn.Module):
 
     def __init__(self, channels: int, width: int, without_silu: int = 0):
         super().__init__()
-        if width < 2:
-            raise InputError(f"short_conv={width}: a convolution sees at least 2 tokens (0 for no convolution).")
+        if not isinstance(width, Integral) or width < 2:
+            raise InputError(f"short_conv={width!r}: a convolution sees at least 2 tokens (0 for no convolution).")
         self.width, self.without_silu = width, without_silu
         self.weight = nn.Parameter(torch.empty(channels, width))
         self.reset_parameters()

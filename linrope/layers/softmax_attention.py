@@ -14,6 +14,7 @@ from linrope.ops.softmax import KeyValueCache, extend_cache, softmax_attention
 from linrope.positions.base import PositionsConfig, Sizes
 from linrope.positions.table import encoding_of, rope_beside
 from linrope.rotary import RotaryConfig, RotaryEmbedding, check_config
+from linrope.utils.options import require_whole
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -52,10 +53,10 @@ class SoftmaxAttention(Attention):
         causal: bool = True,
         **options: Unpack[AttentionOptions],
     ):
-        if window is not None and window < 1:
-            raise InputError(f"window={window} must be at least 1, the token itself; None sees all.")
-        if window is not None and not causal:
-            raise InputError(f"window={window} sees earlier tokens only: it needs causal=True.")
+        if window is not None:
+            require_whole("window", window, ", the token itself; None sees all")
+            if not causal:
+                raise InputError(f"window={window} sees earlier tokens only: it needs causal=True.")
         check_config(rope)
         rope = rope_beside(positions, rope)
         head_dim = checked_head_dim(d_model, n_heads, head_dim)

@@ -13,7 +13,7 @@ from torch.func import debug_unwrap
 
 from linrope.errors import InputError, require_choice
 from linrope.feature_maps import FEATURE_MAPS, FeatureMap, get_feature_map, skip_first
-from linrope.ops.checks import check_rope, check_tensor
+from linrope.ops.checks import check_eps, check_rope, check_tensor
 from linrope.ops.documents import check_segment_ids, number_documents
 from linrope.ops.state import State
 from linrope.rotary import RotaryEmbedding, check_positions
@@ -150,8 +150,7 @@ def check_call(
     """
     _check_tensors({"k": k, "v": v} if q is None else {"q": q, "k": k, "v": v}, causal)
     require_choice("normalize", normalize, NORMALIZE)
-    if not (isinstance(eps, (int, float)) and 0 <= eps < math.inf):
-        raise InputError(f"eps={eps!r} must be a finite number, at least 0: it keeps the denominator away from 0.")
+    check_eps(eps)
     if not isinstance(causal, bool):
         raise InputError(f"causal={causal!r} must be True or False.")
     batch, heads, keys = k.shape[:3]

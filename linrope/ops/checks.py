@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -26,6 +27,12 @@ def check_tensor(name: str, x: Tensor, types: str, axes: str, shape: Sequence[in
         raise InputError(f"{name} is {got}: pass {types} of shape {axes} = {tuple(shape)}.")
     if x.device != device:
         raise InputError(f"{name} is on {x.device}, the inputs are on {device}: use one device.")
+
+
+def check_eps(eps: float) -> None:
+    """Raise InputError unless ε of a denominator is a finite number, at least 0."""
+    if not (isinstance(eps, (int, float)) and 0 <= eps < math.inf):
+        raise InputError(f"eps={eps!r} must be a finite number, at least 0: it keeps the denominator away from 0.")
 
 
 def is_transformed(*tensors: Tensor | None) -> bool:

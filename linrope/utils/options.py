@@ -80,6 +80,12 @@ def check_types(values: Any, config: type | None = None, section: str = "") -> N
             )
 
 
+def require_whole(name: str, value: Any, otherwise: str = "") -> None:
+    """Raise InputError, with what else there is, unless `value` is a whole number, at least 1."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        raise InputError(f"{name}={value!r} must be a whole number, at least 1{otherwise}.")
+
+
 def _has_type(value: object, hint: Any, raw: bool) -> bool:
     origin, parts = get_origin(hint), get_args(hint)
     if hint is Any:

@@ -387,7 +387,14 @@ def test_bad_arguments_are_named():
         (lambda: linear(rope=RotaryConfig(base=[5.0] * 3)), "rope.base has 3 entries"),
         (lambda: linear(rope=RotaryConfig(rotary_dim=6, placement="signed")), "'signed' leaves none of the 6 dim"),
         (lambda: linear(feature_map="hedgehgo"), "'hedgehgo'.*Did you mean 'hedgehog'"),
-        (lambda: softmax(window=0), "window=0 must be at least 1"),
+        (lambda: softmax(window=0), "window=0 must be a whole number, at least 1, the token itself; None sees all"),
+        (lambda: softmax(window=2.5), "window=2.5 must be a whole number"),
+        (lambda: softmax(window=True), "window=True must be a whole number"),
+        (lambda: LinearAttention(16.0, 2), "d_model=16.0 must be a whole number"),
+        (lambda: LinearAttention(16, "2"), "n_heads='2' must be a whole number"),
+        (lambda: linear(head_dim=4.0), "head_dim=4.0 must be a whole number"),
+        (lambda: linear(n_kv_heads=1.0), "n_kv_heads=1.0 must be a whole number"),
+        (lambda: linear(short_conv=2.5), "short_conv=2.5"),
         (lambda: softmax(window=5, causal=False), "window=5 sees earlier tokens only"),
     )
 

@@ -102,6 +102,8 @@ def test_errors():
     layer = CrossAttention(12, 2, kind="linear")
     with pytest.raises(InputError, match="placement"):
         CrossAttention(12, 2, kind="linear", rope=RotaryConfig(placement="both"))
+    with pytest.raises(InputError, match="eps=-1 must be a finite number, at least 0"):
+        CrossAttention(12, 2, eps=-1)
     with pytest.raises(InputError, match="source is"):
         layer.memory(torch.zeros(2, 3, 11))
     with pytest.raises(InputError, match="rows"):

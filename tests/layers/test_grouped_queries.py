@@ -116,7 +116,7 @@ def test_the_model_generates_and_counts_with_groups():
 def test_bad_groups():
     assert_input_errors(
         (lambda: LinearAttention(24, 6, n_kv_heads=4), "n_kv_heads=4 must divide n_heads=6"),
-        (lambda: SoftmaxAttention(24, 6, n_kv_heads=0), "n_kv_heads=0 must divide"),
+        (lambda: SoftmaxAttention(24, 6, n_kv_heads=0), "n_kv_heads=0 must be a whole number, at least 1"),
         (lambda: LanguageModelConfig(n_kv_heads=0), "n_kv_heads=0 must be at least 1"),
         (lambda: LanguageModelConfig(n_kv_heads=3).build(), "n_kv_heads=3 must divide n_heads=4"),
         (
