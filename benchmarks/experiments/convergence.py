@@ -1,5 +1,4 @@
-"""Convergence of training with RoPE, with absolute positions and without positions: curves of the runs of
-placement.yaml.
+"""Convergence of training with RoPE, with absolute positions and without: curves of the runs of placement.yaml.
 
     python -m benchmarks.convergence --runs results/ablation/placement
 

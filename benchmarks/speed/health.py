@@ -5,6 +5,7 @@ A model of configs/quickstart.yaml's sizes trains as `linrope fit` does, with `r
 
 from __future__ import annotations
 
+import argparse
 import sys
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from benchmarks.harness.timing import clock, milliseconds_text
 from benchmarks.harness.trainer import quiet_trainer
 from linrope import LanguageModelConfig
 from linrope.cli.training import quiet_lightning
+from linrope.profiling.fake_tensors import shapes_only
 from linrope.training import LanguageModelingModule, OptimizerConfig, TextDataModule
 from linrope.training.callbacks.health import HealthMonitor
 from linrope.utils.terminal import new_table
@@ -32,6 +34,11 @@ class Cost:
     share_of_time: float
 
 
+def config_of(options: argparse.Namespace) -> LanguageModelConfig:
+    sizes = {"d_model": options.d_model, "n_layers": options.layers, "n_heads": options.heads}
+    return LanguageModelConfig(**sizes, short_conv=4, forget_gate=True)
+
+
 class Health(Benchmark):
     name = "health"
     point = Cost
@@ -46,13 +53,17 @@ class Health(Benchmark):
         add("--d_model", type=int, default=128)
         add("--heads", type=int, default=4)
 
+    @classmethod
+    def check(cls, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+        if options.every > options.steps:
+            parser.error(f"--every {options.every}: must be at most --steps {options.steps}, or nothing is measured")
+        shapes_only(config_of(options))
+
     def measure(self) -> None:
         options = self.options
         quiet_lightning()
         seed_everything(0, verbose=False)
-        sizes = {"d_model": options.d_model, "n_layers": options.layers, "n_heads": options.heads}
-        config = LanguageModelConfig(**sizes, short_conv=4, forget_gate=True)
-        module = LanguageModelingModule(config, OptimizerConfig(lr=1e-2))
+        module = LanguageModelingModule(config_of(options), OptimizerConfig(lr=1e-2))
         data = TextDataModule(context=options.context, batch_size=options.batch_size)
         monitor = HealthMonitor(options.every)
         trainer = quiet_trainer(options.steps, [monitor], limit_val_batches=0)

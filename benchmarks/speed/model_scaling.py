@@ -49,6 +49,7 @@ class ModelScaling(Benchmark):
     def check(cls, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         """`config` is added: that of the linear model."""
         check_names(parser, "--attention", options.attention, KINDS)
+        options.attention = list(dict.fromkeys(options.attention))
         options.lengths = sorted(set(options.lengths))
         for length in options.lengths:
             if options.tokens % length:

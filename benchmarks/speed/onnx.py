@@ -24,8 +24,9 @@ from benchmarks.harness.runner import AddOption, Benchmark
 from benchmarks.harness.sweep import INTERRUPTED, Point
 from benchmarks.harness.timing import Call, Several
 from linrope import LanguageModel, LanguageModelConfig, RotaryConfig
-from linrope.interop.onnx.export import export_onnx
+from linrope.interop.onnx.export import export_onnx, require_exportable
 from linrope.interop.onnx.runtime import OnnxLanguageModel
+from linrope.profiling.fake_tensors import shapes_only
 from linrope.utils.terminal import new_table
 
 HYBRID = {"attention": ["linear", "linear", "linear", "softmax"], "rope": RotaryConfig(placement="signed")}
@@ -98,6 +99,8 @@ class Onnx(Benchmark):
         options.device = "cpu"
         if options.d_model % (4 * options.heads):
             parser.error(f"--d_model {options.d_model} must be a multiple of 4 × --heads {options.heads}")
+        for opset in options.opsets:
+            require_exportable(shapes_only(LanguageModelConfig()), opset)
 
     def measure(self) -> None:
         o = self.options

@@ -1,5 +1,6 @@
 """Whole models are trained at every length, with the same number of tokens in every step."""
 
+import re
 from functools import partial
 
 import pytest
@@ -13,16 +14,17 @@ run = partial(commands.run, model_scaling.ModelScaling, SMALL, stem="model_scali
 
 
 def test_every_kind_of_model_at_every_length(tmp_path, capsys):
-    points, contents = run(tmp_path, "--lengths", "16", "64")
+    kinds = ["linear", "softmax", "hybrid", "linear"]
+    points, contents = run(tmp_path, "--lengths", "16", "64", "--attention", *kinds)
+    printed = capsys.readouterr().out
+    assert re.search(r"rows +linear +softmax +hybrid +linear × +hybrid ×", printed)
+    assert "64 tokens a step" in printed
     assert list(points) == [(kind, length) for length in (16, 64) for kind in ("linear", "softmax", "hybrid")]
     for (_, length), point in points.items():
         assert point["batch"] == 64 // length
         assert point["tokens_per_second"] == pytest.approx(64 / point["seconds"])
         assert point["flops"] > 0
     assert contents["model"]["d_model"] == 16
-    printed = capsys.readouterr().out
-    assert "linear ×" in printed
-    assert "64 tokens a step" in printed
 
 
 def test_a_hybrid_alternates():

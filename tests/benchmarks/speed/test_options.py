@@ -9,6 +9,7 @@ from benchmarks.speed.block_sizes import BlockSizes
 from benchmarks.speed.decode import Decode
 from benchmarks.speed.goals import Goals
 from benchmarks.speed.gpu_check import GpuCheck
+from benchmarks.speed.health import Health
 from benchmarks.speed.model_scaling import ModelScaling
 from benchmarks.speed.onnx import Onnx
 from benchmarks.speed.scaling import Scaling
@@ -32,12 +33,15 @@ from tests.benchmarks.commands import refusal
         (Goals, "--only many-shor", "--only many-shor: unknown. Did you mean 'many-short'?"),
         (GpuCheck, "--seconds 0", "--seconds 0.0: must be above 0"),
         (GpuCheck, "--output new", "it needs CUDA, and PyTorch sees no such device here"),
+        (Health, "--heads 3 --d_model 16", "n_heads=3 does not divide d_model=16"),
+        (Health, "--steps 2", "--every 100: must be at most --steps 2, or nothing is measured"),
         (ModelScaling, "--lengths 100", "--lengths 100: does not divide --tokens 8192"),
         (ModelScaling, "--lengths 0", "--lengths 0: must be above 0"),
         (ModelScaling, "--attention linera", "--attention linera: unknown. Did you mean 'linear'?"),
         (ModelScaling, "--heads 3", "--heads 3: --d_model 256 must be an even multiple of it"),
         (Onnx, "--segment 0", "--segment 0: must be above 0"),
         (Onnx, "--d_model 20 --heads 2", "--d_model 20 must be a multiple of 4 × --heads 2"),
+        (Onnx, "--opsets 27 3", "opset=3 must be 23 … "),
         (Scaling, "--lengths 0", "--lengths 0: must be above 0"),
         (Scaling, "--methods softmax-rop", "--methods softmax-rop: unknown. Did you mean 'softmax-rope'?"),
         (Scaling, "--mode backward", "invalid choice: 'backward'"),
