@@ -62,6 +62,12 @@ def test_a_resumed_run_ends_with_the_weights_of_a_whole_one(options, capsys, mon
     )
 
 
+def test_rows_longer_than_the_table_of_positions_are_refused_before_training(options, capsys):
+    options += ["--model.attention=softmax", "--model.positions.name=learned", "--model.positions.length=31"]
+    assert main(["fit", *options, "--trainer.max_steps=1"]) == 2
+    assert "data.context=32 is longer than the rows of model.positions.length=31" in capsys.readouterr().err
+
+
 def test_a_checkpoint_is_measured_predicts_and_starts_another_run(options, capsys):
     assert main(["fit", *options, "--trainer.max_steps=10"]) == 0
     again = ["--ckpt_path=runs/mlm/version_0/checkpoints/last.ckpt"]
