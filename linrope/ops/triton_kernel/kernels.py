@@ -2,7 +2,7 @@
 
 The sequence is cut into stretches of `STRETCH` tokens, one program each, which goes through its stretch in chunks of
 `CHUNK` tokens with the state in registers. `stretch_sums` computes what each stretch adds to the state, `scan` (in
-`small_kernels.py`) crosses that into the state before each stretch, and the others begin from it:
+`small_kernels.py`) makes of that the state before each stretch, and the others begin from it:
 
     attend           num = (M ∘ q̃ k̃ᵀ) v + a ∘ q̃ S           den = (M ∘ φ(q) φ(k)ᵀ) 1 + a ∘ φ(q) u + ε
     query_gradients  ∂q̃ = (M ∘ ∂num vᵀ) k̃ + a ∘ ∂num Sᵀ

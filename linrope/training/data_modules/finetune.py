@@ -169,7 +169,7 @@ class FineTuningDataModule(ResumableDataModule):
         self.open()
         splits = (self.predicted_split,) if stage == "predict" else SPLITS_OF_STAGE[stage]
         for split in splits:
-            if stage == "fit" and split == "val" and not (self._asks_to_validate and self.examples("val")):
+            if stage == "fit" and split == "val" and not (self._asks_to_validate and self.examples("val") is not None):
                 continue
             self._prepare(split, must_have_targets=stage != "predict")
             if stage != "fit" and (n := self.n_truncated(split)):
