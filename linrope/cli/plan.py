@@ -15,6 +15,7 @@ from linrope.profiling.fake_tensors import shapes_only
 from linrope.profiling.run_plan import AUTOCAST, Setting, measure_rate
 from linrope.profiling.run_plan import show as show_plan
 from linrope.segmented import require_segments
+from linrope.training.optimizer import fused_on
 from linrope.training.precision import AUTO, automatic_precision, is_nvidia
 from linrope.training.task import Batch, TrainingTask
 from linrope.training.task_plan import measure_step
@@ -56,7 +57,7 @@ def run(args: Sequence[str]) -> None:
     rate = options.tokens_per_second
     if options.measure:
         keep_freed_memory()  # as `linrope fit` does
-        fused = True if setting.device == "cpu" else None  # as a run's
+        fused = fused_on(setting.device)
         rate = measure_rate(setting, lambda model: config.optimizer.optimizer_of(model, fused)) * setting.devices
         if setting.devices > 1:
             cli.console.print(f"measured on one device, and counted {setting.devices} times")

@@ -82,6 +82,11 @@ class OptimizerConfig:
         return make(groups, lr=self.lr, betas=self.betas, fused=fused)
 
 
+def fused_on(device_type: str) -> bool | None:
+    """AdamW's option `fused`: one pass over all weights on a CPU, PyTorch's choice elsewhere."""
+    return True if device_type == "cpu" else None
+
+
 class MuonWithAdamW(Optimizer):
     """PyTorch's Muon for the first parameter group and its AdamW for the others, as one optimizer.
 

@@ -36,7 +36,7 @@ from linrope.training.checkpoint import (
     warn_of_other_split,
 )
 from linrope.training.data_modules.base import ResumableDataModule, data_parallel
-from linrope.training.optimizer import OptimizerConfig, changed_options, learning_rate_factor, options_of
+from linrope.training.optimizer import OptimizerConfig, changed_options, fused_on, learning_rate_factor, options_of
 from linrope.training.precision import why_slow
 from linrope.training.sharding import shard
 from linrope.utils.options import class_path_of
@@ -275,10 +275,10 @@ class TrainingTask(LightningModule):
 
     @property
     def _fused(self) -> bool | None:
-        """AdamW's option: one pass over all weights on a CPU, PyTorch's choice elsewhere. A fused AdamW would take the
-        gradients of a GradScaler scaled, and clipping needs them as they are."""
-        on_cpu = self.trainer.strategy.root_device.type == "cpu"  # the model may not be there yet
-        return True if on_cpu and not self._scales_gradients else None
+        """AdamW's option. A fused AdamW would take the gradients of a GradScaler scaled, and clipping needs them as
+        they are."""
+        device = self.trainer.strategy.root_device  # the model may not be there yet
+        return None if self._scales_gradients else fused_on(device.type)
 
     def _finish_step_sums(self) -> tuple[dict[str, float], float]:
         """The sums and the number of positions of the whole step, over its micro-batches and ranks."""
