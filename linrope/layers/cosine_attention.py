@@ -12,7 +12,9 @@ from torch import Tensor
 from linrope.errors import InputError, require_choice
 from linrope.layers.attention import Attention, AttentionOptions, checked_head_dim
 from linrope.layers.linear_attention import run_operator, start_exchange
+from linrope.ops.backends import BACKENDS
 from linrope.ops.call import without_autocast
+from linrope.ops.checks import check_eps
 from linrope.ops.state import State
 from linrope.positions.base import PositionsConfig
 from linrope.positions.table import require_without_weights, rope_beside
@@ -70,6 +72,8 @@ class CosineAttention(Attention):
             if rotary_dim > head_dim:  # it would rotate the constant feature, and weights could be negative
                 raise InputError(f"rope.rotary_dim={rotary_dim} must be at most {head_dim}, the head_dim.")
             rope = RotaryEmbedding.from_config(head_dim + 1, replace(rope, rotary_dim=rotary_dim))
+        require_choice("backend", backend, ("auto", *BACKENDS))
+        check_eps(eps)
         super().__init__(d_model, n_heads, head_dim=head_dim, rope=rope, causal=causal, **options)
         self.options = {
             "rope": rope,

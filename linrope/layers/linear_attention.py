@@ -15,6 +15,8 @@ from linrope.layers.attention import Attention, AttentionOptions, checked_head_d
 from linrope.layers.forget_gate import ForgetGate
 from linrope.layers.initialisation import reset
 from linrope.layers.state import RemotePast
+from linrope.ops.backends import BACKENDS
+from linrope.ops.checks import check_eps
 from linrope.ops.linear_attention import linear_attention
 from linrope.ops.open_documents import OpenEnds, attend_with_open_ends, summarize_first_document
 from linrope.ops.state import State, merge
@@ -87,6 +89,8 @@ class LinearAttention(Attention):
         if gate_normalizer != 1 and not forget_gate:
             raise InputError(f"gate_normalizer={gate_normalizer} divides the forget gate's log decay: set forget_gate.")
         require_choice("normalize", normalize, ("plain", "none"))
+        require_choice("backend", backend, ("auto", *BACKENDS))
+        check_eps(eps)
         check_config(rope)
         require_without_weights(positions, "linear")
         rope = rope_beside(positions, rope)

@@ -373,6 +373,8 @@ def test_bad_arguments_are_named():
         (lambda: LinearAttention(10, 3), "n_heads=3 does not divide d_model=10"),
         (lambda: LinearAttention(10, 0), "n_heads=0"),
         (lambda: linear(normalize="no"), "normalize='no'"),
+        (lambda: linear(backend="cuda"), "backend='cuda' is unknown"),
+        (lambda: linear(eps=-1.0), "eps=-1.0 must be a finite number, at least 0"),
         (lambda: linear(short_conv=1), "short_conv=1"),
         (lambda: linear(short_conv=4, causal=False), "short_conv=4 sees earlier tokens only"),
         (lambda: linear(short_conv=4, conv_silu="q"), "conv_silu='q'"),

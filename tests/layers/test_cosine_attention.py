@@ -87,4 +87,6 @@ def test_ropes_that_do_not_fit_are_refused():
         (lambda: CosineAttention(21, 3, rope=RotaryConfig(rotary_dim=8)), "rope.rotary_dim=8 must be at most 7"),
         (lambda: CosineAttention(24, 3, rope=RotaryConfig(rotary_dim=10)), "rope.rotary_dim=10 must be at most 8"),
         (lambda: CosineAttention(24, 3, rope=RotaryConfig(placement="signed")), "rope.placement='signed' is unknown"),
+        (lambda: CosineAttention(24, 3, backend="cuda"), "backend='cuda' is unknown"),
+        (lambda: CosineAttention(24, 3, eps="1e-6"), "eps='1e-6' must be a finite number"),
     )
