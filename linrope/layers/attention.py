@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from linrope.errors import InputError, require_choice
 from linrope.layers.initialisation import reset
 from linrope.layers.linear import ALL, Linear
+from linrope.layers.norm import RMSNorm
 from linrope.layers.short_convolution import ShortConvolution
 from linrope.layers.state import AttentionState, RemotePast, token_positions
 from linrope.ops.checks import check_tensor
@@ -99,11 +100,11 @@ class Attention(nn.Module):
         inner, of_keys = n_heads * head_dim, self.n_kv_heads * head_dim
         self.rope, self.rotate_values = rope, rotate_values
         self.qkv = Linear(d_model, inner + 2 * of_keys, bias=bias or qkv_bias)
-        self.q_norm = None if qk_norm is None else nn.RMSNorm(head_dim, eps=qk_norm)
-        self.k_norm = None if qk_norm is None else nn.RMSNorm(head_dim, eps=qk_norm)
+        self.q_norm = None if qk_norm is None else RMSNorm(head_dim, eps=qk_norm)
+        self.k_norm = None if qk_norm is None else RMSNorm(head_dim, eps=qk_norm)
         without_silu = inner + of_keys if conv_silu == "v" else 0
         self.conv = ShortConvolution(inner + 2 * of_keys, short_conv, without_silu) if short_conv else None
-        self.norm = nn.RMSNorm(head_dim, eps=1e-5) if output_norm else None
+        self.norm = RMSNorm(head_dim, eps=1e-5) if output_norm else None
         self.gate = Linear(d_model, inner, bias=bias) if output_gate else None
         self.out = Linear(inner, d_model, bias=bias)
 

@@ -17,6 +17,7 @@ from linrope.layers.cross_attention import CrossAttention, SourceMemory
 from linrope.layers.initialisation import reset
 from linrope.layers.linear import Linear
 from linrope.layers.linear_attention import LinearAttention
+from linrope.layers.norm import RMSNorm
 from linrope.layers.softmax_attention import SoftmaxAttention
 from linrope.layers.state import AttentionState, ModelState
 from linrope.losses import check_targets, rows_of_slice, summed_cross_entropy_of
@@ -91,8 +92,8 @@ def _self_attention(config: EncoderDecoderConfig, causal: bool) -> Attention:
     return LinearAttention(config.d_model, config.n_heads, feature_map=config.feature_map, **options)
 
 
-def _norm(config: EncoderDecoderConfig) -> nn.RMSNorm:
-    return nn.RMSNorm(config.d_model, eps=config.norm_eps)
+def _norm(config: EncoderDecoderConfig) -> RMSNorm:
+    return RMSNorm(config.d_model, eps=config.norm_eps)
 
 
 class EncoderBlock(nn.Module):

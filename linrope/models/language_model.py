@@ -19,6 +19,7 @@ from linrope.layers.cosine_attention import CosineAttention
 from linrope.layers.initialisation import reset
 from linrope.layers.linear import Linear
 from linrope.layers.linear_attention import LinearAttention
+from linrope.layers.norm import RMSNorm
 from linrope.layers.softmax_attention import SoftmaxAttention
 from linrope.layers.state import AttentionState, ModelState, state_before, token_positions
 from linrope.losses import check_targets, rows_of_slice, summed_cross_entropy_of, token_losses_of
@@ -189,8 +190,8 @@ class Block(nn.Module):
         rope = config.rope if config.rope_layers is None or layer in config.rope_layers else None
         self.attention = attention(config.d_model, config.n_heads, rope=rope, **options)
         self.mlp = GatedMLP(config.d_model, config.mlp_width)
-        self.attention_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
-        self.mlp_norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.attention_norm = RMSNorm(config.d_model, eps=config.norm_eps)
+        self.mlp_norm = RMSNorm(config.d_model, eps=config.norm_eps)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
@@ -235,7 +236,7 @@ class LanguageModel(Model):
         self.positions = embedding_of(config.positions, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
-        self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.norm = RMSNorm(config.d_model, eps=config.norm_eps)
         self.output = Linear(config.d_model, config.vocab_size, bias=False)
         self._initialise()
         self._tie()

@@ -34,6 +34,7 @@ OFF = "LINROPE_CPU=off"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What the library takes, in the order of `DType` in `source/parallel.h`."""
 _NAMES = ("sizes", "forward", "backward", "one_token", "convolve", "convolve_backward", "swiglu", "swiglu_backward")
+_NAMES += ("rms_norm", "rms_norm_backward")
 FUNCTIONS = tuple(f"linrope_{name}" for name in _NAMES)
 AGAIN = "install linrope again to compile it: pip install --force-reinstall --no-deps"
 

@@ -1,0 +1,109 @@
+"""`rms_norm`: x / √(mean of x² + ε) ∘ weight, in one compiled pass on CPUs (RMSNorm, arXiv 1910.07467)."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from linrope.ops.checks import is_transformed
+from linrope.ops.cpu_kernel.library import DTYPES, library, why_none
+
+FEWEST = 2**12
+"""Fewer entries take less time in a few operations of PyTorch."""
+BLOCK = 2**14
+"""Entries of the rows whose share of the weight's gradient is summed together: the same for any number of threads."""
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Each row of x (..., W) over the root of the mean of its squares, plus ε, times weight (W,): in x's dtype."""
+    return torch.ops.linrope.rms_norm(x, weight, eps) if _is_compiled(x, weight) else by_definition(x, weight, eps)
+
+
+def by_definition(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """PyTorch's own, which takes six passes over memory on CPUs."""
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def _is_compiled(x: Tensor, weight: Tensor) -> bool:
+    """Whether the compiled form takes x. Inductor makes one pass of the formula by itself."""
+    fits = x.device.type == weight.device.type == "cpu" and x.dtype == weight.dtype and x.dtype in DTYPES
+    fits = fits and x.numel() >= FEWEST and x.shape[-1:] == weight.shape and not torch.compiler.is_compiling()
+    return fits and why_none() is None and not is_transformed(x, weight)
+
+
+class Record(ctypes.Structure):
+    """One call, as `cpu_kernel/source/rms_norm.cpp` declares it."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "width", "dtype", "block")),
+        ("eps", ctypes.c_double),
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "y", "grad", "dx", "d_weight", "parallel_for")),
+    )
+
+
+def _record(x: Tensor, eps: float, **tensors: Tensor) -> Record:
+    width = x.shape[-1]
+    pointers = {name: tensor.data_ptr() for name, tensor in {"x": x, **tensors}.items()}
+    sizes = {"rows": x.numel() // width, "width": width, "dtype": DTYPES.index(x.dtype), "block": _block(width)}
+    return Record(**sizes, **pointers, eps=eps, parallel_for=library().parallel_for)
+
+
+def _block(width: int) -> int:
+    return max(1, BLOCK // width)
+
+
+torch.library.define("linrope::rms_norm", "(Tensor x, Tensor weight, float eps) -> Tensor")
+torch.library.define(
+    "linrope::rms_norm_backward", "(Tensor grad, Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)"
+)
+
+
+@torch.library.impl("linrope::rms_norm", "cpu")
+def _(x, weight, eps):
+    x, weight = x.contiguous(), weight.contiguous()
+    y = torch.empty_like(x)
+    library().functions.linrope_rms_norm(ctypes.byref(_record(x, eps, weight=weight, y=y)))
+    return y
+
+
+@torch.library.impl("linrope::rms_norm_backward", "cpu")
+def _(grad, x, weight, eps):
+    x, weight, grad = x.contiguous(), weight.contiguous(), grad.contiguous()
+    dx = torch.empty_like(x)
+    rows = x.numel() // x.shape[-1]
+    shares = torch.zeros(-(-rows // _block(x.shape[-1])), x.shape[-1])
+    tensors = {"weight": weight, "grad": grad, "dx": dx, "d_weight": shares}
+    library().functions.linrope_rms_norm_backward(ctypes.byref(_record(x, eps, **tensors)))
+    return dx, shares.sum(dim=0).to(weight.dtype)
+
+
+@torch.library.register_fake("linrope::rms_norm")
+def _(x, weight, eps):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.register_fake("linrope::rms_norm_backward")
+def _(grad, x, weight, eps):
+    return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(weight)
+
+
+def _save(ctx, inputs, output) -> None:
+    x, weight, ctx.eps = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _differentiate(ctx, grad):
+    x, weight = ctx.saved_tensors
+    if not torch.is_grad_enabled():
+        return *torch.ops.linrope.rms_norm_backward(grad, x, weight, ctx.eps), None
+    scale = (x.float().square().mean(dim=-1, keepdim=True) + ctx.eps).rsqrt()  # a second derivative is asked for
+    n, weighted = x * scale, grad * weight
+    dx = scale * (weighted - n * (weighted * n).mean(dim=-1, keepdim=True))
+    d_weight = (grad * n).flatten(0, -2).sum(dim=0)
+    return dx.to(x.dtype), d_weight.to(weight.dtype), None
+
+
+torch.library.register_autograd("linrope::rms_norm", _differentiate, setup_context=_save)
