@@ -1,4 +1,4 @@
-"""Compile the CUDA kernels without a GPU: registers, spills and shared memory of each.
+"""Compile the CUDA kernels without a GPU: registers, spills, shared memory and the length of the loop of each.
 
 Launches of calls on the CPU are recorded instead of run, and compiled for each target. The exit status is 1 if a kernel
 does not compile, reads 16 bits at a time or local memory in a loop, multiplies with several warps at once (WGMMA of
@@ -74,6 +74,7 @@ class Compiled:
     shared: int  # bytes
     warps: int
     ptx: str
+    loop: tuple[int, int]  # instructions and barriers of its longest loop
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,13 @@ class Configuration:
     stages: int
 
     def __str__(self) -> str:
-        chosen = "".join(f"{name.lower()} {value}, " for name, value in self.constants.items())
-        return f"{chosen}{self.warps} warps, {self.stages} stages"
+        chunk = f"chunk {self.constants['CHUNK']}, " if self.constants else ""
+        return f"{chunk}{self.warps} warps, {self.stages} stages"
+
+    @property
+    def numbers(self) -> str:
+        """The same without words, for a narrow column."""
+        return f"{self.constants.get('CHUNK', '-')}, {self.warps}, {self.stages}"
 
 
 def compile_launch(launch: Recorded, capability: int, configuration: Configuration) -> Compiled:
@@ -114,7 +120,8 @@ def compile_launch(launch: Recorded, capability: int, configuration: Configurati
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": configuration.warps, "num_stages": configuration.stages}
     made = compile_source(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return Compiled(*usage_of(made.asm["cubin"]), made.metadata.shared, configuration.warps, made.asm["ptx"])
+    cubin, shared = made.asm["cubin"], made.metadata.shared
+    return Compiled(*usage_of(cubin), shared, configuration.warps, made.asm["ptx"], longest_loop(code_of(cubin)))
 
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
@@ -134,15 +141,37 @@ def kind_of(value: Any, specialised: bool = True) -> tuple[str, bool]:
 
 def usage_of(cubin: bytes) -> tuple[int, int]:
     """Registers of a thread, and bytes of its stack."""
+    said = said_of(cubin, "-res-usage")
+    registers, stack = (int(re.search(rf"{name}:(\d+)", said)[1]) for name in ("REG", "STACK"))
+    return registers, stack
+
+
+def code_of(cubin: bytes) -> list[tuple[int, str]]:
+    """The GPU's own instructions, with their addresses."""
+    lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", said_of(cubin, "-sass"), re.MULTILINE)
+    return [(int(address, 16), instruction) for address, instruction in lines]
+
+
+def said_of(cubin: bytes, option: str) -> str:
+    """What Triton's disassembler says of a compiled kernel."""
     import triton as language
 
     tool = Path(language.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    registers, stack = (int(re.search(rf"{name}:(\d+)", said)[1]) for name in ("REG", "STACK"))
-    return registers, stack
+        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def longest_loop(code: list[tuple[int, str]]) -> tuple[int, int]:
+    """Instructions of the longest loop, and how many of them are barriers; (0, 0) without a loop."""
+    found = (0, 0)
+    for end, jump in code:
+        target = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", jump)
+        if target and int(target[1], 16) < end:
+            inside = [one for address, one in code if int(target[1], 16) <= address <= end]
+            found = max(found, (len(inside), sum(bool(re.search(r"\bBAR\.", one)) for one in inside)))
+    return found
 
 
 WARPS = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}
@@ -232,7 +261,9 @@ class CompileKernels(Benchmark):
                 made = compile_launch(launch, target, configuration)
                 fits = made.shared <= SHARED_MEMORY[target]
                 occupied = f"{occupancy(made, target):.0%}" if fits else "does not fit"
-                self.rows.append([*row, str(made.registers), str(made.stack), bytes_text(made.shared), occupied])
+                loop = "{}, {}".format(*made.loop) if launch.kernel in MARCHING else ""
+                numbers = str(made.registers), str(made.stack), bytes_text(made.shared), occupied, loop
+                self.rows.append([name, launch.role, str(target), configuration.numbers, *numbers])
                 if usual and not fits:
                     self.failures.append(f"{', '.join(row)}: {made.shared:,} bytes of shared memory")
                 slow = [f"{count} {what}" for what, count in in_loops(made.ptx).items() if count]
@@ -248,7 +279,7 @@ class CompileKernels(Benchmark):
         """One table for each case, so that 80 columns hold it."""
         tables = []
         for case, rows in groupby(self.rows, key=itemgetter(0)):
-            numbers = ("sm", "configuration", "regs", "stack", "shared", "occ.")
+            numbers = ("sm", "chunk, warps, stages", "regs", "stack", "shared", "occ.", "loop")
             tables.append(new_table(case, *numbers, text=["kernel"]))
             for _, *row in rows:
                 tables[-1].add_row(*row)
@@ -257,7 +288,8 @@ class CompileKernels(Benchmark):
     def remarks(self) -> list[str]:
         versions = {target: ptxas_version(target // 10) for target in self.options.target}
         used = ", ".join(f"{version} for sm_{target}" for target, version in versions.items())
-        legend = "regs: registers of each thread, stack: its bytes in memory instead of those; occ.: occupancy"
+        legend = "regs: registers of each thread, stack: its bytes in memory instead of those; occ.: occupancy; "
+        legend += "loop: instructions of a warp for a chunk, and barriers"
         return [legend, f"assembled by ptxas {used}", *self.failures]
 
     def status(self) -> int:

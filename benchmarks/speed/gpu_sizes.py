@@ -56,7 +56,7 @@ class Size:
         from linrope.ops.triton_kernel.configurations import fitting  # only here: Triton is optional
 
         plan = plan_of(self.call("cpu", 1))
-        return fitting(configs, plan.features_of | plan.sizes)
+        return fitting(configs, plan.features_of | plan.sizes | plan.products)
 
     def call(self, device: str, length: int) -> Call:
         """The checked call of a row of that length."""

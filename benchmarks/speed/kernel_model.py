@@ -113,7 +113,8 @@ def _attend(launch: Recorded) -> Cost:
     causal, plain = known["CAUSAL"], known["PLAIN"]
     read = shape.read(features=1 + causal, values=causal, numbers=known["DECAY"]) + shape.state
     written = shape.read(values=1) + plain * 4 * shape.rows * shape.tokens
-    return Cost(read, written, shape.flops(states=1 + causal, features=causal * (1 + plain), values=causal))
+    of_features = causal * (1 + plain) + plain * (1 + causal)  # pairs; the sums of features are read, and grow
+    return Cost(read, written, shape.flops(states=1 + causal, features=of_features, values=causal))
 
 
 def _query_gradients(launch: Recorded) -> Cost:
@@ -121,7 +122,8 @@ def _query_gradients(launch: Recorded) -> Cost:
     causal, plain = known["CAUSAL"], known["PLAIN"]
     read = shape.read(features=1 + causal, values=1 + causal + plain, numbers=plain + known["DECAY"]) + shape.state
     written = _gradient(shape, known) + plain * 4 * shape.rows * shape.tokens
-    return Cost(read, written, shape.flops(states=1 + causal, features=causal * (1 + plain), values=causal))
+    of_features = causal * (1 + plain) + plain * (1 + causal)
+    return Cost(read, written, shape.flops(states=1 + causal, features=of_features, values=causal))
 
 
 def _key_gradients(launch: Recorded) -> Cost:
@@ -130,8 +132,8 @@ def _key_gradients(launch: Recorded) -> Cost:
     numbers = 2 * plain * causal + known["DECAY"]
     read = shape.read(features=1 + causal, values=1 + causal, numbers=numbers) + shape.state
     written = _gradient(shape, known) + shape.read(values=1)
-    flops = shape.flops(states=2 + causal, features=causal * (2 + plain), values=2 * causal)
-    return Cost(read, written, flops)
+    of_features = causal * (2 + plain) + known["SUMS"] + causal * plain
+    return Cost(read, written, shape.flops(states=2 + causal, features=of_features, values=2 * causal))
 
 
 def _gradient(shape: Shape, known: dict[str, Any]) -> int:

@@ -109,7 +109,7 @@ def test_a_check_within_a_backward_needs_no_engine(monkeypatch):
 @pytest.fixture
 def two(monkeypatch):
     """In place of the interpreter's one configuration."""
-    two = [triton.Config({"CHUNK": chunk}) for chunk in (32, 64)]
+    two = [triton.Config({"CHUNK": chunk, "STAGES": 1}) for chunk in (32, 64)]
     monkeypatch.setattr(configurations, "CONFIGS", two)
     monkeypatch.setattr(configurations, "INTERPRETED", two)
     return two

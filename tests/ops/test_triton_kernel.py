@@ -28,6 +28,7 @@ from tests.conftest import assert_input_errors
 from tests.ops.cases import CASES, COVERING, assert_agree, by_name, in_pieces, make, run, smaller
 
 triton = pytest.importorskip("triton", reason="Triton is there for Linux only")
+import triton.language as tl  # noqa: E402
 from triton.runtime.errors import OutOfResources  # noqa: E402
 
 from linrope.ops.triton_kernel import configurations, kernels  # noqa: E402
@@ -72,7 +73,7 @@ def test_chunks_as_a_gpu_takes_them(chunk, monkeypatch):
     """The interpreter's other tests have chunks of 64 tokens, which is quicker."""
     monkeypatch.setattr(plan, "stretch_of", lambda *sizes: 64)
     for name in ("stretch_sums", "attend", "query_gradients", "key_gradients"):
-        monkeypatch.setattr(getattr(kernels, name), "configs", [triton.Config({"CHUNK": chunk})])
+        monkeypatch.setattr(getattr(kernels, name), "configs", [triton.Config({"CHUNK": chunk, "STAGES": 1})])
     case = replace(smaller(by_name("everything at once")), length=150)
     assert_agree(run(case, backend="triton"), run(case), 1e-10)
 
@@ -261,15 +262,34 @@ def test_a_kernel_is_tuned_by_arguments_of_its_own():
 
 
 def test_a_state_has_only_configurations_that_fit():
-    sizes = [{"P": 32, "TILES": tiles, "BLOCK_E": columns} for tiles, columns in ((1, 64), (2, 32), (1, 96), (2, 128))]
+    shapes = (1, 32), (2, 64), (3, 64), (4, 128)
+    sizes = [{"P": 16, "TILES": tiles, "BLOCK_E": columns, "LOW": tl.bfloat16} for tiles, columns in shapes]
     found = [configurations.fitting(configurations.ON_GPUS, {}, **one) for one in sizes]
-    assert [{config.num_warps for config in one} for one in found] == [{2, 4}, {2, 4}, {4, 8}, {8}]
+    assert [{config.num_warps for config in one} for one in found] == [{2}, {2}, {4, 8}, {8}]
     assert configurations.fitting(configurations.ON_GPUS, sizes[0])[0] == configurations.ON_GPUS[0]
     of_pairs = [configurations.fitting(configurations.ON_GPUS, one, CAUSAL=True) for one in sizes]
-    assert {config.kwargs["CHUNK"] for one in of_pairs for config in one} == {plan.CHUNK}
-    assert [len(one) for one in of_pairs] == [3, 3, 4, 3]
-    assert all(config.kwargs["CHUNK"] <= 32 for config in configurations.ON_GPUS)  # no product of 64 rows, so no WGMMA
+    assert [{config.kwargs["CHUNK"] for config in one} for one in of_pairs] == [{16, 32}, {16}, {16}, {16}]
+    assert [len(one) for one in of_pairs] == [3, 2, 4, 3]
     assert configurations.ON_GPUS[0].kwargs["CHUNK"] == plan.CHUNK
+    exact = [configurations.fitting(configurations.ON_GPUS, one | {"LOW": tl.float32}) for one in sizes]
+    assert [{config.num_warps for config in one} for one in exact] == [{2}, {4, 8}, {4, 8}, {8}]
+
+
+@pytest.mark.parametrize("dim", [8, 16, 24, 32, 64, 80, 128, 192, 256])
+@pytest.mark.parametrize("width", [8, 32, 64, 96, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_no_product_of_more_than_two_warps_has_64_rows(dim, width, dtype):
+    """Hopper would compute it by WGMMA."""
+    q, v = (torch.zeros(1, 1, 3, size, dtype=dtype) for size in (dim, width))
+    made = plan.plan_of(check_call(q, q, v))
+    sizes = made.features_of | made.sizes | made.products
+    tried = configurations.fitting(configurations.ON_GPUS, sizes)
+    assert tried
+    assert sizes["P"] * sizes["TILES"] >= dim / 2
+    rows = [2 * sizes["P"], *(config.kwargs["CHUNK"] for config in tried)]
+    if 2 * sizes["P"] * sizes["TILES"] * sizes["BLOCK_E"] <= plan.SMALL and (sizes["P"] == 32 or sizes["BLOCK_E"] < 64):
+        rows.append(sizes["BLOCK_E"])  # `attend` keeps the state's transpose
+    assert max(rows) < 64 or {config.num_warps for config in tried} == {2}
 
 
 def test_every_constant_that_changes_the_code_is_in_the_key():
@@ -277,7 +297,7 @@ def test_every_constant_that_changes_the_code_is_in_the_key():
         function = getattr(kernels, name)
         parameters = inspect.signature(function.fn.fn).parameters.values()
         constants = {parameter.name for parameter in parameters if parameter.annotation == "tl.constexpr"}
-        assert constants - set(function.keys) == {"CHUNK", "EMULATED", "LOW", "ACC"}
+        assert constants - set(function.keys) == {"CHUNK", "STAGES", "EMULATED", "LOW", "ACC"}
 
 
 def test_the_key_can_be_kept_on_disk_and_tells_exact_products_apart(request):
@@ -317,7 +337,7 @@ def test_a_configuration_that_does_not_fit_is_skipped():
 
 INTERACTING = {"PLAIN", "DECAY", "DOCUMENTS", "MASKED", "CAUSAL", "SUMS", "WEIGHTED", "LATER", "D_THETA", "D_DECAY"}
 INTERACTING |= {"R", "SIGNED", "GIVEN_KV", "GIVEN_SUM"}
-SIZES = {"D", "E", "P", "TILES", "BLOCK_E", "STRETCH", "BLOCK", "KV", "X", "SCAN_BLOCK", "PIPELINED", "CHUNK"}
+SIZES = {"D", "E", "P", "TILES", "BLOCK_E", "STRETCH", "BLOCK", "KV", "X", "SCAN_BLOCK", "PIPELINED", "CHUNK", "STAGES"}
 
 
 def branches(case, monkeypatch) -> set[tuple]:

@@ -28,16 +28,6 @@ def store_crosses(ptr, crosses, placed, R: tl.constexpr, P: tl.constexpr, TILES:
 
 
 @triton.jit
-def add_sums(da, db, weight, ua, ub, TILES: tl.constexpr):
-    """Each row plus its weight times u."""
-    na, nb = (), ()
-    for tile in tl.static_range(TILES):
-        na = na + (da[tile] + weight[:, None] * ua[tile][None, :],)
-        nb = nb + (db[tile] + weight[:, None] * ub[tile][None, :],)
-    return na, nb
-
-
-@triton.jit
 def row_dots(fa, fb, da, db, TILES: tl.constexpr):
     """f · d of each row."""
     total = tl.sum(fa[0] * da[0], axis=1) + tl.sum(fb[0] * db[0], axis=1)

@@ -12,9 +12,12 @@ with S the state and u the sum of features before the chunk, and ∂S that of th
 sum of log_decay from the chunk's start, M_ij = e^{G_i - G_j} for j ≤ i of one document and 0 elsewhere, a_i = e^{G_i}
 and b_j = e^{G_end - G_j}. `key_gradients` goes from the end of a stretch to its start.
 
-Tokens are rotated by their position within the stretch: by that in the chunk, times the one row of the chunk's start.
-A state in memory has the frame of the sequence's start: it is rotated by the exact angle of the stretch's first
-position when it is written, and back when it is read.
+Sums of features take part in products as the first row of a matrix: `u` of a chunk is read, and grows, without a sum
+across threads. ∂num = ∂o / den; the denominators divide q̃ or the result instead, so that ∂o is an operand as it lies in
+memory.
+
+Tokens are rotated by their position within the stretch. A state in memory has the frame of the sequence's start: it is
+rotated by the exact angle of the stretch's first position when it is written, and back when it is read.
 
 Values wider than `BLOCK_E` are split among programs. Gradients of features are then sums of `PARTIAL` results.
 """
@@ -25,11 +28,14 @@ import triton
 import triton.language as tl
 
 from linrope.ops.triton_kernel.configurations import autotuned
-from linrope.ops.triton_kernel.gradients import add_sums, more_crosses, only_valid, row_dots, store_crosses
+from linrope.ops.triton_kernel.gradients import more_crosses, only_valid, row_dots, store_crosses
 from linrope.ops.triton_kernel.primitives import (
     OPEN,
+    SMALL,
+    TILE,
     features,
     is_kept,
+    load_columns,
     load_rotations,
     load_rows,
     load_values,
@@ -45,10 +51,14 @@ from linrope.ops.triton_kernel.primitives import (
 )
 from linrope.ops.triton_kernel.products import (
     add_products,
+    added,
+    added_rows,
+    along,
     chunk_decay,
     dots,
     grown,
     grown_sums,
+    halves,
     load_state,
     load_sums,
     operand,
@@ -57,9 +67,11 @@ from linrope.ops.triton_kernel.products import (
     product,
     read_state,
     read_state_back,
-    read_sums,
+    read_sums_back,
+    rounded,
     store_state,
     store_sums,
+    times,
 )
 from linrope.ops.triton_kernel.small_kernels import decode, finish_features, finish_log_decay, scan, write_angles
 
@@ -75,7 +87,7 @@ def stretch_sums(
     D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, SIGNED: tl.constexpr, P: tl.constexpr, TILES: tl.constexpr,
     BLOCK_E: tl.constexpr, STRETCH: tl.constexpr, PHI: tl.constexpr, INTERLEAVED: tl.constexpr, LATER: tl.constexpr,
     PLAIN: tl.constexpr, DECAY: tl.constexpr, DOCUMENTS: tl.constexpr, MASKED: tl.constexpr, LOW: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr, EMULATED: tl.constexpr, CHUNK: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, EMULATED: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """What a stretch adds to the state: Σ b k̃ vᵀ and Σ b φ(k), into the slot after it. If LATER, what it adds to the
     state's gradient: Σ a q̃ ∂numᵀ and Σ a ∂den φ(q), into the slot before it.
@@ -102,10 +114,10 @@ def stretch_sums(
     first = s.to(tl.int64) * STRETCH
     chunks = tl.cdiv(tl.minimum(T - first, STRETCH), CHUNK).to(tl.int32)
 
-    sa, sb = zeros_of(P, BLOCK_E, TILES, ACC)
-    ua, ub = zero_sums(P, TILES, ACC)
+    state_tiles = zeros_of(2 * P, BLOCK_E, TILES, ACC)
+    ua, ub = zeros_of(CHUNK, P, TILES, ACC), zeros_of(CHUNK, P, TILES, ACC)
     kept_of_all = tl.sum(tl.zeros((CHUNK,), dtype=ACC), axis=0) + 1.0
-    for step in range(chunks):
+    for step in tl.range(chunks, num_stages=STAGES):
         chunk = step
         if LATER:
             chunk = chunks - 1 - step
@@ -127,20 +139,22 @@ def stretch_sums(
         share = weight
         if LATER and PLAIN:
             scale = 1.0 / tl.load(den + bh * T + i0 + p, mask=inside, other=1.0)
-            values = values * scale[:, None]
             share = weight * tl.load(d_den + bh * T + i0 + p, mask=inside, other=0.0)
         if SUMS:
             ga, gb = summed_features(fa, fb, D, P, TILES, SIGNED)
-            ua, ub = grown_sums(ua, ub, ga, gb, tl.where(inside, share, 0.0), passed, TILES)
+            ua, ub = added_rows(ua, ub, ga, gb, tl.where(inside, share, 0.0), passed, TILES, WEIGHTED)
         cos, sin = load_rotations(angles, place, sines, CHUNK, R, P, TILES)
         fa, fb = rotate_all(fa, fb, cos, sin, R, TILES)
+        if LATER and PLAIN:  # in place of ∂o, which products then take as it was loaded
+            fa, fb = scaled(fa, fb, scale, TILES)
         if WEIGHTED:
             values = values * weight[:, None]
             kept_of_all *= passed
-        sa, sb = grown(sa, sb, fa, fb, values, passed, TILES, WEIGHTED, LOW, ACC, PRECISION, EMULATED)
+        f = operands(fa, fb, TILES, LOW, PRECISION, EMULATED)
+        state_tiles = grown(state_tiles, f, values, passed, TILES, WEIGHTED, LOW, ACC, PRECISION, EMULATED)
 
     slot = state + (bh * (N + 1) + s + (0 if LATER else 1)) * (D * E + D)
-    store_state(slot, sa, sb, e, angles, s, sines, D, E, R, P, TILES, STRETCH, INTERLEAVED)
+    store_state(slot, state_tiles, e, angles, s, sines, D, E, R, P, TILES, STRETCH, INTERLEAVED)
     if e_block == 0:
         store_sums(slot + D * E, ua, ub, D, R, P, TILES, INTERLEAVED)
         if WEIGHTED:
@@ -156,7 +170,7 @@ def attend(
     D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, SIGNED: tl.constexpr, P: tl.constexpr, TILES: tl.constexpr,
     BLOCK_E: tl.constexpr, STRETCH: tl.constexpr, PHI: tl.constexpr, INTERLEAVED: tl.constexpr, CAUSAL: tl.constexpr,
     PLAIN: tl.constexpr, DECAY: tl.constexpr, DOCUMENTS: tl.constexpr, MASKED: tl.constexpr, LOW: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr, EMULATED: tl.constexpr, CHUNK: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, EMULATED: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """o (B, H, T, E), and den (B, H, T) if PLAIN.
 
@@ -165,6 +179,8 @@ def attend(
     """
     E_BLOCKS: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
     WEIGHTED: tl.constexpr = DECAY or DOCUMENTS
+    # the transpose of a state is an operand in the registers where it is; 64 rows are for two warps
+    VALUES_FIRST: tl.constexpr = 2 * P * TILES * BLOCK_E <= SMALL and (P == TILE or BLOCK_E < 64)
     e_block, s, bh, b, h = place_of_program(tl.cdiv(T, STRETCH), H, E_BLOCKS)
     q += b * q_b + h * q_h
     k += b * k_b + h * k_h
@@ -182,10 +198,10 @@ def attend(
     first = s.to(tl.int64) * STRETCH
     chunks = tl.cdiv(tl.minimum(T - first, STRETCH), CHUNK).to(tl.int32)
     slot = state + (bh * (N + 1) + (s if CAUSAL else slot_of_all)) * (D * E + D)
-    sa, sb = load_state(slot, e, angles, s, sines, D, E, R, P, TILES, STRETCH, INTERLEAVED)
-    ua, ub = load_sums(slot + D * E, D, R, P, TILES, SIGNED, INTERLEAVED)
+    state_tiles = load_state(slot, e, angles, s, sines, D, E, R, P, TILES, STRETCH, INTERLEAVED, VALUES_FIRST)
+    u = load_sums(slot + D * E, CHUNK, D, R, P, TILES, SIGNED, INTERLEAVED)
 
-    for chunk in range(chunks):
+    for chunk in tl.range(chunks, num_stages=STAGES):
         place = chunk * CHUNK
         i0 = first + place
         inside = i0 + p < T
@@ -193,46 +209,61 @@ def attend(
         xa, xb = load_rows(q + i0 * q_t, p, inside, q_t, q_d, D, R, P, TILES, INTERLEAVED, ACC)
         fa, fb = features(xa, xb, inside, D, P, TILES, SIGNED, PHI, ALL_ROWS=True)
         ta, tb = rotate_all(fa, fb, cos, sin, R, TILES)
-        ta, tb = operands(ta, tb, TILES, LOW, PRECISION, EMULATED)
-        past_a, past_b = operands(sa, sb, TILES, LOW, PRECISION, EMULATED)
+        rotated_q = operands(ta, tb, TILES, LOW, PRECISION, EMULATED)
+        past = rounded(state_tiles, TILES, LOW, PRECISION, EMULATED)
         high, low, reach, kept, passed, document = chunk_decay(
             log_decay, documents, i0, T, g_t, CHUNK, DECAY, DOCUMENTS, ACC
         )
         if PLAIN:
-            total = read_sums(fa, fb, ua, ub, TILES) * reach
+            plain_q = operands(fa, fb, TILES, LOW, PRECISION, EMULATED)
+            sums = rounded(u, TILES, LOW, PRECISION, EMULATED)
         if CAUSAL:
             valid = inside
             if MASKED:
                 valid = is_kept(key_mask + i0, p, inside, MASKED)
             ya, yb = load_rows(k + i0 * k_t, p, valid, k_t, k_d, D, R, P, TILES, INTERLEAVED, ACC)
-            across = load_values(v + i0 * v_t, p, e, valid, v_t, v_e, E, BLOCK_E)
+            if VALUES_FIRST:
+                across = load_columns(v + i0 * v_t, p, e, valid, v_t, v_e, E, BLOCK_E)
+            else:
+                across = load_values(v + i0 * v_t, p, e, valid, v_t, v_e, E, BLOCK_E)
             ga, gb = features(ya, yb, valid, D, P, TILES, SIGNED, PHI, ALL_ROWS=not MASKED)
-            weight = pair_weights(high, low, document, CHUNK, DECAY, DOCUMENTS, False, ACC)
+            weight = pair_weights(high, low, document, CHUNK, DECAY, DOCUMENTS, True, ACC)
             if PLAIN:
                 pa, pb = summed_features(ga, gb, D, P, TILES, SIGNED)
-                ua, ub = grown_sums(ua, ub, pa, pb, kept, passed, TILES)
-                fa, fb = operands(fa, fb, TILES, LOW, PRECISION, EMULATED)
-                pa, pb = operands(pa, pb, TILES, LOW, PRECISION, EMULATED)
+                plain_k = operands(pa, pb, TILES, LOW, PRECISION, EMULATED)
             ga, gb = rotate_all(ga, gb, cos, sin, R, TILES)
-            ga, gb = operands(ga, gb, TILES, LOW, PRECISION, EMULATED)
-        values = read_state(ta, tb, past_a, past_b, TILES, LOW, ACC, PRECISION, EMULATED)
+            rotated_k = operands(ga, gb, TILES, LOW, PRECISION, EMULATED)
+        if VALUES_FIRST:
+            values = dots(past, rotated_q, TILES, LOW, ACC, PRECISION, EMULATED)
+        else:
+            values = read_state(rotated_q, past, TILES, LOW, ACC, PRECISION, EMULATED)
         if WEIGHTED:
-            values = values * reach[:, None]
+            values = values * along(reach, VALUES_FIRST)
+        if PLAIN:
+            dens = dots(sums, plain_q, TILES, LOW, ACC, PRECISION, EMULATED) * reach[None, :]
         if CAUSAL:
             if PLAIN:
-                plain = dots(fa, fb, pa, pb, TILES, LOW, ACC, PRECISION, EMULATED)
-                total += tl.sum(plain * weight, axis=1)
-            pairs = dots(ta, tb, ga, gb, TILES, LOW, ACC, PRECISION, EMULATED) * weight
-            values += product(pairs, across, LOW, ACC, PRECISION, EMULATED)
+                dens += dots(plain_k, plain_q, TILES, LOW, ACC, PRECISION, EMULATED) * weight
+                u = grown_sums(u, plain_k, kept, passed, TILES, WEIGHTED, LOW, ACC, PRECISION, EMULATED)
+            pairs = dots(rotated_k, rotated_q, TILES, LOW, ACC, PRECISION, EMULATED) * weight
+            if VALUES_FIRST:
+                values += product(across, pairs, LOW, ACC, PRECISION, EMULATED)
+            else:
+                values += product(tl.trans(pairs), across, LOW, ACC, PRECISION, EMULATED)
             if WEIGHTED:
-                across = across * kept[:, None]
-            sa, sb = grown(sa, sb, ga, gb, across, passed, TILES, WEIGHTED, LOW, ACC, PRECISION, EMULATED)
+                across = across * along(kept, VALUES_FIRST)
+            state_tiles = grown(
+                state_tiles, rotated_k, across, passed, TILES, WEIGHTED, LOW, ACC, PRECISION, EMULATED, VALUES_FIRST
+            )
         if PLAIN:
-            total += eps
-            values = values * (1.0 / total)[:, None]
+            total = tl.sum(dens, axis=0) + eps
+            values = values * along(1.0 / total, VALUES_FIRST)
             if e_block == 0:
                 tl.store(den + bh * T + i0 + p, total, mask=inside)
-        store_values(o + (bh * T + i0) * E, p, e, inside, values.to(o.dtype.element_ty), E, BLOCK_E)
+        values = values.to(o.dtype.element_ty)
+        if VALUES_FIRST:
+            values = tl.trans(values)
+        store_values(o + (bh * T + i0) * E, p, e, inside, values, E, BLOCK_E)
 
 
 @autotuned
@@ -245,7 +276,7 @@ def query_gradients(
     BLOCK_E: tl.constexpr, STRETCH: tl.constexpr, PHI: tl.constexpr, INTERLEAVED: tl.constexpr, CAUSAL: tl.constexpr,
     PLAIN: tl.constexpr, DECAY: tl.constexpr, DOCUMENTS: tl.constexpr, MASKED: tl.constexpr, PARTIAL: tl.constexpr,
     D_THETA: tl.constexpr, D_DECAY: tl.constexpr, LOW: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-    EMULATED: tl.constexpr, CHUNK: tl.constexpr,
+    EMULATED: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """∂q, and ∂den (B, H, T) if PLAIN. Grid and state as in `attend`.
 
@@ -278,11 +309,11 @@ def query_gradients(
     first = s.to(tl.int64) * STRETCH
     chunks = tl.cdiv(tl.minimum(T - first, STRETCH), CHUNK).to(tl.int32)
     slot = state + (bh * (N + 1) + (s if CAUSAL else slot_of_all)) * (D * E + D)
-    sa, sb = load_state(slot, e, angles, s, sines, D, E, R, P, TILES, STRETCH, INTERLEAVED)
-    ua, ub = load_sums(slot + D * E, D, R, P, TILES, SIGNED, INTERLEAVED)
+    state_tiles = load_state(slot, e, angles, s, sines, D, E, R, P, TILES, STRETCH, INTERLEAVED)
+    u = load_sums(slot + D * E, CHUNK, D, R, P, TILES, SIGNED, INTERLEAVED)
     crosses, placed = zero_sums(P, TILES, tl.float64)
 
-    for chunk in range(chunks):
+    for chunk in tl.range(chunks, num_stages=STAGES):
         place = chunk * CHUNK
         i0 = first + place
         inside = i0 + p < T
@@ -290,11 +321,11 @@ def query_gradients(
         high, low, reach, kept, passed, document = chunk_decay(
             log_decay, documents, i0, T, g_t, CHUNK, DECAY, DOCUMENTS, ACC
         )
-        given = load_values(grad_o + i0 * o_t, p, e, inside, o_t, o_e, E, BLOCK_E).to(ACC)
+        given = load_values(grad_o + i0 * o_t, p, e, inside, o_t, o_e, E, BLOCK_E)
         if PLAIN:
             scale = 1.0 / tl.load(den + bh * T + i0 + p, mask=inside, other=1.0)
             own = load_values(o + (bh * T + i0) * E, p, e, inside, E, 1, E, BLOCK_E).to(ACC)
-            share = tl.sum(given * own, axis=1)
+            share = tl.sum(given.to(ACC) * own, axis=1)
             if PARTIAL:  # ∂den is a sum over all of E
                 share = tl.zeros_like(share)
                 for block in tl.static_range(E_BLOCKS):
@@ -308,12 +339,8 @@ def query_gradients(
                 tl.store(d_den + bh * T + i0 + p, share, mask=inside)
             if PARTIAL:
                 share = tl.where(e_block == 0, share, 0.0)
-            given = given * scale[:, None]
-        far = given
-        if WEIGHTED:
-            far = given * reach[:, None]
-        far, given = operand(far, LOW, PRECISION, EMULATED), operand(given, LOW, PRECISION, EMULATED)
-        past_a, past_b = operands(sa, sb, TILES, LOW, PRECISION, EMULATED)
+        given = operand(given, LOW, PRECISION, EMULATED)
+        past = rounded(state_tiles, TILES, LOW, PRECISION, EMULATED)
         if CAUSAL:
             valid = inside
             if MASKED:
@@ -323,15 +350,20 @@ def query_gradients(
             ka, kb = features(ya, yb, valid, D, P, TILES, SIGNED, PHI, ALL_ROWS=not MASKED)
             weight = pair_weights(high, low, document, CHUNK, DECAY, DOCUMENTS, False, ACC)
             ga, gb = rotate_all(ka, kb, cos, sin, R, TILES)
-            ga, gb = operands(ga, gb, TILES, LOW, PRECISION, EMULATED)
-        da, db = read_state_back(far, past_a, past_b, TILES, LOW, ACC, PRECISION, EMULATED)
+            rotated_k = operands(ga, gb, TILES, LOW, PRECISION, EMULATED)
+        d = read_state_back(given, past, TILES, LOW, ACC, PRECISION, EMULATED)
+        if WEIGHTED:
+            d = times(d, reach, TILES)
         if CAUSAL:
             pairs = product(given, tl.trans(across), LOW, ACC, PRECISION, EMULATED) * weight
-            da, db = add_products(da, db, pairs, ga, gb, TILES, LOW, ACC, PRECISION, EMULATED)
+            d = add_products(d, pairs, rotated_k, TILES, LOW, ACC, PRECISION, EMULATED)
             if WEIGHTED:
                 across = across * kept[:, None]
-            sa, sb = grown(sa, sb, ga, gb, across, passed, TILES, WEIGHTED, LOW, ACC, PRECISION, EMULATED)
+            state_tiles = grown(state_tiles, rotated_k, across, passed, TILES, WEIGHTED, LOW, ACC, PRECISION, EMULATED)
 
+        da, db = halves(d, TILES)
+        if PLAIN:  # the gradient of num is ∂o / den
+            da, db = scaled(da, db, scale, TILES)
         xa, xb = load_rows(q + i0 * q_t, p, inside, q_t, q_d, D, R, P, TILES, INTERLEAVED, ACC)
         fa, fb = features(xa, xb, inside, D, P, TILES, SIGNED, PHI, ALL_ROWS=True)
         if D_THETA:
@@ -339,15 +371,17 @@ def query_gradients(
             crosses, placed = more_crosses(crosses, placed, ta, tb, da, db, place + p, TILES)
         da, db = rotate_all(da, db, cos, sin, R, TILES, True)
         if PLAIN:  # ∂den times the sum of keys so far
-            da, db = add_sums(da, db, share * reach, ua, ub, TILES)
+            d = read_sums_back(reach, u, TILES, LOW, ACC, PRECISION, EMULATED)
             if CAUSAL:
                 pa, pb = summed_features(ka, kb, D, P, TILES, SIGNED)
-                da, db = add_products(da, db, weight * share[:, None], pa, pb, TILES, LOW, ACC, PRECISION, EMULATED)
-                ua, ub = grown_sums(ua, ub, pa, pb, kept, passed, TILES)
+                plain_k = operands(pa, pb, TILES, LOW, PRECISION, EMULATED)
+                d = add_products(d, weight, plain_k, TILES, LOW, ACC, PRECISION, EMULATED)
+                u = grown_sums(u, plain_k, kept, passed, TILES, WEIGHTED, LOW, ACC, PRECISION, EMULATED)
+            da, db = added(da, db, times(d, share, TILES), TILES)
         if D_DECAY:
             tl.store(d_running + part * T + i0 + p, row_dots(fa, fb, da, db, TILES), mask=inside)
         if not PARTIAL:
-            da, db = vjp_features(xa, xb, fa, fb, da, db, D, P, TILES, SIGNED, PHI)
+            da, db = vjp_features(xa, xb, fa, fb, da, db, D, P, TILES, SIGNED, PHI, D_THETA or D_DECAY)
         store_rows(out + (part * T + i0) * D, p, inside, da, db, D, R, P, TILES, INTERLEAVED)
     if D_THETA:
         store_crosses(d_theta + (part * stretches + s) * 2 * (R // 2), crosses, placed, R, P, TILES)
@@ -363,7 +397,7 @@ def key_gradients(
     BLOCK_E: tl.constexpr, STRETCH: tl.constexpr, PHI: tl.constexpr, INTERLEAVED: tl.constexpr, CAUSAL: tl.constexpr,
     PLAIN: tl.constexpr, SUMS: tl.constexpr, DECAY: tl.constexpr, DOCUMENTS: tl.constexpr, MASKED: tl.constexpr,
     PARTIAL: tl.constexpr, D_THETA: tl.constexpr, D_DECAY: tl.constexpr, LOW: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr, EMULATED: tl.constexpr, CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr, EMULATED: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """∂k and ∂v, from the end of each stretch to its start. Arguments as in `query_gradients`; T counts keys.
 
@@ -392,11 +426,11 @@ def key_gradients(
     first = s.to(tl.int64) * STRETCH
     chunks = tl.cdiv(tl.minimum(T - first, STRETCH), CHUNK).to(tl.int32)
     slot = state + (bh * (N + 1) + (s + 1 if CAUSAL else slot_of_all)) * (D * E + D)
-    sa, sb = load_state(slot, e, angles, s, sines, D, E, R, P, TILES, STRETCH, INTERLEAVED)
-    ua, ub = load_sums(slot + D * E, D, R, P, TILES, SIGNED, INTERLEAVED)
+    state_tiles = load_state(slot, e, angles, s, sines, D, E, R, P, TILES, STRETCH, INTERLEAVED)
+    u = load_sums(slot + D * E, CHUNK, D, R, P, TILES, SIGNED, INTERLEAVED)
     crosses, placed = zero_sums(P, TILES, tl.float64)
 
-    for step in range(chunks):
+    for step in tl.range(chunks, num_stages=STAGES):
         place = (chunks - 1 - step) * CHUNK
         i0 = first + place
         inside = i0 + p < T
@@ -411,38 +445,38 @@ def key_gradients(
         ga, gb = features(ya, yb, valid, D, P, TILES, SIGNED, PHI, ALL_ROWS=not MASKED)
         across = load_values(v + i0 * v_t, p, e, valid, v_t, v_e, E, BLOCK_E)
         ta, tb = rotate_all(ga, gb, cos, sin, R, TILES)
-        la, lb = operands(ta, tb, TILES, LOW, PRECISION, EMULATED)
-        past_a, past_b = operands(sa, sb, TILES, LOW, PRECISION, EMULATED)
-        far = across
-        if WEIGHTED:
-            far = across * kept[:, None]
-        far = operand(far, LOW, PRECISION, EMULATED)
+        rotated_k = operands(ta, tb, TILES, LOW, PRECISION, EMULATED)
+        past = rounded(state_tiles, TILES, LOW, PRECISION, EMULATED)
         if CAUSAL:
             xa, xb = load_rows(q + i0 * q_t, p, inside, q_t, q_d, D, R, P, TILES, INTERLEAVED, ACC)
-            given = load_values(grad_o + i0 * o_t, p, e, inside, o_t, o_e, E, BLOCK_E).to(ACC)
+            given = load_values(grad_o + i0 * o_t, p, e, inside, o_t, o_e, E, BLOCK_E)
             fa, fb = features(xa, xb, inside, D, P, TILES, SIGNED, PHI, ALL_ROWS=True)
             weight = pair_weights(high, low, document, CHUNK, DECAY, DOCUMENTS, True, ACC)
             if PLAIN:
                 scale = 1.0 / tl.load(den + bh * T + i0 + p, mask=inside, other=1.0)
-                given = given * scale[:, None]
                 share = tl.load(d_den + bh * T + i0 + p, mask=inside, other=0.0)
                 pa, pb = summed_features(fa, fb, D, P, TILES, SIGNED)
                 pa, pb = scaled(pa, pb, share, TILES)
             fa, fb = rotate_all(fa, fb, cos, sin, R, TILES)
-            fa, fb = operands(fa, fb, TILES, LOW, PRECISION, EMULATED)
-        values = read_state(la, lb, past_a, past_b, TILES, LOW, ACC, PRECISION, EMULATED)
+            if PLAIN:  # in place of ∂o, which products then take as it was loaded
+                fa, fb = scaled(fa, fb, scale, TILES)
+            rotated_q = operands(fa, fb, TILES, LOW, PRECISION, EMULATED)
+        values = read_state(rotated_k, past, TILES, LOW, ACC, PRECISION, EMULATED)
         if WEIGHTED:
             values = values * kept[:, None]
-        da, db = read_state_back(far, past_a, past_b, TILES, LOW, ACC, PRECISION, EMULATED)
+        d = read_state_back(across, past, TILES, LOW, ACC, PRECISION, EMULATED)
+        if WEIGHTED:
+            d = times(d, kept, TILES)
         if CAUSAL:
-            pairs = dots(la, lb, fa, fb, TILES, LOW, ACC, PRECISION, EMULATED) * weight
+            pairs = dots(rotated_k, rotated_q, TILES, LOW, ACC, PRECISION, EMULATED) * weight
             values += product(pairs, given, LOW, ACC, PRECISION, EMULATED)
             pairs = product(across, tl.trans(given), LOW, ACC, PRECISION, EMULATED) * weight
-            da, db = add_products(da, db, pairs, fa, fb, TILES, LOW, ACC, PRECISION, EMULATED)
+            d = add_products(d, pairs, rotated_q, TILES, LOW, ACC, PRECISION, EMULATED)
             if WEIGHTED:
                 given = given * reach[:, None]
-            sa, sb = grown(sa, sb, fa, fb, given, passed, TILES, WEIGHTED, LOW, ACC, PRECISION, EMULATED)
+            state_tiles = grown(state_tiles, rotated_q, given, passed, TILES, WEIGHTED, LOW, ACC, PRECISION, EMULATED)
 
+        da, db = halves(d, TILES)
         if MASKED:
             values = tl.where(valid[:, None], values, 0.0)
         store_values(d_v + (bh * T + i0) * E, p, e, inside, values.to(d_v.dtype.element_ty), E, BLOCK_E)
@@ -453,21 +487,23 @@ def key_gradients(
             once = kept
             if PARTIAL:
                 once = tl.where(e_block == 0, kept, 0.0)
-            da, db = add_sums(da, db, once, ua, ub, TILES)
+            d = read_sums_back(once, u, TILES, LOW, ACC, PRECISION, EMULATED)
             if CAUSAL and PLAIN:
                 if PARTIAL:
                     weight = tl.where(e_block == 0, weight, 0.0)
-                da, db = add_products(da, db, weight, pa, pb, TILES, LOW, ACC, PRECISION, EMULATED)
-                ua, ub = grown_sums(ua, ub, pa, pb, reach, passed, TILES)
+                plain_q = operands(pa, pb, TILES, LOW, PRECISION, EMULATED)
+                d = add_products(d, weight, plain_q, TILES, LOW, ACC, PRECISION, EMULATED)
+                u = grown_sums(u, plain_q, reach, passed, TILES, WEIGHTED, LOW, ACC, PRECISION, EMULATED)
             elif CAUSAL and WEIGHTED:
-                na, nb = (), ()
+                n = ()
                 for tile in tl.static_range(TILES):
-                    na, nb = na + (ua[tile] * passed,), nb + (ub[tile] * passed,)
-                ua, ub = na, nb
+                    n = n + (u[tile] * passed,)
+                u = n
+            da, db = added(da, db, d, TILES)
         if D_DECAY:
             tl.store(d_running + part * T + i0 + p, row_dots(ga, gb, da, db, TILES), mask=inside)
         if not PARTIAL:
-            da, db = vjp_features(ya, yb, ga, gb, da, db, D, P, TILES, SIGNED, PHI)
+            da, db = vjp_features(ya, yb, ga, gb, da, db, D, P, TILES, SIGNED, PHI, D_THETA or D_DECAY)
         if MASKED:
             da, db = only_valid(da, db, valid, TILES)
         store_rows(out + (part * T + i0) * D, p, inside, da, db, D, R, P, TILES, INTERLEAVED)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from linrope.ops.call import Call
 from linrope.ops.triton_kernel.plan import (
-    LOCAL,
+    LONGEST_CHUNK,
     Chosen,
     Described,
     Plan,
@@ -88,7 +88,7 @@ def why_refused() -> str | None:
 
 def addressable(x: Tensor) -> Tensor:
     """x, or a copy if its strides are too large for the 32-bit offsets within a chunk."""
-    far = LOCAL * abs(x.stride(2)) + x.shape[3] * abs(x.stride(3))
+    far = LONGEST_CHUNK * abs(x.stride(2)) + x.shape[3] * abs(x.stride(3))
     return x if far < 2**31 else x.contiguous()
 
 
@@ -104,7 +104,7 @@ class Launch:
 
     @functools.cached_property
     def angles(self) -> Tensor | None:
-        """Rotations within a chunk, of chunks in a stretch and of each stretch's start, cosines then sines."""
+        """Rotations of each position in a stretch and of each stretch's start, cosines then sines."""
         call, plan = self.call, self.plan
         if call.theta is None:
             return None

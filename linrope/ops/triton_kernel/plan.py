@@ -25,10 +25,14 @@ PROGRAMS = 256
 """About two for each multiprocessor of a large GPU."""
 CHUNK = 16
 """Tokens of a chunk in the first configuration, which the models of traffic and FLOPs count."""
-LOCAL, STEP = 64, 16
-"""Rows of a table of angles: positions 0 … LOCAL - 1, each STEP-th position of a stretch, and each stretch's start."""
-TILE = 32
-"""Pairs of dimensions of one tile. Its products have no 64 rows, as WGMMA would need, which compilers got wrong."""
+LONGEST_CHUNK = 64
+"""The interpreter's."""
+SMALL = 64 * 64
+"""Entries of a state up to which two warps hold it, where products are bfloat16. In others operands take twice the
+registers, and half as many are small."""
+TILE, SMALL_TILE = 32, 16
+"""Pairs of dimensions of one tile, of a small state and of others, at most. The latter are held by more warps, whose
+products must not have 64 rows: on Hopper they would be WGMMA, which compilers got wrong."""
 MOST_PLANS = 256
 """How many are kept, the latest used ones."""
 _plans: dict[Hashable, Plan] = {}
@@ -89,6 +93,11 @@ def stretch_of_call(call: Call) -> int:
     (batch, heads, queries, _), (keys, width) = call.q.shape, call.v.shape[2:]
     width += call.normalize == "rotary"  # whose denominator is one more value column
     return stretch_of(batch * heads, max(queries, keys), width, call.log_decay is not None)
+
+
+def is_small(state: int, low: bool) -> bool:
+    """Whether two warps hold a state of so many entries. `low`: the products are bfloat16."""
+    return state <= (SMALL if low else SMALL // 2)
 
 
 def most_columns(features: int, low: bool) -> int:
@@ -153,7 +162,8 @@ class Plan:
         self.heads_of_decay = self.heads if self.decay else 1
         self.decay_strides = call.log_decay.stride() if self.decay else (0, 0, 0)
         pairs = cdiv(self.features, 2)
-        tile = TILE if pairs > 16 else 16
+        wide, narrow = (max(8, min(tile, power_of_two(pairs))) for tile in (TILE, SMALL_TILE))
+        tile = wide if is_small(2 * wide * cdiv(pairs, wide) * self.e_block, low) else narrow
         self.features_of = {"D": self.features, "R": self.rotated, "SIGNED": call.signed, "PHI": call.feature_map}
         self.features_of |= {"P": tile, "TILES": cdiv(pairs, tile), "INTERLEAVED": call.interleaved}
         self.sizes = {"E": self.width, "BLOCK_E": self.e_block, "STRETCH": self.stretch}
@@ -177,8 +187,8 @@ class Plan:
 
     @functools.cached_property
     def rows_of_angles(self) -> int:
-        """Rotations within a chunk, of chunks in a stretch, and of each stretch's start."""
-        return LOCAL + self.stretch // STEP + max(self.stretches(self.queries), self.stretches(self.keys))
+        """Rotations of each position in a stretch, and of each stretch's start."""
+        return self.stretch + max(self.stretches(self.queries), self.stretches(self.keys))
 
     @functools.cached_property
     def sines(self) -> int:

@@ -1,9 +1,9 @@
 """Device functions that the Triton kernels share: features, their maps and rotations, products, decay weights.
 
 The features of C tokens are held as `TILES` tiles, and a tile as two matrices (C, P): the first and the second
-dimensions of P pairs that RoPE rotates, for either pairing. A rotation is then elementwise, and a product of features
-is a sum of products of halves. Rows are read as they lie in memory, and neighbours are split in registers: a load of
-the even dimensions alone would be one of 16 bits.
+dimensions of P pairs that RoPE rotates, for either pairing. A rotation is then elementwise. Products take both halves
+as one matrix, the dimensions of a pair side by side. Rows are read as they lie in memory, and neighbours are split in
+registers: a load of the even dimensions alone would be one of 16 bits.
 
 Offsets are 32-bit numbers from the 64-bit address of a chunk's first row.
 """
@@ -17,7 +17,7 @@ from linrope.ops.triton_kernel import plan
 
 OPEN = ["T", "N", "S", "rows", "start", "slot_of_all", "sines", "bucket", "position"]
 """Arguments that follow the length: Triton compiles nothing anew for particular values of them."""
-LOCAL, STEP = tl.constexpr(plan.LOCAL), tl.constexpr(plan.STEP)
+SMALL, TILE = tl.constexpr(plan.SMALL), tl.constexpr(plan.TILE)
 INTERPRETED = tl.constexpr(plan.interpreted())
 """The interpreter has no assembler."""
 
@@ -118,6 +118,15 @@ def load_values(ptr, p, e, valid, stride_t, stride_e, E: tl.constexpr, BLOCK_E: 
     """(C, columns) of rows p from `ptr` on; 0 beyond E and in rows that are not valid."""
     mask = row_mask(valid, e < E, E % BLOCK_E == 0)
     return tl.load(ptr + p[:, None] * stride_t + e[None, :] * stride_e, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_columns(ptr, p, e, valid, stride_t, stride_e, E: tl.constexpr, BLOCK_E: tl.constexpr):
+    """The transpose of `load_values`, (columns, C). Read so, it is an operand of products without a copy."""
+    mask = valid[None, :]
+    if E % BLOCK_E != 0:
+        mask = mask & (e < E)[:, None]
+    return tl.load(ptr + p[None, :] * stride_t + e[:, None] * stride_e, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -228,10 +237,14 @@ def summed_features(fa, fb, D: tl.constexpr, P: tl.constexpr, TILES: tl.constexp
 
 
 @triton.jit
-def times_derivative(x, f, df, PHI: tl.constexpr):
-    """φ'(x) ∂f for the elementwise maps, by f alone where that is enough, so that x takes no registers."""
+def times_derivative(x, f, df, PHI: tl.constexpr, KNOWN: tl.constexpr):
+    """φ'(x) ∂f for the elementwise maps. KNOWN: whether f = φ(x) is needed elsewhere too; otherwise x is enough, in
+    fewer instructions."""
     if PHI == "elu1":
-        return df * at_most(f, 1.0)
+        if KNOWN:
+            return df * at_most(f, 1.0)
+        else:
+            return df * exponential(at_most(x, 0.0))
     elif PHI == "relu":
         return tl.where(f > 0, df, 0.0)
     elif PHI == "exp":
@@ -243,9 +256,9 @@ def times_derivative(x, f, df, PHI: tl.constexpr):
 @triton.jit
 def vjp_features(
     xa, xb, fa, fb, da, db, D: tl.constexpr, P: tl.constexpr, TILES: tl.constexpr, SIGNED: tl.constexpr,
-    PHI: tl.constexpr,
+    PHI: tl.constexpr, KNOWN: tl.constexpr = True,
 ):  # fmt: skip
-    """From the gradient of all tiles of φ(x) to that of x."""
+    """From the gradient of all tiles of φ(x) to that of x. KNOWN: as in `times_derivative`."""
     if PHI == "softmax":
         total = tl.zeros((xa[0].shape[0],), dtype=xa[0].dtype)
         for tile in tl.static_range(TILES):
@@ -257,8 +270,8 @@ def vjp_features(
         if PHI == "softmax":
             a, b = fa[tile] * (da[tile] - total[:, None]), fb[tile] * (db[tile] - total[:, None])
         else:
-            a = times_derivative(xa[tile], fa[tile], da[tile], PHI)
-            b = times_derivative(xb[tile], fb[tile], db[tile], PHI)
+            a = times_derivative(xa[tile], fa[tile], da[tile], PHI, KNOWN)
+            b = times_derivative(xb[tile], fb[tile], db[tile], PHI, KNOWN)
         if SIGNED > 0:
             mapped_a, mapped_b = are_mapped(tile, D, P, SIGNED)
             a, b = tl.where(mapped_a, a, da[tile]), tl.where(mapped_b, b, db[tile])
@@ -286,15 +299,11 @@ def rotate(a, b, cos, sin):
 
 @triton.jit
 def load_rotations(angles, place, sines, C: tl.constexpr, R: tl.constexpr, P: tl.constexpr, TILES: tl.constexpr):
-    """cos and sin of all tiles, (C, P), for a chunk that begins at `place` of its stretch: the rows of 0 … C - 1,
-    rotated by the one row of `place`."""
+    """cos and sin of all tiles, (C, P), for a chunk that begins at `place` of its stretch."""
     cos, sin = (), ()
     if R > 0:
         for tile in tl.static_range(TILES):
-            own_cos, own_sin = load_rotation(angles, tl.arange(0, C), sines, tile, R, P, TILES)
-            row = LOCAL + place // STEP + tl.zeros((1,), dtype=tl.int32)
-            far_cos, far_sin = load_rotation(angles, row, sines, tile, R, P, TILES)
-            own_cos, own_sin = rotate(own_cos, own_sin, far_cos, far_sin)
+            own_cos, own_sin = load_rotation(angles, place + tl.arange(0, C), sines, tile, R, P, TILES)
             cos, sin = cos + (own_cos,), sin + (own_sin,)
     return cos, sin
 
@@ -323,11 +332,11 @@ def scaled(xa, xb, weight, TILES: tl.constexpr):
 
 @triton.jit
 def zeros_of(rows: tl.constexpr, columns: tl.constexpr, TILES: tl.constexpr, ACC: tl.constexpr):
-    """Both halves of all tiles, (rows, columns)."""
-    a, b = (), ()
+    """All tiles, (rows, columns)."""
+    zeros = ()
     for tile in tl.static_range(TILES):
-        a, b = a + (tl.zeros((rows, columns), dtype=ACC),), b + (tl.zeros((rows, columns), dtype=ACC),)
-    return a, b
+        zeros = zeros + (tl.zeros((rows, columns), dtype=ACC),)
+    return zeros
 
 
 @triton.jit

@@ -5,7 +5,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from linrope.ops.triton_kernel.primitives import LOCAL, STEP, are_there, load_rotation, pair_dims, rotate
+from linrope.ops.triton_kernel.primitives import (
+    INTERPRETED,
+    are_there,
+    at_most,
+    exponential,
+    load_rotation,
+    pair_dims,
+    rotate,
+)
 
 
 @triton.jit
@@ -36,14 +44,47 @@ def operand(x, LOW: tl.constexpr, PRECISION: tl.constexpr, EMULATED: tl.constexp
 
 
 @triton.jit
+def opaque(x):
+    """x, as if it were loaded: the compiler does not see what it was made of. To an operand made by a join it would
+    give a layout into which results of other products must be shuffled, and it would shuffle a state, where the way
+    through shared memory takes a quarter of the instructions."""
+    if INTERPRETED:
+        return x
+    elif x.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1)
+
+
+@triton.jit
 def operands(xa, xb, TILES: tl.constexpr, LOW: tl.constexpr, PRECISION: tl.constexpr, EMULATED: tl.constexpr):
-    """Both halves of all tiles as operands. Rounded before the first product of a chunk, they are written to shared
-    memory together, which takes fewer barriers and registers than one product after the other."""
-    ya, yb = (), ()
+    """All tiles of features as operands, (C, 2P), the two dimensions of a pair side by side. Rounded before the first
+    product of a chunk, they are written to shared memory together, which takes fewer barriers and registers than one
+    product after the other."""
+    y = ()
     for tile in tl.static_range(TILES):
-        ya = ya + (operand(xa[tile], LOW, PRECISION, EMULATED),)
-        yb = yb + (operand(xb[tile], LOW, PRECISION, EMULATED),)
-    return ya, yb
+        both = tl.join(operand(xa[tile], LOW, PRECISION, EMULATED), operand(xb[tile], LOW, PRECISION, EMULATED))
+        y = y + (opaque(tl.reshape(both, (both.shape[0], 2 * both.shape[1]))),)
+    return y
+
+
+@triton.jit
+def halves(x, TILES: tl.constexpr):
+    """Both halves of all tiles, (C, P), of those of `operands` or their gradients."""
+    xa, xb = (), ()
+    for tile in tl.static_range(TILES):
+        a, b = tl.split(tl.reshape(x[tile], (x[tile].shape[0], x[tile].shape[1] // 2, 2)))
+        xa, xb = xa + (a,), xb + (b,)
+    return xa, xb
+
+
+@triton.jit
+def rounded(x, TILES: tl.constexpr, LOW: tl.constexpr, PRECISION: tl.constexpr, EMULATED: tl.constexpr):
+    """All tiles of a state or of sums as operands."""
+    y = ()
+    for tile in tl.static_range(TILES):
+        y = y + (operand(x[tile], LOW, PRECISION, EMULATED),)
+    return y
 
 
 @triton.jit
@@ -55,160 +96,220 @@ def product(x, y, LOW: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 
 @triton.jit
 def dots(
-    xa, xb, ya, yb, TILES: tl.constexpr, LOW: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-    EMULATED: tl.constexpr,
-):  # fmt: skip
-    """x yᵀ of features: (C, C)."""
-    total = product(xa[0], tl.trans(ya[0]), LOW, ACC, PRECISION, EMULATED)
-    total += product(xb[0], tl.trans(yb[0]), LOW, ACC, PRECISION, EMULATED)
+    x, y, TILES: tl.constexpr, LOW: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, EMULATED: tl.constexpr
+):
+    """x yᵀ of features: (rows of x, rows of y)."""
+    total = product(x[0], tl.trans(y[0]), LOW, ACC, PRECISION, EMULATED)
     for tile in tl.static_range(1, TILES):
-        total += product(xa[tile], tl.trans(ya[tile]), LOW, ACC, PRECISION, EMULATED)
-        total += product(xb[tile], tl.trans(yb[tile]), LOW, ACC, PRECISION, EMULATED)
+        total += product(x[tile], tl.trans(y[tile]), LOW, ACC, PRECISION, EMULATED)
     return total
 
 
 @triton.jit
 def add_products(
-    da, db, pairs, xa, xb, TILES: tl.constexpr, LOW: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    d, pairs, x, TILES: tl.constexpr, LOW: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     EMULATED: tl.constexpr,
 ):  # fmt: skip
-    """Both halves of all tiles plus those of pairs (C, C) times features."""
-    na, nb = (), ()
+    """All tiles plus those of pairs (C, C) times features."""
+    n = ()
     for tile in tl.static_range(TILES):
-        na = na + (da[tile] + product(pairs, xa[tile], LOW, ACC, PRECISION, EMULATED),)
-        nb = nb + (db[tile] + product(pairs, xb[tile], LOW, ACC, PRECISION, EMULATED),)
-    return na, nb
+        n = n + (d[tile] + product(pairs, x[tile], LOW, ACC, PRECISION, EMULATED),)
+    return n
 
 
 @triton.jit
 def read_state(
-    xa, xb, sa, sb, TILES: tl.constexpr, LOW: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-    EMULATED: tl.constexpr,
-):  # fmt: skip
-    """x S of features and a state: (C, columns)."""
-    total = product(xa[0], sa[0], LOW, ACC, PRECISION, EMULATED)
-    total += product(xb[0], sb[0], LOW, ACC, PRECISION, EMULATED)
+    x, s, TILES: tl.constexpr, LOW: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, EMULATED: tl.constexpr
+):
+    """x S of features and a state: (C, columns). The state goes through shared memory: see `opaque`."""
+    total = product(x[0], tl.trans(opaque(tl.trans(s[0]))), LOW, ACC, PRECISION, EMULATED)
     for tile in tl.static_range(1, TILES):
-        total += product(xa[tile], sa[tile], LOW, ACC, PRECISION, EMULATED)
-        total += product(xb[tile], sb[tile], LOW, ACC, PRECISION, EMULATED)
+        total += product(x[tile], tl.trans(opaque(tl.trans(s[tile]))), LOW, ACC, PRECISION, EMULATED)
     return total
 
 
 @triton.jit
 def read_state_back(
-    values, sa, sb, TILES: tl.constexpr, LOW: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    values, s, TILES: tl.constexpr, LOW: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     EMULATED: tl.constexpr,
 ):  # fmt: skip
-    """values Sᵀ of a state: both halves of all tiles, (C, P)."""
-    da, db = (), ()
+    """values Sᵀ of a state: all tiles, (C, 2P)."""
+    d = ()
     for tile in tl.static_range(TILES):
-        da = da + (product(values, tl.trans(sa[tile]), LOW, ACC, PRECISION, EMULATED),)
-        db = db + (product(values, tl.trans(sb[tile]), LOW, ACC, PRECISION, EMULATED),)
-    return da, db
+        d = d + (product(values, tl.trans(s[tile]), LOW, ACC, PRECISION, EMULATED),)
+    return d
+
+
+@triton.jit
+def along(weight, COLUMNS: tl.constexpr):
+    """The weight of each row, or column, to multiply a matrix by."""
+    if COLUMNS:
+        return weight[None, :]
+    else:
+        return weight[:, None]
+
+
+@triton.jit
+def times(x, weight, TILES: tl.constexpr):
+    """All tiles, each row times its weight."""
+    y = ()
+    for tile in tl.static_range(TILES):
+        y = y + (x[tile] * weight[:, None],)
+    return y
 
 
 @triton.jit
 def grown(
-    sa, sb, xa, xb, values, passed, TILES: tl.constexpr, WEIGHTED: tl.constexpr, LOW: tl.constexpr, ACC: tl.constexpr,
+    s, x, values, passed, TILES: tl.constexpr, WEIGHTED: tl.constexpr, LOW: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr, EMULATED: tl.constexpr, VALUES_FIRST: tl.constexpr = False,
+):  # fmt: skip
+    """The state after a chunk: `passed` times the one before, plus xᵀ values. If VALUES_FIRST, the transpose of the
+    state, and of values."""
+    n = ()
+    for tile in tl.static_range(TILES):
+        more = s[tile]
+        if WEIGHTED:
+            more = more * passed
+        if VALUES_FIRST:
+            more += product(values, x[tile], LOW, ACC, PRECISION, EMULATED)
+        else:
+            more += product(tl.trans(x[tile]), values, LOW, ACC, PRECISION, EMULATED)
+        n = n + (more,)
+    return n
+
+
+@triton.jit
+def first_row(x):
+    """(C, C) with x (C,) in the first row and 0 in the others: sums take part in products as such a row."""
+    rows = tl.arange(0, x.shape[0])
+    return tl.where((rows == 0)[:, None], x[None, :], 0.0)
+
+
+@triton.jit
+def grown_sums(
+    u, x, weight, passed, TILES: tl.constexpr, WEIGHTED: tl.constexpr, LOW: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
-    """The state after a chunk: `passed` times the one before, plus xᵀ values."""
+    """The sums after a chunk: `passed` times those before, plus the features times their weights (C,)."""
+    n = ()
+    weights = first_row(weight)
+    for tile in tl.static_range(TILES):
+        more = u[tile]
+        if WEIGHTED:
+            more = more * passed
+        n = n + (more + product(weights, x[tile], LOW, ACC, PRECISION, EMULATED),)
+    return n
+
+
+@triton.jit
+def read_sums_back(
+    weight, u, TILES: tl.constexpr, LOW: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    EMULATED: tl.constexpr,
+):  # fmt: skip
+    """The sums times the weight of each row: all tiles, (C, 2P)."""
+    d = ()
+    weights = tl.trans(first_row(weight))
+    for tile in tl.static_range(TILES):
+        d = d + (product(weights, u[tile], LOW, ACC, PRECISION, EMULATED),)
+    return d
+
+
+@triton.jit
+def added(da, db, more, TILES: tl.constexpr):
+    """Both halves of all tiles plus those of `more`."""
+    na, nb = (), ()
+    more_a, more_b = halves(more, TILES)
+    for tile in tl.static_range(TILES):
+        na, nb = na + (da[tile] + more_a[tile],), nb + (db[tile] + more_b[tile],)
+    return na, nb
+
+
+@triton.jit
+def added_rows(ua, ub, xa, xb, weight, passed, TILES: tl.constexpr, WEIGHTED: tl.constexpr):
+    """Sums over chunks of features times their weights, (C, P): the rows are added up once, after the last chunk."""
     na, nb = (), ()
     for tile in tl.static_range(TILES):
-        a, b = sa[tile], sb[tile]
+        a, b = ua[tile], ub[tile]
         if WEIGHTED:
             a, b = a * passed, b * passed
-        a += product(tl.trans(xa[tile]), values, LOW, ACC, PRECISION, EMULATED)
-        b += product(tl.trans(xb[tile]), values, LOW, ACC, PRECISION, EMULATED)
-        na, nb = na + (a,), nb + (b,)
+        na, nb = na + (a + xa[tile] * weight[:, None],), nb + (b + xb[tile] * weight[:, None],)
     return na, nb
-
-
-@triton.jit
-def grown_sums(ua, ub, xa, xb, weight, passed, TILES: tl.constexpr):
-    """The sums after a chunk: `passed` times those before, plus the features (C, P) times their weights (C,)."""
-    na, nb = (), ()
-    for tile in tl.static_range(TILES):
-        na = na + (ua[tile] * passed + tl.sum(xa[tile] * weight[:, None], axis=0),)
-        nb = nb + (ub[tile] * passed + tl.sum(xb[tile] * weight[:, None], axis=0),)
-    return na, nb
-
-
-@triton.jit
-def read_sums(xa, xb, ua, ub, TILES: tl.constexpr):
-    """x·u of features and their sums: (C,)."""
-    total = tl.sum(xa[0] * ua[0][None, :], axis=1) + tl.sum(xb[0] * ub[0][None, :], axis=1)
-    for tile in tl.static_range(1, TILES):
-        total += tl.sum(xa[tile] * ua[tile][None, :], axis=1) + tl.sum(xb[tile] * ub[tile][None, :], axis=1)
-    return total
 
 
 @triton.jit
 def load_state(
     slot, e, angles, s, sines, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, P: tl.constexpr, TILES: tl.constexpr,
-    STRETCH: tl.constexpr, INTERLEAVED: tl.constexpr,
+    STRETCH: tl.constexpr, INTERLEAVED: tl.constexpr, VALUES_FIRST: tl.constexpr = False,
 ):  # fmt: skip
-    """Columns e of a state (D, E), both halves of each tile, brought to the frame of stretch s."""
-    sa, sb = (), ()
-    columns = (e < E)[None, :]
+    """Columns e of a state (D, E), brought to the frame of stretch s: all tiles, (2P, columns), or the transposes."""
+    whole = ()
+    rows = (e < E)[:, None]
     for tile in tl.static_range(TILES):
         in_a, in_b = are_there(tile, D, P)
         at_a, at_b = pair_dims(tile, D, R, P, INTERLEAVED)
-        a = tl.load(slot + at_a[:, None] * E + e[None, :], mask=in_a[:, None] & columns, other=0.0)
-        b = tl.load(slot + at_b[:, None] * E + e[None, :], mask=in_b[:, None] & columns, other=0.0)
+        a = tl.load(slot + at_a[None, :] * E + e[:, None], mask=in_a[None, :] & rows, other=0.0)
+        b = tl.load(slot + at_b[None, :] * E + e[:, None], mask=in_b[None, :] & rows, other=0.0)
         if R > 0:
-            row = LOCAL + STRETCH // STEP + s + tl.zeros((1,), dtype=tl.int32)
+            row = STRETCH + s + tl.zeros((1,), dtype=tl.int32)
             cos, sin = load_rotation(angles, row, sines, tile, R, P, TILES)
-            a, b = rotate(a, b, tl.trans(cos), -tl.trans(sin))
-        sa, sb = sa + (a,), sb + (b,)
-    return sa, sb
+            a, b = rotate(a, b, cos, -sin)
+        both = tl.reshape(tl.join(a, b), (a.shape[0], 2 * P))
+        if not VALUES_FIRST:
+            both = tl.trans(both)
+        whole = whole + (both,)
+    return whole
 
 
 @triton.jit
 def store_state(
-    slot, sa, sb, e, angles, s, sines, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
-    TILES: tl.constexpr, STRETCH: tl.constexpr, INTERLEAVED: tl.constexpr,
+    slot, state, e, angles, s, sines, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
+    TILES: tl.constexpr, STRETCH: tl.constexpr, INTERLEAVED: tl.constexpr, VALUES_FIRST: tl.constexpr = False,
 ):  # fmt: skip
     """Columns e of a state in the frame of stretch s, brought to that of the sequence's start."""
-    columns = (e < E)[None, :]
+    rows = (e < E)[:, None]
     for tile in tl.static_range(TILES):
-        a, b = sa[tile], sb[tile]
+        both = state[tile]
+        if not VALUES_FIRST:
+            both = tl.trans(both)
+        a, b = tl.split(tl.reshape(both, (both.shape[0], P, 2)))
         if R > 0:
-            row = LOCAL + STRETCH // STEP + s + tl.zeros((1,), dtype=tl.int32)
+            row = STRETCH + s + tl.zeros((1,), dtype=tl.int32)
             cos, sin = load_rotation(angles, row, sines, tile, R, P, TILES)
-            a, b = rotate(a, b, tl.trans(cos), tl.trans(sin))
+            a, b = rotate(a, b, cos, sin)
         in_a, in_b = are_there(tile, D, P)
         at_a, at_b = pair_dims(tile, D, R, P, INTERLEAVED)
-        tl.store(slot + at_a[:, None] * E + e[None, :], a, mask=in_a[:, None] & columns)
-        tl.store(slot + at_b[:, None] * E + e[None, :], b, mask=in_b[:, None] & columns)
+        tl.store(slot + at_a[None, :] * E + e[:, None], a, mask=in_a[None, :] & rows)
+        tl.store(slot + at_b[None, :] * E + e[:, None], b, mask=in_b[None, :] & rows)
 
 
 @triton.jit
 def load_sums(
-    ptr, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr, TILES: tl.constexpr, SIGNED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    ptr, C: tl.constexpr, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr, TILES: tl.constexpr,
+    SIGNED: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """The sums of features (D,), both halves of each tile; 0 in the first SIGNED dimensions."""
-    ua, ub = (), ()
+    """The sums of features (D,), all tiles, in the first of C rows; 0 in the first SIGNED dimensions."""
+    u = ()
+    first = (tl.arange(0, C) == 0)[:, None]
     for tile in tl.static_range(TILES):
         in_a, in_b = are_there(tile, D, P)
         m = tile * P + tl.arange(0, P)
         at_a, at_b = pair_dims(tile, D, R, P, INTERLEAVED)
-        ua = ua + (tl.load(ptr + at_a, mask=in_a & (m >= SIGNED // 2), other=0.0),)
-        ub = ub + (tl.load(ptr + at_b, mask=in_b & (m >= SIGNED // 2), other=0.0),)
-    return ua, ub
+        a = tl.load(ptr + at_a, mask=in_a & (m >= SIGNED // 2), other=0.0)
+        b = tl.load(ptr + at_b, mask=in_b & (m >= SIGNED // 2), other=0.0)
+        u = u + (tl.where(first, tl.reshape(tl.join(a, b), (2 * P,))[None, :], 0.0),)
+    return u
 
 
 @triton.jit
 def store_sums(
     ptr, ua, ub, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr, TILES: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
-    """Sums of features, to (D,)."""
+    """The sums of the rows of features, to (D,)."""
     for tile in tl.static_range(TILES):
         in_a, in_b = are_there(tile, D, P)
         at_a, at_b = pair_dims(tile, D, R, P, INTERLEAVED)
-        tl.store(ptr + at_a, ua[tile], mask=in_a)
-        tl.store(ptr + at_b, ub[tile], mask=in_b)
+        tl.store(ptr + at_a, tl.sum(ua[tile], axis=0), mask=in_a)
+        tl.store(ptr + at_b, tl.sum(ub[tile], axis=0), mask=in_b)
 
 
 @triton.jit
@@ -235,7 +336,8 @@ def chunk_decay(
         total, end = tl.cumsum(own, axis=0), tl.sum(own, axis=0)
         high = total.to(ACC)
         low = (total - high.to(tl.float64)).to(ACC)
-        reach, kept, passed = tl.exp(total.to(ACC)), tl.exp((end - total).to(ACC)), tl.exp(end.to(ACC))
+        reach, kept = exponential(high), exponential((end - total).to(ACC))
+        passed = exponential(end.to(ACC))
     if DOCUMENTS:
         document = tl.load(documents + i0 + p, mask=inside, other=-1)
         before = tl.load(documents + tl.maximum(i0 - 1, 0))
@@ -265,5 +367,5 @@ def pair_weights(
         lasting = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
         if KEYS_FIRST:
             lasting = -lasting
-        weight = tl.where(visible, tl.exp(tl.where(lasting > 0, 0.0, lasting)), 0.0)
+        weight = tl.where(visible, exponential(at_most(lasting, 0.0)), 0.0)
     return weight

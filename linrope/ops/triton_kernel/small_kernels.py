@@ -6,9 +6,7 @@ import triton
 import triton.language as tl
 
 from linrope.ops.triton_kernel.primitives import (
-    LOCAL,
     OPEN,
-    STEP,
     are_mapped,
     are_there,
     exact_rotation,
@@ -60,8 +58,7 @@ def scan(
 def write_angles(
     theta, out, start, rows, sines, R: tl.constexpr, P: tl.constexpr, STRETCH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Three tables in one: rotations by 0 … LOCAL - 1, by each STEP-th position of a stretch, and by the position of
-    each stretch's first token.
+    """Two tables in one: rotations by each position in a stretch, and by the position of each stretch's first token.
 
     out: (2, heads of θ, rows, R/2), cosines and sines. Grid: heads of θ × blocks of rows.
     """
@@ -69,9 +66,7 @@ def write_angles(
     head = (tl.program_id(0) // n_blocks).to(tl.int64)
     row = tl.program_id(0) % n_blocks * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
     m = tl.arange(0, P)
-    WITHIN: tl.constexpr = LOCAL + STRETCH // STEP
-    t = tl.where(row < WITHIN, (row - LOCAL) * STEP, start + (row - WITHIN) * STRETCH)
-    t = tl.where(row < LOCAL, row, t)
+    t = tl.where(row < STRETCH, row, start + (row - STRETCH) * STRETCH)
     own = tl.load(theta + head * (R // 2) + m, mask=m < R // 2, other=0.0)
     cos, sin = exact_rotation(t[:, None], own[None, :])
     at = out + (head * rows + row)[:, None] * (R // 2) + m[None, :]

@@ -181,7 +181,7 @@ def test_our_form_is_verified_timed_and_profiled(monkeypatch):
     roles = [one["role"] for one in found.kernels]
     assert roles[-5:] == ["query_gradients", "stretch_sums later", "scan later", "key_gradients", "finish_log_decay"]
     attend = found.kernels[roles.index("attend")]
-    assert attend["configuration"].startswith("CHUNK: 64, num_warps: 4")
+    assert attend["configuration"].startswith("CHUNK: 64, STAGES: 1, num_warps: 4")
     assert attend["bytes"] > 4 * 20 * 16 * 2
 
 

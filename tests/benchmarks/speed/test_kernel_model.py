@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks.speed.compile_kernels import in_loops, products_of_several_warps
+from benchmarks.speed.compile_kernels import in_loops, longest_loop, products_of_several_warps
 from benchmarks.speed.gpu_correctness import Case
 from benchmarks.speed.kernel_model import KernelModel, Model, cost_of
 from benchmarks.speed.launches import launches_of
@@ -106,6 +106,12 @@ def test_what_a_loop_does_is_found_in_its_code():
     outside = "\tld.global.b16 \t%rs1, [%rd1];\n\tld.global.v8.b16 \t{%rs1}, [%rd1];\n"
     assert in_loops(outside) == {"16-bit loads": 0, "local": 0}
     assert in_loops(outside + loop + outside) == {"16-bit loads": 1, "local": 1}
+
+
+def test_the_longest_loop_is_found_with_its_barriers():
+    code = ["MOV R1, R2", "BAR.SYNC 0x0", "@P0 BRA 0x10", "FADD R1, R1, R2", "BAR.SYNC 0x0", "LDGDEPBAR", "BRA 0x30"]
+    assert longest_loop([(16 * n, one) for n, one in enumerate(code)]) == (4, 1)
+    assert longest_loop([(0, "BRA 0x10"), (16, "EXIT")]) == (0, 0)
 
 
 def test_products_of_several_warps_are_found():
