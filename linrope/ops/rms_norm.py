@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linrope.ops.checks import is_transformed
-from linrope.ops.cpu_kernel.library import DTYPES, library, why_none
+from linrope.ops.cpu_kernel.library import DTYPES, library, makes_one_pass
 
 FEWEST = 2**12
 """Fewer entries take less time in a few operations of PyTorch."""
@@ -19,19 +18,14 @@ BLOCK = 2**14
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Each row of x (..., W) over the root of the mean of its squares, plus ε, times weight (W,): in x's dtype."""
-    return torch.ops.linrope.rms_norm(x, weight, eps) if _is_compiled(x, weight) else by_definition(x, weight, eps)
+    if makes_one_pass(x, weight, fewest=FEWEST) and x.shape[-1:] == weight.shape:
+        return torch.ops.linrope.rms_norm(x, weight, eps)
+    return by_definition(x, weight, eps)
 
 
 def by_definition(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """PyTorch's own, which takes six passes over memory on CPUs."""
     return F.rms_norm(x, weight.shape, weight, eps)
-
-
-def _is_compiled(x: Tensor, weight: Tensor) -> bool:
-    """Whether the compiled form takes x. Inductor makes one pass of the formula by itself."""
-    fits = x.device.type == weight.device.type == "cpu" and x.dtype == weight.dtype and x.dtype in DTYPES
-    fits = fits and x.numel() >= FEWEST and x.shape[-1:] == weight.shape and not torch.compiler.is_compiling()
-    return fits and why_none() is None and not is_transformed(x, weight)
 
 
 class Record(ctypes.Structure):
@@ -102,7 +96,7 @@ def _differentiate(ctx, grad):
     scale = (x.float().square().mean(dim=-1, keepdim=True) + ctx.eps).rsqrt()  # a second derivative is asked for
     n, weighted = x * scale, grad * weight
     dx = scale * (weighted - n * (weighted * n).mean(dim=-1, keepdim=True))
-    d_weight = (grad * n).flatten(0, -2).sum(dim=0)
+    d_weight = (grad * n).reshape(-1, x.shape[-1]).sum(dim=0)
     return dx.to(x.dtype), d_weight.to(weight.dtype), None
 
 

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linrope.ops.checks import is_transformed
-from linrope.ops.cpu_kernel.library import DTYPES, library, why_none
+from linrope.ops.cpu_kernel.library import DTYPES, library, makes_one_pass
 
 FEWEST = 2**12
 """Fewer entries take less time in a few operations of PyTorch."""
@@ -17,19 +16,13 @@ FEWEST = 2**12
 
 def swiglu(x: Tensor) -> Tensor:
     """silu of the first half of each row, times the second half: (..., 2 W) -> (..., W), in x's dtype."""
-    return torch.ops.linrope.swiglu(x) if _is_compiled(x) else by_definition(x)
+    return torch.ops.linrope.swiglu(x) if makes_one_pass(x, fewest=FEWEST) else by_definition(x)
 
 
 def by_definition(x: Tensor) -> Tensor:
     """The formula."""
     a, b = x.chunk(2, dim=-1)
     return F.silu(a) * b
-
-
-def _is_compiled(x: Tensor) -> bool:
-    """Whether the compiled form takes x. Inductor makes one pass of the formula by itself."""
-    fits = x.device.type == "cpu" and x.dtype in DTYPES and x.numel() >= FEWEST and not torch.compiler.is_compiling()
-    return fits and why_none() is None and not is_transformed(x)
 
 
 class Record(ctypes.Structure):

@@ -13,19 +13,22 @@ import torch
 from torch import Tensor
 from torch.func import debug_unwrap
 
-MOST_TENSORS, MOST_BYTES = 64, 4 * 2**20
-"""How many are kept, the latest used ones, and how large one may be."""
+MOST_TENSORS, MOST_BYTES = 64, 64 * 2**20
+"""How many are kept, the latest used ones, and how many bytes of all of them."""
+LARGE = 4 * 2**20
+"""Bytes of one that is kept if its maker does not say otherwise."""
 _kept: dict[Hashable, Tensor] = {}
 """Without a lock, since a call in a signal handler may interrupt another one: each step is one operation of the dict,
 and what is lost between two is made again."""
 
 
-def keep(key: Hashable, device: torch.device | str | None, make: Callable[[], Tensor]) -> Tensor:
+def keep(key: Hashable, device: torch.device | str | None, make: Callable[[], Tensor], largest: int = LARGE) -> Tensor:
     """The tensor of `key` on the device, made once. Nobody may write to it.
 
     Args:
         key: everything that its values and dtype depend on.
         make: makes it on the device; called outside of inference mode, without gradients.
+        largest: bytes up to which it is kept.
     """
     probe = torch.empty(0, device=device)
     device = probe.device
@@ -38,11 +41,18 @@ def keep(key: Hashable, device: torch.device | str | None, make: Callable[[], Te
         return found
     with torch.inference_mode(False), torch.no_grad():
         made = make()
-    if made.nbytes <= MOST_BYTES:
+    if made.nbytes <= largest:
         _kept[whole] = made
-        for oldest in list(_kept)[:-MOST_TENSORS]:
-            _kept.pop(oldest, None)
+        _drop_oldest()
     return made
+
+
+def _drop_oldest() -> None:
+    total = 0
+    for number, (key, kept) in enumerate(list(_kept.items())[::-1]):
+        total += kept.nbytes
+        if number >= MOST_TENSORS or total > MOST_BYTES:
+            _kept.pop(key, None)
 
 
 def key_of(tensor: Tensor) -> Hashable | None:

@@ -23,8 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from linrope.errors import InputError
+from linrope.ops.checks import is_transformed
 from linrope.utils.machine import has_fast_avx512_bf16
 
 FOLDER = Path(__file__).parent
@@ -175,3 +177,15 @@ def _torch_library() -> ctypes.CDLL:
 
 
 _found = find(os.environ.get("LINROPE_CPU"))  # asked here, once: a compiled graph cannot ask
+
+
+def makes_one_pass(*tensors: Tensor, fewest: int) -> bool:
+    """Whether the library takes an operation around attention on these tensors, of the dtype of the first one, which
+    has `fewest` entries or more. Inductor makes one pass of a formula by itself."""
+    if torch.compiler.is_compiling():
+        return False  # before a size is looked at, to which this would hold the graph
+    x = tensors[0]
+    usual = (type(one) in (Tensor, torch.nn.Parameter) and one.device.type == "cpu" for one in tensors)
+    if not all(usual) or any(one.dtype != x.dtype for one in tensors):
+        return False
+    return x.dtype in DTYPES and x.numel() >= fewest and why_none() is None and not is_transformed(*tensors)

@@ -48,6 +48,8 @@ SCAN_BLOCK = 512
 """Entries of a state of one program of a scan."""
 ANGLE_BLOCK = 4
 """Rows of a table of angles of one program."""
+MOST_ANGLES = 32 * 2**20
+"""Bytes of a table of angles that is kept: those of 16 heads with bases of their own take 4 MiB and more."""
 PIPELINED = 4
 """Stretches ahead of which a scan reads."""
 FINISHED = 32
@@ -112,7 +114,7 @@ class Launch:
         if of_theta is None:
             return self._write_angles(rows)
         key = "angles", of_theta, plan.dtype, call.start, rows, plan.stretch
-        return kept_tensors.keep(key, call.q.device, functools.partial(self._write_angles, rows))
+        return kept_tensors.keep(key, call.q.device, functools.partial(self._write_angles, rows), MOST_ANGLES)
 
     def _write_angles(self, rows: int) -> Tensor:
         plan = self.plan
