@@ -19,7 +19,6 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
@@ -39,7 +38,7 @@ from linrope.training.callbacks.progress import ProgressReport, evaluation_metri
 from linrope.training.checkpoint import WholeCheckpointIO, find_last, require_same_model
 from linrope.training.optimizer import OptimizerConfig
 from linrope.training.precision import AUTO, automatic_precision, is_nvidia
-from linrope.training.sharding import ShardedStrategy, mesh_sizes
+from linrope.training.sharding import ShardedStrategy, mesh_sizes, own_strategy
 from linrope.training.task import TrainingTask
 from linrope.training.tasks.language_modeling import LanguageModelingModule
 from linrope.utils.formatting import bytes_text
@@ -256,9 +255,7 @@ class ConfigCLI(LightningCLI):
             if not isinstance(self.config[section], Namespace):
                 raise InputError(f"{section}: {self.config[section]!r} must be a section of options, not a value.")
             require_values(self.config[section], {**self.sections, "trainer": TrainerOptions}[section], section)
-        strategy = self.config.trainer.strategy
-        if isinstance(strategy, Namespace) and strategy.class_path.endswith(f".{ModelParallelStrategy.__name__}"):
-            strategy.class_path = class_path_of(ShardedStrategy)  # with the same options; it saves as a whole
+        self.config.trainer.strategy = own_strategy(self.config.trainer.strategy)
         if (seed := self.config.seed_everything) is None or not 0 <= seed < 2**32:
             raise InputError(f"--seed_everything={seed} must be a number from 0 to {2**32 - 1}.")
 

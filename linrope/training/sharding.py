@@ -31,6 +31,7 @@ from linrope.models.saving import META_FILE, is_sharded_checkpoint
 from linrope.models.sharded_checkpoint import load_plainly
 from linrope.training.checkpoint import require_same_optimizer, unwritten
 from linrope.utils.files import load_plain, sync
+from linrope.utils.options import class_path_of
 
 NAME = "fsdp2"
 """What `trainer.strategy` calls `ShardedStrategy`."""
@@ -193,6 +194,18 @@ def mesh_sizes(n_devices: int, data: Literal["auto"] | int, sequence: Literal["a
 
 
 StrategyRegistry.register(NAME, ShardedStrategy, description="FSDP2: weights divided among all devices")
+NAMES = {"DDPStrategy": "ddp", "ShardedStrategy": NAME, "ModelParallelStrategy": NAME}
+"""Registered names of strategies, by their classes."""
+
+
+def own_strategy(strategy: Any) -> Any:
+    """The option `trainer.strategy`, with `ShardedStrategy` in place of Lightning's ModelParallelStrategy, and the same
+    options. A class without options is replaced by its registered name: Lightning knows no other."""
+    if isinstance(strategy, str):
+        return NAMES.get(strategy.rpartition(".")[2], strategy)
+    if getattr(strategy, "class_path", "").endswith(f".{ModelParallelStrategy.__name__}"):
+        strategy.class_path = class_path_of(ShardedStrategy)
+    return strategy
 
 
 def _by_name(saved: dict[str, Any], optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:

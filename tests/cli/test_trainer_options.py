@@ -7,10 +7,19 @@ import signal
 import pytest
 
 from linrope.cli.main import main
+from linrope.cli.plan import PlanOptions
+from linrope.cli.training import ConfigCLI
 from linrope.training.tasks.language_modeling import LanguageModelingModule
 from tests.training.attached import record_batches
 from tests.training.test_resume import interrupt, load, losses
 
+STRATEGIES = {
+    "DDPStrategy": "ddp",
+    "ShardedStrategy": "fsdp2",
+    "linrope.training.ShardedStrategy": "fsdp2",
+    "ModelParallelStrategy": "fsdp2",
+    "fsdp2": "fsdp2",
+}
 EARLY_STOPPING = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_loss"]
 
 
@@ -75,6 +84,12 @@ def test_a_time_limit_says_how_to_resume_and_counts_anew_then(tiny, capsys):
         said = r"ended after step (\d+) of 1000000: the time limit is reached\. To resume:"
         steps.append(int(re.search(said, capsys.readouterr().err)[1]))
     assert steps == sorted(set(steps))
+
+
+@pytest.mark.parametrize(("given", "name"), STRATEGIES.items())
+def test_a_strategy_may_be_named_by_its_class_without_options(tiny, given, name):
+    cli = ConfigCLI("plan", [*tiny, f"--trainer.strategy={given}"], PlanOptions)
+    assert cli.config.trainer.strategy == cli.config_init.trainer.strategy == name
 
 
 def test_a_metric_that_no_run_logs_is_refused(tiny, error_of):
