@@ -185,7 +185,5 @@ def makes_one_pass(*tensors: Tensor, fewest: int) -> bool:
     if torch.compiler.is_compiling():
         return False  # before a size is looked at, to which this would hold the graph
     x = tensors[0]
-    usual = (type(one) in (Tensor, torch.nn.Parameter) and one.device.type == "cpu" for one in tensors)
-    if not all(usual) or any(one.dtype != x.dtype for one in tensors):
-        return False
-    return x.dtype in DTYPES and x.numel() >= fewest and why_none() is None and not is_transformed(*tensors)
+    fits = all(one.device.type == "cpu" and one.dtype == x.dtype for one in tensors) and x.dtype in DTYPES
+    return fits and x.numel() >= fewest and why_none() is None and not is_transformed(*tensors)
