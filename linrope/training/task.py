@@ -173,8 +173,10 @@ class TrainingTask(LightningModule):
         return config
 
     def require_data(self, data: ResumableDataModule) -> None:
-        """Raise InputError unless the model fits this data, which is set up."""
+        """Raise InputError unless the model has the vocabulary of this data, which is set up, and reads its rows."""
         data.require_vocabulary(self.model_config.vocab_size)
+        if (positions := getattr(self.model_config, "positions", None)) is not None:  # one's own model may have none
+            data.require_positions(positions)
 
     def require_slices(self, group: SequenceGroup) -> None:
         """Raise InputError unless devices can share rows of the data, which is set up: here, that none can."""

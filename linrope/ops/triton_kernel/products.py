@@ -122,10 +122,10 @@ def read_state(
     x, s, TILES: tl.constexpr, LOW: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, EMULATED: tl.constexpr
 ):
     """x S of features and a state: (C, columns). The state goes through shared memory: see `opaque`."""
-    total = product(x[0], tl.trans(opaque(tl.trans(s[0]))), LOW, ACC, PRECISION, EMULATED)
-    for tile in tl.static_range(1, TILES):
-        total += product(x[tile], tl.trans(opaque(tl.trans(s[tile]))), LOW, ACC, PRECISION, EMULATED)
-    return total
+    transposes = ()
+    for tile in tl.static_range(TILES):
+        transposes = transposes + (opaque(tl.trans(s[tile])),)
+    return dots(x, transposes, TILES, LOW, ACC, PRECISION, EMULATED)
 
 
 @triton.jit
@@ -263,14 +263,12 @@ def load_state(
 @triton.jit
 def store_state(
     slot, state, e, angles, s, sines, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
-    TILES: tl.constexpr, STRETCH: tl.constexpr, INTERLEAVED: tl.constexpr, VALUES_FIRST: tl.constexpr = False,
+    TILES: tl.constexpr, STRETCH: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Columns e of a state in the frame of stretch s, brought to that of the sequence's start."""
     rows = (e < E)[:, None]
     for tile in tl.static_range(TILES):
-        both = state[tile]
-        if not VALUES_FIRST:
-            both = tl.trans(both)
+        both = tl.trans(state[tile])
         a, b = tl.split(tl.reshape(both, (both.shape[0], P, 2)))
         if R > 0:
             row = STRETCH + s + tl.zeros((1,), dtype=tl.int32)

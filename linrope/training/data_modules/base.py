@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
 from linrope.data.tokenizers.base import Tokenizer
 from linrope.errors import DocumentChanged, InputError, WorkerKilled
+from linrope.positions.base import PositionsConfig
 
 MOST_WORKERS = 1024
 MOST_TOKENS = 1 << 28
@@ -112,6 +113,9 @@ class ResumableDataModule(LightningDataModule):
     def require_vocabulary(self, vocab_size: int) -> None:
         """Raise InputError where a token is `vocab_size` or more; it needs `setup`."""
         raise NotImplementedError
+
+    def require_positions(self, positions: PositionsConfig) -> None:
+        """Raise InputError if a row is known to be longer than a model with these positions can read."""
 
     def open(self) -> Any:
         """Read what decides the other answers, as names and sizes of files; `setup` calls it, and a second call

@@ -15,6 +15,7 @@ from linrope.data.batches.epochs import ShuffledEpochs
 from linrope.data.finetune.encoding import TextEncoder
 from linrope.data.tokenizers.base import open_tokenizer
 from linrope.errors import InputError
+from linrope.positions.base import PositionsConfig
 from linrope.training.data_modules.base import (
     RankSampler,
     ResumableDataModule,
@@ -210,6 +211,9 @@ class FineTuningDataModule(ResumableDataModule):
     def n_truncated(self, split: str) -> int:
         """Rows of a split that lost tokens; it needs `setup`. `describe` tells it, and a warning of evaluations."""
         return sum(map(self.truncated, self._rows[split].encoded))
+
+    def require_positions(self, positions: PositionsConfig) -> None:
+        positions.require_row("data.max_length", self.max_length)
 
     def require_vocabulary(self, vocab_size: int) -> None:
         require_size(vocab_size, self.encoder.special.vocab_size, "the text and its special tokens")

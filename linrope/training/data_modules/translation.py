@@ -16,6 +16,7 @@ from linrope.data.synthetic.number_words import LANGUAGES, number_pairs
 from linrope.data.tokenizers.base import open_tokenizer
 from linrope.data.tokenizers.training import train_bpe
 from linrope.errors import InputError, require_choice
+from linrope.positions.base import PositionsConfig
 from linrope.training.data_modules.base import (
     Counting,
     RankSampler,
@@ -151,6 +152,9 @@ class TranslationDataModule(ResumableDataModule):
             )
         pairs = TokenPairs(text, self.tokenizer, keep_text=True)
         return EvaluationPairs(pairs, self.tokens_per_batch, position.rank, position.world_size, in_order)
+
+    def require_positions(self, positions: PositionsConfig) -> None:
+        positions.require_row("data.max_length", self.max_length)
 
     def require_vocabulary(self, vocab_size: int) -> None:
         require_size(vocab_size, self.tokenizer.vocab_size, f"the tokenizer {self.tokenizer.name}")

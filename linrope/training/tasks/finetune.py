@@ -34,9 +34,8 @@ class FineTuningModule(EncoderTask):
         super().setup(stage)
 
     def require_data(self, data: FineTuningDataModule) -> None:
-        """Raise InputError unless the model has the data's vocabulary and labels, and reads rows of its length."""
+        """As `TrainingTask`. Raises InputError unless the model has the data's labels, too."""
         super().require_data(data)
-        self.model_config.positions.require_row("data.max_length", data.max_length)
         if (found := data.n_labels) not in (None, n_labels := self.model_config.n_labels):
             what = "values (regression)" if found == 1 else f"{found} labels"
             raise InputError(f"model.n_labels={n_labels}, and the data has {what}: set model.n_labels to {found}.")

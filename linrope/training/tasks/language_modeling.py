@@ -22,7 +22,7 @@ from linrope.losses import IGNORE, bits_per_byte, token_losses
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
 from linrope.profiling.flops import step_flops
 from linrope.segmented import require_carried_state, require_fixed_state, require_segments, segmented_loss
-from linrope.training.data_modules.base import ResumableDataModule, data_parallel
+from linrope.training.data_modules.base import data_parallel
 from linrope.training.data_modules.text import TextDataModule
 from linrope.training.optimizer import OptimizerConfig
 from linrope.training.task import Batch, BatchLoss, TrainingTask
@@ -74,12 +74,6 @@ class LanguageModelingModule(TrainingTask):
         self.segment_length = segment_length
         self._carried: ModelState | None = None  # with contiguous batches: the state after the last batch
         self._carried_at_step: ModelState | None = None  # and after the last optimizer step, for checkpoints
-
-    def require_data(self, data: ResumableDataModule) -> None:
-        """Raise InputError unless the model has the vocabulary, and reads rows as long as those of this data."""
-        super().require_data(data)
-        if isinstance(data, TextDataModule):
-            data.require_positions(self.model_config.positions)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits (B, T, vocab_size) of tokens (B, T)."""

@@ -13,7 +13,6 @@ from linrope.distributed.sequence import slice_of_encoder
 from linrope.errors import InputError
 from linrope.layers.state import ModelState
 from linrope.losses import IGNORE, summed_cross_entropy, token_losses
-from linrope.training.data_modules.base import ResumableDataModule
 from linrope.training.data_modules.masked_text import MaskedTextDataModule
 from linrope.training.task import Batch, BatchLoss
 from linrope.training.tasks.encoder import EncoderTask
@@ -29,12 +28,6 @@ class MaskedLMModule(EncoderTask):
     """
 
     data_class, head = MaskedTextDataModule, "masked_lm"
-
-    def require_data(self, data: ResumableDataModule) -> None:
-        """Raise InputError unless the model has the vocabulary, and reads rows as long as those of this data."""
-        super().require_data(data)
-        if isinstance(data, MaskedTextDataModule):
-            data.require_positions(self.model_config.positions)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits (B, T, vocab_size) of tokens (B, T)."""

@@ -16,7 +16,6 @@ from linrope.evaluation.translation_scores import require_sacrebleu, translation
 from linrope.generation.translation import translate
 from linrope.losses import IGNORE, token_losses
 from linrope.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
-from linrope.training.data_modules.base import ResumableDataModule
 from linrope.training.data_modules.translation import TranslationDataModule
 from linrope.training.optimizer import OptimizerConfig
 from linrope.training.task import Batch, BatchLoss, TrainingTask
@@ -78,12 +77,6 @@ class TranslationModule(TrainingTask):
         if stage == "test":
             require_sacrebleu()
         super().setup(stage)
-
-    def require_data(self, data: ResumableDataModule) -> None:
-        """Raise InputError unless the model has the vocabulary, and reads rows as long as those of this data."""
-        super().require_data(data)
-        if isinstance(data, TranslationDataModule):
-            self.model_config.positions.require_row("data.max_length", data.max_length)
 
     def forward(self, inputs: Tensor, decoder_inputs: Tensor, source_mask: Tensor | None = None) -> Tensor:
         """Logits (B, T, vocab_size) of the tokens after decoder_inputs (B, T), of sources (B, S)."""
