@@ -30,6 +30,7 @@ from benchmarks.harness.options import check_names
 from benchmarks.harness.pictures import COLORS, MARKERS, Figure, legend_by_end, new_axes
 from benchmarks.harness.runner import AddOption, Benchmark
 from linrope import LanguageModel, LanguageModelConfig
+from linrope.data.tokenizers.bytes import SEPARATOR
 from linrope.utils.formatting import bytes_text
 from linrope.utils.terminal import new_table
 
@@ -156,6 +157,8 @@ class Serving(Benchmark):
         for name in o.models:
             torch.manual_seed(0)
             model = LanguageModel(LanguageModelConfig(**SIZES[name], short_conv=4, forget_gate=True))
+            with torch.no_grad():
+                model.embedding.weight[SEPARATOR] = 0  # its logit is 0, so that no greedy answer ends early
             with tempfile.TemporaryDirectory() as folder:
                 model.save_pretrained(folder)
                 with served(Path(folder), server) as address:
