@@ -20,7 +20,7 @@ from linrope.ops.triton_kernel.plan import CHUNK, interpreted, is_small
 
 TINY, LARGE = 32 * 32, 64 * 128
 """Entries of a state up to which two warps hold the pairs of a longer chunk too, and from which 4 warps have too few
-registers."""
+registers, but for products of bfloat16."""
 
 
 def _config(chunk: int, warps: int, stages: int) -> triton.Config:
@@ -51,8 +51,8 @@ def fitting(configs: list[triton.Config], named_args: Mapping[str, Any], **const
         return configs
     constants = {**named_args, **constants}
     state = 2 * constants["P"] * constants["TILES"] * constants["BLOCK_E"]
-    small = is_small(state, constants["LOW"] == tl.bfloat16)
-    fewest, most = (2, 2) if small else (4 if state < LARGE else 8, 8)
+    low = constants["LOW"] == tl.bfloat16
+    fewest, most = (2, 2) if is_small(state, low) else (4 if low or state < LARGE else 8, 8)
     longest = CHUNK if "CAUSAL" in constants and state > TINY else 2 * CHUNK  # pairs take registers too
     return [one for one in configs if fewest <= one.num_warps <= most and one.kwargs["CHUNK"] <= longest]
 
