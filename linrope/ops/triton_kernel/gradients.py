@@ -28,11 +28,11 @@ def store_crosses(ptr, crosses, placed, R: tl.constexpr, P: tl.constexpr, TILES:
 
 
 @triton.jit
-def row_dots(fa, fb, da, db, TILES: tl.constexpr):
-    """f · d of each row."""
-    total = tl.sum(fa[0] * da[0], axis=1) + tl.sum(fb[0] * db[0], axis=1)
+def terms(fa, fb, da, db, TILES: tl.constexpr):
+    """What adds up to f · d in each row, (C, P)."""
+    total = fa[0] * da[0] + fb[0] * db[0]
     for tile in tl.static_range(1, TILES):
-        total += tl.sum(fa[tile] * da[tile], axis=1) + tl.sum(fb[tile] * db[tile], axis=1)
+        total += fa[tile] * da[tile] + fb[tile] * db[tile]
     return total
 
 

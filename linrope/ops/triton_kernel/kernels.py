@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 
 from linrope.ops.triton_kernel.configurations import autotuned
-from linrope.ops.triton_kernel.gradients import more_crosses, only_valid, row_dots, store_crosses
+from linrope.ops.triton_kernel.gradients import more_crosses, only_valid, store_crosses, terms
 from linrope.ops.triton_kernel.primitives import (
     OPEN,
     SMALL,
@@ -54,6 +54,7 @@ from linrope.ops.triton_kernel.products import (
     added,
     added_rows,
     along,
+    as_operands,
     chunk_decay,
     dots,
     grown,
@@ -379,7 +380,7 @@ def query_gradients(
                 u = grown_sums(u, plain_k, kept, passed, TILES, WEIGHTED, LOW, ACC, PRECISION, EMULATED)
             da, db = added(da, db, times(d, share, TILES), TILES)
         if D_DECAY:
-            tl.store(d_running + part * T + i0 + p, row_dots(fa, fb, da, db, TILES), mask=inside)
+            tl.store(d_running + part * T + i0 + p, tl.sum(terms(fa, fb, da, db, TILES), axis=1), mask=inside)
         if not PARTIAL:
             da, db = vjp_features(xa, xb, fa, fb, da, db, D, P, TILES, SIGNED, PHI, D_THETA or D_DECAY)
         store_rows(out + (part * T + i0) * D, p, inside, da, db, D, R, P, TILES, INTERLEAVED)
@@ -482,6 +483,9 @@ def key_gradients(
         store_values(d_v + (bh * T + i0) * E, p, e, inside, values.to(d_v.dtype.element_ty), E, BLOCK_E)
         if D_THETA:
             crosses, placed = more_crosses(crosses, placed, ta, tb, da, db, place + p, TILES)
+        if D_DECAY:  # ∂log_decay is a difference of sums in which most terms are the same, with the same rounding
+            ta, tb = as_operands(ta, tb, TILES, LOW, PRECISION, EMULATED)
+            running = terms(ta, tb, da, db, TILES)
         da, db = rotate_all(da, db, cos, sin, R, TILES, True)
         if SUMS:  # the sum of later ∂den φ(q)
             once = kept
@@ -499,9 +503,12 @@ def key_gradients(
                 for tile in tl.static_range(TILES):
                     n = n + (u[tile] * passed,)
                 u = n
+            if D_DECAY:
+                more_a, more_b = halves(d, TILES)
+                running += terms(ga, gb, more_a, more_b, TILES)
             da, db = added(da, db, d, TILES)
         if D_DECAY:
-            tl.store(d_running + part * T + i0 + p, row_dots(ga, gb, da, db, TILES), mask=inside)
+            tl.store(d_running + part * T + i0 + p, tl.sum(running, axis=1), mask=inside)
         if not PARTIAL:
             da, db = vjp_features(ya, yb, ga, gb, da, db, D, P, TILES, SIGNED, PHI, D_THETA or D_DECAY)
         if MASKED:

@@ -88,6 +88,16 @@ def rounded(x, TILES: tl.constexpr, LOW: tl.constexpr, PRECISION: tl.constexpr, 
 
 
 @triton.jit
+def as_operands(xa, xb, TILES: tl.constexpr, LOW: tl.constexpr, PRECISION: tl.constexpr, EMULATED: tl.constexpr):
+    """Both halves of all tiles with the values that products take, in their own dtype."""
+    ya, yb = (), ()
+    for tile in tl.static_range(TILES):
+        ya = ya + (operand(xa[tile], LOW, PRECISION, EMULATED).to(xa[tile].dtype),)
+        yb = yb + (operand(xb[tile], LOW, PRECISION, EMULATED).to(xb[tile].dtype),)
+    return ya, yb
+
+
+@triton.jit
 def product(x, y, LOW: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, EMULATED: tl.constexpr):
     """x @ y of operands, or of what is rounded here, summed in ACC."""
     x, y = operand(x, LOW, PRECISION, EMULATED), operand(y, LOW, PRECISION, EMULATED)
