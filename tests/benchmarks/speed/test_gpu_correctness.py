@@ -101,7 +101,7 @@ def test_each_size_of_production_is_checked_with_each_configuration_that_fits(mo
     assert len(set(names)) == len(names)
     usual = [(size, config) for size in sizes for config in configurations.ON_GPUS]
     small = {"bfloat16": (2,), "float32": (4, 8)}  # states of 64 features
-    fitting = [one for one in usual if one[1].num_warps in (small[one[0].dtype] if one[0].dim == 64 else (8,))]
+    fitting = [one for one in usual if one[1].num_warps in (small[one[0].dtype] if one[0].dim == 64 else (4, 8))]
     assert names == [f"{size}, {gpu_sizes.short(str(config))}" for size, config in fitting]
     code = {(size.dim, size.stretch, size.decay, size.interleaved, size.dtype) for size in sizes}
     assert len(code) == len(sizes)
