@@ -114,9 +114,12 @@ def serve(config: ServeConfig) -> None:
         scheduler.start()
         host, port = listening.getsockname()[:2]
         at = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        say(f"{name} is served at {at}/v1 ({'with' if key else 'without'} an API key)")
+
+        def tell() -> None:
+            say(f"{name} is served at {at}/v1 ({'with' if key else 'without'} an API key)")
+
         try:
-            server.Server(http.application(service)).run(sockets=[listening])
+            server.Server(http.application(service), ready=tell, cut=scheduler.cut).run(sockets=[listening])
         finally:
             scheduler.close(answer=False)
             cache.close()

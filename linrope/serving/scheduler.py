@@ -27,6 +27,8 @@ from linrope.serving.requests import Choice, Request, RequestError
 from linrope.serving.rows import Rows
 from linrope.utils.formatting import bytes_text
 
+ENDS = "the server is shutting down: ask another one."
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -115,7 +117,7 @@ class Scheduler:
         """
         with self._wake:
             if self._is_closing:
-                raise RequestError("the server is shutting down: ask another one.", 503, "server_error")
+                raise RequestError(ENDS, 503, "server_error")
             if len(requests) > self.limits.queue:
                 message = (
                     f"prompt has {len(requests)} prompts, at most {self.limits.queue} may wait: send them in parts."
@@ -155,11 +157,15 @@ class Scheduler:
         self._thread = threading.Thread(target=self.run, name="linrope scheduler", daemon=True)
         self._thread.start()
 
+    def cut(self) -> None:
+        """The requests that are under way or wait end with an error, in the next turn. Takes no lock."""
+        self._is_cut = True
+
     def close(self, answer: bool = True) -> None:
-        """Take nothing more, and end the thread once all is answered; without `answer` all is cancelled."""
+        """Take nothing more, and end the thread once all is answered; without `answer` all is cut."""
         with self._wake:
             self._is_closing = True
-            self._is_cut = not answer
+            self._is_cut |= not answer
             self._wake.notify()
         if self._thread is not None:
             self._thread.join()
@@ -210,8 +216,10 @@ class Scheduler:
         for request in (*waiting, *self._under_way()):
             if request.is_done:
                 continue
-            if request.is_cancelled or self._is_cut:
+            if request.is_cancelled:
                 request.error = RequestError("the client went away.", 499)
+            elif self._is_cut:
+                request.error = RequestError(ENDS, 503, "server_error")
             elif request.submitted_at < late:
                 message = f"the request took longer than {self.limits.seconds:g} seconds."
                 request.error = RequestError(message, 504, "timeout_error", code="timeout")

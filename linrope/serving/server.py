@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -33,11 +33,22 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which ends well after a signal: requests under way are finished, and `run` returns. A second one makes
-    it end at once."""
+    """uvicorn, which ends well after a signal: requests under way are finished, and `run` returns. A second one cuts
+    them off, and a third does not wait for their clients.
 
-    def __init__(self, app: Any) -> None:
+    Args:
+        app: the application.
+        ready: called once signals and requests are heeded.
+        cut: called by the second signal, perhaps within any other function of this thread: it takes no lock.
+    """
+
+    def __init__(self, app: Any, ready: Callable[[], object], cut: Callable[[], object]) -> None:
         super().__init__(uvicorn.Config(app, log_level="warning", lifespan="off"))
+        self.ready, self.cut, self.signals = ready, cut, 0
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -53,5 +64,8 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.force_exit = self.should_exit
+        self.signals += 1
         self.should_exit = True
+        if self.signals > 1:
+            self.cut()
+        self.force_exit = self.signals > 2

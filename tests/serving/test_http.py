@@ -8,6 +8,8 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -38,11 +40,12 @@ class Live:
         self.service = Service(self.scheduler, ByteTokenizer(), self.metrics, "tiny", max_length, KEY)
         self.socket = listening_socket("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
-        self.server = Server(application(self.service))
+        self.ready = threading.Event()
+        self.server = Server(application(self.service), self.ready.set, self.scheduler.cut)
         self.thread = threading.Thread(target=self.server.run, args=([self.socket],))
         self.scheduler.start()
         self.thread.start()
-        wait_for(lambda: self.server.started)
+        assert self.ready.wait(30)
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0)
 
     def post(self, content: bytes | dict, **headers: str) -> httpx.Response:
@@ -264,12 +267,14 @@ def slow(model):
     hook.remove()
 
 
-def test_a_full_queue_and_a_late_answer_are_errors(slow):
+@contextmanager
+def two_requests(server: Live, says: str) -> Iterator[None]:
+    """A long stream is under way and a long request waits; both end with an error that `says` something."""
     errors, requests = [], []
 
     def ask(stream: bool) -> None:
         try:
-            done = slow.client.completions.create(model="tiny", prompt="a", max_tokens=3000, stream=stream)
+            done = server.client.completions.create(model="tiny", prompt="a", max_tokens=3000, stream=stream)
             list(done)
         except openai.APIError as error:
             errors.append(error)
@@ -277,14 +282,20 @@ def test_a_full_queue_and_a_late_answer_are_errors(slow):
     for stream in (True, False):
         requests.append(threading.Thread(target=ask, args=(stream,)))
         requests[-1].start()
-        wait_for(lambda: slow.scheduler.n_running + slow.scheduler.n_waiting == len(requests))
-    with pytest.raises(openai.RateLimitError, match="1 requests are waiting, at most 1 may"):
-        slow.client.completions.create(model="tiny", prompt="a")
-    assert 'linrope_requests_total{status="429"} 1.0' in slow.metrics.text().decode()
+        wait_for(lambda: server.scheduler.n_running + server.scheduler.n_waiting == len(requests))
+    wait_for(lambda: server.scheduler.n_running == 1)
+    yield
     for request in requests:
         request.join()
     assert {type(error) for error in errors} == {openai.APIError, openai.InternalServerError}  # one within the stream
-    assert all("took longer than 0.6 seconds" in str(error) for error in errors)
+    assert all(says in str(error) for error in errors)
+
+
+def test_a_full_queue_and_a_late_answer_are_errors(slow):
+    with two_requests(slow, "took longer than 0.6 seconds"):
+        with pytest.raises(openai.RateLimitError, match="1 requests are waiting, at most 1 may"):
+            slow.client.completions.create(model="tiny", prompt="a")
+        assert 'linrope_requests_total{status="429"} 1.0' in slow.metrics.text().decode()
     assert slow.client.completions.create(model="tiny", prompt="a", max_tokens=2).usage.completion_tokens == 2
 
 
@@ -300,12 +311,19 @@ def test_a_client_that_goes_away_frees_its_place(slow, stream):
     assert 'linrope_requests_total{status="499"} 1.0' in slow.metrics.text().decode()
 
 
-def test_a_second_signal_ends_the_server_at_once(live):
-    server = Server(application(live.service))
-    server.handle_exit(signal.SIGTERM, None)
-    assert (server.should_exit, server.force_exit) == (True, False)
-    server.handle_exit(signal.SIGTERM, None)
-    assert server.force_exit
+def test_a_second_signal_cuts_requests_off_with_an_error(slow, capfd):
+    with two_requests(slow, "shutting down"):
+        slow.server.handle_exit(signal.SIGTERM, None)
+        time.sleep(0.2)
+        assert slow.scheduler.n_running == 1  # it would be finished
+        slow.server.handle_exit(signal.SIGTERM, None)
+    slow.thread.join(10)
+    assert not slow.thread.is_alive()
+    assert not slow.server.force_exit
+    assert capfd.readouterr() == ("", "")
+    assert 'linrope_requests_total{status="503"} 2.0' in slow.metrics.text().decode()
+    slow.server.handle_exit(signal.SIGTERM, None)
+    assert slow.server.force_exit
 
 
 def test_the_page_is_right(live, capsys):
