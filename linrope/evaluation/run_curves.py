@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import yaml
 
 from linrope.errors import InputError
 from linrope.utils.files import versions
@@ -81,7 +82,8 @@ def read_runs(paths: Sequence[str]) -> tuple[list[RunCurves], str]:
     A path is a run's folder, the folder of its versions, which stands for the newest, or a metrics.csv.
 
     Raises:
-        InputError: no log at a path, a run named twice, a log that is damaged or has no losses, tokens or seconds.
+        InputError: no log at a path, a run named twice, a log that is damaged or has no losses, tokens or seconds, or
+            losses of different tasks.
     """
     files = [find_log(path) for path in paths]
     for path, file in zip(paths, files):
@@ -90,7 +92,10 @@ def read_runs(paths: Sequence[str]) -> tuple[list[RunCurves], str]:
     logs = [read_log(file) for file in files]
     in_bytes = all(_columns(log) >= {"train_bpb"} or _columns(log) >= {"val_bpb"} for log in logs)
     metric, unit = ("bpb", "bits per byte") if in_bytes else ("loss", "loss")
-    runs = [_curves(name, file, log, metric) for name, file, log in zip(names_of(files), files, logs)]
+    names = names_of(files)
+    if not in_bytes:
+        _require_one_task(names, files)
+    runs = [_curves(*run, metric) for run in zip(names, files, logs)]
     return sorted(runs, key=lambda run: (run.last, run.end_of_training)), unit
 
 
@@ -117,6 +122,17 @@ def names_of(files: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     return [str(folder) for folder in folders]
+
+
+def _require_one_task(names: Sequence[str], files: Sequence[Path]) -> None:
+    """The losses of several tasks have no order. A run without config.yaml, of a script's own Trainer, may be any."""
+    tasks = {}
+    for name, config in zip(names, (file.with_name("config.yaml") for file in files)):
+        if config.is_file() and (task := (yaml.safe_load(config.read_text(encoding="utf-8")) or {}).get("task")):
+            tasks.setdefault(task, name)
+    if len(tasks) > 1:
+        found = ", ".join(f"{name} of {task}" for task, name in tasks.items())
+        raise InputError(f"the losses of different tasks do not compare: {found}. Name runs of one task.")
 
 
 Log = list[dict[str, float]]

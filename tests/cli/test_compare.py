@@ -74,6 +74,16 @@ def test_runs_without_bits_per_byte_are_compared_by_their_loss(fast, tmp_path, c
     assert capsys.readouterr().out.startswith("runs by loss")
 
 
+def test_losses_of_different_tasks_are_not_compared(tmp_path, error_of):
+    header = HEADER.replace("bpb", "loss")
+    logs = {name: log(tmp_path / name, "1,200,2,,4.0", header=header) for name in ("words", "labels", "own")}
+    for name, task in (("words", "masked_lm"), ("labels", "classification")):
+        (logs[name] / "config.yaml").write_text(f"task: {task}\n")
+    said = error_of("compare", *map(str, logs.values()))
+    assert "words of masked_lm, labels of classification. Name runs of one task." in said
+    assert main(["compare", str(logs["words"]), str(logs["own"])]) == 0
+
+
 def test_steps_that_were_done_again_count_once_and_a_torn_line_not_at_all(tmp_path, capsys):
     run = log(tmp_path / "run", "1,200,2,,4.0", "2,300,3,,9.0", "2,300,4,,3.0", "3,400,5,,nan")
     with open(run / "metrics.csv", "a") as file:

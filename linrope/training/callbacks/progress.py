@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -143,4 +142,5 @@ def _train_metrics(trainer: Trainer) -> str:
     metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
     bpb = f"  bpb {metrics['train_bpb']:.3f}" if "train_bpb" in metrics else ""  # the number of bytes may be unknown
     speed = f"  {metrics['tokens_per_second']:,.0f} tok/s" if "tokens_per_second" in metrics else ""  # not at once
-    return f"loss {metrics.get('train_loss', math.nan):.3f}{bpb}{speed}"
+    loss = f"loss {metrics['train_loss']:.3f}" if "train_loss" in metrics else ""  # a task of one's own may log none
+    return f"{loss}{bpb}{speed}".strip()
