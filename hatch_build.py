@@ -26,7 +26,7 @@ PLATFORMS = {  # clang's name of the platform, the wheel's tag, the suffix of a 
     "darwin-arm64": ("aarch64-macos.11.0", "macosx_11_0_arm64", ".dylib"),
     "windows-amd64": ("x86_64-windows-gnu", "win_amd64", ".dll"),
 }
-TARGETS = {"v3": "x86_64_v3", "v4": "x86_64_v4+avx512bf16"}  # products of bfloat16: where they are fast
+TARGETS = {"v3": "x86_64_v3", "v4": "x86_64_v4+avx512bf16+amx_tile+amx_bf16"}  # of bfloat16: where it is fast
 ARM_TARGETS = {"neon": "generic"}
 OPTIONS = ["-O3", "-std=c++17", "-ffp-contract=fast", "-fno-exceptions", "-fno-rtti", "-nostdlib++"]
 OPTIONS += ["-shared", "-fPIC", "-g0", "-s"]

@@ -15,6 +15,7 @@ import torch
 from linrope import InputError, RotaryEmbedding, State, linear_attention
 from linrope.ops.cpu_kernel import kernel
 from linrope.ops.cpu_kernel import library as libraries
+from linrope.ops.cpu_kernel.library import Products
 from linrope.ops.torch_kernel.memory import Pool
 from linrope.utils.machine import instructions
 from tests.ops.cases import CASES, by_name, make, named, on_tokens, run
@@ -81,14 +82,23 @@ def test_each_precision_is_near_the_exact_result(dtype, bound, case):
     assert_close(bound, dtype, backend="cpu", **case)
 
 
-@pytest.mark.skipif(
-    "v4" not in libraries.supported() or "avx512_bf16" not in instructions(), reason="no instructions for bfloat16"
-)
-@pytest.mark.parametrize("multiplies", [False, True])
+@pytest.fixture(params=Products, ids=lambda products: products.name)
+def products(request, monkeypatch):
+    """The fastest way to multiply bfloat16 depends on the processor: each that can be had is tested."""
+    library, runs_v4 = libraries.library(), "v4" in libraries.supported()
+    can = {
+        Products.OF_FLOAT32: True,
+        Products.IN_VECTORS: runs_v4 and "avx512_bf16" in instructions(),
+        Products.IN_TILES: library.products is Products.IN_TILES,
+    }
+    if not can[request.param]:
+        pytest.skip("this processor has no such instructions")
+    monkeypatch.setattr(libraries, "_found", replace(library, products=request.param))
+
+
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("case", PRECISION[torch.bfloat16, 1e-2], ids=str)
-def test_bfloat16_inputs_are_multiplied_as_such_or_as_float32(case, multiplies, monkeypatch):
-    """Which is faster depends on the processor: both are held to the bound on each that can."""
-    monkeypatch.setattr(libraries, "_found", replace(libraries.library(), multiplies_bfloat16=multiplies))
+def test_bfloat16_inputs_are_multiplied_as_such_or_as_float32(case):
     assert_close(1e-2, torch.bfloat16, backend="cpu", **case)
 
 
@@ -97,17 +107,21 @@ def test_float32_keeps_its_digits_over_a_long_sequence(decay):
     assert_close(2e-6, torch.float32, decay=decay, length=32_768, grad=decay < 1, backend="cpu")
 
 
-def results(inputs, rope=None, **options):
-    """Outputs, the final state and gradients."""
+def results(inputs, rope=None, weights=None, **options):
+    """Outputs, the final state and gradients, of outputs and states weighted by `weights` if they are given."""
     inputs = [x.detach().requires_grad_() for x in inputs]
     o, state = linear_attention(*inputs, rope, return_state=True, backend=options.pop("backend", "cpu"), **options)
-    return [o, state.kv, state.k_sum, *torch.autograd.grad((o * o).sum() + state.kv.sum(), inputs)]
+    of_o, of_kv = (o, 1) if weights is None else weights
+    return [o, state.kv, state.k_sum, *torch.autograd.grad((o * of_o).sum() + (state.kv * of_kv).sum(), inputs)]
 
 
-@pytest.mark.parametrize("sizes", [
+ANY_SIZES = [
     (1, 1, 77, 256, 300), (2, 1, 130, 3, 1), (1, 2, 65, 17, 33), (1, 3, 64, 48, 16), (3, 1, 5, 96, 80),
     (1, 1, 1030, 8, 4),
-], ids=str)  # fmt: skip
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", ANY_SIZES, ids=str)
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
 def test_any_sizes(sizes, interleaved, causal):
@@ -118,6 +132,24 @@ def test_any_sizes(sizes, interleaved, causal):
     exact = results([x.double() for x in inputs], rope, causal=causal, backend="reference")
     for actual, expected in zip(results(inputs, rope, causal=causal), exact):
         torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
+
+
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("options", [{}, {"decay": True}, {"causal": False}], ids=str)
+@pytest.mark.parametrize("sizes", ANY_SIZES, ids=str)
+def test_bfloat16_of_any_sizes(sizes, options):
+    """Rows, columns and terms of products that are no multiples of a tile's."""
+    batch, heads, length, features, width = sizes
+    torch.manual_seed(0)
+    inputs = [torch.randn(batch, heads, length, size).bfloat16() for size in (features, features, width)]
+    rope = RotaryEmbedding(features, rotary_dim=features // 2 * 2) if features > 1 else None
+    call = {"causal": options.get("causal", True)}
+    if "decay" in options:
+        call["log_decay"] = -0.05 * torch.rand(batch, heads, length)
+    call["weights"] = torch.randn(batch, heads, length, width).bfloat16(), torch.randn(features, width)
+    exact = results([x.double() for x in inputs], rope, backend="reference", **call)
+    for actual, expected in zip(results(inputs, rope, **call), exact):
+        assert (actual.double() - expected).norm() <= 1e-2 * expected.norm()
 
 
 @pytest.mark.parametrize("options", [

@@ -137,7 +137,7 @@ class Filled:
             eps=call.eps, feature_map=FEATURE_MAPS.index(call.feature_map), plain=call.plain, causal=call.causal,
             interleaved=call.interleaved, threads=torch.get_num_threads(), middle=queries // 2,
             exact=call.log_decay is not None and queries > LONG,
-            rounds_operands=library().multiplies_bfloat16 and call.q.dtype == call.v.dtype == torch.bfloat16,
+            products=library().products if call.q.dtype == call.v.dtype == torch.bfloat16 else 0,
             parallel_for=library().parallel_for,
         )  # fmt: skip
         self.tokens(q=call.q, k=call.k, v=call.v)

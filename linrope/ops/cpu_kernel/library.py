@@ -3,7 +3,8 @@
 `hatch_build.py` compiles the files of `source/` at installation, once for each instruction set:
 
     v3      x86-64 with AVX2 and FMA (Intel since 2013, AMD since 2015)
-    v4      x86-64 with AVX-512; bfloat16 inputs are multiplied as such where that is faster (AVX512-BF16 of AMD)
+    v4      x86-64 with AVX-512; bfloat16 inputs are multiplied as such where that is faster: with AMX, and with
+            AVX512-BF16 of AMD
     neon    aarch64
 
 The environment variable LINROPE_CPU names the one to use, or is "off". Without it the best for the processor is used.
@@ -20,6 +21,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 
 import torch
@@ -27,7 +29,7 @@ from torch import Tensor
 
 from linrope.errors import InputError
 from linrope.ops.checks import is_transformed
-from linrope.utils.machine import has_fast_avx512_bf16
+from linrope.utils.machine import has_fast_avx512_bf16, instructions
 
 FOLDER = Path(__file__).parent
 SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
@@ -51,7 +53,7 @@ class Tokens(ctypes.Structure):
 
 _SIZES = ("batch", "heads", "queries", "keys", "features", "width", "rotary", "signed_features")
 _OPTIONS = ("dtype", "value_dtype", "feature_map", "plain", "causal", "interleaved", "threads", "exact",
-            "rounds_operands")  # fmt: skip
+            "products")  # fmt: skip
 _TOKENS = ("q", "k", "v", "o", "grad_o", "dq", "dk", "dv", "log_decay")
 _POINTERS = ("kv", "k_sum", "kv_out", "k_sum_out", "kv_at", "k_sum_at", "den", "d_log_decay", "d_theta")
 
@@ -71,6 +73,14 @@ class Record(ctypes.Structure):
     )
 
 
+class Products(IntEnum):
+    """What products take, as in `source/call.h`."""
+
+    OF_FLOAT32 = 0
+    IN_VECTORS = 1
+    IN_TILES = 2
+
+
 @dataclass(frozen=True)
 class Library:
     """The functions of the loaded library."""
@@ -81,8 +91,8 @@ class Library:
     """Entries of a vector: tables have rows of whole vectors."""
     parallel_for: int
     """The address of PyTorch's own parallel loop: a second pool of threads would compete with it."""
-    multiplies_bfloat16: bool
-    """Whether it rounds the operands of bfloat16 calls to bfloat16: where that is faster."""
+    products: Products
+    """How it multiplies in calls of bfloat16: where that is faster it rounds the operands to bfloat16."""
 
 
 def library() -> Library:
@@ -167,8 +177,13 @@ def _load(target: str) -> Library | str:
         parallel_for = ctypes.cast(_torch_library().torch_parallel_for, ctypes.c_void_p).value
     except (OSError, ValueError, KeyError, AttributeError) as error:
         return f"{path} cannot be loaded, {error!r} ({AGAIN})"
-    multiplies_bfloat16 = target == "v4" and has_fast_avx512_bf16()
-    return Library(target, functions, functions.linrope_lanes(), parallel_for, multiplies_bfloat16)
+    return Library(target, functions, functions.linrope_lanes(), parallel_for, _fastest_products(target, functions))
+
+
+def _fastest_products(target: str, functions: ctypes.CDLL) -> Products:
+    if target == "v4" and "amx_bf16" in instructions() and functions.linrope_may_use_tiles():
+        return Products.IN_TILES
+    return Products.IN_VECTORS if target == "v4" and has_fast_avx512_bf16() else Products.OF_FLOAT32
 
 
 def _torch_library() -> ctypes.CDLL:

@@ -5,6 +5,9 @@
 
 enum { CHUNK = 64, BLOCK_CHUNKS = 4, BLOCK = CHUNK * BLOCK_CHUNKS };  // tokens of a chunk; chunks of a block; its tokens
 
+// What products take. Of bfloat16 where inputs are: in vectors with AVX512-BF16, in tiles with AMX.
+enum Products { OF_FLOAT32, IN_VECTORS, IN_TILES };
+
 enum FeatureMap { ELU1, RELU, EXP, IDENTITY, SOFTMAX };
 
 // (B, H, T, X) with the strides of the first three dimensions, in entries; the last one is contiguous.
@@ -21,7 +24,7 @@ struct Call {
   int64_t feature_map, plain, causal, interleaved;
   int64_t threads;
   int64_t exact;                     // sums over chunks are double
-  int64_t rounds_operands;           // products take bfloat16: inputs are, and the processor has AVX512-BF16
+  int64_t products;                  // see `Products`
   double eps;
   Tokens q, k, v, o, grad_o, dq, dk, dv;
   Tokens log_decay;                  // float32, a token each: (B, H, T, 1)

@@ -12,8 +12,8 @@
 //     ∂q̃ = (M ∘ ∂num vᵀ) k̃ + a ∘ ∂num Sᵀ      ∂k̃ = (M ∘ ∂num vᵀ)ᵀ q̃ + b ∘ v ∂Sᵀ      ∂v = (M ∘ q̃ k̃ᵀ)ᵀ ∂num + b ∘ k̃ ∂S
 //     ∂num = ∂o / den      ∂den = -∂num · o      ∂S ← g ∂S + q̃ᵀ (a ∘ ∂num)
 //
-// If a call says so (`rounds_operands`), the operands of products are rounded to bfloat16, and multiplied as such. All sums,
-// the state and the denominators are float32 even so.
+// If a call says so (`products`), the operands of products are rounded to bfloat16, and multiplied as such. All sums, the
+// state and the denominators are float32 even so.
 //
 // The gradient of log_decay is a difference of large sums: that of a numerator and that of a denominator. So a long call
 // with decay (`exact`) keeps the sums over its chunks in double.
@@ -23,6 +23,7 @@
 
 #include "chunk.h"
 #include "products.h"
+#include "tiles.h"
 
 namespace {
 
@@ -93,7 +94,7 @@ void scale(float* x, int64_t size, float by) {
     for (int64_t i = 0; i < size; i += LANES) store(x + i, load(x + i) * broadcast(by));
 }
 
-// One head, in the thread that computes it. T: of what its products take, float or BFloat16x2.
+// One head, in the thread that computes it. T: of what its products take, float, BFloat16x2 or BFloat16Tile.
 template <typename T>
 struct Head {
   typedef Matrix<T> Operand;
@@ -652,6 +653,7 @@ void sum_parts(int64_t begin, int64_t end, void* context) {
   Work& work = *(Work*)context;
   const Call& call = work.call;
   Buffers b(call, work.slot());
+  Registers<T> registers;
   int64_t n = work.parts_first();
   for (int64_t item = begin; item < end; item++) {
     Head<T> head(call, item / n, b);
@@ -682,6 +684,7 @@ void forward_stripes(int64_t begin, int64_t end, void* context) {
   Work& work = *(Work*)context;
   const Call& call = work.call;
   Buffers b(call, work.slot());
+  Registers<T> registers;
   for (int64_t item = begin; item < end; item++) {
     int64_t number = item / work.stripes, stripe = item % work.stripes, n = call.causal ? work.stripes : 1;
     Head<T> head(call, number, b);
@@ -707,6 +710,7 @@ void backward_stripes(int64_t begin, int64_t end, void* context) {
   Work& work = *(Work*)context;
   const Call& call = work.call;
   Buffers b(call, work.slot());
+  Registers<T> registers;
   for (int64_t item = begin; item < end; item++) {
     int64_t number = item / work.stripes, stripe = item % work.stripes, n = call.causal ? work.stripes : 1;
     Head<T> head(call, number, b);
@@ -751,6 +755,15 @@ EXPORT void linrope_sizes(const Call* call, int64_t* sizes) {
   sizes[2] = work.stripes;
 }
 
+// Whether products may be IN_TILES, on a processor that has AMX.
+EXPORT int32_t linrope_may_use_tiles() {
+#if defined(HAS_TILES)
+  return may_use_tiles();
+#else
+  return 0;
+#endif
+}
+
 EXPORT void linrope_one_token(const Call* call) {
   Work work(*call);
   work.run(work.heads, one_token_heads);
@@ -758,14 +771,20 @@ EXPORT void linrope_one_token(const Call* call) {
 
 EXPORT void linrope_forward(const Call* call) {
 #if defined(__AVX512BF16__)
-  if (call->rounds_operands) return run_forward<BFloat16x2>(*call);
+  if (call->products == IN_VECTORS) return run_forward<BFloat16x2>(*call);
+#endif
+#if defined(HAS_TILES)
+  if (call->products == IN_TILES) return run_forward<BFloat16Tile>(*call);
 #endif
   run_forward<float>(*call);
 }
 
 EXPORT void linrope_backward(const Call* call) {
 #if defined(__AVX512BF16__)
-  if (call->rounds_operands) return run_backward<BFloat16x2>(*call);
+  if (call->products == IN_VECTORS) return run_backward<BFloat16x2>(*call);
+#endif
+#if defined(HAS_TILES)
+  if (call->products == IN_TILES) return run_backward<BFloat16Tile>(*call);
 #endif
   run_backward<float>(*call);
 }

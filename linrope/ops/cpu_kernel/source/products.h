@@ -23,6 +23,10 @@ enum Store { SET, ADD, WEIGH };  // C = AB, C += AB, C = AB ∘ weights
 static constexpr int64_t terms_of(float) { return 1; }
 static constexpr int64_t terms_of(BFloat16x2) { return 2; }
 
+// The terms of a sum in an operand are a multiple of this, the last ones 0.
+static constexpr int64_t block_of(BFloat16x2) { return 2; }
+static constexpr int64_t block_of(BFloat16Tile) { return 32; }
+
 // An operand of a product. T is float, or BFloat16x2: two terms of the sum each.
 template <typename T>
 struct Matrix {
@@ -56,6 +60,17 @@ struct Ahead {
   void ask(int64_t n) { first.ask(n), second.ask(n), third.ask(n); }
 };
 
+// One vector of a result.
+template <Store STORE>
+static inline void put(float* to, Vector sum, const float* weights) {
+  if (STORE == ADD) store(to, load(to) + sum);  // last: sums of many terms lose fewer digits
+  if (STORE == WEIGH) {
+    Vector weight = load(weights);
+    store(to, weight == Vector{} ? Vector{} : sum * weight);  // 0 · NaN is NaN
+  }
+  if (STORE == SET) store(to, sum);
+}
+
 template <bool TRANSPOSED, int R, int V, Store STORE, typename T>
 static inline void tile(float* c, int64_t c_width, const T* a, int64_t a_width, const T* b, int64_t b_width, int64_t depth,
                         const float* weights) {
@@ -65,15 +80,7 @@ static inline void tile(float* c, int64_t c_width, const T* a, int64_t a_width, 
       for (int j = 0; j < V; j++)
         sum[i][j] = add_product(sum[i][j], a[TRANSPOSED ? k * a_width + i : i * a_width + k], b + k * b_width + j * LANES);
   for (int i = 0; i < R; i++)
-    for (int j = 0; j < V; j++) {
-      float* to = c + i * c_width + j * LANES;
-      if (STORE == ADD) store(to, load(to) + sum[i][j]);  // last: sums of many terms lose fewer digits
-      if (STORE == WEIGH) {
-        Vector weight = load(weights + i * c_width + j * LANES);
-        store(to, weight == Vector{} ? Vector{} : sum[i][j] * weight);  // 0 · NaN is NaN
-      }
-      if (STORE == SET) store(to, sum[i][j]);
-    }
+    for (int j = 0; j < V; j++) put<STORE>(c + i * c_width + j * LANES, sum[i][j], weights + i * c_width + j * LANES);
 }
 
 template <bool TRANSPOSED, int R, Store STORE, typename T>
@@ -195,30 +202,33 @@ static inline Matrix<float> by_columns(const float* x, int64_t width, int64_t ro
 
 #if defined(__AVX512BF16__)
 // `width` is a multiple of LANES, `rows` of 2.
-static inline Matrix<BFloat16x2> by_rows(const float* x, int64_t width, int64_t rows, const float* weights,
-                                         BFloat16x2* to) {
+template <typename T>
+static inline Matrix<T> by_rows(const float* x, int64_t width, int64_t rows, const float* weights, T* to) {
+  const int64_t all = round_up(width, block_of(T{}));
   for (int64_t t = 0; t < rows; t++, x += width) {
     Vector weight = broadcast(weights ? weights[t] : 1);
     int64_t i = 0;
     for (; i + 2 * LANES <= width; i += 2 * LANES, to += LANES)
       store_neighbours(to, load(x + i) * weight, load(x + i + LANES) * weight);
     if (i < width) {
+      const int64_t left = (all - i) / 2;
       BFloat16x2 last[LANES];
       store_neighbours(last, load(x + i) * weight, Vector{});
-      memcpy(to, last, sizeof(last) / 2), to += LANES / 2;
+      memcpy(to, last, left * sizeof(T)), to += left;
     }
   }
-  return {to - rows * width / 2, width / 2};
+  return {to - rows * all / 2, all / 2};
 }
 
-static inline Matrix<BFloat16x2> by_columns(const float* x, int64_t width, int64_t rows, const float* weights,
-                                            BFloat16x2* to) {
+template <typename T>
+static inline Matrix<T> by_columns(const float* x, int64_t width, int64_t rows, const float* weights, T* to) {
   for (int64_t t = 0; t < rows; t += 2) {
     Vector first = broadcast(weights ? weights[t] : 1), second = broadcast(weights ? weights[t + 1] : 1);
     const float *x0 = x + t * width, *x1 = x0 + width;
     for (int64_t i = 0; i < width; i += LANES)
       store_across(to + t / 2 * width + i, load(x0 + i) * first, load(x1 + i) * second);
   }
+  memset((void*)(to + rows / 2 * width), 0, (round_up(rows, block_of(T{})) - rows) / 2 * width * sizeof(T));
   return {to, width};
 }
 #endif

@@ -31,6 +31,8 @@ typedef _Float16 Float16;
 struct BFloat16x2 {
   uint32_t bits;
 };
+// The same in a matrix that tiles multiply, see tiles.h.
+struct BFloat16Tile : BFloat16x2 {};
 
 static inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 static inline int64_t minimum(int64_t a, int64_t b) { return a < b ? a : b; }
