@@ -148,13 +148,13 @@ def _of_timings(timings: list[Timing]) -> Iterator[str]:
         return
     rows = (
         (
-            one.method, str(one.size), *map(_milliseconds, (one.seconds, one.graphed_seconds)),
+            one.method, str(one.size), *map(_milliseconds, (one.seconds, one.host_seconds, one.graphed_seconds)),
             "" if one.extra_memory is None else f"{one.extra_memory:.0%}", one.status, one.detail,
         )
         for one in timings
     )  # fmt: skip
     yield "## Times\n\nForward and backward, or one token.\n\n" + _table(
-        ("form", "size", "ms", "as a CUDA graph", "extra memory", "", ""), rows
+        ("form", "size", "ms", "of the host", "as a CUDA graph", "extra memory", "", ""), rows
     )
     for one in timings:
         if one.kernels and one.size in WITH_KERNELS:

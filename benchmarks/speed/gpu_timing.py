@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -28,6 +29,8 @@ NEEDED = 1.15
 """Memory of a call over that of q, k, v, o and their gradients; peers rotate q and k into two tensors more."""
 SHORT = 0.01
 """Seconds of a call up to which the host may be what takes them: it is timed as a CUDA graph too."""
+HOST_CALLS = 20
+"""Calls in a row whose launches a GPU's queue takes without a wait."""
 STEPS = 200
 """Tokens in a row that are timed as one call."""
 EAGER, GRAPHED = "decode, eager", "decode, CUDA graph"
@@ -44,6 +47,8 @@ class Timing:
     seconds: float | None = None
     seconds_q1: float | None = None
     seconds_q3: float | None = None
+    host_seconds: float | None = None
+    """Until a short call returns, while the GPU may still be at work: what the host does."""
     graphed_seconds: float | None = None
     """Of a replay of the call as a CUDA graph, without the host's time; None if it cannot be captured."""
     extra_memory: float | None = None
@@ -87,11 +92,18 @@ def time_form(method: str, size: Size, device: str = "cuda", rounds: int = ROUND
     if method == LINEAR:
         found.kernels = [asdict(one) for one in profile(call, device)]
     if found.seconds is not None and found.seconds < SHORT:
+        found.host_seconds = host_seconds(call, device, rounds)
         try:
             found.graphed_seconds = graphed_seconds(call, device, rounds)
         except RuntimeError as error:
             found.detail = f"no CUDA graph: {memory.describe(error)}"
     return found
+
+
+def host_seconds(call: Call, device: str, rounds: int) -> float:
+    """Median seconds until a call returns, of a few in a row that wait for no result."""
+    calls = Several(call, HOST_CALLS)
+    return statistics.median(timing.clock(calls, device, wait=False) for _ in range(rounds)) / HOST_CALLS
 
 
 def graphed_seconds(call: Call, device: str, rounds: int) -> float:
