@@ -431,7 +431,7 @@ class RotaryEmbedding(nn.Module):
                 f"pass (T,) or (B, T) with T={x.shape[-2]}."
             )
         if not (torch.compiler.is_compiling() or positions.is_meta) and positions.numel():
-            for end in map(int, positions.aminmax()):
+            for end in map(int, positions.to(torch.int64).aminmax()):
                 if not -MAX_POSITION <= end <= MAX_POSITION:
                     raise InputError(f"positions reach {end}, beyond ±2^53 where they are not exact: use smaller ones")
         positions = positions.to(x.device)

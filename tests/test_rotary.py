@@ -142,6 +142,13 @@ def test_half_precisions_are_rounded_once_and_autocast_changes_nothing(dtype):
         assert torch.equal(rope.rotate(x, 10**6), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.int32])
+def test_positions_may_be_of_any_integer_type(dtype):
+    rope, x = RotaryEmbedding(4), torch.randn(2, 5, 4)
+    found = rope.rotate(x, positions=torch.tensor([7, 0, 200, 3, 4]).to(dtype))
+    assert torch.equal(found, rope.rotate(x, positions=torch.tensor([7, 0, 200, 3, 4])))
+
+
 def test_given_positions():
     """Within a few float64 roundings: a vectorised cosine and a single one may differ in the last bit."""
     rope, exact = RotaryEmbedding(6), {"rtol": 0, "atol": 4e-15}

@@ -16,7 +16,7 @@ from linrope.layers.attention import checked_head_dim
 from linrope.layers.initialisation import reset
 from linrope.layers.linear import Linear
 from linrope.layers.state import map_state
-from linrope.ops.call import without_autocast
+from linrope.ops.call import map_features, without_autocast
 from linrope.ops.checks import check_eps, check_tensor
 from linrope.ops.softmax import masked_attention
 from linrope.rotary import RotaryConfig, RotaryEmbedding, check_config
@@ -134,7 +134,7 @@ class CrossAttention(nn.Module):
         if self.kind == "softmax":
             return SourceMemory(k=self._rotated(k, 0), v=v, key_mask=key_mask)
         with without_autocast(k):
-            k, v = self._features(k), v.to(torch.promote_types(v.dtype, torch.float32))
+            k, v = self._features("source", k), v.to(torch.promote_types(v.dtype, torch.float32))
             if key_mask is not None:  # after φ, which makes a zero key 1; in both sums
                 k = k.masked_fill(~key_mask[:, None, :, None], 0)
             return SourceMemory(kv=self._rotated(k, 0).mT @ v, k_sum=k.sum(dim=2))
@@ -171,14 +171,14 @@ class CrossAttention(nn.Module):
     def _linear(self, q: Tensor, memory: SourceMemory, offset: int) -> Tensor:
         dtype = q.dtype
         with without_autocast(q):
-            q = self._features(q)
+            q = self._features("x", q)
             numerator = self._rotated(q, offset) @ memory.kv
             denominator = q @ memory.k_sum[..., None]
             return (numerator / (denominator + self.eps)).to(dtype)
 
-    def _features(self, x: Tensor) -> Tensor:
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
-        return get_feature_map(self.feature_map).forward(x)
+    def _features(self, name: str, x: Tensor) -> Tensor:
+        working = torch.promote_types(x.dtype, torch.float32)
+        return map_features(name, x, get_feature_map(self.feature_map), self.feature_map, working)
 
     def _rotated(self, x: Tensor, offset: int) -> Tensor:
         return x if self.rope is None else self.rope.rotate(x, offset)

@@ -98,7 +98,8 @@ def new_parameters(model: LanguageModel, teacher: LanguageModel) -> list[str]:
 
 
 def layers_that_differ(model: LanguageModel, teacher: LanguageModel) -> list[int]:
-    """The layers whose attention cannot compute what the teacher's does: linear, or with a smaller window."""
+    """The layers whose attention does not compute what the teacher's does: of another type, with another window, or with
+    a convolution that the teacher lacks."""
 
     def kind(attention: Attention) -> tuple[type, int | None, bool]:
         return type(attention), getattr(attention, "window", None), attention.conv is None
@@ -196,7 +197,8 @@ def _approach(attention: Attention, teacher: Attention) -> None:
         n_values = attention.n_kv_heads * attention.head_dim
         attention.conv.weight.zero_()[:, -1] = 1.0
         attention.conv.weight[-n_values:, -1] = 0.5  # 4 silu(v / 2) = v (1 + tanh(v / 4)), close to v for small ones
-        attention.out.weight *= 4
+        if attention.norm is None:  # which takes the scale away
+            attention.out.weight *= 4
 
 
 def _approach_exponential(attention: LinearAttention) -> None:

@@ -197,7 +197,7 @@ class EncoderModel(Model):
             return notes
         heads = source.state_dict(), self.state_dict()
         same = {key for key in heads[0].keys() | heads[1].keys() if _shape(heads[0], key) == _shape(heads[1], key)}
-        if source.config.head == self.config.head and same == heads[1].keys():
+        if source.config.head == self.config.head and same == heads[0].keys() == heads[1].keys():
             self.load_state_dict(heads[0])
             return notes
         return [*notes, f"model.head: {self.config.head!r} is new"]

@@ -35,17 +35,17 @@ def short_convolution(x: Tensor, tail: Tensor, weight: Tensor, documents: Tensor
     Returns:
         (B, T, C) in x's dtype.
     """
-    if is_compiled(x, weight):
+    if is_compiled(x, tail, weight):
         return torch.ops.linrope.short_convolution(x, tail, weight, documents, without_silu)
     return by_definition(x, tail, weight, documents, without_silu)
 
 
-def is_compiled(x: Tensor, weight: Tensor) -> bool:
+def is_compiled(x: Tensor, tail: Tensor, weight: Tensor) -> bool:
     """Whether the compiled form takes x. It has no rules for `torch.func` and forward-mode derivatives."""
     fits = x.device.type == "cpu" and x.dtype in DTYPES and weight.shape[1] <= WIDEST
     if not fits or x.shape[1] < SHORTEST or x.numel() == 0 or why_none() is not None:
         return False
-    return torch.compiler.is_compiling() or not is_transformed(x, weight)
+    return torch.compiler.is_compiling() or not is_transformed(x, tail, weight)
 
 
 def by_definition(x: Tensor, tail: Tensor, weight: Tensor, documents: Tensor | None, without_silu: int) -> Tensor:

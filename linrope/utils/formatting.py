@@ -59,7 +59,7 @@ def in_one_unit(values: Sequence[float], units: list[str], base: int) -> tuple[s
 def duration_text(seconds: float) -> str:
     """A duration in its two largest units: "3 h 20 min"."""
     for name, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
-        if seconds >= size:
-            whole, rest = divmod(round(seconds / part), size // part)
+        whole, rest = divmod(round(seconds / part), size // part)
+        if whole:
             return f"{whole:,} {name} {rest} {smaller}"
     return f"{seconds:.2g} s"

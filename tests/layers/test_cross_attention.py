@@ -98,6 +98,19 @@ def test_a_memory_made_in_autocast_is_read_outside_of_it(kind):
         torch.testing.assert_close(mixed.float(), layer(x, memory), rtol=0.02, atol=0.02)
 
 
+def test_a_map_with_weights_keeps_their_dtype():
+    torch.manual_seed(0)
+    phi = torch.nn.Sequential(torch.nn.Linear(D, D), torch.nn.Softplus())
+    layer, x = CrossAttention(H * D, H, feature_map=phi), torch.randn(B, T, H * D)
+    expected = layer(x, layer.memory(x))
+    layer = layer.bfloat16()
+    found = layer(x.bfloat16(), layer.memory(x.bfloat16()))
+    torch.testing.assert_close(found.float(), expected, rtol=0.03, atol=0.03)
+    layer = CrossAttention(H * D, H, feature_map=lambda x: x.sum(-1))
+    with pytest.raises(InputError, match="feature_map=.* maps source of shape"):
+        layer.memory(x)
+
+
 def test_errors():
     layer = CrossAttention(12, 2, kind="linear")
     with pytest.raises(InputError, match="placement"):

@@ -105,6 +105,15 @@ def test_what_the_teacher_lacks_starts_close_to_it():
     assert (found - expected).norm() < 0.05 * expected.norm()
 
 
+def test_a_convolution_before_a_norm_keeps_the_scale():
+    model = teacher(output_norm=True)
+    x = torch.randn(1, 9, 32)
+    model.blocks[0].attention.qkv.weight.data.mul_(0.1)
+    convolved = convert(model, hybrid_config(model.config, "softmax", short_conv=3))
+    found, expected = (one.blocks[0].attention(x) for one in (convolved, model))
+    assert (found - expected).norm() < 0.2 * expected.norm()  # ε of the norm counts at a quarter of the values
+
+
 def test_trained_frequencies_go_along():
     model = teacher(rope=RotaryConfig(trainable=True))
     for block in model.blocks:

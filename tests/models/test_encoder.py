@@ -119,6 +119,9 @@ def test_an_encoder_starts_from_another_one(tmp_path):
     assert classifier.start_from(tmp_path / "trained") == ["model.head: 'classification' is new"]
     torch.testing.assert_close(classifier.encoder.state_dict(), trained.encoder.state_dict())
     assert torch.equal(classifier.output.weight, head)
+    model_of(attention="softmax", head="masked_lm", tie_embeddings=False).save_pretrained(tmp_path / "untied")
+    tied = model_of(attention="softmax", head="masked_lm")
+    assert "model.head: 'masked_lm' is new" in tied.start_from(tmp_path / "untied")
     assert_input_errors(
         (lambda: model_of(n_layers=1).start_from(tmp_path / "trained"), "model.n_layers: 2 in the checkpoint, 1 here"),
         (lambda: model_of(n_heads=2).start_from(tmp_path / "trained"), "model.n_heads: 3 in the checkpoint, 2 here"),
