@@ -6,7 +6,6 @@ pairs the halves of a head (`rope.interleaved=False`). A model that is read comp
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor
 from linrope.data.tokenizers.base import tokenizer_to_serialized
 from linrope.errors import InputError
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
-from linrope.models.saving import CONFIG_FILE, SAFETENSORS_FILE, SHARDS_FILE, load_safetensors, load_shards
+from linrope.models.saving import CONFIG_FILE, load_exported, model_type_of, read_config
 from linrope.rotary import RotaryConfig
 
 SHARED_DEFAULTS = {
@@ -70,22 +69,19 @@ def load_llama(path: str | Path) -> LanguageModel:
     """
     folder = Path(path)
     file = folder / CONFIG_FILE
-    values = _values_of(file)
+    values = read_config(file)
     if (found := values.get("model_type")) not in DEFAULTS:
         raise InputError(f"{file} is of model_type={found!r}: decoders of {', '.join(DEFAULTS)} can be read.")
     config = language_model_config_of(values, file)
     model = config.build()
-    model.load_weights(dict(_converted(config, _weights_in(folder), folder)), folder)
+    model.load_weights(dict(_converted(config, load_exported(folder), folder)), folder)
     model.tokenizer = tokenizer_to_serialized(None)
     return model.eval()
 
 
 def is_llama(path: str | Path) -> bool:
     """Whether `path` is a folder with a config.json of a model that `load_llama` reads."""
-    try:
-        return json.loads(Path(path, CONFIG_FILE).read_text(encoding="utf-8")).get("model_type") in DEFAULTS
-    except (OSError, ValueError, AttributeError):
-        return False
+    return model_type_of(path) in DEFAULTS
 
 
 def language_model_config_of(values: Mapping[str, Any], file: Path) -> LanguageModelConfig:
@@ -125,31 +121,6 @@ def _base_of(values: Mapping[str, Any], file: Path) -> float:
     if not isinstance(base := parameters["rope_theta"], (int, float)):
         raise InputError(f"{file} has rope_theta={base!r}: it must be a number.")
     return float(base)
-
-
-def _values_of(file: Path) -> dict[str, Any]:
-    """The JSON object in a file."""
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{file} cannot be read ({error.strerror}): name the folder of a Llama or Qwen.") from error
-    except ValueError as error:
-        raise InputError(f"{file} is not valid JSON: {error}.") from error
-    if not isinstance(values, dict):
-        raise InputError(f"{file} holds no JSON object: save the model again, with save_pretrained.")
-    return values
-
-
-def _weights_in(folder: Path) -> dict[str, Tensor]:
-    """All tensors of the folder's safetensors files."""
-    if not (folder / SHARDS_FILE).is_file():
-        if not (folder / SAFETENSORS_FILE).is_file():
-            raise InputError(
-                f"{str(folder)!r} has no {SAFETENSORS_FILE} and no {SHARDS_FILE}: save the model with save_pretrained "
-                "of transformers, as safetensors."
-            )
-        return load_safetensors(folder / SAFETENSORS_FILE)
-    return load_shards(folder / SHARDS_FILE)
 
 
 def _names(config: LanguageModelConfig) -> Iterator[tuple[str, list[str]]]:

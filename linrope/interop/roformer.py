@@ -7,6 +7,7 @@ in float64). A model that is read computes the same logits.
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,16 @@ from linrope.interop.llama import is_llama, load_llama
 from linrope.models.base import Model, ModelConfig, load_model
 from linrope.models.encoder import ACTIVATIONS, EncoderConfig, EncoderModel
 from linrope.models.language_model import LanguageModelConfig
-from linrope.models.saving import CONFIG_FILE, SAFETENSORS_FILE, load_safetensors, save_safetensors
+from linrope.models.saving import (
+    CONFIG_FILE,
+    SAFETENSORS_FILE,
+    load_safetensors,
+    model_type_of,
+    read_config,
+    replace_model,
+    save_safetensors,
+)
+from linrope.utils.checksums import verify_checksums, write_checksums
 from linrope.utils.files import load_plain, require_free_folder
 
 PICKLED_FILE = "pytorch_model.bin"
@@ -110,6 +120,7 @@ def load_roformer(
     for name in options:
         require_choice("load_roformer: the option", name, WITHOUT_WEIGHTS)
     folder, file = _weights_file(Path(path))
+    verify_checksums(folder)
     values = _config_of(folder / CONFIG_FILE)
     weights = load_safetensors(file) if file.suffix == ".safetensors" else load_plain(file)
     if not isinstance(weights, dict) or not all(isinstance(x, Tensor) for x in weights.values()):
@@ -123,10 +134,7 @@ def load_roformer(
 
 def is_roformer(path: str | Path) -> bool:
     """Whether `path` is a folder with a config.json of transformers' RoFormer."""
-    try:
-        return json.loads(Path(path, CONFIG_FILE).read_text(encoding="utf-8")).get("model_type") == "roformer"
-    except (OSError, ValueError, AttributeError):
-        return False
+    return model_type_of(path) == "roformer"
 
 
 def load_trained(path: str | Path, config_class: type[ModelConfig]) -> Model:
@@ -161,8 +169,12 @@ def export_roformer(model: EncoderModel, folder: str | Path, *, overwrite: bool 
     values |= {"pad_token_id": None, "id2label": {str(n): f"LABEL_{n}" for n in range(config.n_labels)}}
     values["label2id"] = {name: int(n) for n, name in values["id2label"].items()}
     folder.mkdir(parents=True, exist_ok=True)
-    save_safetensors(dict(_exported(model)), folder / SAFETENSORS_FILE)
-    (folder / CONFIG_FILE).write_text(f"{json.dumps(values, indent=2)}\n")
+    with tempfile.TemporaryDirectory(dir=folder, prefix="model.partial-") as partial:
+        new = Path(partial)
+        save_safetensors(dict(_exported(model)), new / SAFETENSORS_FILE)
+        (new / CONFIG_FILE).write_text(f"{json.dumps(values, indent=2)}\n")
+        write_checksums(new, [CONFIG_FILE, SAFETENSORS_FILE])
+        replace_model(new, folder)
 
 
 def _weights_file(path: Path) -> tuple[Path, Path]:
@@ -177,14 +189,8 @@ def _weights_file(path: Path) -> tuple[Path, Path]:
 
 
 def _config_of(file: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{file} cannot be read ({error.strerror}): it belongs beside the weights.") from error
-    except ValueError as error:
-        raise InputError(f"{file} is not valid JSON: {error}.") from error
-    found = values.get("model_type") if isinstance(values, dict) else None
-    if found != "roformer":
+    values = read_config(file)
+    if (found := values.get("model_type")) != "roformer":
         raise InputError(f"{file} is of model_type={found!r}: give the folder of a RoFormer ('roformer').")
     for name in ("is_decoder", "add_cross_attention"):
         if values.get(name):

@@ -32,7 +32,7 @@ from linrope.interop.packed_rows import segment_ids_of
 from linrope.layers.linear import Linear
 from linrope.layers.state import AttentionState, ModelState, map_state
 from linrope.models.language_model import EMBEDDING_STD, Block, LanguageModel, LanguageModelConfig
-from linrope.models.saving import CONFIG_FILE, EXPORTED_TOKENIZER_FILE, WEIGHTS_FILE, move_files, tokenizer_in
+from linrope.models.saving import CONFIG_FILE, EXPORTED_TOKENIZER_FILE, replace_model, tokenizer_in
 from linrope.utils.checksums import verify_checksums, write_checksums
 from linrope.utils.files import require_free_folder
 
@@ -55,7 +55,6 @@ except ImportError as error:
 
 DOCUMENT = "<|document|>"
 """The separator's text in the exported tokenizer."""
-TOKENIZER_FILES = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 CODE_MODULE = "modeling_linrope"
 CODE = "from linrope.interop.transformers import LinropeConfig, LinropeForCausalLM\n"
 AUTO_MAP = {
@@ -446,11 +445,5 @@ def export(model: LanguageModel, folder: str | os.PathLike, *, overwrite: bool =
         LinropeForCausalLM.of(model).save_pretrained(new)
         if (tokenizer := _tokenizer_of(model)) is not None:
             tokenizer_for_transformers(tokenizer).save_pretrained(new)
-        mode = (new / CONFIG_FILE).stat().st_mode  # safetensors makes its file readable for the owner only
-        for file in new.iterdir():
-            file.chmod(mode)
         folder.mkdir(exist_ok=True)
-        for name in (WEIGHTS_FILE, EXPORTED_TOKENIZER_FILE, *TOKENIZER_FILES):  # of another model
-            if not (new / name).exists():
-                (folder / name).unlink(missing_ok=True)
-        move_files(new, folder)
+        replace_model(new, folder)

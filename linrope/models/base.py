@@ -165,11 +165,8 @@ class Model(nn.Module):
     def save_pretrained(self, directory: str | os.PathLike) -> None:
         """Write `config.json`, `model.pt`, `SHA256SUMS` and, if the model has one, `tokenizer.json` into a directory.
 
-        The directory is made if it is missing. A model in it is replaced once the new one is on the disk; if that is
-        interrupted, `from_pretrained` refuses what is there.
-
-        Raises:
-            InputError: a directory of `linrope export`, whose weights would stay in a file of another name.
+        The directory is made if it is missing. A model in it, an exported one too, is replaced once the new one is on
+        the disk; if that is interrupted, `from_pretrained` refuses what is there.
         """
         write_folder(Path(directory), self.config.to_dict(), self.state_dict(), self.tokenizer)
 

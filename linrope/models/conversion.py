@@ -98,8 +98,8 @@ def new_parameters(model: LanguageModel, teacher: LanguageModel) -> list[str]:
 
 
 def layers_that_differ(model: LanguageModel, teacher: LanguageModel) -> list[int]:
-    """The layers whose attention does not compute what the teacher's does: of another type, with another window, or with
-    a convolution that the teacher lacks."""
+    """The layers whose attention does not compute what the teacher's does: of another type, or with another window or a
+    convolution that the teacher lacks."""
 
     def kind(attention: Attention) -> tuple[type, int | None, bool]:
         return type(attention), getattr(attention, "window", None), attention.conv is None

@@ -24,14 +24,16 @@ META_FILE, INDEX_FILE = "meta.pt", ".metadata"
 """What the folder of a sharded checkpoint holds: see `linrope.models.sharded_checkpoint`."""
 TOKENIZER_FILE, EXPORTED_TOKENIZER_FILE = "tokenizer.json", "linrope_tokenizer.json"
 """The tokenizer of a model in linrope's format; the tokenizer.json of an export has that of transformers."""
+MODEL_FILES = (CONFIG_FILE, WEIGHTS_FILE, "model*.safetensors", SHARDS_FILE, CHECKSUMS_FILE, EXPORTED_TOKENIZER_FILE,
+               TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
+               "modeling_linrope.py")  # fmt: skip
+"""Patterns of all files that a saved or an exported model may have."""
 
 
 def write_folder(
     folder: Path, config: dict[str, Any], weights: dict[str, Tensor], tokenizer: dict[str, str] | None = None
 ) -> None:
     """Write a model's configuration, weights and serialized tokenizer: see `LanguageModel.save_pretrained`."""
-    if (folder / SAFETENSORS_FILE).exists():
-        raise InputError(f"{str(folder)!r} holds an exported model ({SAFETENSORS_FILE}): choose another folder.")
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix="model.partial-") as partial:
         new = Path(partial)
@@ -42,11 +44,23 @@ def write_folder(
         torch.save(weights, new / WEIGHTS_FILE)
         (new / CONFIG_FILE).write_text(f"{json.dumps(config, indent=2)}\n")
         write_checksums(new, [file.name for file in new.iterdir()])
-        move_files(new, folder)
+        replace_model(new, folder)
+
+
+def replace_model(new: Path, folder: Path) -> None:
+    """`move_files` of a model into a folder, which loses all files of a model before, in whatever format."""
+    mode = (new / CONFIG_FILE).stat().st_mode  # safetensors makes its file readable for the owner only
+    for file in new.iterdir():
+        file.chmod(mode)
+        sync(file)
+    for old in (old for pattern in MODEL_FILES for old in folder.glob(pattern)):
+        if not (new / old.name).exists():
+            old.unlink()
+    move_files(new, folder)
 
 
 def move_files(source: Path, folder: Path) -> None:
-    """Move the finished files of a model into a folder, where they replace those of a model before.
+    """Move the finished files of a model into a folder, where they replace those of the same names.
 
     All of them are on the disk before. If the process is killed in between, the folder has the new checksums and old
     files, which a reader refuses.
@@ -64,19 +78,14 @@ def read_model(path: Path, verify: bool = True) -> tuple[dict[str, Any], dict[st
     if (path / CONFIG_FILE).is_file():
         if verify:
             verify_checksums(path)
-        try:
-            config = json.loads((path / CONFIG_FILE).read_text())
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise InputError(f"{path / CONFIG_FILE} is not valid JSON: {error}.") from error
-        model_type = config.get("model_type") if isinstance(config, dict) else None
+        config = read_config(path / CONFIG_FILE)
+        model_type = config.get("model_type")
         if model_type not in (None, "linrope"):  # before its weights are read
             raise InputError(
                 f"{str(path)!r} is a model of transformers, model_type={model_type!r}: `linrope convert` makes a "
                 "hybrid of a Llama or Qwen, and linrope.interop reads one as it is."
             )
         weights = _weights_in(path)
-        if not isinstance(config, dict):
-            return config, weights, None
         if model_type == "linrope":  # an export for transformers, with our configuration inside
             kind = config.get("linrope_tokenizer")
             return config.get("linrope"), _of_model(weights), tokenizer_in(path / EXPORTED_TOKENIZER_FILE, kind)
@@ -85,6 +94,27 @@ def read_model(path: Path, verify: bool = True) -> tuple[dict[str, Any], dict[st
     checkpoint = open_checkpoint(path, weights=True)
     ours = checkpoint["linrope"]
     return ours["config"], _of_model(checkpoint["state_dict"]), ours.get("tokenizer")
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """The JSON object in a config.json. InputError if it cannot be read."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{file} cannot be read ({error.strerror}): name the folder of a saved model.") from error
+    except ValueError as error:
+        raise InputError(f"{file} is not valid JSON: {error}.") from error
+    if not isinstance(values, dict):
+        raise InputError(f"{file} holds no JSON object: save the model again.")
+    return values
+
+
+def model_type_of(path: str | Path) -> Any:
+    """`model_type` in the config.json of a folder; None if there is none."""
+    try:
+        return read_config(Path(path, CONFIG_FILE)).get("model_type")
+    except InputError:
+        return None
 
 
 def tokenizer_in(file: Path, kind: str | None) -> dict[str, str] | None:
@@ -103,16 +133,22 @@ def _of_model(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _weights_in(folder: Path) -> dict[str, Tensor]:
-    plain, safe, index = folder / WEIGHTS_FILE, folder / SAFETENSORS_FILE, folder / SHARDS_FILE
+    plain, safe = folder / WEIGHTS_FILE, folder / SAFETENSORS_FILE
     if plain.is_file() and safe.is_file():
         raise InputError(f"{str(folder)!r} holds both {plain.name} and {safe.name}: remove the older one.")
-    if plain.is_file():
-        return load_plain(plain)
-    if not safe.is_file() and index.is_file():
-        return load_shards(index)
-    if not safe.is_file():
-        raise InputError(f"checkpoint {str(folder)!r} has no weights, {plain.name} or {safe.name}: save it again.")
-    return load_safetensors(safe)
+    return load_plain(plain) if plain.is_file() else load_exported(folder)
+
+
+def load_exported(folder: Path) -> dict[str, Tensor]:
+    """The tensors that transformers saved in a folder, in one file or in several with an index. As in transformers, the
+    one file counts where both are there. InputError if there are none, or damaged ones."""
+    if (folder / SAFETENSORS_FILE).is_file():
+        return load_safetensors(folder / SAFETENSORS_FILE)
+    if (folder / SHARDS_FILE).is_file():
+        return load_shards(folder / SHARDS_FILE)
+    raise InputError(
+        f"{str(folder)!r} has no {SAFETENSORS_FILE}, {SHARDS_FILE} or {WEIGHTS_FILE}: save the model in it again."
+    )
 
 
 def load_safetensors(file: Path) -> dict[str, Tensor]:

@@ -168,7 +168,9 @@ def check_call(
         if key_mask is not None:  # before φ: the gradient of φ at a masked NaN would be NaN
             k = k.masked_fill(~key_mask[:, None, :, None], 0)
         phi = skip_first(phi, signed)
-        q, k = (None if x is None else map_features(name, x, phi, feature_map, working) for name, x in (("q", q), ("k", k)))
+        q, k = (
+            None if x is None else map_features(name, x, phi, feature_map, working) for name, x in (("q", q), ("k", k))
+        )
         v, phi = v.to(working), FEATURE_MAPS["identity"]
     q = k if q is None else q
     check_rope(rope, heads, k.shape[3])
@@ -253,7 +255,9 @@ def _check_tensors(tensors: dict[str, Tensor], causal: bool) -> None:
         )
 
 
-def map_features(name: str, x: Tensor, phi: FeatureMap, given: Callable[[Tensor], Tensor], working: torch.dtype) -> Tensor:
+def map_features(
+    name: str, x: Tensor, phi: FeatureMap, given: Callable[[Tensor], Tensor], working: torch.dtype
+) -> Tensor:
     """φ of x in the working dtype. A module is run in the dtype of its own weights."""
     own = next(given.parameters(), None) if isinstance(given, torch.nn.Module) else None
     features = phi.forward(x.to(working if own is None else own.dtype))

@@ -66,6 +66,9 @@ def test_files_in_parts_and_older_configurations(tmp_path):
     torch.testing.assert_close(load_llama(tmp_path)(tokens), expected, **CLOSE)
     with pytest.raises(InputError, match="tokenizer"):  # its tokens are no bytes
         load_llama(tmp_path).generate("hello", 2)
+    theirs.save_pretrained(tmp_path)  # in one file: transformers leaves the index of the parts
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    torch.testing.assert_close(load_llama(tmp_path)(tokens), expected, **CLOSE)
     file = tmp_path / "config.json"
     values = json.loads(file.read_text())
     del values["rope_parameters"]

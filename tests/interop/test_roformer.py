@@ -134,6 +134,12 @@ def test_linrope_export_writes_what_transformers_reads_or_else_what_linrope_read
     again = load_roformer(tmp_path / "out") if name == "softmax" else load_model(tmp_path / "out", ModelConfig)
     torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
     assert main(["export", *args]) == 2  # there is a model in the folder
+    other = MODELS["softmax" if name != "softmax" else "linear"].build()  # which is exported in the other format
+    other.save_pretrained(tmp_path / "model")
+    assert main(["export", *args, "--overwrite"]) == 0
+    again = load_roformer(tmp_path / "out") if name != "softmax" else load_model(tmp_path / "out", ModelConfig)
+    torch.testing.assert_close(again.state_dict(), other.state_dict(), rtol=0, atol=0)
+    assert len(list((tmp_path / "out").iterdir())) == 3
 
 
 @pytest.mark.parametrize("head", ["ForMaskedLM", "ForSequenceClassification", "ForQuestionAnswering", "Model"])

@@ -294,10 +294,10 @@ def test_the_command_exports_and_overwrites_only_when_asked(trained, tmp_path, c
 def test_one_folder_holds_one_model(trained, tmp_path):
     transformers_interop.export(trained, tmp_path / "model")
     other = LanguageModel(dataclasses.replace(trained.config, short_conv=0)).eval()
-    before = contents(tmp_path / "model")
-    with pytest.raises(InputError, match=r"holds an exported model \(model\.safetensors\): choose another folder"):
-        other.save_pretrained(tmp_path / "model")
-    assert contents(tmp_path / "model") == before
+    trained.save_pretrained(tmp_path / "ours")
+    trained.save_pretrained(tmp_path / "model")
+    assert contents(tmp_path / "model") == contents(tmp_path / "ours")
+    transformers_interop.export(trained, tmp_path / "model", overwrite=True)
     torch.save(other.state_dict(), tmp_path / "model" / "model.pt")
     with pytest.raises(InputError, match=r"holds both model\.pt and model\.safetensors"):
         LanguageModel.from_pretrained(tmp_path / "model")

@@ -107,7 +107,7 @@ def test_a_map_with_weights_keeps_their_dtype():
     found = layer(x.bfloat16(), layer.memory(x.bfloat16()))
     torch.testing.assert_close(found.float(), expected, rtol=0.03, atol=0.03)
     layer = CrossAttention(H * D, H, feature_map=lambda x: x.sum(-1))
-    with pytest.raises(InputError, match="feature_map=.* maps source of shape"):
+    with pytest.raises(InputError, match=r"feature_map=.* maps source of shape"):
         layer.memory(x)
 
 
