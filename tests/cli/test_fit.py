@@ -144,9 +144,10 @@ def test_a_finished_run_has_nothing_to_resume_which_is_no_error(trained_run, cap
     assert trained_run.checkpoint.read_bytes() == before
 
 
-def test_a_loss_that_is_not_finite_stops_before_the_weights_change(tiny, run_folder, capsys):
+@pytest.mark.parametrize("gate", ["false", "true"])
+def test_a_loss_that_is_not_finite_stops_before_the_weights_change(gate, tiny, run_folder, capsys):
     explode = ["--optimizer.lr=1e30", "--optimizer.warmup_steps=0", "--run.checkpoint_every_n_steps=1"]
-    assert main(["fit", *tiny, *explode, "--trainer.max_steps=50"]) == 1
+    assert main(["fit", *tiny, *explode, f"--model.forget_gate={gate}", "--trainer.max_steps=50"]) == 1
     err = capsys.readouterr().err
     last = run_folder / "checkpoints" / "last.ckpt"
     step = int(re.search(r"(?:loss|norm) is (?:nan|inf) at step (\d+)", err)[1])

@@ -315,6 +315,18 @@ def test_forgetting_everything_at_once_is_a_fresh_start(backend, strongest):
     torch.testing.assert_close(o[:, :, 70:], alone, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_decay_that_is_no_number_gives_none(backend):
+    """As NaN in q, k and v: a diverged gate is to be seen in the loss, in all that comes after it."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 100, 4) for _ in range(3))
+    log_decay = torch.full((1, 2, 100), -0.5)
+    log_decay[:, 0, 70] = torch.nan
+    o = linear_attention(q, k, v, log_decay=log_decay, backend=backend)
+    assert o[:, 0, 70:].isnan().all()
+    assert o[:, 1].isfinite().all()
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing_changes_nothing(reentrant):
     tensors = [torch.randn(1, 2, 150, 4, requires_grad=True) for _ in range(3)]
