@@ -60,7 +60,7 @@ def _own_class(section: str, class_path: Any, base: type) -> type:
     one = import_class(f"{section}.{CLASS_PATH}", class_path)
     if not (isinstance(one, type) and issubclass(one, base)):
         raise InputError(
-            f"{section}.{CLASS_PATH}={class_path!r} must be a subclass of {class_path_of(base)}: its options are those "
-            "of the section, and more."
+            f"{section}.{CLASS_PATH}={class_path!r} must be a subclass of {class_path_of(base)}, whose options this "
+            "section has. For a model of another task name it: --task translation, for example."
         )
     return one

@@ -24,6 +24,8 @@ def translate_texts(
     """
     if isinstance(texts, str):
         raise InputError(f"texts={texts!r} is one text: pass a list, [text].")
+    if wrong := [text for text in texts if not isinstance(text, str)]:
+        raise InputError(f"texts has {wrong[0]!r}: pass a list of texts.")
     if tokenizer is None:
         raise InputError("the model's tokenizer is unknown, so no text can be translated: set model.tokenizer.")
     if not texts:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor, nn
+from torch.func import debug_unwrap
 
 from linrope.errors import InputError
 from linrope.models.saving import read_model, write_folder
@@ -167,8 +168,23 @@ class Model(nn.Module):
 
         The directory is made if it is missing. A model in it, an exported one too, is replaced once the new one is on
         the disk; if that is interrupted, `from_pretrained` refuses what is there.
+
+        Raises:
+            InputError: weights of other names than those of the configuration's model, which could not be read again;
+                a directory that is a file.
         """
-        write_folder(Path(directory), self.config.to_dict(), self.state_dict(), self.tokenizer)
+        weights = self.state_dict()
+        with torch.device("meta"), torch.random.fork_rng([]):
+            expected = self.config.build().state_dict().keys()
+        if differing := sorted(weights.keys() ^ expected):
+            raise InputError(
+                f"the model has been changed in {', '.join(differing[:5])}{' …' * (len(differing) > 5)}, so that "
+                "from_pretrained could not read it: remove parametrizations and merge adapters first, or save its "
+                "state_dict() with torch.save."
+            )
+        if Path(directory).is_file():
+            raise InputError(f"directory={str(directory)!r} is a file: choose a folder.")
+        write_folder(Path(directory), self.config.to_dict(), weights, self.tokenizer)
 
     @classmethod
     def from_pretrained(cls: type[AnyModel], path: str | os.PathLike, verify: bool = True) -> AnyModel:
@@ -245,7 +261,7 @@ def check_tokens(name: str, tokens: Tensor, size_name: str, size: int, hint: str
     if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
         raise InputError(f"{name} is {tuple(tokens.shape)} {tokens.dtype}: pass int64 of shape (B, T).")
     if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
-        lowest, highest = (bound.item() for bound in tokens.aminmax())
+        lowest, highest = (bound.item() for bound in debug_unwrap(tokens).aminmax())  # vmap gives no values away
         if lowest < 0 or highest >= size:
             lie = "lie" if name.endswith("s") else "lies"
             raise InputError(f"{name} {lie} in [{lowest}, {highest}], {size_name} is {size}: pass 0 … {size - 1}.")

@@ -88,6 +88,8 @@ class SequenceClassifier(EncoderWithHead):
 
     def forward(self, tokens: Tensor, key_mask: Tensor | None = None, token_types: Tensor | None = None) -> Tensor:
         """(B, n_labels); see `RoFormerEncoder` for the arguments."""
+        if tokens.shape[-1] == 0:
+            raise InputError(f"tokens is {tuple(tokens.shape)}: the classes of a row are those of its first token.")
         first = self.dropout(self.encoder(tokens, key_mask, token_types)[:, 0])
         return self.output(self.dropout(self.activation(self.dense(first))))
 

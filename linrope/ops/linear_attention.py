@@ -13,6 +13,8 @@ from linrope.ops.backends import BACKENDS, WHY_NOT, linear, needs_gradient
 from linrope.ops.call import Call, autocast_inputs, check_call, without_autocast
 from linrope.ops.cpu_kernel import kernel as cpu_kernel
 from linrope.ops.cpu_kernel import library
+from linrope.ops.reference import reference_attention
+from linrope.ops.registration import NoTransforms
 from linrope.ops.state import State
 from linrope.rotary import RotaryEmbedding
 
@@ -78,7 +80,8 @@ def linear_attention(
         eps: ε ≥ 0, added to the denominator. With 0, a query that sees no key divides by 0.
         backend: "auto" (the fastest for the device), "reference" (the quadratic definition), "chunked" (linear, any
             device), "cpu" (linear, compiled, fused) or "triton" (linear, fused, NVIDIA GPUs). "cpu" takes no float64
-            and at most 256 features; for those "auto" takes "chunked".
+            and at most 256 features; for those "auto" takes "chunked". Transforms of `torch.func` (grad, vmap, jvp) and
+            forward-mode derivatives need "reference", which "auto" takes with a warning.
 
     Returns:
         o: (B, H, T, E) in v's dtype, or (o, State) with `return_state`.
@@ -94,7 +97,16 @@ def linear_attention(
         chosen = _fastest(call) if backend == "auto" else backend
         if call.position is not None:
             _check_position(call, chosen)
-        o, final = linear(call, chosen) if backend == "auto" else BACKENDS[chosen](call)
+        try:
+            o, final = linear(call, chosen) if backend == "auto" else BACKENDS[chosen](call)
+        except NoTransforms:
+            if backend != "auto":
+                raise
+            _warn_once(
+                "linrope takes backend 'reference' in transforms of torch.func and forward-mode differentiation: time and "
+                "memory grow with the square of the length."
+            )
+            o, final = reference_attention(call)
     o = o.to(v.dtype)
     return (o, final) if return_state else o
 

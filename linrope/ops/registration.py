@@ -49,12 +49,16 @@ def one_token(call: Call, kernel: str) -> tuple[Tensor, State]:
     return o, State(kv, k_sum, position + 1, call.final_log_decay())
 
 
+class NoTransforms(InputError):
+    """A call within a transform of `torch.func`, which the operators cannot take."""
+
+
 def _refuse_transforms(kernel: str, *tensors: Tensor | None) -> None:
     """The operators have no rule for them: jvp would take the tangent as 0, others would fail deep inside PyTorch."""
     if not torch.compiler.is_compiling() and is_transformed(*tensors):
-        raise InputError(
+        raise NoTransforms(
             f"backend={kernel!r} supports no transforms of torch.func (grad, jvp, vmap) and no forward-mode "
-            "differentiation: use backend='reference', or torch.autograd.grad for grad, or a larger B for vmap."
+            "differentiation: use backend='auto' or 'reference'; or torch.autograd.grad for grad, a larger B for vmap."
         )
 
 

@@ -114,6 +114,9 @@ class TrainingTask(LightningModule):
         super().__init__()
         self.model = self._built(model)
         self.model_config, self.seed = self.model.config, seed
+        if not isinstance(optimizer_config, OptimizerConfig | None):
+            found = type(optimizer_config).__name__
+            raise InputError(f"optimizer_config is a {found}: pass a linrope.training.optimizer.OptimizerConfig.")
         self.optimizer_config = optimizer_config or OptimizerConfig()
         self.evaluation: dict[Hashable, Any] = {}
         """Sums of the running or last evaluation; once it has ended, over all ranks."""

@@ -27,7 +27,10 @@ def loaded_subclass(base: type, class_path: str) -> type:
     if class_path not in found:
         module, _, name = str(class_path).rpartition(".")
         if isinstance(getattr(sys.modules.get(module), name, None), type):
-            raise InputError(f"class_path={class_path!r} is no {base.__name__}, which is needed here.")
+            raise InputError(
+                f"class_path={class_path!r} is no {base.__name__}: give a model of that class. `linrope test` and "
+                "`linrope predict` take those of each --task."
+            )
         raise InputError(
             f"class_path={class_path!r} is no imported subclass of {base.__name__}: import it first, on the command "
             "line with --import FILE.py."

@@ -210,6 +210,6 @@ def test_a_checkpoint_imports_nothing():
         (lambda: loaded_subclass(LanguageModel, "os.system"), message),
         (
             lambda: loaded_subclass(LanguageModel, class_path_of(EncoderConfig)),
-            "EncoderConfig' is no LanguageModel, which",
+            "EncoderConfig' is no LanguageModel: give a model of that class",
         ),
     )

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import pickle
+import warnings
 from functools import partial
 
 import numpy as np
@@ -152,6 +153,38 @@ def test_saving_and_loading_gives_the_same_model(model, dtype, tokens, tmp_path)
     assert LanguageModelConfig.from_dict(json.loads(json.dumps(model.config.to_dict()))) == model.config
     assert type(LanguageModelConfig(d_model=np.int64(32)).to_dict()["d_model"]) is int
     assert LanguageModelConfig(attention=("linear",)).to_dict()["attention"] == ["linear"]
+
+
+def test_what_could_not_be_loaded_again_is_not_saved(tmp_path):
+    model = LanguageModel(CONFIGS["plain"])
+    torch.nn.utils.parametrizations.weight_norm(model.blocks[0].attention.qkv)
+    (tmp_path / "file").touch()
+    assert_input_errors(
+        (
+            partial(model.save_pretrained, tmp_path / "saved"),
+            r"changed in blocks\.0\.attention\.qkv\.parametrizations.*, .*: remove parametrizations and merge adapters",
+        ),
+        (
+            partial(LanguageModel(CONFIGS["plain"]).save_pretrained, tmp_path / "file"),
+            "file' is a file: choose a folder",
+        ),
+    )
+    assert not (tmp_path / "saved").exists()
+
+
+def test_gradients_of_each_row_by_vmap():
+    model, tokens = LanguageModel(CONFIGS["plain"]), torch.randint(40, (3, 20))
+    weights = dict(model.named_parameters())
+
+    def loss(weights, row):
+        return torch.func.functional_call(model, weights, (row[None],)).square().sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the definition is slow for long rows
+        of_rows = torch.vmap(torch.func.grad(loss), (None, 0))(weights, tokens)
+    expected = torch.autograd.grad(model(tokens).square().sum(), list(weights.values()))
+    for found, exact in zip(of_rows.values(), expected):
+        torch.testing.assert_close(found.sum(0), exact, rtol=1e-3, atol=1e-4 * exact.abs().max().item())
 
 
 def test_loading_what_is_no_model_is_refused(tmp_path):

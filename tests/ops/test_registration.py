@@ -147,11 +147,15 @@ def gradient(attend, x):
 def test_transforms_are_refused_with_the_fix(transformed):
     """Without a rule for it an operator's tangent would be 0, silently."""
     x = torch.randn(1, 2, 70, 8)
-    with pytest.raises(InputError, match=r"'chunked' supports no transforms.*backend='reference'.*larger B"):
+    with pytest.raises(InputError, match=r"'chunked' supports no transforms.*backend='auto' or 'reference'.*larger B"):
         transformed(lambda x: linear_attention(x, x, x, backend="chunked"), x)
     with pytest.raises(InputError, match=r"'cpu' supports no transforms"):
         transformed(lambda x: linear_attention(x, x, x, backend="cpu"), x)
-    transformed(lambda x: linear_attention(x, x, x, backend="reference"), x)
+    expected = transformed(lambda x: linear_attention(x, x, x, backend="reference"), x)
+    sys.modules["linrope.ops.linear_attention"]._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="takes backend 'reference' in transforms"):
+        found = transformed(lambda x: linear_attention(x, x, x), x)
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_transform_leaves_nothing_behind():

@@ -88,6 +88,17 @@ def test_losses_are_float32_cross_entropies_and_bits_need_bytes():
     assert math.isnan(bits_per_byte(1.0, 0))
 
 
+@pytest.mark.parametrize(("vocab_size", "known"), [(257, True), (300, False)])
+def test_bits_per_byte_are_left_out_where_tokens_are_no_bytes(vocab_size, known):
+    tokens = torch.randint(250, (2, 3, 9))
+    loader = DataLoader([{"inputs": row[:, :-1], "targets": row[:, 1:]} for row in tokens], batch_size=None)
+    trainer = quiet_trainer(num_sanity_val_steps=0, callbacks=[], max_steps=1)
+    module = LanguageModelingModule(replace(SMALL, vocab_size=vocab_size))
+    trainer.fit(module, loader)
+    assert ("train_bpb" in trainer.logged_metrics) == known
+    assert ("val_bpb" in trainer.validate(module, loader, verbose=False)[0]) == known
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -221,6 +232,8 @@ def test_a_model_of_another_kind_is_refused(wrong):
         InputError, match=r"LanguageModelingModule cannot train .*: pass a LanguageModelConfig, or a model"
     ):
         LanguageModelingModule(wrong)
+    with pytest.raises(InputError, match=r"optimizer_config is a dict: pass a linrope\.training"):
+        LanguageModelingModule(SMALL, {"lr": 1.0})
     with pytest.raises(
         InputError, match=r"LanguageModel takes a LanguageModelConfig, not .*: pass LanguageModelConfig\("
     ):

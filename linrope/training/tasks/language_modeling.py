@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linrope.data.tokenizers.bytes import bytes_of
+from linrope.data.tokenizers.bytes import VOCAB_SIZE, bytes_of
 from linrope.distributed.group import SequenceGroup
 from linrope.distributed.segments import (
     sequence_parallel_segmented_loss,
@@ -33,7 +33,8 @@ class LanguageModelingModule(TrainingTask):
 
     Keys of a batch:
         inputs, targets: int64 (B, T); a target may be IGNORE.
-        n_bytes: int64 (B, T), the bytes of each target; without it a target is one byte, or a separator of no byte.
+        n_bytes: int64 (B, T), the bytes of each target; without it a target is one byte, or a separator of no byte. A
+            model of more tokens and without tokenizer has no bits per byte then.
         segment_ids: int64 (B, T), the documents of packed rows, as the model takes them; optional.
         fresh: bool (B,), only in contiguous batches: rows that start without a state. The other rows start from the
             model's state after the batch before, without gradient.
@@ -96,7 +97,7 @@ class LanguageModelingModule(TrainingTask):
             nats, after = self.model(inputs, **options, return_state=True, targets=targets)
         if "fresh" in batch:
             self._carried = detach(after)
-        n_bytes = bytes_of(targets, batch.get("n_bytes"))
+        n_bytes = bytes_of(targets, self._n_bytes(batch))
         n_positions = batch.get("longest_slice", targets.shape[1]) * len(targets)
         return BatchLoss(nats, (targets != IGNORE).sum(), n_positions, {"bytes": n_bytes.sum()})
 
@@ -123,10 +124,16 @@ class LanguageModelingModule(TrainingTask):
     def training_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         return _metrics("train", sums["loss"], sums["bytes"], sums["targets"])
 
+    def _n_bytes(self, batch: Batch) -> Tensor | None:
+        """The bytes of each target if they are given, 0 if they are unknown; None where targets are bytes."""
+        if "n_bytes" in batch or self.model.tokenizer is not None or self.model_config.vocab_size <= VOCAB_SIZE:
+            return batch.get("n_bytes")
+        return torch.zeros_like(batch["targets"])
+
     def evaluate(self, batch: Batch, sums: dict[Hashable, Any]) -> None:
         batch = self.slice_of(batch, self.segment_length)
         by_position = sums.setdefault("by_position", LossByPosition())
-        by_position.add(self._token_losses(batch), batch["targets"], batch.get("n_bytes"), batch.get("positions"))
+        by_position.add(self._token_losses(batch), batch["targets"], self._n_bytes(batch), batch.get("positions"))
 
     def evaluation_metrics(self, split: str, sums: dict[Hashable, Any]) -> dict[str, float]:
         return _metrics(split, *sums["by_position"].totals.tolist())
@@ -134,7 +141,7 @@ class LanguageModelingModule(TrainingTask):
     def predict_step(self, batch: Batch, batch_idx: int) -> list[dict[str, Any]]:
         """The loss of each row, in nats, with its targets and bytes."""
         batch = self.slice_of(batch, self.segment_length)
-        losses, n_bytes = self._token_losses(batch), bytes_of(batch["targets"], batch.get("n_bytes"))
+        losses, n_bytes = self._token_losses(batch), bytes_of(batch["targets"], self._n_bytes(batch))
         targets = (batch["targets"] != IGNORE).sum(1)
         values = (losses.sum(1).tolist(), targets.tolist(), n_bytes.sum(1).tolist())
         return [dict(zip(("loss", "targets", "bytes"), row, strict=True)) for row in zip(*values, strict=True)]

@@ -13,6 +13,7 @@ import torch
 
 from linrope.cli.main import main
 from linrope.data.tokenizers.base import tokenizer_from_serialized
+from linrope.errors import InputError
 from linrope.evaluation.translation_scores import translation_scores
 from linrope.generation.beam_search import beam_search
 from linrope.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
@@ -135,6 +136,10 @@ def test_the_mean_of_checkpoints_is_measured_and_translates(options, capsys):
     tokenizer = tokenizer_from_serialized(model.tokenizer)
     rows = [json.loads(line) for line in Path("found.jsonl").read_text().splitlines()]
     assert model.translate(ENGLISH) == [row["translation"] for row in rows]
+    with pytest.raises(InputError, match=r"texts has 1: pass a list of texts"):
+        model.translate([1])
+    assert main(["test", "--ckpt_path=averaged"]) == 2
+    assert "For a model of another task name it: --task translation" in " ".join(capsys.readouterr().err.split())
     for row in rows:  # without padding
         tokens = [*tokenizer.encode_batch([row["source"]])[0], 2]
         (found,) = beam_search(model, torch.tensor([tokens]), begin=1, end=2, max_new_tokens=len(tokens) + 50)
