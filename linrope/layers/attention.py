@@ -87,7 +87,11 @@ class Attention(nn.Module):
     ):
         super().__init__()
         if rotate_values and (rope is None or rope.dim != head_dim):
-            raise InputError(f"rotate_values=True rotates values as queries and keys: it needs a rope of {head_dim}.")
+            found = "None" if rope is None else f"one of {rope.dim} features"
+            raise InputError(
+                f"rotate_values=True rotates values of {head_dim} features as queries and keys, and the layer's rope "
+                f"is {found}: set rope, and no feature map or layer that adds or removes features."
+            )
         if short_conv and not causal:
             raise InputError(f"short_conv={short_conv} sees earlier tokens only: it needs causal=True.")
         require_choice("conv_silu", conv_silu, CONV_SILU)

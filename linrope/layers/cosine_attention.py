@@ -40,7 +40,7 @@ class CosineAttention(Attention):
         positions: as in `LinearAttention`.
         eps: ε.
         backend: of `linear_attention`.
-        options: short_conv, conv_silu, output_norm, output_gate and bias, see `AttentionOptions`.
+        options: those of all layers, see `AttentionOptions`.
 
     Raises:
         InputError: sizes that do not fit, a rotary_dim above head_dim, another placement, `short_conv` with

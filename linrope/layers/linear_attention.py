@@ -57,7 +57,7 @@ class LinearAttention(Attention):
             r a head remembers longer.
         eps: ε of the denominator.
         backend: see `linear_attention`.
-        options: short_conv, conv_silu, output_norm, output_gate and bias, see `AttentionOptions`.
+        options: those of all layers, see `AttentionOptions`.
 
     Raises:
         InputError: sizes that do not fit, unknown names, `short_conv` or `forget_gate` with `causal=False`, a

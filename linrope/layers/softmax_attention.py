@@ -31,7 +31,7 @@ class SoftmaxAttention(Attention):
             model to add to its embeddings.
         window: see the last `window` tokens only, the present one included. Time and memory are then linear in the
             length, and the cache holds `window - 1` tokens. None sees all.
-        options: short_conv, conv_silu, output_norm, output_gate and bias, see `AttentionOptions`.
+        options: those of all layers, see `AttentionOptions`.
 
     Raises:
         InputError: sizes that do not fit, a window below 1, `short_conv` or a window with `causal=False`, a window or

@@ -103,8 +103,8 @@ def linear_attention(
             if backend != "auto":
                 raise
             _warn_once(
-                "linrope takes backend 'reference' in transforms of torch.func and forward-mode differentiation: time and "
-                "memory grow with the square of the length."
+                "linrope takes backend 'reference' in transforms of torch.func and in forward-mode differentiation: "
+                "time and memory grow with the square of the length."
             )
             o, final = reference_attention(call)
     o = o.to(v.dtype)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from linrope import EncoderConfig, MaskedLM, RoFormerEncoder, RotaryConfig, SequenceClassifier
+from linrope import CosineAttention, EncoderConfig, MaskedLM, RoFormerEncoder, RotaryConfig, SequenceClassifier
 from tests.conftest import assert_input_errors
 
 SMALL = {"vocab_size": 31, "d_model": 24, "n_layers": 2, "n_heads": 3, "d_ff": 37, "dropout": 0.0}
@@ -142,7 +142,8 @@ def test_what_does_not_fit_is_named():
         (lambda: EncoderConfig(activation="mish"), "activation='mish' is unknown"),
         (lambda: EncoderConfig(head="nothing"), "head"),
         (lambda: EncoderConfig(n_labels=0), "n_labels=0 must be at least 1"),
-        (lambda: EncoderConfig(d_model=30, n_heads=6, rope=None, rotate_values=True).build(), "rotate_values=True"),
+        (lambda: EncoderConfig(d_model=30, n_heads=6, rope=None, rotate_values=True).build(), "rope is None: set"),
+        (lambda: CosineAttention(16, 2, rotate_values=True), "rope is one of 9 features: set rope, and no feature map"),
         (lambda: EncoderConfig(d_model=15, n_heads=3).build(), "odd|even"),
         (lambda: model(tokens[0]), r"tokens is \(9,\)"),
         (lambda: model(tokens + 31), r"tokens lie in \[.* 0 … 30"),
