@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from linrope.errors import InputError
+from linrope.models.sharded_files import is_sharded_checkpoint
 from linrope.utils.checksums import CHECKSUMS_FILE, verify_checksums, write_checksums
 from linrope.utils.files import load_plain, sync
 
 CONFIG_FILE, WEIGHTS_FILE, SAFETENSORS_FILE = "config.json", "model.pt", "model.safetensors"
 SHARDS_FILE = "model.safetensors.index.json"
 """Names the files of weights that were saved in several, as transformers does above a given size."""
-META_FILE, INDEX_FILE = "meta.pt", ".metadata"
-"""What the folder of a sharded checkpoint holds: see `linrope.models.sharded_checkpoint`."""
 TOKENIZER_FILE, EXPORTED_TOKENIZER_FILE = "tokenizer.json", "linrope_tokenizer.json"
 """The tokenizer of a model in linrope's format; the tokenizer.json of an export has that of transformers."""
 MODEL_FILES = (CONFIG_FILE, WEIGHTS_FILE, "model*.safetensors", SHARDS_FILE, CHECKSUMS_FILE, EXPORTED_TOKENIZER_FILE,
@@ -188,11 +187,6 @@ def save_safetensors(weights: dict[str, Tensor], file: Path) -> None:
     save_file(weights, file, metadata={"format": "pt"})
 
 
-def is_sharded_checkpoint(path: str | Path) -> bool:
-    """Whether a path leads to the folder of a sharded checkpoint."""
-    return Path(path, META_FILE).is_file() and Path(path, INDEX_FILE).is_file()
-
-
 def is_checkpoint(path: str | Path) -> bool:
     """Whether a path leads to a file, or to the folder of a sharded checkpoint."""
     return Path(path).is_file() or is_sharded_checkpoint(path)
@@ -210,7 +204,9 @@ def open_checkpoint(path: str | Path, weights: bool = False) -> dict[str, Any]:
         hint = f" Did you mean '{last}'?" if last else ""
         raise InputError(f"checkpoint {str(path)!r} is a folder without {CONFIG_FILE}: name a .ckpt file.{hint}")
     if sharded:
-        from linrope.models.sharded_checkpoint import read_sharded_checkpoint  # of PyTorch with torch.distributed
+        from linrope.models.sharded_checkpoint import (
+            read_sharded_checkpoint,  # with torch.distributed, which takes time
+        )
 
         checkpoint = read_sharded_checkpoint(path, weights, optimizers=False)
     else:

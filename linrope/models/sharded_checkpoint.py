@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from linrope.errors import InputError
-from linrope.models.saving import INDEX_FILE, META_FILE
+from linrope.models.sharded_files import INDEX_FILE, META_FILE
 from linrope.utils.files import load_plain
 
 WEIGHTS, OPTIMIZER = "state_dict", "optimizer_"

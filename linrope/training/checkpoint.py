@@ -14,8 +14,9 @@ from linrope.data.tokenizers.base import Tokenizer, tokenizer_from_serialized
 from linrope.errors import CheckpointError, InputError
 from linrope.interop.roformer import load_trained
 from linrope.models.base import Model, ModelConfig, differences, flat_options
-from linrope.models.saving import is_checkpoint, is_sharded_checkpoint, open_checkpoint
+from linrope.models.saving import is_checkpoint, open_checkpoint
 from linrope.models.sharded_checkpoint import read_sharded_checkpoint
+from linrope.models.sharded_files import is_sharded_checkpoint
 from linrope.training.data_modules.base import ResumableDataModule, data_parallel
 from linrope.training.optimizer import OptimizerConfig
 from linrope.utils.files import versions, whole_file

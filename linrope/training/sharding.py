@@ -27,8 +27,8 @@ from torch.optim import Optimizer
 from linrope.distributed.group import SequenceGroup
 from linrope.errors import InputError
 from linrope.models.base import Model
-from linrope.models.saving import META_FILE, is_sharded_checkpoint
 from linrope.models.sharded_checkpoint import load_plainly
+from linrope.models.sharded_files import META_FILE, is_sharded_checkpoint
 from linrope.training.checkpoint import require_same_optimizer, unwritten
 from linrope.utils.files import load_plain, sync
 from linrope.utils.options import class_path_of

@@ -15,8 +15,9 @@ import torch
 from linrope import LanguageModel
 from linrope.cli.main import main
 from linrope.errors import InputError
-from linrope.models.saving import is_sharded_checkpoint, open_checkpoint
+from linrope.models.saving import open_checkpoint
 from linrope.models.sharded_checkpoint import read_sharded_checkpoint
+from linrope.models.sharded_files import is_sharded_checkpoint
 from linrope.training import sharding
 from tests.conftest import write_documents
 from tests.processes import Run
