@@ -12,6 +12,7 @@ import torch
 import linrope
 from linrope.cli.parser import parse_command
 from linrope.ops.cpu_kernel import library
+from linrope.ops.cpu_kernel.library import Products
 from linrope.ops.triton_kernel.launch import INSTALLED
 from linrope.utils.machine import has_fast_bfloat16, processor
 
@@ -51,8 +52,11 @@ def _instructions() -> str:
 
 
 def _cpu() -> str:
-    reason = library.why_none()
-    return f"yes: compiled for {library.library().target}" if reason is None else f"no: {reason}"
+    if (reason := library.why_none()) is not None:
+        return f"no: {reason}"
+    one = library.library()
+    products = {Products.IN_VECTORS: ", bfloat16 by AVX512-BF16", Products.IN_TILES: ", bfloat16 by AMX"}
+    return f"yes: compiled for {one.target}{products.get(one.products, '')}"
 
 
 def _triton() -> str:
