@@ -25,7 +25,7 @@ from linrope.training.callbacks.compiled import CompiledTraining, require_compil
 from linrope.training.callbacks.early_end import TimeLimit, reason_of_early_end
 from linrope.training.callbacks.health import HealthMonitor, SpikeWarning
 from linrope.training.callbacks.memory_preflight import MemoryPreflight
-from linrope.training.callbacks.saving import GracefulStop, LastCheckpoint, SaveConfig
+from linrope.training.callbacks.saving import BestCheckpoint, GracefulStop, LastCheckpoint, SaveConfig
 from linrope.training.callbacks.summary import PrintSample, RunSummary
 from linrope.training.callbacks.throughput import Throughput
 from linrope.training.checkpoint import newest_last, require_training_state, start_from
@@ -213,9 +213,7 @@ class FitCLI(TrainingCLI):
         trainer, checkpoints = self.config_init.trainer, []
         self.last_checkpoint = None
         if trainer.enable_checkpointing is not False:
-            monitor, mode = self.model.monitor
-            options = {"monitor": monitor, "mode": mode, "enable_version_counter": False}
-            best = ModelCheckpoint(folder / "checkpoints", "best", **options)
+            best = BestCheckpoint(folder / "checkpoints", *self.model.monitor)
             every = run.checkpoint_every_n_steps
             self.last_checkpoint = LastCheckpoint(folder / "checkpoints", every, run.keep_checkpoints)
             checkpoints = [best, self.last_checkpoint]  # after the best, whose score it keeps

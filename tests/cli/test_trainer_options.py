@@ -1,8 +1,10 @@
 """Options of Lightning's Trainer in `linrope fit`."""
 
+import json
 import re
 import shlex
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -60,6 +62,18 @@ def test_a_checkpoint_of_ones_own_lies_beside_the_others(tiny, run_folder, capsy
     (name,) = names - {"best.ckpt", "last.ckpt"}
     assert main(["validate", f"--ckpt_path={run_folder / 'checkpoints' / name}"]) == 0
     assert f"the configuration is {run_folder / 'config.yaml'}" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_ones_own_may_monitor_what_ours_does(tiny, run_folder):
+    options = {"monitor": "val_loss", "save_top_k": 3, "filename": "{step}"}
+    own = {"trainer": {"callbacks": [{"class_path": "ModelCheckpoint", "init_args": options}]}}
+    run = ["fit", *tiny, f"--config={json.dumps(own)}", "--trainer.val_check_interval=1"]
+    assert main([*run, "--trainer.max_steps=3"]) == 0
+    assert main([*run, "--trainer.max_steps=4", "--ckpt_path=last"]) == 0
+    names = {file.stem for file in (run_folder / "checkpoints").iterdir()}
+    assert names - {"best", "last"} == {"step=2", "step=3", "step=4"}
+    savers = [state for state in load(run_folder)["callbacks"].values() if "monitor" in state]
+    assert {Path(saver["best_model_path"]).stem for saver in savers} == {"best", "step=4"}
 
 
 def test_the_simple_profiler_prints_its_table(tiny, caplog):

@@ -157,10 +157,26 @@ def test_a_validation_that_was_due_is_finished_before_the_run_stops(exact, run_f
         interrupt(patch, lambda trainer: trainer.fit_loop.total_batch_idx == 3, signal.SIGTERM)  # ends the second step
         assert main(["fit", *exact]) == 128 + signal.SIGTERM
     assert (sorted(losses(run_folder)), sorted(losses(run_folder, "val_loss"))) == ([1, 2], [2])
-    (best,) = (state for name, state in load(run_folder)["callbacks"].items() if name.startswith("ModelCheckpoint"))
+    (best,) = (state for name, state in load(run_folder)["callbacks"].items() if name.startswith("BestCheckpoint"))
     assert best["best_model_score"] is not None
     assert main(["fit", *exact, "--ckpt_path=last"]) == 0
     assert (sorted(losses(run_folder)), sorted(losses(run_folder, "val_loss"))) == ([1, 2, 3, 4], [2, 4])
+
+
+def test_a_plain_best_checkpoint_of_an_earlier_run_keeps_its_score(tiny, run_folder):
+    assert main(["fit", *tiny]) == 0
+    contents, last = load(run_folder), run_folder / "checkpoints" / "last.ckpt"
+    (name,) = (name for name in contents["callbacks"] if name.startswith("BestCheckpoint"))
+    state = contents["callbacks"].pop(name)
+    state["best_model_score"] = torch.tensor(1.0)  # which no later step reaches
+    state["best_k_models"] = {path: torch.tensor(1.0) for path in state["best_k_models"]}
+    contents["callbacks"][name.replace("BestCheckpoint", "ModelCheckpoint")] = state
+    torch.save(contents, last)
+    assert main(["fit", *tiny, "--ckpt_path=last", "--trainer.max_steps=4"]) == 0
+    resumed = load(run_folder)["callbacks"]
+    assert resumed[name]["best_model_score"] == 1.0
+    assert not any(name.startswith("ModelCheckpoint") for name in resumed)
+    assert load(run_folder, "best")["global_step"] == 2
 
 
 def test_draws_follow_from_the_seed_and_the_number_of_the_batch():

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
 from linrope.errors import InputError, Interrupted
 from linrope.training.run_folder import RunFolder
@@ -21,6 +21,21 @@ from linrope.utils.files import whole_file
 def finished_a_step(trainer: Trainer, batch_idx: int) -> bool:
     """Whether the batch that just ended was the last of its optimizer step."""
     return (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+
+
+class BestCheckpoint(ModelCheckpoint):
+    """Lightning's checkpoint of the best metric, as `best.ckpt`. The class gives its state a name of its own, so that a
+    ModelCheckpoint of the user's may monitor the same metric."""
+
+    def __init__(self, folder: str | Path, monitor: str, mode: str) -> None:
+        super().__init__(folder, "best", monitor=monitor, mode=mode, enable_version_counter=False)
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Takes the state of a run whose best checkpoint was a plain ModelCheckpoint."""
+        states = checkpoint["callbacks"]
+        plain = self.state_key.replace(type(self).__qualname__, ModelCheckpoint.__qualname__, 1)
+        if self.state_key not in states and plain in states:
+            states[self.state_key] = states.pop(plain)
 
 
 class LastCheckpoint(Checkpoint):

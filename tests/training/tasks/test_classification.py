@@ -129,7 +129,7 @@ def test_values_are_predicted_and_correlated(tmp_path, monkeypatch, capsys):
     assert "val_pearson" in (out := capsys.readouterr().out)
     assert "val_spearman" in out
     best = torch.load("runs/small/version_0/checkpoints/best.ckpt", weights_only=True)
-    monitored = next(state for name, state in best["callbacks"].items() if name.startswith("ModelCheckpoint"))
+    monitored = next(state for name, state in best["callbacks"].items() if name.startswith("BestCheckpoint"))
     assert monitored["monitor"] == "val_spearman"
     assert main(["predict", "--ckpt_path=runs/small/version_0/checkpoints/last.ckpt", "--output=values.jsonl"]) == 0
     (row,) = map(json.loads, Path("values.jsonl").read_text().splitlines())
