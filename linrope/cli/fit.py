@@ -57,7 +57,8 @@ def run(args: Sequence[str]) -> None:
     try:
         _train(cli, args)
     finally:
-        cli.folder.release()
+        if cli.folder is not None:
+            cli.folder.release()
 
 
 def _train(cli: FitCLI, args: Sequence[str]) -> None:
@@ -67,7 +68,7 @@ def _train(cli: FitCLI, args: Sequence[str]) -> None:
         if cli.trainer.is_global_zero:
             _say_interrupted(cli, args, interrupted)
         raise
-    if not cli.trainer.is_global_zero:
+    if not cli.trainer.is_global_zero or cli.trainer.fast_dev_run:
         return
     if (reason := reason_of_early_end(cli.trainer)) is not None:
         say(f"ended after step {cli.trainer.global_step} of {cli.trainer.max_steps}: {reason}.{_to_resume(cli, args)}")
@@ -85,7 +86,8 @@ def _say_interrupted(cli: FitCLI, args: Sequence[str], interrupted: Interrupted)
 
 def _to_resume(cli: FitCLI, args: Sequence[str]) -> str:
     if cli.last_checkpoint is None:
-        return " trainer.enable_checkpointing=False left nothing to resume."
+        option = "fast_dev_run" if cli.trainer.fast_dev_run else "enable_checkpointing=False"
+        return f" trainer.{option} left nothing to resume."
     resume = command_line("fit", without_option(args, "--ckpt_path"), "--ckpt_path", cli.last_checkpoint.path)
     return f" To resume:\n  {resume}"
 
@@ -125,7 +127,7 @@ class FitCLI(TrainingCLI):
     step = 0
     """Of the checkpoint to resume from."""
     folder: RunFolder | None = None
-    """Where the run writes."""
+    """Where the run writes; None with trainer.fast_dev_run, which saves nothing."""
 
     def named_checkpoint(self) -> str | None:
         if self.options.ckpt_path == AUTO:
@@ -143,6 +145,8 @@ class FitCLI(TrainingCLI):
                 f"--ckpt_path={self.checkpoint!r} holds weights, but no training state to resume: name a .ckpt file of "
                 "`linrope fit`, or start a new run with these weights, with --run.start_from."
             )
+        if self.config_init.trainer.fast_dev_run:
+            raise InputError("trainer.fast_dev_run is a check, which resumes no run: drop --ckpt_path.")
         contents = self.open_checkpoint()
         require_training_state(contents, self.checkpoint)
         require_same_averaging(contents, self.config_init.run.ema_decay, self.checkpoint)
@@ -191,6 +195,8 @@ class FitCLI(TrainingCLI):
 
     def loggers(self) -> list[Logger]:
         """metrics.csv; beside it the loggers of `trainer.logger`, by default TensorBoard's where it is installed."""
+        if self.config_init.trainer.fast_dev_run:
+            return []
         self.folder, given = self.claim_folder(), self.config_init.trainer.logger
         folder = self.folder.path
         resumed = None if self.checkpoint is None else folder_of(Path(self.checkpoint))
@@ -204,23 +210,32 @@ class FitCLI(TrainingCLI):
             loggers += given
         return loggers
 
-    def callbacks(self) -> list[Callback]:
-        folder = self.folder.path
+    def checkpoints(self) -> list[Callback]:
+        """Those that write checkpoints, beside the user's."""
+        self.last_checkpoint, run = None, self.config_init.run
+        if self.folder is None:
+            return []
+        folder = self.folder.path / "checkpoints"
         for given in self.given_callbacks():
             if isinstance(given, ModelCheckpoint) and given.dirpath is None:
-                given.dirpath = str((folder / "checkpoints").resolve())  # beside ours, in the folder with config.yaml
+                given.dirpath = str(folder.resolve())  # beside ours, in the folder with config.yaml
+        if self.config_init.trainer.enable_checkpointing is False:
+            return []
+        self.last_checkpoint = LastCheckpoint(folder, run.checkpoint_every_n_steps, run.keep_checkpoints)
+        best = BestCheckpoint(folder, *self.model.monitor)
+        return [best, self.last_checkpoint]  # after the best, whose score it keeps
+
+    def save_config(self) -> SaveConfig:
+        """The callback that writes config.yaml."""
+        return SaveConfig(self.folder, self.parser.dump(self.config, "yaml", False))  # False keeps what is null
+
+    def callbacks(self) -> list[Callback]:
         run, sample = self.config_init.run, self.config_init.get("sample")
-        trainer, checkpoints = self.config_init.trainer, []
-        self.last_checkpoint = None
-        if trainer.enable_checkpointing is not False:
-            best = BestCheckpoint(folder / "checkpoints", *self.model.monitor)
-            every = run.checkpoint_every_n_steps
-            self.last_checkpoint = LastCheckpoint(folder / "checkpoints", every, run.keep_checkpoints)
-            checkpoints = [best, self.last_checkpoint]  # after the best, whose score it keeps
+        trainer, checkpoints = self.config_init.trainer, self.checkpoints()
         callbacks = [
             *([] if trainer.max_time is None else [TimeLimit(trainer.max_time)]),
             *([] if run.ema_decay is None else [AverageWeights(run.ema_decay)]),  # before what saves or samples
-            SaveConfig(self.folder, self.parser.dump(self.config, "yaml", False)),  # False keeps what is null
+            *([] if self.folder is None else [self.save_config()]),
             RunSummary(self.console, self.start, self.why_precision),
             *([MemoryPreflight()] if isinstance(self.datamodule, TextDataModule) else []),
             Throughput(),

@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
 from linrope.cli.checkpoint import LANGUAGE_MODELING, RUNS
+from linrope.cli.config_files import values_of
 from linrope.cli.generate import SamplingConfig
 from linrope.cli.output import say, say_once
 from linrope.cli.own_classes import own_classes
@@ -319,6 +320,11 @@ class TrainingCLI(ConfigCLI):
         if trained is not None:
             self.model.model, self.ckpt_path = trained, None
         self.trainer = self.instantiate_trainer()
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        super().parse_arguments(parser, args)
+        if self.command != "fit" and not values_of(args, "--trainer.fast_dev_run"):
+            self.config.trainer.fast_dev_run = False  # of the run's config.yaml, which asked for a check of training
 
     def named_checkpoint(self) -> str | None:
         """The path that --ckpt_path stands for."""

@@ -133,6 +133,34 @@ def test_a_validation_after_no_batch_is_refused(tiny, error_of, tmp_path):
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.parametrize("n", ["true", "3"])
+def test_a_fast_dev_run_saves_nothing(tiny, run_folder, tmp_path, monkeypatch, capsys, n):
+    monkeypatch.chdir(tmp_path)
+    batches = record_batches(monkeypatch)
+    assert main(["fit", *tiny, f"--trainer.fast_dev_run={n}", "--trainer.max_steps=9", *EARLY_STOPPING]) == 0
+    assert len(batches) == (1 if n == "true" else 3)
+    captured = capsys.readouterr()
+    assert "trainer.fast_dev_run: nothing is saved" in captured.out
+    assert "val_loss 5." in captured.out
+    assert captured.err == ""
+    assert [file.name for file in tmp_path.iterdir()] == ["corpus.txt"]
+
+
+def test_a_fast_dev_run_resumes_no_run(trained_run, error_of):
+    err = error_of("fit", *trained_run.resumed, "--trainer.max_steps=4", "--trainer.fast_dev_run=true")
+    assert "trainer.fast_dev_run is a check, which resumes no run: drop --ckpt_path." in err
+
+
+def test_a_measurement_takes_no_fast_dev_run_over_from_a_config(trained_run, tmp_path, capsys):
+    config = tmp_path / "config.yaml"
+    config.write_text("trainer: {fast_dev_run: true}")
+    measure = ["validate", f"--config={config}", *trained_run.resumed]
+    assert main(measure) == 0
+    assert "batches were read" not in capsys.readouterr().err
+    assert main([*measure, "--trainer.fast_dev_run=true"]) == 0
+    assert "1 of 16 batches were read" in capsys.readouterr().err
+
+
 def test_a_few_batches_can_be_overfitted(tiny, run_folder, monkeypatch, error_of):
     batches = record_batches(monkeypatch)
     few = ["--trainer.overfit_batches=4", "--trainer.accumulate_grad_batches=2", "--trainer.max_steps=6"]

@@ -58,6 +58,8 @@ class RunSummary(Callback):
             else ""
         )
         rows.append(("steps", f"{trainer.max_steps:,}{epochs}"))
+        if trainer.fast_dev_run:
+            rows.append(("check", "trainer.fast_dev_run: nothing is saved"))
         if (warmup := pl_module.optimizer_config.warmup_steps) > trainer.max_steps > 0:
             longer = f"optimizer.warmup_steps={warmup:,} is more than trainer.max_steps={trainer.max_steps:,}"
             rows.append(("warm-up", f"longer than the run: {longer}, so that optimizer.lr is never reached"))

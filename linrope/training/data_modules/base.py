@@ -89,7 +89,7 @@ class ResumableDataModule(LightningDataModule):
             raise InputError(f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} must be 1 or more.")
         if stage == "fit" and trainer.overfit_batches:
             self._require_overfitting(trainer.overfit_batches)
-        elif stage == "fit" and trainer.limit_train_batches not in (None, 1.0):
+        elif stage == "fit" and trainer.limit_train_batches not in (None, 1.0) and not trainer.fast_dev_run:
             raise InputError(
                 f"trainer.limit_train_batches={trainer.limit_train_batches} would train on the same first samples "
                 "again and again, but training data here is endless: remove it and set trainer.max_steps. To overfit a "
