@@ -28,6 +28,7 @@ from linrope.training.callbacks.memory_preflight import MemoryPreflight
 from linrope.training.callbacks.saving import BestCheckpoint, GracefulStop, LastCheckpoint, SaveConfig
 from linrope.training.callbacks.summary import PrintSample, RunSummary
 from linrope.training.callbacks.throughput import Throughput
+from linrope.training.callbacks.unsupported import require_supported
 from linrope.training.checkpoint import newest_last, require_training_state, start_from
 from linrope.training.data_modules.text import TextDataModule
 from linrope.training.metrics_file import METRICS_FILE, MetricsFile
@@ -161,6 +162,7 @@ class FitCLI(TrainingCLI):
         self.step = step
 
     def instantiate_trainer(self) -> Trainer:
+        require_supported(self.given_callbacks())
         if self.config_init.run.compile and not writes_text(self.task):
             raise InputError(f"run.compile=True compiles language models only, not those of task={self.config.task!r}.")
         if self.config_init.run.compile:

@@ -27,6 +27,7 @@ from linrope.errors import InputError, NonFiniteError
 from linrope.models.base import ModelConfig, config_in
 from linrope.models.saving import open_checkpoint
 from linrope.training.callbacks.saving import LastCheckpoint
+from linrope.training.callbacks.unsupported import require_supported
 from linrope.training.checkpoint import (
     require_same_optimizer,
     require_same_order,
@@ -95,7 +96,8 @@ class TrainingTask(LightningModule):
 
     Raises:
         InputError: a model of another kind; when training starts: `trainer.max_steps` is unset,
-            `trainer.gradient_clip_val` is set, or the run to resume had other data, batches or another seed.
+            `trainer.gradient_clip_val` is set, a callback is not supported, or the run to resume had other data,
+            batches or another seed.
         NonFiniteError: in training, at the first loss or gradient that is not finite.
     """
 
@@ -402,6 +404,7 @@ class TrainingTask(LightningModule):
             rank_zero_warn(slow)
         if stage != "fit":
             return
+        require_supported(trainer.callbacks)
         if trainer.max_steps < 1:
             raise InputError(
                 f"trainer.max_steps={trainer.max_steps} must be set to 1 or more: it is the number of optimizer steps, "

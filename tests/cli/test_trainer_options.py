@@ -114,6 +114,23 @@ def test_a_metric_that_no_run_logs_is_refused(tiny, error_of):
         assert "Did you mean 'val_loss'?" in err
 
 
+@pytest.mark.parametrize(
+    ("callback", "options", "fix"),
+    [
+        ("GradientAccumulationScheduler", {"scheduling": {0: 2}}, "Set trainer.accumulate_grad_batches, "),
+        ("BatchSizeFinder", {}, "Set data.batch_size; "),
+        ("StochasticWeightAveraging", {"swa_lrs": 0.01, "swa_epoch_start": 1}, "Set run.ema_decay "),
+        ("LearningRateFinder", {}, "Compare short runs with different optimizer.lr."),
+    ],
+)
+def test_a_callback_that_would_change_the_run_silently_is_refused(tiny, error_of, run_folder, callback, options, fix):
+    given = {"trainer": {"callbacks": [{"class_path": callback, "init_args": options}]}}
+    err = error_of("fit", *tiny, f"--config={json.dumps(given)}")
+    assert f"linrope: error: trainer.callbacks has a {callback}, and " in err
+    assert fix in err
+    assert not run_folder.parents[1].exists()
+
+
 def test_a_run_that_ends_before_its_first_validation_says_so(tiny, capsys):
     assert main(["fit", *tiny, "--trainer.max_steps=3", "--trainer.val_check_interval=4"]) == 0
     assert "none: trainer.val_check_interval=4 is more than 3 batches" in capsys.readouterr().out

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader
@@ -191,6 +192,13 @@ def test_a_loss_that_is_not_finite_stops_any_task_before_its_weights_change():
     with pytest.raises(NonFiniteError, match=r"the loss is (nan|inf) at step 1; .* Start again"):
         quiet_trainer(num_sanity_val_steps=0, callbacks=[], max_steps=1).fit(task, DataLoader(batches, batch_size=None))
     assert task.model.factor.item() == 1.0
+
+
+def test_a_callback_that_is_not_supported_is_refused_from_python_too():
+    batches = [{"x": torch.ones(1), "asked": torch.tensor([True])}]
+    trainer = quiet_trainer(callbacks=[GradientAccumulationScheduler({0: 2})], max_steps=1)
+    with pytest.raises(InputError, match=r"a GradientAccumulationScheduler, .* Set trainer\.accumulate_grad_batches"):
+        trainer.fit(DoublingTask(Doubler()), DataLoader(batches, batch_size=None))
 
 
 SCALED = {"plugins": [MixedPrecision("16-mixed", "cpu")]}  # with a GradScaler, as on a GPU
