@@ -282,12 +282,10 @@ class ConfigCLI(LightningCLI):
 
     def count_steps(self) -> None:
         """Replace `trainer.max_epochs` by `trainer.max_steps`, for data that has epochs."""
-        trainer, data = self.config_init.trainer, self.config_init.data
+        trainer = self.config_init.trainer
         if (epochs := trainer.max_epochs) in (None, -1):
             return
-        data.open()
-        steps = data.steps_per_epoch_for(trainer.accumulate_grad_batches * n_data_parallel(trainer))
-        if steps is None:
+        if (steps := self._steps_per_epoch()) is None:
             raise InputError(
                 f"trainer.max_epochs={epochs} has no meaning here: training draws from an endless stream of samples. "
                 "Set trainer.max_steps."
@@ -298,6 +296,39 @@ class ConfigCLI(LightningCLI):
                 "trainer.max_steps=-1 or trainer.max_epochs=-1."
             )
         trainer.max_steps, trainer.max_epochs = epochs * steps, -1
+
+    def count_validations(self) -> None:
+        """Replace `trainer.check_val_every_n_epoch` by `trainer.val_check_interval`, in batches: training is one
+        endless epoch, also on data that has epochs."""
+        trainer = self.config_init.trainer
+        if (epochs := trainer.check_val_every_n_epoch) is None:
+            return
+        if epochs < 1:
+            raise InputError(f"trainer.check_val_every_n_epoch={epochs} must be 1 or more, or null.")
+        steps, interval = self._steps_per_epoch(), trainer.val_check_interval
+        in_batches = interval is not None and not isinstance(interval, float)  # or a time
+        is_default = interval == TRAINER_DEFAULTS["val_check_interval"]
+        trainer.check_val_every_n_epoch = None
+        if epochs == 1 and in_batches and (steps is None or not is_default):
+            return  # at this interval in every epoch
+        if steps is None:
+            raise InputError(
+                f"trainer.check_val_every_n_epoch={epochs} has no meaning here: training draws from an endless stream "
+                "of samples. Remove it, and set trainer.val_check_interval to the training batches between two "
+                "validations."
+            )
+        if interval is not None and interval != 1.0 and not is_default:
+            raise InputError(
+                f"trainer.check_val_every_n_epoch={epochs} and trainer.val_check_interval={interval} exclude each "
+                "other: set trainer.val_check_interval=null, or remove trainer.check_val_every_n_epoch."
+            )
+        trainer.val_check_interval = epochs * steps * trainer.accumulate_grad_batches
+
+    def _steps_per_epoch(self) -> int | None:
+        """Optimizer steps of an epoch; None for data without epochs."""
+        trainer, data = self.config_init.trainer, self.config_init.data
+        data.open()
+        return data.steps_per_epoch_for(trainer.accumulate_grad_batches * n_data_parallel(trainer))
 
 
 class TrainingCLI(ConfigCLI):
@@ -375,6 +406,8 @@ class TrainingCLI(ConfigCLI):
 
     def instantiate_trainer(self) -> Trainer:
         self.count_steps()
+        if self.command == "fit":
+            self.count_validations()
         if self.config_init.trainer.val_check_interval == 0:
             raise InputError(
                 "trainer.val_check_interval=0 must be above 0: training batches between two validations. For none, set "

@@ -22,6 +22,7 @@ STRATEGIES = {
     "ModelParallelStrategy": "fsdp2",
     "fsdp2": "fsdp2",
 }
+BY_EPOCH = "--trainer.check_val_every_n_epoch"
 EARLY_STOPPING = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_loss"]
 
 
@@ -135,7 +136,33 @@ def test_a_run_that_ends_before_its_first_validation_says_so(tiny, capsys):
     assert main(["fit", *tiny, "--trainer.max_steps=3", "--trainer.val_check_interval=4"]) == 0
     assert "none: trainer.val_check_interval=4 is more than 3 batches" in capsys.readouterr().out
     assert main(["fit", *tiny, "--trainer.max_steps=4", "--trainer.val_check_interval=4"]) == 0
-    assert "none: trainer.val_check_interval" not in capsys.readouterr().out
+    assert "no best.ckpt" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [
+        ("val_check_interval=null", "trainer.val_check_interval is null, and training is one endless epoch"),
+        ("limit_val_batches=0", "trainer.limit_val_batches=0"),
+    ],
+)
+def test_a_run_without_validation_says_so(tiny, capsys, option, why):
+    assert main(["fit", *tiny, f"--trainer.{option}"]) == 0
+    assert f"none: {why}; no best.ckpt is written" in " ".join(capsys.readouterr().out.split())
+
+
+def test_validations_by_epoch_are_refused_for_data_without_epochs(tiny, run_folder, error_of):
+    for options in ([f"{BY_EPOCH}=2"], [f"{BY_EPOCH}=1", "--trainer.val_check_interval=null"]):
+        err = error_of("fit", *tiny, *options)
+        assert "has no meaning here: training draws from an endless stream of samples. Remove it, and set" in err
+        assert "trainer.val_check_interval to the training batches between two validations." in err
+    assert "must be 1 or more, or null" in error_of("fit", *tiny, f"{BY_EPOCH}=0")
+    assert not run_folder.exists()
+
+
+def test_validations_of_every_epoch_keep_their_interval_in_an_endless_one(tiny, run_folder):
+    assert main(["fit", *tiny, f"{BY_EPOCH}=1", "--trainer.val_check_interval=1"]) == 0
+    assert losses(run_folder, "val_loss").keys() == {1, 2}
 
 
 def test_a_run_is_validated_by_time(tiny, run_folder):

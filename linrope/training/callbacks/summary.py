@@ -64,7 +64,7 @@ class RunSummary(Callback):
             longer = f"optimizer.warmup_steps={warmup:,} is more than trainer.max_steps={trainer.max_steps:,}"
             rows.append(("warm-up", f"longer than the run: {longer}, so that optimizer.lr is never reached"))
         if why := _why_no_validation(trainer, data):
-            rows.append(("validation", f"none: {why}"))
+            rows.append(("validation", f"none: {why}; no best.ckpt is written"))
         device, n = trainer.strategy.root_device.type, trainer.world_size
         if device == "cuda" and any(isinstance(module, LinearAttention) for module in model.modules()):
             rows.append(("kernels", "compiled in the first step, which may take a minute; kept on disk for later runs"))
@@ -73,13 +73,17 @@ class RunSummary(Callback):
 
 
 def _why_no_validation(trainer: Trainer, data: ResumableDataModule) -> str | None:
-    """The reason why a run is not validated, unless the user said so; None if it is."""
+    """The reason why a run is not validated; None if it is."""
     if not trainer.limit_val_batches:
+        return f"trainer.limit_val_batches={trainer.limit_val_batches}"
+    if trainer.fast_dev_run:
         return None
     batches = trainer.max_steps * trainer.accumulate_grad_batches
     every = getattr(trainer, "val_check_interval", None)  # Lightning sets none where the interval is a time
     if isinstance(every, int) and 0 < batches < every:
         return f"trainer.val_check_interval={every:,} is more than {_count(batches, 'batch', 'batches')}"
+    if isinstance(every, float) and not trainer.overfit_batches:  # Lightning's 1.0 for null: the end of the epoch
+        return "trainer.val_check_interval is null, and training is one endless epoch"
     return None if data.fractions is None or data.fractions[1] else f"data.fractions={data.fractions} leaves no text"
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -115,6 +116,16 @@ def test_what_does_not_fit_is_named(options, changed, message, capsys):
         Path("dev.tsv").write_text("first\tsecond\nother\tx\n")
     assert main(["fit", *options, "--trainer.max_steps=2", *changed.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_validations_are_counted_in_epochs(options, capsys):
+    options = [*options, "--trainer.max_epochs=4", "--trainer.accumulate_grad_batches=2"]
+    by_epoch = [*options, "--trainer.check_val_every_n_epoch=2", "--trainer.val_check_interval=null"]
+    assert main(["fit", *by_epoch]) == 0
+    assert re.findall(r"^step (\d+)  val_loss", capsys.readouterr().out, re.M) == ["6", "12"]  # 3 steps an epoch
+    assert main(["validate", "--ckpt_path=runs/small/version_0/checkpoints/best.ckpt"]) == 0
+    assert main(["fit", *options, "--trainer.check_val_every_n_epoch=2"]) == 2
+    assert "check_val_every_n_epoch=2 and trainer.val_check_interval=5 exclude each other" in capsys.readouterr().err
 
 
 def test_values_are_predicted_and_correlated(tmp_path, monkeypatch, capsys):
