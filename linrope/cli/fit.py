@@ -25,6 +25,7 @@ from linrope.training.callbacks.compiled import CompiledTraining, require_compil
 from linrope.training.callbacks.early_end import TimeLimit, reason_of_early_end
 from linrope.training.callbacks.health import HealthMonitor, SpikeWarning
 from linrope.training.callbacks.memory_preflight import MemoryPreflight
+from linrope.training.callbacks.monitors import needs_sanity_check
 from linrope.training.callbacks.saving import BestCheckpoint, GracefulStop, LastCheckpoint, SaveConfig
 from linrope.training.callbacks.summary import PrintSample, RunSummary
 from linrope.training.callbacks.throughput import Throughput
@@ -163,6 +164,9 @@ class FitCLI(TrainingCLI):
 
     def instantiate_trainer(self) -> Trainer:
         require_supported(self.given_callbacks())
+        trainer = self.config_init.trainer
+        if needs_sanity_check(self.given_callbacks(), self.model.monitor[0]):
+            trainer.num_sanity_val_steps = trainer.num_sanity_val_steps or 1
         if self.config_init.run.compile and not writes_text(self.task):
             raise InputError(f"run.compile=True compiles language models only, not those of task={self.config.task!r}.")
         if self.config_init.run.compile:

@@ -13,7 +13,7 @@ from linrope.cli.plan import PlanOptions
 from linrope.cli.training import ConfigCLI
 from linrope.training.tasks.language_modeling import LanguageModelingModule
 from tests.training.attached import record_batches
-from tests.training.test_resume import interrupt, load, losses
+from tests.training.test_resume import equal, interrupt, load, losses, version
 
 STRATEGIES = {
     "DDPStrategy": "ddp",
@@ -107,12 +107,41 @@ def test_a_strategy_may_be_named_by_its_class_without_options(tiny, given, name)
     assert cli.config.trainer.strategy == cli.config_init.trainer.strategy == name
 
 
-def test_a_metric_that_no_run_logs_is_refused(tiny, error_of):
-    monitor = "--trainer.callbacks.monitor=vall_loss"
-    for name in ("EarlyStopping", "ModelCheckpoint"):
-        err = error_of("fit", *tiny, f"--trainer.callbacks+={name}", monitor)
-        assert f"{name}.monitor='vall_loss' is not logged by this run: choose one of grad_norm, lr, " in err
-        assert "Did you mean 'val_loss'?" in err
+@pytest.mark.parametrize("name", ["EarlyStopping", "ModelCheckpoint"])
+def test_a_metric_that_no_run_logs_is_refused_before_training(tiny, error_of, monkeypatch, name):
+    batches = record_batches(monkeypatch)
+    err = error_of("fit", *tiny, f"--trainer.callbacks+={name}", "--trainer.callbacks.monitor=vall_loss")
+    assert f"{name}.monitor='vall_loss' is not logged by this run: choose one of grad_norm, lr, " in err
+    assert "Did you mean 'val_loss'?" in err
+    assert batches == []
+
+
+@pytest.mark.parametrize(
+    ("monitor", "step"),
+    [("los", 2), ("val_loss/part", 4)],  # the first step that is logged, the first validation
+)
+def test_a_metric_that_is_found_missing_later_leaves_a_checkpoint(tiny, run_folder, error_of, monitor, step):
+    run = [*tiny, "--trainer.max_steps=6", "--trainer.log_every_n_steps=2", "--trainer.val_check_interval=4"]
+    err = error_of("fit", *run, "--trainer.callbacks+=EarlyStopping", f"--trainer.callbacks.monitor={monitor}")
+    assert f"EarlyStopping.monitor={monitor!r} is not logged by this run" in err
+    assert f"The run so far is in {run_folder / 'checkpoints' / 'last.ckpt'}: resume" in err
+    assert load(run_folder)["global_step"] == step
+    assert main(["fit", *run, "--ckpt_path=last"]) == 0
+    assert load(run_folder)["global_step"] == 6
+
+
+@pytest.mark.parametrize("monitor", ["val_bpb", "tokens_per_second", "step"])
+def test_what_is_monitored_changes_no_weights(tiny, run_folder, capsys, monitor):
+    own = ["--trainer.callbacks+=ModelCheckpoint", f"--trainer.callbacks.monitor={monitor}"]
+    run = [*tiny, "--trainer.max_steps=4", "--trainer.log_every_n_steps=1"]
+    assert main(["fit", *run, *own]) == 0
+    assert "step 0" not in capsys.readouterr().out
+    assert main(["fit", *run]) == 0
+    mine, plain = (load(version(run_folder, number)) for number in (0, 1))
+    assert equal(mine["state_dict"], plain["state_dict"])
+    (saver,) = (state for name, state in mine["callbacks"].items() if name.startswith("ModelCheckpoint"))
+    assert saver["best_model_path"]
+    assert main(["validate", f"--ckpt_path={run_folder / 'checkpoints' / 'last.ckpt'}"]) == 0
 
 
 @pytest.mark.parametrize(

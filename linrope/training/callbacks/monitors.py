@@ -2,23 +2,89 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from linrope.errors import InputError, suggest
+from linrope.training.callbacks.saving import LastCheckpoint
+
+ALWAYS_LOGGED = ("grad_norm", "lr")
+"""Metrics that every task logs in training."""
+PASSED_TO_CHECKPOINTS = ("epoch", "step")
+"""What Lightning tells each ModelCheckpoint beside the metrics."""
+
+
+def monitored(callback: Callback) -> str | None:
+    """The metric that a callback needs; None if it needs none, or may wait for it (`strict=False`)."""
+    monitor = getattr(callback, "monitor", None)
+    if not isinstance(monitor, str) or not getattr(callback, "strict", True):
+        return None
+    return None if isinstance(callback, ModelCheckpoint) and monitor in PASSED_TO_CHECKPOINTS else monitor
+
+
+def needs_sanity_check(callbacks: Iterable[Callback], task_monitor: str) -> bool:
+    """Whether only a validation can tell if a metric that a callback monitors is logged."""
+    known = {None, task_monitor, "train_loss", *ALWAYS_LOGGED}
+    return any(monitored(callback) not in known for callback in callbacks)
 
 
 class RequireMonitored(Callback):
-    """Raises InputError at the end of the first validation if a callback monitors a metric that was not logged.
+    """Raises InputError if a callback monitors a metric that is not logged. It must come before those callbacks.
 
-    It must come before those callbacks. One with `strict=False` may wait for its metric.
+    A metric whose name begins with "val" must be logged by Lightning's sanity check, which comes before training; if
+    there is one, any other metric must be logged by it or by the first step that the Trainer logs. All must be logged
+    by the end of the first validation. An error after training has begun comes with a checkpoint.
     """
 
+    def __init__(self) -> None:
+        self._in_sanity_check: set[str] | None = None
+        self._first_step = 0
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        logged = list(trainer.callback_metrics)
-        for callback in trainer.callbacks:
-            monitor = getattr(callback, "monitor", None)
-            if isinstance(monitor, str) and monitor not in logged and getattr(callback, "strict", True):
-                raise InputError(
-                    f"{type(callback).__name__}.monitor={monitor!r} is not logged by this run: choose one of "
-                    f"{', '.join(sorted(logged))}.{suggest(monitor, logged)}"
-                )
+        if trainer.state.fn != "fit":  # a measurement, with the callbacks of its run
+            return
+        logged = set(trainer.callback_metrics)
+        if not trainer.sanity_checking:
+            return _require(trainer, logged, [monitored(callback) for callback in trainer.callbacks])
+        self._in_sanity_check = logged
+        # A part of a validation may lack the metric of a part, as val_accuracy/mismatched.
+        whole = {name.partition("/")[0] for name in logged}
+        names = [name for name in map(monitored, trainer.callbacks) if name and name.startswith("val")]
+        _require(trainer, logged, [name for name in names if name.partition("/")[0] not in whole])
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._first_step = trainer.global_step
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        # At the start of the next step: callbacks log at the end of one, after this callback's hook.
+        if self._in_sanity_check is None or trainer.global_step < self._first_step + (trainer.log_every_n_steps or 1):
+            return
+        logged, self._in_sanity_check = self._in_sanity_check | set(trainer.callback_metrics), None
+        whole = {name.partition("/")[0] for name in logged}
+        names = [name for name in map(monitored, trainer.callbacks) if name and name.partition("/")[0] not in whole]
+        _require(trainer, logged, names)
+
+
+def _require(trainer: Trainer, logged: set[str], names: Iterable[str | None]) -> None:
+    """Raise InputError, after saving the run so far, if one of the names that callbacks monitor is not logged."""
+    for callback in trainer.callbacks:
+        name = monitored(callback)
+        if name is None or name in logged or name not in names:
+            continue
+        choices = sorted({*logged, *ALWAYS_LOGGED})
+        raise InputError(
+            f"{type(callback).__name__}.monitor={name!r} is not logged by this run: choose one of "
+            f"{', '.join(choices)}.{suggest(name, choices)}{_saved(trainer)}"
+        )
+
+
+def _saved(trainer: Trainer) -> str:
+    """Save the run so far; what to add to an error."""
+    savers = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, LastCheckpoint)]
+    if trainer.sanity_checking or not savers:
+        return ""
+    savers[0].save(trainer)
+    return f" The run so far is in {savers[0].path}: resume from it with --ckpt_path."

@@ -56,6 +56,8 @@ class ProgressReport(ProgressBar):
         self._close()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.sanity_checking:  # it is no result, and comes before the bar of training
+            return
         if self._progress is None:
             self._open(trainer)  # `linrope validate`, `test` and `predict` have no training bar
         if self._progress is not None:
@@ -68,6 +70,8 @@ class ProgressReport(ProgressBar):
             self._progress.advance(self._eval)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.sanity_checking:
+            return
         if self._progress is not None:
             self._progress.update(self._eval, visible=False)
         if trainer.state.fn != "fit":

@@ -69,7 +69,8 @@ def test_a_dumb_terminal_gets_lines_and_the_speed_stands_there_once_it_is_known(
 def test_predictions_have_a_bar(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     state = SimpleNamespace(fn="predict")
-    trainer = SimpleNamespace(predicting=True, num_predict_batches=[3], global_step=0, max_steps=-1, state=state)
+    numbers = {"num_predict_batches": [3], "global_step": 0, "max_steps": -1}
+    trainer = SimpleNamespace(predicting=True, sanity_checking=False, state=state, **numbers)
     report = ProgressReport(Console(width=80, force_terminal=True), every_n_steps=10)
     with report.console.capture() as captured:
         report.on_predict_start(trainer, None)
