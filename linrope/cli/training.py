@@ -37,6 +37,7 @@ from linrope.models.saving import CONFIG_FILE, open_checkpoint
 from linrope.training.callbacks.monitors import RequireMonitored
 from linrope.training.callbacks.progress import ProgressReport, evaluation_metrics, part_read
 from linrope.training.checkpoint import WholeCheckpointIO, find_last, require_same_model
+from linrope.training.data_modules.base import require_accumulation
 from linrope.training.optimizer import OptimizerConfig
 from linrope.training.precision import AUTO, automatic_precision, is_nvidia
 from linrope.training.sharding import ShardedStrategy, mesh_sizes, own_strategy
@@ -295,7 +296,7 @@ class ConfigCLI(LightningCLI):
                 f"trainer.max_epochs={epochs} and trainer.max_steps={trainer.max_steps} exclude each other: set "
                 "trainer.max_steps=-1 or trainer.max_epochs=-1."
             )
-        trainer.max_steps, trainer.max_epochs = epochs * steps, -1
+        trainer.max_steps, trainer.max_epochs, trainer.limit_train_batches = epochs * steps, -1, None
 
     def count_validations(self) -> None:
         """Replace `trainer.check_val_every_n_epoch` by `trainer.val_check_interval`, in batches: training is one
@@ -325,10 +326,19 @@ class ConfigCLI(LightningCLI):
         trainer.val_check_interval = epochs * steps * trainer.accumulate_grad_batches
 
     def _steps_per_epoch(self) -> int | None:
-        """Optimizer steps of an epoch; None for data without epochs."""
+        """Optimizer steps of an epoch, perhaps shortened by `trainer.limit_train_batches`; None for data without."""
         trainer, data = self.config_init.trainer, self.config_init.data
+        require_accumulation(per_step := trainer.accumulate_grad_batches)
         data.open()
-        return data.steps_per_epoch_for(trainer.accumulate_grad_batches * n_data_parallel(trainer))
+        steps = data.steps_per_epoch_for(per_step * n_data_parallel(trainer))
+        if steps is None or (limit := trainer.limit_train_batches) is None:
+            return steps
+        if limit <= 0 or (isinstance(limit, float) and limit > 1):
+            raise InputError(
+                f"trainer.limit_train_batches={limit} must be the batches of an epoch, 1 or more, or a share of them, "
+                "up to 1.0."
+            )
+        return min(steps, math.ceil(limit * steps if isinstance(limit, float) else limit / per_step))
 
 
 class TrainingCLI(ConfigCLI):
@@ -405,9 +415,9 @@ class TrainingCLI(ConfigCLI):
         return contents
 
     def instantiate_trainer(self) -> Trainer:
-        self.count_steps()
         if self.command == "fit":
-            self.count_validations()
+            self.count_validations()  # before `count_steps`, which drops the size of an epoch
+        self.count_steps()
         if self.config_init.trainer.val_check_interval == 0:
             raise InputError(
                 "trainer.val_check_interval=0 must be above 0: training batches between two validations. For none, set "

@@ -85,16 +85,23 @@ class ResumableDataModule(LightningDataModule):
         """Raise InputError for Trainer options with which training would repeat samples or never finish a step."""
         if (trainer := self.trainer) is None:
             return
-        if trainer.accumulate_grad_batches < 1:
-            raise InputError(f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} must be 1 or more.")
+        require_accumulation(trainer.accumulate_grad_batches)
         if stage == "fit" and trainer.overfit_batches:
             self._require_overfitting(trainer.overfit_batches)
-        elif stage == "fit" and trainer.limit_train_batches not in (None, 1.0) and not trainer.fast_dev_run:
-            raise InputError(
-                f"trainer.limit_train_batches={trainer.limit_train_batches} would train on the same first samples "
-                "again and again, but training data here is endless: remove it and set trainer.max_steps. To overfit a "
-                "few batches, as a check, set trainer.overfit_batches."
-            )
+        elif stage == "fit" and not trainer.fast_dev_run:
+            self._require_no_limit(trainer.limit_train_batches)
+
+    def _require_no_limit(self, limit: int | float | None) -> None:
+        """Raise InputError if training would begin anew after `limit` batches, or after that share of an epoch."""
+        if limit is None or (isinstance(limit, float) and limit == 1):
+            return
+        self.open()
+        has_epochs = self.steps_per_epoch_for(1) is not None
+        fix = "set trainer.max_epochs beside it, for epochs of this size, or remove" if has_epochs else "remove"
+        raise InputError(
+            f"trainer.limit_train_batches={limit} would train on the same first samples again and again: {fix} it and "
+            "set trainer.max_steps. To overfit a few batches, as a check, set trainer.overfit_batches."
+        )
 
     def _require_overfitting(self, n_batches: int | float) -> None:
         """Raise InputError unless Lightning can train on the first `n_batches` batches again and again."""
@@ -165,6 +172,12 @@ class ResumableDataModule(LightningDataModule):
                 f"a data worker was killed ({signal.Signals(killed[0]).name}), perhaps because memory ran out: lower "
                 "data.num_workers, and resume from the last checkpoint (--ckpt_path last)."
             ) from error
+
+
+def require_accumulation(n_batches: int) -> None:
+    """Raise InputError unless `trainer.accumulate_grad_batches` is 1 or more."""
+    if n_batches < 1:
+        raise InputError(f"trainer.accumulate_grad_batches={n_batches} must be 1 or more.")
 
 
 def require_least(name: str, value: int, least: int) -> None:

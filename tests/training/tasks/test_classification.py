@@ -128,6 +128,21 @@ def test_validations_are_counted_in_epochs(options, capsys):
     assert "check_val_every_n_epoch=2 and trainer.val_check_interval=5 exclude each other" in capsys.readouterr().err
 
 
+def test_epochs_may_be_shortened(options, capsys):
+    options = [option for option in options if "val_check_interval" not in option]
+    by_epoch = ["--trainer.max_epochs=2", "--trainer.check_val_every_n_epoch=1", "--trainer.accumulate_grad_batches=2"]
+    for limit, steps in (("3", 2), ("0.4", 2), ("99", 3), ("1.0", 3)):  # 3 steps of 2 batches are an epoch
+        assert main(["fit", *options, *by_epoch, f"--trainer.limit_train_batches={limit}"]) == 0
+        out = capsys.readouterr().out
+        assert re.findall(r"^step (\d+)  val_loss", out, re.M) == [str(steps), str(2 * steps)]
+    for wrong in ("0", "-1", "1.5"):
+        assert main(["fit", *options, *by_epoch, f"--trainer.limit_train_batches={wrong}"]) == 2
+        assert f"limit_train_batches={wrong} must be the batches of an epoch" in capsys.readouterr().err
+    for limit in ("1", "0.5"):
+        assert main(["fit", *options, "--trainer.max_steps=2", f"--trainer.limit_train_batches={limit}"]) == 2
+        assert "set trainer.max_epochs beside it, for epochs of this size, or remove it" in capsys.readouterr().err
+
+
 def test_values_are_predicted_and_correlated(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     header = "index\tsentence1\tsentence2"
