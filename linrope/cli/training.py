@@ -30,11 +30,13 @@ from linrope.cli.own_classes import own_classes
 from linrope.cli.parser import add_options, parse, parser_settings
 from linrope.cli.ranks import compare_ranks
 from linrope.cli.tasks import TASKS, name_of_task, task_of
+from linrope.cli.trainer_options import require_known_values
 from linrope.errors import InputError
 from linrope.interop.roformer import load_trained
 from linrope.models.base import Model, ModelConfig, config_in
 from linrope.models.saving import CONFIG_FILE, open_checkpoint
 from linrope.training.callbacks.monitors import RequireMonitored
+from linrope.training.callbacks.named_errors import name_setup_errors
 from linrope.training.callbacks.progress import ProgressReport, evaluation_metrics, part_read
 from linrope.training.checkpoint import WholeCheckpointIO, find_last, require_same_model
 from linrope.training.data_modules.base import require_accumulation
@@ -249,7 +251,11 @@ class ConfigCLI(LightningCLI):
         parser.set_defaults({f"trainer.{name}": value for name, value in self.trainer_defaults.items()})
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        self.config = parse(parser, args)
+        try:
+            self.config = parse(parser, args)
+        except InputError:
+            require_known_values(args, get_type_hints(self.trainer_class.__init__)["precision"])
+            raise
         # config.yaml does not repeat the command's own options: a copy of that run starts from scratch
         names = [field.name for field in fields(self.options_class)]
         self.options = self.options_class(**{name: self.config.pop(name) for name in names})
@@ -430,11 +436,13 @@ class TrainingCLI(ConfigCLI):
         try:
             loggers = self.loggers()
             self.trainer_defaults["callbacks"] = [*self.callbacks(), *self._progress()]
+            for given in self.given_callbacks():
+                name_setup_errors(given)
             self.config_init.trainer.callbacks = [RequireMonitored(), *self.given_callbacks()]  # come before these
             trainer = super().instantiate_trainer(logger=loggers or False)
         except InputError:
             raise
-        except (ValueError, TypeError, MisconfigurationException) as error:
+        except (ValueError, TypeError, RuntimeError, MisconfigurationException) as error:  # as for two equal callbacks
             raise InputError(f"section trainer: {error}") from error
         if not hasattr(trainer, "val_check_interval"):  # it is a time, and EarlyStopping reads it even so
             trainer.val_check_interval = None

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.callbacks import DeviceStatsMonitor
 
 from linrope.cli.main import main
 from linrope.cli.plan import PlanOptions
@@ -159,6 +160,41 @@ def test_a_callback_that_would_change_the_run_silently_is_refused(tiny, error_of
     assert f"linrope: error: trainer.callbacks has a {callback}, and " in err
     assert fix in err
     assert not run_folder.parents[1].exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--trainer.callbacks+=Nope"], "trainer.callbacks='Nope' is no callback: choose one of BackboneFinetuning, "),
+        (["--trainer.callbacks+=EarlyStoping"], "Did you mean 'EarlyStopping'?"),
+        (["--trainer.callbacks+=my.Nope"], "trainer.callbacks='my.Nope' is no class (No module named 'my')"),
+        (["--trainer.callbacks+=torch.Tensor"], "trainer.callbacks='torch.Tensor' is no callback"),
+        (["--trainer.callbacks+=EarlyStopping"], "EarlyStopping needs monitor: give --trainer.callbacks.monitor"),
+        (
+            ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitr=val_loss"],
+            "trainer.callbacks: EarlyStopping has no option 'monitr': choose one of monitor, min_delta, ",
+        ),
+        (["--config={trainer: {callbacks: [{class_path: ModelPrunin}]}}"], "Did you mean 'ModelPruning'?"),
+        (["--trainer.precision=bananas"], "trainer.precision='bananas' is unknown: choose one of 'auto', "),
+        (["--config={trainer: {precision: bf16-mxed}}"], "Did you mean 'bf16-mixed'?"),
+        (["--trainer.precision=32-true", "--optimizer.lr=x"], "optimizer.lr"),  # another option is wrong
+        (2 * ["--trainer.callbacks+=ModelCheckpoint"], "section trainer: Found more than one"),
+    ],
+)
+def test_values_that_the_trainer_does_not_know_are_named_in_one_line(tiny, error_of, options, message):
+    err = error_of("fit", *tiny, *options)
+    assert message in err
+    assert "lr=x" in options[-1] or err.count("\n") == 1
+
+
+def test_an_error_that_a_callback_of_lightning_raises_when_set_up_names_it(tiny, run_folder, error_of, monkeypatch):
+    def setup(*args: object, **kwargs: object) -> None:
+        raise ModuleNotFoundError("psutil is not installed")
+
+    monkeypatch.setattr(DeviceStatsMonitor, "setup", setup)
+    err = error_of("fit", *tiny, "--trainer.callbacks+=DeviceStatsMonitor")
+    assert err == "linrope: error: DeviceStatsMonitor of trainer.callbacks cannot be set up: psutil is not installed\n"
+    assert not run_folder.exists()
 
 
 def test_a_run_that_ends_before_its_first_validation_says_so(tiny, capsys):

@@ -1,0 +1,111 @@
+"""Options of Lightning's Trainer whose values the parser refuses at length: what is allowed, in one line."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+from lightning.pytorch import Callback, callbacks
+
+from linrope.cli.config_files import CONFIG, names_and_values
+from linrope.cli.own_classes import import_class
+from linrope.cli.parser import options_in
+from linrope.errors import InputError, require_choice, suggest
+from linrope.training.callbacks.unsupported import UNSUPPORTED
+from linrope.training.precision import AUTO
+
+OPTION = "trainer.callbacks"
+NOT_OFFERED = {"Callback", "Checkpoint", "Timer", *(callback.__name__ for callback in UNSUPPORTED)}
+"""Base classes, callbacks that are refused, and Timer, in whose place there is trainer.max_time."""
+
+
+def require_known_values(args: Sequence[str], precision: Any) -> None:
+    """Raise InputError for a value of trainer.precision that its type, `precision`, does not have, or for a callback
+    that is unknown, has an unknown option or lacks one."""
+    for value in _values(args, "precision"):
+        if value is not None:
+            require_choice("trainer.precision", str(value), dict.fromkeys(map(str, [AUTO, *_literals(precision)])))
+    for name, options in _given_callbacks(args):
+        _require_options(_callback(name), options)
+
+
+def _values(args: Sequence[str], option: str) -> Iterator[Any]:
+    """The values that a command line and its --config files give to an option of the Trainer."""
+    for name, value in names_and_values(args):
+        yield from _values_of(name, value, option)
+
+
+def _values_of(name: str, value: str, option: str) -> Iterator[Any]:
+    """The values that one word of a command line, with what follows it, gives to an option of the Trainer."""
+    if name in CONFIG:
+        trainer = options_in(value).get("trainer")
+        yield from (trainer[key] for key in (option, f"{option}+") if isinstance(trainer, dict) and key in trainer)
+    elif name.removesuffix("+") == f"--trainer.{option}":
+        try:
+            yield yaml.safe_load(value)
+        except yaml.YAMLError:
+            yield value
+
+
+def _literals(hint: Any) -> Iterator[Any]:
+    """The values of all Literals in a type."""
+    if get_origin(hint) is Literal:
+        yield from get_args(hint)
+    else:
+        for part in get_args(hint):
+            yield from _literals(part)
+
+
+def _given_callbacks(args: Sequence[str]) -> list[tuple[str, set[str]]]:
+    """The classes of the callbacks, and the names of the options that each is given: on the command line they follow
+    it."""
+    found: list[tuple[str, set[str]]] = []
+    for name, value in names_and_values(args):
+        for given in _values_of(name, value, "callbacks"):
+            for one in given if isinstance(given, list) else [given]:
+                if isinstance(one, dict) and "class_path" in one:
+                    found.append((str(one["class_path"]), set(one.get("init_args") or {})))
+                elif isinstance(one, str):
+                    found.append((one, set()))
+        if found and name.startswith(f"--{OPTION}."):
+            found[-1][1].add(name.removeprefix(f"--{OPTION}.").removeprefix("init_args.").partition(".")[0])
+    return found
+
+
+def _callback(name: str) -> type[Callback]:
+    """The class of that name or path. InputError if there is none."""
+    known = {one.__name__: one for one in _subclasses(Callback)}
+    one = import_class(OPTION, name) if "." in name else known.get(name)
+    if isinstance(one, type) and issubclass(one, Callback):
+        return one
+    offered = [choice for choice in callbacks.__all__ if choice not in NOT_OFFERED]
+    raise InputError(
+        f"{OPTION}={name!r} is no callback: choose one of {', '.join(offered)}, or give MODULE.CLASS of your own, with "
+        f"--import FILE.py.{suggest(name, {*known, *offered})}"
+    )
+
+
+def _subclasses(base: type) -> Iterator[type]:
+    for one in base.__subclasses__():
+        yield one
+        yield from _subclasses(one)
+
+
+def _require_options(one: type[Callback], given: set[str]) -> None:
+    """Raise InputError for an option that a callback does not have, or one that it lacks."""
+    parameters = list(inspect.signature(one.__init__).parameters.values())[1:]
+    if any(parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL) for parameter in parameters):
+        return
+    names = [parameter.name for parameter in parameters]
+    for name in sorted(given - set(names)):
+        raise InputError(
+            f"{OPTION}: {one.__name__} has no option {name!r}: choose one of {', '.join(names)}.{suggest(name, names)}"
+        )
+    for parameter in parameters:
+        if parameter.default is parameter.empty and parameter.name not in given:
+            raise InputError(
+                f"{OPTION}: {one.__name__} needs {parameter.name}: give --{OPTION}.{parameter.name} after it, or "
+                "init_args in YAML."
+            )
