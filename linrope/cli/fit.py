@@ -14,9 +14,10 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from rich.console import Console
 
 from linrope.cli.config_files import without_option
+from linrope.cli.epochs import n_data_parallel, n_devices
 from linrope.cli.output import command_line, discard, rank, say, say_once, write
 from linrope.cli.ranks import errors_printed_once
-from linrope.cli.training import TrainingCLI, n_data_parallel, n_devices, writes_text
+from linrope.cli.training import TrainingCLI, writes_text
 from linrope.errors import InputError, Interrupted, NothingToDo
 from linrope.models.saving import CONFIG_FILE, is_checkpoint, open_checkpoint
 from linrope.training.callbacks.averaging import AverageWeights, require_same_averaging

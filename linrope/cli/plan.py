@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from jsonargparse import Namespace
 
-from linrope.cli.training import ConfigCLI, n_data_parallel, n_devices, writes_text
+from linrope.cli.epochs import n_data_parallel, n_devices
+from linrope.cli.training import ConfigCLI, writes_text
 from linrope.errors import InputError
 from linrope.profiling.fake_tensors import shapes_only
 from linrope.profiling.run_plan import AUTOCAST, Setting, measure_rate

@@ -12,7 +12,6 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
-import torch
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, Trainer
@@ -24,6 +23,7 @@ from rich.console import Console
 
 from linrope.cli.checkpoint import LANGUAGE_MODELING, RUNS
 from linrope.cli.config_files import values_of
+from linrope.cli.epochs import count_steps, count_validations
 from linrope.cli.generate import SamplingConfig
 from linrope.cli.output import say, say_once
 from linrope.cli.own_classes import own_classes
@@ -39,10 +39,9 @@ from linrope.training.callbacks.monitors import RequireMonitored
 from linrope.training.callbacks.named_errors import name_setup_errors
 from linrope.training.callbacks.progress import ProgressReport, evaluation_metrics, part_read
 from linrope.training.checkpoint import WholeCheckpointIO, find_last, require_same_model
-from linrope.training.data_modules.base import require_accumulation
 from linrope.training.optimizer import OptimizerConfig
-from linrope.training.precision import AUTO, automatic_precision, is_nvidia
-from linrope.training.sharding import ShardedStrategy, mesh_sizes, own_strategy
+from linrope.training.precision import AUTO, automatic_precision
+from linrope.training.sharding import own_strategy
 from linrope.training.task import TrainingTask
 from linrope.training.tasks.language_modeling import LanguageModelingModule
 from linrope.utils.formatting import bytes_text
@@ -288,63 +287,11 @@ class ConfigCLI(LightningCLI):
         return self.task(config.model, config.optimizer, seed=config.seed_everything, **own)
 
     def count_steps(self) -> None:
-        """Replace `trainer.max_epochs` by `trainer.max_steps`, for data that has epochs."""
-        trainer = self.config_init.trainer
-        if (epochs := trainer.max_epochs) in (None, -1):
-            return
-        if (steps := self._steps_per_epoch()) is None:
-            raise InputError(
-                f"trainer.max_epochs={epochs} has no meaning here: training draws from an endless stream of samples. "
-                "Set trainer.max_steps."
-            )
-        if trainer.max_steps != -1:
-            raise InputError(
-                f"trainer.max_epochs={epochs} and trainer.max_steps={trainer.max_steps} exclude each other: set "
-                "trainer.max_steps=-1 or trainer.max_epochs=-1."
-            )
-        trainer.max_steps, trainer.max_epochs, trainer.limit_train_batches = epochs * steps, -1, None
-
-    def count_validations(self) -> None:
-        """Replace `trainer.check_val_every_n_epoch` by `trainer.val_check_interval`, in batches: training is one
-        endless epoch, also on data that has epochs."""
-        trainer = self.config_init.trainer
-        if (epochs := trainer.check_val_every_n_epoch) is None:
-            return
-        if epochs < 1:
-            raise InputError(f"trainer.check_val_every_n_epoch={epochs} must be 1 or more, or null.")
-        steps, interval = self._steps_per_epoch(), trainer.val_check_interval
-        in_batches = interval is not None and not isinstance(interval, float)  # or a time
-        is_default = interval == TRAINER_DEFAULTS["val_check_interval"]
-        trainer.check_val_every_n_epoch = None
-        if epochs == 1 and in_batches and (steps is None or not is_default):
-            return  # at this interval in every epoch
-        if steps is None:
-            raise InputError(
-                f"trainer.check_val_every_n_epoch={epochs} has no meaning here: training draws from an endless stream "
-                "of samples. Remove it, and set trainer.val_check_interval to the training batches between two "
-                "validations."
-            )
-        if interval is not None and interval != 1.0 and not is_default:
-            raise InputError(
-                f"trainer.check_val_every_n_epoch={epochs} and trainer.val_check_interval={interval} exclude each "
-                "other: set trainer.val_check_interval=null, or remove trainer.check_val_every_n_epoch."
-            )
-        trainer.val_check_interval = epochs * steps * trainer.accumulate_grad_batches
-
-    def _steps_per_epoch(self) -> int | None:
-        """Optimizer steps of an epoch, perhaps shortened by `trainer.limit_train_batches`; None for data without."""
+        """Replace options of the Trainer that count epochs by others that count steps and batches."""
         trainer, data = self.config_init.trainer, self.config_init.data
-        require_accumulation(per_step := trainer.accumulate_grad_batches)
-        data.open()
-        steps = data.steps_per_epoch_for(per_step * n_data_parallel(trainer))
-        if steps is None or (limit := trainer.limit_train_batches) is None:
-            return steps
-        if limit <= 0 or (isinstance(limit, float) and limit > 1):
-            raise InputError(
-                f"trainer.limit_train_batches={limit} must be the batches of an epoch, 1 or more, or a share of them, "
-                "up to 1.0."
-            )
-        return min(steps, math.ceil(limit * steps if isinstance(limit, float) else limit / per_step))
+        if self.command == "fit":
+            count_validations(trainer, data, TRAINER_DEFAULTS["val_check_interval"])
+        count_steps(trainer, data)
 
 
 class TrainingCLI(ConfigCLI):
@@ -421,8 +368,6 @@ class TrainingCLI(ConfigCLI):
         return contents
 
     def instantiate_trainer(self) -> Trainer:
-        if self.command == "fit":
-            self.count_validations()  # before `count_steps`, which drops the size of an epoch
         self.count_steps()
         if self.config_init.trainer.val_check_interval == 0:
             raise InputError(
@@ -502,24 +447,6 @@ def require_values(options: Namespace, config: type, section: str) -> None:
     for name, hint in hints.items():
         if name in options and options[name] is None and hint is not type(None) and type(None) not in get_args(hint):
             raise InputError(f"{section}.{name} has no value: give one, or remove the line to keep the default.")
-
-
-def n_data_parallel(trainer: Namespace) -> int:
-    """Number of devices of a run that read different batches."""
-    n, strategy = n_devices(trainer), trainer.strategy
-    return mesh_sizes(n, *strategy.sizes)[0] if isinstance(strategy, ShardedStrategy) else n
-
-
-def n_devices(trainer: Namespace) -> int:
-    """Number of devices of a run, on all nodes; "auto" counts those of this machine."""
-    devices = trainer.devices
-    if isinstance(devices, list):
-        of_a_node = len(devices)
-    elif str(devices).isdecimal():
-        of_a_node = int(devices)
-    else:
-        of_a_node = max(1, torch.cuda.device_count()) if is_nvidia(trainer.accelerator) else 1
-    return of_a_node * trainer.num_nodes
 
 
 def require_memory(config: ModelConfig) -> None:

@@ -135,6 +135,9 @@ def test_epochs_may_be_shortened(options, capsys):
         assert main(["fit", *options, *by_epoch, f"--trainer.limit_train_batches={limit}"]) == 0
         out = capsys.readouterr().out
         assert re.findall(r"^step (\d+)  val_loss", out, re.M) == [str(steps), str(2 * steps)]
+    shorter = ["--trainer.max_epochs=4", "--trainer.limit_train_batches=3", "--ckpt_path"]
+    assert main(["fit", *options, *by_epoch, *shorter, "runs/small/version_0/checkpoints/last.ckpt"]) == 0
+    assert re.findall(r"^step (\d+)  val_loss", capsys.readouterr().out, re.M) == ["6", "8"]
     for wrong in ("0", "-1", "1.5"):
         assert main(["fit", *options, *by_epoch, f"--trainer.limit_train_batches={wrong}"]) == 2
         assert f"limit_train_batches={wrong} must be the batches of an epoch" in capsys.readouterr().err

@@ -1,0 +1,90 @@
+"""Options of the Trainer that count epochs, as numbers of steps and batches: training is one endless epoch, also on
+data that has epochs."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jsonargparse import Namespace
+
+from linrope.errors import InputError
+from linrope.training.data_modules.base import ResumableDataModule, require_accumulation
+from linrope.training.precision import is_nvidia
+from linrope.training.sharding import ShardedStrategy, mesh_sizes
+
+
+def count_steps(trainer: Namespace, data: ResumableDataModule) -> None:
+    """Replace `trainer.max_epochs` by `trainer.max_steps`, for data that has epochs."""
+    if (epochs := trainer.max_epochs) in (None, -1):
+        return
+    if (steps := _steps_per_epoch(trainer, data)) is None:
+        raise InputError(
+            f"trainer.max_epochs={epochs} has no meaning here: training draws from an endless stream of samples. "
+            "Set trainer.max_steps."
+        )
+    if trainer.max_steps != -1:
+        raise InputError(
+            f"trainer.max_epochs={epochs} and trainer.max_steps={trainer.max_steps} exclude each other: set "
+            "trainer.max_steps=-1 or trainer.max_epochs=-1."
+        )
+    trainer.max_steps, trainer.max_epochs, trainer.limit_train_batches = epochs * steps, -1, None
+
+
+def count_validations(trainer: Namespace, data: ResumableDataModule, default_interval: int) -> None:
+    """Replace `trainer.check_val_every_n_epoch` by `trainer.val_check_interval`, in batches; `default_interval` counts
+    as not given. It comes before `count_steps`, which drops the size of an epoch."""
+    if (epochs := trainer.check_val_every_n_epoch) is None:
+        return
+    if epochs < 1:
+        raise InputError(f"trainer.check_val_every_n_epoch={epochs} must be 1 or more, or null.")
+    steps, interval = _steps_per_epoch(trainer, data), trainer.val_check_interval
+    at_ends = interval is None or (isinstance(interval, float) and interval == 1)
+    is_default = interval == default_interval
+    trainer.check_val_every_n_epoch = None
+    if epochs == 1 and not isinstance(interval, float | None) and (steps is None or not is_default):
+        return  # at this interval in every epoch
+    if steps is None:
+        raise InputError(
+            f"trainer.check_val_every_n_epoch={epochs} has no meaning here: training draws from an endless stream of "
+            "samples. Remove it, and set trainer.val_check_interval to the training batches between two validations."
+        )
+    if not at_ends and not is_default:
+        raise InputError(
+            f"trainer.check_val_every_n_epoch={epochs} and trainer.val_check_interval={interval} exclude each other: "
+            "set trainer.val_check_interval=null, or remove trainer.check_val_every_n_epoch."
+        )
+    trainer.val_check_interval = epochs * steps * trainer.accumulate_grad_batches
+
+
+def _steps_per_epoch(trainer: Namespace, data: ResumableDataModule) -> int | None:
+    """Optimizer steps of an epoch, perhaps shortened by `trainer.limit_train_batches`; None for data without epochs."""
+    require_accumulation(per_step := trainer.accumulate_grad_batches)
+    data.open()
+    steps = data.steps_per_epoch_for(per_step * n_data_parallel(trainer))
+    if steps is None or (limit := trainer.limit_train_batches) is None:
+        return steps
+    if limit <= 0 or (isinstance(limit, float) and limit > 1):
+        raise InputError(
+            f"trainer.limit_train_batches={limit} must be the batches of an epoch, 1 or more, or a share of them, up "
+            "to 1.0."
+        )
+    return min(steps, math.ceil(limit * steps if isinstance(limit, float) else limit / per_step))
+
+
+def n_data_parallel(trainer: Namespace) -> int:
+    """Number of devices of a run that read different batches."""
+    n, strategy = n_devices(trainer), trainer.strategy
+    return mesh_sizes(n, *strategy.sizes)[0] if isinstance(strategy, ShardedStrategy) else n
+
+
+def n_devices(trainer: Namespace) -> int:
+    """Number of devices of a run, on all nodes; "auto" counts those of this machine."""
+    devices = trainer.devices
+    if isinstance(devices, list):
+        of_a_node = len(devices)
+    elif str(devices).isdecimal():
+        of_a_node = int(devices)
+    else:
+        of_a_node = max(1, torch.cuda.device_count()) if is_nvidia(trainer.accelerator) else 1
+    return of_a_node * trainer.num_nodes
