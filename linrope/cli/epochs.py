@@ -4,6 +4,7 @@ data that has epochs."""
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from jsonargparse import Namespace
@@ -38,7 +39,7 @@ def count_validations(trainer: Namespace, data: ResumableDataModule, default_int
         return
     if epochs < 1:
         raise InputError(f"trainer.check_val_every_n_epoch={epochs} must be 1 or more, or null.")
-    steps, interval = _steps_per_epoch(trainer, data), trainer.val_check_interval
+    steps, interval = _steps_per_epoch(trainer, data), _whole(trainer.val_check_interval)
     at_ends = interval is None or (isinstance(interval, float) and interval == 1)
     is_default = interval == default_interval
     trainer.check_val_every_n_epoch = None
@@ -62,7 +63,7 @@ def _steps_per_epoch(trainer: Namespace, data: ResumableDataModule) -> int | Non
     require_accumulation(per_step := trainer.accumulate_grad_batches)
     data.open()
     steps = data.steps_per_epoch_for(per_step * n_data_parallel(trainer))
-    if steps is None or (limit := trainer.limit_train_batches) is None:
+    if steps is None or (limit := _whole(trainer.limit_train_batches)) is None:
         return steps
     if limit <= 0 or (isinstance(limit, float) and limit > 1):
         raise InputError(
@@ -70,6 +71,11 @@ def _steps_per_epoch(trainer: Namespace, data: ResumableDataModule) -> int | Non
             "to 1.0."
         )
     return min(steps, math.ceil(limit * steps if isinstance(limit, float) else limit / per_step))
+
+
+def _whole(value: Any) -> Any:
+    """A number above 1 as an int: the parser may read a whole number as a float, where the option's type has both."""
+    return int(value) if isinstance(value, float) and value > 1 and value.is_integer() else value
 
 
 def n_data_parallel(trainer: Namespace) -> int:

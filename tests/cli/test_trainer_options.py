@@ -208,7 +208,7 @@ def test_a_run_that_ends_before_its_first_validation_says_so(tiny, capsys):
     ("option", "why"),
     [
         ("val_check_interval=null", "trainer.val_check_interval is null, and training is one endless epoch"),
-        ("limit_val_batches=0", "trainer.limit_val_batches=0"),
+        ("limit_val_batches=0", "trainer.limit_val_batches is 0"),
     ],
 )
 def test_a_run_without_validation_says_so(tiny, capsys, option, why):

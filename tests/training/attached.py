@@ -18,7 +18,7 @@ OF_TRAINER = {"rank": 0, "world_size": 1, "step": 0, "accumulate": 1, "max_steps
 def attach(data: ResumableDataModule, **of_trainer: Any) -> None:
     """Sets a data module up for a trainer with these of `OF_TRAINER`."""
     given = SimpleNamespace(**{**OF_TRAINER, **of_trainer})
-    limits = {"limit_val_batches": 1.0, "limit_train_batches": 1.0, "overfit_batches": 0.0}
+    limits = {"limit_val_batches": 1.0, "limit_train_batches": 1.0, "overfit_batches": 0.0, "fast_dev_run": False}
     data.trainer = SimpleNamespace(
         global_rank=given.rank,
         world_size=given.world_size,

@@ -75,7 +75,7 @@ class RunSummary(Callback):
 def _why_no_validation(trainer: Trainer, data: ResumableDataModule) -> str | None:
     """The reason why a run is not validated; None if it is."""
     if not trainer.limit_val_batches:
-        return f"trainer.limit_val_batches={trainer.limit_val_batches}"
+        return "trainer.limit_val_batches is 0"
     if trainer.fast_dev_run:
         return None
     batches = trainer.max_steps * trainer.accumulate_grad_batches

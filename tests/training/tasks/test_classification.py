@@ -140,8 +140,8 @@ def test_epochs_may_be_shortened(options, capsys):
     assert re.findall(r"^step (\d+)  val_loss", capsys.readouterr().out, re.M) == ["6", "8"]
     for wrong in ("0", "-1", "1.5"):
         assert main(["fit", *options, *by_epoch, f"--trainer.limit_train_batches={wrong}"]) == 2
-        assert f"limit_train_batches={wrong} must be the batches of an epoch" in capsys.readouterr().err
-    for limit in ("1", "0.5"):
+        assert "must be the batches of an epoch" in capsys.readouterr().err
+    for limit in ("2", "0.5"):
         assert main(["fit", *options, "--trainer.max_steps=2", f"--trainer.limit_train_batches={limit}"]) == 2
         assert "set trainer.max_epochs beside it, for epochs of this size, or remove it" in capsys.readouterr().err
 

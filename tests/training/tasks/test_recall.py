@@ -112,7 +112,7 @@ def test_options_out_of_range_are_named(options, message):
 @pytest.mark.parametrize(
     ("trainer", "vocab_size", "message"),
     [
-        ({"limit_train_batches": 5}, 64, r"would train on the same first samples again and again"),
+        ({"limit_train_batches": 1}, 64, r"would train on the same first samples again and again"),
         ({"overfit_batches": 0.5}, 64, r"trainer\.overfit_batches=0\.5 is a share of data that has no end"),
         ({}, 65, r"model\.vocab_size=64 is too small .* set it to 65 or more"),
     ],
