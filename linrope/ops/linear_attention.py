@@ -13,7 +13,6 @@ from linrope.ops.backends import BACKENDS, WHY_NOT, linear, needs_gradient
 from linrope.ops.call import Call, autocast_inputs, check_call, without_autocast
 from linrope.ops.cpu_kernel import kernel as cpu_kernel
 from linrope.ops.cpu_kernel import library
-from linrope.ops.reference import reference_attention
 from linrope.ops.registration import NoTransforms
 from linrope.ops.state import State
 from linrope.rotary import RotaryEmbedding
@@ -106,7 +105,7 @@ def linear_attention(
                 "linrope takes backend 'reference' in transforms of torch.func and in forward-mode differentiation: "
                 "time and memory grow with the square of the length."
             )
-            o, final = reference_attention(call)
+            o, final = BACKENDS["reference"](call)
     o = o.to(v.dtype)
     return (o, final) if return_state else o
 
