@@ -70,7 +70,9 @@ def _given_callbacks(args: Sequence[str]) -> list[tuple[str, set[str]]]:
                 elif isinstance(one, str):
                     found.append((one, set()))
         if found and name.startswith(f"--{OPTION}."):
-            found[-1][1].add(name.removeprefix(f"--{OPTION}.").removeprefix("init_args.").partition(".")[0])
+            option = name.removeprefix(f"--{OPTION}.").removeprefix("init_args.").partition(".")[0]
+            if option not in ("class_path", "init_args", "dict_kwargs"):
+                found[-1][1].add(option)
     return found
 
 

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
@@ -174,9 +174,7 @@ class Model(nn.Module):
                 a directory that is a file.
         """
         weights = self.state_dict()
-        with torch.device("meta"), torch.random.fork_rng([]):
-            expected = self.config.build().state_dict().keys()
-        if differing := sorted(weights.keys() ^ expected):
+        if differing := sorted(weights.keys() ^ self._names_when_built(weights)):
             raise InputError(
                 f"the model has been changed in {', '.join(differing[:5])}{' …' * (len(differing) > 5)}, so that "
                 "from_pretrained could not read it: remove parametrizations and merge adapters first, or save its "
@@ -185,6 +183,15 @@ class Model(nn.Module):
         if Path(directory).is_file():
             raise InputError(f"directory={str(directory)!r} is a file: choose a folder.")
         write_folder(Path(directory), self.config.to_dict(), weights, self.tokenizer)
+
+    def _names_when_built(self, weights: dict[str, Tensor]) -> Set[str]:
+        """The names of the weights of a new model of this configuration; those of `weights` if it cannot be built
+        without values, as one of the user's own may need."""
+        try:
+            with torch.device("meta"), torch.random.fork_rng([]):
+                return self.config.build().state_dict().keys()
+        except RuntimeError:
+            return weights.keys()
 
     @classmethod
     def from_pretrained(cls: type[AnyModel], path: str | os.PathLike, verify: bool = True) -> AnyModel:

@@ -23,9 +23,9 @@ SHARDS_FILE = "model.safetensors.index.json"
 """Names the files of weights that were saved in several, as transformers does above a given size."""
 TOKENIZER_FILE, EXPORTED_TOKENIZER_FILE = "tokenizer.json", "linrope_tokenizer.json"
 """The tokenizer of a model in linrope's format; the tokenizer.json of an export has that of transformers."""
-MODEL_FILES = (CONFIG_FILE, WEIGHTS_FILE, "model*.safetensors", SHARDS_FILE, CHECKSUMS_FILE, EXPORTED_TOKENIZER_FILE,
-               TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
-               "modeling_linrope.py")  # fmt: skip
+MODEL_FILES = (CONFIG_FILE, WEIGHTS_FILE, SAFETENSORS_FILE, SHARDS_FILE, "model-[0-9]*-of-[0-9]*.safetensors",
+               CHECKSUMS_FILE, EXPORTED_TOKENIZER_FILE, TOKENIZER_FILE, "tokenizer_config.json",
+               "special_tokens_map.json", "generation_config.json", "modeling_linrope.py")  # fmt: skip
 """Patterns of all files that a saved or an exported model may have."""
 
 
@@ -47,13 +47,13 @@ def write_folder(
 
 
 def replace_model(new: Path, folder: Path) -> None:
-    """`move_files` of a model into a folder, which loses all files of a model before, in whatever format."""
+    """`move_files` of a model into a folder, which loses the files of one that was saved or exported there before."""
     mode = (new / CONFIG_FILE).stat().st_mode  # safetensors makes its file readable for the owner only
     for file in new.iterdir():
         file.chmod(mode)
         sync(file)
     for old in (old for pattern in MODEL_FILES for old in folder.glob(pattern)):
-        if not (new / old.name).exists():
+        if old.is_file() and not (new / old.name).exists():
             old.unlink()
     move_files(new, folder)
 

@@ -290,13 +290,14 @@ def _check_decays(log_decay: Tensor) -> None:
     """
     if not torch.compiler.is_compiling():
         log_decay = debug_unwrap(log_decay)  # a transform of torch.func has no rule for an assertion
+    log_decay = log_decay.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
     if log_decay.is_cuda:  # reading values here would make the host wait: the GPU checks, and stops the program
-        lowest, highest = log_decay.aminmax()  # NaN if there is one
-        torch._assert_async(~((lowest == -math.inf) | (highest > 0)), "log_decay must be finite and at most 0")
+        lowest, highest = log_decay.aminmax()
+        torch._assert_async((lowest > -math.inf) & (highest <= 0), "log_decay must be finite and at most 0")
     elif not torch.compiler.is_compiling():
         try:
             lowest, highest = (bound.item() for bound in log_decay.aminmax())
-            fits = not (lowest == -math.inf or highest > 0)
+            fits = lowest > -math.inf and highest <= 0
         except RuntimeError:  # of a fake tensor, or in a trace of make_fx
             return
         if not fits:

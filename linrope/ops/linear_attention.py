@@ -64,7 +64,7 @@ def linear_attention(
             attention without positions.
         log_decay: (B, H, T), each entry finite and ≤ 0. It multiplies the weight of pair (i, j) by exp(G_i - G_j) in
             both sums, where G is its running sum. Causal only. Graphs of `torch.compile` on a CPU do not check it. NaN
-            gives NaN from its token on.
+            gives NaN from its token on, or for the whole row.
         feature_map: φ: "elu1", "relu", "exp" (bounded), "identity", "softmax" (over features), or a differentiable
             callable from (..., D) to (..., F). `rope.dim` and the state then have F features.
         normalize: the denominator. "plain" sums unrotated features. "rotary" sums rotated features, and uses -ε if

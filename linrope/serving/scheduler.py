@@ -95,8 +95,9 @@ class Scheduler:
             size = bytes_text(cache.max_bytes)
             raise InputError(f"the weights and a cache of {size} leave no memory for requests: lower --cache_gb.")
         self._wake = threading.Condition()
-        self._waiting: deque[Request] = deque()  # under the lock of _wake, as are the two below
-        self._is_closing = self._is_cut = False
+        self._waiting: deque[Request] = deque()  # under the lock of _wake, as is _is_closing
+        self._is_closing = False
+        self._is_cut = False  # set by a signal too, without the lock
         self._readers: deque[_Reader] = deque()
         self._joining: list[tuple[Choice, ModelState]] = []
         self._rows, self._choices = Rows(model), []  # type: Rows, list[Choice]

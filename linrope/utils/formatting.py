@@ -58,8 +58,9 @@ def in_one_unit(values: Sequence[float], units: list[str], base: int) -> tuple[s
 
 def duration_text(seconds: float) -> str:
     """A duration in its two largest units: "3 h 20 min"."""
-    for name, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
-        whole, rest = divmod(round(seconds / part), size // part)
-        if whole:
+    units = ("d", 86400, "h", 3600, 30), ("h", 3600, "min", 60, 0.5), ("min", 60, "s", 1, 0.5)
+    for name, size, smaller, part, missing in units:  # what is missing would be rounded to the whole unit
+        if seconds >= size - missing:
+            whole, rest = divmod(round(seconds / part), size // part)
             return f"{whole:,} {name} {rest} {smaller}"
     return f"{seconds:.2g} s"

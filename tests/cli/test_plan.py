@@ -153,7 +153,7 @@ def test_the_longest_that_fits_is_the_last_power_of_two_within_the_memory():
 
 def test_durations_are_in_two_units():
     expected = {0.25: "0.25 s", 59: "59 s", 61: "1 min 1 s", 3600 * 2 + 61: "2 h 1 min", 86400 * 3 + 3600: "3 d 1 h"}
-    expected |= {59.7: "1 min 0 s", 3599.8: "1 h 0 min", 86399: "1 d 0 h"}
+    expected |= {59.7: "1 min 0 s", 3599.8: "1 h 0 min", 86399: "1 d 0 h", 3580: "59 min 40 s", 84960: "23 h 36 min"}
     assert {seconds: duration_text(seconds) for seconds in expected} == expected
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -34,14 +33,10 @@ def needs_sanity_check(callbacks: Iterable[Callback], task_monitor: str) -> bool
 class RequireMonitored(Callback):
     """Raises InputError if a callback monitors a metric that is not logged. It must come before those callbacks.
 
-    A metric whose name begins with "val" must be logged by Lightning's sanity check, which comes before training; if
-    there is one, any other metric must be logged by it or by the first step that the Trainer logs. All must be logged
-    by the end of the first validation. An error after training has begun comes with a checkpoint.
+    A metric whose name begins with "val" must be logged by Lightning's sanity check, which comes before training, if
+    there is one. All must be logged by the end of the first validation: a callback may log its own seldom. An error
+    after training has begun comes with a checkpoint.
     """
-
-    def __init__(self) -> None:
-        self._in_sanity_check: set[str] | None = None
-        self._first_step = 0
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn != "fit":  # a measurement, with the callbacks of its run
@@ -49,23 +44,10 @@ class RequireMonitored(Callback):
         logged = set(trainer.callback_metrics)
         if not trainer.sanity_checking:
             return _require(trainer, logged, [monitored(callback) for callback in trainer.callbacks])
-        self._in_sanity_check = logged
         # A part of a validation may lack the metric of a part, as val_accuracy/mismatched.
         whole = {name.partition("/")[0] for name in logged}
         names = [name for name in map(monitored, trainer.callbacks) if name and name.startswith("val")]
         _require(trainer, logged, [name for name in names if name.partition("/")[0] not in whole])
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._first_step = trainer.global_step
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        # At the start of the next step: callbacks log at the end of one, after this callback's hook.
-        if self._in_sanity_check is None or trainer.global_step < self._first_step + (trainer.log_every_n_steps or 1):
-            return
-        logged, self._in_sanity_check = self._in_sanity_check | set(trainer.callback_metrics), None
-        whole = {name.partition("/")[0] for name in logged}
-        names = [name for name in map(monitored, trainer.callbacks) if name and name.partition("/")[0] not in whole]
-        _require(trainer, logged, names)
 
 
 def _require(trainer: Trainer, logged: set[str], names: Iterable[str | None]) -> None:

@@ -29,6 +29,7 @@ struct Registers<BFloat16Tile> {
       uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
       uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
     } shapes;
+    __asm__ volatile("" ::"r"(&shapes) : "memory");  // GCC takes the configuration for 8 bytes
     _tile_loadconfig(&shapes);
   }
   ~Registers() { _tile_release(); }
