@@ -290,21 +290,23 @@ def _check_decays(log_decay: Tensor) -> None:
     """
     if not torch.compiler.is_compiling():
         log_decay = debug_unwrap(log_decay)  # a transform of torch.func has no rule for an assertion
-    log_decay = log_decay.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
     if log_decay.is_cuda:  # reading values here would make the host wait: the GPU checks, and stops the program
-        lowest, highest = log_decay.aminmax()
-        torch._assert_async((lowest > -math.inf) & (highest <= 0), "log_decay must be finite and at most 0")
+        torch._assert_async(~_are_wrong(log_decay).any(), "log_decay must be finite and at most 0")
     elif not torch.compiler.is_compiling():
         try:
-            lowest, highest = (bound.item() for bound in log_decay.aminmax())
-            fits = lowest > -math.inf and highest <= 0
+            is_wrong = _are_wrong(log_decay).any().item()
         except RuntimeError:  # of a fake tensor, or in a trace of make_fx
             return
-        if not fits:
+        if is_wrong is True:  # a fake tensor's is a symbol
+            lowest, highest = (bound.item() for bound in log_decay[~log_decay.isnan()].aminmax())
             raise InputError(
                 f"log_decay lies in [{lowest}, {highest}]: every entry must be finite and at most 0, as from "
                 "logsigmoid (use segment_ids to forget everything before a token)."
             )
+
+
+def _are_wrong(log_decay: Tensor) -> Tensor:
+    return (log_decay > 0) | (log_decay == -math.inf)
 
 
 def _number_documents(segment_ids: Tensor | None, length: int, k: Tensor) -> Tensor | None:
