@@ -184,7 +184,7 @@ class EncoderModel(Model):
         trained, own = source.body.state_dict(), self.body.state_dict()
         differing = list(differences(flat_options(source.config), flat_options(self.config)))
         same_heads = source.config.n_heads == self.config.n_heads  # other numbers have weights of the same shapes
-        if not same_heads or any(_shape(trained, key) != _shape(own, key) for key in trained.keys() | own.keys()):
+        if not same_heads or _shapes(trained) != _shapes(own):
             lines = [line for line in differing if not line.startswith(OF_HEAD)]
             raise InputError(
                 f"{name} holds an encoder of other shapes: make those of these options equal that decide them:\n  "
@@ -195,16 +195,15 @@ class EncoderModel(Model):
         notes = [line for line in differing if not line.startswith(SEEN_IN_SHAPES)]
         if self.config.head is None:
             return notes
-        heads = source.state_dict(), self.state_dict()
-        same = {key for key in heads[0].keys() | heads[1].keys() if _shape(heads[0], key) == _shape(heads[1], key)}
-        if source.config.head == self.config.head and same == heads[0].keys() == heads[1].keys():
-            self.load_state_dict(heads[0])
+        weights = source.state_dict()
+        if source.config.head == self.config.head and _shapes(weights) == _shapes(self.state_dict()):
+            self.load_state_dict(weights)
             return notes
         return [*notes, f"model.head: {self.config.head!r} is new"]
 
 
-def _shape(weights: dict[str, Tensor], key: str) -> tuple[int, ...] | None:
-    return tuple(weights[key].shape) if key in weights else None
+def _shapes(weights: dict[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: weight.shape for name, weight in weights.items()}
 
 
 class RoFormerEncoder(EncoderModel):

@@ -49,13 +49,13 @@ def write_folder(
 def replace_model(new: Path, folder: Path) -> None:
     """`move_files` of a model into a folder, which loses the files of one that was saved or exported there before."""
     mode = (new / CONFIG_FILE).stat().st_mode  # safetensors makes its file readable for the owner only
-    for file in new.iterdir():
-        file.chmod(mode)
-        sync(file)
-    for old in (old for pattern in MODEL_FILES for old in folder.glob(pattern)):
-        if old.is_file() and not (new / old.name).exists():
-            old.unlink()
+    names = {file.name for file in new.iterdir()}
+    for name in names:
+        (new / name).chmod(mode)
     move_files(new, folder)
+    for old in (old for pattern in MODEL_FILES for old in folder.glob(pattern)):
+        if old.is_file() and old.name not in names:
+            old.unlink()
 
 
 def move_files(source: Path, folder: Path) -> None:
@@ -204,9 +204,8 @@ def open_checkpoint(path: str | Path, weights: bool = False) -> dict[str, Any]:
         hint = f" Did you mean '{last}'?" if last else ""
         raise InputError(f"checkpoint {str(path)!r} is a folder without {CONFIG_FILE}: name a .ckpt file.{hint}")
     if sharded:
-        from linrope.models.sharded_checkpoint import (
-            read_sharded_checkpoint,  # with torch.distributed, which takes time
-        )
+        # only here: torch.distributed takes time to import
+        from linrope.models.sharded_checkpoint import read_sharded_checkpoint
 
         checkpoint = read_sharded_checkpoint(path, weights, optimizers=False)
     else:

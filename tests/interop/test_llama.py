@@ -44,29 +44,29 @@ def saved(kind, folder, **options):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_transformers(kind, tmp_path):
-    theirs, ours = saved(kind, tmp_path), load_llama(tmp_path)
+    there, ours = saved(kind, tmp_path), load_llama(tmp_path)
     tokens = torch.randint(61, (2, 37))
     with torch.no_grad():
-        expected = theirs(tokens).logits
+        expected = there(tokens).logits
         torch.testing.assert_close(ours(tokens), expected, **CLOSE)
         # transformers computes RoPE and norms in float32 always
-        torch.testing.assert_close(ours.double()(tokens), theirs.double()(tokens).logits, **CLOSE)
+        torch.testing.assert_close(ours.double()(tokens), there.double()(tokens).logits, **CLOSE)
         ours.float()
         logits, state = ours(tokens[:, :30], return_state=True)
         step = ours(tokens[:, 30:], state)
     torch.testing.assert_close(torch.cat((logits, step), dim=1), expected, **CLOSE)
-    assert ours.n_parameters == sum(parameter.numel() for parameter in theirs.parameters())
+    assert ours.n_parameters == sum(parameter.numel() for parameter in there.parameters())
 
 
 def test_files_in_parts_and_older_configurations(tmp_path):
-    theirs = saved("llama, base and eps", tmp_path, max_shard_size="20KB")
+    there = saved("llama, base and eps", tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     tokens = torch.randint(61, (1, 11))
-    expected = theirs(tokens).logits
+    expected = there(tokens).logits
     torch.testing.assert_close(load_llama(tmp_path)(tokens), expected, **CLOSE)
     with pytest.raises(InputError, match="tokenizer"):  # its tokens are no bytes
         load_llama(tmp_path).generate("hello", 2)
-    theirs.save_pretrained(tmp_path)  # in one file: transformers leaves the index of the parts
+    there.save_pretrained(tmp_path)  # in one file: transformers leaves the index of the parts
     assert (tmp_path / "model.safetensors.index.json").is_file()
     torch.testing.assert_close(load_llama(tmp_path)(tokens), expected, **CLOSE)
     file = tmp_path / "config.json"

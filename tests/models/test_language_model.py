@@ -174,24 +174,24 @@ def test_what_could_not_be_loaded_again_is_not_saved(tmp_path):
 
 
 def test_a_model_that_reads_values_as_it_is_built_is_saved_beside_other_files(tmp_path):
-    class Sloped(LanguageModel):
+    class Stepped(LanguageModel):
         def __init__(self, config):
             super().__init__(config)
-            self.slopes = torch.linspace(0, 1, 3).tolist()
+            self.steps = torch.linspace(0, 1, 3).tolist()
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
-    class SlopedConfig(LanguageModelConfig):
+    class SteppedConfig(LanguageModelConfig):
         def build(self):
-            return Sloped(self)
+            return Stepped(self)
 
-    model = SlopedConfig(vocab_size=40, d_model=8, n_layers=1, n_heads=2).build()
+    model = SteppedConfig(vocab_size=40, d_model=8, n_layers=1, n_heads=2).build()
     for name in ("model_ema.safetensors", "model-best.safetensors", "model.safetensors"):
         (tmp_path / name).touch()
     (tmp_path / "model-00001-of-00002.safetensors").mkdir()
     model.save_pretrained(tmp_path)
     names = {path.name for path in tmp_path.glob("model*")}
     assert names == {"model.pt", "model_ema.safetensors", "model-best.safetensors", "model-00001-of-00002.safetensors"}
-    assert LanguageModel.from_pretrained(tmp_path).slopes == [0, 0.5, 1]
+    assert LanguageModel.from_pretrained(tmp_path).steps == [0, 0.5, 1]
 
 
 def test_gradients_of_each_row_by_vmap():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from linrope.ops.call import Call
-from linrope.ops.cpu_kernel.library import DTYPES, Record, Tokens, library, why_none
+from linrope.ops.cpu_kernel.library import DTYPES, Products, Record, Tokens, library, why_none
 from linrope.ops.theta_gradient import ThetaGradient
 from linrope.ops.torch_kernel.memory import Pool, empty
 from linrope.rotary import unit_rotations
@@ -137,7 +137,7 @@ class Filled:
             eps=call.eps, feature_map=FEATURE_MAPS.index(call.feature_map), plain=call.plain, causal=call.causal,
             interleaved=call.interleaved, threads=torch.get_num_threads(), middle=queries // 2,
             exact=call.log_decay is not None and queries > LONG,
-            products=library().products if call.q.dtype == call.v.dtype == torch.bfloat16 else 0,
+            products=library().products if call.q.dtype == call.v.dtype == torch.bfloat16 else Products.OF_FLOAT32,
             parallel_for=library().parallel_for,
         )  # fmt: skip
         self.tokens(q=call.q, k=call.k, v=call.v)

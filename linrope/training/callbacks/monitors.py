@@ -42,23 +42,16 @@ class RequireMonitored(Callback):
         if trainer.state.fn != "fit":  # a measurement, with the callbacks of its run
             return
         logged = set(trainer.callback_metrics)
-        if not trainer.sanity_checking:
-            return _require(trainer, logged, [monitored(callback) for callback in trainer.callbacks])
-        # A part of a validation may lack the metric of a part, as val_accuracy/mismatched.
-        whole = {name.partition("/")[0] for name in logged}
-        names = [name for name in map(monitored, trainer.callbacks) if name and name.startswith("val")]
-        _require(trainer, logged, [name for name in names if name.partition("/")[0] not in whole])
-
-
-def _require(trainer: Trainer, logged: set[str], names: Iterable[str | None]) -> None:
-    """Raise InputError, after saving the run so far, if one of the names that callbacks monitor is not logged."""
-    for callback in trainer.callbacks:
-        name = monitored(callback)
-        if name is None or name in logged or name not in names:
-            continue
-        choices = sorted({*logged, *ALWAYS_LOGGED})
+        missing = [callback for callback in trainer.callbacks if monitored(callback) not in (None, *logged)]
+        if trainer.sanity_checking:  # a part of a validation may lack the metric of a part, as val_accuracy/mismatched
+            whole = {name.partition("/")[0] for name in logged}
+            wholes = ((callback, monitored(callback).partition("/")[0]) for callback in missing)
+            missing = [callback for callback, name in wholes if name.startswith("val") and name not in whole]
+        if not missing:
+            return
+        name, choices = monitored(missing[0]), sorted({*logged, *ALWAYS_LOGGED})
         raise InputError(
-            f"{type(callback).__name__}.monitor={name!r} is not logged by this run: choose one of "
+            f"{type(missing[0]).__name__}.monitor={name!r} is not logged by this run: choose one of "
             f"{', '.join(choices)}.{suggest(name, choices)}{_saved(trainer)}"
         )
 

@@ -35,7 +35,7 @@ struct Registers<BFloat16Tile> {
   ~Registers() { _tile_release(); }
 };
 
-enum { TILE = 16, TILE_TERMS = 32, TILE_PAIRS = TILE_TERMS / 2 };
+enum { TILE = 16, TILE_TERMS = block_of(BFloat16Tile{}), TILE_PAIRS = TILE_TERMS / 2 };
 
 // V tiles side by side, (16, 16 · V), into `c`, or added to it: A has 16 rows, and `blocks` times 32 terms of each sum.
 // a_block: entries from one 32 terms of A to the next.
