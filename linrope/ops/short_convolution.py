@@ -10,6 +10,7 @@ import ctypes
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from linrope.ops.checks import is_transformed
 from linrope.ops.cpu_kernel.library import DTYPES, library, why_none
@@ -43,7 +44,9 @@ def short_convolution(x: Tensor, tail: Tensor, weight: Tensor, documents: Tensor
 def is_compiled(x: Tensor, tail: Tensor, weight: Tensor) -> bool:
     """Whether the compiled form takes x. It has no rules for `torch.func` and forward-mode derivatives."""
     fits = x.device.type == "cpu" and x.dtype in DTYPES and weight.shape[1] <= WIDEST
-    if not fits or x.shape[1] < SHORTEST or x.numel() == 0 or why_none() is not None:
+    # a graph for any length would be held to those on the same side as its example
+    is_short = statically_known_true(x.shape[1] < SHORTEST) or statically_known_true(x.numel() == 0)
+    if not fits or is_short or why_none() is not None:
         return False
     return torch.compiler.is_compiling() or not is_transformed(x, tail, weight)
 

@@ -106,6 +106,18 @@ def test_second_derivatives_are_those_of_the_definition():
         assert (found - exact).norm() < 1e-5 * exact.norm()
 
 
+@pytest.mark.parametrize("example", [10, 100])
+def test_an_exported_graph_takes_rows_shorter_and_longer_than_its_example(example):
+    """On either side of the length from which on the compiled form is faster."""
+    torch.manual_seed(0)
+    conv = ShortConvolution(5, 4)
+    lengths = {"x": {1: torch.export.Dim.DYNAMIC}}
+    graph = torch.export.export(conv, (torch.randn(2, example, 5),), dynamic_shapes=lengths).module()
+    for length in (4, 15, 16, 300):
+        x = torch.randn(2, length, 5)
+        torch.testing.assert_close(graph(x), conv(x))
+
+
 def test_other_devices_take_the_definition():
     """cuDNN's convolution would take TF32 for float32; "meta" stands for other devices here."""
     y, tail = ShortConvolution(5, 4).to("meta")(torch.empty(2, 300, 5, device="meta"))
