@@ -56,7 +56,8 @@ class ShortConvolution(nn.Module):
             weight, without_silu = weight[channels], min(max(without_silu - channels.start, 0), x.shape[2])
         y = short_convolution(x, tail, weight, documents, without_silu)
         # a copy: a view would keep all of x in memory
-        following = torch.cat((tail.to(x.dtype), x[:, -self.width + 1 :]), dim=1)[:, -self.width + 1 :].clone()
+        last = x[:, torch.sym_max(x.shape[1] - self.width + 1, 0) :]  # no -width, which graphs take for long rows alone
+        following = torch.cat((tail.to(x.dtype), last), dim=1)[:, -self.width + 1 :].clone()
         if documents is not None:
             still_open = F.pad(documents, (self.width - 1, 0))[:, -self.width + 1 :] == documents[:, -1:]
             following = following * still_open[..., None]
