@@ -25,10 +25,10 @@ Base = float | Sequence[float | None]
 """One base for all heads, or one for each; None for a head without rotation."""
 Placement = Literal["numerator", "both", "before_map", "signed"]
 """Where linear attention applies the rotation: see `RotaryConfig`."""
-SCALING_RULES = ("linear", "ntk", "yarn")
-YARN_ROTATIONS = 1.0, 32.0
-"""α and β of YaRN, in full rotations within the original context. Pairs below α are slowed by the whole factor, pairs
-above β are unchanged."""
+BY_PARTS = {"yarn": (1.0, 32.0), "llama3": (1.0, 4.0)}
+"""α and β of rules that scale by parts, in full rotations within the original context. Pairs below α are slowed by the
+whole factor, pairs above β are unchanged."""
+SCALING_RULES = ("linear", "ntk", *BY_PARTS)
 
 
 def frequencies(rotary_dim: int, base: Base | None, device: torch.device | None = None) -> Tensor:
@@ -161,12 +161,13 @@ class RotaryScaling:
     """Changes the frequencies for a context longer than the one of training."""
 
     rule: str
-    """Which frequencies become lower: linear (all alike: position interpolation), ntk (low ones more: a larger base) or
-    yarn (those with less than one full rotation in the original context; those with over 32 stay)."""
+    """Which frequencies become lower: linear (all alike: position interpolation), ntk (low ones more: a larger base),
+    yarn (those with less than one full rotation in the original context; those with over 32 stay) or llama3 (the same,
+    those with over 4 stay: Llama 3.1 to 3.3)."""
     factor: float
     """Ratio of the new context to the original one, at least 1."""
     original_context: int | None = None
-    """Context of training, in tokens; yarn needs it, the other rules ignore it."""
+    """Context of training, in tokens; yarn and llama3 need it, the other rules ignore it."""
 
     def check(self, rotary_dim: int) -> None:
         """Raise InputError unless the rule fits `rotary_dim` dimensions."""
@@ -175,8 +176,10 @@ class RotaryScaling:
         if not (isinstance(self.factor, Real) and 1 <= self.factor < math.inf):
             raise InputError(f"scaling.factor={self.factor!r} must be a finite number, at least 1.")
         context = self.original_context
-        if context is None and self.rule == "yarn":
-            raise InputError("scaling.original_context=None, and rule='yarn' needs it: set it to the tokens in a row.")
+        if context is None and self.rule in BY_PARTS:
+            raise InputError(
+                f"scaling.original_context=None, and rule={self.rule!r} needs it: set it to the tokens in a row."
+            )
         if context is not None and not (isinstance(context, int) and context >= 1):
             raise InputError(f"scaling.original_context={context!r} must be a whole number of tokens, at least 1.")
         if self.rule == "ntk" and rotary_dim < 4:
@@ -188,16 +191,16 @@ class RotaryScaling:
         """The frequencies θ (..., R/2) after scaling.
 
         "linear" is θ / factor (position interpolation, arXiv 2306.15595). "ntk" is the θ of base · factor^(R/(R-2)):
-        the first θ stays, the last is divided by the factor (arXiv 2309.00071, section 3.1). "yarn" interpolates
-        between θ / factor and θ as the rotations in the original context, original_context · θ / 2π, go from α to β
-        (NTK by parts, section 3.2).
+        the first θ stays, the last is divided by the factor (arXiv 2309.00071, section 3.1). "yarn" and "llama3"
+        interpolate between θ / factor and θ as the rotations in the original context, original_context · θ / 2π, go
+        from α to β (NTK by parts, section 3.2).
         """
         if self.rule == "ntk":
             # (factor^(R/(R-2)))^(-2m/R) = factor^(-2m/(R-2)), and 2m runs from 0 to R - 2
             return theta * self.factor ** -torch.linspace(0, 1, theta.shape[-1], dtype=theta.dtype, device=theta.device)
         if self.rule == "linear":
             return theta / self.factor
-        alpha, beta = YARN_ROTATIONS
+        alpha, beta = BY_PARTS[self.rule]
         rotations = self.original_context * theta / (2 * math.pi)
         kept = ((rotations - alpha) / (beta - alpha)).clamp(0, 1)
         return kept * theta + (1 - kept) * theta / self.factor
@@ -233,8 +236,8 @@ class RotaryConfig:
     both: also in the denominator; before_map: before the feature map; signed: rotated dimensions skip feature map and
     denominator."""
     scaling: RotaryScaling | None = None
-    """Lower frequencies for contexts longer than that of training: rule (linear, ntk or yarn), factor and, for yarn,
-    original_context; null for none."""
+    """Lower frequencies for contexts longer than that of training: rule (linear, ntk, yarn or llama3), factor and, for
+    yarn and llama3, original_context; null for none."""
 
     @property
     def signed(self) -> bool:

@@ -197,8 +197,10 @@ def scaled(base=10000.0, rotary_dim=8, **scaling) -> torch.Tensor:
         ({"rule": "ntk", "factor": 4.0}, [1.0, 0.0629960525, 0.00396850263, 0.00025]),
         # 2048 tokens: 325.9, 32.6, 3.26 and 0.33 rotations; the third keeps (3.2594932 - 1) / 31 = 0.07288688 of its θ
         ({"rule": "yarn", "factor": 4.0, "original_context": 2048}, [1.0, 0.1, 0.00304665159, 0.00025]),
+        # of the same rotations the third keeps (3.2594932 - 1) / 3 = 0.75316441 of its θ
+        ({"rule": "llama3", "factor": 4.0, "original_context": 2048}, [1.0, 0.1, 0.00814873308, 0.00025]),
     ],
-    ids=["linear", "ntk", "yarn"],
+    ids=["linear", "ntk", "yarn", "llama3"],
 )
 def test_scaling_rules_give_the_numbers_worked_out_by_hand(scaling, expected):
     theta = torch.tensor(expected, dtype=torch.float64)
@@ -221,7 +223,7 @@ def test_yarn_leaves_fast_pairs_and_slows_slow_ones_wholly():
     assert (kept.diff() < 0).all()
 
 
-@pytest.mark.parametrize("rule", ["linear", "ntk", "yarn"])
+@pytest.mark.parametrize("rule", ["linear", "ntk", "yarn", "llama3"])
 def test_scaling_by_one_changes_nothing_and_heads_scale_by_themselves(rule):
     same = scaled(rule=rule, factor=1.0, original_context=500)
     torch.testing.assert_close(same, RotaryEmbedding(8).frequencies(), rtol=1e-15, atol=0)
@@ -232,9 +234,9 @@ def test_scaling_by_one_changes_nothing_and_heads_scale_by_themselves(rule):
 
 def test_only_yarn_has_a_temperature():
     """0.1 ln 32 + 1, for each of q and k."""
-    rules = RotaryScaling("yarn", 32.0, 4096), RotaryScaling("linear", 32.0), RotaryScaling("ntk", 32.0), None
-    yarn, *others = (RotaryEmbedding(8, scaling=rule).logit_scale for rule in rules)
-    assert (yarn, others) == (pytest.approx(1.3465735903, rel=1e-10), [1.0, 1.0, 1.0])
+    rules = [RotaryScaling(rule, 32.0, 4096) for rule in ("yarn", "linear", "ntk", "llama3")]
+    yarn, *others = (RotaryEmbedding(8, scaling=rule).logit_scale for rule in (*rules, None))
+    assert (yarn, others) == (pytest.approx(1.3465735903, rel=1e-10), [1.0, 1.0, 1.0, 1.0])
 
 
 @pytest.mark.parametrize("rotary_dim", [None, 4])
@@ -303,6 +305,7 @@ def test_bad_calls_are_named():
         (lambda: from_dict([]), r"\[\] cannot be the options of RotaryConfig"),
         (lambda: scale("yarm", 2), "scaling.rule='yarm' is unknown.*Did you mean 'yarn'"),
         (lambda: scale("yarn", 2.0), "scaling.original_context=None, and rule='yarn'"),
+        (lambda: scale("llama3", 2.0), "scaling.original_context=None, and rule='llama3'"),
         (lambda: scale("yarn", 2.0, 0), "scaling.original_context=0"),
         (lambda: scale("linear", 2.0, 1.5), "scaling.original_context=1.5"),
         (lambda: scale("ntk", 2.0), "scaling.rule='ntk' needs more than rotary_dim=2"),

@@ -36,8 +36,8 @@ class ConvertConfig:
     """The teacher, the hybrid, and the text on which layers are compared."""
 
     teacher: str
-    """Softmax language model: a checkpoint file, a folder of save_pretrained, or the folder of a Llama or Qwen that
-    transformers saved."""
+    """Softmax language model: a checkpoint file, a folder of save_pretrained, or the folder of a Llama, Mistral or
+    Qwen that transformers saved."""
     output: str
     """Folder to write, as save_pretrained does, with model.yaml beside it for `linrope fit --config`."""
     overwrite: bool = False

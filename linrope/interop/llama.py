@@ -1,4 +1,4 @@
-"""Decoders of transformers in the style of Llama and Qwen: read their folders, without transformers.
+"""Decoders of transformers in the style of Llama, Mistral and Qwen: read their folders, without transformers.
 
 What differs: queries, keys and values are one matrix here, and so are the gate and the other half of the MLP. RoPE
 pairs the halves of a head (`rope.interleaved=False`). A model that is read computes the same logits.
@@ -17,7 +17,7 @@ from linrope.data.tokenizers.base import tokenizer_to_serialized
 from linrope.errors import InputError
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
 from linrope.models.saving import CONFIG_FILE, load_exported, model_type_of, read_config
-from linrope.rotary import RotaryConfig
+from linrope.rotary import BY_PARTS, RotaryConfig, RotaryScaling
 
 SHARED_DEFAULTS = {
     "hidden_size": 4096,
@@ -30,6 +30,7 @@ SHARED_DEFAULTS = {
 QWEN = {"vocab_size": 151_936, "intermediate_size": 22_016, "num_key_value_heads": 32}
 DEFAULTS = {
     "llama": {"vocab_size": 32_000, "intermediate_size": 11_008},
+    "mistral": {"vocab_size": 32_000, "intermediate_size": 14_336, "num_key_value_heads": 8, "sliding_window": 4096},
     "qwen2": QWEN,
     "qwen3": {**QWEN, "head_dim": 128},
 }
@@ -53,28 +54,28 @@ IGNORED = "rotary_emb.inv_freq"
 
 
 def load_llama(path: str | Path) -> LanguageModel:
-    """The decoder that transformers saved (`LlamaForCausalLM`, `Qwen2ForCausalLM`, `Qwen3ForCausalLM`), with softmax
-    attention, in evaluation mode on the CPU, in the dtype of its weights.
+    """The decoder that transformers saved (`LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM`,
+    `Qwen3ForCausalLM`), with softmax attention, in evaluation mode on the CPU, in the dtype of its weights.
 
-    Grouped queries, tied and untied output layers, the biases of Qwen2 and the norms of Qwen3 are read. Its tokenizer
-    is not: the model takes tokens and no text, until it is trained on data that have one.
+    Grouped queries, tied and untied output layers, the scaled RoPE of Llama 3, the window of Mistral, the biases of
+    Qwen2 and the norms of Qwen3 are read. Its tokenizer is not: the model takes tokens and no text, until it is trained
+    on data that have one.
 
     Args:
         path: folder with config.json and model.safetensors, or several safetensors files with their index.
 
     Raises:
-        InputError: no such files, another type of model, options that the model here lacks (scaled RoPE, sliding
-            windows, biases of other layers, another activation), weights that are missing, unexpected or of another
-            shape (all are named).
+        InputError: no such files, another type of model, options that the model here lacks (RoPE scaled by other rules,
+            windows in some layers, biases of other layers, another activation), weights that are missing, unexpected or
+            of another shape (all are named).
     """
     folder = Path(path)
     file = folder / CONFIG_FILE
     values = read_config(file)
     if (found := values.get("model_type")) not in DEFAULTS:
         raise InputError(f"{file} is of model_type={found!r}: decoders of {', '.join(DEFAULTS)} can be read.")
-    config = language_model_config_of(values, file)
-    model = config.build()
-    model.load_weights(dict(_converted(config, load_exported(folder), folder)), folder)
+    model = _untrained(values, file)
+    model.load_weights(dict(_converted(model.config, load_exported(folder), folder)), folder)
     model.tokenizer = tokenizer_to_serialized(None)
     return model.eval()
 
@@ -84,8 +85,8 @@ def is_llama(path: str | Path) -> bool:
     return model_type_of(path) in DEFAULTS
 
 
-def language_model_config_of(values: Mapping[str, Any], file: Path) -> LanguageModelConfig:
-    """The options of a config.json of transformers. InputError, naming `file`, for what the model here lacks."""
+def _untrained(values: Mapping[str, Any], file: Path) -> LanguageModel:
+    """The model of a config.json of transformers. InputError, naming `file`, for what the model here lacks."""
     kind = values["model_type"]
     values = {**SHARED_DEFAULTS, **DEFAULTS[kind], **values}
     for name in REFUSED:
@@ -94,33 +95,49 @@ def language_model_config_of(values: Mapping[str, Any], file: Path) -> LanguageM
     if values["hidden_act"] != "silu":
         raise InputError(f"{file} has hidden_act={values['hidden_act']!r}: only silu can be read.")
     options = {name: values[hf_name] for hf_name, name in OPTIONS.items() if values.get(hf_name) is not None}
-    rope = RotaryConfig(base=_base_of(values, file), interleaved=False)
+    if kind == "mistral":
+        options["window"] = values["sliding_window"]
+    rope = _rope_of(values, file)
     try:
         return LanguageModelConfig(
             **options, attention="softmax", rope=rope, qkv_bias=kind == "qwen2", qk_norm=kind == "qwen3"
-        )
+        ).build()
     except InputError as error:
         raise InputError(f"{file}: {error}") from error
 
 
-def _base_of(values: Mapping[str, Any], file: Path) -> float:
-    """The base of RoPE: transformers had it beside `rope_scaling`, and has both in `rope_parameters` now."""
+def _rope_of(values: Mapping[str, Any], file: Path) -> RotaryConfig:
+    """RoPE's base and scaling: transformers had them in `rope_theta` and `rope_scaling`, now in `rope_parameters`."""
     parameters = {"rope_theta": values.get("rope_theta", 10_000.0)}
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(given := values.get(name) or {}, dict):
             raise InputError(f"{file} has {name}={given!r}: it must be null or an object.")
         parameters |= given
-        kind = parameters.get("rope_type", parameters.get("type", "default"))
-        if kind != "default":
-            raise InputError(
-                f"{file} has {name} of the type {kind!r}: only plain RoPE can be read. A model that was trained "
-                "without it has null there."
-            )
     if (part := parameters.get("partial_rotary_factor", values.get("partial_rotary_factor", 1))) != 1:
         raise InputError(f"{file} has partial_rotary_factor={part!r}: only models that rotate whole heads can be read.")
     if not isinstance(base := parameters["rope_theta"], (int, float)):
         raise InputError(f"{file} has rope_theta={base!r}: it must be a number.")
-    return float(base)
+    return RotaryConfig(base=float(base), interleaved=False, scaling=_scaling_of(parameters, file))
+
+
+def _scaling_of(parameters: Mapping[str, Any], file: Path) -> RotaryScaling | None:
+    """How RoPE's frequencies are scaled; None if they are not."""
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return RotaryScaling(kind, parameters.get("factor"))
+    if kind != "llama3":  # "yarn" there goes by the numbers of pairs, here by their rotations
+        raise InputError(
+            f"{file} has RoPE of the type {kind!r}: only default, linear and llama3 can be read. A model that was "
+            "trained without scaling has none of them."
+        )
+    if (rotations := tuple(parameters.get(f"{name}_freq_factor") for name in ("low", "high"))) != BY_PARTS[kind]:
+        raise InputError(
+            f"{file} has low_freq_factor={rotations[0]} and high_freq_factor={rotations[1]}: only 1 and 4, those of "
+            "Llama 3, can be read."
+        )
+    return RotaryScaling(kind, parameters.get("factor"), parameters.get("original_max_position_embeddings"))
 
 
 def _names(config: LanguageModelConfig) -> Iterator[tuple[str, list[str]]]:

@@ -138,7 +138,8 @@ def is_roformer(path: str | Path) -> bool:
 
 
 def load_trained(path: str | Path, config_class: type[ModelConfig]) -> Model:
-    """The trained model at `path`: a folder of transformers' RoFormer, Llama or Qwen, or what `load_model` reads."""
+    """The trained model at `path`: a folder of transformers (RoFormer or what `load_llama` reads), or what `load_model`
+    reads."""
     if issubclass(EncoderConfig, config_class) and is_roformer(path):
         return load_roformer(path)
     if issubclass(LanguageModelConfig, config_class) and is_llama(path):

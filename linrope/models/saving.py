@@ -82,7 +82,7 @@ def read_model(path: Path, verify: bool = True) -> tuple[dict[str, Any], dict[st
         if model_type not in (None, "linrope"):  # before its weights are read
             raise InputError(
                 f"{str(path)!r} is a model of transformers, model_type={model_type!r}: `linrope convert` makes a "
-                "hybrid of a Llama or Qwen, and linrope.interop reads one as it is."
+                "hybrid of a Llama, Mistral or Qwen, and linrope.interop reads one as it is."
             )
         weights = _weights_in(path)
         if model_type == "linrope":  # an export for transformers, with our configuration inside

@@ -1,11 +1,20 @@
-"""Llama and Qwen of transformers: small random models, whose logits a model that is read must compute."""
+"""Llama, Mistral and Qwen of transformers: small random models, whose logits a model that is read must compute."""
 
 import json
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from linrope import InputError
 from linrope.interop import load_llama
@@ -15,6 +24,8 @@ from tests.conftest import assert_input_errors
 
 SIZES = {"vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 29}
 SIZES |= {"max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 64}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 KINDS = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
     "llama, grouped": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 2}),
@@ -24,6 +35,14 @@ KINDS = {
         LlamaConfig,
         {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}, "rms_norm_eps": 0.01},
     ),
+    "llama 3": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3, "head_dim": 12}),
+    "llama, linear": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}},
+    ),
+    "mistral": (MistralForCausalLM, MistralConfig, {"num_key_value_heads": 2, "sliding_window": 9}),
+    "mistral, all tokens": (MistralForCausalLM, MistralConfig, {"num_key_value_heads": 3, "sliding_window": None}),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"num_key_value_heads": 3}),
     "qwen2, tied": (Qwen2ForCausalLM, Qwen2Config, {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"num_key_value_heads": 2, "head_dim": 14}),
@@ -108,9 +127,11 @@ def test_what_cannot_be_read(tmp_path):
 
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
     assert_input_errors(
-        (with_values(model_type="gpt2"), "model_type='gpt2': decoders of llama, qwen2, qwen3"),
-        (with_values(rope_parameters=yarn), "rope_parameters of the type 'yarn'"),
-        (with_values(rope_scaling={"type": "linear", "factor": 2.0}), "rope_scaling of the type 'linear'"),
+        (with_values(model_type="gpt2"), "model_type='gpt2': decoders of llama, mistral, qwen2, qwen3"),
+        (with_values(rope_parameters=yarn), "RoPE of the type 'yarn': only default, linear and llama3"),
+        (with_values(rope_parameters={**LLAMA3, "high_freq_factor": 8.0}), "high_freq_factor=8.0: only 1 and 4"),
+        (with_values(rope_parameters={**LLAMA3, "factor": None}), "config.json: .*scaling.factor=None must be"),
+        (with_values(rope_parameters={"rope_type": "linear"}), "config.json: .*scaling.factor=None must be"),
         (with_values(rope_parameters="plain"), "rope_parameters='plain': it must be null or an object"),
         (with_values(rope_parameters={"rope_theta": None}), "rope_theta=None"),
         (with_values(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),

@@ -35,7 +35,7 @@ class TeacherOptions:
     """The softmax model that the hybrid is made from."""
 
     teacher: str | None = None
-    """Its checkpoint file, its folder, or the folder of a Llama or Qwen of transformers; it must be set."""
+    """Its checkpoint file, its folder, or the folder of a Llama, Mistral or Qwen of transformers; it must be set."""
 
 
 @dataclass(frozen=True)
