@@ -145,6 +145,8 @@ class Benchmark:
             run.measure()
         except KeyboardInterrupt:
             run.interrupted = True
+        except InputError as error:  # what only the work itself finds
+            cls.parser().error(str(error))
         finally:
             if run.bar is not None:
                 run.bar.stop()

@@ -12,6 +12,7 @@ from benchmarks.harness.pictures import new_axes
 from benchmarks.harness.runner import Benchmark
 from benchmarks.harness.sweep import INTERRUPTED, Point
 from benchmarks.harness.timing import milliseconds_text
+from linrope.errors import InputError
 from linrope.utils.terminal import new_table
 from tests.benchmarks.commands import refusal
 
@@ -30,6 +31,8 @@ class Some(Benchmark):
         for size, point in zip(self.options.sizes, POINTS, strict=False):
             if size == 13:
                 raise KeyboardInterrupt
+            if size == 14:
+                raise InputError("size=14 is no size: give another.")
             self.points.append(point)
 
     def table(self):
@@ -119,6 +122,10 @@ def test_an_interruption_keeps_the_points_and_is_said(tmp_path, capsys, sizes, k
     contents = json.loads((tmp_path / "some.json").read_text())
     assert (len(contents["points"]), contents["interrupted"]) == (kept, True)
     assert (tmp_path / "some.csv").read_text().startswith("method,length,")
+
+
+def test_an_error_in_the_options_that_the_work_finds_is_one_line(tmp_path, capsys):
+    assert "size=14 is no size" in refusal(Some, ["--sizes", "1", "14", "--output", str(tmp_path)], capsys)
 
 
 def test_pictures_are_drawn_again_from_the_json_file(tmp_path, capsys):
