@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -100,18 +101,18 @@ def write(folder: Path, found: Sequence[Recalled], details: dict[str, Any], titl
 
 
 def figure_of(found: Sequence[Recalled], title: str, trained_to: int | None = None) -> Figure:
-    """The heat map. A line marks the longest row of training, if known."""
+    """The heat map; a case that was not measured stays white. A line marks the longest row of training, if known."""
     from matplotlib.figure import Figure
 
     lengths, depths = sorted({case.length for case in found}), sorted({case.depth for case in found})
     shares = {(case.depth, case.length): 100 * case.answered for case in found}
-    grid = [[shares[depth, length] for length in lengths] for depth in depths]
-    figure = Figure(figsize=(2.5 + 0.8 * len(lengths), 1.8 + 0.35 * len(depths)), layout="constrained")
+    grid = [[shares.get((depth, length), math.nan) for length in lengths] for depth in depths]
+    width, height = 2.5 + 0.8 * len(lengths), 1.8 + 0.35 * len(depths)
+    figure = Figure(figsize=(max(6.5, width), max(3.0, height)), layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(grid, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
-    for row, depth in enumerate(depths):
-        for column, length in enumerate(lengths):
-            axes.text(column, row, f"{shares[depth, length]:.0f}", ha="center", va="center", fontsize=8)
+    for (depth, length), share in shares.items():
+        axes.text(lengths.index(length), depths.index(depth), f"{share:.0f}", ha="center", va="center", fontsize=8)
     axes.set_xlabel("length of the row (tokens)")
     if trained_to is not None and lengths[0] <= trained_to < lengths[-1]:
         axes.axvline(sum(length <= trained_to for length in lengths) - 0.5, color="black", linestyle="--")
@@ -120,5 +121,5 @@ def figure_of(found: Sequence[Recalled], title: str, trained_to: int | None = No
     axes.set_yticks(range(len(depths)), [f"{depth} %" for depth in depths])
     axes.set_ylabel("depth (0 %: at the start)")
     figure.colorbar(image, label="rows answered (%)")
-    figure.suptitle(title, fontsize="medium")
+    figure.suptitle(title, fontsize="medium", wrap=True)
     return figure

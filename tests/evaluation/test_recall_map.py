@@ -13,7 +13,7 @@ from linrope.cli.main import main
 from linrope.data.synthetic.copying import Induction
 from linrope.errors import InputError
 from linrope.evaluation import row_lengths as reading
-from linrope.evaluation.recall_map import answers, recall_by_depth
+from linrope.evaluation.recall_map import Recalled, answers, figure_of, recall_by_depth
 from linrope.losses import IGNORE
 from linrope.positions.base import PositionsConfig
 from linrope.training import CopyDataModule, InductionDataModule, PasskeyDataModule
@@ -79,6 +79,19 @@ def test_the_command_writes_a_table_and_a_heat_map(model, text_file, tmp_path, c
     assert contents["command"].startswith("linrope recall --ckpt_path")
     assert len(contents["cases"]) == 4
     assert (tmp_path / "out" / "recall.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_heat_map_of_few_cases_holds_its_texts_and_leaves_missing_ones_white():
+    title = "induction: rows answered, a-run-with-a-name-of-forty-characters/version_0, last"
+    found = [Recalled(64, 0, 2, 1.0, 1.0), Recalled(64, 50, 2, 0.5, 0.5), Recalled(128, 0, 2, 0.0, 0.0)]
+    for cases in (found[:1], found):  # Ctrl-C leaves the last length without its last depths
+        figure = figure_of(cases, title)
+        figure.draw_without_rendering()
+        axes = figure.axes[0]
+        assert sorted(text.get_text() for text in axes.texts) == sorted(f"{100 * c.answered:.0f}" for c in cases)
+        for text in (*figure.texts, axes.xaxis.label, axes.yaxis.label):
+            low, high = text.get_window_extent().get_points()
+            assert all(low >= 0) and all(high <= figure.bbox.max)
 
 
 def test_mistakes_are_named(model, text_file, capsys):
