@@ -99,7 +99,9 @@ def figure_of(runs: Sequence[RunCurves], unit: str) -> Figure:
 
 def _draw(axes: Axes, run: RunCurves, color: str, train_at: list[float], val_at: list[float]) -> None:
     label = {"label": run.name}  # of the line that a reader looks for
-    axes.plot(train_at, smoothed(run.train), color=color, alpha=0.35, linewidth=1, **({} if run.val else label))
+    marker = "." if len(run.train) == 1 else None  # one point makes no line
+    line = {"color": color, "alpha": 0.35, "linewidth": 1, "marker": marker, **({} if run.val else label)}
+    axes.plot(train_at, smoothed(run.train), **line)
     if run.val:
         axes.plot(val_at, [point.loss for point in run.val], color=color, marker="o", markersize=4, **label)
 

@@ -118,6 +118,8 @@ def test_a_picture_has_six_runs_and_says_so():
     assert figure_of(runs[:1], "loss").get_suptitle() == "run 0 ends at a loss of 2.000"
     only_training = figure_of([RunCurves("run", points, [], 1000, 10)], "bits per byte")
     assert only_training.get_suptitle() == "Training loss of run"
+    one_point = figure_of([RunCurves("run", points[:1], [], 100, 1)], "bits per byte")
+    assert [line.get_marker() for axes in one_point.axes for line in axes.get_lines()] == [".", "."]  # not invisible
     assert smoothed([Point(n, n, float(n)) for n in range(100)])[:3] == [0, 0.5, 1.5]
 
 
