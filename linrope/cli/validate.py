@@ -83,5 +83,5 @@ def run(args: Sequence[str]) -> None:
     show_lengths(cli.console, readings, data.context, at_lengths=bool(options.lengths))
     if folder is not None:
         details = {"command": command_line("validate", args), "checkpoint": cli.checkpoint, "context": data.context}
-        written = write_lengths(folder, readings, details, f"{name_of(cli.checkpoint)}, trained at {data.context:,}")
+        written = write_lengths(folder, readings, details, f"{name_of(cli.checkpoint)}, data.context={data.context:,}")
         print_written(cli.console, written)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from linrope import LanguageModel, LanguageModelConfig
+from linrope.cli import validate
 from linrope.cli.main import main
 from linrope.data.tokenizers.bytes import SEPARATOR
 from linrope.evaluation import row_lengths
@@ -172,6 +173,15 @@ def test_a_part_of_the_split_is_named(trained_run, capsys):
         assert main([command, *trained_run.resumed, f"--trainer.limit_{split}_batches=3"]) == 0
         said = rf"3 of 16 batches were read: trainer\.limit_{split}_batches=1\.0 reads the whole split\n"
         assert re.search(said, capsys.readouterr().err)
+
+
+def test_a_picture_does_not_take_the_context_of_the_validation_for_that_of_training(
+    trained_run, tmp_path, capsys, monkeypatch
+):
+    titles = []
+    monkeypatch.setattr(validate, "write_lengths", lambda *args: titles.append(args[-1]) or [])
+    assert main(["validate", *trained_run.resumed, "--data.context=64", f"--report={tmp_path}"]) == 0
+    assert titles == [f"{name_of(trained_run.checkpoint)}, data.context=64"]
 
 
 def test_titles_tell_checkpoints_apart():
