@@ -370,7 +370,7 @@ def held_out() -> Corpus:
 
 def opened(settings: Settings) -> OpenedText:
     """The text of a variant that reads text."""
-    path, *options = map(settings.option, ("path", "tokenizer", "token_dtype"))
+    path, *options = map(settings.option, ("path", "tokenizer", "token_dtype", "split"))
     return _open_text(path, tuple(settings.option("fractions")), *options)
 
 

@@ -162,6 +162,18 @@ def test_tokens_that_are_no_bytes_are_refused(tmp_path):
         settings_of(grid_of(tmp_path, variants={"linear": {"data.path": str(tmp_path / "flat.bin")}, "softmax": {}}))
 
 
+def test_the_text_is_checked_as_it_is_split(tmp_path):
+    """By its name c.txt is for training and h.txt, which is too short, for validation; by position half of c.txt is."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for name, size in (("c.txt", 9000), ("h.txt", 100)):
+        (folder / name).write_text("x" * size)
+    data = {**SMALL["data"], "path": str(folder), "fractions": [0.5, 0.5, 0.0]}
+    settings_of(grid_of(tmp_path, validation_tokens=200, data={**data, "split": "position"}))
+    with pytest.raises(InputError, match="validation_tokens=200 must be less than the 101 tokens for validation"):
+        settings_of(grid_of(tmp_path, validation_tokens=200, data={**data, "split": "document"}))
+
+
 NO_YAML = [
     (None, "cannot be read .* benchmarks/grids has .*placement"),
     (b"a: [1", "is no YAML"),
