@@ -158,8 +158,9 @@ class Decode(Benchmark):
         for name, (*_, ratio) in self.growth().items():
             found.setdefault(name.split(", batch ")[0], ratio)  # the first batch size
         ratios = ", ".join(f"{name} {ratio:,.{2 if ratio < 10 else 0}f}×" for name, ratio in found.items())
+        compared = f", longest context over shortest: {ratios}" if found else ""  # of one context there is no ratio
         return {
-            "": draw(f"Time of a token, longest context over shortest: {ratios}", quantity=time),
+            "": draw(f"Time of a token{compared}", quantity=time),
             "-memory": draw("Linear attention's memory does not grow with the context", quantity=space),
         }
 

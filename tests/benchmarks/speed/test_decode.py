@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 
+from benchmarks.harness.sweep import Point
 from benchmarks.speed import decode
 from tests.benchmarks import commands
 
@@ -23,6 +24,16 @@ def test_both_methods_at_every_context_and_batch(tmp_path, capsys):
     assert contents["settings"]["contexts"] == [10, 1000]
     printed = capsys.readouterr().out
     assert "linear-rope, batch 1: a token at 1,000 takes" in printed
+
+
+def test_one_context_has_no_ratio_in_the_title():
+    for contexts, title in (
+        (["10"], "Time of a token"),
+        (["10", "1000"], "Time of a token, longest context over shortest: linear-rope 2.00×"),
+    ):
+        options = decode.Decode.parser().parse_args([*SMALL, "--contexts", *contexts, "--batch", "1"])
+        points = [Point("linear-rope, batch 1", n, 1, seconds=s) for n, s in zip(options.contexts, (1.0, 2.0))]
+        assert decode.Decode(options, "some", points).figures()[""].get_suptitle() == title
 
 
 def test_a_cache_over_the_budget_is_not_made(tmp_path, capsys):
