@@ -240,8 +240,15 @@ class Serving(Benchmark):
                     f"{model}: a second turn takes {second.seconds / first.seconds:.2%} of the first one's time to the "
                     f"first token (goal: 1 %); the cache grows by {per_thousand} for 1,000 tokens"
                 )
-            found += [f"{model}: {n} clients get {ratio:.1f} times the tokens of one" for n, ratio in self.gain(model)]
+            gained = (f"{n} clients get {ratio:.1f} times the tokens/s of" for n, ratio in self.gain(model))
+            found += [f"{model}: {text} {self.fewest}" for text in gained]
         return found
+
+    @property
+    def fewest(self) -> str:
+        """The first number of clients, with which the others are compared."""
+        fewest = min(self.options.clients)
+        return "one client" if fewest == 1 else f"{fewest} clients"
 
     def gain(self, model: str) -> list[tuple[int, float]]:
         """(clients, their tokens/s over those of the first number of clients)."""
@@ -254,8 +261,8 @@ class Serving(Benchmark):
     def _figure(self) -> Figure:
         models = dict.fromkeys(point.model for point in self.points)
         gains = ", ".join(f"{model} {self.gain(model)[-1][1]:.1f}×" for model in models if self.gain(model))
-        most = max(self.options.clients)
-        axes = new_axes(f"Clients are decoded together: tokens/s at {most} over one client: {gains}")
+        compared = f": tokens/s at {max(self.options.clients)} over {self.fewest}: {gains}" if gains else ""
+        axes = new_axes(f"Clients are decoded together{compared}")
         for number, model in enumerate(models):
             curve = [(point.clients, point.rate) for point in self.of(model, DECODING)]
             axes.plot(*zip(*curve), label=model, color=COLORS[number], marker=MARKERS[number])

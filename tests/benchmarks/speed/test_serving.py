@@ -34,3 +34,23 @@ def test_pictures_are_drawn_again(tmp_path):
     run = Serving(Serving.parse([*SMALL, "--clients", "1", "3", f"--output={tmp_path}"]), "a machine", points)
     assert run.gain("tiny") == [(3, 3.0)]
     assert list(run.figures()) == [""]
+
+
+def test_the_gain_names_the_clients_that_it_is_compared_with():
+    for clients, title, remarks in (
+        (
+            [1, 3],
+            ": tokens/s at 3 over one client: tiny 3.0×",
+            ["tiny: 3 clients get 3.0 times the tokens/s of one client"],
+        ),
+        (
+            [2, 6],
+            ": tokens/s at 6 over 2 clients: tiny 3.0×",
+            ["tiny: 6 clients get 3.0 times the tokens/s of 2 clients"],
+        ),
+        ([4], "", []),
+    ):
+        options = Serving.parser().parse_args([*SMALL, "--clients", *map(str, clients)])
+        run = Serving(options, "a machine", [Serving.point("tiny", DECODING, n, 100 * n, 1.0, 0.1) for n in clients])
+        assert run.remarks() == remarks
+        assert run.figures()[""].get_suptitle() == f"Clients are decoded together{title}"
