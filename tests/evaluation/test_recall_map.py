@@ -91,7 +91,8 @@ def test_a_heat_map_of_few_cases_holds_its_texts_and_leaves_missing_ones_white()
         assert sorted(text.get_text() for text in axes.texts) == sorted(f"{100 * c.answered:.0f}" for c in cases)
         for text in (*figure.texts, axes.xaxis.label, axes.yaxis.label):
             low, high = text.get_window_extent().get_points()
-            assert all(low >= 0) and all(high <= figure.bbox.max)
+            assert all(low >= 0)
+            assert all(high <= figure.bbox.max)
 
 
 def test_mistakes_are_named(model, text_file, capsys):
