@@ -259,7 +259,7 @@ class Family(Benchmark):
 
     def show(self) -> None:
         if self.points:
-            names = self.points, self.grid.label, self.grid.reference
+            names = self.points, self.grid.title, self.grid.label, self.grid.reference
             print_table(self.console, report.table_of(*names), [])
             if (in_time := report.table_at_equal_time(*names)) is not None:
                 print_table(self.console, in_time, [])

@@ -139,10 +139,10 @@ def steps_to(run: Run, metric: str, loss: float) -> float:
     return math.nan
 
 
-def table_of(rows: list[Row], label: str, reference: str) -> Table:
+def table_of(rows: list[Row], title: str, label: str, reference: str) -> Table:
     """The last loss of each variant, and beside it the scores."""
     scores = list(dict.fromkeys(row.metric for row in rows if row.metric != rows[0].metric))
-    table = new_table("variant", "seeds", label, f"against\n{reference}", *scores, text=["variant"])
+    table = new_table(title, "seeds", label, f"against\n{reference}", *scores, text=["variant"])
     found = {(row.variant, row.metric): row for row in rows}
     for row in _losses(rows):
         of_scores = [found[row.variant, score] for score in scores]
@@ -156,11 +156,11 @@ def table_of(rows: list[Row], label: str, reference: str) -> Table:
     return table
 
 
-def table_at_equal_time(rows: list[Row], label: str, reference: str) -> Table | None:
+def table_at_equal_time(rows: list[Row], title: str, label: str, reference: str) -> Table | None:
     """The loss of each variant when the fastest one ends; None without speeds."""
     if all(math.isnan(row.seconds) for row in rows):
         return None
-    table = new_table("variant", "training", f"{label},\nat equal time", f"against\n{reference}", text=["variant"])
+    table = new_table(title, "training", f"{label},\nat equal time", f"against\n{reference}", text=["variant"])
     for row in sorted(_losses(rows), key=lambda row: row.at_equal_seconds):
         table.add_row(
             row.variant,

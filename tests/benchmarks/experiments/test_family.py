@@ -54,6 +54,9 @@ def test_rows_have_differences_times_and_steps():
     assert (a.share_of_steps, b.share_of_steps) == (1, 0.75)
     assert b.interval == pytest.approx(12.706 * 0.5 / 2)  # t · s / √n, s = 0.25 · √2
     assert (scores[0].variant, scores[0].mean, scores[0].difference) == ("b", 22.5, -10)
+    tables = [make([b, a, *scores], "Tiny", "nats", "a") for make in (report.table_of, report.table_at_equal_time)]
+    assert [table.title for table in tables] == ["Tiny", "Tiny"]
+    assert [list(table.columns[0].cells) for table in tables] == [["b", "a"], ["a", "b"]]
 
 
 @pytest.mark.exhaustive
