@@ -126,7 +126,7 @@ class Decay(Benchmark):
 
     def table(self) -> Table:
         shown = [d for d in (0, 1, 4, 16, 64, 256) if d <= self.options.longest]
-        caption = "as a share of the plain weight at distance 0"
+        caption = "bound: Σ |S_i| / (d/2); measured: as a share of the plain weight at distance 0"
         table = new_table(self.title, "layer", *map(str, shown), text=["curve"], caption=caption)
         for curve, layer in dict.fromkeys((w.curve, w.layer) for w in self.points):
             values = {w.distance: w.value for w in self.points if (w.curve, w.layer) == (curve, layer)}

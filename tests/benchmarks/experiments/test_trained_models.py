@@ -95,7 +95,7 @@ def test_decay_of_each_layer(tmp_path, capsys):
     curves = {(p["curve"], p["layer"]) for p in points if p["layer"] >= 0}
     assert curves == set(product(("plain", "rotated", "|rotated|", "rotated × decay"), (0, 1)))
     assert [p["value"] for p in points if p["curve"] == "plain" and p["distance"] == 0] == [1.0, 1.0]
-    assert "bound" in capsys.readouterr().out
+    assert "bound: Σ |S_i| / (d/2)" in " ".join(capsys.readouterr().out.split())
 
 
 def test_reach_is_that_of_the_gates(tmp_path, capsys):
