@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +76,8 @@ def open_text(
     if given is not None and given.fingerprint is not None:
         raise InputError(
             f"data.tokenizer={tokenizer!r} tokenizes text once, before training: linrope prepare --path "
-            f"{'PATH' if path is None else path} --tokenizer {tokenizer} --output FOLDER, then data.path: FOLDER."
+            f"{'PATH' if path is None else shlex.quote(str(path))} --tokenizer {shlex.quote(tokenizer)} "
+            "--output FOLDER, then data.path: FOLDER."
         )
     sources, tokens = find_sources(path), ByteTokenizer()
     corpora, why = split_corpus(sources, fractions, split)

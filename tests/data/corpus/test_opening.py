@@ -211,8 +211,8 @@ def test_json_lines_are_to_be_prepared(texts, name):
 
 
 def test_text_for_a_tokenizer_is_to_be_prepared(texts, tmp_path):
-    file = write_tokenizer(tmp_path)
-    with pytest.raises(InputError, match=rf"text once, .*: linrope prepare --path {texts} --tokenizer {file} --out"):
+    file = write_tokenizer(tmp_path, name="my tokenizer.json")
+    with pytest.raises(InputError, match=rf"text once, .*: linrope prepare --path {texts} --tokenizer '{file}' --out"):
         open_text(texts, FRACTIONS, str(file))
     assert open_text(texts, FRACTIONS, "bytes").tokenizer.name == "bytes"
 
