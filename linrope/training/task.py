@@ -224,6 +224,10 @@ class TrainingTask(LightningModule):
         """This device's part of the rows of a batch, where devices share them (see `linrope.distributed.segments`)."""
         return batch if self.sequence_group is None else slice_of(batch, segment_length, self.sequence_group)
 
+    def sum_slices(self, of_slice: Tensor) -> Tensor:
+        """Values of this device's part of each row, added up over the devices that share the rows."""
+        return of_slice if self.sequence_group is None else self.sequence_group.all_gather(of_slice).sum(0)
+
     @property
     def resumable_data(self) -> ResumableDataModule | None:
         """The trainer's data module; None if it is not a `ResumableDataModule`."""

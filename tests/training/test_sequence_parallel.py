@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 
+from linrope import EncoderConfig, LanguageModelConfig
 from linrope.cli.main import main
+from linrope.distributed.group import SequenceGroup
 from linrope.errors import InputError
+from linrope.training import LanguageModelingModule
 from linrope.training.sharding import mesh_sizes
+from linrope.training.tasks.masked_lm import MaskedLMModule
 from tests.conftest import tiny_options, write_documents
+from tests.distributed.ranks import run_on_ranks
 from tests.processes import Run
 from tests.training.test_ddp import CONSTANT, folder_of, last
 from tests.training.test_fsdp import checkpoint_of
@@ -199,6 +206,35 @@ def test_devices_share_the_rows_of_masked_lm(tmp_path, text_file, double):
         found, wanted = losses(ours, name), losses(expected, name)
         relative = 1e-9 if "train" in name else 1e-6  # validation sums in float32
         assert list(map(float, found.values())) == pytest.approx(list(map(float, wanted.values())), rel=relative)
+
+
+SIZES = {"vocab_size": 257, "d_model": 16, "n_layers": 1, "n_heads": 2}
+PREDICTING = {
+    "language model": lambda: LanguageModelingModule(LanguageModelConfig(**SIZES)),
+    "segments": lambda: LanguageModelingModule(LanguageModelConfig(**SIZES), segment_length=4),
+    "masked": lambda: MaskedLMModule(EncoderConfig(**SIZES, dropout=0.0)),
+}
+
+
+def predicted(name: str, is_shared: bool) -> list[dict[str, float]]:
+    """The predictions for two rows, the first of which has targets in its first half only."""
+    torch.manual_seed(0)
+    task = PREDICTING[name]().eval()
+    inputs, targets = torch.randint(256, (2, 2, 13)).unbind()
+    targets[0, 6:] = -100
+    trainer = SimpleNamespace(strategy=SimpleNamespace(sequence_group=SequenceGroup() if is_shared else None))
+    task.trainer, task._stage = trainer, "predict"
+    with torch.inference_mode():
+        return task.predict_step({"inputs": inputs, "targets": targets}, 0)
+
+
+def test_predictions_are_those_of_whole_rows_on_every_device(tmp_path):
+    of_ranks = run_on_ranks(2, tmp_path, {name: partial(predicted, name, True) for name in PREDICTING})
+    for name in PREDICTING:
+        expected = predicted(name, False)
+        assert expected[0]["masked" if name == "masked" else "targets"] == 6
+        for found in of_ranks:
+            assert found[name] == [pytest.approx(row, rel=1e-5) for row in expected]
 
 
 @EXHAUSTIVE

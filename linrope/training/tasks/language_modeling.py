@@ -142,8 +142,8 @@ class LanguageModelingModule(TrainingTask):
         """The loss of each row, in nats, with its targets and bytes."""
         batch = self.slice_of(batch, self.segment_length)
         losses, n_bytes = self._token_losses(batch), bytes_of(batch["targets"], self._n_bytes(batch))
-        targets = (batch["targets"] != IGNORE).sum(1)
-        values = (losses.sum(1).tolist(), targets.tolist(), n_bytes.sum(1).tolist())
+        sums = losses.sum(1), (batch["targets"] != IGNORE).sum(1), n_bytes.sum(1)
+        values = [self.sum_slices(of_rows).tolist() for of_rows in sums]
         return [dict(zip(("loss", "targets", "bytes"), row, strict=True)) for row in zip(*values, strict=True)]
 
     def step_flops(self, batch: Batch) -> int:

@@ -72,7 +72,7 @@ class MaskedLMModule(EncoderTask):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> list[dict[str, Any]]:
         """The loss of each row in nats, its masked tokens, and how many of them were predicted."""
-        rows = torch.stack(self._measured(batch)).T.tolist()
+        rows = self.sum_slices(torch.stack(self._measured(batch))).T.tolist()
         return [{"loss": nats, "right": int(right), "masked": int(asked)} for nats, right, asked in rows]
 
     def _measured(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
