@@ -10,7 +10,14 @@ from typing import Any, Literal
 
 import torch
 import torch.utils.checkpoint
-from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies import (
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    ParallelStrategy,
+    Strategy,
+    StrategyRegistry,
+)
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
@@ -200,12 +207,32 @@ NAMES = {"DDPStrategy": "ddp", "ShardedStrategy": NAME, "ModelParallelStrategy":
 
 def own_strategy(strategy: Any) -> Any:
     """The option `trainer.strategy`, with `ShardedStrategy` in place of Lightning's ModelParallelStrategy, and the same
-    options. A class without options is replaced by its registered name: Lightning knows no other."""
+    options. A class without options is replaced by its registered name: Lightning knows no other.
+
+    Raises:
+        InputError: a strategy whose processes are copies of this one, and no commands of their own.
+    """
+    options = getattr(strategy, "init_args", None)
+    method = strategy if isinstance(strategy, str) else getattr(options, "start_method", None)
+    if any(copied in str(method) for copied in ("spawn", "fork", "notebook")):
+        raise InputError(
+            f"trainer.strategy: {method!r} starts processes as copies of this one, which is for notebooks: set ddp, or "
+            f"{NAME}."
+        )
     if isinstance(strategy, str):
         return NAMES.get(strategy.rpartition(".")[2], strategy)
     if getattr(strategy, "class_path", "").endswith(f".{ModelParallelStrategy.__name__}"):
         strategy.class_path = class_path_of(ShardedStrategy)
     return strategy
+
+
+def require_supported_strategy(strategy: Strategy) -> None:
+    """Raise InputError for a strategy that does not clip gradients by the norm of all of them."""
+    if isinstance(strategy, (FSDPStrategy, DeepSpeedStrategy)):
+        raise InputError(
+            f"trainer.strategy is a {type(strategy).__name__}, in which devices do not know the norm of all gradients: "
+            f"set {NAME}, which divides the model among devices too."
+        )
 
 
 def _by_name(saved: dict[str, Any], optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from linrope.training.checkpoint import (
 from linrope.training.data_modules.base import ResumableDataModule, data_parallel
 from linrope.training.optimizer import OptimizerConfig, changed_options, fused_on, learning_rate_factor, options_of
 from linrope.training.precision import why_slow
-from linrope.training.sharding import shard
+from linrope.training.sharding import require_supported_strategy, shard
 from linrope.utils.options import class_path_of
 
 if TYPE_CHECKING:
@@ -409,6 +409,7 @@ class TrainingTask(LightningModule):
         if stage != "fit":
             return
         require_supported(trainer.callbacks)
+        require_supported_strategy(trainer.strategy)
         if trainer.max_steps < 1:
             raise InputError(
                 f"trainer.max_steps={trainer.max_steps} must be set to 1 or more: it is the number of optimizer steps, "

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -199,6 +200,20 @@ def test_a_callback_that_is_not_supported_is_refused_from_python_too():
     trainer = quiet_trainer(callbacks=[GradientAccumulationScheduler({0: 2})], max_steps=1)
     with pytest.raises(InputError, match=r"a GradientAccumulationScheduler, .* Set trainer\.accumulate_grad_batches"):
         trainer.fit(DoublingTask(Doubler()), DataLoader(batches, batch_size=None))
+
+
+class OnThisDevice(FSDPStrategy):
+    """As on a GPU, which Lightning needs for it."""
+
+    root_device = torch.device("cpu")
+
+
+def test_a_strategy_without_the_norm_of_all_gradients_is_refused():
+    task = DoublingTask(Doubler())
+    trainer = SimpleNamespace(datamodule=None, precision="32-true", callbacks=[], strategy=OnThisDevice(), max_steps=1)
+    task.trainer = trainer
+    with pytest.raises(InputError, match=r"is a OnThisDevice, .* do not know the norm of all gradients: set fsdp2"):
+        task.setup("fit")
 
 
 SCALED = {"plugins": [MixedPrecision("16-mixed", "cpu")]}  # with a GradScaler, as on a GPU
