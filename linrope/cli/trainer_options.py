@@ -15,6 +15,8 @@ from linrope.cli.parser import options_in
 from linrope.errors import InputError, require_choice, suggest
 from linrope.training.callbacks.unsupported import UNSUPPORTED
 from linrope.training.precision import AUTO
+from linrope.training.sharding import NAME as SHARDED
+from linrope.training.sharding import ShardedStrategy
 
 OPTION = "trainer.callbacks"
 NOT_OFFERED = {"Callback", "Checkpoint", "Timer", *(callback.__name__ for callback in UNSUPPORTED)}
@@ -22,13 +24,26 @@ NOT_OFFERED = {"Callback", "Checkpoint", "Timer", *(callback.__name__ for callba
 
 
 def require_known_values(args: Sequence[str], precision: Any) -> None:
-    """Raise InputError for a value of trainer.precision that its type, `precision`, does not have, or for a callback
-    that is unknown, has an unknown option or lacks one."""
+    """Raise InputError for a value of trainer.precision that its type, `precision`, does not have, for options of a
+    strategy that is no class, or for a callback that is unknown, has an unknown option or lacks one."""
+    _require_class_of_strategy(args)
     for value in _values(args, "precision"):
         if value is not None:
             require_choice("trainer.precision", str(value), dict.fromkeys(map(str, [AUTO, *_literals(precision)])))
     for name, options in _given_callbacks(args):
         _require_options(_callback(name), options)
+
+
+def _require_class_of_strategy(args: Sequence[str]) -> None:
+    """Raise InputError for options of a strategy that is given by its registered name: those of a class are known."""
+    given = next(reversed([*_values(args, "strategy")]), "auto")
+    options = [name for name, _ in names_and_values(args) if name.startswith("--trainer.strategy.")]
+    classes = {"auto": "DDPStrategy", "ddp": "DDPStrategy", SHARDED: ShardedStrategy.__name__}
+    if options and isinstance(given, str) and given in classes:
+        raise InputError(
+            f"{options[0]} needs the class of the strategy, not trainer.strategy={given}: give --trainer.strategy "
+            f"{classes[given]} before it."
+        )
 
 
 def _values(args: Sequence[str], option: str) -> Iterator[Any]:

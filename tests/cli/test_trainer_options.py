@@ -175,6 +175,22 @@ def test_a_callback_that_would_change_the_run_silently_is_refused(tiny, error_of
         (["--config={trainer: {callbacks: [{class_path: ModelPrunin}]}}"], "Did you mean 'ModelPruning'?"),
         (["--trainer.precision=bananas"], "trainer.precision='bananas' is unknown: choose one of 'auto', "),
         (["--config={trainer: {precision: bf16-mxed}}"], "Did you mean 'bf16-mixed'?"),
+        (
+            ["--trainer.strategy=ddp", "--trainer.strategy.timeout=300"],
+            "--trainer.strategy.timeout needs the class of the strategy, not trainer.strategy=ddp: give "
+            "--trainer.strategy DDPStrategy before it.",
+        ),
+        (["--trainer.strategy.timeout=300"], "not trainer.strategy=auto: give --trainer.strategy DDPStrategy"),
+        (
+            ["--config={trainer: {strategy: fsdp2}}", "--trainer.strategy.sequence_parallel_size=2"],
+            "not trainer.strategy=fsdp2: give --trainer.strategy ShardedStrategy",
+        ),
+        (["--trainer.strategy=ddp_spawn"], "trainer.strategy: 'ddp_spawn' starts processes as copies of this one"),
+        (
+            ["--trainer.strategy=DDPStrategy", "--trainer.strategy.start_method=fork"],
+            "trainer.strategy: 'fork' starts processes as copies of this one",
+        ),
+        (["--config={trainer: {strategy: null}}"], "section trainer: You selected an invalid strategy name"),
         (["--trainer.precision=32-true", "--optimizer.lr=x"], "optimizer.lr"),  # another option is wrong
         (2 * ["--trainer.callbacks+=ModelCheckpoint"], "section trainer: Found more than one"),
     ],
