@@ -147,7 +147,13 @@ def require_segment_length(segment_length: int) -> None:
 
 
 def require_fixed_state(model: LanguageModel, option: str) -> None:
-    """Raise InputError if the model's state grows with the length; the message names the option that needs this."""
+    """Raise InputError if the model's state grows with the length; the message names the option that needs this.
+    InputError too for what is no language model."""
+    if not hasattr(getattr(model, "config", None), "attention_types"):
+        raise InputError(
+            f"model is a {type(model).__name__}: pass a LanguageModel. DistributedDataParallel wraps a module whose "
+            "forward computes this loss."
+        )
     for layer, kind in enumerate(model.config.attention_types):
         if kind == "softmax" and model.config.window is None:
             raise InputError(

@@ -105,6 +105,12 @@ class SequenceGroup:
         return values[0]
 
 
+def require_group(group: Any) -> None:
+    """Raise InputError for a process group or a mesh in place of a `SequenceGroup`."""
+    if not isinstance(group, SequenceGroup):
+        raise InputError(f"group is a {type(group).__name__}: pass SequenceGroup(group).")
+
+
 class _Gather:
     """The collective under way between the two functions of an all-gather, and what it reads and writes."""
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from linrope.distributed.group import SequenceGroup
+from linrope.distributed.group import SequenceGroup, require_group
 from linrope.distributed.sequence import refused, sequence_parallel_loss
 from linrope.distributed.slices import SequenceSlice
 from linrope.errors import InputError
@@ -39,6 +39,7 @@ def tokens_of_rank(
         InputError: on every rank, a segment length below 1, or a last segment of fewer tokens than ranks. The message
             names the `option` that sets the length.
     """
+    require_group(group)
     if segment_length is None:
         segment_length = max(1, -(-length // group.size))
     require_segment_length(segment_length)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from linrope.distributed.group import SequenceGroup
+from linrope.distributed.group import SequenceGroup, require_group
 from linrope.errors import InputError
 from linrope.layers.state import AttentionState, ModelState, RemotePast
 from linrope.ops.documents import check_segment_ids, number_documents
@@ -72,6 +72,7 @@ class SequenceSlice:
             InputError: on every rank, if the slices of one do not fit: no token, another number of rows,
                 segment_ids on some ranks only or of another shape, states of different lengths, a `problem`.
         """
+        require_group(group)
         past = getattr(state, "past", state)
         if segment_ids is not None and problem is None:
             try:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 from linrope import (
     EncoderConfig,
@@ -190,6 +191,20 @@ def meshes() -> object:
     return SequenceGroup(mesh)
 
 
+def raw_group() -> object:
+    """A process group itself, where a SequenceGroup is expected."""
+    x = torch.ones(1, 1, 3, 4)
+    assert_input_errors((lambda: tokens_of_rank(4, None, dist.group.WORLD), r"pass SequenceGroup\(group\)"))
+    return sequence_parallel_attention(x, x, x, group=dist.group.WORLD)
+
+
+def wrapped() -> object:
+    """A model within DistributedDataParallel."""
+    lm = LanguageModel(LanguageModelConfig(vocab_size=5, d_model=8, n_heads=2, n_layers=1))
+    tokens = torch.zeros(1, 3, dtype=torch.int64)
+    return sequence_parallel_loss(DistributedDataParallel(lm), tokens, tokens, group=SequenceGroup())
+
+
 def outside() -> object:
     first = dist.new_group([0])
     return None if dist.get_rank() == 0 else SequenceGroup(first)
@@ -210,6 +225,8 @@ REFUSED = {
     "other segments": (other_segments, r"the ranks hold \[4, 3\] tokens, which are not as many segments of 3"),
     "no segment": (lambda: tokens_of_rank(9, 0, SequenceGroup()), "segment_length=0 must be a whole number"),
     "short": (lambda: tokens_of_rank(17, 4, SequenceGroup()), "leaves 1 tokens for the last"),
+    "group": (raw_group, r"group is a ProcessGroup: pass SequenceGroup\(group\)"),
+    "wrapped": (wrapped, "model is a DistributedDataParallel: pass a LanguageModel"),
     "mesh": (meshes, r"mesh of 2 dimensions \('data', 'sequence'\)"),
 }
 
