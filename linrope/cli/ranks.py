@@ -31,6 +31,21 @@ _boards: list[RankBoard] = []
 """The board of the run of this process, if it has several ranks."""
 
 
+def require_launched(trainer: Trainer) -> None:
+    """Raise InputError if a launcher has started another number of processes than the trainer has devices."""
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    if environment is None and TorchElasticEnvironment.detect():  # each process would train by itself
+        environment = TorchElasticEnvironment()
+    try:
+        if environment is not None:
+            environment.validate_settings(trainer.num_devices, trainer.num_nodes)
+    except ValueError as error:
+        raise InputError(
+            f"trainer.devices={trainer.num_devices} × trainer.num_nodes={trainer.num_nodes} are not the "
+            f"{environment.world_size()} processes that the launcher has started: set them to what it starts."
+        ) from error
+
+
 def compare_ranks(trainer: Trainer, config: dict[str, Any], strategy: Any) -> None:
     """Let the trainer's strategy compare the ranks right before it sets up their processes: all have started by then.
 

@@ -28,7 +28,7 @@ from linrope.cli.generate import SamplingConfig
 from linrope.cli.output import say, say_once
 from linrope.cli.own_classes import own_classes
 from linrope.cli.parser import add_options, parse, parser_settings
-from linrope.cli.ranks import compare_ranks
+from linrope.cli.ranks import compare_ranks, require_launched
 from linrope.cli.tasks import TASKS, name_of_task, task_of
 from linrope.cli.trainer_options import require_known_values
 from linrope.errors import InputError
@@ -389,6 +389,7 @@ class TrainingCLI(ConfigCLI):
             raise
         except (ValueError, TypeError, RuntimeError, MisconfigurationException) as error:  # as for two equal callbacks
             raise InputError(f"section trainer: {error}") from error
+        require_launched(trainer)
         if not hasattr(trainer, "val_check_interval"):  # it is a time, and EarlyStopping reads it even so
             trainer.val_check_interval = None
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # neither the user's nor a special strategy's

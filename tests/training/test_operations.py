@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_only
 
 from linrope.cli import ranks
 from linrope.cli.main import main
-from linrope.errors import DamagedFile
+from linrope.errors import DamagedFile, InputError
 from linrope.models.saving import open_checkpoint
 from linrope.training import LanguageModelingModule
 from linrope.training.agreement import MAY_DIFFER, differences_of, run_values
@@ -30,6 +31,19 @@ from tests.training.test_resume import TRAINED, equal, load, losses
 TIMEOUT = 3
 TWO = ["--trainer.devices=2", "--trainer.strategy=DDPStrategy", f"--trainer.strategy.timeout={TIMEOUT}"]
 EXHAUSTIVE = pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_processes_that_torchrun_starts_beyond_the_devices_are_refused(monkeypatch, devices):
+    """With one device each would train by itself, in one folder."""
+    started = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": "3"}
+    for name, value in started.items():
+        monkeypatch.setenv(name, value)
+    trainer = Trainer(accelerator="cpu", devices=devices, logger=False, enable_checkpointing=False)
+    with pytest.raises(InputError, match=rf"devices={devices} × trainer\.num_nodes=1 are not the 3 processes"):
+        ranks.require_launched(trainer)
+    monkeypatch.setenv("WORLD_SIZE", str(devices))
+    ranks.require_launched(trainer)
 
 
 @pytest.fixture(scope="module")
