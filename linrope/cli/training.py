@@ -350,6 +350,7 @@ class TrainingCLI(ConfigCLI):
             return None
         trained = load_trained(self.checkpoint, self.task.config_class)
         require_same_model(trained.config, self.task.config_of(self.config_init.model), self.checkpoint)
+        self.config_init.data.measure_as({"tokenizer": trained.tokenizer})
         return trained
 
     def open_checkpoint(self) -> dict[str, Any]:
@@ -365,10 +366,13 @@ class TrainingCLI(ConfigCLI):
         trained = config_in(contents["linrope"]["config"], self.task.config_class, self.checkpoint)
         require_same_model(trained, self.task.config_of(self.config_init.model), self.checkpoint)
         self.config_init.data.keep_split_of(contents["linrope"]["order"])
+        if self.command != "fit":
+            self.config_init.data.measure_as(contents["linrope"])
         return contents
 
     def instantiate_trainer(self) -> Trainer:
-        self.count_steps()
+        if self.command == "fit":
+            self.count_steps()
         if self.config_init.trainer.val_check_interval == 0:
             raise InputError(
                 "trainer.val_check_interval=0 must be above 0: training batches between two validations. For none, set "

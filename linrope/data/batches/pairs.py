@@ -20,6 +20,8 @@ from linrope.losses import IGNORE
 BEGIN = ("<s>", "<bos>", "[CLS]", "<|startoftext|>")
 """Names of the token that a decoder reads first. The first one that a tokenizer has is taken; without any, the end."""
 PAD = ("<pad>", "[PAD]")
+OF_SOURCES = ("inputs", "source_mask", "sources")
+"""What a batch has of its sources."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ class EvaluationPairs(Dataset[dict[str, Any]]):
     """The batches of validation or test of one rank: every pair of `rank`, `rank` + `world_size`, … once.
 
     Batches have pairs of similar lengths and come in a fixed random order, so that the first ones are like the others;
-    with `in_order` the pairs keep the order of the file.
+    with `in_order` the pairs keep the order of the file, and batches have their sources alone.
     """
 
     def __init__(
@@ -173,4 +175,5 @@ class EvaluationPairs(Dataset[dict[str, Any]]):
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         batch = i if self._in_order else permute(i, len(self))
-        return self.pairs.batch(self._order[self._cuts[batch] : self._cuts[batch + 1]])
+        found = self.pairs.batch(self._order[self._cuts[batch] : self._cuts[batch + 1]])
+        return {name: found[name] for name in OF_SOURCES} if self._in_order else found

@@ -68,10 +68,8 @@ def read_table(path: Path, columns: Sequence[str], skips_damaged_rows: bool = Fa
     names = first.split("\t")
     for name in columns:
         if name not in names:
-            raise InputError(
-                f"{path} has no column {name!r}: its first line names {', '.join(map(repr, names))}."
-                f"{suggest(name, names)}"
-            )
+            fix = suggest(name, names) if len(names) > 1 else " It has no tab: separate columns by tabs."
+            raise InputError(f"{path} has no column {name!r}: its first line names {', '.join(map(repr, names))}.{fix}")
     rows = []
     for line, text in enumerate(others, 2):
         fields = text.split("\t")
@@ -89,7 +87,7 @@ def read_table(path: Path, columns: Sequence[str], skips_damaged_rows: bool = Fa
 
 def read_examples(path: Path, form: TableFormat, group: str = "", labelled: bool = True) -> tuple[list[Example], int]:
     """The examples of a file, and the number of rows that were skipped. A file that need not be `labelled` may lack the
-    column `form.label`; then they have no targets.
+    column `form.label`, or fields in it; those examples have no target.
 
     Raises:
         InputError: as `read_table`; a label that is not in `form.labels`, or a value that is no finite number.
@@ -101,7 +99,8 @@ def read_examples(path: Path, form: TableFormat, group: str = "", labelled: bool
     id_ = table.columns.index(form.id) if form.id in table.columns else None
     examples = []
     for number, (line, fields) in enumerate(table.rows):
-        target = None if label is None else _target(fields[label], form, path, line)
+        known = label is not None and (labelled or fields[label].strip())
+        target = _target(fields[label], form, path, line) if known else None
         name = str(number) if id_ is None else fields[id_]
         examples.append(Example(name, tuple(fields[i] for i in at), target, group))
     return examples, table.n_skipped

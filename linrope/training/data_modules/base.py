@@ -140,6 +140,10 @@ class ResumableDataModule(LightningDataModule):
     def keep_split_of(self, order: dict[str, Any]) -> None:
         """Splits the data as the run of a checkpoint did, whose `order` this is. Called before `setup`."""
 
+    def measure_as(self, saved: dict[str, Any]) -> None:
+        """Takes from a checkpoint, whose entry "linrope" this is, what a measurement or prediction would otherwise read
+        in the training data. Called before `setup`."""
+
     def samples_of(self, step: int) -> str:
         """Describes the training samples of the optimizer step that follows `step` finished ones, for messages."""
         per_step = self.run_position.batches_per_step

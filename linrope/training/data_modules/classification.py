@@ -68,12 +68,14 @@ class ClassificationDataModule(FineTuningDataModule):
 
     @cached_property
     def form(self) -> TableFormat:
-        """The format of the files; it reads the labels of `dataset: tsv` from train.tsv."""
+        """The format of the files; the labels of `dataset: tsv` are a checkpoint's, or those of train.tsv."""
         if self.dataset != TSV:
             return GLUE[self.dataset]
         form = TableFormat(*self.columns, id="id", metrics=REGRESSION if self.regression else CLASSIFICATION)
         if self.path is None or self.regression:
             return form if self.regression else replace(form, labels=PACKAGES)
+        if self._trained_labels is not None:
+            return replace(form, labels=self._trained_labels)
         table = read_table(find_file(self.given_path, "train", {"train": ["train.tsv"]}), [form.label])
         for (line, _), label in zip(table.rows, table.column(form.label), strict=True):
             if not label.strip():
@@ -95,6 +97,10 @@ class ClassificationDataModule(FineTuningDataModule):
     @property
     def n_labels(self) -> int:
         return 1 if self.labels is None else len(self.labels)
+
+    @property
+    def files(self) -> dict[str, list[str]]:
+        return {"train": ["train.tsv"], "val": list(self.form.val.values()), "test": list(self.form.test.values())}
 
     @cached_property
     def _excerpts(self) -> dict[str, list[Example]]:
@@ -139,6 +145,6 @@ class ClassificationDataModule(FineTuningDataModule):
 
 def _batch(examples: list[Example], rows: list[Encoded], padding: int, dtype: torch.dtype) -> dict[str, Any]:
     batch = pad(rows, padding)
-    if examples[0].target is not None:
+    if all(example.target is not None for example in examples):
         batch["targets"] = torch.tensor([example.target for example in examples], dtype=dtype)
     return {**batch, "id": [example.id for example in examples], "group": [example.group for example in examples]}

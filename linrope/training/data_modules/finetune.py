@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -87,6 +87,8 @@ class FineTuningDataModule(ResumableDataModule):
     metrics: tuple[str, ...] = ()
     """Names of what evaluations measure beside the loss."""
     splits: ClassVar[tuple[str, ...]] = ("train", "val", "test")
+    files: Mapping[str, Sequence[str]] = {}
+    """Names of the files of each split."""
 
     def __init__(
         self,
@@ -110,6 +112,7 @@ class FineTuningDataModule(ResumableDataModule):
         self._examples: dict[str, list[Any] | None] = {}
         self._rows: dict[str, Rows] = {}
         self._notes: dict[str, str] = {}
+        self._trained_labels: tuple[str, ...] | None = None  # of a checkpoint; None leaves them to the training file
 
     # What a subclass writes.
 
@@ -157,7 +160,10 @@ class FineTuningDataModule(ResumableDataModule):
         if self.tokenizer is None:
             self.tokenizer = open_tokenizer(self._tokenizer_name, "data.tokenizer")
             self.encoder = TextEncoder(self.tokenizer, self.max_length)
-        self.examples("train")
+
+    def measure_as(self, saved: dict[str, Any]) -> None:
+        if "labels" in saved:
+            self._trained_labels = tuple(saved["labels"])
 
     def examples(self, split: str) -> list[Any] | None:
         """The examples of a split, read at the first call; None if it has no file."""
@@ -183,7 +189,7 @@ class FineTuningDataModule(ResumableDataModule):
     @property
     def predicted_split(self) -> str:
         """The split that `linrope predict` reads."""
-        return "val" if self.examples("test") is None else "test"
+        return "val" if self.examples("test") is None and self.examples("val") is not None else "test"
 
     def _prepare(self, split: str, must_have_targets: bool) -> None:
         """Encode a split. InputError without it, or without targets."""
@@ -191,7 +197,7 @@ class FineTuningDataModule(ResumableDataModule):
             return
         examples, world_size = self.examples(split), self.run_position.world_size
         if examples is None:
-            raise InputError(f"data.path={str(self.path)!r} has no file of the {split} split: add it.")
+            raise InputError(f"data.path={str(self.path)!r} has no {' or '.join(self.files[split])}: add the file.")
         if must_have_targets and not self.labelled(examples):
             without = next(example.id for example in examples if example.target is None)
             raise InputError(

@@ -29,6 +29,7 @@ class MultipleChoiceDataModule(FineTuningDataModule):
     """
 
     metrics = ("accuracy",)
+    files = FILES
     labels = LABELS
 
     def __init__(self, **options: Any) -> None:

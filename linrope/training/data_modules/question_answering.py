@@ -35,6 +35,7 @@ class QuestionAnsweringDataModule(FineTuningDataModule):
     """
 
     metrics = ("exact_match", "f1")
+    files = FILES
 
     def __init__(self, max_answer_length: int = 64, **options: Any) -> None:
         super().__init__(**options)

@@ -39,13 +39,16 @@ class TokenClassificationDataModule(FineTuningDataModule):
     """
 
     metrics = ("accuracy", "f1")
+    files = FILES
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
 
     @cached_property
     def labels(self) -> tuple[str, ...]:
-        """The names of the labels by their numbers; it needs the files."""
+        """The names of the labels by their numbers, a checkpoint's or those of the training file."""
+        if self._trained_labels is not None:
+            return self._trained_labels
         return tuple(sorted({label for sentence in self.examples("train") for label in sentence.labels or ()}))
 
     @property

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from linrope.data.batches.pairs import EvaluationPairs, TokenPairs, TrainingPairs
 from linrope.data.parallel_text import ParallelText, read_parallel_text
 from linrope.data.synthetic.number_words import LANGUAGES, number_pairs
-from linrope.data.tokenizers.base import open_tokenizer
+from linrope.data.tokenizers.base import open_tokenizer, tokenizer_from_serialized
 from linrope.data.tokenizers.training import train_bpe
 from linrope.errors import InputError, require_choice
 from linrope.positions.base import PositionsConfig
@@ -39,7 +39,8 @@ class TranslationDataModule(ResumableDataModule):
         decoder_inputs: int64 (B, T), the token of the beginning and the tokens of each target.
         targets: int64 (B, T), the tokens of each target and its end; IGNORE for padding.
         n_positions: only in training: data.tokens_per_batch.
-        sources, references: only in validation and test: the texts.
+        sources, references: only in validation and test: the texts. Predictions have inputs, source_mask and sources,
+            and need no target file.
 
     Batches have pairs of similar lengths. Training has epochs, but no end: batch `i` follows from `seed` and `i`. A
     resumed run continues with the batch after the last one that its checkpoint was trained on.
@@ -110,6 +111,10 @@ class TranslationDataModule(ResumableDataModule):
         text = self._training_text
         self.tokenizer = train_bpe(chain(text.source, text.target), self.vocab_size, "data.vocab_size")
 
+    def measure_as(self, saved: dict[str, Any]) -> None:
+        if self.tokenizer_name is None and saved["tokenizer"] is not None:
+            self.tokenizer = tokenizer_from_serialized(saved["tokenizer"])
+
     def setup(self, stage: str) -> None:
         super().setup(stage)
         self.open()
@@ -118,19 +123,19 @@ class TranslationDataModule(ResumableDataModule):
             self._evaluated["val"] = None if self.names["val"] is None else self._evaluation_pairs("val")
         else:
             split = "val" if stage == "validate" else "test"
-            self._evaluated[split] = self._evaluation_pairs(split, in_order=stage == "predict")
+            self._evaluated[split] = self._evaluation_pairs(split, predicts=stage == "predict")
 
-    def _text(self, split: str) -> ParallelText:
+    def _text(self, split: str, languages: tuple[str, str]) -> ParallelText:
         if self.path is None:
-            return ParallelText(*number_pairs(split, *self.languages))
+            return ParallelText(*number_pairs(split, *languages))
         name = self.names[split]
         if name is None:
             raise InputError(f"data.{split} is null, so there is no {split} text: name its files.")
-        return read_parallel_text(*(self.path / f"{name}.{language}" for language in self.languages))
+        return read_parallel_text(*(self.path / f"{name}.{language}" for language in languages))
 
     @cached_property
     def _training_text(self) -> ParallelText:
-        return self._text("train")
+        return self._text("train", self.languages)
 
     @cached_property
     def training(self) -> TrainingPairs:
@@ -140,8 +145,10 @@ class TranslationDataModule(ResumableDataModule):
         del self._training_text  # of a large text it is most of the memory
         return TrainingPairs(pairs, self.tokens_per_batch, self.seed)
 
-    def _evaluation_pairs(self, split: str, in_order: bool = False) -> EvaluationPairs:
-        text, position = self._text(split), self.run_position
+    def _evaluation_pairs(self, split: str, predicts: bool = False) -> EvaluationPairs:
+        """Those of a split; for predictions only its sources are read, and keep their order."""
+        source, target = self.languages
+        text, position = self._text(split, (source, source if predicts else target)), self.run_position
         if text.n_empty:
             n = text.n_empty + len(text)
             rank_zero_warn(f"the {split} text has {text.n_empty:,} of {n:,} pairs with an empty side: left out.")
@@ -151,7 +158,7 @@ class TranslationDataModule(ResumableDataModule):
                 "more text, or set fewer trainer.devices."
             )
         pairs = TokenPairs(text, self.tokenizer, keep_text=True)
-        return EvaluationPairs(pairs, self.tokens_per_batch, position.rank, position.world_size, in_order)
+        return EvaluationPairs(pairs, self.tokens_per_batch, position.rank, position.world_size, in_order=predicts)
 
     def require_positions(self, positions: PositionsConfig) -> None:
         positions.require_row("data.max_length", self.max_length)

@@ -102,7 +102,7 @@ def test_what_is_missing_is_named(tmp_path):
     write_rows(tmp_path, test="text\nx\n")
     (tmp_path / "dev.tsv").unlink()
     assert_input_errors(
-        (lambda: data_of(tmp_path, "validate"), "has no file of the val split: add it"),
+        (lambda: data_of(tmp_path, "validate"), "has no dev.tsv: add the file"),
         (lambda: data_of(tmp_path, "test"), "the test file in data.path=.* has no label for row"),
         (lambda: data_of(tmp_path).test_dataloader(), r'the test split is not set up: call setup\("test"\)'),
         (lambda: data_of(write_rows(tmp_path, train="text\tlabel\nx\ta\ny\ta\n")), "has the label 'a' only"),

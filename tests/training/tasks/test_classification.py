@@ -82,15 +82,44 @@ def test_a_run_by_epochs_learns_resumes_is_measured_and_predicts(options, capsys
 def test_a_checkpoint_is_not_measured_on_other_labels(options, capsys):
     """Sorted, those of the changed files have each other's numbers."""
     assert main(["fit", *options, "--trainer.max_steps=1"]) == 0
-    checkpoint = "--ckpt_path=runs/small/version_0/checkpoints/last.ckpt"
-    assert main(["validate", checkpoint]) == 0
+    path = "runs/small/version_0/checkpoints/last.ckpt"
     for name in ("train", "dev"):
         file = Path(f"{name}.tsv")
         file.write_text(file.read_text().replace("\tyes", "\taye"))
     capsys.readouterr()
-    for command in (["validate"], ["predict", "--output=found.jsonl"]):
-        assert main([*command, checkpoint]) == 2
-        assert "was trained with the labels 'no', 'yes', and the data has 'aye', 'no': " in capsys.readouterr().err
+    assert main(["validate", f"--ckpt_path={path}"]) == 2
+    assert "dev.tsv, line 4: the label 'aye' is unknown: the labels are 'no', 'yes'" in capsys.readouterr().err
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    data = ClassificationDataModule(text="first", pair="second", label="answer", path=".")
+    with pytest.raises(InputError, match="trained with the labels 'no', 'yes', and the data has 'aye', 'no': "):
+        trainer.validate(ClassificationModule.load_from_checkpoint(path), data, ckpt_path=path, verbose=False)
+
+
+def test_new_rows_are_measured_and_predicted_without_the_training_file(options, capsys):
+    assert main(["fit", *options, "--trainer.max_epochs=5"]) == 0
+    checkpoint = "--ckpt_path=runs/small/version_0/checkpoints/best.ckpt"
+    capsys.readouterr()
+    assert main(["validate", checkpoint]) == 0
+    measured = capsys.readouterr().out
+    assert main(["predict", checkpoint, "--output=found.jsonl"]) == 0
+    Path("new").mkdir()
+    Path("dev.tsv").rename("new/dev.tsv")
+    header, *rows = Path("test.tsv").read_text().splitlines()
+    lines = [f"{header}\tanswer", f"{rows[0]}\tyes", *(f"{row}\t" for row in rows[1:])]  # labels that are not known yet
+    Path("new/test.tsv").write_text("\n".join(lines))
+    new = [checkpoint, "--data.path=new"]
+    assert main(["validate", *new]) == 0
+    assert capsys.readouterr().out == measured
+    assert main(["predict", *new, "--output=new.jsonl"]) == 0
+    assert Path("new.jsonl").read_text() == Path("found.jsonl").read_text()
+    capsys.readouterr()
+    assert main(["test", *new]) == 2
+    assert "has no label for row '4'" in capsys.readouterr().err
+    Path("new/dev.tsv").unlink()
+    Path("new/test.tsv").unlink()
+    for command, name in ((["validate"], "dev.tsv"), (["predict", "--output=none.jsonl"], "test.tsv")):
+        assert main([*command, *new]) == 2
+        assert f"data.path='new' has no {name}: add the file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -100,6 +129,7 @@ def test_a_checkpoint_is_not_measured_on_other_labels(options, capsys):
         ("--model.vocab_size=260", "model.vocab_size=260 is too small"),
         ("--data.pair=third", "train.tsv has no column 'third'"),
         ("--data.label=first", "dev.tsv, line 2: the label"),
+        ("--data.path=commas", "has no column 'answer': its first line names 'first,second,answer'. It has no tab: "),
         ("--data.max_length=4", "data.max_length=4 must be 5 or more"),
         ("--data.dataset=mrpc", "data.dataset='mrpc' has columns of its own"),
         ("--data.path=nowhere", "data.path='nowhere' does not exist"),
@@ -112,6 +142,8 @@ def test_a_checkpoint_is_not_measured_on_other_labels(options, capsys):
     ],
 )
 def test_what_does_not_fit_is_named(options, changed, message, capsys):
+    Path("commas").mkdir()
+    Path("commas/train.tsv").write_text("first,second,answer\na,b,no\n")
     if changed == "--data.label=first":
         Path("dev.tsv").write_text("first\tsecond\nother\tx\n")
     assert main(["fit", *options, "--trainer.max_steps=2", *changed.split()]) == 2

@@ -67,7 +67,12 @@ def test_a_run_learns_resumes_is_measured_and_predicts(monkeypatch, capsys):
     with pytest.warns(UserWarning, match="truncated"):
         assert main(["validate", f"--ckpt_path={whole}"]) == 0
     measured = dict(zip(*[iter(capsys.readouterr().out.split())] * 2))
-    Path("test.txt").unlink()  # so that it predicts what it was validated on
+    Path("new").mkdir()
+    Path("test.txt").rename("new/test.txt")
+    with pytest.warns(UserWarning, match="truncated"):
+        assert main(["predict", f"--ckpt_path={whole}", "--data.path=new", "--output=new.jsonl"]) == 0
+    assert Path("new.jsonl").read_text() == Path("found.jsonl").read_text()  # the labels are the checkpoint's
+    # without a test file it predicts what it was validated on
     with pytest.warns(UserWarning, match="truncated"):
         assert main(["predict", f"--ckpt_path={whole}", "--output=val.jsonl"]) == 0
     words = [part.split("\n") for part in Path("valid.txt").read_text().split("\n\n")]

@@ -132,10 +132,17 @@ def test_the_mean_of_checkpoints_is_measured_and_translates(options, capsys):
     assert main(["validate", config, "--ckpt_path=averaged"]) == 0
     assert "val_accuracy" in capsys.readouterr().out
     assert main(["predict", config, "--ckpt_path=averaged", "--output=found.jsonl"]) == 0
+    assert main(["predict", config, f"--ckpt_path={files[1]}", "--output=last.jsonl"]) == 0
     model = EncoderDecoder.from_pretrained("averaged")
     tokenizer = tokenizer_from_serialized(model.tokenizer)
     rows = [json.loads(line) for line in Path("found.jsonl").read_text().splitlines()]
     assert model.translate(ENGLISH) == [row["translation"] for row in rows]
+    Path("text").rename("old")  # a new text needs neither the training text nor references
+    Path("text").mkdir()
+    Path("old/test.en").rename("text/test.en")
+    for path, text in (("averaged", Path("found.jsonl").read_text()), (files[1], Path("last.jsonl").read_text())):
+        assert main(["predict", config, f"--ckpt_path={path}", "--output=new.jsonl", "--overwrite"]) == 0
+        assert Path("new.jsonl").read_text() == text
     with pytest.raises(InputError, match=r"texts has 1: pass a list of texts"):
         model.translate([1])
     assert main(["test", "--ckpt_path=averaged"]) == 2
