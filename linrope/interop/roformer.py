@@ -23,12 +23,14 @@ from linrope.models.encoder import ACTIVATIONS, EncoderConfig, EncoderModel
 from linrope.models.language_model import LanguageModelConfig
 from linrope.models.saving import (
     CONFIG_FILE,
+    EXPORTED_TOKENIZER_FILE,
     SAFETENSORS_FILE,
     load_safetensors,
     model_type_of,
     read_config,
     replace_model,
     save_safetensors,
+    tokenizer_in,
 )
 from linrope.utils.checksums import verify_checksums, write_checksums
 from linrope.utils.files import load_plain, require_free_folder
@@ -129,6 +131,9 @@ def load_roformer(
     config = replace(encoder_config_of(values, head, weights), attention=attention, **options)
     model = config.build()
     model.load_weights(dict(_converted(config, _named(weights, head), file)), file)
+    kind, tokenizer_file = values.get("linrope_tokenizer"), folder / EXPORTED_TOKENIZER_FILE
+    if kind != "tokenizers" or tokenizer_file.is_file():  # transformers saves config.json again, without the file
+        model.tokenizer = tokenizer_in(tokenizer_file, kind)
     return model.eval()
 
 
@@ -154,7 +159,8 @@ def what_transformers_lacks(config: EncoderConfig) -> list[str]:
 
 
 def export_roformer(model: EncoderModel, folder: str | Path, *, overwrite: bool = False) -> None:
-    """Write a softmax encoder as transformers reads it: config.json and model.safetensors.
+    """Write a softmax encoder as transformers reads it, config.json and model.safetensors, and the tokenizer of its
+    training, which `load_roformer` reads again.
 
     Raises:
         InputError: linear attention or other options that transformers' RoFormer does not have, a folder with a model
@@ -169,12 +175,15 @@ def export_roformer(model: EncoderModel, folder: str | Path, *, overwrite: bool 
     values |= {"model_type": "roformer", "architectures": [ARCHITECTURES[config.head]], "num_labels": config.n_labels}
     values |= {"pad_token_id": None, "id2label": {str(n): f"LABEL_{n}" for n in range(config.n_labels)}}
     values["label2id"] = {name: int(n) for n, name in values["id2label"].items()}
+    values["linrope_tokenizer"] = None if model.tokenizer is None else model.tokenizer["kind"]
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix="model.partial-") as partial:
         new = Path(partial)
         save_safetensors(dict(_exported(model)), new / SAFETENSORS_FILE)
         (new / CONFIG_FILE).write_text(f"{json.dumps(values, indent=2)}\n")
-        write_checksums(new, [CONFIG_FILE, SAFETENSORS_FILE])
+        if model.tokenizer is not None and "json" in model.tokenizer:
+            (new / EXPORTED_TOKENIZER_FILE).write_text(model.tokenizer["json"], encoding="utf-8")
+        write_checksums(new, [file.name for file in new.iterdir()])
         replace_model(new, folder)
 
 

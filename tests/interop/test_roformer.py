@@ -142,6 +142,27 @@ def test_linrope_export_writes_what_transformers_reads_or_else_what_linrope_read
     assert len(list((tmp_path / "out").iterdir())) == 3
 
 
+WORDS = {"kind": "tokenizers", "json": "{}"}
+
+
+@pytest.mark.parametrize("tokenizer", [WORDS, {"kind": "bytes"}, None], ids=["words", "bytes", "unknown"])
+def test_an_export_keeps_the_tokenizer(tokenizer, tmp_path):
+    model = MODELS["softmax"].build()
+    model.tokenizer = tokenizer
+    export_roformer(model, tmp_path / "first")
+    again = load_roformer(tmp_path / "first")
+    assert again.tokenizer == tokenizer
+    export_roformer(again, tmp_path / "second")
+    assert load_roformer(tmp_path / "second").tokenizer == tokenizer
+    if tokenizer == WORDS:  # what transformers saves again lacks the file
+        there = transformers.RoFormerForSequenceClassification.from_pretrained(tmp_path / "first")
+        there.save_pretrained(tmp_path / "third")
+        assert load_roformer(tmp_path / "third").tokenizer is None
+        (tmp_path / "first" / "linrope_tokenizer.json").write_text("[]")
+        with pytest.raises(InputError, match=r"linrope_tokenizer\.json"):
+            load_roformer(tmp_path / "first")
+
+
 @pytest.mark.parametrize("head", ["ForMaskedLM", "ForSequenceClassification", "ForQuestionAnswering", "Model"])
 def test_a_head_that_config_json_does_not_name_is_known_by_its_weights(head, tmp_path):
     there, arguments = saved(tmp_path, head), inputs(head)
