@@ -42,12 +42,11 @@ class QuestionAnsweringModule(FineTuningModule):
 
     def evaluate(self, batch: Batch, sums: dict[Hashable, Any]) -> None:
         logits, targets = self.logits(batch), batch["targets"]
-        found = [
-            {"prediction_text": answer, "id": id_} for answer, id_ in zip(self.answers(batch, logits), batch["id"])
-        ]
+        # Not by the ids of the file, which may have one twice.
+        found = [{"prediction_text": answer, "id": str(row)} for row, answer in enumerate(self.answers(batch, logits))]
         right = [
-            {"answers": {"answer_start": [0] * len(answers), "text": answers}, "id": id_}
-            for answers, id_ in zip(batch["answers"], batch["id"])
+            {"answers": {"answer_start": [0] * len(answers), "text": answers}, "id": str(row)}
+            for row, answers in enumerate(batch["answers"])
         ]
         scores, n = squad(found, right), len(found)
         n_asked = (targets[:, 0] != IGNORE).sum()

@@ -5,6 +5,7 @@ import os
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -93,6 +94,18 @@ def test_the_best_span_is_that_of_all_pairs():
         best = max(pairs, key=lambda pair: logits[pair[0], 0] + logits[pair[1], 1])
         assert best_span(logits, allowed, longest) == best
     assert best_span(torch.randn(5, 2), torch.zeros(5, dtype=torch.bool), 3) == (0, 0)
+
+
+def test_questions_of_one_id_are_measured_one_by_one(monkeypatch):
+    module = QuestionAnsweringModule(EncoderConfig(d_model=16, n_layers=1, n_heads=2))
+    monkeypatch.setattr(module, "logits", lambda batch: torch.zeros(3, 4, 2))
+    monkeypatch.setattr(module, "answers", lambda batch, logits: ["eleven men", "two", "three"])
+    right = [["ten men"], ["one", "Two"], ["four"]]
+    module.evaluate(
+        {"targets": torch.ones(3, 2, dtype=torch.int64), "id": ["a", "a", "a"], "answers": right}, sums := {}
+    )
+    found = module.evaluation_metrics("val", sums)
+    assert found == pytest.approx({"val_loss": np.log(4), "val_exact_match": 1 / 3, "val_f1": 1.5 / 3}, abs=1e-6)
 
 
 def test_what_does_not_fit_is_named(capsys):
