@@ -120,14 +120,18 @@ class SubwordTokenizer:
         return self._tokenizer.token_to_id(text)
 
     def word_parts(self) -> tuple[np.ndarray, np.ndarray]:
-        """See `Tokenizer`. In WordPiece "##" continues a word; elsewhere a token with a space before it begins one."""
+        """See `Tokenizer`. In WordPiece a prefix, mostly "##", continues a word. Elsewhere a token with a space before
+        it begins one; in a vocabulary without such tokens each token does."""
         tokens = [self._tokenizer.id_to_token(number) or "" for number in range(self.vocab_size)]
-        pieces = any(token.startswith("##") for token in tokens)
-        begins = [not token.startswith("##") if pieces else token.startswith(SPACES) for token in tokens]
+        between = np.array([not token.lstrip("".join(SPACES)) for token in tokens])
+        begins = np.array([token.startswith(SPACES) for token in tokens])
+        if prefix := getattr(self._tokenizer.model, "continuing_subword_prefix", None):
+            begins = np.array([not token.startswith(prefix) for token in tokens])
+        elif not (begins & ~between).any():
+            begins = np.ones_like(begins)
         added = self._tokenizer.get_added_tokens_decoder()
         special = [number in added and added[number].special for number in range(self.vocab_size)]
-        between = [not token.lstrip("".join(SPACES)) for token in tokens]
-        return np.array(begins), np.array(between) | np.array(special)
+        return begins, between | np.array(special)
 
     def to_serialized(self) -> dict[str, str]:
         return {"kind": "tokenizers", "json": self._text}

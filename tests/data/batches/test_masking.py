@@ -1,6 +1,8 @@
 """Masked rows: their shares, whole words, and that they follow from the key alone."""
 
+import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from linrope.data.batches.masking import HIDDEN, Masking
 from linrope.data.tokenizers.bytes import ByteTokenizer, encode
@@ -82,3 +84,30 @@ def test_words_of_subwords_begin_at_a_space(tmp_path):
     for token, begin, alone in zip(text, begins, between):
         assert begin == token.startswith((" ", "Ġ", "▁"))
         assert alone == (token.strip(" Ġ▁") == "")
+
+
+@pytest.mark.parametrize("kind", [models.WordLevel, models.WordPiece])
+def test_each_token_of_a_vocabulary_of_words_is_a_word(kind):
+    words = ["[UNK]", "[SEP]", "the", "quick", "brown", "fox", "\n"]
+    made = Tokenizer(kind({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.add_special_tokens(words[:2])
+    masking = Masking(SubwordTokenizer(made.to_str()), 0.3, whole_words=True)
+    tokens = torch.tensor([2, 3, 4, 5] * 5)
+    asked = torch.stack([masking(tokens, 5, i)["targets"] != IGNORE for i in range(200)]).double()
+    assert abs(asked.mean().item() - 0.3) < 0.05
+
+
+def test_a_vocabulary_of_subwords_may_have_the_token_of_a_heading():
+    """ "##" continues a word in WordPiece alone."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.train_from_iterator(["## heading\n## heading"] * 3, trainers.BpeTrainer(vocab_size=20, show_progress=False))
+    tokenizer = SubwordTokenizer(made.to_str())
+    assert tokenizer.token_id("##") is not None
+    tokens, _ = tokenizer.encode_document(b"## ding ding")
+    begins, between = (table[tokens] for table in tokenizer.word_parts())
+    text = [made.id_to_token(token) for token in tokens.tolist()]
+    assert len(text) > 3
+    assert begins.tolist() == [token.startswith("Ġ") for token in text]
+    assert between.tolist() == [token == "Ġ" for token in text]
