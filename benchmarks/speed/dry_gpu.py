@@ -41,6 +41,8 @@ class DryGPU:
     launched: list[Launched] = field(default_factory=list)
     compiled: int = 0
     """Kernels that Triton would have compiled."""
+    options: list[dict[str, Any]] = field(default_factory=list)
+    """The compiler's options of each."""
 
     def get_current_device(self) -> int:
         return 0
@@ -57,6 +59,7 @@ class DryGPU:
 
     def compile(self, source: Any, target: GPUTarget, options: dict[str, Any]) -> Compiled:
         self.compiled += 1
+        self.options.append(options)
         return Compiled(self, source, options)
 
 

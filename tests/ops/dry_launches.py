@@ -102,6 +102,14 @@ def test_known_launches_are_those_of_triton(gpu, name):
             assert launches(gpu, calls[known]) == exact[known], known
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_all_kernels_fuse_products_and_sums_whatever_triton_does_unasked(gpu, name):
+    plan._plans.clear()
+    launch(call_of(CASES[name]))
+    assert len(gpu.options) == gpu.compiled >= 1
+    assert {options["enable_fp_fusion"] for options in gpu.options} == {True}
+
+
 def test_backwards_of_one_call_that_differ(gpu):
     """In the layout of the output's gradient, and in the gradients that are given and needed."""
     call = call_of(replace(CASES["everything"], rope={"trainable": True}))
