@@ -93,7 +93,7 @@ def with_run_config(args: Sequence[str]) -> list[str]:
         saved = open_checkpoint(path)["linrope"]
         values = {"task": saved.get("task", LANGUAGE_MODELING), "model": saved["config"]}
     else:
-        values = {"model": load_roformer(path).config.to_dict() if is_roformer(path) else read_model(Path(path))[0]}
+        values = {"model": load_roformer(path).config.to_dict() if is_roformer(path) else read_model(Path(path)).config}
     if not has_config:
         task = "" if "task" in values else "the task (--task), "
         say_once(

@@ -350,7 +350,7 @@ class TrainingCLI(ConfigCLI):
             return None
         trained = load_trained(self.checkpoint, self.task.config_class)
         require_same_model(trained.config, self.task.config_of(self.config_init.model), self.checkpoint)
-        self.config_init.data.measure_as({"tokenizer": trained.tokenizer})
+        self.config_init.data.measure_as({"tokenizer": trained.tokenizer, "labels": trained.labels})
         return trained
 
     def open_checkpoint(self) -> dict[str, Any]:

@@ -45,6 +45,8 @@ ARCHITECTURES = {
     "multiple_choice": "RoFormerForMultipleChoice",
 }
 """The class of transformers by head."""
+WITH_LABELS = ("classification", "token_classification")
+"""Heads whose labels have names there."""
 OPTIONS = {
     "vocab_size": "vocab_size",
     "hidden_size": "d_model",
@@ -134,6 +136,8 @@ def load_roformer(
     kind, tokenizer_file = values.get("linrope_tokenizer"), folder / EXPORTED_TOKENIZER_FILE
     if kind != "tokenizers" or tokenizer_file.is_file():  # transformers saves config.json again, without the file
         model.tokenizer = tokenizer_in(tokenizer_file, kind)
+    if head in WITH_LABELS:
+        model.labels = _labels_of(values, config.n_labels)
     return model.eval()
 
 
@@ -173,8 +177,10 @@ def export_roformer(model: EncoderModel, folder: str | Path, *, overwrite: bool 
     values = {hf_name: getattr(config, name) for hf_name, name in OPTIONS.items()}
     values |= {"intermediate_size": config.mlp_width, "embedding_size": config.embedding_width}
     values |= {"model_type": "roformer", "architectures": [ARCHITECTURES[config.head]], "num_labels": config.n_labels}
-    values |= {"pad_token_id": None, "id2label": {str(n): f"LABEL_{n}" for n in range(config.n_labels)}}
-    values["label2id"] = {name: int(n) for n, name in values["id2label"].items()}
+    known = config.head in WITH_LABELS and model.labels is not None
+    labels = model.labels if known else _unknown(config.n_labels)
+    values |= {"pad_token_id": None, "id2label": {str(n): label for n, label in enumerate(labels)}}
+    values["label2id"] = {label: n for n, label in enumerate(labels)}
     values["linrope_tokenizer"] = None if model.tokenizer is None else model.tokenizer["kind"]
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix="model.partial-") as partial:
@@ -225,6 +231,18 @@ def _head_of(values: dict[str, Any], weights: Mapping[str, Tensor], file: Path) 
     return next(head for head, name in ARCHITECTURES.items() if name == named)
 
 
+def _unknown(n_labels: int) -> list[str]:
+    """What transformers calls labels without names."""
+    return [f"LABEL_{n}" for n in range(n_labels)]
+
+
+def _labels_of(values: dict[str, Any], n_labels: int) -> list[str] | None:
+    """The names of the labels in a config.json of transformers; None if they are not known."""
+    names = values.get("id2label") or {}
+    labels = [names.get(str(n)) for n in range(n_labels)]
+    return None if None in labels or labels == _unknown(n_labels) else labels
+
+
 def encoder_config_of(values: dict[str, Any], head: str | None, weights: Mapping[str, Tensor]) -> EncoderConfig:
     """The options of a config.json of transformers; the number of labels is that of the weights."""
     values = {**DEFAULTS, **values}
@@ -233,8 +251,7 @@ def encoder_config_of(values: dict[str, Any], head: str | None, weights: Mapping
     options = {name: values[hf_name] for hf_name, name in OPTIONS.items() if values.get(hf_name) is not None}
     output = HEAD_MODULES[head].get("output", "")
     n_labels = len(weights[f"{output}.bias"]) if f"{output}.bias" in weights else 2
-    with_labels = head in ("classification", "token_classification")
-    return EncoderConfig(**options, head=head, attention="softmax", n_labels=n_labels if with_labels else 2)
+    return EncoderConfig(**options, head=head, attention="softmax", n_labels=n_labels if head in WITH_LABELS else 2)
 
 
 def _named(weights: Mapping[str, Tensor], head: str | None) -> dict[str, Tensor]:

@@ -21,8 +21,8 @@ def average_weights(paths: Sequence[str | os.PathLike]) -> dict[str, Tensor]:
         paths: checkpoints of `linrope fit`, or folders of `save_pretrained` or `linrope export`.
 
     Raises:
-        InputError: no path, no model at a path, or models that differ in configuration, tokenizer, dtype, or in what is
-            no floating-point number.
+        InputError: no path, no model at a path, or models that differ in configuration, tokenizer, labels, dtype, or in
+            what is no floating-point number.
     """
     return average_models(paths).state_dict()
 
@@ -63,6 +63,8 @@ def _require_same(
     if not differing:
         if model.tokenizer != other.tokenizer:
             differing.append("their tokenizers")
+        if model.labels != other.labels:
+            differing.append(f"their labels: {model.labels} and {other.labels}")
         for name, weight in weights.items():
             if weight.dtype != others[name].dtype:
                 differing.append(f"{name}: {weight.dtype} and {others[name].dtype}")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import debug_unwrap
 
 from linrope.errors import InputError
-from linrope.models.saving import read_model, write_folder
+from linrope.models.saving import SavedModel, read_model, write_folder
 from linrope.positions.table import require_without_weights, rope_beside
 from linrope.utils.options import check_keys, class_path_of, loaded_subclass
 
@@ -143,7 +143,9 @@ class Model(nn.Module):
             name, options = type(self).__name__, self.config_class.__name__
             raise InputError(f"{name} takes a {options}, not {reprlib.repr(config)}: pass {options}(...).")
         self.config = config
-        self.tokenizer: dict[str, str] | None = None  # serialized, see `linrope.data.tokenizers`; saved with the model
+        # saved with the model:
+        self.tokenizer: dict[str, str] | None = None  # serialized, see `linrope.data.tokenizers`
+        self.labels: list[str] | None = None  # names of what a head tells apart, by their numbers
 
     @property
     def n_parameters(self) -> int:
@@ -182,7 +184,7 @@ class Model(nn.Module):
             )
         if Path(directory).is_file():
             raise InputError(f"directory={str(directory)!r} is a file: choose a folder.")
-        write_folder(Path(directory), self.config.to_dict(), weights, self.tokenizer)
+        write_folder(Path(directory), SavedModel(self.config.to_dict(), weights, self.tokenizer, self.labels))
 
     def _names_when_built(self, weights: dict[str, Tensor]) -> Set[str]:
         """The names of the weights of a new model of this configuration; those of `weights` if it cannot be built
@@ -251,10 +253,10 @@ class Model(nn.Module):
 
 def load_model(path: str | os.PathLike, config_class: type[ModelConfig], verify: bool = True) -> Model:
     """The model of a configuration of that class, in a folder or a checkpoint: see `Model.from_pretrained`."""
-    config, weights, tokenizer = read_model(Path(path), verify)
-    model = config_in(config, config_class, path).build()
-    model.load_weights(weights, path)
-    model.tokenizer = tokenizer
+    saved = read_model(Path(path), verify)
+    model = config_in(saved.config, config_class, path).build()
+    model.load_weights(saved.weights, path)
+    model.tokenizer, model.labels = saved.tokenizer, saved.labels
     return model.eval()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,18 +29,29 @@ MODEL_FILES = (CONFIG_FILE, WEIGHTS_FILE, SAFETENSORS_FILE, SHARDS_FILE, "model-
 """Patterns of all files that a saved or an exported model may have."""
 
 
-def write_folder(
-    folder: Path, config: dict[str, Any], weights: dict[str, Tensor], tokenizer: dict[str, str] | None = None
-) -> None:
-    """Write a model's configuration, weights and serialized tokenizer: see `LanguageModel.save_pretrained`."""
+class SavedModel(NamedTuple):
+    """A trained model, as plain values."""
+
+    config: dict[str, Any]
+    weights: dict[str, Tensor]
+    tokenizer: dict[str, str] | None
+    """Serialized; None without one."""
+    labels: list[str] | None
+    """Names of what its head tells apart; None if they are not known."""
+
+
+def write_folder(folder: Path, model: SavedModel) -> None:
+    """Write a model: see `LanguageModel.save_pretrained`."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix="model.partial-") as partial:
-        new = Path(partial)
-        if tokenizer is not None:
-            config = {**config, "tokenizer": tokenizer["kind"]}
-            if "json" in tokenizer:
-                (new / TOKENIZER_FILE).write_text(tokenizer["json"], encoding="utf-8")
-        torch.save(weights, new / WEIGHTS_FILE)
+        new, config = Path(partial), dict(model.config)
+        if model.labels is not None:
+            config["labels"] = model.labels
+        if model.tokenizer is not None:
+            config["tokenizer"] = model.tokenizer["kind"]
+            if "json" in model.tokenizer:
+                (new / TOKENIZER_FILE).write_text(model.tokenizer["json"], encoding="utf-8")
+        torch.save(model.weights, new / WEIGHTS_FILE)
         (new / CONFIG_FILE).write_text(f"{json.dumps(config, indent=2)}\n")
         write_checksums(new, [file.name for file in new.iterdir()])
         replace_model(new, folder)
@@ -72,8 +83,8 @@ def move_files(source: Path, folder: Path) -> None:
         sync(folder)  # or a crash of the machine could change the order
 
 
-def read_model(path: Path, verify: bool = True) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, str] | None]:
-    """Configuration, weights and serialized tokenizer (None without one): see `LanguageModel.from_pretrained`."""
+def read_model(path: Path, verify: bool = True) -> SavedModel:
+    """The model in a folder or a checkpoint: see `LanguageModel.from_pretrained`."""
     if (path / CONFIG_FILE).is_file():
         if verify:
             verify_checksums(path)
@@ -87,12 +98,13 @@ def read_model(path: Path, verify: bool = True) -> tuple[dict[str, Any], dict[st
         weights = _weights_in(path)
         if model_type == "linrope":  # an export for transformers, with our configuration inside
             kind = config.get("linrope_tokenizer")
-            return config.get("linrope"), _of_model(weights), tokenizer_in(path / EXPORTED_TOKENIZER_FILE, kind)
-        kind = config.pop("tokenizer", None)
-        return config, weights, tokenizer_in(path / TOKENIZER_FILE, kind)
+            tokenizer = tokenizer_in(path / EXPORTED_TOKENIZER_FILE, kind)
+            return SavedModel(config.get("linrope"), _of_model(weights), tokenizer, None)
+        kind, labels = config.pop("tokenizer", None), config.pop("labels", None)
+        return SavedModel(config, weights, tokenizer_in(path / TOKENIZER_FILE, kind), labels)
     checkpoint = open_checkpoint(path, weights=True)
     ours = checkpoint["linrope"]
-    return ours["config"], _of_model(checkpoint["state_dict"]), ours.get("tokenizer")
+    return SavedModel(ours["config"], _of_model(checkpoint["state_dict"]), ours.get("tokenizer"), ours.get("labels"))
 
 
 def read_config(file: Path) -> dict[str, Any]:

@@ -64,6 +64,10 @@ def test_what_differs_is_named(tmp_path):
     model.save_pretrained(tmp_path / "bytes")
     with pytest.raises(InputError, match="their tokenizers"):
         average_weights([first, tmp_path / "bytes"])
+    model.tokenizer, model.labels = None, ["no", "yes"]
+    model.save_pretrained(tmp_path / "labels")
+    with pytest.raises(InputError, match=r"their labels: None and \['no', 'yes'\]"):
+        average_weights([first, tmp_path / "labels"])
     for paths in ([], str(first)):
         with pytest.raises(InputError, match="list of at least one checkpoint"):
             average_weights(paths)

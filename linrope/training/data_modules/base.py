@@ -142,7 +142,7 @@ class ResumableDataModule(LightningDataModule):
 
     def measure_as(self, saved: dict[str, Any]) -> None:
         """Takes from a checkpoint, whose entry "linrope" this is, what a measurement or prediction would otherwise read
-        in the training data. Called before `setup`."""
+        in the training data; of a folder it has the tokenizer and the labels. Called before `setup`."""
 
     def samples_of(self, step: int) -> str:
         """Describes the training samples of the optimizer step that follows `step` finished ones, for messages."""

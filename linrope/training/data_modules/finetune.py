@@ -162,7 +162,7 @@ class FineTuningDataModule(ResumableDataModule):
             self.encoder = TextEncoder(self.tokenizer, self.max_length)
 
     def measure_as(self, saved: dict[str, Any]) -> None:
-        if "labels" in saved:
+        if saved.get("labels") is not None:
             self._trained_labels = tuple(saved["labels"])
 
     def examples(self, split: str) -> list[Any] | None:

@@ -32,6 +32,8 @@ class FineTuningModule(EncoderTask):
                 f"{type(self).__name__} trains on a {self.data_class.__name__}, not on a {found}: pass one."
             )
         super().setup(stage)
+        self._require_labels(self.model.labels if stage != "fit" else None, "the model that was loaded")
+        self.model.labels = None if self.data.labels is None else list(self.data.labels)
 
     def require_data(self, data: FineTuningDataModule) -> None:
         """As `TrainingTask`. Raises InputError unless the model has the data's labels, too."""
@@ -47,14 +49,19 @@ class FineTuningModule(EncoderTask):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """As `TrainingTask`. Refuses data with other labels: their numbers would stand for those of training."""
         super().on_load_checkpoint(checkpoint)
+        labels = checkpoint["linrope"].get("labels")  # older checkpoints do not say
         if self._stage is None:  # loaded without a trainer
+            self.model.labels = labels
             return
+        self._require_labels(labels, f"checkpoint {str(self.trainer.ckpt_path)!r}")
+
+    def _require_labels(self, labels: list[str] | None, what: str) -> None:
+        """Raise InputError if the data has other labels; None are not known."""
         here = list(self.data.labels or ())
-        then = checkpoint["linrope"].get("labels", here)  # older checkpoints do not say
-        if then != here:
+        if labels is not None and labels != here:
             raise InputError(
-                f"checkpoint {str(self.trainer.ckpt_path)!r} was trained with the labels {', '.join(map(repr, then))}, "
-                f"and the data has {', '.join(map(repr, here))}: give a training file with the same labels."
+                f"{what} was trained with the labels {', '.join(map(repr, labels))}, and the data has "
+                f"{', '.join(map(repr, here))}: give a training file with the same labels."
             )
 
     def labelled(self, batch: Batch, logits: Tensor) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from linrope import EncoderConfig
+from linrope import EncoderConfig, SequenceClassifier
 from linrope.cli.main import main
 from linrope.errors import InputError
 from linrope.training.data_modules.classification import ClassificationDataModule
@@ -93,6 +93,34 @@ def test_a_checkpoint_is_not_measured_on_other_labels(options, capsys):
     data = ClassificationDataModule(text="first", pair="second", label="answer", path=".")
     with pytest.raises(InputError, match="trained with the labels 'no', 'yes', and the data has 'aye', 'no': "):
         trainer.validate(ClassificationModule.load_from_checkpoint(path), data, ckpt_path=path, verbose=False)
+
+
+def test_saved_averaged_and_exported_models_hold_the_names_of_their_labels(options, capsys):
+    softmax = ["--model.attention=softmax", "--trainer.max_steps=1"]
+    assert main(["fit", *options, *softmax]) == 0
+    path = "runs/small/version_0/checkpoints/last.ckpt"
+    assert main(["average", path, path, "--output=averaged"]) == 0
+    assert main(["export", f"--ckpt_path={path}", "--output=exported"]) == 0
+    SequenceClassifier.from_pretrained("averaged").save_pretrained("saved")
+    config = json.loads(Path("exported/config.json").read_text())
+    assert config["id2label"] == {"0": "no", "1": "yes"}
+    assert config["label2id"] == {"no": 0, "yes": 1}
+    Path("train.tsv").unlink()
+    data = [*OPTIONS[:1], "--data.path=.", "--data.text=first", "--data.pair=second", "--data.label=answer"]
+    data += ["--data.max_length=24", "--trainer.accelerator=cpu"]
+    found = []
+    for trained in (path, "averaged", "saved", "exported"):
+        assert main(["predict", f"--ckpt_path={trained}", *data, "--output=found.jsonl", "--overwrite"]) == 0
+        found.append([json.loads(line) for line in Path("found.jsonl").read_text().splitlines()])
+        assert set(found[-1][0]["scores"]) == {"no", "yes"}
+        for row, expected in zip(found[-1], found[0], strict=True):
+            assert row["scores"] == pytest.approx(expected["scores"], abs=1e-6)
+    file = Path("dev.tsv")
+    file.write_text(file.read_text().replace("\tyes", "\taye"))
+    capsys.readouterr()
+    for trained in ("averaged", "exported"):
+        assert main(["validate", f"--ckpt_path={trained}", *data]) == 2
+        assert "the label 'aye' is unknown: the labels are 'no', 'yes'" in capsys.readouterr().err
 
 
 def test_new_rows_are_measured_and_predicted_without_the_training_file(options, capsys):
