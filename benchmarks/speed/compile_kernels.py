@@ -1,9 +1,9 @@
 """Compile the CUDA kernels without a GPU: registers, spills, shared memory and the length of the loop of each.
 
 Launches of calls on the CPU are recorded instead of run, and compiled for each target. The exit status is 1 if a kernel
-does not compile, reads 16 bits at a time or local memory in a loop, multiplies with several warps at once (WGMMA of
-Hopper, tcgen05 of Blackwell), which compilers got wrong, or if its usual configuration takes more shared memory than
-the target has: of the other ones autotuning skips what does not fit.
+does not compile, reads 16 bits at a time or local memory in a loop, keeps in memory what registers have room for,
+multiplies with several warps at once (WGMMA of Hopper, tcgen05 of Blackwell), which compilers got wrong, or if its
+usual configuration takes more shared memory than the target has: of the other ones autotuning skips what does not fit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rich.console import Group
 from benchmarks.harness.runner import AddOption, Benchmark
 from benchmarks.speed.gpu_correctness import Case
 from benchmarks.speed.launches import Recorded, launches_of
-from linrope.ops.triton_kernel.plan import OPTIONS, cdiv
+from linrope.ops.triton_kernel.plan import OPTIONS, REGISTERS, cdiv
 from linrope.ops.triton_kernel.self_check import ptxas_version
 from linrope.utils.formatting import bytes_text
 from linrope.utils.terminal import new_table
@@ -119,6 +119,7 @@ def compile_launch(launch: Recorded, capability: int, configuration: Configurati
     signature = {name: signature[name] for name in function.arg_names}
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": configuration.warps, "num_stages": configuration.stages, **OPTIONS}
+    options["maxnreg"] = launch.constants.get("maxnreg")
     made = compile_source(source, target=GPUTarget("cuda", capability, 32), options=options)
     cubin, shared = made.asm["cubin"], made.metadata.shared
     return Compiled(*usage_of(cubin), shared, configuration.warps, made.asm["ptx"], longest_loop(code_of(cubin)))
@@ -269,6 +270,9 @@ class CompileKernels(Benchmark):
                 slow = [f"{count} {what}" for what, count in in_loops(made.ptx).items() if count]
                 if slow and launch.kernel in MARCHING:
                     self.failures.append(f"{', '.join(row)}: {' and '.join(slow)} in loops")
+                if launch.kernel in MARCHING and made.stack and made.registers < REGISTERS:
+                    held = f"{made.registers} registers, and {made.stack} bytes of stack"
+                    self.failures.append(f"{', '.join(row)}: {held}")
                 if count := products_of_several_warps(made.ptx):
                     self.failures.append(f"{', '.join(row)}: {count} products of several warps")
             except Exception as error:  # the compiler's errors have many types

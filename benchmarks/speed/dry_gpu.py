@@ -41,8 +41,9 @@ class DryGPU:
     launched: list[Launched] = field(default_factory=list)
     compiled: int = 0
     """Kernels that Triton would have compiled."""
+    names: list[str] = field(default_factory=list)
     options: list[dict[str, Any]] = field(default_factory=list)
-    """The compiler's options of each."""
+    """The compiler's options of each kernel."""
 
     def get_current_device(self) -> int:
         return 0
@@ -59,6 +60,7 @@ class DryGPU:
 
     def compile(self, source: Any, target: GPUTarget, options: dict[str, Any]) -> Compiled:
         self.compiled += 1
+        self.names.append(source.fn.__name__)
         self.options.append(options)
         return Compiled(self, source, options)
 

@@ -172,7 +172,7 @@ class Plan:
         masked = call.key_mask is not None
         self.flags = {"CAUSAL": call.causal, "PLAIN": call.plain, "DECAY": self.decay}
         """What all kernels that march through pairs are compiled for."""
-        self.flags |= {"DOCUMENTS": self.documents, "MASKED": masked}
+        self.flags |= {"DOCUMENTS": self.documents, "MASKED": masked, "maxnreg": REGISTERS}
         self.sites: dict[Hashable, Site] = {}
 
     def site(self, key: Hashable, describe: Callable[[], Described]) -> Site:
@@ -226,6 +226,9 @@ class Plan:
 
 OPTIONS = {"enable_fp_fusion": True}
 """Of the compiler, for all kernels: a product and a sum are one instruction. Triton 3.10 makes two of them unasked."""
+REGISTERS = 255
+"""Of a thread at most, in kernels that march through pairs: all that there are. Unasked, ptxas 13 gives some of these
+kernels 168 or 32 and keeps the rest in memory."""
 Described = tuple[str, int, tuple[float, ...], dict[str, Any]]
 """A kernel's name, the number of programs, its arguments after those that a call gives, and its constants."""
 
