@@ -16,7 +16,6 @@ from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -291,13 +290,12 @@ def where(device: torch.device) -> str:
 
 def ptxas_version(major: int) -> str:
     """The version of the assembler that Triton takes for that compute capability, or "unknown"."""
-    import triton
+    try:  # releases have different rules
+        from triton.backends.nvidia.compiler import get_ptxas
 
-    name, given = "ptxas", os.environ.get("TRITON_PTXAS_PATH")
-    if major >= 10:
-        name, given = "ptxas-blackwell", os.environ.get("TRITON_PTXAS_BLACKWELL_PATH")
-    tool = given or Path(triton.__file__).parent / "backends/nvidia/bin" / name
-    return version_of(str(tool))
+        return version_of(get_ptxas(10 * major).path)
+    except (ImportError, AttributeError, RuntimeError):
+        return "unknown"
 
 
 def version_of(tool: str) -> str:
