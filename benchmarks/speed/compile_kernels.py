@@ -27,7 +27,7 @@ from rich.console import Group
 from benchmarks.harness.runner import AddOption, Benchmark
 from benchmarks.speed.gpu_correctness import Case
 from benchmarks.speed.launches import Recorded, launches_of
-from linrope.ops.triton_kernel.plan import OPTIONS, REGISTERS, cdiv
+from linrope.ops.triton_kernel.plan import REGISTERS, cdiv
 from linrope.ops.triton_kernel.self_check import ptxas_version
 from linrope.utils.formatting import bytes_text
 from linrope.utils.terminal import new_table
@@ -118,8 +118,8 @@ def compile_launch(launch: Recorded, capability: int, configuration: Configurati
             attributes[(index,)] = [["tt.divisibility", 16]]
     signature = {name: signature[name] for name in function.arg_names}
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": configuration.warps, "num_stages": configuration.stages, **OPTIONS}
-    options["maxnreg"] = launch.constants.get("maxnreg")
+    options = {name: value for name, value in launch.constants.items() if name not in function.arg_names}
+    options |= {"num_warps": configuration.warps, "num_stages": configuration.stages}
     made = compile_source(source, target=GPUTarget("cuda", capability, 32), options=options)
     cubin, shared = made.asm["cubin"], made.metadata.shared
     return Compiled(*usage_of(cubin), shared, configuration.warps, made.asm["ptx"], longest_loop(code_of(cubin)))

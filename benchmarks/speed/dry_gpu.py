@@ -39,11 +39,13 @@ class DryGPU:
     remembers: bool = True
     """Whether `launched` grows."""
     launched: list[Launched] = field(default_factory=list)
-    compiled: int = 0
-    """Kernels that Triton would have compiled."""
-    names: list[str] = field(default_factory=list)
-    options: list[dict[str, Any]] = field(default_factory=list)
-    """The compiler's options of each kernel."""
+    options: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    """Kernels that Triton would have compiled, and the compiler's options of each."""
+
+    @property
+    def compiled(self) -> int:
+        """How many kernels Triton would have compiled."""
+        return len(self.options)
 
     def get_current_device(self) -> int:
         return 0
@@ -59,9 +61,7 @@ class DryGPU:
         return lambda call, quantiles: [1.0] * len(quantiles)
 
     def compile(self, source: Any, target: GPUTarget, options: dict[str, Any]) -> Compiled:
-        self.compiled += 1
-        self.names.append(source.fn.__name__)
-        self.options.append(options)
+        self.options.append((source.fn.__name__, options))
         return Compiled(self, source, options)
 
 

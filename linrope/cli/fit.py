@@ -181,6 +181,7 @@ class FitCLI(TrainingCLI):
             if is_checkpoint(path):
                 self.datamodule.keep_split_of(open_checkpoint(path)["linrope"]["order"])
         try:
+            self.count_steps()
             return super().instantiate_trainer()
         except BaseException:
             if self.folder is not None:

@@ -15,8 +15,7 @@ from linrope.cli.parser import options_in
 from linrope.errors import InputError, require_choice, suggest
 from linrope.training.callbacks.unsupported import UNSUPPORTED
 from linrope.training.precision import AUTO
-from linrope.training.sharding import NAME as SHARDED
-from linrope.training.sharding import ShardedStrategy
+from linrope.training.sharding import CLASSES
 
 OPTION = "trainer.callbacks"
 NOT_OFFERED = {"Callback", "Checkpoint", "Timer", *(callback.__name__ for callback in UNSUPPORTED)}
@@ -38,7 +37,7 @@ def _require_class_of_strategy(args: Sequence[str]) -> None:
     """Raise InputError for options of a strategy that is given by its registered name: those of a class are known."""
     given = next(reversed([*_values(args, "strategy")]), "auto")
     options = [name for name, _ in names_and_values(args) if name.startswith("--trainer.strategy.")]
-    classes = {"auto": "DDPStrategy", "ddp": "DDPStrategy", SHARDED: ShardedStrategy.__name__}
+    classes = {"auto": CLASSES["ddp"], **CLASSES}
     if options and isinstance(given, str) and given in classes:
         raise InputError(
             f"{options[0]} needs the class of the strategy, not trainer.strategy={given}: give --trainer.strategy "

@@ -346,7 +346,7 @@ class TrainingCLI(ConfigCLI):
         if self.checkpoint is None:
             raise InputError(f"--ckpt_path is missing: name the checkpoint to {self.command}.")
         if not Path(self.checkpoint, CONFIG_FILE).is_file():
-            self.open_checkpoint()
+            self.config_init.data.measure_as(self.open_checkpoint()["linrope"])
             return None
         trained = load_trained(self.checkpoint, self.task.config_class)
         require_same_model(trained.config, self.task.config_of(self.config_init.model), self.checkpoint)
@@ -366,13 +366,9 @@ class TrainingCLI(ConfigCLI):
         trained = config_in(contents["linrope"]["config"], self.task.config_class, self.checkpoint)
         require_same_model(trained, self.task.config_of(self.config_init.model), self.checkpoint)
         self.config_init.data.keep_split_of(contents["linrope"]["order"])
-        if self.command != "fit":
-            self.config_init.data.measure_as(contents["linrope"])
         return contents
 
     def instantiate_trainer(self) -> Trainer:
-        if self.command == "fit":
-            self.count_steps()
         if self.config_init.trainer.val_check_interval == 0:
             raise InputError(
                 "trainer.val_check_interval=0 must be above 0: training batches between two validations. For none, set "

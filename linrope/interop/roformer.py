@@ -31,6 +31,7 @@ from linrope.models.saving import (
     replace_model,
     save_safetensors,
     tokenizer_in,
+    write_tokenizer,
 )
 from linrope.utils.checksums import verify_checksums, write_checksums
 from linrope.utils.files import load_plain, require_free_folder
@@ -181,14 +182,12 @@ def export_roformer(model: EncoderModel, folder: str | Path, *, overwrite: bool 
     labels = model.labels if known else _unknown(config.n_labels)
     values |= {"pad_token_id": None, "id2label": {str(n): label for n, label in enumerate(labels)}}
     values["label2id"] = {label: n for n, label in enumerate(labels)}
-    values["linrope_tokenizer"] = None if model.tokenizer is None else model.tokenizer["kind"]
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix="model.partial-") as partial:
         new = Path(partial)
         save_safetensors(dict(_exported(model)), new / SAFETENSORS_FILE)
+        values["linrope_tokenizer"] = write_tokenizer(model.tokenizer, new / EXPORTED_TOKENIZER_FILE)
         (new / CONFIG_FILE).write_text(f"{json.dumps(values, indent=2)}\n")
-        if model.tokenizer is not None and "json" in model.tokenizer:
-            (new / EXPORTED_TOKENIZER_FILE).write_text(model.tokenizer["json"], encoding="utf-8")
         write_checksums(new, [file.name for file in new.iterdir()])
         replace_model(new, folder)
 

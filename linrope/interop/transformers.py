@@ -32,7 +32,7 @@ from linrope.interop.packed_rows import segment_ids_of
 from linrope.layers.linear import Linear
 from linrope.layers.state import AttentionState, ModelState, map_state
 from linrope.models.language_model import EMBEDDING_STD, Block, LanguageModel, LanguageModelConfig
-from linrope.models.saving import CONFIG_FILE, EXPORTED_TOKENIZER_FILE, replace_model, tokenizer_in
+from linrope.models.saving import CONFIG_FILE, EXPORTED_TOKENIZER_FILE, replace_model, tokenizer_in, write_tokenizer
 from linrope.utils.checksums import verify_checksums, write_checksums
 from linrope.utils.files import require_free_folder
 
@@ -189,11 +189,8 @@ class LinropeForCausalLM(PreTrainedModel, GenerationMixin):
             raise InputError(f"save_directory={str(folder)!r} is a file: choose a folder.")
         if is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
-            tokenizer = self.model.tokenizer
-            self.config.linrope_tokenizer = None if tokenizer is None else tokenizer["kind"]
-            (folder / EXPORTED_TOKENIZER_FILE).unlink(missing_ok=True)
-            if tokenizer is not None and "json" in tokenizer:
-                (folder / EXPORTED_TOKENIZER_FILE).write_text(tokenizer["json"], encoding="utf-8")
+            (file := folder / EXPORTED_TOKENIZER_FILE).unlink(missing_ok=True)
+            self.config.linrope_tokenizer = write_tokenizer(self.model.tokenizer, file)
         super().save_pretrained(save_directory, is_main_process=is_main_process, **options)
         if is_main_process and (folder / CONFIG_FILE).exists():  # adapters alone have none
             found = (CONFIG_FILE, EXPORTED_TOKENIZER_FILE, "model*.safetensors", "model*.safetensors.index.json")

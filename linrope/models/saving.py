@@ -47,10 +47,8 @@ def write_folder(folder: Path, model: SavedModel) -> None:
         new, config = Path(partial), dict(model.config)
         if model.labels is not None:
             config["labels"] = model.labels
-        if model.tokenizer is not None:
-            config["tokenizer"] = model.tokenizer["kind"]
-            if "json" in model.tokenizer:
-                (new / TOKENIZER_FILE).write_text(model.tokenizer["json"], encoding="utf-8")
+        if (kind := write_tokenizer(model.tokenizer, new / TOKENIZER_FILE)) is not None:
+            config["tokenizer"] = kind
         torch.save(model.weights, new / WEIGHTS_FILE)
         (new / CONFIG_FILE).write_text(f"{json.dumps(config, indent=2)}\n")
         write_checksums(new, [file.name for file in new.iterdir()])
@@ -136,6 +134,15 @@ def tokenizer_in(file: Path, kind: str | None) -> dict[str, str] | None:
         return {"kind": kind, "json": file.read_text(encoding="utf-8")}
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{file} cannot be read ({error}): save the model again, or copy it there.") from error
+
+
+def write_tokenizer(tokenizer: dict[str, str] | None, file: Path) -> str | None:
+    """Write the file of a serialized tokenizer, if its type needs one; the type, for the configuration."""
+    if tokenizer is None:
+        return None
+    if "json" in tokenizer:
+        file.write_text(tokenizer["json"], encoding="utf-8")
+    return tokenizer["kind"]
 
 
 def _of_model(weights: dict[str, Tensor]) -> dict[str, Tensor]:

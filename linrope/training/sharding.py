@@ -201,7 +201,9 @@ def mesh_sizes(n_devices: int, data: Literal["auto"] | int, sequence: Literal["a
 
 
 StrategyRegistry.register(NAME, ShardedStrategy, description="FSDP2: weights divided among all devices")
-NAMES = {"DDPStrategy": "ddp", "ShardedStrategy": NAME, "ModelParallelStrategy": NAME}
+CLASSES = {"ddp": "DDPStrategy", NAME: ShardedStrategy.__name__}
+"""Strategies by their registered names."""
+NAMES = {**{kind: name for name, kind in CLASSES.items()}, ModelParallelStrategy.__name__: NAME}
 """Registered names of strategies, by their classes."""
 
 

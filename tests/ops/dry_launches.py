@@ -107,14 +107,14 @@ def test_all_kernels_fuse_products_and_sums_whatever_triton_does_unasked(gpu, na
     plan._plans.clear()
     launch(call_of(CASES[name]))
     assert len(gpu.options) == gpu.compiled >= 1
-    assert {options["enable_fp_fusion"] for options in gpu.options} == {True}
+    assert {options["enable_fp_fusion"] for _, options in gpu.options} == {True}
 
 
 def test_kernels_that_march_through_pairs_may_take_all_registers(gpu):
     """Without a limit ptxas 13 gives them fewer."""
     plan._plans.clear()
     launch(call_of(CASES["everything"]))
-    limits = {name: options.get("maxnreg") for name, options in zip(gpu.names, gpu.options, strict=True)}
+    limits = {name: options.get("maxnreg") for name, options in gpu.options}
     assert {name for name, most in limits.items() if most == 255} == {"attend", "query_gradients", "key_gradients"}
 
 

@@ -33,6 +33,11 @@ registers, and half as many are small."""
 TILE, SMALL_TILE = 32, 16
 """Pairs of dimensions of one tile, of a small state and of others, at most. The latter are held by more warps, whose
 products must not have 64 rows: on Hopper they would be WGMMA, which compilers got wrong."""
+OPTIONS = {"enable_fp_fusion": True}
+"""Of the compiler, for all kernels: a product and a sum are one instruction. Triton 3.10 makes two of them unasked."""
+REGISTERS = 255
+"""Of a thread at most, in kernels that march through pairs: all that there are. Unasked, ptxas 13 gives some of these
+kernels 168 or 32 and keeps the rest in memory."""
 MOST_PLANS = 256
 """How many are kept, the latest used ones."""
 _plans: dict[Hashable, Plan] = {}
@@ -224,11 +229,6 @@ class Plan:
         return kv.unflatten(-1, rows[2:] + (self.width,)).unflatten(0, rows[:2]), k_sum.unflatten(0, rows[:2])
 
 
-OPTIONS = {"enable_fp_fusion": True}
-"""Of the compiler, for all kernels: a product and a sum are one instruction. Triton 3.10 makes two of them unasked."""
-REGISTERS = 255
-"""Of a thread at most, in kernels that march through pairs: all that there are. Unasked, ptxas 13 gives some of these
-kernels 168 or 32 and keeps the rest in memory."""
 Described = tuple[str, int, tuple[float, ...], dict[str, Any]]
 """A kernel's name, the number of programs, its arguments after those that a call gives, and its constants."""
 

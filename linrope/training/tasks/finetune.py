@@ -32,7 +32,8 @@ class FineTuningModule(EncoderTask):
                 f"{type(self).__name__} trains on a {self.data_class.__name__}, not on a {found}: pass one."
             )
         super().setup(stage)
-        self._require_labels(self.model.labels if stage != "fit" else None, "the model that was loaded")
+        if stage != "fit":
+            self._require_labels(self.model.labels, "the model that was loaded")
         self.model.labels = None if self.data.labels is None else list(self.data.labels)
 
     def require_data(self, data: FineTuningDataModule) -> None:
