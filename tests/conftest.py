@@ -21,8 +21,10 @@ del os.environ["TRITON_INTERPRET"]
 import torch
 import torch.distributed as dist
 
+from linrope import LanguageModel
 from linrope.cli.main import main
 from linrope.errors import InputError
+from linrope.profiling import flops
 
 # Tests this small only lose by more threads, and lose much beside other work on the machine. Not in a fixture, since
 # fixtures of modules and of the session run before one of a test.
@@ -34,6 +36,22 @@ LONGEST_FILES = ("test_ddp.py", "test_resume.py", "test_backends.py", "test_trit
 
 # Each command parses the docstrings of all options anew, which would be a seventh of the tests' time.
 docstring_parser.parse_from_object = functools.cache(docstring_parser.parse_from_object)
+
+
+def cached_by_configuration(count: Callable[..., int]) -> Callable[..., int]:
+    found: dict[tuple, int] = {}
+
+    def cached(model: LanguageModel, *sizes: int) -> int:
+        key = type(model), repr(model.config), sizes
+        if key not in found:
+            found[key] = count(model, *sizes)
+        return found[key]
+
+    return cached
+
+
+# Each run counts the FLOPs of its model, mostly of the same small one.
+flops._segment_flops = cached_by_configuration(flops._segment_flops)
 
 HANDLERS = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
 

@@ -121,7 +121,7 @@ def test_a_curriculum_is_planned_stage_by_stage(tiny, capsys, error_of, monkeypa
 
 def test_rows_are_no_longer_than_the_table_of_positions(tiny, capsys, error_of, monkeypatch):
     monkeypatch.setattr(plan, "MULTIPLES", (1, 4))
-    monkeypatch.setattr(plan, "LONGEST", 2**13)
+    monkeypatch.setattr(plan, "LONGEST", 2**10)
     learned = ["--model.positions.name=learned", "--model.positions.length=100"]
     args = ["plan", *tiny, *learned, "--memory=1GiB", "--data.context=64"]
     assert main(args) == 0

@@ -117,7 +117,7 @@ def test_a_whole_model_compiles_in_one_graph():
 def test_exported_with_a_length_left_open(backend, causal, monkeypatch):
     if backend == "triton":
         pytest.importorskip("triton", reason="Triton is there for Linux only")
-    monkeypatch.setattr(triton_plan, "PROGRAMS", 2)  # stretches of three sizes, by the length
+    monkeypatch.setattr(triton_plan, "PROGRAMS", 1)  # stretches of three sizes, by the length
 
     class Attention(torch.nn.Module):
         def __init__(self):
@@ -128,12 +128,12 @@ def test_exported_with_a_length_left_open(backend, causal, monkeypatch):
             return linear_attention(q, k, v, self.rope, backend=backend, causal=causal)
 
     length = torch.export.Dim("length", min=2, max=10_000)
-    example = tuple(torch.randn(1, 2, 100, 8) for _ in range(3))
+    example = tuple(torch.randn(1, 1, 100, 8) for _ in range(3))
     program = torch.export.export(Attention(), example, dynamic_shapes=[{2: length}] * 3)
     parts = [part for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
     assert [node.target for part in parts for node in part.graph.nodes].count(FORWARD) == 1
     for size in (2, 5, 100, 777, 1100):  # in eager mode the definition takes the shortest without causality
-        tensors = [torch.randn(1, 2, size, 8) for _ in range(3)]
+        tensors = [torch.randn(1, 1, size, 8) for _ in range(3)]
         torch.testing.assert_close(program.module()(*tensors), Attention()(*tensors))
 
 
@@ -300,7 +300,7 @@ def test_a_call_in_a_signal_handler_leaves_the_interrupted_call_alone(backend):
             sys.setprofile(None)
 
     expected, n_events = interrupted(-1)
-    for at in range(1, n_events, 13):
+    for at in range(1, n_events, 31):
         found, _ = interrupted(at)
         assert all(map(torch.equal, found, expected)), at
 

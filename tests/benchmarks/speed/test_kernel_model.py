@@ -78,7 +78,8 @@ def test_a_call_launches_no_kernels_of_pytorch(monkeypatch):
     assert names - MAKE_NOTHING == set()
 
 
-@pytest.mark.parametrize("target", [90, *(pytest.param(sm, marks=pytest.mark.exhaustive) for sm in (80, 100))])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("target", [80, 90, 100])
 def test_loops_of_compiled_kernels_read_whole_vectors_and_no_local_memory(monkeypatch, target):
     """The command's exit status says that no loop reads 16 bits at a time or local memory."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
