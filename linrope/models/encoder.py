@@ -198,6 +198,7 @@ class EncoderModel(Model):
         weights = source.state_dict()
         if source.config.head == self.config.head and _shapes(weights) == _shapes(self.state_dict()):
             self.load_state_dict(weights)
+            self.labels = source.labels
             return notes
         return [*notes, f"model.head: {self.config.head!r} is new"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from linrope.errors import InputError
@@ -32,9 +33,15 @@ class FineTuningModule(EncoderTask):
                 f"{type(self).__name__} trains on a {self.data_class.__name__}, not on a {found}: pass one."
             )
         super().setup(stage)
+        before, here = self.model.labels, list(self.data.labels or ())
         if stage != "fit":
-            self._require_labels(self.model.labels, "the model that was loaded")
-        self.model.labels = None if self.data.labels is None else list(self.data.labels)
+            self._require_labels(before, "the model that was loaded")
+        elif before not in (None, here):
+            rank_zero_warn(
+                f"training begins with a head for the labels {_named(before)}, and the data has {_named(here)}: to "
+                "begin with a new head, start from an encoder without one (task mlm)."
+            )
+        self.model.labels = here or None
 
     def require_data(self, data: FineTuningDataModule) -> None:
         """As `TrainingTask`. Raises InputError unless the model has the data's labels, too."""
@@ -61,8 +68,8 @@ class FineTuningModule(EncoderTask):
         here = list(self.data.labels or ())
         if labels is not None and labels != here:
             raise InputError(
-                f"{what} was trained with the labels {', '.join(map(repr, labels))}, and the data has "
-                f"{', '.join(map(repr, here))}: give a training file with the same labels."
+                f"{what} was trained with the labels {_named(labels)}, and the data has {_named(here)}: give a "
+                "training file with the same labels."
             )
 
     def labelled(self, batch: Batch, logits: Tensor) -> list[dict[str, Any]]:
@@ -76,3 +83,7 @@ class FineTuningModule(EncoderTask):
     def logits(self, batch: Batch) -> Tensor:
         """What the model predicts of a batch, float32."""
         return self.model(batch["inputs"], batch["key_mask"], batch["token_types"]).float()
+
+
+def _named(labels: list[str]) -> str:
+    return ", ".join(map(repr, labels))

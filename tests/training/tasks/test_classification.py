@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,20 @@ def test_a_checkpoint_is_not_measured_on_other_labels(options, capsys):
     data = ClassificationDataModule(text="first", pair="second", label="answer", path=".")
     with pytest.raises(InputError, match="trained with the labels 'no', 'yes', and the data has 'aye', 'no': "):
         trainer.validate(ClassificationModule.load_from_checkpoint(path), data, ckpt_path=path, verbose=False)
+
+
+def test_a_head_that_was_trained_for_other_labels_is_kept_with_a_warning(options):
+    path = "runs/small/version_0/checkpoints/last.ckpt"
+    assert main(["fit", *options, "--trainer.max_steps=1"]) == 0
+    again = ["fit", *options, "--trainer.max_steps=1", f"--run.start_from={path}"]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="training begins with")
+        assert main(again) == 0
+    for name in ("train", "dev"):
+        file = Path(f"{name}.tsv")
+        file.write_text(file.read_text().replace("\tyes", "\taye"))
+    with pytest.warns(UserWarning, match="a head for the labels 'no', 'yes', and the data has 'aye', 'no'"):
+        assert main(again) == 0
 
 
 def test_saved_averaged_and_exported_models_hold_the_names_of_their_labels(options, capsys):
