@@ -89,6 +89,12 @@ def suggest_file(path: Path) -> str:
     return suggest(path.name, [file.name for file in folder.iterdir() if file.is_file()] if folder.is_dir() else [])
 
 
+def require_not_empty(argument: str, path: object) -> None:
+    """Raise InputError for an empty path, as of an unset variable of the shell: it would be the working folder."""
+    if path == "":
+        raise InputError(f"{argument} is empty: give a path, or leave the option out.")
+
+
 def require_choice(argument: str, value: object, choices: Iterable[str]) -> None:
     """Raise InputError unless `value` is one of `choices`."""
     choices = list(choices)

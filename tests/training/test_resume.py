@@ -26,7 +26,7 @@ from linrope.training.checkpoint import find_last, start_from
 from linrope.training.metrics_file import MetricsFile
 from linrope.training.tasks.language_modeling import LanguageModelingModule
 from linrope.utils.files import whole_file
-from tests.conftest import tiny_options, write_text_file
+from tests.conftest import tiny_options, write_documents, write_text_file
 from tests.processes import Run
 
 SMALL = LanguageModelConfig(d_model=16, n_layers=1, n_heads=2)
@@ -399,6 +399,37 @@ def test_text_that_a_checkpoint_may_have_learned_is_not_held_out_in_silence(tiny
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*data.fractions")
             assert main([*command, split]) == 0
+
+
+def test_a_text_that_has_grown_is_not_cut_elsewhere_in_silence(tiny, run_folder, tmp_path):
+    texts = write_documents(tmp_path / "texts", [200] * 8)
+    options = [*tiny, f"--data.path={texts}", "--data.fractions=[0.5, 0.25, 0.25]", "--trainer.max_steps=1"]
+    assert main(["fit", *options]) == 0
+    last = run_folder / "checkpoints" / "last.ckpt"
+    commands = ["fit", *options, f"--run.start_from={last}"], ["validate", *options, f"--ckpt_path={last}"]
+    told = "the text is not that of the checkpoint's run, and that is cut by position"
+    for command in commands:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="the text is not that")
+            assert main(command) == 0
+    (texts / "z.txt").write_text("more text\n" * 20)
+    for command in commands:
+        with pytest.warns(UserWarning, match=told):
+            assert main(command) == 0
+    apart = ["--data.split=document", "--run.name=apart"]  # a file's split does not depend on the others
+    assert main(["fit", *options, *apart]) == 0
+    (texts / "zz.txt").write_text("more text\n" * 20)
+    last = run_folder.parents[1] / "apart" / "version_0" / "checkpoints" / "last.ckpt"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="the text is not that")
+        assert main(["validate", *options, *apart, f"--ckpt_path={last}"]) == 0
+
+
+def test_an_empty_path_is_not_the_working_folder(tiny, error_of):
+    assert "data.path is empty: give a path" in error_of("fit", *tiny, "--data.path=")
+    assert "--path is empty: give a path" in error_of("prepare", "--path=", "--output=out")
+    assert "data.path is empty" in error_of("fit", "--task=classification", "--data.path=")
+    assert "data.path is empty" in error_of("fit", "--task=translation", "--data.path=")
 
 
 def test_a_run_folder_that_could_not_be_written_is_refused(exact, tmp_path, error_of):

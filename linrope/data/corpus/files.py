@@ -10,6 +10,7 @@ import glob
 import gzip
 import json
 import os
+import re
 import shlex
 import stat
 import sysconfig
@@ -51,8 +52,9 @@ def find_sources(path: str | Path | None, option: str = "data.path", json_lines:
 
     Args:
         path: a file, a folder (with its subfolders), a glob, or None for the source of the Python standard library.
-            Hidden, binary and empty files of a folder are skipped; the last two types are counted. A file that is
-            found by several links counts once.
+            Hidden, binary and empty files of a folder are skipped; the last two types are counted. So are the folders
+            of runs below it: what `linrope fit` writes is no text of its own. A file that is found by several links
+            counts once.
         option: the option with the path, for error messages.
         json_lines: accept files of JSON lines too.
 
@@ -162,9 +164,14 @@ def _folders(root: Path, left_out: Collection[str] = ()) -> Iterator[tuple[Path,
                     continue
                 if not _is_folder(entry):
                     names.append(entry.name)
-                elif entry.name not in left_out:
+                elif entry.name not in left_out and not _is_of_a_run(entry):
                     (linked if entry.is_symlink() else pending).append(Path(folder, entry.name))
         yield folder, names
+
+
+def _is_of_a_run(entry: os.DirEntry) -> bool:
+    """Whether a folder holds the logs and checkpoints of a run, which grow while it trains."""
+    return re.fullmatch(r"version_\d+", entry.name) is not None and os.path.isfile(Path(entry.path, "config.yaml"))
 
 
 def _distinct(files: Iterable[Path], root: Path) -> tuple[list[Path], int]:

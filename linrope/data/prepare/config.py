@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from linrope.errors import InputError
+from linrope.errors import InputError, require_not_empty
 
 MOST_WORKERS = 1024
 
@@ -37,5 +37,6 @@ class PrepareConfig:
     def __post_init__(self) -> None:
         if self.workers is not None and not 1 <= self.workers <= MOST_WORKERS:
             raise InputError(f"--workers={self.workers} must be 1 to {MOST_WORKERS}, or null for one per CPU core.")
+        require_not_empty("--path", self.path)
         if self.path is not None and self.dataset is not None:
             raise InputError(f"--path={self.path!r} and --dataset={self.dataset!r} exclude each other: give one.")

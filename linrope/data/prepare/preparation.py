@@ -98,8 +98,8 @@ def _finished(folder: Path, plan: dict[str, str], parts: list[Path]) -> Manifest
         existing = {file.stem for file in (folder / PARTS).glob(f"*{RECORD_SUFFIX}")}
         if existing and existing.isdisjoint(part.name for part in parts):
             raise InputError(
-                f"--output={str(folder)!r} holds an unfinished preparation of other text, or with another tokenizer or "
-                "text_field: name another folder, or remove it."
+                f"--output={str(folder)!r} holds an unfinished preparation of other text, of text that has changed "
+                "since, or with another tokenizer or text_field: name another folder, or remove it."
             )
     elif folder.is_dir() and any(folder.iterdir()):
         raise InputError(f"--output={str(folder)!r} exists and holds other files: name another folder.")

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from linrope.data.batches.epochs import ShuffledEpochs
 from linrope.data.finetune.encoding import TextEncoder
 from linrope.data.tokenizers.base import open_tokenizer
-from linrope.errors import InputError
+from linrope.errors import InputError, require_not_empty
 from linrope.positions.base import PositionsConfig
 from linrope.training.data_modules.base import (
     RankSampler,
@@ -100,6 +100,7 @@ class FineTuningDataModule(ResumableDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
+        require_not_empty("data.path", path)
         for name, value, least in (("batch_size", batch_size, 1), ("max_length", max_length, SHORTEST)):
             require_least(name, value, least)
         require_least("seed", seed, 0)

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from linrope.data.batches.contiguous import ContiguousBatches
@@ -19,7 +20,7 @@ from linrope.data.corpus.token_files import TOKEN_DTYPES
 from linrope.data.tokenizers.base import Tokenizer
 from linrope.distributed.group import SequenceGroup
 from linrope.distributed.segments import tokens_of_rank
-from linrope.errors import InputError, require_choice
+from linrope.errors import InputError, require_choice, require_not_empty
 from linrope.positions.base import PositionsConfig
 from linrope.training.data_modules.base import (
     Counting,
@@ -102,6 +103,7 @@ class TextDataModule(ResumableDataModule):
         require_least("context", context, 1)
         require_least("batch_size", batch_size, 1)
         require_workers(num_workers)
+        require_not_empty("data.path", path)
         require_choice("data.token_dtype", token_dtype, TOKEN_DTYPES)
         if split is not None:
             require_choice("data.split", split, SPLIT_WAYS)
@@ -141,18 +143,26 @@ class TextDataModule(ResumableDataModule):
         return open_text(self.path, self.fractions, self._tokenizer_name, self.token_dtype, self.split, self.verify)
 
     def keep_split_of(self, order: dict[str, Any]) -> None:
-        """Splits this text as the run of a checkpoint did, whose `order` this is; another text is left as it is.
+        """Splits this text as the run of a checkpoint did, whose `order` this is. Another text is left as it is, with a
+        warning where it may hold out what that run was trained on: a cut by position moves with every new file.
 
         A run may be older than the rule that cuts few documents by position. Called before `setup`.
         """
         self.open()
-        if self.split is not None or self.why_cut is None or order.get("data.split") == "position":
-            return
-        self.split = "document"
-        if self.read().corpora["train"].fingerprint() == order.get("data.train_documents"):
-            self.corpora = {}  # to be opened again, so
-        else:
+        trained_on, by_position = order.get("data.train_documents"), order.get("data.split") == "position"
+        if self.split is None and self.why_cut is not None and not by_position:
+            self.split = "document"
+            if self.read().corpora["train"].fingerprint() == trained_on:
+                self.corpora = {}  # to be opened again, so
+                return
             self.split = None
+        moved = (by_position or self.why_cut is not None) and order.get("data.fractions") == self.fractions
+        if moved and trained_on not in (None, self.corpora["train"].fingerprint()):
+            rank_zero_warn(
+                f"the text is not that of the checkpoint's run, and {'that' if by_position else 'it'} is cut by "
+                "position: if it holds files of that run, it was trained on some text that is held out here, and "
+                "losses on that mean little. Give other text, and data.split=document to runs whose text will grow."
+            )
 
     def setup(self, stage: str) -> None:
         super().setup(stage)

@@ -15,7 +15,7 @@ from linrope.data.parallel_text import ParallelText, read_parallel_text
 from linrope.data.synthetic.number_words import LANGUAGES, number_pairs
 from linrope.data.tokenizers.base import open_tokenizer, tokenizer_from_serialized
 from linrope.data.tokenizers.training import train_bpe
-from linrope.errors import InputError, require_choice
+from linrope.errors import InputError, require_choice, require_not_empty
 from linrope.positions.base import PositionsConfig
 from linrope.training.data_modules.base import (
     Counting,
@@ -83,6 +83,7 @@ class TranslationDataModule(ResumableDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
+        require_not_empty("data.path", path)
         for name, value, least in (("max_length", max_length, 2), ("seed", seed, 0)):
             require_least(name, value, least)
         require_workers(num_workers)

@@ -36,6 +36,15 @@ def test_a_folder_a_glob_and_a_file_yield_their_text_files_in_order(folder):
     assert names(folder / "b.txt") == ["b.txt"]
 
 
+def test_folders_of_runs_are_no_text(folder):
+    for name, file in (("version_3", "config.yaml"), ("version_4", "text.txt"), ("versions", "config.yaml")):
+        (folder / "runs" / name).mkdir(parents=True)
+        (folder / "runs" / name / file).write_text("task: language_modeling")
+    kept = ["runs/version_4/text.txt", "runs/versions/config.yaml"]
+    assert names(folder) == ["a.txt", "b.txt", *kept, "sub/c.txt"]
+    assert names(folder / "**" / "*.yaml") == ["runs/versions/config.yaml"]
+
+
 def test_a_json_file_of_one_value_is_text(tmp_path):
     (tmp_path / "line.json").write_text('{"a": 1}\n')
     (tmp_path / "lines.json").write_text('{\n"a": 1\n}\n')

@@ -104,6 +104,17 @@ def test_json_lines_plain_and_compressed(source, tmp_path, name, small_units):
     assert (manifest.n_documents, manifest.n_empty) == (5, 1)
 
 
+def test_an_archive_of_the_largest_window_is_read(source, tmp_path):
+    """As `zstd --long=31` writes it."""
+    settings = zstandard.ZstdCompressionParameters(window_log=31)
+    compressing = zstandard.ZstdCompressor(compression_params=settings).compressobj()
+    data = compressing.compress(json_lines(*LINES)) + compressing.flush()
+    assert zstandard.get_frame_parameters(data).window_size == 2**31
+    (source / "c.jsonl.zst").write_bytes(data)
+    _, manifest = run(tmp_path, path=str(source / "c.jsonl.zst"))
+    assert manifest.n_documents == len(LINES)
+
+
 BAD_LINES = [
     (b'{"text": "a', r"is not JSON"),
     (b'{"id": ' + b"7" * 5000 + b"}", r"is not JSON that can be read"),  # Python reads 4,300 digits
