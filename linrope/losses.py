@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from linrope.errors import InputError
+from linrope.ops.checks import is_transformed
 from linrope.utils.gradients import GradientSums
 
 IGNORE = -100
@@ -48,8 +52,9 @@ def summed_cross_entropy_of(
     The logits of the other rows are not held. On CPUs none are computed where there is no target.
 
     The gradients of a slice are computed with its loss. So the backward keeps them alone, of the sizes of x and of the
-    output layer, and computes nothing twice; there is no second derivative. In a graph of torch.compile, all rows are
-    one slice.
+    output layer, and computes nothing twice; there is no second derivative. An output layer that computes with trained
+    tensors beside its parameters (of a hook, for example) computes each slice again in the backward, with a warning. In
+    a graph of torch.compile and in transforms of torch.func, all rows are one slice.
 
     Args:
         output: the output layer, (..., D) to logits (..., V).
@@ -58,14 +63,29 @@ def summed_cross_entropy_of(
         rows: rows of a slice, at least 1.
         label_smoothing: from 0 to 1, see `summed_cross_entropy`.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_transformed(x, *output.parameters()):
         return summed_cross_entropy(output(x), targets, label_smoothing)
     x, targets = _asked(x.flatten(0, 1), targets.flatten())
+
+    def of_slice(some: Tensor, of_some: Tensor) -> Tensor:
+        return summed_cross_entropy(output(some), of_some, label_smoothing)
+
     if not torch.is_grad_enabled():
-        slices = zip(x.split(rows), targets.split(rows), strict=True)
-        return sum(summed_cross_entropy(output(some), of_some, label_smoothing) for some, of_some in slices)
+        return sum(of_slice(*one) for one in _slices(x, targets, rows))
     trained = [parameter for parameter in output.parameters() if parameter.requires_grad]
-    return _SummedCrossEntropy.apply(output, rows, label_smoothing, targets, x, *trained)
+    try:
+        return _SummedCrossEntropy.apply(of_slice, rows, targets, x, *trained)
+    except _OthersAreTrained:
+        warnings.warn(
+            "the output layer computes with trained tensors that are not its parameters: the loss computes its logits "
+            "again in the backward. Make them parameters of model.output to save that time.",
+            stacklevel=2,
+        )
+        return sum(checkpoint(of_slice, *one, use_reentrant=False) for one in _slices(x, targets, rows))
+
+
+def _slices(x: Tensor, targets: Tensor, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(x.split(rows), targets.split(rows), strict=True)
 
 
 def _asked(x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,23 +99,43 @@ def _asked(x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 def token_losses_of(output: nn.Module, x: Tensor, targets: Tensor, rows: int) -> Tensor:
     """`token_losses(output(x), targets)`, in slices of so many rows; where gradients are asked for, all are kept."""
-    slices = zip(x.flatten(0, 1).split(rows), targets.flatten().split(rows), strict=True)
+    slices = _slices(x.flatten(0, 1), targets.flatten(), rows)
     return torch.cat([token_losses(output(some), of_some) for some, of_some in slices]).view_as(targets)
+
+
+class _OthersAreTrained(Exception):
+    """A loss has a gradient for more than it was asked for."""
+
+
+def _require_no_others(loss: Tensor, sources: Sequence[Tensor]) -> None:
+    """Raise _OthersAreTrained if the loss has a gradient for a leaf that it does not reach through `sources` alone."""
+    leaves = {id(x) for x in sources}
+    ends = {(x.grad_fn, x.output_nr) for x in sources if x.grad_fn is not None}
+    seen, pending = set(), [(loss.grad_fn, 0)]
+    while pending:
+        node, number = pending.pop()
+        if node is None or node in seen or (node, number) in ends:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable") and id(node.variable) not in leaves:
+            raise _OthersAreTrained
+        pending += node.next_functions
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, output, rows, label_smoothing, targets: Tensor, x: Tensor, *parameters: Tensor) -> Tensor:
-        slices = list(zip(x.split(rows), targets.split(rows), strict=True))
+    def forward(ctx, of_slice, rows, targets: Tensor, x: Tensor, *parameters: Tensor) -> Tensor:
         total, of_x, of_parameters = 0, [], GradientSums(parameters)
-        for some, of_some in slices:
+        for some, of_some in _slices(x, targets, rows):
             with torch.enable_grad():
                 some = some.detach().requires_grad_()
                 through = some.view_as(some)  # hooks of modules on inputs, as of FlopCounterMode, take no leaves here
-                loss = summed_cross_entropy(output(through), of_some, label_smoothing)
-                found = torch.autograd.grad(loss, [some, *parameters])
+                loss = of_slice(through, of_some)
+                if not of_x:
+                    _require_no_others(loss, [some, *parameters])
+                found = torch.autograd.grad(loss, [some, *parameters], allow_unused=True)
             total = total + loss.detach()
-            of_x.append(found[0])
+            of_x.append(torch.zeros_like(some) if found[0] is None else found[0])
             of_parameters.add(found[1:])
         ctx.save_for_backward(torch.cat(of_x), *of_parameters.rounded())
         return total
@@ -107,12 +147,16 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 "create_graph=True asks for a second derivative, which a loss in slices does not have: compute it from "
                 "the logits, summed_cross_entropy(model(tokens), targets)."
             )
-        return None, None, None, None, *(x * grad.to(x.dtype) for x in ctx.saved_tensors)
+        return None, None, None, *(None if x is None else x * grad.to(x.dtype) for x in ctx.saved_tensors)
 
 
 def check_targets(targets: Tensor, tokens: Tensor, vocab_size: int, name: str = "tokens") -> None:
     """Raise InputError unless there is one for each of the `tokens`, which the caller calls `name`: int64 in
     [0, vocab_size), or IGNORE. On a GPU the loss asserts the range, and a compiled graph does not check it."""
+    if not isinstance(targets, Tensor):
+        raise InputError(f"targets is a {type(targets).__name__}: pass int64 of the shape of {name}.")
+    if targets.is_meta != tokens.is_meta:
+        raise InputError(f"targets is on {targets.device}, {name} on {tokens.device}: use one device.")
     if targets.shape != tokens.shape:
         raise InputError(f"targets is {tuple(targets.shape)}, {name} {tuple(tokens.shape)}: pass one for each token.")
     if targets.dtype != torch.int64:

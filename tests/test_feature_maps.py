@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from linrope import LanguageModel, LanguageModelConfig, feature_maps, linear_attention, register_feature_map
+from linrope.errors import InputError
 from linrope.feature_maps import EXP_CEILING, FEATURE_MAPS, MAP_MODULES, Favor, elu1, get_feature_map, make_feature_map
 from tests.conftest import assert_input_errors
 
@@ -192,6 +193,18 @@ def test_a_model_has_a_registered_map_and_its_checkpoint_needs_it(registered, tm
     monkeypatch.setattr(feature_maps, "_REGISTERED", {})
     message = r"feature_map='square' is unknown.* needs linrope.register_feature_map first, .* --import FILE.py"
     assert_input_errors((lambda: LanguageModel.from_pretrained(tmp_path), message))
+
+
+def test_a_map_of_ones_own_writes_nothing_into_the_queries():
+    q = torch.randn(1, 2, 5, 4)
+    before, expected = q.clone(), linear_attention(q, q, q, feature_map="relu")
+    in_place = torch.nn.ReLU(inplace=True)
+    with pytest.raises(InputError, match="writes into its argument, the caller's q: use one without inplace=True"):
+        linear_attention(q.clone(), q, q, feature_map=in_place)
+    with torch.inference_mode():  # which counts no writing
+        q = q.clone()
+        torch.testing.assert_close(linear_attention(q, q, q, feature_map=in_place), expected)
+    assert torch.equal(q, before)
 
 
 def test_a_map_that_cannot_be_registered_is_named():

@@ -1,10 +1,12 @@
 """Losses in slices of rows, against the same losses from all logits."""
 
+import warnings
 import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from linrope import InputError, LanguageModel, LanguageModelConfig
 from linrope.layers.linear import Linear
@@ -53,6 +55,15 @@ class WithAdapter(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
+class LossOf(nn.Module):
+    def __init__(self, output: nn.Module) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, x, targets):
+        return summed_cross_entropy_of(self.output, x, targets, 7)
+
+
 def inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     x, targets = torch.randn(B, T, D, dtype=dtype, requires_grad=True), torch.randint(V, (B, T))
@@ -77,6 +88,56 @@ def test_a_loss_in_slices_is_that_of_all_logits(layer, rows):
     torch.testing.assert_close(each, token_losses(output(x), targets), rtol=1e-6, atol=0)
     assert each.shape == (B, T)
     assert each.dtype == torch.float32
+
+
+@pytest.mark.parametrize("rows", [7, 1000])
+def test_tensors_that_the_output_layer_finds_elsewhere_are_trained_too(rows):
+    """Those of hooks and closures, leaves or not."""
+    x, targets = inputs()
+    scale, made = torch.tensor(1.5).double().requires_grad_(), torch.randn(V, D).double().requires_grad_()
+
+    class Generated(nn.Module):
+        def forward(self, x):
+            return x @ made.tanh().mT
+
+    scaled = Linear(D, V, bias=False).double()
+    scaled.register_forward_hook(lambda module, arguments, logits: logits * scale)
+    for output, sources in ((scaled, [x, scaled.weight, scale]), (Generated(), [x, made])):
+        expected = summed_cross_entropy(output(x), targets)
+        with pytest.warns(UserWarning, match="trained tensors that are not its parameters"):
+            loss = summed_cross_entropy_of(output, x, targets, rows)
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+        gradients = [torch.autograd.grad(one, sources) for one in (loss, expected)]
+        torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-13)
+
+
+def test_parameters_may_be_made_of_others_or_not_be_used():
+    x, targets = inputs()
+    output = WithAdapter().double()
+    output.spare = nn.Parameter(torch.ones(3).double())
+    summed_cross_entropy_of(output, x, targets, 7).backward()
+    assert output.spare.grad is None
+    torch.testing.assert_close(x.grad, torch.autograd.grad(summed_cross_entropy(output(x), targets), x)[0])
+    output, seed = Linear(D, V, bias=False).double(), torch.randn(V, D).double().requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss = functional_call(LossOf(output), {"output.weight": seed.exp()}, (x, targets))
+    (found,) = torch.autograd.grad(loss, seed)
+    (expected,) = torch.autograd.grad(summed_cross_entropy(x @ seed.exp().mT, targets), seed)
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
+
+
+def test_a_transform_takes_the_gradient_of_a_loss():
+    torch.manual_seed(0)
+    model = LanguageModel(LanguageModelConfig(vocab_size=V, d_model=8, n_layers=1, n_heads=2)).double()
+    tokens = torch.randint(V, (2, 9))
+    loss_of = lambda weights: functional_call(model, weights, (tokens,), {"targets": tokens})  # noqa: E731
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the attention's own
+        found = torch.func.grad(loss_of)({name: p.detach() for name, p in model.named_parameters()})
+    model(tokens, targets=tokens).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-12)
 
 
 def test_logits_are_computed_where_there_is_a_target():
@@ -173,6 +234,9 @@ def test_what_a_loss_in_slices_does_not_take_is_said():
     tokens = torch.zeros(1, 6, dtype=torch.int64)
     assert_input_errors(
         (lambda: model(tokens, targets=tokens[:, 1:]), r"targets is \(1, 5\), tokens \(1, 6\): pass one"),
+        (lambda: model(tokens, targets=tokens.tolist()), r"targets is a list: pass int64 of the shape of tokens"),
+        (lambda: model(tokens, targets=tokens.to("meta")), r"targets is on meta, tokens on cpu: use one device"),
+        (lambda: model(tokens.to("meta")), r"tokens on the device meta, without values, for a model on cpu"),
         (lambda: model(tokens, targets=tokens, logits_to_keep=1), "logits_to_keep=1 does not go with targets"),
         (lambda: model(tokens, targets=tokens, reduction="mean"), "reduction='mean'"),
     )

@@ -24,6 +24,7 @@ from linrope.errors import InputError, suggest
 from linrope.generation.prompt_state import CausalModel, PromptState
 from linrope.generation.sampling import Sampler, Sampling
 from linrope.layers.state import state_before
+from linrope.utils.options import require_whole
 
 SEGMENT_LENGTH = 2048
 """Default number of prompt tokens in one forward pass."""
@@ -55,8 +56,7 @@ def read(
         InputError: tokens that are empty, of the wrong shape or out of range; prompts of different lengths with a
             state; a state of another batch size or model.
     """
-    if segment_length < 1:
-        raise InputError(f"segment_length={segment_length} must be at least 1.")
+    require_whole("segment_length", segment_length)
     tokens, segment_ids = _pad_left(tokens)
     if segment_ids is not None and state is not None:
         raise InputError("tokens are prompts of different lengths, and a state is given: read each prompt alone.")

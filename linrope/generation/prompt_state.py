@@ -18,6 +18,7 @@ from torch import Tensor
 from linrope.errors import InputError
 from linrope.layers.state import ModelState, from_serialized, map_state, to_serialized
 from linrope.utils.files import load_plain, target_of, whole_file
+from linrope.utils.options import require_whole
 
 FORMAT = "linrope state 2"
 
@@ -50,8 +51,7 @@ class PromptState:
 
     def fork(self, n: int) -> PromptState:
         """Each row repeated `n` times, next to each other: B · n rows, to be continued in different ways."""
-        if n < 1:
-            raise InputError(f"n={n} must be at least 1.")
+        require_whole("n", n)
         return self.select_rows(torch.arange(len(self.logits)).repeat_interleave(n))
 
     def select_rows(self, rows: Tensor | Sequence[int]) -> PromptState:

@@ -151,7 +151,8 @@ class CrossAttention(nn.Module):
             InputError: x of a wrong shape or dtype, a memory of another kind of layer or of another batch.
         """
         self._check("x", x)
-        if (memory.k is None) != (self.kind == "linear") or memory.n_rows != len(x):
+        found = memory.kv if self.kind == "linear" else memory.k
+        if found is None or (*found.shape[:2], found.shape[-1]) != (len(x), self.n_heads, self.head_dim):
             raise InputError(
                 f"memory is of another layer or has {memory.n_rows} rows, x {len(x)}: pass what memory() of this layer "
                 "returned for the same rows."

@@ -260,8 +260,9 @@ def load_model(path: str | os.PathLike, config_class: type[ModelConfig], verify:
     return model.eval()
 
 
-def check_tokens(name: str, tokens: Tensor, size_name: str, size: int, hint: str = "") -> None:
-    """Raise InputError unless `tokens` are int64 or int32 of shape (B, T) in [0, size); `hint` is for other types.
+def check_tokens(name: str, tokens: Tensor, size_name: str, size: int, model: nn.Module, hint: str = "") -> None:
+    """Raise InputError unless `tokens` are int64 or int32 of shape (B, T) in [0, size), which the model can look up;
+    `hint` is for other types.
 
     On a GPU the embedding asserts the range, and a compiled graph does not check it.
     """
@@ -269,6 +270,8 @@ def check_tokens(name: str, tokens: Tensor, size_name: str, size: int, hint: str
         raise InputError(f"{name} is a {type(tokens).__name__}: pass int64 of shape (B, T){hint}.")
     if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
         raise InputError(f"{name} is {tuple(tokens.shape)} {tokens.dtype}: pass int64 of shape (B, T).")
+    if tokens.is_meta and not (weight := next(model.parameters())).is_meta:  # PyTorch returns unwritten memory
+        raise InputError(f"{name} on the device meta, without values, for a model on {weight.device}: use one device.")
     if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
         lowest, highest = (bound.item() for bound in debug_unwrap(tokens).aminmax())  # vmap gives no values away
         if lowest < 0 or highest >= size:

@@ -268,9 +268,9 @@ class RoFormerEncoder(EncoderModel):
 
     def check(self, tokens: Tensor, key_mask: Tensor | None = None, token_types: Tensor | None = None) -> None:
         """Raise InputError unless these can be arguments of `forward`."""
-        check_tokens("tokens", tokens, "vocab_size", self.config.vocab_size)
+        check_tokens("tokens", tokens, "vocab_size", self.config.vocab_size, self)
         if token_types is not None:
-            check_tokens("token_types", token_types, "n_token_types", self.config.n_token_types)
+            check_tokens("token_types", token_types, "n_token_types", self.config.n_token_types, self)
             if token_types.shape != tokens.shape:
                 raise InputError(
                     f"token_types is {tuple(token_types.shape)}, tokens {tuple(tokens.shape)}: pass one for each token."

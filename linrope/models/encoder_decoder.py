@@ -287,4 +287,4 @@ class EncoderDecoder(Model):
         return self.dropout(x)
 
     def _check(self, name: str, tokens: Tensor) -> None:
-        check_tokens(name, tokens, "vocab_size", self.config.vocab_size)
+        check_tokens(name, tokens, "vocab_size", self.config.vocab_size, self)

@@ -29,7 +29,7 @@ from linrope.ops.swiglu import swiglu
 from linrope.positions.base import TABLE_STD, PositionsConfig
 from linrope.positions.table import embedding_of
 from linrope.rotary import RotaryConfig, check_config
-from linrope.utils.options import check_types
+from linrope.utils.options import check_types, require_whole
 
 MAX_LAYERS = 10_000
 ATTENTION_TYPES = {
@@ -318,8 +318,8 @@ class LanguageModel(Model):
                 logits_to_keep, a state of another model.
         """
         self.check(tokens, state)
-        if logits_to_keep is not None and logits_to_keep < 1:
-            raise InputError(f"logits_to_keep={logits_to_keep} must be at least 1, or None for all.")
+        if logits_to_keep is not None:
+            require_whole("logits_to_keep", logits_to_keep, ", or None for all")
         if targets is not None:
             self._check_targets(tokens, targets, logits_to_keep, reduction)
         first = 0 if logits_to_keep is None else max(0, tokens.shape[1] - logits_to_keep)
@@ -364,7 +364,7 @@ class LanguageModel(Model):
     def check(self, tokens: Tensor, state: ModelState | None = None, segment_ids: Tensor | None = None) -> None:
         """Raise InputError unless these can be arguments of `forward` (`segment_ids`: layers check them in a call)."""
         of_text = ", model.encode(text)[None] for a text" if isinstance(tokens, str) else ""
-        check_tokens("tokens", tokens, "vocab_size", self.config.vocab_size, of_text)
+        check_tokens("tokens", tokens, "vocab_size", self.config.vocab_size, self, of_text)
         if segment_ids is not None:
             check_segment_ids(segment_ids, *tokens.shape, tokens.device)
         if state is None:

@@ -106,6 +106,7 @@ def _by_document(call: Call, backend: str) -> tuple[Tensor, State]:
         return _all_keys(replace(call, documents=None), backend)
     if torch.compiler.is_compiling():
         raise InputError("segment_ids with causal=False decide the amount of work: call it outside of a graph.")
+    registration.refuse_transforms(backend, call.q, call.k, call.v, call.documents)  # the numbers of documents
     rows = [_documents_of(row, backend) for row in _rows(call)]
     o = torch.cat([o for o, _ in rows])
     finals = [final for _, final in rows]

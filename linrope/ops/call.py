@@ -260,7 +260,16 @@ def map_features(
 ) -> Tensor:
     """φ of x in the working dtype. A module is run in the dtype of its own weights."""
     own = next(given.parameters(), None) if isinstance(given, torch.nn.Module) else None
-    features = phi.forward(x.to(working if own is None else own.dtype))
+    taken = x.to(working if own is None else own.dtype)
+    watched = taken is x and callable(given) and not torch.compiler.is_compiling()
+    if watched and x.is_inference():  # such tensors do not count what is written
+        taken, watched = x.clone(), False
+    before = x._version if watched else 0
+    features = phi.forward(taken)
+    if watched and x._version != before:
+        raise InputError(
+            f"feature_map={phi.name} writes into its argument, the caller's {name}: use one without inplace=True."
+        )
     if not isinstance(features, Tensor) or features.shape[:-1] != x.shape[:-1] or not features.is_floating_point():
         got = f"{tuple(features.shape)} {features.dtype}" if isinstance(features, Tensor) else type(features).__name__
         raise InputError(

@@ -226,7 +226,7 @@ def test_bad_calls_are_named(recipe, prompts):
         (lambda: read(recipe, prompts[1][None].expand(2, -1), state), "state.*this call needs"),
         (lambda: read(recipe, prompts[1][None], segment_length=0), "segment_length=0"),
         (lambda: recipe.stream(state, 3, repetition_penalty=0), "repetition_penalty=0 must be a number from 1e-6"),
-        (lambda: state.fork(0), "n=0 must be at least 1"),
+        (lambda: state.fork(0), "n=0 must be a whole number, at least 1"),
         (lambda: recipe.stream(state, -3), "max_new_tokens=-3"),
     )
 

@@ -124,3 +124,8 @@ def test_errors():
     softmax = CrossAttention(12, 2, kind="softmax")
     with pytest.raises(InputError, match="another layer"):
         softmax(torch.zeros(2, 1, 12), layer.memory(torch.zeros(2, 3, 12)))
+    for kind in ("softmax", "linear"):  # of as many channels a head, or of as many heads
+        for width, heads in ((6, 1), (8, 2)):
+            memory = CrossAttention(width, heads, kind=kind).memory(torch.zeros(2, 3, width))
+            with pytest.raises(InputError, match="another layer"):
+                CrossAttention(12, 2, kind=kind)(torch.zeros(2, 1, 12), memory)

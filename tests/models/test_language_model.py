@@ -367,7 +367,7 @@ def test_bad_calls_are_named(tokens):
         (lambda: model(tokens, state[:1]), "state holds AttentionState: pass the tuple of 2"),
         (lambda: model(tokens, state[0]), "state holds AttentionState: pass"),
         (lambda: model(tokens, [layer.past for layer in state]), "state holds State, State"),
-        (lambda: model(tokens, logits_to_keep=0), "logits_to_keep=0 must be at least 1"),
+        (lambda: model(tokens, logits_to_keep=0), "logits_to_keep=0 must be a whole number, at least 1"),
         (lambda: model.generate(tokens, 2.5), "max_new_tokens=2.5 must be a whole number"),
         (lambda: model.generate(tokens, 3, top_k=2.5), "top_k=2.5 has the wrong type: .* a whole number, or None"),
         (lambda: LanguageModelConfig(attention="linaer"), "attention='linaer'.*Did you mean 'linear'"),

@@ -137,6 +137,20 @@ def test_exported_with_a_length_left_open(backend, causal, monkeypatch):
         torch.testing.assert_close(program.module()(*tensors), Attention()(*tensors))
 
 
+def test_documents_that_see_all_their_keys_are_mapped_too():
+    x, ids = torch.randn(3, 1, 2, 70, 8), torch.arange(70).expand(3, 1, 70) // 40
+
+    def mapped(backend):
+        options = {"causal": False, "backend": backend}
+        return torch.vmap(lambda x, ids: linear_attention(x, x, x, segment_ids=ids, **options))(x, ids)
+
+    sys.modules["linrope.ops.linear_attention"]._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="takes backend 'reference' in transforms"):
+        found = mapped("auto")
+    torch.testing.assert_close(found, mapped("reference"))
+    torch.testing.assert_close(found[1], linear_attention(*[x[1]] * 3, causal=False, segment_ids=ids[1]))
+
+
 def gradient(attend, x):
     return torch.func.grad(lambda x: attend(x).sum())(x)
 
