@@ -96,7 +96,7 @@ SMALL_CASES = {
 def test_measurements_work_at_small_sizes(name):
     found = SMALL_CASES[name]()
     assert math.isfinite(found.value)
-    if "memory" not in name:
+    if "memory" not in name and name != "token-overhead":  # a difference of two times, of two calls each here
         assert found.value > 0
 
 
