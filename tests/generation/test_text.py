@@ -51,6 +51,7 @@ def test_what_is_no_text_is_named(model):
     numbers.tokenizer = {"kind": "unknown"}
     assert_input_errors(
         (lambda: model.encode(b"bytes"), "text is a bytes: pass a str"),
+        (lambda: model.generate("a\ud800", 3), r"text has '\\ud800' at character 1, half a surrogate pair"),
         (lambda: model.decode(encode_prompt("a")[None]), r"tokens is \(1, 2\) torch.int64: pass one row"),
         (lambda: model.decode([0.5]), r"tokens is \(1,\) torch.float32"),
         (lambda: model.decode([-1]), "integers of at least 0"),

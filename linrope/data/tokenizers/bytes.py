@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from linrope.errors import InputError
 from linrope.losses import IGNORE
 
 SEPARATOR = 256
@@ -17,9 +18,20 @@ VOCAB_SIZE = 257
 
 
 def encode(text: str | bytes) -> Tensor:
-    """The bytes of `text` (a str as UTF-8) as int64 tokens (T,)."""
-    data = text.encode("utf-8", errors="surrogateescape") if isinstance(text, str) else text
+    """The bytes of `text` (a str as UTF-8) as int64 tokens (T,). InputError for half a surrogate pair."""
+    data = _utf8(text) if isinstance(text, str) else text
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).long() if data else torch.empty(0, dtype=torch.int64)
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode("utf-8", errors="surrogateescape")
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise InputError(
+            f"text has {half!r} at character {error.start}, half a surrogate pair, which has no bytes in UTF-8: "
+            "replace or remove it."
+        ) from error
 
 
 def encode_prompt(text: str | bytes) -> Tensor:
@@ -51,7 +63,7 @@ class ByteTokenizer:
         return np.frombuffer(data, dtype=np.uint8), None
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [list(text.encode("utf-8", errors="surrogateescape")) for text in texts]
+        return [list(_utf8(text)) for text in texts]
 
     def encode_prompt(self, text: str) -> Tensor:
         return encode_prompt(text)
