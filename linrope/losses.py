@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from linrope.errors import InputError
 from linrope.ops.checks import is_transformed
-from linrope.utils.gradients import GradientSums
+from linrope.utils.gradients import GradientSums, trained_elsewhere
 
 IGNORE = -100
 """The target of positions without a loss; not a token."""
@@ -107,21 +107,6 @@ class _OthersAreTrained(Exception):
     """A loss has a gradient for more than it was asked for."""
 
 
-def _require_no_others(loss: Tensor, sources: Sequence[Tensor]) -> None:
-    """Raise _OthersAreTrained if the loss has a gradient for a leaf that it does not reach through `sources` alone."""
-    leaves = {id(x) for x in sources}
-    ends = {(x.grad_fn, x.output_nr) for x in sources if x.grad_fn is not None}
-    seen, pending = set(), [(loss.grad_fn, 0)]
-    while pending:
-        node, number = pending.pop()
-        if node is None or node in seen or (node, number) in ends:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable") and id(node.variable) not in leaves:
-            raise _OthersAreTrained
-        pending += node.next_functions
-
-
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, of_slice, rows, targets: Tensor, x: Tensor, *parameters: Tensor) -> Tensor:
@@ -131,8 +116,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 some = some.detach().requires_grad_()
                 through = some.view_as(some)  # hooks of modules on inputs, as of FlopCounterMode, take no leaves here
                 loss = of_slice(through, of_some)
-                if not of_x:
-                    _require_no_others(loss, [some, *parameters])
+                if not of_x and trained_elsewhere([loss], [some, *parameters]) is not None:
+                    raise _OthersAreTrained
                 found = torch.autograd.grad(loss, [some, *parameters], allow_unused=True)
             total = total + loss.detach()
             of_x.append(torch.zeros_like(some) if found[0] is None else found[0])

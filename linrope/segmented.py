@@ -14,6 +14,7 @@ and one state a segment: 70 kB for a linear layer of width 128 with 4 heads, a w
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,7 +26,7 @@ from linrope.errors import InputError
 from linrope.layers.state import ModelState, detach, tensors_of
 from linrope.models.language_model import LanguageModel
 from linrope.ops.torch_kernel.memory import give_back
-from linrope.utils.gradients import GradientSums
+from linrope.utils.gradients import GradientSums, trained_elsewhere
 
 SEGMENTS_BETWEEN = 8
 """Freed memory goes back to the system after this many segments: it is as slow as writing the memory again."""
@@ -51,8 +52,8 @@ def segmented_loss(
         total, _ = segmented_loss(model, tokens[:, :-1], tokens[:, 1:], 8192)
         (total / targets.numel()).backward()
 
-    Only parameters get gradients. Dropout draws the same masks in both passes; they differ from those of one call on
-    the whole sequence.
+    Only the model's parameters get gradients; other trained tensors, of a loss of your own or of hooks, get none, with
+    a warning. Dropout draws the same masks in both passes; they differ from those of one call on the whole sequence.
 
     Args:
         model: every layer linear, or softmax with a window.
@@ -277,6 +278,12 @@ class _SegmentedLoss(torch.autograd.Function):
                 torch.autograd.backward(outputs, gradients)
                 grad_state = [tensor.grad for tensor in past]
             else:
+                if number == 0 and (other := trained_elsewhere(outputs, [*parameters, *past])) is not None:
+                    warnings.warn(
+                        f"segmented_loss has gradients for the model's parameters alone, and a tensor of shape "
+                        f"{tuple(other.shape)} with requires_grad=True gets none: make it a parameter of the model.",
+                        stacklevel=2,
+                    )
                 found = torch.autograd.grad(outputs, [*parameters, *past], gradients, allow_unused=True)
                 sums.add(found[: len(parameters)])
                 grad_state = list(found[len(parameters) :])

@@ -3,6 +3,7 @@
 import functools
 import multiprocessing
 import os
+import warnings
 import weakref
 from collections.abc import Callable
 from itertools import product
@@ -108,6 +109,26 @@ def test_the_gradient_of_a_scaled_mean_with_a_loss_of_ones_own():
     model, (inputs, targets) = model_of(), text()
     total, _ = segmented_loss(model, inputs, targets / 256.0, 30, loss=loss)
     assert_same(gradients(model, total / 7), gradients(model, loss(model(inputs), targets / 256.0) / 7), 1e-10)
+
+
+def test_a_trained_tensor_without_a_gradient_is_told():
+    model, (inputs, targets) = model_of(), text()
+    temperature = torch.ones(2, requires_grad=True)
+
+    def loss(logits, targets):
+        return summed_cross_entropy(logits * temperature[0], targets)
+
+    total, _ = segmented_loss(model, inputs, targets, 30, loss=loss)
+    with pytest.warns(UserWarning, match=r"a tensor of shape \(2,\) with requires_grad=True gets none"):
+        total.backward()
+    assert temperature.grad is None
+    model.temperature = torch.nn.Parameter(temperature.detach())
+    temperature = model.temperature
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        segmented_loss(model, inputs, targets, 30, loss=loss)[0].backward()
+    (expected,) = torch.autograd.grad(loss(model(inputs), targets), temperature)
+    torch.testing.assert_close(temperature.grad, expected, rtol=1e-10, atol=0)
 
 
 def test_a_loss_of_ones_own_may_be_a_constant_in_a_segment():

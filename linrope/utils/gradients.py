@@ -8,6 +8,24 @@ import torch
 from torch import Tensor
 
 
+def trained_elsewhere(outputs: Iterable[Tensor], sources: Iterable[Tensor]) -> Tensor | None:
+    """A leaf that the outputs have a gradient for, and do not reach through `sources` alone; None if there is none."""
+    sources = list(sources)
+    leaves = {id(x) for x in sources}
+    ends = {(x.grad_fn, x.output_nr) for x in sources if x.grad_fn is not None}
+    seen, pending = set(), [(x.grad_fn, x.output_nr) for x in outputs]
+    while pending:
+        node, number = pending.pop()
+        if node is None or node in seen or (node, number) in ends:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)  # of the nodes that add to a leaf's gradient
+        if leaf is not None and id(leaf) not in leaves:
+            return leaf
+        pending += node.next_functions
+    return None
+
+
 class GradientSums:
     """Gradients of parameters, summed in float32 at least: there may be hundreds of terms."""
 
