@@ -407,10 +407,10 @@ def test_a_text_that_has_grown_is_not_cut_elsewhere_in_silence(tiny, run_folder,
     assert main(["fit", *options]) == 0
     last = run_folder / "checkpoints" / "last.ckpt"
     commands = ["fit", *options, f"--run.start_from={last}"], ["validate", *options, f"--ckpt_path={last}"]
-    told = "the text is not that of the checkpoint's run, and that is cut by position"
+    told = "the training split is not that of the checkpoint's run, and that run is cut by position"
     for command in commands:
         with warnings.catch_warnings():
-            warnings.filterwarnings("error", message="the text is not that")
+            warnings.filterwarnings("error", message="the training split is not that")
             assert main(command) == 0
     (texts / "z.txt").write_text("more text\n" * 20)
     for command in commands:
@@ -421,7 +421,7 @@ def test_a_text_that_has_grown_is_not_cut_elsewhere_in_silence(tiny, run_folder,
     (texts / "zz.txt").write_text("more text\n" * 20)
     last = run_folder.parents[1] / "apart" / "version_0" / "checkpoints" / "last.ckpt"
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="the text is not that")
+        warnings.filterwarnings("error", message="the training split is not that")
         assert main(["validate", *options, *apart, f"--ckpt_path={last}"]) == 0
 
 

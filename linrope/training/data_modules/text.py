@@ -159,9 +159,10 @@ class TextDataModule(ResumableDataModule):
         moved = (by_position or self.why_cut is not None) and order.get("data.fractions") == self.fractions
         if moved and trained_on not in (None, self.corpora["train"].fingerprint()):
             rank_zero_warn(
-                f"the text is not that of the checkpoint's run, and {'that' if by_position else 'it'} is cut by "
-                "position: if it holds files of that run, it was trained on some text that is held out here, and "
-                "losses on that mean little. Give other text, and data.split=document to runs whose text will grow."
+                "the training split is not that of the checkpoint's run, and "
+                f"{'that run' if by_position else 'this text'} is cut by position: if this text holds files of that "
+                "run, it was trained on some text that is held out here, and losses on that mean little. Give other "
+                "text, and data.split=document to runs whose text will grow."
             )
 
     def setup(self, stage: str) -> None:
