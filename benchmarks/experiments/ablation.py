@@ -2,7 +2,7 @@
 
     python -m benchmarks.ablation --grid benchmarks/grids/placement.yaml
 
-First all training speeds are measured in turn, then the runs are made, one process at a time. The same command goes on
+First the training speeds are measured in turn, then the runs are made, one process at a time. The same command goes on
 with a grid that was stopped, also inside a run, or to which seeds or variants were added; two commands divide the runs.
 """
 
@@ -121,16 +121,16 @@ class Ablation(Benchmark):
             self.failure = str(error)
 
     def measure_speeds(self) -> dict[str, Speed]:
-        """Training speeds, measured once for a folder. Variants that are added later alternate with the reference (or
-        with another that was measured, if the reference is new), and are scaled by the change in its speed since then.
-        Variants with a curriculum have no single speed, and are omitted."""
+        """Training speeds of the variants of --only, measured once for a folder. Those that are added later alternate
+        with the reference (or with another that was measured, if it was not), and are scaled by the change in its speed
+        since then. Variants with a curriculum have no single speed, and are omitted."""
         folder = self.options.folder
-        known, timed = folder.read_speeds(), folder.speed_keys
-        missing = [name for name in timed if name not in known]
+        known = folder.read_speeds()
+        missing = [name for name in folder.speed_keys if name in self.options.only and name not in known]
         if not missing:
             return known
         reference = folder.grid.reference
-        if reference not in (known or timed):
+        if reference not in (known or missing):
             reference = [*known, *missing][0]  # a variant that was measured is the clock
         found = self.time_steps([reference, *missing])
         if reference in known:

@@ -235,7 +235,8 @@ class FitCLI(TrainingCLI):
 
     def save_config(self) -> SaveConfig:
         """The callback that writes config.yaml."""
-        return SaveConfig(self.folder, self.parser.dump(self.config, "yaml", False))  # False keeps what is null
+        # False keeps what is null; the configuration was validated when it was parsed
+        return SaveConfig(self.folder, self.parser.dump(self.config, "yaml", False, skip_validation=True))
 
     def callbacks(self) -> list[Callback]:
         run, sample = self.config_init.run, self.config_init.get("sample")

@@ -122,6 +122,13 @@ def _require_convertible(teacher: LanguageModelConfig, config: LanguageModelConf
             f"the teacher's weights do not fit: a hybrid may differ from it in {_listed()}. Make these equal:\n  "
             + "\n  ".join(lines)
         )
+    rope = config.rope
+    half_of_ntk = rope is not None and rope.signed and rope.rotary_dim is None and rope.scaling is not None
+    if half_of_ntk and rope.scaling.rule == "ntk" and "linear" in config.attention_types:
+        raise InputError(
+            "rope.scaling.rule='ntk' does not fit rope.placement='signed': signed layers rotate every second of the "
+            "teacher's pairs, to which this rule gives other frequencies. Set rope.placement='numerator'."
+        )
     if teacher.short_conv and teacher.short_conv != config.short_conv:
         raise InputError(
             f"short_conv={config.short_conv} does not fit the teacher's convolution over {teacher.short_conv} tokens: "

@@ -116,6 +116,7 @@ def test_a_layer_that_computes_the_same_costs_nothing():
     assert found.costliest(1) == [max(found.costs, key=found.costs.__getitem__)]
 
 
+@pytest.mark.exhaustive
 def test_aligned_layers_are_taken(here, capsys):
     assert main(["convert", "--teacher=teacher", "--layers=linear", "--output=linear"]) == 0
     aligned = LanguageModel.from_pretrained("linear")

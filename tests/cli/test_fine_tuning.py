@@ -12,7 +12,7 @@ from linrope import EncoderConfig
 from linrope.cli.main import main
 from linrope.interop.roformer import export_roformer
 from linrope.models.base import load_model
-from tests.conftest import write_text_file
+from tests.conftest import covering, write_text_file
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--model.d_model=16", "--model.n_layers=1", "--model.n_heads=2", "--trainer.max_epochs=-1"]
@@ -67,7 +67,7 @@ def write_trained_roformer(folder: Path) -> int:
     return len(words)
 
 
-@pytest.mark.parametrize("attention", ["softmax", "linear"])
+@pytest.mark.parametrize("attention", covering(["softmax", "linear"], ["linear"]))
 def test_the_config_of_glue_starts_from_a_roformer(tmp_path, monkeypatch, capsys, attention):
     monkeypatch.chdir(tmp_path)
     write_mrpc(tmp_path / "MRPC")

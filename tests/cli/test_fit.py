@@ -43,7 +43,7 @@ def configs(task: str, default: tuple[str, ...] = ()) -> list:
     return [pytest.param(path, id=path.stem, marks=mark) for path, mark in zip(paths, marks)]
 
 
-@pytest.mark.parametrize("config", configs("language_modeling", default=("quickstart", "lm-long", "lm-recipe")))
+@pytest.mark.parametrize("config", configs("language_modeling", default=("quickstart", "lm-long")))
 def test_every_shipped_config_trains_two_steps(config, tiny, run_folder, capsys):
     # room for the configs' kinds of layers, rotary_dim and bases; lm-long goes on from a trained model
     sizes = ["--model.n_layers=4", "--model.d_model=128", "--model.n_heads=2", "--run.start_from=null"]
@@ -319,6 +319,7 @@ def test_a_folder_of_few_files_trains_and_its_summary_says_how_it_was_split(tiny
     assert main(["fit", *options, "--trainer.max_steps=2", last]) == 0
 
 
+@pytest.mark.exhaustive
 def test_an_old_run_of_few_files_keeps_its_split(tiny, tmp_path, run_folder, monkeypatch, capsys, error_of):
     fractions = ["--data.fractions=[0.5, 0.3, 0.2]", f"--data.path={few_files(tmp_path)}"]
     with monkeypatch.context() as patch:

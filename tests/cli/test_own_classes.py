@@ -126,6 +126,7 @@ def test_a_run_of_own_classes_is_trained_resumed_and_measured(own, options, run_
     assert main(["generate", own, f"--ckpt_path={last}", "--prompt=a", "--max_new_tokens=2"]) == 0
 
 
+@pytest.mark.exhaustive
 def test_an_own_optimizer_resumes_with_the_options_that_this_run_makes(own, tiny, run_folder):
     options = ["fit", own, *tiny, "--optimizer.class_path=my_classes.TwoRates", "--optimizer.lr=0.01"]
     options += ["--trainer.max_steps=4", "--run.checkpoint_every_n_steps=2", "--run.keep_checkpoints=2"]
@@ -143,6 +144,7 @@ def test_an_own_optimizer_resumes_with_the_options_that_this_run_makes(own, tiny
     assert found == [(0.02, (0.8, 0.99), 0.001, 0.5, 4), (0.1 * 0.02, (0.8, 0.99), 0.001, 0.0, 4)]
 
 
+@pytest.mark.exhaustive
 def test_an_optimizer_does_not_resume_with_the_states_of_another_class(own, tiny, run_folder, error_of):
     sgd, resumed = "--optimizer.class_path=my_classes.SGDConfig", ["--ckpt_path=last", "--trainer.max_steps=4"]
     start = "or start a new run with its weights: --run.start_from"

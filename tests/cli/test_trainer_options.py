@@ -14,6 +14,7 @@ from linrope.cli.plan import PlanOptions
 from linrope.cli.training import ConfigCLI
 from linrope.training.callbacks.named_errors import name_setup_errors
 from linrope.training.tasks.language_modeling import LanguageModelingModule
+from tests.conftest import covering
 from tests.training.attached import record_batches
 from tests.training.test_resume import equal, interrupt, load, losses, version
 
@@ -129,7 +130,7 @@ def test_a_metric_that_is_found_missing_later_leaves_a_checkpoint(tiny, run_fold
     assert load(run_folder)["global_step"] == 6
 
 
-@pytest.mark.parametrize("monitor", ["val_bpb", "tokens_per_second", "step"])
+@pytest.mark.parametrize("monitor", covering(["val_bpb", "tokens_per_second", "step"], ["tokens_per_second"]))
 def test_what_is_monitored_changes_no_weights(tiny, run_folder, capsys, monitor):
     own = ["--trainer.callbacks+=ModelCheckpoint", f"--trainer.callbacks.monitor={monitor}"]
     run = [*tiny, "--trainer.max_steps=4", "--trainer.log_every_n_steps=1"]

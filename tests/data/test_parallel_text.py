@@ -75,6 +75,7 @@ print(train_bpe(TEXTS, 300, "data.vocab_size").fingerprint)
 """
 
 
+@pytest.mark.exhaustive
 def test_a_trained_bpe_is_the_same_in_every_process_and_keeps_text(monkeypatch):
     tokenizer = train_bpe(TEXTS, 300, "data.vocab_size")
     assert tokenizer.vocab_size == 300

@@ -70,6 +70,7 @@ def test_the_compiled_form_agrees_with_the_definition(sizes, width, without_silu
         assert (found.double() - exact).norm() < bound * exact.norm()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(why_none() is not None, reason=f"no library: {why_none()}")
 @pytest.mark.parametrize("packed", [False, True])
 def test_opcheck(packed):

@@ -39,6 +39,7 @@ def test_each_weight_is_the_mean(tmp_path):
     assert average_weights([alone])["embedding.weight"].dtype == torch.bfloat16
 
 
+@pytest.mark.exhaustive
 def test_a_new_process_knows_every_kind_of_model(tmp_path):
     paths = saved(tmp_path, *[EncoderDecoderConfig(**PAIR)] * 2)
     command = [sys.executable, "-m", "linrope", "average", *map(str, paths), "--output", str(tmp_path / "averaged")]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from linrope import InputError, LanguageModel, LanguageModelConfig, RotaryConfig
+from linrope import InputError, LanguageModel, LanguageModelConfig, RotaryConfig, RotaryScaling
 from linrope.models.conversion import convert, hybrid_config, layers_that_differ, new_parameters
 
 SIZES = {"vocab_size": 50, "d_model": 32, "n_layers": 3, "n_heads": 4, "attention": "softmax"}
@@ -133,7 +133,7 @@ def test_dtype_and_tokenizer_are_the_teachers():
 
 def test_what_does_not_fit_is_named():
     model = teacher(short_conv=3)
-    config = model.config
+    config, ntk = model.config, teacher(rope=RotaryConfig(scaling=RotaryScaling("ntk", 4.0)))
     cases = [
         (lambda: hybrid_config(config, "linear", d_model=64), "d_model cannot differ from that of the teacher"),
         (lambda: hybrid_config(config, "linear", output_gate=True), "output_gate cannot differ"),
@@ -144,6 +144,7 @@ def test_what_does_not_fit_is_named():
         (lambda: convert(teacher(attention="linear"), config), "attention=linear: only softmax layers are converted"),
         (lambda: hybrid_config(teacher(rope=None).config, "linear", signed=True), "signed=True needs rope"),
         (lambda: hybrid_config(config, "linaer"), "Did you mean 'linear'"),
+        (lambda: convert(ntk, hybrid_config(ntk.config, "linear", signed=True)), "rule='ntk' does not fit"),
     ]
     for call, message in cases:
         with pytest.raises(InputError, match=message):

@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton is on some platforms only")
 
 
+@pytest.mark.exhaustive
 def test_on_a_gpu_that_does_nothing():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--noconftest", "tests/ops/dry_launches.py"]

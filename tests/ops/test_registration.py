@@ -22,6 +22,7 @@ from linrope import (
 from linrope.ops.torch_kernel import plan
 from linrope.ops.torch_kernel.memory import Pool
 from linrope.ops.triton_kernel import plan as triton_plan
+from tests.conftest import covering
 from tests.ops.cases import assert_agree, by_name, run
 
 FORWARD = torch.ops.linrope.linear_attention.default
@@ -113,7 +114,10 @@ def test_a_whole_model_compiles_in_one_graph():
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(("backend", "causal"), [("auto", True), ("chunked", True), ("triton", True), ("auto", False)])
+EXPORTED = [("auto", True), ("chunked", True), ("triton", True), ("auto", False)]
+
+
+@pytest.mark.parametrize(("backend", "causal"), covering(EXPORTED, [("auto", True), ("auto", False)]))
 def test_exported_with_a_length_left_open(backend, causal, monkeypatch):
     if backend == "triton":
         pytest.importorskip("triton", reason="Triton is there for Linux only")
@@ -319,6 +323,7 @@ def test_a_call_in_a_signal_handler_leaves_the_interrupted_call_alone(backend):
         assert all(map(torch.equal, found, expected)), at
 
 
+@pytest.mark.exhaustive
 def test_a_first_call_does_not_load_the_compiler():
     """It would take a second and a hundred megabytes of everyone who only imports the operator."""
     program = (

@@ -65,6 +65,7 @@ def test_any_number_of_threads_sums_in_the_same_order():
     assert all(torch.equal(one, other) for one, other in zip(*found))
 
 
+@pytest.mark.exhaustive
 @compiled
 def test_opcheck_and_strides():
     x, weight, _ = drawn(60, 2, 80)

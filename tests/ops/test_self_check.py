@@ -131,6 +131,7 @@ def launched(monkeypatch, *, fails=()):
     return seen
 
 
+@pytest.mark.exhaustive
 def test_each_configuration_runs_in_turn(two, monkeypatch):
     seen = launched(monkeypatch)
     assert self_check.checked(call_of(), True) is None
@@ -175,6 +176,7 @@ def test_threads_wait_for_one_check(monkeypatch):
     assert len(made) == 1
 
 
+@pytest.mark.exhaustive
 def test_modes_of_the_caller_do_not_reach_it():
     counter = FlopCounterMode(display=False)
     with torch.inference_mode(), counter, torch.device("meta"):

@@ -53,7 +53,8 @@ def errors(actual, expected):
 @pytest.mark.parametrize(
     ("features", "width", "rope"),
     [
-        (80, 96, {"interleaved": False, "rotary_dim": 40}),  # no powers of two
+        # no powers of two
+        pytest.param(80, 96, {"interleaved": False, "rotary_dim": 40}, marks=pytest.mark.exhaustive),
         # the widest, whose values are split among programs
         pytest.param(256, 144, {}, marks=pytest.mark.exhaustive),
         (16, 256, {"signed": True}),
@@ -231,6 +232,7 @@ def test_a_forward_is_four_launches_and_a_token_one(monkeypatch):
     assert recorded(Compilable(length=1, decay=True), monkeypatch)[0] == ["decode"]
 
 
+@pytest.mark.exhaustive
 def test_the_states_take_an_eighth_of_q_and_are_kept_for_the_backward(monkeypatch):
     monkeypatch.undo()  # the real stretches
     monkeypatch.setenv("TRITON_INTERPRET", "1")

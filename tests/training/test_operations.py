@@ -129,6 +129,7 @@ def printed(base, tmp_path_factory) -> dict[str, tuple[list[int], str]]:
     return results
 
 
+@pytest.mark.exhaustive
 def test_the_error_of_one_rank_is_printed_by_it_and_the_others_end(printed):
     codes, err = printed["fails"]
     assert codes == [1, 1]

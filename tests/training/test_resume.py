@@ -225,6 +225,7 @@ def test_text_that_was_edited_at_equal_size_is_noticed(tiny, text_file, run_fold
     assert main(["fit", *more, f"--ckpt_path={tmp_path / 'old.ckpt'}"]) == 0
 
 
+@pytest.mark.exhaustive
 def test_a_text_too_large_to_hash_whole_warns_of_another_time(tiny, text_file, run_folder, tmp_path, monkeypatch):
     monkeypatch.setattr("linrope.data.corpus.sequences.HASHED_BLOCK", 64)
     monkeypatch.setattr("linrope.data.corpus.sequences.HASHED_BLOCKS", 10)

@@ -40,6 +40,7 @@ def undecided() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in DECISIONS}
 
 
+@pytest.mark.exhaustive
 @GLIBC
 def test_the_second_step_takes_hardly_any_page_faults_and_memory_can_still_be_given_back():
     command = [sys.executable, "-c", STEPS]

@@ -104,6 +104,7 @@ def test_a_grid_end_to_end(grid, here, capsys):
     assert grid.run("--only", "softmax") == 0  # not even the one that the others are compared with
     alone = grid.files
     assert set(alone) == {"softmax-seed0.json", "softmax-seed1.json"}
+    assert grid.parsed().read_speeds().keys() == {"softmax"}
     assert "softmax" in capsys.readouterr().out
     assert grid.run() == 0
     files = grid.files
@@ -406,6 +407,7 @@ def test_steps_that_are_the_same_are_measured_once(grid, monkeypatch):
     assert len(json.loads((grid.results / "speed.json").read_text())) == 6
 
 
+@pytest.mark.exhaustive
 def test_grids_train_in_bfloat16_and_with_muon_where_they_say_so(grid):
     full = grid.train("full")
     assert "precision" not in full["measured"]  # as in results that are older than the option

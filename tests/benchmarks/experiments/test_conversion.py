@@ -25,6 +25,7 @@ def command(tmp_path) -> list[str]:
     return [*files, *SMALL, "--layers", "linear,softmax"]
 
 
+@pytest.mark.exhaustive
 def test_stages_share_the_tokens_and_results_are_kept(command, tmp_path, capsys):
     args = [*command, "--shares", "0.2,0.5,0.3", "0,1,0", "--scratch_lr", "1e-3"]
     assert Conversion.main(args) == 0

@@ -87,6 +87,7 @@ def test_mean_weights_against_all_pairs():
             assert found[name][distance].item() == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.exhaustive
 def test_decay_of_each_layer(tmp_path, capsys):
     torch.manual_seed(0)
     model = saved(tmp_path / "model", n_layers=2, short_conv=4, forget_gate=True)
@@ -98,6 +99,7 @@ def test_decay_of_each_layer(tmp_path, capsys):
     assert "bound: Σ |S_i| / (d/2)" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.exhaustive
 def test_reach_is_that_of_the_gates(tmp_path, capsys):
     args = saved(tmp_path / "some.model", n_layers=2, forget_gate=True)
     model = LanguageModel.from_pretrained(tmp_path / "some.model")

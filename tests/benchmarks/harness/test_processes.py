@@ -30,6 +30,7 @@ def opens_a_semaphore() -> str:
     return opened._semlock.name
 
 
+@pytest.mark.exhaustive
 def test_what_a_job_holds_is_released_after_its_answer():
     found = answers([Job("holds", opens_a_semaphore)])["holds"]
     assert found.value.startswith("/mp-")

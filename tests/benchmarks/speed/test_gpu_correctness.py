@@ -112,6 +112,7 @@ def test_each_size_of_production_is_checked_with_each_configuration_that_fits(mo
     assert {stretch for dim, stretch, *_ in code if dim == 64} == {256, 512, 1024}
 
 
+@pytest.mark.exhaustive
 def test_a_size_is_checked_with_its_stretch_on_a_short_row(monkeypatch):
     interpret_kernels(monkeypatch)
     monkeypatch.setattr(Size, "stretch", 64)

@@ -138,6 +138,7 @@ def test_saved_averaged_and_exported_models_hold_the_names_of_their_labels(optio
         assert "the label 'aye' is unknown: the labels are 'no', 'yes'" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_new_rows_are_measured_and_predicted_without_the_training_file(options, capsys):
     assert main(["fit", *options, "--trainer.max_epochs=5"]) == 0
     checkpoint = "--ckpt_path=runs/small/version_0/checkpoints/best.ckpt"
@@ -203,6 +204,7 @@ def test_validations_are_counted_in_epochs(options, capsys):
     assert "check_val_every_n_epoch=2 and trainer.val_check_interval=5 exclude each other" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_epochs_may_be_shortened(options, capsys):
     options = [option for option in options if "val_check_interval" not in option]
     by_epoch = ["--trainer.max_epochs=2", "--trainer.check_val_every_n_epoch=1", "--trainer.accumulate_grad_batches=2"]

@@ -146,6 +146,7 @@ def test_training_counts_loss_and_right_predictions_of_masked_tokens(tmp_path):
     torch.testing.assert_close(loss.total, task.model(batch["inputs"], targets=batch["targets"]), rtol=0, atol=0)
 
 
+@pytest.mark.exhaustive
 def test_a_curriculum_has_loss_and_accuracy_of_each_stage_and_resumes_in_its_second(options, capsys, monkeypatch):
     stages = "[{tokens: 100, seq_len: 16, batch_size: 2}, {tokens: 1, seq_len: 48, batch_size: 3}]"  # four steps, then
     options = [*options, f"--data.curriculum={stages}", "--trainer.max_steps=8", "--trainer.log_every_n_steps=1"]

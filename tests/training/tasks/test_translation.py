@@ -122,6 +122,7 @@ def test_a_resumed_run_ends_with_the_weights_of_a_whole_one(options, monkeypatch
     torch.testing.assert_close(parts, whole, rtol=0, atol=0)
 
 
+@pytest.mark.exhaustive
 def test_the_mean_of_checkpoints_is_measured_and_translates(options, capsys):
     kept = ["--run.checkpoint_every_n_steps=2", "--run.keep_checkpoints=2"]
     assert main(["fit", *options, *kept, "--trainer.max_steps=6"]) == 0
