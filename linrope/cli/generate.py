@@ -16,7 +16,7 @@ from linrope.cli.output import write as write_to_stdout
 from linrope.cli.parser import parse_command
 from linrope.cli.prompts import LARGEST_PART, Prompt, cut_after_lines
 from linrope.errors import InputError
-from linrope.generation.decoding import SEGMENT_LENGTH, check_max_new_tokens, require_memory
+from linrope.generation.decoding import SEGMENT_LENGTH, check_max_new_tokens, require_memory, require_row
 from linrope.generation.prompt_state import load_prompt_state, save_prompt_state
 from linrope.generation.sampling import Sampler, Sampling
 from linrope.generation.text import StopStrings, TextWriter, Write, printable
@@ -167,7 +167,7 @@ def converse(writer: TextWriter, config: GenerateConfig, readline: Callable[[], 
 
 def _read_prompt(writer: TextWriter, parts: Iterable[str], n_bytes: int, max_new_tokens: int, console: Console) -> str:
     """Read the prompt behind a bar that counts its bytes; return its end, to be printed. InputError once it has so many
-    tokens that memory does not hold them."""
+    tokens that memory does not hold them, or the model has no positions for them."""
     shown = ""
     columns = BarColumn(bar_width=None), TaskProgressColumn(), DownloadColumn(), TimeRemainingColumn()
     with progress_bar(console, *columns) as bar:
@@ -175,6 +175,7 @@ def _read_prompt(writer: TextWriter, parts: Iterable[str], n_bytes: int, max_new
         for part in parts:
             writer.read(part)
             if writer.state is not None:
+                require_row(writer.model, writer.state.length, max_new_tokens, "--max_new_tokens")
                 require_memory(writer.model, writer.state.length + max_new_tokens)
             shown = (shown + part)[-ECHO - 1 :]
             bar.advance(task, len(part.encode()))

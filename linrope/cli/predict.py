@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from linrope.cli.checkpoint import with_run_config
 from linrope.cli.output import say
 from linrope.cli.training import CheckpointOptions, TrainingCLI
-from linrope.errors import InputError
+from linrope.errors import InputError, NonFiniteError
 from linrope.utils.files import require_new, whole_file
 
 
@@ -38,7 +38,14 @@ class WritePredictions(Callback):
 
     def on_predict_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any) -> None:
         for prediction in outputs:
-            self.file.write(f"{json.dumps(prediction, ensure_ascii=False)}\n".encode())
+            try:
+                line = json.dumps(prediction, ensure_ascii=False, allow_nan=False)
+            except ValueError as error:
+                raise NonFiniteError(
+                    f"prediction {self.n_written} holds a number that is not finite ({prediction}): the weights are "
+                    "damaged, or the training diverged. Give another checkpoint."
+                ) from error
+            self.file.write(f"{line}\n".encode())
         self.n_written += len(outputs)
 
 

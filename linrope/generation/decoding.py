@@ -119,6 +119,17 @@ def require_memory(model: CausalModel, n_tokens: int) -> None:
         )
 
 
+def require_row(model: CausalModel, n_before: int, max_new_tokens: int, option: str = "max_new_tokens") -> None:
+    """Raise InputError, naming the option, if the model has no positions for so many new tokens after `n_before`. The
+    last one is not read."""
+    longest = model.config.positions.longest_row
+    if longest is not None and n_before + max_new_tokens - 1 > longest:
+        raise InputError(
+            f"{option}={max_new_tokens} after {n_before} tokens is too much for a model with positions.length={longest}"
+            f": set {option} to at most {max(0, longest + 1 - n_before)}, or give a shorter prompt."
+        )
+
+
 def decode(
     model: CausalModel, state: PromptState, max_new_tokens: int, sampler: Sampler
 ) -> Iterator[tuple[Tensor, PromptState]]:
@@ -152,11 +163,13 @@ def stream(
         (B,) int64, the next token of each row.
 
     Raises:
-        InputError: an empty prompt, or an option out of range; raised by the call, before the first token.
+        InputError: an empty prompt, an option out of range, or more tokens than the model has positions; raised by the
+            call, before the first token.
     """
     check_max_new_tokens(max_new_tokens)
     sampler = Sampler(sampling_of(sampling))
     state = tokens if isinstance(tokens, PromptState) else read(model, tokens, segment_length=segment_length)
+    require_row(model, state.length, max_new_tokens)
     return (token for token, _ in decode(model, state, max_new_tokens, sampler))
 
 

@@ -85,7 +85,7 @@ class Sampler:
         if self.sampling.seed is None:
             return torch.rand(rows, dtype=torch.float64, device="cpu")
         for row in range(len(self._generators), rows):
-            self._generators.append(torch.Generator("cpu").manual_seed(self.sampling.seed + self.first_row + row))
+            self._generators.append(torch.Generator("cpu").manual_seed(int(self.sampling.seed) + self.first_row + row))
         options = {"dtype": torch.float64, "device": "cpu"}
         return torch.stack([torch.rand((), **options, generator=generator) for generator in self._generators[:rows]])
 

@@ -58,26 +58,33 @@ class TextWriter:
         Returns:
             The text that was shown, and the text that was read. Only the second includes a stop string.
         """
-        decoder, until = self.tokenizer.decoder(), StopStrings(stop_strings)
+        decoder, until = self.tokenizer.decoder(self.state.recent[0].tolist()), StopStrings(stop_strings)
         shown, kept, unread = [], [], None
 
         def show(text: str) -> None:
             shown.append(text)
             self.write(printable(text))
 
-        with self.speed.measure("written") as count:
-            for token, before in decode(self.model, self.state, max_new_tokens, sampler):
-                self.state = before
-                count(1)
-                unread = None if token.item() == self.tokenizer.separator else token
-                if unread is None:
-                    break
-                kept.append(decoder.feed(token))
-                show(until.feed(kept[-1]))
-                if until.found is not None:
-                    break
+        def read_last() -> None:
             if unread is not None:
                 self.state = read(self.model, unread[:, None], self.state)
+
+        with self.speed.measure("written") as count:
+            try:
+                for token, before in decode(self.model, self.state, max_new_tokens, sampler):
+                    unread, self.state = None, before  # in this order: no token is ever read twice
+                    count(1)
+                    if token.item() == self.tokenizer.separator:
+                        break
+                    kept.append(decoder.feed(token))
+                    show(until.feed(kept[-1]))
+                    unread = token
+                    if until.found is not None:
+                        break
+            except KeyboardInterrupt:
+                read_last()  # it was shown
+                raise
+            read_last()
         kept.append(decoder.finish())
         show(until.finish(kept[-1]))
         return "".join(shown), "".join(kept)
@@ -179,7 +186,13 @@ def generate_texts(
                 new[row].append(number)
         if not open_rows:
             break
-    return [decode_text(model, [*row.tolist(), *continued]) for row, continued in zip(rows, new, strict=True)]
+    return [prompt + continuation(model, row, added) for prompt, row, added in zip(prompts, rows, new, strict=True)]
+
+
+def continuation(model: CausalModel, prompt: Tensor, tokens: Sequence[int]) -> str:
+    """The text that `tokens` add to that of the tokens of a prompt, (T,)."""
+    decoder = require_tokenizer(model, "decode").decoder(prompt.tolist())
+    return decoder.feed(tokens) + decoder.finish()
 
 
 def encode_text(model: CausalModel, text: str) -> Tensor:
@@ -193,7 +206,10 @@ def encode_text(model: CausalModel, text: str) -> Tensor:
 def decode_text(model: CausalModel, tokens: Tensor | Sequence[int]) -> str:
     """See `LanguageModel.decode`."""
     decoder = require_tokenizer(model, "decode").decoder()
-    tokens = torch.as_tensor(tokens, dtype=None if len(tokens) else torch.int64)
+    try:
+        tokens = torch.as_tensor(tokens, dtype=None if len(tokens) else torch.int64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"tokens={tokens!r} is no row of tokens: pass (T,) integers of at least 0.") from error
     if tokens.ndim != 1 or tokens.dtype not in (torch.int32, torch.int64) or (tokens < 0).any():
         raise InputError(f"tokens is {tuple(tokens.shape)} {tokens.dtype}: pass one row, (T,) integers of at least 0.")
     return decoder.feed(tokens) + decoder.finish()

@@ -27,7 +27,7 @@ def segment_ids_of(
 
     Raises:
         InputError: a tensor of the wrong shape, a mask with holes or that hides tokens after the first call,
-            position_ids that jump to another position than 0, or begin at 0 after other tokens.
+            position_ids that jump to another position than 0, begin at 0 after other tokens, or leave some out.
     """
     seen = None if mask is None else _seen(mask, shape, n_read)
     changes = [] if seen is None else [seen[:, 1:] != seen[:, :-1]]
@@ -77,7 +77,13 @@ def _starts(position_ids: Tensor, seen: Tensor | None, shape: tuple[int, int], n
         raise InputError(
             "position_ids jump to a position other than 0: they must count the tokens of each document from 0."
         )
-    if n_read and (position_ids[:, :1] == 0).any():
+    first = position_ids[:, :1] if seen is None else position_ids[:, :1].masked_fill(~seen[:, :1], 0)
+    if (first > n_read).any():
+        raise InputError(
+            f"position_ids begin at {first.max()} after {n_read} tokens: a row is read from position 0, and on from "
+            "where its cache ends."
+        )
+    if n_read and (first == 0).any():
         raise InputError(
             f"position_ids begin at 0 after {n_read} tokens of the cache: read a new document without the cache."
         )

@@ -23,6 +23,7 @@ from linrope.errors import InputError
 from linrope.layers import state as states
 from linrope.layers.state import ModelState, map_state
 from linrope.models.language_model import LanguageModel
+from linrope.utils.options import require_whole
 
 
 class DecodingStep(nn.Module):
@@ -56,7 +57,14 @@ def _at_position(state: ModelState, position: int) -> ModelState:
 
 @torch.no_grad()
 def initial_state(model: LanguageModel, batch: int = 1) -> ModelState:
-    """The state before the first token, all zeros. Every layer must be linear."""
+    """The state before the first token of `batch` rows, all zeros. InputError for a model with softmax layers, whose
+    caches grow."""
+    require_whole("batch", batch)
+    if "softmax" in model.config.attention_types:
+        raise InputError(
+            f"attention={model.config.attention!r}: the decoding step is exported for linear layers only, whose states "
+            "have a fixed size."
+        )
     token = torch.zeros(batch, 1, dtype=torch.int64, device=next(model.parameters()).device)
     _, state = model(token, return_state=True)
     return _at_position(map_state(lambda name, x: torch.zeros_like(x), state), 0)
@@ -64,15 +72,10 @@ def initial_state(model: LanguageModel, batch: int = 1) -> ModelState:
 
 @torch.no_grad()
 def export_decoding_step(model: LanguageModel, batch: int = 1) -> torch.export.ExportedProgram:
-    """The exported program of a `DecodingStep` on `batch` rows. InputError for a model in training mode, or with
-    softmax layers, whose caches grow."""
+    """The exported program of a `DecodingStep` on `batch` rows. InputError for a model in training mode, and as
+    `initial_state`."""
     if model.training:
         raise InputError("model is in training mode, where dropout is active: call model.eval() first.")
-    if "softmax" in model.config.attention_types:
-        raise InputError(
-            f"attention={model.config.attention!r}: the decoding step is exported for linear layers only, whose states "
-            "have a fixed size."
-        )
     like = initial_state(model, batch)
     tensors = states.tensors_of(like)
     token = torch.zeros(batch, dtype=torch.int64, device=tensors[0].device)

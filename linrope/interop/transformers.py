@@ -68,12 +68,25 @@ ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit
 """Options of `generate` that take drafted tokens back."""
 
 
+SIZES = {
+    "hidden_size": "d_model",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+}
+"""What transformers calls fields of `LanguageModelConfig`."""
+
+
 class LinropeConfig(PreTrainedConfig):
     """The configuration of transformers; `linrope` has the fields of `LanguageModelConfig`."""
 
     model_type = "linrope"
 
     def __init__(self, linrope: dict[str, Any] | None = None, **options: Any) -> None:
+        fields = {field.name: field.name for field in dataclasses.fields(LanguageModelConfig)} | SIZES
+        for name in options.keys() & (fields.keys() - {"vocab_size"}):
+            meant = {fields[name]: options[name]}
+            raise InputError(f"{name}={options[name]!r} is a field of the model: pass linrope={meant}.")
         config = LanguageModelConfig.from_dict(linrope or {})
         self.linrope = config.to_dict()
         super().__init__(**options)
@@ -98,7 +111,7 @@ class LinropeConfig(PreTrainedConfig):
     def vocab_size(self, size: int) -> None:
         self.linrope["vocab_size"] = size
 
-    # what transformers calls these fields
+    # the keys of SIZES
     hidden_size = property(lambda self: self.linrope["d_model"])
     num_hidden_layers = property(lambda self: self.linrope["n_layers"])
     num_attention_heads = property(lambda self: self.linrope["n_heads"])
@@ -109,6 +122,7 @@ class StateCache:
     """A model's state as a cache for `generate` of transformers."""
 
     is_compileable = is_croppable = False
+    is_linear = (False,)  # so that `generate` reads only what follows the tokens of a given cache
 
     def __init__(self, state: ModelState) -> None:
         self.state = state
@@ -408,6 +422,7 @@ def tokenizer_for_transformers(tokenizer: TextTokenizer) -> PreTrainedTokenizerF
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=made,
+        split_special_tokens=True,  # the name of one within a text is text
         **dict.fromkeys(("bos_token", "eos_token", "pad_token"), mark),
         padding_side="left",
         clean_up_tokenization_spaces=False,

@@ -220,7 +220,8 @@ def _banded(q: Tensor, keys: _Keys, window: int, scale: float | None) -> Tensor:
 def _blocks(q: Tensor, keys: _Keys, window: int, scale: float | None) -> Tensor:
     """Queries (B, H, T - window, D) against keys (B, n, T, D), the i-th query standing at the key `window + i`."""
     n_queries = q.shape[2]
-    missing = -n_queries % window
+    # a graph for rows of any length always pads, by a block where nothing is missing: else it is for one of the two
+    missing = window - n_queries % window if torch.compiler.is_exporting() else -n_queries % window
     k, v = (repeat_heads(x, q.shape[1]) for x in (keys.k, keys.v))
     q, k, v = (F.pad(x, (0, 0, 0, missing)).unflatten(2, (-1, window)) for x in (q, k, v))
     k, v = (torch.cat((x[:, :, :-1], x[:, :, 1:]), dim=3) for x in (k, v))  # (B, H, blocks, 2W, D)
@@ -242,4 +243,4 @@ def _blocks(q: Tensor, keys: _Keys, window: int, scale: float | None) -> Tensor:
     mask = rearrange(mask, "b n w s -> (b n) 1 w s")
     q, k, v = (rearrange(x, "b h n w d -> (b n) h w d") for x in (q, k, v))
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    return rearrange(o, "(b n) h w d -> b h (n w) d", n=-(-n_queries // window))[:, :, :n_queries]
+    return rearrange(o, "(b n) h w d -> b h (n w) d", n=(n_queries + missing) // window)[:, :, :n_queries]

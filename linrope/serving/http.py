@@ -15,6 +15,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from linrope.data.tokenizers.base import Tokenizer
 from linrope.serving import requests
@@ -122,13 +123,16 @@ class Service:
         return texts
 
     async def body_of(self, request: Request) -> bytes:
-        """The body. RequestError if it is too long for any prompt."""
+        """The body. RequestError if it is too long for any prompt, or does not come."""
         limit, parts, size = REST_OF_BODY + BYTES_OF_TOKEN * self.max_length, [], 0
-        async for part in request.stream():
-            parts.append(part)
-            size += len(part)
-            if size > limit:
-                raise RequestError(f"the body is longer than {limit:,} bytes.", 413, code="body_too_large")
+        try:
+            async for part in request.stream():
+                parts.append(part)
+                size += len(part)
+                if size > limit:
+                    raise RequestError(f"the body is longer than {limit:,} bytes.", 413, code="body_too_large")
+        except ClientDisconnect as error:  # there is no one to answer
+            raise RequestError("the client went away before the end of the body.", 499) from error
         return b"".join(parts)
 
     @asynccontextmanager

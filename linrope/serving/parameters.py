@@ -168,7 +168,7 @@ def tokens_of(prompt: str | list[int], tokenizer: Tokenizer, vocab_size: int) ->
         except (UnicodeEncodeError, InputError) as error:
             raise RequestError(f"prompt cannot be read: {error}.", param="prompt", code="invalid_value") from error
     try:
-        tokens = np.array(prompt)
+        tokens = np.empty(0) if any(isinstance(token, bool) for token in prompt) else np.array(prompt)
     except (ValueError, OverflowError):
         tokens = np.empty(0)
     if tokens.ndim != 1 or tokens.dtype != np.int64 or tokens.min() < 0 or tokens.max() >= vocab_size:

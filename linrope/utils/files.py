@@ -136,6 +136,8 @@ def load_plain(path: Path, what: str = "checkpoint") -> Any:
 
     InputError, which calls the file `what`, if there is none, it is damaged, or another program packed it again.
     """
+    if path.is_dir():
+        raise InputError(f"{what} {str(path)!r} is a folder: give a file.")
     if not path.is_file():
         raise InputError(f"{what} {str(path)!r} does not exist.{suggest_file(path)}")
     try:

@@ -207,3 +207,14 @@ def test_language_models_predict_the_loss_of_each_row_in_the_order_of_the_text(t
     assert len(rows) > 9
     assert all(row["targets"] == 32 for row in rows)
     assert [row["loss"] for row in rows] == pytest.approx(losses.tolist(), rel=1e-4)
+
+
+def test_predictions_that_are_no_numbers_are_an_error_and_leave_no_file(trained_run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    model = LanguageModel.from_pretrained(trained_run.checkpoint)
+    torch.nn.init.constant_(model.norm.weight, torch.nan)
+    model.save_pretrained("broken")
+    data = [option for option in trained_run.resumed if option.startswith("--data.")]
+    assert main(["predict", "--ckpt_path=broken", *data, "--output=found.jsonl"]) == 1
+    assert "prediction 0 holds a number that is not finite ({'loss': nan" in capsys.readouterr().err
+    assert not Path("found.jsonl").exists()

@@ -4,6 +4,7 @@ import dataclasses
 import os
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,7 @@ from linrope.generation.decoding import REPETITION_WINDOW, read, require_memory,
 from linrope.generation.prompt_state import load_prompt_state, save_prompt_state
 from linrope.generation.sampling import _inverse, _penalised
 from linrope.layers.state import tensors_of
+from linrope.positions.base import PositionsConfig
 from tests.conftest import assert_input_errors, covering
 from tests.models.test_language_model import CONFIGS, SMALL
 
@@ -58,7 +60,7 @@ def test_prompts_of_different_lengths_are_each_continued_as_if_alone(model, prom
         torch.testing.assert_close(together.logits[row], alone[0, -1], **EXACT)
     drawn = torch.stack(list(stream(model, together, 9, seed=5, repetition_penalty=1.3, top_k=9)), dim=1)
     for row, prompt in enumerate(prompts):
-        alone = model.generate(prompt[None], 9, seed=5 + row, repetition_penalty=1.3, top_k=9)
+        alone = model.generate(prompt[None], 9, seed=np.int64(5 + row), repetition_penalty=1.3, top_k=9)
         assert torch.equal(torch.cat((prompt, drawn[row])), alone[0])
 
 
@@ -240,6 +242,15 @@ def test_keys_and_values_beyond_the_memory_are_refused_before_the_reading():
     assert_input_errors((lambda: require_memory(softmax, there // per_token + 1), message))
     require_memory(LanguageModel(CONFIGS["recipe"]), 10**15)
     require_memory(LanguageModel(CONFIGS["window"]), 10**15)
+
+
+def test_more_tokens_than_the_model_has_positions_are_refused_before_the_first():
+    positions = PositionsConfig(name="learned", length=16)
+    model = LanguageModel(LanguageModelConfig(**{**SMALL, "positions": positions})).eval()
+    tokens = torch.tensor([[1, 2, 3]])
+    assert model.generate(tokens, 14).shape == (1, 17)  # the last token is not read
+    message = r"max_new_tokens=15 after 3 tokens is too much .* positions.length=16: set max_new_tokens to at most 14"
+    assert_input_errors((lambda: model.stream(tokens, 15), message))
 
 
 def test_another_default_device_is_not_that_of_prompts_draws_and_rows():

@@ -1,11 +1,17 @@
 """Text in, text out: `encode`, `decode` and `generate` of a model."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
 from linrope import LanguageModel, LanguageModelConfig
 from linrope.data.tokenizers.bytes import SEPARATOR, encode_prompt
+from linrope.data.tokenizers.subwords import SubwordTokenizer
+from linrope.generation.text import TextWriter, continuation
+from linrope.serving.requests import Options, Request
 from tests.conftest import assert_input_errors
+from tests.data.tokenizers.subword_files import KINDS
 
 
 @pytest.fixture
@@ -46,6 +52,40 @@ def test_several_texts_are_continued_each_as_if_alone(model):
     assert all(written.startswith(text) for written, text in zip(together, texts))
 
 
+def test_words_are_apart_from_those_of_the_prompt():
+    """A decoder that does not know the prompt leaves out the space before the first word."""
+    for kind in KINDS:
+        tokenizer = SubwordTokenizer(KINDS[kind]())
+        prompt, tokens = "the dog", tokenizer.encode_document(b"the dog chases the cat")[0].tolist()
+        added = tokens[len(tokenizer.encode_document(prompt.encode())[0]) :]
+        model = LanguageModel(LanguageModelConfig(vocab_size=tokenizer.vocab_size, d_model=16, n_layers=1)).eval()
+        model.tokenizer = tokenizer.to_serialized()
+        assert continuation(model, model.encode(prompt), added) == " chases the cat"
+        shown: list[str] = []
+        writer = TextWriter(model, shown.append)
+        writer.read(prompt)
+        sampler = Mock(draw=Mock(side_effect=[torch.tensor([token]) for token in added]))
+        assert writer.continue_text(len(added), sampler)[0] == " chases the cat"
+        choice = Request(model.encode(prompt).numpy(), Options(max_tokens=len(added)), tokenizer).choices[0]
+        for token in added:
+            choice.add(token)
+        assert choice.take().text == " chases the cat"
+        assert model.generate("  two", 0) == "  two"  # the prompt itself, whatever its tokens stand for
+
+
+def test_what_was_shown_before_an_interruption_is_in_the_state(model):
+    """The last token too, which is read when the next one is drawn."""
+    shown: list[str] = []
+    writer = TextWriter(model, shown.append)
+    writer.read("abc")
+    tokens = (torch.tensor([token]) for token in b"wxyz")
+    sampler = Mock(draw=Mock(side_effect=[*tokens, KeyboardInterrupt]))
+    with pytest.raises(KeyboardInterrupt):
+        writer.continue_text(8, sampler)
+    assert "".join(shown) == "wxyz"
+    assert writer.state.recent[0].tolist() == [SEPARATOR, *b"abcwxyz"]
+
+
 def test_what_is_no_text_is_named(model):
     numbers = LanguageModel(LanguageModelConfig(d_model=32, n_layers=1))
     numbers.tokenizer = {"kind": "unknown"}
@@ -55,6 +95,8 @@ def test_what_is_no_text_is_named(model):
         (lambda: model.decode(encode_prompt("a")[None]), r"tokens is \(1, 2\) torch.int64: pass one row"),
         (lambda: model.decode([0.5]), r"tokens is \(1,\) torch.float32"),
         (lambda: model.decode([-1]), "integers of at least 0"),
+        (lambda: model.decode("abc"), "tokens='abc' is no row of tokens"),
+        (lambda: model.decode([[1], [1, 2]]), "is no row of tokens"),
         (lambda: numbers.encode("a"), "encode needs a tokenizer, and the model was trained on tokens without one"),
         (lambda: numbers.decode([1]), "decode needs a tokenizer"),
         (lambda: numbers.generate("a", 3), "encode needs a tokenizer"),

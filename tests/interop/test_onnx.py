@@ -225,6 +225,8 @@ def test_what_is_no_graph_or_no_token_is_refused(tmp_path):
         (lambda: OnnxLanguageModel(tmp_path / "foreign.onnx"), "no graph of linrope"),
         (lambda: graph(tokens[0]), r"tokens is \(3,\) int64"),
         (lambda: graph(tokens[:, :0]), r"tokens is \(1, 0\) int64"),
+        (lambda: graph(tokens[:0]), r"tokens is \(0, 3\) int64"),
+        (lambda: graph([[0.5]]), r"tokens is \(1, 1\) float64"),
         (lambda: graph(tokens + 41), r"tokens lie in \[41, 41\], vocab_size is 41"),
         (lambda: graph(tokens, logits_to_keep=0), "logits_to_keep=0 must be at least 1"),
         (lambda: graph(tokens, {}), r"state\['past.position'\] is None, this call needs \(1,\)"),

@@ -57,5 +57,7 @@ def test_what_has_no_step_is_refused():
     assert_input_errors(
         (lambda: tensors_of(read(model, [short, long]).state), "state comes from prompts of different lengths"),
         (lambda: export_decoding_step(LanguageModel(CONFIGS["plain"])), "model is in training mode"),
+        (lambda: initial_state(hybrid), r"attention=\['linear', 'softmax'\]: the decoding step"),
+        (lambda: initial_state(model, -1), "batch=-1 must be"),
         (lambda: export_decoding_step(hybrid), r"attention=\['linear', 'softmax'\]: the decoding step"),
     )

@@ -89,6 +89,9 @@ def test_generation_is_ours_with_and_without_the_cache(trained, loaded):
         assert torch.equal(loaded.generate(tokens, use_cache=use_cache, **GREEDY), expected)
     beams = {"num_beams": 3, "do_sample": False, "max_new_tokens": 6}
     assert torch.equal(*(loaded.generate(tokens, use_cache=use_cache, **beams) for use_cache in (True, False)))
+    begun = loaded.generate(tokens, do_sample=False, max_new_tokens=5, return_dict_in_generate=True)
+    more = loaded.generate(begun.sequences, do_sample=False, max_new_tokens=7, **{CACHE: begun[CACHE]})
+    assert torch.equal(more, expected)
     several = loaded.generate(tokens, num_return_sequences=3, do_sample=True, max_new_tokens=4)
     assert several.shape == (3, tokens.shape[1] + 4)
 
@@ -137,6 +140,8 @@ def test_the_tokenizer_is_ours(tokenizer):
         assert ids == encode_prompt(text).tolist()
         assert tokenizer.decode(ids, skip_special_tokens=True) == text
     assert tokenizer.eos_token_id == tokenizer.bos_token_id == tokenizer.pad_token_id == SEPARATOR
+    named = f"a{tokenizer.eos_token}b"  # no document ends itself
+    assert tokenizer(named).input_ids == encode_prompt(named).tolist()
 
 
 @pytest.mark.parametrize("special", [("<|endoftext|>",), ()])
@@ -147,7 +152,7 @@ def test_a_model_of_subwords_takes_its_tokenizer_along(special, tmp_path):
     model.tokenizer = ours.to_serialized()
     transformers_interop.export(model, tmp_path / "exported")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "exported")
-    text = "def naïve(x):\n    return x"
+    text = "def naïve(x):\n    return x<|endoftext|>"
     tokens = ours.encode_prompt(text)
     assert theirs(text)["input_ids"] == tokens.tolist()
     assert (theirs.eos_token_id, theirs.bos_token_id) == (ours.separator, ours.separator)

@@ -92,6 +92,23 @@ def test_a_window_takes_memory_linear_in_the_length(packed):
     assert q.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("example", [12, 13])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_graph_is_for_whole_and_broken_windows(example, packed):
+    class Attention(torch.nn.Module):
+        def forward(self, q, ids):
+            return softmax_attention(q, q, q, window=4, segment_ids=ids if packed else None)[0]
+
+    def inputs(length):
+        return torch.randn(2, HEADS, length, DIM), (torch.arange(length) // 5)[None].expand(2, -1)
+
+    lengths = {"q": {2: torch.export.Dim.DYNAMIC}, "ids": {1: torch.export.Dim.DYNAMIC}}
+    graph = torch.export.export(Attention(), inputs(example), dynamic_shapes=lengths).module()
+    for length in (8, 9, 16, 31):
+        given = inputs(length)
+        torch.testing.assert_close(graph(*given), Attention()(*given))
+
+
 def test_padding_without_causality_is_one_row_of_the_mask():
     q, visible, shapes = torch.randn(2, HEADS, 9, DIM), torch.arange(9) < torch.tensor([[9], [4]]), []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
@@ -15,12 +16,14 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from starlette.requests import Request as HTTPRequest
 
 from linrope.data.tokenizers.bytes import ByteTokenizer, encode_prompt
 from linrope.serving.http import BYTES_OF_TOKEN, REST_OF_BODY, Service, application
 from linrope.serving.metrics import Metrics
 from linrope.serving.parameters import PARAMETERS
 from linrope.serving.prefix_cache import PrefixCache
+from linrope.serving.requests import RequestError
 from linrope.serving.scheduler import Limits, Scheduler
 from linrope.serving.server import Server, listening_socket
 from tests.serving.conftest import SIZES, request_for, writing
@@ -234,6 +237,17 @@ def test_other_bad_requests(live):
     nulls = dict.fromkeys(("max_tokens", "stop", "seed", "logprobs", "n", "best_of", "suffix", "model"))
     answer = live.post({"prompt": "a", **nulls, "user": "me", "frequency_penalty": 0.0})
     assert answer.status_code == 200
+
+
+def test_a_client_that_goes_away_while_it_sends_is_no_failure_of_the_server(live):
+    parts = iter([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}])
+
+    async def receive() -> dict:
+        return next(parts)
+
+    with pytest.raises(RequestError, match="the client went away") as found:
+        asyncio.run(live.service.body_of(HTTPRequest({"type": "http", "method": "POST"}, receive)))
+    assert found.value.status == 499
 
 
 def test_metrics(live):

@@ -47,8 +47,9 @@ class Tokenizer(Protocol):
     def encode_prompt(self, text: str) -> Tensor:
         """int64 tokens (1 + T,) of a document that starts with `text`; the first is a separator, which starts it."""
 
-    def decoder(self) -> Decoder:
-        """A decoder for one text."""
+    def decoder(self, after: Sequence[int] = ()) -> Decoder:
+        """A decoder for one text, or for what continues the text of these tokens, of which the last few are enough:
+        whether a token's text has a space before it may depend on the token before it."""
 
     def token_bytes(self) -> np.ndarray:
         """Bytes of each token in decoded text, int64 (vocab_size,)."""

@@ -68,7 +68,7 @@ class ByteTokenizer:
     def encode_prompt(self, text: str) -> Tensor:
         return encode_prompt(text)
 
-    def decoder(self) -> TextDecoder:
+    def decoder(self, after: Sequence[int] = ()) -> TextDecoder:
         return TextDecoder()
 
     def token_bytes(self) -> np.ndarray:

@@ -19,7 +19,9 @@ END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """Special tokens that end a document. The first one that a tokenizer has is its separator."""
 LARGEST_VOCABULARY = 1 << 24
 """Many times the vocabulary of any tokenizer in use. A larger one is a mistake; its tables would fill the memory."""
-
+N_PENDING = 32
+"""Tokens that may wait for the rest of a character, and those before a text that are decoded with it. A character has
+four bytes at most, but a token may end in the middle of the next one."""
 
 SPACES = (" ", "\n", "\t", "Ġ", "Ċ", "ĉ", "▁")
 """What begins a token that begins a word: a space, or the character for it in a vocabulary."""
@@ -91,8 +93,8 @@ class SubwordTokenizer:
             raise InputError(f"prompt={text!r} cannot be read by the model's tokenizer: {error}.") from error
         return torch.from_numpy(np.concatenate([[self.separator], tokens]))
 
-    def decoder(self) -> SubwordDecoder:
-        return SubwordDecoder(self._tokenizer, self.vocab_size, self.separator)
+    def decoder(self, after: Sequence[int] = ()) -> SubwordDecoder:
+        return SubwordDecoder(self._tokenizer, self.vocab_size, self.separator, after)
 
     def token_bytes(self) -> np.ndarray:
         """See `Tokenizer`. A token is counted after another token, not at the start of a text."""
@@ -141,12 +143,15 @@ class SubwordDecoder:
     """The `Decoder` of a `SubwordTokenizer`. Unknown tokens become U+FFFD.
 
     Whether a token starts with a space depends on the token before it. So the last tokens that gave text are decoded
-    again, together with the new ones.
+    again, together with the new ones. `after` are the tokens before all of these, whose text is not given again.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, separator: int) -> None:
+    def __init__(self, tokenizer: Any, vocab_size: int, separator: int, after: Sequence[int] = ()) -> None:
         self._tokenizer, self._vocab_size, self._separator = tokenizer, vocab_size, separator
-        self._shown: list[int] = []
+        context = list(after[-N_PENDING:])
+        for place in [place for place, token in enumerate(context) if token == separator][-1:]:
+            context = context[place + 1 :]
+        self._shown = self._whole_characters([token for token in context if self._is_known(token)])
         self._pending: list[int] = []
 
     def feed(self, tokens: Iterable[int] | Tensor) -> str:
@@ -154,24 +159,34 @@ class SubwordDecoder:
         return "".join(self._feed_one(token) for token in values if token != self._separator)
 
     def _feed_one(self, token: int) -> str:
-        if not 0 <= token < self._vocab_size or self._tokenizer.id_to_token(token) is None:
+        if not self._is_known(token):
             return self.finish() + "\ufffd"
         self._pending.append(token)
         text = self._pending_text()
-        if text.endswith("\ufffd"):  # perhaps a character whose other bytes follow
+        if text.endswith("\ufffd") and len(self._pending) < N_PENDING:  # perhaps a character whose other bytes follow
             return ""
         self._shown, self._pending = self._pending, []
         return text
 
     def finish(self) -> str:
         text = self._pending_text()
-        self._shown, self._pending = self._pending or self._shown, []
+        self._shown, self._pending = self._whole_characters(self._pending) or self._shown, []
         return text
 
+    def _is_known(self, token: int) -> bool:
+        return 0 <= token < self._vocab_size and self._tokenizer.id_to_token(token) is not None
+
     def _pending_text(self) -> str:
-        both = (self._shown, self._shown + self._pending)
-        before, after = (self._tokenizer.decode(tokens, skip_special_tokens=False) for tokens in both)
-        return after[len(before) :]
+        return self._decoded(self._shown + self._pending)[len(self._decoded(self._shown)) :]
+
+    def _whole_characters(self, tokens: list[int]) -> list[int]:
+        """Without the last tokens, if these are a part of a character: what follows would lose it."""
+        while tokens and self._decoded(tokens).endswith("\ufffd"):
+            tokens = tokens[:-1]
+        return tokens
+
+    def _decoded(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 def _load(text: str, where: str) -> Any:

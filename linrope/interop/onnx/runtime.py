@@ -93,7 +93,7 @@ class OnnxLanguageModel:
         """The logits of the token after each token, and the state after the last.
 
         Args:
-            tokens: (B, T) int64, T ≥ 1, in [0, vocab_size).
+            tokens: (B, T) int64, B, T ≥ 1, in [0, vocab_size).
             state: returned by an earlier call on the same rows, which these tokens continue.
             logits_to_keep: K ≥ 1 computes those of the last K tokens only; None computes all.
 
@@ -104,9 +104,10 @@ class OnnxLanguageModel:
             InputError: tokens of another shape or dtype or out of range, a `logits_to_keep` below 1, the state of
                 another model or of other rows, or rows longer than the model's positions.
         """
-        if tokens.ndim != 2 or tokens.shape[1] < 1 or tokens.dtype != np.int64:
-            raise InputError(f"tokens is {tokens.shape} {tokens.dtype}: pass int64 of shape (B, T), T at least 1.")
-        if tokens.size and not (tokens.min() >= 0 and tokens.max() < self.config.vocab_size):
+        tokens = np.asarray(tokens)
+        if tokens.ndim != 2 or not tokens.size or tokens.dtype != np.int64:
+            raise InputError(f"tokens is {tokens.shape} {tokens.dtype}: pass int64 of shape (B, T), both at least 1.")
+        if not (tokens.min() >= 0 and tokens.max() < self.config.vocab_size):
             raise InputError(
                 f"tokens lie in [{tokens.min()}, {tokens.max()}], vocab_size is {self.config.vocab_size}: pass 0 … "
                 f"{self.config.vocab_size - 1}."

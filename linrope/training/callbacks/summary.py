@@ -14,6 +14,7 @@ from rich.table import Table
 from linrope.data.corpus.sequences import TokenSequence
 from linrope.data.corpus.splits import SPLITS
 from linrope.data.tokenizers.base import Tokenizer
+from linrope.generation.decoding import require_row
 from linrope.generation.text import require_tokenizer, write_sample
 from linrope.layers.linear_attention import LinearAttention
 from linrope.models.language_model import LanguageModel
@@ -141,7 +142,8 @@ class PrintSample(Callback):
         self.write, self.prompt, self.options = write, prompt, options
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        require_tokenizer(pl_module.model, "sample.prompt")
+        n_tokens = len(require_tokenizer(pl_module.model, "sample.prompt").encode_prompt(self.prompt))
+        require_row(pl_module.model, n_tokens, self.options["max_new_tokens"], "sample.max_new_tokens")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         model = pl_module.model.eval()

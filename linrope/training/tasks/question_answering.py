@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics.functional.text import squad
 
+from linrope.generation.sampling import require_finite
 from linrope.losses import IGNORE
 from linrope.training.data_modules.question_answering import QuestionAnsweringDataModule
 from linrope.training.task import Batch, BatchLoss
@@ -69,9 +70,9 @@ class QuestionAnsweringModule(FineTuningModule):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> list[dict[str, Any]]:
         """For each row its id and the answer."""
-        return [
-            {"id": id_, "answer": answer} for id_, answer in zip(batch["id"], self.answers(batch, self.logits(batch)))
-        ]
+        logits = self.logits(batch)
+        require_finite(logits)
+        return [{"id": id_, "answer": answer} for id_, answer in zip(batch["id"], self.answers(batch, logits))]
 
 
 def _nats(logits: Tensor, targets: Tensor) -> Tensor:

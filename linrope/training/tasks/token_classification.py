@@ -9,6 +9,7 @@ import torch
 from torchmetrics.functional.classification import multiclass_f1_score
 
 from linrope.data.finetune.conll import are_entities, entities
+from linrope.generation.sampling import require_finite
 from linrope.losses import IGNORE, token_losses
 from linrope.training.data_modules.token_classification import TokenClassificationDataModule
 from linrope.training.task import Batch, BatchLoss
@@ -56,7 +57,9 @@ class TokenClassificationModule(FineTuningModule):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> list[dict[str, Any]]:
         """For each row its id and the label of each word; null for words that were cut off."""
-        predicted, words, labels = self.logits(batch).argmax(-1), batch["words"], self.data.labels
+        logits = self.logits(batch)
+        require_finite(logits)
+        predicted, words, labels = logits.argmax(-1), batch["words"], self.data.labels
         found = []
         for row, (id_, n_words) in enumerate(zip(batch["id"], batch["n_words"])):
             of_row: list[str | None] = [None] * n_words

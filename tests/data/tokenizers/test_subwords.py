@@ -67,6 +67,30 @@ def test_every_byte_counts_and_pieces_decode_to_the_same_text_as_the_whole(token
     assert not any("\ufffd" in piece for piece in pieces)
 
 
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_text_goes_on_after_its_first_tokens_as_the_whole_does(tokenizer, text):
+    """With the space before its next word, which some tokenizers leave out at the beginning of a text."""
+    tokens = tokenizer.encode_prompt(text).tolist()
+    whole = tokenizer._tokenizer.decode(tokens[1:], skip_special_tokens=False)
+    for n in range(1, len(tokens) + 1):
+        first, rest = tokenizer.decoder(), tokenizer.decoder(tokens[:n])
+        begun = first.feed(tokens[:n])
+        if not first.finish():  # not in the middle of a character
+            assert begun + rest.feed(tokens[n:]) + rest.finish() == whole
+
+
+def test_bytes_that_are_no_text_do_not_wait_for_the_end():
+    tokenizer = SubwordTokenizer(byte_level())
+    invalid = next(n for n in range(tokenizer.vocab_size) if tokenizer._tokenizer.id_to_token(n) == "ÿ")  # 0xFF
+    decoder = tokenizer.decoder()
+    pieces = [decoder.feed([invalid]) for _ in range(100)]
+    assert len("".join(pieces)) == 96
+    assert "".join(pieces) + decoder.finish() == "\ufffd" * 100
+    half, rest = tokenizer.encode_document("é".encode())[0].tolist()
+    letter = tokenizer.encode_document(b"x")[0].tolist()
+    assert decoder.feed([half, 10**6, rest, *letter]) == "\ufffd\ufffd\ufffdx"  # half an é is no é
+
+
 def test_an_unfinished_character_shows_at_the_end_and_an_unknown_token_at_once():
     tokenizer = SubwordTokenizer(byte_level())
     tokens, _ = tokenizer.encode_document("é🐍".encode())
