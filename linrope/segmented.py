@@ -27,6 +27,7 @@ from linrope.layers.state import ModelState, detach, tensors_of
 from linrope.models.language_model import LanguageModel
 from linrope.ops.torch_kernel.memory import give_back
 from linrope.utils.gradients import GradientSums, trained_elsewhere
+from linrope.utils.options import require_whole
 
 SEGMENTS_BETWEEN = 8
 """Freed memory goes back to the system after this many segments: it is as slow as writing the memory again."""
@@ -143,8 +144,7 @@ def require_segments(model: LanguageModel, segment_length: int) -> None:
 
 def require_segment_length(segment_length: int) -> None:
     """Raise InputError unless a segment can have that many tokens."""
-    if not (isinstance(segment_length, int) and segment_length >= 1):
-        raise InputError(f"segment_length={segment_length!r} must be a whole number of tokens, at least 1.")
+    require_whole("segment_length", segment_length)
 
 
 def require_fixed_state(model: LanguageModel, option: str) -> None:
@@ -243,6 +243,7 @@ class _SegmentedLoss(torch.autograd.Function):
         kept["final"] = states.pop()
         ctx.segments, ctx.states, ctx.random_states, ctx.truncated = segments, states, random_states, kept["truncated"]
         ctx.parameters = parameters
+        ctx.save_for_backward(*parameters)  # so that PyTorch refuses a backward after a change of the weights
         device = segments.inputs.device.type
         ctx.autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         return total
@@ -254,7 +255,7 @@ class _SegmentedLoss(torch.autograd.Function):
                 "create_graph=True asks for a second derivative, which segmented_loss does not have: compute the loss "
                 "without segments."
             )
-        segments, parameters = ctx.segments, ctx.parameters
+        segments, parameters, _ = ctx.segments, ctx.parameters, ctx.saved_tensors  # raises if weights have changed
         device = segments.inputs.device
         model, is_sharded = segments.model, hasattr(segments.model, "set_requires_gradient_sync")
         # allocated first, since small tensors between large ones would keep the allocator from returning those

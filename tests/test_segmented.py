@@ -244,6 +244,15 @@ def test_parameters_without_a_part_or_frozen_get_no_gradient_and_none_gets_a_sec
     assert model.blocks[0].mlp.out.weight.grad.norm() > 0
 
 
+def test_weights_that_change_before_the_backward_are_noticed():
+    model = model_of()
+    loss, _ = segmented_loss(model, *text(), 30)
+    with torch.no_grad():
+        model.blocks[0].mlp.out.weight.mul_(1.5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_forgotten_rows_are_as_if_nothing_came_before():
     for options in MODELS.values():
         model = model_of(**options).eval()
@@ -259,7 +268,7 @@ def test_forgotten_rows_are_as_if_nothing_came_before():
 @pytest.mark.parametrize(
     ("options", "args", "message"),
     [
-        ({}, {"segment_length": 0}, "segment_length=0 must be a whole number of tokens, at least 1"),
+        ({}, {"segment_length": 0}, "segment_length=0 must be a whole number, at least 1"),
         ({}, {"segment_length": 2.5}, "segment_length=2.5 must be a whole number"),
         ({"attention": ["linear", "softmax"]}, {}, "layer 1 is softmax attention without a window.*Set model.window"),
         ({"attention": ["linear", "softmax"], "window": 21}, {}, "segment_length=20 is less than model.window=21"),

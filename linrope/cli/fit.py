@@ -75,8 +75,8 @@ def _train(cli: FitCLI, args: Sequence[str]) -> None:
         return
     if (reason := reason_of_early_end(cli.trainer)) is not None:
         say(f"ended after step {cli.trainer.global_step} of {cli.trainer.max_steps}: {reason}.{_to_resume(cli, args)}")
-    if cli.last_checkpoint is not None:
-        _print_checkpoint(cli, cli.last_checkpoint.path)
+    if cli.last_checkpoint is not None and cli.last_checkpoint.last_path is not None:
+        _print_checkpoint(cli, cli.last_checkpoint.last_path)
 
 
 def _say_interrupted(cli: FitCLI, args: Sequence[str], interrupted: Interrupted) -> None:
@@ -91,7 +91,9 @@ def _to_resume(cli: FitCLI, args: Sequence[str]) -> str:
     if cli.last_checkpoint is None:
         option = "fast_dev_run" if cli.trainer.fast_dev_run else "enable_checkpointing=False"
         return f" trainer.{option} left nothing to resume."
-    resume = command_line("fit", without_option(args, "--ckpt_path"), "--ckpt_path", cli.last_checkpoint.path)
+    if (last := cli.last_checkpoint.last_path or cli.ckpt_path) is None:
+        return " There is nothing to resume."
+    resume = command_line("fit", without_option(args, "--ckpt_path"), "--ckpt_path", last)
     return f" To resume:\n  {resume}"
 
 

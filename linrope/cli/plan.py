@@ -50,6 +50,7 @@ def run(args: Sequence[str]) -> None:
     cli = ConfigCLI("plan", args, PlanOptions)
     config, options = cli.config_init, cli.options
     require_whole_rows(config.trainer)
+    cli.count_steps()
     if not writes_text(cli.task):
         return plan_task(cli)
     if config.segment_length is not None:
@@ -80,7 +81,6 @@ def plan_task(cli: ConfigCLI) -> None:
     if given.memory is not None or given.tokens_per_second is not None:
         name = "memory" if given.memory is not None else "tokens_per_second"
         raise InputError(f"--{name} is for language models: the plan of task={cli.config.task!r} measures a step.")
-    cli.count_steps()
     task, batch, autocast = first_step(cli)
     trainer = config.trainer
     step = measure_step(task, batch, autocast)

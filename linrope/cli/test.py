@@ -16,5 +16,7 @@ def run(args: Sequence[str]) -> None:
     cli.run(verbose=False)
     stride = getattr(cli.datamodule, "test_stride", None)
     if stride is not None and cli.trainer.is_global_zero:
-        before = f"after at least {cli.datamodule.context - stride:,} others (data.test_stride={stride})"
-        cli.console.print(f"each token was predicted once, {before}", highlight=False, soft_wrap=True)
+        before = f"after {cli.datamodule.context - stride:,} others or more, as far as its "
+        before += "document" if cli.datamodule.document_mask else "text"
+        told = f"each token was predicted once, {before} has them (data.test_stride={stride})"
+        cli.console.print(told, highlight=False, soft_wrap=True)

@@ -317,8 +317,10 @@ class TrainingCLI(ConfigCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         super().parse_arguments(parser, args)
-        if self.command != "fit" and not values_of(args, "--trainer.fast_dev_run"):
-            self.config.trainer.fast_dev_run = False  # of the run's config.yaml, which asked for a check of training
+        if self.command != "fit":  # of the run's config.yaml, which asked for a check of training
+            for name, off in (("fast_dev_run", False), ("overfit_batches", 0.0)):
+                if not values_of(args, f"--trainer.{name}"):
+                    self.config.trainer[name] = off
 
     def named_checkpoint(self) -> str | None:
         """The path that --ckpt_path stands for."""

@@ -90,10 +90,15 @@ def read_runs(paths: Sequence[str]) -> tuple[list[RunCurves], str]:
         if files.count(file) > 1:
             raise InputError(f"run {path!r} is named twice: {file}.")
     logs = [read_log(file) for file in files]
-    in_bytes = all(_columns(log) >= {"train_bpb"} or _columns(log) >= {"val_bpb"} for log in logs)
-    metric, unit = ("bpb", "bits per byte") if in_bytes else ("loss", "loss")
     names = names_of(files)
-    if not in_bytes:
+    without = [name for name, log in zip(names, logs) if not _columns(log) & {"train_bpb", "val_bpb"}]
+    metric, unit = ("loss", "loss") if without else ("bpb", "bits per byte")
+    if 0 < len(without) < len(logs):
+        raise InputError(
+            f"{without[0]} has no bits per byte, and others have: losses per token of different tokenizers do not "
+            "compare. Train it with data.tokenizer set, or name runs of its kind alone."
+        )
+    if without:
         _require_one_task(names, files)
     runs = [_curves(*run, metric) for run in zip(names, files, logs)]
     return sorted(runs, key=lambda run: (run.last, run.end_of_training)), unit

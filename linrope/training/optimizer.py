@@ -42,12 +42,13 @@ class OptimizerConfig:
     warmup_steps: int = 100
     """Steps over which the learning rate rises from 0 to its peak."""
     final_lr_fraction: float = 0.1
-    """The learning rate at the last step, as a fraction of the peak; inverse_sqrt ignores it."""
+    """The learning rate that the schedule reaches after the last step, as a fraction of the peak; inverse_sqrt ignores
+    it."""
     clip_norm: float = 1.0
     """Largest gradient norm; larger gradients are scaled down to it. 0 disables clipping."""
     schedule: Schedule = "cosine"
-    """The learning rate after the warm-up: cosine or linear to `final_lr_fraction` at the last step, or inverse_sqrt,
-    proportional to 1/√step."""
+    """The learning rate after the warm-up: cosine or linear to `final_lr_fraction` after the last step, or
+    inverse_sqrt, proportional to 1/√step."""
 
     def __post_init__(self) -> None:
         own = {field.name: getattr(self, field.name) for field in fields(OptimizerConfig)}  # not those of a subclass

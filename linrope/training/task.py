@@ -57,8 +57,8 @@ class BatchLoss:
     n_targets: Tensor
     """Number of targets, a scalar."""
     n_positions: int
-    """Number of positions, with or without a target; the same in all batches of an optimizer step. Where devices share
-    rows, that of the longest slice on all of them."""
+    """Number of positions, with or without a target, by which losses are divided on their way: the gradient is that of
+    the mean over targets, whatever it is. With a `ResumableDataModule` the same on all devices."""
     sums: dict[str, Tensor] = field(default_factory=dict)
     """Other scalars to add up over the step, for `training_metrics`; the same names in every batch."""
 
@@ -123,7 +123,7 @@ class TrainingTask(LightningModule):
         self.evaluation: dict[Hashable, Any] = {}
         """Sums of the running or last evaluation; once it has ended, over all ranks."""
         self._step_sums: dict[str, Tensor] = {}  # of the micro-batches since the last optimizer step
-        self._step_positions = 0
+        self._step_divisor = 1  # of the losses since then
         self._stage: str | None = None  # what a trainer does with this module; None before there was one
         self._order: dict[str, Any] = {}
         self._last_batch: Batch | None = None  # of a running evaluation
@@ -235,7 +235,7 @@ class TrainingTask(LightningModule):
         return data if isinstance(data, ResumableDataModule) else None
 
     def on_train_start(self) -> None:
-        self._step_sums, self._step_positions = {}, 0  # an earlier run may have stopped within a step
+        self._step_sums = {}  # an earlier run may have stopped within a step
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Makes every random number of the batch a function of the seed and the batch's number in the run, counted over
@@ -250,22 +250,30 @@ class TrainingTask(LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss = self.batch_loss(batch)
+        if not self._step_sums:
+            self._step_divisor = self._same_on_all_devices(loss.n_positions)
         for name, value in {"loss": loss.total.detach(), "targets": loss.n_targets, **loss.sums}.items():
             self._step_sums[name] = self._step_sums.get(name, 0) + value
-        self._step_positions += loss.n_positions
-        # The trainer takes the mean of these over micro-batches and devices. All have the same number of positions, but
-        # not of targets: `configure_gradient_clipping` corrects that, once for the whole step.
-        return loss.total / loss.n_positions
+        # The trainer takes the mean of these over micro-batches and devices: `configure_gradient_clipping` makes it one
+        # over targets, once for the whole step.
+        return loss.total / self._step_divisor
+
+    def _same_on_all_devices(self, n_positions: int) -> int:
+        if self._stage is None or self.resumable_data is not None or self.trainer.world_size == 1:
+            return n_positions
+        return self.trainer.strategy.broadcast(n_positions)
 
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Refuses a non-finite loss or gradient, logs and clips: Lightning calls it right before the weights change."""
-        sums, n_positions = self._finish_step_sums()
+        sums = self._finish_step_sums()
         self._require_finite("loss", sums["loss"])
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        if 0 < sums["targets"] < n_positions:  # from the mean over all positions to the mean over targets
-            torch._foreach_mul_(gradients, n_positions / sums["targets"])
+        trainer = self.trainer
+        divided_by = self._step_divisor * trainer.accumulate_grad_batches * trainer.world_size
+        if sums["targets"] not in (0, divided_by):
+            torch._foreach_mul_(gradients, divided_by / sums["targets"])
         norm = nn.utils.get_total_norm(gradients)
         if isinstance(norm, DTensor):  # of a sharded model, each rank has the norm of its shards
             norm = norm.full_tensor()
@@ -276,7 +284,7 @@ class TrainingTask(LightningModule):
             nn.utils.clip_grads_with_norm_(self.model.parameters(), clip_norm, norm)
         learning_rate = optimizer.param_groups[0]["lr"]
         metrics = {**self.training_metrics(sums), "grad_norm": grad_norm, "lr": learning_rate}
-        self.log_dict({**metrics, **self._stage_of_curriculum(self.trainer.global_step)})
+        self.log_dict({**metrics, **self._stage_of_curriculum(trainer.global_step)})
 
     @property
     def _scales_gradients(self) -> bool:
@@ -291,16 +299,14 @@ class TrainingTask(LightningModule):
         device = self.trainer.strategy.root_device  # the model may not be there yet
         return None if self._scales_gradients else fused_on(device.type)
 
-    def _finish_step_sums(self) -> tuple[dict[str, float], float]:
-        """The sums and the number of positions of the whole step, over its micro-batches and ranks."""
+    def _finish_step_sums(self) -> dict[str, float]:
+        """The sums of the whole step, over its micro-batches and ranks."""
         names, loss = list(self._step_sums), self._step_sums["loss"]
-        counted = [*self._step_sums.values(), loss.new_tensor(self._step_positions)]
-        sums = torch.stack([value.to(loss.dtype) for value in counted])
-        self._step_sums, self._step_positions = {}, 0
+        sums = torch.stack([value.to(loss.dtype) for value in self._step_sums.values()])
+        self._step_sums = {}
         if self.trainer.world_size > 1:
             sums = self.trainer.strategy.reduce(sums, reduce_op="sum")
-        *values, n_positions = sums.tolist()
-        return dict(zip(names, values, strict=True)), n_positions
+        return dict(zip(names, sums.tolist(), strict=True))
 
     def _require_finite(self, what: str, value: float) -> None:
         if math.isfinite(value):
@@ -420,6 +426,13 @@ class TrainingTask(LightningModule):
                 f"trainer.gradient_clip_val={trainer.gradient_clip_val} would clip beside optimizer.clip_norm="
                 f"{self.optimizer_config.clip_norm}: remove it and set optimizer.clip_norm."
             )
+        if trainer.gradient_clip_algorithm == "value":
+            raise InputError(
+                "trainer.gradient_clip_algorithm='value' is not there: optimizer.clip_norm clips by the norm of all "
+                "gradients. Remove it."
+            )
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise InputError("no parameter of the model has requires_grad=True: there is nothing to train.")
         self._order = run_order(trainer, self.seed)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

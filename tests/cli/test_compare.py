@@ -74,6 +74,12 @@ def test_runs_without_bits_per_byte_are_compared_by_their_loss(fast, tmp_path, c
     assert capsys.readouterr().out.startswith("runs by loss")
 
 
+def test_losses_of_different_tokenizers_are_not_compared(fast, tmp_path, error_of):
+    """Without a tokenizer the bytes of a token are unknown."""
+    other = log(tmp_path / "other", "1,200,2,,4.0", header=HEADER.replace("bpb", "loss"))
+    assert "other has no bits per byte, and others have" in error_of("compare", str(fast), str(other))
+
+
 def test_losses_of_different_tasks_are_not_compared(tmp_path, error_of):
     header = HEADER.replace("bpb", "loss")
     logs = {name: log(tmp_path / name, "1,200,2,,4.0", header=header) for name in ("words", "labels", "own")}

@@ -104,6 +104,19 @@ def test_a_time_limit_says_how_to_resume_and_counts_anew_then(tiny, capsys):
     assert steps == sorted(set(steps))
 
 
+def test_a_time_limit_before_the_first_step_leaves_nothing_to_resume(tiny, run_folder, capsys):
+    assert main(["fit", *tiny, "--trainer.max_time=00:00:00:00"]) == 0
+    printed = capsys.readouterr()
+    assert "ended after step 0 of 2: the time limit is reached. There is nothing to resume." in printed.err
+    assert "last.ckpt" not in printed.out + printed.err
+    assert not (run_folder / "checkpoints" / "last.ckpt").exists()
+
+
+def test_gradients_are_clipped_by_their_norm_alone(tiny, error_of):
+    err = error_of("fit", *tiny, "--trainer.gradient_clip_algorithm=value")
+    assert "trainer.gradient_clip_algorithm='value' is not there: optimizer.clip_norm clips by the norm" in err
+
+
 @pytest.mark.parametrize(("given", "name"), STRATEGIES.items())
 def test_a_strategy_may_be_named_by_its_class_without_options(tiny, given, name):
     cli = ConfigCLI("plan", [*tiny, f"--trainer.strategy={given}"], PlanOptions)
@@ -150,6 +163,8 @@ def test_what_is_monitored_changes_no_weights(tiny, run_folder, capsys, monitor)
         ("GradientAccumulationScheduler", {"scheduling": {0: 2}}, "Set trainer.accumulate_grad_batches, "),
         ("BatchSizeFinder", {}, "Set data.batch_size; "),
         ("StochasticWeightAveraging", {"swa_lrs": 0.01, "swa_epoch_start": 1}, "Set run.ema_decay "),
+        ("EMAWeightAveraging", {"decay": 0.9}, "Set run.ema_decay "),
+        ("OnExceptionCheckpoint", {"dirpath": "here"}, "Set run.checkpoint_every_n_steps; "),
         ("LearningRateFinder", {}, "Compare short runs with different optimizer.lr."),
     ],
 )
@@ -290,7 +305,7 @@ def test_a_measurement_takes_no_fast_dev_run_over_from_a_config(trained_run, tmp
     assert "1 of 16 batches were read" in capsys.readouterr().err
 
 
-def test_a_few_batches_can_be_overfitted(tiny, run_folder, monkeypatch, error_of):
+def test_a_few_batches_can_be_overfitted(tiny, run_folder, monkeypatch, capsys, error_of):
     batches = record_batches(monkeypatch)
     few = ["--trainer.overfit_batches=4", "--trainer.accumulate_grad_batches=2", "--trainer.max_steps=6"]
     assert main(["fit", *tiny, *few]) == 0
@@ -308,6 +323,9 @@ def test_a_few_batches_can_be_overfitted(tiny, run_folder, monkeypatch, error_of
         assert message in error_of("fit", *tiny, *few, "--trainer.max_steps=8", wrong)
     err = error_of("fit", *tiny, "--ckpt_path=last", few[1], "--trainer.max_steps=8")
     assert "trainer.overfit_batches: 4 in the checkpoint, None here" in err
+    last = run_folder / "checkpoints" / "last.ckpt"
+    assert main(["validate", f"--ckpt_path={last}", "--trainer.limit_val_batches=1.0"]) == 0
+    assert "batches were read" not in capsys.readouterr().err  # the whole split
 
 
 def test_a_model_learns_the_few_batches_that_it_overfits(tiny, monkeypatch):

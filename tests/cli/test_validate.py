@@ -101,7 +101,7 @@ def test_overlapping_test_rows_predict_each_token_once(trained_run, capsys, erro
     """As bits per character of enwik8 are reported: against a loop over the tokens of the split."""
     assert main(["test", *trained_run.resumed, "--data.test_stride=20"]) == 0
     printed = capsys.readouterr().out
-    assert "each token was predicted once, after at least 12 others (data.test_stride=20)" in printed
+    assert "predicted once, after 12 others or more, as far as its text has them (data.test_stride=20)" in printed
     model = LanguageModel.from_pretrained(trained_run.checkpoint)
     corpus = (trained_run.folder.parents[2] / "corpus.txt").read_bytes()
     text = torch.tensor([*corpus[round(0.95 * len(corpus)) :], SEPARATOR])

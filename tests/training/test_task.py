@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.harness.trainer import quiet_trainer
 from linrope.errors import InputError, NonFiniteError
-from linrope.losses import bits_per_byte, token_losses
+from linrope.losses import IGNORE, bits_per_byte, token_losses
 from linrope.models.encoder import EncoderConfig
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
 from linrope.training import (
@@ -99,6 +99,46 @@ def test_bits_per_byte_are_left_out_where_tokens_are_no_bytes(vocab_size, known)
     trainer.fit(module, loader)
     assert ("train_bpb" in trainer.logged_metrics) == known
     assert ("val_bpb" in trainer.validate(module, loader, verbose=False)[0]) == known
+
+
+@pytest.mark.parametrize("sizes", [[(2, 8), (1, 8)], [(2, 8), (2, 8), (1, 8)], [(2, 8), (2, 30)], [(1, 30), (3, 8)]])
+def test_each_target_of_a_step_has_the_same_weight_whatever_its_micro_batch(sizes):
+    """Also where the last step has fewer micro-batches than the others: Lightning divides by their number anyway."""
+    torch.manual_seed(0)
+    rows = [torch.randint(250, (n, length + 1)) for n, length in sizes]
+    loader = DataLoader([{"inputs": row[:, :-1], "targets": row[:, 1:]} for row in rows], batch_size=None)
+    module = LanguageModelingModule(SMALL, OptimizerConfig(lr=0.0, clip_norm=0.0, warmup_steps=0))
+    quiet_trainer(max_steps=1, callbacks=[], accumulate_grad_batches=3).fit(module, loader)
+    logged = module.trainer.logged_metrics
+    n_targets = sum(n * length for n, length in sizes)
+    nats = sum(module.model(row[:, :-1], targets=row[:, 1:]) for row in rows)
+    gradients = torch.autograd.grad(nats / n_targets, list(module.model.parameters()))
+    assert logged["train_loss"].item() == pytest.approx(nats.item() / n_targets, rel=1e-5)
+    assert logged["grad_norm"].item() == pytest.approx(torch.nn.utils.get_total_norm(gradients).item(), rel=1e-4)
+
+
+def test_a_batch_of_another_form_and_a_frozen_model_are_refused():
+    tokens = torch.randint(250, (2, 8))
+    for batch, found in ((tokens, "a Tensor"), ({"input_ids": tokens, "labels": tokens}, r"\['input_ids', 'labels'\]")):
+        with pytest.raises(InputError, match=f"a batch is {found}: .* a dict with inputs and targets"):
+            quiet_trainer(max_steps=1, callbacks=[]).fit(
+                LanguageModelingModule(SMALL), DataLoader([batch], batch_size=None)
+            )
+    frozen = LanguageModelingModule(SMALL)
+    frozen.model.requires_grad_(False)
+    with pytest.raises(InputError, match="nothing to train"):
+        quiet_trainer(max_steps=1, callbacks=[]).fit(frozen, DataLoader([tokens], batch_size=None))
+
+
+def test_an_evaluation_without_targets_has_no_loss_and_ignored_targets_have_no_bytes():
+    module, inputs = LanguageModelingModule(SMALL), torch.randint(250, (2, 8))
+    targets = torch.full((2, 8), IGNORE)
+    trainer, data = quiet_trainer(max_steps=1, callbacks=[]), {"inputs": inputs, "targets": targets}
+    assert math.isnan(trainer.validate(module, DataLoader([data], batch_size=None), verbose=False)[0]["val_loss"])
+    targets[:, 4:] = inputs[:, 4:]
+    data["n_bytes"] = torch.ones(2, 8, dtype=torch.int64)
+    found = trainer.validate(module, DataLoader([data], batch_size=None), verbose=False)[0]
+    assert found["val_bpb"] == pytest.approx(found["val_loss"] / math.log(2))  # one byte a target
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,9 @@ class ContiguousBatches(Dataset[dict[str, Tensor]]):
         self.seed, self.document_mask, self.rank = seed, document_mask, rank
         self.row_tokens = (len(corpus) - 1) // (batch_size * world_size)
         n_contexts = self.row_tokens // context
-        # One batch fewer than fit, so that there is room to shift them by up to a whole row.
-        self.batches_per_pass = max(min(1, n_contexts), n_contexts - 1)
+        # One batch fewer than fit, so that there is room to shift them by up to a whole row; not of two, since a state
+        # passes from the first to the second.
+        self.batches_per_pass = n_contexts - 1 if n_contexts > 2 else n_contexts
         self._max_offset = min(context - 1, self.row_tokens - self.batches_per_pass * context)
         if self.batches_per_pass < 1:
             raise InputError(

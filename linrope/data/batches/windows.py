@@ -166,7 +166,4 @@ class OverlappingWindows(EvaluationWindows):
             known = self.context - (start - before)
             found["targets"] = found["targets"].clone()
             found["targets"][:known] = IGNORE
-            if "n_bytes" in found:
-                found["n_bytes"] = found["n_bytes"].clone()
-                found["n_bytes"][:known] = 0
         return found

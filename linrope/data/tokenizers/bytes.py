@@ -86,5 +86,6 @@ class ByteTokenizer:
 
 
 def bytes_of(targets: Tensor, n_bytes: Tensor | None = None) -> Tensor:
-    """Bytes of each target: `n_bytes` if given; else targets are bytes (1), separators and IGNORE (0)."""
-    return (targets != IGNORE) & (targets != SEPARATOR) if n_bytes is None else n_bytes
+    """Bytes of each target: 0 for IGNORE; else `n_bytes` if given, or 1, and 0 for separators."""
+    counted = targets != IGNORE
+    return counted & (targets != SEPARATOR) if n_bytes is None else n_bytes * counted

@@ -221,7 +221,14 @@ class TextDataModule(ResumableDataModule):
 
     def _contiguous_batches(self) -> ContiguousBatches:
         options = self.context, self.batch_size, self.seed, self.document_mask
-        return ContiguousBatches(self.corpora["train"], *options, self.run_position.rank, self.run_position.world_size)
+        where = self.run_position
+        batches = ContiguousBatches(self.corpora["train"], *options, where.rank, where.world_size)
+        if batches.batches_per_pass == 1:
+            rank_zero_warn(
+                f"data.contiguous=True carries no state: the text has one row of data.context={self.context} for each "
+                f"of data.batch_size={self.batch_size} rows. Lower one of them, or give more text."
+            )
+        return batches
 
     def evaluation_windows(self, split: str) -> EvaluationWindows:
         """The windows of validation or test; it needs `open`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from typing import Any
 
@@ -16,6 +17,7 @@ from linrope.distributed.segments import (
     state_of_last,
 )
 from linrope.distributed.sequence import sequence_parallel_loss
+from linrope.errors import InputError
 from linrope.evaluation.loss_by_position import LossByPosition
 from linrope.layers.state import ModelState, detach, from_serialized, map_state, to_serialized
 from linrope.losses import IGNORE, bits_per_byte, token_losses
@@ -86,6 +88,12 @@ class LanguageModelingModule(TrainingTask):
         return self.evaluation.get("by_position", LossByPosition())
 
     def batch_loss(self, batch: Batch) -> BatchLoss:
+        if not (isinstance(batch, dict) and batch.keys() >= {"inputs", "targets"}):
+            found = sorted(batch) if isinstance(batch, dict) else f"a {type(batch).__name__}"
+            raise InputError(
+                f"a batch is {found}: a batch of language modeling is a dict with inputs and targets, (B, T) each, the "
+                "targets one token ahead."
+            )
         batch = self.slice_of(batch, self.segment_length)
         inputs, targets, ids = batch["inputs"], batch["targets"], batch.get("segment_ids")
         options = {"segment_ids": ids, "state": self._state_before(batch)}
@@ -193,5 +201,5 @@ class LanguageModelingModule(TrainingTask):
 
 
 def _metrics(split: str, nats: float, n_bytes: float, n_targets: float) -> dict[str, float]:
-    loss = {f"{split}_loss": nats / max(n_targets, 1)}
+    loss = {f"{split}_loss": nats / n_targets if n_targets else math.nan}  # of nothing, and not perfect
     return {**loss, f"{split}_bpb": bits_per_byte(nats, n_bytes)} if n_bytes else loss

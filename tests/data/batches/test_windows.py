@@ -179,3 +179,7 @@ def test_too_short_a_corpus_is_named(corpus):
     ):
         ContiguousBatches(corpus, 10, 50, world_size=2)
     assert ContiguousBatches(corpus, 150, 1).batches_per_pass == 1  # a single one is not taken away
+    two = ContiguousBatches(corpus, 100, 1)  # nor one of two: a state passes from the first to the second
+    assert two.batches_per_pass == 2
+    assert [two[n]["fresh"].item() for n in range(4)] == [True, False, True, False]
+    assert all(two.start_of(2 * n, 0) + 200 < len(corpus) for n in range(20))
