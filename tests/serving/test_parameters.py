@@ -88,7 +88,8 @@ def test_names_of_subwords(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stop", [(), ("e", "zz")])
 def test_pieces_of_subwords_are_the_text(kind, stop):
-    """Random tokens, which cut characters apart: what is sent piece by piece is the text of all of them."""
+    """Random tokens, which cut characters apart: what is sent piece by piece is the text of all of them, after that of
+    the prompt."""
     tokenizer, draw = SubwordTokenizer(KINDS[kind]()), random.Random(0)
     for _ in range(30):
         options = Options(max_tokens=40, stop=stop, logprobs=0)
@@ -98,7 +99,7 @@ def test_pieces_of_subwords_are_the_text(kind, stop):
             choice.add(draw.randrange(tokenizer.vocab_size), -1.0)
             if draw.random() < 0.5 or choice.finish_reason is not None:
                 pieces.append(choice.take() or Piece(""))
-        decoder = tokenizer.decoder()
+        decoder = tokenizer.decoder([1])
         text = decoder.feed(choice.tokens) + decoder.finish()
         ends = [text.find(one) for one in stop if one in text]
         assert "".join(piece.text for piece in pieces) == (text[: min(ends)] if ends else text)
