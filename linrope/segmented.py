@@ -74,10 +74,13 @@ def segmented_loss(
         The loss, a scalar to call `backward` on, and the state after the last token, without gradient.
 
     Raises:
-        InputError: a segment length below 1, no tokens, shapes that do not fit, or a softmax layer whose window is
-            missing (its state would grow with the length) or longer than a segment.
+        InputError: a segment length below 1, no tokens, shapes that do not fit, a softmax layer whose window is missing
+            (its state would grow with the length) or longer than a segment, or a `loss` that gives no scalar tensor.
     """
     require_segments(model, segment_length)
+    for name, tokens in (("inputs", inputs), ("targets", targets)):
+        if not isinstance(tokens, Tensor):
+            raise InputError(f"{name} is a {type(tokens).__name__}: pass a tensor.")
     if inputs.ndim != 2 or inputs.shape[1] == 0 or targets.shape[:2] != inputs.shape:
         raise InputError(
             f"inputs {tuple(inputs.shape)} and targets {tuple(targets.shape)}: pass (B, T) with T ≥ 1, and one target "
@@ -93,7 +96,11 @@ def segmented_loss(
         if loss is None:
             return model(inputs, state, segment_ids=segment_ids, return_state=True, targets=targets)
         logits, state = model(inputs, state, segment_ids=segment_ids, return_state=True)
-        return loss(logits, targets), state
+        value = loss(logits, targets)
+        if not (isinstance(value, Tensor) and value.ndim == 0):
+            found = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise InputError(f"loss(logits, targets) is {found}: return the loss of the segment as a scalar tensor.")
+        return value, state
 
     options = {"segment_ids": segment_ids, "state": state, "truncated": truncated}
     return loss_of_segments(read, model, inputs, targets, segment_length, **options)

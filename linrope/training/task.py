@@ -6,6 +6,7 @@ import math
 import reprlib
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -116,6 +117,8 @@ class TrainingTask(LightningModule):
         super().__init__()
         self.model = self._built(model)
         self.model_config, self.seed = self.model.config, seed
+        if not isinstance(seed, Integral):
+            raise InputError(f"seed={seed!r} must be a whole number.")
         if not isinstance(optimizer_config, OptimizerConfig | None):
             found = type(optimizer_config).__name__
             raise InputError(f"optimizer_config is a {found}: pass a linrope.training.optimizer.OptimizerConfig.")

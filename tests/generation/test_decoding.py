@@ -146,7 +146,10 @@ def test_a_saved_state_is_continued_as_the_original(model, prompts, tmp_path, ra
 
 def test_a_state_of_another_model_is_refused_with_what_differs(recipe, prompts, tmp_path):
     path = tmp_path / "state.pt"
-    save_prompt_state(path, recipe, read(recipe, prompts[1][None]))
+    state = read(recipe, prompts[1][None])
+    save_prompt_state(path, recipe, state)
+    nowhere = tmp_path / "nowhere" / "state.pt"
+    assert_input_errors((lambda: save_prompt_state(nowhere, recipe, state), "lies in a folder that does not exist"))
     wider = LanguageModel(dataclasses.replace(recipe.config, d_ff=32, output_gate=False))
     differs = r"belongs to another model.*\n  model.d_ff: None in the file, 32 in this model\n  model.out"
     assert_input_errors((lambda: load_prompt_state(path, wider), differs))

@@ -326,6 +326,8 @@ def test_a_model_with_another_head_is_refused():
     ],
 )
 def test_options_of_the_optimizer_have_types(option, value, needed):
+    with pytest.raises(InputError, match="seed='a' must be a whole number"):
+        LanguageModelingModule(SMALL, seed="a")
     with pytest.raises(InputError, match=f"optimizer.{option}={value!r} has the wrong type: it must be {needed}"):
         OptimizerConfig(**{option: value})
 
