@@ -166,7 +166,7 @@ class FitCLI(TrainingCLI):
         self.step = step
 
     def instantiate_trainer(self) -> Trainer:
-        require_supported(self.given_callbacks())
+        require_supported(self.given_callbacks(), in_runs=True)
         trainer = self.config_init.trainer
         if needs_sanity_check(self.given_callbacks(), self.model.monitor[0]):
             trainer.num_sanity_val_steps = trainer.num_sanity_val_steps or 1

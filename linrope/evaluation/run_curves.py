@@ -93,13 +93,13 @@ def read_runs(paths: Sequence[str]) -> tuple[list[RunCurves], str]:
     names = names_of(files)
     without = [name for name, log in zip(names, logs) if not _columns(log) & {"train_bpb", "val_bpb"}]
     metric, unit = ("loss", "loss") if without else ("bpb", "bits per byte")
-    if 0 < len(without) < len(logs):
-        raise InputError(
-            f"{without[0]} has no bits per byte, and others have: losses per token of different tokenizers do not "
-            "compare. Train it with data.tokenizer set, or name runs of its kind alone."
-        )
     if without:
         _require_one_task(names, files)
+        if len(without) < len(logs):
+            raise InputError(
+                f"{without[0]} has no bits per byte, and others have: losses per token of different tokenizers do not "
+                "compare. Train it with data.tokenizer set, or name runs of its kind alone."
+            )
     runs = [_curves(*run, metric) for run in zip(names, files, logs)]
     return sorted(runs, key=lambda run: (run.last, run.end_of_training)), unit
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -209,7 +210,8 @@ def decode_text(model: CausalModel, tokens: Tensor | Sequence[int]) -> str:
     try:
         tokens = torch.as_tensor(tokens, dtype=None if len(tokens) else torch.int64)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"tokens={tokens!r} is no row of tokens: pass (T,) integers of at least 0.") from error
+        found = reprlib.repr(tokens)
+        raise InputError(f"tokens={found} is no row of tokens: pass (T,) integers of at least 0.") from error
     if tokens.ndim != 1 or tokens.dtype not in (torch.int32, torch.int64) or (tokens < 0).any():
         raise InputError(f"tokens is {tuple(tokens.shape)} {tokens.dtype}: pass one row, (T,) integers of at least 0.")
     return decoder.feed(tokens) + decoder.finish()

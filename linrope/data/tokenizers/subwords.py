@@ -149,8 +149,8 @@ class SubwordDecoder:
     def __init__(self, tokenizer: Any, vocab_size: int, separator: int, after: Sequence[int] = ()) -> None:
         self._tokenizer, self._vocab_size, self._separator = tokenizer, vocab_size, separator
         context = list(after[-N_PENDING:])
-        for place in [place for place, token in enumerate(context) if token == separator][-1:]:
-            context = context[place + 1 :]
+        if separator in context:
+            context = context[len(context) - context[::-1].index(separator) :]
         self._shown = self._whole_characters([token for token in context if self._is_known(token)])
         self._pending: list[int] = []
 

@@ -15,7 +15,6 @@ from lightning.pytorch.callbacks import (
 )
 
 from linrope.errors import InputError
-from linrope.training.callbacks.averaging import AverageWeights
 
 UNSUPPORTED: dict[type[Callback], str] = {
     GradientAccumulationScheduler: "a resumed run would not know its schedule. Set trainer.accumulate_grad_batches, "
@@ -24,20 +23,23 @@ UNSUPPORTED: dict[type[Callback], str] = {
     "data.batch_size; `linrope plan` estimates the memory of a step.",
     StochasticWeightAveraging: "it averages at the ends of epochs, and training here is one endless epoch. Set "
     "run.ema_decay for an average of the weights.",
-    WeightAveraging: "its checkpoints could not be resumed. Set run.ema_decay for an average of the weights.",
-    OnExceptionCheckpoint: "a new run would begin with what an earlier one left there. Set "
-    "run.checkpoint_every_n_steps; Ctrl-C saves a run too.",
     LearningRateFinder: "the learning rate follows from optimizer.lr and its schedule. Compare short runs with "
     "different optimizer.lr.",
 }
 """Why not, and what to use."""
+UNSUPPORTED_IN_RUNS: dict[type[Callback], str] = {
+    WeightAveraging: "a run with it could not be resumed. Set run.ema_decay for an average of the weights.",
+    OnExceptionCheckpoint: "a new run would begin with what an earlier one left there. Set "
+    "run.checkpoint_every_n_steps; Ctrl-C saves a run too.",
+}
+"""Callbacks that `linrope fit` cannot honour either; a Trainer of one's own may have them."""
 
 
-def require_supported(callbacks: Iterable[Callback]) -> None:
-    """Raise InputError, with the option to use, for a callback that training here cannot honour."""
+def require_supported(callbacks: Iterable[Callback], in_runs: bool = False) -> None:
+    """Raise InputError, with the option to use, for a callback that training here cannot honour; with `in_runs`, that
+    `linrope fit` cannot."""
+    known = UNSUPPORTED | UNSUPPORTED_IN_RUNS if in_runs else UNSUPPORTED
     for callback in callbacks:
-        if isinstance(callback, AverageWeights):
-            continue
-        for unsupported, why in UNSUPPORTED.items():
+        for unsupported, why in known.items():
             if isinstance(callback, unsupported):
                 raise InputError(f"trainer.callbacks has a {type(callback).__name__}, and {why}")

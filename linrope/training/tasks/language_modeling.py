@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -88,8 +88,8 @@ class LanguageModelingModule(TrainingTask):
         return self.evaluation.get("by_position", LossByPosition())
 
     def batch_loss(self, batch: Batch) -> BatchLoss:
-        if not (isinstance(batch, dict) and batch.keys() >= {"inputs", "targets"}):
-            found = sorted(batch) if isinstance(batch, dict) else f"a {type(batch).__name__}"
+        if not (isinstance(batch, Mapping) and batch.keys() >= {"inputs", "targets"}):
+            found = sorted(batch) if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
             raise InputError(
                 f"a batch is {found}: a batch of language modeling is a dict with inputs and targets, (B, T) each, the "
                 "targets one token ahead."
