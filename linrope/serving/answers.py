@@ -111,7 +111,7 @@ def name_of(tokenizer: Tokenizer, token: int) -> str:
     text = decoder.feed((token,)) + decoder.finish()
     if "\ufffd" not in text and text:
         return text
-    return f"bytes:\\x{token:02x}" if tokenizer.name == "bytes" else f"token_id:{token}"
+    return f"bytes:\\x{token:02x}" if tokenizer.name == "bytes" and token < 256 else f"token_id:{token}"
 
 
 @lru_cache(maxsize=8)

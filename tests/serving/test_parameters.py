@@ -74,6 +74,7 @@ def test_tokens_have_names_of_their_own():
     names = [name_of(bytes_, token) for token in range(257)]
     assert (names[97], names[195], names[256]) == ("a", "bytes:\\xc3", "<|endoftext|>")
     assert len(set(names)) == 257
+    assert name_of(bytes_, 281) == "token_id:281"  # of a model that knows more tokens than bytes
 
 
 @pytest.mark.parametrize("kind", KINDS)
