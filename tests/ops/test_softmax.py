@@ -1,5 +1,7 @@
 """Softmax attention with a window and a cache, against the softmax over all pairs with a mask."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -7,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from linrope import KeyValueCache
 from linrope.ops.softmax import masked_attention, softmax_attention
+from tests.conftest import covering
 
 HEADS, DIM = 2, 4
 
@@ -92,8 +95,10 @@ def test_a_window_takes_memory_linear_in_the_length(packed):
     assert q.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("example", [12, 13])
-@pytest.mark.parametrize("packed", [False, True])
+GRAPHS = [*product((12, 13), (False, True))]
+
+
+@pytest.mark.parametrize(("example", "packed"), covering(GRAPHS, [(12, True), (13, False)]))
 def test_a_graph_is_for_whole_and_broken_windows(example, packed):
     class Attention(torch.nn.Module):
         def forward(self, q, ids):
