@@ -113,7 +113,7 @@ class TrainerOptions:
     """Lightning's Trainer: its usual options. Every other one can be set too, see https://lightning.ai/docs/pytorch"""
 
     max_steps: int = -1
-    """Optimizer steps to train for; must be set."""
+    """Optimizer steps to train for; must be set, or trainer.max_epochs for data that has epochs."""
     accelerator: str = "auto"
     """Where to run: "cpu", "gpu" or "auto"."""
     devices: int | str | list[int] = "auto"
@@ -122,7 +122,7 @@ class TrainerOptions:
     """Number format: "32-true" (the default), "bf16-mixed", or "auto": bf16-mixed where the processor or GPU multiplies
     bfloat16, 32-true elsewhere; with a checkpoint, the precision of its run."""
     accumulate_grad_batches: int = 1
-    """Batches whose gradients are averaged for one step."""
+    """Batches of one step, whose loss is the mean over all their targets."""
     val_check_interval: int | str | None = 500
     """Training batches between two validations, or a time, as DD:HH:MM:SS."""
     limit_val_batches: int | float | None = None

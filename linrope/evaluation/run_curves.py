@@ -77,7 +77,7 @@ def shared(runs: Sequence[RunCurves], axis: Axis) -> float | None:
 
 def read_runs(paths: Sequence[str]) -> tuple[list[RunCurves], str]:
     """The runs' curves, the best first, and the unit of their losses: "bits per byte", or "loss", that of the task,
-    where a run logged none.
+    where no run logged them.
 
     A path is a run's folder, the folder of its versions, which stands for the newest, or a metrics.csv.
 

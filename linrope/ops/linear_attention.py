@@ -51,8 +51,8 @@ def linear_attention(
     The backends "chunked", "cpu" and "triton" are operators of PyTorch. `torch.compile` and `torch.export` take them
     without a graph break, except `segment_ids` with `causal=False`. They have a first derivative only and no
     `torch.func` transforms; "reference" has both. bfloat16 inputs have bfloat16 matrix products, except in a backward
-    that trains θ or, with "chunked", `log_decay`; with "cpu" only where the processor has them (AVX512-BF16), else
-    float32. With "triton", float16 inputs have TF32 products, and float32 inputs too if PyTorch allows TF32.
+    that trains θ or, with "chunked", `log_decay`; with "cpu" only with AMX, and with the AVX512-BF16 of
+    AMD, else float32. With "triton", float16 inputs have TF32 products, and float32 inputs too if PyTorch allows TF32.
 
     Under autocast q, k and v are cast to the autocast dtype, as in `scaled_dot_product_attention`.
 

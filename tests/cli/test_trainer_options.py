@@ -277,6 +277,13 @@ def test_a_validation_after_no_batch_is_refused(tiny, error_of, tmp_path):
     assert not (tmp_path / "none").exists()
 
 
+def test_a_fast_dev_run_checks_a_curriculum_of_more_steps(tiny, monkeypatch):
+    batches = record_batches(monkeypatch)
+    stages = "--data.curriculum=[{tokens: 500, seq_len: 16, batch_size: 2}, {tokens: 1, seq_len: 32, batch_size: 2}]"
+    assert main(["fit", *tiny, "--trainer.fast_dev_run=true", "--trainer.max_steps=20", stages]) == 0
+    assert batches[-1]["inputs"].shape == (2, 16)
+
+
 @pytest.mark.parametrize("n", ["true", "3"])
 def test_a_fast_dev_run_saves_nothing(tiny, run_folder, tmp_path, monkeypatch, capsys, n):
     monkeypatch.chdir(tmp_path)

@@ -212,7 +212,7 @@ class TextDataModule(ResumableDataModule):
         lengths = self.row_lengths
         if self.curriculum is not None:
             del lengths["data.context"]
-            if self.trainer is not None:
+            if self.trainer is not None and not self.trainer.fast_dev_run:  # which takes a few steps
                 self.require_steps(self.plan, self.trainer.max_steps)
         return CurriculumWindows(
             self.training_windows(self.corpora["train"], length, self.seed, self.document_mask, option)
