@@ -71,7 +71,7 @@ class QuestionAnsweringModule(FineTuningModule):
     def predict_step(self, batch: Batch, batch_idx: int) -> list[dict[str, Any]]:
         """For each row its id and the answer."""
         logits = self.logits(batch)
-        require_finite(logits)
+        require_finite(logits[batch["key_mask"]])
         return [{"id": id_, "answer": answer} for id_, answer in zip(batch["id"], self.answers(batch, logits))]
 
 
