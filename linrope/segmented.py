@@ -139,7 +139,7 @@ def loss_of_segments(
 
 def require_segments(model: LanguageModel, segment_length: int) -> None:
     """Raise InputError unless the model can read sequences in segments of that length with a state of fixed size."""
-    require_segment_length(segment_length)
+    require_whole("segment_length", segment_length)
     require_fixed_state(model, f"segment_length={segment_length}")
     window = model.config.window
     if "softmax" in model.config.attention_types and segment_length < window:
@@ -147,11 +147,6 @@ def require_segments(model: LanguageModel, segment_length: int) -> None:
             f"segment_length={segment_length} is less than model.window={window}, whose keys and values the state "
             f"keeps: set it to {window} or more."
         )
-
-
-def require_segment_length(segment_length: int) -> None:
-    """Raise InputError unless a segment can have that many tokens."""
-    require_whole("segment_length", segment_length)
 
 
 def require_fixed_state(model: LanguageModel, option: str) -> None:

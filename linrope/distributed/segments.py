@@ -21,7 +21,8 @@ from linrope.distributed.slices import SequenceSlice
 from linrope.errors import InputError
 from linrope.layers.state import ModelState, from_serialized, to_serialized
 from linrope.models.language_model import LanguageModel
-from linrope.segmented import loss_of_segments, require_segment_length, require_segments
+from linrope.segmented import loss_of_segments, require_segments
+from linrope.utils.options import require_whole
 
 SLICED = "inputs", "targets", "n_bytes", "segment_ids"
 """What of a batch has a value for each token."""
@@ -42,7 +43,7 @@ def tokens_of_rank(
     require_group(group)
     if segment_length is None:
         segment_length = max(1, -(-length // group.size))
-    require_segment_length(segment_length)
+    require_whole("segment_length", segment_length)
     whole, rest = divmod(length, segment_length * group.size)
     if 0 < rest < group.size:
         of_segment = "" if whole == 0 else f" for the last segment, after {whole} of {group.size} × {segment_length}"

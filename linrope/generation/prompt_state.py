@@ -17,7 +17,7 @@ from torch import Tensor
 
 from linrope.errors import InputError
 from linrope.layers.state import ModelState, from_serialized, map_state, to_serialized
-from linrope.utils.files import load_plain, require_new, target_of, whole_file
+from linrope.utils.files import load_plain, require_new, whole_file
 from linrope.utils.options import require_whole
 
 FORMAT = "linrope state 2"
@@ -103,8 +103,7 @@ def save_prompt_state(path: str | Path, model: CausalModel, state: PromptState) 
     Raises:
         InputError: the path is that of a folder, a device or a pipe, or lies in no folder.
     """
-    require_new(Path(path), "path", overwrite=True)
-    target = target_of(Path(path), "path")
+    target = require_new(Path(path), "path", overwrite=True)
     on_cpu = map_state(lambda _, x: x.cpu(), state.state)
     content = {
         "format": FORMAT,

@@ -28,6 +28,7 @@ from linrope.data.tokenizers.base import Tokenizer as TextTokenizer
 from linrope.data.tokenizers.base import tokenizer_from_serialized
 from linrope.data.tokenizers.bytes import ByteTokenizer
 from linrope.errors import InputError
+from linrope.interop.llama import OPTIONS
 from linrope.interop.packed_rows import segment_ids_of
 from linrope.layers.linear import Linear
 from linrope.layers.state import AttentionState, ModelState, map_state
@@ -68,23 +69,14 @@ ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit
 """Options of `generate` that take drafted tokens back."""
 
 
-SIZES = {
-    "hidden_size": "d_model",
-    "num_hidden_layers": "n_layers",
-    "num_attention_heads": "n_heads",
-    "num_key_value_heads": "n_kv_heads",
-}
-"""What transformers calls fields of `LanguageModelConfig`."""
-
-
 class LinropeConfig(PreTrainedConfig):
     """The configuration of transformers; `linrope` has the fields of `LanguageModelConfig`."""
 
     model_type = "linrope"
 
     def __init__(self, linrope: dict[str, Any] | None = None, **options: Any) -> None:
-        fields = {field.name: field.name for field in dataclasses.fields(LanguageModelConfig)} | SIZES
-        for name in options.keys() & (fields.keys() - {"vocab_size"}):
+        fields = {field.name: field.name for field in dataclasses.fields(LanguageModelConfig)} | OPTIONS
+        for name in options.keys() & (fields.keys() - {"vocab_size", "tie_word_embeddings"}):  # which may be set
             meant = {fields[name]: options[name]}
             raise InputError(f"{name}={options[name]!r} is a field of the model: pass linrope={meant}.")
         config = LanguageModelConfig.from_dict(linrope or {})
@@ -111,7 +103,7 @@ class LinropeConfig(PreTrainedConfig):
     def vocab_size(self, size: int) -> None:
         self.linrope["vocab_size"] = size
 
-    # the keys of SIZES
+    # what transformers calls these fields
     hidden_size = property(lambda self: self.linrope["d_model"])
     num_hidden_layers = property(lambda self: self.linrope["n_layers"])
     num_attention_heads = property(lambda self: self.linrope["n_heads"])

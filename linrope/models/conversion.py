@@ -123,8 +123,8 @@ def _require_convertible(teacher: LanguageModelConfig, config: LanguageModelConf
             + "\n  ".join(lines)
         )
     rope = config.rope
-    half_of_ntk = rope is not None and rope.signed and rope.rotary_dim is None and rope.scaling is not None
-    if half_of_ntk and rope.scaling.rule == "ntk" and "linear" in config.attention_types:
+    takes_half = rope is not None and rope.signed and rope.rotary_dim is None and "linear" in config.attention_types
+    if takes_half and rope.scaling is not None and rope.scaling.rule == "ntk":
         raise InputError(
             "rope.scaling.rule='ntk' does not fit rope.placement='signed': signed layers rotate every second of the "
             "teacher's pairs, to which this rule gives other frequencies. Set rope.placement='numerator'."

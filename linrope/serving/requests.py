@@ -77,7 +77,7 @@ class Choice:
         self.tokens: list[int] = []
         self.pieces: deque[Piece] = deque()
         self.finish_reason: FinishReason | None = None
-        self._decoder = request.tokenizer.decoder(request.prompt.tolist())
+        self._decoder = request.tokenizer.decoder(request.prompt)
         self._stops = StopStrings(options.stop)
         self._decoded = self._shown = 0  # characters
         self._unsent: list[TokenLogprob] = []

@@ -89,14 +89,15 @@ def require_free_folder(folder: Path, overwrite: bool) -> None:
     require_writable(folder, "--output")
 
 
-def require_new(path: Path, option: str, overwrite: bool) -> None:
-    """Raise InputError, naming the option, unless a file may be written there; that of a link is where it leads to."""
+def require_new(path: Path, option: str, overwrite: bool) -> Path:
+    """The file to write for a path, links followed. Raises InputError, naming the option, unless it may be written."""
     target = target_of(path, option)
     if not target.parent.is_dir():
         raise InputError(f"{option}={str(path)!r} lies in a folder that does not exist: make it, or choose another.")
     if target.exists() and not overwrite:
         raise InputError(f"{option}={str(path)!r} exists: choose another name, or replace a file with --overwrite.")
     require_writable(target.parent, option)
+    return target
 
 
 def target_of(path: Path, option: str) -> Path:

@@ -94,7 +94,7 @@ class SubwordTokenizer:
         return torch.from_numpy(np.concatenate([[self.separator], tokens]))
 
     def decoder(self, after: Sequence[int] = ()) -> SubwordDecoder:
-        return SubwordDecoder(self._tokenizer, self.vocab_size, self.separator, after)
+        return SubwordDecoder(self, after)
 
     def token_bytes(self) -> np.ndarray:
         """See `Tokenizer`. A token is counted after another token, not at the start of a text."""
@@ -114,6 +114,9 @@ class SubwordTokenizer:
             else:
                 n_bytes[number] = len(self._decoded(anchor, number).encode()) - len(self._decoded(anchor).encode())
         return n_bytes
+
+    def _is_known(self, token: int) -> bool:
+        return 0 <= token < self.vocab_size and self._tokenizer.id_to_token(token) is not None
 
     def _decoded(self, *tokens: int) -> str:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
@@ -146,12 +149,12 @@ class SubwordDecoder:
     again, together with the new ones. `after` are the tokens before all of these, whose text is not given again.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, separator: int, after: Sequence[int] = ()) -> None:
-        self._tokenizer, self._vocab_size, self._separator = tokenizer, vocab_size, separator
-        context = list(after[-N_PENDING:])
-        if separator in context:
-            context = context[len(context) - context[::-1].index(separator) :]
-        self._shown = self._whole_characters([token for token in context if self._is_known(token)])
+    def __init__(self, tokenizer: SubwordTokenizer, after: Sequence[int] = ()) -> None:
+        self._tokenizer, self._separator = tokenizer, tokenizer.separator
+        context = [int(token) for token in after[-N_PENDING:]]
+        if self._separator in context:
+            context = context[len(context) - context[::-1].index(self._separator) :]
+        self._shown = self._whole_characters([token for token in context if tokenizer._is_known(token)])
         self._pending: list[int] = []
 
     def feed(self, tokens: Iterable[int] | Tensor) -> str:
@@ -159,7 +162,7 @@ class SubwordDecoder:
         return "".join(self._feed_one(token) for token in values if token != self._separator)
 
     def _feed_one(self, token: int) -> str:
-        if not self._is_known(token):
+        if not self._tokenizer._is_known(token):
             return self.finish() + "\ufffd"
         self._pending.append(token)
         text = self._pending_text()
@@ -173,20 +176,15 @@ class SubwordDecoder:
         self._shown, self._pending = self._whole_characters(self._pending) or self._shown, []
         return text
 
-    def _is_known(self, token: int) -> bool:
-        return 0 <= token < self._vocab_size and self._tokenizer.id_to_token(token) is not None
-
     def _pending_text(self) -> str:
-        return self._decoded(self._shown + self._pending)[len(self._decoded(self._shown)) :]
+        decoded = self._tokenizer._decoded
+        return decoded(*self._shown, *self._pending)[len(decoded(*self._shown)) :]
 
     def _whole_characters(self, tokens: list[int]) -> list[int]:
         """Without the last tokens, if these are a part of a character: what follows would lose it."""
-        while tokens and self._decoded(tokens).endswith("\ufffd"):
+        while tokens and self._tokenizer._decoded(*tokens).endswith("\ufffd"):
             tokens = tokens[:-1]
         return tokens
-
-    def _decoded(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 def _load(text: str, where: str) -> Any:
