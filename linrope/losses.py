@@ -156,6 +156,11 @@ def check_targets(targets: Tensor, tokens: Tensor, vocab_size: int, name: str = 
         )
 
 
+def per_target(total: float, n_targets: float) -> float:
+    """The mean of what was added up over targets; NaN without targets, where 0 would be a perfect loss."""
+    return total / n_targets if n_targets else math.nan
+
+
 def bits_per_byte(nats: float, n_bytes: float) -> float:
     """Bits per byte of a text: the nats of all its tokens, separators included, over its bytes; NaN without bytes."""
     return nats / math.log(2) / n_bytes if n_bytes else math.nan

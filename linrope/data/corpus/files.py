@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import gzip
+import io
 import json
 import os
 import re
@@ -21,15 +22,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from typing import BinaryIO
 
 from linrope.data.corpus.sequences import Document
-from linrope.errors import InputError, suggest
+from linrope.errors import InputError, require_package, suggest
 
 BINARY_PROBE = 8192
 """A file with a NUL among this many first bytes is binary, as for git and grep."""
 COMPRESSED = (".gz", ".zst")
+ZSTD_WINDOW = 1 << 31
+"""Bytes of the largest window that zstd has. The package's default refuses what `zstd --long` writes; memory is taken
+for the window that an archive names."""
 JSON_LINES = tuple(f"{name}{end}" for name in (".jsonl", ".ndjson") for end in ("", *COMPRESSED))
-JSON = (".json", ".json.gz")
+JSON = tuple(f".json{end}" for end in ("", *COMPRESSED))
 """Files of these names are JSON lines if their first two lines are an object each."""
 JSON_PROBE = 1 << 24
 """Bytes of the longest such line."""
@@ -88,11 +93,25 @@ def is_json_lines(file: Path) -> bool:
     """Whether a file holds JSON lines: by its name, and by its first lines if it may also be one JSON value."""
     if not file.name.endswith(JSON):
         return file.name.endswith(JSON_LINES)
+    damaged: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)
+    if file.suffix == ".zst":
+        damaged = (OSError, require_package("zstandard", str(file)).ZstdError)
     try:
-        with gzip.open(file) if file.suffix == ".gz" else open(file, "rb") as opened:
+        with _decompressing(file) as opened:
             return all(isinstance(json.loads(opened.readline(JSON_PROBE)), dict) for _ in range(2))
-    except (OSError, EOFError, zlib.error, ValueError, RecursionError):  # unreadable, damaged, or not JSON
+    except (*damaged, ValueError, RecursionError):  # unreadable, damaged, or not JSON
         return False
+
+
+def _decompressing(file: Path) -> BinaryIO:
+    """The bytes of a file, those in it for an archive."""
+    if file.suffix == ".gz":
+        return gzip.open(file)
+    opened = open(file, "rb")
+    if file.suffix != ".zst":
+        return opened
+    decompressor = require_package("zstandard", str(file)).ZstdDecompressor(max_window_size=ZSTD_WINDOW)
+    return io.BufferedReader(decompressor.stream_reader(opened, read_across_frames=True))
 
 
 def _find_files(path: str | Path | None, option: str) -> tuple[Iterable[Path], Path, str]:

@@ -16,7 +16,7 @@ class PrepareConfig:
     output: str
     """Folder to write, for data.path. It must be new or empty."""
     path: str | None = None
-    """Text and JSON lines (.jsonl and .ndjson, also with .gz or .zst; .json and .json.gz): a file, a folder or a glob.
+    """Text and JSON lines (.jsonl and .ndjson, .json of that form; also with .gz or .zst): a file, a folder or a glob.
     Without --path and --dataset: the built-in corpus."""
     dataset: str | None = None
     """Dataset of Hugging Face's `datasets`, by name or folder, instead of --path. It is read as a stream. Changes of

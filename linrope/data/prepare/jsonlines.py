@@ -9,7 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from linrope.data.corpus.files import COMPRESSED
+from linrope.data.corpus.files import COMPRESSED, ZSTD_WINDOW
 from linrope.errors import DocumentChanged, InputError, require_package
 
 READ_BYTES = 1 << 20
@@ -19,8 +19,6 @@ COMPRESSED_BYTES = 1 << 12
 at least 4 bytes."""
 LONGEST_LINE = 1 << 28
 """Bytes of the longest line that is read: a line is in memory as a whole."""
-ZSTD_WINDOW = 1 << 31
-"""Bytes of the largest window that zstd has."""
 
 
 def read_lines(path: Path, start: int, stop: int, count: Callable[[int], None]) -> Iterator[tuple[int, bytes]]:
@@ -36,7 +34,6 @@ def read_lines(path: Path, start: int, stop: int, count: Callable[[int], None]) 
         chunks = _decompressed(chunks, lambda: zlib.decompressobj(wbits=31), zlib.error, path)
     elif path.suffix == ".zst":
         zstandard = require_package("zstandard", str(path))
-        # the default refuses what `zstd --long` writes; memory is taken for the window that an archive names
         start_one = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW).decompressobj
         chunks = _decompressed(chunks, start_one, zstandard.ZstdError, path)
     offset, number, pending, n_pending = 0 if compressed else start, 1, [], 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Mapping
 from typing import Any
 
@@ -20,7 +19,7 @@ from linrope.distributed.sequence import sequence_parallel_loss
 from linrope.errors import InputError
 from linrope.evaluation.loss_by_position import LossByPosition
 from linrope.layers.state import ModelState, detach, from_serialized, map_state, to_serialized
-from linrope.losses import IGNORE, bits_per_byte, token_losses
+from linrope.losses import IGNORE, bits_per_byte, per_target, token_losses
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
 from linrope.profiling.flops import step_flops
 from linrope.segmented import require_carried_state, require_fixed_state, require_segments, segmented_loss
@@ -201,5 +200,5 @@ class LanguageModelingModule(TrainingTask):
 
 
 def _metrics(split: str, nats: float, n_bytes: float, n_targets: float) -> dict[str, float]:
-    loss = {f"{split}_loss": nats / n_targets if n_targets else math.nan}  # of nothing, and not perfect
+    loss = {f"{split}_loss": per_target(nats, n_targets)}
     return {**loss, f"{split}_bpb": bits_per_byte(nats, n_bytes)} if n_bytes else loss

@@ -12,7 +12,7 @@ from linrope.distributed.group import SequenceGroup
 from linrope.distributed.sequence import slice_of_encoder
 from linrope.errors import InputError
 from linrope.layers.state import ModelState
-from linrope.losses import IGNORE, summed_cross_entropy, token_losses
+from linrope.losses import IGNORE, per_target, summed_cross_entropy, token_losses
 from linrope.training.data_modules.masked_text import MaskedTextDataModule
 from linrope.training.task import Batch, BatchLoss
 from linrope.training.tasks.encoder import EncoderTask
@@ -68,7 +68,7 @@ class MaskedLMModule(EncoderTask):
 
     def evaluation_metrics(self, split: str, sums: dict[Hashable, Any]) -> dict[str, float]:
         nats, right, asked = sums["masked"].tolist()
-        return {f"{split}_loss": nats / max(asked, 1), f"{split}_accuracy": right / max(asked, 1)}
+        return {f"{split}_loss": per_target(nats, asked), f"{split}_accuracy": per_target(right, asked)}
 
     def predict_step(self, batch: Batch, batch_idx: int) -> list[dict[str, Any]]:
         """The loss of each row in nats, its masked tokens, and how many of them were predicted."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchmetrics.functional.text import squad
 
 from linrope.generation.sampling import require_finite
-from linrope.losses import IGNORE
+from linrope.losses import IGNORE, per_target
 from linrope.training.data_modules.question_answering import QuestionAnsweringDataModule
 from linrope.training.task import Batch, BatchLoss
 from linrope.training.tasks.finetune import FineTuningModule
@@ -56,7 +56,8 @@ class QuestionAnsweringModule(FineTuningModule):
 
     def evaluation_metrics(self, split: str, sums: dict[Hashable, Any]) -> dict[str, float]:
         nats, n_asked, exact, f1, n = sums["rows"].tolist()
-        return {f"{split}_loss": nats / max(n_asked, 1), f"{split}_exact_match": exact / n, f"{split}_f1": f1 / n}
+        loss = per_target(nats, n_asked)
+        return {f"{split}_loss": loss, f"{split}_exact_match": exact / n, f"{split}_f1": f1 / n}
 
     def answers(self, batch: Batch, logits: Tensor) -> list[str]:
         """The best answer of each row, from its logits (B, T, 2)."""

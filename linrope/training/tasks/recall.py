@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from linrope.losses import IGNORE, token_losses
+from linrope.losses import IGNORE, per_target, token_losses
 from linrope.training.task import Batch, TrainingTask
 from linrope.training.tasks.language_modeling import LanguageModelingModule
 
@@ -34,7 +34,7 @@ class RecallModule(LanguageModelingModule):
 
     def evaluation_metrics(self, split: str, sums: dict[Hashable, Any]) -> dict[str, float]:
         by_case = {case: of_case.tolist() for case, of_case in sums.items()}
-        accuracies = {f"{split}_accuracy/{case}": right / asked for case, (_, right, asked) in by_case.items()}
+        accuracies = {f"{split}_accuracy/{case}": per_target(right, asked) for case, (_, right, asked) in by_case.items()}
         nats, _, asked = map(sum, zip(*by_case.values(), strict=True))
         mean = sum(accuracies.values()) / len(accuracies)
-        return {f"{split}_loss": nats / max(asked, 1), f"{split}_accuracy": mean, **accuracies}
+        return {f"{split}_loss": per_target(nats, asked), f"{split}_accuracy": mean, **accuracies}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from typing import Any
 
@@ -10,7 +11,7 @@ from torchmetrics.functional.classification import multiclass_f1_score
 
 from linrope.data.finetune.conll import are_entities, entities
 from linrope.generation.sampling import require_finite
-from linrope.losses import IGNORE, token_losses
+from linrope.losses import IGNORE, per_target, token_losses
 from linrope.training.data_modules.token_classification import TokenClassificationDataModule
 from linrope.training.task import Batch, BatchLoss
 from linrope.training.tasks.finetune import FineTuningModule
@@ -47,13 +48,15 @@ class TokenClassificationModule(FineTuningModule):
     def evaluation_metrics(self, split: str, sums: dict[Hashable, Any]) -> dict[str, float]:
         losses, predicted, targets = zip(*sums["rows"])
         found, right = (torch.tensor([label for row in rows for label in row]) for rows in (predicted, targets))
-        n_words, labels = max(len(right), 1), self.data.labels
-        if are_entities(labels):
+        n_words, labels = len(right), self.data.labels
+        if not n_words:
+            f1 = math.nan  # each word was cut off
+        elif are_entities(labels):
             f1 = _entity_f1(_named(predicted, labels), _named(targets, labels))
         else:
             f1 = multiclass_f1_score(found, right, len(labels), average="macro").item()
-        accuracy = (found == right).sum().item() / n_words
-        return {f"{split}_loss": sum(losses) / n_words, f"{split}_accuracy": accuracy, f"{split}_f1": f1}
+        loss, accuracy = (per_target(total, n_words) for total in (sum(losses), (found == right).sum().item()))
+        return {f"{split}_loss": loss, f"{split}_accuracy": accuracy, f"{split}_f1": f1}
 
     def predict_step(self, batch: Batch, batch_idx: int) -> list[dict[str, Any]]:
         """For each row its id and the label of each word; null for words that were cut off."""

@@ -14,7 +14,7 @@ from linrope.data.tokenizers.base import tokenizer_from_serialized
 from linrope.errors import InputError
 from linrope.evaluation.translation_scores import require_sacrebleu, translation_scores
 from linrope.generation.translation import translate
-from linrope.losses import IGNORE, token_losses
+from linrope.losses import IGNORE, per_target, token_losses
 from linrope.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
 from linrope.training.data_modules.translation import TranslationDataModule
 from linrope.training.optimizer import OptimizerConfig
@@ -99,7 +99,7 @@ class TranslationModule(TrainingTask):
 
     def evaluation_metrics(self, split: str, sums: dict[Hashable, Any]) -> dict[str, float]:
         nats, right, asked = sums["targets"].tolist()
-        metrics = {f"{split}_loss": nats / max(asked, 1), f"{split}_accuracy": right / max(asked, 1)}
+        metrics = {f"{split}_loss": per_target(nats, asked), f"{split}_accuracy": per_target(right, asked)}
         if "translations" in sums:
             scores = translation_scores(*zip(*sums["translations"], strict=True))
             metrics |= {f"{split}_{name}": score for name, score in scores.items()}

@@ -49,6 +49,7 @@ def test_a_json_file_of_one_value_is_text(tmp_path):
     (tmp_path / "line.json").write_text('{"a": 1}\n')
     (tmp_path / "lines.json").write_text('{\n"a": 1\n}\n')
     (tmp_path / "damaged.json.gz").write_bytes(b"\x1f\x8b\0")
+    (tmp_path / "damaged.json.zst").write_bytes(b"\x28\xb5\x2f\xfd\0")
     assert names(tmp_path) == ["line.json", "lines.json"]
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from linrope.cli.main import main
+from linrope.losses import IGNORE
 from linrope.models.base import load_model
 from linrope.models.encoder import EncoderConfig
 from linrope.training.data_modules.question_answering import QuestionAnsweringDataModule
@@ -106,6 +107,9 @@ def test_questions_of_one_id_are_measured_one_by_one(monkeypatch):
     )
     found = module.evaluation_metrics("val", sums)
     assert found == pytest.approx({"val_loss": np.log(4), "val_exact_match": 1 / 3, "val_f1": 1.5 / 3}, abs=1e-6)
+    cut_off = torch.full((3, 2), IGNORE)
+    module.evaluate({"targets": cut_off, "id": ["a", "a", "a"], "answers": right}, sums := {})
+    assert np.isnan(module.evaluation_metrics("val", sums)["val_loss"])  # of no answer, and not perfect
 
 
 def test_what_does_not_fit_is_named(capsys):

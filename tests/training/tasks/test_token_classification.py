@@ -1,6 +1,7 @@
 """Token classification from the command line: trained, resumed, measured, predicted."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -100,6 +101,8 @@ def test_losses_and_f1_are_those_of_their_definitions():
     Data.labels = ("X", "Y", "Z")
     f1 = [2 * 3 / (3 + 3), 2 * 1 / (2 + 2), 2 * 1 / (2 + 2)]
     assert Module().evaluation_metrics("val", {"rows": rows})["val_f1"] == pytest.approx(sum(f1) / 3)
+    of_nothing = Module().evaluation_metrics("val", {"rows": [(0.0, [], [])]})  # each word was cut off
+    assert len(of_nothing) == 3 and all(map(math.isnan, of_nothing.values()))
 
 
 @pytest.mark.parametrize(
