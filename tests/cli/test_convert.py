@@ -40,6 +40,7 @@ def options_of(path: str) -> dict:
     return json.loads(Path(path, "config.json").read_text())
 
 
+@pytest.mark.exhaustive
 def test_three_commands_turn_a_teacher_into_a_trained_hybrid(here, capsys):
     assert main(["convert", "--teacher=teacher", "--window=32", "--output=hybrid"]) == 0
     out, err = capsys.readouterr()

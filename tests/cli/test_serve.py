@@ -43,6 +43,7 @@ def started(folder: Path, *options: str) -> tuple[subprocess.Popen, str, str]:
     return process, found.group(), line
 
 
+@pytest.mark.exhaustive
 def test_a_signal_lets_requests_under_way_end_and_the_next_server_has_the_cache(folder, tmp_path):
     body = {"prompt": "a story", "max_tokens": 300, "seed": 1, "top_k": 1}
     cache = f"--cache_folder={tmp_path / 'cache'}"

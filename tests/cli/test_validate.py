@@ -58,6 +58,7 @@ def test_longer_rows_are_read_in_pieces_of_the_same_text(trained_run, tmp_path, 
         assert float(row["bits_per_byte"]) == pytest.approx(nats / 0.6931472, rel=1e-5)  # float32 sums, reordered
 
 
+@pytest.mark.exhaustive
 def test_segments_and_packed_documents_have_positions_too(trained_run, tmp_path, capsys):
     rows = []
     for more in ([], ["--segment_length=10"], ["--data.document_mask=true"]):

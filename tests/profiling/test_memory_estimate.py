@@ -78,6 +78,7 @@ def test_further_segments_add_their_states_and_tokens_alone():
     assert 100 * state < many - few < 3 * 100 * (state + 8 * 1024)  # the gaps, and random states of 5 kB
 
 
+@pytest.mark.exhaustive
 def test_a_document_mask_costs_softmax_memory_and_mixed_precision_costs_less():
     def activations(name: str, **options) -> int:
         return estimate_training_memory(MODELS[name], 1, 4096, **options).activations

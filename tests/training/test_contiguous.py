@@ -51,6 +51,7 @@ def test_the_loss_of_a_batch_is_that_of_its_row_read_from_the_start(tmp_path, do
         assert nats == pytest.approx(expected.item(), rel=1e-5)  # float32, in other pieces
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_goes_on_from_the_carried_state(tiny, run_folder, tmp_path, monkeypatch):
     """From the checkpoint of any step, in the middle of a pass, and from one of the middle of a step."""
     save = LastCheckpoint.save

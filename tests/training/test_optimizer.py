@@ -132,6 +132,7 @@ def test_a_copy_goes_on_as_the_original(way):
     assert same_weights(model, other)
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_ends_with_the_same_bits_and_has_new_options(tmp_path):
     text = tmp_path / "text"
     text.write_bytes(bytes(range(32, 127)) * 60)

@@ -105,6 +105,7 @@ def test_in_segments_too(texts, name, segment_length):
     assert_same(gradients(module, in_segments), gradients(module, nats))
 
 
+@pytest.mark.exhaustive
 def test_a_run_in_segments_trains_as_one_at_once(tiny, run_folder):
     """Over steps of two micro-batches, clipped, in mixed precision: the same losses and gradient norms, but for sums in
     another order and logits of three digits in bfloat16."""

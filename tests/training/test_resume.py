@@ -95,6 +95,7 @@ def exact(tiny) -> list[str]:
     return exact_options(tiny)
 
 
+@pytest.mark.exhaustive
 def test_a_process_stopped_again_and_again_trains_the_very_weights_of_one_that_was_not(exact, run_folder, tmp_path):
     n_steps = 50
     options = [f"--trainer.max_steps={n_steps}", "--run.checkpoint_every_n_steps=3", "--trainer.val_check_interval=20"]
@@ -135,6 +136,7 @@ def test_a_signal_to_a_whole_process_group_finishes_the_step(tiny, run_folder, t
     assert load(run_folder)["global_step"] >= 3
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_of_the_middle_of_a_step_goes_on_from_its_beginning(exact, run_folder, monkeypatch):
     exact = [*exact, "--trainer.max_steps=7", "--trainer.val_check_interval=3"]
     assert main(["fit", *exact]) == 0

@@ -98,6 +98,7 @@ def here(monkeypatch):
     monkeypatch.setattr(ablation, "run_process", lambda file, show: (run(str(file)) or 0, []))
 
 
+@pytest.mark.exhaustive
 def test_a_grid_end_to_end(grid, here, capsys):
     assert "--only softmx: unknown. Did you mean" in grid.refuse(capsys, "--only", "softmx")
     assert "holds no finished run" in grid.refuse(capsys, "--report")

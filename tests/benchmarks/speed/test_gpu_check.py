@@ -170,6 +170,7 @@ def test_the_plan_has_everything_once():
 # --- what the processes do -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_our_form_is_verified_timed_and_profiled(monkeypatch):
     interpret_kernels(monkeypatch)
     monkeypatch.setattr(gpu_timing.timing, "COPY_ELEMENTS", 2**16)

@@ -53,6 +53,7 @@ def test_checkpoints_and_validation_have_the_moving_average(averaged, run_folder
         assert loss == pytest.approx(float(losses(run_folder, "val_loss")[5]), abs=1e-4)  # printed with four digits
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_is_the_one_that_was_not_stopped(averaged, run_folder, monkeypatch):
     averaged = [*averaged, "--model.dropout=0.2", "--trainer.accumulate_grad_batches=2"]
     assert main(["fit", *averaged]) == 0

@@ -104,6 +104,7 @@ def test_what_is_left_out_is_counted_in_the_summary(tmp_path):
     assert data.val_dataloader() == []
 
 
+@pytest.mark.exhaustive
 def test_the_built_in_text_and_a_tokenizer_of_ones_own(tmp_path):
     (tmp_path / "tokenizer.json").write_text(train_bpe(["eins zwei drei"] * 9, 270, "x").to_serialized()["json"])
     data = TranslationDataModule(None, "de", "en", tokenizer=str(tmp_path / "tokenizer.json"), num_workers=1)

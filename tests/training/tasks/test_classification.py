@@ -110,6 +110,7 @@ def test_a_head_that_was_trained_for_other_labels_is_kept_with_a_warning(options
         assert main(again) == 0
 
 
+@pytest.mark.exhaustive
 def test_saved_averaged_and_exported_models_hold_the_names_of_their_labels(options, capsys):
     softmax = ["--model.attention=softmax", "--trainer.max_steps=1"]
     assert main(["fit", *options, *softmax]) == 0

@@ -44,6 +44,7 @@ def interrupt(patch: pytest.MonkeyPatch, step: int) -> None:
     patch.setattr(MaskedLMModule, "on_train_batch_end", at_step)
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_ends_with_the_weights_of_a_whole_one(options, capsys, monkeypatch):
     assert main(["fit", *options, "--trainer.max_steps=20"]) == 0
     out = capsys.readouterr().out

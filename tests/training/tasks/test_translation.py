@@ -106,6 +106,7 @@ def test_losses_are_means_over_target_tokens_smoothed_in_training_only(options):
     assert metrics == pytest.approx({"val_loss": nats / n, "val_accuracy": right / n}, rel=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_ends_with_the_weights_of_a_whole_one(options, monkeypatch):
     options = [*options, "--trainer.max_steps=7", "--model.dropout=0.2"]  # more than two epochs
     assert main(["fit", *options]) == 0
