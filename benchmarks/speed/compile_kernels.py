@@ -27,15 +27,13 @@ from rich.console import Group
 from benchmarks.harness.runner import AddOption, Benchmark
 from benchmarks.speed.gpu_correctness import Case
 from benchmarks.speed.launches import Recorded, launches_of
-from linrope.ops.triton_kernel.plan import REGISTERS, cdiv
+from linrope.ops.triton_kernel.plan import MARCHING, REGISTERS, cdiv
 from linrope.ops.triton_kernel.self_check import ptxas_version
 from linrope.utils.formatting import bytes_text
 from linrope.utils.terminal import new_table
 
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """Bytes that one program may take, by compute capability."""
-MARCHING = ("stretch_sums", "attend", "query_gradients", "key_gradients")
-"""The kernels whose loops go through a stretch."""
 TRAINED = {"rope": {"trainable": True}}
 EVERYTHING = {"decay": 0.1, "packed": True, "masked": True}
 HALF_SPLIT = {"rope": {"interleaved": False, "rotary_dim": 40}, "options": {"feature_map": "softmax"}}

@@ -118,7 +118,7 @@ def two(monkeypatch):
 def launched(monkeypatch, *, fails=()):
     """The kernel and the tokens of a chunk of each launch that has such; those in `fails` take too much memory."""
     seen = []
-    for name in one_configuration.TUNED:
+    for name in plan.MARCHING:
         function = getattr(kernels, name).fn
 
         def run(*args, name=name, function=function, **options):

@@ -107,11 +107,10 @@ def _decompressing(file: Path) -> BinaryIO:
     """The bytes of a file, those in it for an archive."""
     if file.suffix == ".gz":
         return gzip.open(file)
-    opened = open(file, "rb")
     if file.suffix != ".zst":
-        return opened
+        return open(file, "rb")
     decompressor = require_package("zstandard", str(file)).ZstdDecompressor(max_window_size=ZSTD_WINDOW)
-    return io.BufferedReader(decompressor.stream_reader(opened, read_across_frames=True))
+    return io.BufferedReader(decompressor.stream_reader(open(file, "rb"), read_across_frames=True))
 
 
 def _find_files(path: str | Path | None, option: str) -> tuple[Iterable[Path], Path, str]:

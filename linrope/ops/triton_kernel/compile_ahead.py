@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from linrope.ops.triton_kernel import configurations, kernels
-from linrope.ops.triton_kernel.one_configuration import TUNED, Grid
+from linrope.ops.triton_kernel.one_configuration import Grid
+from linrope.ops.triton_kernel.plan import MARCHING
 
 Job = Callable[[], Any]
 
@@ -44,11 +45,11 @@ class Recorder:
 
     def __getattr__(self, name: str) -> Any:
         kernel = getattr(kernels, name)
-        return Grid(partial(self._keep, name, kernel.fn if name in TUNED else kernel))
+        return Grid(partial(self._keep, name, kernel.fn if name in MARCHING else kernel))
 
     def _keep(self, name: str, function: Any, grid: tuple[int], *args: Any, **constants: Any) -> None:
         tried: list[dict[str, Any]] = [{}]
-        if name in TUNED:
+        if name in MARCHING:
             tried = [one.all_kwargs() for one in configurations.fitting(configurations.CONFIGS, constants)]
         jobs = self.jobs.setdefault(name, [])
         jobs += [partial(function.warmup, *args, grid=grid, **constants, **chosen) for chosen in tried]

@@ -11,9 +11,8 @@ from triton.compiler.errors import CompileTimeAssertionFailure
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from linrope.ops.triton_kernel import configurations, kernels
+from linrope.ops.triton_kernel.plan import MARCHING
 
-TUNED = ("stretch_sums", "attend", "query_gradients", "key_gradients")
-"""The kernels that have configurations."""
 DOES_NOT_FIT = (OutOfResources, CompileTimeAssertionFailure, PTXASError)
 """The errors after which autotuning goes on to the next configuration."""
 
@@ -29,7 +28,7 @@ class OneConfiguration:
 
     def __getattr__(self, name: str) -> Any:
         kernel = getattr(kernels, name)
-        return Grid(partial(self._run, name, kernel.fn)) if name in TUNED else kernel
+        return Grid(partial(self._run, name, kernel.fn)) if name in MARCHING else kernel
 
     def _run(self, name: str, function: Any, grid: tuple[int], *args: Any, **constants: Any) -> None:
         usual = configurations.fitting(configurations.CONFIGS, constants)

@@ -35,6 +35,8 @@ TILE, SMALL_TILE = 32, 16
 products must not have 64 rows: on Hopper they would be WGMMA, which compilers got wrong."""
 OPTIONS = {"enable_fp_fusion": True}
 """Of the compiler, for all kernels: a product and a sum are one instruction. Triton 3.10 makes two of them unasked."""
+MARCHING = ("stretch_sums", "attend", "query_gradients", "key_gradients")
+"""The kernels whose loops go through a stretch in chunks. They have configurations."""
 REGISTERS = 255
 """Of a thread at most, in kernels that march through pairs: all that there are. Unasked, ptxas 13 gives some of these
 kernels 168 or 32 and keeps the rest in memory."""

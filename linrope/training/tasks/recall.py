@@ -34,7 +34,8 @@ class RecallModule(LanguageModelingModule):
 
     def evaluation_metrics(self, split: str, sums: dict[Hashable, Any]) -> dict[str, float]:
         by_case = {case: of_case.tolist() for case, of_case in sums.items()}
-        accuracies = {f"{split}_accuracy/{case}": per_target(right, asked) for case, (_, right, asked) in by_case.items()}
+        of_case = {case: per_target(right, asked) for case, (_, right, asked) in by_case.items()}
+        accuracies = {f"{split}_accuracy/{case}": accuracy for case, accuracy in of_case.items()}
         nats, _, asked = map(sum, zip(*by_case.values(), strict=True))
         mean = sum(accuracies.values()) / len(accuracies)
         return {f"{split}_loss": per_target(nats, asked), f"{split}_accuracy": mean, **accuracies}
