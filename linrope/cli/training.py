@@ -308,6 +308,8 @@ class TrainingCLI(ConfigCLI):
         self.checkpoint, self.trained_precision = self.named_checkpoint(), None
         self.ckpt_path = self.checkpoint
         trained = self.check_checkpoint()
+        if self.command != "fit" and self.path_is_given:
+            config.data.measure_path()
         self.why_precision = self._resolve_precision()
         self.datamodule = config.data
         self.model = self.build_task()
@@ -317,6 +319,7 @@ class TrainingCLI(ConfigCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         super().parse_arguments(parser, args)
+        self.path_is_given = bool(values_of(args, "--data.path"))
         if self.command != "fit":  # of the run's config.yaml, which asked for a check of training
             for name, off in (("fast_dev_run", False), ("overfit_batches", 0.0)):
                 if not values_of(args, f"--trainer.{name}"):

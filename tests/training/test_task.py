@@ -90,12 +90,22 @@ def test_losses_are_float32_cross_entropies_and_bits_need_bytes():
     assert math.isnan(bits_per_byte(1.0, 0))
 
 
-@pytest.mark.parametrize(("vocab_size", "known"), [(257, True), (300, False)])
-def test_bits_per_byte_are_left_out_where_tokens_are_no_bytes(vocab_size, known):
+@pytest.mark.parametrize(
+    ("vocab_size", "tokenizer", "known"),
+    [
+        (257, None, True),
+        (300, None, False),
+        (300, {"kind": "bytes"}, True),
+        (257, {"kind": "unknown"}, False),
+        (300, {"kind": "unknown"}, False),
+    ],
+)
+def test_bits_per_byte_are_left_out_where_tokens_are_no_bytes(vocab_size, tokenizer, known):
     tokens = torch.randint(250, (2, 3, 9))
     loader = DataLoader([{"inputs": row[:, :-1], "targets": row[:, 1:]} for row in tokens], batch_size=None)
     trainer = quiet_trainer(num_sanity_val_steps=0, callbacks=[], max_steps=1)
     module = LanguageModelingModule(replace(SMALL, vocab_size=vocab_size))
+    module.model.tokenizer = tokenizer
     trainer.fit(module, loader)
     assert ("train_bpb" in trainer.logged_metrics) == known
     assert ("val_bpb" in trainer.validate(module, loader, verbose=False)[0]) == known

@@ -52,7 +52,9 @@ class Sources:
     """Where the documents come from, as people read it."""
 
 
-def find_sources(path: str | Path | None, option: str = "data.path", json_lines: bool = False) -> Sources:
+def find_sources(
+    path: str | Path | None, option: str = "data.path", json_lines: bool = False, left_out: Path | None = None
+) -> Sources:
     """The documents under `path`, each a file.
 
     Args:
@@ -62,11 +64,14 @@ def find_sources(path: str | Path | None, option: str = "data.path", json_lines:
             counts once.
         option: the option with the path, for error messages.
         json_lines: accept files of JSON lines too.
+        left_out: a folder whose files are no documents.
 
     Raises InputError for no file there, no text, or JSON lines, which must be prepared.
     """
     files, root, origin = _find_files(path, option)
     found, n_unreadable = _distinct(files, root)
+    if left_out is not None:
+        found = [file for file in found if not file.resolve().is_relative_to(left_out.resolve())]
     documents, n_skipped = [], n_unreadable
     for file in found:
         name, of_json_lines = file.relative_to(root).as_posix(), is_json_lines(file)
@@ -91,10 +96,10 @@ def find_sources(path: str | Path | None, option: str = "data.path", json_lines:
 
 def is_json_lines(file: Path) -> bool:
     """Whether a file holds JSON lines: by its name, and by its first lines if it may also be one JSON value."""
-    if not file.name.endswith(JSON):
-        return file.name.endswith(JSON_LINES)
+    if not file.name.lower().endswith(JSON):
+        return file.name.lower().endswith(JSON_LINES)
     damaged: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)
-    if file.suffix == ".zst":
+    if file.suffix.lower() == ".zst":
         damaged = (OSError, require_package("zstandard", str(file)).ZstdError)
     try:
         with _decompressing(file) as opened:
@@ -105,9 +110,9 @@ def is_json_lines(file: Path) -> bool:
 
 def _decompressing(file: Path) -> BinaryIO:
     """The bytes of a file, those in it for an archive."""
-    if file.suffix == ".gz":
+    if file.suffix.lower() == ".gz":
         return gzip.open(file)
-    if file.suffix != ".zst":
+    if file.suffix.lower() != ".zst":
         return open(file, "rb")
     decompressor = require_package("zstandard", str(file)).ZstdDecompressor(max_window_size=ZSTD_WINDOW)
     return io.BufferedReader(decompressor.stream_reader(open(file, "rb"), read_across_frames=True))
@@ -194,7 +199,8 @@ def _is_of_a_run(entry: os.DirEntry) -> bool:
 
 def _distinct(files: Iterable[Path], root: Path) -> tuple[list[Path], int]:
     """The regular files among `files`, each once, and the number of those that cannot be reached (dangling links, paths
-    that are too long). Of several names of a file, one without links counts, or else the first."""
+    that are too long). Of several names of a file one of JSON lines counts, or else one without links, or the first:
+    the cache of a Hugging Face dataset has the text under a hash, and a link to it with the name."""
     found: dict[tuple[int, int], Path] = {}
     n_unreadable, real_root = 0, os.path.realpath(root)
     for file in files:
@@ -204,8 +210,12 @@ def _distinct(files: Iterable[Path], root: Path) -> tuple[list[Path], int]:
             key = status.st_dev, status.st_ino
             other = found.setdefault(key, file)
             if other != file:
-                found[key] = min(other, file, key=lambda name: (_has_link(name, root, real_root), name))
+                found[key] = min(other, file, key=lambda name: _rank_of_name(name, root, real_root))
     return list(found.values()), n_unreadable
+
+
+def _rank_of_name(file: Path, root: Path, real_root: str) -> tuple[bool, bool, Path]:
+    return not file.name.lower().endswith(JSON_LINES + JSON), _has_link(file, root, real_root), file
 
 
 def _has_link(file: Path, root: Path, real_root: str) -> bool:

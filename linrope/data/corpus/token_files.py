@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -96,16 +96,26 @@ class PreparedCorpus(DocumentSequence):
         self.n_bytes = n_bytes
 
     def _tokens(self, start: int, stop: int) -> np.ndarray:
-        return self._gather(start, stop, partial(self._read, self._file), self.separator)
+        return self._read(self._file, start, stop, self.separator)
 
     def text_bytes(self, start: int, stop: int) -> Tensor | None:
         if self._n_text_bytes is None:
             return None
-        return torch.from_numpy(self._gather(start, stop, partial(self._read, self._n_text_bytes), 0))
+        return torch.from_numpy(self._read(self._n_text_bytes, start, stop, 0))
 
-    def _read(self, file: NumberFile, document: int, first: int, last: int) -> np.ndarray:
-        start = int(self._starts[document])
-        return file.read(start + first, start + last)
+    def _read(self, file: NumberFile, start: int, stop: int, separator: int) -> np.ndarray:
+        """The numbers of tokens `start … stop`, int64 (stop - start,). Documents that follow each other in the file, as
+        most do, are one read with the separators between them: there may be thousands in a row."""
+        out = np.full(stop - start, separator, dtype=np.int64)
+        first, last = np.searchsorted(self.offsets, start, side="right") - 1, np.searchsorted(self.offsets, stop)
+        shifts = self._starts[first:last] - self.offsets[first:last]  # from positions here to those in the file
+        ends = [*(first + 1 + np.flatnonzero(np.diff(shifts))), last]
+        for begin, end in pairwise([first, *ends]):
+            here, to = max(start, int(self.offsets[begin])), min(stop, int(self.offsets[end]) - 1)
+            if here < to:
+                shift = int(self._starts[begin] - self.offsets[begin])
+                out[here - start : to - start] = file.read(here + shift, to + shift)
+        return out
 
     def fingerprint(self) -> str:
         """A hash of the folder's fingerprint, which depends on all tokens, and of the documents' positions."""

@@ -70,6 +70,8 @@ def read_table(path: Path, columns: Sequence[str], skips_damaged_rows: bool = Fa
         if name not in names:
             fix = suggest(name, names) if len(names) > 1 else " It has no tab: separate columns by tabs."
             raise InputError(f"{path} has no column {name!r}: its first line names {', '.join(map(repr, names))}.{fix}")
+        if names.count(name) > 1:
+            raise InputError(f"{path} has {names.count(name)} columns {name!r}: give each a name of its own.")
     rows = []
     for line, text in enumerate(others, 2):
         fields = text.split("\t")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from itertools import takewhile
 from pathlib import Path
@@ -28,11 +29,12 @@ def read_lines(path: Path, start: int, stop: int, count: Callable[[int], None]) 
     line, for a damaged or incomplete archive, or a line longer than LONGEST_LINE; without zstandard; DocumentChanged if
     the file ends before `stop`.
     """
-    compressed = path.suffix in COMPRESSED
+    suffix = path.suffix.lower()
+    compressed = suffix in COMPRESSED
     chunks = _chunks(path, start, stop, count, COMPRESSED_BYTES if compressed else READ_BYTES)
-    if path.suffix == ".gz":
+    if suffix == ".gz":
         chunks = _decompressed(chunks, lambda: zlib.decompressobj(wbits=31), zlib.error, path)
-    elif path.suffix == ".zst":
+    elif suffix == ".zst":
         zstandard = require_package("zstandard", str(path))
         start_one = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW).decompressobj
         chunks = _decompressed(chunks, start_one, zstandard.ZstdError, path)
@@ -43,7 +45,7 @@ def read_lines(path: Path, start: int, stop: int, count: Callable[[int], None]) 
             for line in lines:
                 whole = b"".join((*pending, line)) if pending else line
                 pending, n_pending = [], 0
-                yield offset, whole
+                yield offset, whole if offset else whole.removeprefix(BOM_UTF8)
                 offset, number = offset + len(whole) + 1, number + 1
             if rest:
                 pending.append(rest)
@@ -53,7 +55,8 @@ def read_lines(path: Path, start: int, stop: int, count: Callable[[int], None]) 
     except DamagedArchive as error:
         raise InputError(f"{path} line {number} cannot be read: {error}. Get the file again.") from error
     if pending:
-        yield offset, b"".join(pending)
+        whole = b"".join(pending)
+        yield offset, whole if offset else whole.removeprefix(BOM_UTF8)
 
 
 class DamagedArchive(Exception):
@@ -83,6 +86,9 @@ def _decompressed(chunks: Iterator[bytes], start: Callable[[], Any], broken: typ
     for chunk in chunks:
         while chunk:
             if decompressor.eof:
+                chunk = chunk.lstrip(b"\0")  # padding, which some tools add
+                if not chunk:
+                    break
                 decompressor = start()
             try:
                 text = decompressor.decompress(chunk)

@@ -44,13 +44,13 @@ def prepare(config: PrepareConfig, progress: Progress = lambda done, total: None
 
 
 def _prepare(config: PrepareConfig, progress: Progress) -> Manifest:
-    tokenizer = open_tokenizer(config.tokenizer, "--tokenizer")
+    tokenizer, folder = open_tokenizer(config.tokenizer, "--tokenizer"), Path(config.output).expanduser()
     if config.dataset is None:
-        units, origin, n_skipped = file_units(config.path)
+        # a glob may match what an earlier try left in the folder
+        units, origin, n_skipped = file_units(config.path, left_out=folder)
     else:
         units, n_skipped = dataset_units(config.dataset, config.dataset_config, config.dataset_split), 0
         origin = f"dataset {config.dataset} ({config.dataset_split})"
-    folder = Path(config.output).expanduser()
     plan = {
         "sources": _digest(*map(_identity, units)),
         "tokenizer": tokenizer.fingerprint or tokenizer.name,

@@ -75,9 +75,9 @@ def unit_bytes(unit: Unit) -> int:
     return sum(source.stop - source.start for source in unit if isinstance(source, FileRange))
 
 
-def file_units(path: str | None) -> tuple[list[Unit], str, int]:
+def file_units(path: str | None, left_out: Path | None = None) -> tuple[list[Unit], str, int]:
     """The units of the documents that `find_sources` finds; their origin and the number of skipped files."""
-    found = find_sources(path, "--path", json_lines=True)
+    found = find_sources(path, "--path", json_lines=True, left_out=left_out)
     files = [
         FileRange(file.name, file.path, file.size, file.path.stat().st_mtime_ns, 0, file.size, is_json_lines(file.path))
         for file in found.documents
@@ -88,7 +88,7 @@ def file_units(path: str | None) -> tuple[list[Unit], str, int]:
 def _parts(source: FileRange) -> Iterator[FileRange]:
     """A file in ranges of about UNIT_BYTES, cut after lines; a compressed file is one range."""
     start = 0
-    if not (source.json_lines and source.path.suffix in COMPRESSED):
+    if not (source.json_lines and source.path.suffix.lower() in COMPRESSED):
         with open(source.path, "rb") as file:
             while source.size - start > UNIT_BYTES:
                 stop = start + UNIT_BYTES

@@ -15,6 +15,8 @@ from linrope.losses import IGNORE
 SEPARATOR = 256
 """The token after each document."""
 VOCAB_SIZE = 257
+BYTES = {"kind": "bytes"}
+"""The serialized tokenizer."""
 
 
 def encode(text: str | bytes) -> Tensor:
@@ -82,7 +84,7 @@ class ByteTokenizer:
         return np.zeros(VOCAB_SIZE, dtype=bool), between
 
     def to_serialized(self) -> dict[str, str]:
-        return {"kind": "bytes"}
+        return BYTES
 
 
 def bytes_of(targets: Tensor, n_bytes: Tensor | None = None) -> Tensor:

@@ -144,6 +144,10 @@ class ResumableDataModule(LightningDataModule):
         """Takes from a checkpoint, whose entry "linrope" this is, what a measurement or prediction would otherwise read
         in the training data; of a folder it has the tokenizer and the labels. Called before `setup`."""
 
+    def measure_path(self) -> None:
+        """`path` was given to a measurement or prediction itself, not by the run of its checkpoint. Called before
+        `setup`."""
+
     def samples_of(self, step: int) -> str:
         """Describes the training samples of the optimizer step that follows `step` finished ones, for messages."""
         per_step = self.run_position.batches_per_step

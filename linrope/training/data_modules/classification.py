@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from linrope.data.finetune.encoding import Encoded, pad
-from linrope.data.finetune.examples import Example, find_file
+from linrope.data.finetune.examples import Example
 from linrope.data.finetune.excerpts import LINES, PACKAGES, read_excerpts
 from linrope.data.finetune.glue import GLUE
 from linrope.data.finetune.tsv import CLASSIFICATION, REGRESSION, TableFormat, read_examples, read_table
@@ -76,7 +76,7 @@ class ClassificationDataModule(FineTuningDataModule):
             return form if self.regression else replace(form, labels=PACKAGES)
         if self._trained_labels is not None:
             return replace(form, labels=self._trained_labels)
-        table = read_table(find_file(self.given_path, "train", {"train": ["train.tsv"]}), [form.label])
+        table = read_table(self.file_of("train", {"train": ["train.tsv"]}), [form.label])
         for (line, _), label in zip(table.rows, table.column(form.label), strict=True):
             if not label.strip():
                 raise InputError(f"{table.path}, line {line}: the label is empty: give it one, or leave out the row.")
@@ -110,10 +110,12 @@ class ClassificationDataModule(FineTuningDataModule):
         if self.path is None and not self.regression:
             return self._excerpts[split]
         files = {"train": {"": "train.tsv"}, "val": self.form.val, "test": self.form.test}[split]
+        if split != "train" and self._measured_file is not None:
+            files = {"": self._measured_file.name}
         examples, skipped = [], 0
         for group, name in files.items():
             names = {"train": ["train.tsv"], split: [name]}
-            if (path := find_file(self.given_path, split, names)) is None:
+            if (path := self.file_of(split, names)) is None:
                 continue
             found, n_skipped = read_examples(path, self.form, group, labelled=split != "test")
             examples += found

@@ -12,7 +12,9 @@ from typing import Any, ClassVar
 from lightning.pytorch.utilities import rank_zero_warn
 
 from linrope.data.batches.epochs import ShuffledEpochs
+from linrope.data.batches.shuffling import permute
 from linrope.data.finetune.encoding import TextEncoder
+from linrope.data.finetune.examples import find_file
 from linrope.data.tokenizers.base import open_tokenizer
 from linrope.errors import InputError, require_not_empty
 from linrope.positions.base import PositionsConfig
@@ -71,7 +73,8 @@ class FineTuningDataModule(ResumableDataModule):
     A subclass writes `read`, `encode`, `make_batch` and `truncated`, and `n_labels` and `labels` where there are some.
 
     Args:
-        path: Folder with the files; or the training file, with the others beside it under their names.
+        path: Folder with the files; or the training file, with the others beside it under their names. In the command
+            line of a measurement or prediction a file is the one to read.
         batch_size: Rows of a batch, per device.
         max_length: Tokens of a row at most, with [CLS] and [SEP]. Of a pair that is longer the longer text loses its
             last tokens.
@@ -114,6 +117,7 @@ class FineTuningDataModule(ResumableDataModule):
         self._rows: dict[str, Rows] = {}
         self._notes: dict[str, str] = {}
         self._trained_labels: tuple[str, ...] | None = None  # of a checkpoint; None leaves them to the training file
+        self._measured_file: Path | None = None  # in place of those of val and test
 
     # What a subclass writes.
 
@@ -166,6 +170,16 @@ class FineTuningDataModule(ResumableDataModule):
         if saved.get("labels") is not None:
             self._trained_labels = tuple(saved["labels"])
 
+    def measure_path(self) -> None:
+        if self.path is not None and self.path.is_file():
+            self._measured_file = self.path
+
+    def file_of(self, split: str, names: Mapping[str, Sequence[str]]) -> Path | None:
+        """The file of a split, as `find_file` finds it; for val and test the one that is to be measured, if given."""
+        if self._measured_file is None:
+            return find_file(self.given_path, split, names)
+        return find_file(self._measured_file.parent, split, names) if split == "train" else self._measured_file
+
     def examples(self, split: str) -> list[Any] | None:
         """The examples of a split, read at the first call; None if it has no file."""
         if split not in self._examples:
@@ -194,8 +208,8 @@ class FineTuningDataModule(ResumableDataModule):
 
     def _prepare(self, split: str, must_have_targets: bool) -> None:
         """Encode a split. InputError without it, or without targets."""
-        if split in self._rows:
-            return
+        if split == "train":
+            self._require_training_file()
         examples, world_size = self.examples(split), self.run_position.world_size
         if examples is None:
             raise InputError(f"data.path={str(self.path)!r} has no {' or '.join(self.files[split])}: add the file.")
@@ -207,7 +221,17 @@ class FineTuningDataModule(ResumableDataModule):
             )
         if len(examples) < world_size:  # a rank without any would not take part in the sums
             raise InputError(f"the {split} split has {len(examples)} rows for {world_size} devices: set fewer devices.")
-        self._rows[split] = Rows(examples, partial(self._encoded, split), self.make_batch)
+        if split not in self._rows:
+            self._rows[split] = Rows(examples, partial(self._encoded, split), self.make_batch)
+
+    def _require_training_file(self) -> None:
+        """Raise InputError if `path` is a file that would also be read for validation or test."""
+        for split in ("val", "test"):
+            if self.path is not None and self.path.is_file() and self.path.name in self.files.get(split, ()):
+                raise InputError(
+                    f"data.path={str(self.path)!r} is the {split} file by its name: give the training file, or the "
+                    f"folder with {' or '.join(self.files['train'])}."
+                )
 
     def _encoded(self, split: str, example: Any) -> Any:
         try:
@@ -291,11 +315,16 @@ class FineTuningDataModule(ResumableDataModule):
         return self._evaluation_loader("test")
 
     def predict_dataloader(self) -> TimedLoader:
-        return self._evaluation_loader(self.predicted_split)
+        return self._evaluation_loader(self.predicted_split, in_order=True)
 
-    def _evaluation_loader(self, split: str) -> TimedLoader:
-        """Each rank reads every `world_size`-th row. No row is read twice, so the last batches may differ."""
-        rows, size = set_up_split(self._rows, split), self.batch_size
-        mine = range(self.run_position.rank, len(rows), self.run_position.world_size)
-        batches = [list(mine[start : start + size]) for start in range(0, len(mine), size)]
+    def _evaluation_loader(self, split: str, in_order: bool = False) -> TimedLoader:
+        """Each rank reads every `world_size`-th row. No row is read twice, so the last batches may differ.
+
+        The order is random and fixed, so that the first batches are like the others: files are often sorted by label.
+        With `in_order` it is that of the file.
+        """
+        rows, size, n = set_up_split(self._rows, split), self.batch_size, len(self._rows[split])
+        order = list(range(n)) if in_order else [permute(i, n) for i in range(n)]
+        mine = order[self.run_position.rank :: self.run_position.world_size]
+        batches = [mine[start : start + size] for start in range(0, len(mine), size)]
         return self.loader(rows, num_workers=self.num_workers, sampler=RankSampler(batches))

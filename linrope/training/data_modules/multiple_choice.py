@@ -10,7 +10,6 @@ import torch
 
 from linrope.data.finetune.cail import FILES, LABELS, Choice, read_triplets
 from linrope.data.finetune.encoding import Encoded, pad_choices
-from linrope.data.finetune.examples import find_file
 from linrope.training.data_modules.finetune import FineTuningDataModule
 
 
@@ -36,7 +35,7 @@ class MultipleChoiceDataModule(FineTuningDataModule):
         super().__init__(**options)
 
     def read(self, split: str) -> list[Choice] | None:
-        path = find_file(self.given_path, split, FILES)
+        path = self.file_of(split, FILES)
         return None if path is None else read_triplets(path)
 
     def encode(self, example: Choice) -> list[Encoded]:

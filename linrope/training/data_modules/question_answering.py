@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from linrope.data.finetune.encoding import Encoded, pad
-from linrope.data.finetune.examples import find_file
 from linrope.data.finetune.squad import FILES, Question, answer_tokens, read_questions, token_spans
 from linrope.losses import IGNORE
 from linrope.training.data_modules.base import require_least
@@ -43,7 +42,7 @@ class QuestionAnsweringDataModule(FineTuningDataModule):
         self.max_answer_length = max_answer_length
 
     def read(self, split: str) -> list[Question] | None:
-        path = find_file(self.given_path, split, FILES)
+        path = self.file_of(split, FILES)
         return None if path is None else read_questions(path)
 
     def encode(self, example: Question) -> tuple[Encoded, tuple[int, int] | None]:

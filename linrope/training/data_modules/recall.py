@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from linrope.data.batches.shuffling import permute
 from linrope.data.corpus.files import find_sources
 from linrope.data.corpus.splits import SPLIT_WAYS, SPLITS, split_corpus
 from linrope.data.synthetic.copying import Copy, Induction
@@ -126,7 +127,8 @@ class RecallDataModule(ResumableDataModule):
         return self._evaluation_loader("test", TEST)
 
     def _evaluation_loader(self, split: str, number: int) -> TimedLoader:
-        """All cases in order. Each rank has every `world_size`-th row; no row is read twice."""
+        """All cases, their batches in a fixed random order, so that the first are of many. Each rank has every
+        `world_size`-th row; no row is read twice."""
         mine = slice(self.run_position.rank, None, self.run_position.world_size)
         task, batches = self.task_of(split), []
         for case in map(tuple, self.cases):
@@ -136,7 +138,7 @@ class RecallDataModule(ResumableDataModule):
                 {"inputs": inputs[start : start + n], "targets": targets[start : start + n], "case": task.name(case)}
                 for start in range(0, len(inputs), n)
             ]
-        return self.loader(batches, sampler=RankSampler(range(len(batches))))
+        return self.loader(batches, sampler=RankSampler([permute(i, len(batches)) for i in range(len(batches))]))
 
 
 class MQARDataModule(RecallDataModule):

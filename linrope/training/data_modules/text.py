@@ -102,13 +102,15 @@ class TextDataModule(ResumableDataModule):
         super().__init__()
         require_least("context", context, 1)
         require_least("batch_size", batch_size, 1)
+        require_least("seed", seed, 0)
         require_workers(num_workers)
         require_not_empty("data.path", path)
         require_choice("data.token_dtype", token_dtype, TOKEN_DTYPES)
         if split is not None:
             require_choice("data.split", split, SPLIT_WAYS)
         self.path = Path(path) if path is not None else None
-        self.context, self.batch_size, self.fractions = context, batch_size, fractions
+        self.context, self.batch_size = context, batch_size
+        self.fractions = list(fractions) if isinstance(fractions, tuple) else fractions
         if contiguous and curriculum is not None:
             raise InputError(
                 "data.contiguous=True needs rows of one length, data.curriculum changes it: drop one of them."

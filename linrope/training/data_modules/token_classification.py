@@ -10,7 +10,6 @@ import torch
 
 from linrope.data.finetune.conll import FILES, Sentence, first_tokens, label_numbers, read_sentences
 from linrope.data.finetune.encoding import Encoded, pad
-from linrope.data.finetune.examples import find_file
 from linrope.losses import IGNORE
 from linrope.training.data_modules.finetune import FineTuningDataModule
 
@@ -56,14 +55,14 @@ class TokenClassificationDataModule(FineTuningDataModule):
         return len(self.labels)
 
     def read(self, split: str) -> list[Sentence] | None:
-        path = find_file(self.given_path, split, FILES)
+        path = self.file_of(split, FILES)
         return None if path is None else read_sentences(path)
 
     def _prepare(self, split: str, must_have_targets: bool) -> None:
         super()._prepare(split, must_have_targets)
         if split == "train":
             return  # the labels are its own
-        path = find_file(self.given_path, split, FILES)
+        path = self.file_of(split, FILES)
         for sentence in self.examples(split) if self.labelled(self.examples(split)) else ():
             label_numbers(sentence, self.labels, path)
 

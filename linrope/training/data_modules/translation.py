@@ -163,6 +163,9 @@ class TranslationDataModule(ResumableDataModule):
 
     def require_positions(self, positions: PositionsConfig) -> None:
         positions.require_row("data.max_length", self.max_length)
+        for split, found in self._evaluated.items():  # with all their pairs, however long
+            if found is not None:
+                positions.require_row(f"the longest row of data.{split}", int(found.pairs.lengths.max()))
 
     def require_vocabulary(self, vocab_size: int) -> None:
         require_size(vocab_size, self.tokenizer.vocab_size, f"the tokenizer {self.tokenizer.name}")

@@ -269,7 +269,7 @@ class DistillationModule(WithTeacher, LanguageModelingModule):
         divergence = F.kl_div(predicted, expected, reduction="none", log_target=True).sum(-1)[counted].sum()
         nats = F.nll_loss(predicted.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
         sums = {"divergence": divergence.detach(), "nats": nats.detach()}
-        sums["bytes"] = bytes_of(targets, batch.get("n_bytes")).sum()
+        sums["bytes"] = bytes_of(targets, self._n_bytes(batch)).sum()
         loss = divergence + self.conversion.cross_entropy * nats
         return BatchLoss(loss, counted.sum(), targets.numel(), sums)
 

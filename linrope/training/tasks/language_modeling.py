@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linrope.data.tokenizers.bytes import VOCAB_SIZE, bytes_of
+from linrope.data.tokenizers.bytes import BYTES, VOCAB_SIZE, bytes_of
 from linrope.distributed.group import SequenceGroup
 from linrope.distributed.segments import (
     sequence_parallel_segmented_loss,
@@ -133,9 +133,11 @@ class LanguageModelingModule(TrainingTask):
 
     def _n_bytes(self, batch: Batch) -> Tensor | None:
         """The bytes of each target if they are given, 0 if they are unknown; None where targets are bytes."""
-        if "n_bytes" in batch or self.model.tokenizer is not None or self.model_config.vocab_size <= VOCAB_SIZE:
-            return batch.get("n_bytes")
-        return torch.zeros_like(batch["targets"])
+        if "n_bytes" in batch:
+            return batch["n_bytes"]
+        tokenizer = self.model.tokenizer  # None is that of models made in Python
+        are_bytes = self.model_config.vocab_size <= VOCAB_SIZE if tokenizer is None else tokenizer == BYTES
+        return None if are_bytes else torch.zeros_like(batch["targets"])
 
     def evaluate(self, batch: Batch, sums: dict[Hashable, Any]) -> None:
         batch = self.slice_of(batch, self.segment_length)

@@ -85,6 +85,7 @@ def best_span(logits: Tensor, allowed: Tensor, longest: int) -> tuple[int, int]:
     """The first and the last token i ≤ j < i + `longest` of the span with the largest logits[i, 0] + logits[j, 1], both
     among the tokens `allowed`, booleans (T,). Logits are (T, 2). With none allowed it is (0, 0)."""
     first, last = logits.masked_fill(~allowed[:, None], -torch.inf).unbind(1)
-    scores = first[:, None] + last
-    within = torch.ones_like(scores, dtype=torch.bool).triu().tril(longest - 1)
-    return divmod(int(scores.masked_fill(~within, -torch.inf).argmax()), len(logits))
+    longest = min(longest, len(logits))
+    ends = F.pad(last, (0, longest - 1), value=-torch.inf).unfold(0, longest, 1)  # of the spans from each token
+    begin, further = divmod(int((first[:, None] + ends).argmax()), longest)
+    return begin, begin + further

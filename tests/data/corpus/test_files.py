@@ -73,6 +73,18 @@ def test_links_are_followed_and_each_real_file_counts_once(folder):
     assert names(folder / "**") == names(folder / "**" / "**" / "*") == names(folder)
 
 
+def test_a_link_that_is_named_json_lines_counts_before_the_file_it_leads_to(tmp_path):
+    """As in the cache of a Hugging Face dataset."""
+    for name in ("blobs", "snapshots/1"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "blobs" / "0a1b").write_text('{"text": "a"}\n{"text": "b"}\n')
+    (tmp_path / "snapshots" / "1" / "train.JSONL").symlink_to("../../blobs/0a1b")
+    found = find_sources(tmp_path, json_lines=True).documents
+    assert [document.name for document in found] == ["snapshots/1/train.JSONL"]
+    with pytest.raises(InputError, match="holds JSON lines"):
+        find_sources(tmp_path)
+
+
 def test_folders_that_link_to_each_other_do_not_multiply_their_text(tmp_path):
     folders = [tmp_path / f"{number}" for number in range(9)]
     for folder in folders:

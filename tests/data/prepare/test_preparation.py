@@ -16,6 +16,7 @@ import pytest
 import zstandard
 
 from linrope.data.corpus.opening import open_text
+from linrope.data.corpus.token_files import NumberFile
 from linrope.data.prepare import units
 from linrope.data.prepare.config import PrepareConfig
 from linrope.data.prepare.jsonlines import read_lines
@@ -103,6 +104,14 @@ def test_json_lines_plain_and_compressed(source, tmp_path, end, small_units):
     documents = open_text(out, ALL).corpora["train"]
     assert documents.tokens(0, len(documents)).tolist() == with_separators(*LINES, "no newline")
     assert (manifest.n_documents, manifest.n_empty) == (5, 1)
+
+
+@pytest.mark.parametrize("name", ["c.jsonl", "c.JSONL.gz", "c.jsonl.zst"])
+def test_a_byte_order_mark_and_padding_of_an_archive_are_no_text(source, tmp_path, name):
+    data = compressed(name.lower(), b"\xef\xbb\xbf" + json_lines(*LINES))
+    (source / name).write_bytes(data if name == "c.jsonl" else data + b"\0" * 5000)
+    out, _ = run(tmp_path)
+    assert flat(out) == with_separators(*LINES)
 
 
 def test_an_archive_of_the_largest_window_is_read(source, tmp_path):
@@ -331,6 +340,44 @@ def test_a_source_that_was_mended_is_read_again_and_only_that(source, tmp_path, 
     run(tmp_path, progress=lambda *_: seen.append(times_of(parts).items()))
     assert all(kept <= at for at in seen)
     assert flat(tmp_path / "out") == with_separators("x" * 90, "mended" * 20, "z" * 90)
+
+
+def test_a_glob_that_matches_the_output_leaves_it_out(source, tmp_path):
+    (source / "a.txt").write_text("text")
+    (source / "b.jsonl").write_bytes(b'{"text": "b"}\n{"text"')
+    options = {"path": str(source / "**" / "*"), "name": "in/out"}
+    with pytest.raises(InputError, match=r"b\.jsonl line 2"):
+        run(tmp_path, **options)
+    (source / "b.jsonl").write_bytes(b'{"text": "b"}\n')
+    out, _ = run(tmp_path, **options)
+    assert flat(out) == with_separators("text", "b")
+
+
+def test_many_short_documents_are_read_at_once(source, tmp_path, monkeypatch):
+    """A row of 16,384 tokens may have a thousand."""
+    texts = [f"{'ab' * (number % 5)}{number}" for number in range(300)]
+    (source / "c.jsonl").write_bytes(json_lines(*texts))
+    out, _ = run(tmp_path, tokenizer=str(write_tokenizer(tmp_path)))
+    whole, reads = {}, []
+    tokens, n_bytes = np.fromfile(out / "tokens.bin", "<u2"), np.fromfile(out / "text_bytes.bin", np.uint8)
+    ends = np.flatnonzero(n_bytes == 0) + 1
+    pieces = list(zip(np.split(tokens, ends), np.split(n_bytes, ends)))
+    real = NumberFile.read
+    monkeypatch.setattr(NumberFile, "read", lambda *args: reads.append(args[1:]) or real(*args))
+    for split, corpus in open_text(out, [0.5, 0.3, 0.2]).corpora.items():
+        chosen = [int(np.flatnonzero(corpus._starts[d] == np.array([0, *ends]))[0]) for d in range(corpus.n_documents)]
+        whole[split] = [np.concatenate([pieces[document][i] for document in chosen]) for i in (0, 1)]
+        for start, stop in ((0, len(corpus)), (3, 4), (17, 171), (0, 0), (len(corpus), len(corpus))):
+            reads.clear()
+            assert corpus.tokens(start, stop).tolist() == whole[split][0][start:stop].tolist()
+            if stop - start == len(corpus):
+                assert len(reads) == 1 + sum(np.diff(chosen) != 1)
+            assert corpus.text_bytes(start, stop).tolist() == whole[split][1][start:stop].tolist()
+    assert sum(len(tokens) for tokens, _ in whole.values()) == len(tokens)
+    assert len(open_text(out, ALL).corpora["train"]) == len(tokens)
+    reads.clear()
+    assert open_text(out, ALL).corpora["train"].tokens(0, len(tokens)).tolist() == tokens.tolist()
+    assert reads[-1] == (0, len(tokens) - 1)  # one read; the last separator is known
 
 
 def test_something_else_is_not_prepared_into_an_unfinished_folder(source, tmp_path, small_units):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
+from linrope.errors import InputError
 from linrope.training.data_modules.base import RunPosition
 from linrope.training.data_modules.classification import ClassificationDataModule
 from linrope.training.data_modules.finetune import FineTuningDataModule
@@ -62,17 +63,49 @@ def test_a_worker_makes_the_same_batches(tmp_path):
         assert one.keys() == other.keys() == {"inputs", "key_mask", "token_types", "targets", "id", "group"}
         assert all(torch.equal(one[name], other[name]) for name in ("inputs", "key_mask", "token_types", "targets"))
     rows = pickle.loads(pickle.dumps(data_of(folder)._rows["val"]))
-    assert torch.equal(rows[[0, 1]]["inputs"], batches[0][0]["inputs"])
+    assert torch.equal(rows[[int(id_) for id_ in batches[0][0]["id"]]]["inputs"], batches[0][0]["inputs"])
 
 
 def test_labels_have_the_numbers_of_their_sorted_names(tmp_path):
     data = data_of(write_rows(tmp_path))
-    assert next(iter(data.val_dataloader()))["targets"].tolist() == [0, 1]
+    for batch in data.val_dataloader():
+        assert batch["targets"].tolist() == [int(id_) % 2 for id_ in batch["id"]]
     assert data.labels == ("a", "b")
     assert (data.n_labels, data.metrics) == (2, ("accuracy", "f1"))
     assert data.order()["train_rows"] == 11
     hashes = {data.order()["train_hash"], data_of(write_rows(tmp_path, 12)).order()["train_hash"]}
     assert len(hashes) == 2
+
+
+def test_the_first_batches_of_a_sorted_file_are_like_the_others(tmp_path):
+    """`trainer.limit_val_batches` reads them alone. Predictions keep the order of the file."""
+    rows = "".join(f"{i}\t{'ab'[i >= 40]}\n" for i in range(80))
+    data = data_of(write_rows(tmp_path, dev=f"text\tlabel\n{rows}"))
+    targets = torch.cat([batch["targets"] for batch in islice(data.val_dataloader(), 20)])
+    assert 12 < targets.sum() < 28  # of 40
+    (tmp_path / "test.tsv").unlink()
+    ids = [id_ for batch in data_of(tmp_path, "predict").predict_dataloader() for id_ in batch["id"]]
+    assert ids == [str(i) for i in range(80)]
+
+
+def test_a_file_that_is_given_to_a_measurement_is_read_whatever_its_name(tmp_path):
+    header, *rows = (write_rows(tmp_path) / "dev.tsv").read_text().splitlines()
+    (tmp_path / "mine.tsv").write_text("\n".join([header, *rows[:3]]))
+    for stage in ("validate", "test", "predict"):
+        data = ClassificationDataModule(path=str(tmp_path / "mine.tsv"))
+        data.measure_path()
+        data.setup(stage)
+        (batch,) = getattr(data, f"{stage.replace('validate', 'val')}_dataloader")()
+        assert sorted(batch["id"]) == ["0", "1", "2"]
+    for name, split in (("dev.tsv", "val"), ("test.tsv", "test")):
+        with pytest.raises(InputError, match=rf"{name}' is the {split} file by its name: give the training file"):
+            ClassificationDataModule(path=str(tmp_path / name)).setup("fit")
+
+
+def test_targets_are_asked_for_after_a_prediction_too(tmp_path):
+    data = data_of(write_rows(tmp_path, test="text\nx\n"), "predict")
+    with pytest.raises(InputError, match=r"the test file in data\.path=.* has no label for row '0'"):
+        data.setup("test")
 
 
 def test_damaged_and_truncated_rows_are_told(tmp_path):
@@ -107,6 +140,7 @@ def test_what_is_missing_is_named(tmp_path):
         (lambda: data_of(tmp_path).test_dataloader(), r'the test split is not set up: call setup\("test"\)'),
         (lambda: data_of(write_rows(tmp_path, train="text\tlabel\nx\ta\ny\ta\n")), "has the label 'a' only"),
         (lambda: data_of(write_rows(tmp_path, train="text\tlabel\nx\ta\ny\t \n")), "line 3: the label is empty"),
+        (lambda: data_of(write_rows(tmp_path, train="text\tlabel\tlabel\nx\ta\tb\n")), "has 2 columns 'label'"),
         (lambda: data_of(tmp_path / "no"), "does not exist: give the folder with train.tsv"),
         (lambda: data_of(tmp_path, tokenizer="none.json"), "data.tokenizer='none.json' cannot be read"),
         (lambda: ClassificationDataModule("cola", path="x"), "data.dataset='cola' is unknown"),

@@ -7,6 +7,7 @@ import pytest
 
 from linrope.data.tokenizers.training import train_bpe
 from linrope.errors import InputError
+from linrope.positions.base import PositionsConfig
 from linrope.training.data_modules.translation import TranslationDataModule
 from tests.training.attached import attach, first_batches
 
@@ -57,6 +58,17 @@ def test_the_text_decides_the_order(tmp_path):
         attach(data)
         orders.append(data.order())
     assert {name for name in orders[0] if orders[0][name] != orders[1][name]} == {"text"}
+
+
+def test_the_longest_pair_of_an_evaluation_needs_positions(tmp_path):
+    folder = write_pairs(tmp_path / "text")
+    (folder / "val.de").write_text("Wort" * 50 + "\n" + "Wort\n" * 6)
+    data = data_of(folder, tokenizer="bytes", max_length=100)
+    attach(data)
+    data.require_positions(PositionsConfig(name="learned", length=201))
+    for length, message in ((200, "the longest row of data.val=201 is longer"), (99, "data.max_length=100 is longer")):
+        with pytest.raises(InputError, match=message):
+            data.require_positions(PositionsConfig(name="learned", length=length))
 
 
 def test_evaluation_reads_all_pairs_once_and_predictions_keep_the_order_of_the_file(tmp_path):

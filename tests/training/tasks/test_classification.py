@@ -157,6 +157,10 @@ def test_new_rows_are_measured_and_predicted_without_the_training_file(options, 
     assert capsys.readouterr().out == measured
     assert main(["predict", *new, "--output=new.jsonl"]) == 0
     assert Path("new.jsonl").read_text() == Path("found.jsonl").read_text()
+    Path("mine.tsv").write_text("\n".join([header, *rows[1:]]))  # test.tsv lies beside it
+    assert main(["predict", checkpoint, "--data.path=mine.tsv", "--output=mine.jsonl"]) == 0
+    found = [json.loads(line)["label"] for line in Path("found.jsonl").read_text().splitlines()]
+    assert [json.loads(line)["label"] for line in Path("mine.jsonl").read_text().splitlines()] == found[1:]
     capsys.readouterr()
     assert main(["test", *new]) == 2
     assert "has no label for row '4'" in capsys.readouterr().err

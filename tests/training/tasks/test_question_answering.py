@@ -89,12 +89,17 @@ def test_a_run_learns_resumes_is_measured_and_predicts(monkeypatch, capsys):
 
 def test_the_best_span_is_that_of_all_pairs():
     torch.manual_seed(0)
-    for longest in (1, 3, 20):
+    for longest in (1, 3, 12, 13, 14, 20, 10**9):
         logits, allowed = torch.randn(13, 2), torch.rand(13) < 0.6
         pairs = [(i, j) for i in range(13) for j in range(i, min(13, i + longest)) if allowed[i] and allowed[j]]
         best = max(pairs, key=lambda pair: logits[pair[0], 0] + logits[pair[1], 1])
         assert best_span(logits, allowed, longest) == best
     assert best_span(torch.randn(5, 2), torch.zeros(5, dtype=torch.bool), 3) == (0, 0)
+    assert best_span(torch.randn(1, 2), torch.ones(1, dtype=torch.bool), 3) == (0, 0)
+    n = 2**17  # the pairs would take 64 GiB
+    logits = torch.zeros(n, 2)
+    logits[n - 9, 0] = logits[n - 2, 1] = logits[5, 1] = 1
+    assert best_span(logits, torch.ones(n, dtype=torch.bool), 64) == (n - 9, n - 2)
 
 
 def test_questions_of_one_id_are_measured_one_by_one(monkeypatch):
