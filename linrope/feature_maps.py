@@ -171,8 +171,9 @@ class MapModule(nn.Module):
 
 
 def _orthogonal(n_heads: int, size: int, head_dim: int, device: torch.device) -> Tensor:
-    """(H, size, head_dim), size ≤ head_dim: each head's rows orthonormal and uniformly random."""
-    return torch.stack([nn.init.orthogonal_(torch.empty(size, head_dim, device=device)) for _ in range(n_heads)])
+    """(H, size, head_dim) float32, size ≤ head_dim: each head's rows orthonormal and uniformly random."""
+    empty = torch.empty(size, head_dim, device=device, dtype=torch.float32)  # there is no QR decomposition in bfloat16
+    return torch.stack([nn.init.orthogonal_(empty.clone()) for _ in range(n_heads)])
 
 
 class Favor(MapModule):
@@ -331,11 +332,17 @@ class _WithDerivative(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
         x, _, ctx.derivative = inputs
         ctx.save_for_backward(x)
+        ctx.save_for_forward(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (x,) = ctx.saved_tensors
         return grad * ctx.derivative(x), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *unused: None) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return tangent * ctx.derivative(x)
 
 
 def feature_map_names() -> list[str]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from linrope.errors import InputError, require_choice
 from linrope.utils import kept_tensors
 from linrope.utils.options import check_keys, check_types, require_whole
+from linrope.utils.values import extremes
 
 MAX_POSITION = 2**53
 """The largest position that float64 represents exactly."""
@@ -368,7 +369,7 @@ class RotaryEmbedding(nn.Module):
     def frequencies(self, device: torch.device | None = None) -> Tensor:
         """θ in radians per position, float64: (rotary_dim/2,), or (H, rotary_dim/2) if `base` has one for each head.
 
-        Differentiable if θ is trainable.
+        Differentiable if θ is trainable; otherwise do not write to it, since all calls share it.
         """
         if self.trainable:
             return self.theta.to(device=device, dtype=torch.float64)
@@ -405,6 +406,8 @@ class RotaryEmbedding(nn.Module):
             InputError: a last dimension other than `dim`, a number of heads other than that of the bases, integer x,
                 positions of the wrong shape or dtype, both an offset and positions, or a position beyond ±2^53.
         """
+        if not isinstance(x, Tensor):
+            raise InputError(f"x is a {type(x).__name__}: pass a tensor (..., T, {self.dim}) of floats.")
         if x.ndim < 2 or x.shape[-1] != self.dim or not x.is_floating_point():
             raise InputError(
                 f"x of shape {tuple(x.shape)} and dtype {x.dtype} cannot be rotated: pass (..., T, {self.dim}) floats."
@@ -433,10 +436,9 @@ class RotaryEmbedding(nn.Module):
                 f"positions of shape {tuple(positions.shape)} do not fit x of shape {tuple(x.shape)}: "
                 f"pass (T,) or (B, T) with T={x.shape[-2]}."
             )
-        if not (torch.compiler.is_compiling() or positions.is_meta) and positions.numel():
-            for end in map(int, positions.to(torch.int64).aminmax()):
-                if not -MAX_POSITION <= end <= MAX_POSITION:
-                    raise InputError(f"positions reach {end}, beyond ±2^53 where they are not exact: use smaller ones")
+        for end in extremes(positions) or ():
+            if not -MAX_POSITION <= end <= MAX_POSITION:
+                raise InputError(f"positions reach {end}, beyond ±2^53 where they are not exact: use smaller ones")
         positions = positions.to(x.device)
         return positions.reshape(x.shape[0], *(1,) * (x.ndim - 3), x.shape[-2]) if batched else positions
 

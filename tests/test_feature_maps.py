@@ -180,6 +180,12 @@ def test_transforms_take_a_registered_map(registered):
     torch.testing.assert_close(found, expected)
     rows = torch.func.vmap(torch.func.grad(partial(loss, "square_by_hand")))(torch.stack((q, -q)))
     torch.testing.assert_close(rows, torch.stack((expected, -expected)))
+    for backend in ("auto", "reference"):
+        tangents = [
+            torch.func.jvp(lambda q: linear_attention(q, k, v, feature_map=name, backend=backend), (q,), (v,))[1]  # noqa: B023
+            for name in ("square", "square_by_hand")
+        ]
+        torch.testing.assert_close(*tangents)
 
 
 def test_a_model_has_a_registered_map_and_its_checkpoint_needs_it(registered, tmp_path, monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from numbers import Real
 from typing import TypedDict
 
 import torch
@@ -99,6 +101,7 @@ class Attention(nn.Module):
             raise InputError(f"conv_silu={conv_silu!r} is an option of the short convolution: set short_conv.")
         if rope is not None:
             rope.check_heads(n_heads)
+        _check_qk_norm(qk_norm)
         self.d_model, self.n_heads, self.head_dim, self.causal = d_model, n_heads, head_dim, causal
         self.n_kv_heads = checked_kv_heads(n_heads, n_kv_heads)
         inner, of_keys = n_heads * head_dim, self.n_kv_heads * head_dim
@@ -226,6 +229,8 @@ class Attention(nn.Module):
         return x.masked_fill(hidden if self.causal else hidden & ~x.isfinite(), 0)
 
     def _check(self, x: Tensor, state: AttentionState | None) -> None:
+        if not isinstance(x, Tensor):
+            raise InputError(f"x is a {type(x).__name__}: pass a tensor (B, T, d_model={self.d_model}) of floats.")
         if x.ndim != 3 or x.shape[2] != self.d_model or not x.is_floating_point():
             raise InputError(f"x is {tuple(x.shape)} {x.dtype}: pass floats of shape (B, T, d_model={self.d_model}).")
         if isinstance(state, AttentionState) and isinstance(state.past, RemotePast):
@@ -346,6 +351,15 @@ def checked_head_dim(d_model: int, n_heads: int, head_dim: int | None) -> int:
     if head_dim is None and d_model % n_heads:
         raise InputError(f"n_heads={n_heads} does not divide d_model={d_model}: change one, or give head_dim.")
     return d_model // n_heads if head_dim is None else head_dim
+
+
+def _check_qk_norm(eps: float | None) -> None:
+    """Raise InputError unless it is None or a number that keeps the root of a mean of squares away from 0."""
+    if eps is not None and (isinstance(eps, bool) or not isinstance(eps, Real) or not 0 < eps < math.inf):
+        raise InputError(
+            f"qk_norm={eps!r} must be ε of the norms of queries and keys, a finite number above 0, 1e-6 for example; "
+            "None for no norms."
+        )
 
 
 def checked_kv_heads(n_heads: int, n_kv_heads: int | None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,7 +87,7 @@ class LinearAttention(Attention):
     ):
         if forget_gate and not causal:
             raise InputError("forget_gate=True needs causal=True: forgetting is defined for causal attention only.")
-        if gate_normalizer != 1 and not forget_gate:
+        if not forget_gate and not (isinstance(gate_normalizer, Real) and gate_normalizer == 1):
             raise InputError(f"gate_normalizer={gate_normalizer} divides the forget gate's log decay: set forget_gate.")
         require_choice("normalize", normalize, ("plain", "none"))
         require_choice("backend", backend, ("auto", *BACKENDS))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from linrope.errors import InputError
 from linrope.layers.linear import ALL
-from linrope.ops.documents import number_documents
+from linrope.ops.documents import check_segment_ids, number_documents
 from linrope.ops.short_convolution import short_convolution
 
 
@@ -45,9 +45,16 @@ class ShortConvolution(nn.Module):
         The `tail` (B, width - 1, C) are the inputs before x; None for zeros. With the `segment_ids` (B, T) of packed
         rows a token sees its own document only, and the tail belongs to the first one. `channels`, a slice with a
         start, are those of x and tail if they are not all.
+
+        Raises InputError for a tail or segment_ids of another shape.
         """
+        shape = (x.shape[0], self.width - 1, x.shape[2])
         if tail is None:
-            tail = x.new_zeros(x.shape[0], self.width - 1, x.shape[2])
+            tail = x.new_zeros(shape)
+        elif tail.shape != shape:
+            raise InputError(f"tail is {tuple(tail.shape)}, this call needs {shape}: the last inputs of the same rows.")
+        if segment_ids is not None:
+            check_segment_ids(segment_ids, *x.shape[:2], x.device)
         documents = None
         if segment_ids is not None and x.shape[1]:
             documents = number_documents(segment_ids)

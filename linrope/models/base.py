@@ -13,12 +13,12 @@ from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor, nn
-from torch.func import debug_unwrap
 
 from linrope.errors import InputError
 from linrope.models.saving import SavedModel, read_model, write_folder
 from linrope.positions.table import require_without_weights, rope_beside
 from linrope.utils.options import check_keys, class_path_of, loaded_subclass
+from linrope.utils.values import extremes
 
 AnyModel = TypeVar("AnyModel", bound="Model")
 WITHOUT_WEIGHTS = ("model.window", "model.dropout", "model.gate_normalizer")
@@ -272,8 +272,8 @@ def check_tokens(name: str, tokens: Tensor, size_name: str, size: int, model: nn
         raise InputError(f"{name} is {tuple(tokens.shape)} {tokens.dtype}: pass int64 of shape (B, T).")
     if tokens.is_meta and not (weight := next(model.parameters())).is_meta:  # PyTorch returns unwritten memory
         raise InputError(f"{name} on the device meta, without values, for a model on {weight.device}: use one device.")
-    if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
-        lowest, highest = (bound.item() for bound in debug_unwrap(tokens).aminmax())  # vmap gives no values away
+    if tokens.device.type == "cpu" and (ends := extremes(tokens)) is not None:
+        lowest, highest = ends
         if lowest < 0 or highest >= size:
             lie = "lie" if name.endswith("s") else "lies"
             raise InputError(f"{name} {lie} in [{lowest}, {highest}], {size_name} is {size}: pass 0 … {size - 1}.")

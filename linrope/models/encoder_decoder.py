@@ -171,15 +171,19 @@ class EncoderDecoder(Model):
 
     def reset_parameters(self) -> None:
         """Initialise the model anew, after `to_empty` for example: with the same seed, as its constructor does."""
-        if self.config.tie_embeddings:  # drawn apart, as in the constructor
+        if self._is_tied:  # drawn apart, as in the constructor
             self.output.weight = nn.Parameter(torch.empty_like(self.embedding.weight))
         for module in self.children():
             reset(module)
         self._initialise()
         self._tie()
 
+    @property
+    def _is_tied(self) -> bool:
+        return self.config.tie_embeddings and isinstance(self.output, Linear)  # not an adapter around it
+
     def _tie(self, *unused) -> None:
-        if self.config.tie_embeddings:
+        if self._is_tied:
             self.output.weight = self.embedding.weight
 
     forward_methods = ("encode", "step")

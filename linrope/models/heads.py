@@ -129,6 +129,8 @@ class MultipleChoice(EncoderWithHead):
         """(B, C, T) tokens, key_mask and token_types of C choices -> (B, C)."""
         if tokens.ndim != 3:
             raise InputError(f"tokens is {tuple(tokens.shape)}: pass (B, C, T), C choices for each row.")
+        if tokens.shape[2] == 0:
+            raise InputError(f"tokens is {tuple(tokens.shape)}: the logit of a choice is that of its last token.")
         inputs = (None if x is None else rearrange(x, "b c t -> (b c) t") for x in (tokens, key_mask, token_types))
         last = self.encoder(*inputs)[:, -1]
         return rearrange(self.output(last), "(b c) 1 -> b c", c=tokens.shape[1])

@@ -160,7 +160,7 @@ def check_call(
         check_tensor("key_mask", key_mask, "booleans", "(B, S)", (batch, keys), k.device)
         # the backward reads it again, after the caller may have overwritten it
         key_mask = key_mask.clone(memory_format=torch.contiguous_format)
-    signed = getattr(rope, "signed_dim", 0)  # what is not a rope is refused below
+    signed = rope.signed_dim if isinstance(rope, RotaryEmbedding) else 0  # what is none is refused below
     if signed:
         _check_signed(signed, k.shape[-1], normalize)
     phi = get_feature_map(feature_map)

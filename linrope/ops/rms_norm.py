@@ -68,7 +68,7 @@ def _(grad, x, weight, eps):
     x, weight, grad = x.contiguous(), weight.contiguous(), grad.contiguous()
     dx = torch.empty_like(x)
     rows = x.numel() // x.shape[-1]
-    shares = torch.zeros(-(-rows // _block(x.shape[-1])), x.shape[-1])
+    shares = torch.zeros(-(-rows // _block(x.shape[-1])), x.shape[-1], dtype=torch.float32)
     tensors = {"weight": weight, "grad": grad, "dx": dx, "d_weight": shares}
     library().functions.linrope_rms_norm_backward(ctypes.byref(_record(x, eps, **tensors)))
     return dx, shares.sum(dim=0).to(weight.dtype)

@@ -120,7 +120,7 @@ def _(grad, x, tail, weight, documents, without_silu):
     x_read, tail_read, taps, documents = _inputs(x, tail, weight, documents)
     grad = grad.contiguous()
     dx, d_tail = torch.empty(x.shape, dtype=x.dtype), torch.empty(tail.shape, dtype=x.dtype)
-    d_weight = torch.empty(x.shape[0] * -(-x.shape[1] // BLOCK), *taps.shape)
+    d_weight = torch.empty(x.shape[0] * -(-x.shape[1] // BLOCK), *taps.shape, dtype=torch.float32)
     tensors = {"tail": tail_read, "weight": taps, "documents": documents}
     record = _record(x_read, without_silu, **tensors, grad=grad, dx=dx, d_tail=d_tail, d_weight=d_weight)
     library().functions.linrope_convolve_backward(ctypes.byref(record))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from linrope.errors import InputError
 from linrope.ops.call import without_autocast
 from linrope.utils.options import check_types
+from linrope.utils.values import extremes
 
 TABLE_STD = 0.02
 """Standard deviation of tables at the start that add to embeddings, keys, values or logits: that of embeddings."""
@@ -177,9 +178,8 @@ class PositionEncoding(nn.Module):
 
 def require_within(positions: Tensor, length: int, name: str) -> None:
     """Raise InputError if a position has no row in a table of `length`."""
-    if torch.compiler.is_compiling() or not positions.numel():
-        return  # an index out of range is an error there too
-    if (last := int(positions.max())) >= length:
+    ends = extremes(positions)  # without values an index out of range is an error too
+    if ends is not None and (last := ends[1]) >= length:
         raise InputError(
             f"positions.length={length} is too short for the {name} positions of {last + 1} tokens: set it to that or "
             "more (and train anew), or read shorter rows. RoPE has no such limit."

@@ -5,6 +5,7 @@ import torch
 from einops import repeat
 
 from linrope import CosineAttention, LanguageModel, LanguageModelConfig, LinearAttention, RotaryConfig, SoftmaxAttention
+from linrope.errors import InputError
 from linrope.ops.softmax import KeyValueCache, repeat_heads
 from linrope.profiling.flops import step_flops
 from tests.conftest import assert_input_errors
@@ -86,6 +87,13 @@ def test_without_causality():
         whole = make(D_MODEL, HEADS, head_dim=D, causal=False).double()
         whole.load_state_dict({**grouped.state_dict(), "qkv.weight": repeated(grouped.qkv.weight.data)})
         torch.testing.assert_close(grouped(x, key_mask=mask), whole(x, key_mask=mask), **CLOSE)
+
+
+@pytest.mark.parametrize("eps", [False, True, 0, -1.0, float("nan"), "x"])
+def test_the_norm_of_queries_and_keys_is_given_by_its_eps(eps):
+    for make in (LinearAttention, SoftmaxAttention):
+        with pytest.raises(InputError, match=r"qk_norm=.* must be ε of the norms of queries and keys"):
+            make(D_MODEL, HEADS, head_dim=D, qk_norm=eps)
 
 
 def test_heads_are_repeated_in_a_row():

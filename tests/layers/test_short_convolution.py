@@ -10,6 +10,7 @@ from linrope.layers.short_convolution import ShortConvolution
 from linrope.ops.cpu_kernel.library import why_none
 from linrope.ops.documents import number_documents
 from linrope.ops.short_convolution import by_definition, is_compiled, short_convolution
+from tests.conftest import assert_input_errors
 from tests.layers.cases import CLOSE, LAYERS, layer_and_input
 
 
@@ -68,6 +69,14 @@ def test_the_compiled_form_agrees_with_the_definition(sizes, width, without_silu
     for found, exact in zip(results(short_convolution, dtype), results(by_definition, torch.float64)):
         assert found.dtype == dtype
         assert (found.double() - exact).norm() < bound * exact.norm()
+
+
+def test_another_shape_is_refused():
+    conv, x = ShortConvolution(8, 4), torch.randn(4, 40, 8)
+    assert_input_errors(
+        (lambda: conv(x, torch.zeros(4, 1, 8)), r"tail is \(4, 1, 8\), this call needs \(4, 3, 8\)"),
+        (lambda: conv(x, None, torch.zeros(1, 40, dtype=torch.int64)), r"segment_ids is \(1, 40\)"),
+    )
 
 
 @pytest.mark.exhaustive

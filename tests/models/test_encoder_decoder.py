@@ -121,6 +121,19 @@ def test_weights_that_are_loaded_are_tied_again(assign):
     assert other(source, target).equal(model(source, target))
 
 
+def test_an_adapter_around_the_output_is_left_as_it_is():
+    class Adapter(torch.nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base = base
+
+    model = model_of()
+    model.output = Adapter(model.output)
+    saved = {name: weight.clone() for name, weight in model.state_dict().items()}
+    model.load_state_dict(saved)
+    assert model.state_dict().keys() == saved.keys()
+
+
 def test_translations_end_with_the_table_of_positions():
     model = EncoderDecoderConfig(**{**SIZES, "vocab_size": 257}, **LEARNED).build().eval()
     step, steps = model.step, []

@@ -13,7 +13,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from linrope import LanguageModel, LanguageModelConfig, RotaryConfig, SoftmaxAttention
+from linrope import (
+    LanguageModel,
+    LanguageModelConfig,
+    LinearAttention,
+    RotaryConfig,
+    RotaryEmbedding,
+    SoftmaxAttention,
+)
 from linrope.feature_maps import MAP_MODULES
 from linrope.generation.sampling import Sampling, probabilities_of
 from linrope.positions.base import PositionsConfig
@@ -207,6 +214,39 @@ def test_gradients_of_each_row_by_vmap():
     expected = torch.autograd.grad(model(tokens).square().sum(), list(weights.values()))
     for found, exact in zip(of_rows.values(), expected):
         torch.testing.assert_close(found.sum(0), exact, rtol=1e-3, atol=1e-4 * exact.abs().max().item())
+
+
+@pytest.mark.parametrize("name", ["recipe", "hybrid"])
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_of_new_tensors_changes_nothing(name, default):
+    """Compiled kernels write into buffers of the dtype that they expect."""
+    model, tokens = LanguageModel(CONFIGS[name]), torch.randint(40, (2, 300))
+
+    def results():
+        loss = model(tokens[:, :-1], targets=tokens[:, 1:])
+        return loss, *torch.autograd.grad(loss, list(model.parameters()))
+
+    expected, before = results(), torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        found = results()
+    finally:
+        torch.set_default_dtype(before)
+    for one, exact in zip(found, expected):
+        torch.testing.assert_close(one, exact, rtol=1e-5, atol=1e-5 * exact.abs().max().item())
+
+
+def test_rows_that_are_packed_have_gradients_by_vmap_wherever_positions_are_read():
+    x, ids = torch.randn(3, 20, 16), torch.zeros(3, 20, dtype=torch.int64)
+    for layer in (LinearAttention(16, 2, rope=RotaryConfig(placement="before_map")), SoftmaxAttention(16, 2)):
+        expected = torch.cat([layer(row[None], segment_ids=of_row[None]) for row, of_row in zip(x, ids)])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the definition is slow for long rows
+            found = torch.vmap(lambda row, of_row: layer(row[None], segment_ids=of_row[None])[0])(x, ids)  # noqa: B023
+        torch.testing.assert_close(found, expected)
+    rope, positions = RotaryEmbedding(16), torch.arange(60).view(3, 20)
+    rotated = torch.vmap(lambda row, at: rope.rotate(row, positions=at))(x, positions)
+    torch.testing.assert_close(rotated, rope.rotate(x[:, None], positions=positions)[:, 0])
 
 
 def test_loading_what_is_no_model_is_refused(tmp_path):
