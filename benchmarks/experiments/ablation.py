@@ -100,7 +100,7 @@ class Ablation(Benchmark):
         """`folder` is added."""
         options.output = options.output or Path("results/ablation", options.grid.stem)
         grid = read_grid(options.grid)
-        options.folder = Folder(options.output, grid, settings_of(grid), options.device)
+        options.folder = Folder(options.output, grid, settings_of(grid, read_text=not options.report), options.device)
         options.folder.check(runs_follow=not options.report)
         options.only = options.only or list(grid.variants)
         check_names(parser, "--only", options.only, grid.variants)
@@ -263,7 +263,7 @@ class Ablation(Benchmark):
         """The pictures show single runs too, so that they are drawn from the runs beside the file."""
         run = cls(cls.options_of(json.loads(file.read_text())))
         grid = read_grid(run.options.grid)
-        run.read(Folder(file.parent, grid, settings_of(grid), run.options.device))
+        run.read(Folder(file.parent, grid, settings_of(grid, read_text=False), run.options.device))
         return run.draw(file.parent)
 
 

@@ -141,16 +141,17 @@ def _row(runs: list[dict[str, Any]], measured: list[Any], metric: str) -> Row:
         last_eighth=_mean(parts[-1] for parts in positions),
         grad_norm_median=statistics.median(t["grad_norm_median"] for t in training),
         grad_norm_peak=max(t["grad_norm_peak"] for t in training),
-        spikes=sum(len(spikes(t["losses"])) for t in training) if metric == "bpb" else 0,
+        spikes=sum(len(spikes(r["training"]["losses"], r["steps"])) for r in runs) if metric == "bpb" else 0,
         smallest_denominator=min(denominators, default=None),
         state_bytes=runs[0]["state_bytes"],
     )
 
 
-def spikes(losses: list[float]) -> list[int]:
-    """The hundredths of a run whose mean loss exceeds `SPIKE` times the median of the `SPIKE_WINDOW` before. (Single
-    steps say nothing: a batch of two rows may be hard. Nor do recall tasks, which mix batches of several types.)"""
-    found = range(SPIKE_WINDOW, len(losses))
+def spikes(losses: list[float], steps: int) -> list[int]:
+    """The hundredths of a run of `steps` whose mean loss exceeds `SPIKE` times the median of the `SPIKE_WINDOW` before.
+    (Single steps say nothing, since a batch of two rows may be hard: a run with `losses` of single steps has none. Nor
+    do recall tasks, which mix batches of several types.)"""
+    found = range(SPIKE_WINDOW, len(losses)) if steps > len(losses) else ()
     return [i for i in found if losses[i] > SPIKE * statistics.median(losses[i - SPIKE_WINDOW : i])]
 
 

@@ -102,7 +102,8 @@ class Convergence(Benchmark):
         """`found` is added: the curves."""
         options.output = options.output or options.runs
         runs = [json.loads(file.read_text()) for file in sorted(options.runs.glob("runs/*.json"))]
-        for other in {run["measured"]["title"] for run in runs} - {read_grid(GRID).title}:
+        titles = {run.get("measured", {}).get("title") if isinstance(run, dict) else None for run in runs}
+        for other in titles - {read_grid(GRID).title}:
             parser.error(f"--runs {options.runs}: holds results of {other!r}, which has other variants")
         options.found = curves(runs)
         if not options.found:

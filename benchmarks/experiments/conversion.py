@@ -9,7 +9,9 @@ options make a run of each combination. Results that the output folder holds are
 from __future__ import annotations
 
 import argparse
+import glob
 import json
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
@@ -111,7 +113,7 @@ class Conversion(Benchmark):
         add("--scratch_lr", type=float, nargs="*", default=[], help="rates of the same tokens from new weights")
         add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(default: 0 1 2)")
         add("--validation_tokens", type=int, default=524_288, help="tokens of held-out text that are read at the end")
-        add("--precision", default="bf16-mixed", help="as trainer.precision (default: bf16-mixed)")
+        add("--precision", default="bf16-mixed", choices=["bf16-mixed", "32-true"], help="(default: bf16-mixed)")
 
     @classmethod
     def check(cls, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -122,8 +124,13 @@ class Conversion(Benchmark):
             parser.error(f"--teacher: {error}")
         for case in cases(options):  # raises what the hybrid cannot have
             convert(options.trained, config_of(case, options))
-        if options.data is not None and not Path(options.data).exists():
+        if options.data is not None and not glob.has_magic(options.data) and not Path(options.data).exists():
             parser.error(f"--data {options.data}: no such file")
+        per_step = options.context * options.batch_size
+        for case in cases(options):
+            if not any(round(share * options.tokens / per_step) for share in case.shares):
+                enough = math.ceil(per_step / max(case.shares))
+                parser.error(f"--tokens {options.tokens}: no step of {per_step} tokens; give {enough} or more")
 
     def measure(self) -> None:
         quiet_lightning()
@@ -162,7 +169,7 @@ class Conversion(Benchmark):
             return
         contents, same = json.loads(file.read_text()), ("teacher", "data", "tokens", "context", "batch_size", "layers")
         settings = self.contents()["settings"]
-        for name in (*same, "fractions", "window", "validation_tokens"):
+        for name in (*same, "fractions", "window", "validation_tokens", "precision"):
             if contents["settings"][name] != settings[name]:
                 raise InputError(
                     f"--output {self.options.output} holds results of --{name} {contents['settings'][name]}, and here "

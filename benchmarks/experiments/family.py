@@ -64,6 +64,12 @@ class FamilyGrid:
 
     def __post_init__(self) -> None:
         check_types(self)
+        for ending, picture in self.pictures.items():
+            if not (isinstance(picture, list) and len(picture) == 2 and isinstance(picture[1], list)):
+                raise InputError(f"pictures: {ending!r} is {picture!r}: give its title and a list of variants.")
+        for name, options in self.variants.items():
+            if not isinstance(options, dict | None):
+                raise InputError(f"variants: {name} is {options!r}: give its options by name, or nothing.")
         for title, variants in self.pictures.values():
             if unknown := [name for name in variants if name not in self.variants]:
                 raise InputError(f"pictures: {title!r} shows {', '.join(unknown)}, which is no variant.")
@@ -184,14 +190,15 @@ class Family(Benchmark):
         self.failure, self.processes = "", []
         self.folder.mkdir(parents=True, exist_ok=True)
         waiting = self.waiting
-        if self.options.speeds:
-            write_json(self.options.output / report.SPEEDS, self.measured_speeds())
-        elif waiting and not self.options.report:
-            try:
+        try:
+            if self.options.speeds:
+                write_json(self.options.output / report.SPEEDS, self.measured_speeds())
+            elif waiting and not self.options.report:
                 self.make_runs(waiting)
-            except RunFailed as error:
-                self.failure = str(error)
-        self.read(self.options.output)
+        except RunFailed as error:
+            self.failure = str(error)
+        finally:  # after Ctrl-C too: the table of the finished runs is written anew
+            self.read(self.options.output)
 
     def measured_speeds(self) -> dict[str, float]:
         """Seconds of an optimizer step of each variant: the median of the rounds."""

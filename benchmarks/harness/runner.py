@@ -143,7 +143,10 @@ class Benchmark:
             run.console.print(f"The times will not be those of an idle machine: {why}", markup=False, highlight=False)
         try:
             run.measure()
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit) as error:
+            # Lightning makes exit code 1 of a Ctrl-C in training
+            if not isinstance(error if isinstance(error, KeyboardInterrupt) else error.__context__, KeyboardInterrupt):
+                raise
             run.interrupted = True
         except InputError as error:  # what only the work itself finds
             cls.parser().error(str(error))

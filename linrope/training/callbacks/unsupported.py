@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
+    Timer,
     WeightAveraging,
 )
 
@@ -29,6 +30,7 @@ UNSUPPORTED: dict[type[Callback], str] = {
 """Why not, and what to use."""
 UNSUPPORTED_IN_RUNS: dict[type[Callback], str] = {
     WeightAveraging: "a run with it could not be resumed. Set run.ema_decay for an average of the weights.",
+    Timer: "its settings cannot be kept in the run's config.yaml. Set trainer.max_time, DD:HH:MM:SS.",
     OnExceptionCheckpoint: "a new run would begin with what an earlier one left there. Set "
     "run.checkpoint_every_n_steps; Ctrl-C saves a run too.",
 }

@@ -122,7 +122,8 @@ def test_spikes():
     losses = [1.0] * 100
     losses[3] = losses[70] = 1.3  # the first is before a window is full
     losses[80] = 1.2
-    assert ablation_report.spikes(losses) == [70]
+    assert ablation_report.spikes(losses, 500) == [70]
+    assert ablation_report.spikes(losses, 100) == []  # single steps
 
 
 def test_the_line_of_accuracy_against_state_goes_through_the_best_of_all_smaller_states():

@@ -41,6 +41,7 @@ def test_stages_share_the_tokens_and_results_are_kept(command, tmp_path, capsys)
     assert points[0]["bpb"] == points[0]["after"]["train"]
     assert "640 tokens" in capsys.readouterr().out
     before = (tmp_path / "out" / "conversion.json").read_text()
+    assert "results of --precision 32-true" in refusal(Conversion, [*args, "--precision", "bf16-mixed"], capsys)
     assert Conversion.main(args) == 0
     assert json.loads(before)["points"] == json.loads((tmp_path / "out" / "conversion.json").read_text())["points"]
 
@@ -53,6 +54,8 @@ def test_stages_share_the_tokens_and_results_are_kept(command, tmp_path, capsys)
         (["--feature_map", "hedgehgo"], "Did you mean 'hedgehog'"),
         (["--data", "nowhere"], "--data nowhere: no such file"),
         (["--tokens", "0"], "--tokens 0: must be above 0"),
+        (["--tokens", "20"], "--tokens 20: no step of 64 tokens; give 92 or more"),
+        (["--precision", "foo"], "argument --precision: invalid choice: 'foo'"),
     ],
 )
 def test_bad_input_is_named(command, options, message, capsys):

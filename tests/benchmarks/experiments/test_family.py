@@ -59,8 +59,12 @@ def test_rows_have_differences_times_and_steps():
     assert [list(table.columns[0].cells) for table in tables] == [["b", "a"], ["a", "b"]]
 
 
+def interrupted(*unused):
+    raise KeyboardInterrupt
+
+
 @pytest.mark.exhaustive
-def test_runs_are_made_once_and_start_from_others(tmp_path, capsys):
+def test_runs_are_made_once_and_start_from_others(tmp_path, capsys, monkeypatch):
     text, grid = tmp_path / "text.txt", tmp_path / "tiny.yaml"
     text.write_bytes(bytes(range(32, 127)) * 40)
     grid.write_text(yaml.safe_dump(GRID))
@@ -77,6 +81,10 @@ def test_runs_are_made_once_and_start_from_others(tmp_path, capsys):
     assert Family.main([*command, "--speeds", "--rounds", "2"]) == 0
     assert json.loads((tmp_path / "out" / "speeds.json").read_text()).keys() == {"softmax", "started"}
     assert "seed 3:" not in capsys.readouterr().out
+    table = (tmp_path / "out" / "family.csv").read_text()
+    monkeypatch.setattr(Family, "measured_speeds", interrupted)
+    assert Family.main([*command, "--speeds"]) == 130
+    assert (tmp_path / "out" / "family.csv").read_text() == table  # that of the finished runs
     grid.write_text(yaml.safe_dump({**GRID, "options": {**GRID["options"], "optimizer.lr": 1.0}}))
     assert "another optimizer.lr: give another folder" in refusal(Family, command, capsys)
 
@@ -95,6 +103,8 @@ def test_errors():
         ({"reference": "c"}, "reference='c' is no variant"),
         ({"variants": {"softmax": {"start_from": "linear"}}}, "softmax starts from 'linear', which is no variant"),
         ({"seeds": 3}, "seeds=3 has the wrong type"),
+        ({"variants": {"softmax": 3}}, "variants: softmax is 3: give its options by name"),
+        ({"pictures": {"": ["title"]}}, "pictures: '' is .*: give its title and a list of variants"),
     ]:
         with pytest.raises(InputError, match=message):
             FamilyGrid(**{**GRID, **change})

@@ -3,6 +3,7 @@
 import argparse
 import csv
 import json
+import sys
 
 import pytest
 
@@ -31,6 +32,13 @@ class Some(Benchmark):
         for size, point in zip(self.options.sizes, POINTS, strict=False):
             if size == 13:
                 raise KeyboardInterrupt
+            if size == 15:  # as Lightning in its Trainer
+                try:
+                    raise KeyboardInterrupt
+                except KeyboardInterrupt:
+                    sys.exit(1)
+            if size == 16:
+                sys.exit(7)
             if size == 14:
                 raise InputError("size=14 is no size: give another.")
             self.points.append(point)
@@ -115,13 +123,19 @@ def test_a_failure_in_turn_ends_one_call_and_ctrl_c_all(tmp_path, monkeypatch, e
     assert found[0]["tokens_per_second"] == pytest.approx(8 / found[0]["seconds"])
 
 
-@pytest.mark.parametrize(("sizes", "kept"), [(["1", "13"], 1), (["13"], 0)])
+@pytest.mark.parametrize(("sizes", "kept"), [(["1", "13"], 1), (["13"], 0), (["1", "15"], 1)])
 def test_an_interruption_keeps_the_points_and_is_said(tmp_path, capsys, sizes, kept):
     assert Some.main(["--sizes", *sizes, "--output", str(tmp_path)]) == 130
     assert "interrupted: the results so far are kept" in capsys.readouterr().out
     contents = json.loads((tmp_path / "some.json").read_text())
     assert (len(contents["points"]), contents["interrupted"]) == (kept, True)
     assert (tmp_path / "some.csv").read_text().startswith("method,length,")
+
+
+def test_an_exit_of_the_work_is_one(tmp_path):
+    with pytest.raises(SystemExit) as caught:
+        Some.main(["--sizes", "16", "--output", str(tmp_path)])
+    assert caught.value.code == 7
 
 
 def test_an_error_in_the_options_that_the_work_finds_is_one_line(tmp_path, capsys):
