@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
@@ -15,12 +16,15 @@ from rich.progress import BarColumn
 
 from linrope.cli.output import command_line, say
 from linrope.cli.parser import parse_command
+from linrope.data.tokenizers.base import tokenizer_from_serialized, tokenizer_to_serialized
 from linrope.errors import InputError
 from linrope.evaluation.replacement_costs import replacement_costs, table_of
 from linrope.evaluation.reports import name_of
+from linrope.interop.llama import is_llama
 from linrope.interop.roformer import load_trained
 from linrope.models.conversion import convert, hybrid_config
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
+from linrope.training.checkpoint import require_same_tokenizer
 from linrope.training.data_modules.text import TextDataModule
 from linrope.utils.files import require_free_folder, whole_file
 from linrope.utils.terminal import progress_bar
@@ -172,6 +176,14 @@ def _batches(config: ConvertConfig, teacher: LanguageModel) -> list[dict[str, to
     data = TextDataModule(config.text, context=config.context, batch_size=1, fractions=config.fractions)
     data.setup("validate")
     data.require_vocabulary(teacher.config.vocab_size)
+    text = "the built-in text" if config.text is None else config.text
+    of_teacher, of_data = teacher.tokenizer, tokenizer_to_serialized(data.tokenizer)
+    require_same_tokenizer(of_teacher, of_data, f"--text: {text} does not serve: --teacher={config.teacher!r}")
+    if tokenizer_from_serialized(of_teacher) is None:
+        warnings.warn(
+            f"--teacher={config.teacher!r} has no tokenizer, so that nothing tells whether --text holds its tokens.",
+            stacklevel=2,
+        )
     return list(islice(data.val_dataloader(), config.rows))
 
 
@@ -201,8 +213,14 @@ def _described(config: LanguageModelConfig) -> str:
 
 
 def _print_next(config: ConvertConfig, console: Console) -> None:
-    """The command that trains the hybrid."""
+    """The commands that train the hybrid."""
     stage = "align" if config.aligned is None else "distill"
     files: list[Any] = ["--config", f"configs/convert-{stage}.yaml", "--config", Path(config.output, MODEL_FILE)]
     options = ["--conversion.teacher", config.teacher, "--run.start_from", config.output]
-    console.print("next", command_line("fit", [*files, *options]), sep="  ", markup=False, soft_wrap=True)
+    text, lines = config.text, []
+    if text is None and is_llama(config.teacher):
+        text, tokenizer = "prepared", ["--tokenizer", config.teacher, "--output", "prepared"]
+        lines.append(command_line("prepare", ["--path", "TEXT", *tokenizer]))
+    options += [] if text is None else ["--data.path", text]
+    for line in [*lines, command_line("fit", [*files, *options])]:
+        console.print("next", line, sep="  ", markup=False, soft_wrap=True)

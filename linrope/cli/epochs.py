@@ -16,7 +16,7 @@ from linrope.training.sharding import ShardedStrategy, mesh_sizes
 
 
 def count_steps(trainer: Namespace, data: ResumableDataModule) -> None:
-    """Replace `trainer.max_epochs` by `trainer.max_steps`, for data that has epochs."""
+    """Replace `trainer.max_epochs` by `trainer.max_steps`, for data that has epochs; of both the earlier end counts."""
     if (epochs := trainer.max_epochs) in (None, -1):
         return
     if (steps := _steps_per_epoch(trainer, data)) is None:
@@ -24,18 +24,16 @@ def count_steps(trainer: Namespace, data: ResumableDataModule) -> None:
             f"trainer.max_epochs={epochs} has no meaning here: training draws from an endless stream of samples. "
             "Set trainer.max_steps."
         )
-    if trainer.max_steps != -1:
-        raise InputError(
-            f"trainer.max_epochs={epochs} and trainer.max_steps={trainer.max_steps} exclude each other: set "
-            "trainer.max_steps=-1 or trainer.max_epochs=-1."
-        )
-    trainer.max_steps, trainer.max_epochs, trainer.limit_train_batches = epochs * steps, -1, None
+    last = epochs * steps if trainer.max_steps == -1 else min(trainer.max_steps, epochs * steps)
+    trainer.max_steps, trainer.max_epochs, trainer.limit_train_batches = last, -1, None
 
 
 def count_validations(trainer: Namespace, data: ResumableDataModule, default_interval: int) -> None:
     """Replace `trainer.check_val_every_n_epoch` by `trainer.val_check_interval`, in batches; `default_interval` counts
-    as not given. It comes before `count_steps`, which drops the size of an epoch."""
+    as not given. Data that has epochs is validated in each if nothing is given, and always at the end at least. It
+    comes before `count_steps`, which drops the size of an epoch."""
     if (epochs := trainer.check_val_every_n_epoch) is None:
+        _validate_once(trainer, data, default_interval)
         return
     if epochs < 1:
         raise InputError(f"trainer.check_val_every_n_epoch={epochs} must be 1 or more, or null.")
@@ -56,6 +54,21 @@ def count_validations(trainer: Namespace, data: ResumableDataModule, default_int
             "set trainer.val_check_interval=null, or remove trainer.check_val_every_n_epoch."
         )
     trainer.val_check_interval = epochs * steps * trainer.accumulate_grad_batches
+
+
+def _validate_once(trainer: Namespace, data: ResumableDataModule, default_interval: int) -> None:
+    """Lower an interval of validations that is longer than the run; the default one also if longer than an epoch."""
+    if type(data).steps_per_epoch_for is ResumableDataModule.steps_per_epoch_for:
+        return  # without epochs; it is not opened before it must be
+    steps, interval = _steps_per_epoch(trainer, data), _whole(trainer.val_check_interval)
+    if steps is None or not isinstance(interval, int):
+        return
+    ends = [steps] if interval == default_interval else []
+    if trainer.max_epochs not in (None, -1):
+        ends.append(trainer.max_epochs * steps)
+    if trainer.max_steps > 0:
+        ends.append(trainer.max_steps)
+    trainer.val_check_interval = min([interval, *(end * trainer.accumulate_grad_batches for end in ends)])
 
 
 def _steps_per_epoch(trainer: Namespace, data: ResumableDataModule) -> int | None:

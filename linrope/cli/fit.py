@@ -156,12 +156,13 @@ class FitCLI(TrainingCLI):
         require_training_state(contents, self.checkpoint)
         require_same_averaging(contents, self.config_init.run.ema_decay, self.checkpoint)
         trainer, step = self.config_init.trainer, contents["global_step"]
-        option = "max_steps" if trainer.max_epochs in (None, -1) else "max_epochs"
-        given = trainer[option]
+        given = {name: trainer[name] for name in ("max_steps", "max_epochs")}
         self.count_steps()
         if 0 < trainer.max_steps <= step:
+            option = "max_steps" if trainer.max_steps == given["max_steps"] else "max_epochs"
             raise NothingToDo(
-                f"trainer.{option}={given} is already done: {self.checkpoint} is at step {step}. To train on, raise it."
+                f"trainer.{option}={given[option]} is already done: {self.checkpoint} is at step {step}. To train on, "
+                "raise it."
             )
         self.step = step
 

@@ -6,6 +6,7 @@ pairs the halves of a head (`rope.interleaved=False`). A model that is read comp
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linrope.data.tokenizers.base import tokenizer_to_serialized
+from linrope.data.tokenizers.base import Tokenizer, open_tokenizer, tokenizer_to_serialized
 from linrope.errors import InputError
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
 from linrope.models.saving import CONFIG_FILE, load_exported, model_type_of, read_config
@@ -49,6 +50,7 @@ OPTIONS = {
 """Our names of the options of transformers."""
 REFUSED = ("attention_bias", "mlp_bias", "use_sliding_window")
 """Options that must not be set: no model here computes the same."""
+HF_TOKENIZER = "tokenizer.json"
 IGNORED = "rotary_emb.inv_freq"
 """End of the names of tables of frequencies in older files; angles are computed here."""
 
@@ -58,8 +60,8 @@ def load_llama(path: str | Path) -> LanguageModel:
     `Qwen3ForCausalLM`), with softmax attention, in evaluation mode on the CPU, in the dtype of its weights.
 
     Grouped queries, tied and untied output layers, the scaled RoPE of Llama 3, the window of Mistral, the biases of
-    Qwen2 and the norms of Qwen3 are read. Its tokenizer is not: the model takes tokens and no text, until it is trained
-    on data that have one.
+    Qwen2 and the norms of Qwen3 are read, and the tokenizer if the folder has a tokenizer.json; without one the model
+    takes tokens and no text. A warning says why a tokenizer that is there is not taken.
 
     Args:
         path: folder with config.json and model.safetensors, or several safetensors files with their index.
@@ -76,8 +78,25 @@ def load_llama(path: str | Path) -> LanguageModel:
         raise InputError(f"{file} is of model_type={found!r}: decoders of {', '.join(DEFAULTS)} can be read.")
     model = _untrained(values, file)
     model.load_weights(dict(_converted(model.config, load_exported(folder), folder)), folder)
-    model.tokenizer = tokenizer_to_serialized(None)
+    model.tokenizer = tokenizer_to_serialized(_tokenizer_of(folder, model.config.vocab_size))
     return model.eval()
+
+
+def _tokenizer_of(folder: Path, vocab_size: int) -> Tokenizer | None:
+    """That of the tokenizer.json in a folder; None without one, or, with a warning, for one that cannot serve."""
+    file = folder / HF_TOKENIZER
+    if not file.is_file():
+        return None
+    try:
+        tokenizer = open_tokenizer(str(file), "the tokenizer")
+    except InputError as error:
+        why = str(error)
+    else:
+        if tokenizer.vocab_size <= vocab_size:
+            return tokenizer
+        why = f"it has {tokenizer.vocab_size:,} tokens with its separator, and the model has {vocab_size:,}"
+    warnings.warn(f"{file} is not taken, so that the model takes tokens and no text: {why}", stacklevel=3)
+    return None
 
 
 def is_llama(path: str | Path) -> bool:

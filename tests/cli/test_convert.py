@@ -16,6 +16,7 @@ from linrope.cli.main import main
 from linrope.evaluation.replacement_costs import replacement_costs
 from linrope.models.conversion import convert, hybrid_config
 from tests.conftest import write_text_file
+from tests.data.tokenizers.subword_files import write_tokenizer
 from tests.processes import Run
 
 ROOT = Path(__file__).parents[2]
@@ -135,22 +136,37 @@ def test_aligned_layers_are_taken(here, capsys):
         assert torch.equal(hybrid.blocks[layer].attention.qkv.weight, weight)
 
 
-def test_a_llama_of_transformers_becomes_a_hybrid(here, error_of):
+def test_a_llama_of_transformers_becomes_a_hybrid(here, error_of, capsys):
+    """Its tokenizer too: text of another one is refused, and the hybrid generates."""
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": 300}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     config = transformers.LlamaConfig(**sizes, **heads)
     transformers.LlamaForCausalLM(config).eval().save_pretrained("llama")
+    write_tokenizer(Path("llama"))
     assert main(["convert", "--teacher=llama", "--output=hybrid"]) == 0
+    first, second = capsys.readouterr().out.partition("next  ")[2].split("next  ")
+    assert first.split()[1:] == ["prepare", "--path", "TEXT", "--tokenizer", "llama", "--output", "prepared"]
+    assert shlex.split(second)[-2:] == ["--data.path", "prepared"]
+    assert main(["generate", "--ckpt_path=hybrid", "--prompt=for", "--max_new_tokens=3"]) == 0
     options = options_of("hybrid")
     assert options["rope"]["interleaved"] is False
     assert (options["n_kv_heads"], options["attention"]) == (2, ["linear", "linear", "linear", "softmax"])
     files = [f"--config={ROOT / 'configs' / 'convert-distill.yaml'}", "--config=hybrid/model.yaml"]
     options = ["--conversion.teacher=llama", "--run.start_from=hybrid", "--sample.prompt=null"]
-    assert main(["fit", *files, *RUN, *options]) == 0
+    assert "'llama' was trained with the tokenizer tokenizer.json" in error_of("fit", *files, *RUN, *options)
+    measured = ["convert", "--teacher=llama", "--output=other", "--keep_softmax=1", "--context=32", "--rows=2"]
+    err = " ".join(error_of(*measured).split())
+    assert "--text: the built-in text does not serve: --teacher='llama' was trained with the tokenizer" in err
+    assert main(["prepare", "--path=corpus.txt", "--tokenizer=llama", "--output=prepared"]) == 0
+    assert main([*measured, "--text=prepared"]) == 0
+    assert main(["fit", *files, *RUN, *options, "--data.path=prepared"]) == 0
+    Path("llama/tokenizer.json").unlink()
+    with pytest.warns(UserWarning, match="conversion.teacher='llama' has no tokenizer, so that nothing tells"):
+        assert main(["fit", *files, *RUN, *options, "--data.path=prepared", "--run.name=unknown"]) == 0
     values = json.loads(Path("llama/config.json").read_text())
     Path("llama/config.json").write_text(json.dumps({**values, "intermediate_size": 96}))
-    err = " ".join(error_of("convert", "--teacher=llama", "--output=other").split())
+    err = " ".join(error_of("convert", "--teacher=llama", "--output=third").split())
     assert "--teacher='llama': checkpoint 'llama': weights do not fit its configuration" in err
     assert "blocks.0.mlp.gate_up.weight" in err
 

@@ -172,7 +172,6 @@ def test_a_task_of_ones_own_is_trained_by_epochs_resumed_measured_and_predicts(o
         (["predict", *again, "--output", "found.jsonl"], "--output='found.jsonl' exists"),
         (["validate", *again, "--task=lines.Other"], "is of the task lines.Regression, and this is lines.Other: give"),
         (["validate", *again, "--lengths", "1x"], "--lengths and --report read language models only"),
-        (["fit", *own_task, "--trainer.max_epochs=4", "--trainer.max_steps=4"], "exclude each other"),
     )
 
 

@@ -21,6 +21,7 @@ from linrope.interop import load_llama
 from linrope.interop.roformer import load_trained
 from linrope.models.language_model import LanguageModelConfig
 from tests.conftest import assert_input_errors
+from tests.data.tokenizers.subword_files import byte_level, write_tokenizer
 
 SIZES = {"vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 29}
 SIZES |= {"max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
@@ -75,6 +76,24 @@ def test_logits_are_those_of_transformers(kind, tmp_path):
         step = ours(tokens[:, 30:], state)
     torch.testing.assert_close(torch.cat((logits, step), dim=1), expected, **CLOSE)
     assert ours.n_parameters == sum(parameter.numel() for parameter in there.parameters())
+
+
+def test_the_tokenizer_of_the_folder_is_the_models(tmp_path):
+    saved("llama", tmp_path)
+    tokenizer = write_tokenizer(tmp_path, byte_level(vocab_size=290))
+    with pytest.warns(UserWarning, match="is not taken, .*: it has 290 tokens with its separator, .* 61"):
+        assert load_llama(tmp_path).tokenizer == {"kind": "unknown"}
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**values, "vocab_size": 300}))
+    weights = load_file(tmp_path / "model.safetensors")
+    wider = {name: torch.cat((w, w, w, w, w))[:300] if w.shape[0] == 61 else w for name, w in weights.items()}
+    save_file(wider, tmp_path / "model.safetensors")
+    model = load_llama(tmp_path)
+    assert model.tokenizer == {"kind": "tokenizers", "json": tokenizer.read_text()}
+    assert isinstance(model.generate("hello", 3), str)
+    tokenizer.write_text("{")
+    with pytest.warns(UserWarning, match="is not taken, .* is not a tokenizer.json"):
+        assert load_llama(tmp_path).tokenizer == {"kind": "unknown"}
 
 
 def test_files_in_parts_and_older_configurations(tmp_path):

@@ -66,13 +66,15 @@ class Tokenizer(Protocol):
 
 
 def open_tokenizer(name: str, option: str) -> Tokenizer:
-    """The tokenizer `name`: "bytes", or the path of a `tokenizer.json` of Hugging Face's `tokenizers`.
+    """The tokenizer `name`: "bytes", or the path of a `tokenizer.json` of Hugging Face's `tokenizers` or of its folder.
 
     Raises InputError, naming the `option`, if there is no tokenizer, or the package `tokenizers` is missing.
     """
     if name == "bytes":
         return ByteTokenizer()
     path = Path(name).expanduser()
+    if (path / "tokenizer.json").is_file():  # a folder, as transformers saves one
+        path /= "tokenizer.json"
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise InputError(f"{option}={name!r} is a pipe or a device: give the path of a tokenizer.json, or 'bytes'.")

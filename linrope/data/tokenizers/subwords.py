@@ -15,8 +15,9 @@ from torch import Tensor
 
 from linrope.errors import InputError, require_package
 
-END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-"""Special tokens that end a document. The first one that a tokenizer has is its separator."""
+END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<|document|>")
+"""Special tokens that end a document. The first one that a tokenizer has is its separator; the last is that of the byte
+tokenizer that `linrope export` writes."""
 LARGEST_VOCABULARY = 1 << 24
 """Many times the vocabulary of any tokenizer in use. A larger one is a mistake; its tables would fill the memory."""
 N_PENDING = 32

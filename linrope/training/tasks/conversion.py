@@ -12,9 +12,10 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from linrope.data.tokenizers.base import tokenizer_to_serialized
+from linrope.data.tokenizers.base import tokenizer_from_serialized, tokenizer_to_serialized
 from linrope.data.tokenizers.bytes import bytes_of
 from linrope.errors import InputError
 from linrope.interop.roformer import load_trained
@@ -94,9 +95,11 @@ class WithTeacher(TrainingTask):
         super().require_data(data)
         if data.contiguous:
             raise InputError("data.contiguous=True is for language modeling: set it to false, rows are read alone.")
-        if self.teacher.tokenizer is not None:  # a folder of transformers has none that is read
-            of_data = tokenizer_to_serialized(data.tokenizer)
-            require_same_tokenizer(self.teacher.tokenizer, of_data, f"conversion.teacher={self.conversion.teacher!r}")
+        of_teacher, of_data = self.teacher.tokenizer, tokenizer_to_serialized(data.tokenizer)
+        source = f"conversion.teacher={self.conversion.teacher!r}"
+        require_same_tokenizer(of_teacher, of_data, source)
+        if tokenizer_from_serialized(of_teacher) is None:
+            rank_zero_warn(f"{source} has no tokenizer, so that nothing tells whether the data hold its tokens.")
 
 
 class AttentionAlignmentModule(WithTeacher):

@@ -199,6 +199,22 @@ def test_what_does_not_fit_is_named(options, changed, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "steps"),
+    [
+        (["--trainer.val_check_interval=500", "--trainer.max_epochs=2"], ["6", "12"]),  # the default: each epoch
+        (["--trainer.val_check_interval=200", "--trainer.max_epochs=2"], ["12"]),  # at the end at least
+        (["--trainer.val_check_interval=200", "--trainer.max_epochs=2", "--trainer.max_steps=3"], ["3"]),
+        (["--trainer.val_check_interval=200", "--trainer.max_steps=3"], ["3"]),
+    ],
+)
+def test_a_short_run_is_validated_too(options, given, steps, capsys):
+    assert main(["fit", *options, *given]) == 0
+    out = capsys.readouterr().out
+    assert re.findall(r"^step (\d+)  val_loss", out, re.M) == steps
+    assert Path("runs/small/version_0/checkpoints/best.ckpt").exists()
+
+
 def test_validations_are_counted_in_epochs(options, capsys):
     options = [*options, "--trainer.max_epochs=4", "--trainer.accumulate_grad_batches=2"]
     by_epoch = [*options, "--trainer.check_val_every_n_epoch=2", "--trainer.val_check_interval=null"]
