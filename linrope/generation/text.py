@@ -168,32 +168,35 @@ def generate_texts(
     prompts: Sequence[str],
     max_new_tokens: int,
     *,
+    stop: str | Sequence[str] = (),
     segment_length: int = SEGMENT_LENGTH,
     **sampling: Any,
 ) -> list[str]:
-    """Each prompt, the beginning of a document, and its continuation up to the end of the document.
+    """Each prompt, the beginning of a document, and its continuation up to the end of the document, or to one of the
+    texts `stop`, which is left out.
 
-    The options are those of `linrope.generation.decoding.stream`. Raises InputError if the model has no tokenizer.
+    The other options are those of `linrope.generation.decoding.stream`. Raises InputError if the model has no
+    tokenizer, or for a `stop` that is no text or empty.
     """
+    stop_strings = [stop] if isinstance(stop, str) else list(stop)
+    if not all(isinstance(one, str) and one for one in stop_strings):
+        raise InputError(f"stop={stop!r} must be a text or a list of texts, none of them empty.")
     rows = [encode_text(model, prompt) for prompt in prompts]
-    separator = require_tokenizer(model, "encode").separator
-    new: list[list[int]] = [[] for _ in rows]
+    tokenizer = require_tokenizer(model, "encode")
+    decoders, untils = [tokenizer.decoder(row.tolist()) for row in rows], [StopStrings(stop_strings) for _ in rows]
+    new: list[list[str]] = [[] for _ in rows]
     open_rows = set(range(len(rows)))
     for token in stream(model, rows, max_new_tokens, segment_length=segment_length, **sampling):
-        for row, number in enumerate(token.tolist()):
-            if number == separator:
+        numbers = token.tolist()
+        for row in sorted(open_rows):
+            if numbers[row] != tokenizer.separator:
+                new[row].append(untils[row].feed(decoders[row].feed([numbers[row]])))
+            if numbers[row] == tokenizer.separator or untils[row].found is not None:
                 open_rows.discard(row)
-            elif row in open_rows:
-                new[row].append(number)
         if not open_rows:
             break
-    return [prompt + continuation(model, row, added) for prompt, row, added in zip(prompts, rows, new, strict=True)]
-
-
-def continuation(model: CausalModel, prompt: Tensor, tokens: Sequence[int]) -> str:
-    """The text that `tokens` add to that of the tokens of a prompt, (T,)."""
-    decoder = require_tokenizer(model, "decode").decoder(prompt.tolist())
-    return decoder.feed(tokens) + decoder.finish()
+    ends = [until.finish(decoder.finish()) for until, decoder in zip(untils, decoders, strict=True)]
+    return ["".join([prompt, *added, end]) for prompt, added, end in zip(prompts, new, ends, strict=True)]
 
 
 def encode_text(model: CausalModel, text: str) -> Tensor:

@@ -409,7 +409,7 @@ class LanguageModel(Model):
 
         Prompts (B, T) give (B, T + max_new_tokens), a list of (T_b,) gives a list, and a PromptState gives the new
         tokens alone, (B, max_new_tokens). A text gives a text, and a list of texts a list: each is the beginning of a
-        document, and may end before `max_new_tokens` with it.
+        document, and may end before `max_new_tokens` with it, or before one of the texts `stop`, if given.
         """
         if isinstance(tokens, str):
             return generate_texts(self, [tokens], max_new_tokens, **options)[0]

@@ -8,7 +8,8 @@ import torch
 from linrope import LanguageModel, LanguageModelConfig
 from linrope.data.tokenizers.bytes import SEPARATOR, encode_prompt
 from linrope.data.tokenizers.subwords import SubwordTokenizer
-from linrope.generation.text import TextWriter, continuation
+from linrope.generation import text as text_module
+from linrope.generation.text import TextWriter
 from linrope.serving.requests import Options, Request
 from tests.conftest import assert_input_errors
 from tests.data.tokenizers.subword_files import KINDS
@@ -52,7 +53,22 @@ def test_several_texts_are_continued_each_as_if_alone(model):
     assert all(written.startswith(text) for written, text in zip(together, texts))
 
 
-def test_words_are_apart_from_those_of_the_prompt():
+def test_texts_end_before_a_stop(model):
+    texts = ["one", "a longer prompt", ""]
+    whole = model.generate(texts, 30, seed=3)
+    stop = [whole[0][13:15], whole[2][20]]
+    ends = [min([text.find(one, len(prompt)) % 99 for one in stop] + [len(text)]) for prompt, text in zip(texts, whole)]
+    assert ends[0] <= 13
+    assert ends[2] <= 20
+    assert model.generate(texts, 30, seed=3, stop=stop) == [text[:end] for text, end in zip(whole, ends)]
+    assert model.generate("one", 30, seed=3, stop=whole[0][5]) == whole[0][: whole[0].index(whole[0][5], 3)]
+    for wrong in ("", ["a", ""], [3]):
+        assert_input_errors(
+            (lambda wrong=wrong: model.generate("a", 3, stop=wrong), "stop=.* must be a text or a list")
+        )
+
+
+def test_words_are_apart_from_those_of_the_prompt(monkeypatch):
     """A decoder that does not know the prompt leaves out the space before the first word."""
     for kind in KINDS:
         tokenizer = SubwordTokenizer(KINDS[kind]())
@@ -60,7 +76,10 @@ def test_words_are_apart_from_those_of_the_prompt():
         added = tokens[len(tokenizer.encode_document(prompt.encode())[0]) :]
         model = LanguageModel(LanguageModelConfig(vocab_size=tokenizer.vocab_size, d_model=16, n_layers=1)).eval()
         model.tokenizer = tokenizer.to_serialized()
-        assert continuation(model, model.encode(prompt), added) == " chases the cat"
+        with monkeypatch.context() as patch:
+            patch.setattr(text_module, "stream", lambda *args, **options: (torch.tensor([token]) for token in added))  # noqa: B023
+            assert model.generate(prompt, len(added)) == "the dog chases the cat"
+            assert model.generate(prompt, len(added), stop=[" cat", "s the"]) == "the dog chase"
         shown: list[str] = []
         writer = TextWriter(model, shown.append)
         writer.read(prompt)
