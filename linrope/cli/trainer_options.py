@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
+from jsonargparse import Namespace
 from lightning.pytorch import Callback, callbacks
 
 from linrope.cli.config_files import CONFIG, names_and_values
@@ -20,6 +22,13 @@ from linrope.training.sharding import CLASSES
 OPTION = "trainer.callbacks"
 NOT_OFFERED = {"Callback", "Checkpoint", "Timer", *(callback.__name__ for callback in UNSUPPORTED)}
 """Base classes, callbacks that are refused, and Timer, in whose place there is trainer.max_time."""
+LOGGER_PACKAGES = {
+    "WandbLogger": ["wandb"], "MLFlowLogger": ["mlflow"], "CometLogger": ["comet_ml"], "NeptuneLogger": ["neptune"],
+    "TensorBoardLogger": ["tensorboard", "tensorboardX"],
+}  # fmt: skip
+"""What Lightning's loggers need, one of each list."""
+PRECISIONS = {"fp16": "16-mixed", "float16": "16-mixed", "fp32": "32-true", "float32": "32-true"}
+"""Lightning's names of formats that have others elsewhere."""
 
 
 def require_known_values(args: Sequence[str], precision: Any) -> None:
@@ -27,6 +36,8 @@ def require_known_values(args: Sequence[str], precision: Any) -> None:
     strategy that is no class, or for a callback that is unknown, has an unknown option or lacks one."""
     _require_class_of_strategy(args)
     for value in _values(args, "precision"):
+        if value in PRECISIONS:
+            raise InputError(f"trainer.precision={value!r} is unknown: Lightning's name is {PRECISIONS[value]!r}.")
         if value is not None:
             require_choice("trainer.precision", str(value), dict.fromkeys(map(str, [AUTO, *_literals(precision)])))
     for name, options in _given_callbacks(args):
@@ -43,6 +54,15 @@ def _require_class_of_strategy(args: Sequence[str]) -> None:
             f"{options[0]} needs the class of the strategy, not trainer.strategy={given}: give --trainer.strategy "
             f"{classes[given]} before it."
         )
+
+
+def require_packages_of_loggers(given: Any) -> None:
+    """Raise InputError for a logger of `trainer.logger`, as it was parsed, whose package is missing."""
+    for one in given if isinstance(given, list) else [given]:
+        name = one.class_path.rpartition(".")[2] if isinstance(one, Namespace) else one
+        packages = LOGGER_PACKAGES.get(name, [])
+        if packages and not any(map(find_spec, packages)):
+            raise InputError(f"trainer.logger={name} needs a package: pip install {packages[0].replace('_', '-')}.")
 
 
 def _values(args: Sequence[str], option: str) -> Iterator[Any]:

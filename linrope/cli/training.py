@@ -30,7 +30,7 @@ from linrope.cli.own_classes import own_classes
 from linrope.cli.parser import add_options, parse, parser_settings
 from linrope.cli.ranks import compare_ranks, require_launched
 from linrope.cli.tasks import TASKS, name_of_task, task_of
-from linrope.cli.trainer_options import require_known_values
+from linrope.cli.trainer_options import require_known_values, require_packages_of_loggers
 from linrope.errors import InputError
 from linrope.interop.roformer import load_trained
 from linrope.models.base import Model, ModelConfig, config_in
@@ -270,11 +270,12 @@ class ConfigCLI(LightningCLI):
         options = self.config.clone()
         for section in self.own_classes:
             del options[section]["class_path"]
+        require_packages_of_loggers(options.trainer.logger)
         try:
             self.config_init = self.parser.instantiate(options)
         except InputError:
             raise
-        except ValueError as error:  # a logger whose package is not installed, for example
+        except ValueError as error:
             raise InputError(str(error)) from error
 
     def build_task(self) -> TrainingTask:

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import signal
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,7 @@ def test_what_is_monitored_changes_no_weights(tiny, run_folder, capsys, monitor)
         ("StochasticWeightAveraging", {"swa_lrs": 0.01, "swa_epoch_start": 1}, "Set run.ema_decay "),
         ("EMAWeightAveraging", {"decay": 0.9}, "Set run.ema_decay "),
         ("OnExceptionCheckpoint", {"dirpath": "here"}, "Set run.checkpoint_every_n_steps; "),
+        ("Timer", {"duration": "00:01:00:00"}, "Set trainer.max_time, "),
         ("LearningRateFinder", {}, "Compare short runs with different optimizer.lr."),
     ],
 )
@@ -191,6 +193,7 @@ def test_a_callback_that_would_change_the_run_silently_is_refused(tiny, error_of
         (["--config={trainer: {callbacks: [{class_path: ModelPrunin}]}}"], "Did you mean 'ModelPruning'?"),
         (["--trainer.precision=bananas"], "trainer.precision='bananas' is unknown: choose one of 'auto', "),
         (["--config={trainer: {precision: bf16-mxed}}"], "Did you mean 'bf16-mixed'?"),
+        (["--trainer.precision=fp16"], "trainer.precision='fp16' is unknown: Lightning's name is '16-mixed'."),
         (
             ["--trainer.strategy=ddp", "--trainer.strategy.timeout=300"],
             "--trainer.strategy.timeout needs the class of the strategy, not trainer.strategy=ddp: give "
@@ -215,6 +218,21 @@ def test_values_that_the_trainer_does_not_know_are_named_in_one_line(tiny, error
     err = error_of("fit", *tiny, *options)
     assert message in err
     assert "lr=x" in options[-1] or err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--trainer.logger=WandbLogger"],
+        ["--config={trainer: {logger: [{class_path: lightning.pytorch.loggers.WandbLogger}]}}"],
+        ["--trainer.logger=WandbLogger", "--trainer.logger.project=mine"],
+    ],
+)
+def test_the_package_that_a_logger_needs_is_named(tiny, error_of, given):
+    if find_spec("wandb") is not None:
+        pytest.skip("wandb is installed")
+    err = error_of("fit", *tiny, *given)
+    assert err == "linrope: error: trainer.logger=WandbLogger needs a package: pip install wandb.\n"
 
 
 def test_an_error_that_a_callback_of_lightning_raises_when_set_up_names_it(tiny, run_folder, error_of, monkeypatch):
