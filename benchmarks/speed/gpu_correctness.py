@@ -360,11 +360,9 @@ TRAITS: dict[str, tuple[float, Callable[[], dict[str, float]]]] = {
 
 def with_first_configuration(measure: Callable[[], dict[str, float]]) -> dict[str, float]:
     """Without autotuning, whose choices beside other work are of no use. Launches are planned, as those of users."""
-    from linrope.ops.triton_kernel.plan import MARCHING
-
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(plan, "_plans", {}))
-        for name in MARCHING:
+        for name in plan.MARCHING:
             stack.enter_context(mock.patch.object(getattr(plan.all_kernels(), name), "configs", configurations()[:1]))
         return measure()
 

@@ -270,6 +270,7 @@ def test_the_others_say_that_rank_0_was_killed(base, tmp_path, monkeypatch):
     assert "Traceback" not in err
 
 
+@pytest.mark.exhaustive
 def test_ranks_with_different_options_are_refused_with_one_message(printed, base):
     codes, err = printed["differ"]
     assert codes == [2, 2]

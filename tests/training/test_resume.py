@@ -404,6 +404,7 @@ def test_text_that_a_checkpoint_may_have_learned_is_not_held_out_in_silence(tiny
             assert main([*command, split]) == 0
 
 
+@pytest.mark.exhaustive
 def test_a_text_that_has_grown_is_not_cut_elsewhere_in_silence(tiny, run_folder, tmp_path):
     texts = write_documents(tmp_path / "texts", [200] * 8)
     options = [*tiny, f"--data.path={texts}", "--data.fractions=[0.5, 0.25, 0.25]", "--trainer.max_steps=1"]

@@ -167,6 +167,7 @@ def test_runs_that_start_at_once_have_folders_of_their_own(tmp_path):
     assert names == [f"version_{number}" for number in range(8)]
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_is_being_trained_is_not_resumed_beside_it(tiny, run_folder, tmp_path, error_of):
     every = [*tiny, "--trainer.log_every_n_steps=1", "--run.checkpoint_every_n_steps=1"]
     run = Run(["fit", *every, "--trainer.max_steps=1000000"], tmp_path)

@@ -177,7 +177,7 @@ def configs() -> list:
     """Those of language models, except for softmax attention without a window."""
     paths = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
     paths = [path for path in paths if "task" not in yaml.safe_load(path.read_text()) and "softmax" not in path.stem]
-    return [pytest.param(path, id=path.stem, marks=[] if "parallel-cpu" in path.stem else EXHAUSTIVE) for path in paths]
+    return [pytest.param(path, id=path.stem, marks=EXHAUSTIVE) for path in paths]
 
 
 @pytest.mark.parametrize("config", configs())

@@ -73,9 +73,9 @@ def open_tokenizer(name: str, option: str) -> Tokenizer:
     if name == "bytes":
         return ByteTokenizer()
     path = Path(name).expanduser()
-    if (path / "tokenizer.json").is_file():  # a folder, as transformers saves one
-        path /= "tokenizer.json"
     try:
+        if (path / "tokenizer.json").is_file():  # a folder, as transformers saves one
+            path /= "tokenizer.json"
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise InputError(f"{option}={name!r} is a pipe or a device: give the path of a tokenizer.json, or 'bytes'.")
         text = path.read_text(encoding="utf-8")

@@ -69,6 +69,7 @@ def test_rows_longer_than_the_table_of_positions_are_refused_before_training(opt
     assert "data.context=32 is longer than the rows of model.positions.length=31" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_is_measured_predicts_and_starts_another_run(options, capsys):
     assert main(["fit", *options, "--trainer.max_steps=10"]) == 0
     again = ["--ckpt_path=runs/mlm/version_0/checkpoints/last.ckpt"]
