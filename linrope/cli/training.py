@@ -380,6 +380,10 @@ class TrainingCLI(ConfigCLI):
                 "trainer.val_check_interval=0 must be above 0: training batches between two validations. For none, set "
                 "trainer.limit_val_batches=0."
             )
+        if self.config_init.trainer.barebones:
+            raise InputError(
+                "trainer.barebones=True leaves out the logs and checkpoints that linrope keeps of every run: remove it."
+            )
         for name in ("devices", "num_nodes"):
             number = str(getattr(self.config_init.trainer, name))
             if number.isdecimal() and int(number) > MAX_PROCESSES:

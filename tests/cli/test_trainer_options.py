@@ -193,6 +193,7 @@ def test_a_callback_that_would_change_the_run_silently_is_refused(tiny, error_of
         (["--config={trainer: {callbacks: [{class_path: ModelPrunin}]}}"], "Did you mean 'ModelPruning'?"),
         (["--trainer.precision=bananas"], "trainer.precision='bananas' is unknown: choose one of 'auto', "),
         (["--config={trainer: {precision: bf16-mxed}}"], "Did you mean 'bf16-mixed'?"),
+        (["--trainer.barebones=true"], "trainer.barebones=True leaves out the logs and checkpoints"),
         (["--trainer.precision=fp16"], "trainer.precision='fp16' is unknown: Lightning's name is '16-mixed'."),
         (
             ["--trainer.strategy=ddp", "--trainer.strategy.timeout=300"],

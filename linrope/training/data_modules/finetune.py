@@ -275,7 +275,16 @@ class FineTuningDataModule(ResumableDataModule):
             rows.append((f"  {split}", self._described(split)))
         if self._asks_to_validate and self.examples("val") is None:
             rows.append(("  val", "no file of this split, so there is no validation"))
-        return [*rows, ("a step", f"{self._rows_of_a_step} rows")]
+        return [*rows, ("a step", f"{self._rows_of_a_step} rows{self._readings}")]
+
+    @property
+    def _readings(self) -> str:
+        """How often a run of known length reads each row: epochs that are no whole number of steps add up."""
+        steps = -1 if self.trainer is None else self.trainer.max_steps
+        if steps < 1:
+            return ""
+        times = steps * self._rows_of_a_step / len(self.examples("train"))
+        return f"; the run of {steps:,} reads each row {times:,.1f} times"
 
     @property
     def _rows_of_a_step(self) -> int:

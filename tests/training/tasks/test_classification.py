@@ -50,6 +50,7 @@ def test_a_run_by_epochs_learns_resumes_is_measured_and_predicts(options, capsys
     losses = [float(line.split("val_loss ")[1].split()[0]) for line in out.splitlines() if "val_loss" in line]
     assert losses[-1] < 0.6 < losses[0]
     assert "step 30/30" in out  # 5 · ⌈44 / 8⌉
+    assert "a step 8 rows; the run of 30 reads each row 5.5 times" in " ".join(out.split())
 
     def interrupt(self, *unused) -> None:
         if self.trainer.global_step == 9:
