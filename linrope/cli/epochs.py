@@ -30,8 +30,8 @@ def count_steps(trainer: Namespace, data: ResumableDataModule) -> None:
 
 def count_validations(trainer: Namespace, data: ResumableDataModule, default_interval: int) -> None:
     """Replace `trainer.check_val_every_n_epoch` by `trainer.val_check_interval`, in batches; `default_interval` counts
-    as not given. Data that has epochs is validated in each if nothing is given, and always at the end at least. It
-    comes before `count_steps`, which drops the size of an epoch."""
+    as not given. Data that has epochs is validated in each if nothing is given, and at the end of a run that is
+    shorter than the interval. It comes before `count_steps`, which drops the size of an epoch."""
     if (epochs := trainer.check_val_every_n_epoch) is None:
         _validate_once(trainer, data, default_interval)
         return
