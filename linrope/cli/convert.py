@@ -20,7 +20,7 @@ from linrope.data.tokenizers.base import tokenizer_from_serialized, tokenizer_to
 from linrope.errors import InputError
 from linrope.evaluation.replacement_costs import replacement_costs, table_of
 from linrope.evaluation.reports import name_of
-from linrope.interop.llama import is_llama
+from linrope.interop.llama import HF_TOKENIZER, is_llama
 from linrope.interop.roformer import load_trained
 from linrope.models.conversion import convert, hybrid_config
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
@@ -218,7 +218,7 @@ def _print_next(config: ConvertConfig, console: Console) -> None:
     files: list[Any] = ["--config", f"configs/convert-{stage}.yaml", "--config", Path(config.output, MODEL_FILE)]
     options = ["--conversion.teacher", config.teacher, "--run.start_from", config.output]
     text, lines = config.text, []
-    if text is None and is_llama(config.teacher):
+    if text is None and is_llama(config.teacher) and Path(config.teacher, HF_TOKENIZER).is_file():
         text, tokenizer = "prepared", ["--tokenizer", config.teacher, "--output", "prepared"]
         lines.append(command_line("prepare", ["--path", "TEXT", *tokenizer]))
     options += [] if text is None else ["--data.path", text]

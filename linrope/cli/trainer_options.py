@@ -36,7 +36,7 @@ def require_known_values(args: Sequence[str], precision: Any) -> None:
     strategy that is no class, or for a callback that is unknown, has an unknown option or lacks one."""
     _require_class_of_strategy(args)
     for value in _values(args, "precision"):
-        if value in PRECISIONS:
+        if str(value) in PRECISIONS:
             raise InputError(f"trainer.precision={value!r} is unknown: Lightning's name is {PRECISIONS[value]!r}.")
         if value is not None:
             require_choice("trainer.precision", str(value), dict.fromkeys(map(str, [AUTO, *_literals(precision)])))

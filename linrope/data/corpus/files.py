@@ -71,7 +71,8 @@ def find_sources(
     files, root, origin = _find_files(path, option)
     found, n_unreadable = _distinct(files, root)
     if left_out is not None:
-        found = [file for file in found if not file.resolve().is_relative_to(left_out.resolve())]
+        left_out = left_out.resolve()
+        found = [file for file in found if not file.resolve().is_relative_to(left_out)]
     documents, n_skipped = [], n_unreadable
     for file in found:
         name, of_json_lines = file.relative_to(root).as_posix(), is_json_lines(file)

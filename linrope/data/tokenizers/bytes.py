@@ -84,7 +84,7 @@ class ByteTokenizer:
         return np.zeros(VOCAB_SIZE, dtype=bool), between
 
     def to_serialized(self) -> dict[str, str]:
-        return BYTES
+        return dict(BYTES)
 
 
 def bytes_of(targets: Tensor, n_bytes: Tensor | None = None) -> Tensor:

@@ -193,6 +193,11 @@ class FineTuningDataModule(ResumableDataModule):
         for split in splits:
             if stage == "fit" and split == "val" and not (self._asks_to_validate and self.examples("val") is not None):
                 continue
+            if self._measured_file is not None and self._measured_file.name in self.files["train"]:
+                rank_zero_warn(
+                    f"data.path={str(self.path)!r} is the training file by its name, and the rows that are read: give "
+                    f"the folder for those of the {split} file."
+                )
             self._prepare(split, must_have_targets=stage != "predict")
             if stage != "fit" and (n := self.n_truncated(split)):
                 rank_zero_warn(f"{n:,} rows of the {split} split are truncated to data.max_length={self.max_length}.")

@@ -97,6 +97,10 @@ def test_a_file_that_is_given_to_a_measurement_is_read_whatever_its_name(tmp_pat
         data.setup(stage)
         (batch,) = getattr(data, f"{stage.replace('validate', 'val')}_dataloader")()
         assert sorted(batch["id"]) == ["0", "1", "2"]
+    data = ClassificationDataModule(path=str(tmp_path / "train.tsv"))
+    data.measure_path()
+    with pytest.warns(UserWarning, match="is the training file by its name, and the rows that are read: give the fold"):
+        data.setup("validate")
     for name, split in (("dev.tsv", "val"), ("test.tsv", "test")):
         with pytest.raises(InputError, match=rf"{name}' is the {split} file by its name: give the training file"):
             ClassificationDataModule(path=str(tmp_path / name)).setup("fit")

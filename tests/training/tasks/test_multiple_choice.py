@@ -73,6 +73,7 @@ def test_a_run_learns_resumes_is_measured_and_predicts(monkeypatch, capsys):
         assert main(["predict", f"--ckpt_path={whole}", "--output=found.jsonl"]) == 0
     rows = [json.loads(line) for line in Path("found.jsonl").read_text().splitlines()]
     assert [row["id"] for row in rows] == ["0", "1", "2", "3", "4"]
+    logits = logits[torch.tensor([batch["id"].index(row["id"]) for row in rows])]  # in the order of the file
     assert [row["label"] for row in rows] == ["BC"[best] for best in logits.argmax(-1)]
     assert [row["scores"]["C"] for row in rows] == pytest.approx(logits.softmax(-1)[:, 1].tolist(), rel=1e-4)
 
