@@ -16,7 +16,7 @@ from rich.progress import BarColumn
 
 from linrope.cli.output import command_line, say
 from linrope.cli.parser import parse_command
-from linrope.data.tokenizers.base import tokenizer_from_serialized, tokenizer_to_serialized
+from linrope.data.tokenizers.base import tokenizer_to_serialized
 from linrope.errors import InputError
 from linrope.evaluation.replacement_costs import replacement_costs, table_of
 from linrope.evaluation.reports import name_of
@@ -24,7 +24,7 @@ from linrope.interop.llama import HF_TOKENIZER, is_llama
 from linrope.interop.roformer import load_trained
 from linrope.models.conversion import convert, hybrid_config
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
-from linrope.training.checkpoint import require_same_tokenizer
+from linrope.training.checkpoint import knows_tokenizer, require_same_tokenizer
 from linrope.training.data_modules.text import TextDataModule
 from linrope.utils.files import require_free_folder, whole_file
 from linrope.utils.terminal import progress_bar
@@ -178,11 +178,11 @@ def _batches(config: ConvertConfig, teacher: LanguageModel) -> list[dict[str, to
     data.require_vocabulary(teacher.config.vocab_size)
     text = "the built-in text" if config.text is None else config.text
     of_teacher, of_data = teacher.tokenizer, tokenizer_to_serialized(data.tokenizer)
-    require_same_tokenizer(of_teacher, of_data, f"--text: {text} does not serve: --teacher={config.teacher!r}")
-    if tokenizer_from_serialized(of_teacher) is None:
+    if knows_tokenizer(teacher):
+        require_same_tokenizer(of_teacher, of_data, f"--text: {text} does not serve: --teacher={config.teacher!r}")
+    else:
         warnings.warn(
-            f"--teacher={config.teacher!r} has no tokenizer, so that nothing tells whether --text holds its tokens.",
-            stacklevel=2,
+            f"--teacher={config.teacher!r} has no tokenizer, so --text cannot be checked against it.", stacklevel=2
         )
     return list(islice(data.val_dataloader(), config.rows))
 

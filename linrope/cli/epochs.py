@@ -33,7 +33,7 @@ def count_validations(trainer: Namespace, data: ResumableDataModule, default_int
     as not given. Data that has epochs is validated in each if nothing is given, and at the end of a run that is
     shorter than the interval. It comes before `count_steps`, which drops the size of an epoch."""
     if (epochs := trainer.check_val_every_n_epoch) is None:
-        _validate_once(trainer, data, default_interval)
+        _limit_interval(trainer, data, default_interval)
         return
     if epochs < 1:
         raise InputError(f"trainer.check_val_every_n_epoch={epochs} must be 1 or more, or null.")
@@ -56,7 +56,7 @@ def count_validations(trainer: Namespace, data: ResumableDataModule, default_int
     trainer.val_check_interval = epochs * steps * trainer.accumulate_grad_batches
 
 
-def _validate_once(trainer: Namespace, data: ResumableDataModule, default_interval: int) -> None:
+def _limit_interval(trainer: Namespace, data: ResumableDataModule, default_interval: int) -> None:
     """Lower an interval of validations that is longer than the run; the default one also if longer than an epoch."""
     if type(data).steps_per_epoch_for is ResumableDataModule.steps_per_epoch_for:
         return  # without epochs; it is not opened before it must be
@@ -64,7 +64,7 @@ def _validate_once(trainer: Namespace, data: ResumableDataModule, default_interv
     if steps is None or not isinstance(interval, int):
         return
     ends = [steps] if interval == default_interval else []
-    if trainer.max_epochs not in (None, -1):
+    if trainer.max_epochs is not None and trainer.max_epochs > 0:
         ends.append(trainer.max_epochs * steps)
     if trainer.max_steps > 0:
         ends.append(trainer.max_steps)
@@ -106,4 +106,6 @@ def n_devices(trainer: Namespace) -> int:
         of_a_node = int(devices)
     else:
         of_a_node = max(1, torch.cuda.device_count()) if is_nvidia(trainer.accelerator) else 1
+    if of_a_node * trainer.num_nodes < 1:
+        raise InputError(f"trainer.devices={devices} on trainer.num_nodes={trainer.num_nodes} is no device: give one.")
     return of_a_node * trainer.num_nodes

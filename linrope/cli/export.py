@@ -49,11 +49,9 @@ def run(args: Sequence[str]) -> None:
         difference = onnx.export_onnx(model, config.output, overwrite=config.overwrite, **options)
         say(f"onnxruntime's logits differ from PyTorch's by at most {difference:.1g} on a few tokens")
     elif isinstance(model, LanguageModel):
-        from transformers.utils.logging import disable_progress_bar  # an optional package
+        from linrope.interop import transformers as hf  # an optional package
 
-        from linrope.interop import transformers as hf
-
-        disable_progress_bar()
+        hf.without_progress_bars()
         hf.export(model, config.output, overwrite=config.overwrite)
     elif isinstance(model, EncoderModel) and not what_transformers_lacks(model.config):
         export_roformer(model, config.output, overwrite=config.overwrite)

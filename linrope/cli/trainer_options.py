@@ -59,7 +59,9 @@ def _require_class_of_strategy(args: Sequence[str]) -> None:
 def require_packages_of_loggers(given: Any) -> None:
     """Raise InputError for a logger of `trainer.logger`, as it was parsed, whose package is missing."""
     for one in given if isinstance(given, list) else [given]:
-        name = one.class_path.rpartition(".")[2] if isinstance(one, Namespace) else one
+        if not isinstance(one, Namespace):
+            continue  # of linrope's own names `linrope fit` alone makes loggers
+        name = one.class_path.rpartition(".")[2]
         packages = LOGGER_PACKAGES.get(name, [])
         if packages and not any(map(find_spec, packages)):
             raise InputError(f"trainer.logger={name} needs a package: pip install {packages[0].replace('_', '-')}.")

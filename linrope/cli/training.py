@@ -124,7 +124,8 @@ class TrainerOptions:
     accumulate_grad_batches: int = 1
     """Batches of one step, whose loss is the mean over all their targets."""
     val_check_interval: int | str | None = 500
-    """Training batches between two validations, or a time, as DD:HH:MM:SS."""
+    """Training batches between two validations, or a time, as DD:HH:MM:SS. Data with epochs is validated in each where
+    this is the default."""
     limit_val_batches: int | float | None = None
     """Batches of a validation: a number, or a fraction of the split (1.0 is all of it)."""
     limit_test_batches: int | float | None = None

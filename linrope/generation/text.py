@@ -168,7 +168,7 @@ def generate_texts(
     prompts: Sequence[str],
     max_new_tokens: int,
     *,
-    stop: str | Sequence[str] = (),
+    stop: str | Sequence[str] | None = None,
     segment_length: int = SEGMENT_LENGTH,
     **sampling: Any,
 ) -> list[str]:
@@ -178,8 +178,8 @@ def generate_texts(
     The other options are those of `linrope.generation.decoding.stream`. Raises InputError if the model has no
     tokenizer, or for a `stop` that is no text or empty.
     """
-    stop_strings = [stop] if isinstance(stop, str) else list(stop)
-    if not all(isinstance(one, str) and one for one in stop_strings):
+    stop_strings = [stop] if isinstance(stop, str) else [] if stop is None else stop
+    if not isinstance(stop_strings, (list, tuple)) or not all(isinstance(one, str) and one for one in stop_strings):
         raise InputError(f"stop={stop!r} must be a text or a list of texts, none of them empty.")
     rows = [encode_text(model, prompt) for prompt in prompts]
     tokenizer = require_tokenizer(model, "encode")

@@ -83,7 +83,8 @@ def load_llama(path: str | Path) -> LanguageModel:
 
 
 def _tokenizer_of(folder: Path, vocab_size: int) -> Tokenizer | None:
-    """That of the tokenizer.json in a folder; None without one, or, with a warning, for one that cannot serve."""
+    """The tokenizer of the folder's tokenizer.json; None if there is none, or, with a warning, if the model cannot use
+    it."""
     file = folder / HF_TOKENIZER
     if not file.is_file():
         return None

@@ -50,6 +50,7 @@ try:
     )
     from transformers.modeling_outputs import CausalLMOutputWithPast
     from transformers.utils import cached_file
+    from transformers.utils.logging import disable_progress_bar
 except ImportError as error:
     raise InputError(f'{error.name} is not installed: pip install "linrope[hf]".') from error
 
@@ -431,6 +432,11 @@ def _of_bytes() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def without_progress_bars() -> None:
+    """Show none of transformers' own in this process."""
+    disable_progress_bar()
 
 
 def export(model: LanguageModel, folder: str | os.PathLike, *, overwrite: bool = False) -> None:

@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from linrope.data.tokenizers.base import Tokenizer, tokenizer_from_serialized
+from linrope.data.tokenizers.bytes import VOCAB_SIZE
 from linrope.errors import CheckpointError, InputError
 from linrope.interop.roformer import load_trained
 from linrope.models.base import Model, ModelConfig, differences, flat_options
@@ -129,6 +130,13 @@ def warn_of_other_split(checkpoint: dict[str, Any], fractions: list[float], path
             "text is the same, it was trained on some text that is held out here, and losses on that mean little. Give "
             "the same data.fractions."
         )
+
+
+def knows_tokenizer(model: Model) -> bool:
+    """Whether the tokenizer of a model's training is known. A model made in Python has bytes if its size is theirs."""
+    if model.tokenizer is None:
+        return model.config.vocab_size <= VOCAB_SIZE
+    return tokenizer_from_serialized(model.tokenizer) is not None
 
 
 def require_same_tokenizer(of_model: dict[str, str] | None, of_data: dict[str, str], source: str) -> None:

@@ -57,9 +57,10 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Begin the file; config.yaml beside it has the options."""
-        with self._errors_named():
-            self._begin(["step"])
+        """Begin the file if nothing was logged before; config.yaml beside it has the options."""
+        if not self._columns:
+            with self._errors_named():
+                self._begin(["step"])
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:

@@ -162,7 +162,7 @@ def test_a_llama_of_transformers_becomes_a_hybrid(here, error_of, capsys):
     assert main([*measured, "--text=prepared"]) == 0
     assert main(["fit", *files, *RUN, *options, "--data.path=prepared"]) == 0
     Path("llama/tokenizer.json").unlink()
-    with pytest.warns(UserWarning, match="conversion.teacher='llama' has no tokenizer, so that nothing tells"):
+    with pytest.warns(UserWarning, match="conversion.teacher='llama' has no tokenizer, so the data cannot"):
         assert main(["fit", *files, *RUN, *options, "--data.path=prepared", "--run.name=unknown"]) == 0
     values = json.loads(Path("llama/config.json").read_text())
     Path("llama/config.json").write_text(json.dumps({**values, "intermediate_size": 96}))

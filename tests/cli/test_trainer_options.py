@@ -125,12 +125,13 @@ def test_a_strategy_may_be_named_by_its_class_without_options(tiny, given, name)
 
 
 @pytest.mark.parametrize("name", ["EarlyStopping", "ModelCheckpoint"])
-def test_a_metric_that_no_run_logs_is_refused_before_training(tiny, error_of, monkeypatch, name):
+def test_a_metric_that_no_run_logs_is_refused_before_training(tiny, error_of, run_folder, monkeypatch, name):
     batches = record_batches(monkeypatch)
     err = error_of("fit", *tiny, f"--trainer.callbacks+={name}", "--trainer.callbacks.monitor=vall_loss")
     assert f"{name}.monitor='vall_loss' is not logged by this run: choose one of grad_norm, lr, " in err
     assert "Did you mean 'val_loss'?" in err
     assert batches == []
+    assert not run_folder.exists()
 
 
 @pytest.mark.parametrize("monitor", ["los", "val_loss/part"])

@@ -65,7 +65,8 @@ def test_texts_end_before_a_stop(model):
     assert ends[2] <= 20
     assert model.generate(texts, 30, seed=3, stop=stop) == [text[:end] for text, end in zip(whole, ends)]
     assert model.generate("one", 30, seed=3, stop=whole[0][5]) == whole[0][: whole[0].index(whole[0][5], 3)]
-    for wrong in ("", ["a", ""], [3]):
+    assert model.generate(texts, 30, seed=3, stop=None) == whole
+    for wrong in ("", ["a", ""], [3], 3):
         assert_input_errors(
             (lambda wrong=wrong: model.generate("a", 3, stop=wrong), "stop=.* must be a text or a list")
         )

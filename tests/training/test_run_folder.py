@@ -92,9 +92,10 @@ def test_a_resumed_run_goes_on_in_its_folder_and_another_name_asks_for_a_new_one
 
 def test_a_resumed_run_that_logs_nothing_has_the_rows_of_its_steps(tiny, run_folder):
     every = ["--trainer.log_every_n_steps=1", "--run.health_every_n_steps=0", "--trainer.val_check_interval=50"]
-    assert main(["fit", *tiny, *every, "--trainer.max_steps=4"]) == 0
-    checkpoint = load(run_folder) | {"global_step": 2}  # as if the run had been killed after two steps more
-    torch.save(checkpoint, run_folder / "checkpoints" / "last.ckpt")
+    kept = ["--run.checkpoint_every_n_steps=2", "--run.keep_checkpoints=9"]
+    assert main(["fit", *tiny, *every, *kept, "--trainer.max_steps=4"]) == 0
+    folder = run_folder / "checkpoints"
+    (folder / "step_2.ckpt").replace(folder / "last.ckpt")  # as if the run had been killed after two steps more
     rare = ["--trainer.log_every_n_steps=50", *every[1:], "--trainer.max_steps=3", "--ckpt_path=last"]
     assert main(["fit", *tiny, *rare]) == 0
     assert list(losses(run_folder)) == [1, 2]

@@ -75,7 +75,7 @@ def find_sources(
         found = [file for file in found if not file.resolve().is_relative_to(left_out)]
     documents, n_skipped = [], n_unreadable
     for file in found:
-        name, of_json_lines = file.relative_to(root).as_posix(), is_json_lines(file)
+        name, of_json_lines = file.relative_to(root).as_posix(), is_json_lines(file, look_into_zst=json_lines)
         if of_json_lines and not json_lines:
             raise InputError(
                 f"{option}={origin!r} holds JSON lines ({name}), which must be prepared first: linrope prepare --path "
@@ -95,10 +95,13 @@ def find_sources(
     return Sources(sorted(documents, key=lambda document: document.name), n_skipped, origin)
 
 
-def is_json_lines(file: Path) -> bool:
-    """Whether a file holds JSON lines: by its name, and by its first lines if it may also be one JSON value."""
+def is_json_lines(file: Path, look_into_zst: bool = True) -> bool:
+    """Whether a file holds JSON lines: by its name, and by its first lines if it may also be one JSON value. A
+    .json.zst is opened, with an optional package, only if asked."""
     if not file.name.lower().endswith(JSON):
         return file.name.lower().endswith(JSON_LINES)
+    if file.suffix.lower() == ".zst" and not look_into_zst:
+        return False
     damaged: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)
     if file.suffix.lower() == ".zst":
         damaged = (OSError, require_package("zstandard", str(file)).ZstdError)

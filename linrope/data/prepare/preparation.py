@@ -45,9 +45,12 @@ def prepare(config: PrepareConfig, progress: Progress = lambda done, total: None
 
 def _prepare(config: PrepareConfig, progress: Progress) -> Manifest:
     tokenizer, folder = open_tokenizer(config.tokenizer, "--tokenizer"), Path(config.output).expanduser()
+    if config.path is not None and folder.resolve().is_relative_to(Path(config.path).expanduser().resolve()):
+        raise InputError(f"--output={config.output!r} lies within --path={config.path!r}: name a folder elsewhere.")
     if config.dataset is None:
         # a glob may match what an earlier try left in the folder
-        units, origin, n_skipped = file_units(config.path, left_out=folder)
+        begun = (folder / PARTS).is_dir() or (folder / MANIFEST).is_file()
+        units, origin, n_skipped = file_units(config.path, left_out=folder if begun else None)
     else:
         units, n_skipped = dataset_units(config.dataset, config.dataset_config, config.dataset_split), 0
         origin = f"dataset {config.dataset} ({config.dataset_split})"
@@ -56,8 +59,6 @@ def _prepare(config: PrepareConfig, progress: Progress) -> Manifest:
         "tokenizer": tokenizer.fingerprint or tokenizer.name,
         "text_field": config.text_field,
     }
-    if config.path is not None and folder.resolve().is_relative_to(Path(config.path).expanduser().resolve()):
-        raise InputError(f"--output={config.output!r} lies within --path={config.path!r}: name a folder elsewhere.")
     parts = [folder / PARTS / _digest(plan["tokenizer"], plan["text_field"], _identity(unit)) for unit in units]
     if (manifest := _finished(folder, plan, parts)) is None:
         require_writable(folder, "--output")

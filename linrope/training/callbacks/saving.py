@@ -162,7 +162,8 @@ class GracefulStop(Callback):
 
 
 class SaveConfig(Callback):
-    """Writes `config`, the run's whole configuration as YAML, to config.yaml before training, and tells it the loggers.
+    """Writes `config`, the run's whole configuration as YAML, to config.yaml and passes it to the loggers, when
+    training starts. A run that Lightning's sanity check refuses leaves no folder.
 
     Raises InputError when set up if the run may not write to its folder.
     """
@@ -175,7 +176,7 @@ class SaveConfig(Callback):
         if stage == "fit" and (problem := trainer.strategy.broadcast(self.folder.problem)) is not None:
             raise InputError(problem)
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
             with whole_file(self.folder.path / "config.yaml") as file:
                 file.write(self.config.encode())

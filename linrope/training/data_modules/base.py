@@ -145,8 +145,8 @@ class ResumableDataModule(LightningDataModule):
         in the training data; of a folder it has the tokenizer and the labels. Called before `setup`."""
 
     def measure_path(self) -> None:
-        """`path` was given to a measurement or prediction itself, not by the run of its checkpoint. Called before
-        `setup`."""
+        """Called before `setup` if the command line of a measurement or prediction gives `path`. By default nothing
+        changes."""
 
     def samples_of(self, step: int) -> str:
         """Describes the training samples of the optimizer step that follows `step` finished ones, for messages."""

@@ -193,14 +193,20 @@ class FineTuningDataModule(ResumableDataModule):
         for split in splits:
             if stage == "fit" and split == "val" and not (self._asks_to_validate and self.examples("val") is not None):
                 continue
-            if self._measured_file is not None and self._measured_file.name in self.files["train"]:
-                rank_zero_warn(
-                    f"data.path={str(self.path)!r} is the training file by its name, and the rows that are read: give "
-                    f"the folder for those of the {split} file."
-                )
+            if self._measured_file is not None:
+                self._tell_of_other_file(split)
             self._prepare(split, must_have_targets=stage != "predict")
             if stage != "fit" and (n := self.n_truncated(split)):
                 rank_zero_warn(f"{n:,} rows of the {split} split are truncated to data.max_length={self.max_length}.")
+
+    def _tell_of_other_file(self, split: str) -> None:
+        """Warn if the file that is measured lies beside one with the name of the split: before, that was read."""
+        measured = self._measured_file
+        there = [name for name in self.files.get(split, ()) if (measured.parent / name).is_file()]
+        if there and measured.name not in there:
+            rank_zero_warn(
+                f"data.path={str(self.path)!r} itself is read, and not {there[0]} beside it: give that, or the folder."
+            )
 
     @property
     def _asks_to_validate(self) -> bool:
@@ -284,8 +290,8 @@ class FineTuningDataModule(ResumableDataModule):
 
     @property
     def _readings(self) -> str:
-        """How often a run of known length reads each row: epochs that are no whole number of steps add up."""
-        steps = -1 if self.trainer is None else self.trainer.max_steps
+        """How often the run reads each row; empty if its length is unknown, or if it reads a few alone."""
+        steps = -1 if self.trainer is None or self.trainer.overfit_batches else self.trainer.max_steps
         if steps < 1:
             return ""
         times = steps * self._rows_of_a_step / len(self.examples("train"))

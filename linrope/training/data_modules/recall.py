@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from linrope.data.batches.shuffling import permute
 from linrope.data.corpus.files import find_sources
 from linrope.data.corpus.splits import SPLIT_WAYS, SPLITS, split_corpus
 from linrope.data.synthetic.copying import Copy, Induction
@@ -127,18 +127,19 @@ class RecallDataModule(ResumableDataModule):
         return self._evaluation_loader("test", TEST)
 
     def _evaluation_loader(self, split: str, number: int) -> TimedLoader:
-        """All cases, their batches in a fixed random order, so that the first are of many. Each rank has every
-        `world_size`-th row; no row is read twice."""
+        """A batch of each case in order, then the next of each, so that the first ones are of all cases. Each rank has
+        every `world_size`-th row; no row is read twice."""
         mine = slice(self.run_position.rank, None, self.run_position.world_size)
-        task, batches = self.task_of(split), []
+        task, batches = self.task_of(split), []  # with the number of each among those of its case
         for case in map(tuple, self.cases):
             inputs, targets = (tokens[mine] for tokens in task.rows(self.test_rows, case, (number, *case)))
             n = self.tokens_per_batch // case[0]
-            batches += [
-                {"inputs": inputs[start : start + n], "targets": targets[start : start + n], "case": task.name(case)}
-                for start in range(0, len(inputs), n)
-            ]
-        return self.loader(batches, sampler=RankSampler([permute(i, len(batches)) for i in range(len(batches))]))
+            for number_of_case, start in enumerate(range(0, len(inputs), n)):
+                rows = slice(start, start + n)
+                batch = {"inputs": inputs[rows], "targets": targets[rows], "case": task.name(case)}
+                batches.append((number_of_case, batch))
+        in_turn = [batch for _, batch in sorted(batches, key=itemgetter(0))]
+        return self.loader(in_turn, sampler=RankSampler(range(len(in_turn))))
 
 
 class MQARDataModule(RecallDataModule):

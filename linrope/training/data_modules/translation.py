@@ -163,8 +163,9 @@ class TranslationDataModule(ResumableDataModule):
 
     def require_positions(self, positions: PositionsConfig) -> None:
         positions.require_row("data.max_length", self.max_length)
+        validates = self.trainer is None or self.trainer.limit_val_batches
         for split, found in self._evaluated.items():  # with all their pairs, however long
-            if found is not None:
+            if found is not None and (split != "val" or validates):
                 positions.require_row(f"the longest row of data.{split}", int(found.pairs.lengths.max()))
 
     def require_vocabulary(self, vocab_size: int) -> None:

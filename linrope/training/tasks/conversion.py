@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from linrope.data.tokenizers.base import tokenizer_from_serialized, tokenizer_to_serialized
+from linrope.data.tokenizers.base import tokenizer_to_serialized
 from linrope.data.tokenizers.bytes import bytes_of
 from linrope.errors import InputError
 from linrope.interop.roformer import load_trained
@@ -23,7 +23,7 @@ from linrope.losses import IGNORE, bits_per_byte
 from linrope.models.conversion import layers_that_differ, new_parameters
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
 from linrope.profiling.flops import step_flops
-from linrope.training.checkpoint import require_same_tokenizer
+from linrope.training.checkpoint import knows_tokenizer, require_same_tokenizer
 from linrope.training.data_modules.base import ResumableDataModule
 from linrope.training.data_modules.text import TextDataModule
 from linrope.training.optimizer import OptimizerConfig
@@ -97,9 +97,10 @@ class WithTeacher(TrainingTask):
             raise InputError("data.contiguous=True is for language modeling: set it to false, rows are read alone.")
         of_teacher, of_data = self.teacher.tokenizer, tokenizer_to_serialized(data.tokenizer)
         source = f"conversion.teacher={self.conversion.teacher!r}"
-        require_same_tokenizer(of_teacher, of_data, source)
-        if tokenizer_from_serialized(of_teacher) is None:
-            rank_zero_warn(f"{source} has no tokenizer, so that nothing tells whether the data hold its tokens.")
+        if knows_tokenizer(self.teacher):
+            require_same_tokenizer(of_teacher, of_data, source)
+        else:
+            rank_zero_warn(f"{source} has no tokenizer, so the data cannot be checked against it.")
 
 
 class AttentionAlignmentModule(WithTeacher):

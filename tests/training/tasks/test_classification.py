@@ -159,7 +159,8 @@ def test_new_rows_are_measured_and_predicted_without_the_training_file(options, 
     assert main(["predict", *new, "--output=new.jsonl"]) == 0
     assert Path("new.jsonl").read_text() == Path("found.jsonl").read_text()
     Path("mine.tsv").write_text("\n".join([header, *rows[1:]]))  # test.tsv lies beside it
-    assert main(["predict", checkpoint, "--data.path=mine.tsv", "--output=mine.jsonl"]) == 0
+    with pytest.warns(UserWarning, match=r"mine\.tsv' itself is read, and not test\.tsv beside it"):
+        assert main(["predict", checkpoint, "--data.path=mine.tsv", "--output=mine.jsonl"]) == 0
     found = [json.loads(line)["label"] for line in Path("found.jsonl").read_text().splitlines()]
     assert [json.loads(line)["label"] for line in Path("mine.jsonl").read_text().splitlines()] == found[1:]
     capsys.readouterr()
