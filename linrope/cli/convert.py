@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
@@ -16,15 +15,15 @@ from rich.progress import BarColumn
 
 from linrope.cli.output import command_line, say
 from linrope.cli.parser import parse_command
-from linrope.data.tokenizers.base import tokenizer_to_serialized
 from linrope.errors import InputError
 from linrope.evaluation.replacement_costs import replacement_costs, table_of
 from linrope.evaluation.reports import name_of
-from linrope.interop.llama import HF_TOKENIZER, is_llama
+from linrope.interop.llama import is_llama
 from linrope.interop.roformer import load_trained
 from linrope.models.conversion import convert, hybrid_config
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
-from linrope.training.checkpoint import knows_tokenizer, require_same_tokenizer
+from linrope.models.saving import TOKENIZER_FILE
+from linrope.training.checkpoint import require_tokenizer_of_teacher
 from linrope.training.data_modules.text import TextDataModule
 from linrope.utils.files import require_free_folder, whole_file
 from linrope.utils.terminal import progress_bar
@@ -177,13 +176,10 @@ def _batches(config: ConvertConfig, teacher: LanguageModel) -> list[dict[str, to
     data.setup("validate")
     data.require_vocabulary(teacher.config.vocab_size)
     text = "the built-in text" if config.text is None else config.text
-    of_teacher, of_data = teacher.tokenizer, tokenizer_to_serialized(data.tokenizer)
-    if knows_tokenizer(teacher):
-        require_same_tokenizer(of_teacher, of_data, f"--text: {text} does not serve: --teacher={config.teacher!r}")
-    else:
-        warnings.warn(
-            f"--teacher={config.teacher!r} has no tokenizer, so --text cannot be checked against it.", stacklevel=2
-        )
+    try:
+        require_tokenizer_of_teacher(teacher, data.tokenizer, f"--teacher={config.teacher!r}")
+    except InputError as error:
+        raise InputError(f"--text: {text} does not serve: {error}") from error
     return list(islice(data.val_dataloader(), config.rows))
 
 
@@ -218,7 +214,7 @@ def _print_next(config: ConvertConfig, console: Console) -> None:
     files: list[Any] = ["--config", f"configs/convert-{stage}.yaml", "--config", Path(config.output, MODEL_FILE)]
     options = ["--conversion.teacher", config.teacher, "--run.start_from", config.output]
     text, lines = config.text, []
-    if text is None and is_llama(config.teacher) and Path(config.teacher, HF_TOKENIZER).is_file():
+    if text is None and is_llama(config.teacher) and Path(config.teacher, TOKENIZER_FILE).is_file():
         text, tokenizer = "prepared", ["--tokenizer", config.teacher, "--output", "prepared"]
         lines.append(command_line("prepare", ["--path", "TEXT", *tokenizer]))
     options += [] if text is None else ["--data.path", text]

@@ -17,7 +17,7 @@ from torch import Tensor
 from linrope.data.tokenizers.base import Tokenizer, open_tokenizer, tokenizer_to_serialized
 from linrope.errors import InputError
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
-from linrope.models.saving import CONFIG_FILE, load_exported, model_type_of, read_config
+from linrope.models.saving import CONFIG_FILE, TOKENIZER_FILE, load_exported, model_type_of, read_config
 from linrope.rotary import BY_PARTS, RotaryConfig, RotaryScaling
 
 SHARED_DEFAULTS = {
@@ -50,7 +50,6 @@ OPTIONS = {
 """Our names of the options of transformers."""
 REFUSED = ("attention_bias", "mlp_bias", "use_sliding_window")
 """Options that must not be set: no model here computes the same."""
-HF_TOKENIZER = "tokenizer.json"
 IGNORED = "rotary_emb.inv_freq"
 """End of the names of tables of frequencies in older files; angles are computed here."""
 
@@ -85,7 +84,7 @@ def load_llama(path: str | Path) -> LanguageModel:
 def _tokenizer_of(folder: Path, vocab_size: int) -> Tokenizer | None:
     """The tokenizer of the folder's tokenizer.json; None if there is none, or, with a warning, if the model cannot use
     it."""
-    file = folder / HF_TOKENIZER
+    file = folder / TOKENIZER_FILE
     if not file.is_file():
         return None
     try:

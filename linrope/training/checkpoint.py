@@ -10,8 +10,12 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from linrope.data.tokenizers.base import Tokenizer, tokenizer_from_serialized
-from linrope.data.tokenizers.bytes import VOCAB_SIZE
+from linrope.data.tokenizers.base import (
+    Tokenizer,
+    known_or_bytes,
+    tokenizer_from_serialized,
+    tokenizer_to_serialized,
+)
 from linrope.errors import CheckpointError, InputError
 from linrope.interop.roformer import load_trained
 from linrope.models.base import Model, ModelConfig, differences, flat_options
@@ -132,13 +136,6 @@ def warn_of_other_split(checkpoint: dict[str, Any], fractions: list[float], path
         )
 
 
-def knows_tokenizer(model: Model) -> bool:
-    """Whether the tokenizer of a model's training is known. A model made in Python has bytes if its size is theirs."""
-    if model.tokenizer is None:
-        return model.config.vocab_size <= VOCAB_SIZE
-    return tokenizer_from_serialized(model.tokenizer) is not None
-
-
 def require_same_tokenizer(of_model: dict[str, str] | None, of_data: dict[str, str], source: str) -> None:
     """Raises InputError unless model and data have the same (serialized) tokenizer, or the model's is unknown."""
     trained, here = tokenizer_from_serialized(of_model, source), tokenizer_from_serialized(of_data)
@@ -149,6 +146,14 @@ def require_same_tokenizer(of_model: dict[str, str] | None, of_data: dict[str, s
         f"{source} was trained with the tokenizer {_described(trained)}, and the data holds {tokens}: give data that "
         "was prepared with that tokenizer, or for a .bin file set data.tokenizer to it."
     )
+
+
+def require_tokenizer_of_teacher(teacher: Model, tokenizer: Tokenizer | None, source: str) -> None:
+    """Raises InputError unless data of this tokenizer fit a teacher; warns if the teacher's tokenizer is unknown."""
+    of_teacher = known_or_bytes(teacher.tokenizer, teacher.config.vocab_size)
+    if tokenizer_from_serialized(of_teacher) is None:
+        rank_zero_warn(f"{source} has no tokenizer, so the data cannot be checked against it.")
+    require_same_tokenizer(of_teacher, tokenizer_to_serialized(tokenizer), source)
 
 
 def _described(tokenizer: Tokenizer) -> str:

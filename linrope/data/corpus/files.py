@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from linrope.data.corpus.sequences import Document
 from linrope.errors import InputError, require_package, suggest
@@ -98,28 +98,40 @@ def find_sources(
 def is_json_lines(file: Path, look_into_zst: bool = True) -> bool:
     """Whether a file holds JSON lines: by its name, and by its first lines if it may also be one JSON value. A
     .json.zst is opened, with an optional package, only if asked."""
-    if not file.name.lower().endswith(JSON):
-        return file.name.lower().endswith(JSON_LINES)
-    if file.suffix.lower() == ".zst" and not look_into_zst:
-        return False
-    damaged: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)
-    if file.suffix.lower() == ".zst":
-        damaged = (OSError, require_package("zstandard", str(file)).ZstdError)
+    name = file.name.lower()
+    if not name.endswith(JSON):
+        return name.endswith(JSON_LINES)
+    damaged: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, ValueError, RecursionError)  # or not JSON
+    if compression_of(file) == ".zst":
+        if not look_into_zst:
+            return False
+        damaged += (zstd(file)[1],)
     try:
         with _decompressing(file) as opened:
             return all(isinstance(json.loads(opened.readline(JSON_PROBE)), dict) for _ in range(2))
-    except (*damaged, ValueError, RecursionError):  # unreadable, damaged, or not JSON
+    except damaged:
         return False
+
+
+def compression_of(file: Path) -> str | None:
+    """The ending in COMPRESSED that a file has, in small letters; None without one."""
+    ending = file.suffix.lower()
+    return ending if ending in COMPRESSED else None
+
+
+def zstd(file: Path) -> tuple[Any, type[Exception]]:
+    """A decompressor for an archive, and its error. InputError without the package, which names the file."""
+    zstandard = require_package("zstandard", str(file))
+    return zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW), zstandard.ZstdError
 
 
 def _decompressing(file: Path) -> BinaryIO:
     """The bytes of a file, those in it for an archive."""
-    if file.suffix.lower() == ".gz":
+    if compression_of(file) == ".gz":
         return gzip.open(file)
-    if file.suffix.lower() != ".zst":
-        return open(file, "rb")
-    decompressor = require_package("zstandard", str(file)).ZstdDecompressor(max_window_size=ZSTD_WINDOW)
-    return io.BufferedReader(decompressor.stream_reader(open(file, "rb"), read_across_frames=True))
+    if compression_of(file) == ".zst":
+        return io.BufferedReader(zstd(file)[0].stream_reader(open(file, "rb"), read_across_frames=True))
+    return open(file, "rb")
 
 
 def _find_files(path: str | Path | None, option: str) -> tuple[Iterable[Path], Path, str]:

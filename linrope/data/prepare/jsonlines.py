@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import zlib
-from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from linrope.data.corpus.files import COMPRESSED, ZSTD_WINDOW
-from linrope.errors import DocumentChanged, InputError, require_package
+from linrope.data.corpus.files import compression_of, zstd
+from linrope.errors import DocumentChanged, InputError
 
 READ_BYTES = 1 << 20
 """Bytes of one read."""
@@ -29,15 +28,13 @@ def read_lines(path: Path, start: int, stop: int, count: Callable[[int], None]) 
     line, for a damaged or incomplete archive, or a line longer than LONGEST_LINE; without zstandard; DocumentChanged if
     the file ends before `stop`.
     """
-    suffix = path.suffix.lower()
-    compressed = suffix in COMPRESSED
+    compressed = compression_of(path)
     chunks = _chunks(path, start, stop, count, COMPRESSED_BYTES if compressed else READ_BYTES)
-    if suffix == ".gz":
+    if compressed == ".gz":
         chunks = _decompressed(chunks, lambda: zlib.decompressobj(wbits=31), zlib.error, path)
-    elif suffix == ".zst":
-        zstandard = require_package("zstandard", str(path))
-        start_one = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW).decompressobj
-        chunks = _decompressed(chunks, start_one, zstandard.ZstdError, path)
+    elif compressed == ".zst":
+        decompressor, broken = zstd(path)
+        chunks = _decompressed(chunks, decompressor.decompressobj, broken, path)
     offset, number, pending, n_pending = 0 if compressed else start, 1, [], 0
     try:
         for chunk in chunks:
@@ -45,7 +42,7 @@ def read_lines(path: Path, start: int, stop: int, count: Callable[[int], None]) 
             for line in lines:
                 whole = b"".join((*pending, line)) if pending else line
                 pending, n_pending = [], 0
-                yield offset, whole if offset else whole.removeprefix(BOM_UTF8)
+                yield offset, whole
                 offset, number = offset + len(whole) + 1, number + 1
             if rest:
                 pending.append(rest)
@@ -55,8 +52,7 @@ def read_lines(path: Path, start: int, stop: int, count: Callable[[int], None]) 
     except DamagedArchive as error:
         raise InputError(f"{path} line {number} cannot be read: {error}. Get the file again.") from error
     if pending:
-        whole = b"".join(pending)
-        yield offset, whole if offset else whole.removeprefix(BOM_UTF8)
+        yield offset, b"".join(pending)
 
 
 class DamagedArchive(Exception):
@@ -109,7 +105,7 @@ def text_of_line(line: bytes, field: str) -> bytes | None:
     if not line.strip():
         return None
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = json.loads(line.decode("utf-8-sig"))  # a file may begin with a byte order mark
     except UnicodeDecodeError as error:
         raise BadLine(f"is not UTF-8 (byte {error.start + 1} of the line)") from error
     except (ValueError, RecursionError) as error:  # ValueError also for a number with more digits than Python reads

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from linrope.data.corpus.files import COMPRESSED, find_sources, is_json_lines
+from linrope.data.corpus.files import compression_of, find_sources, is_json_lines
 from linrope.data.prepare.jsonlines import LONGEST_LINE, BadLine, line_name, read_lines, text_of_line, text_of_row
 from linrope.errors import DocumentChanged, InputError, require_package
 
@@ -88,7 +88,7 @@ def file_units(path: str | None, left_out: Path | None = None) -> tuple[list[Uni
 def _parts(source: FileRange) -> Iterator[FileRange]:
     """A file in ranges of about UNIT_BYTES, cut after lines; a compressed file is one range."""
     start = 0
-    if not (source.json_lines and source.path.suffix.lower() in COMPRESSED):
+    if not (source.json_lines and compression_of(source.path)):
         with open(source.path, "rb") as file:
             while source.size - start > UNIT_BYTES:
                 stop = start + UNIT_BYTES

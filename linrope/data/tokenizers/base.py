@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from linrope.data.tokenizers.bytes import ByteTokenizer
+from linrope.data.tokenizers.bytes import BYTES, VOCAB_SIZE, ByteTokenizer
 from linrope.data.tokenizers.subwords import SubwordTokenizer
 from linrope.errors import InputError, suggest
 
@@ -102,6 +102,14 @@ def tokenizer_from_serialized(values: dict[str, str] | None, where: str = "the t
     if kind == "unknown":
         return None
     raise InputError(f"{where} has type {kind!r}, which this version of linrope does not know: update linrope.")
+
+
+def known_or_bytes(values: dict[str, str] | None, vocab_size: int) -> dict[str, str]:
+    """The serialized tokenizer of a model of so many tokens. One that was made in Python has none: its tokens are bytes
+    if there are no more than these, and unknown otherwise."""
+    if values is not None:
+        return values
+    return dict(BYTES) if vocab_size <= VOCAB_SIZE else tokenizer_to_serialized(None)
 
 
 def tokenizer_to_serialized(tokenizer: Tokenizer | None) -> dict[str, str]:

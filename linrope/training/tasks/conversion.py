@@ -12,10 +12,8 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from linrope.data.tokenizers.base import tokenizer_to_serialized
 from linrope.data.tokenizers.bytes import bytes_of
 from linrope.errors import InputError
 from linrope.interop.roformer import load_trained
@@ -23,7 +21,7 @@ from linrope.losses import IGNORE, bits_per_byte
 from linrope.models.conversion import layers_that_differ, new_parameters
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
 from linrope.profiling.flops import step_flops
-from linrope.training.checkpoint import knows_tokenizer, require_same_tokenizer
+from linrope.training.checkpoint import require_tokenizer_of_teacher
 from linrope.training.data_modules.base import ResumableDataModule
 from linrope.training.data_modules.text import TextDataModule
 from linrope.training.optimizer import OptimizerConfig
@@ -95,12 +93,8 @@ class WithTeacher(TrainingTask):
         super().require_data(data)
         if data.contiguous:
             raise InputError("data.contiguous=True is for language modeling: set it to false, rows are read alone.")
-        of_teacher, of_data = self.teacher.tokenizer, tokenizer_to_serialized(data.tokenizer)
         source = f"conversion.teacher={self.conversion.teacher!r}"
-        if knows_tokenizer(self.teacher):
-            require_same_tokenizer(of_teacher, of_data, source)
-        else:
-            rank_zero_warn(f"{source} has no tokenizer, so the data cannot be checked against it.")
+        require_tokenizer_of_teacher(self.teacher, data.tokenizer, source)
 
 
 class AttentionAlignmentModule(WithTeacher):

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linrope.data.tokenizers.bytes import BYTES, VOCAB_SIZE, bytes_of
+from linrope.data.tokenizers.base import known_or_bytes
+from linrope.data.tokenizers.bytes import BYTES, bytes_of
 from linrope.distributed.group import SequenceGroup
 from linrope.distributed.segments import (
     sequence_parallel_segmented_loss,
@@ -135,8 +136,7 @@ class LanguageModelingModule(TrainingTask):
         """The bytes of each target if they are given, 0 if they are unknown; None where targets are bytes."""
         if "n_bytes" in batch:
             return batch["n_bytes"]
-        tokenizer = self.model.tokenizer  # None is that of models made in Python
-        are_bytes = self.model_config.vocab_size <= VOCAB_SIZE if tokenizer is None else tokenizer == BYTES
+        are_bytes = known_or_bytes(self.model.tokenizer, self.model_config.vocab_size) == BYTES
         return None if are_bytes else torch.zeros_like(batch["targets"])
 
     def evaluate(self, batch: Batch, sums: dict[Hashable, Any]) -> None:
