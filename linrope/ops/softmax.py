@@ -241,6 +241,7 @@ def _blocks(q: Tensor, keys: _Keys, window: int, scale: float | None) -> Tensor:
     if keys.visible is not None:
         mask = mask & (of_queries_and_keys(keys.visible)[1] | own)
     mask = rearrange(mask, "b n w s -> (b n) 1 w s")
-    q, k, v = (rearrange(x, "b h n w d -> (b n) h w d") for x in (q, k, v))
+    # copied first: whether b and n are one dimension without a copy depends on b, and a graph would be for one of both
+    q, k, v = (x.transpose(1, 2).contiguous().flatten(0, 1) for x in (q, k, v))
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     return rearrange(o, "(b n) h w d -> b h (n w) d", n=(n_queries + missing) // window)[:, :, :n_queries]

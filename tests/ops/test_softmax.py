@@ -104,13 +104,14 @@ def test_a_graph_is_for_whole_and_broken_windows(example, packed):
         def forward(self, q, ids):
             return softmax_attention(q, q, q, window=4, segment_ids=ids if packed else None)[0]
 
-    def inputs(length):
-        return torch.randn(2, HEADS, length, DIM), (torch.arange(length) // 5)[None].expand(2, -1)
+    def inputs(length, rows=2):
+        return torch.randn(rows, HEADS, length, DIM), (torch.arange(length) // 5)[None].repeat(rows, 1)
 
-    lengths = {"q": {2: torch.export.Dim.DYNAMIC}, "ids": {1: torch.export.Dim.DYNAMIC}}
-    graph = torch.export.export(Attention(), inputs(example), dynamic_shapes=lengths).module()
-    for length in (8, 9, 16, 31):
-        given = inputs(length)
+    any_size = torch.export.Dim.DYNAMIC
+    sizes = {"q": {0: any_size, 2: any_size}, "ids": {0: any_size, 1: any_size}}
+    graph = torch.export.export(Attention(), inputs(example), dynamic_shapes=sizes).module()
+    for length, rows in ((8, 1), (9, 2), (16, 3), (31, 1)):
+        given = inputs(length, rows)
         torch.testing.assert_close(graph(*given), Attention()(*given))
 
 
