@@ -112,17 +112,17 @@ class LinropeConfig(PreTrainedConfig):
 
 
 class StateCache:
-    """A model's state as a cache for `generate` of transformers."""
+    """A model's state as a cache for `generate` of transformers; None before the first token."""
 
     is_compileable = is_croppable = False
     is_linear = (False,)  # so that `generate` reads only what follows the tokens of a given cache
 
-    def __init__(self, state: ModelState) -> None:
+    def __init__(self, state: ModelState | None) -> None:
         self.state = state
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Number of tokens read."""
-        return self.state[layer_idx].past.length
+        return 0 if self.state is None else self.state[layer_idx].past.length
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes a copy of row beam_idx[i] (beam search)."""
@@ -254,6 +254,10 @@ class LinropeForCausalLM(PreTrainedModel, GenerationMixin):
                 raise InputError(
                     f"{name} drafts tokens and takes wrong ones back, which a linrope state cannot: leave it out."
                 )
+        in_chunks = options.get("prefill_chunk_size", getattr(config, "prefill_chunk_size", None)) is not None
+        uses_cache = options.get("use_cache", config.use_cache) is not False
+        if in_chunks and uses_cache and not {"cache", "past_key_values"} & options.keys():
+            options[CACHE] = StateCache(None)  # which transformers wants before the first chunk
         return super().generate(inputs, generation_config, *args, **options)
 
     def forward(

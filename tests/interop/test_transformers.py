@@ -92,6 +92,11 @@ def test_generation_is_ours_with_and_without_the_cache(trained, loaded):
     begun = loaded.generate(tokens, do_sample=False, max_new_tokens=5, return_dict_in_generate=True)
     more = loaded.generate(begun.sequences, do_sample=False, max_new_tokens=7, **{CACHE: begun[CACHE]})
     assert torch.equal(more, expected)
+    for options in ({}, {"num_beams": 3}):
+        whole, parts = (
+            loaded.generate(tokens.expand(2, -1), **GREEDY, **options, prefill_chunk_size=size) for size in (None, 3)
+        )
+        assert torch.equal(parts, whole)
     several = loaded.generate(tokens, num_return_sequences=3, do_sample=True, max_new_tokens=4)
     assert several.shape == (3, tokens.shape[1] + 4)
 
