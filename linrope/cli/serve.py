@@ -67,8 +67,8 @@ class ServeConfig(ModelOptions):
             raise InputError("--cache_folder needs --cache_gb and --cache_folder_gb above 0: files go through memory.")
         if self.snapshot_every & (self.snapshot_every - 1):
             raise InputError(f"--snapshot_every={self.snapshot_every} must be a power of two, 1024 for example.")
-        if self.api_key == "":
-            raise InputError("--api_key='' is empty: give a key, or remove the option for none.")
+        if self.api_key is not None and not self.api_key.strip():
+            raise InputError(f"--api_key={self.api_key!r} is empty: give a key, or remove the option for none.")
 
     @property
     def limits(self) -> Limits:
@@ -107,7 +107,7 @@ def serve(config: ServeConfig) -> None:
         counted = metrics.Metrics()
         scheduler = Scheduler(model, cache, config.limits, events=counted)
         counted.watch(scheduler, cache)
-        key = config.api_key or os.environ.get(KEY_VARIABLE) or None
+        key = (config.api_key or os.environ.get(KEY_VARIABLE, "")).strip() or None  # as HTTP strips a client's
         longest = min(config.max_length, model.config.positions.longest_row or config.max_length)
         name = config.model_name or Path(config.checkpoint).resolve().name
         service = http.Service(scheduler, tokenizer, counted, name, longest, key)
@@ -119,7 +119,7 @@ def serve(config: ServeConfig) -> None:
             say(f"{name} is served at {at}/v1 ({'with' if key else 'without'} an API key)")
 
         try:
-            server.Server(http.application(service), ready=tell, cut=scheduler.cut).run(sockets=[listening])
+            server.Server(http.application(service), ready=tell, cut=service.cut).run(sockets=[listening])
         finally:
             scheduler.close(answer=False)
             cache.close()

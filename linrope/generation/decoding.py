@@ -200,5 +200,6 @@ def sampling_of(options: dict[str, Any]) -> Sampling:
 
 def check_max_new_tokens(max_new_tokens: int) -> None:
     """Raise InputError unless this is a whole number, at least 0."""
-    if not isinstance(max_new_tokens, Integral) or max_new_tokens < 0:
+    is_whole = isinstance(max_new_tokens, Integral) and not isinstance(max_new_tokens, bool)
+    if not is_whole or max_new_tokens < 0:
         raise InputError(f"max_new_tokens={max_new_tokens!r} must be a whole number, at least 0.")

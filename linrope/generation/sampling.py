@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if not 0 <= self.temperature <= sys.float_info.max:  # a whole number may be larger
+        if not (self.temperature >= 0 and _is_finite(self.temperature)):
             raise InputError(
                 f"temperature={self.temperature} must be a finite number, at least 0 (0 takes the likeliest token)."
             )
@@ -45,6 +45,14 @@ class Sampling:
             )
         if self.seed is not None and not abs(self.seed) < 2**63:
             raise InputError(f"seed={self.seed} must be a number of at most 63 bits, or None for a new draw each time.")
+
+
+def _is_finite(number: float) -> bool:
+    """Whether a number is finite as a float, which a whole number may exceed."""
+    try:
+        return math.isfinite(number)
+    except OverflowError:
+        return False
 
 
 def require_finite(logits: Tensor) -> None:
@@ -120,7 +128,7 @@ def _penalised(logits: Tensor, recent: Tensor, penalty: float) -> Tensor:
 def probabilities_of(logits: Tensor, sampling: Sampling) -> Tensor:
     """(B, V) float32 logits -> (B, V) float64 probabilities, 0 for tokens excluded by top_k or top_p."""
     # at most 0, and in float64: no temperature can overflow it
-    logits = (logits - logits.amax(dim=-1, keepdim=True)).double() / sampling.temperature
+    logits = (logits - logits.amax(dim=-1, keepdim=True)).double() / float(sampling.temperature)
     if sampling.top_k is not None:
         kept = logits.topk(min(sampling.top_k, logits.shape[-1]))
         logits = torch.full_like(logits, -torch.inf).scatter(-1, kept.indices, kept.values)

@@ -209,7 +209,7 @@ def encode_text(model: CausalModel, text: str) -> Tensor:
 
 def decode_text(model: CausalModel, tokens: Tensor | Sequence[int]) -> str:
     """See `LanguageModel.decode`."""
-    decoder = require_tokenizer(model, "decode").decoder()
+    tokenizer = require_tokenizer(model, "decode")
     try:
         tokens = torch.as_tensor(tokens, dtype=None if len(tokens) else torch.int64)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -217,6 +217,9 @@ def decode_text(model: CausalModel, tokens: Tensor | Sequence[int]) -> str:
         raise InputError(f"tokens={found} is no row of tokens: pass (T,) integers of at least 0.") from error
     if tokens.ndim != 1 or tokens.dtype not in (torch.int32, torch.int64) or (tokens < 0).any():
         raise InputError(f"tokens is {tuple(tokens.shape)} {tokens.dtype}: pass one row, (T,) integers of at least 0.")
+    if len(tokens) and (highest := int(tokens.max())) >= model.config.vocab_size:
+        raise InputError(f"tokens has {highest}: the model's vocabulary ends at {model.config.vocab_size - 1}.")
+    decoder = tokenizer.decoder()
     return decoder.feed(tokens) + decoder.finish()
 
 

@@ -206,7 +206,7 @@ class SnapshotFolder:
         if stored.writing is not None:
             stored.writing.result()
         try:
-            content = load_plain(path, "snapshot")
+            content = load_plain(path, "snapshot", name_others=False)
             if not isinstance(content, dict) or content.pop("digest", None) != digest_of(content):
                 raise InputError(f"snapshot {str(path)!r} was altered after it was written.")
             if (content["format"], content["name"]) != (FORMAT, stored.name):
@@ -256,8 +256,11 @@ def _require_own(folder: Path, mine: dict[str, Any]) -> None:
     if file.is_file():
         try:
             theirs = json.loads(file.read_text())
-        except ValueError:
-            theirs = None
+        except ValueError as error:
+            raise InputError(
+                f"--cache_folder={str(folder)!r}: its {MODEL_FILE} is damaged, so that no one can tell whose states "
+                "these are: remove the folder, or give another."
+            ) from error
         if theirs != json.loads(json.dumps(mine)):
             raise InputError(
                 f"--cache_folder={str(folder)!r} holds the states of another model, which mean nothing to this one: "

@@ -23,7 +23,7 @@ from linrope.serving.answers import DONE, Answer, error_of, event_of
 from linrope.serving.metrics import CONTENT_TYPE, Metrics
 from linrope.serving.parameters import CompletionParameters, parse_body, tokens_of
 from linrope.serving.requests import Options, RequestError
-from linrope.serving.scheduler import Scheduler
+from linrope.serving.scheduler import ENDS, Scheduler
 
 BYTES_OF_TOKEN = 32
 """Bytes of a body of JSON for each token that a prompt may have: a few characters, which may be escaped."""
@@ -50,6 +50,7 @@ class Service:
     api_key: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     _waiters: dict[requests.Request, asyncio.Event] = field(default_factory=dict)
+    _bodies: set[asyncio.Task[bytes]] = field(default_factory=set)
     _loop: asyncio.AbstractEventLoop | None = None
 
     def __post_init__(self) -> None:
@@ -65,6 +66,14 @@ class Service:
         for request in news:
             if (waiter := self._waiters.get(request)) is not None:
                 waiter.set()
+
+    def cut(self) -> None:
+        """End with an error the requests that are under way, that wait, and whose bodies have not come. Takes no
+        lock: a signal may call it."""
+        self.scheduler.cut()
+        if self._loop is not None:
+            with suppress(RuntimeError):  # as above
+                self._loop.call_soon_threadsafe(lambda: [body.cancel() for body in self._bodies])
 
     def require_key(self, request: Request) -> None:
         """RequestError unless the request has the key."""
@@ -123,14 +132,33 @@ class Service:
         return texts
 
     async def body_of(self, request: Request) -> bytes:
-        """The body. RequestError if it is too long for any prompt, or does not come."""
+        """The body. RequestError if it is too long for any prompt, or does not come in time."""
+        self._loop, seconds = asyncio.get_running_loop(), self.scheduler.limits.seconds
+        body = asyncio.create_task(self._read_body(request))
+        self._bodies.add(body)
+        try:
+            await asyncio.wait({body}, timeout=seconds)
+        finally:
+            self._bodies.discard(body)
+            in_time = not body.cancel()
+        if not in_time:
+            message = f"the body has not come within {seconds:g} seconds."
+            raise RequestError(message, 408, "timeout_error", code="timeout")
+        if body.cancelled():
+            raise RequestError(ENDS, 503, "server_error")
+        return body.result()
+
+    async def _read_body(self, request: Request) -> bytes:
         limit, parts, size = REST_OF_BODY + BYTES_OF_TOKEN * self.max_length, [], 0
+        too_long = RequestError(f"the body is longer than {limit:,} bytes.", 413, code="body_too_large")
+        if int(request.headers.get("content-length", 0)) > limit:
+            raise too_long
         try:
             async for part in request.stream():
                 parts.append(part)
                 size += len(part)
                 if size > limit:
-                    raise RequestError(f"the body is longer than {limit:,} bytes.", 413, code="body_too_large")
+                    raise too_long
         except ClientDisconnect as error:  # there is no one to answer
             raise RequestError("the client went away before the end of the body.", 499) from error
         return b"".join(parts)

@@ -43,7 +43,10 @@ def _is_stop(value: Any) -> bool:
 
 def _is_stream_options(value: Any) -> bool:
     return (
-        isinstance(value, dict) and set(value) <= {"include_usage"} and all(isinstance(x, bool) for x in value.values())
+        isinstance(value, dict)
+        and set(value) <= {"include_usage", "include_obfuscation"}
+        and all(isinstance(x, bool) for x in value.values())
+        and not value.get("include_obfuscation", False)  # this server has none
     )
 
 

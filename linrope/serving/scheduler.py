@@ -11,6 +11,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -175,18 +176,28 @@ class Scheduler:
 
     def run(self) -> None:
         """Turn after turn until `close`. An error in a turn is the answer to all requests under way; the next ones are
-        not affected."""
-        while True:
+        not affected. However the thread ends, those that it leaves are answered, and no others are taken."""
+        try:
+            while self._wait_for_work():
+                try:
+                    self.turn()
+                except Exception as error:
+                    with suppress(OSError, ValueError):  # the log may have been closed
+                        traceback.print_exc()
+                    self._fail_all(RequestError(f"the server failed: {type(error).__name__}", 500, "server_error"))
+        finally:
             with self._wake:
-                while not (self._waiting or self._is_busy or self._is_closing):
-                    self._wake.wait()
-                if self._is_closing and not (self._waiting or self._is_busy):
-                    return
-            try:
-                self.turn()
-            except Exception as error:
-                traceback.print_exc()
-                self._fail_all(RequestError(f"the server failed: {type(error).__name__}", 500, "server_error"))
+                self._is_closing = True
+            self._is_cut = True
+            self._drop()
+            self._tell()
+
+    def _wait_for_work(self) -> bool:
+        """False if the thread is to end: all is answered, and nothing more is taken."""
+        with self._wake:
+            while not (self._waiting or self._is_busy or self._is_closing):
+                self._wake.wait()
+            return bool(self._waiting or self._is_busy)
 
     @property
     def _is_busy(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -68,4 +69,6 @@ class Server(uvicorn.Server):
         self.should_exit = True
         if self.signals > 1:
             self.cut()
-        self.force_exit = self.signals > 2
+        if self.signals > 2:
+            self.force_exit = True
+            logging.disable(logging.ERROR)  # uvicorn and asyncio have a traceback for each request that is left

@@ -132,10 +132,15 @@ def text_lines(path: Path, fix: str) -> list[str]:
         raise InputError(f"{path}, line {line:,}: it is not UTF-8: save the file in that encoding.") from error
 
 
-def load_plain(path: Path, what: str = "checkpoint") -> Any:
+MOST_OTHERS = 5
+"""Files that an error names beside the one that is damaged."""
+
+
+def load_plain(path: Path, what: str = "checkpoint", name_others: bool = True) -> Any:
     """Tensors and plain values that `torch.save` wrote; the tensors are memory-mapped.
 
     InputError, which calls the file `what`, if there is none, it is damaged, or another program packed it again.
+    `name_others`: it names others in the folder then.
     """
     if path.is_dir():
         raise InputError(f"{what} {str(path)!r} is a folder: give a file.")
@@ -153,12 +158,18 @@ def load_plain(path: Path, what: str = "checkpoint") -> Any:
             "read. Give the file as it was written, or pack it again without compression (zip -0)."
         ) from error
     except Exception as error:  # torch, pickle and zipfile have many for other files
-        own = "" if what == "checkpoint" and path.suffix != ".pt" else path.suffix  # a text's neighbours are texts
-        others = sorted(file.name for file in path.parent.glob(f"*{own or '.ckpt'}") if file.name != path.name)
         raise InputError(
-            f"{what} {str(path)!r} is damaged or no {what}: it cannot be read safely. Give another"
-            + (f", perhaps one of those beside it: {', '.join(others)}." if others else ".")
+            f"{what} {str(path)!r} is damaged or no {what}: it cannot be read safely."
+            + (f" Give another{_others_beside(path, what)}." if name_others else "")
         ) from error
+
+
+def _others_beside(path: Path, what: str) -> str:
+    """Names of files that may have been meant, as the end of a sentence; "" without any."""
+    own = "" if what == "checkpoint" and path.suffix != ".pt" else path.suffix  # a text's neighbours are texts
+    others = sorted(file.name for file in path.parent.glob(f"*{own or '.ckpt'}") if file.name != path.name)
+    more = f" and {len(others) - MOST_OTHERS} more" if len(others) > MOST_OTHERS else ""
+    return f", perhaps one of those beside it: {', '.join(others[:MOST_OTHERS])}{more}" if others else ""
 
 
 class _CompressedError(Exception):

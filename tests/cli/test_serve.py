@@ -35,7 +35,7 @@ def folder(tmp_path_factory) -> Path:
 def started(folder: Path, *options: str) -> tuple[subprocess.Popen, str, str]:
     """A server on a free port, its address, and what it said."""
     command = [sys.executable, "-m", "linrope", "serve", f"--ckpt_path={folder}", "--port=0", *options]
-    environment = {**os.environ, "LINROPE_API_KEY": "from the environment"}
+    environment = {**os.environ, "LINROPE_API_KEY": "from the environment\n"}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
     line = process.stderr.readline()
     found = re.search(r"http://127\.0\.0\.1:\d+", line)
@@ -108,6 +108,7 @@ def test_mistakes_in_the_options(folder, tmp_path, error_of, monkeypatch):
         ("--snapshot_every=1000",): "--snapshot_every=1000 must be a power of two",
         ("--cache_folder=new", "--cache_gb=0"): "--cache_folder needs --cache_gb and --cache_folder_gb above 0",
         ("--api_key=",): "--api_key='' is empty",
+        ("--api_key= ",): "--api_key=' ' is empty",
         ("--max_row=3",): "unknown option 'max_row'. Did you mean 'max_rows'?",
     }
     for options, message in cases.items():

@@ -211,6 +211,12 @@ def test_an_altered_state_file_is_refused_whatever_was_altered(prompts, tmp_path
     load_prompt_state(tmp_path / "again.pt", model)
 
 
+def test_a_temperature_may_be_a_number_of_any_type(recipe, prompts):
+    for number in (10**20, np.float32(0.5), np.float64(2)):
+        expected, found = (recipe.generate(prompts[1][None], 4, temperature=t, seed=1) for t in (float(number), number))
+        assert torch.equal(found, expected)
+
+
 def test_bad_calls_are_named(recipe, prompts):
     state = read(recipe, prompts[1][None])
     assert_input_errors(
@@ -233,6 +239,8 @@ def test_bad_calls_are_named(recipe, prompts):
         (lambda: recipe.stream(state, 3, repetition_penalty=0), "repetition_penalty=0 must be a number from 1e-6"),
         (lambda: state.fork(0), "n=0 must be a whole number, at least 1"),
         (lambda: recipe.stream(state, -3), "max_new_tokens=-3"),
+        (lambda: recipe.stream(state, True), "max_new_tokens=True"),
+        (lambda: recipe.stream(state, 3, temperature=10**400), "temperature=1000.* must be a finite number"),
     )
 
 

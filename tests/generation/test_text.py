@@ -118,6 +118,7 @@ def test_what_is_no_text_is_named(model):
         (lambda: model.decode(encode_prompt("a")[None]), r"tokens is \(1, 2\) torch.int64: pass one row"),
         (lambda: model.decode([0.5]), r"tokens is \(1,\) torch.float32"),
         (lambda: model.decode([-1]), "integers of at least 0"),
+        (lambda: model.decode([97, 257]), "tokens has 257: the model's vocabulary ends at 256"),
         (lambda: model.decode("abc"), "tokens='abc' is no row of tokens"),
         (lambda: model.decode([[1], [1, 2]]), "is no row of tokens"),
         (lambda: numbers.encode("a"), "encode needs a tokenizer, and the model was trained on tokens without one"),

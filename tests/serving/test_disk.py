@@ -124,6 +124,7 @@ def test_a_damaged_file_is_removed_and_told(opened, folder, model, told, damage)
     found = [store.longest(tokens, 0) for tokens in (text, other)]
     assert sum(one is None for one in found) == len(told) == 1
     assert "It is removed, and its prompt is read again" in told[0]
+    assert two.name not in told[0]
     assert not one.exists()
     assert len(store) == 1
 
@@ -144,7 +145,7 @@ def test_a_folder_of_another_model_or_of_something_else_is_refused(opened, folde
         (lambda: SnapshotFolder(Path("/proc/none"), 10, model), "cannot write there"),
     )
     (folder / "model.json").write_text("{")
-    assert_input_errors((lambda: opened(), "holds the states of another model"))
+    assert_input_errors((lambda: opened(), "its model.json is damaged"))
 
 
 def test_a_full_disk_is_told(opened, folder, model, told, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import signal
 import socket
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -30,6 +32,7 @@ from tests.serving.conftest import SIZES, request_for, writing
 from tests.serving.test_scheduler import alone, wait_for
 
 KEY = "a secret"
+PLAIN = {"include_usage": False, "include_obfuscation": False}
 DRAWN = {"temperature": 3.0, "seed": 3, "extra_body": {"top_k": 8}}
 
 
@@ -44,7 +47,7 @@ class Live:
         self.socket = listening_socket("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
         self.ready = threading.Event()
-        self.server = Server(application(self.service), self.ready.set, self.scheduler.cut)
+        self.server = Server(application(self.service), self.ready.set, self.service.cut)
         self.thread = threading.Thread(target=self.server.run, args=([self.socket],))
         self.scheduler.start()
         self.thread.start()
@@ -169,7 +172,7 @@ BAD = {
     "seed": ([2**63, 0.5], f"seed={2**63} must be"),
     "logprobs": ([-1, 21, True], "logprobs=-1 must be a whole number from 0 to 20"),
     "stream": ([1], "stream=1 must be true or false"),
-    "stream_options": ([{"include_usage": True}, {"x": 1}], "needs stream=true"),
+    "stream_options": ([{"include_usage": True}, {"x": 1}, {"include_obfuscation": True}], "needs stream=true"),
     "prompt": ([[], [[]], [1.5], [True], ["a", 1], [257], [-1], [2**70], 5, "\ud800", [[1], []]], "and not empty"),
     "best_of": ([2], "best_of=2 must be 1: this server has no such option"),
     "logit_bias": ([{"5": 1}], "logit_bias"),
@@ -237,6 +240,10 @@ def test_other_bad_requests(live):
     nulls = dict.fromkeys(("max_tokens", "stop", "seed", "logprobs", "n", "best_of", "suffix", "model"))
     answer = live.post({"prompt": "a", **nulls, "user": "me", "frequency_penalty": 0.0})
     assert answer.status_code == 200
+    answer = live.post({"prompt": "a", "temperature": 10**20, "stream": True, "stream_options": PLAIN})
+    assert (answer.status_code, answer.text.count("[DONE]")) == (200, 1)
+    with sending(live, 99_999_999_999_999) as connection:
+        assert_answered(connection, 413, "body_too_large")
 
 
 def test_a_client_that_goes_away_while_it_sends_is_no_failure_of_the_server(live):
@@ -246,7 +253,7 @@ def test_a_client_that_goes_away_while_it_sends_is_no_failure_of_the_server(live
         return next(parts)
 
     with pytest.raises(RequestError, match="the client went away") as found:
-        asyncio.run(live.service.body_of(HTTPRequest({"type": "http", "method": "POST"}, receive)))
+        asyncio.run(live.service.body_of(HTTPRequest({"type": "http", "method": "POST", "headers": []}, receive)))
     assert found.value.status == 499
 
 
@@ -316,13 +323,43 @@ def test_a_full_queue_and_a_late_answer_are_errors(slow):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_frees_its_place(slow, stream):
     body = json.dumps({"prompt": "a", "max_tokens": 3000, "stream": stream}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
-    head += f"Content-Length: {len(body)}\r\n\r\n"
-    with socket.create_connection(slow.socket.getsockname()) as connection:
-        connection.sendall(head.encode() + body)
+    with sending(slow, len(body)) as connection:
+        connection.sendall(body)
         wait_for(lambda: slow.scheduler.n_running == 1)
     wait_for(lambda: slow.scheduler.n_running == 0, 0.5)
     assert 'linrope_requests_total{status="499"} 1.0' in slow.metrics.text().decode()
+
+
+@contextmanager
+def sending(server: Live, length: int) -> Iterator[socket.socket]:
+    """A connection on which a body of this length is announced."""
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+    with socket.create_connection(server.socket.getsockname(), timeout=30) as connection:
+        connection.sendall(f"{head}Content-Length: {length}\r\n\r\n".encode())
+        yield connection
+
+
+def assert_answered(connection: socket.socket, status: int, says: str) -> None:
+    answer = b"".join(iter(lambda: connection.recv(65536), b"")).decode()  # to the end: the server closes
+    assert answer.startswith(f"HTTP/1.1 {status} ")
+    assert says in answer
+
+
+def test_a_body_that_does_not_come_holds_up_no_end(slow, capfd):
+    with sending(slow, 100) as connection:
+        connection.sendall(b"{")
+        assert_answered(connection, 408, "the body has not come within 0.6 seconds")
+    slow.scheduler.limits = replace(slow.scheduler.limits, seconds=60.0)
+    with sending(slow, 100) as connection:
+        wait_for(lambda: slow.service._bodies)
+        slow.server.handle_exit(signal.SIGTERM, None)
+        time.sleep(0.2)
+        assert slow.thread.is_alive()  # the body may still come
+        slow.server.handle_exit(signal.SIGTERM, None)
+        assert_answered(connection, 503, "shutting down")
+    slow.thread.join(10)
+    assert not slow.thread.is_alive()
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_second_signal_cuts_requests_off_with_an_error(slow, capfd):
@@ -337,6 +374,7 @@ def test_a_second_signal_cuts_requests_off_with_an_error(slow, capfd):
     assert capfd.readouterr() == ("", "")
     assert 'linrope_requests_total{status="503"} 2.0' in slow.metrics.text().decode()
     slow.server.handle_exit(signal.SIGTERM, None)
+    logging.disable(logging.NOTSET)
     assert slow.server.force_exit
 
 

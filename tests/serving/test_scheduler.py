@@ -269,6 +269,39 @@ def test_the_thread_survives_an_error_and_ends_when_all_is_answered(make, model,
         scheduler.submit([request_for("a")])
 
 
+def test_a_closed_log_ends_nothing(make, model, monkeypatch):
+    def closed(*args) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("traceback.print_exc", closed)
+    scheduler = make()
+    scheduler.start()
+    broken, sound = request_for(np.array([9999], np.int32)), request_for("a", max_tokens=3)
+    for request in (broken, sound):
+        scheduler.submit([request])
+        wait_for(lambda request=request: request.is_done)
+    assert (broken.error.status, sound.error) == (500, None)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # a thread that ends is shown so
+def test_however_the_thread_ends_all_are_answered(make, monkeypatch):
+    scheduler, told = make(), []
+    scheduler.listener = told.extend
+
+    def end() -> None:
+        raise SystemError
+
+    monkeypatch.setattr(scheduler, "turn", end)
+    monkeypatch.setattr(scheduler, "_fail_all", lambda error: end())
+    waiting = request_for("a")
+    scheduler.submit([waiting])
+    scheduler.start()
+    wait_for(lambda: not scheduler.is_alive)
+    assert (waiting.error.status, told) == (503, [waiting])
+    with pytest.raises(RequestError, match="shutting down"):
+        scheduler.submit([request_for("a")])
+
+
 def wait_for(condition, seconds=10.0):
     end = time.monotonic() + seconds
     while not condition():
