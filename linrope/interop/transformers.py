@@ -34,7 +34,7 @@ from linrope.layers.linear import Linear
 from linrope.layers.state import AttentionState, ModelState, map_state
 from linrope.models.language_model import EMBEDDING_STD, Block, LanguageModel, LanguageModelConfig
 from linrope.models.saving import CONFIG_FILE, EXPORTED_TOKENIZER_FILE, replace_model, tokenizer_in, write_tokenizer
-from linrope.utils.checksums import verify_checksums, write_checksums
+from linrope.utils.checksums import CHECKSUMS_FILE, verify_checksums, write_checksums
 from linrope.utils.files import require_free_folder
 
 try:
@@ -459,5 +459,6 @@ def export(model: LanguageModel, folder: str | os.PathLike, *, overwrite: bool =
         LinropeForCausalLM.of(model).save_pretrained(new)
         if (tokenizer := _tokenizer_of(model)) is not None:
             tokenizer_for_transformers(tokenizer).save_pretrained(new)
+        write_checksums(new, [file.name for file in new.iterdir() if file.name != CHECKSUMS_FILE])
         folder.mkdir(exist_ok=True)
         replace_model(new, folder)

@@ -285,6 +285,8 @@ def test_the_command_exports_and_overwrites_only_when_asked(trained, tmp_path, c
     tokens = encode_prompt(TEXT)[None]
     assert torch.equal(LanguageModel.from_pretrained(output)(tokens), trained(tokens))
     before = contents(output)
+    covered = {line.partition("  ")[2] for line in before["SHA256SUMS"].decode().splitlines()}
+    assert covered == before.keys() - {"SHA256SUMS"} >= {"tokenizer.json", "generation_config.json"}
     capsys.readouterr()
     assert main(command) == 2
     message = f"--output='{output}' exists and is not empty: choose another, or pass --overwrite"
