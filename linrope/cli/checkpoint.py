@@ -14,7 +14,7 @@ import torch
 
 from linrope.cli.config_files import config_files, values_of
 from linrope.cli.output import say_once
-from linrope.errors import InputError
+from linrope.errors import InputError, suggest_file
 from linrope.interop.roformer import is_roformer, load_roformer
 from linrope.models.language_model import LanguageModel
 from linrope.models.saving import is_checkpoint, open_checkpoint, read_model
@@ -72,7 +72,7 @@ def with_run_config(args: Sequence[str]) -> list[str]:
     """The command line of a measurement, with what its checkpoint knows before the user's own options.
 
     Without --config that is the config.yaml of the checkpoint's run, if there is one; otherwise the model's options.
-    A checkpoint that is missing is left to the command to name.
+    InputError for a checkpoint that is missing.
     """
     args, given = list(args), values_of(args, "--ckpt_path")
     if not given or {"-h", "--help"} & set(args):
@@ -82,8 +82,10 @@ def with_run_config(args: Sequence[str]) -> list[str]:
         folders, names = values_of(args, "--run.folder"), values_of(args, "--run.name")
         path = _newest((folders or [RUNS])[-1], (names or [None])[-1])
         args += ["--ckpt_path", path]
-    if not Path(path).exists():
+    elif path == "last":
         return args
+    if not Path(path).exists():  # said here: without its configuration the parser would refuse options of its task
+        raise InputError(f"checkpoint {path!r} does not exist.{suggest_file(Path(path))}")
     folder = Path(path).absolute().parent
     of_run = folder.parent / "config.yaml"
     if not has_config and folder.name == "checkpoints" and of_run.is_file():

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from docstring_parser import parse_from_object
@@ -15,8 +16,8 @@ from jsonargparse import ActionYesNo, ArgumentError, ArgumentParser, Namespace, 
 from jsonargparse.typing import register_type
 
 from linrope.cli.commands import COMMANDS
-from linrope.cli.config_files import config_files, require_sound_configs
-from linrope.errors import InputError, suggest, suggest_file
+from linrope.cli.config_files import CONFIG, config_files, names_and_values, require_sound_configs
+from linrope.errors import InputError, require_choice, suggest, suggest_file
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)  # the docstring of a field is its help
 
@@ -42,7 +43,7 @@ def parse_command(
     """
     parser = ArgumentParser(usage=f"linrope {command} {usage}", **parser_settings(command))
     add_options(parser, config, **by_hand)
-    return config(**vars(parse(parser, args)))
+    return config(**vars(parse(parser, args, {"--": config})))
 
 
 def parser_settings(command: str) -> dict[str, Any]:
@@ -69,9 +70,11 @@ def add_options(parser: ArgumentParser, config: type, **by_hand: dict[str, Any])
         parser.add_argument(name if positional else f"--{name}", **others)
 
 
-def parse(parser: ArgumentParser, args: Sequence[str]) -> Namespace:
+def parse(parser: ArgumentParser, args: Sequence[str], sections: Mapping[str, type]) -> Namespace:
     """Parse a command line with a parser that has `exit_on_error=False`. Raises InputError for an unknown option, a
-    --config file that is missing or not sound, or a value that jsonargparse refuses."""
+    --config file that is missing or not sound, or a value that jsonargparse refuses.
+
+    `sections` has dataclasses of options, by what stands before their names in messages: "optimizer.", or "--"."""
     require_sound_configs(args)
     try:
         return parser.parse_args(list(args))
@@ -79,6 +82,8 @@ def parse(parser: ArgumentParser, args: Sequence[str]) -> Namespace:
         require_files(args)
         require_known(parser, args)
         require_config_option(parser, args)
+        for prefix, config in sections.items():
+            require_choices(args, prefix, config)
         raise InputError(str(error)) from error
 
 
@@ -120,6 +125,54 @@ def require_config_option(parser: ArgumentParser, args: Sequence[str]) -> None:
         of_an_option = arg.startswith("-") or (before.startswith("-") and "=" not in before)
         if Path(arg).suffix in (".yaml", ".yml") and not of_an_option:
             raise InputError(f"{arg!r} has no option before it. Did you mean '--config {arg}'?")
+
+
+def require_choices(args: Sequence[str], prefix: str, config: type) -> None:
+    """Raise InputError for a value that is none of those that its option may have."""
+    for name, hint in get_type_hints(config if is_dataclass(config) else config.__init__).items():
+        nested = next(filter(is_dataclass, (hint, *get_args(hint))), None)
+        if nested is not None:
+            require_choices(args, f"{prefix}{name}.", nested)
+        elif _is_choice(hint):
+            for value in values_given(args, f"{prefix}{name}".removeprefix("--")):
+                if value is not None:
+                    require_choice(f"{prefix}{name}", value, literals_of(hint))
+
+
+def _is_choice(hint: Any) -> bool:
+    """Whether a type has Literals alone, and None perhaps."""
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return all(get_origin(part) is Literal or part is type(None) for part in parts)
+
+
+def literals_of(hint: Any) -> Iterator[Any]:
+    """The values of all Literals in a type."""
+    if get_origin(hint) is Literal:
+        yield from get_args(hint)
+    else:
+        for part in get_args(hint):
+            yield from literals_of(part)
+
+
+def values_given(args: Sequence[str], option: str) -> Iterator[Any]:
+    """The values that a command line and its --config files give to an option, `trainer.precision` for example."""
+    for name, value in names_and_values(args):
+        yield from value_in_words(name, value, option)
+
+
+def value_in_words(name: str, value: str, option: str) -> Iterator[Any]:
+    """The values that one word of a command line, with what follows it, gives to an option."""
+    if name in CONFIG:
+        *sections, last = option.split(".")
+        values: Any = options_in(value)
+        for section in sections:
+            values = values.get(section) if isinstance(values, dict) else None
+        yield from (values[key] for key in (last, f"{last}+") if isinstance(values, dict) and key in values)
+    elif name.removesuffix("+") == f"--{option}":
+        try:
+            yield yaml.safe_load(value)
+        except yaml.YAMLError:
+            yield value
 
 
 def _nearest(name: str, known: list[str]) -> str:

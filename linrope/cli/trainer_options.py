@@ -5,15 +5,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
-import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import Callback, callbacks
+from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from linrope.cli.config_files import CONFIG, names_and_values
+from linrope.cli.config_files import names_and_values
 from linrope.cli.own_classes import import_class
-from linrope.cli.parser import options_in
+from linrope.cli.parser import literals_of, value_in_words, values_given
 from linrope.errors import InputError, require_choice, suggest
 from linrope.training.callbacks.unsupported import UNSUPPORTED
 from linrope.training.precision import AUTO
@@ -35,18 +37,18 @@ def require_known_values(args: Sequence[str], precision: Any) -> None:
     """Raise InputError for a value of trainer.precision that its type, `precision`, does not have, for options of a
     strategy that is no class, or for a callback that is unknown, has an unknown option or lacks one."""
     _require_class_of_strategy(args)
-    for value in _values(args, "precision"):
+    for value in values_given(args, "trainer.precision"):
         if str(value) in PRECISIONS:
             raise InputError(f"trainer.precision={value!r} is unknown: Lightning's name is {PRECISIONS[value]!r}.")
         if value is not None:
-            require_choice("trainer.precision", str(value), dict.fromkeys(map(str, [AUTO, *_literals(precision)])))
+            require_choice("trainer.precision", str(value), dict.fromkeys(map(str, [AUTO, *literals_of(precision)])))
     for name, options in _given_callbacks(args):
         _require_options(_callback(name), options)
 
 
 def _require_class_of_strategy(args: Sequence[str]) -> None:
     """Raise InputError for options of a strategy that is given by its registered name: those of a class are known."""
-    given = next(reversed([*_values(args, "strategy")]), "auto")
+    given = next(reversed([*values_given(args, "trainer.strategy")]), "auto")
     options = [name for name, _ in names_and_values(args) if name.startswith("--trainer.strategy.")]
     classes = {"auto": CLASSES["ddp"], **CLASSES}
     if options and isinstance(given, str) and given in classes:
@@ -54,6 +56,27 @@ def _require_class_of_strategy(args: Sequence[str]) -> None:
             f"{options[0]} needs the class of the strategy, not trainer.strategy={given}: give --trainer.strategy "
             f"{classes[given]} before it."
         )
+
+
+def require_gpu(accelerator: Any) -> None:
+    """Raise InputError for an accelerator that this machine does not have."""
+    needed = {"gpu": (CUDAAccelerator, MPSAccelerator), "cuda": (CUDAAccelerator,), "mps": (MPSAccelerator,)}
+    choices = needed.get(accelerator, ()) if isinstance(accelerator, str) else ()
+    if choices and not any(one.is_available() for one in choices):
+        raise InputError(
+            f"trainer.accelerator={accelerator!r}: PyTorch finds no such device on this machine (`linrope info` lists "
+            "what there is): set trainer.accelerator=cpu, or auto."
+        )
+
+
+def require_duration(max_time: Any) -> None:
+    """Raise InputError for a `trainer.max_time` that is no time."""
+    try:
+        Timer(max_time)
+    except (MisconfigurationException, TypeError, ValueError) as error:
+        raise InputError(
+            f"trainer.max_time={max_time!r} is no time: give DD:HH:MM:SS, 00:08:30:00 for eight and a half hours."
+        ) from error
 
 
 def require_packages_of_loggers(given: Any) -> None:
@@ -67,39 +90,12 @@ def require_packages_of_loggers(given: Any) -> None:
             raise InputError(f"trainer.logger={name} needs a package: pip install {packages[0].replace('_', '-')}.")
 
 
-def _values(args: Sequence[str], option: str) -> Iterator[Any]:
-    """The values that a command line and its --config files give to an option of the Trainer."""
-    for name, value in names_and_values(args):
-        yield from _values_of(name, value, option)
-
-
-def _values_of(name: str, value: str, option: str) -> Iterator[Any]:
-    """The values that one word of a command line, with what follows it, gives to an option of the Trainer."""
-    if name in CONFIG:
-        trainer = options_in(value).get("trainer")
-        yield from (trainer[key] for key in (option, f"{option}+") if isinstance(trainer, dict) and key in trainer)
-    elif name.removesuffix("+") == f"--trainer.{option}":
-        try:
-            yield yaml.safe_load(value)
-        except yaml.YAMLError:
-            yield value
-
-
-def _literals(hint: Any) -> Iterator[Any]:
-    """The values of all Literals in a type."""
-    if get_origin(hint) is Literal:
-        yield from get_args(hint)
-    else:
-        for part in get_args(hint):
-            yield from _literals(part)
-
-
 def _given_callbacks(args: Sequence[str]) -> list[tuple[str, set[str]]]:
     """The classes of the callbacks, and the names of the options that each is given: on the command line they follow
     it."""
     found: list[tuple[str, set[str]]] = []
     for name, value in names_and_values(args):
-        for given in _values_of(name, value, "callbacks"):
+        for given in value_in_words(name, value, OPTION):
             for one in given if isinstance(given, list) else [given]:
                 if isinstance(one, dict) and "class_path" in one:
                     found.append((str(one["class_path"]), set(one.get("init_args") or {})))

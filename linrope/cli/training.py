@@ -30,7 +30,12 @@ from linrope.cli.own_classes import own_classes
 from linrope.cli.parser import add_options, parse, parser_settings
 from linrope.cli.ranks import compare_ranks, require_launched
 from linrope.cli.tasks import TASKS, name_of_task, task_of
-from linrope.cli.trainer_options import require_known_values, require_packages_of_loggers
+from linrope.cli.trainer_options import (
+    require_duration,
+    require_gpu,
+    require_known_values,
+    require_packages_of_loggers,
+)
 from linrope.errors import InputError
 from linrope.interop.roformer import load_trained
 from linrope.models.base import Model, ModelConfig, config_in
@@ -252,7 +257,7 @@ class ConfigCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         try:
-            self.config = parse(parser, args)
+            self.config = parse(parser, args, {f"{name}.": section for name, section in self.sections.items()})
         except InputError:
             require_known_values(args, get_type_hints(self.trainer_class.__init__)["precision"])
             raise
@@ -389,6 +394,8 @@ class TrainingCLI(ConfigCLI):
             number = str(getattr(self.config_init.trainer, name))
             if number.isdecimal() and int(number) > MAX_PROCESSES:
                 raise InputError(f"trainer.{name}={number} must be at most {MAX_PROCESSES:,}.")
+        require_gpu(self.config_init.trainer.accelerator)
+        require_duration(self.config_init.trainer.max_time)
         try:
             loggers = self.loggers()
             self.trainer_defaults["callbacks"] = [*self.callbacks(), *self._progress()]

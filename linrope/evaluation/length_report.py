@@ -72,6 +72,8 @@ def write(folder: Path, readings: list[LengthReading], details: dict[str, Any], 
         for reading in readings
         for bucket, same in zip(reading.by_position.buckets(), reading.shortest.buckets(), strict=True)
     ]
+    if len(readings) == 1:
+        (folder / "lengths.png").unlink(missing_ok=True)  # of an earlier measurement
     contents = {**details, "lengths": by_length, "positions": by_position}
     return [
         write_csv(folder / "lengths.csv", by_length),

@@ -68,7 +68,10 @@ def require_cases(task: RecallTask, lengths: Sequence[int], depths: Sequence[int
     if n_rows < 1 or not lengths or not depths:
         raise InputError(f"--rows={n_rows}, --lengths={list(lengths)}, --depths={list(depths)}: give at least one.")
     for case in product(lengths, depths):
-        task.require(case)
+        try:
+            task.require(case)
+        except InputError as error:
+            raise InputError(f"--lengths and --depths: {error}") from error
 
 
 @torch.inference_mode()

@@ -56,8 +56,10 @@ def write_json(path: Path, contents: dict[str, Any]) -> Path:
 
 
 def write_picture(path: Path, draw: Callable[[], Figure]) -> list[Path]:
-    """Write the figure that `draw` returns as PNG: [path]. Without matplotlib `draw` is not called: []."""
+    """Write the figure that `draw` returns as PNG: [path]. Without matplotlib `draw` is not called: [], and an earlier
+    picture, which is of something else, is removed."""
     if not can_draw():
+        path.unlink(missing_ok=True)
         return []
     with whole_file(path) as file:
         draw().savefig(file, dpi=120, format="png")

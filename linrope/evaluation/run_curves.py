@@ -163,8 +163,8 @@ def _curves(name: str, file: Path, log: Log, metric: str) -> RunCurves:
     train, val = (_points(progress, f"{split}_{metric}") for split in ("train", "val"))
     if not (train or val):
         raise InputError(
-            f"{file} has no row with tokens, seconds and a loss: wait until the run has logged one "
-            "(trainer.log_every_n_steps), or add the callback Throughput to a Trainer of your own."
+            f"{file} has no row with tokens, seconds and a loss: the run must have logged one (every "
+            "trainer.log_every_n_steps), with the callback Throughput where the Trainer is your own."
         )
     return RunCurves(name, train, val, *(max(row[axis] for row in progress) for axis in ("tokens", "seconds")))
 

@@ -212,7 +212,8 @@ def own_strategy(strategy: Any) -> Any:
     options. A class without options is replaced by its registered name: Lightning knows no other.
 
     Raises:
-        InputError: a strategy whose processes are copies of this one, and no commands of their own.
+        InputError: a strategy whose processes are copies of this one, and no commands of their own; Lightning's older
+            FSDP and DeepSpeed, as `require_supported_strategy` says.
     """
     options = getattr(strategy, "init_args", None)
     method = strategy if isinstance(strategy, str) else getattr(options, "start_method", None)
@@ -220,6 +221,11 @@ def own_strategy(strategy: Any) -> Any:
         raise InputError(
             f"trainer.strategy: {method!r} starts processes as copies of this one, which is for notebooks: set ddp, or "
             f"{NAME}."
+        )
+    if isinstance(strategy, str) and strategy != NAME and strategy.startswith(("fsdp", "deepspeed")):
+        raise InputError(
+            f"trainer.strategy={strategy!r} does not know the norm of all gradients: set {NAME}, which divides the "
+            "model among devices too."
         )
     if isinstance(strategy, str):
         return NAMES.get(strategy.rpartition(".")[2], strategy)

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.callbacks import DeviceStatsMonitor, LambdaCallback
 
 from linrope.cli.main import main
@@ -129,6 +130,7 @@ def test_a_metric_that_no_run_logs_is_refused_before_training(tiny, error_of, ru
     batches = record_batches(monkeypatch)
     err = error_of("fit", *tiny, f"--trainer.callbacks+={name}", "--trainer.callbacks.monitor=vall_loss")
     assert f"{name}.monitor='vall_loss' is not logged by this run: choose one of grad_norm, lr, " in err
+    assert ", train_loss, " in err
     assert "Did you mean 'val_loss'?" in err
     assert batches == []
     assert not run_folder.exists()
@@ -211,6 +213,8 @@ def test_a_callback_that_would_change_the_run_silently_is_refused(tiny, error_of
             ["--trainer.strategy=DDPStrategy", "--trainer.strategy.start_method=fork"],
             "trainer.strategy: 'fork' starts processes as copies of this one",
         ),
+        (["--trainer.strategy=fsdp"], "trainer.strategy='fsdp' does not know the norm of all gradients: set fsdp2"),
+        (["--trainer.max_time=00:10"], "trainer.max_time='00:10' is no time: give DD:HH:MM:SS"),
         (["--config={trainer: {strategy: null}}"], "section trainer: You selected an invalid strategy name"),
         (["--trainer.precision=32-true", "--optimizer.lr=x"], "optimizer.lr"),  # another option is wrong
         (2 * ["--trainer.callbacks+=ModelCheckpoint"], "section trainer: Found more than one"),
@@ -220,6 +224,14 @@ def test_values_that_the_trainer_does_not_know_are_named_in_one_line(tiny, error
     err = error_of("fit", *tiny, *options)
     assert message in err
     assert "lr=x" in options[-1] or err.count("\n") == 1
+
+
+def test_a_device_that_is_not_there_is_named(tiny, error_of, monkeypatch):
+    for one in (CUDAAccelerator, MPSAccelerator):
+        monkeypatch.setattr(one, "is_available", lambda: False)
+    for name in ("gpu", "cuda", "mps"):
+        message = f"trainer.accelerator='{name}': PyTorch finds no such device on this machine"
+        assert message in error_of("fit", *tiny, f"--trainer.accelerator={name}")
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ from tests.cli.conftest import read_csv
 
 
 def test_a_validation_says_where_in_the_row_losses_fall(trained_run, tmp_path, capsys):
-    out = tmp_path / "report"
+    (out := tmp_path / "report").mkdir()
+    (out / "lengths.png").touch()  # of an earlier report of several lengths
     assert main(["validate", *trained_run.resumed, f"--report={out}"]) == 0
     printed = capsys.readouterr().out
     bpb = float(re.match(r"val_loss \S+  val_bpb (\S+)\n", printed)[1])
@@ -38,6 +39,7 @@ def test_a_validation_says_where_in_the_row_losses_fall(trained_run, tmp_path, c
     assert contents["command"].startswith("linrope validate --model.d_model=16")
     assert contents["checkpoint"] == str(trained_run.checkpoint)
     assert (out / "positions.png").read_bytes()[:4] == b"\x89PNG"
+    assert not (out / "lengths.png").exists()
 
 
 def test_longer_rows_are_read_in_pieces_of_the_same_text(trained_run, tmp_path, capsys, monkeypatch):

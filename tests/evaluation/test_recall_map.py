@@ -97,11 +97,11 @@ def test_a_heat_map_of_few_cases_holds_its_texts_and_leaves_missing_ones_white()
 
 def test_mistakes_are_named(model, text_file, capsys):
     for args, message in [
-        (["--lengths", "10"], "length=10 is too short for a pass key"),
+        (["--lengths", "10"], "--lengths and --depths: length=10 is too short for a pass key"),
         (["--depths", "101"], "depth=101 must be a whole number of percent"),
         (["--rows=0"], "--rows=0"),
         (["--text=/nowhere/at/all"], "'/nowhere/at/all' does not exist"),
-        (["--task=mqar"], "mqar"),
+        (["--task=mqar"], "--task='mqar' is unknown: choose one of 'passkey', 'induction'"),
         (["--lengths", "5000000"], "length=5000000 needs .* tokens of text"),
     ]:
         assert main(["recall", f"--ckpt_path={model}", f"--text={text_file}", *args]) == 2

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from linrope.errors import InputError, suggest
 from linrope.training.callbacks.saving import LastCheckpoint
 
-ALWAYS_LOGGED = ("grad_norm", "lr")
+ALWAYS_LOGGED = ("grad_norm", "lr", "train_loss")
 """Metrics that every task logs in training."""
 PASSED_TO_CHECKPOINTS = ("epoch", "step")
 """What Lightning tells each ModelCheckpoint beside the metrics."""
@@ -26,7 +26,7 @@ def monitored(callback: Callback) -> str | None:
 
 def needs_sanity_check(callbacks: Iterable[Callback], task_monitor: str) -> bool:
     """Whether only a validation can tell if a metric that a callback monitors is logged."""
-    known = {None, task_monitor, "train_loss", *ALWAYS_LOGGED}
+    known = {None, task_monitor, *ALWAYS_LOGGED}
     return any(monitored(callback) not in known for callback in callbacks)
 
 
