@@ -104,6 +104,18 @@ def test_the_compiled_kernel_in_one_graph(length):
         assert all(map(torch.equal, found, wanted))
 
 
+@pytest.mark.parametrize(("backend", "causal", "length"), [("auto", False, 5), ("auto", True, 0), ("reference", True, 5)])
+def test_the_definition_in_one_graph(backend, causal, length):
+    """Which short rows take without causality, and rows without tokens."""
+    torch._dynamo.reset()
+    q, k, v = torch.randn(3, 2, 2, length, 8).requires_grad_().unbind()
+    options = {"rope": RotaryEmbedding(8), "causal": causal, "backend": backend}
+    o = torch.compile(linear_attention, backend="eager", fullgraph=True)(q, k, v, **options)
+    expected = linear_attention(q, k, v, **options)
+    torch.testing.assert_close(o, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (o, expected)))
+
+
 def test_a_whole_model_compiles_in_one_graph():
     torch._dynamo.reset()
     model = LanguageModel(LanguageModelConfig(vocab_size=50, d_model=16, n_layers=1, n_heads=2))
