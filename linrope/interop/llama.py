@@ -77,6 +77,7 @@ def load_llama(path: str | Path) -> LanguageModel:
         raise InputError(f"{file} is of model_type={found!r}: decoders of {', '.join(DEFAULTS)} can be read.")
     model = _untrained(values, file)
     model.load_weights(dict(_converted(model.config, load_exported(folder), folder)), folder)
+    model.to(model.embedding.weight.dtype)  # one for all, as transformers has it
     model.tokenizer = tokenizer_to_serialized(_tokenizer_of(folder, model.config.vocab_size))
     return model.eval()
 

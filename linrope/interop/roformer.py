@@ -134,6 +134,7 @@ def load_roformer(
     config = replace(encoder_config_of(values, head, weights), attention=attention, **options)
     model = config.build()
     model.load_weights(dict(_converted(config, _named(weights, head), file)), file)
+    model.to(next(model.parameters()).dtype)  # one for all, as transformers has it
     kind, tokenizer_file = values.get("linrope_tokenizer"), folder / EXPORTED_TOKENIZER_FILE
     if kind != "tokenizers" or tokenizer_file.is_file():  # transformers saves config.json again, without the file
         model.tokenizer = tokenizer_in(tokenizer_file, kind)

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
@@ -172,34 +172,54 @@ class Model(nn.Module):
         the disk; if that is interrupted, `from_pretrained` refuses what is there.
 
         Raises:
-            InputError: weights of other names than those of the configuration's model, which could not be read again;
-                a directory that is a file.
+            InputError: weights of other names or shapes than those of the configuration's model, or untied ones that
+                it ties, which could not be read again; a directory that is a file.
         """
         weights = self.state_dict()
-        if differing := sorted(weights.keys() ^ self._names_when_built(weights)):
+        self._require_readable(weights)
+        if Path(directory).is_file():
+            raise InputError(f"directory={str(directory)!r} is a file: choose a folder.")
+        write_folder(Path(directory), SavedModel(self.config.to_dict(), weights, self.tokenizer, self.labels))
+
+    def _require_readable(self, weights: dict[str, Tensor]) -> None:
+        """Raise InputError unless a new model of this configuration can take these weights."""
+        built = self._weights_when_built(weights)
+        if differing := sorted(weights.keys() ^ built.keys()):
             raise InputError(
                 f"the model has been changed in {', '.join(differing[:5])}{' …' * (len(differing) > 5)}, so that "
                 "from_pretrained could not read it: remove parametrizations and merge adapters first, or save its "
                 "state_dict() with torch.save."
             )
-        if Path(directory).is_file():
-            raise InputError(f"directory={str(directory)!r} is a file: choose a folder.")
-        write_folder(Path(directory), SavedModel(self.config.to_dict(), weights, self.tokenizer, self.labels))
+        for name, weight in weights.items():
+            if isinstance(weight, Tensor) and weight.shape != built[name].shape:
+                raise InputError(
+                    f"{name} is {tuple(weight.shape)}, and {tuple(built[name].shape)} by the model's configuration, so "
+                    "that from_pretrained could not read it: correct the configuration; for another vocabulary set "
+                    "model.config = dataclasses.replace(model.config, vocab_size=...)."
+                )
+        for name, of in self.tied.items():
+            if not {name, of} <= weights.keys() or weights[name].data_ptr() == weights[of].data_ptr():
+                continue
+            if not torch.equal(weights[name], weights[of]):
+                raise InputError(
+                    f"{name} is not {of}, which it is by the model's configuration, so that from_pretrained would read "
+                    "another model: set model.config = dataclasses.replace(model.config, tie_embeddings=False)."
+                )
 
-    def _names_when_built(self, weights: dict[str, Tensor]) -> Set[str]:
-        """The names of the weights of a new model of this configuration; those of `weights` if it cannot be built
-        without values, as one of the user's own may need."""
+    def _weights_when_built(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The weights of a new model of this configuration, without values; `weights` if it cannot be built without
+        them, as one of the user's own may need."""
         try:
             with torch.device("meta"), torch.random.fork_rng([]):
-                return self.config.build().state_dict().keys()
+                return self.config.build().state_dict()
         except RuntimeError:
-            return weights.keys()
+            return weights
 
     @classmethod
     def from_pretrained(cls: type[AnyModel], path: str | os.PathLike, verify: bool = True) -> AnyModel:
         """The model in a folder of `save_pretrained` or `linrope export`, or in a checkpoint of `linrope fit`.
 
-        The model is on the CPU, in the dtype of its saved weights, in evaluation mode. Only tensors and plain values
+        The model is on the CPU, in the dtypes of its saved weights, in evaluation mode. Only tensors and plain values
         are unpickled.
 
         Args:
@@ -239,16 +259,25 @@ class Model(nn.Module):
         return differing
 
     def load_weights(self, weights: dict[str, Tensor], path: str | os.PathLike) -> None:
-        """Take the weights of a file, and their dtype. InputError, naming `path`, if they do not fit."""
+        """Take the weights of a file, and their dtypes. InputError, naming `path`, if they do not fit."""
         if isinstance(weights, dict):
-            first = weights.get(next(name for name, _ in self.named_parameters()))  # others may keep float32
-            if isinstance(first, Tensor) and first.is_floating_point():
-                self.to(first.dtype)
             weights = {**{name: weights[of] for name, of in self.tied.items() if of in weights}, **weights}
+            self._take_dtypes(weights)
         try:
             self.load_state_dict(weights)
         except (RuntimeError, TypeError) as error:
             raise InputError(f"checkpoint {str(path)!r}: weights do not fit its configuration: {error}") from error
+
+    def _take_dtypes(self, weights: dict[str, Tensor]) -> None:
+        """Take the dtypes of these weights, and for what has none here that of the first parameter."""
+        floating = {name: x for name, x in weights.items() if isinstance(x, Tensor) and x.is_floating_point()}
+        first = floating.get(next(name for name, _ in self.named_parameters()))
+        if first is None:
+            return
+        self.to(first.dtype)
+        for name, tensor in self.state_dict(keep_vars=True).items():
+            if name in floating and floating[name].dtype != first.dtype:
+                tensor.data = tensor.to(floating[name].dtype)
 
 
 def load_model(path: str | os.PathLike, config_class: type[ModelConfig], verify: bool = True) -> Model:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from linrope import InputError, LanguageModel, LanguageModelConfig
+from linrope import EncoderDecoderConfig, InputError, LanguageModel, LanguageModelConfig
 from linrope.data.tokenizers.subwords import SubwordTokenizer
 from linrope.rotary import RotaryConfig
 from tests.data.tokenizers.subword_files import byte_level
@@ -95,3 +95,39 @@ def test_a_save_that_fails_leaves_the_model_before(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         a_model().save_pretrained(tmp_path)
     assert contents(tmp_path) == before
+
+
+def test_each_weight_keeps_its_dtype(tmp_path):
+    """Buffers too, here those of FAVOR+; θ has float32 in a block of bfloat16."""
+    model = a_model(rope=RotaryConfig(trainable=True), feature_map="favor", tie_embeddings=False)
+    model.blocks.bfloat16()
+    model.output.double()
+    model.save_pretrained(tmp_path)
+    read = LanguageModel.from_pretrained(tmp_path).state_dict()
+    torch.testing.assert_close(read, model.state_dict(), rtol=0, atol=0)
+    assert read["blocks.0.attention.qkv.weight"].dtype == torch.bfloat16
+    assert read["output.weight"].dtype == torch.float64
+
+
+@pytest.mark.parametrize("config", [CONFIG, EncoderDecoderConfig(vocab_size=400, d_model=16, n_heads=2)])
+def test_a_model_that_is_not_that_of_its_configuration_is_saved_once_that_is_corrected(config, tmp_path):
+    model = config.build()
+    model.embedding = torch.nn.Embedding(500, 16)
+    with pytest.raises(InputError, match=r"embedding\.weight is \(500, 16\), and \(400, 16\) by .* vocab_size=\.\.\."):
+        model.save_pretrained(tmp_path)
+    model.config = dataclasses.replace(config, vocab_size=500)
+    model.output = torch.nn.Linear(16, 500, bias=False)
+    with pytest.raises(InputError, match=r"output\.weight is not embedding\.weight, .* tie_embeddings=False"):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+    model.config = dataclasses.replace(model.config, tie_embeddings=False)
+    model.save_pretrained(tmp_path)
+    read = type(model).from_pretrained(tmp_path).state_dict()
+    torch.testing.assert_close(read, model.state_dict(), rtol=0, atol=0)
+
+
+def test_a_model_that_diverged_is_saved(tmp_path):
+    model = a_model()
+    model.embedding.weight.data.fill_(torch.nan)
+    model.save_pretrained(tmp_path)
+    assert LanguageModel.from_pretrained(tmp_path).output.weight.isnan().all()
