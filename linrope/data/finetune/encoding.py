@@ -24,7 +24,7 @@ class Encoded:
     n_first: int
     """Tokens of the first text with [CLS] and [SEP]; those after them are of the second text, and have the type 1."""
     ends: np.ndarray
-    """Of the last text: the byte at which each of its tokens ends, (tokens that were kept,)."""
+    """Of the last text: the byte at which each of its tokens ends, int32 (tokens that were kept,)."""
     truncated: bool
     """Whether tokens were left out."""
 
@@ -52,7 +52,7 @@ class TextEncoder:
         row, sep = [[self.special.cls]], [self.special.sep]
         for (tokens, _), length in zip(parts, lengths):
             row += [tokens[:length], sep]
-        ends = parts[-1][1][: lengths[-1]]
+        ends = parts[-1][1][: lengths[-1]].astype(np.int32)  # a copy, or each row would keep its whole text's
         truncated = sum(lengths) < sum(len(tokens) for tokens, _ in parts)
         return Encoded(np.concatenate(row).astype(np.int32), lengths[0] + 2, ends, truncated)
 

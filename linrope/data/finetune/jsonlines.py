@@ -15,7 +15,7 @@ def read_json(path: Path) -> Any:
     text = "\n".join(read_lines(path))
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         line = getattr(error, "lineno", 1)
         raise InputError(f"{path}, line {line}: it is not valid JSON ({error}).") from error
 
@@ -29,7 +29,7 @@ def read_json_lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
             continue
         try:
             value = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{path}, line {line}: it is not valid JSON ({error}).") from error
         if not isinstance(value, dict):
             raise InputError(f"{path}, line {line}: it is no JSON object: give one object a line.")

@@ -70,6 +70,8 @@ def _question(values: dict[str, Any], context: str, at: str) -> Question:
         answers.append(text)
         starts.append(start)
     names = require_text(values, "id", at), require_text(values, "question", at)
+    if any("\ud800" <= character <= "\udfff" for character in names[0]):  # predictions name it, in UTF-8
+        raise InputError(f"{at}: 'id' is {names[0]!r:.60}, with half a surrogate pair: take that out.")
     return Question(*names, context, tuple(answers), starts[0] if starts else None)
 
 

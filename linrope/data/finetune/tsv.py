@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from linrope.data.finetune.examples import Example, label_number, read_lines
 from linrope.errors import InputError, suggest
 
@@ -51,9 +53,15 @@ class Table:
     n_skipped: int
     """Rows that were left out because their number of fields is wrong."""
 
+    def position(self, name: str | None) -> int | None:
+        """The number of a column; None without it. InputError for two of this name."""
+        if (n := self.columns.count(name)) > 1:
+            raise InputError(f"{self.path} has {n} columns {name!r}: give each a name of its own.")
+        return self.columns.index(name) if n else None
+
     def column(self, name: str) -> list[str]:
-        """The fields of a column."""
-        at = self.columns.index(name)
+        """The fields of a column, which is there."""
+        at = self.position(name)
         return [fields[at] for _, fields in self.rows]
 
 
@@ -70,8 +78,6 @@ def read_table(path: Path, columns: Sequence[str], skips_damaged_rows: bool = Fa
         if name not in names:
             fix = suggest(name, names) if len(names) > 1 else " It has no tab: separate columns by tabs."
             raise InputError(f"{path} has no column {name!r}: its first line names {', '.join(map(repr, names))}.{fix}")
-        if names.count(name) > 1:
-            raise InputError(f"{path} has {names.count(name)} columns {name!r}: give each a name of its own.")
     rows = []
     for line, text in enumerate(others, 2):
         fields = text.split("\t")
@@ -92,13 +98,13 @@ def read_examples(path: Path, form: TableFormat, group: str = "", labelled: bool
     column `form.label`, or fields in it; those examples have no target.
 
     Raises:
-        InputError: as `read_table`; a label that is not in `form.labels`, or a value that is no finite number.
+        InputError: as `read_table`; two columns of one name; a label that is not in `form.labels`, or a value that is
+            no finite number in float32.
     """
     columns = [*form.text_columns, form.label] if labelled else form.text_columns
     table = read_table(path, columns, form.skips_damaged_rows)
-    at = [table.columns.index(name) for name in form.text_columns]
-    label = table.columns.index(form.label) if form.label in table.columns else None
-    id_ = table.columns.index(form.id) if form.id in table.columns else None
+    at = [table.position(name) for name in form.text_columns]
+    label, id_ = table.position(form.label), table.position(form.id)
     examples = []
     for number, (line, fields) in enumerate(table.rows):
         known = label is not None and (labelled or fields[label].strip())
@@ -112,9 +118,11 @@ def _target(text: str, form: TableFormat, path: Path, line: int) -> int | float:
     if form.labels is not None:
         return label_number(text, form.labels, path, line)
     try:
-        value = float(text)
+        value = float(text) if text.isascii() and "_" not in text else math.nan  # float reads more than files mean
     except ValueError:
         value = math.nan
-    if not math.isfinite(value):
-        raise InputError(f"{path}, line {line}: the value {text!r} of the column {form.label!r} is no finite number.")
+    if not abs(value) <= float(np.finfo(np.float32).max):
+        raise InputError(
+            f"{path}, line {line}: the value {text!r} of the column {form.label!r} is no finite number in float32."
+        )
     return value

@@ -42,7 +42,8 @@ class Tokenizer(Protocol):
         UnicodeDecodeError if the tokenizer needs UTF-8, and the text is not."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text, without separators. Raises InputError for what the tokenizer has no token for."""
+        """The tokens of each text, without separators. Raises InputError for what the tokenizer has no token for,
+        and for a text that holds the separator as a token."""
 
     def encode_prompt(self, text: str) -> Tensor:
         """int64 tokens (1 + T,) of a document that starts with `text`; the first is a separator, which starts it."""

@@ -32,8 +32,9 @@ class SubwordTokenizer:
     """The `Tokenizer` of a `tokenizer.json`.
 
     The separator is the special token of one of the names in END_OF_DOCUMENT; without one, a new token after all
-    others. The name of a special token within a text is text, so no document can end itself. The file's truncation,
-    padding and tokens around each text are ignored.
+    others. The name of a special token within a text is text, so no document can end itself; a text is refused if the
+    vocabulary holds the separator's name as a part of words (Unigram). The file's truncation, padding and tokens around
+    each text are ignored.
 
     Raises InputError, naming the file `where` the text comes from, if it is no tokenizer, or the package `tokenizers`
     is missing.
@@ -84,7 +85,14 @@ class SubwordTokenizer:
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # the package raises Exception itself
             raise InputError(f"{self.name} has no token for a part of the text ({error}): give another one.") from error
-        return [encoding.ids for encoding in encodings]
+        rows = [encoding.ids for encoding in encodings]
+        for text, row in zip(texts, rows):
+            if self.separator in row:
+                raise InputError(
+                    f"the text {text!r:.60} holds the separator of {self.name}, token {self.separator}, which would "
+                    "end it: take that out of the text."
+                )
+        return rows
 
     def encode_prompt(self, text: str) -> Tensor:
         """See `Tokenizer`. Raises InputError if the text is not Unicode, or as `encode_document` raises ValueError."""

@@ -36,10 +36,15 @@ def test_what_is_wrong_is_named_with_file_and_line(tmp_path):
         (read('{"A": "x", "B": 3, "C": "z"}'), r"line 2: 'B' is 3, and must be a text"),
         (read("[]"), r"line 2: it is no JSON object"),
         (read("{"), r"line 2: it is not valid JSON"),
+        (read("[" * 100_000), r"line 2: it is not valid JSON \(maximum recursion depth"),
         (read("", reader=lambda path: (path.write_text(""), read_triplets(path))), r"train\.json is empty"),
         (
             read("", reader=lambda path: (path.write_text("\t\n"), read_triplets(path))),
             r"train\.json has no JSON objects",
         ),
         (read('{"a": }', reader=read_json), r"train\.json, line 2: it is not valid JSON"),
+        (
+            read("", reader=lambda path: (path.write_text("[" * 100_000), read_json(path))),
+            r"train\.json, line 1: it is not valid JSON \(maximum recursion depth",
+        ),
     )

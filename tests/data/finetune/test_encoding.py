@@ -40,6 +40,8 @@ def test_rows_have_special_tokens_and_types():
     assert [row.truncated for row in (single, pair, long)] == [False, False, True]
     assert [row.start_of_last for row in (single, pair, long)] == [1, 4, 5]
     assert pair.ends.tolist() == [1, 2]
+    assert encode("a", "x" * 9).ends.tolist() == [1, 2, 3, 4, 5]
+    assert pair.ends.base is None  # it does not keep the array of its whole text
     batch = pad([single, pair, long], PAD)
     assert batch["inputs"].dtype == batch["token_types"].dtype == torch.int64
     assert batch["inputs"][0].tolist() == [CLS, *b"abc", SEP, PAD, PAD, PAD, PAD]

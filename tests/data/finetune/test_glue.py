@@ -69,8 +69,8 @@ def test_what_is_wrong_is_named_with_file_and_line(tmp_path):
         path.write_bytes(data)
         return path
 
-    def read(data: bytes, name: str = "sst2"):
-        return lambda: read_examples(written(data), GLUE[name])
+    def read(data: bytes, name: str = "sst2", **options):
+        return lambda: read_examples(written(data), GLUE[name], **options)
 
     stsb = f"{HEADERS['stsb']}\n{row_of(HEADERS['stsb'], GLUE['stsb'], '{}')}\n"
     assert_input_errors(
@@ -83,7 +83,15 @@ def test_what_is_wrong_is_named_with_file_and_line(tmp_path):
         (read(b"sentence\tlabel\na\t0\n\nb\t1\n"), r"train\.tsv, line 3: it has 1 fields, and the first line 2"),
         (read(b"sentence\tlabel\na\t0\n\xff\t1\n"), r"train\.tsv, line 3: it is not UTF-8"),
         (read(stsb.format("five").encode(), "stsb"), r"train\.tsv, line 2: the value 'five' of the column 'score'"),
-        (read(stsb.format("inf").encode(), "stsb"), r"line 2: the value 'inf'"),
+        *(
+            (
+                read(stsb.format(value).encode(), "stsb"),
+                rf"line 2: the value '{value}' .* is no finite number in float32",
+            )
+            for value in ("inf", "1e39", "-4e38", "1_0", "٣")
+        ),
+        (read(b"label\tsentence\tlabel\n0\ta\t1\n", labelled=False), r"train\.tsv has 2 columns 'label'"),
+        (read(b"index\tsentence\tindex\tlabel\n0\ta\t0\t1\n"), r"train\.tsv has 2 columns 'index'"),
         (lambda: read_lines(tmp_path / "none.tsv"), r"none\.tsv cannot be read \(No such file"),
         (lambda: find_file(tmp_path / "no", "train", {"train": ["train.tsv"]}), r"does not exist: give .* train\.tsv"),
         (lambda: find_file(tmp_path, "train", {"train": ["a.txt", "b"]}), r"has no a\.txt or b: give the folder"),

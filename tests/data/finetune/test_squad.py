@@ -71,5 +71,6 @@ def test_what_is_wrong_is_named_with_its_place(tmp_path):
         (read(squad_file({"question": "a"})), r"paragraphs\[0\], qas\[0\]: it has no 'id', but 'question'"),
         (read(squad_file(moved)), r"qas\[0\], answers\[0\]: the context has no 'dog' at answer_start=\d+"),
         (read(squad_file()), r"train\.json has no questions"),
+        (read(squad_file({"id": "x\ud800", "question": "a"})), r"qas\[0\]: 'id' is 'x\\ud800', with half a surrogate"),
         (read("{"), r"train\.json, line 1: it is not valid JSON"),
     )

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from linrope.data.tokenizers.base import open_tokenizer, tokenizer_from_serialized, tokenizer_to_serialized
 from linrope.data.tokenizers.bytes import SEPARATOR, ByteTokenizer, TextDecoder, encode, encode_prompt
@@ -109,6 +109,18 @@ def test_a_special_tokens_name_in_a_text_is_text():
         assert Tokenizer.from_str(KINDS[kind]()).encode(f"a{name}b").ids.count(tokenizer.separator) == 1
         tokens, _ = tokenizer.encode_document(f"a{name}b".encode())
         assert tokenizer.separator not in tokens
+
+
+def test_a_text_with_a_separator_that_is_a_part_of_words_is_refused():
+    raw = Tokenizer(models.Unigram([("<unk>", 0.0), ("</s>", -1.0), ("a", -2.0), ("b", -2.0)], unk_id=0))
+    raw.add_special_tokens(["</s>"])
+    tokenizer = SubwordTokenizer(raw.to_str())
+    assert tokenizer.encode_batch(["ab", "a"]) == [[2, 3], [2]]
+    message = r"the text 'a</s>b' holds the separator of tokenizer\.json, token 1, which would end it"
+    with pytest.raises(InputError, match=message):
+        tokenizer.encode_batch(["ab", "a</s>b"])
+    with pytest.raises(ValueError, match="holds the tokenizer's separator, token 1"):
+        tokenizer.encode_document(b"a</s>b")
 
 
 def test_a_tokenizer_without_an_end_gets_a_separator_after_all_tokens():
