@@ -474,12 +474,15 @@ def permute_pairing(weight: Tensor, n_heads: int, *, to_interleaved: bool, rotar
     Raises:
         InputError: the first dimension is not a multiple of `n_heads`, or `rotary_dim` is odd or larger than a head.
     """
-    if n_heads < 1 or weight.shape[0] % n_heads:
+    if not isinstance(weight, Tensor) or not weight.ndim:
+        raise InputError(f"weight={weight!r:.60} must be a tensor of shape (n_heads · head_dim, ...).")
+    require_whole("n_heads", n_heads)
+    if weight.shape[0] % n_heads:
         raise InputError(f"n_heads={n_heads} does not divide the first dimension of weight {tuple(weight.shape)}.")
     head_dim = weight.shape[0] // n_heads
     rotary_dim = head_dim if rotary_dim is None else rotary_dim
-    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-        raise InputError(f"rotary_dim={rotary_dim} must be even and at most head_dim={head_dim}.")
+    if not isinstance(rotary_dim, Integral) or rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise InputError(f"rotary_dim={rotary_dim!r} must be an even whole number, at most head_dim={head_dim}.")
     source = torch.arange(head_dim, device=weight.device)
     rotary = source[:rotary_dim]
     pairs = rotary.view(2, -1).mT if to_interleaved else rotary.view(-1, 2).mT

@@ -326,4 +326,14 @@ def test_bad_calls_are_named():
         (lambda: make(4, [10.0, None]).rotate(x[0, 0]), "rope.base has 2 entries.*0 heads"),
         (lambda: permute_pairing(torch.zeros(9, 2), 2, to_interleaved=True), "n_heads=2"),
         (lambda: permute_pairing(torch.zeros(6, 2), 2, to_interleaved=True), "rotary_dim=3"),
+        (lambda: permute_pairing(x[0, 0], 1, to_interleaved=True, rotary_dim=2.0), "rotary_dim=2.0 must be an even"),
+        (
+            lambda: permute_pairing(torch.tensor(1.0), 1, to_interleaved=True),
+            r"weight=tensor\(1\.\) must be a tensor of",
+        ),
+        (
+            lambda: permute_pairing([1.0, 2.0], 1, to_interleaved=True),
+            r"weight=\[1\.0, 2\.0\] must be a tensor of shape",
+        ),
+        (lambda: permute_pairing(x[0, 0], 1.0, to_interleaved=True), "n_heads=1.0 must be a whole number"),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, Protocol
 
 import torch
@@ -81,8 +81,8 @@ def beam_search(
     limits = _checked_limits(max_new_tokens, len(source))
     if not isinstance(n_beams, Integral) or n_beams < 1:
         raise InputError(f"n_beams={n_beams!r} must be a whole number, 1 or more.")
-    if not 0 <= length_penalty < math.inf:
-        raise InputError(f"length_penalty={length_penalty} must be a finite number, 0 or more.")
+    if not isinstance(length_penalty, Real) or not 0 <= length_penalty < math.inf:
+        raise InputError(f"length_penalty={length_penalty!r} must be a finite number, 0 or more.")
     rows = [_Row(limit, n_beams, length_penalty) for limit in limits]
     if not rows:
         return []
@@ -114,9 +114,13 @@ def beam_search(
 
 
 def _checked_limits(max_new_tokens: int | Tensor, n_rows: int) -> list[int]:
-    limits = torch.as_tensor(max_new_tokens)
+    message = f"max_new_tokens={max_new_tokens!r} must be a whole number, 1 or more, or one for each row."
+    try:
+        limits = torch.as_tensor(max_new_tokens)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise InputError(message) from error
     if limits.is_floating_point() or limits.shape not in ((), (n_rows,)) or (limits < 1).any():
-        raise InputError(f"max_new_tokens={max_new_tokens} must be a whole number, 1 or more, or one for each row.")
+        raise InputError(message)
     return limits.expand(n_rows).tolist()
 
 

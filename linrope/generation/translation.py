@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from linrope.generation.beam_search import TranslationModel, beam_search
 
 
 def translate_texts(
-    model: TranslationModel, texts: Sequence[str], tokenizer: Tokenizer | None, device: torch.device, **options
+    model: TranslationModel, texts: Iterable[str], tokenizer: Tokenizer | None, device: torch.device, **options
 ) -> list[str]:
     """The translation of each text, all in one batch; the options and errors are those of `translate`.
 
@@ -24,6 +25,7 @@ def translate_texts(
     """
     if isinstance(texts, str):
         raise InputError(f"texts={texts!r} is one text: pass a list, [text].")
+    texts = list(texts)
     if wrong := [text for text in texts if not isinstance(text, str)]:
         raise InputError(f"texts has {wrong[0]!r}: pass a list of texts.")
     if tokenizer is None:
@@ -59,8 +61,8 @@ def translate(
     Raises:
         InputError: an option out of range.
     """
-    if extra_tokens < 0:
-        raise InputError(f"extra_tokens={extra_tokens} must be 0 or more.")
+    if not isinstance(extra_tokens, Integral) or extra_tokens < 0:
+        raise InputError(f"extra_tokens={extra_tokens!r} must be 0 or more, a whole number.")
     special = TranslationTokens.of(tokenizer)
     limits = source_mask.sum(1).cpu() + extra_tokens
     if longest_row is not None:

@@ -178,9 +178,11 @@ class EncoderModel(Model):
             What is new or differs, in words.
 
         Raises:
-            InputError: weights of other shapes, or another number of attention heads; the message calls the source
-                `name`.
+            InputError: a model that is no encoder, weights of other shapes, or another number of attention heads; the
+                message calls the source `name`.
         """
+        if not isinstance(source, EncoderModel):
+            raise InputError(f"{name} holds a {type(source).__name__}: an encoder starts from an encoder.")
         trained, own = source.body.state_dict(), self.body.state_dict()
         differing = list(differences(flat_options(source.config), flat_options(self.config)))
         same_heads = source.config.n_heads == self.config.n_heads  # other numbers have weights of the same shapes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from linrope.data.tokenizers.base import tokenizer_from_serialized
+from linrope.errors import InputError
 from linrope.feature_maps import require_feature_map
 from linrope.generation.translation import translate_texts
 from linrope.layers.attention import Attention
@@ -256,11 +257,13 @@ class EncoderDecoder(Model):
         `memory` is what `encode` returned for the same rows; `state` is None at the start.
         """
         self._check("tokens", tokens)
+        if not isinstance(memory, SourceMemories):
+            raise InputError(f"memory is a {type(memory).__name__}: pass what encode returned for the same rows.")
         x, state = self._decode(tokens, memory, state)
         return self.output(x), state
 
     def translate(
-        self, texts: Sequence[str], *, n_beams: int = 4, length_penalty: float = 0.6, extra_tokens: int = 50
+        self, texts: Iterable[str], *, n_beams: int = 4, length_penalty: float = 0.6, extra_tokens: int = 50
     ) -> list[str]:
         """The translation of each text by beam search, all in one batch.
 

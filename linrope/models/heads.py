@@ -15,6 +15,7 @@ from linrope.layers.linear import Linear
 from linrope.layers.state import ModelState
 from linrope.losses import IGNORE, check_targets, summed_cross_entropy
 from linrope.models.encoder import ACTIVATIONS, EncoderConfig, EncoderModel, RoFormerEncoder, register_head
+from linrope.ops.checks import check_tensor
 
 
 class EncoderWithHead(EncoderModel):
@@ -75,8 +76,11 @@ class MaskedLM(EncoderWithHead):
 
     def logits_of(self, x: Tensor) -> Tensor:
         """Logits (..., vocab_size) of what the encoder gives, (..., d_model)."""
-        weight = self.encoder.embedding.weight if self.output is None else self.output.weight
-        return F.linear(self.norm(self.activation(self.dense(x))), weight, self.bias)
+        x = self.norm(self.activation(self.dense(x)))
+        if self.output is None:
+            return F.linear(x, self.encoder.embedding.weight, self.bias)
+        logits = self.output(x)
+        return logits + self.bias.to(logits.dtype)  # under autocast that of the product
 
 
 class SequenceClassifier(EncoderWithHead):
@@ -88,9 +92,10 @@ class SequenceClassifier(EncoderWithHead):
 
     def forward(self, tokens: Tensor, key_mask: Tensor | None = None, token_types: Tensor | None = None) -> Tensor:
         """(B, n_labels); see `RoFormerEncoder` for the arguments."""
-        if tokens.shape[-1] == 0:
+        x = self.encoder(tokens, key_mask, token_types)
+        if x.shape[1] == 0:
             raise InputError(f"tokens is {tuple(tokens.shape)}: the classes of a row are those of its first token.")
-        first = self.dropout(self.encoder(tokens, key_mask, token_types)[:, 0])
+        first = self.dropout(x[:, 0])
         return self.output(self.dropout(self.activation(self.dense(first))))
 
 
@@ -127,10 +132,12 @@ class MultipleChoice(EncoderWithHead):
 
     def forward(self, tokens: Tensor, key_mask: Tensor | None = None, token_types: Tensor | None = None) -> Tensor:
         """(B, C, T) tokens, key_mask and token_types of C choices -> (B, C)."""
-        if tokens.ndim != 3:
-            raise InputError(f"tokens is {tuple(tokens.shape)}: pass (B, C, T), C choices for each row.")
-        if tokens.shape[2] == 0:
-            raise InputError(f"tokens is {tuple(tokens.shape)}: the logit of a choice is that of its last token.")
+        if not isinstance(tokens, Tensor) or tokens.ndim != 3 or 0 in tokens.shape[1:]:
+            got = tuple(tokens.shape) if isinstance(tokens, Tensor) else f"a {type(tokens).__name__}"
+            raise InputError(f"tokens is {got}: pass (B, C, T), C choices for each row, each of one token or more.")
+        for name, x, types in (("key_mask", key_mask, "booleans"), ("token_types", token_types, "integers")):
+            if x is not None:
+                check_tensor(name, x, types, "(B, C, T)", tokens.shape, tokens.device)
         inputs = (None if x is None else rearrange(x, "b c t -> (b c) t") for x in (tokens, key_mask, token_types))
         last = self.encoder(*inputs)[:, -1]
         return rearrange(self.output(last), "(b c) 1 -> b c", c=tokens.shape[1])

@@ -155,7 +155,10 @@ def test_it_stops_when_no_open_hypothesis_can_win():
     [
         ({"n_beams": 0}, "n_beams=0"),
         ({"length_penalty": -1.0}, "length_penalty=-1.0"),
+        ({"length_penalty": "x"}, "length_penalty='x' must be a finite number"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"max_new_tokens": None}, "max_new_tokens=None must be a whole number"),
+        ({"max_new_tokens": "4"}, "max_new_tokens='4' must be a whole number"),
         ({"max_new_tokens": torch.tensor([1, 2, 3])}, "one for each row"),
         ({"end": 4}, "end=4 is no token"),
     ],

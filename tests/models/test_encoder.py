@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from linrope import CosineAttention, EncoderConfig, MaskedLM, RoFormerEncoder, RotaryConfig, SequenceClassifier
+from linrope import (
+    CosineAttention,
+    EncoderConfig,
+    LanguageModel,
+    LanguageModelConfig,
+    MaskedLM,
+    RoFormerEncoder,
+    RotaryConfig,
+    SequenceClassifier,
+)
 from tests.conftest import assert_input_errors
 
 SMALL = {"vocab_size": 31, "d_model": 24, "n_layers": 2, "n_heads": 3, "d_ff": 37, "dropout": 0.0}
@@ -105,6 +114,19 @@ def test_the_loss_of_masked_tokens_is_their_cross_entropy():
     assert nothing == 0
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_untied_output_layer_is_called(autocast):
+    """Hooks and adapters around it act."""
+    model, tokens = model_of(head="masked_lm", tie_embeddings=False).float(), torch.randint(31, (2, 9))
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        logits, dtype = model(tokens), torch.bfloat16 if autocast else torch.float32
+        model.output.register_forward_hook(lambda layer, inputs, output: 0 * output)
+        bias = model(tokens)
+    assert torch.equal(bias, model.bias.to(dtype).expand(2, 9, 31))
+    assert logits.dtype == dtype
+    assert not torch.equal(logits, bias)
+
+
 def test_an_encoder_starts_from_another_one(tmp_path):
     trained = model_of(attention="softmax", head="masked_lm")
     trained.save_pretrained(tmp_path / "trained")
@@ -136,7 +158,8 @@ def test_an_encoder_starts_from_another_one(tmp_path):
 def test_what_does_not_fit_is_named():
     model, tokens = model_of(), torch.randint(31, (2, 9))
     assert isinstance(model, RoFormerEncoder)
-    choice = model_of(head="multiple_choice")
+    choice, classifier = model_of(head="multiple_choice"), model_of(head="classification")
+    choices = tokens[:, None]
     assert_input_errors(
         (lambda: EncoderConfig(d_model=24, n_heads=5).build(), "n_heads=5 does not divide d_model=24"),
         (lambda: EncoderConfig(activation="mish"), "activation='mish' is unknown"),
@@ -152,6 +175,14 @@ def test_what_does_not_fit_is_named():
         (lambda: model_of(head="masked_lm")(tokens, targets=tokens[:, 1:]), r"targets is \(2, 8\)"),
         (lambda: model_of(head="masked_lm")(tokens, targets=tokens - 99), r"targets has -\d+, vocab_size is 31"),
         (lambda: choice(tokens), r"pass \(B, C, T\)"),
+        (lambda: choice([[[1]]]), r"tokens is a list: pass \(B, C, T\)"),
+        (lambda: choice(tokens[:, None][:, :0]), r"tokens is \(2, 0, 9\): pass \(B, C, T\)"),
+        (lambda: choice(choices, tokens > 0), r"key_mask is \(2, 9\) .* \(B, C, T\) = \(2, 1, 9\)"),
+        (lambda: choice(choices, token_types=tokens), r"token_types is \(2, 9\) .* \(B, C, T\) = \(2, 1, 9\)"),
+        (lambda: choice(choices, choices[..., 1:] > 0), r"key_mask is \(2, 1, 8\) .* \(B, C, T\) = \(2, 1, 9\)"),
+        (lambda: classifier([[1]]), "tokens is a list: pass int64"),
+        (lambda: classifier(tokens[:, :0]), r"tokens is \(2, 0\): the classes of a row"),
+        (lambda: model.take(LanguageModel(LanguageModelConfig(d_model=8)), "it"), "it holds a LanguageModel: an enc"),
         (lambda: MaskedLM.from_pretrained("nowhere"), "nowhere"),
     )
-    assert isinstance(model_of(head="classification"), SequenceClassifier)
+    assert isinstance(classifier, SequenceClassifier)

@@ -144,7 +144,7 @@ def test_translations_end_with_the_table_of_positions():
         return logits.index_fill(-1, torch.tensor(256), -torch.inf), state
 
     model.step = without_end
-    model.translate(["abcd", "a"], n_beams=2)
+    model.translate(iter(["abcd", "a"]), n_beams=2)
     assert steps == [4] * 9  # 2 beams of each, at all positions
     assert (model.longest_row, model_of().longest_row) == (9, None)
     with pytest.raises(InputError, match="9"):
@@ -158,10 +158,14 @@ def test_errors():
         EncoderDecoderConfig(n_decoder_layers=0)
     model = model_of()
     assert model.translate([]) == []
+    with pytest.raises(InputError, match="memory is a NoneType: pass what encode returned"):
+        model.step(rows(1, 2), None)
     with pytest.raises(InputError, match="texts='a' is one text"):
         model.translate("a")
     with pytest.raises(InputError, match="extra_tokens=-1 must be 0 or more"):
         model.translate(["a"], extra_tokens=-1)
+    with pytest.raises(InputError, match="extra_tokens='x' must be 0 or more"):
+        model.translate(["a"], extra_tokens="x")
     with pytest.raises(InputError, match=r"source lies in \[97, 256\], vocab_size is 11"):  # bytes
         model.translate(["a"])
     model.tokenizer = {"kind": "unknown"}

@@ -104,7 +104,9 @@ def test_the_compiled_kernel_in_one_graph(length):
         assert all(map(torch.equal, found, wanted))
 
 
-@pytest.mark.parametrize(("backend", "causal", "length"), [("auto", False, 5), ("auto", True, 0), ("reference", True, 5)])
+@pytest.mark.parametrize(
+    ("backend", "causal", "length"), [("auto", False, 5), ("auto", True, 0), ("reference", True, 5)]
+)
 def test_the_definition_in_one_graph(backend, causal, length):
     """Which short rows take without causality, and rows without tokens."""
     torch._dynamo.reset()
