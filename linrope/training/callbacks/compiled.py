@@ -30,10 +30,15 @@ class CompiledTraining(Callback):
 
     All else runs as without it: validation, samples, and steps with an operator hook, which would each be compiled
     anew, for other lengths, states and hooks. A second length of training rows is compiled for all further ones. Stands
-    after callbacks that set hooks.
+    after callbacks that set hooks. InputError for a model without `blocks`.
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not hasattr(pl_module.model, "blocks"):
+            found = type(pl_module.model).__name__
+            raise InputError(
+                f"CompiledTraining compiles the blocks of a LanguageModel, and {found} has none: remove the callback."
+            )
         # einops lists the types that it has met, and a new one would have the blocks compiled again; Throughput counts
         # FLOPs on fake tensors
         rearrange(torch.zeros(1, 1), "a b -> (a b)")

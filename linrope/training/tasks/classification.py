@@ -23,11 +23,19 @@ def f1(predicted: Tensor, targets: Tensor, n_labels: int) -> Tensor:
     return multiclass_f1_score(predicted, targets, n_labels, average="macro")
 
 
+def correlation(measure: Callable[[Tensor, Tensor], Tensor], predicted: Tensor, targets: Tensor) -> Tensor:
+    """A correlation, NaN where predictions or targets are all the same: torchmetrics warns of one, and has 0 for the
+    other."""
+    if any((x == x[0]).all() for x in (predicted, targets)):
+        return targets.new_tensor(torch.nan)
+    return measure(predicted, targets)
+
+
 METRICS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
     "accuracy": lambda predicted, targets, n_labels: (predicted == targets).double().mean(),
     "f1": lambda predicted, targets, n_labels: f1(predicted.long(), targets.long(), n_labels),
-    "pearson": lambda predicted, targets, n_labels: pearson_corrcoef(predicted, targets),
-    "spearman": lambda predicted, targets, n_labels: spearman_corrcoef(predicted, targets),
+    "pearson": lambda predicted, targets, n_labels: correlation(pearson_corrcoef, predicted, targets),
+    "spearman": lambda predicted, targets, n_labels: correlation(spearman_corrcoef, predicted, targets),
 }
 """Of all predictions and targets, float64 (N,), and the number of labels."""
 
@@ -37,9 +45,9 @@ class ClassificationModule(FineTuningModule):
 
     Logs `train_loss` of each optimizer step (nats per row; with values, n_labels = 1, the squared error), and of a
     whole validation `val_loss` and the metrics of the data: `val_accuracy`, `val_f1` (of label 1 of two, or the mean
-    over labels), `val_pearson`, `val_spearman`. Where a split has groups, as MNLI's matched and mismatched, each metric
-    is logged for all rows and for each group, as `val_accuracy/matched`. For a test the same as `test_…`. Arguments and
-    errors are those of `FineTuningModule`.
+    over labels), `val_pearson`, `val_spearman` (NaN where predictions or values are all the same). Where a split has
+    groups, as MNLI's matched and mismatched, each metric is logged for all rows and for each group, as
+    `val_accuracy/matched`. For a test the same as `test_…`. Arguments and errors are those of `FineTuningModule`.
     """
 
     data_class, head = ClassificationDataModule, "classification"

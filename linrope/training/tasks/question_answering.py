@@ -22,9 +22,10 @@ class QuestionAnsweringModule(FineTuningModule):
 
     The loss of a row is the mean of two cross entropies in nats, of the first and of the last token of its answer. Rows
     whose answer was cut off have none. Logs `train_loss` of each optimizer step, and of a whole validation `val_loss`,
-    and `val_exact_match` and `val_f1` of all rows, from 0 to 1, by the rules of SQuAD's script: lower case, without
-    punctuation and articles, against the best of the right answers. For a test the same as `test_…`. Arguments and
-    errors are those of `FineTuningModule`; the model's `n_labels` is unused.
+    and `val_exact_match` and `val_f1` of all rows, from 0 to 1, by the rules of SQuAD 2.0's script: lower case,
+    without punctuation and articles, against the best of the right answers; two answers of which nothing remains are
+    the same. For a test the same as `test_…`. Arguments and errors are those of `FineTuningModule`; the model's
+    `n_labels` is unused.
     """
 
     data_class, head = QuestionAnsweringDataModule, "question_answering"

@@ -1,13 +1,16 @@
 """Compiled training steps: the same run, the same names, and what stays as it is."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
-from linrope import LanguageModel
+from linrope import EncoderConfig, LanguageModel
 from linrope.cli.main import main
 from linrope.errors import InputError
-from linrope.training.callbacks.compiled import require_compiler
+from linrope.training.callbacks.compiled import CompiledTraining, require_compiler
+from linrope.training.tasks.classification import ClassificationModule
 from tests.training.test_resume import load, losses, version
 
 STEPS = ["--trainer.max_steps=4", "--trainer.log_every_n_steps=1", "--run.checkpoint_every_n_steps=2"]
@@ -56,6 +59,14 @@ def test_rows_of_many_lengths_and_segments_are_compiled_a_few_times(tiny, compil
     torch._dynamo.reset()
     assert main(["fit", *tiny, *options, "--data.context=96", "--segment_length=8"]) == 0
     assert len(compiled_graphs) <= 8  # PyTorch's limit; the lengths of states are numbers
+
+
+def test_a_model_without_blocks_is_named():
+    model = EncoderConfig(d_model=16, n_layers=1, n_heads=2, head="classification").build()
+    with pytest.raises(InputError, match="compiles the blocks of a LanguageModel, and SequenceClassifier has none"):
+        CompiledTraining().on_fit_start(None, SimpleNamespace(model=model))
+    with pytest.raises(InputError, match=r"whose weights have other names: pass the model itself\.$"):
+        ClassificationModule(torch.compile(model))
 
 
 def test_without_a_compiler_the_run_does_not_begin(tiny, run_folder, error_of, monkeypatch):

@@ -112,6 +112,12 @@ def test_questions_of_one_id_are_measured_one_by_one(monkeypatch):
     )
     found = module.evaluation_metrics("val", sums)
     assert found == pytest.approx({"val_loss": np.log(4), "val_exact_match": 1 / 3, "val_f1": 1.5 / 3}, abs=1e-6)
+    monkeypatch.setattr(module, "answers", lambda batch, logits: ["the", "a man", ""])
+    module.evaluate(
+        {"targets": torch.ones(3, 2).long(), "id": [*"abc"], "answers": [["The"], ["an"], ["."]]}, sums := {}
+    )
+    found = module.evaluation_metrics("val", sums)
+    assert (found["val_exact_match"], found["val_f1"]) == pytest.approx((2 / 3, 2 / 3))  # of answers without words
     cut_off = torch.full((3, 2), IGNORE)
     module.evaluate({"targets": cut_off, "id": ["a", "a", "a"], "answers": right}, sums := {})
     assert np.isnan(module.evaluation_metrics("val", sums)["val_loss"])  # of no answer, and not perfect
