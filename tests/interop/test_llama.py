@@ -52,6 +52,13 @@ KINDS = {
 CLOSE = {"rtol": 0, "atol": 1e-5}
 
 
+def test_weights_of_several_dtypes_are_read_in_one(tmp_path):
+    there = LlamaForCausalLM(LlamaConfig(**SIZES)).bfloat16()
+    there.model.norm.float()
+    there.save_pretrained(tmp_path)
+    assert {weight.dtype for weight in load_llama(tmp_path).parameters()} == {torch.bfloat16}
+
+
 def saved(kind, folder, **options):
     make, config, own = KINDS[kind]
     torch.manual_seed(0)
