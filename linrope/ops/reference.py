@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 
+import opt_einsum
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -34,11 +35,11 @@ def reference_attention(call: Call) -> tuple[Tensor, State]:
     past = call.state
     if past is not None:
         reach = _weight_of_past(call)
-        num = num + reach[..., None] * torch.einsum("bhid,bhde->bhie", q_rotated, past.kv)
+        num = num + reach[..., None] * contract("bhid,bhde->bhie", q_rotated, past.kv)
         k_sum = call.without_signed(past.k_sum)
-        den = den + reach * torch.einsum("bhid,bhd->bhi", q, k_sum)
+        den = den + reach * contract("bhid,bhd->bhi", q, k_sum)
         if den_rotated is not None:
-            den_rotated = den_rotated + reach * torch.einsum("bhid,bhd->bhi", q_rotated, past.k_rotated_sum)
+            den_rotated = den_rotated + reach * contract("bhid,bhd->bhi", q_rotated, past.k_rotated_sum)
 
     den = {"plain": den, "rotary": den_rotated, "none": None}[call.normalize]
     if den is not None:
@@ -57,11 +58,16 @@ def _rotate(x: Tensor, call: Call) -> Tensor:
 
 
 def _pair_sum(q: Tensor, k: Tensor, weights: Tensor | None, v: Tensor | None = None) -> Tensor:
-    """Σ_j w_ij (q_iᵀ k_j) v_j, or Σ_j w_ij q_iᵀ k_j without v. Without w PyTorch, by opt_einsum, is free to choose the
-    order of the products: the one that is linear in the length, if the length is large."""
+    """Σ_j w_ij (q_iᵀ k_j) v_j, or Σ_j w_ij q_iᵀ k_j without v. Without w opt_einsum is free to choose the order of the
+    products: the one that is linear in the length, if the length is large."""
     factors = {"bhid": q, "bhjd": k, "bhij": weights, "bhje": v}
     factors = {axes: factor for axes, factor in factors.items() if factor is not None}
-    return torch.einsum(",".join(factors) + ("->bhi" if v is None else "->bhie"), *factors.values())
+    return contract(",".join(factors) + ("->bhi" if v is None else "->bhie"), *factors.values())
+
+
+def contract(equation: str, *factors: Tensor) -> Tensor:
+    """`opt_einsum.contract`; in a graph `torch.einsum`, which asks opt_einsum too, where Dynamo cannot trace it."""
+    return (torch.einsum if torch.compiler.is_compiling() else opt_einsum.contract)(equation, *factors)
 
 
 def _weights(call: Call) -> Tensor | None:
@@ -104,9 +110,9 @@ def _final_state(call: Call, k: Tensor, k_rotated: Tensor, v: Tensor) -> State:
         kept = (total[..., -1:] - total).exp().to(k.dtype)
     if call.documents is not None:
         kept = kept * (call.documents == call.documents[:, -1:])[:, None]
-    kv = torch.einsum("bhjd,bhj,bhje->bhde", k_rotated, kept, v)
-    k_sum = torch.einsum("bhjd,bhj->bhd", k, kept)
-    k_rotated_sum = torch.einsum("bhjd,bhj->bhd", k_rotated, kept) if call.normalize == "rotary" else None
+    kv = contract("bhjd,bhj,bhje->bhde", k_rotated, kept, v)
+    k_sum = contract("bhjd,bhj->bhd", k, kept)
+    k_rotated_sum = contract("bhjd,bhj->bhd", k_rotated, kept) if call.normalize == "rotary" else None
     past = call.state
     if past is not None:
         left = _weight_of_past(call)[..., -1] if call.q.shape[2] else kv.new_ones(kv.shape[:2])
