@@ -1,9 +1,10 @@
-"""Ranks of one run must have the same configuration and package versions: compared before anything is exchanged."""
+"""Ranks of one run must have the same configuration and package versions, compared before anything is exchanged, and
+the same data."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from linrope import __version__
 from linrope.errors import InputError
+from linrope.training.checkpoint import TEXT_MODIFIED
 from linrope.training.rank_board import RankBoard, names
 
 MAY_DIFFER = ("run.folder", "trainer.default_root_dir")
@@ -58,11 +60,22 @@ def require_agreement(board: RankBoard, values: Mapping[str, str], seconds: floa
     """
     board.write(f"values/{board.rank}", values)
     if board.rank == 0:
-        lines = differences_of(board.wait_for("values", range(board.world_size), seconds))
-        more = [f"and {len(lines) - MOST_DIFFERENCES} more"] if len(lines) > MOST_DIFFERENCES else []
-        board.write("differences/0", [*lines[:MOST_DIFFERENCES], *more])
-    if lines := board.wait_for("differences", [0], 2 * seconds)[0]:
-        raise InputError(
-            "the ranks of this run differ; start all of them with the same options, files and packages:\n  "
-            + "\n  ".join(lines)
-        )
+        board.write("differences/0", differences_of(board.wait_for("values", range(board.world_size), seconds)))
+    _require_none(board.wait_for("differences", [0], 2 * seconds)[0])
+
+
+def require_same_samples(orders: Sequence[Mapping[str, Any]]) -> None:
+    """Raise InputError if what decides the training samples, `run_order` of each rank, differs."""
+    # a copy of the text may have new times
+    plain = [{name: str(value) for name, value in one.items() if name != TEXT_MODIFIED} for one in orders]
+    _require_none(differences_of(dict(enumerate(plain))))
+
+
+def _require_none(differences: list[str]) -> None:
+    if not differences:
+        return
+    more = [f"and {len(differences) - MOST_DIFFERENCES} more"] if len(differences) > MOST_DIFFERENCES else []
+    raise InputError(
+        "the ranks of this run differ; start all of them with the same options, files and packages:\n  "
+        + "\n  ".join([*differences[:MOST_DIFFERENCES], *more])
+    )

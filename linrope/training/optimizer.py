@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch import Trainer
 from torch.optim import AdamW, Muon, Optimizer
 from torch.overrides import TorchFunctionMode
 
@@ -66,6 +67,24 @@ class OptimizerConfig:
     def own_class(self) -> str | None:
         """The class path of a subclass, whose `make` decides which optimizer it is; None for this class."""
         return None if type(self) is OptimizerConfig else class_path_of(type(self))
+
+    def require_trainer(self, trainer: Trainer) -> None:
+        """Raise InputError for options of the Trainer that leave open or repeat what is decided here."""
+        if trainer.max_steps < 1:
+            raise InputError(
+                f"trainer.max_steps={trainer.max_steps} must be set to 1 or more: it is the number of optimizer steps, "
+                "and the learning rate follows it."
+            )
+        if trainer.gradient_clip_val:
+            raise InputError(
+                f"trainer.gradient_clip_val={trainer.gradient_clip_val} would clip beside optimizer.clip_norm="
+                f"{self.clip_norm}: remove it and set optimizer.clip_norm."
+            )
+        if trainer.gradient_clip_algorithm == "value":
+            raise InputError(
+                "trainer.gradient_clip_algorithm='value' is not there: optimizer.clip_norm clips by the norm of all "
+                "gradients. Remove it."
+            )
 
     def optimizer_of(self, model: Model, fused: bool | None) -> Optimizer:
         """The optimizer of a model: `make` with its parameter groups. InputError if `make` changes their number."""

@@ -27,6 +27,7 @@ from linrope.distributed.segments import slice_of
 from linrope.errors import InputError, NonFiniteError
 from linrope.models.base import ModelConfig, config_in
 from linrope.models.saving import open_checkpoint
+from linrope.training.agreement import require_same_samples
 from linrope.training.callbacks.saving import LastCheckpoint
 from linrope.training.callbacks.unsupported import require_supported
 from linrope.training.checkpoint import (
@@ -420,24 +421,11 @@ class TrainingTask(LightningModule):
             return
         require_supported(trainer.callbacks)
         require_supported_strategy(trainer.strategy)
-        if trainer.max_steps < 1:
-            raise InputError(
-                f"trainer.max_steps={trainer.max_steps} must be set to 1 or more: it is the number of optimizer steps, "
-                "and the learning rate follows it."
-            )
-        if trainer.gradient_clip_val:
-            raise InputError(
-                f"trainer.gradient_clip_val={trainer.gradient_clip_val} would clip beside optimizer.clip_norm="
-                f"{self.optimizer_config.clip_norm}: remove it and set optimizer.clip_norm."
-            )
-        if trainer.gradient_clip_algorithm == "value":
-            raise InputError(
-                "trainer.gradient_clip_algorithm='value' is not there: optimizer.clip_norm clips by the norm of all "
-                "gradients. Remove it."
-            )
+        self.optimizer_config.require_trainer(trainer)
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise InputError("no parameter of the model has requires_grad=True: there is nothing to train.")
         self._order = run_order(trainer, self.seed)
+        require_same_samples(self.gather(self._order))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["linrope"] = {

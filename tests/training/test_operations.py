@@ -20,8 +20,8 @@ from linrope.cli import ranks
 from linrope.cli.main import main
 from linrope.errors import DamagedFile, InputError
 from linrope.models.saving import open_checkpoint
-from linrope.training import LanguageModelingModule
-from linrope.training.agreement import MAY_DIFFER, differences_of, run_values
+from linrope.training import LanguageModelingModule, task
+from linrope.training.agreement import MAY_DIFFER, differences_of, require_same_samples, run_values
 from tests.conftest import write_documents
 from tests.processes import Run
 from tests.training.test_ddp import CONSTANT, MODEL, folder_of, last, texts_of
@@ -283,6 +283,31 @@ def test_ranks_with_different_options_are_refused_with_one_message(printed, base
     assert err.count("differ;") == 1
     assert not folder_of(base, "differ").exists()
     assert not (texts_of(base).parent / "other").exists()
+
+
+@EXHAUSTIVE
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_ranks_that_read_different_texts_are_refused_with_one_message(base, tmp_path, monkeypatch, strategy):
+    order = task.run_order
+    hash_of = {0: "ab", 1: "cd"}
+    monkeypatch.setattr(
+        task, "run_order", lambda trainer, seed: order(trainer, seed) | {"data.text_hash": hash_of[trainer.global_rank]}
+    )
+    options = ["--trainer.devices=2", f"--trainer.strategy={strategy}", f"--run.name=texts-{strategy}"]
+    run = Run([*base, *options], tmp_path, ranks=2)
+    _, _, err = run.wait()
+    assert run.codes == [2, 2]
+    assert err.endswith("options, files and packages:\n  data.text_hash: ab on rank 0, cd on rank 1\n")
+    assert err.count("differ;") == 1
+    assert not folder_of(base, f"texts-{strategy}").exists()
+
+
+def test_the_samples_of_ranks_are_compared_without_the_times_of_their_files():
+    orders = [{"data.text_hash": "ab", "data.batch_size": 2, "data.text_modified": str(rank)} for rank in range(3)]
+    require_same_samples(orders)
+    orders[2]["data.text_hash"] = "cd"
+    with pytest.raises(InputError, match=r"this run differ; .*\n  data\.text_hash: ab on rank 0, cd on rank 2$"):
+        require_same_samples(orders)
 
 
 @EXHAUSTIVE
