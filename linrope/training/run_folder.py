@@ -33,13 +33,16 @@ class RunFolder:
         self._lock: IO[str] | None = None
 
     def lock(self, patience: float = PATIENCE) -> bool:
-        """Lock the folder and remove its partial files; False if another process has it."""
+        """Lock the folder and remove its partial files; False if another process has it.
+
+        Without locks they stay: another process may be writing them."""
         file = open(self.path / LOCK, "w")  # noqa: SIM115 (closing it unlocks)
-        if not _lock(file, patience):
+        is_locked = _lock(file, patience)
+        if is_locked is False:
             file.close()
             return False
         self._lock = file
-        for folder in (self.path, self.path / CHECKPOINTS):
+        for folder in (self.path, self.path / CHECKPOINTS) if is_locked else ():
             remove_partial_files(folder)
         return True
 
@@ -61,7 +64,8 @@ class RunFolder:
             self.unlock()
 
 
-def _lock(file: IO[str], patience: float) -> bool:
+def _lock(file: IO[str], patience: float) -> bool | None:
+    """Lock a file; False if another process has it, None if this file system has no locks."""
     until = time.monotonic() + patience
     while True:
         try:
@@ -69,7 +73,7 @@ def _lock(file: IO[str], patience: float) -> bool:
             return True
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
-                return True  # this file system has no locks
+                return None
             if time.monotonic() >= until:
                 return False
         time.sleep(0.05)

@@ -1,6 +1,7 @@
 """Where a run writes: its folder, its metrics.csv, and the loggers beside it."""
 
 import csv
+import errno
 import multiprocessing
 import re
 import shutil
@@ -13,6 +14,7 @@ import torch
 from lightning.pytorch.loggers import Logger
 
 from linrope.cli.main import main
+from linrope.training import run_folder as run_folder_module
 from linrope.training.metrics_file import MetricsFile
 from linrope.training.run_folder import RunFolder, new_run_folder
 from linrope.utils.files import whole_file
@@ -196,7 +198,13 @@ def test_a_run_in_a_folder_that_cannot_be_written_asks_for_another_name(tiny, ru
     )
 
 
-def test_a_folder_in_use_keeps_its_partial_files(tmp_path):
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_a_folder_in_use_keeps_its_partial_files(tmp_path, monkeypatch, has_locks):
+    def no_locks(file, inherited=True):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    if not has_locks:
+        monkeypatch.setattr(run_folder_module, "lock", no_locks)
     (tmp_path / "version_0").mkdir()
     folder = RunFolder(tmp_path / "version_0")
     assert folder.lock()
