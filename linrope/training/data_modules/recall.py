@@ -38,9 +38,10 @@ class RecallDataModule(ResumableDataModule):
         inputs, targets: int64 (rows, length), rows of one case; targets are IGNORE where nothing is asked.
         case: only in validation and test: the name of the case.
 
-    Training has no epochs: batch `i` of a run follows from `seed` and `i`. A resumed run continues with the batch after
-    the last one that its checkpoint was trained on. Validation and test have their own rows, the same for every seed.
-    Tokens are random numbers below the task's `vocab_size`, and text only for pass keys.
+    Training has no epochs: batch `i` of a device follows from `seed`, `i` and the device's number. A resumed run
+    continues with the batch after the last one that its checkpoint was trained on, on as many devices. Validation and
+    test have their own rows, the same for every seed. Tokens are random numbers below the task's `vocab_size`, and text
+    only for pass keys.
 
     Args:
         task: makes the rows.
@@ -104,7 +105,8 @@ class RecallDataModule(ResumableDataModule):
 
     def order(self) -> dict[str, Any]:
         rows = {"stages": [list(stage) for stage in self.stages], "tokens_per_batch": self.tokens_per_batch}
-        return {**rows, "seed": self.seed, **self.order_of_task()}
+        n_devices = self.run_position.world_size  # a batch follows from its number on its device
+        return {**rows, "devices": n_devices if n_devices > 1 else None, "seed": self.seed, **self.order_of_task()}
 
     def order_of_task(self) -> dict[str, Any]:
         """The part of `order` that the task decides."""

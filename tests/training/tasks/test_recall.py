@@ -13,6 +13,7 @@ from linrope.errors import InputError
 from linrope.losses import IGNORE, token_losses
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
 from linrope.training import LanguageModelingModule, MQARDataModule, OptimizerConfig, RecallBatches, RecallModule
+from linrope.training.checkpoint import require_same_order
 from tests.training.attached import attach, first_batches
 
 STAGES = ((16, 2, 3), (32, 4, 1))
@@ -65,6 +66,13 @@ def test_ranks_train_on_different_rows_of_the_same_stages():
     assert [batch.shape for batch in ranks[0]] == [batch.shape for batch in ranks[1]]
     rows = [tuple(row.tolist()) for batches in ranks for batch in batches for row in batch]
     assert len(set(rows)) == len(rows)
+
+
+def test_a_run_goes_on_with_as_many_devices_only():
+    two, alone = attached(rank=1, world_size=2).order(), attached().order()
+    require_same_order({"linrope": {"order": two}}, attached(world_size=2).order(), "a.ckpt")
+    with pytest.raises(InputError, match=r"a\.ckpt.*\n  devices: None in the checkpoint, 2 here$"):
+        require_same_order({"linrope": {"order": alone}}, two, "a.ckpt")
 
 
 def test_ranks_share_out_the_cases_without_repeating_a_row():
