@@ -165,18 +165,26 @@ def test_a_validation_that_was_due_is_finished_before_the_run_stops(exact, run_f
     assert (sorted(losses(run_folder)), sorted(losses(run_folder, "val_loss"))) == ([1, 2, 3, 4], [2, 4])
 
 
-def test_a_plain_best_checkpoint_of_an_earlier_run_keeps_its_score(tiny, run_folder):
+@pytest.mark.parametrize("earlier", ["plain", "moved"])
+def test_the_best_checkpoint_of_an_earlier_run_keeps_its_score(tiny, run_folder, tmp_path, earlier):
+    """Also if it was a plain ModelCheckpoint, or if the run's folder was moved."""
     assert main(["fit", *tiny]) == 0
     contents, last = load(run_folder), run_folder / "checkpoints" / "last.ckpt"
     (name,) = (name for name in contents["callbacks"] if name.startswith("BestCheckpoint"))
     state = contents["callbacks"].pop(name)
     state["best_model_score"] = torch.tensor(1.0)  # which no later step reaches
     state["best_k_models"] = {path: torch.tensor(1.0) for path in state["best_k_models"]}
-    contents["callbacks"][name.replace("BestCheckpoint", "ModelCheckpoint")] = state
+    plain = name.replace("BestCheckpoint", "ModelCheckpoint")
+    contents["callbacks"][plain if earlier == "plain" else name] = state
     torch.save(contents, last)
-    assert main(["fit", *tiny, "--ckpt_path=last", "--trainer.max_steps=4"]) == 0
+    if earlier == "moved":
+        shutil.move(run_folder.parents[1], tmp_path / "moved")
+        run_folder = tmp_path / "moved" / "tiny" / "version_0"
+    folder = [f"--run.folder={run_folder.parents[1]}"]
+    assert main(["fit", *tiny, *folder, "--ckpt_path=last", "--trainer.max_steps=4"]) == 0
     resumed = load(run_folder)["callbacks"]
     assert resumed[name]["best_model_score"] == 1.0
+    assert resumed[name]["best_model_path"] == str(run_folder / "checkpoints" / "best.ckpt")
     assert not any(name.startswith("ModelCheckpoint") for name in resumed)
     assert load(run_folder, "best")["global_step"] == 2
 

@@ -31,11 +31,23 @@ class BestCheckpoint(ModelCheckpoint):
         super().__init__(folder, "best", monitor=monitor, mode=mode, enable_version_counter=False)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Takes the state of a run whose best checkpoint was a plain ModelCheckpoint."""
+        """Takes the state of a run whose best checkpoint was a plain ModelCheckpoint, or whose folder was moved."""
         states = checkpoint["callbacks"]
         plain = self.state_key.replace(type(self).__qualname__, ModelCheckpoint.__qualname__, 1)
         if self.state_key not in states and plain in states:
             states[self.state_key] = states.pop(plain)
+        here = Path(self.dirpath, "best.ckpt")
+        if trainer.strategy.broadcast(here.exists()) and self.state_key in states:
+            _move(states[self.state_key], here)
+
+
+def _move(state: dict[str, Any], path: Path) -> None:
+    """Let the state of a ModelCheckpoint name its only checkpoint by `path`: of another folder Lightning takes no
+    score, and would replace the checkpoint by a worse one."""
+    state["dirpath"] = str(path.parent)
+    if state["best_model_path"]:
+        state["best_model_path"] = state["kth_best_model_path"] = str(path)
+    state["best_k_models"] = {str(path): score for score in state["best_k_models"].values()}
 
 
 class LastCheckpoint(Checkpoint):
