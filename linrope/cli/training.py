@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -43,7 +42,7 @@ from linrope.models.saving import CONFIG_FILE, open_checkpoint
 from linrope.training.callbacks.monitors import RequireMonitored
 from linrope.training.callbacks.named_errors import name_setup_errors
 from linrope.training.callbacks.progress import ProgressReport, evaluation_metrics, part_read
-from linrope.training.checkpoint import WholeCheckpointIO, find_last, require_same_model
+from linrope.training.checkpoint import find_last, require_same_model
 from linrope.training.optimizer import OptimizerConfig
 from linrope.training.precision import AUTO, automatic_precision
 from linrope.training.sharding import own_strategy
@@ -410,8 +409,6 @@ class TrainingCLI(ConfigCLI):
         require_launched(trainer)
         if not hasattr(trainer, "val_check_interval"):  # it is a time, and EarlyStopping reads it even so
             trainer.val_check_interval = None
-        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # neither the user's nor a special strategy's
-            trainer.strategy.checkpoint_io = WholeCheckpointIO()
         return trainer
 
     def given_callbacks(self) -> list[Callback]:

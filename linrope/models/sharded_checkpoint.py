@@ -38,7 +38,16 @@ def read_sharded_checkpoint(path: str | Path, weights: bool = True, optimizers: 
     Raises:
         InputError: a folder that is damaged, or whose index holds other objects than torch writes.
     """
-    path = Path(path)
+    folder = Path(path).resolve()
+    try:
+        return _read(folder, weights, optimizers)
+    except InputError:
+        if Path(path).resolve() == folder:
+            raise
+    return _read(Path(path).resolve(), weights, optimizers)  # its run has saved the next one and removed this one
+
+
+def _read(path: Path, weights: bool, optimizers: bool) -> dict[str, Any]:
     checkpoint, index = load_plain(path / META_FILE), read_index(path)
     paths = index.planner_data  # the nested keys of each name
     wanted = {

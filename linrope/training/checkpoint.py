@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from linrope.interop.roformer import load_trained
 from linrope.models.base import Model, ModelConfig, differences, flat_options
 from linrope.models.saving import is_checkpoint, open_checkpoint
 from linrope.models.sharded_checkpoint import read_sharded_checkpoint
-from linrope.models.sharded_files import is_sharded_checkpoint
+from linrope.models.sharded_files import folder_of_link, is_sharded_checkpoint, make_replaceable
 from linrope.training.data_modules.base import ResumableDataModule, data_parallel
 from linrope.training.optimizer import OptimizerConfig
 from linrope.utils.files import versions, whole_file
@@ -45,12 +46,23 @@ class WholeCheckpointIO(TorchCheckpointIO):
         path = Path(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            make_replaceable(path)
+            shards = folder_of_link(path)
             with whole_file(path) as file:
                 torch.save(checkpoint, file)
         except (OSError, RuntimeError) as error:
             if (reason := _os_error(error)) is None:
                 raise
             raise unwritten(path, reason.strerror) from error
+        if shards is not None:
+            shutil.rmtree(shards, ignore_errors=True)
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Removes a file, or a sharded checkpoint: the link and its folder."""
+        shards = folder_of_link(Path(path))
+        super().remove_checkpoint(path)
+        if shards is not None:
+            shutil.rmtree(shards, ignore_errors=True)
 
     def load_checkpoint(self, path: str | Path, *args: Any, **options: Any) -> dict[str, Any]:
         """The contents of a file, or of the folder of a sharded checkpoint."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from functools import partial
@@ -34,8 +35,8 @@ from torch.optim import Optimizer
 from linrope.distributed.group import SequenceGroup
 from linrope.errors import InputError
 from linrope.models.base import Model
-from linrope.models.sharded_checkpoint import load_plainly
-from linrope.models.sharded_files import META_FILE, is_sharded_checkpoint
+from linrope.models.sharded_checkpoint import load_plainly, read_index
+from linrope.models.sharded_files import META_FILE, is_sharded_checkpoint, make_replaceable, new_folder, remove_others
 from linrope.training.checkpoint import require_same_optimizer, unwritten
 from linrope.utils.files import load_plain, sync
 from linrope.utils.options import class_path_of
@@ -115,6 +116,11 @@ class ShardedStrategy(ModelParallelStrategy):
         super().setup_environment()
 
     @property
+    def writes_parts(self) -> bool:
+        """Whether each rank writes a part of a checkpoint, so that all need one folder."""
+        return self._save_distributed_checkpoint
+
+    @property
     def sequence_group(self) -> SequenceGroup | None:
         """The devices that share the rows of this one; None if each reads whole rows."""
         mesh = self.device_mesh["tensor_parallel"]
@@ -124,18 +130,20 @@ class ShardedStrategy(ModelParallelStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         path = Path(self.broadcast(filepath))
-        if not self._save_distributed_checkpoint:  # one file, which replaces a link to a folder
+        if not self.writes_parts:  # one file, which replaces a link to a folder
             ParallelStrategy.save_checkpoint(self, checkpoint, path, storage_options)
         else:
             self._write_shards(checkpoint, path, storage_options)
         if self.is_global_zero:
-            _remove_others(path)
+            remove_others(path)
 
     def _write_shards(self, checkpoint: dict[str, Any], path: Path, storage_options: Any | None) -> None:
-        folder = self.broadcast(_new_folder(path) if self.is_global_zero else None)
+        folder = self.broadcast(new_folder(path) if self.is_global_zero else None)
         problem = None
         try:
             super().save_checkpoint(checkpoint, folder, storage_options)
+            if self.is_global_zero:
+                _require_parts(folder)
         except CheckpointException as error:  # of any rank
             problem, (reason, _) = error, next(iter(error.failures.values()))
         except (OSError, RuntimeError) as error:  # only rank 0 writes what is no part
@@ -151,7 +159,7 @@ class ShardedStrategy(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(checkpoint_path))
         if is_sharded_checkpoint(path):
-            return self._load_shards(path)
+            return self._load_shards(Path(self.broadcast(path.resolve())))  # the link may move while ranks read
         checkpoint, whole = load_plain(path), StateDictOptions(full_state_dict=True)
         self._require_same_optimizer(checkpoint, path)
         set_model_state_dict(self.model, checkpoint.pop("state_dict"), options=whole)
@@ -182,7 +190,7 @@ class ShardedStrategy(ModelParallelStrategy):
             super().remove_checkpoint(filepath)
         elif self.is_global_zero:
             path.unlink()
-            _remove_others(path)
+            remove_others(path)
 
 
 def mesh_sizes(n_devices: int, data: Literal["auto"] | int, sequence: Literal["auto"] | int) -> tuple[int, int]:
@@ -255,14 +263,11 @@ def _by_name(saved: dict[str, Any], optimizer: Optimizer, module: nn.Module) -> 
     return {"state": {name_of[number]: state for number, state in saved["state"].items()}, "param_groups": groups}
 
 
-def _folders_of(path: Path) -> dict[int, Path]:
-    """The folders PATH.N of a checkpoint PATH, by N; PATH is a link to one of them."""
-    found = ((place.name.removeprefix(f"{path.name}."), place) for place in path.parent.glob(f"{path.name}.*"))
-    return {int(number): place for number, place in found if number.isdecimal()}
-
-
-def _new_folder(path: Path) -> Path:
-    return path.with_name(f"{path.name}.{1 + max(_folders_of(path), default=0)}")
+def _require_parts(folder: Path) -> None:
+    """Raise OSError unless the folder has all parts that its index names."""
+    for part in {place.relative_path for place in read_index(folder).storage_data.values()}:
+        if not (folder / part).is_file():
+            raise FileNotFoundError(errno.ENOENT, f"it has no part {part}, so the ranks do not share its folder")
 
 
 def _link(path: Path, folder: Path) -> None:
@@ -272,14 +277,6 @@ def _link(path: Path, folder: Path) -> None:
     link = path.with_name(f"{path.name}.partial")
     link.unlink(missing_ok=True)
     link.symlink_to(folder.name)
-    if path.is_dir() and not path.is_symlink():  # copied from elsewhere; a link cannot replace it
-        path.rename(path.with_name(f"{path.name}.0"))
+    make_replaceable(path)
     os.replace(link, path)
     sync(path.parent)
-
-
-def _remove_others(path: Path) -> None:
-    """Remove the folders of a checkpoint to which it does not lead: earlier ones, and one of a process killed."""
-    for folder in _folders_of(path).values():
-        if not (path.is_symlink() and folder.name == os.readlink(path)):
-            shutil.rmtree(folder, ignore_errors=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import rank_zero_warn
@@ -27,10 +28,13 @@ from linrope.distributed.segments import slice_of
 from linrope.errors import InputError, NonFiniteError
 from linrope.models.base import ModelConfig, config_in
 from linrope.models.saving import open_checkpoint
+from linrope.models.sharded_checkpoint import read_sharded_checkpoint
+from linrope.models.sharded_files import is_sharded_checkpoint
 from linrope.training.agreement import require_same_samples
 from linrope.training.callbacks.saving import LastCheckpoint
 from linrope.training.callbacks.unsupported import require_supported
 from linrope.training.checkpoint import (
+    WholeCheckpointIO,
     require_same_optimizer,
     require_same_order,
     require_same_tokenizer,
@@ -140,7 +144,14 @@ class TrainingTask(LightningModule):
         if "model_config" not in options:
             values = open_checkpoint(checkpoint_path)["linrope"]["config"]
             options["model_config"] = config_in(values, cls.config_class, checkpoint_path)
-        return super().load_from_checkpoint(checkpoint_path, map_location, **options)
+        if not is_sharded_checkpoint(checkpoint_path):
+            return super().load_from_checkpoint(checkpoint_path, map_location, **options)
+        checkpoint = read_sharded_checkpoint(checkpoint_path, optimizers=False)
+        strict, _ = options.pop("strict", None), options.pop("weights_only", None)  # it unpickles nothing else
+        module = cls(**options)
+        module.on_load_checkpoint(checkpoint)
+        module.load_state_dict(checkpoint["state_dict"], strict is not False)
+        return module if map_location is None else module.to(map_location)
 
     def _built(self, model: nn.Module | ModelConfig) -> nn.Module:
         """A model as it is, or that of a configuration. InputError for one that is not of this task."""
@@ -407,6 +418,8 @@ class TrainingTask(LightningModule):
 
     def setup(self, stage: str) -> None:
         self._stage, trainer = stage, self.trainer
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # neither the user's nor a special strategy's
+            trainer.strategy.checkpoint_io = WholeCheckpointIO()
         if (data := self.resumable_data) is not None:
             self.require_data(data)
             tokenizer = tokenizer_to_serialized(data.tokenizer)

@@ -12,13 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.harness.trainer import quiet_trainer
 from linrope import LanguageModel
 from linrope.cli.main import main
 from linrope.errors import InputError
+from linrope.models import sharded_checkpoint
 from linrope.models.saving import open_checkpoint
 from linrope.models.sharded_checkpoint import read_sharded_checkpoint
-from linrope.models.sharded_files import is_sharded_checkpoint
-from linrope.training import sharding
+from linrope.models.sharded_files import is_sharded_checkpoint, remove_others
+from linrope.training import LanguageModelingModule, TextDataModule, WholeCheckpointIO, sharding
+from linrope.training.callbacks.saving import LastCheckpoint
 from tests.conftest import write_documents
 from tests.processes import Run
 from tests.training.attached import attached
@@ -210,7 +213,7 @@ def test_a_process_that_is_killed_while_it_saves_loses_nothing(alone, fit, monke
 
 @EXHAUSTIVE
 def test_a_full_disk_stops_all_ranks_with_one_message_and_keeps_the_last_checkpoint(half, fit, monkeypatch):
-    new_folder, folders = sharding._new_folder, []
+    new_folder, folders = sharding.new_folder, []
 
     def disk_fills_up(path: Path) -> Path:
         folders.append(path)
@@ -218,7 +221,7 @@ def test_a_full_disk_stops_all_ranks_with_one_message_and_keeps_the_last_checkpo
             resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
         return new_folder(path)
 
-    monkeypatch.setattr(sharding, "_new_folder", disk_fills_up)
+    monkeypatch.setattr(sharding, "new_folder", disk_fills_up)
     err = fit("full", HALF, "--trainer.val_check_interval=100", code=1)
     path = last(fit_folder(half, "full"))
     assert f"error: checkpoint {path} could not be written: File too large. Make room for it" in err
@@ -226,6 +229,31 @@ def test_a_full_disk_stops_all_ranks_with_one_message_and_keeps_the_last_checkpo
     assert "Traceback" not in err
     assert open_checkpoint(path)["global_step"] == 3
     assert sorted(place.name for place in path.parent.iterdir()) == ["last.ckpt", "last.ckpt.1"]
+
+
+@EXHAUSTIVE
+@pytest.mark.parametrize("noticed", ["at the start", "when saving"])
+def test_a_folder_of_runs_that_ranks_do_not_share_is_refused(fit, tmp_path, monkeypatch, noticed):
+    setup = LastCheckpoint.setup
+
+    def setup_elsewhere(self, trainer, task, stage):
+        if trainer.global_rank == 1:
+            (tmp_path / "other").mkdir()
+            os.chdir(tmp_path / "other")
+        setup(self, trainer, task, stage)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(LastCheckpoint, "setup", setup_elsewhere)
+    if noticed == "when saving":
+        monkeypatch.setattr(LastCheckpoint, "_require_shared", lambda self, trainer, task: None)
+    err = fit("unshared", HALF, "--run.folder=runs", code=2 if noticed == "at the start" else 1)
+    said = {
+        "at the start": "error: run.folder: 'runs/unshared/version_0' of rank 0 is not there on rank 1, and each rank",
+        "when saving": "last.ckpt could not be written: it has no part __1_0.distcp, so the ranks do not share",
+    }
+    assert said[noticed] in err
+    assert "Traceback" not in err
+    assert not list(tmp_path.glob("runs/unshared/version_0/**/last.ckpt*"))
 
 
 def fit_folder(other: Path, name: str) -> Path:
@@ -258,6 +286,61 @@ def test_every_command_reads_a_folder_of_shards(half, alone, tmp_path, capsys):
 def test_a_new_run_starts_from_a_folder_of_shards(half, base):
     assert main([*base, "--trainer.max_steps=1", f"--run.start_from={last(half)}", "--run.name=started"]) == 0
     assert float(losses(folder_of(base, "started"))[1]) < float(losses(half)[1]) - 0.1
+
+
+def test_modules_and_trainers_of_one_device_read_a_folder_of_shards(half, base):
+    expected = checkpoint_of(half)["state_dict"]
+    module = LanguageModelingModule.load_from_checkpoint(last(half), map_location="cpu", strict=True)
+    torch.testing.assert_close(dict(module.state_dict()), expected, rtol=0, atol=0)
+    assert module.model.tokenizer == {"kind": "bytes"}
+    other = LanguageModelingModule(module.model_config)
+    data = TextDataModule(texts_of(base), context=24, batch_size=2, fractions=[0.7, 0.2, 0.1])
+    trainer = quiet_trainer(max_steps=1, callbacks=[], limit_val_batches=1)
+    trainer.validate(other, data, ckpt_path=last(half), verbose=False)
+    torch.testing.assert_close(dict(other.state_dict()), expected, rtol=0, atol=0)
+    assert type(trainer.strategy.checkpoint_io) is WholeCheckpointIO
+
+
+@pytest.mark.parametrize("place", ["copied", "linked"])
+def test_a_file_replaces_a_folder_of_shards_once_it_is_written(half, tmp_path, place):
+    path, io = tmp_path / "last.ckpt", WholeCheckpointIO()
+    shutil.copytree(last(half), path if place == "copied" else tmp_path / "last.ckpt.7")
+    if place == "linked":
+        path.symlink_to("last.ckpt.7")
+    (tmp_path / "last.ckpt.note").mkdir()  # of the user
+    with pytest.raises(AttributeError):
+        io.save_checkpoint({"step": lambda: None}, path)
+    assert open_checkpoint(path)["global_step"] == 6
+    io.save_checkpoint({"step": 8}, path)
+    assert torch.load(path) == {"step": 8}
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["last.ckpt", "last.ckpt.note"]
+
+
+def test_to_remove_the_link_of_a_folder_of_shards_removes_the_folder(half, tmp_path):
+    for number in (7, 8):
+        shutil.copytree(last(half), tmp_path / f"last.ckpt.{number}")
+    (tmp_path / "last.ckpt").symlink_to("last.ckpt.7")
+    WholeCheckpointIO().remove_checkpoint(tmp_path / "last.ckpt")
+    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt.8"]
+
+
+def test_a_folder_of_shards_that_its_run_replaces_is_read_whole(half, tmp_path, monkeypatch):
+    for number in (1, 2):
+        shutil.copytree(last(half), tmp_path / f"last.ckpt.{number}")
+    meta = torch.load(tmp_path / "last.ckpt.2" / "meta.pt")
+    torch.save({**meta, "global_step": 9}, tmp_path / "last.ckpt.2" / "meta.pt")
+    (tmp_path / "last.ckpt").symlink_to("last.ckpt.1")
+    load, folders = sharded_checkpoint.load_plainly, []
+
+    def saved_meanwhile(state: dict, path: Path, no_dist: bool = False) -> None:
+        folders.append(path.name)
+        sharding._link(tmp_path / "last.ckpt", tmp_path / "last.ckpt.2")
+        remove_others(tmp_path / "last.ckpt")
+        load(state, path, no_dist)
+
+    monkeypatch.setattr(sharded_checkpoint, "load_plainly", saved_meanwhile)
+    assert read_sharded_checkpoint(tmp_path / "last.ckpt")["global_step"] == 9
+    assert folders == ["last.ckpt.1", "last.ckpt.2"]
 
 
 @pytest.mark.parametrize("file", [".metadata", "meta.pt"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 from pathlib import Path
 from types import FrameType
@@ -14,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
 from linrope.errors import InputError, Interrupted
+from linrope.training.rank_board import names
 from linrope.training.run_folder import RunFolder
 from linrope.utils.files import whole_file
 
@@ -64,7 +66,24 @@ class LastCheckpoint(Checkpoint):
         self._saved_at = -1
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.path = trainer.strategy.broadcast(self.path)  # where each rank writes a part, all write to one folder
+        self.path = trainer.strategy.broadcast(self.path)
+        if stage == "fit" and getattr(trainer.strategy, "writes_parts", False):
+            self._require_shared(trainer, pl_module)
+
+    def _require_shared(self, trainer: Trainer, task: LightningModule) -> None:
+        """Raise InputError unless all ranks see the run's folder, in which each writes its parts of checkpoints."""
+        mark = self.path.parents[1] / f"{secrets.token_hex(4)}.partial"  # a name that no other run has used
+        if trainer.is_global_zero:
+            mark.touch()
+        mark = trainer.strategy.broadcast(mark)
+        others = [rank for rank, sees in enumerate(task.gather(mark.exists())) if not sees]
+        if trainer.is_global_zero:
+            mark.unlink()
+        if others:
+            raise InputError(
+                f"run.folder: {str(self.path.parents[1])!r} of rank 0 is not there on {names(others)}, and each rank "
+                "writes its parts of a checkpoint there: give a folder that all share, as an absolute path."
+            )
 
     def save(self, trainer: Trainer) -> None:
         """Writes the checkpoint unless it is of this step already. Every rank must call it."""
