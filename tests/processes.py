@@ -42,7 +42,7 @@ class Run:
         (folder / "stderr").write_text("")
         environment = {"OMP_NUM_THREADS": "1"}
         if ranks > 1:
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "NODE_RANK": "0"}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0"}
         self._processes = [
             CONTEXT.Process(
                 target=_run, args=([*args, *more.get(rank, [])], folder, environment, rank if ranks > 1 else None)
@@ -101,7 +101,7 @@ def _run(args: list[str], folder: Path, environment: dict[str, str], rank: int |
     sys.exit(main(args))
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

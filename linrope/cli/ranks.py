@@ -18,7 +18,7 @@ from lightning.pytorch import Trainer
 from torch.distributed import DistError
 from torch.distributed.constants import default_pg_timeout
 
-from linrope.cli.output import HEAD_START, say
+from linrope.cli.output import HEAD_START, say, say_once
 from linrope.errors import InputError, Interrupted, LeftToAnotherRank, NonFiniteError, NothingToDo, RankLost
 from linrope.training.agreement import require_agreement, run_values
 from linrope.training.callbacks.rank_progress import RankProgress
@@ -44,6 +44,19 @@ def require_launched(trainer: Trainer) -> None:
             f"trainer.devices={trainer.num_devices} × trainer.num_nodes={trainer.num_nodes} are not the "
             f"{environment.world_size()} processes that the launcher has started: set them to what it starts."
         ) from error
+    _warn_of_shared_store()
+
+
+def _warn_of_shared_store() -> None:
+    """Warn if torchrun keeps one server for all restarts on several machines: the ranks would read there what those of
+    an earlier attempt have left, in torch.distributed too."""
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    if restarts > 0 and machines > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        say_once(
+            "warning: torchrun cannot restart this run on several machines: start it on all of them with "
+            "--rdzv-backend c10d and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment."
+        )
 
 
 def compare_ranks(trainer: Trainer, config: dict[str, Any], strategy: Any) -> None:

@@ -25,7 +25,7 @@ class RankBoard:
     """Notes that every rank writes and reads, also while a collective hangs: a TCPStore of torch.distributed.
 
     It shares the server of the process group: rank 0 hosts it on the group's port, or torchrun does. So it is there
-    before the process group, and under torchrun it outlives all ranks.
+    before the process group, and torchrun's outlives all ranks.
 
     Args:
         environment: of the launcher; it knows the rank, the number of ranks, and the server's address.
@@ -38,7 +38,8 @@ class RankBoard:
     def __init__(self, environment: ClusterEnvironment, rank: int, world_size: int, seconds: float) -> None:
         self.rank, self.world_size = rank, world_size
         # as torch.distributed's own rendezvous decides it
-        self.is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self.is_host = rank == 0 and not of_torchrun
         os.environ["MASTER_ADDR"] = environment.main_address  # as Lightning does for the process group
         os.environ["MASTER_PORT"] = str(environment.main_port)
         server = TCPStore(
@@ -49,7 +50,8 @@ class RankBoard:
             wait_for_workers=False,
             multi_tenant=True,
         )
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's server outlives a restart
+        # torchrun's server outlives a restart. That of rank 0 does not, and there the counts of machines may differ.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if of_torchrun else "0"
         self._store = PrefixStore(f"linrope/{attempt}", server)
         self.passed = 0
         """Places that this rank has passed."""

@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,8 +24,9 @@ from linrope.errors import DamagedFile, InputError
 from linrope.models.saving import open_checkpoint
 from linrope.training import LanguageModelingModule, task
 from linrope.training.agreement import MAY_DIFFER, differences_of, require_same_samples, run_values
+from linrope.training.rank_board import RankBoard
 from tests.conftest import write_documents
-from tests.processes import Run
+from tests.processes import Run, free_port
 from tests.training.test_ddp import CONSTANT, MODEL, folder_of, last, texts_of
 from tests.training.test_fsdp import checkpoint_of, require_same_training
 from tests.training.test_resume import TRAINED, equal, load, losses
@@ -44,6 +47,62 @@ def test_processes_that_torchrun_starts_beyond_the_devices_are_refused(monkeypat
         ranks.require_launched(trainer)
     monkeypatch.setenv("WORLD_SIZE", str(devices))
     ranks.require_launched(trainer)
+
+
+@pytest.mark.parametrize(
+    ("machines", "of_torchrun", "warns"), [("2", "True", True), ("1", "True", False), ("2", "False", False)]
+)
+def test_a_server_that_outlives_restarts_of_several_machines_is_named(
+    monkeypatch, capsys, machines, of_torchrun, warns
+):
+    started = {"TORCHELASTIC_MAX_RESTARTS": "3", "GROUP_WORLD_SIZE": machines}
+    for name, value in {**started, "TORCHELASTIC_USE_AGENT_STORE": of_torchrun}.items():
+        monkeypatch.setenv(name, value)
+    ranks.require_launched(Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False))
+    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in capsys.readouterr().err) == warns
+
+
+def test_ranks_meet_whatever_restarts_their_machines_have_counted(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    environment, boards = LightningEnvironment(), []
+    for rank, restarts in enumerate("01"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+        boards.append(RankBoard(environment, rank, 2, seconds=5))
+    boards[1].write("values/1", 17)
+    assert boards[0].read_all("values") == {1: 17}
+
+
+KILLED_ONCE = """
+import os, signal
+from pathlib import Path
+from lightning.pytorch import Callback
+
+class KilledOnce(Callback):
+    def on_train_batch_start(self, trainer, *args):
+        mark = Path(__file__).with_name("killed")
+        if trainer.global_rank == 1 and trainer.global_step == 3 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@EXHAUSTIVE
+def test_two_machines_restart_after_one_rank_was_killed(base, tmp_path):
+    (tmp_path / "killed_once.py").write_text(KILLED_ONCE)
+    run = ["--trainer.devices=1", "--trainer.num_nodes=2", "--trainer.strategy=ddp", "--run.name=machines"]
+    run += [f"--import={tmp_path}/killed_once.py", "--trainer.callbacks+=killed_once.KilledOnce", "--ckpt_path=auto"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=1"]
+    torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=1", "-m", "linrope"]
+    environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    agents = [subprocess.Popen([*torchrun, *base, *run], env=environment) for _ in range(2)]
+    try:
+        assert [agent.wait(timeout=300) for agent in agents] == [0, 0]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert (tmp_path / "killed").exists()
+    assert list(losses(folder_of(base, "machines"))) == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.fixture(scope="module")
