@@ -162,11 +162,9 @@ class TrainingTask(LightningModule):
                 f"{name} cannot train {reprlib.repr(model)}: pass a {expected.__name__}, or a model made from one."
             )
         if hasattr(model, "_orig_mod"):
-            compiled = ", and the Trainer's callbacks a linrope.training.callbacks.compiled.CompiledTraining()"
-            raise InputError(
-                f"{name} cannot train a model of torch.compile, whose weights have other names: pass the model itself"
-                f"{compiled if hasattr(model, 'blocks') else ''}."
-            )
+            callback = ", and the Trainer's callbacks a linrope.training.callbacks.compiled.CompiledTraining()"
+            fix = f"pass the model itself{callback if hasattr(model, 'blocks') else ''}."
+            raise InputError(f"{name} cannot train a model of torch.compile, whose weights have other names: {fix}")
         return self.config_of(config).build() if model is config else model.train()
 
     # What a task writes.
