@@ -82,7 +82,7 @@ def with_run_config(args: Sequence[str]) -> list[str]:
         folders, names = values_of(args, "--run.folder"), values_of(args, "--run.name")
         path = _newest((folders or [RUNS])[-1], (names or [None])[-1])
         args += ["--ckpt_path", path]
-    elif path == "last":
+    elif path in ("last", "null"):
         return args
     if not Path(path).exists():  # said here: without its configuration the parser would refuse options of its task
         raise InputError(f"checkpoint {path!r} does not exist.{suggest_file(Path(path))}")

@@ -128,8 +128,12 @@ def require_config_option(parser: ArgumentParser, args: Sequence[str]) -> None:
 
 
 def require_choices(args: Sequence[str], prefix: str, config: type) -> None:
-    """Raise InputError for a value that is none of those that its option may have."""
-    for name, hint in get_type_hints(config if is_dataclass(config) else config.__init__).items():
+    """Raise InputError for a value that is none of those that its option may have, where types can be evaluated."""
+    try:
+        hints = get_type_hints(config if is_dataclass(config) else config.__init__)
+    except NameError:  # imported for type checkers only, in a class of the user's own
+        return
+    for name, hint in hints.items():
         nested = next(filter(is_dataclass, (hint, *get_args(hint))), None)
         if nested is not None:
             require_choices(args, f"{prefix}{name}.", nested)

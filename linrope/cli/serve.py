@@ -67,8 +67,17 @@ class ServeConfig(ModelOptions):
             raise InputError("--cache_folder needs --cache_gb and --cache_folder_gb above 0: files go through memory.")
         if self.snapshot_every & (self.snapshot_every - 1):
             raise InputError(f"--snapshot_every={self.snapshot_every} must be a power of two, 1024 for example.")
-        if self.api_key is not None and not self.api_key.strip():
-            raise InputError(f"--api_key={self.api_key!r} is empty: give a key, or remove the option for none.")
+        self.key  # noqa: B018 (an error comes before the model is read)
+
+    @property
+    def key(self) -> str | None:
+        """The key that clients must send, without spaces around it, which HTTP strips; None for none."""
+        option, key = "--api_key", self.api_key
+        if key is None:
+            option, key = KEY_VARIABLE, os.environ.get(KEY_VARIABLE) or None
+        if key is not None and not key.strip():
+            raise InputError(f"{option}={key!r} is empty: give a key, or remove it for none.")
+        return None if key is None else key.strip()
 
     @property
     def limits(self) -> Limits:
@@ -107,9 +116,9 @@ def serve(config: ServeConfig) -> None:
         counted = metrics.Metrics()
         scheduler = Scheduler(model, cache, config.limits, events=counted)
         counted.watch(scheduler, cache)
-        key = (config.api_key or os.environ.get(KEY_VARIABLE, "")).strip() or None  # as HTTP strips a client's
         longest = min(config.max_length, model.config.positions.longest_row or config.max_length)
         name = config.model_name or Path(config.checkpoint).resolve().name
+        key = config.key
         service = http.Service(scheduler, tokenizer, counted, name, longest, key)
         scheduler.start()
         host, port = listening.getsockname()[:2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,9 +33,8 @@ class Sampling:
     def __post_init__(self) -> None:
         check_types(self)
         if not (self.temperature >= 0 and _is_finite(self.temperature)):
-            raise InputError(
-                f"temperature={self.temperature} must be a finite number, at least 0 (0 takes the likeliest token)."
-            )
+            shown = reprlib.repr(self.temperature)
+            raise InputError(f"temperature={shown} must be a finite number, at least 0 (0 takes the likeliest token).")
         if self.top_k is not None and self.top_k < 1:
             raise InputError(f"top_k={self.top_k} must be at least 1, or None for all tokens.")
         if self.top_p is not None and not 0 < self.top_p <= 1:

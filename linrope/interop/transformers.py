@@ -34,8 +34,9 @@ from linrope.layers.linear import Linear
 from linrope.layers.state import AttentionState, ModelState, map_state
 from linrope.models.language_model import EMBEDDING_STD, Block, LanguageModel, LanguageModelConfig
 from linrope.models.saving import CONFIG_FILE, EXPORTED_TOKENIZER_FILE, replace_model, tokenizer_in, write_tokenizer
-from linrope.utils.checksums import CHECKSUMS_FILE, verify_checksums, write_checksums
+from linrope.utils.checksums import verify_checksums, write_checksums
 from linrope.utils.files import require_free_folder
+from linrope.utils.options import require_whole
 
 try:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -57,6 +58,8 @@ except ImportError as error:
 
 DOCUMENT = "<|document|>"
 """The separator's text in the exported tokenizer."""
+TOKENIZER_FILE = "tokenizer.json"
+"""The tokenizer as transformers reads it."""
 CODE_MODULE = "modeling_linrope"
 CODE = "from linrope.interop.transformers import LinropeConfig, LinropeForCausalLM\n"
 AUTO_MAP = {
@@ -200,8 +203,7 @@ class LinropeForCausalLM(PreTrainedModel, GenerationMixin):
             self.config.linrope_tokenizer = write_tokenizer(self.model.tokenizer, file)
         super().save_pretrained(save_directory, is_main_process=is_main_process, **options)
         if is_main_process and (folder / CONFIG_FILE).exists():  # adapters alone have none
-            found = (CONFIG_FILE, EXPORTED_TOKENIZER_FILE, "model*.safetensors", "model*.safetensors.index.json")
-            write_checksums(folder, {file.name for pattern in found for file in folder.glob(pattern)})
+            _write_checksums(folder)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str | type = "AutoModel") -> None:
@@ -247,18 +249,34 @@ class LinropeForCausalLM(PreTrainedModel, GenerationMixin):
         *args: Any,
         **options: Any,
     ) -> Any:
-        """As in transformers. Raises InputError for assisted and prompt-lookup decoding."""
+        """As in transformers. Raises InputError for assisted and prompt-lookup decoding, and for prompts in chunks
+        without a cache or as embeddings."""
         config = self.generation_config if generation_config is None else generation_config
         for name in ASSISTED:
             if options.get(name, getattr(config, name, None)) is not None:
                 raise InputError(
                     f"{name} drafts tokens and takes wrong ones back, which a linrope state cannot: leave it out."
                 )
-        in_chunks = options.get("prefill_chunk_size", getattr(config, "prefill_chunk_size", None)) is not None
-        uses_cache = options.get("use_cache", config.use_cache) is not False
-        if in_chunks and uses_cache and not {"cache", "past_key_values"} & options.keys():
-            options[CACHE] = StateCache(None)  # which transformers wants before the first chunk
+        if (size := options.get("prefill_chunk_size", getattr(config, "prefill_chunk_size", None))) is not None:
+            options = self._in_chunks(size, config, options)
         return super().generate(inputs, generation_config, *args, **options)
+
+    @staticmethod
+    def _in_chunks(size: int, config: GenerationConfig, options: dict[str, Any]) -> dict[str, Any]:
+        """The options of `generate`, so that it reads the prompt in chunks. Padding before a row's text is all in the
+        first one: no text may follow a chunk that ends in padding."""
+        require_whole("prefill_chunk_size", size, ", or None for no chunks")
+        if options.get("use_cache", config.use_cache) is False:
+            raise InputError("prefill_chunk_size needs the cache: remove use_cache=False.")
+        if options.get("inputs_embeds") is not None:
+            raise InputError("prefill_chunk_size reads input_ids in chunks: pass them in place of inputs_embeds.")
+        if (mask := options.get("attention_mask")) is not None:
+            padding = int((mask.cumsum(1) == 0).sum(1).max())
+            options |= {"prefill_chunk_size": padding + 1} if padding >= size else {}
+        given = {name: options.get(name) for name in ("cache", "past_key_values")}
+        if all(cache is None for cache in given.values()):  # transformers wants one before the first chunk
+            options = {name: value for name, value in options.items() if name not in given} | {CACHE: StateCache(None)}
+        return options
 
     def forward(
         self,
@@ -385,6 +403,12 @@ def _segment_ids(
     return segment_ids_of(tuple(shape), n_read, mask, position_ids, seq_idx)
 
 
+def _write_checksums(folder: Path, *more: str) -> None:
+    """Write the checksums of the files of a model, and of more files if they are there."""
+    found = (CONFIG_FILE, EXPORTED_TOKENIZER_FILE, "model*.safetensors", "model*.safetensors.index.json", *more)
+    write_checksums(folder, {file.name for pattern in found for file in folder.glob(pattern)})
+
+
 AutoConfig.register("linrope", LinropeConfig, exist_ok=True)
 AutoModelForCausalLM.register(LinropeConfig, LinropeForCausalLM, exist_ok=True)
 
@@ -459,6 +483,6 @@ def export(model: LanguageModel, folder: str | os.PathLike, *, overwrite: bool =
         LinropeForCausalLM.of(model).save_pretrained(new)
         if (tokenizer := _tokenizer_of(model)) is not None:
             tokenizer_for_transformers(tokenizer).save_pretrained(new)
-        write_checksums(new, [file.name for file in new.iterdir() if file.name != CHECKSUMS_FILE])
+        _write_checksums(new, TOKENIZER_FILE)  # others of transformers' files its users may write again
         folder.mkdir(exist_ok=True)
         replace_model(new, folder)

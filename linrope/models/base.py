@@ -183,6 +183,14 @@ class Model(nn.Module):
 
     def _require_readable(self, weights: dict[str, Tensor]) -> None:
         """Raise InputError unless a new model of this configuration can take these weights."""
+        for name, weight in weights.items():
+            if hasattr(weight, "full_tensor"):  # a DTensor, whose module takes long to import
+                raise InputError(
+                    f"{name} is divided among devices: gather the weights first, with get_model_state_dict of "
+                    "torch.distributed.checkpoint.state_dict and full_state_dict=True, into a model of one device."
+                )
+            if isinstance(weight, Tensor) and weight.is_meta:
+                raise InputError(f"{name} is on the device meta, without values: load the model's weights first.")
         built = self._weights_when_built(weights)
         if differing := sorted(weights.keys() ^ built.keys()):
             raise InputError(
@@ -200,7 +208,8 @@ class Model(nn.Module):
         for name, of in self.tied.items():
             if not {name, of} <= weights.keys() or weights[name].data_ptr() == weights[of].data_ptr():
                 continue
-            if not torch.equal(weights[name], weights[of]):
+            one, other = weights[name], weights[of]
+            if one.dtype != other.dtype or not torch.equal(one.cpu(), other.cpu()):
                 raise InputError(
                     f"{name} is not {of}, which it is by the model's configuration, so that from_pretrained would read "
                     "another model: set model.config = dataclasses.replace(model.config, tie_embeddings=False)."

@@ -29,6 +29,7 @@ from linrope.utils.files import versions, whole_file
 
 TRAINING_STATE = ("global_step", "loops", "lr_schedulers", "optimizer_states")
 TEXT_HASH, TEXT_MODIFIED = "data.text_hash", "data.text_modified"
+RECALL_DEVICES = "data.devices"
 """What `run_order` calls the two entries of `Corpus.identity` that have rules of their own."""
 
 
@@ -43,6 +44,8 @@ class WholeCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: dict[str, Any] | None = None
     ) -> None:
+        if _is_remote(path):
+            return super().save_checkpoint(checkpoint, path, storage_options)
         path = Path(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -59,7 +62,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Removes a file, or a sharded checkpoint: the link and its folder."""
-        shards = folder_of_link(Path(path))
+        shards = None if _is_remote(path) else folder_of_link(Path(path))
         super().remove_checkpoint(path)
         if shards is not None:
             shutil.rmtree(shards, ignore_errors=True)
@@ -69,6 +72,11 @@ class WholeCheckpointIO(TorchCheckpointIO):
         if is_sharded_checkpoint(path):
             return read_sharded_checkpoint(path)
         return super().load_checkpoint(path, *args, **options)
+
+
+def _is_remote(path: str | Path) -> bool:
+    """Whether a path is an address, s3://bucket/a.ckpt for example, which Lightning writes by fsspec."""
+    return "://" in str(path)
 
 
 def unwritten(path: Path, reason: str) -> CheckpointError:
@@ -203,8 +211,8 @@ def require_same_order(checkpoint: dict[str, Any], order: dict[str, Any], path: 
     """Raises InputError, naming what differs, if the checkpoint's run had other samples, or another order of them.
     Warns if only the times of a text differ, whose contents are too large to be compared whole."""
     then, now = dict(checkpoint["linrope"]["order"]), dict(order)
-    if TEXT_HASH not in then:  # a checkpoint that is older than the hash
-        now.pop(TEXT_HASH, None)
+    for name in {TEXT_HASH, RECALL_DEVICES} - then.keys():  # a checkpoint that is older than they are
+        now.pop(name, None)
     modified = then.pop(TEXT_MODIFIED, None), now.pop(TEXT_MODIFIED, None)
     if differing := list(differences(then, now)):
         raise InputError(

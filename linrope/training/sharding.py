@@ -36,7 +36,14 @@ from linrope.distributed.group import SequenceGroup
 from linrope.errors import InputError
 from linrope.models.base import Model
 from linrope.models.sharded_checkpoint import load_plainly, read_index
-from linrope.models.sharded_files import META_FILE, is_sharded_checkpoint, make_replaceable, new_folder, remove_others
+from linrope.models.sharded_files import (
+    META_FILE,
+    folder_of_link,
+    is_sharded_checkpoint,
+    make_replaceable,
+    new_folder,
+    remove_others,
+)
 from linrope.training.checkpoint import require_same_optimizer, unwritten
 from linrope.utils.files import load_plain, sync
 from linrope.utils.options import class_path_of
@@ -159,7 +166,7 @@ class ShardedStrategy(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(checkpoint_path))
         if is_sharded_checkpoint(path):
-            return self._load_shards(Path(self.broadcast(path.resolve())))  # the link may move while ranks read
+            return self._load_shards(self.broadcast(folder_of_link(path) or path))  # it may move while ranks read
         checkpoint, whole = load_plain(path), StateDictOptions(full_state_dict=True)
         self._require_same_optimizer(checkpoint, path)
         set_model_state_dict(self.model, checkpoint.pop("state_dict"), options=whole)

@@ -6,6 +6,7 @@ import math
 import reprlib
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from io import BytesIO
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -146,12 +147,9 @@ class TrainingTask(LightningModule):
             options["model_config"] = config_in(values, cls.config_class, checkpoint_path)
         if not is_sharded_checkpoint(checkpoint_path):
             return super().load_from_checkpoint(checkpoint_path, map_location, **options)
-        checkpoint = read_sharded_checkpoint(checkpoint_path, optimizers=False)
-        strict, _ = options.pop("strict", None), options.pop("weights_only", None)  # it unpickles nothing else
-        module = cls(**options)
-        module.on_load_checkpoint(checkpoint)
-        module.load_state_dict(checkpoint["state_dict"], strict is not False)
-        return module if map_location is None else module.to(map_location)
+        torch.save(read_sharded_checkpoint(checkpoint_path, optimizers=False), file := BytesIO())
+        file.seek(0)
+        return super().load_from_checkpoint(file, map_location, **{"weights_only": True, **options})
 
     def _built(self, model: nn.Module | ModelConfig) -> nn.Module:
         """A model as it is, or that of a configuration. InputError for one that is not of this task."""

@@ -9,6 +9,7 @@ import torch
 from linrope import EncoderConfig, LanguageModel
 from linrope.cli import imports
 from linrope.cli.main import main
+from linrope.cli.parser import require_choices
 from linrope.utils.options import class_path_of, loaded_subclass
 from tests.conftest import assert_input_errors
 from tests.training.test_resume import TRAINED, equal, load
@@ -215,3 +216,11 @@ def test_a_checkpoint_imports_nothing():
             "EncoderConfig' is no LanguageModel: give a model of that class",
         ),
     )
+
+
+def test_types_that_cannot_be_evaluated_hide_no_other_error():
+    class Own:
+        def __init__(self, extra: "Imported" = None) -> None:  # noqa: F821 (for type checkers only)
+            pass
+
+    require_choices(["--model.extra=x"], "model.", Own)

@@ -113,6 +113,9 @@ def test_mistakes_in_the_options(folder, tmp_path, error_of, monkeypatch):
     }
     for options, message in cases.items():
         assert message in error_of("serve", model, *options), options
+    with monkeypatch.context() as patch:
+        patch.setenv("LINROPE_API_KEY", "\n")
+        assert r"LINROPE_API_KEY='\n' is empty: give a key" in error_of("serve", model)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert f"--host=127.0.0.1 --port={port}: cannot listen there (Address already in use)" in error_of(

@@ -18,7 +18,7 @@ from linrope.cli.main import main
 from linrope.data.tokenizers.bytes import SEPARATOR, encode_prompt
 from linrope.data.tokenizers.subwords import SubwordTokenizer
 from linrope.interop.transformers import CACHE
-from tests.conftest import covering
+from tests.conftest import assert_input_errors, covering
 from tests.data.tokenizers.subword_files import byte_level
 from tests.models.test_language_model import CONFIGS
 
@@ -97,6 +97,12 @@ def test_generation_is_ours_with_and_without_the_cache(trained, loaded):
             loaded.generate(tokens.expand(2, -1), **GREEDY, **options, prefill_chunk_size=size) for size in (None, 3)
         )
         assert torch.equal(parts, whole)
+    embeds = loaded.model.embedding(tokens)
+    assert_input_errors(
+        (lambda: loaded.generate(tokens, prefill_chunk_size=0), "prefill_chunk_size=0 must be a whole number"),
+        (lambda: loaded.generate(tokens, prefill_chunk_size=3, use_cache=False), "prefill_chunk_size needs the cache"),
+        (lambda: loaded.generate(inputs_embeds=embeds, prefill_chunk_size=3), "pass them in place of inputs_embeds"),
+    )
     several = loaded.generate(tokens, num_return_sequences=3, do_sample=True, max_new_tokens=4)
     assert several.shape == (3, tokens.shape[1] + 4)
 
@@ -109,6 +115,7 @@ def test_padded_prompts_are_read_and_continued_as_if_alone(trained, loaded, toke
     for row, prompt in zip(written, prompts, strict=True):
         alone = trained.generate(encode_prompt(prompt)[None], 12, temperature=0)[0, -12:]
         assert row.tolist() == alone.tolist()
+    assert torch.equal(loaded.generate(**batch, **GREEDY, prefill_chunk_size=3)[:, -12:], written)
     tokens = encode_prompt(TEXT)[None]
     padded, mask = F.pad(tokens, (0, 5)), F.pad(torch.ones_like(tokens), (0, 5))
     logits = loaded(padded, attention_mask=mask).logits[:, :-5]
@@ -218,6 +225,17 @@ def test_a_tuned_model_is_saved_with_all_that_reading_needs(tmp_path):
     assert not torch.equal(back(tokens), model(tokens))
 
 
+def test_a_tokenizer_may_be_saved_into_the_folder_again(trained, tmp_path):
+    transformers_interop.export(trained, tmp_path / "model")
+    AutoTokenizer.from_pretrained(tmp_path / "model").save_pretrained(tmp_path / "model")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokens = encode_prompt(TEXT)[None]
+    assert torch.equal(again(tokens).logits, trained(tokens))
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    with pytest.raises(InputError, match=r"tokenizer\.json' is not the file that was saved"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+
+
 def test_checksums_are_verified_by_both_sides_unless_asked_not_to(trained, tmp_path):
     transformers_interop.export(trained, tmp_path)
     config = (tmp_path / "config.json").read_text()
@@ -286,7 +304,7 @@ def test_the_command_exports_and_overwrites_only_when_asked(trained, tmp_path, c
     assert torch.equal(LanguageModel.from_pretrained(output)(tokens), trained(tokens))
     before = contents(output)
     covered = {line.partition("  ")[2] for line in before["SHA256SUMS"].decode().splitlines()}
-    assert covered == before.keys() - {"SHA256SUMS"} >= {"tokenizer.json", "generation_config.json"}
+    assert covered == {"config.json", "model.safetensors", "tokenizer.json"}
     capsys.readouterr()
     assert main(command) == 2
     message = f"--output='{output}' exists and is not empty: choose another, or pass --overwrite"

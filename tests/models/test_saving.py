@@ -11,6 +11,7 @@ import torch
 from linrope import EncoderDecoderConfig, InputError, LanguageModel, LanguageModelConfig
 from linrope.data.tokenizers.subwords import SubwordTokenizer
 from linrope.rotary import RotaryConfig
+from tests.conftest import assert_input_errors
 from tests.data.tokenizers.subword_files import byte_level
 
 CONFIG = LanguageModelConfig(vocab_size=400, d_model=16, n_layers=1, n_heads=2)
@@ -124,6 +125,18 @@ def test_a_model_that_is_not_that_of_its_configuration_is_saved_once_that_is_cor
     model.save_pretrained(tmp_path)
     read = type(model).from_pretrained(tmp_path).state_dict()
     torch.testing.assert_close(read, model.state_dict(), rtol=0, atol=0)
+
+
+def test_weights_without_values_and_ties_of_two_dtypes_are_refused(tmp_path):
+    with torch.device("meta"):
+        empty = a_model()
+    double = a_model()
+    double.output.weight = torch.nn.Parameter(double.output.weight.detach().double())
+    assert_input_errors(
+        (lambda: empty.save_pretrained(tmp_path), r"embedding\.weight is on the device meta, without values"),
+        (lambda: double.save_pretrained(tmp_path), r"output\.weight is not embedding\.weight"),
+    )
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_model_that_diverged_is_saved(tmp_path):

@@ -22,7 +22,7 @@ from linrope.errors import InputError
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
 from linrope.models.saving import open_checkpoint
 from linrope.training.callbacks.saving import GracefulStop
-from linrope.training.checkpoint import find_last, start_from
+from linrope.training.checkpoint import WholeCheckpointIO, find_last, start_from
 from linrope.training.metrics_file import MetricsFile
 from linrope.training.tasks.language_modeling import LanguageModelingModule
 from linrope.utils.files import whole_file
@@ -163,6 +163,17 @@ def test_a_validation_that_was_due_is_finished_before_the_run_stops(exact, run_f
     assert best["best_model_score"] is not None
     assert main(["fit", *exact, "--ckpt_path=last"]) == 0
     assert (sorted(losses(run_folder)), sorted(losses(run_folder, "val_loss"))) == ([1, 2, 3, 4], [2, 4])
+
+
+def test_a_checkpoint_with_an_address_goes_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    io, file = WholeCheckpointIO(), "memory://bucket/folder/a.ckpt"
+    io.save_checkpoint({"step": 3}, file)
+    assert io.load_checkpoint(file, weights_only=True) == {"step": 3}
+    assert not list(tmp_path.iterdir())
+    io.remove_checkpoint(file)
+    with pytest.raises(FileNotFoundError):
+        io.load_checkpoint(file)
 
 
 @pytest.mark.parametrize("earlier", ["plain", "moved"])

@@ -71,18 +71,22 @@ class LastCheckpoint(Checkpoint):
             self._require_shared(trainer, pl_module)
 
     def _require_shared(self, trainer: Trainer, task: LightningModule) -> None:
-        """Raise InputError unless all ranks see the run's folder, in which each writes its parts of checkpoints."""
-        mark = self.path.parents[1] / f"{secrets.token_hex(4)}.partial"  # a name that no other run has used
-        if trainer.is_global_zero:
-            mark.touch()
+        """Raise InputError unless all ranks see the folder in which each writes its parts of checkpoints."""
+        mark = self.path.with_name(f"{secrets.token_hex(4)}.partial")  # a name that no other run has used
+        with contextlib.suppress(OSError):  # then no rank sees it
+            if trainer.is_global_zero:
+                mark.parent.mkdir(parents=True, exist_ok=True)
+                mark.touch()
         mark = trainer.strategy.broadcast(mark)
         others = [rank for rank, sees in enumerate(task.gather(mark.exists())) if not sees]
         if trainer.is_global_zero:
-            mark.unlink()
+            mark.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it holds checkpoints already
+                mark.parent.rmdir()
         if others:
             raise InputError(
-                f"run.folder: {str(self.path.parents[1])!r} of rank 0 is not there on {names(others)}, and each rank "
-                "writes its parts of a checkpoint there: give a folder that all share, as an absolute path."
+                f"run.folder: what rank 0 writes into {str(mark.parent)!r} is not there on {names(others)}, and each "
+                "rank writes its parts of a checkpoint there: give a folder that all share, as an absolute path."
             )
 
     def save(self, trainer: Trainer) -> None:

@@ -106,7 +106,7 @@ class RecallDataModule(ResumableDataModule):
     def order(self) -> dict[str, Any]:
         rows = {"stages": [list(stage) for stage in self.stages], "tokens_per_batch": self.tokens_per_batch}
         n_devices = self.run_position.world_size  # a batch follows from its number on its device
-        return {**rows, "devices": n_devices if n_devices > 1 else None, "seed": self.seed, **self.order_of_task()}
+        return {**rows, "devices": n_devices, "seed": self.seed, **self.order_of_task()}
 
     def order_of_task(self) -> dict[str, Any]:
         """The part of `order` that the task decides."""

@@ -24,10 +24,10 @@ def f1(predicted: Tensor, targets: Tensor, n_labels: int) -> Tensor:
 
 
 def correlation(measure: Callable[[Tensor, Tensor], Tensor], predicted: Tensor, targets: Tensor) -> Tensor:
-    """A correlation, NaN where predictions or targets are all the same: torchmetrics warns of one, and has 0 for the
-    other."""
+    """A correlation, 0 where predictions or targets are all the same: torchmetrics has a warning and NaN for one of
+    them, which would end a run with EarlyStopping."""
     if any((x == x[0]).all() for x in (predicted, targets)):
-        return targets.new_tensor(torch.nan)
+        return targets.new_tensor(0.0)
     return measure(predicted, targets)
 
 
@@ -45,7 +45,7 @@ class ClassificationModule(FineTuningModule):
 
     Logs `train_loss` of each optimizer step (nats per row; with values, n_labels = 1, the squared error), and of a
     whole validation `val_loss` and the metrics of the data: `val_accuracy`, `val_f1` (of label 1 of two, or the mean
-    over labels), `val_pearson`, `val_spearman` (NaN where predictions or values are all the same). Where a split has
+    over labels), `val_pearson`, `val_spearman` (0 where predictions or values are all the same). Where a split has
     groups, as MNLI's matched and mismatched, each metric is logged for all rows and for each group, as
     `val_accuracy/matched`. For a test the same as `test_…`. Arguments and errors are those of `FineTuningModule`.
     """

@@ -71,8 +71,11 @@ def test_ranks_train_on_different_rows_of_the_same_stages():
 def test_a_run_goes_on_with_as_many_devices_only():
     two, alone = attached(rank=1, world_size=2).order(), attached().order()
     require_same_order({"linrope": {"order": two}}, attached(world_size=2).order(), "a.ckpt")
-    with pytest.raises(InputError, match=r"a\.ckpt.*\n  devices: None in the checkpoint, 2 here$"):
+    with pytest.raises(InputError, match=r"a\.ckpt.*\n  devices: 1 in the checkpoint, 2 here$"):
         require_same_order({"linrope": {"order": alone}}, two, "a.ckpt")
+    now = {f"data.{name}": value for name, value in two.items()}
+    older = {name: value for name, value in now.items() if name != "data.devices"}
+    require_same_order({"linrope": {"order": older}}, now, "a.ckpt")
 
 
 def test_ranks_share_out_the_cases_without_repeating_a_row():
