@@ -16,12 +16,13 @@ from linrope.cli.output import write as write_to_stdout
 from linrope.cli.parser import parse_command
 from linrope.cli.prompts import LARGEST_PART, Prompt, cut_after_lines
 from linrope.errors import InputError
-from linrope.generation.decoding import SEGMENT_LENGTH, check_max_new_tokens, require_memory, require_row
+from linrope.generation.decoding import SEGMENT_LENGTH, require_memory, require_row
 from linrope.generation.prompt_state import load_prompt_state, save_prompt_state
 from linrope.generation.sampling import Sampler, Sampling
 from linrope.generation.text import StopStrings, TextWriter, Write, printable
 from linrope.models.language_model import LanguageModel
 from linrope.utils.files import require_new
+from linrope.utils.options import require_whole
 from linrope.utils.terminal import progress_bar
 
 ECHO = 2000
@@ -39,7 +40,7 @@ class SamplingConfig(Sampling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_max_new_tokens(self.max_new_tokens)
+        require_whole("max_new_tokens", self.max_new_tokens, least=0)
 
     @property
     def options(self) -> dict[str, Any]:

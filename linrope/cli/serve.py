@@ -67,7 +67,6 @@ class ServeConfig(ModelOptions):
             raise InputError("--cache_folder needs --cache_gb and --cache_folder_gb above 0: files go through memory.")
         if self.snapshot_every & (self.snapshot_every - 1):
             raise InputError(f"--snapshot_every={self.snapshot_every} must be a power of two, 1024 for example.")
-        self.key  # noqa: B018 (an error comes before the model is read)
 
     @property
     def key(self) -> str | None:
@@ -109,6 +108,7 @@ def serve(config: ServeConfig) -> None:
     """Serve until a signal ends it; what is under way is finished."""
     from linrope.serving import http, metrics, server  # optional packages
 
+    key = config.key
     with server.listening_socket(config.host, config.port) as listening:  # before the model is read
         model = config.load()
         tokenizer = require_tokenizer(model, "linrope serve")
@@ -118,7 +118,6 @@ def serve(config: ServeConfig) -> None:
         counted.watch(scheduler, cache)
         longest = min(config.max_length, model.config.positions.longest_row or config.max_length)
         name = config.model_name or Path(config.checkpoint).resolve().name
-        key = config.key
         service = http.Service(scheduler, tokenizer, counted, name, longest, key)
         scheduler.start()
         host, port = listening.getsockname()[:2]

@@ -14,7 +14,6 @@ import reprlib
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -166,7 +165,7 @@ def stream(
         InputError: an empty prompt, an option out of range, or more tokens than the model has positions; raised by the
             call, before the first token.
     """
-    check_max_new_tokens(max_new_tokens)
+    require_whole("max_new_tokens", max_new_tokens, least=0)
     sampler = Sampler(sampling_of(sampling))
     state = tokens if isinstance(tokens, PromptState) else read(model, tokens, segment_length=segment_length)
     require_row(model, state.length, max_new_tokens)
@@ -196,10 +195,3 @@ def sampling_of(options: dict[str, Any]) -> Sampling:
                 + suggest(name, ["segment_length", *known])
             )
     return Sampling(**options)
-
-
-def check_max_new_tokens(max_new_tokens: int) -> None:
-    """Raise InputError unless this is a whole number, at least 0."""
-    is_whole = isinstance(max_new_tokens, Integral) and not isinstance(max_new_tokens, bool)
-    if not is_whole or max_new_tokens < 0:
-        raise InputError(f"max_new_tokens={max_new_tokens!r} must be a whole number, at least 0.")

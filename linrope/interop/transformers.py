@@ -33,7 +33,14 @@ from linrope.interop.packed_rows import segment_ids_of
 from linrope.layers.linear import Linear
 from linrope.layers.state import AttentionState, ModelState, map_state
 from linrope.models.language_model import EMBEDDING_STD, Block, LanguageModel, LanguageModelConfig
-from linrope.models.saving import CONFIG_FILE, EXPORTED_TOKENIZER_FILE, replace_model, tokenizer_in, write_tokenizer
+from linrope.models.saving import (
+    CONFIG_FILE,
+    EXPORTED_TOKENIZER_FILE,
+    TOKENIZER_FILE,
+    replace_model,
+    tokenizer_in,
+    write_tokenizer,
+)
 from linrope.utils.checksums import verify_checksums, write_checksums
 from linrope.utils.files import require_free_folder
 from linrope.utils.options import require_whole
@@ -58,8 +65,6 @@ except ImportError as error:
 
 DOCUMENT = "<|document|>"
 """The separator's text in the exported tokenizer."""
-TOKENIZER_FILE = "tokenizer.json"
-"""The tokenizer as transformers reads it."""
 CODE_MODULE = "modeling_linrope"
 CODE = "from linrope.interop.transformers import LinropeConfig, LinropeForCausalLM\n"
 AUTO_MAP = {

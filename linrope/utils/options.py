@@ -83,10 +83,10 @@ def check_types(values: Any, config: type | None = None, section: str = "") -> N
             )
 
 
-def require_whole(name: str, value: Any, otherwise: str = "") -> None:
-    """Raise InputError, with what else there is, unless `value` is a whole number, at least 1."""
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-        raise InputError(f"{name}={value!r} must be a whole number, at least 1{otherwise}.")
+def require_whole(name: str, value: Any, otherwise: str = "", least: int = 1) -> None:
+    """Raise InputError, with what else there is, unless `value` is a whole number, at least `least`."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        raise InputError(f"{name}={value!r} must be a whole number, at least {least}{otherwise}.")
 
 
 def _has_type(value: object, hint: Any, raw: bool) -> bool:
