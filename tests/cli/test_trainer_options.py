@@ -344,6 +344,7 @@ def test_a_measurement_takes_no_fast_dev_run_over_from_a_config(trained_run, tmp
     assert "1 of 16 batches were read" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_a_few_batches_can_be_overfitted(tiny, run_folder, monkeypatch, capsys, error_of):
     batches = record_batches(monkeypatch)
     few = ["--trainer.overfit_batches=4", "--trainer.accumulate_grad_batches=2", "--trainer.max_steps=6"]

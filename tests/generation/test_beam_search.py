@@ -34,7 +34,7 @@ def log_p_of(model, source, tokens):
     return sum(log_p[t, token].item() for t, token in enumerate(tokens))
 
 
-@pytest.mark.parametrize("attention", ["linear", "softmax"])
+@pytest.mark.parametrize("attention", ["linear", pytest.param("softmax", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("length_penalty", [0.0, *(pytest.param(p, marks=pytest.mark.exhaustive) for p in (0.6, 1.7))])
 def test_a_wide_beam_finds_the_best_of_all_translations(length_penalty, attention):
     model, limit = model_of(attention=attention), 4

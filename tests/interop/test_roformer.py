@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from linrope.models.encoder import EncoderConfig
 from linrope.models.encoder_decoder import EncoderDecoderConfig
 from linrope.positions.base import PositionsConfig
 from linrope.training.checkpoint import start_from
-from tests.conftest import assert_input_errors
+from tests.conftest import assert_input_errors, covering
 
 transformers = pytest.importorskip("transformers")
 
@@ -29,6 +30,8 @@ HEADS = {
 }
 SIZES = {"vocab_size": 37, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 29}
 SIZES |= {"max_position_embeddings": 64, "type_vocab_size": 3, "num_labels": 5}
+OPTIONS = [{}, {"rotary_value": True, "embedding_size": 10}, {"hidden_act": "relu"}]
+COVERING = [*product(HEADS, OPTIONS[:1]), ("ForMaskedLM", OPTIONS[1]), ("Model", OPTIONS[2])]
 
 
 def saved(folder: Path, head: str, safe: bool = True, **options):
@@ -65,8 +68,7 @@ def outputs_of(model, head: str, tokens, mask, types):
     return found[HEADS[head]]
 
 
-@pytest.mark.parametrize("options", [{}, {"rotary_value": True, "embedding_size": 10}, {"hidden_act": "relu"}])
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize(("head", "options"), covering([*product(HEADS, OPTIONS)], COVERING))
 def test_the_outputs_are_those_of_transformers_and_the_export_gives_them_again(head, options, tmp_path):
     there = saved(tmp_path / "there", head, **options)
     here, arguments = load_roformer(tmp_path / "there"), inputs(head)

@@ -51,9 +51,20 @@ SOFTMAX_OPTIONS = {
     "grouped, window of 7": {"n_kv_heads": 1, "window": 7},
     "yarn": {"rope": RotaryConfig(scaling=RotaryScaling("yarn", 4.0, 16))},
 }
+COVERING = {
+    "linear-all", "linear-all of linear", "linear-grouped, all of Qwen", "linear-no positions", "linear-wide heads",
+    "linear-signed, by head", "linear-signed, learned features", "linear-before map, partly", "linear-gate_normalizer",
+    "linear-temperature", "linear-favor", "linear-taylor", "softmax-all", "softmax-grouped, window of 7",
+    "softmax-window of 40", "softmax-yarn", "softmax-no positions", "cosine-all", "cosine-partial rope",
+}  # fmt: skip
 EVERY = [pytest.param(kind, options, id=f"{kind}-{name}") for kind in LAYERS for name, options in OPTIONS.items()]
 EVERY += [pytest.param("linear", options, id=f"linear-{name}") for name, options in LINEAR_OPTIONS.items()]
 EVERY += [pytest.param("softmax", options, id=f"softmax-{name}") for name, options in SOFTMAX_OPTIONS.items()]
+FEW = [
+    pytest.param(*case.values, id=case.id, marks=[] if case.id in COVERING else pytest.mark.exhaustive)
+    for case in EVERY
+]
+"""All of them too, but by default those alone that together have every option."""
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 
 

@@ -23,6 +23,7 @@ from tests.layers.cases import (
     CLOSE,
     D_MODEL,
     EVERY,
+    FEW,
     HEADS,
     LAYERS,
     assert_outputs,
@@ -123,7 +124,7 @@ def test_a_state_continues_the_sequence(kind, options):
     torch.testing.assert_close(actual, expected, **CLOSE)
 
 
-@pytest.mark.parametrize(("kind", "options"), EVERY)
+@pytest.mark.parametrize(("kind", "options"), FEW)
 def test_packed_documents_are_read_apart(kind, options):
     """One row of three documents equals three rows, whatever the numbers, also when the row is cut anywhere."""
     layer, x = layer_and_input(kind, options)
@@ -238,7 +239,7 @@ def test_the_state_without_outputs_is_that_of_a_call(kind, options):
         torch.testing.assert_close([*map(numbers, found)], [numbers(before), numbers(after)], **CLOSE)
 
 
-@pytest.mark.parametrize(("kind", "options"), EVERY)
+@pytest.mark.parametrize(("kind", "options"), FEW)
 def test_on_the_device_meta_a_layer_computes_shapes(kind, options):
     layer, x = layer_and_input(kind, options)
     ids, key_mask = torch.zeros(2, 90, dtype=torch.int64), torch.ones(2, 90, dtype=torch.bool)

@@ -40,19 +40,23 @@ EVERYTHING = {
     "segment_ids": torch.arange(70)[None] // 40,
 }  # fmt: skip
 
+MORE = [
+    ({"dtype": torch.float32, "causal": False}, True),
+    ({"length": 1, "state": replace(STATE, length=torch.tensor(5))}, False),
+    ({"normalize": "rotary", "dtype": torch.float16}, False),
+    ({"feature_map": "identity"}, False),
+]
+
 
 @pytest.mark.parametrize(
     ("options", "training"),
     [
         ({}, False),
         ({"rope": RotaryEmbedding(16, trainable=True), **EVERYTHING}, True),
-        ({"dtype": torch.float32, "causal": False}, True),
         ({"length": 1, "state": STATE}, False),
-        ({"length": 1, "state": replace(STATE, length=torch.tensor(5))}, False),
-        ({"normalize": "rotary", "dtype": torch.float16}, False),
-        ({"feature_map": "identity"}, False),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE),
     ],
-    ids=["plain", "everything", "noncausal", "one token", "position on the device", "rotary", "identity"],
+    ids=["plain", "everything", "one token", "noncausal", "position on the device", "rotary", "identity"],
 )
 def test_right_kernels_pass(options, training):
     assert self_check.checked(call_of(**options), training) is None
@@ -98,6 +102,7 @@ def test_an_error_that_does_not_come_again_is_no_answer(monkeypatch):
     assert len(emptied) == 1
 
 
+@pytest.mark.exhaustive
 def test_a_check_within_a_backward_needs_no_engine(monkeypatch):
     """On a GPU the engine's one thread for it waits for the check: a second backward would never begin."""
     for name in ("grad", "backward"):
@@ -139,6 +144,7 @@ def test_each_configuration_runs_in_turn(two, monkeypatch):
     assert seen == [(name, chunk) for chunk in (32, 64) for name in of_each]
 
 
+@pytest.mark.exhaustive
 def test_a_configuration_that_does_not_fit_one_kernel_is_skipped_there(two, monkeypatch):
     seen = launched(monkeypatch, fails={("attend", 64)})
     assert self_check.checked(call_of(), False) is None

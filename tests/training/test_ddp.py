@@ -91,6 +91,12 @@ def last(run_folder: Path) -> Path:
     return run_folder / "checkpoints" / "last.ckpt"
 
 
+def printed_by(run: Run) -> tuple[str, str]:
+    code, out, err = run.wait()
+    assert code == 0, out + err
+    return out, err
+
+
 @pytest.fixture(scope="module")
 def alone(base) -> Path:
     """The folder of the run of one process that repeats the plain one of two, and then takes two steps more."""
@@ -100,7 +106,7 @@ def alone(base) -> Path:
 
 @pytest.fixture(scope="module")
 def two(base, alone, tmp_path_factory) -> dict[str, tuple[str, str]]:
-    """What the runs of two processes print that are not stopped: stdout and stderr by name. The ranks of "packed" write
+    """What two runs of two processes print that are not stopped: stdout and stderr by name. The ranks of "packed" write
     what they exchange into the folder of all runs. Processes that are forked after a run of this one begin sooner."""
 
     def start(name: str, options: list[str], ranks: int = 2) -> Run:
@@ -114,12 +120,14 @@ def two(base, alone, tmp_path_factory) -> dict[str, tuple[str, str]]:
         write_exchanges(patch, texts_of(base).parent)
         packed = [*PACKED, curriculum(8), "--segment_length=11", "--trainer.accumulate_grad_batches=2"]
         runs["packed"] = start("packed", packed)
-    runs["contiguous"] = start("contiguous", CONTIGUOUS_EXACT)
-    printed = {}
-    for name, run in runs.items():
-        code, *printed[name] = run.wait()
-        assert code == 0, printed[name]
-    return printed
+    return {name: printed_by(run) for name, run in runs.items()}
+
+
+@pytest.fixture(scope="module")
+def contiguous(two, base, tmp_path_factory) -> tuple[str, str]:
+    """What a third one prints, whose ranks carry states from batch to batch."""
+    options = [*base, *TWO, *CONTIGUOUS_EXACT, "--run.name=contiguous"]
+    return printed_by(Run(options, tmp_path_factory.mktemp("contiguous"), ranks=2))
 
 
 def test_two_processes_train_to_the_bit_what_one_does_with_two_micro_batches(two, base, alone):
@@ -146,10 +154,13 @@ def test_validation_is_over_all_windows_of_both_ranks(two, base, alone):
     assert float(ours[6]) == pytest.approx(float(whole[6]), rel=1e-6)  # float32 sums over other batches
 
 
-@pytest.mark.parametrize("name", ["packed", "contiguous"])
-def test_a_step_is_that_of_all_its_rows_at_once(two, base, monkeypatch, name):
+@pytest.mark.parametrize(
+    ("name", "printed"), [("packed", "two"), pytest.param(*["contiguous"] * 2, marks=pytest.mark.exhaustive)]
+)
+def test_a_step_is_that_of_all_its_rows_at_once(base, request, monkeypatch, name, printed):
     """The loss is the mean over the targets of the step, however they lie among devices and micro-batches: some
     rows have none. In float64, so that nothing but a wrong weight of a batch shows."""
+    request.getfixturevalue(printed)
     whole = {"packed": [*PACKED, curriculum(32)], "contiguous": [*CONTIGUOUS_EXACT, "--data.batch_size=4"]}
     if name == "packed":
         monkeypatch.setattr(TextDataModule, "on_after_batch_transfer", ask_for_some)
@@ -177,10 +188,7 @@ def test_gradients_are_exchanged_once_a_step_whatever_the_segments_and_micro_bat
 @pytest.fixture(scope="module")
 def whole(two, base, tmp_path_factory) -> tuple[str, str]:
     """What the run prints that `stopped` repeats with its ends and beginnings."""
-    run = Run([*base, *TWO, *RESUMED, "--run.name=whole"], tmp_path_factory.mktemp("whole"), ranks=2)
-    code, *printed = run.wait()
-    assert code == 0, printed
-    return printed
+    return printed_by(Run([*base, *TWO, *RESUMED, "--run.name=whole"], tmp_path_factory.mktemp("whole"), ranks=2))
 
 
 @pytest.fixture(scope="module")
@@ -215,9 +223,8 @@ def test_two_processes_stopped_and_resumed_end_with_the_weights_of_two_that_were
 
 
 @pytest.mark.exhaustive
-def test_only_the_first_rank_writes_and_prints(two, whole, stopped, base):
-    for name, n_steps in {"plain": 6, "packed": 6, "contiguous": 8, "whole": 20}.items():
-        out, err = whole if name == "whole" else two[name]
+def test_only_the_first_rank_writes_and_prints(two, contiguous, whole, stopped, base):
+    for n_steps, (out, err) in ((6, two["plain"]), (6, two["packed"]), (8, contiguous), (20, whole)):
         assert "linrope:" not in err
         assert out.count(f"step {n_steps}/{n_steps} ") == out.count("\ncheckpoint  ") == 1
     (_, killed), (out, asked), (rest, ended) = stopped
@@ -235,7 +242,8 @@ def test_only_the_first_rank_writes_and_prints(two, whole, stopped, base):
     assert files - {"version_0/checkpoints/best.ckpt"} == {f"version_0/{name}" for name in own}
 
 
-def test_a_run_with_carried_states_goes_on_with_as_many_devices_only(two, base, error_of):
+@pytest.mark.exhaustive
+def test_a_run_with_carried_states_goes_on_with_as_many_devices_only(contiguous, base, error_of):
     checkpoint = last(folder_of(base, "contiguous"))
     before = checkpoint.read_bytes()
     longer = [*base, *CONTIGUOUS_EXACT, "--trainer.max_steps=9", f"--ckpt_path={checkpoint}", "--run.name=fewer"]

@@ -59,6 +59,7 @@ def test_each_job_has_a_process_of_its_own_and_every_ending_is_an_answer():
     assert time.monotonic() - begin < 50
 
 
+@pytest.mark.exhaustive
 def test_after_the_deadline_nothing_is_started_and_running_jobs_end():
     jobs = [Job("runs", partial(time.sleep, 600)), Job("waits", partial(time.sleep, 600))]
     found = answers(jobs, workers=1, seconds=0.5)

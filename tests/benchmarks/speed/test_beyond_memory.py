@@ -29,6 +29,7 @@ def test_memory_grows_with_the_length_and_not_in_segments(tmp_path, capsys, only
     assert "peak memory of the process" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_what_does_not_fit_is_left_out_and_drawn_as_dashes(tmp_path, only_linear):
     args = ("--lengths", "1024", "65536", "--memory", "500MiB", "--cost", "2048", "--repeats", "1")
     points, contents = run(tmp_path, *args)

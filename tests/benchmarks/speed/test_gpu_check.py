@@ -71,6 +71,7 @@ def of_environment() -> dict[str, float]:
     return {"o": 0.0 if os.environ.get("DISABLE_MMA_V3") == "1" else 1.0}
 
 
+@pytest.mark.exhaustive
 def test_checks_run_in_processes_and_what_is_wrong_runs_again_without_wgmma(run):
     work = [
         ("right", 0.1, partial(gives, 0.05)), ("by the compiler", 0.1, of_environment), ("dead", 0.1, dies),

@@ -96,6 +96,7 @@ def test_running_out_of_memory_is_recorded_and_the_run_goes_on(tmp_path, monkeyp
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux can")
+@pytest.mark.exhaustive
 def test_memory_that_really_runs_out(tmp_path, capsys):
     methods = ["--methods", "linear", "softmax-rope-materialised"]
     points, contents = run(tmp_path, *methods, "--lengths", "128", "2048", "--memory", "6MiB", "--budget", "5")
