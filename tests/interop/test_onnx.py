@@ -105,7 +105,7 @@ def test_prompts_in_parts_and_single_tokens_give_the_logits_of_the_whole_row(nam
 STEPS = [(name, steps) for name in ("signed", "windowed", "plain") for steps in (300, 10_000)]
 
 
-@pytest.mark.parametrize(("name", "steps"), covering(STEPS, [("signed", 300), ("windowed", 300)]))
+@pytest.mark.parametrize(("name", "steps"), covering(STEPS, [("signed", 300)]))
 @torch.no_grad()
 def test_decoding_stays_within_1e_4(name, steps, tmp_path):
     """Each step on from a state of its own, both in float32, so that their rounding may add up."""

@@ -348,7 +348,7 @@ def test_a_first_call_does_not_load_the_compiler():
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference", "chunked"])
-@pytest.mark.parametrize("length", [70, 1, 0])
+@pytest.mark.parametrize("length", [70, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 0))])
 @pytest.mark.parametrize("options", [
     {}, {"causal": False}, {"log_decay": -torch.ones(2, 3, 70)}, {"normalize": "rotary"}, {"feature_map": torch.exp},
     {"key_mask": torch.ones(2, 70, dtype=torch.bool), "segment_ids": torch.zeros(2, 70, dtype=torch.int64)},

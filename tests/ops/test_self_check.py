@@ -78,6 +78,7 @@ def test_a_wrong_kernel_is_named_once_with_device_and_compilers(monkeypatch):
     assert self_check.checked(call_of(), False) == reason
 
 
+@pytest.mark.exhaustive
 def test_a_kernel_that_does_not_compile_is_an_answer_too(monkeypatch):
     def fails(*args, **options):
         raise RuntimeError("ptxas fatal")

@@ -35,7 +35,7 @@ def alone(model, request) -> list[str]:
     ("kind", "sampling"),
     covering(
         [(kind, sampling) for kind in SIZES for sampling in ({}, DRAWN)],
-        [("recipe", DRAWN), ("hybrid", {}), ("growing", DRAWN)],
+        [("hybrid", DRAWN)],
     ),
 )
 def test_together_and_with_the_cache_each_is_continued_as_alone(kind, sampling, make):

@@ -17,6 +17,7 @@ def only_linear(monkeypatch):
     monkeypatch.setattr(beyond_memory, "METHODS", beyond_memory.METHODS[1:])
 
 
+@pytest.mark.exhaustive
 def test_memory_grows_with_the_length_and_not_in_segments(tmp_path, capsys, only_linear):
     points, contents = run(tmp_path, "--lengths", "2048", "16384", "--seconds", "30", "--cost", "0")
     methods = ("linear", "linear in segments")
