@@ -86,6 +86,7 @@ def assert_input_errors(*cases: tuple[Callable[[], object], str]) -> None:
 
 def covering(cases: Collection, default: Collection) -> list:
     """The cases of a parametrised test; those that are not in `default` are exhaustive."""
+    assert all(case in cases for case in default)  # a case that is misspelt would run in neither
     rows = [case if isinstance(case, tuple) else (case,) for case in cases]
     marks = [[] if case in default else pytest.mark.exhaustive for case in cases]
     return [pytest.param(*row, marks=mark) for row, mark in zip(rows, marks)]
