@@ -91,9 +91,13 @@ class Call:
     def operator_args(self) -> tuple:
         """All fields but the last three, in their order: what an operator of PyTorch takes. `Call(*args)` is the
         inverse."""
-        tensors = self.q, self.k, self.v, self.log_decay, self.theta, self.key_mask, self.documents
         options = self.start, self.feature_map, self.normalize, self.eps, self.interleaved, self.causal, self.signed
-        return *tensors, *options
+        return *self.operator_tensors, *options
+
+    @property
+    def operator_tensors(self) -> tuple[Tensor | None, ...]:
+        """The tensors among `operator_args`."""
+        return self.q, self.k, self.v, self.log_decay, self.theta, self.key_mask, self.documents
 
     def without_signed(self, k: Tensor) -> Tensor:
         """Features (..., D) with 0 in the first `signed` dimensions, which the denominator does not sum."""

@@ -26,7 +26,7 @@ KERNELS: dict[str, ModuleType] = {"chunked": torch_kernel, "cpu": cpu_kernel, "t
 def operator(call: Call, kernel: str) -> tuple[Tensor, State]:
     """(o, final state) of one call by that kernel."""
     first = _first_state(call, kernel)
-    refuse_transforms(kernel, *call.operator_args[:5], *first)
+    refuse_transforms(kernel, *call.operator_tensors, *first)
     directly = torch.compiler.is_compiling() or not torch.is_grad_enabled()
     attend = torch.ops.linrope.linear_attention if directly else _Differentiable.apply
     o, _, _, _, kv, k_sum = attend(*first, *call.operator_args, kernel)
@@ -43,7 +43,7 @@ def _first_state(call: Call, kernel: str) -> tuple[Tensor | None, Tensor | None]
 def one_token(call: Call, kernel: str) -> tuple[Tensor, State]:
     """A decoding step by that kernel, without a gradient."""
     past = call.past
-    refuse_transforms(kernel, *call.operator_args[:5], past.kv, past.k_sum)
+    refuse_transforms(kernel, *call.operator_tensors, past.kv, past.k_sum)
     o, kv, k_sum = torch.ops.linrope.one_token(past.kv, past.k_sum, call.position, *call.operator_args, kernel)
     position = call.start if call.position is None else call.position
     return o, State(kv, k_sum, position + 1, call.final_log_decay())

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from linrope.errors import InputError
 from linrope.ops.cpu_kernel.library import DTYPES, library, makes_one_pass
 
 FEWEST = 2**12
@@ -15,13 +16,16 @@ FEWEST = 2**12
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """silu of the first half of each row, times the second half: (..., 2 W) -> (..., W), in x's dtype."""
+    """silu of the first half of each row, times the second half: (..., 2 W) -> (..., W), in x's dtype.
+
+    Raises InputError for rows of an odd length.
+    """
     return torch.ops.linrope.swiglu(x) if makes_one_pass(x, fewest=FEWEST) else by_definition(x)
 
 
 def by_definition(x: Tensor) -> Tensor:
     """The formula."""
-    a, b = x.chunk(2, dim=-1)
+    a, b = x.unflatten(-1, (2, _width(x))).unbind(-2)
     return F.silu(a) * b
 
 
@@ -35,10 +39,16 @@ class Record(ctypes.Structure):
 
 
 def _record(x: Tensor, **tensors: Tensor) -> Record:
-    width = x.shape[-1] // 2
+    width = _width(x)
     pointers = {name: tensor.data_ptr() for name, tensor in {"x": x, **tensors}.items()}
-    sizes = {"rows": x.numel() // (2 * width), "width": width, "dtype": DTYPES.index(x.dtype)}
+    sizes = {"rows": x.shape[:-1].numel(), "width": width, "dtype": DTYPES.index(x.dtype)}
     return Record(**sizes, **pointers, parallel_for=library().parallel_for)
+
+
+def _width(x: Tensor) -> int:
+    if x.shape[-1] % 2:
+        raise InputError(f"swiglu: x is {tuple(x.shape)}, and its last dimension must have two halves of one size.")
+    return x.shape[-1] // 2
 
 
 torch.library.define("linrope::swiglu", "(Tensor x) -> Tensor")
@@ -48,8 +58,9 @@ torch.library.define("linrope::swiglu_backward", "(Tensor grad, Tensor x) -> Ten
 @torch.library.impl("linrope::swiglu", "cpu")
 def _(x):
     x = x.contiguous()
-    y = torch.empty(*x.shape[:-1], x.shape[-1] // 2, dtype=x.dtype)
-    library().functions.linrope_swiglu(ctypes.byref(_record(x, y=y)))
+    y = torch.empty(*x.shape[:-1], _width(x), dtype=x.dtype)
+    if y.numel() > 0:
+        library().functions.linrope_swiglu(ctypes.byref(_record(x, y=y)))
     return y
 
 
@@ -57,13 +68,14 @@ def _(x):
 def _(grad, x):
     x, grad = x.contiguous(), grad.contiguous()
     dx = torch.empty_like(x)
-    library().functions.linrope_swiglu_backward(ctypes.byref(_record(x, grad=grad, dx=dx)))
+    if x.numel() > 0:
+        library().functions.linrope_swiglu_backward(ctypes.byref(_record(x, grad=grad, dx=dx)))
     return dx
 
 
 @torch.library.register_fake("linrope::swiglu")
 def _(x):
-    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+    return x.new_empty(*x.shape[:-1], _width(x))
 
 
 @torch.library.register_fake("linrope::swiglu_backward")

@@ -169,6 +169,23 @@ def test_documents_that_see_all_their_keys_are_mapped_too():
     torch.testing.assert_close(found[1], linear_attention(*[x[1]] * 3, causal=False, segment_ids=ids[1]))
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", ["key_mask", "segment_ids"])
+def test_masks_and_documents_alone_are_mapped(name, causal):
+    x, one = torch.randn(1, 2, 70, 8), torch.arange(70) // torch.tensor([[[30]], [[40]]]) == 0
+    given = one if name == "key_mask" else one.long()
+
+    def attend(value, backend="auto"):
+        return linear_attention(x, x, x, causal=causal, backend=backend, **{name: value})
+
+    sys.modules["linrope.ops.linear_attention"]._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="takes backend 'reference' in transforms"):
+        found = torch.vmap(attend)(given)
+    torch.testing.assert_close(found, torch.stack([attend(value) for value in given]))
+    with pytest.raises(InputError, match="no transforms"):
+        torch.vmap(lambda value: attend(value, "chunked"))(given)
+
+
 def gradient(attend, x):
     return torch.func.grad(lambda x: attend(x).sum())(x)
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from linrope.errors import InputError
 from linrope.ops import swiglu as ops
 from linrope.ops.cpu_kernel import library
 
@@ -43,6 +44,15 @@ def test_opcheck_and_strides():
     x = torch.randn(60, 2, 80).transpose(0, 1).requires_grad_()
     torch.library.opcheck(torch.ops.linrope.swiglu, (x,))
     torch.testing.assert_close(ops.swiglu(x), ops.by_definition(x))
+
+
+def test_rows_of_an_odd_length_have_no_halves():
+    """The compiled form would write beyond its output."""
+    for form in (ops.swiglu, torch.ops.linrope.swiglu):
+        for shape in ((101, 101), (5, 1)):
+            with pytest.raises(InputError, match=rf"x is \({shape[0]}, {shape[1]}\), and its last dimension must have"):
+                form(torch.randn(shape))
+    assert ops.swiglu(torch.randn(3, 0)).shape == torch.ops.linrope.swiglu(torch.randn(3, 0)).shape == (3, 0)
 
 
 def test_derivatives_of_derivatives_and_transforms():
