@@ -373,8 +373,7 @@ class RotaryEmbedding(nn.Module):
         """
         if self.trainable:
             return self.theta.to(device=device, dtype=torch.float64)
-        base = tuple(self.base) if isinstance(self.base, Sequence) else self.base
-        key = "frequencies", self.rotary_dim, base, self.scaling
+        key = "frequencies", self.rotary_dim, self.base, self.scaling
         return kept_tensors.keep(key, device, lambda: self._initial_frequencies(device))
 
     def _initial_frequencies(self, device: torch.device | None = None) -> Tensor:

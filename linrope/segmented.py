@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from linrope.errors import InputError
-from linrope.layers.state import ModelState, detach, tensors_of
+from linrope.layers.state import ModelState, tensors_of
 from linrope.models.language_model import LanguageModel
 from linrope.ops.torch_kernel.memory import give_back
 from linrope.utils.gradients import GradientSums, trained_elsewhere
@@ -268,7 +268,7 @@ class _SegmentedLoss(torch.autograd.Function):
         for number, (segment, state, random_state) in enumerate(reversed(steps)):
             autocast = torch.autocast(device.type, dtype, enabled)
             with torch.enable_grad(), autocast, _same_random_numbers(random_state, device):
-                before = detach(state, not ctx.truncated)
+                before = None if state is None else state.detach(not ctx.truncated)
                 value, after = segments.run(segment, before)
             past = [] if ctx.truncated else tensors_of(before)
             outputs, gradients = [], []

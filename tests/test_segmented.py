@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from linrope import InputError, LanguageModel, LanguageModelConfig, RotaryConfig, segmented_loss
-from linrope.layers.state import detach, tensors_of
+from linrope.layers.state import tensors_of
 from linrope.losses import summed_cross_entropy
 from linrope.positions.base import PositionsConfig
 from tests.conftest import covering
@@ -157,16 +157,16 @@ def test_states_go_in_and_out():
     rest, last = segmented_loss(model, inputs[:, 50:], targets[:, 50:], 20, state=state)
     whole, final = segmented_loss(model, inputs, targets, 1000)
     assert (total + rest).item() == pytest.approx(whole.item(), rel=1e-12)
-    torch.testing.assert_close(tensors_of(state + last), tensors_of(detach(after) + final), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(tensors_of(state + last), tensors_of(after.detach() + final), rtol=1e-10, atol=1e-12)
     assert not any(tensor.requires_grad for tensor in tensors_of(state + last))
-    expected = summed_cross_entropy(model(inputs[:, 50:], detach(after)), targets[:, 50:])
+    expected = summed_cross_entropy(model(inputs[:, 50:], after.detach()), targets[:, 50:])
     assert_same(gradients(model, rest), gradients(model, expected), 1e-10)
 
 
 def test_truncated_backpropagation_stops_at_each_segment():
     model, (inputs, targets) = model_of(**MODELS["recipe"]), text()
     total, _ = segmented_loss(model, inputs, targets, 40, truncated=True)
-    expected = gradients(model, segment_by_segment(model, 40, detach))
+    expected = gradients(model, segment_by_segment(model, 40, lambda state: state and state.detach()))
     assert_same(gradients(model, total), expected, 1e-10)
     exact, _ = segmented_loss(model, inputs, targets, 40)
     assert exact.item() == pytest.approx(total.item(), rel=1e-12)

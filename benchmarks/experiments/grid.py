@@ -234,7 +234,7 @@ def read_grid(path: Path) -> Grid:
     except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # an impossible date, not UTF-8, …
         raise InputError(f"--grid {path} is no YAML: {error}") from error
     if not isinstance(values, dict):
-        raise InputError(f"--grid {path} must be a set of options, as benchmarks/grid.py describes.")
+        raise InputError(f"--grid {path} must be a set of options, as benchmarks/experiments/grid.py describes.")
     values = {name: value for name, value in values.items() if value is not None}  # `model:` with nothing after it
     check_keys(values, Grid)
     check_types(values, Grid)

@@ -6,23 +6,20 @@ The data of that process is limited, so that it gets an error; otherwise the sys
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import os
 import re
-import signal
 import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks.harness.timing import clock
 from benchmarks.speed.methods import Inputs, Method, Setting
 from linrope.ops.torch_kernel.memory import give_back
+from linrope.utils.memory import memory_of
 
 WARM_UP = 128
 """Length of the first call, which makes what a process keeps: threads, code pages, workspaces."""
@@ -71,10 +68,7 @@ def available(device: str = "cpu") -> int:
         group = Path("/sys/fs/cgroup")
         used = int((group / "memory.current").read_text())
         amounts.append(int((group / "memory.max").read_text()) - used)
-    if not amounts:
-        with contextlib.suppress(AttributeError, OSError, ValueError):
-            amounts.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    return min(amounts, default=sys.maxsize)
+    return min(amounts, default=memory_of())
 
 
 def _status(field: str) -> int | None:
@@ -136,59 +130,3 @@ def measure(method: Method, setting: Setting, limit: int | None = None) -> Peak:
     method.prepare(Inputs.make(warm_up))()
     limit_to(limit, setting.device)
     return peak_of(partial(method.prepare, Inputs.make(setting)), setting.device)
-
-
-def in_new_process(work: Callable, *args) -> Any:
-    """`work(*args)` in a new process with as many threads as this one; all of it can be pickled.
-
-    Raises:
-        OutOfMemory: it ran out of memory, or the kernel killed it.
-        Failed: it raised another error, or ended without an answer.
-    """
-    context = new_processes()
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(there, torch.get_num_threads(), work, args), daemon=True)
-    process.start()
-    there.close()
-    try:
-        kind, answer = here.recv()
-    except EOFError:
-        process.join()
-        kind, answer = _ending(process.exitcode)
-    finally:
-        process.kill()  # it is done after its answer; on Ctrl-C it may not be
-        process.join()
-        here.close()
-    if kind == "answer":
-        return answer
-    raise (OutOfMemory if kind == "out of memory" else Failed)(answer)
-
-
-def new_processes():
-    """If possible, processes that fork from one that has imported PyTorch and run nothing: new, and started fast."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    # the first call of a custom operator makes PyTorch import its compiler
-    context.set_forkserver_preload(["benchmarks.harness.memory", "torch._dynamo"])
-    return context
-
-
-def _answer(connection, threads: int, work: Callable, args: tuple) -> None:
-    """Run in the new process: do the work, and send the answer."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
-    torch.set_num_threads(threads)
-    try:
-        reply = ("answer", work(*args))
-    except Exception as error:
-        reply = ("out of memory" if is_out_of_memory(error) else "failed", describe(error))
-    connection.send(reply)
-
-
-def _ending(exit_code: int) -> tuple[str, str]:
-    """Why a process ended that sent no answer."""
-    if exit_code == -signal.SIGKILL:
-        return "out of memory", "killed by the system"
-    if exit_code < 0:
-        return "failed", f"process ended by {signal.Signals(-exit_code).name}"
-    return "failed", f"process ended with status {exit_code}"

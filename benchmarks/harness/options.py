@@ -35,6 +35,13 @@ def check_even(parser: argparse.ArgumentParser, options: argparse.Namespace, nam
         parser.error(f"--{name} {getattr(options, name)}: must be even, because RoPE rotates pairs")
 
 
+def check_heads(parser: argparse.ArgumentParser, options: argparse.Namespace, multiple: int = 2) -> None:
+    """Exit with an error unless heads have a size that RoPE takes: even, or a multiple of 4 if half of it rotates."""
+    if options.d_model % (multiple * options.heads):
+        heads = f"--heads {options.heads}"
+        parser.error(f"{heads}: --d_model {options.d_model} must be a multiple of {multiple} times it, for RoPE")
+
+
 def check_names(parser: argparse.ArgumentParser, option: str, names: Iterable[str], known: Iterable[str]) -> None:
     """Exit with an error unless every name is known."""
     known = list(known)

@@ -5,12 +5,15 @@ On a GPU an error of one call may be the answer of every later call of that proc
 
 from __future__ import annotations
 
+import math
+import multiprocessing
 import os
 import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -20,6 +23,8 @@ import torch
 from benchmarks.harness import memory
 
 TIME_IS_OVER = "the time is over"
+LONGEST_WAIT = 3600.0
+"""Seconds of one wait for answers: the system's own limit is some weeks."""
 GRACE = 2.0
 """Seconds that a process has to end after its answer."""
 
@@ -34,6 +39,8 @@ class Job:
     """After which the process is ended."""
     environment: dict[str, str] = field(default_factory=dict)
     """Set there before the work begins."""
+    threads: int = 1
+    """Of PyTorch."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,8 @@ class Answer:
     job: Job
     value: Any = None
     error: str = ""
+    out_of_memory: bool = False
+    """Whether that is the error: what takes too much is killed by the system."""
     seconds: float = 0.0
 
 
@@ -59,12 +68,12 @@ class _Running:
         seconds = now - self.begin
         try:
             if self.answers.poll():
-                value, error = self.answers.recv()
-                return Answer(self.job, value, error, seconds)
+                return Answer(self.job, *self.answers.recv(), seconds)
         except EOFError:
             self.process.join()
         if not self.process.is_alive():
-            return Answer(self.job, error=ending(self.process.exitcode), seconds=seconds)
+            code = self.process.exitcode
+            return Answer(self.job, None, ending(code), code == -signal.SIGKILL, seconds)
         if now >= self.end:
             late = self.end < self.begin + self.job.seconds  # by the deadline of all jobs
             error = TIME_IS_OVER if late else f"no answer in {seconds:.0f} s"
@@ -91,7 +100,7 @@ def run_jobs(jobs: Iterable[Job], workers: int, deadline: float) -> Iterator[Ans
                 yield from (Answer(job, error=TIME_IS_OVER) for job in waiting)
                 return
             ends = [one.answers for one in running] + [one.process.sentinel for one in running]
-            connection.wait(ends, max(0.0, min(one.end for one in running) - now))
+            connection.wait(ends, max(0.0, min(LONGEST_WAIT, *(one.end - now for one in running))))
             for one in list(running):
                 if (answer := one.answer(time.monotonic())) is not None:
                     running.remove(one)
@@ -102,15 +111,31 @@ def run_jobs(jobs: Iterable[Job], workers: int, deadline: float) -> Iterator[Ans
             one.stop()
 
 
+def in_new_process(work: Callable, *args) -> Any:
+    """`work(*args)` in a new process with as many threads as this one; all of it can be pickled.
+
+    Raises:
+        OutOfMemory: it ran out of memory, or the system killed it.
+        Failed: it raised another error, or ended without an answer.
+    """
+    job = Job("", partial(work, *args), seconds=math.inf, threads=torch.get_num_threads())
+    (answer,) = run_jobs([job], workers=1, deadline=math.inf)
+    if answer.error:
+        raise (memory.OutOfMemory if answer.out_of_memory else memory.Failed)(answer.error)
+    return answer.value
+
+
 def ending(exit_code: int) -> str:
     """How a process ended that sent no answer."""
+    if exit_code == -signal.SIGKILL:
+        return "killed by the system"
     if exit_code < 0:
         return f"the process was ended by {signal.Signals(-exit_code).name}"
     return f"the process ended with status {exit_code}"
 
 
 def _start(job: Job, now: float, deadline: float) -> _Running:
-    context = memory.new_processes()
+    context = _new_processes()
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(there, job), daemon=True)
     process.start()
@@ -118,13 +143,23 @@ def _start(job: Job, now: float, deadline: float) -> _Running:
     return _Running(job, process, here, now, min(now + job.seconds, deadline))
 
 
+def _new_processes() -> multiprocessing.context.BaseContext:
+    """If possible, processes that fork from one that has imported PyTorch and run nothing: new, and started fast."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    # the first call of a custom operator makes PyTorch import its compiler
+    context.set_forkserver_preload(["benchmarks.harness.memory", "torch._dynamo"])
+    return context
+
+
 def _work(answers: connection.Connection, job: Job) -> None:
     """Run in the new process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
     os.environ.update(job.environment)
-    torch.set_num_threads(1)
+    torch.set_num_threads(job.threads)
     try:
-        answer = job.work(), ""
+        answer = job.work(), "", False
     except Exception as error:
-        answer = None, memory.describe(error)
+        answer = None, memory.describe(error), memory.is_out_of_memory(error)
     answers.send(answer)

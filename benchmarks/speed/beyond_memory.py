@@ -16,8 +16,9 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.harness import memory
-from benchmarks.harness.options import parse_bytes
+from benchmarks.harness.options import check_heads, parse_bytes
 from benchmarks.harness.pictures import Figure, Quantity, against_length
+from benchmarks.harness.processes import in_new_process
 from benchmarks.harness.runner import AddOption, Benchmark
 from benchmarks.harness.sweep import INTERRUPTED, MEASURED, Budget, Point, series
 from benchmarks.harness.timing import alternate
@@ -62,7 +63,7 @@ def peak_of(method: str, length: int, options: argparse.Namespace) -> memory.Pea
 def measure(point: Point, options: argparse.Namespace) -> None:
     """Enter the peak of one method at one length, or why it was not measured."""
     try:
-        peak = memory.in_new_process(peak_of, point.method, point.length, options)
+        peak = in_new_process(peak_of, point.method, point.length, options)
         point.status, point.memory_bytes, point.seconds, point.rounds = MEASURED, peak.process, peak.seconds, 1
         point.tokens_per_second = point.length / peak.seconds
     except (memory.OutOfMemory, memory.Failed) as error:
@@ -96,9 +97,7 @@ class BeyondMemory(Benchmark):
 
     @classmethod
     def check(cls, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-        if options.d_model % (4 * options.heads):
-            heads = f"--heads {options.heads}"
-            parser.error(f"{heads}: --d_model {options.d_model} must be a multiple of 4 times it, for RoPE")
+        check_heads(parser, options, multiple=4)
         options.lengths = sorted(set(options.lengths))
         options.memory = options.memory or int(0.9 * memory.available(options.device))
 

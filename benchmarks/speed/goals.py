@@ -22,6 +22,7 @@ from torch import Tensor
 
 from benchmarks.harness import memory
 from benchmarks.harness.options import check_names
+from benchmarks.harness.processes import in_new_process
 from benchmarks.harness.runner import AddOption, Benchmark
 from benchmarks.harness.timing import Call, Sample, Several, alternate, copy, gemm
 from benchmarks.harness.training_step import training_step
@@ -235,7 +236,7 @@ def extra_memory(length: int, heads: int = 8, **options) -> Measured:
     """Peak memory of a new process beyond q, k, v, o and their gradients, as a share of these eight."""
     setting = Setting(length, heads=heads)
     tensor = setting.new_tokens * heads * setting.head_dim * 4  # bytes of float32
-    peak = memory.in_new_process(memory.measure, Method("linear", partial(linear, **options)), setting)
+    peak = in_new_process(memory.measure, Method("linear", partial(linear, **options)), setting)
     return Measured((peak.extra - 4 * tensor) / (8 * tensor))  # q, k, v and ∂o exist before the call
 
 
@@ -244,7 +245,7 @@ def process_memory(length: int, heads: int = 4, needs_gib: float = 10) -> Measur
     free = memory.available() / 2**30
     if free < needs_gib:
         raise Skipped(f"{free:.1f} GiB are free, it needs {needs_gib:g}")
-    peak = memory.in_new_process(memory.measure, Method("linear", linear), Setting(length, heads=heads))
+    peak = in_new_process(memory.measure, Method("linear", linear), Setting(length, heads=heads))
     return Measured(peak.process / 2**30)
 
 

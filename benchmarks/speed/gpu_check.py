@@ -26,7 +26,6 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.harness.machine import device_name
-from benchmarks.harness.memory import is_out_of_memory
 from benchmarks.harness.processes import TIME_IS_OVER, Job, run_jobs
 from benchmarks.harness.runner import AddOption, Benchmark
 from benchmarks.speed import gpu_correctness, gpu_report, gpu_sizes
@@ -121,9 +120,8 @@ class GpuCheck(Benchmark):
         everywhere = self.environment | environment
         jobs = [Job(one[0], partial(gpu_correctness.check, *one), environment=everywhere) for one in work]
         for answer in run_jobs(jobs, workers, time.monotonic() + seconds):
-            error = answer.error
-            unable = error == TIME_IS_OVER or is_out_of_memory(RuntimeError(error))
-            result = f"{NOT_RUN if unable else FAILED}: {error}"
+            unable = answer.error == TIME_IS_OVER or answer.out_of_memory
+            result = f"{NOT_RUN if unable else FAILED}: {answer.error}"
             yield answer.value or Outcome(answer.job.name, result, seconds=answer.seconds)
 
     def check_all(self, work: list[Check]) -> None:
@@ -173,7 +171,7 @@ class GpuCheck(Benchmark):
         (answer,) = run_jobs([job], 1, time.monotonic() + max(0.0, self.left))
         if answer.value is not None:
             return answer.value
-        unable = answer.error == TIME_IS_OVER or is_out_of_memory(RuntimeError(answer.error))
+        unable = answer.error == TIME_IS_OVER or answer.out_of_memory
         return Timing(method, size, NOT_RUN if unable else FAILED, answer.error)
 
     # --- results -----------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -41,7 +41,7 @@ class Watching:
         self.seen: list[tuple[Recorded, Profiled]] = []
 
     def __getattr__(self, name: str) -> Any:
-        return _Grid(partial(self._run, name, getattr(self.kernels, name)))
+        return planning.Grid(partial(self._run, name, getattr(self.kernels, name)))
 
     def _run(self, name: str, kernel: Any, grid: tuple[int], *args: Any, **constants: Any) -> None:
         compiled = kernel[grid](*args, **constants)  # None in the interpreter
@@ -51,14 +51,6 @@ class Watching:
         found.configuration = str(getattr(kernel, "best_config", ""))
         found.registers, found.spills = (getattr(compiled, field, None) for field in ("n_regs", "n_spills"))
         self.seen.append((recorded, found))
-
-
-class _Grid:
-    def __init__(self, run: Callable[..., None]):
-        self.run = run
-
-    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        return partial(self.run, grid)
 
 
 def profile(call: Call, device: str = "cuda") -> list[Profiled]:

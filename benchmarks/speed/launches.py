@@ -5,8 +5,8 @@ Calls on "meta" tensors of any length are recorded without memory for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -42,15 +42,10 @@ class Recorder:
         self.launches: list[Recorded] = []
 
     def __getattr__(self, name: str) -> Any:
-        return _Kernel(lambda *known: self.launches.append(Recorded(name, *known)))
+        return planning.Grid(partial(self._keep, name))
 
-
-class _Kernel:
-    def __init__(self, remember: Callable[[int, tuple, dict], None]):
-        self.remember = remember
-
-    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        return lambda *args, **constants: self.remember(grid[0], args, constants)
+    def _keep(self, name: str, grid: tuple[int], *args: Any, **constants: Any) -> None:
+        self.launches.append(Recorded(name, grid[0], args, constants))
 
 
 def launches_of(case: Case, device: str = "cpu", backward: bool = True) -> list[Recorded]:

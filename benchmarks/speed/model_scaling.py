@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.harness.options import check_names
+from benchmarks.harness.options import check_heads, check_names
 from benchmarks.harness.pictures import Figure, Quantity, against_length
 from benchmarks.harness.runner import AddOption, Benchmark
 from benchmarks.harness.sweep import INTERRUPTED, MEASURED, Point, crossovers, series
@@ -54,9 +54,7 @@ class ModelScaling(Benchmark):
         for length in options.lengths:
             if options.tokens % length:
                 parser.error(f"--lengths {length}: does not divide --tokens {options.tokens}, the tokens of every step")
-        if options.d_model % (2 * options.heads):
-            heads = f"--heads {options.heads}"
-            parser.error(f"{heads}: --d_model {options.d_model} must be an even multiple of it, for RoPE")
+        check_heads(parser, options)
         options.config = LanguageModelConfig(d_model=options.d_model, n_layers=options.layers, n_heads=options.heads)
 
     def measure(self) -> None:

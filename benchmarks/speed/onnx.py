@@ -20,6 +20,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.harness.options import check_heads
 from benchmarks.harness.runner import AddOption, Benchmark
 from benchmarks.harness.sweep import INTERRUPTED, Point
 from benchmarks.harness.timing import Call, Several
@@ -97,8 +98,7 @@ class Onnx(Benchmark):
     @classmethod
     def check(cls, parser: ArgumentParser, options: Namespace) -> None:
         options.device = "cpu"
-        if options.d_model % (4 * options.heads):
-            parser.error(f"--d_model {options.d_model} must be a multiple of 4 × --heads {options.heads}")
+        check_heads(parser, options, multiple=4)
         for opset in options.opsets:
             require_exportable(shapes_only(LanguageModelConfig()), opset)
 

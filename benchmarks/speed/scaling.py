@@ -19,6 +19,7 @@ from rich.table import Table
 from benchmarks.harness import memory
 from benchmarks.harness.options import check_even, check_names, parse_bytes
 from benchmarks.harness.pictures import Figure, Quantity, against_length
+from benchmarks.harness.processes import in_new_process
 from benchmarks.harness.runner import AddOption, Benchmark
 from benchmarks.harness.sweep import INTERRUPTED, SINCE, Budget, Largest, Point, crossovers, largest_length, series
 from benchmarks.harness.timing import gemm_rate
@@ -124,7 +125,7 @@ class Scaling(Benchmark):
                 tick(description=f"largest length: {method.name} at {length:,}")
                 setting = self.setting(length)
                 try:
-                    return memory.in_new_process(memory.measure, method, setting, self.options.memory).seconds
+                    return in_new_process(memory.measure, method, setting, self.options.memory).seconds
                 except memory.OutOfMemory:
                     return None
 
@@ -226,7 +227,7 @@ def family(method: str) -> str:
 def measure_memory(method: Method, setting: Setting, limit: int | None, point: Point) -> None:
     """Enter the peak memory of one call: in a process of its own on a CPU, in this one on a GPU."""
     try:
-        measure = memory.measure if setting.device == "cuda" else partial(memory.in_new_process, memory.measure)
+        measure = memory.measure if setting.device == "cuda" else partial(in_new_process, memory.measure)
         point.memory_bytes = measure(method, setting, limit).extra
     except Exception as error:
         point.record_failure(error)

@@ -18,6 +18,7 @@ from linrope.errors import InputError, suggest_file
 from linrope.interop.roformer import is_roformer, load_roformer
 from linrope.models.language_model import LanguageModel
 from linrope.models.saving import is_checkpoint, open_checkpoint, read_model
+from linrope.utils.files import in_newest_version
 
 LANGUAGE_MODELING = "language_modeling"
 """The task of a run whose configuration names none."""
@@ -50,18 +51,19 @@ class ModelOptions:
 
 def named_checkpoint(ckpt_path: str) -> str:
     """The path that --ckpt_path names; that of "last", the newest last.ckpt of all runs, is printed."""
-    if ckpt_path != "last":
-        return ckpt_path
-    return _newest(RUNS)
+    return _newest(RUNS) if ckpt_path == "last" else ckpt_path
 
 
 def _newest(folder: str, run: str | None = None) -> str:
-    """The last.ckpt that was written last, of all runs in `folder` or of those with a name; it is printed. InputError
-    if there is none."""
-    runs = Path(folder, run or "")
-    pattern = "version_*/checkpoints/last.ckpt" if run else "**/version_*/checkpoints/last.ckpt"
-    paths = (runs / name for name in glob.iglob(pattern, root_dir=runs, recursive=True))  # follows links
-    newest = max((path for path in paths if path.exists()), key=lambda path: path.stat().st_mtime, default=None)
+    """The last.ckpt of the newest run with a name in `folder`, or that of all its runs that was written last; it is
+    printed. InputError if there is none."""
+    runs, last = Path(folder, run or ""), "checkpoints/last.ckpt"
+    if run is not None:
+        newest = in_newest_version(runs, last)
+    else:
+        found = glob.iglob(f"**/version_*/{last}", root_dir=runs, recursive=True)  # follows links
+        paths = (runs / name for name in found)
+        newest = max((path for path in paths if path.exists()), key=lambda path: path.stat().st_mtime, default=None)
     if newest is None:
         raise InputError(f"--ckpt_path=last: no run in {str(runs)!r} has a last.ckpt. Name the checkpoint file.")
     say_once(f"--ckpt_path=last is {newest}")
@@ -93,7 +95,7 @@ def with_run_config(args: Sequence[str]) -> list[str]:
         return ["--config", str(of_run), *args]
     if is_checkpoint(path):
         saved = open_checkpoint(path)["linrope"]
-        values = {"task": saved.get("task", LANGUAGE_MODELING), "model": saved["config"]}
+        values = {"task": saved["task"], "model": saved["config"]}
     else:
         values = {"model": load_roformer(path).config.to_dict() if is_roformer(path) else read_model(Path(path)).config}
     if not has_config:

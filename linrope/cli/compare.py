@@ -22,14 +22,18 @@ class CompareConfig:
     """Folder for the table and the curves as CSV and, with matplotlib, a picture."""
 
 
-RUNS = {"positional": True, "nargs": "+", "type": str, "metavar": "RUN"}
-RUNS_HELP = "Folder of a run: runs/NAME/version_N, or runs/NAME for its newest version; or a metrics.csv."
+RUNS = {
+    "positional": True,
+    "nargs": "+",
+    "type": str,
+    "metavar": "RUN",
+    "help": "Folder of a run: runs/NAME/version_N, or runs/NAME for its newest version; or a metrics.csv.",
+}
 
 
 def run(args: Sequence[str]) -> None:
     """Run `linrope compare` with the command line `args`."""
-    runs = {**RUNS, "help": RUNS_HELP}
-    config = parse_command("compare", CompareConfig, args, "RUN [RUN ...] [--report FOLDER]", runs=runs)
+    config = parse_command("compare", CompareConfig, args, "RUN [RUN ...] [--report FOLDER]", runs=RUNS)
     console = Console(highlight=False)
     folder = None if config.report is None else make_folder("--report", config.report)
     curves, unit = read_runs(config.runs)

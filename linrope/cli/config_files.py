@@ -69,61 +69,38 @@ def _text_of(path: Path) -> str:
 
 def _require_sound(text: str, name: str) -> None:
     try:
-        _require_flat(text, name)
         root = yaml.compose(text, yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
         raise InputError(f"--config {name}{line}: it is no YAML: {error.problem}.") from error
     except yaml.YAMLError as error:
         raise InputError(f"--config {name}: it is no YAML: {error}.") from error
+    except RecursionError as error:
+        raise InputError(f"--config {name} is nested in more than {MAX_DEPTH} levels.") from error
     if root is None:
         raise InputError(f"--config {name} is empty: give it sections with options, or leave it out.")
     if not isinstance(root, yaml.MappingNode):
         raise InputError(f"--config {name} is a list or a value: give it sections with options, as `trainer:`.")
-    if _size(root, {}, name) > MAX_NODES:
-        raise InputError(f"--config {name} stands for more than {MAX_NODES:,} values: remove aliases.")
-    _require_unique(root, "", {}, name)
-
-
-def _require_flat(text: str, name: str) -> None:
-    depth = 0
-    for event in yaml.parse(text, yaml.SafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_DEPTH:
-            raise InputError(f"--config {name}, line {_line(event)}: it is nested in more than {MAX_DEPTH} levels.")
-
-
-def _line(part: yaml.Node | yaml.Event) -> int:
-    return part.start_mark.line + 1
-
-
-def _inner(node: yaml.Node) -> list[yaml.Node]:
-    if isinstance(node, yaml.MappingNode):
-        return [part for pair in node.value for part in pair]
-    return node.value if isinstance(node, yaml.SequenceNode) else []
-
-
-def _size(node: yaml.Node, sizes: dict[int, int | None], name: str) -> int:
-    """Number of values that a node stands for; `sizes` has those of nodes seen, None of those that contain this one."""
-    key = id(node)
-    if key not in sizes:
-        sizes[key] = None
-        sizes[key] = 1 + sum(_size(part, sizes, name) for part in _inner(node))
-    if (size := sizes[key]) is None:
-        raise InputError(f"--config {name}, line {_line(node)}: it contains itself, by an alias.")
-    return size
-
-
-def _require_unique(node: yaml.Node, prefix: str, seen: dict[str, int], name: str) -> None:
-    """`seen` has the line of each option, by its dotted name."""
-    if isinstance(node, yaml.SequenceNode):
-        for number, part in enumerate(node.value):
-            _require_unique(part, f"{prefix}[{number}]", seen, name)
-    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-        option = f"{prefix}.{key.value}" if prefix else str(key.value)
-        if option in seen:
+    lines: dict[str, int] = {}
+    for option, line, depth in _values(root):
+        if option in lines:
             raise InputError(
-                f"--config {name} gives {option} twice, in line {seen[option]} and in line {_line(key)}: remove one."
+                f"--config {name} gives {option} twice, in line {lines[option]} and in line {line}: remove one."
             )
-        seen[option] = _line(key)
-        _require_unique(value, option, seen, name)
+        if depth > MAX_DEPTH:  # an alias within its own value has no end
+            raise InputError(f"--config {name} is nested in more than {MAX_DEPTH} levels, in line {line}.")
+        if len(lines) == MAX_NODES:
+            raise InputError(f"--config {name} stands for more than {MAX_NODES:,} values: remove aliases.")
+        lines[option] = line
+
+
+def _values(node: yaml.Node, prefix: str = "", depth: int = 1) -> Iterator[tuple[str, int, int]]:
+    """(dotted name, line, depth) of each value within a node, again for each alias."""
+    parts = []
+    if isinstance(node, yaml.MappingNode):
+        parts = [(f"{prefix}.{key.value}" if prefix else str(key.value), key, value) for key, value in node.value]
+    elif isinstance(node, yaml.SequenceNode):
+        parts = [(f"{prefix}[{number}]", part, part) for number, part in enumerate(node.value)]
+    for name, place, value in parts:
+        yield name, place.start_mark.line + 1, depth
+        yield from _values(value, name, depth + 1)

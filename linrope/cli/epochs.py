@@ -97,6 +97,16 @@ def n_data_parallel(trainer: Namespace) -> int:
     return mesh_sizes(n, *strategy.sizes)[0] if isinstance(strategy, ShardedStrategy) else n
 
 
+def require_devices(trainer: Namespace, world_size: int) -> None:
+    """Raise InputError if the Trainer that was made of these options runs on another number of devices."""
+    if (n := n_devices(trainer)) != world_size:
+        raise InputError(
+            f"trainer.devices={trainer.devices} on trainer.num_nodes={trainer.num_nodes} are {n}, and "
+            f"trainer.strategy={trainer.strategy} runs on {world_size}: set trainer.devices={world_size}, or "
+            "trainer.strategy=ddp."
+        )
+
+
 def n_devices(trainer: Namespace) -> int:
     """Number of devices of a run, on all nodes; "auto" counts those of this machine."""
     devices = trainer.devices
@@ -104,6 +114,8 @@ def n_devices(trainer: Namespace) -> int:
         of_a_node = len(devices)
     elif str(devices).isdecimal():
         of_a_node = int(devices)
+    elif "," in str(devices):  # their numbers, "0,1"
+        of_a_node = len([number for number in devices.split(",") if number.strip()])
     else:
         of_a_node = max(1, torch.cuda.device_count()) if is_nvidia(trainer.accelerator) else 1
     if of_a_node * trainer.num_nodes < 1:

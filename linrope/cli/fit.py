@@ -167,22 +167,13 @@ class FitCLI(TrainingCLI):
         self.step = step
 
     def instantiate_trainer(self) -> Trainer:
-        require_supported(self.given_callbacks(), in_runs=True)
         trainer = self.config_init.trainer
+        require_supported(self.given_callbacks(), in_runs=True)
         if needs_sanity_check(self.given_callbacks(), self.model.monitor[0]):
             trainer.num_sanity_val_steps = trainer.num_sanity_val_steps or 1
-        if self.config_init.run.compile and not writes_text(self.task):
-            raise InputError(f"run.compile=True compiles language models only, not those of task={self.config.task!r}.")
         if self.config_init.run.compile:
-            if n_data_parallel(trainer := self.config_init.trainer) != n_devices(trainer):
-                raise InputError("run.compile=True does not go with trainer.strategy.sequence_parallel_size: drop one.")
-            require_compiler("cuda" if is_nvidia(self.config_init.trainer.accelerator) else "cpu")
-        self.start = None  # a line of the run's summary
-        path = self.config_init.run.start_from
-        if self.checkpoint is None and path is not None:
-            self.start = ", ".join([path, *start_from(self.model.model, path, self.datamodule.fractions)])
-            if is_checkpoint(path):
-                self.datamodule.keep_split_of(open_checkpoint(path)["linrope"]["order"])
+            self._require_compiled_blocks()
+        self.start = self._take_weights()
         try:
             self.count_steps()
             return super().instantiate_trainer()
@@ -190,6 +181,25 @@ class FitCLI(TrainingCLI):
             if self.folder is not None:
                 self.folder.release()
             raise
+
+    def _require_compiled_blocks(self) -> None:
+        """Raise InputError unless `run.compile` works in this run."""
+        trainer = self.config_init.trainer
+        if not writes_text(self.task):
+            raise InputError(f"run.compile=True compiles language models only, not those of task={self.config.task!r}.")
+        if n_data_parallel(trainer) != n_devices(trainer):
+            raise InputError("run.compile=True does not go with trainer.strategy.sequence_parallel_size: drop one.")
+        require_compiler("cuda" if is_nvidia(trainer.accelerator) else "cpu")
+
+    def _take_weights(self) -> str | None:
+        """Give a new run the weights of `run.start_from`; return a line for the run's summary, None for random ones."""
+        path = self.config_init.run.start_from
+        if path is None or self.checkpoint is not None:
+            return None
+        differing = start_from(self.model.model, path, self.datamodule.fractions)
+        if is_checkpoint(path):
+            self.datamodule.keep_split_of(open_checkpoint(path)["linrope"]["order"])
+        return ", ".join([path, *differing])
 
     def claim_folder(self) -> RunFolder:
         """The folder of this run: a new one, or that of the run to resume."""

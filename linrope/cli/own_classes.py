@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from linrope.cli.config_files import CONFIG, names_and_values, require_sound_configs
+from linrope.cli.config_files import CONFIG, names_and_values
 from linrope.cli.parser import options_in
 from linrope.errors import InputError
 from linrope.utils.options import class_path_of
@@ -20,7 +20,6 @@ def own_classes(args: Sequence[str], sections: Mapping[str, type]) -> dict[str, 
     Raises:
         InputError: no such class, one that is no subclass of the section's own, or two for one section.
     """
-    require_sound_configs(args)
     found: dict[str, type] = {}
     for section, class_path in _named(args, sections):
         one = _own_class(section, class_path, sections[section])

@@ -16,7 +16,7 @@ from jsonargparse import ActionYesNo, ArgumentError, ArgumentParser, Namespace, 
 from jsonargparse.typing import register_type
 
 from linrope.cli.commands import COMMANDS
-from linrope.cli.config_files import CONFIG, config_files, names_and_values, require_sound_configs
+from linrope.cli.config_files import CONFIG, config_files, names_and_values
 from linrope.errors import InputError, require_choice, suggest, suggest_file
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)  # the docstring of a field is its help
@@ -72,10 +72,9 @@ def add_options(parser: ArgumentParser, config: type, **by_hand: dict[str, Any])
 
 def parse(parser: ArgumentParser, args: Sequence[str], sections: Mapping[str, type]) -> Namespace:
     """Parse a command line with a parser that has `exit_on_error=False`. Raises InputError for an unknown option, a
-    --config file that is missing or not sound, or a value that jsonargparse refuses.
+    --config file that is missing, or a value that jsonargparse refuses. The files are sound (`require_sound_configs`).
 
     `sections` has dataclasses of options, by what stands before their names in messages: "optimizer.", or "--"."""
-    require_sound_configs(args)
     try:
         return parser.parse_args(list(args))
     except ArgumentError as error:

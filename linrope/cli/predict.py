@@ -55,7 +55,8 @@ class PredictCLI(TrainingCLI):
     def run(self, **options: Any) -> None:
         if self.trainer.world_size > 1:
             raise InputError(
-                f"`linrope predict` runs on one device, not on {self.trainer.world_size}: set trainer.devices=1."
+                f"`linrope predict` runs on one device, not on {self.trainer.world_size}: set trainer.devices=1 and "
+                "trainer.strategy=auto."
             )
         if self.task.predict_step is LightningModule.predict_step:
             raise InputError(f"task={self.config.task!r} predicts nothing: `linrope validate` measures its runs.")

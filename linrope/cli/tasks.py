@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from linrope.cli.checkpoint import LANGUAGE_MODELING
-from linrope.cli.config_files import CONFIG, names_and_values, require_sound_configs
+from linrope.cli.config_files import CONFIG, names_and_values
 from linrope.cli.own_classes import import_class
 from linrope.cli.parser import options_in
 from linrope.errors import InputError, suggest
@@ -41,7 +41,6 @@ def task_of(args: Sequence[str]) -> type[TrainingTask]:
     Raises:
         InputError: no such task, or a class that is no `TrainingTask` with `config_class` and `data_class`.
     """
-    require_sound_configs(args)
     return _task_class([LANGUAGE_MODELING, *_named(args)][-1])
 
 

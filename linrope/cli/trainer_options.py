@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any
 
 from jsonargparse import Namespace
@@ -19,7 +20,7 @@ from linrope.cli.parser import literals_of, value_in_words, values_given
 from linrope.errors import InputError, require_choice, suggest
 from linrope.training.callbacks.unsupported import UNSUPPORTED
 from linrope.training.precision import AUTO
-from linrope.training.sharding import CLASSES
+from linrope.training.sharding import CLASSES, ShardedStrategy
 
 OPTION = "trainer.callbacks"
 NOT_OFFERED = {"Callback", "Checkpoint", "Timer", *(callback.__name__ for callback in UNSUPPORTED)}
@@ -52,9 +53,11 @@ def _require_class_of_strategy(args: Sequence[str]) -> None:
     options = [name for name, _ in names_and_values(args) if name.startswith("--trainer.strategy.")]
     classes = {"auto": CLASSES["ddp"], **CLASSES}
     if options and isinstance(given, str) and given in classes:
+        is_of_sharded = options[0].rpartition(".")[2] in signature(ShardedStrategy).parameters
+        one = ShardedStrategy.__name__ if is_of_sharded else classes[given]
         raise InputError(
             f"{options[0]} needs the class of the strategy, not trainer.strategy={given}: give --trainer.strategy "
-            f"{classes[given]} before it."
+            f"{one} before it."
         )
 
 

@@ -1,11 +1,10 @@
-"""The run behind `linrope fit`, `validate`, `test` and `plan`: the sections of its YAML file, Lightning's command line,
-its model and its Trainer."""
+"""The run behind `linrope fit`, `validate`, `test`, `predict` and `plan`: the sections of its YAML file, Lightning's
+command line, its model and its Trainer."""
 
 from __future__ import annotations
 
 import logging
 import math
-import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -21,8 +20,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
 from linrope.cli.checkpoint import LANGUAGE_MODELING, RUNS
-from linrope.cli.config_files import values_of
-from linrope.cli.epochs import count_steps, count_validations
+from linrope.cli.config_files import require_sound_configs, values_of
+from linrope.cli.epochs import count_steps, count_validations, require_devices
 from linrope.cli.generate import SamplingConfig
 from linrope.cli.output import say, say_once
 from linrope.cli.own_classes import own_classes
@@ -49,7 +48,7 @@ from linrope.training.sharding import own_strategy
 from linrope.training.task import TrainingTask
 from linrope.training.tasks.language_modeling import LanguageModelingModule
 from linrope.utils.formatting import bytes_text
-from linrope.utils.memory import keep_freed_memory
+from linrope.utils.memory import keep_freed_memory, memory_of
 from linrope.utils.options import class_path_of
 
 
@@ -194,6 +193,7 @@ class ConfigCLI(LightningCLI):
 
     def __init__(self, command: str, args: Sequence[str], options: type, **by_hand: dict[str, Any]) -> None:
         quiet_lightning()
+        require_sound_configs(args)
         self.command, self.options_class, self.by_hand = command, options, by_hand
         self.task = task_of(args)
         self.sections = sections_of(self.task)
@@ -367,9 +367,9 @@ class TrainingCLI(ConfigCLI):
     def open_checkpoint(self) -> dict[str, Any]:
         """The contents of the checkpoint file. InputError if it holds another model than the configured one."""
         contents = open_checkpoint(self.checkpoint)
-        self.trained_precision = contents["linrope"].get("precision")
-        trained_task, task = contents["linrope"].get("task"), class_path_of(self.task)
-        if trained_task not in (None, task):
+        self.trained_precision = contents["linrope"]["precision"]
+        trained_task, task = contents["linrope"]["task"], class_path_of(self.task)
+        if trained_task != task:
             raise InputError(
                 f"checkpoint {str(self.checkpoint)!r} is of the task {trained_task}, and this is {task}: give "
                 f"--task {name_of_task(trained_task)}."
@@ -407,6 +407,7 @@ class TrainingCLI(ConfigCLI):
         except (ValueError, TypeError, RuntimeError, MisconfigurationException) as error:  # as for two equal callbacks
             raise InputError(f"section trainer: {error}") from error
         require_launched(trainer)
+        require_devices(self.config_init.trainer, trainer.world_size)
         if not hasattr(trainer, "val_check_interval"):  # it is a time, and EarlyStopping reads it even so
             trainer.val_check_interval = None
         return trainer
@@ -467,11 +468,8 @@ def require_values(options: Namespace, config: type, section: str) -> None:
 
 def require_memory(config: ModelConfig) -> None:
     """Raise InputError if a model's weights do not fit into this machine's memory."""
-    if not hasattr(os, "sysconf"):  # Windows
-        return
-    n_bytes = config.least_weight_bytes()
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if n_bytes > memory:
+    memory = memory_of()
+    if config.least_weight_bytes() > memory:
         raise InputError(
             f"the model's weights do not fit into this machine's memory of {bytes_text(memory)}: lower model.d_model, "
             "model.n_layers, model.d_ff, model.vocab_size or model.short_conv."

@@ -67,7 +67,10 @@ def run(args: Sequence[str]) -> None:
     if options.lengths:
         lengths = parse_lengths(options.lengths, data.context)
         if cli.trainer.world_size > 1:
-            raise InputError(f"--lengths reads on one device, not on {cli.trainer.world_size}: set trainer.devices=1.")
+            raise InputError(
+                f"--lengths reads on one device, not on {cli.trainer.world_size}: set trainer.devices=1 and "
+                "trainer.strategy=auto."
+            )
         cli.model.model_config.positions.require_row("--lengths", max(lengths))
         excerpt = excerpt_for(data.open()["val"], lengths, options.report_tokens, data.document_mask)
     cli.run(verbose=False)

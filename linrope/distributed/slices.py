@@ -16,7 +16,7 @@ from linrope.errors import InputError
 from linrope.layers.state import AttentionState, ModelState, RemotePast
 from linrope.ops.documents import check_segment_ids, number_documents
 from linrope.ops.open_documents import OpenEnds
-from linrope.ops.softmax import KeyValueCache
+from linrope.ops.softmax import extend_cache
 from linrope.ops.state import State, rotate_keys
 from linrope.rotary import RotaryEmbedding, unit_rotations
 
@@ -133,16 +133,11 @@ class SequenceSlice:
         Args:
             state: the layer's state before the row's first token, the same on every rank.
         """
-        return _SliceState(_SlicePast(self, state), document_start=self.document_start)
+        return AttentionState(_SlicePast(self, state), document_start=self.document_start)
 
     def states_before(self, n_layers: int, state: ModelState | None = None) -> ModelState:
         """`state_before` for each layer of a model; `state` is the model's state before the row's first token."""
         return ModelState(self.state_before(None if state is None else state[layer]) for layer in range(n_layers))
-
-    def tokens_before(self, x: Tensor, n: int) -> Tensor:
-        """The n tokens before this slice (or fewer), (B, m, F), whatever their document; x is (B, T, F), or its last n
-        tokens."""
-        return self.group.tokens_before(x, n, self.lengths)
 
     def is_open(self, n: int) -> Tensor | None:
         """(B, n) booleans: whether each of the n tokens before this slice belongs to its first token's document; None
@@ -313,45 +308,31 @@ class _SlicePast(RemotePast):
         return self.where.start_merge(own, rope, initial, causal, first)
 
     def exchange_cache(self, k, v, key_mask, window):
-        visible = key_mask
-        heads = k.shape[1]
         flat = [rearrange(x, "b h t d -> b t (h d)") for x in (k, v)]
-        if visible is not None:
-            flat.append(visible[..., None].to(k.dtype))
-        arrived = self.where.tokens_before(torch.cat(flat, dim=-1), window - 1)
-        parts = arrived.split([x.shape[-1] for x in flat], dim=-1)
-        k, v = (rearrange(x, "b t (h d) -> b h t d", h=heads) for x in parts[:2])
-        visible = None if visible is None else parts[2][..., 0] > 0.5
-        first = None if self.initial is None else self.initial.past
-        if first is not None:
-            missing = max(0, min(window - 1 - k.shape[2], first.k.shape[2]))
-            kept = slice(first.k.shape[2] - missing, None)
-            if visible is not None or first.visible is not None:
-                old, new = (
-                    k.new_ones(len(k), n, dtype=torch.bool) if one is None else one
-                    for one, n in ((first.visible, first.k.shape[2]), (visible, k.shape[2]))
-                )
-                visible = torch.cat((old[:, kept], new), dim=1)
-            k = torch.cat((first.k[:, :, kept].to(k.dtype), k), dim=2)
-            v = torch.cat((first.v[:, :, kept].to(v.dtype), v), dim=2)
-        is_open = self.where.is_open(k.shape[2])
+        if key_mask is not None:
+            flat.append(key_mask[..., None].to(k.dtype))
+        arrived = self._tokens_before(torch.cat(flat, dim=-1), window - 1)
+        heads, (k, v, *mask) = k.shape[1], arrived.split([x.shape[-1] for x in flat], dim=-1)
+        k, v = (rearrange(x, "b t (h d) -> b h t d", h=heads) for x in (k, v))
+        key_mask = mask[0][..., 0] > 0.5 if mask else None
+        initial = None if self.initial is None else self.initial.past
+        cache = extend_cache(k, v, window=window, key_mask=key_mask, cache=initial)
+        visible, is_open = cache.visible, self.where.is_open(cache.k.shape[2])
         if is_open is not None:
             visible = is_open if visible is None else visible & is_open
-        return KeyValueCache(k, v, visible, self.length)
+        return replace(cache, visible=visible, length=self.length)
 
-
-class _SliceState(AttentionState):
-    """The state before this slice, whose parts come from the ranks before."""
-
-    past: _SlicePast
-
-    def tail_before(self, last_inputs, n):
-        where, initial = self.past.where, self.past.initial
-        tail = where.tokens_before(last_inputs(n), n)
+    def exchange_tail(self, last_inputs, n):
+        tail = self._tokens_before(last_inputs, n)
         missing = n - tail.shape[1]
-        if initial is None or initial.conv_tail is None:
+        if self.initial is None or self.initial.conv_tail is None:
             tail = F.pad(tail, (0, 0, missing, 0))
         else:
-            tail = torch.cat((initial.conv_tail[:, n - missing :].to(tail.dtype), tail), dim=1)
-        is_open = where.is_open(n)
+            tail = torch.cat((self.initial.conv_tail[:, n - missing :].to(tail.dtype), tail), dim=1)
+        is_open = self.where.is_open(n)
         return tail if is_open is None else tail * is_open[..., None]
+
+    def _tokens_before(self, x: Tensor, n: int) -> Tensor:
+        """The n tokens before this slice (or fewer), (B, m, F), whatever their document; x is (B, T, F), or its last n
+        tokens."""
+        return self.where.group.tokens_before(x, n, self.where.lengths)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
-from linrope.evaluation.reports import write_csv, write_picture
+from linrope.evaluation.reports import finite, write_csv, write_picture
 from linrope.evaluation.run_curves import Axis, Point, RunCurves, shared
 from linrope.utils.formatting import duration_text
 from linrope.utils.terminal import new_table
@@ -21,25 +20,28 @@ if TYPE_CHECKING:
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#000000")
 """Colours that colour-blind readers can tell apart. There are as many lines in a picture."""
-COLUMNS = ("run", "tokens", "seconds", "tokens_per_second", "train", "val", "best_val", "at_equal_tokens")
-COLUMNS += ("at_equal_seconds",)
 
 
 def rows_of(runs: Sequence[RunCurves]) -> list[dict[str, Any]]:
-    """A row for each run by the names in `COLUMNS`; what is unknown is None."""
-    tokens, seconds = shared(runs, "tokens"), shared(runs, "seconds")
-    rows = []
-    for run in runs:
-        losses = run.end_of_training, run.last, run.best
-        at = [None if where is None else run.val_at(axis, where) for axis, where in _axes(tokens, seconds)]
-        values = [*(loss if math.isfinite(loss) else None for loss in losses), *at]
-        rate = run.tokens / run.seconds if run.seconds else None
-        rows.append(dict(zip(COLUMNS, (run.name, run.tokens, run.seconds, rate, *values), strict=True)))
-    return rows
+    """A row for each run; what is unknown is None."""
+    return [
+        {
+            "run": run.name,
+            "tokens": run.tokens,
+            "seconds": run.seconds,
+            "tokens_per_second": run.tokens / run.seconds if run.seconds else None,
+            **finite({"train": run.end_of_training, "val": run.last, "best_val": run.best}),
+            "at_equal_tokens": _at_equal(run, runs, "tokens"),
+            "at_equal_seconds": _at_equal(run, runs, "seconds"),
+        }
+        for run in runs
+    ]
 
 
-def _axes(tokens: float | None, seconds: float | None) -> list[tuple[Axis, float | None]]:
-    return [("tokens", tokens), ("seconds", seconds)]
+def _at_equal(run: RunCurves, runs: Sequence[RunCurves], axis: Axis) -> float | None:
+    """The validation loss of a run where all runs have one."""
+    where = shared(runs, axis)
+    return None if where is None else run.val_at(axis, where)
 
 
 def table_of(runs: Sequence[RunCurves], unit: str) -> Table:

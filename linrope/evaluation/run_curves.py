@@ -13,7 +13,7 @@ import numpy as np
 import yaml
 
 from linrope.errors import InputError
-from linrope.utils.files import versions
+from linrope.utils.files import in_newest_version
 
 METRICS_FILE = "metrics.csv"
 Split = Literal["train", "val"]
@@ -109,10 +109,8 @@ def find_log(path: str) -> Path:
     given = Path(path).expanduser()
     if given.is_file():
         return given.resolve()
-    places = {number: place / METRICS_FILE for number, place in versions(given).items()}
-    logs = {number: file for number, file in places.items() if file.exists()}
-    for file in (given / METRICS_FILE, *([logs[max(logs)]] if logs else [])):
-        if file.is_file():
+    for file in (given / METRICS_FILE, in_newest_version(given, METRICS_FILE)):
+        if file is not None and file.is_file():
             return file.resolve()
     raise InputError(
         f"run {path!r} has no {METRICS_FILE}: name a folder that `linrope fit` wrote, runs/NAME/version_N."

@@ -9,9 +9,7 @@ A step costs the same however long the text is. A `PromptState` is immutable: it
 
 from __future__ import annotations
 
-import os
 import reprlib
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
@@ -23,6 +21,7 @@ from linrope.errors import InputError, suggest
 from linrope.generation.prompt_state import CausalModel, PromptState
 from linrope.generation.sampling import Sampler, Sampling
 from linrope.layers.state import state_before
+from linrope.utils.memory import memory_of
 from linrope.utils.options import require_whole
 
 SEGMENT_LENGTH = 2048
@@ -95,15 +94,6 @@ def _pad_left(prompts: Prompts) -> tuple[Tensor, Tensor | None]:
         return padded, None
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=padded.device)
     return padded, (torch.arange(longest, device=padded.device) >= longest - lengths[:, None]).long()
-
-
-def memory_of(device: torch.device) -> int:
-    """Bytes of a device's memory, used or not; without bound where the system does not say."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
-    if not hasattr(os, "sysconf"):  # Windows
-        return sys.maxsize
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def require_memory(model: CausalModel, n_tokens: int) -> None:

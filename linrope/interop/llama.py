@@ -7,7 +7,7 @@ pairs the halves of a head (`rope.interleaved=False`). A model that is read comp
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ def load_llama(path: str | Path) -> LanguageModel:
     if (found := values.get("model_type")) not in DEFAULTS:
         raise InputError(f"{file} is of model_type={found!r}: decoders of {', '.join(DEFAULTS)} can be read.")
     model = _untrained(values, file)
-    model.load_weights(dict(_converted(model.config, load_exported(folder), folder)), folder)
+    model.load_weights(_converted(model.config, load_exported(folder), folder), folder)
     model.to(model.embedding.weight.dtype)  # one for all, as transformers has it
     model.tokenizer = tokenizer_to_serialized(_tokenizer_of(folder, model.config.vocab_size))
     return model.eval()
@@ -180,19 +180,24 @@ def _names(config: LanguageModelConfig) -> Iterator[tuple[str, list[str]]]:
         yield f"{block}mlp_norm.weight", [f"{there}post_attention_layernorm.weight"]
 
 
-def _converted(
-    config: LanguageModelConfig, weights: Mapping[str, Tensor], folder: Path
-) -> Iterator[tuple[str, Tensor]]:
-    """Our weights. InputError with the names of all that are missing or unexpected."""
-    expected = dict(_names(config))
-    known = {name for names in expected.values() for name in names}
-    missing = sorted(known - weights.keys())
-    unexpected = sorted(name for name in weights.keys() - known if not name.endswith(IGNORED))
+def _converted(config: LanguageModelConfig, weights: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    read = {name for name in weights if not name.endswith(IGNORED)}
     if config.tie_embeddings:
-        unexpected = [name for name in unexpected if name != "lm_head.weight"]
-    if missing or unexpected:
-        found = (("missing", missing), ("unexpected", unexpected))
-        parts = [f"{what}: {', '.join(names)}" for what, names in found if names]
-        raise InputError(f"{str(folder)!r} does not hold the weights of its config.json; {'; '.join(parts)}.")
-    for name, there in expected.items():
-        yield name, torch.cat([weights[one] for one in there])
+        read.discard("lm_head.weight")
+    return put_together(dict(_names(config)), weights, read, folder)
+
+
+def put_together(
+    names: Mapping[str, Sequence[str]], weights: Mapping[str, Tensor], read: Iterable[str], path: Path
+) -> dict[str, Tensor]:
+    """Our weights by name, each of those there that `names` has for it, along the first axis.
+
+    Raises:
+        InputError: with the names of all that are missing among the `weights` of a path, and of all that are to be
+            `read` and are not among `names`.
+    """
+    known = {name for there in names.values() for name in there}
+    found = {"missing": sorted(known - weights.keys()), "unexpected": sorted(set(read) - known)}
+    if wrong := [f"{what}: {', '.join(of_it)}" for what, of_it in found.items() if of_it]:
+        raise InputError(f"{str(path)!r} does not hold the weights of its config.json; {'; '.join(wrong)}.")
+    return {name: torch.cat([weights[one] for one in there]) for name, there in names.items()}

@@ -13,11 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from linrope.errors import InputError, require_choice
-from linrope.interop.llama import is_llama, load_llama
+from linrope.interop.llama import is_llama, load_llama, put_together
 from linrope.models.base import Model, ModelConfig, load_model
 from linrope.models.encoder import ACTIVATIONS, EncoderConfig, EncoderModel
 from linrope.models.language_model import LanguageModelConfig
@@ -133,7 +132,7 @@ def load_roformer(
     head = _head_of(values, weights, file)
     config = replace(encoder_config_of(values, head, weights), attention=attention, **options)
     model = config.build()
-    model.load_weights(dict(_converted(config, _named(weights, head), file)), file)
+    model.load_weights(_converted(config, _named(weights, head), file), file)
     model.to(next(model.parameters()).dtype)  # one for all, as transformers has it
     kind, tokenizer_file = values.get("linrope_tokenizer"), folder / EXPORTED_TOKENIZER_FILE
     if kind != "tokenizers" or tokenizer_file.is_file():  # transformers saves config.json again, without the file
@@ -286,25 +285,15 @@ def _names(config: EncoderConfig) -> Iterator[tuple[str, list[str]]]:
             yield "output.weight", [DECODER]
 
 
-def _converted(config: EncoderConfig, weights: dict[str, Tensor], file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Our weights. InputError with the names of all that are missing or unexpected."""
+def _converted(config: EncoderConfig, weights: dict[str, Tensor], file: Path) -> dict[str, Tensor]:
     weights = dict(weights)
     if config.head == "masked_lm" and BIASES[1] in weights:  # the one that transformers adds
         weights[BIASES[0]] = weights[BIASES[1]]
-    expected = dict(_names(config))
-    known = {name for names in expected.values() for name in names}
-    missing = sorted(known - weights.keys())
     may_be = {*BIASES, DECODER} if config.head == "masked_lm" else set()
-    unexpected = [name for name in sorted(weights.keys() - known - may_be) if not name.startswith(IGNORED)]
+    read = {name for name in weights.keys() - may_be if not name.startswith(IGNORED)}
     if config.head is None:  # the encoder of a model with a head
-        unexpected = [name for name in unexpected if name.startswith("roformer.")]
-    if missing or unexpected:
-        parts = [
-            f"{what}: {', '.join(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names
-        ]
-        raise InputError(f"{str(file)!r} does not hold the weights of its config.json; {'; '.join(parts)}.")
-    for name, hf_names in expected.items():
-        yield name, torch.cat([weights[hf_name] for hf_name in hf_names])
+        read = {name for name in read if name.startswith("roformer.")}
+    return put_together(dict(_names(config)), weights, read, file)
 
 
 def _exported(model: EncoderModel) -> Iterator[tuple[str, Tensor]]:

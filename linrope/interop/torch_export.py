@@ -52,7 +52,7 @@ def tensors_of(state: ModelState) -> list[Tensor]:
 
 
 def _at_position(state: ModelState, position: int) -> ModelState:
-    return tuple(replace(layer, past=replace(layer.past, length=position)) for layer in state)
+    return ModelState(replace(layer, past=replace(layer.past, length=position)) for layer in state)
 
 
 @torch.no_grad()

@@ -278,7 +278,9 @@ class _Projected:
         self.of_queries = slice(0, layer.n_heads * layer.head_dim)
         self.tail_before = None
         if layer.conv is not None:
-            self.tail_before = before.tail_before(self._last_inputs, layer.conv.width - 1)
+            self.tail_before, n = before.conv_tail, layer.conv.width - 1
+            if self.is_remote:
+                self.tail_before = before.past.exchange_tail(self._last_inputs(n), n)
         self.q: Tensor | None = None
         self.gate: Tensor | None = None
         self.tails: list[Tensor] = []

@@ -40,9 +40,9 @@ class _Movable:
 
         return map_state(moved, self)
 
-    def detach(self) -> Self:
-        """The same values, detached from the graph."""
-        return map_state(lambda _, x: x.detach(), self)
+    def detach(self, differentiable: bool = False) -> Self:
+        """The same values, detached from the graph; with `differentiable` floating-point tensors require gradients."""
+        return map_state(lambda _, x: x.detach().requires_grad_(differentiable and x.is_floating_point()), self)
 
     def select_rows(self, rows: Tensor | Sequence[int]) -> Self:
         """Row i of the result is row `rows[i]`, as beam search and batches that shrink need it.
@@ -103,16 +103,10 @@ class AttentionState(_Movable):
             return x.masked_fill(ended.view(-1, *(1,) * (x.ndim - 1)), -math.inf if name == "log_decay" else 0)
 
         if not isinstance(past, State):  # a key of 0 would still get weight: it must be invisible
-            visible = past.visible if past.visible is not None else past.k.new_ones(past.k[:, 0, :, 0].shape).bool()
-            past = dataclasses.replace(past, visible=visible)
+            past = dataclasses.replace(past, visible=past.mask)
         start = torch.zeros_like(ended, dtype=torch.int64) if self.document_start is None else self.document_start
         without = map_state(cleared, dataclasses.replace(self, past=past, document_start=None))
         return dataclasses.replace(without, document_start=torch.where(ended, past.length, start))
-
-    def tail_before(self, last_inputs: Callable[[int], Tensor], n: int) -> Tensor | None:
-        """The `conv_tail` of n tokens; the convolution's inputs at the last n of the new tokens, (B, ≤ n, channels),
-        which `last_inputs(n)` computes, matter to other devices only."""
-        return self.conv_tail
 
 
 class RemotePast:
@@ -141,6 +135,11 @@ class RemotePast:
 
     def exchange_cache(self, k: Tensor, v: Tensor, key_mask: Tensor | None, window: int) -> KeyValueCache:
         """The cache before the tokens here, whose rotated keys and values are k and v."""
+        raise NotImplementedError
+
+    def exchange_tail(self, last_inputs: Tensor, n: int) -> Tensor:
+        """The `conv_tail` of the n tokens before those here, in exchange for the convolution's last inputs here,
+        (B, ≤ n, channels)."""
         raise NotImplementedError
 
 
@@ -199,13 +198,6 @@ def tensors_of(state: ModelState | None) -> list[Tensor]:
 
     map_state(note, state or ())
     return [tensor for tensor in found if tensor.is_floating_point()]
-
-
-def detach(state: ModelState | None, differentiable: bool = False) -> ModelState | None:
-    """The state without its graph; with `differentiable`, its floating-point tensors require gradients."""
-    if state is None:
-        return None
-    return map_state(lambda _, x: x.detach().requires_grad_(differentiable and x.is_floating_point()), state)
 
 
 S = TypeVar("S", AttentionState, ModelState, None)

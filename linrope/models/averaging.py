@@ -36,8 +36,8 @@ def average_models(paths: Sequence[str | os.PathLike]) -> Model:
     sums = {name: weight.double() for name, weight in own.items() if weight.is_floating_point()}
     for path in paths[1:]:
         model = load_model(path, ModelConfig)
+        _require_same(paths[0], first, path, model)
         weights = model.state_dict()
-        _require_same(paths[0], first, own, path, model, weights)
         for name, total in sums.items():
             total += weights[name]
     means = {name: (total / len(paths)).to(own[name].dtype) for name, total in sums.items()}
@@ -45,33 +45,27 @@ def average_models(paths: Sequence[str | os.PathLike]) -> Model:
     return first
 
 
-def _require_same(
-    path: str | os.PathLike,
-    model: Model,
-    weights: dict[str, Tensor],
-    other_path: str | os.PathLike,
-    other: Model,
-    others: dict[str, Tensor],
-) -> None:
+def _require_same(path: str | os.PathLike, model: Model, other_path: str | os.PathLike, other: Model) -> None:
     """Raise InputError, naming what differs, unless a mean of the two models is one of the same model."""
-    differing = []
-    if type(model) is not type(other):
-        differing.append(f"{type(model).__name__} and {type(other).__name__}")
-    else:
-        here, there = model.config.to_dict(), other.config.to_dict()
-        differing += [f"model.{name}: {here[name]} and {there[name]}" for name in here if here[name] != there[name]]
-    if not differing:
-        if model.tokenizer != other.tokenizer:
-            differing.append("their tokenizers")
-        if model.labels != other.labels:
-            differing.append(f"their labels: {model.labels} and {other.labels}")
-        for name, weight in weights.items():
-            if weight.dtype != others[name].dtype:
-                differing.append(f"{name}: {weight.dtype} and {others[name].dtype}")
-            elif not weight.is_floating_point() and not torch.equal(weight, others[name]):
-                differing.append(f"{name}, which cannot be averaged")
-    if differing:
+    if differing := _what_differs(model, other):
         raise InputError(
             f"{str(path)!r} and {str(other_path)!r} differ, so their weights have no meaningful mean; give checkpoints "
             "of one run:\n  " + "\n  ".join(differing)
         )
+
+
+def _what_differs(model: Model, other: Model) -> list[str]:
+    if type(model) is not type(other):
+        return [f"{type(model).__name__} and {type(other).__name__}"]
+    here, there = model.config.to_dict(), other.config.to_dict()
+    if options := [f"model.{name}: {here[name]} and {there[name]}" for name in here if here[name] != there[name]]:
+        return options
+    found = ["their tokenizers"] if model.tokenizer != other.tokenizer else []
+    found += [f"their labels: {model.labels} and {other.labels}"] if model.labels != other.labels else []
+    others = other.state_dict()
+    for name, weight in model.state_dict().items():
+        if weight.dtype != others[name].dtype:
+            found.append(f"{name}: {weight.dtype} and {others[name].dtype}")
+        elif not weight.is_floating_point() and not torch.equal(weight, others[name]):
+            found.append(f"{name}, which cannot be averaged")
+    return found

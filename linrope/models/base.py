@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from linrope.errors import InputError
+from linrope.layers.initialisation import reset
+from linrope.layers.linear import Linear
 from linrope.models.saving import SavedModel, read_model, write_folder
 from linrope.positions.table import require_without_weights, rope_beside
 from linrope.utils.options import check_keys, class_path_of, loaded_subclass
@@ -99,11 +101,21 @@ def flat_options(config: ModelConfig) -> dict[str, Any]:
     return dict(flat(config.to_dict(), "model."))
 
 
-def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """What differs between the options of a checkpoint and those here, in words."""
-    for name in sorted(then.keys() | now.keys()):
-        if then.get(name) != now.get(name):
-            yield f"{name}: {then.get(name)!r} in the checkpoint, {now.get(name)!r} here"
+def differences(
+    then: Mapping[str, Any], now: Mapping[str, Any], places: tuple[str, str] = ("in the checkpoint", "here")
+) -> dict[str, str]:
+    """Where the options of a checkpoint, or of what stands in the first of the `places`, are not those here: by name,
+    in words."""
+    return {
+        name: f"{name}: {then.get(name)!r} {places[0]}, {now.get(name)!r} {places[1]}"
+        for name in sorted(then.keys() | now.keys())
+        if then.get(name) != now.get(name)
+    }
+
+
+def is_among(name: str, options: Iterable[str]) -> bool:
+    """Whether an option is one of these, or nested in one."""
+    return any(name == one or name.startswith(f"{one}.") for one in options)
 
 
 def config_in(values: Any, config_class: type[ModelConfig], path: str | os.PathLike) -> ModelConfig:
@@ -256,16 +268,15 @@ class Model(nn.Module):
         """
         rope = getattr(self.config, "rope", None)
         may_differ = WITHOUT_WEIGHTS + (() if rope is None or rope.trainable else THETA)
-        differing = list(differences(flat_options(source.config), flat_options(self.config)))
-        allowed = tuple(f"{name}{end}" for name in may_differ for end in ":.")  # the option, and those nested in it
-        if decisive := [line for line in differing if not line.startswith(allowed)]:
+        differing = differences(flat_options(source.config), flat_options(self.config))
+        if decisive := [text for option, text in differing.items() if not is_among(option, may_differ)]:
             raise InputError(
                 f"{name} holds a model that differs in more than {', '.join(may_differ)}; make these equal:\n  "
                 + "\n  ".join(decisive)
             )
         self.load_state_dict(source.state_dict())
         self.tokenizer = source.tokenizer
-        return differing
+        return list(differing.values())
 
     def load_weights(self, weights: dict[str, Tensor], path: str | os.PathLike) -> None:
         """Take the weights of a file, and their dtypes. InputError, naming `path`, if they do not fit."""
@@ -287,6 +298,51 @@ class Model(nn.Module):
         for name, tensor in self.state_dict(keep_vars=True).items():
             if name in floating and floating[name].dtype != first.dtype:
                 tensor.data = tensor.to(floating[name].dtype)
+
+
+class ModelWithOutput(Model):
+    """A model with an `embedding` of tokens and an `output` layer, of one weight where `config.tie_embeddings` says so.
+
+    A subclass makes both, calls `initialise`, which it defines, and then `tie`.
+    """
+
+    embedding: nn.Embedding
+    output: nn.Module
+
+    def initialise(self) -> None:
+        """Draw the weights whose start is not that of their layers."""
+        raise NotImplementedError
+
+    def tie(self) -> None:
+        """Make the two weights one, also after `to_empty` and `assign=True`, which make two tensors of it."""
+        self._tie()
+        self.register_load_state_dict_post_hook(self._tie)
+
+    def reset_parameters(self) -> None:
+        """Initialise the model anew, after `to_empty` for example: with the same seed, as its constructor does.
+
+        with torch.device("meta"):
+            model = LanguageModel(config)  # takes no memory
+        model.to_empty(device="cuda").reset_parameters()
+        """
+        if self._is_tied:  # drawn apart, as in the constructor
+            self.output.weight = nn.Parameter(torch.empty_like(self.embedding.weight))
+        for module in self.children():
+            reset(module)
+        self.initialise()
+        self._tie()
+
+    @property
+    def tied(self) -> dict[str, str]:
+        return {"output.weight": "embedding.weight"} if self.config.tie_embeddings else {}
+
+    @property
+    def _is_tied(self) -> bool:
+        return self.config.tie_embeddings and isinstance(self.output, Linear)  # not an adapter around it
+
+    def _tie(self, *unused) -> None:
+        if self._is_tied:
+            self.output.weight = self.embedding.weight
 
 
 def load_model(path: str | os.PathLike, config_class: type[ModelConfig], verify: bool = True) -> Model:

@@ -18,7 +18,7 @@ from linrope.errors import InputError
 from linrope.feature_maps import get_feature_map
 from linrope.layers.attention import Attention
 from linrope.layers.linear_attention import LinearAttention
-from linrope.models.base import flat_options
+from linrope.models.base import differences, flat_options
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
 from linrope.rotary import RotaryEmbedding
 
@@ -113,14 +113,12 @@ def _listed() -> str:
 
 
 def _require_convertible(teacher: LanguageModelConfig, config: LanguageModelConfig) -> None:
-    theirs, ours = flat_options(teacher), flat_options(config)
     allowed = {f"model.{name}" for name in MAY_DIFFER}
-    names = sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
-    if wrong := [name for name in names if name not in allowed]:
-        lines = [f"{name}: {theirs.get(name)!r} in the teacher, {ours.get(name)!r} here" for name in wrong]
+    differing = differences(flat_options(teacher), flat_options(config), ("in the teacher", "here"))
+    if wrong := [text for name, text in differing.items() if name not in allowed]:
         raise InputError(
             f"the teacher's weights do not fit: a hybrid may differ from it in {_listed()}. Make these equal:\n  "
-            + "\n  ".join(lines)
+            + "\n  ".join(wrong)
         )
     rope = config.rope
     takes_half = rope is not None and rope.signed and rope.rotary_dim is None and "linear" in config.attention_types

@@ -34,10 +34,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
 }
 """By the names that configurations of transformers use."""
-OF_HEAD = ("model.head:", "model.n_labels:", "model.tie_embeddings:")
-"""Beginnings of what `differences` says of options that decide the weights of the head."""
-SEEN_IN_SHAPES = (*OF_HEAD, "model.d_ff:", "model.embedding_size:")
-"""The same of all options that decide which weights there are."""
+OF_HEAD = ("model.head", "model.n_labels", "model.tie_embeddings")
+"""Options that decide the weights of the head."""
+SEEN_IN_SHAPES = (*OF_HEAD, "model.d_ff", "model.embedding_size")
+"""Options that decide which weights there are."""
 WEIGHT_STD = 0.02
 """Standard deviation of all matrices at the start."""
 
@@ -184,17 +184,17 @@ class EncoderModel(Model):
         if not isinstance(source, EncoderModel):
             raise InputError(f"{name} holds a {type(source).__name__}: an encoder starts from an encoder.")
         trained, own = source.body.state_dict(), self.body.state_dict()
-        differing = list(differences(flat_options(source.config), flat_options(self.config)))
+        differing = differences(flat_options(source.config), flat_options(self.config))
         same_heads = source.config.n_heads == self.config.n_heads  # other numbers have weights of the same shapes
         if not same_heads or _shapes(trained) != _shapes(own):
-            lines = [line for line in differing if not line.startswith(OF_HEAD)]
+            lines = [text for option, text in differing.items() if option not in OF_HEAD]
             raise InputError(
                 f"{name} holds an encoder of other shapes: make those of these options equal that decide them:\n  "
                 + "\n  ".join(lines)
             )
         self.body.load_state_dict(trained)
         self.tokenizer = source.tokenizer
-        notes = [line for line in differing if not line.startswith(SEEN_IN_SHAPES)]
+        notes = [text for option, text in differing.items() if option not in SEEN_IN_SHAPES]
         if self.config.head is None:
             return notes
         weights = source.state_dict()

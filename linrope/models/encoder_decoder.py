@@ -15,14 +15,13 @@ from linrope.feature_maps import require_feature_map
 from linrope.generation.translation import translate_texts
 from linrope.layers.attention import Attention
 from linrope.layers.cross_attention import CrossAttention, SourceMemory
-from linrope.layers.initialisation import reset
 from linrope.layers.linear import Linear
 from linrope.layers.linear_attention import LinearAttention
 from linrope.layers.norm import RMSNorm
 from linrope.layers.softmax_attention import SoftmaxAttention
 from linrope.layers.state import AttentionState, ModelState
 from linrope.losses import check_targets, rows_of_slice, summed_cross_entropy_of
-from linrope.models.base import Model, ModelConfig, check_tokens
+from linrope.models.base import ModelConfig, ModelWithOutput, check_tokens
 from linrope.models.language_model import EMBEDDING_STD, GatedMLP, gated_width
 from linrope.ops.checks import check_tensor
 from linrope.positions.base import PositionsConfig
@@ -142,7 +141,7 @@ class SourceMemories(tuple[SourceMemory, ...]):
         return SourceMemories(memory.select_rows(rows) for memory in self)
 
 
-class EncoderDecoder(Model):
+class EncoderDecoder(ModelWithOutput):
     """A Transformer for translation (arXiv 1706.03762) with pre-norm blocks, RoPE, and linear or softmax attention.
 
     Source and target share the embedding. With linear attention neither the encoded source nor the state of decoding
@@ -161,31 +160,13 @@ class EncoderDecoder(Model):
         self.decoder = nn.ModuleList(DecoderBlock(config) for _ in range(config.n_decoder_layers))
         self.encoder_norm, self.norm = _norm(config), _norm(config)
         self.output = Linear(config.d_model, config.vocab_size, bias=False)
-        self._initialise()
-        self._tie()
-        self.register_load_state_dict_post_hook(self._tie)  # `to_empty` and `assign=True` make two tensors of the one
+        self.initialise()
+        self.tie()
 
     @property
     def longest_row(self) -> int | None:
         """Tokens of the longest row that the model can read, by its tables of positions; None for any length."""
         return self.config.positions.longest_row
-
-    def reset_parameters(self) -> None:
-        """Initialise the model anew, after `to_empty` for example: with the same seed, as its constructor does."""
-        if self._is_tied:  # drawn apart, as in the constructor
-            self.output.weight = nn.Parameter(torch.empty_like(self.embedding.weight))
-        for module in self.children():
-            reset(module)
-        self._initialise()
-        self._tie()
-
-    @property
-    def _is_tied(self) -> bool:
-        return self.config.tie_embeddings and isinstance(self.output, Linear)  # not an adapter around it
-
-    def _tie(self, *unused) -> None:
-        if self._is_tied:
-            self.output.weight = self.embedding.weight
 
     forward_methods = ("encode", "step")
 
@@ -193,11 +174,7 @@ class EncoderDecoder(Model):
     def blocks_to_shard(self) -> list[nn.Module]:
         return [*self.encoder, *(block.cross_attention for block in self.decoder), *self.decoder]
 
-    @property
-    def tied(self) -> dict[str, str]:
-        return {"output.weight": "embedding.weight"} if self.config.tie_embeddings else {}
-
-    def _initialise(self) -> None:
+    def initialise(self) -> None:
         """As in the language model: outputs that add to the residual stream are smaller, embeddings are small."""
         for blocks, parts in ((self.encoder, 2), (self.decoder, 3)):
             for block in blocks:

@@ -16,14 +16,13 @@ from linrope.generation.decoding import Prompts, generate, stream
 from linrope.generation.prompt_state import PromptState
 from linrope.generation.text import decode_text, encode_text, generate_texts
 from linrope.layers.cosine_attention import CosineAttention
-from linrope.layers.initialisation import reset
 from linrope.layers.linear import Linear
 from linrope.layers.linear_attention import LinearAttention
 from linrope.layers.norm import RMSNorm
 from linrope.layers.softmax_attention import SoftmaxAttention
 from linrope.layers.state import AttentionState, ModelState, state_before, token_positions
 from linrope.losses import check_targets, rows_of_slice, summed_cross_entropy_of, token_losses_of
-from linrope.models.base import Model, ModelConfig, check_tokens
+from linrope.models.base import ModelConfig, ModelWithOutput, check_tokens
 from linrope.ops.documents import check_segment_ids
 from linrope.ops.swiglu import swiglu
 from linrope.positions.base import TABLE_STD, PositionsConfig
@@ -220,7 +219,7 @@ def _positions_of(x: Tensor, state: ModelState | None, segment_ids: Tensor | Non
     return positions
 
 
-class LanguageModel(Model):
+class LanguageModel(ModelWithOutput):
     """A causal language model: embedding, pre-norm blocks, norm, output layer.
 
     With linear attention in every layer, the size of its state and the cost of a token do not depend on the number of
@@ -238,41 +237,14 @@ class LanguageModel(Model):
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
         self.norm = RMSNorm(config.d_model, eps=config.norm_eps)
         self.output = Linear(config.d_model, config.vocab_size, bias=False)
-        self._initialise()
-        self._tie()
-        self.register_load_state_dict_post_hook(self._tie)  # `to_empty` and `assign=True` make two tensors of the one
-
-    def reset_parameters(self) -> None:
-        """Initialise the model anew, after `to_empty` for example: with the same seed, as its constructor does.
-
-        with torch.device("meta"):
-            model = LanguageModel(config)  # takes no memory
-        model.to_empty(device="cuda").reset_parameters()
-        """
-        if self._is_tied:  # drawn apart, as in the constructor
-            self.output.weight = nn.Parameter(torch.empty_like(self.embedding.weight))
-        for module in self.children():
-            reset(module)
-        self._initialise()
-        self._tie()
-
-    @property
-    def _is_tied(self) -> bool:
-        return self.config.tie_embeddings and isinstance(self.output, Linear)  # not an adapter around it
-
-    @property
-    def tied(self) -> dict[str, str]:
-        return {"output.weight": "embedding.weight"} if self.config.tie_embeddings else {}
+        self.initialise()
+        self.tie()
 
     @property
     def blocks_to_shard(self) -> list[nn.Module]:
         return list(self.blocks)
 
-    def _tie(self, *unused) -> None:
-        if self._is_tied:
-            self.output.weight = self.embedding.weight
-
-    def _initialise(self) -> None:
+    def initialise(self) -> None:
         """Matrices keep PyTorch's default, with standard deviation (3 · fan-in)^-½ at any width.
 
         Those that add to the residual stream have a smaller one, because the sum grows with depth. Embeddings are

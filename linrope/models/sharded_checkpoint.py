@@ -103,7 +103,7 @@ def load_plainly(state: dict[str, Any], path: Path, no_dist: bool = False) -> No
             dcp.load(state, checkpoint_id=path, planner=_PlainLoadPlanner(), no_dist=no_dist)
         except CheckpointException as error:
             reason, _ = next(iter(error.failures.values()))
-            message = str(reason).strip().partition("\n")[0]
+            message = str(reason).strip().partition("\n")[0] or f"a part is damaged ({type(reason).__name__})"
             raise InputError(f"checkpoint {str(path)!r} cannot be loaded: {message}. Give another.") from error
 
 

@@ -40,6 +40,16 @@ class KeyValueCache:
         if self.length is None:
             object.__setattr__(self, "length", self.k.shape[2])
 
+    @property
+    def mask(self) -> Tensor:
+        """`visible` (B, S), True for all keys where it is None."""
+        return all_visible(self.k) if self.visible is None else self.visible
+
+
+def all_visible(k: Tensor) -> Tensor:
+    """(B, S) booleans, True for each of the keys (B, H, S, D)."""
+    return k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool)
+
 
 def softmax_attention(
     q: Tensor,
@@ -125,15 +135,11 @@ class _Keys:
             return cls(k, v, document, key_mask, new)
         if cache.k.shape[:2] != k.shape[:2] or cache.k.shape[3] != k.shape[3]:
             raise InputError(f"state.past.k is {tuple(cache.k.shape)}, this call's keys are {tuple(k.shape)}.")
-        k, v = torch.cat((cache.k.to(k.dtype), k), dim=2), torch.cat((cache.v.to(v.dtype), v), dim=2)
         document = None if document is None else F.pad(document, (cache.k.shape[2], 0))
         visible = None
         if cache.visible is not None or key_mask is not None:
-            past, key_mask = (
-                k.new_ones(k.shape[0], n, dtype=torch.bool) if mask is None else mask
-                for n, mask in ((cache.k.shape[2], cache.visible), (new, key_mask))
-            )
-            visible = torch.cat((past, key_mask), dim=1)
+            visible = torch.cat((cache.mask, all_visible(k) if key_mask is None else key_mask), dim=1)
+        k, v = torch.cat((cache.k.to(k.dtype), k), dim=2), torch.cat((cache.v.to(v.dtype), v), dim=2)
         return cls(k, v, document, visible, cache.length + new)
 
     def until(self, n: int) -> _Keys:

@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from linrope.layers.state import detach, tensors_of
+from linrope.layers.state import tensors_of
 from linrope.models.language_model import LanguageModel
 from linrope.profiling.fake_tensors import fake_tensors
 
@@ -48,9 +48,10 @@ def _segment_flops(model: LanguageModel, batch_size: int, n: int, past: int, fol
     if past:
         with torch.no_grad():
             _, state = model(torch.zeros(batch_size, past, dtype=torch.int64), return_state=True)
+        state = state.detach(differentiable=True)
     tokens = torch.zeros(batch_size, n, dtype=torch.int64)
     with FlopCounterMode(display=False, custom_mapping=_NO_CONVOLUTIONS) as forward:
-        logits, after = model(tokens, detach(state, differentiable=True), return_state=True)
+        logits, after = model(tokens, state, return_state=True)
     outputs = [logits, *(x for x in tensors_of(after) if followed and x.requires_grad)]
     with FlopCounterMode(display=False, custom_mapping=_NO_CONVOLUTIONS) as backward:
         torch.autograd.backward(outputs, [torch.zeros_like(x) for x in outputs])

@@ -43,24 +43,24 @@ class Rows:
     @torch.inference_mode()
     def replace(self, kept: Sequence[int], added: Sequence[ModelState] = ()) -> None:
         """Keep these rows, in this order, and add others after them: states of one row, with all that it has read."""
-        if not kept and added:
-            self.position = added[0][0].past.length
-        parts = []
-        if kept:
-            parts.append(self._state if len(kept) == len(self) else self._state.select_rows(list(kept)))
-        lengths = [state[0].past.length for state in added]
-        shifts = [self.position - length for length in lengths]
-        self.lengths = [*(self.lengths[row] for row in kept), *lengths]
+        before = self._state
+        if kept and list(kept) != list(range(len(self))):
+            before = before.select_rows(list(kept))
+        self.lengths = [*(self.lengths[row] for row in kept), *(state[0].past.length for state in added)]
         self._state = None
-        if self.lengths:
-            starts = [self.position - length for length in self.lengths]
-            layers = []
-            for layer, block in enumerate(self.model.blocks):
+        if not self.lengths:
+            return
+        if not kept:
+            self.position = self.lengths[0]
+        starts, layers = [self.position - length for length in self.lengths], []
+        for layer, block in enumerate(self.model.blocks):
+            parts = [before[layer]] if kept else []
+            if added:
                 new = _join([state[layer] for state in added], self.position)
-                moved = [_moved(new, block.attention.past_rope, shifts)] if added else []
-                joined = _join([*(part[layer] for part in parts), *moved], self.position)
-                layers.append(_with_starts(joined, starts, self._sees_positions(layer, block.attention)))
-            self._state = ModelState(layers)
+                parts.append(_moved(new, block.attention.past_rope, starts[len(kept) :]))
+            joined = _join(parts, self.position)
+            layers.append(_with_starts(joined, starts, self._sees_positions(layer, block.attention)))
+        self._state = ModelState(layers)
 
     @torch.inference_mode()
     def state_of(self, row: int) -> ModelState:
@@ -95,10 +95,8 @@ def bytes_of(state: ModelState) -> int:
     return sum(sizes)
 
 
-def _join(parts: Sequence[AttentionState], position: int) -> AttentionState | None:
-    """The rows of these states one after another, in a batch that stands at `position`; None without any."""
-    if len(parts) == 0:
-        return None
+def _join(parts: Sequence[AttentionState], position: int) -> AttentionState:
+    """The rows of these states one after another, in a batch that stands at `position`."""
     tails = [part.conv_tail for part in parts]
     tail = None if tails[0] is None else torch.cat(tails)
     pasts = [part.past for part in parts]
@@ -107,19 +105,13 @@ def _join(parts: Sequence[AttentionState], position: int) -> AttentionState | No
         return AttentionState(State(length=position, **tensors), tail)
     longest = max(past.k.shape[2] for past in pasts)
     k, v = (torch.cat([_padded(getattr(past, name), longest) for past in pasts]) for name in ("k", "v"))
-    visible = torch.cat([F.pad(_visible(past), (longest - past.k.shape[2], 0)) for past in pasts])
+    visible = torch.cat([F.pad(past.mask, (longest - past.k.shape[2], 0)) for past in pasts])
     return _trimmed(AttentionState(KeyValueCache(k, v, visible, position), tail))
 
 
 def _padded(x: Tensor, length: int) -> Tensor:
     """Keys or values (B, H, S, D) with 0 before them, (B, H, length, D)."""
     return F.pad(x, (0, 0, length - x.shape[2], 0))
-
-
-def _visible(past: KeyValueCache) -> Tensor:
-    if past.visible is not None:
-        return past.visible
-    return torch.ones(past.k.shape[0], past.k.shape[2], dtype=torch.bool, device=past.k.device)
 
 
 def _trimmed(part: AttentionState) -> AttentionState:

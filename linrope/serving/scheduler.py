@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from linrope.errors import InputError
-from linrope.generation.decoding import memory_of
 from linrope.generation.sampling import draw_each
 from linrope.layers.state import ModelState
 from linrope.models.language_model import LanguageModel
@@ -27,6 +26,7 @@ from linrope.serving.prefix_cache import PrefixCache, Snapshot
 from linrope.serving.requests import Choice, Request, RequestError
 from linrope.serving.rows import Rows
 from linrope.utils.formatting import bytes_text
+from linrope.utils.memory import memory_of
 
 ENDS = "the server is shutting down: ask another one."
 

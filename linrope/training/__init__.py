@@ -2,7 +2,7 @@
 
 Tasks: `LanguageModelingModule` trains on a `TextDataModule`; `RecallModule` trains on an `MQARDataModule`,
 `CopyDataModule`, `InductionDataModule` or `PasskeyDataModule`; `TranslationModule` trains on a `TranslationDataModule`.
-A new task derives from `TrainingTask`.
+`linrope.cli.tasks.TASKS` has all tasks of the command line. A new task derives from `TrainingTask`.
 """
 
 from linrope.data.corpus.memory import text_of_documents

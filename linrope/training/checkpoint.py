@@ -25,12 +25,11 @@ from linrope.models.sharded_checkpoint import read_sharded_checkpoint
 from linrope.models.sharded_files import folder_of_link, is_sharded_checkpoint, make_replaceable
 from linrope.training.data_modules.base import ResumableDataModule, data_parallel
 from linrope.training.optimizer import OptimizerConfig
-from linrope.utils.files import versions, whole_file
+from linrope.utils.files import in_newest_version, whole_file
 
 TRAINING_STATE = ("global_step", "loops", "lr_schedulers", "optimizer_states")
-TEXT_HASH, TEXT_MODIFIED = "data.text_hash", "data.text_modified"
-RECALL_DEVICES = "data.devices"
-"""What `run_order` calls the two entries of `Corpus.identity` that have rules of their own."""
+TEXT_MODIFIED = "data.text_modified"
+"""What `run_order` calls the entry of `Corpus.identity` that may differ, with a warning."""
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
@@ -54,7 +53,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
             with whole_file(path) as file:
                 torch.save(checkpoint, file)
         except (OSError, RuntimeError) as error:
-            if (reason := _os_error(error)) is None:
+            if (reason := os_error(error)) is None:
                 raise
             raise unwritten(path, reason.strerror) from error
         if shards is not None:
@@ -81,14 +80,15 @@ def _is_remote(path: str | Path) -> bool:
 
 def unwritten(path: Path, reason: str) -> CheckpointError:
     """The error of a checkpoint that could not be written, with the last one that was."""
-    newest = max(path.parent.glob("*.ckpt"), key=lambda file: file.stat().st_mtime, default=None)
+    written = (file for file in path.parent.glob("*.ckpt") if file.exists())  # not a link that leads nowhere
+    newest = max(written, key=lambda file: file.stat().st_mtime, default=None)
     then = f"resume from {newest}, the last that was written whole" if newest else "start again"
     return CheckpointError(
         f"checkpoint {path} could not be written: {reason}. Make room for it or change run.folder, then {then}."
     )
 
 
-def _os_error(error: BaseException | None) -> OSError | None:
+def os_error(error: BaseException | None) -> OSError | None:
     """The operating system's error that caused `error`; torch's writer raises its own error from it."""
     while error is not None and not isinstance(error, OSError):
         error = error.__context__
@@ -97,9 +97,7 @@ def _os_error(error: BaseException | None) -> OSError | None:
 
 def newest_last(folder: Path) -> Path | None:
     """The `last.ckpt` of the newest run in `folder` (its subfolders `version_N`) that has one; None if none has."""
-    places = {number: place / "checkpoints" / "last.ckpt" for number, place in versions(folder).items()}
-    numbered = {number: path for number, path in places.items() if path.exists()}
-    return numbered[max(numbered)] if numbered else None
+    return in_newest_version(folder, "checkpoints/last.ckpt")
 
 
 def find_last(folder: Path) -> Path:
@@ -114,10 +112,10 @@ def find_last(folder: Path) -> Path:
 
 def require_same_model(trained: ModelConfig, config: ModelConfig, path: str | Path) -> None:
     """Raises InputError, naming the options that differ, unless a checkpoint's model is the configured one."""
-    if differing := list(differences(flat_options(trained), flat_options(config))):
+    if differing := differences(flat_options(trained), flat_options(config)):
         raise InputError(
             f"checkpoint {str(path)!r} holds another model than the one configured; {_fix(path)}:\n  "
-            + "\n  ".join(differing)
+            + "\n  ".join(differing.values())
         )
 
 
@@ -211,13 +209,11 @@ def require_same_order(checkpoint: dict[str, Any], order: dict[str, Any], path: 
     """Raises InputError, naming what differs, if the checkpoint's run had other samples, or another order of them.
     Warns if only the times of a text differ, whose contents are too large to be compared whole."""
     then, now = dict(checkpoint["linrope"]["order"]), dict(order)
-    for name in {TEXT_HASH, RECALL_DEVICES} - then.keys():  # a checkpoint that is older than they are
-        now.pop(name, None)
     modified = then.pop(TEXT_MODIFIED, None), now.pop(TEXT_MODIFIED, None)
-    if differing := list(differences(then, now)):
+    if differing := differences(then, now):
         raise InputError(
             f"checkpoint {str(path)!r} is of a run with other data, batches or seed; {_fix(path)} (a new run needs no "
-            "--ckpt_path):\n  " + "\n  ".join(differing)
+            "--ckpt_path):\n  " + "\n  ".join(differing.values())
         )
     if None not in modified and modified[0] != modified[1]:  # a copy of the text may have new times
         rank_zero_warn(
@@ -230,8 +226,7 @@ def require_same_optimizer(checkpoint: dict[str, Any], config: OptimizerConfig, 
     """Raises InputError if the checkpoint's run had another optimizer, by name or class, whose states this one cannot
     use."""
     saved = checkpoint["linrope"]
-    name = saved.get("optimizer", "adamw")  # all older checkpoints have that
-    own_class = saved.get("optimizer_class", config.own_class)  # older checkpoints do not say
+    name, own_class = saved["optimizer"], saved["optimizer_class"]
     if own_class != config.own_class:
         now = f"class_path={config.own_class}" if config.own_class else f"name={config.name}"
         then = own_class or name

@@ -58,6 +58,8 @@ class RankBoard:
         self._place, self._beats = (0, "the start"), 0
         self.ended = threading.Event()
         """Set once this rank does not use the board any more."""
+        self.found_failed: list[int] = []
+        """What `failed` last found: the server may end before the error of a collective is explained."""
         self.launcher: Any = None  # Lightning's, if it has started the other ranks
 
     def write(self, key: str, value: Any) -> None:
@@ -102,7 +104,8 @@ class RankBoard:
 
     def failed(self) -> list[int]:
         """The ranks that have failed by themselves."""
-        return [rank for rank, error in self.errors().items() if error["own"]]
+        self.found_failed = [rank for rank, error in self.errors().items() if error["own"]]
+        return self.found_failed
 
     def pass_by(self, step: int, place: str) -> None:
         """Note in memory where this rank is; its heartbeat tells the others."""
@@ -135,6 +138,8 @@ class RankBoard:
         try:
             return self._to_blame(error)
         except DistError:
+            if self.found_failed:
+                return RankLost(f"stopped, because {names(self.found_failed)} failed.", printed_by=0)
             return RankLost(f"rank 0 was lost: it was killed, or cannot be reached. {RESUME}", printed_by=None)
 
     def _to_blame(self, error: RuntimeError) -> RankLost:

@@ -44,7 +44,7 @@ from linrope.models.sharded_files import (
     new_folder,
     remove_others,
 )
-from linrope.training.checkpoint import require_same_optimizer, unwritten
+from linrope.training.checkpoint import os_error, require_same_optimizer, unwritten
 from linrope.utils.files import load_plain, sync
 from linrope.utils.options import class_path_of
 
@@ -154,7 +154,7 @@ class ShardedStrategy(ModelParallelStrategy):
         except CheckpointException as error:  # of any rank
             problem, (reason, _) = error, next(iter(error.failures.values()))
         except (OSError, RuntimeError) as error:  # only rank 0 writes what is no part
-            problem = reason = error
+            problem, reason = error, os_error(error) or error
         if self.reduce_boolean_decision(problem is not None, all=False):  # and all ranks have written their parts
             if self.is_global_zero:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -200,6 +200,20 @@ class ShardedStrategy(ModelParallelStrategy):
             remove_others(path)
 
 
+def require_shareable(mesh: DeviceMesh, stage: str | None, scales_gradients: bool) -> None:
+    """Raise InputError for a run whose model devices cannot share."""
+    if scales_gradients:
+        raise InputError(
+            "trainer.precision='16-mixed' scales the loss, which is not possible with a sharded model: set bf16-mixed, "
+            "bf16-true or 32-true."
+        )
+    if stage == "predict" and mesh.size() > 1:
+        raise InputError(
+            "devices that share a model must call it equally often, and predictions of each are of its own rows: "
+            f"predict on one device (trainer.devices=1), or with trainer.strategy=ddp instead of {NAME}."
+        )
+
+
 def mesh_sizes(n_devices: int, data: Literal["auto"] | int, sequence: Literal["auto"] | int) -> tuple[int, int]:
     """The sizes (data, sequence) of a mesh of so many devices. InputError unless their product is `n_devices`."""
     options = f"trainer.strategy.data_parallel_size={data} × sequence_parallel_size={sequence}"
@@ -211,7 +225,8 @@ def mesh_sizes(n_devices: int, data: Literal["auto"] | int, sequence: Literal["a
     if data == "auto":
         data = max(1, n_devices // sequence)
     if data * sequence != n_devices:
-        raise InputError(f"{options} must make {n_devices}, the number of devices: change one of them.")
+        alone = ", or trainer.strategy to auto" if n_devices == 1 else ""
+        raise InputError(f"{options} must make {n_devices}, the number of devices: change one of them{alone}.")
     return data, sequence
 
 

@@ -46,7 +46,7 @@ from linrope.training.checkpoint import (
 from linrope.training.data_modules.base import ResumableDataModule, data_parallel
 from linrope.training.optimizer import OptimizerConfig, changed_options, fused_on, learning_rate_factor, options_of
 from linrope.training.precision import why_slow
-from linrope.training.sharding import require_supported_strategy, shard
+from linrope.training.sharding import require_shareable, require_supported_strategy, shard
 from linrope.utils.options import class_path_of
 
 if TYPE_CHECKING:
@@ -264,7 +264,9 @@ class TrainingTask(LightningModule):
         loss = self.batch_loss(batch)
         if not self._step_sums:
             self._step_divisor = self._same_on_all_devices(loss.n_positions)
-        for name, value in {"loss": loss.total.detach(), "targets": loss.n_targets, **loss.sums}.items():
+        total = loss.total.detach()
+        total = total.to(torch.promote_types(total.dtype, torch.float32))  # bfloat16 rounds sums and counts
+        for name, value in {"loss": total, "targets": loss.n_targets, **loss.sums}.items():
             self._step_sums[name] = self._step_sums.get(name, 0) + value
         # The trainer takes the mean of these over micro-batches and devices: `configure_gradient_clipping` makes it one
         # over targets, once for the whole step.
@@ -397,11 +399,7 @@ class TrainingTask(LightningModule):
         """Divides the model among the devices, if the strategy has a mesh of them (see `linrope.training.sharding`)."""
         if self._device_mesh is None:
             return
-        if self._scales_gradients:
-            raise InputError(
-                "trainer.precision='16-mixed' scales the loss, which is not possible with a sharded model: set "
-                "bf16-mixed, bf16-true or 32-true."
-            )
+        require_shareable(self._device_mesh, self._stage, self._scales_gradients)
         shard(self.model, self._device_mesh, getattr(self.trainer.strategy, "activation_checkpointing", False))
 
     def on_fit_start(self) -> None:
@@ -484,7 +482,7 @@ class TrainingTask(LightningModule):
         configuration makes; those that the optimizer changes by itself stay."""
         made = self.optimizer_config.optimizer_of(self.model, self._fused).param_groups
         factor = self._learning_rate_factor(checkpoint["global_step"])
-        kept = ("params", *checkpoint["linrope"].get("optimizer_changes", ()))
+        kept = ("params", *checkpoint["linrope"]["optimizer_changes"])
         found = [state["param_groups"] for state in checkpoint.get("optimizer_states", [])]
         if not self.trainer.strategy.lightning_restore_optimizer:
             # The strategy has restored the optimizer before, and the checkpoint has no states.

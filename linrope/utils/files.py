@@ -40,12 +40,8 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         with suppress(OSError):
             partial.unlink()
         raise
-    with suppress(OSError):  # the new name, if the file system can sync folders
-        descriptor = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    with suppress(OSError):  # Windows opens no folders
+        sync(path.parent)
 
 
 def sync(path: Path) -> None:
@@ -214,6 +210,12 @@ def versions(folder: Path) -> dict[int, Path]:
     """The folders version_N in a folder, by N."""
     found = ((place.name.removeprefix("version_"), place) for place in folder.glob("version_*"))
     return {int(number): place for number, place in found if number.isdecimal()}
+
+
+def in_newest_version(folder: Path, name: str) -> Path | None:
+    """The file of that name in the newest folder version_N in `folder` that has it; None if none has."""
+    found = {number: place / name for number, place in versions(folder).items() if (place / name).exists()}
+    return found[max(found)] if found else None
 
 
 def claim(file: IO[str]) -> bool:

@@ -50,6 +50,11 @@ def count_text(count: float) -> str:
     return scaled(count, COUNTS, 1000).replace(" ", "")
 
 
+def count_of(n: int, noun: str, several: str | None = None) -> str:
+    """1 step, 1,000 steps; `several` is the plural where it does not end in s alone."""
+    return f"{n:,} {noun if n == 1 else several or f'{noun}s'}"
+
+
 def in_one_unit(values: Sequence[float], units: list[str], base: int) -> tuple[str, list[str]]:
     """A unit, and the numbers in it, for a column of a table: the unit that suits the smallest number."""
     power = _power(min(values), len(units), base)

@@ -1,10 +1,14 @@
-"""Memory that a process has freed: whether it keeps it."""
+"""How much memory a process may have, and whether it keeps what it has freed."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import sys
+from contextlib import suppress
+from pathlib import Path
+
+import torch
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Parameters of mallopt, of glibc's malloc.h."""
@@ -32,3 +36,21 @@ def keep_freed_memory() -> bool:
     if not hasattr(library, "gnu_get_libc_version"):
         return False
     return bool(library.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT) and library.mallopt(M_TRIM_THRESHOLD, KEPT))
+
+
+CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""Files of Linux with the bytes that a container may take, of both versions of its control groups."""
+
+
+def memory_of(device: torch.device | None = None) -> int:
+    """Bytes of a device's memory, used or not; of the CPU's (None) at most what this container may take. Without bound
+    where the system does not say."""
+    if device is not None and device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    amounts = []
+    if hasattr(os, "sysconf"):  # not on Windows
+        amounts.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    for file in CONTAINER_LIMITS:
+        with suppress(OSError, ValueError):  # "max" without a limit
+            amounts.append(int(Path(file).read_text()))
+    return min(amounts, default=sys.maxsize)

@@ -203,6 +203,15 @@ def test_a_callback_that_would_change_the_run_silently_is_refused(tiny, error_of
             "--trainer.strategy.timeout needs the class of the strategy, not trainer.strategy=ddp: give "
             "--trainer.strategy DDPStrategy before it.",
         ),
+        (
+            ["--trainer.strategy=ddp", "--trainer.strategy.sequence_parallel_size=2"],
+            "not trainer.strategy=ddp: give --trainer.strategy ShardedStrategy before it.",
+        ),
+        (
+            ["--trainer.devices=2", "--trainer.strategy=single_device"],
+            "trainer.devices=2 on trainer.num_nodes=1 are 2, and trainer.strategy=single_device runs on 1: set "
+            "trainer.devices=1, or trainer.strategy=ddp.",
+        ),
         (["--trainer.strategy.timeout=300"], "not trainer.strategy=auto: give --trainer.strategy DDPStrategy"),
         (
             ["--config={trainer: {strategy: fsdp2}}", "--trainer.strategy.sequence_parallel_size=2"],

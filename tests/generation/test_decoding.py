@@ -1,7 +1,6 @@
 """Generation: prompts in segments and of different lengths, forked states, the repetition penalty, state files."""
 
 import dataclasses
-import os
 from functools import partial
 
 import numpy as np
@@ -14,6 +13,7 @@ from linrope.generation.prompt_state import load_prompt_state, save_prompt_state
 from linrope.generation.sampling import _inverse, _penalised
 from linrope.layers.state import tensors_of
 from linrope.positions.base import PositionsConfig
+from linrope.utils.memory import memory_of
 from tests.conftest import assert_input_errors, covering
 from tests.models.test_language_model import CONFIGS, SMALL
 
@@ -245,7 +245,7 @@ def test_bad_calls_are_named(recipe, prompts):
 
 
 def test_keys_and_values_beyond_the_memory_are_refused_before_the_reading():
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    there = memory_of()
     softmax = LanguageModel(LanguageModelConfig(**SMALL, attention=["linear", "softmax"]))
     per_token = 2 * 16 * 4  # a key and a value of one layer
     require_memory(softmax, there // per_token // 2)

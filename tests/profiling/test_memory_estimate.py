@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks.harness import memory
+from benchmarks.harness.processes import in_new_process
 from linrope import LanguageModel, LanguageModelConfig
 from linrope.profiling.fake_tensors import shapes_only
 from linrope.profiling.memory_estimate import estimate_training_memory, step_loss
@@ -52,7 +53,7 @@ def test_the_estimate_is_within_15_percent_of_what_a_process_takes(name, batch_s
     """Of three processes at most: how much memory one takes depends on the other work of the machine too."""
     step = MODELS[name], batch_size, length, segment_length
     estimated = estimate_training_memory(*step).total
-    measured = (memory.in_new_process(peak_of_two_steps, *step) for _ in range(3))
+    measured = (in_new_process(peak_of_two_steps, *step) for _ in range(3))
     assert any(estimated == pytest.approx(peak, rel=0.15) for peak in measured)
 
 

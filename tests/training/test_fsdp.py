@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,6 +103,15 @@ def require_same_training(ours: Path, expected: Path) -> None:
 def _by_place(state: dict) -> list:
     """The moments in the order of the groups: parameters are numbered in any order."""
     return [state["state"][number] for group in state["param_groups"] for number in group["params"]]
+
+
+def test_predictions_are_of_one_device():
+    mesh = SimpleNamespace(size=lambda: 2)
+    sharding.require_shareable(mesh, "test", False)
+    with pytest.raises(
+        InputError, match=r"predict on one device \(trainer\.devices=1\), or with .*=ddp"
+    ):
+        sharding.require_shareable(mesh, "predict", False)
 
 
 @EXHAUSTIVE

@@ -73,6 +73,26 @@ def test_ranks_meet_whatever_restarts_their_machines_have_counted(monkeypatch):
     assert boards[0].read_all("values") == {1: 17}
 
 
+def test_a_rank_that_failed_by_itself_is_known_after_its_server_has_ended(monkeypatch):
+    """Rank 0's error is printed by rank 0: nobody has killed it."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    host, other = (RankBoard(LightningEnvironment(), rank, 2, seconds=5) for rank in range(2))
+
+    def gone(*args):
+        raise torch.distributed.DistError("Broken pipe")
+
+    def explained():
+        with monkeypatch.context() as patch:
+            patch.setattr(other, "write", gone)
+            return other.why_collective_failed(RuntimeError("Connection closed by peer"))
+
+    assert "rank 0 was lost: it was killed" in str(explained())
+    host.announce("no room", own=True)
+    assert other.failed() == [0]  # as the watch asks at each beat
+    assert (str(explained()), explained().printed_by) == ("stopped, because rank 0 failed.", 0)
+
+
 KILLED_ONCE = """
 import os, signal
 from pathlib import Path

@@ -202,6 +202,17 @@ class DoublingTask(TrainingTask):
         return {"own": 7}
 
 
+def test_sums_of_a_loss_in_half_precision_are_of_float32(monkeypatch):
+    """bfloat16 rounds 3 · 131 to 392, and 999 targets to 1,000."""
+    task = DoublingTask(Doubler())
+    task.trainer = SimpleNamespace(world_size=1)
+    loss = torch.tensor(131.0, dtype=torch.bfloat16, requires_grad=True)
+    monkeypatch.setattr(task, "batch_loss", lambda batch: BatchLoss(loss, torch.tensor(333), 333))
+    for number in range(3):
+        task.training_step({}, number)
+    assert task._finish_step_sums() == {"loss": 393.0, "targets": 999.0}
+
+
 def test_a_new_task_writes_its_loss_and_its_metrics(tmp_path):
     """On loaders that are not of a `ResumableDataModule`, with a step of two batches of unequal numbers of targets."""
     batches = [

@@ -1,4 +1,4 @@
-"""Freed memory that the process keeps, and what decides against it."""
+"""The memory that a process may have, and freed memory that it keeps."""
 
 import os
 import platform
@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from linrope.utils.memory import keep_freed_memory
+from linrope.utils import memory
+from linrope.utils.memory import keep_freed_memory, memory_of
 
 STEPS = """
 import os, resource, torch
@@ -75,3 +76,13 @@ def test_other_systems_and_c_libraries_stay_as_they_are(system, library, monkeyp
     monkeypatch.setattr("linrope.utils.memory.sys.platform", system)
     monkeypatch.setattr("linrope.utils.memory.ctypes.CDLL", lambda _: library)
     assert keep_freed_memory() is False
+
+
+@pytest.mark.parametrize(("limit", "may_have"), [("4096", 4096), ("max", None), (str(2**63), None)])
+def test_a_container_limits_the_memory(limit, may_have, tmp_path, monkeypatch):
+    file = tmp_path / "memory.max"
+    file.write_text(f"{limit}\n")
+    monkeypatch.setattr(memory, "CONTAINER_LIMITS", ())
+    of_machine = memory_of()
+    monkeypatch.setattr(memory, "CONTAINER_LIMITS", (file, tmp_path / "missing"))
+    assert memory_of() == (may_have or of_machine)

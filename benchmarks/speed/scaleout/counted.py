@@ -17,6 +17,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.harness.options import check_heads
 from benchmarks.harness.runner import AddOption
 from benchmarks.speed.scaleout.part import Part
 from benchmarks.speed.scaleout.ranks import Report, on_ranks
@@ -206,8 +207,7 @@ class Counted(Part):
             parser.error(f"--processes {options.processes}: one process sends nothing; pass 2 or more")
         if options.length < WINDOW:
             parser.error(f"--length {options.length}: must be the window of {WINDOW} tokens at least")
-        if options.d_model < 1 or options.d_model % (2 * options.heads):
-            parser.error(f"--d_model {options.d_model}: must be {options.heads} heads of an even size")
+        check_heads(parser, options)
 
     def sizes(self) -> Sizes:
         return Sizes(self.options.rows, self.options.heads, self.options.d_model)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from rich.table import Table
 
+from benchmarks.harness.options import check_heads
 from benchmarks.harness.pictures import COLORS, MARKERS, Figure, legend_by_end, new_axes
 from benchmarks.harness.runner import AddOption
 from benchmarks.harness.timing import Sample, milliseconds_text
@@ -145,10 +146,7 @@ class Measured(Part):
         options.processes = sorted({1, *options.processes})
         if options.length < options.processes[-1]:
             parser.error(f"--length {options.length}: each of {options.processes[-1]} processes needs a token")
-        if options.d_model % (2 * options.heads):
-            parser.error(
-                f"--heads {options.heads}: --d_model {options.d_model} must be an even multiple of it, for RoPE"
-            )
+        check_heads(parser, options)
         options.config = LanguageModelConfig(
             d_model=options.d_model, n_layers=options.layers, n_heads=options.heads, short_conv=4, forget_gate=True
         )

@@ -21,7 +21,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.harness import memory
-from benchmarks.harness.options import parse_bytes
+from benchmarks.harness.options import check_heads, parse_bytes
 from benchmarks.harness.runner import AddOption
 from benchmarks.speed.scaleout.part import Part
 from benchmarks.speed.scaleout.ranks import Report, on_ranks
@@ -104,10 +104,7 @@ class Row(Part):
             parser.error(
                 f"--length {options.length}: leaves {rest} tokens to the last segment, too few for all processes"
             )
-        if options.d_model % (2 * options.heads):
-            parser.error(
-                f"--heads {options.heads}: --d_model {options.d_model} must be an even multiple of it, for RoPE"
-            )
+        check_heads(parser, options)
         options.config = LanguageModelConfig(
             d_model=options.d_model, n_layers=options.layers, n_heads=options.heads, short_conv=4, forget_gate=True
         )

@@ -142,7 +142,7 @@ def _verify(
         digest.update(numbers.data)
     digest.update(documents.data)
     changed = [] if digest.hexdigest() == manifest.fingerprint else [f"{TOKENS} or {DOCUMENTS}"]
-    if text_bytes is not None and manifest.text_bytes_checksum is not None:
+    if text_bytes is not None:
         digest = hashlib.blake2b(digest_size=16)
         for _, numbers in text_bytes.chunks():
             digest.update(numbers.data)

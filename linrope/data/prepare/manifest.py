@@ -52,7 +52,7 @@ class Manifest:
     plan: dict[str, str]
     """All that determines the result, by option; `sources` is a hash of the units."""
     text_bytes_checksum: str | None = None
-    """A hash of `text_bytes.bin`, which opening the folder compares too; None without that file, or in old folders."""
+    """A hash of `text_bytes.bin`, which opening the folder compares too; None without that file."""
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:

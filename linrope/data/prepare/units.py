@@ -79,7 +79,7 @@ def file_units(path: str | None, left_out: Path | None = None) -> tuple[list[Uni
     """The units of the documents that `find_sources` finds; their origin and the number of skipped files."""
     found = find_sources(path, "--path", json_lines=True, left_out=left_out)
     files = [
-        FileRange(file.name, file.path, file.size, file.path.stat().st_mtime_ns, 0, file.size, is_json_lines(file.path))
+        FileRange(file.name, file.path, file.size, file.modified, 0, file.size, is_json_lines(file.path))
         for file in found.documents
     ]
     return list(_grouped(part for file in files for part in _parts(file))), found.origin, found.n_skipped

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from linrope.ops.triton_kernel import configurations, kernels
-from linrope.ops.triton_kernel.one_configuration import Grid
-from linrope.ops.triton_kernel.plan import MARCHING
+from linrope.ops.triton_kernel.plan import MARCHING, Grid
 
 Job = Callable[[], Any]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,7 @@ from triton.compiler.errors import CompileTimeAssertionFailure
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from linrope.ops.triton_kernel import configurations, kernels
-from linrope.ops.triton_kernel.plan import MARCHING
+from linrope.ops.triton_kernel.plan import MARCHING, Grid
 
 DOES_NOT_FIT = (OutOfResources, CompileTimeAssertionFailure, PTXASError)
 """The errors after which autotuning goes on to the next configuration."""
@@ -42,13 +41,3 @@ class OneConfiguration:
             else:
                 self.ran |= {name} if config is self.config else set()
                 return
-
-
-class Grid:
-    """A kernel of a stand-in: `kernel[grid](…)` calls `run` with the grid and the arguments."""
-
-    def __init__(self, run: Callable[..., None]):
-        self.run = run
-
-    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        return partial(self.run, grid)

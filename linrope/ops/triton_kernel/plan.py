@@ -72,6 +72,16 @@ class Chosen:
     kernels: Any
 
 
+class Grid:
+    """A kernel of a stand-in: `kernel[grid](…)` calls `run` with the grid and the arguments."""
+
+    def __init__(self, run: Callable[..., None]):
+        self.run = run
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        return functools.partial(self.run, grid)
+
+
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 

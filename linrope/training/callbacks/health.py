@@ -17,7 +17,7 @@ from linrope.profiling.hooks import OperatorCall, operator_hook
 from linrope.training.callbacks.saving import finished_a_step
 from linrope.training.data_modules.base import ResumableDataModule
 
-_OVERALL = {"health/smallest_denominator": min, "health/negative_weights": statistics.fmean}
+_OVERALL = {"smallest_denominator": min, "negative_weights": statistics.fmean}
 """Metrics that are one number for all layers."""
 
 
@@ -76,18 +76,18 @@ class HealthMonitor(Callback):
         self.seconds += time.perf_counter() - began
 
     def _metrics(self) -> dict[str, float]:
-        names, tensors = [], []
-        for layer, health in sorted(self._layers.items()):
-            for name, value in health.values().items():
-                first, _, rest = name.partition("/")
-                names.append("/".join(filter(None, ("health", first, f"layer{layer}", rest))))
-                tensors.append(value)
-        values = dict(zip(names, torch.stack([tensor.float() for tensor in tensors]).tolist()))  # one transfer
-        found = {name: value for name, value in values.items() if not name.startswith(tuple(_OVERALL))}
+        of_layers = {layer: health.values() for layer, health in sorted(self._layers.items())}
+        tensors = {(name, layer): value.float() for layer, found in of_layers.items() for name, value in found.items()}
+        values = dict(zip(tensors, torch.stack(list(tensors.values())).tolist()))  # one transfer
+        metrics = {}
+        for (name, layer), value in values.items():
+            if name not in _OVERALL:
+                measure, *head = name.split("/")
+                metrics["/".join(("health", measure, f"layer{layer}", *head))] = value
         for name, over in _OVERALL.items():
-            if of_layers := [value for full, value in values.items() if full.startswith(name)]:
-                found[name] = over(of_layers)
-        return found
+            if found := [value for (other, _), value in values.items() if other == name]:
+                metrics[f"health/{name}"] = over(found)
+        return metrics
 
 
 class SpikeWarning(Callback):
@@ -114,7 +114,7 @@ class SpikeWarning(Callback):
                 continue
             value = trainer.callback_metrics[name].item()
             median = statistics.median(before) if len(before) >= self.window // 4 else None
-            if median is not None and value > self.factor * median:
+            if median and value > self.factor * median:  # a median of 0, of targets learned by heart, tells nothing
                 self.found.append((trainer.global_step, name, value, median))
                 spikes.append(f"{name} {value:.3g} is {value / median:.1f} times its median")
             before.append(value)

@@ -33,14 +33,10 @@ class BestCheckpoint(ModelCheckpoint):
         super().__init__(folder, "best", monitor=monitor, mode=mode, enable_version_counter=False)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Takes the state of a run whose best checkpoint was a plain ModelCheckpoint, or whose folder was moved."""
-        states = checkpoint["callbacks"]
-        plain = self.state_key.replace(type(self).__qualname__, ModelCheckpoint.__qualname__, 1)
-        if self.state_key not in states and plain in states:
-            states[self.state_key] = states.pop(plain)
-        here = Path(self.dirpath, "best.ckpt")
-        if trainer.strategy.broadcast(here.exists()) and self.state_key in states:
-            _move(states[self.state_key], here)
+        """Takes the state of a run whose folder was moved."""
+        state, here = checkpoint["callbacks"].get(self.state_key), Path(self.dirpath, "best.ckpt")
+        if trainer.strategy.broadcast(here.exists()) and state is not None:
+            _move(state, here)
 
 
 def _move(state: dict[str, Any], path: Path) -> None:

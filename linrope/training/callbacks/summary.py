@@ -11,15 +11,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from linrope.data.corpus.sequences import TokenSequence
-from linrope.data.corpus.splits import SPLITS
-from linrope.data.tokenizers.base import Tokenizer
 from linrope.generation.decoding import require_row
 from linrope.generation.text import require_tokenizer, write_sample
 from linrope.layers.linear_attention import LinearAttention
 from linrope.models.language_model import LanguageModel
 from linrope.training.data_modules.base import ResumableDataModule
 from linrope.training.data_modules.text import TextDataModule
+from linrope.utils.formatting import count_of
 from linrope.utils.printable import printable
 
 
@@ -50,8 +48,7 @@ class RunSummary(Callback):
         ]
         if is_text and isinstance(model, LanguageModel):
             rows.append(("decoding state", _state_size(model, data.context)))
-        rows += _text_rows(data) if is_text else data.describe()
-        rows += _step_rows(data, trainer.max_steps) if is_text else []
+        rows += data.describe()
         passes = data.tokens_at(trainer.max_steps) / len(data.corpora["train"]) if is_text else 0
         epochs = (
             f", {passes:,.{0 if passes >= 100 else 2}f} times the training text"
@@ -82,37 +79,10 @@ def _why_no_validation(trainer: Trainer, data: ResumableDataModule) -> str | Non
     batches = trainer.max_steps * trainer.accumulate_grad_batches
     every = getattr(trainer, "val_check_interval", None)  # Lightning sets none where the interval is a time
     if isinstance(every, int) and 0 < batches < every:
-        return f"trainer.val_check_interval={every:,} is more than {_count(batches, 'batch', 'batches')}"
+        return f"trainer.val_check_interval={every:,} is more than {count_of(batches, 'batch', 'batches')}"
     if isinstance(every, float) and not trainer.overfit_batches:  # Lightning's 1.0 for null: the end of the epoch
         return "trainer.val_check_interval is null, and training is one endless epoch"
     return None if data.fractions is None or data.fractions[1] else f"data.fractions={data.fractions} leaves no text"
-
-
-def _text_rows(data: TextDataModule) -> list[tuple[str, str]]:
-    """Origin, tokenizer and splits of a text."""
-    skipped = f" ({data.n_skipped:,} files skipped: binary, empty or unreadable)" if data.n_skipped else ""
-    rows = [("corpus", f"{data.origin}{skipped}")]
-    if data.tokenizer is None or data.tokenizer.fingerprint:
-        rows.append(("tokenizer", "unknown" if data.tokenizer is None else data.tokenizer.name))
-    if data.why_cut is not None:
-        rows.append(("split", f"by position: {data.why_cut}"))
-    return rows + [(f"  {split}", _corpus_size(data.corpora[split], data.tokenizer)) for split in SPLITS]
-
-
-def _step_rows(data: TextDataModule, max_steps: int) -> list[tuple[str, str]]:
-    """The size of a step; with a curriculum that of each stage, the last one up to the end of the run."""
-    stages = data.plan.stages
-    if data.curriculum is None:
-        (stage,) = stages
-        samples, tokens = stage.samples_per_step, stage.tokens_per_step
-        return [("a step", f"{samples} × {stage.seq_len:,} = {tokens:,} tokens")]
-    rows = [("curriculum", _count(len(stages), "stage"))]
-    ends = [*(stage.first_step for stage in stages[1:]), max_steps]
-    for number, (stage, end) in enumerate(zip(stages, ends, strict=True)):
-        n_steps = end - stage.first_step
-        tokens, size = n_steps * stage.tokens_per_step, f"{stage.samples_per_step} × {stage.seq_len:,}"
-        rows.append((f"  [{number}]", f"{tokens:,} tokens: {_count(n_steps, 'step')} of {size}"))
-    return rows
 
 
 def _state_size(model: LanguageModel, context: int) -> str:
@@ -120,19 +90,6 @@ def _state_size(model: LanguageModel, context: int) -> str:
     now, later = model.state_bytes(context), model.state_bytes(2 * context)
     grows = f" at {context:,} tokens, and growing" if later > now else " at any length"
     return f"{now / 1024:,.0f} KiB{grows}"
-
-
-def _corpus_size(corpus: TokenSequence, tokenizer: Tokenizer | None) -> str:
-    """The size of a corpus in tokens, bytes and documents, as far as known."""
-    tokens = [f"{len(corpus):,} tokens"] if tokenizer is None or tokenizer.fingerprint else []
-    n_bytes = corpus.n_bytes
-    text = [] if n_bytes is None else [f"{n_bytes / 1e6:,.1f} MB" if n_bytes >= 1e5 else f"{n_bytes:,} bytes"]
-    documents = f" in {_count(corpus.n_documents, 'document')}" if corpus.n_documents is not None else ""
-    return ", ".join(tokens + text) + documents
-
-
-def _count(n: int, noun: str, several: str | None = None) -> str:
-    return f"{n:,} {noun if n == 1 else several or f'{noun}s'}"
 
 
 class PrintSample(Callback):

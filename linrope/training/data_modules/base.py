@@ -81,6 +81,11 @@ class ResumableDataModule(LightningDataModule):
         steps = trainer.accumulate_grad_batches, trainer.global_step
         return RunPosition(*data_parallel(trainer), *steps, on_gpu)
 
+    @property
+    def asks_to_validate(self) -> bool:
+        """Whether the trainer's options ask for validations in training; True without a trainer."""
+        return self.trainer is None or self.trainer.limit_val_batches > 0
+
     def setup(self, stage: str) -> None:
         """Raise InputError for Trainer options with which training would repeat samples or never finish a step."""
         if (trainer := self.trainer) is None:

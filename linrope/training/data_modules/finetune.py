@@ -191,7 +191,7 @@ class FineTuningDataModule(ResumableDataModule):
         self.open()
         splits = (self.predicted_split,) if stage == "predict" else SPLITS_OF_STAGE[stage]
         for split in splits:
-            if stage == "fit" and split == "val" and not (self._asks_to_validate and self.examples("val") is not None):
+            if stage == "fit" and split == "val" and not (self.asks_to_validate and self.examples("val") is not None):
                 continue
             if self._measured_file is not None:
                 self._tell_of_other_file(split)
@@ -207,10 +207,6 @@ class FineTuningDataModule(ResumableDataModule):
             rank_zero_warn(
                 f"data.path={str(self.path)!r} itself is read, and not {there[0]} beside it: give that, or the folder."
             )
-
-    @property
-    def _asks_to_validate(self) -> bool:
-        return self.trainer is None or (self.trainer.limit_val_batches or 0) > 0
 
     @property
     def predicted_split(self) -> str:
@@ -284,7 +280,7 @@ class FineTuningDataModule(ResumableDataModule):
             rows.append(("tokenizer", self.tokenizer.name))
         for split in self._rows:
             rows.append((f"  {split}", self._described(split)))
-        if self._asks_to_validate and self.examples("val") is None:
+        if self.asks_to_validate and self.examples("val") is None:
             rows.append(("  val", "no file of this split, so there is no validation"))
         return [*rows, ("a step", f"{self._rows_of_a_step} rows{self._readings}")]
 

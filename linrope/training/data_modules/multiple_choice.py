@@ -31,9 +31,6 @@ class MultipleChoiceDataModule(FineTuningDataModule):
     files = FILES
     labels = LABELS
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-
     def read(self, split: str) -> list[Choice] | None:
         path = self.file_of(split, FILES)
         return None if path is None else read_triplets(path)

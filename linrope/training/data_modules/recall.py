@@ -21,6 +21,7 @@ from linrope.training.data_modules.base import (
     ResumableDataModule,
     TimedLoader,
     require_least,
+    require_size,
     require_tokens,
     require_workers,
 )
@@ -96,12 +97,14 @@ class RecallDataModule(ResumableDataModule):
                     f"{name}: raise it to {case[0]} or more."
                 )
 
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        if self.test_rows < (n := self.run_position.world_size):  # a rank without any would not take part in the sums
+            raise InputError(f"data.test_rows={self.test_rows}: {n} devices need a row of each case each: raise it.")
+
     def require_vocabulary(self, vocab_size: int) -> None:
-        if vocab_size < self.task.vocab_size:
-            raise InputError(
-                f"model.vocab_size={vocab_size} is too small for the rows, whose tokens are below "
-                f"{self.task.vocab_size}: set it to {self.task.vocab_size} or more."
-            )
+        least = self.task.vocab_size
+        require_size(vocab_size, least, f"the rows, whose tokens are below {least}")
 
     def order(self) -> dict[str, Any]:
         rows = {"stages": [list(stage) for stage in self.stages], "tokens_per_batch": self.tokens_per_batch}

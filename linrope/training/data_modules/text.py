@@ -33,6 +33,7 @@ from linrope.training.data_modules.base import (
     require_workers,
     set_up_split,
 )
+from linrope.utils.formatting import count_of
 from linrope.utils.options import check_keys
 
 Batch = dict[str, Tensor]
@@ -173,7 +174,7 @@ class TextDataModule(ResumableDataModule):
         # Made here, so that a split that is too short is found before any work.
         if stage == "fit":
             self._windows["train"] = self._contiguous_batches() if self.contiguous else self._training_windows()
-            validates = self.fractions[1] > 0 and (self.trainer is None or self.trainer.limit_val_batches > 0)
+            validates = self.fractions[1] > 0 and self.asks_to_validate
             self._windows["val"] = self.evaluation_windows("val") if validates else None
         if stage in ("validate", "test", "predict"):
             split = "val" if stage == "validate" else "test"
@@ -283,6 +284,40 @@ class TextDataModule(ResumableDataModule):
         """The first training batch of a stage of `plan`, on the CPU; it needs `setup("fit")`."""
         samples = range(stage.first_sample, stage.first_sample + stage.batch_size)
         return set_up_split(self._windows, "train")[[(stage.seq_len, i) for i in samples]]
+
+    def describe(self) -> list[tuple[str, str]]:
+        """Origin, tokenizer and splits of the text, and the size of a step."""
+        skipped = f" ({self.n_skipped:,} files skipped: binary, empty or unreadable)" if self.n_skipped else ""
+        rows = [("corpus", f"{self.origin}{skipped}")]
+        if self.tokenizer is None or self.tokenizer.fingerprint:
+            rows.append(("tokenizer", "unknown" if self.tokenizer is None else self.tokenizer.name))
+        if self.why_cut is not None:
+            rows.append(("split", f"by position: {self.why_cut}"))
+        rows += [(f"  {split}", self._size_of(corpus)) for split, corpus in self.corpora.items()]
+        return rows + self._describe_steps()
+
+    def _size_of(self, corpus: TokenSequence) -> str:
+        """The size of a corpus in tokens, bytes and documents, as far as known."""
+        are_bytes = self.tokenizer is not None and not self.tokenizer.fingerprint
+        parts, n_bytes = [] if are_bytes else [f"{len(corpus):,} tokens"], corpus.n_bytes
+        if n_bytes is not None:
+            parts.append(f"{n_bytes / 1e6:,.1f} MB" if n_bytes >= 1e5 else f"{n_bytes:,} bytes")
+        documents = "" if corpus.n_documents is None else f" in {count_of(corpus.n_documents, 'document')}"
+        return f"{', '.join(parts)}{documents}"
+
+    def _describe_steps(self) -> list[tuple[str, str]]:
+        """The size of a step; with a curriculum that of each stage, the last one up to the end of the run."""
+        stages = self.plan.stages
+        if self.curriculum is None:
+            (stage,) = stages
+            return [("a step", f"{stage.samples_per_step} × {stage.seq_len:,} = {stage.tokens_per_step:,} tokens")]
+        rows = [("curriculum", count_of(len(stages), "stage"))]
+        ends = [*(stage.first_step for stage in stages[1:]), self.trainer.max_steps]
+        for number, (stage, end) in enumerate(zip(stages, ends, strict=True)):
+            n_steps = end - stage.first_step
+            tokens, size = n_steps * stage.tokens_per_step, f"{stage.samples_per_step} × {stage.seq_len:,}"
+            rows.append((f"  [{number}]", f"{tokens:,} tokens: {count_of(n_steps, 'step')} of {size}"))
+        return rows
 
     def order(self) -> dict[str, Any]:
         return {

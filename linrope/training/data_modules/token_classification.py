@@ -40,9 +40,6 @@ class TokenClassificationDataModule(FineTuningDataModule):
     metrics = ("accuracy", "f1")
     files = FILES
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-
     @cached_property
     def labels(self) -> tuple[str, ...]:
         """The names of the labels by their numbers, a checkpoint's or those of the training file."""

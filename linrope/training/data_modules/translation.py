@@ -121,7 +121,8 @@ class TranslationDataModule(ResumableDataModule):
         self.open()
         if stage == "fit":
             self.training  # noqa: B018 — errors come now
-            self._evaluated["val"] = None if self.names["val"] is None else self._evaluation_pairs("val")
+            validates = self.names["val"] is not None and self.asks_to_validate
+            self._evaluated["val"] = self._evaluation_pairs("val") if validates else None
         else:
             split = "val" if stage == "validate" else "test"
             self._evaluated[split] = self._evaluation_pairs(split, predicts=stage == "predict")
@@ -163,9 +164,8 @@ class TranslationDataModule(ResumableDataModule):
 
     def require_positions(self, positions: PositionsConfig) -> None:
         positions.require_row("data.max_length", self.max_length)
-        validates = self.trainer is None or self.trainer.limit_val_batches
         for split, found in self._evaluated.items():  # with all their pairs, however long
-            if found is not None and (split != "val" or validates):
+            if found is not None:
                 positions.require_row(f"the longest row of data.{split}", int(found.pairs.lengths.max()))
 
     def require_vocabulary(self, vocab_size: int) -> None:

@@ -39,7 +39,7 @@ class FineTuningModule(EncoderTask):
         elif before not in (None, here):
             rank_zero_warn(
                 f"training begins with a head for the labels {_named(before)}, and the data has {_named(here)}: to "
-                "begin with a new head, start from an encoder without one (task mlm)."
+                "begin with a new head, start from an encoder of --task masked_lm."
             )
         self.model.labels = here or None
 
@@ -57,7 +57,7 @@ class FineTuningModule(EncoderTask):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """As `TrainingTask`. Refuses data with other labels: their numbers would stand for those of training."""
         super().on_load_checkpoint(checkpoint)
-        labels = checkpoint["linrope"].get("labels")  # older checkpoints do not say
+        labels = checkpoint["linrope"].get("labels")  # none of data without labels
         if self._stage is None:  # loaded without a trainer
             self.model.labels = labels
             return

@@ -19,7 +19,7 @@ from linrope.distributed.segments import (
 from linrope.distributed.sequence import sequence_parallel_loss
 from linrope.errors import InputError
 from linrope.evaluation.loss_by_position import LossByPosition
-from linrope.layers.state import ModelState, detach, from_serialized, map_state, to_serialized
+from linrope.layers.state import ModelState, from_serialized, map_state, to_serialized
 from linrope.losses import IGNORE, bits_per_byte, per_target, token_losses
 from linrope.models.language_model import LanguageModel, LanguageModelConfig
 from linrope.profiling.flops import step_flops
@@ -104,7 +104,7 @@ class LanguageModelingModule(TrainingTask):
         else:
             nats, after = self.model(inputs, **options, return_state=True, targets=targets)
         if "fresh" in batch:
-            self._carried = detach(after)
+            self._carried = after.detach()
         n_bytes = bytes_of(targets, self._n_bytes(batch))
         n_positions = batch.get("longest_slice", targets.shape[1]) * len(targets)
         return BatchLoss(nats, (targets != IGNORE).sum(), n_positions, {"bytes": n_bytes.sum()})
@@ -115,7 +115,7 @@ class LanguageModelingModule(TrainingTask):
         if self.segment_length is not None:
             return sequence_parallel_segmented_loss(*arguments, self.segment_length, group=group, **options)
         nats, after = sequence_parallel_loss(*arguments, group=group, **options)
-        return nats, state_of_last(detach(after), group) if "fresh" in batch else after
+        return nats, state_of_last(after.detach(), group) if "fresh" in batch else after
 
     def _state_before(self, batch: Batch) -> ModelState | None:
         """With contiguous batches, the state that each row starts from."""

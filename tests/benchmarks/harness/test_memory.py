@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from benchmarks.harness import memory
-from benchmarks.harness.memory import Failed, OutOfMemory, in_new_process
+from benchmarks.harness.memory import Failed, OutOfMemory
+from benchmarks.harness.processes import in_new_process
 from benchmarks.speed.methods import Method, Setting, SoftmaxDecoding, linear, softmax, softmax_materialised
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="limits and sizes as Linux has them")
@@ -33,7 +34,7 @@ def test_work_in_a_new_process_gives_its_answer():
     ("work", "args", "error", "message"),
     [
         (complain, (), Failed, "ValueError: a reason and more"),
-        (signal.raise_signal, (signal.SIGTERM,), Failed, "process ended by SIGTERM"),
+        (signal.raise_signal, (signal.SIGTERM,), Failed, "the process was ended by SIGTERM"),
         (signal.raise_signal, (signal.SIGKILL,), OutOfMemory, "killed by the system"),
         pytest.param(os._exit, (3,), Failed, "process ended with status 3", marks=pytest.mark.exhaustive),
     ],

@@ -229,9 +229,9 @@ def fail(report):
     [
         ("counted --processes 1", "one process sends nothing"),
         ("counted --length 8", "--length 8: must be the window of 9 tokens at least"),
-        ("counted --heads 5", "--d_model 96: must be 5 heads of an even size"),
+        ("counted --heads 5", "--d_model 96 must be a multiple of 2 times it"),
         ("measured --length 3", "--length 3: each of 4 processes needs a token"),
-        ("measured --heads 3", "--heads 3: --d_model 128 must be an even multiple"),
+        ("measured --heads 3", "--heads 3: --d_model 128 must be a multiple of 2 times it"),
         ("row --length 4194306", "leaves 2 tokens to the last segment"),
         ("row --memory much", "'much' is no size"),
         ("modelled --gpus 1", "--gpus 1: one GPU sends nothing"),

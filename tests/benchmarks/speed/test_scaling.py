@@ -111,7 +111,7 @@ def test_a_child_that_ran_out_of_memory_is_not_timed(tmp_path, monkeypatch):
     def no_room(*args):
         raise OutOfMemory("killed by the system")
 
-    monkeypatch.setattr(scaling.memory, "in_new_process", no_room)
+    monkeypatch.setattr(scaling, "in_new_process", no_room)
     use(monkeypatch, Method("linear-rope", pytest.fail))
     points, _ = run(tmp_path, "--lengths", "16")
     point = points["linear-rope", 16]

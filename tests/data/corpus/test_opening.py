@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -135,14 +134,6 @@ def test_a_prepared_file_that_changed_at_equal_size_is_named(texts, tmp_path, na
     with pytest.raises(InputError, match=rf"prepared' is damaged: .*{name}.* changed after .* Prepare it again"):
         open_text(folder, FRACTIONS)
     assert open_text(folder, FRACTIONS, verify=False).corpora["train"].n_documents > 0
-
-
-def test_a_folder_prepared_before_there_was_a_checksum_of_text_bytes_opens(texts, tmp_path):
-    folder = prepared(texts, tokenizer=str(write_tokenizer(tmp_path)))
-    manifest = json.loads((folder / "linrope-corpus.json").read_text())
-    del manifest["text_bytes_checksum"]
-    (folder / "linrope-corpus.json").write_text(json.dumps(manifest))
-    assert open_text(folder, FRACTIONS).corpora["train"].n_documents > 0
 
 
 # --- flat files -------------------------------------------------------------------------------------------------------

@@ -165,6 +165,7 @@ def test_no_spike_without_a_median_and_micro_batches_are_one_step():
     assert told([1.0, 9.0])[0] == ""  # two steps are a quarter of the window, one is not
     text, _ = told([1.0, 1.0, 1.0, 1.0, 50.0, 50.0], accumulate=2)
     assert text.count("spike at step 3") == 1
+    assert told([0.0, 0.0, 0.0, 1.0])[0] == ""  # of targets that are known by heart
 
 
 def test_a_real_spike_names_the_very_samples(tiny, run_folder, capsys, monkeypatch):

@@ -73,9 +73,12 @@ def test_a_run_goes_on_with_as_many_devices_only():
     require_same_order({"linrope": {"order": two}}, attached(world_size=2).order(), "a.ckpt")
     with pytest.raises(InputError, match=r"a\.ckpt.*\n  devices: 1 in the checkpoint, 2 here$"):
         require_same_order({"linrope": {"order": alone}}, two, "a.ckpt")
-    now = {f"data.{name}": value for name, value in two.items()}
-    older = {name: value for name, value in now.items() if name != "data.devices"}
-    require_same_order({"linrope": {"order": older}}, now, "a.ckpt")
+
+
+def test_each_device_needs_a_row_of_each_case():
+    attached(world_size=11)
+    with pytest.raises(InputError, match=r"data\.test_rows=11: 12 devices need a row of each case each: raise it\."):
+        attached(world_size=12)
 
 
 def test_ranks_share_out_the_cases_without_repeating_a_row():
