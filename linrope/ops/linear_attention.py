@@ -80,7 +80,7 @@ def linear_attention(
         backend: "auto" (the fastest for the device), "reference" (the quadratic definition), "chunked" (linear, any
             device), "cpu" (linear, compiled, fused) or "triton" (linear, fused, NVIDIA GPUs). "cpu" takes no float64
             and at most 256 features; for those "auto" takes "chunked". Transforms of `torch.func` (grad, vmap, jvp) and
-            forward-mode derivatives need "reference", which "auto" takes with a warning.
+            forward-mode derivatives need "reference", which "auto" takes with a warning; vmap returns o alone.
 
     Returns:
         o: (B, H, T, E) in v's dtype, or (o, State) with `return_state`.
