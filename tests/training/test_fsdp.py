@@ -108,9 +108,7 @@ def _by_place(state: dict) -> list:
 def test_predictions_are_of_one_device():
     mesh = SimpleNamespace(size=lambda: 2)
     sharding.require_shareable(mesh, "test", False)
-    with pytest.raises(
-        InputError, match=r"predict on one device \(trainer\.devices=1\), or with .*=ddp"
-    ):
+    with pytest.raises(InputError, match=r"predict on one device \(trainer\.devices=1\), or with .*=ddp"):
         sharding.require_shareable(mesh, "predict", False)
 
 
