@@ -206,6 +206,10 @@ def save_safetensors(weights: dict[str, Tensor], file: Path) -> None:
     save_file(weights, file, metadata={"format": "pt"})
 
 
+ENTRIES = ("task", "order", "tokenizer", "precision", "optimizer", "optimizer_class", "optimizer_changes")
+"""What a checkpoint says of its run beside the model's configuration, `TrainingTask.on_save_checkpoint`."""
+
+
 def is_checkpoint(path: str | Path) -> bool:
     """Whether a path leads to a file, or to the folder of a sharded checkpoint."""
     return Path(path).is_file() or is_sharded_checkpoint(path)
@@ -232,4 +236,9 @@ def open_checkpoint(path: str | Path, weights: bool = False) -> dict[str, Any]:
     ours = isinstance(checkpoint, dict) and isinstance(checkpoint.get("linrope"), dict) and "state_dict" in checkpoint
     if not (ours and "config" in checkpoint["linrope"]):
         raise InputError(f"checkpoint {str(path)!r} was not written by linrope: give a .ckpt file of `linrope fit`.")
+    if missing := [name for name in ENTRIES if name not in checkpoint["linrope"]]:
+        raise InputError(
+            f"checkpoint {str(path)!r} is of another version of linrope: it does not hold {', '.join(missing)}. Read "
+            "it with that version, or train again."
+        )
     return checkpoint

@@ -157,12 +157,14 @@ def test_an_optimizer_does_not_resume_with_the_states_of_another_class(own, tiny
     err = error_of("fit", own, *tiny, *resumed)
     assert "optimizer.name=adamw, but checkpoint" in err
     assert f"has the states of my_classes.SGDConfig: set my_classes.SGDConfig, {start}" in err
+    assert main(["fit", own, *tiny, sgd, *resumed]) == 0
 
     last = run_folder.with_name("version_1") / "checkpoints" / "last.ckpt"
     checkpoint = torch.load(last, weights_only=True)
-    del checkpoint["linrope"]["optimizer_class"]  # older checkpoints do not say
+    del checkpoint["linrope"]["optimizer_class"]
     torch.save(checkpoint, last)
-    assert main(["fit", own, *tiny, sgd, *resumed]) == 0
+    err = error_of("fit", own, *tiny, sgd, *resumed, "--trainer.max_steps=6")
+    assert "is of another version of linrope: it does not hold optimizer_class. Read it with that version" in err
 
 
 def test_a_class_alone_and_its_options_as_flags(own, options, capsys):
