@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
-from inspect import signature
 from typing import Any
 
 from jsonargparse import Namespace
@@ -53,7 +52,7 @@ def _require_class_of_strategy(args: Sequence[str]) -> None:
     options = [name for name, _ in names_and_values(args) if name.startswith("--trainer.strategy.")]
     classes = {"auto": CLASSES["ddp"], **CLASSES}
     if options and isinstance(given, str) and given in classes:
-        is_of_sharded = options[0].rpartition(".")[2] in signature(ShardedStrategy).parameters
+        is_of_sharded = options[0].rpartition(".")[2] in inspect.signature(ShardedStrategy).parameters
         one = ShardedStrategy.__name__ if is_of_sharded else classes[given]
         raise InputError(
             f"{options[0]} needs the class of the strategy, not trainer.strategy={given}: give --trainer.strategy "

@@ -24,6 +24,7 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#000000")
 
 def rows_of(runs: Sequence[RunCurves]) -> list[dict[str, Any]]:
     """A row for each run; what is unknown is None."""
+    tokens, seconds = shared(runs, "tokens"), shared(runs, "seconds")
     return [
         {
             "run": run.name,
@@ -31,16 +32,14 @@ def rows_of(runs: Sequence[RunCurves]) -> list[dict[str, Any]]:
             "seconds": run.seconds,
             "tokens_per_second": run.tokens / run.seconds if run.seconds else None,
             **finite({"train": run.end_of_training, "val": run.last, "best_val": run.best}),
-            "at_equal_tokens": _at_equal(run, runs, "tokens"),
-            "at_equal_seconds": _at_equal(run, runs, "seconds"),
+            "at_equal_tokens": _val_at(run, "tokens", tokens),
+            "at_equal_seconds": _val_at(run, "seconds", seconds),
         }
         for run in runs
     ]
 
 
-def _at_equal(run: RunCurves, runs: Sequence[RunCurves], axis: Axis) -> float | None:
-    """The validation loss of a run where all runs have one."""
-    where = shared(runs, axis)
+def _val_at(run: RunCurves, axis: Axis, where: float | None) -> float | None:
     return None if where is None else run.val_at(axis, where)
 
 

@@ -27,6 +27,8 @@ MODEL_FILES = (CONFIG_FILE, WEIGHTS_FILE, SAFETENSORS_FILE, SHARDS_FILE, "model-
                CHECKSUMS_FILE, EXPORTED_TOKENIZER_FILE, TOKENIZER_FILE, "tokenizer_config.json",
                "special_tokens_map.json", "generation_config.json", "modeling_linrope.py")  # fmt: skip
 """Patterns of all files that a saved or an exported model may have."""
+ENTRIES = ("task", "order", "tokenizer", "precision", "optimizer", "optimizer_class", "optimizer_changes")
+"""What a checkpoint says of its run beside the model's configuration, `TrainingTask.on_save_checkpoint`."""
 
 
 class SavedModel(NamedTuple):
@@ -204,10 +206,6 @@ def save_safetensors(weights: dict[str, Tensor], file: Path) -> None:
     except ImportError as error:
         raise InputError(f'{str(file)!r} needs safetensors to be written: pip install "linrope[hf]".') from error
     save_file(weights, file, metadata={"format": "pt"})
-
-
-ENTRIES = ("task", "order", "tokenizer", "precision", "optimizer", "optimizer_class", "optimizer_changes")
-"""What a checkpoint says of its run beside the model's configuration, `TrainingTask.on_save_checkpoint`."""
 
 
 def is_checkpoint(path: str | Path) -> bool:

@@ -40,7 +40,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         with suppress(OSError):
             partial.unlink()
         raise
-    with suppress(OSError):  # Windows opens no folders
+    with suppress(OSError):  # the new name; Windows opens no folders
         sync(path.parent)
 
 

@@ -74,7 +74,7 @@ def test_ranks_meet_whatever_restarts_their_machines_have_counted(monkeypatch):
 
 
 def test_a_rank_that_failed_by_itself_is_known_after_its_server_has_ended(monkeypatch):
-    """Rank 0's error is printed by rank 0: nobody has killed it."""
+    """Rank 0 prints its own error, and was not killed."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     host, other = (RankBoard(LightningEnvironment(), rank, 2, seconds=5) for rank in range(2))
