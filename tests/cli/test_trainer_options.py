@@ -96,6 +96,7 @@ def test_early_stopping_says_why_and_how_to_resume(tiny, run_folder, capsys):
     assert shlex.split(second)[-2:] == ["--ckpt_path", str(run_folder / "checkpoints" / "last.ckpt")]
 
 
+@pytest.mark.exhaustive
 def test_a_time_limit_says_how_to_resume_and_counts_anew_then(tiny, capsys):
     limited = [*tiny, "--trainer.max_steps=1000000", "--trainer.max_time=00:00:00:01"]
     steps = [0]

@@ -88,7 +88,7 @@ def slow_search(model, source, limit, n_beams, length_penalty):
     return max(finished, default=(beams[0][0] / length_divisor(limit, length_penalty), beams[0][1]))
 
 
-@pytest.mark.parametrize("n_beams", [2, 3])
+@pytest.mark.parametrize("n_beams", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_a_narrow_beam_is_the_search_written_out(n_beams):
     model = model_of(9)
     sources, mask = sources_of(8, 6, 9)

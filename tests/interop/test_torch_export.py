@@ -10,7 +10,7 @@ from linrope import LanguageModel, LanguageModelConfig, RotaryConfig
 from linrope.generation.decoding import read
 from linrope.interop.torch_export import export_decoding_step, initial_state, tensors_of
 from linrope.positions.base import PositionsConfig
-from tests.conftest import assert_input_errors, covering
+from tests.conftest import assert_input_errors
 from tests.models.test_language_model import CONFIGS, SMALL, awake
 
 ONE_LAYER = {**SMALL, "n_layers": 1}
@@ -22,7 +22,8 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", covering(OPTIONS, ("signed",)))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", OPTIONS)
 @torch.no_grad()
 def test_twenty_steps_give_the_eager_logits_near_and_far(name):
     torch.manual_seed(0)

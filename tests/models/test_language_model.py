@@ -25,7 +25,7 @@ from linrope.feature_maps import MAP_MODULES
 from linrope.generation.sampling import Sampling, probabilities_of
 from linrope.positions.base import PositionsConfig
 from linrope.rotary import RotaryScaling
-from tests.conftest import assert_input_errors
+from tests.conftest import assert_input_errors, covering
 
 SMALL = {"vocab_size": 40, "d_model": 16, "n_layers": 2, "n_heads": 2}
 HYBRID = {**SMALL, "attention": ["linear", "softmax"]}
@@ -56,7 +56,11 @@ def awake(model: LanguageModel) -> LanguageModel:
     return model
 
 
-@pytest.fixture(params=CONFIGS)
+FEW = ("recipe", "softmax", "hybrid", "no rope", "trainable rope", "scaled rope")
+FEW += ("before map", "norm", "window", "hedgehog")
+
+
+@pytest.fixture(params=covering(CONFIGS, FEW))
 def model(request):
     torch.manual_seed(0)
     return awake(LanguageModel(CONFIGS[request.param])).double().eval()

@@ -224,7 +224,10 @@ def test_a_mask_reaches_a_learned_feature_map_and_may_change_before_the_backward
     assert all(map(torch.equal, gradients(mask, changed=True), expected))
 
 
-@pytest.mark.parametrize("name", ["everything at once, unpacked", "normalize=rotary, continued"])
+@pytest.mark.parametrize(
+    "name",
+    covering(["everything at once, unpacked", "normalize=rotary, continued"], ["everything at once, unpacked"]),
+)
 def test_gradcheck(name):
     """Against finite differences, every differentiable input at once, θ and the incoming state among them."""
     case = by_name(name)

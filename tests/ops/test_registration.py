@@ -46,11 +46,12 @@ def arguments(
 
 
 OPTIONS = [
-    {"mask": True, "decay": True, "packed": True}, {"signed": 4, "decay": True, "plain": False},
-    {"decay": True, "backend": "triton"}, {"mask": True, "decay": True, "packed": True, "backend": "cpu"},
+    {"signed": 4, "decay": True, "plain": False}, {"decay": True, "backend": "triton"},
+    {"mask": True, "decay": True, "packed": True, "backend": "cpu"},
 ]  # fmt: skip
 EXHAUSTIVE = [
-    {}, {"plain": False, "decay": True}, {"causal": False, "mask": True}, {"dtype": torch.bfloat16}, {"width": 1},
+    {"mask": True, "decay": True, "packed": True}, {}, {"plain": False, "decay": True},
+    {"causal": False, "mask": True}, {"dtype": torch.bfloat16}, {"width": 1},
     {"base": [100.0, None, 7.0]}, {"base": [100.0, None, 7.0], "causal": False}, {"signed": 4, "decay": True},
     {"dtype": torch.bfloat16, "width": 1},
 ]  # fmt: skip
@@ -79,8 +80,7 @@ COMPILED = (
     [
         *(("chunked", name) for name in COMPILED[:2]),
         *(pytest.param("chunked", name, marks=pytest.mark.exhaustive) for name in COMPILED[2:]),
-        ("triton", "continued, one token"),
-        pytest.param("triton", "T=65", marks=pytest.mark.exhaustive),
+        *(pytest.param("triton", name, marks=pytest.mark.exhaustive) for name in ("continued, one token", "T=65")),
     ],
 )
 def test_compiled_in_one_graph(backend, name):
@@ -364,7 +364,7 @@ def test_a_first_call_does_not_load_the_compiler():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-@pytest.mark.parametrize("backend", ["auto", "reference", "chunked"])
+@pytest.mark.parametrize("backend", covering(["auto", "reference", "chunked"], ["auto", "reference"]))
 @pytest.mark.parametrize("length", [70, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 0))])
 @pytest.mark.parametrize("options", [
     {}, {"causal": False}, {"log_decay": -torch.ones(2, 3, 70)}, {"normalize": "rotary"}, {"feature_map": torch.exp},

@@ -41,6 +41,7 @@ EVERYTHING = {
 }  # fmt: skip
 
 MORE = [
+    ({"rope": RotaryEmbedding(16, trainable=True), **EVERYTHING}, True),
     ({"dtype": torch.float32, "causal": False}, True),
     ({"length": 1, "state": replace(STATE, length=torch.tensor(5))}, False),
     ({"normalize": "rotary", "dtype": torch.float16}, False),
@@ -52,11 +53,10 @@ MORE = [
     ("options", "training"),
     [
         ({}, False),
-        ({"rope": RotaryEmbedding(16, trainable=True), **EVERYTHING}, True),
         ({"length": 1, "state": STATE}, False),
         *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE),
     ],
-    ids=["plain", "everything", "one token", "noncausal", "position on the device", "rotary", "identity"],
+    ids=["plain", "one token", "everything", "noncausal", "position on the device", "rotary", "identity"],
 )
 def test_right_kernels_pass(options, training):
     assert self_check.checked(call_of(**options), training) is None

@@ -40,6 +40,7 @@ def test_extreme_inputs():
 
 
 @compiled
+@pytest.mark.exhaustive
 def test_opcheck_and_strides():
     x = torch.randn(60, 2, 80).transpose(0, 1).requires_grad_()
     torch.library.opcheck(torch.ops.linrope.swiglu, (x,))

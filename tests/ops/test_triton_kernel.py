@@ -54,13 +54,14 @@ def errors(actual, expected):
     ("features", "width", "rope"),
     [
         # no powers of two
-        pytest.param(80, 96, {"interleaved": False, "rotary_dim": 40}, marks=pytest.mark.exhaustive),
+        (80, 96, {"interleaved": False, "rotary_dim": 40}),
         # the widest, whose values are split among programs
-        pytest.param(256, 144, {}, marks=pytest.mark.exhaustive),
+        (256, 144, {}),
         (16, 256, {"signed": True}),
     ],
 )
-@pytest.mark.parametrize("length", [20, pytest.param(150, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("length", [20, 150])
+@pytest.mark.exhaustive
 def test_wide_and_odd_heads(features, width, rope, length, monkeypatch):
     monkeypatch.setattr(plan, "stretch_of", lambda *sizes: 64)
     options = {"features": features, "width": width, "length": length, "rope": RotaryEmbedding(features, **rope)}

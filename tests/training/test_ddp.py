@@ -30,6 +30,8 @@ MODEL += ["--model.short_conv=3", "--model.forget_gate=true"]
 # The learning rate does not depend on the last step, so that a longer run repeats a shorter one.
 CONSTANT = ["--optimizer.lr=0.01", "--optimizer.warmup_steps=2", "--optimizer.final_lr_fraction=1"]
 PLAIN = ["--model.dropout=0.2", "--trainer.max_steps=6", "--data.context=24"]
+# Lightning's own sampler would deal out samples a second time
+PLAIN_ON_TWO = [*PLAIN, "--trainer.val_check_interval=6", "--trainer.use_distributed_sampler=true"]
 PACKED = ["--data.document_mask=true", "--trainer.precision=64-true", "--trainer.max_steps=6"]
 ALONE = [*PLAIN, "--trainer.accumulate_grad_batches=2", "--trainer.max_steps=8", "--trainer.val_check_interval=12"]
 CONTIGUOUS = ["--data.contiguous=true", "--data.document_mask=true", "--trainer.accumulate_grad_batches=2"]
@@ -109,12 +111,10 @@ def two(base, alone, tmp_path_factory) -> dict[str, tuple[str, str]]:
     """What two runs of two processes print that are not stopped: stdout and stderr by name. The ranks of "packed" write
     what they exchange into the folder of all runs. Processes that are forked after a run of this one begin sooner."""
 
-    def start(name: str, options: list[str], ranks: int = 2) -> Run:
-        return Run([*base, *TWO, *options, f"--run.name={name}"], tmp_path_factory.mktemp(name), ranks)
+    def start(name: str, options: list[str]) -> Run:
+        return Run([*base, *TWO, *options, f"--run.name={name}"], tmp_path_factory.mktemp(name), ranks=2)
 
-    # Lightning starts the second process of this one; its sampler would deal out samples a second time
-    plain = [*PLAIN, "--trainer.val_check_interval=6", "--trainer.use_distributed_sampler=true"]
-    runs = {"plain": start("plain", plain, ranks=1)}
+    runs = {"plain": start("plain", PLAIN_ON_TWO)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TextDataModule, "on_after_batch_transfer", ask_for_some)
         write_exchanges(patch, texts_of(base).parent)
@@ -142,6 +142,15 @@ def test_two_processes_train_to_the_bit_what_one_does_with_two_micro_batches(two
     # So a run of two devices may go on with one, where that has as many batches in a step.
     assert main([*base, *ALONE, f"--ckpt_path={last(ours)}", "--run.name=moved"]) == 0
     assert all(equal(load(folder_of(base, "moved"))[key], load(alone)[key]) for key in TRAINED)
+
+
+@pytest.mark.exhaustive
+def test_lightning_starts_the_second_process_where_no_launcher_does(two, base, tmp_path):
+    out, _ = printed_by(Run([*base, *TWO, *PLAIN_ON_TWO, "--run.name=launched"], tmp_path))
+    assert out.count("step 6/6 ") == 1
+    ours, launched = folder_of(base, "plain"), folder_of(base, "launched")
+    assert losses(launched) == losses(ours)
+    assert all(equal(load(launched)[key], load(ours)[key]) for key in TRAINED)
 
 
 def test_validation_is_over_all_windows_of_both_ranks(two, base, alone):

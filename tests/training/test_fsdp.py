@@ -29,13 +29,13 @@ from tests.training.attached import attached
 from tests.training.test_ddp import CONSTANT, MODEL, folder_of, last, texts_of
 from tests.training.test_resume import load, losses
 
+pytestmark = pytest.mark.exhaustive  # processes that exchange much; test_ddp.py has two of them by default
 SHARDED = ["--trainer.devices=2", "--trainer.strategy=fsdp2"]
 ONE_FILE = ["--trainer.devices=2", "--trainer.strategy=lightning.pytorch.strategies.ModelParallelStrategy"]
 ONE_FILE += ["--trainer.strategy.save_distributed_checkpoint=false", "--trainer.strategy.data_parallel_size=2"]
 ONE_FILE += ["--trainer.strategy.tensor_parallel_size=1"]
 ALONE = ["--trainer.accumulate_grad_batches=2", "--trainer.val_check_interval=12"]
 OTHER_OPTIONS = ["--optimizer.lr=0.003", "--optimizer.betas=[0.8, 0.9]", "--optimizer.weight_decay=0.5"]
-EXHAUSTIVE = pytest.mark.exhaustive
 HALF, WHOLE = "--trainer.max_steps=6", "--trainer.max_steps=12"
 
 
@@ -112,7 +112,6 @@ def test_predictions_are_of_one_device():
         sharding.require_shareable(mesh, "predict", False)
 
 
-@EXHAUSTIVE
 def test_muon_steps_a_shared_model_as_a_whole_one_and_resumes(fit, base):
     """Muon orthogonalises in bfloat16, whose rounding follows the order of sums: so the first step is compared, whose
     size is known. Its entries have a mean square of (0.2 lr)²."""
@@ -141,7 +140,6 @@ def test_two_devices_that_share_a_model_train_it_as_one_does(half, alone):
     assert float(losses(half)[6]) < float(losses(half)[1]) - 0.1  # it has learned
 
 
-@EXHAUSTIVE
 def test_both_ranks_continue_the_sample_and_one_prints_it(base, half, tmp_path, capsys):
     sample = ["--sample.prompt=ab", "--sample.max_new_tokens=12", "--sample.seed=3", "--trainer.max_steps=7"]
     resumed = [f"--ckpt_path={last(half)}", "--run.name=sample", "--trainer.enable_checkpointing=false"]
@@ -160,7 +158,6 @@ def test_a_rank_with_fewer_batches_takes_part_in_the_validation_of_the_others(ha
     assert len(losses(half, "val_loss")) == 1  # and it ended
 
 
-@pytest.mark.exhaustive
 def test_a_folder_of_shards_goes_on_with_two_devices_and_with_one(half, alone, base, fit):
     assert is_sharded_checkpoint(last(half))
     require_same_training(fit("two", WHOLE, f"--ckpt_path={last(half)}"), alone["whole"])
@@ -168,7 +165,6 @@ def test_a_folder_of_shards_goes_on_with_two_devices_and_with_one(half, alone, b
     require_same_training(folder_of(base, "one"), alone["whole"])
 
 
-@EXHAUSTIVE
 def test_a_file_of_one_device_goes_on_with_two_that_share_the_model_and_write_a_file(alone, base, fit):
     """A parameter's number in the file is not its place among the model's parameters: groups come one after another."""
     ours = fit("file", *ONE_FILE, WHOLE, f"--ckpt_path={last(alone['half'])}")
@@ -180,7 +176,6 @@ def test_a_file_of_one_device_goes_on_with_two_that_share_the_model_and_write_a_
     require_same_training(folder_of(base, "file-one"), folder_of(base, "13"))
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("source", ["folder", "file"])
 def test_the_optimizer_options_of_this_run_win(half, alone, base, fit, source):
     """The strategy restores the optimizer itself, with the options of the checkpoint's run."""
@@ -194,7 +189,6 @@ def test_the_optimizer_options_of_this_run_win(half, alone, base, fit, source):
     assert float(losses(ours, "lr")[12]) == pytest.approx(0.003)
 
 
-@EXHAUSTIVE
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_process_that_is_killed_while_it_saves_loses_nothing(alone, fit, monkeypatch, when):
     """It is killed at step 6, before or after the new folder takes the place of that of step 3."""
@@ -219,7 +213,6 @@ def test_a_process_that_is_killed_while_it_saves_loses_nothing(alone, fit, monke
     assert [name for name in checkpoints if name.startswith("last")] == ["last.ckpt", os.readlink(last(folder))]
 
 
-@EXHAUSTIVE
 def test_a_full_disk_stops_all_ranks_with_one_message_and_keeps_the_last_checkpoint(half, fit, monkeypatch):
     new_folder, folders = sharding.new_folder, []
 
@@ -239,7 +232,6 @@ def test_a_full_disk_stops_all_ranks_with_one_message_and_keeps_the_last_checkpo
     assert sorted(place.name for place in path.parent.iterdir()) == ["last.ckpt", "last.ckpt.1"]
 
 
-@EXHAUSTIVE
 @pytest.mark.parametrize("noticed", ["at the start", "when saving"])
 def test_a_folder_of_runs_that_ranks_do_not_share_is_refused(fit, tmp_path, monkeypatch, noticed):
     setup = LastCheckpoint.setup
@@ -269,7 +261,6 @@ def fit_folder(other: Path, name: str) -> Path:
     return other.parent.parent / name / "version_0"
 
 
-@EXHAUSTIVE
 def test_every_command_reads_a_folder_of_shards(half, alone, tmp_path, capsys):
     path = str(last(half))
     capsys.readouterr()
@@ -378,7 +369,6 @@ def test_a_folder_with_a_damaged_part_is_refused(half, tmp_path):
         LanguageModel.from_pretrained(copy)
 
 
-@EXHAUSTIVE
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -247,34 +247,30 @@ def test_tasks_that_read_whole_rows_refuse_to_share_them(config, tmp_path):
     assert "share rows, which the tasks language_modeling and masked_lm can" in " ".join(err.split())
 
 
+@EXHAUSTIVE
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         (["--data.context=1"], "data.context=1 leaves 1 tokens, and each of the 2 devices that share a row needs one"),
-        pytest.param(
+        (
             ["--data.context=25", "--segment_length=6"],
             "data.context=25 leaves 1 tokens for the last segment, after 2 of 2 × 6, and each of the 2 devices",
-            marks=EXHAUSTIVE,
         ),
-        pytest.param(
+        (
             ["--model.window=null"],
             "sequence_parallel_size=2 needs a state of fixed size, but layer 1 is softmax",
-            marks=EXHAUSTIVE,
         ),
-        pytest.param(
+        (
             ["--trainer.strategy.data_parallel_size=2"],
             "data_parallel_size=2 × sequence_parallel_size=2 must make 2, the number of devices",
-            marks=EXHAUSTIVE,
         ),
-        pytest.param(
+        (
             ["--trainer.strategy.process_group_backend=mpi"],
             "trainer.strategy.process_group_backend='mpi': this PyTorch has none.",
-            marks=EXHAUSTIVE,
         ),
-        pytest.param(
+        (
             ["--run.compile=true"],
             "run.compile=True does not go with trainer.strategy.sequence_parallel_size: drop one.",
-            marks=EXHAUSTIVE,
         ),
     ],
 )

@@ -191,6 +191,7 @@ def test_our_form_is_verified_timed_and_profiled(monkeypatch):
     assert attend["bytes"] > 4 * 20 * 16 * 2
 
 
+@pytest.mark.exhaustive
 def test_a_wrong_form_is_not_timed(monkeypatch):
     def wrong(*args, real=kernel.forward):
         o, *others = real(*args)

@@ -23,7 +23,10 @@ SMALL = {"dim": 16, "width": 16, "length": 70, "batch": 1}
 @pytest.mark.parametrize(
     "case",
     [
-        Case(**SMALL, decay=0.1, masked=True, packed=True, past=77, rope={"trainable": True}),
+        pytest.param(
+            Case(**SMALL, decay=0.1, masked=True, packed=True, past=77, rope={"trainable": True}),
+            marks=pytest.mark.exhaustive,
+        ),
         Case(**SMALL, dtype="float32", options={"causal": False}),
         Case(**SMALL, steps=3, past=1000),
     ],

@@ -113,6 +113,7 @@ def test_the_error_of_a_layer_is_that_of_its_outputs_for_the_teachers_inputs(her
     }
 
 
+@pytest.mark.exhaustive
 def test_distillation_lowers_the_divergence_from_the_teacher(here):
     assert main(run("distillation", "--run.name=distilled")) == 0  # from new weights, which are far from the teacher
     found = Path("runs/distilled/version_0")
