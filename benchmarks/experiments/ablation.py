@@ -15,9 +15,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.experiments import ablation_pictures as pictures
 from benchmarks.experiments import ablation_report as report
 from benchmarks.experiments.grid import n_steps, read_grid, settings_of
-from benchmarks.experiments.results_folder import Folder, Speed
+from benchmarks.experiments.results_folder import Folder, Speed, claimed
 from benchmarks.experiments.training_run import INTERRUPTED
 from benchmarks.harness.options import check_names
 from benchmarks.harness.pictures import Figure
@@ -34,7 +34,6 @@ from benchmarks.harness.runner import AddOption, Benchmark, print_table
 from benchmarks.harness.timing import Alternation
 from benchmarks.harness.training_step import training_step
 from linrope.training import OptimizerConfig
-from linrope.utils.files import claim
 
 DRIFT = 0.1
 """A larger change of the reference's speed is reported."""
@@ -42,19 +41,6 @@ DRIFT = 0.1
 
 class RunFailed(RuntimeError):
     """A run's process ended without a result; the message holds its last output."""
-
-
-@contextmanager
-def claimed(file: Path) -> Iterator[Path | None]:
-    """Make the file, lock it, and remove it at the end; None if another process holds the lock."""
-    with file.open("a") as lock:
-        if not claim(lock):
-            yield None
-            return
-        try:
-            yield file
-        finally:
-            file.unlink(missing_ok=True)
 
 
 def run_process(spec_file: Path, show: Callable[..., None]) -> tuple[int, Collection[str]]:
@@ -121,9 +107,21 @@ class Ablation(Benchmark):
             self.failure = str(error)
 
     def measure_speeds(self) -> dict[str, Speed]:
-        """Training speeds of the variants of --only, measured once for a folder. Those that are added later alternate
-        with the reference (or with another that was measured, if it was not), and are scaled by the change in its speed
-        since then. Variants with a curriculum have no single speed, and are omitted."""
+        """Training speeds of the variants of --only, measured once for a folder, by one process at a time."""
+        waits = False
+        while True:
+            with claimed(self.options.output / "speed.lock") as lock:
+                if lock is not None:
+                    return self._measure_missing_speeds()
+            if not waits:
+                self.console.print("another process measures the speeds of this folder: waiting for it")
+                waits = True
+            time.sleep(1)
+
+    def _measure_missing_speeds(self) -> dict[str, Speed]:
+        """Speeds that are added later alternate with the reference (or with another that was measured, if it was not),
+        and are scaled by the change in its speed since then. Variants with a curriculum have no single speed, and are
+        omitted."""
         folder = self.options.folder
         known = folder.read_speeds()
         missing = [name for name in folder.speed_keys if name in self.options.only and name not in known]

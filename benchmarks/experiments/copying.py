@@ -66,7 +66,9 @@ class TextReadTwice(Benchmark):
         """`trained` is added: the models by name."""
         stems = [path.stem for path in options.model]
         names = [path.stem if stems.count(path.stem) == 1 else str(path) for path in options.model]
-        options.trained = {name: read_byte_model(parser, path) for name, path in zip(names, options.model)}
+        longest = max(options.lengths)
+        row = f"--lengths {longest}", 2 * longest + options.gap
+        options.trained = {name: read_byte_model(parser, path, *row) for name, path in zip(names, options.model)}
         available = len(held_out())
         for length in options.lengths:
             if length < 4:

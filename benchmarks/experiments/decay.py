@@ -90,9 +90,10 @@ class Decay(Benchmark):
     @classmethod
     def check(cls, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         """`trained` is added: the model, or None."""
-        options.trained = read_byte_model(parser, options.model) if options.model else None
-        if options.trained is None:
+        options.trained = None
+        if options.model is None:
             return
+        options.trained = read_byte_model(parser, options.model, f"--longest {options.longest}", 4 * options.longest)
         if "linear" not in options.trained.config.attention_types:
             parser.error(f"--model {options.model}: none of its layers is linear, so it has no numerators to measure")
         available = len(held_out()) // (4 * N_ROWS)

@@ -23,7 +23,9 @@ import torch
 import yaml
 
 from benchmarks.experiments import family_report as report
-from benchmarks.experiments.family_run import Spec, training_step
+from benchmarks.experiments.family_run import Spec, configured, training_step
+from benchmarks.experiments.grid import hash_of_files
+from benchmarks.experiments.results_folder import claimed
 from benchmarks.harness.options import check_names
 from benchmarks.harness.pictures import Figure
 from benchmarks.harness.runner import AddOption, Benchmark, print_table
@@ -118,15 +120,18 @@ class Family(Benchmark):
 
     @classmethod
     def check(cls, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-        """`plan` is added."""
+        """`plan` is added, and `hashes`."""
         options.output = options.output or Path("results/family", options.grid.stem)
         options.plan = FamilyGrid.read(options.grid)
         options.only = options.only or list(options.plan.variants)
         check_names(parser, "--only", options.only, options.plan.variants)
         if options.data is not None and not options.data.exists():
             parser.error(f"--data {options.data} does not exist: give the file or folder to train on")
+        options.hashes = {}
         run = cls(options)
-        run.refuse_other_options()
+        if not options.report:
+            run.require_options()
+        run.refuse_other_results()
         if not options.report:
             run.require_starts()
 
@@ -152,21 +157,40 @@ class Family(Benchmark):
         result = self.folder / f"{variant}-seed{seed}.json"
         start = None if start is None else self.runs_of(start, seed)
         config = str(ROOT / self.grid.config)
-        return Spec(
-            variant, seed, config, options, start, bool(self.grid.scores), self.runs_of(variant, seed), str(result)
-        )
+        folder, test = self.runs_of(variant, seed), bool(self.grid.scores)
+        return Spec(variant, seed, config, options, start, test, folder, str(result), self.options.hashes.get(variant))
 
     def runs_of(self, variant: str, seed: int) -> str:
         """Where `linrope fit` writes."""
         return str(self.options.output / "fits" / f"{variant}-seed{seed}")
 
-    def refuse_other_options(self) -> None:
-        """Raise InputError for results of another grid; where the data lies may differ."""
+    def require_options(self) -> None:
+        """Raise InputError for a variant with options that `linrope fit` does not take. `options.hashes` is filled:
+        those of the variants' data."""
+        known: dict[str, str | None] = {}
+        for spec in (spec for spec in self.specs if spec.seed == self.grid.seeds[0]):
+            try:
+                path = configured(spec).config.data.get("path")
+            except InputError as error:
+                raise InputError(f"variants: {spec.variant}: {error}") from error
+            if path not in known:
+                known[path] = hash_of_files(Path(path)) if path is not None and Path(path).exists() else None
+            self.options.hashes[spec.variant] = known[path]
+
+    def refuse_other_results(self) -> None:
+        """Raise InputError for results of another grid, of another configuration or of other data; where the data lie
+        may differ."""
         for spec in self.specs:
             if not (file := Path(spec.result)).exists():
                 continue
-            found, own = json.loads(file.read_text())["options"], spec.recorded
-            if differing := sorted(name for name in found | own if found.get(name) != own.get(name)):
+            found, own = json.loads(file.read_text()), spec.recorded
+            options = found["options"], own["options"]
+            differing = sorted(name for name in options[0] | options[1] if options[0].get(name) != options[1].get(name))
+            if found.get("configuration", own["configuration"]) != own["configuration"]:
+                differing.append(self.grid.config)
+            if None not in (found.get("data"), own["data"]) and found["data"] != own["data"]:
+                differing.append("text at data.path")
+            if differing:
                 raise InputError(
                     f"--output {self.options.output} holds a run of {spec.variant!r} with another "
                     f"{', '.join(differing)}: give another folder, or another name to the changed variant."
@@ -212,9 +236,14 @@ class Family(Benchmark):
         return {name: sample.median for name, sample in alternation.samples.items()}
 
     def make_runs(self, waiting: list[Spec]) -> None:
-        """Make the runs, `--jobs` at a time; one that starts from another waits for it."""
+        """Make the runs, `--jobs` at a time; one that starts from another waits for it. After one that fails, those
+        that are being made go on to their end.
+
+        Raises:
+            RunFailed: one failed.
+        """
         total = len(self.grid.seeds) * len(self.grid.variants)
-        tick = self.progress("runs", total)
+        tick, failed = self.progress("runs", total), None
         with ThreadPoolExecutor(self.options.jobs) as pool:
             running: dict[Future, Spec] = {}
             try:
@@ -228,18 +257,34 @@ class Family(Benchmark):
                     done, _ = wait(running, return_when=FIRST_COMPLETED)
                     for future in done:
                         spec = running.pop(future)
-                        loss = future.result()["curve"][-1][self.grid.metric]
-                        said = f"{spec.variant}, seed {spec.seed}: {loss:.4f} {self.grid.label}"
+                        try:
+                            said = f"{spec.variant}, seed {spec.seed}: {future.result()}"
+                        except (RunFailed, InputError) as error:
+                            failed, waiting = failed or error, []
+                            continue
                         self.console.print(said, markup=False, highlight=False)
+                if failed is not None:
+                    raise failed
             except BaseException:
                 for process in self.processes:
                     process.terminate()
                 raise
         tick(completed=len(list(self.folder.glob("*.json"))))
 
-    def make_run(self, spec: Spec) -> dict[str, Any]:
-        """One run in a process of its own."""
-        file = Path(spec.result).with_suffix(".spec")
+    def make_run(self, spec: Spec) -> str:
+        """One run in a process of its own, unless another process makes it. Returns what is to be said of it."""
+        with claimed(Path(spec.result).with_suffix(".spec")) as file:
+            if file is None:
+                return "another process is making it"
+            if spec.start_from not in {None, *(one.folder for one in self.specs if Path(one.result).exists())}:
+                return "another process is making the run that it starts from: give the command again after that"
+            if not Path(spec.result).exists():
+                self.run_process(spec, file)
+            result = json.loads(Path(spec.result).read_text())
+            report.require_metrics(result, self.grid.metric, self.grid.scores)
+            return f"{result['curve'][-1][self.grid.metric]:.4f} {self.grid.label}"
+
+    def run_process(self, spec: Spec, file: Path) -> None:
         file.write_text(json.dumps(asdict(spec)))
         path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         threads = str(max(1, torch.get_num_threads() // self.options.jobs))
@@ -254,8 +299,6 @@ class Family(Benchmark):
             last = log.read().splitlines()[-20:]
         if status or not Path(spec.result).exists():
             raise RunFailed(f"{spec.variant}, seed {spec.seed} failed:\n" + "\n".join(last))
-        file.unlink()
-        return json.loads(Path(spec.result).read_text())
 
     def read(self, folder: Path) -> None:
         """Read the finished runs, and make the rows of the table."""

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from benchmarks.experiments.ablation_report import Interval
 from benchmarks.harness.pictures import COLORS, Figure, legend_by_end, new_axes
+from linrope.errors import InputError
 from linrope.utils.formatting import duration_text
 from linrope.utils.terminal import new_table
 
@@ -60,7 +61,9 @@ def by_variant(results: list[Run], variants: list[str]) -> Runs:
 
 def rows_of(runs: Runs, speeds: Mapping[str, float], reference: str, metric: str, scores: list[str]) -> list[Row]:
     """The losses of all variants, the lowest mean first, then each score in the same order. `speeds` are seconds of a
-    step."""
+    step. InputError for a metric or score that a run does not have."""
+    for run in (run for own in runs.values() for run in own.values()):
+        require_metrics(run, metric, scores)
     n_steps = {name: _end(next(iter(own.values())))["step"] for name, own in runs.items()}
     seconds = {name: n * speeds.get(name, math.nan) for name, n in n_steps.items()}
     losses = {name: {seed: _end(run)[metric] for seed, run in own.items()} for name, own in runs.items()}
@@ -73,6 +76,16 @@ def rows_of(runs: Runs, speeds: Mapping[str, float], reference: str, metric: str
         values = {name: {seed: run["test"][score] for seed, run in own.items()} for name, own in runs.items()}
         rows += [_row(name, score, runs, values, seconds, reference, as_share=False) for name in order]
     return rows
+
+
+def require_metrics(run: Run, metric: str, scores: list[str]) -> None:
+    """Raise InputError unless a finished run has the grid's metric and scores."""
+    name, validated = f"{run['variant']}, seed {run['seed']}", sorted(_end(run).keys() - {"step"})
+    if metric not in validated:
+        raise InputError(f"metric={metric!r} is not in the validation of {name}: choose one of {', '.join(validated)}.")
+    if missing := [score for score in scores if score not in run["test"]]:
+        how = f"choose of {', '.join(sorted(run['test']))}" if run["test"] else "it was made without, so remove it"
+        raise InputError(f"scores: {', '.join(missing)} is not in the test of {name}: {how}.")
 
 
 def _end(run: Run) -> dict[str, float]:
@@ -96,9 +109,10 @@ def _row(
 
 
 def difference_of(own: Mapping[int, float], reference: Mapping[int, float], as_share: bool) -> Interval:
-    """Seed by seed; of the seeds that both have."""
-    scale = statistics.fmean(reference.values()) if as_share and reference else 1.0
-    return Interval.of((own[seed] - reference[seed]) / scale for seed in own if seed in reference)
+    """Seed by seed, of the seeds that both have; a share is one of the reference's mean over these."""
+    both = [seed for seed in own if seed in reference]
+    scale = statistics.fmean(reference[seed] for seed in both) if as_share and both else 1.0
+    return Interval.of((own[seed] - reference[seed]) / scale for seed in both)
 
 
 def _add_times(

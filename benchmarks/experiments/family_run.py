@@ -44,11 +44,15 @@ class Spec:
     """Of the run: the folder that `linrope fit` makes its own in."""
     result: str
     """The file to write."""
+    data: str | None
+    """A hash of the data, None where the options name none."""
 
     @property
     def recorded(self) -> dict[str, Any]:
-        """The options that decide the result: all but where the data lies."""
-        return {name: value for name, value in self.options.items() if name != "data.path"}
+        """What decides the result: the options but for where the data lies, the configuration file, the data."""
+        options = {name: value for name, value in self.options.items() if name != "data.path"}
+        configuration = yaml.safe_load(Path(self.config).read_text(encoding="utf-8"))
+        return {"options": options, "configuration": configuration, "data": self.data}
 
 
 def arguments_of(options: dict[str, Any]) -> list[str]:
@@ -69,16 +73,22 @@ def last_checkpoint(folder: Path) -> str:
     return str(found[max(found)] / "checkpoints" / "last.ckpt")
 
 
+def configured(spec: Spec) -> ConfigCLI:
+    """The run's command line, parsed. InputError for an option that is unknown or does not fit."""
+    return ConfigCLI("plan", ["--config", spec.config, *arguments_of(spec.options)], PlanOptions)
+
+
 def training_step(spec: Spec) -> Callable[[], None]:
     """One optimizer step of a run, on its first batch, again and again."""
-    cli = ConfigCLI("plan", ["--config", spec.config, *arguments_of(spec.options)], PlanOptions)
+    cli = configured(spec)
     task, batch, autocast = first_step(cli)
-    optimizer = torch.optim.AdamW(task.parameters(), fused=True)
+    optimizer = cli.config_init.optimizer.optimizer_of(task.model, fused=True)
 
     def step() -> None:
-        with torch.autocast("cpu", autocast, enabled=autocast is not None):
-            loss = task.batch_loss(batch)
-        (loss.total / loss.n_positions).backward()
+        for _ in range(cli.config_init.trainer.accumulate_grad_batches):
+            with torch.autocast("cpu", autocast, enabled=autocast is not None):
+                loss = task.batch_loss(batch)
+            (loss.total / loss.n_positions).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -100,7 +110,7 @@ def main() -> None:
     result = {
         "variant": spec.variant,
         "seed": spec.seed,
-        "options": spec.recorded,
+        **spec.recorded,
         "parameters": load_model(checkpoint, ModelConfig).n_parameters,
         "curve": curve_of(read_log(find_log(spec.folder))),
         "test": scores,

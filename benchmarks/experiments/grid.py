@@ -218,6 +218,18 @@ def hash_of(values: Any) -> str:
     return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
+def hash_of_files(path: Path) -> str:
+    """Of the names and contents of a file, or of all files in a folder."""
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    digest = hashlib.blake2b(digest_size=8)
+    for file in files:
+        digest.update(f"{file.relative_to(path)} {file.stat().st_size}".encode())
+        with open(file, "rb") as content:
+            while part := content.read(2**20):
+                digest.update(part)
+    return digest.hexdigest()
+
+
 def read_grid(path: Path) -> Grid:
     """The grid in a YAML file.
 

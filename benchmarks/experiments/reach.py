@@ -61,7 +61,7 @@ class HeadReach(Benchmark):
         """`trained` is added: the model."""
         if options.context < 2:
             parser.error(f"--context {options.context}: must be 2 or more, because half of a row is measured")
-        options.trained = read_byte_model(parser, options.model)
+        options.trained = read_byte_model(parser, options.model, f"--context {options.context}", options.context)
         config = options.trained.config
         if not config.forget_gate or "linear" not in config.attention_types:
             parser.error(f"--model {options.model}: it needs linear layers with a forget gate")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,20 @@ import torch
 from benchmarks.experiments.grid import Grid, Settings, hash_of, longest_context, opened
 from benchmarks.harness.machine import commit, device_name
 from linrope.errors import InputError
-from linrope.utils.files import whole_file
+from linrope.utils.files import claim, whole_file
+
+
+@contextmanager
+def claimed(file: Path) -> Iterator[Path | None]:
+    """Make the file, lock it, and remove it at the end; None if another process holds the lock."""
+    with file.open("a") as lock:
+        if not claim(lock):
+            yield None
+            return
+        try:
+            yield file
+        finally:
+            file.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

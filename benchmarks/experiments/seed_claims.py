@@ -21,6 +21,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.experiments.ablation_report import Interval
+from benchmarks.experiments.decay import HEAD_DIM
 from benchmarks.experiments.family_report import SPEEDS, Row, Runs, by_variant, rows_of, with_interval
 from linrope.errors import InputError
 from linrope.evaluation.reports import print_written
@@ -149,8 +150,8 @@ def decay(results: Path) -> Finding:
     near, far = (sum(part) / quarter for part in (bound[:quarter], bound[-quarter:]))
     text = (
         f"The bound's mean over distances 0 to {quarter - 1} is {near:.1f}, over {len(bound) - quarter} to "
-        f"{len(bound) - 1} it is {far:.1f} (head size 64, base 10,000). The bound decays, not evenly; the weights of a "
-        "trained linear model oscillate below it, and a forget gate decides what is near."
+        f"{len(bound) - 1} it is {far:.1f} (head size {HEAD_DIM}, base 10,000). The bound decays, not evenly. The "
+        "weights of a trained linear model oscillate, and a forget gate decides what is near."
     )
     return Finding(text, HELD if far < near else NOT, "decay/whole/decay.png")
 

@@ -50,8 +50,9 @@ def check_names(parser: argparse.ArgumentParser, option: str, names: Iterable[st
             parser.error(f"{option} {name}: unknown.{suggest(name, known)} There are {', '.join(known)}")
 
 
-def read_byte_model(parser: argparse.ArgumentParser, path: Path) -> LanguageModel:
-    """The trained model of `--model PATH`, or exit with an error if there is none or its tokens are not bytes."""
+def read_byte_model(parser: argparse.ArgumentParser, path: Path, option: str, longest: int) -> LanguageModel:
+    """The trained model of `--model PATH`, or exit with an error: there is none, its tokens are not bytes, or it has
+    positions for rows shorter than `longest`, which `option` asks for."""
     try:
         model = LanguageModel.from_pretrained(path)
     except InputError as error:
@@ -59,4 +60,7 @@ def read_byte_model(parser: argparse.ArgumentParser, path: Path) -> LanguageMode
     tokenizer = tokenizer_from_serialized(model.tokenizer)
     if model.config.vocab_size < VOCAB_SIZE or not isinstance(tokenizer, ByteTokenizer):
         parser.error(f"--model {path}: its tokens must be bytes, with a vocabulary of {VOCAB_SIZE} or more")
+    fits = model.config.positions.longest_row
+    if fits is not None and longest > fits:
+        parser.error(f"{option}: reads rows of {longest:,} tokens, and --model {path} has positions for {fits:,}")
     return model

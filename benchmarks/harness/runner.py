@@ -49,6 +49,7 @@ class Benchmark:
         args: those of the command; None: sys.argv.
         device: the name of the processor or GPU.
         interrupted: whether Ctrl-C ended the run.
+        error: the message of the InputError that ended it; the points before it are kept.
     """
 
     name: ClassVar[str]
@@ -58,7 +59,7 @@ class Benchmark:
     key: ClassVar[str] = "points"
 
     def __init__(self, options: argparse.Namespace, device: str = "", points: Iterable[Any] = ()):
-        self.options, self.points, self.interrupted = options, list(points), False
+        self.options, self.points, self.interrupted, self.error = options, list(points), False, ""
         self.device = device or device_name(getattr(options, "device", "cpu"))
         self.args: list[str] | None = None
         self.console = Console()
@@ -149,7 +150,9 @@ class Benchmark:
                 raise
             run.interrupted = True
         except InputError as error:  # what only the work itself finds
-            cls.parser().error(str(error))
+            if not run.points:
+                cls.parser().error(str(error))
+            run.error = str(error)
         finally:
             if run.bar is not None:
                 run.bar.stop()
@@ -193,6 +196,9 @@ class Benchmark:
             print_written(self.console, written)
         if self.interrupted:
             self.console.print(f"interrupted: {self.kept}", highlight=False)
+        if self.error:
+            self.console.print(f"error: {self.error}", markup=False, highlight=False)
+            return 1
         return 130 if self.interrupted else self.status()
 
     def contents(self) -> dict[str, Any]:
@@ -212,7 +218,7 @@ class Benchmark:
     @property
     def kept(self) -> str:
         """The message after Ctrl-C."""
-        return "the results so far are kept"
+        return "the results so far are kept" if self.points else "there were no results yet"
 
     def write(self, folder: Path, details: dict[str, Any]) -> list[Path]:
         """`stem`.csv with a row for each point, `stem`.json with the points and the details, and the pictures."""

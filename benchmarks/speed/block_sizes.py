@@ -11,7 +11,7 @@ from unittest import mock
 from rich.table import Table
 
 from benchmarks.harness.runner import AddOption, Benchmark
-from benchmarks.harness.timing import Call, alternate
+from benchmarks.harness.timing import Alternation, Call
 from benchmarks.speed.methods import Inputs, Setting, call_of, linear
 from linrope.ops.torch_kernel import plan
 from linrope.ops.torch_kernel.memory import Pool
@@ -49,14 +49,21 @@ class BlockSizes(Benchmark):
         add("--repeats", type=int, default=7, help="rounds that count, after one for warm-up (default: 7)")
 
     def measure(self) -> None:
-        with self.console.status("measuring"):
-            work = calls(Inputs.make(Setting(self.options.length)))
-            self.samples = alternate(work, self.options.repeats, count=False).samples
+        work = calls(Inputs.make(Setting(self.options.length)))
+        tick = self.progress("calls", (self.options.repeats + 1) * len(work))
+        alternation = Alternation(work, count=False)
+        try:
+            alternation.run(self.options.repeats, lambda _: tick(advance=1))
+        finally:
+            self.points = list(alternation.samples.items())
+        for error in alternation.failures.values():
+            raise error
 
     def table(self) -> Table:
         table = Table("constant", "value", "ms", "×", title=f"{self.options.length:,} tokens, forward+backward")
-        for (name, value), sample in self.samples.items():
-            standing = self.samples[name, getattr(plan, name)].median
+        found = dict(self.points)
+        for (name, value), sample in self.points:
+            standing = found[name, getattr(plan, name)].median  # it is the first of its constant
             table.add_row(name, f"{value:,}", f"{1e3 * sample.median:.1f}", f"{sample.median / standing:.2f}")
         return table
 

@@ -56,7 +56,8 @@ class Measured:
 
     @classmethod
     def ratio(cls, above: Sample, below: Sample, scale: float = 1.0) -> Measured:
-        """The ratio of medians, times `scale`; its quartiles are those of the rounds' ratios."""
+        """The ratio of medians, times `scale`. The quartiles are those of the rounds' own ratios: where the two sides
+        vary together they are narrow, and the ratio of medians may lie outside."""
         rounds = Sample(tuple(a / b for a, b in zip(above.rounds, below.rounds)))
         low, high = rounds.quartiles
         return cls(scale * above.median / below.median, scale * low, scale * high)
@@ -342,7 +343,7 @@ def measured_text(row: Row) -> tuple[str, str]:
 
 
 def table_of(rows: list[Row], title: str) -> Table:
-    caption = "quartiles: of the ratio, over the rounds"
+    caption = "quartiles: of the ratios of single rounds"
     table = new_table(title, "measured", "quartiles", "bound", text=["goal"], caption=caption)
     table.add_column("result", overflow="fold")
     for row in rows:

@@ -217,11 +217,11 @@ class KernelModel(Benchmark):
 
     def measure(self) -> None:
         sizes = {"batch": 1, "heads": self.options.heads, "length": self.options.length}
-        self.models = [Model.of(Case(dim=dim, width=dim, **sizes)) for dim in self.options.dims]
+        self.points.extend(Model.of(Case(dim=dim, width=dim, **sizes)) for dim in self.options.dims)
 
     def table(self) -> Table:
         table = new_table("modelled kernels", "read MB", "written MB", "MFLOPs", text=["D", "kernel"])
-        for model in self.models:
+        for model in self.points:
             for role, cost in model.by_role.items():
                 numbers = (f"{one / 1e6:,.1f}" for one in (cost.read, cost.written, cost.flops))
                 table.add_row(str(model.case.dim), role, *numbers)
@@ -232,7 +232,7 @@ class KernelModel(Benchmark):
             f"D={model.case.dim}: traffic over each tensor once: forward {model.traffic(False):.3f}, with backward "
             f"{model.traffic(True):.3f}; forward {model.flops / 1e3:.1f}k FLOPs a token and head; "
             f"{len(model.both)} launches"
-            for model in self.models
+            for model in self.points
         ]
 
 

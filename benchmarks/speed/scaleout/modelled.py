@@ -177,7 +177,7 @@ def against_tokens(run: Modelled) -> Figure:
     gpus, tokens = some(sorted({p.gpus for p in run.points})), sorted({p.tokens for p in run.points})
     linear, softmax = (run.at(method, gpus[-1], tokens[-1]) for method in (LINROPE, RING))
     title = (
-        f"Modelled: a step on {tokens_text(tokens[-1])} tokens and {gpus[-1]:,} H100s takes\n"
+        f"Modelled: a step on {tokens_text(tokens[-1])} tokens and {gpus[-1]:,} GPUs takes\n"
         f"{time_text(linear.seconds_high)} with linear attention, {time_text(softmax.seconds_high)} with ring attention"
     )
     axes = time_axes(title, tokens[::2], tokens_text)
@@ -195,16 +195,14 @@ def against_gpus(run: Modelled) -> Figure:
     """Time of the shortest row against the number of GPUs."""
     gpus, tokens = sorted({p.gpus for p in run.points}), min(p.tokens for p in run.points)
     best = min((run.at(LINROPE, n, tokens) for n in gpus), key=lambda p: p.seconds_high)
-    title = (
-        f"Modelled: with linear attention a row of {tokens_text(tokens)} tokens\n"
-        f"gains nothing from more than {best.gpus:,} GPUs"
-    )
+    gains = "gains nothing from more than" if best.gpus < gpus[-1] else "gains from each of"
+    title = f"Modelled: with linear attention a row of {tokens_text(tokens)} tokens\n{gains} {best.gpus:,} GPUs"
     axes = time_axes(title, gpus, lambda n: f"{n:,.0f}")
     names = {LINROPE: "linrope, LASP-2", RING: "ring attention", ULYSSES: "Ulysses (one head\nfor each GPU)"}
     for (method, name), color in zip(names.items(), COLORS):
         points = [p for p in run.points if (p.method, p.tokens) == (method, tokens)]
         if points:
             curve(axes, points, "gpus", name, color)
-    axes.set_xlabel("H100 GPUs that share the row")
+    axes.set_xlabel("GPUs that share the row")
     legend_by_end(axes)
     return axes.figure

@@ -1,12 +1,15 @@
 """Grids of `linrope fit` runs of any task."""
 
 import json
+import threading
+from pathlib import Path
 
 import pytest
 import yaml
 
 from benchmarks.experiments import family_report as report
-from benchmarks.experiments.family import Family, FamilyGrid
+from benchmarks.experiments.family import Family, FamilyGrid, RunFailed
+from benchmarks.experiments.results_folder import claimed
 from linrope.errors import InputError
 from tests.benchmarks.commands import refusal
 
@@ -91,11 +94,81 @@ def test_runs_are_made_once_and_start_from_others(tmp_path, capsys, monkeypatch)
 
 @pytest.mark.exhaustive
 def test_a_failed_run_is_told(tmp_path, capsys):
+    text, grid = tmp_path / "text.txt", tmp_path / "tiny.yaml"
+    text.write_bytes(bytes(range(32, 127)) * 40)
+    grid.write_text(yaml.safe_dump({**GRID, "variants": {"softmax": {"data.context": 10_000}}}))
+    assert Family.main(["--grid", str(grid), "--data", str(text), "--output", str(tmp_path / "out")]) == 1
+    assert "data.context=10000" in capsys.readouterr().out
+
+
+@pytest.fixture
+def with_a_result(tmp_path):
+    """A command for the tiny grid, one of whose runs is finished."""
+    text, grid, runs = tmp_path / "text.txt", tmp_path / "tiny.yaml", tmp_path / "out" / "runs"
+    text.write_bytes(bytes(range(32, 127)) * 40)
+    grid.write_text(yaml.safe_dump(GRID))
+    runs.mkdir(parents=True)
+    command = ["--grid", str(grid), "--data", str(text), "--output", str(tmp_path / "out")]
+    spec = Family(Family.parse(command)).specs[0]
+    result = {**run_of("softmax", 3, 4.0, 3.0), **spec.recorded, "test": {"test_accuracy": 0.5}}
+    (runs / "softmax-seed3.json").write_text(json.dumps(result))
+    return command
+
+
+def test_what_a_run_would_find_wrong_is_found_before(with_a_result, tmp_path, capsys):
     grid = tmp_path / "tiny.yaml"
-    variants = {"softmax": {"model.n_heads": 3}}
+    grid.write_text(yaml.safe_dump({**GRID, "variants": {**GRID["variants"], "last": {"model.d_modle": 8}}}))
+    assert "variants: last: unknown option 'model.d_modle'" in refusal(Family, with_a_result, capsys)
+    for name, value, message in [
+        ("metric", "val_los", "metric='val_los' is not in the validation of softmax, seed 3: choose one of val_loss."),
+        ("scores", ["test_los"], "scores: test_los is not in the test of softmax, seed 3: choose of test_accuracy."),
+    ]:
+        grid.write_text(yaml.safe_dump({**GRID, name: value}))
+        assert message in refusal(Family, [*with_a_result, "--report"], capsys)
+
+
+def test_results_of_other_data_or_another_configuration_are_refused(with_a_result, tmp_path, capsys, monkeypatch):
+    Family.parse(with_a_result)
+    (tmp_path / "text.txt").write_bytes(bytes(range(32, 127)) * 40 + b"!")
+    assert "with another text at data.path: give another folder" in refusal(Family, with_a_result, capsys)
+    grid = tmp_path / "tiny.yaml"
+    grid.write_text(yaml.safe_dump({**GRID, "config": "configs/mlm-roformer.yaml"}))
+    assert "with another configs/mlm-roformer.yaml" in refusal(Family, [*with_a_result, "--report"], capsys)
+
+
+def test_after_a_run_that_fails_those_under_way_go_on_and_none_begins(with_a_result, tmp_path, capsys, monkeypatch):
+    grid, runs, has_failed = tmp_path / "tiny.yaml", tmp_path / "out" / "runs", threading.Event()
+    result = (runs / "softmax-seed3.json").read_text()
+
+    def run_process(self, spec, file):
+        if spec.variant == "broken":
+            has_failed.set()
+            raise RunFailed("broken, seed 3 failed:\nfor a reason")
+        assert spec.variant == "slow"
+        assert has_failed.wait(60)
+        Path(spec.result).write_text(result.replace('"softmax"', '"slow"'))
+
+    monkeypatch.setattr(Family, "run_process", run_process)
+    variants = dict.fromkeys(("softmax", "slow", "broken", "unmade"), GRID["variants"]["softmax"])
     grid.write_text(yaml.safe_dump({**GRID, "variants": variants}))
-    assert Family.main(["--grid", str(grid), "--output", str(tmp_path / "out")]) == 1
-    assert "n_heads=3 does not divide d_model=8" in capsys.readouterr().out
+    assert Family.main([*with_a_result, "--jobs", "2"]) == 1
+    out = capsys.readouterr().out
+    assert "slow, seed 3: 3.0000 nats" in out
+    assert "broken, seed 3 failed:\nfor a reason" in out
+    assert {file.name for file in runs.glob("*.json")} == {"softmax-seed3.json", "slow-seed3.json"}
+
+
+def test_a_run_that_another_process_makes_is_left_to_it(with_a_result, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Family, "run_process", lambda *args: pytest.fail("made twice"))
+    result = tmp_path / "out" / "runs" / "softmax-seed3.json"
+    with claimed(result.with_name("started-seed3.spec")):
+        assert Family.main(with_a_result) == 0
+    assert "started, seed 3: another process is making it" in capsys.readouterr().out
+    result.rename(tmp_path / "kept")
+    with claimed(result.with_suffix(".spec")):
+        assert Family.main(with_a_result) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "another process is making the run that it starts from: give the command again" in told
 
 
 def test_errors():
