@@ -10,17 +10,20 @@ import torch
 from jsonargparse import Namespace
 
 from linrope.cli.epochs import n_data_parallel, n_devices
-from linrope.cli.training import ConfigCLI, writes_text
+from linrope.cli.training import ConfigCLI
+from linrope.data.batches.curriculum import TrainingPlan
 from linrope.errors import InputError
 from linrope.profiling.fake_tensors import shapes_only
 from linrope.profiling.run_plan import AUTOCAST, Setting, measure_rate
 from linrope.profiling.run_plan import show as show_plan
 from linrope.segmented import require_segments
+from linrope.training.data_modules.text import TextDataModule
 from linrope.training.optimizer import fused_on
 from linrope.training.precision import AUTO, automatic_precision, is_nvidia
 from linrope.training.task import Batch, TrainingTask
 from linrope.training.task_plan import measure_step
 from linrope.training.task_plan import show as show_task_plan
+from linrope.training.tasks.language_modeling import LanguageModelingModule
 from linrope.utils.formatting import parse_bytes
 from linrope.utils.memory import keep_freed_memory
 
@@ -51,7 +54,7 @@ def run(args: Sequence[str]) -> None:
     config, options = cli.config_init, cli.options
     require_whole_rows(config.trainer)
     cli.count_steps()
-    if not writes_text(cli.task):
+    if cli.task.batch_loss is not LanguageModelingModule.batch_loss:
         return plan_task(cli)
     if config.segment_length is not None:
         require_segments(shapes_only(config.model), config.segment_length)
@@ -76,15 +79,29 @@ def require_whole_rows(trainer: Namespace) -> None:
 
 
 def plan_task(cli: ConfigCLI) -> None:
-    """Print the plan of another task than language modeling, from its first batch."""
+    """Print the plan of a task with a loss of its own, from its first batch."""
     config, given = cli.config_init, cli.options
     if given.memory is not None or given.tokens_per_second is not None:
         name = "memory" if given.memory is not None else "tokens_per_second"
         raise InputError(f"--{name} is for language models: the plan of task={cli.config.task!r} measures a step.")
-    task, batch, autocast = first_step(cli)
-    trainer = config.trainer
-    step = measure_step(task, batch, autocast)
-    show_task_plan(cli.console, task, step, trainer.max_steps, trainer.accumulate_grad_batches, n_devices(trainer))
+    data, trainer = config.data, config.trainer
+    max_steps, remark = trainer.max_steps, "From the first batch; other batches may be larger or smaller."
+    if isinstance(data, TextDataModule) and data.curriculum is not None:
+        plan = data.plan_for(trainer.accumulate_grad_batches * n_devices(trainer))
+        if max_steps >= 1:
+            data.require_steps(plan, max_steps)
+        if len(plan.stages) > 1:
+            max_steps, remark = plan.stages[0].n_steps, _other_stages(plan)
+    step = measure_step(*first_step(cli), averaged=config.run.ema_decay is not None)
+    show_task_plan(cli.console, step, max_steps, trainer.accumulate_grad_batches, n_devices(trainer), remark)
+
+
+def _other_stages(plan: TrainingPlan) -> str:
+    others = ", ".join(f"{s.batch_size} rows of {s.seq_len:,} from step {s.first_step:,}" for s in plan.stages[1:])
+    return (
+        f"Of the first stage of data.curriculum. The others are {others}: for one of them give --data.curriculum null "
+        "--data.context TOKENS --data.batch_size ROWS."
+    )
 
 
 def first_step(cli: ConfigCLI) -> tuple[TrainingTask, Batch, torch.dtype | None]:

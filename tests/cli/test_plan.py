@@ -123,8 +123,8 @@ def test_rows_are_no_longer_than_the_table_of_positions(tiny, capsys, error_of, 
     monkeypatch.setattr(plan, "MULTIPLES", (1, 4))
     monkeypatch.setattr(plan, "LONGEST", 2**10)
     learned = ["--model.positions.name=learned", "--model.positions.length=100"]
-    args = ["plan", *tiny, *learned, "--memory=1GiB", "--data.context=64"]
-    assert main(args) == 0
+    args = ["plan", *tiny, *learned]
+    assert main([*args, "--memory=1GiB", "--data.context=64"]) == 0
     out = capsys.readouterr().out
     assert re.findall(r"^ +(64|256) +\d+ ", out, re.M) == ["64"]
     assert "fits 1GiB: this model: a row of 100 tokens\n" in out
@@ -193,6 +193,16 @@ def test_other_tasks_are_planned_by_their_first_batch(name, capsys):
     assert found["the run"].startswith(f"{steps[name]} steps: ")
 
 
+def test_the_first_stage_of_a_curriculum_is_planned_and_the_others_are_named(tiny, capsys):
+    """32 rows of 16 for 3 steps, then 2 of 64."""
+    stages = "[{tokens: 1536, seq_len: 16, batch_size: 32}, {tokens: 1, seq_len: 64, batch_size: 2}]"
+    args = ["plan", "--task=masked_lm", *(option for option in tiny if not option.startswith("--sample"))]
+    assert main([*args, f"--data.curriculum={stages}", "--trainer.max_steps=10"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^the run +3 steps: ", out, re.M)
+    assert "Of the first stage of data.curriculum. The others are 2 rows of 64 from step 3: for one of them" in out
+
+
 def test_the_step_of_a_task_is_counted_by_hand():
     """A masked LM of one layer: FLOPs of its products, and memory between that of the weights and ten times that."""
     model = EncoderConfig(d_model=16, n_layers=1, n_heads=2, attention="softmax", dropout=0.0)
@@ -210,3 +220,5 @@ def test_the_step_of_a_task_is_counted_by_hand():
     weights = 4 * task.model.n_parameters
     assert 4 * weights + WORKSPACE <= step.memory <= 10 * weights + WORKSPACE
     assert all(parameter.grad is None for parameter in task.parameters())
+    averaged = measure_step(task, {"inputs": tokens, "targets": targets}, None, averaged=True)
+    assert averaged.memory - step.memory == weights

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from linrope import LanguageModel
 from linrope.cli.main import main
 from linrope.models.conversion import convert, hybrid_config
+from linrope.training import task_plan
 from linrope.training.optimizer import OptimizerConfig
 from linrope.training.tasks.conversion import (
     AlignmentOptions,
@@ -170,6 +171,17 @@ def test_a_task_is_measured_and_resumed(here, capsys):
 )
 def test_what_does_not_fit_is_named(here, task, options, message, error_of):
     assert message in " ".join(error_of(*run(task, *options, "--run.name=refused")).split())
+
+
+def test_the_plan_reads_and_counts_the_teacher(here, error_of, monkeypatch):
+    plan = ["plan", *run("distillation")[1:]]
+    assert "conversion.teacher='nowhere': checkpoint 'nowhere' does" in error_of(*plan, "--conversion.teacher=nowhere")
+    options = DistillationOptions(teacher=f"runs/teacher/{LAST}")
+    task = DistillationModule(LanguageModel.from_pretrained("hybrid").config, conversion=options)
+    batch = {"inputs": rows_of_text()[:1, :16], "targets": rows_of_text()[:1, 1:17]}
+    step = task_plan.measure_step(task, batch, None)
+    monkeypatch.setattr(task_plan, "WithTeacher", ())
+    assert step.memory - task_plan.measure_step(task, batch, None).memory == 4 * task.teacher.n_parameters
 
 
 def test_layers_that_are_called_one_by_one_are_not_divided(here, tmp_path):
