@@ -65,7 +65,7 @@ def run_process(spec_file: Path, show: Callable[..., None]) -> tuple[int, Collec
 
 
 class Ablation(Benchmark):
-    """`failure` is the error of a run that failed; `results` are the finished runs, when the table is made."""
+    """`results` are the finished runs, when the table is made."""
 
     name = "ablation"
     point = report.Row
@@ -94,7 +94,6 @@ class Ablation(Benchmark):
             parser.error(f"--report: {options.output} holds no finished run of {options.grid}; run it without --report")
 
     def measure(self) -> None:
-        self.failure = ""
         # also where a shell starts background processes that ignore Ctrl-C: a run must not outlive this process
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, signal.default_int_handler)
@@ -220,10 +219,7 @@ class Ablation(Benchmark):
         self.read(self.options.folder)
         if not self.results:
             self.options.output = None  # no files
-        status = super().finish()
-        if self.failure:
-            self.console.print(self.failure, markup=False, highlight=False)
-        return status
+        return super().finish()
 
     def show(self) -> None:
         rows, grid = self.points, self.folder.grid
@@ -236,9 +232,6 @@ class Ablation(Benchmark):
     @property
     def kept(self) -> str:
         return f"{len(self.folder.missing)} runs are left; the same command continues with them"
-
-    def status(self) -> int:
-        return 1 if self.failure else 0
 
     def details(self) -> dict[str, Any]:
         speeds = self.speeds.items()

@@ -100,7 +100,7 @@ class RunFailed(RuntimeError):
 
 
 class Family(Benchmark):
-    """`failure` is the error of a run that failed; `processes` are those of the runs that are being made."""
+    """`processes` are those of the runs that are being made."""
 
     name = "family"
     point = report.Row
@@ -211,7 +211,7 @@ class Family(Benchmark):
                 raise InputError(f"--only {spec.variant}: it starts from {start}, which has no result: add {start}.")
 
     def measure(self) -> None:
-        self.failure, self.processes = "", []
+        self.processes = []
         self.folder.mkdir(parents=True, exist_ok=True)
         waiting = self.waiting
         try:
@@ -313,15 +313,10 @@ class Family(Benchmark):
             print_table(self.console, report.table_of(*names), [])
             if (in_time := report.table_at_equal_time(*names)) is not None:
                 print_table(self.console, in_time, [])
-        if self.failure:
-            self.console.print(self.failure, markup=False, highlight=False)
 
     @property
     def kept(self) -> str:
         return "finished runs are kept; the same command continues with the others"
-
-    def status(self) -> int:
-        return 1 if self.failure else 0
 
     def details(self) -> dict[str, Any]:
         return {"title": self.grid.title, "question": self.grid.question, "reference": self.grid.reference}

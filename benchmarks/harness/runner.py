@@ -49,7 +49,7 @@ class Benchmark:
         args: those of the command; None: sys.argv.
         device: the name of the processor or GPU.
         interrupted: whether Ctrl-C ended the run.
-        error: the message of the InputError that ended it; the points before it are kept.
+        failure: the error that ended it, with its points kept.
     """
 
     name: ClassVar[str]
@@ -59,7 +59,7 @@ class Benchmark:
     key: ClassVar[str] = "points"
 
     def __init__(self, options: argparse.Namespace, device: str = "", points: Iterable[Any] = ()):
-        self.options, self.points, self.interrupted, self.error = options, list(points), False, ""
+        self.options, self.points, self.interrupted, self.failure = options, list(points), False, ""
         self.device = device or device_name(getattr(options, "device", "cpu"))
         self.args: list[str] | None = None
         self.console = Console()
@@ -152,7 +152,7 @@ class Benchmark:
         except InputError as error:  # what only the work itself finds
             if not run.points:
                 cls.parser().error(str(error))
-            run.error = str(error)
+            run.failure = f"error: {error}"
         finally:
             if run.bar is not None:
                 run.bar.stop()
@@ -196,8 +196,8 @@ class Benchmark:
             print_written(self.console, written)
         if self.interrupted:
             self.console.print(f"interrupted: {self.kept}", highlight=False)
-        if self.error:
-            self.console.print(f"error: {self.error}", markup=False, highlight=False)
+        if self.failure:
+            self.console.print(self.failure, markup=False, highlight=False)
             return 1
         return 130 if self.interrupted else self.status()
 

@@ -102,7 +102,7 @@ class BeyondMemory(Benchmark):
         options.memory = options.memory or int(0.9 * memory.available(options.device))
 
     def measure(self) -> None:
-        self.ratio = self.failure = None
+        self.ratio = self.cost_failure = None
         options = self.options
         budget = Budget(options.seconds, options.memory)
         tick = self.progress("", len(options.lengths) * len(METHODS) + bool(options.cost))
@@ -118,10 +118,10 @@ class BeyondMemory(Benchmark):
             try:
                 self.ratio = cost_ratio(options)
             except Exception as error:  # the points are kept
-                self.failure = f"cost at {options.cost:,}: {memory.describe(error)}"
+                self.cost_failure = f"cost at {options.cost:,}: {memory.describe(error)}"
 
     def details(self) -> dict[str, Any]:
-        return {"cost_ratio": self.ratio, "cost_failure": self.failure}
+        return {"cost_ratio": self.ratio, "cost_failure": self.cost_failure}
 
     def table(self) -> Table:
         options = self.options
@@ -142,7 +142,7 @@ class BeyondMemory(Benchmark):
         if self.ratio is not None:
             cost = f"takes {self.ratio:.2f} times that of a whole row"
             lines.append(f"at {self.options.cost:,} tokens a step in segments {cost}")
-        return lines + [self.failure] * (self.failure is not None)
+        return lines + [self.cost_failure] * (self.cost_failure is not None)
 
     def figures(self) -> dict[str, Figure]:
         growth = {method: exponents[1] for method, exponents in GROWTH.items()}

@@ -274,6 +274,18 @@ def test_two_commands_on_one_folder_share_the_runs(grid, monkeypatch, capsys):
     assert {file.name for file in runs.iterdir()} == made  # and no file of a run under way
 
 
+def test_speeds_are_measured_by_one_process_at_a_time(grid, monkeypatch, capsys):
+    grid.results.mkdir(parents=True)
+    lock = ablation.claimed(grid.results / "speed.lock")
+    lock.__enter__()
+    monkeypatch.setattr(ablation.time, "sleep", lambda seconds: lock.__exit__(None, None, None))
+    monkeypatch.setattr(ablation.Ablation, "make_runs", lambda self, speeds: None)
+    monkeypatch.setattr(ablation.Ablation, "finish", lambda self: 0)
+    assert grid.run() == 0
+    assert said(capsys).count("another process measures the speeds of this folder: waiting for it") == 1
+    assert [file.name for file in grid.results.iterdir() if file.is_file()] == ["speed.json"]
+
+
 @pytest.mark.parametrize("file", ["runs/other.json", "speed.json"])
 @pytest.mark.parametrize("text", ["{}", "[1]", "{bad"])
 def test_a_folder_with_files_of_something_else(grid, file, text, capsys):

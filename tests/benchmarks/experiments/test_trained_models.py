@@ -16,6 +16,7 @@ from benchmarks.experiments.decay import Decay
 from benchmarks.experiments.passkey import Passkey
 from benchmarks.experiments.reach import HeadReach
 from linrope import LanguageModel, LanguageModelConfig, RotaryEmbedding
+from linrope.positions.base import PositionsConfig
 from tests.benchmarks.commands import refusal
 
 
@@ -185,3 +186,11 @@ def test_models_are_shown_side_by_side(tmp_path, capsys):
     assert TextReadTwice.main([*named, *args]) == 0
     assert "Text that was read 23 tokens ago" in capsys.readouterr().out
     assert json.loads((tmp_path / "gap" / "copying.json").read_text())["gap"] == 23
+
+
+def test_rows_beyond_a_models_positions_are_refused_first(tmp_path, capsys):
+    positions = PositionsConfig("learned", length=64)
+    model = saved(tmp_path / "learned.model", attention="softmax", rope=None, positions=positions)
+    said = refusal(TextReadTwice, [*model, "--lengths", "8", "40"], capsys)
+    assert "--lengths 40: reads rows of 80 tokens, and --model" in said
+    assert "has positions for 64" in said

@@ -126,7 +126,8 @@ def test_a_failure_in_turn_ends_one_call_and_ctrl_c_all(tmp_path, monkeypatch, e
 @pytest.mark.parametrize(("sizes", "kept"), [(["1", "13"], 1), (["13"], 0), (["1", "15"], 1)])
 def test_an_interruption_keeps_the_points_and_is_said(tmp_path, capsys, sizes, kept):
     assert Some.main(["--sizes", *sizes, "--output", str(tmp_path)]) == 130
-    assert "interrupted: the results so far are kept" in capsys.readouterr().out
+    said = "the results so far are kept" if kept else "there were no results yet"
+    assert f"interrupted: {said}" in capsys.readouterr().out
     contents = json.loads((tmp_path / "some.json").read_text())
     assert (len(contents["points"]), contents["interrupted"]) == (kept, True)
     assert (tmp_path / "some.csv").read_text().startswith("method,length,")
@@ -139,7 +140,13 @@ def test_an_exit_of_the_work_is_one(tmp_path):
 
 
 def test_an_error_in_the_options_that_the_work_finds_is_one_line(tmp_path, capsys):
-    assert "size=14 is no size" in refusal(Some, ["--sizes", "1", "14", "--output", str(tmp_path)], capsys)
+    assert "size=14 is no size" in refusal(Some, ["--sizes", "14", "--output", str(tmp_path)], capsys)
+
+
+def test_an_error_that_comes_later_keeps_the_points(tmp_path, capsys):
+    assert Some.main(["--sizes", "1", "14", "--output", str(tmp_path)]) == 1
+    assert "error: size=14 is no size: give another." in capsys.readouterr().out
+    assert len(json.loads((tmp_path / "some.json").read_text())["points"]) == 1
 
 
 def test_pictures_are_drawn_again_from_the_json_file(tmp_path, capsys):
