@@ -53,7 +53,7 @@ class Tokenizer(Protocol):
         whether a token's text has a space before it may depend on the token before it."""
 
     def token_bytes(self) -> np.ndarray:
-        """Bytes of each token in decoded text, int64 (vocab_size,)."""
+        """Bytes of text of each token, int64 (vocab_size,). 0 for special tokens, which stand for no text."""
 
     def token_id(self, text: str) -> int | None:
         """The number of the token with this name, "[MASK]" for example; None without it."""

@@ -46,6 +46,7 @@ class SubwordTokenizer:
         self._tokenizer = _load(text, where)
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: number for number, token in added.items() if token.special}
+        self._special = frozenset(special.values())
         n_tokens = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self.separator = next((special[name] for name in END_OF_DOCUMENT if name in special), n_tokens)
         self.vocab_size = max(n_tokens, self.separator + 1)
@@ -106,7 +107,8 @@ class SubwordTokenizer:
         return SubwordDecoder(self, after)
 
     def token_bytes(self) -> np.ndarray:
-        """See `Tokenizer`. A token is counted after another token, not at the start of a text."""
+        """See `Tokenizer`. A token is counted after another token, not at the start of a text. Special tokens have none
+        (the separator, "<s>"), other than those that stand for a byte."""
         decoder = json.dumps(json.loads(self._text).get("decoder"))
         byte_level, byte_fallback = '"ByteLevel"' in decoder, '"ByteFallback"' in decoder
         added = self._tokenizer.get_added_tokens_decoder()
@@ -114,13 +116,13 @@ class SubwordTokenizer:
         n_bytes = np.zeros(self.vocab_size, dtype=np.int64)
         for number in range(self.vocab_size):
             token = self._tokenizer.id_to_token(number)
-            if token is None or number == self.separator:
+            if token is None:
                 continue
             if byte_level and number not in added:
                 n_bytes[number] = len(token)  # one character for each byte
             elif byte_fallback and re.fullmatch(r"<0x[0-9A-F]{2}>", token):
                 n_bytes[number] = 1
-            else:
+            elif number not in self._special:
                 n_bytes[number] = len(self._decoded(anchor, number).encode()) - len(self._decoded(anchor).encode())
         return n_bytes
 
@@ -143,9 +145,8 @@ class SubwordTokenizer:
             begins = np.array([not token.startswith(prefix) for token in tokens])
         elif not (begins & ~between).any():
             begins = np.ones_like(begins)
-        added = self._tokenizer.get_added_tokens_decoder()
-        special = [number in added and added[number].special for number in range(self.vocab_size)]
-        return begins, between | np.array(special)
+        between[list(self._special)] = True
+        return begins, between
 
     def to_serialized(self) -> dict[str, str]:
         return {"kind": "tokenizers", "json": self._text}

@@ -156,6 +156,15 @@ def test_the_bytes_that_tokens_decode_to():
     assert ByteTokenizer().token_bytes().tolist() == [1] * 256 + [0]
 
 
+def test_special_tokens_stand_for_no_bytes():
+    tokenizer = SubwordTokenizer(byte_level(special=("<|begin_of_text|>", "<|end_of_text|>")))
+    bos = tokenizer.token_id("<|begin_of_text|>")
+    assert (tokenizer.token_bytes()[[bos, tokenizer.separator]] == 0).all()
+    tokenizer = SubwordTokenizer(metaspace())
+    numbers = [tokenizer.token_id(name) for name in ("<unk>", "<s>", "</s>", "<0x0A>", "<0xFF>")]
+    assert tokenizer.token_bytes()[numbers].tolist() == [0, 0, 0, 1, 1]
+
+
 def test_the_fingerprint_is_of_what_the_file_says():
     text = byte_level()
     indented = json.dumps(json.loads(text), indent=3)
