@@ -10,6 +10,7 @@ import numpy as np
 
 from linrope.data.finetune.encoding import Encoded
 from linrope.data.finetune.examples import label_number, read_lines
+from linrope.data.tokenizers.base import Tokenizer
 from linrope.errors import InputError
 
 FILES = {
@@ -78,16 +79,20 @@ def label_numbers(sentence: Sentence, labels: Sequence[str], path: Path) -> list
     return [label_number(label, labels, path, sentence.line + at) for at, label in enumerate(sentence.labels)]
 
 
-def first_tokens(sentence: Sentence, row: Encoded) -> list[int | None]:
-    """The position of each word's first token in the row of `sentence.text`; None for words that were cut off, or that
-    share their token with the next word."""
+def first_tokens(sentence: Sentence, row: Encoded, tokenizer: Tokenizer) -> list[int | None]:
+    """The position of each word's first token in the row of `sentence.text`; None for words that were cut off, that the
+    tokenizer drops, or that share their token with the next word."""
     lengths = np.array([len(word.encode()) for word in sentence.words])
     starts = np.cumsum(lengths + 1) - lengths - 1
     tokens = [int(token) for token in np.searchsorted(row.ends, starts, side="right")]
-    return [
+    n = len(tokens)  # without dropped words at the end, whose bytes are counted to the last token
+    while n > 1 and tokens[n - 1] == tokens[n - 2] and not tokenizer.encode_batch([sentence.words[n - 1]])[0]:
+        n -= 1
+    found = [
         row.start_of_last + token if token < len(row.ends) and token != following else None
-        for token, following in zip(tokens, [*tokens[1:], None])
+        for token, following in zip(tokens[:n], [*tokens[1:n], None])
     ]
+    return found + [None] * (len(tokens) - n)
 
 
 def entities(labels: Sequence[str]) -> set[tuple[int, int, str]]:

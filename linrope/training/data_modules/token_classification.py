@@ -65,7 +65,7 @@ class TokenClassificationDataModule(FineTuningDataModule):
 
     def encode(self, example: Sentence) -> Row:
         row = self.encoder(example.text)
-        return row, first_tokens(example, row)
+        return row, first_tokens(example, row, self.encoder.tokenizer)
 
     def truncated(self, encoded: Row) -> bool:
         return encoded[0].truncated

@@ -1,6 +1,7 @@
 """Columns of CoNLL: sentences, the first token of each word, entities."""
 
 import pytest
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from linrope.data.finetune.conll import Sentence, are_entities, entities, first_tokens, label_numbers, read_sentences
 from linrope.data.finetune.encoding import TextEncoder
@@ -40,15 +41,33 @@ def test_the_first_token_of_a_word_holds_its_beginning(tokenizer):
     sentence = Sentence("0", words, None, 1)
     row = TextEncoder(tokenizer, 99)(sentence.text)
     begins = [0, *row.ends[:-1].tolist()]
-    for word, token in zip(words, first_tokens(sentence, row)):
+    for word, token in zip(words, first_tokens(sentence, row, tokenizer)):
         at = token - row.start_of_last
         piece = sentence.text.encode()[begins[at] : row.ends[at]].lstrip()
         assert piece
         assert word.encode().startswith(piece) or piece.startswith(word.encode())
     short = TextEncoder(tokenizer, 7)(sentence.text)
-    kept = [token for token in first_tokens(sentence, short) if token is not None]
-    assert kept == first_tokens(sentence, row)[: len(kept)]
+    kept = [token for token in first_tokens(sentence, short, tokenizer) if token is not None]
+    assert kept == first_tokens(sentence, row, tokenizer)[: len(kept)]
     assert 0 < len(kept) < len(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("a", "b", "\u200b"), [1, 2, None]),
+        (("a", "\u200e", "b", "\u200b", "\u200e"), [1, None, 2, None, None]),
+        (("\u200e", "a", "b"), [None, 1, 2]),
+        (("a", "\u200b"), [1, None]),
+        (("\u200b", "\u200b"), [None, None]),
+    ],
+)
+def test_a_word_that_the_tokenizer_drops_has_no_token(words, expected):
+    tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "[CLS]": 1, "[SEP]": 2, "a": 3, "b": 4}, unk_token="[UNK]"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    tokenizer.add_special_tokens(["[CLS]", "[SEP]"])
+    subwords, sentence = SubwordTokenizer(tokenizer.to_str()), Sentence("0", words, None, 1)
+    assert first_tokens(sentence, TextEncoder(subwords, 9)(sentence.text), subwords) == expected
 
 
 @pytest.mark.parametrize(
