@@ -118,8 +118,9 @@ def load_roformer(
         `RoFormerEncoder`, or the model with the head that config.json names.
 
     Raises:
-        InputError: no such files, a model of another architecture, a decoder, weights that are missing, unexpected or
-            of another shape (all are named), a file that needs more than plain tensors to be read.
+        InputError: no such files, a model of another architecture, a decoder, multiple choice by another position than
+            the last, weights that are missing, unexpected or of another shape (all are named), a file that needs more
+            than plain tensors to be read.
     """
     for name in options:
         require_choice("load_roformer: the option", name, WITHOUT_WEIGHTS)
@@ -130,6 +131,8 @@ def load_roformer(
     if not isinstance(weights, dict) or not all(isinstance(x, Tensor) for x in weights.values()):
         raise InputError(f"{str(file)!r} is no dictionary of tensors: save the model again, with save_pretrained.")
     head = _head_of(values, weights, file)
+    if head == "multiple_choice":
+        _require_last_position(values, folder / CONFIG_FILE)
     config = replace(encoder_config_of(values, head, weights), attention=attention, **options)
     model = config.build()
     model.load_weights(_converted(config, _named(weights, head), file), file)
@@ -228,6 +231,17 @@ def _head_of(values: dict[str, Any], weights: Mapping[str, Tensor], file: Path) 
             f"its weights: set it to one of {', '.join(ARCHITECTURES.values())}."
         )
     return next(head for head, name in ARCHITECTURES.items() if name == named)
+
+
+def _require_last_position(values: dict[str, Any], file: Path) -> None:
+    """Raise InputError unless a model of multiple choice scores the last position of a row, as ours does."""
+    if (position := values.get("summary_type", "last")) not in ("last", "cls_index"):  # without an index it is the last
+        raise InputError(
+            f"{file} has summary_type={position!r}: only models of multiple choice that read the last position "
+            "('last') can be read."
+        )
+    if activation := values.get("summary_activation"):
+        raise InputError(f"{file} has summary_activation={activation!r}: only models without it (null) can be read.")
 
 
 def _unknown(n_labels: int) -> list[str]:

@@ -221,6 +221,19 @@ def test_what_is_no_roformer_is_named(tmp_path):
     )
 
 
+def test_multiple_choice_by_another_position_than_the_last_is_refused(tmp_path):
+    there, arguments = saved(tmp_path, "ForMultipleChoice", summary_type="cls_index"), inputs("ForMultipleChoice")
+    with torch.no_grad():
+        found = load_roformer(tmp_path)(*arguments)
+    torch.testing.assert_close(found, outputs_of(there, "ForMultipleChoice", *arguments), rtol=1e-5, atol=1e-5)
+    for option, value in (("summary_type", "first"), ("summary_type", "mean"), ("summary_activation", "tanh")):
+        saved(tmp_path / value, "ForMultipleChoice", **{option: value})
+        with pytest.raises(InputError, match=rf"config\.json has {option}='{value}': only models "):
+            load_roformer(tmp_path / value)
+    saved(tmp_path / "other", "ForMaskedLM", summary_type="first")  # which only multiple choice reads
+    load_roformer(tmp_path / "other")
+
+
 def test_what_is_no_roformer_is_refused(tmp_path):
     saved(tmp_path / "good", "ForMaskedLM", safe=False)
     values = json.loads((tmp_path / "good" / "config.json").read_text())
