@@ -183,8 +183,9 @@ class Favor(MapModule):
 
     The w_f are drawn once: orthogonal to each other, with the lengths of normal vectors. They are saved with the model.
     Performer's code subtracts a maximum over all keys to bound the exponential, so that later tokens change earlier
-    outputs. Here the exponent has a ceiling instead, `EXP_CEILING`. The 10⁻⁴ is Performer's: it keeps denominators
-    positive when all exponentials vanish. Each head has its own directions.
+    outputs. Here the exponent has a ceiling instead, `EXP_CEILING`. The 10⁻⁴ is Performer's: it keeps features
+    positive when all exponentials vanish, as for large inputs. Each key then adds 10⁻⁸ to the denominator, and the
+    layer's ε of 10⁻⁶ shrinks the outputs: by half after 100 tokens, by more before. Each head has its own directions.
     """
 
     FLOOR = 1e-4
