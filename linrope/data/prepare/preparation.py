@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 
+from linrope.data.corpus.opening import open_text
 from linrope.data.prepare.config import PrepareConfig
 from linrope.data.prepare.manifest import LOCK, MANIFEST, PARTS, Manifest
 from linrope.data.prepare.parts import RECORD_SUFFIX, assemble
@@ -24,7 +25,8 @@ from linrope.utils.files import claim, remove_partial_files, require_writable
 
 
 def prepare(config: PrepareConfig, progress: Progress = lambda done, total: None) -> Manifest:
-    """Write the folder, or what is missing of it; nothing if it is complete. `progress`: see `Progress`.
+    """Write the folder, or what is missing of it; nothing if it is complete. A folder with damaged files is written
+    again. `progress`: see `Progress`.
 
     Raises:
         InputError: no text, a damaged line or archive, text that the tokenizer cannot read, or an output folder with
@@ -63,6 +65,7 @@ def _prepare(config: PrepareConfig, progress: Progress) -> Manifest:
     if (manifest := _finished(folder, plan, parts)) is None:
         require_writable(folder, "--output")
         with _claimed(folder):
+            (folder / MANIFEST).unlink(missing_ok=True)  # of a damaged folder
             write_missing_parts(units, parts, tokenizer, config, progress)
             manifest = assemble(folder, parts, tokenizer, origin, n_skipped, plan)
     shutil.rmtree(folder / PARTS, ignore_errors=True)
@@ -84,7 +87,7 @@ def _digest(*texts: str) -> str:
 
 
 def _finished(folder: Path, plan: dict[str, str], parts: list[Path]) -> Manifest | None:
-    """The manifest of a folder that holds this preparation, complete; None if it is incomplete."""
+    """The manifest of a folder that holds this preparation, complete; None if it is incomplete or damaged."""
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--output={str(folder)!r} is a file: name a folder.")
     if (folder / MANIFEST).is_file():
@@ -94,7 +97,7 @@ def _finished(folder: Path, plan: dict[str, str], parts: list[Path]) -> Manifest
                 f"--output={str(folder)!r} holds another corpus (different: {', '.join(differing)}): name another "
                 "folder, or remove it."
             )
-        return manifest
+        return manifest if _is_whole(folder) else None
     if (folder / PARTS / LOCK).is_file():
         existing = {file.stem for file in (folder / PARTS).glob(f"*{RECORD_SUFFIX}")}
         if existing and existing.isdisjoint(part.name for part in parts):
@@ -105,6 +108,15 @@ def _finished(folder: Path, plan: dict[str, str], parts: list[Path]) -> Manifest
     elif folder.is_dir() and any(folder.iterdir()):
         raise InputError(f"--output={str(folder)!r} exists and holds other files: name another folder.")
     return None
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a prepared folder can be opened, which compares its files with their checksums."""
+    try:
+        open_text(folder, (1.0, 0.0, 0.0))
+    except InputError:
+        return False
+    return True
 
 
 @contextmanager

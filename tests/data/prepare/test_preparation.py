@@ -306,6 +306,48 @@ def test_a_preparation_that_was_interrupted_goes_on_where_it_stopped(many, tmp_p
     assert times_of(tmp_path / "out", "*") == before  # what is complete is left as it is
 
 
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("tokens.bin", lambda data: data[:100]),
+        ("tokens.bin", None),
+        ("tokens.bin", lambda data: data[:-1] + b"\1"),
+        ("text_bytes.bin", lambda data: data[:-1] + b"\7"),
+        ("documents.npy", lambda data: data[:50]),
+        ("tokenizer.json", None),
+    ],
+    ids=["cut", "removed", "token", "bytes of text", "documents", "tokenizer"],
+)
+def test_a_damaged_folder_is_prepared_again(source, tmp_path, name, damage):
+    (source / "a.txt").write_text(TEXT)
+    options = {"tokenizer": str(write_tokenizer(tmp_path))}
+    out, manifest = run(tmp_path, **options)
+    whole = files_of(out)
+    (out / name).unlink() if damage is None else (out / name).write_bytes(damage(whole[name]))
+    with pytest.raises(InputError):
+        open_text(out, ALL)
+    assert run(tmp_path, **options)[1] == manifest
+    assert files_of(out) == whole
+    open_text(out, ALL)
+
+
+def test_a_repair_that_was_interrupted_goes_on(many, tmp_path):
+    out, _ = run(tmp_path)
+    whole = files_of(out)
+    (out / "tokens.bin").unlink()
+
+    def stop(done: int, total: int | None) -> None:
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, progress=stop)
+    with pytest.raises(InputError, match="is not completely prepared"):
+        open_text(out, ALL)
+    run(tmp_path)
+    assert files_of(out) == whole
+
+
 @pytest.mark.exhaustive
 def test_a_process_that_is_killed_leaves_what_another_finishes(many, tmp_path):
     """Its two workers end with it. The result is that of a process that was not killed."""
