@@ -141,6 +141,7 @@ def test_what_the_tasks_cannot_serve_is_named(text_file):
     for module, options, message in (
         (CopyDataModule, {"cases": [(63,)]}, r"data\.cases: length=63 must be even"),
         (InductionDataModule, {"stages": [(2, 1)]}, r"data\.stages: length=2 must be 3 or more"),
+        (PasskeyDataModule, {"path": ""}, r"data\.path is empty: give a path"),
         (PasskeyDataModule, {"cases": [(50,)]}, r"data\.cases: length=50 is too short"),
         (PasskeyDataModule, in_val, r"data\.cases in the val split: length=4000 needs"),
     ):

@@ -6,6 +6,7 @@ kills the process (SIGBUS), while a read can name the file.
 
 from __future__ import annotations
 
+import errno
 import glob
 import gzip
 import io
@@ -15,17 +16,18 @@ import re
 import shlex
 import stat
 import sysconfig
+import warnings
 import zlib
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from linrope.data.corpus.sequences import Document
-from linrope.errors import InputError, require_package, suggest
+from linrope.data.prepare.manifest import LOCK, MANIFEST, PARTS
+from linrope.errors import InputError, require_not_empty, require_package, suggest
 
 BINARY_PROBE = 8192
 """A file with a NUL among this many first bytes is binary, as for git and grep."""
@@ -37,7 +39,11 @@ JSON_LINES = tuple(f"{name}{end}" for name in (".jsonl", ".ndjson") for end in (
 JSON = tuple(f".json{end}" for end in ("", *COMPRESSED))
 """Files of these names are JSON lines if their first two lines are an object each."""
 JSON_PROBE = 1 << 24
-"""Bytes of the longest such line."""
+"""Bytes of the longest such line, and of a `state.json` of `save_to_disk`."""
+TABLES = (".parquet", ".arrow")
+"""Files that `datasets` reads."""
+UNREADABLE = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENAMETOOLONG)
+"""Why a folder may be skipped: no permission, removed meanwhile, or too deep."""
 NOT_STANDARD_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
@@ -47,33 +53,36 @@ class Sources:
 
     documents: list[Document]
     n_skipped: int
-    """Number of skipped files: binary, empty or unreadable."""
+    """Number of skipped files (binary, empty or unreadable) and of folders that cannot be read."""
     origin: str
     """Where the documents come from, as people read it."""
 
 
-def find_sources(
-    path: str | Path | None, option: str = "data.path", json_lines: bool = False, left_out: Path | None = None
-) -> Sources:
+def find_sources(path: str | Path | None, option: str = "data.path", json_lines: bool = False) -> Sources:
     """The documents under `path`, each a file.
 
     Args:
         path: a file, a folder (with its subfolders), a glob, or None for the source of the Python standard library.
-            Hidden, binary and empty files of a folder are skipped; the last two types are counted. So are the folders
-            of runs below it: what `linrope fit` writes is no text of its own. A file that is found by several links
-            counts once.
+            Hidden, binary and empty files of a folder are skipped; the last two types are counted. Skipped too are
+            folders that hold no text of their own: of runs below it, of `linrope prepare`, and of the `save_to_disk` of
+            `datasets`. A file that is found by several links counts once.
         option: the option with the path, for error messages.
         json_lines: accept files of JSON lines too.
-        left_out: a folder whose files are no documents.
 
-    Raises InputError for no file there, no text, or JSON lines, which must be prepared.
+    Raises InputError for no file there, no text, JSON lines, which must be prepared, or an error of the disk. Warns of
+    folders that may not be read.
     """
-    files, root, origin = _find_files(path, option)
-    found, n_unreadable = _distinct(files, root)
-    if left_out is not None:
-        left_out = left_out.resolve()
-        found = [file for file in found if not file.resolve().is_relative_to(left_out)]
-    documents, n_skipped = [], n_unreadable
+    require_not_empty(option, path)
+    unreadable: list[Path] = []
+    files, root, origin = _find_files(path, option, unreadable)
+    found, n_skipped = _distinct(files, root)
+    if unreadable:
+        n_skipped += len(unreadable)
+        number = f"{len(unreadable):,}, the first {unreadable[0]}"
+        warnings.warn(f"{option}={origin!r}: folders that cannot be read are skipped ({number}).", stacklevel=2)
+    data_folders = {folder: _data_folder(folder) for folder in {file.parent for file in found}}
+    found = [file for file in found if data_folders[file.parent] is None]
+    documents = []
     for file in found:
         name, of_json_lines = file.relative_to(root).as_posix(), is_json_lines(file, look_into_zst=json_lines)
         if of_json_lines and not json_lines:
@@ -88,11 +97,50 @@ def find_sources(
             n_skipped += 1
     if not documents:
         skipped = f" ({n_skipped} skipped: binary, empty or unreadable)" if n_skipped else ""
+        hint = _hint(found, next((folder for folder in data_folders.values() if folder is not None), None))
         raise InputError(
             f"{option}={origin!r} holds no text{skipped}: give a file, folder or glob of text files. JSON lines are "
-            "named .jsonl or .ndjson, with .gz or .zst if they are compressed."
+            f"named .jsonl or .ndjson, with .gz or .zst if they are compressed.{hint}"
         )
     return Sources(sorted(documents, key=lambda document: document.name), n_skipped, origin)
+
+
+def _hint(files: Iterable[Path], data_folder: Path | None) -> str:
+    """What to do with files that are no text: these, and those of a folder that `_data_folder` names."""
+    hints = []
+    if data_folder is not None and is_saved_dataset(data_folder):
+        quoted = shlex.quote(str(data_folder))
+        hints.append(
+            f"{data_folder} is of save_to_disk: read it with linrope prepare --dataset {quoted} --output FOLDER."
+        )
+    elif data_folder is not None:
+        hints.append(f"{data_folder} holds tokens of `linrope prepare`: give it as data.path of a language model.")
+    if any(compression_of(file) for file in files):
+        hints.append("Only JSON lines may be compressed: decompress other text.")
+    if any(file.suffix.lower() in TABLES for file in files):
+        hints.append(f"Read {' and '.join(TABLES)} with linrope prepare --dataset FOLDER --output OTHER.")
+    return "".join(f" {hint}" for hint in hints)
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Whether `save_to_disk` of Hugging Face's `datasets` wrote a folder, for a dataset or for all its splits."""
+    if os.path.isfile(folder / "dataset_dict.json"):
+        return True
+    try:
+        with open(folder / "state.json", "rb") as opened:
+            state = json.loads(opened.read(JSON_PROBE))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(state, dict) and "_data_files" in state
+
+
+def _data_folder(folder: Path) -> Path | None:
+    """The prepared folder or the saved dataset that the files in `folder` are a part of; None if they are not."""
+    for place in (folder, folder.parent) if folder.name == PARTS else (folder,):
+        prepared = os.path.isfile(place / MANIFEST) or os.path.isfile(place / PARTS / LOCK)
+        if prepared or is_saved_dataset(place):
+            return place
+    return None
 
 
 def is_json_lines(file: Path, look_into_zst: bool = True) -> bool:
@@ -134,21 +182,22 @@ def _decompressing(file: Path) -> BinaryIO:
     return open(file, "rb")
 
 
-def _find_files(path: str | Path | None, option: str) -> tuple[Iterable[Path], Path, str]:
-    """The files under a path, the folder that their names are relative to, and the `origin` of `Sources`."""
+def _find_files(path: str | Path | None, option: str, unreadable: list[Path]) -> tuple[Iterable[Path], Path, str]:
+    """The files under a path, the folder that their names are relative to, and the `origin` of `Sources`. For
+    `unreadable` see `_folders`."""
     if path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
-        modules = (file for file in _files(root, NOT_STANDARD_LIBRARY) if file.suffix == ".py")
+        modules = (file for file in _files(root, unreadable, NOT_STANDARD_LIBRARY) if file.suffix == ".py")
         return modules, root, "the Python standard library's source"
     path = Path(path).expanduser()
     require_short(path, option)
     if path.is_dir():
-        return _files(path), path, str(path)
+        return _files(path, unreadable), path, str(path)
     if path.is_file():
         return [path], path.parent, str(path)
     if glob.has_magic(str(path)):
         root = Path(*takewhile(lambda part: not glob.has_magic(part), path.parts))
-        return _matches(path), root, str(path)
+        return _matches(path, unreadable), root, str(path)
     if path.exists():
         raise InputError(f"{option}={str(path)!r} is a pipe or a device: write its text to a file, and give that.")
     siblings = os.listdir(path.parent) if path.parent.is_dir() else []
@@ -166,7 +215,7 @@ def require_short(path: Path, option: str) -> None:
         raise InputError(f"{option}={str(path)!r} cannot be opened: {error.strerror}.") from error
 
 
-def _matches(pattern: Path) -> Iterator[Path]:
+def _matches(pattern: Path, unreadable: list[Path]) -> Iterator[Path]:
     """The files of a glob. `**` stands for folders as `_folders` finds them: glob's own visits a folder once for every
     chain of links to it."""
     if "**" not in pattern.parts:
@@ -175,36 +224,47 @@ def _matches(pattern: Path) -> Iterator[Path]:
     at = pattern.parts.index("**")
     above, below = Path(*pattern.parts[:at]), pattern.parts[at + 1 :] or ("*",)
     for root in glob.iglob(str(above)):
-        for folder, _ in _folders(Path(root)):
-            yield from _matches(Path(glob.escape(str(folder)), *below))
+        for folder, _ in _folders(Path(root), unreadable):
+            yield from _matches(Path(glob.escape(str(folder)), *below), unreadable)
 
 
-def _files(root: Path, left_out: Collection[str] = ()) -> Iterator[Path]:
+def _files(root: Path, unreadable: list[Path], left_out: Collection[str] = ()) -> Iterator[Path]:
     """The files below `root`, neither hidden nor in folders `left_out`."""
-    return (Path(folder, name) for folder, names in _folders(root, left_out) for name in names)
+    return (Path(folder, name) for folder, names in _folders(root, unreadable, left_out) for name in names)
 
 
-def _folders(root: Path, left_out: Collection[str] = ()) -> Iterator[tuple[Path, list[str]]]:
+def _folders(root: Path, unreadable: list[Path], left_out: Collection[str] = ()) -> Iterator[tuple[Path, list[str]]]:
     """`root` and the folders below it, neither hidden nor `left_out`, with the names of their files.
 
-    Links to folders are followed. Each real folder is visited once, by a path without links if there is one.
+    Links to folders are followed. Each real folder is visited once, by a path without links if there is one. Folders
+    that may not be read are added to `unreadable`. Raises InputError for an error of the disk.
     """
     seen, pending, linked = set(), [root], deque()
     while pending or linked:
         folder = pending.pop() if pending else linked.popleft()
-        status = _status(folder)
-        if status is None or (status.st_dev, status.st_ino) in seen:
+        try:
+            status = folder.stat()
+            if (status.st_dev, status.st_ino) in seen:
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            with os.scandir(folder) as listing:
+                entries = sorted(listing, key=lambda entry: entry.name)
+        except OSError as error:
+            if error.errno not in UNREADABLE:
+                raise InputError(
+                    f"{folder} cannot be listed ({error.strerror}), so that its text would be missing: try again, or "
+                    "give another path."
+                ) from error
+            unreadable.append(folder)
             continue
-        seen.add((status.st_dev, status.st_ino))
         names = []
-        with suppress(OSError), os.scandir(folder) as entries:  # a folder that may not be read
-            for entry in sorted(entries, key=lambda entry: entry.name):
-                if entry.name.startswith("."):
-                    continue
-                if not _is_folder(entry):
-                    names.append(entry.name)
-                elif entry.name not in left_out and not _is_of_a_run(entry):
-                    (linked if entry.is_symlink() else pending).append(Path(folder, entry.name))
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if not _is_folder(entry):
+                names.append(entry.name)
+            elif entry.name not in left_out and not _is_of_a_run(entry):
+                (linked if entry.is_symlink() else pending).append(Path(folder, entry.name))
         yield folder, names
 
 

@@ -16,11 +16,11 @@ class PrepareConfig:
     output: str
     """Folder to write, for data.path. It must be new or empty."""
     path: str | None = None
-    """Text and JSON lines (.jsonl and .ndjson, .json of that form; also with .gz or .zst): a file, a folder or a glob.
-    Without --path and --dataset: the built-in corpus."""
+    """A file, a folder or a glob of text, which may not be compressed, and of JSON lines (.jsonl and .ndjson, .json of
+    that form, each also with .gz or .zst). Without --path and --dataset: the built-in corpus."""
     dataset: str | None = None
-    """Dataset of Hugging Face's `datasets`, by name or folder, instead of --path. It is read as a stream. Changes of
-    the dataset after this run are not detected."""
+    """Dataset of Hugging Face's `datasets`, by name or folder (of Parquet, or of save_to_disk), instead of --path. It
+    is read as a stream. Changes of the dataset after this run are not detected."""
     dataset_config: str | None = None
     """Configuration of the dataset, if it has several."""
     dataset_split: str = "train"

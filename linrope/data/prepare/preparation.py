@@ -50,9 +50,7 @@ def _prepare(config: PrepareConfig, progress: Progress) -> Manifest:
     if config.path is not None and folder.resolve().is_relative_to(Path(config.path).expanduser().resolve()):
         raise InputError(f"--output={config.output!r} lies within --path={config.path!r}: name a folder elsewhere.")
     if config.dataset is None:
-        # a glob may match what an earlier try left in the folder
-        begun = (folder / PARTS).is_dir() or (folder / MANIFEST).is_file()
-        units, origin, n_skipped = file_units(config.path, left_out=folder if begun else None)
+        units, origin, n_skipped = file_units(config.path)
     else:
         units, n_skipped = dataset_units(config.dataset, config.dataset_config, config.dataset_split), 0
         origin = f"dataset {config.dataset} ({config.dataset_split})"

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from linrope.data.corpus.files import compression_of, find_sources, is_json_lines
+from linrope.data.corpus.files import compression_of, find_sources, is_json_lines, is_saved_dataset
 from linrope.data.prepare.jsonlines import LONGEST_LINE, BadLine, line_name, read_lines, text_of_line, text_of_row
-from linrope.errors import DocumentChanged, InputError, require_package
+from linrope.errors import DocumentChanged, InputError, require_choice, require_package
 
 UNIT_BYTES = 1 << 23
 """About the bytes of a unit: small files are grouped, large files are cut into ranges."""
@@ -75,9 +75,9 @@ def unit_bytes(unit: Unit) -> int:
     return sum(source.stop - source.start for source in unit if isinstance(source, FileRange))
 
 
-def file_units(path: str | None, left_out: Path | None = None) -> tuple[list[Unit], str, int]:
+def file_units(path: str | None) -> tuple[list[Unit], str, int]:
     """The units of the documents that `find_sources` finds; their origin and the number of skipped files."""
-    found = find_sources(path, "--path", json_lines=True, left_out=left_out)
+    found = find_sources(path, "--path", json_lines=True)
     files = [
         FileRange(file.name, file.path, file.size, file.modified, 0, file.size, is_json_lines(file.path))
         for file in found.documents
@@ -131,13 +131,29 @@ def dataset_units(name: str, config: str | None, split: str) -> list[Unit]:
 
 def open_dataset(name: str, config: str | None, split: str) -> Any:
     """The dataset as a stream. Raises InputError if it cannot be opened, or the package `datasets` is missing."""
-    datasets = require_package("datasets", f"--dataset={name!r}")
+    datasets, folder = require_package("datasets", f"--dataset={name!r}"), Path(name).expanduser()
     try:
+        if is_saved_dataset(folder):
+            return _open_saved(datasets, folder, config, split)
         return datasets.load_dataset(name, config, split=split, streaming=True)
+    except InputError:
+        raise
     except Exception as error:  # the package raises its own, and those of what it reads with
         raise InputError(
             f"--dataset={name!r} (--dataset_config={config!r}, --dataset_split={split!r}) cannot be opened: {error}."
         ) from error
+
+
+def _open_saved(datasets: Any, folder: Path, config: str | None, split: str) -> Any:
+    """The same for a folder of `save_to_disk`, with a shard for each of its files."""
+    if config is not None:
+        raise InputError(f"--dataset_config={config!r}: {folder} was saved without configurations: leave it out.")
+    found = datasets.load_from_disk(folder)
+    if not isinstance(found, datasets.DatasetDict):
+        found = {str(found.split or "train"): found}
+    require_choice("--dataset_split", split, found)
+    rows = found[split]
+    return rows.to_iterable_dataset(num_shards=max(1, min(len(rows), len(rows.cache_files))))
 
 
 def read_unit(unit: Unit, field: str, count: Count, bad_line: OnBadLine) -> Iterator[TextChunk]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 from linrope.data.corpus.files import find_sources
@@ -226,7 +225,7 @@ class PasskeyDataModule(RecallDataModule):
     ) -> None:
         if split is not None:
             require_choice("data.split", split, SPLIT_WAYS)
-        sources = find_sources(None if path is None else Path(path))
+        sources = find_sources(path)
         corpora, self.why_cut = split_corpus(sources, fractions, split)
         self.tasks = {name: Passkey(corpus) for name, corpus in corpora.items()}
         self.origin, self.fractions = sources.origin, list(fractions)

@@ -1,3 +1,4 @@
+import errno
 import math
 import os
 import re
@@ -43,6 +44,55 @@ def test_folders_of_runs_are_no_text(folder):
     kept = ["runs/version_4/text.txt", "runs/versions/config.yaml"]
     assert names(folder) == ["a.txt", "b.txt", *kept, "sub/c.txt"]
     assert names(folder / "**" / "*.yaml") == ["runs/versions/config.yaml"]
+
+
+def test_folders_of_tokens_and_saved_datasets_are_no_text(folder):
+    for name, content in {
+        "mine/linrope-corpus.json": "{}",
+        "mine/tokenizer.json": "{}",
+        "begun/parts/linrope-lock": "lock",
+        "begun/parts/1.json": "{}",
+        "saved/state.json": '{"_data_files": []}',
+        "saved/README.md": "r",
+        "splits/dataset_dict.json": '{"splits": ["train"]}',
+        "splits/train/state.json": '{"_data_files": []}',
+        "parts/state.json": '{"a": 1}',
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+    assert names(folder) == names(folder / "**") == ["a.txt", "b.txt", "parts/state.json", "sub/c.txt"]
+    for name, message in [
+        (
+            "mine",
+            r"holds no text: .*/mine holds tokens of `linrope prepare`: give it as data\.path of a language",
+        ),
+        ("mine/*", r"mine holds tokens of `linrope prepare`"),
+        ("begun", r"begun holds tokens of `linrope prepare`"),
+        ("saved", r"saved is of save_to_disk: read it with linrope prepare --dataset .*saved --output FOLDER\."),
+        ("splits", r"splits(/train)? is of save_to_disk"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            find_sources(folder / name)
+
+
+def test_folders_that_cannot_be_read_are_counted_and_an_error_of_the_disk_ends_the_search(folder, monkeypatch):
+    (folder / "locked").mkdir()
+    reasons = {"sub": errno.ENOENT, "locked": errno.EACCES}
+    scandir = os.scandir
+
+    def listing(path: Path):
+        if path.name in reasons:  # the user of these tests may be root, who may read all
+            raise OSError(reasons[path.name], "no")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", listing)
+    with pytest.warns(UserWarning, match=r"data\.path='.*': folders that cannot be read are skipped \(2, the first /"):
+        found = find_sources(folder)
+    assert [document.name for document in found.documents] == ["a.txt", "b.txt"]
+    assert found.n_skipped == 4
+    reasons["sub"] = errno.EIO
+    with pytest.raises(InputError, match=r"sub cannot be listed \(no\), so that its text would be missing"):
+        find_sources(folder)
 
 
 def test_a_json_file_of_one_value_is_text(tmp_path):
@@ -126,7 +176,11 @@ def test_the_built_in_corpus_is_the_standard_library_without_its_tests():
 
 
 def test_a_path_without_text_is_named(folder):
+    for name in ("c.txt.gz", "d.parquet"):
+        (folder / name).write_bytes(b"\0")
     for name, message in [
+        ("c.txt.gz", r"\(1 skipped: binary.* Only JSON lines may be compressed: decompress other text\.$"),
+        ("*.parquet", r"Read \.parquet and \.arrow with linrope prepare --dataset FOLDER --output OTHER\.$"),
         ("a.tx", r"data\.path='.*a\.tx' does not exist: give a file.* Did you mean 'a\.txt'\?"),
         ("*.md", r"data\.path='.*\*\.md' holds no text: give"),
         ("image.bin", r"holds no text \(1 skipped: binary, .*JSON lines are named \.jsonl or \.ndjson, with \.gz"),
@@ -134,6 +188,8 @@ def test_a_path_without_text_is_named(folder):
     ]:
         with pytest.raises(InputError, match=message):
             find_sources(folder / name)
+    with pytest.raises(InputError, match=r"^--path is empty: give a path"):
+        find_sources("", "--path")
 
 
 def test_tokens_are_the_documents_each_followed_by_a_separator(folder):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 import zstandard
@@ -257,6 +258,24 @@ def test_a_dataset_read_as_a_stream(source, tmp_path):
         run(tmp_path, "other", path=None, dataset=str(source))
     with pytest.raises(InputError, match=r"--dataset='.*nowhere' \(--dataset_config=None, .*\) cannot be opened"):
         run(tmp_path, "other", path=None, dataset=str(tmp_path / "nowhere"))
+
+
+def test_a_dataset_of_save_to_disk(tmp_path):
+    rows = datasets.Dataset.from_dict({"text": LINES})
+    rows.save_to_disk(tmp_path / "rows", num_shards=2)
+    datasets.DatasetDict({"test": rows}).save_to_disk(tmp_path / "splits")
+    options = {"path": None, "dataset": str(tmp_path / "rows")}
+    assert flat(run(tmp_path, **options)[0]) == with_separators(*LINES)
+    assert len(units.dataset_units(str(tmp_path / "rows"), None, "train")) == 2
+    for wrong, message in [
+        ({"dataset_split": "test"}, r"--dataset_split='test' is unknown: choose one of 'train'"),
+        ({"dataset_config": "en"}, r"--dataset_config='en': .*rows was saved without configurations: leave it out"),
+        ({"dataset": str(tmp_path / "splits")}, r"--dataset_split='train' is unknown: choose one of 'test'"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            run(tmp_path, "other", **{**options, **wrong})
+    options = {"path": None, "dataset": str(tmp_path / "splits"), "dataset_split": "test"}
+    assert flat(run(tmp_path, "other", **options)[0]) == with_separators(*LINES)
 
 
 @pytest.mark.parametrize("package", ["datasets", "zstandard", "tokenizers"])
