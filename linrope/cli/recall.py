@@ -52,7 +52,7 @@ class RecallConfig(ModelOptions):
             raise InputError(
                 f"--ckpt_path: its model has vocab_size={vocab_size}, pass keys are written in bytes ({VOCAB_SIZE})."
             )
-        corpora, _ = split_corpus(find_sources(self.text), self.fractions)
+        corpora, _ = split_corpus(find_sources(self.text, "--text"), self.fractions)
         return Passkey(corpora["val"])
 
 
