@@ -172,7 +172,7 @@ def fast_transformers(x: Inputs) -> Tensor:
     return causal_dot_product(x.rope.rotate(q), x.rope.rotate(k), x.v) / (den + EPS)
 
 
-# The peers of the CUDA backend, at their fastest.
+# The peers of the CUDA backend.
 #
 # Their tables of angles exist before the call, and their elementwise operations are compiled, so that only their
 # kernels and the memory traffic between them are timed. Both pair dimension m with m + D/2, as they do by default.
@@ -203,7 +203,7 @@ def fused(function: Callable) -> Callable:
 
 
 def softmax_flash(x: Inputs) -> Tensor:
-    """RoPE, then FlashAttention of PyTorch."""
+    """RoPE, then FlashAttention-2 of PyTorch; not cuDNN's kernel, which PyTorch may prefer on newer GPUs."""
     rotate, angles = fused(rotate_halves), x.angles()
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return F.scaled_dot_product_attention(rotate(x.q, *angles), rotate(x.k, *angles), x.v, is_causal=True)
