@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from linrope.data.batches.shuffling import mix
-from linrope.data.batches.windows import require_separator, window
+from linrope.data.batches.windows import window
 from linrope.data.corpus.sequences import TokenSequence
 from linrope.errors import InputError
 
@@ -32,7 +32,7 @@ class ContiguousBatches(Dataset[dict[str, Tensor]]):
         seed: decides the offsets.
         rank, world_size: number of this device, and of all devices.
 
-    Raises InputError if the corpus is too short for a batch, or a document mask needs a separator that is unknown.
+    Raises InputError if the corpus is too short for a batch, or if a document mask finds no separator in it.
     """
 
     def __init__(
@@ -45,7 +45,8 @@ class ContiguousBatches(Dataset[dict[str, Tensor]]):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        require_separator(corpus, document_mask)
+        if document_mask:
+            corpus.require_separators()
         self.corpus, self.context, self.batch_size = corpus, context, batch_size
         self.seed, self.document_mask, self.rank = seed, document_mask, rank
         self.row_tokens = (len(corpus) - 1) // (batch_size * world_size)

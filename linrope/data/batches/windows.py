@@ -40,15 +40,6 @@ def window(corpus: TokenSequence, start: int, context: int, document_mask: bool)
     return {**found, "segment_ids": segment_ids_of(tokens[:-1], corpus.separator)} if document_mask else found
 
 
-def require_separator(corpus: TokenSequence, document_mask: bool) -> None:
-    """Raise InputError for a document mask on a corpus whose separator token is unknown."""
-    if document_mask and corpus.separator is None:
-        raise InputError(
-            "data.document_mask=True needs to know which token ends a document: set data.tokenizer to the tokenizer "
-            "of these tokens."
-        )
-
-
 class _Windows(Dataset[dict[str, Tensor]]):
     """Samples of `context` tokens of a split of a corpus; `option` is the option that sets `context`, for errors.
 
@@ -65,7 +56,8 @@ class _Windows(Dataset[dict[str, Tensor]]):
                 f"lower {option}, raise its share in data.fractions, give more text, or set data.split=position (by "
                 f"default each of several documents goes to one split as a whole).{without}"
             )
-        require_separator(corpus, document_mask)
+        if document_mask:
+            corpus.require_separators()
         self.corpus, self.context, self.document_mask = corpus, context, document_mask
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
@@ -86,7 +78,7 @@ class TrainingWindows(_Windows):
         document_mask: whether samples have `segment_ids`, int64 (context,): see `segment_ids_of`.
         option: the option that sets `context`, for the error message.
 
-    Raises InputError if the corpus is shorter than one sample, or a document mask needs a separator that is unknown.
+    Raises InputError if the corpus is shorter than one sample, or if a document mask finds no separator in it.
     """
 
     def __init__(

@@ -169,10 +169,14 @@ def _bytes_of(
 
 def _open_flat(path: Path, fractions: Sequence[float], tokenizer: Tokenizer | None, token_dtype: str) -> OpenedText:
     file = NumberFile.of_size(path, token_dtype, None if tokenizer is None else tokenizer.vocab_size)
-    digest, highest, position = survey(file)
-    cuts = cut_by_position(file.n, split_bounds(fractions))
-    corpora = {split: TokenRun(file, *cut, tokenizer, digest) for split, cut in zip(SPLITS, cuts, strict=True)}
-    vocab_size, reason = highest + 1, f"{path} holds {highest:,} at position {position:,}"
+    cuts = list(cut_by_position(file.n, split_bounds(fractions)))
+    separator, bytes_of = (None, None) if tokenizer is None else (tokenizer.separator, tokenizer.token_bytes())
+    found = survey(file, cuts, separator, bytes_of)
+    corpora = {
+        split: TokenRun(file, *cut, found, separator, bytes_of, n_bytes)
+        for split, cut, n_bytes in zip(SPLITS, cuts, found.n_bytes, strict=True)
+    }
+    vocab_size, reason = found.highest + 1, f"{path} holds {found.highest:,} at position {found.position:,}"
     if tokenizer is not None:
         vocab_size, reason = tokenizer.vocab_size, "data.tokenizer"
     return OpenedText(corpora, tokenizer, vocab_size, reason, str(path), 0)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from linrope.data.tokenizers.bytes import SEPARATOR
-from linrope.errors import DocumentChanged
+from linrope.errors import DocumentChanged, InputError
 
 HASHED_BLOCK, HASHED_BLOCKS = 1 << 16, 1 << 10
 """Tokens of a block, and the most blocks, that `Corpus.identity` hashes: 64 MiB, a fraction of a second."""
@@ -87,6 +87,14 @@ class TokenSequence(ABC):
     def text_bytes(self, start: int, stop: int) -> Tensor | None:
         """Bytes of text of each token `start … stop`, int64 (stop - start,): 0 if unknown. None if tokens are bytes."""
         return None
+
+    def require_separators(self) -> None:
+        """Raise InputError unless the tokens tell where documents end, which a document mask needs."""
+        if self.separator is None:
+            raise InputError(
+                "data.document_mask=True needs to know which token ends a document: set data.tokenizer to the "
+                "tokenizer of these tokens."
+            )
 
     @abstractmethod
     def fingerprint(self) -> str:

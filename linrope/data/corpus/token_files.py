@@ -6,8 +6,8 @@ They are read range by range, and not mapped: see `linrope.data.corpus.files`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from linrope.data.corpus.sequences import DocumentSequence, TokenSequence, read_range
-from linrope.data.tokenizers.base import Tokenizer
+from linrope.data.tokenizers.subwords import END_OF_DOCUMENT, LARGEST_VOCABULARY
 from linrope.errors import DamagedFile, InputError
 
 TOKEN_DTYPES = ("uint16", "uint32")
@@ -55,13 +55,17 @@ class NumberFile:
         width = dtype.itemsize
         data = read_range(self.path, self.n * width, self.modified, start * width, stop * width)
         numbers = np.frombuffer(data, dtype)
+        self.require_limit(start, numbers)
+        return numbers
+
+    def require_limit(self, start: int, numbers: np.ndarray) -> None:
+        """Raise DamagedFile unless `numbers`, from position `start` on, are below the limit."""
         if self.limit is not None and len(numbers) and numbers.max() >= self.limit:
             at = int(np.argmax(numbers >= self.limit))
             raise DamagedFile(
                 f"{self.path} is damaged or of another vocabulary: it holds {numbers[at]} at position {start + at:,}, "
                 f"where tokens are below {self.limit:,}."
             )
-        return numbers
 
     def chunks(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
         """The numbers `start … stop` in chunks, each with its position."""
@@ -124,21 +128,42 @@ class PreparedCorpus(DocumentSequence):
         return digest.hexdigest()
 
 
-class TokenRun(TokenSequence):
-    """Tokens `first … last` of a flat file, with any separators it has; `digest` is a hash of the whole file.
+@dataclass(frozen=True)
+class Survey:
+    """What one reading of a flat file found."""
 
-    Without the tokenizer of these tokens, their separator and bytes of text are unknown.
+    digest: str
+    """A hash of the contents."""
+    highest: int
+    position: int
+    """The largest token, and its first position."""
+    n_separators: int
+    """How often the tokenizer's separator stands in the file; 0 without a tokenizer."""
+    n_bytes: list[int]
+    """Bytes of text of each range that was asked for; 0 without a tokenizer."""
+
+
+class TokenRun(TokenSequence):
+    """Tokens `first … last` of a flat file, with any separators it has; `found` is the survey of the whole file.
+
+    Without the tokenizer of these tokens, their `separator`, `bytes_of` each token and `n_bytes` of all are unknown.
     """
 
     n_documents = None
 
-    def __init__(self, file: NumberFile, first: int, last: int, tokenizer: Tokenizer | None, digest: str) -> None:
-        self._file, self._first, self._last, self._digest = file, first, last, digest
-        self.separator = None if tokenizer is None else tokenizer.separator
-        self._bytes_of = self.n_bytes = None
-        if tokenizer is not None:
-            self._bytes_of = tokenizer.token_bytes()
-            self.n_bytes = sum(int(self._bytes_of[tokens].sum()) for _, tokens in file.chunks(first, last))
+    def __init__(
+        self,
+        file: NumberFile,
+        first: int,
+        last: int,
+        found: Survey,
+        separator: int | None,
+        bytes_of: np.ndarray | None,
+        n_bytes: int,
+    ) -> None:
+        self._file, self._first, self._last, self._found = file, first, last, found
+        self.separator, self._bytes_of = separator, bytes_of
+        self.n_bytes = None if bytes_of is None else n_bytes
 
     def __len__(self) -> int:
         return self._last - self._first
@@ -151,26 +176,59 @@ class TokenRun(TokenSequence):
             return torch.zeros(stop - start, dtype=torch.int64)
         return torch.from_numpy(self._bytes_of[self._tokens(start, stop)])
 
+    def require_separators(self) -> None:
+        super().require_separators()
+        if not self._found.n_separators:
+            raise InputError(
+                f"data.document_mask=True needs to know where documents end, and {self._file.path} holds no token "
+                f"{self.separator}, the separator of data.tokenizer: write it after each document, or set "
+                "data.document_mask=False. If another token ends documents, give it one of these names in "
+                f"tokenizer.json: {', '.join(END_OF_DOCUMENT)}."
+            )
+
     def fingerprint(self) -> str:
         """A hash of the whole file's contents and of the range."""
-        return hashlib.blake2b(f"{self._digest} {self._first} {self._last}".encode(), digest_size=16).hexdigest()
+        parts = f"{self._found.digest} {self._first} {self._last}"
+        return hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
 
 
-def survey(file: NumberFile) -> tuple[str, int, int]:
-    """A hash of a flat file's contents, its largest token, and the first position of that.
+def survey(
+    file: NumberFile,
+    cuts: Sequence[tuple[int, int]] = (),
+    separator: int | None = None,
+    bytes_of: np.ndarray | None = None,
+) -> Survey:
+    """What one reading of a flat file finds, before any work: see `Survey`.
 
-    The file is read once, to find a wrong token before any work. Raises InputError for a token that is not below the
-    file's limit, or if the file seems to have another dtype.
+    Args:
+        file: the file, with the vocabulary as limit if that is known.
+        cuts: the ranges whose bytes of text are summed.
+        separator, bytes_of: the tokenizer's separator and `token_bytes`.
+
+    Raises InputError for a token that is not below the file's limit, or if the file seems to have another dtype.
     """
     digest, highest, position, odd = hashlib.blake2b(digest_size=16), -1, 0, 0
-    for first, tokens in file.chunks():
+    n_separators, n_bytes = 0, [0] * len(cuts)
+    for first, tokens in replace(file, limit=None).chunks():
+        top = int(tokens.max())
+        if file.dtype == "uint32" and top >= LARGEST_VOCABULARY:
+            raise InputError(
+                f"{file.path} holds {top:,}, beyond any vocabulary, as uint16 tokens read as uint32 do: set "
+                "data.token_dtype=uint16."
+            )
+        file.require_limit(first, tokens)
         digest.update(tokens.tobytes())
         odd = max(odd, int(tokens[1::2].max(initial=0)))
-        if tokens.max() > highest:
-            highest, position = int(tokens.max()), first + int(tokens.argmax())
+        if top > highest:
+            highest, position = top, first + int(tokens.argmax())
+        if separator is not None:
+            n_separators += int((tokens == separator).sum())
+        if bytes_of is not None:
+            for number, (start, stop) in enumerate(cuts):
+                n_bytes[number] += int(bytes_of[tokens[max(start - first, 0) : max(stop - first, 0)]].sum())
     if file.dtype == "uint16" and file.n > 1 and odd < HIGH_HALF <= highest:
         raise InputError(
             f"{file.path} holds less than {HIGH_HALF} at every other position, as uint32 tokens read as uint16 do: set "
             "data.token_dtype=uint32."
         )
-    return digest.hexdigest(), highest, position
+    return Survey(digest.hexdigest(), highest, position, n_separators, n_bytes)

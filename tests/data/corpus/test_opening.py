@@ -10,6 +10,7 @@ import torch
 
 from linrope.data.batches.contiguous import ContiguousBatches
 from linrope.data.batches.windows import EvaluationWindows, TrainingWindows
+from linrope.data.corpus import token_files
 from linrope.data.corpus.opening import open_text
 from linrope.data.prepare.config import PrepareConfig
 from linrope.data.prepare.preparation import prepare
@@ -164,12 +165,33 @@ def test_a_tokenizer_makes_a_flat_files_documents_and_bytes_known(tmp_path):
     assert train.separator == tokenizer.separator
     assert TrainingWindows(train, len(tokens) - 1, document_mask=True)[0]["segment_ids"].max() == 3
     unknown = open_text(file, [1.0, 0.0, 0.0]).corpora["train"]
+    ends = np.where(tokens == tokenizer.separator, tokenizer.separator + 1, tokens)  # with another token
+    other = open_text(write_flat(tmp_path / "other.bin", ends), [1.0, 0.0, 0.0], str(json_file)).corpora["train"]
+    told = rf"other\.bin holds no token {tokenizer.separator}, the separator of .* one of these names .*: <\|endoftext"
     for windows, sizes in ((TrainingWindows, [10]), (ContiguousBatches, [10, 2])):
         with pytest.raises(InputError, match=r"data\.document_mask=True needs to know .*: set data\.tokenizer"):
             windows(unknown, *sizes, document_mask=True)
+        with pytest.raises(InputError, match=told):
+            windows(other, *sizes, document_mask=True)
+        windows(other, *sizes)
     assert train.fingerprint() == unknown.fingerprint()  # the same tokens; `order` names the tokenizer itself
     tokens[0] += 1
     assert open_text(write_flat(file, tokens), [1.0, 0.0, 0.0]).corpora["train"].fingerprint() != unknown.fingerprint()
+
+
+def test_a_flat_file_is_read_once_with_one_table_of_bytes(tmp_path, monkeypatch):
+    tokens = np.arange(300).repeat(10)
+    file, json_file = write_flat(tmp_path / "x.bin", tokens), str(write_tokenizer(tmp_path))
+    table = SubwordTokenizer(byte_level()).token_bytes()
+    calls = []
+    monkeypatch.setattr(SubwordTokenizer, "token_bytes", lambda self: calls.append("table") or table)
+    monkeypatch.setattr(token_files, "CHUNK", 700)
+    read = token_files.read_range
+    monkeypatch.setattr(token_files, "read_range", lambda *args: calls.append("read") or read(*args))
+    corpora = open_text(file, FRACTIONS, json_file).corpora
+    assert calls == ["table", *["read"] * 5]
+    expected = [table[part].sum() for part in (tokens[:1800], tokens[1800:2400], tokens[2400:])]
+    assert [corpus.n_bytes for corpus in corpora.values()] == expected
 
 
 def test_a_flat_file_that_cannot_be_is_named(tmp_path):
@@ -187,6 +209,10 @@ def test_a_flat_file_that_cannot_be_is_named(tmp_path):
             open_text(file, FRACTIONS)
         assert open_text(file, FRACTIONS, token_dtype="uint32").vocab_size == highest + 1
     assert open_text(write_flat(file, [1, 0, 15, 0]), FRACTIONS).vocab_size == 16  # a small vocabulary is none
+    write_flat(file, [299, 298, 297, 296])
+    for tokenizer in (None, str(write_tokenizer(tmp_path))):
+        with pytest.raises(InputError, match=r"holds 19,530,027, beyond .*: set data\.token_dtype=uint16"):
+            open_text(file, FRACTIONS, tokenizer, token_dtype="uint32")
 
 
 # --- what must be prepared, and with which tokenizer ---------------------------------------------------------------
