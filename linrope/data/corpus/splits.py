@@ -105,7 +105,7 @@ def split_bounds(fractions: Sequence[float]) -> tuple[float, float, float]:
             f"data.fractions={list(fractions)} must be three numbers, of train, val and test, that sum to 1, "
             "train above 0 and none negative: for example [0.9, 0.05, 0.05]."
         )
-    return values[0], values[0] + values[1], 1.0
+    return min(values[0], 1.0), min(values[0] + values[1], 1.0), 1.0  # their sum may be rounded
 
 
 def cut_by_position(size: int, bounds: tuple[float, float, float]) -> Iterator[tuple[int, int]]:

@@ -10,7 +10,7 @@ import torch
 
 from linrope.data.corpus.files import find_sources
 from linrope.data.corpus.sequences import Corpus
-from linrope.data.corpus.splits import split_corpus
+from linrope.data.corpus.splits import cut_by_position, split_bounds, split_corpus
 from linrope.data.tokenizers.bytes import SEPARATOR
 from linrope.errors import InputError
 
@@ -264,6 +264,11 @@ def test_few_documents_are_cut_by_position_so_that_each_split_has_text(tmp_path,
     tokens = [corpus.tokens(0, len(corpus)).tolist() for corpus in corpora.values()]
     assert b"".join(bytes(token for token in part if token != SEPARATOR) for part in tokens) == text
     assert [corpus.n_bytes for corpus in corpora.values()] == [round(share * len(text)) for share in fractions]
+
+
+def test_fractions_that_are_rounded_cut_within_the_text():
+    bounds = split_bounds([0.6666667, 0.3333334, 0.0])  # their sum is 1.0000001
+    assert list(cut_by_position(10**7, bounds)) == [(0, 6_666_667), (6_666_667, 10**7), (10**7, 10**7)]
 
 
 @pytest.mark.parametrize(
