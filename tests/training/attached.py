@@ -11,7 +11,15 @@ import torch
 
 from linrope.training import LanguageModelingModule, ResumableDataModule, TextDataModule
 
-OF_TRAINER = {"rank": 0, "world_size": 1, "step": 0, "accumulate": 1, "max_steps": 1000, "stage": "fit"}
+OF_TRAINER = {
+    "rank": 0,
+    "world_size": 1,
+    "step": 0,
+    "accumulate": 1,
+    "max_steps": 1000,
+    "max_epochs": -1,
+    "stage": "fit",
+}
 """What a test may set of the trainer: the rank, the number of ranks, finished steps, micro-batches of a step, …"""
 
 
@@ -24,6 +32,7 @@ def attach(data: ResumableDataModule, **of_trainer: Any) -> None:
         world_size=given.world_size,
         global_step=given.step,
         max_steps=given.max_steps,
+        max_epochs=given.max_epochs,
         accumulate_grad_batches=given.accumulate,
         state=SimpleNamespace(fn=given.stage),
         strategy=SimpleNamespace(root_device=torch.device("cpu")),

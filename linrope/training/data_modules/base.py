@@ -95,6 +95,7 @@ class ResumableDataModule(LightningDataModule):
             self._require_overfitting(trainer.overfit_batches)
         elif stage == "fit" and not trainer.fast_dev_run:
             self._require_no_limit(trainer.limit_train_batches)
+            self._require_last_step(trainer.max_epochs, trainer.max_steps)
 
     def _require_no_limit(self, limit: int | float | None) -> None:
         """Raise InputError if training would begin anew after `limit` batches, or after that share of an epoch."""
@@ -107,6 +108,20 @@ class ResumableDataModule(LightningDataModule):
             f"trainer.limit_train_batches={limit} would train on the same first samples again and again: {fix} it and "
             "set trainer.max_steps. To overfit a few batches, as a check, set trainer.overfit_batches."
         )
+
+    def _require_last_step(self, max_epochs: int | None, max_steps: int) -> None:
+        """Raise InputError if so many readings of the data end before `max_steps`: to a Trainer made in Python,
+        training is one endless epoch."""
+        if max_epochs is None or max_epochs < 0 or max_steps < 1:
+            return
+        self.open()
+        where = self.run_position
+        steps = self.steps_per_epoch_for(where.batches_per_step * where.world_size)
+        if steps is not None and max_epochs * steps < max_steps:
+            raise InputError(
+                f"trainer.max_epochs={max_epochs} ends after {max_epochs * steps:,} steps, and would be ignored beside "
+                f"trainer.max_steps={max_steps:,}: set trainer.max_steps={max_epochs * steps} alone."
+            )
 
     def _require_overfitting(self, n_batches: int | float) -> None:
         """Raise InputError unless Lightning can train on the first `n_batches` batches again and again."""

@@ -136,6 +136,22 @@ def test_a_run_without_validation_reads_no_validation_file(tmp_path):
     assert "  val" not in dict(data.describe())
 
 
+def test_epochs_that_would_end_before_the_steps_of_a_trainer_are_refused(tmp_path):
+    write_rows(tmp_path)
+    ends = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "accumulate_grad_batches": 2}
+    data = ClassificationDataModule(path=str(tmp_path), batch_size=3)
+    for max_epochs in (2, None):
+        data.trainer = Trainer(max_epochs=max_epochs, max_steps=4, **ends)
+        data.setup("fit")  # 11 rows are 4 batches, 2 steps
+    for more in ({"fast_dev_run": True}, {"overfit_batches": 2}):
+        data.trainer = Trainer(max_epochs=1, max_steps=4, **ends, **more)
+        data.setup("fit")
+    data.trainer = Trainer(max_epochs=2, max_steps=5, **ends)
+    data.setup("validate")
+    with pytest.raises(InputError, match=r"max_epochs=2 ends after 4 steps, and .*=5: set trainer\.max_steps=4"):
+        data.setup("fit")
+
+
 def test_what_is_missing_is_named(tmp_path):
     write_rows(tmp_path, test="text\nx\n")
     (tmp_path / "dev.tsv").unlink()
